@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.kernels.fp8_products import E4M3, E5M2, inverse, low, low_both, product, scale_of
+from meshwright.kernels.fp8_products import E4M3, E5M2, inverse, matmul, quantize, quantize_both, scale_of
 from meshwright.kernels.gated import gated_mlp
 from meshwright.kernels.linear import Linear
 from meshwright.observe.environment import environment
@@ -29,10 +29,10 @@ WARM_UP, RUNS = 5, 20
 class Normed(nn.Module):
     """A norm and a linear layer: what makes the input is there for the compiler to join the measuring to."""
 
-    def __init__(self, wide: int, out: int, scaling: Any, came_low: bool) -> None:
+    def __init__(self, wide: int, out: int, scaling: Any, weight_in_fp8: bool) -> None:
         super().__init__()
         self.linear = Linear(wide, out, bias=False)
-        _set(self.linear, scaling, came_low)
+        _set(self.linear, scaling, weight_in_fp8)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(nn.functional.rms_norm(x, (x.shape[-1],)))
@@ -41,7 +41,7 @@ class Normed(nn.Module):
 class Network(nn.Module):
     """The feed-forward network of a block."""
 
-    def __init__(self, scaling: Any, came_low: bool, together: bool) -> None:
+    def __init__(self, scaling: Any, weight_in_fp8: bool, together: bool) -> None:
         super().__init__()
         self.gate_up, self.down, self.together = (
             Linear(*SHAPES["gate_up"], bias=False),
@@ -49,7 +49,7 @@ class Network(nn.Module):
             together,
         )
         for layer in (self.gate_up, self.down):
-            _set(layer, scaling, came_low)
+            _set(layer, scaling, weight_in_fp8)
 
     def forward(self, x: Tensor) -> Tensor:
         x = nn.functional.rms_norm(x, (x.shape[-1],))
@@ -60,11 +60,11 @@ class Network(nn.Module):
         return self.down(swiglu(self.gate_up(x)))
 
 
-def _set(layer: Linear, scaling: Any, came_low: bool) -> None:
+def _set(layer: Linear, scaling: Any, weight_in_fp8: bool) -> None:
     layer.scaling = scaling
     layer.to(device="cuda", dtype=torch.bfloat16)
-    if came_low:
-        layer.low_weight = low(layer.weight.detach(), "tensorwise")
+    if weight_in_fp8:
+        layer.fp8_weight = quantize(layer.weight.detach(), "tensorwise")
 
 
 def seconds(run: Callable[[], Any]) -> float:
@@ -133,7 +133,7 @@ def timed(model: nn.Module, x: Tensor, grad: Tensor, flops: float) -> dict[str, 
 
 def pieces(tokens: int) -> Iterator[dict[str, Any]]:
     """Single kernels: GB/s of those that round, TFLOP/s of the products alone."""
-    from meshwright.kernels.fp8_triton import round_both, round_turned, turn
+    from meshwright.kernels.fp8_triton import round_both, round_transposed, transpose
     from meshwright.kernels.gated_triton import round_swiglu, round_swiglu_gradient
 
     scale = torch.ones((), device="cuda")
@@ -144,8 +144,8 @@ def pieces(tokens: int) -> Iterator[dict[str, Any]]:
     for name, run, size in (
         ("largest magnitude", partial(largest, x), 2 * x.numel()),
         ("round both ways", partial(round_both, x, scale, E4M3), 4 * x.numel()),
-        ("round turned", partial(round_turned, x, scale, E4M3), 3 * x.numel()),
-        ("turn a weight", partial(turn, weight), 2 * weight.numel()),
+        ("round and transpose", partial(round_transposed, x, scale, E4M3), 3 * x.numel()),
+        ("transpose a weight", partial(transpose, weight), 2 * weight.numel()),
         ("swiglu, rounded both ways", partial(round_swiglu, wide, scale, E4M3), 6 * x.numel()),
         ("its gradient, rounded both ways", partial(round_swiglu_gradient, wide, x, scale, E5M2), 10 * x.numel()),
     ):
@@ -153,11 +153,11 @@ def pieces(tokens: int) -> Iterator[dict[str, Any]]:
         yield {"kernel": name, "ms": took * 1e3, "gb_per_s": size / took / 1e9}
     for scaling in ("tensorwise", "rowwise"):
         here, there = (
-            low_both(x, scaling)[0],
-            low(torch.randn(4096, 14336, device="cuda", dtype=torch.bfloat16), scaling),
+            quantize_both(x, scaling)[0],
+            quantize(torch.randn(4096, 14336, device="cuda", dtype=torch.bfloat16), scaling),
         )
         for fast in (True, False):
-            took = seconds(partial(product, here, there, torch.bfloat16, fast=fast))
+            took = seconds(partial(matmul, here, there, torch.bfloat16, fast=fast))
             name = f"product {scaling}, {'fast' if fast else 'exact'} sums"
             yield {"kernel": name, "ms": took * 1e3, "tflops": 2.0 * tokens * 14336 * 4096 / took / 1e12}
 

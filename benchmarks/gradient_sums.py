@@ -1,4 +1,4 @@
-"""Times the addition of a micro-batch's weight gradient to the sum: inside the product, and by a separate pass.
+"""Times the addition of a micro-batch's weight gradient to the sum: inside the matmul, and by a separate pass.
 
     python benchmarks/gradient_sums.py                       # weights of Llama-3-8B, and a chunk of Llama 3.2 1B's head, on a GPU
     python benchmarks/gradient_sums.py --weights 64x32x48 --device cpu
@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from head import now
 
-from meshwright.kernels.sums import add, add_product, product
+from meshwright.kernels.sums import add, add_product, matmul
 
 WEIGHTS = ("28672x4096x8192", "4096x14336x8192", "6144x4096x8192", "4096x4096x8192", "128256x2048x4096")
 
@@ -41,8 +41,8 @@ def measured(text: str, options: argparse.Namespace) -> dict[str, float]:
     total = torch.zeros(rows, columns, device=device, dtype=wide)
     made = slope.t() @ x
     calls: dict[str, Callable[[], object]] = {
-        "bf16": lambda: product(slope.t(), x, slope.dtype),
-        "fp32": lambda: product(slope.t(), x, wide),
+        "bf16": lambda: matmul(slope.t(), x, slope.dtype),
+        "fp32": lambda: matmul(slope.t(), x, wide),
         "added": lambda: add_product(total, slope.t(), x),
         "pass": lambda: add(total, made),
         "pass_torch": lambda: add(total, made, plain=True),

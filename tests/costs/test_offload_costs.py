@@ -12,14 +12,14 @@ from meshwright.config.presets import MODEL_PRESETS
 from meshwright.costs.compute import layer_times
 from meshwright.costs.constants import constants
 from meshwright.costs.machine_rates import machine_of
-from meshwright.costs.offload_costs import HOST_SHARE, copied_bytes, host_share, rate_both_ways
+from meshwright.costs.offload_costs import HOST_SHARE, host_share, rate_both_ways
 from meshwright.costs.stack_footprint import Keeping, footprint
 from meshwright.costs.step import step_cost
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Recompute
-from meshwright.workload.activations import saved_elements
+from meshwright.workload.activations import offloaded_bytes, saved_elements
 from meshwright.workload.layouts import FULL, Layouts
 
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
@@ -41,7 +41,7 @@ def test_a_fast_link_hides_all_of_it() -> None:
 
 def test_a_slow_link_shows_copies_less_compute() -> None:
     times = layer_times(MODEL, MACHINE, AWAY, K)
-    each = 32 * float(copied_bytes(MODEL, AWAY)) / (1e9 * HOST_SHARE)
+    each = 32 * float(offloaded_bytes(MODEL, AWAY)) / (1e9 * HOST_SHARE)
     shown = AWAY.micro_batches * (2 * each - float(times.forward) - float(times.backward))
     assert float(shown) > 0
     assert seconds(AWAY, 1e9) - seconds(PLAIN, 1e9) == pytest.approx(float(shown), rel=1e-6)
@@ -51,12 +51,12 @@ def test_a_slow_link_shows_copies_less_compute() -> None:
 def test_bytes_by_hand() -> None:
     """Llama-3-8B: hidden 4096, queries and outputs 4096 each, keys and values 2048, feed-forward 14336 three times, 2 bytes an element; and
     what the memory account says that a block keeps."""
-    assert float(copied_bytes(MODEL, AWAY)) == 2 * 8192 * (4 * 4096 + 3 * 4096 + 2048 + 1024 + 3 * 14336)
+    assert float(offloaded_bytes(MODEL, AWAY)) == 2 * 8192 * (4 * 4096 + 3 * 4096 + 2048 + 1024 + 3 * 14336)
     spec = from_plain(ModelSpec, MODEL_PRESETS["llama3-8b"])
     for number, mode in enumerate(RECOMPUTE):
-        copied = float(copied_bytes(MODEL, replace(AWAY, recompute=float(number))))
+        copied = float(offloaded_bytes(MODEL, replace(AWAY, recompute=float(number))))
         assert copied == 2 * 8192 * saved_elements(spec, 0, mode)
-    assert float(copied_bytes(MODEL, replace(AWAY, recompute=FULL, tensor=2.0))) == 2 * 8192 * 4096 / 2
+    assert float(offloaded_bytes(MODEL, replace(AWAY, recompute=FULL, tensor=2.0))) == 2 * 8192 * 4096 / 2
 
 
 def test_fewer_devices_get_more_of_the_host() -> None:

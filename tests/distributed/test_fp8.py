@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.kernels.fp8_products import low as rounded_whole
+from meshwright.kernels.fp8_products import quantize as quantize_whole
 from meshwright.models.decoder import Decoder
 from meshwright.models.initial_values import initialise
 from meshwright.spec.plan import LayerStrategy, Plan, SchedulePlan
@@ -154,13 +154,13 @@ def gathered(world: Any, chosen: Plan) -> dict[str, tuple[Tensor, Tensor, Tensor
         unit.sharded.gather()
         unit.sharded.wait_for_gather()
         linears = [weight.linear for weight in unit.sharded.linear_weights]
-        linears = [linear for linear in linears if linear is not None and linear.low_weight is not None]
+        linears = [linear for linear in linears if linear is not None and linear.fp8_weight is not None]
         for linear in linears:
             name = next(name for name, module in engine.model.named_modules() if module is linear) + ".weight"
-            values, scale = (part.clone() for part in linear.low_weight)
+            values, scale = (part.clone() for part in linear.fp8_weight)
             found[name] = masters[name], values, scale, linear.weight.untyped_storage().nbytes()
         unit.sharded.free_gathered()
-        assert not any(linear.low_weight.values.untyped_storage().nbytes() for linear in linears)
+        assert not any(linear.fp8_weight.values.untyped_storage().nbytes() for linear in linears)
     return found
 
 
@@ -170,7 +170,7 @@ def test_gathered_weights_are_the_whole_weight_rounded_with_one_scale(pool: Pool
     for found in seen:
         assert len(found) == 4 * LLAMA.layers
         for name, (master, values, scale, held) in found.items():
-            whole = rounded_whole(master, "tensorwise")
+            whole = quantize_whole(master, "tensorwise")
             assert torch.equal(values.view(torch.uint8), whole.values.view(torch.uint8)), name
             assert torch.equal(scale, whole.scale)
             assert held == 4, "the weight beside its fp8 copy is a shape over one number"

@@ -1,7 +1,7 @@
-"""Exchanges through mapped memory, on memory that processes share: streams are played in program order, all else is what GPUs run.
+"""Token exchange through mapped memory, on CPU processes with shared memory. Streams run in program order; all other code is that of GPUs.
 
-One rank is as late as it can be: behind every meeting it waits until each of the others has come to its next one, so whatever they may
-overwrite by then, they have.
+One rank is as late as possible: after every barrier it waits until the other ranks have reached their next barrier. By then they have
+overwritten every slot that they may overwrite.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tests.distributed.test_async_tensor import every_operator
 from tests.distributed.test_schedules import Case
 
 
-class Now:
-    """A stream whose work is done when it is given."""
+class ImmediateStream:
+    """A stream whose work has ended when it is launched."""
 
     def wait_stream(self, other: Any) -> None: ...
     def wait_event(self, event: Any) -> None: ...
@@ -34,41 +34,41 @@ class Now:
 
 
 def shared_window(folder: Path, late: int) -> type:
-    """`peers._Window` over files that the ranks map; rank `late` is late."""
+    """`peers._Window` over files that the ranks map; rank `late` leaves each barrier one exchange late."""
     from meshwright.parallel import peers
 
     class Window(peers._Window):
-        made = 0
+        windows = 0
 
         def __init__(self, group: dist.ProcessGroup, size: int, device: torch.device) -> None:
             self.size, self._rank, self._ranks = peers.aligned(size), group.rank(), group.size()
-            self._front = peers.aligned(4 * self._ranks)
-            Window.made += 1
-            whole = self._front + peers.TOKEN_SLOTS * self.size
-            names = [str(folder / f"{owner}-{Window.made}") for owner in range(self._ranks)]
-            torch.from_file(names[self._rank], shared=True, size=whole, dtype=torch.uint8).zero_()
+            self._flag_bytes = peers.aligned(4 * self._ranks)
+            Window.windows += 1
+            total = self._flag_bytes + peers.TOKEN_SLOTS * self.size
+            names = [str(folder / f"{owner}-{Window.windows}") for owner in range(self._ranks)]
+            torch.from_file(names[self._rank], shared=True, size=total, dtype=torch.uint8).zero_()
             dist.barrier(group)
-            self._all = [torch.from_file(name, shared=True, size=whole, dtype=torch.uint8) for name in names]
+            self._memories = [torch.from_file(name, shared=True, size=total, dtype=torch.uint8) for name in names]
             self._flags = [self._view(owner, 0, (self._ranks,), torch.int32) for owner in range(self._ranks)]
 
         def _view(self, owner: int, first: int, shape: Any, dtype: torch.dtype) -> torch.Tensor:
-            return self._all[owner][first : first + prod(shape) * dtype.itemsize].view(dtype).view(*shape)
+            return self._memories[owner][first : first + prod(shape) * dtype.itemsize].view(dtype).view(*shape)
 
-        def meet(self, number: int) -> None:
-            self.tell(number)
-            self.hear(number)
+        def barrier(self, number: int) -> None:
+            self.set_flags(number)
+            self.wait_for_flags(number)
             if self._rank == late:
-                self.hear(number + 1)
+                self.wait_for_flags(number + 1)
 
-        def tell(self, number: int) -> None:
+        def set_flags(self, number: int) -> None:
             for owner in range(self._ranks):
                 self._flags[owner][self._rank] = number
 
-        def hear(self, number: int) -> None:
+        def wait_for_flags(self, number: int) -> None:
             end = time.monotonic() + 20
             others = [rank for rank in range(self._ranks) if rank != self._rank]
             while any(self._flags[self._rank][other] < number for other in others):
-                assert time.monotonic() < end, f"meeting {number} did not come about: {self._flags[self._rank]}"
+                assert time.monotonic() < end, f"barrier {number} timed out: {self._flags[self._rank]}"
                 os.sched_yield()
 
     return Window
@@ -77,8 +77,8 @@ def shared_window(folder: Path, late: int) -> type:
 @contextmanager
 def streams_in_order() -> Iterator[None]:
     plain = {
-        "Stream": lambda *_, **__: Now(),
-        "current_stream": Now,
+        "Stream": lambda *_, **__: ImmediateStream(),
+        "current_stream": ImmediateStream,
         "stream": nullcontext,
         "synchronize": lambda _: None,
     }
@@ -87,7 +87,7 @@ def streams_in_order() -> Iterator[None]:
 
 
 def largest_error(world: World, ranks: int, late: int, slots: int, batch: int, folder: Path) -> float:
-    """Of all operators, three times over, against their plain twins."""
+    """Largest error of three runs of every operator against the variants with collectives."""
     from meshwright.parallel import peers
     from meshwright.parallel.mesh import build_mesh
 
@@ -98,21 +98,21 @@ def largest_error(world: World, ranks: int, late: int, slots: int, batch: int, f
     with mock.patch.multiple(peers, _Window=window, TOKEN_SLOTS=slots), streams_in_order():
         memory = peers.PeerMemory(group, torch.device("cpu"))
         peers.register(group.group_name, memory)
-        again = [every_operator(world.rank, group.group_name, ranks, batch) for _ in range(3)]
+        repeated = [every_operator(world.rank, group.group_name, ranks, batch) for _ in range(3)]
         assert isinstance(memory._window, window)
-        memory._window.tell(memory.uses + 1)
+        memory._window.set_flags(memory.uses + 1)
         dist.barrier(group)
     peers.close_peers(group.group_name)
     return max(
         float((a - b).abs().max())
-        for found in again
+        for outputs in repeated
         for name in plain
-        for a, b in zip(found[name], plain[name], strict=True)
+        for a, b in zip(outputs[name], plain[name], strict=True)
     )
 
 
 @pytest.mark.parametrize(("ranks", "late", "batch"), [(2, 1, 2), pytest.param(4, 2, 1, marks=pytest.mark.slow)])
-def test_nobody_overwrites_what_a_late_rank_has_still_to_read(
+def test_no_rank_overwrites_data_that_a_late_rank_has_yet_to_read(
     pool: Pool, tmp_path: Path, ranks: int, late: int, batch: int
 ) -> None:
     assert max(pool.run(largest_error, ranks, ranks, late, 2, batch, tmp_path)) < 1e-12

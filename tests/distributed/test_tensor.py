@@ -195,7 +195,9 @@ def exchanges_of_a_block(world: World, spec: ModelSpec, plan: Plan) -> list[tupl
     from meshwright.parallel import peers, products
 
     copied = plan.tensor_engine == "copy"
-    owner, names = (peers.Messages, ("fetch", "collect")) if copied else (products, ("_gather", "_scatter"))
+    owner, names = (
+        (peers.MessagePeers, ("start_gather", "start_sum")) if copied else (products, ("_gather", "_scatter"))
+    )
     with ExitStack() as stack:
         counts = [stack.enter_context(counting(owner, name)) for name in names]
         y = through_a_block(world, spec, plan)

@@ -10,7 +10,7 @@ import torch
 from tests.gpu.runs import RUNS_LIMIT, Record, figures, needs, steps, trained
 from tests.models.tiny import MIXTURES, built
 
-from meshwright.kernels.grouped import order_by_expert, summed
+from meshwright.kernels.grouped import combine_copies, order_by_expert
 from meshwright.parallel.apply import COMPILER
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(RUNS_LIMIT)]
@@ -76,7 +76,7 @@ def test_a_tokens_experts_are_summed_at_a_copys_rate() -> None:
     order = order_by_expert(chosen, chosen.flatten().bincount(minlength=64))
     rows = torch.randn(tokens * copies, width, device="cuda", dtype=torch.bfloat16)
     weights = torch.rand(tokens, copies, device="cuda")
-    run = torch.compile(lambda: summed(rows, weights, order).bfloat16(), fullgraph=True, options=COMPILER)
+    run = torch.compile(lambda: combine_copies(rows, weights, order).bfloat16(), fullgraph=True, options=COMPILER)
     exact = (rows[order.positions].double() * weights[..., None]).sum(1)
     torch.testing.assert_close(run().double(), exact, rtol=1e-2, atol=1e-2)
     other = torch.empty_like(rows)

@@ -20,7 +20,17 @@ from torch import Tensor, nn
 from meshwright.kernels import fp8_products as fp8
 from meshwright.kernels import gated
 from meshwright.kernels.assembler import VARIABLE
-from meshwright.kernels.fp8_products import E4M3, E5M2, Low, inverse, low, low_both, low_turned, product, scale_of
+from meshwright.kernels.fp8_products import (
+    E4M3,
+    E5M2,
+    Fp8Matrix,
+    inverse,
+    matmul,
+    quantize,
+    quantize_both,
+    quantize_transposed,
+    scale_of,
+)
 from meshwright.kernels.gated import gated_mlp
 from meshwright.kernels.linear import Linear
 
@@ -31,7 +41,7 @@ TOKENS, IN, OUT = 208, 336, 272
 EXACT, FAST = 5e-3, 2e-2
 """Relative error of a product against one summed in fp32: rounding the result to bf16, and sums kept narrower."""
 FLIPPED = {E4M3: (EXACT / 2**3) ** 0.5, E5M2: (EXACT / 2**2) ** 0.5}
-"""The same of results behind another product, by the format that one's result is rounded to. Where two numbers differ by a share d, a
+"""The same of results behind another matmul, by the format that one's result is rounded to. Where two numbers differ by a share d, a
 rounding falls to either side of them with a chance of d over the format's spacing, and then they differ by the spacing: sqrt(d · spacing)
 in the mean square. Behind several products two right results are as far apart as either is from the exact one."""
 NO_WORSE = 1.1
@@ -55,7 +65,7 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).norm() / theirs.norm())
 
 
-def same(ours: Low, theirs: Low) -> bool:
+def same(ours: Fp8Matrix, theirs: Fp8Matrix) -> bool:
     values = torch.equal(ours.values.cpu().view(torch.uint8), theirs.values.cpu().view(torch.uint8))
     return values and torch.equal(ours.scale.cpu(), theirs.scale.cpu())
 
@@ -64,45 +74,50 @@ def same(ours: Low, theirs: Low) -> bool:
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 def test_matrices_are_rounded_to_the_bits_of_the_twin(scaling: Any, kind: torch.dtype, dtype: torch.dtype) -> None:
     x = numbers(0, TOKENS, IN, dtype=dtype)
-    for ours, theirs in zip(low_both(x.cuda(), scaling, kind), low_both(x, scaling, kind), strict=True):
+    for ours, theirs in zip(quantize_both(x.cuda(), scaling, kind), quantize_both(x, scaling, kind), strict=True):
         assert same(ours, theirs)
-    assert same(low_turned(x.cuda(), scaling, kind), low_turned(x, scaling, kind))
-    compiled = torch.compile(low_both, fullgraph=True, dynamic=False)(x.cuda(), scaling, kind)
-    for ours, theirs in zip(compiled, low_both(x, scaling, kind), strict=True):
+    assert same(quantize_transposed(x.cuda(), scaling, kind), quantize_transposed(x, scaling, kind))
+    compiled = torch.compile(quantize_both, fullgraph=True, dynamic=False)(x.cuda(), scaling, kind)
+    for ours, theirs in zip(compiled, quantize_both(x, scaling, kind), strict=True):
         assert same(ours, theirs)
 
 
 def test_weights_are_rounded_and_turned_to_the_bits_of_the_twin() -> None:
-    from meshwright.kernels.fp8_triton import turn
+    from meshwright.kernels.fp8_triton import transpose
 
     master = numbers(1, OUT, IN, dtype=torch.float32)
     scale = scale_of(master.abs().max(), E4M3)
-    ours, theirs = fp8.rounded_now(master.cuda(), inverse(scale).cuda(), E4M3), fp8.rounded(master, scale, E4M3)
+    ours, theirs = (
+        fp8.round_with_factor(master.cuda(), inverse(scale).cuda(), E4M3),
+        fp8.round_with_scale(master, scale, E4M3),
+    )
     assert torch.equal(ours.cpu().view(torch.uint8), theirs.view(torch.uint8))
-    assert torch.equal(turn(ours).cpu().view(torch.uint8), theirs.t().contiguous().view(torch.uint8))
+    assert torch.equal(transpose(ours).cpu().view(torch.uint8), theirs.t().contiguous().view(torch.uint8))
 
 
 def test_what_is_not_finite_shows() -> None:
     for value in (torch.nan, torch.inf):
         x = numbers(0, TOKENS, IN).cuda()
         x[3, 5] = value
-        assert not product(low(x, "tensorwise"), low(x, "tensorwise"), torch.bfloat16)[3].isfinite().all()
+        assert not matmul(quantize(x, "tensorwise"), quantize(x, "tensorwise"), torch.bfloat16)[3].isfinite().all()
 
 
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 def test_products(scaling: Any, fast: bool) -> None:
     a, b = numbers(0, TOKENS, IN), numbers(1, OUT, IN)
-    theirs = product(low(a, scaling), low(b, scaling), torch.bfloat16)
-    ours = product(low(a.cuda(), scaling), low(b.cuda(), scaling), torch.bfloat16, fast=fast)
+    theirs = matmul(quantize(a, scaling), quantize(b, scaling), torch.bfloat16)
+    ours = matmul(quantize(a.cuda(), scaling), quantize(b.cuda(), scaling), torch.bfloat16, fast=fast)
     assert relative(ours, theirs) < (FAST if fast else EXACT)
 
 
-@pytest.mark.parametrize(("scaling", "came_low"), [("tensorwise", True), ("tensorwise", False), ("rowwise", False)])
-def test_no_compiler_turns_a_weight_before_the_backward(scaling: Any, came_low: bool) -> None:
-    """A turned weight that waits for the backward is a second copy of the model in fp8, whatever the sharding."""
+@pytest.mark.parametrize(
+    ("scaling", "weight_in_fp8"), [("tensorwise", True), ("tensorwise", False), ("rowwise", False)]
+)
+def test_no_compiler_turns_a_weight_before_the_backward(scaling: Any, weight_in_fp8: bool) -> None:
+    """A transposed weight that waits for the backward is a second copy of the model in fp8, whatever the sharding."""
     x, weight = numbers(0, TOKENS, IN).cuda().requires_grad_(), nn.Parameter(numbers(1, OUT, IN).cuda())
-    gathered = low(weight.detach(), scaling) if came_low else None
+    gathered = quantize(weight.detach(), scaling) if weight_in_fp8 else None
     kept: list[tuple[int, ...]] = []
 
     def keep(saved: Tensor) -> Tensor:
@@ -138,8 +153,11 @@ def test_either_assembler_gives_the_same_bytes_both_ways_round(own: bool, tmp_pa
 
         environment[VARIABLE] = str(Path(triton.__file__).parent / "backends/nvidia/bin/ptxas")
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    asked = "import torch; from meshwright.kernels.gated import miscompiled; print(miscompiled(torch.device('cuda')))"
-    told = subprocess.run([sys.executable, "-c", asked], env=environment, check=True, text=True, capture_output=True)
+    script = (
+        "import torch; from meshwright.kernels.gated import find_miscompiled_kernel as find; "
+        "print(find(torch.device('cuda')))"
+    )
+    told = subprocess.run([sys.executable, "-c", script], env=environment, check=True, text=True, capture_output=True)
     assert told.stdout.split() == ["None"]
 
 
@@ -159,7 +177,7 @@ class Network(nn.Module):
 
 @pytest.fixture
 def exact_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8, "product", lambda a, b, dtype, *, fast=False: product(a, b, dtype))
+    monkeypatch.setattr(fp8, "matmul", lambda a, b, dtype, *, fast=False: matmul(a, b, dtype))
 
 
 @pytest.mark.usefixtures("exact_sums")

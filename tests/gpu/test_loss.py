@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.kernels.loss import _slope_eager, linear_cross_entropy
+from meshwright.kernels.loss import _gradient_eager, linear_cross_entropy
 
 pytestmark = pytest.mark.gpu
 
@@ -18,15 +18,15 @@ def test_the_kernel_equals_its_twin(rows: int, columns: int, dtype: torch.dtype)
 
 def slopes_agree(rows: int, columns: int, dtype: torch.dtype, device: str) -> None:
     """Of random logits, a fifth of them minus infinity and every fifth target left out."""
-    from meshwright.kernels.loss_triton import slope_in_place
+    from meshwright.kernels.loss_triton import gradient_in_place
 
     torch.manual_seed(0)
     logits = (4 * torch.randn(rows, columns, device=device)).to(dtype)
     logits[:, columns - columns // 5 :] = -torch.inf  # what an unaligned vocabulary is padded with
     targets = torch.randint(0, columns - columns // 5, (rows,), device=device)
     targets[::5] = -1
-    loss, slope = _slope_eager(logits, targets)
-    losses = slope_in_place(logits, targets)
+    loss, slope = _gradient_eager(logits, targets)
+    losses = gradient_in_place(logits, targets)
     assert losses[targets < 0].eq(0).all()
     assert losses.sum().item() == pytest.approx(loss.item(), rel=1e-5)
     step = torch.finfo(dtype).eps if dtype is torch.bfloat16 else 1e-4
@@ -34,12 +34,12 @@ def slopes_agree(rows: int, columns: int, dtype: torch.dtype, device: str) -> No
 
 
 def test_what_is_not_finite_shows() -> None:
-    from meshwright.kernels.loss_triton import slope_in_place
+    from meshwright.kernels.loss_triton import gradient_in_place
 
     logits = torch.randn(3, 20000, device="cuda", dtype=torch.bfloat16)
     logits[1, 15000] = torch.nan
     logits[2, 3] = torch.inf
-    losses = slope_in_place(logits, torch.tensor([0, 1, 2], device="cuda"))
+    losses = gradient_in_place(logits, torch.tensor([0, 1, 2], device="cuda"))
     assert losses.isfinite().tolist() == [True, False, False]
 
 

@@ -9,7 +9,7 @@ import torch
 import yaml
 from tests.gpu.runs import RUNS_LIMIT, Record, steps, trained
 
-from meshwright.kernels.pinned import pinned
+from meshwright.kernels.pinned import allocate_pinned
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(RUNS_LIMIT)]
 
@@ -41,7 +41,7 @@ def test_locked_memory_is_its_owners() -> None:
     owner, size = Owner(), 3 * 2**20 + 1
     given = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")
     for _ in range(8):  # a buffer that is dropped stays locked, and no other gets its pages
-        line = pinned(owner, size, "a test")
+        line = allocate_pinned(owner, size, "a test")
         assert line.is_pinned()
         line.copy_(given, non_blocking=True)
         torch.cuda.synchronize()

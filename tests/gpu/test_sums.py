@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.kernels.sums import FEW, add, add_product, product, scaled
+from meshwright.kernels.sums import MIN_FUSED_ELEMENTS, add, add_product, matmul, scale
 
 pytestmark = pytest.mark.gpu
 
-SIZES = [FEW, FEW + 1, 8192 * 4096 + 3]
+SIZES = [MIN_FUSED_ELEMENTS, MIN_FUSED_ELEMENTS + 1, 8192 * 4096 + 3]
 PAIRS = [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.float16, torch.float32)]
 
 
@@ -22,12 +22,15 @@ def test_equals_its_plain_twin(size: int, made: torch.dtype, kind: torch.dtype) 
     add(plain, part, plain=True)
     assert torch.equal(mine, plain)
     by = torch.tensor(1 / 3, device="cuda")
-    assert torch.equal(scaled(part, by, kind), scaled(part, by, kind, plain=True))
-    assert not torch.equal(scaled(part, 3 * by, kind), scaled(part, by, kind, plain=True))
+    assert torch.equal(scale(part, by, kind), scale(part, by, kind, plain=True))
+    assert not torch.equal(scale(part, 3 * by, kind), scale(part, by, kind, plain=True))
 
 
 def test_places_off_the_grid_and_rows_apart() -> None:
-    total, part = torch.zeros(4, FEW + 8, device="cuda"), torch.randn(4, FEW + 8, device="cuda").bfloat16()
+    total, part = (
+        torch.zeros(4, MIN_FUSED_ELEMENTS + 8, device="cuda"),
+        torch.randn(4, MIN_FUSED_ELEMENTS + 8, device="cuda").bfloat16(),
+    )
     add(total[1:3, 3:-2], part[1:3, 3:-2])
     add(total[3, 1:], part[3, 1:])
     expected = torch.zeros_like(total)
@@ -39,7 +42,7 @@ def test_places_off_the_grid_and_rows_apart() -> None:
 def test_products_are_added_unrounded() -> None:
     a, b = (torch.randn(1024, 512, device="cuda").bfloat16() for _ in range(2))
     exact = a.t().double() @ b.double()
-    total = product(a.t(), b, torch.float32)
+    total = matmul(a.t(), b, torch.float32)
     assert total.dtype == torch.float32
     assert (total - exact).norm() < 1e-5 * exact.norm(), "nothing was rounded to bf16 on the way"
     for _ in range(3):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from meshwright.kernels import assembler, gated
-from meshwright.kernels.fp8_products import Low
+from meshwright.kernels.fp8_products import Fp8Matrix
 
 
 @pytest.mark.parametrize(
@@ -32,19 +32,19 @@ def test_which_is_taken(
     found = importlib.machinery.ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
     monkeypatch.setattr(assembler, "find_spec", lambda name: found)
     monkeypatch.setattr(assembler.os, "environ", {} if said is None else {assembler.VARIABLE: said})
-    assembler.assemble_as_torch()
+    assembler.use_torch_ptxas()
     assert assembler.os.environ.get(assembler.VARIABLE) == (str(program) if expected == "torch's" else expected)
 
 
 def test_wrong_bytes_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     here = torch.device("cpu")
-    assert gated.miscompiled(here) is None
+    assert gated.find_miscompiled_kernel(here) is None
     right = gated._activation_gradient
 
-    def wrong(*given: Any) -> tuple[Low, Low]:
-        straight, turned = right(*given)
-        turned.values.view(torch.uint8)[5, 7] ^= 1
-        return straight, turned
+    def wrong(*given: Any) -> tuple[Fp8Matrix, Fp8Matrix]:
+        straight, transposed = right(*given)
+        transposed.values.view(torch.uint8)[5, 7] ^= 1
+        return straight, transposed
 
     monkeypatch.setattr(gated, "_activation_gradient", wrong)
-    assert gated.miscompiled(here) == "fp8_swiglu_gradient"
+    assert gated.find_miscompiled_kernel(here) == "fp8_swiglu_gradient"

@@ -12,7 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels import fp8_products as fp8
-from meshwright.kernels.fp8_products import E4M3, E5M2, Low, inverse, low, low_both, low_turned, product, scale_of
+from meshwright.kernels.fp8_products import (
+    E4M3,
+    E5M2,
+    Fp8Matrix,
+    inverse,
+    matmul,
+    quantize,
+    quantize_both,
+    quantize_transposed,
+    scale_of,
+)
 from meshwright.kernels.linear import Linear, WeightQueue
 from meshwright.spec.plan import Recompute
 from tests.kernels.test_linear import SLOWLY, Layer, gradients, with_sink, wrap
@@ -92,23 +102,23 @@ def test_scales_are_the_smallest_powers_of_two_that_fit(kind: torch.dtype) -> No
 def test_matrices_hold_what_the_emulation_holds(scaling: Any, kind: torch.dtype, dtype: torch.dtype) -> None:
     x = numbers(0, TOKENS, IN).to(dtype)
     by_rows, by_columns = emulated_matrix(x, scaling, kind, 1), emulated_matrix(x, scaling, kind, 0)
-    both = low_both(x, scaling, kind)
-    for made, turned in (both, (low(x, scaling, kind), low_turned(x, scaling, kind))):
-        assert made.values.shape == (TOKENS, IN) and turned.values.shape == (IN, TOKENS)
-        assert made.values.is_contiguous() and turned.values.is_contiguous()
+    both = quantize_both(x, scaling, kind)
+    for made, transposed in (both, (quantize(x, scaling, kind), quantize_transposed(x, scaling, kind))):
+        assert made.values.shape == (TOKENS, IN) and transposed.values.shape == (IN, TOKENS)
+        assert made.values.is_contiguous() and transposed.values.is_contiguous()
         assert torch.equal(made.values.double() * made.scale, by_rows)
-        assert torch.equal(turned.values.double() * turned.scale, by_columns.t())
+        assert torch.equal(transposed.values.double() * transposed.scale, by_columns.t())
 
 
 def test_zeros_stay_zeros_and_what_is_not_finite_shows() -> None:
     x = torch.zeros(TOKENS, IN)
-    assert not product(low(x, "tensorwise"), low(x, "tensorwise"), torch.float32).any()
+    assert not matmul(quantize(x, "tensorwise"), quantize(x, "tensorwise"), torch.float32).any()
     for scaling in SCALINGS:
         x[3, 5] = math.nan
-        broken = product(low(x, scaling), low(torch.ones(OUT, IN), scaling), torch.float32)
+        broken = matmul(quantize(x, scaling), quantize(torch.ones(OUT, IN), scaling), torch.float32)
         assert broken[3].isnan().all()
         x[3, 5] = math.inf
-        broken = product(low(x, scaling), low(torch.ones(OUT, IN), scaling), torch.float32)
+        broken = matmul(quantize(x, scaling), quantize(torch.ones(OUT, IN), scaling), torch.float32)
         assert not broken[3].isfinite().any()
 
 
@@ -164,7 +174,7 @@ def test_one_scale_a_row_saves_small_rows_that_one_scale_a_tensor_loses(scaling:
     x = numbers(5, TOKENS, IN)
     x[0] *= 1e-9
     exact, weight = x.double(), torch.eye(IN)
-    out = product(low(x, scaling), low(weight, scaling), torch.float32)
+    out = matmul(quantize(x, scaling), quantize(weight, scaling), torch.float32)
     assert (relative(out[0], exact[0]) < 0.1) == (scaling == "rowwise")
 
 
@@ -175,8 +185,8 @@ def test_a_weight_that_came_in_fp8_is_used_as_it_came() -> None:
     x_grad, weight_grad = x.grad, made.weight.grad
     x.grad = None
     shape_only = nn.Parameter(torch.full((), math.nan).expand(OUT, IN))
-    came = low(made.weight.detach(), "tensorwise")
-    made.weight, made.low_weight = shape_only, Low(came.values, came.scale)
+    came = quantize(made.weight.detach(), "tensorwise")
+    made.weight, made.fp8_weight = shape_only, Fp8Matrix(came.values, came.scale)
     out = made(x)
     out.backward(grad)
     assert torch.equal(out, wanted) and torch.equal(x.grad, x_grad) and torch.equal(made.weight.grad, weight_grad)

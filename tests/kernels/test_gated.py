@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels import gated
-from meshwright.kernels.fp8_products import E4M3, Low, low
+from meshwright.kernels.fp8_products import E4M3, Fp8Matrix, quantize
 from meshwright.kernels.gated import gated_mlp
 from meshwright.kernels.linear import Linear, WeightQueue
 from meshwright.kernels.swiglu import swiglu
@@ -66,12 +66,15 @@ def test_what_is_rounded_is_the_activation_and_its_gradient() -> None:
     projected, slope = numbers(0, TOKENS, 2 * HIDDEN).requires_grad_(), numbers(1, TOKENS, HIDDEN)
     made = swiglu(projected, plain=True)
     made.backward(slope)
-    here, turned = gated._activation(projected.detach())
-    there, there_turned = gated._activation_gradient(projected.detach(), slope, E4M3)
-    wanted, wanted_grad = low(made.detach(), "tensorwise"), low(projected.grad, "tensorwise")
-    for ours, ours_turned, theirs in ((here, turned, wanted), (there, there_turned, wanted_grad)):
-        assert torch.equal(ours.scale, theirs.scale) and torch.equal(ours_turned.scale, theirs.scale)
-        assert torch.equal(ours.values.t().float(), ours_turned.values.float()) and ours_turned.values.is_contiguous()
+    here, transposed = gated._activation(projected.detach())
+    there, there_transposed = gated._activation_gradient(projected.detach(), slope, E4M3)
+    wanted, wanted_grad = quantize(made.detach(), "tensorwise"), quantize(projected.grad, "tensorwise")
+    for ours, ours_transposed, theirs in ((here, transposed, wanted), (there, there_transposed, wanted_grad)):
+        assert torch.equal(ours.scale, theirs.scale) and torch.equal(ours_transposed.scale, theirs.scale)
+        assert (
+            torch.equal(ours.values.t().float(), ours_transposed.values.float())
+            and ours_transposed.values.is_contiguous()
+        )
         assert relative(ours.values.float(), theirs.values.float()) < 1e-3
 
 
@@ -93,8 +96,8 @@ def test_weights_that_came_in_fp8_are_used_as_they_came() -> None:
     wanted = {"x": x.grad, "gate_up": network.gate_up.weight.grad, "down": network.down.weight.grad}
     x.grad = None
     for layer in (network.gate_up, network.down):
-        came = low(layer.weight.detach(), "tensorwise")
-        layer.low_weight = Low(came.values, came.scale)
+        came = quantize(layer.weight.detach(), "tensorwise")
+        layer.fp8_weight = Fp8Matrix(came.values, came.scale)
         layer.weight = nn.Parameter(torch.full((), torch.nan).expand(layer.weight.shape))
     network(x).sum().backward()
     found = {"x": x.grad, "gate_up": network.gate_up.weight.grad, "down": network.down.weight.grad}

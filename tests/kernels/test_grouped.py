@@ -10,12 +10,12 @@ from torch import Tensor
 
 from meshwright.kernels.grouped import (
     GROUPED_OPERATOR,
+    combine_copies,
     from_groups,
     grouped_gradients,
+    grouped_gradients_loop,
     grouped_linear,
-    looped_gradients,
     order_by_expert,
-    summed,
     to_groups,
 )
 from meshwright.spec.errors import BadInput
@@ -61,7 +61,7 @@ def test_the_fast_path_s_gradients(kind: str) -> None:
     slope = torch.randn(len(groups), 24, generator=torch.Generator().manual_seed(1)).bfloat16()
     with torch.no_grad():
         found = grouped_gradients(slope, x, weight, offsets)
-        exact = looped_gradients(slope.double(), x.double(), weight.double(), offsets)
+        exact = grouped_gradients_loop(slope.double(), x.double(), weight.double(), offsets)
     for ours, theirs in zip(found, exact, strict=True):
         assert (ours.double() - theirs).norm() <= 1e-2 * theirs.norm()
 
@@ -100,7 +100,7 @@ def test_rows_are_sorted_by_expert_and_come_back(experts: int) -> None:
     assert torch.autograd.gradcheck(lambda x: to_groups(x, order), tokens)
     assert torch.autograd.gradcheck(lambda x: from_groups(x, order), rows.detach().requires_grad_())
     weights = torch.rand(11, copies, generator=draw, dtype=torch.float64)
-    torch.testing.assert_close(summed(rows, weights, order), tokens * weights.sum(1, keepdim=True))
+    torch.testing.assert_close(combine_copies(rows, weights, order), tokens * weights.sum(1, keepdim=True))
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")

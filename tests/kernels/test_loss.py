@@ -75,9 +75,9 @@ def test_many_chunks_do_not_wear_the_bfloat16_weight_gradient_down():
 
 def test_an_aligned_weight_is_not_copied():
     weight = torch.empty(48, 4)
-    assert kernels.aligned(weight) is weight
+    assert kernels.pad_vocabulary(weight) is weight
     for vocab in (41, 47, 63, 65):
-        padded = kernels.aligned(torch.ones(vocab, 4))
+        padded = kernels.pad_vocabulary(torch.ones(vocab, 4))
         assert padded.shape[0] == -(-vocab // 64) * 64
         assert padded.sum() == 4 * vocab
 
@@ -144,9 +144,9 @@ def test_cuda_within_bfloat16():
 
 def test_the_slope_knows_nothing_of_padding():
     h, w, targets = (part.detach() for part in tensors())
-    bare, padded = h @ w.t(), kernels._logits(h, kernels.aligned(w), VOCAB)
-    loss, gradient = kernels._slope_eager(bare, targets)
-    padded_loss, padded_gradient = kernels._slope_eager(padded, targets)
+    bare, padded = h @ w.t(), kernels._logits(h, kernels.pad_vocabulary(w), VOCAB)
+    loss, gradient = kernels._gradient_eager(bare, targets)
+    padded_loss, padded_gradient = kernels._gradient_eager(padded, targets)
     assert torch.allclose(loss, padded_loss, rtol=1e-13)
     assert torch.allclose(gradient, padded_gradient[:, :VOCAB], rtol=0, atol=1e-14)
     assert not padded_gradient[:, VOCAB:].any()

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from meshwright.kernels.pinned import PAGE, pinned
+from meshwright.kernels.pinned import PAGE, allocate_pinned
 from meshwright.spec.errors import OutOfResources
 
 
@@ -46,7 +46,7 @@ def test_pages_are_locked_while_the_owner_lives(runtime: Runtime) -> None:
     owner = Owner()
     sizes = (1, PAGE, 3 * PAGE + 5, (1 << 20) + 1)
     for size in sizes * 20:
-        line = pinned(owner, size, "a test")  # dropped at once: its pages must not come again
+        line = allocate_pinned(owner, size, "a test")  # dropped at once: its pages must not come again
         assert line.shape == (size,) and line.dtype == torch.uint8 and not line.any()
     assert len(runtime.locked) == 20 * len(sizes) and all(
         at % PAGE == size % PAGE == 0 for at, size in runtime.locked.items()
@@ -60,14 +60,14 @@ def test_what_cannot_be_locked_is_told(runtime: Runtime) -> None:
     with pytest.raises(
         OutOfResources, match=r"0.1 GiB of host memory could not be pinned for the optimizer of one rank.*ulimit -l"
     ):
-        pinned(Owner(), 1 << 27, "the optimizer")
+        allocate_pinned(Owner(), 1 << 27, "the optimizer")
     assert not runtime.locked
 
 
 def test_more_than_there_is_is_told_alike(runtime: Runtime) -> None:
     with pytest.raises(OutOfResources, match="could not be pinned for activations of one rank"):
-        pinned(Owner(), 1 << 60, "activations")
+        allocate_pinned(Owner(), 1 << 60, "activations")
 
 
 def test_nothing_needs_no_lock(runtime: Runtime) -> None:
-    assert pinned(Owner(), 0, "a test").numel() == 0 and not runtime.locked
+    assert allocate_pinned(Owner(), 0, "a test").numel() == 0 and not runtime.locked

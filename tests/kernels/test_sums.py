@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.kernels.sums import add, add_product, product, scaled
+from meshwright.kernels.sums import add, add_product, matmul, scale
 
 KINDS = [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)]
 
@@ -23,7 +23,7 @@ def test_products_are_added_in_the_sums_format(made: torch.dtype, kind: torch.dt
     draw = torch.Generator().manual_seed(0)
     a, b = (torch.randn(64, 32, generator=draw, dtype=torch.float64).to(made) for _ in range(2))
     exact, bound = a.double().t() @ b.double(), {torch.bfloat16: 3e-3, torch.float64: 1e-14}[made]
-    total = product(a.t(), b, kind)
+    total = matmul(a.t(), b, kind)
     for count in (1, 2, 3):
         assert total.dtype == kind and (total - count * exact).norm() < bound * (count * exact).norm()
         add_product(total, a.t(), b)
@@ -31,6 +31,6 @@ def test_products_are_added_in_the_sums_format(made: torch.dtype, kind: torch.dt
 
 def test_a_factor_is_not_rounded_to_what_it_scales() -> None:
     part, by = torch.full((4, 4), 3.0, dtype=torch.bfloat16), torch.tensor(1 / 3)
-    made = scaled(part, by, torch.float32)
+    made = scale(part, by, torch.float32)
     assert made.dtype == torch.float32 and torch.equal(made, torch.full((4, 4), 3.0) * by)
-    assert scaled(part, by, torch.bfloat16).dtype == torch.bfloat16
+    assert scale(part, by, torch.bfloat16).dtype == torch.bfloat16

@@ -14,7 +14,7 @@ from torch import Tensor
 from meshwright.kernels.fp8_products import E4M3
 from meshwright.kernels.gated import _swiglu, _swiglu_gradient
 from meshwright.kernels.pack import pack
-from meshwright.kernels.sums import add, scaled
+from meshwright.kernels.sums import add, scale
 from meshwright.kernels.swiglu import swiglu
 from meshwright.optim import fused
 from tests.gpu.test_loss import slopes_agree
@@ -50,7 +50,7 @@ def test_sums(count: int, made: torch.dtype, kind: torch.dtype) -> None:
     assert next_to(mine, plain)
     by, out = torch.tensor(1 / 3), torch.empty(count, dtype=kind)
     fused_scale(out, part, by)
-    assert next_to(out, scaled(part, by, kind, plain=True))
+    assert next_to(out, scale(part, by, kind, plain=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -62,14 +62,14 @@ def test_loss(columns: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("ranks", [1, 3, 8])
 @pytest.mark.parametrize("made", [torch.bfloat16, torch.float32])
 def test_pack(ranks: int, made: torch.dtype) -> None:
-    from meshwright.kernels.pack_triton import lay
+    from meshwright.kernels.pack_triton import copy_rows
 
     gradients = [torch.randn(shape).to(made) for shape in [(7, 300), (64, 3, 5), (1030,), (1, 7), (2,)]]
     whole = sum(-(-gradient.shape[0] // ranks) * gradient[0].numel() for gradient in gradients)
     mine, plain = (torch.full((ranks * whole,), torch.nan) for _ in range(2))
     offset = 0
     for gradient in gradients:
-        offset += lay(gradient, mine, ranks, offset, whole)
+        offset += copy_rows(gradient, mine, ranks, offset, whole)
     pack(gradients, plain, ranks, plain=True)
     assert offset == whole and same(mine, plain)
 
@@ -97,17 +97,17 @@ SHAPES = [(160, 96), (128, 64), (16, 48)]
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_fp8(shape: tuple[int, int], dtype: torch.dtype) -> None:
     """All but the rounding, which the interpreter gets wrong: what is made is asked for in fp32."""
-    from meshwright.kernels.fp8_triton import round_both, round_flat, round_turned, turn
+    from meshwright.kernels.fp8_triton import round_both, round_flat, round_transposed, transpose
 
     x, kind = numbers(0, *shape).to(dtype), torch.float32
     one, by_column = torch.tensor(2.0**-7), torch.randn(shape[1], 1)
-    straight, turned = round_both(x, one, kind)
+    straight, transposed = round_both(x, one, kind)
     wanted = x.float() * one
-    assert same(straight, wanted) and same(turned, wanted.t())
-    assert same(round_turned(x, one, kind), turned) and same(round_flat(x, one, kind), straight)
-    assert same(round_turned(x, by_column, kind), x.float().t() * by_column)
+    assert same(straight, wanted) and same(transposed, wanted.t())
+    assert same(round_transposed(x, one, kind), transposed) and same(round_flat(x, one, kind), straight)
+    assert same(round_transposed(x, by_column, kind), x.float().t() * by_column)
     narrow = x.to(E4M3)
-    assert same(turn(narrow), narrow.t())
+    assert same(transpose(narrow), narrow.t())
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
@@ -119,11 +119,11 @@ def test_gated(shape: tuple[int, int], dtype: torch.dtype) -> None:
     tokens, width = shape
     projected, slope = numbers(0, tokens, 2 * width).to(dtype), numbers(1, tokens, width).to(dtype)
     factor, kind = torch.tensor(2.0**-7), torch.float32
-    for (straight, turned), theirs in (
+    for (straight, transposed), theirs in (
         (round_swiglu(projected, factor, kind), _swiglu(projected)),
         (round_swiglu_gradient(projected, slope, factor, kind), torch.cat(_swiglu_gradient(projected, slope), dim=1)),
     ):
-        assert same(turned, straight.t())
+        assert same(transposed, straight.t())
         torch.testing.assert_close(straight, theirs * factor, rtol=1e-5, atol=1e-7)
 
 

@@ -59,7 +59,7 @@ def test_a_gpu_that_would_compute_something_else_is_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(fp8, "miscompiled", lambda device: wrong)
+    monkeypatch.setattr(fp8, "find_miscompiled_kernel", lambda device: wrong)
     monkeypatch.setenv("TRITON_PTXAS_PATH", "/mine")
     with torch.device("meta"):
         model = Decoder(SPEC)

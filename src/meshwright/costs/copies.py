@@ -11,13 +11,14 @@ import numpy as np
 from meshwright.costs.constants import Constants
 from meshwright.costs.device_rates import Machine
 from meshwright.workload.arrays import Array
+from meshwright.workload.dtypes import COMPUTE_BYTES
 from meshwright.workload.layouts import Layouts
 from meshwright.workload.model_shape import Shape
 
-WEIGHT, MASTER, IN, ADD = 2.0, 4.0, 6.0, 10.0
+MASTER, IN, ADD = 4.0, 6.0, 10.0
 """Bytes per parameter of each copy.
 
-A gathered weight; a weight cast to it; a bf16 gradient into the fp32 one; a gradient added to an fp32 sum.
+A master weight cast to the gathered dtype to it; a bf16 gradient into the fp32 one; a gradient added to an fp32 sum.
 """
 LONE, SHARD = 16.0, 12.0
 """The same on another stream: a lone rank's two further copies; a reduced shard added to its sum."""
@@ -33,7 +34,7 @@ def copies(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> tup
     routed = shape.expert_params / np.maximum(layout.expert, 1.0)
     ends = (2 - shape.tied) * shape.table_params
     weights = shape.dense_params + routed + ends
-    gathered = (shape.dense_params * layout.gathered_bytes + (routed + ends) * WEIGHT) / weights
+    gathered = (shape.dense_params * layout.gathered_bytes + (routed + ends) * COMPUTE_BYTES) / weights
     # Out of the gathered buffer: read and written. On another stream the shard cast and put in.
     cast = MASTER + gathered
     out = np.where(casts_once, cast, 2 * gathered + k.side_copies * cast / layout.shards)

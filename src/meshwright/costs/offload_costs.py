@@ -1,11 +1,8 @@
-"""What host memory holds and what that costs: activations, copied behind other layers' compute, and the optimizer's state.
+"""Costs of host memory: copies of activations that other layers' compute does not hide, and the offloaded optimizer.
 
-A layer's activations go out after its forward and come back before its backward. Two layers of one micro-batch stay on the device. The
-link has the forwards of all layers for the copies of those that are moved, and their backwards (`parallel.timetable`): only what is
-longer than that shows. What is copied is what fused blocks keep (`workload.activations.saved_elements`): residuals and norms' outputs,
-the joined projection with turned queries and keys, attention's output, the feed-forward's halves and their product; with selective
-recompute residuals and what products and attention gave; with full recompute the layer's input alone, with all_but_attention also what
-attention gave.
+A layer's activations are copied to the host after its forward and back before its backward. Two layers of one micro-batch stay on
+the device. Copies to the host overlap with the forwards of all layers, copies back with their backwards
+(`parallel.timetable`): only the excess is exposed. `workload.activations.mean_saved_elements` says what is copied.
 """
 
 from __future__ import annotations
@@ -13,8 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.costs.device_rates import Machine
+from meshwright.workload.activations import offloaded_bytes
 from meshwright.workload.arrays import Array
-from meshwright.workload.layouts import ALL_BUT_ATTENTION, SELECTIVE, Layouts
+from meshwright.workload.layouts import Layouts
 from meshwright.workload.model_shape import Shape
 
 HOST_SHARE, SHARERS = 0.4, 8
@@ -46,25 +44,9 @@ def rate_both_ways(machine: Machine) -> Array:
     return machine.host * np.clip(BOTH_WAYS * SHARERS / devices, BOTH_WAYS, BOTH_WAYS_ALONE)
 
 
-def copied_bytes(shape: Shape, layout: Layouts) -> Array:
-    """Bytes of one layer and micro-batch that a rank copies each way, on average over layers."""
-    tokens = layout.micro_batch * layout.seq / layout.context
-    selective = np.asarray(layout.recompute) == SELECTIVE
-    joined, turned = shape.query_width + shape.kv_width, shape.query_width + shape.kv_width / 2
-    attention = shape.attention_layers * (joined + np.where(selective, 0, turned) + shape.value_width)
-    halves = 1 + shape.gated + np.where(selective, 0, 1)
-    feed = shape.dense_layers * halves * shape.ffn
-    experts = shape.moe_layers * halves * (shape.shared_ffn + shape.top_k * shape.expert_ffn)
-    kept = np.where(selective, 2, 4) * shape.hidden + (attention + feed + experts) / shape.layers
-    attended = shape.attention_layers / shape.layers * shape.value_width
-    repeated = shape.hidden + np.where(np.asarray(layout.recompute) == ALL_BUT_ATTENTION, attended, 0.0)
-    elements = np.where(np.asarray(layout.recompute) >= ALL_BUT_ATTENTION, repeated, kept)
-    return 2.0 * tokens * elements / layout.tensor
-
-
 def host_memory_bytes(shape: Shape, layout: Layouts, owned: Array) -> Array:
     """Bytes of host memory per device: offloaded activations in flight, and the state of its `owned` parameters."""
-    activations = shape.layers / layout.pipeline * layout.in_flight * copied_bytes(shape, layout)
+    activations = shape.layers / layout.pipeline * layout.in_flight * offloaded_bytes(shape, layout)
     return layout.offload_activations * activations + layout.offload * owned * layout.state_bytes
 
 
@@ -74,7 +56,7 @@ def exposed_copies(shape: Shape, machine: Machine, layout: Layouts, forward: Arr
     `forward` and `backward` are the compute seconds over all layers; each layer is hidden as if `offload_activations` of
     them were offloaded.
     """
-    each = shape.layers * copied_bytes(shape, layout) / host_rate(machine)
+    each = shape.layers * offloaded_bytes(shape, layout) / host_rate(machine)
     moved = np.asarray(layout.offload_activations)
     late = exposed_copy_seconds(moved * each, forward, backward)
     return np.where(moved > 0, sum(late) / np.maximum(moved, 1e-9), 0.0)

@@ -15,6 +15,7 @@ from meshwright.costs.stage_layers import stage_layers
 from meshwright.workload.arrays import Array
 from meshwright.workload.layouts import ALL_BUT_ATTENTION, Layouts
 from meshwright.workload.model_shape import Shape
+from meshwright.workload.unit_parameters import shard_parameters, stage_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,14 +71,8 @@ def _stage(shape: Shape, layout: Layouts, k: Keeping, *, last: bool) -> dict[str
     lone = depth == 1
     full, final_layers = stage_layers(shape, layout)
     layers = np.where(lone, shape.layers, final_layers if last else full)
-    part = layers / shape.layers
-    tables = np.where(lone, 2.0 - shape.tied, 1.0) * shape.table_params
-    dense = (shape.dense_params * part + tables) / width
-    experts = shape.expert_params * part / np.maximum(layout.expert, 1.0)
-    held, owned = (
-        dense / np.where(sharded, layout.shards, 1.0) + experts / np.where(sharded, layout.expert_shard, 1.0)
-        for sharded in (layout.zero >= 3, layout.zero >= 1)
-    )
+    dense, experts = stage_parameters(shape, layout, layers / shape.layers)
+    held, owned = (shard_parameters(layout, dense, experts, layout.zero >= stage) for stage in (3, 1))
     block = (shape.dense_params + shape.expert_params / np.maximum(layout.expert, 1.0)) / shape.layers / width
     kept = np.where(layout.keep_gathered > 0, layers, k.gathered)
     tokens = layout.micro_batch * layout.seq / layout.context

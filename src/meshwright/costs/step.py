@@ -29,12 +29,13 @@ from meshwright.costs.device_rates import Machine
 from meshwright.costs.offload_costs import exposed_copies, host_optimizer
 from meshwright.costs.stage_layers import stage_layers
 from meshwright.workload.arrays import Array
+from meshwright.workload.dtypes import COMPUTE_BYTES
 from meshwright.workload.layer_messages import context_messages, expert_message, tensor_messages, weight_collectives
 from meshwright.workload.layouts import Layouts
 from meshwright.workload.model_shape import Shape
 from meshwright.workload.step_shape import step_shape
+from meshwright.workload.unit_parameters import shard_parameters, stage_parameters
 
-WEIGHT_BYTES = 2.0
 LAST_ROUND = 0.8
 """Share of an interleaved pipeline's last round that hides gradient reductions.
 
@@ -150,7 +151,7 @@ def step_cost(shape: Shape, machine: Machine, layout: Layouts, k: Constants, fil
     # Nothing is beside the first gather of all, the embedding's, nor beside its reduction, the last.
     table = k.copies * shape.table_params / layout.tensor
     where = group(machine, k, layout.shards, layout.shard_step)
-    table = gather(where, k, table * WEIGHT_BYTES) + gather(where, k, table * k.scatter_bytes)
+    table = gather(where, k, table * COMPUTE_BYTES) + gather(where, k, table * k.scatter_bytes)
     first_and_last = first_and_last + np.where((layout.pipeline > 1) & (layout.zero >= 3), table, 0.0)
     data = first_and_last + _gradient_traffic(
         shape, machine, layout, k, stage * times.backward / np.maximum(device, 1e-12)
@@ -276,13 +277,6 @@ def _distinct_domains(domains: Array, top_k: Array, layout: Layouts) -> Array:
     return np.where(domains > 1, np.minimum(distinct, limit) / np.maximum(top_k * outside, 1e-9), 1.0)
 
 
-def _rank_params(shape: Shape, layout: Layouts) -> tuple[Array, Array]:
-    """Weights of one rank's stage (before sharding over data): outside and inside the routed experts."""
-    ends = np.where(layout.pipeline > 1, 1.0, 2.0 - shape.tied) * shape.table_params
-    dense = (shape.dense_params / layout.pipeline + ends) / layout.tensor
-    return dense, shape.expert_params / layout.pipeline / np.maximum(layout.expert, 1.0)
-
-
 @dataclass(frozen=True)
 class _Traffic:
     """Seconds of collectives over all layers of the model: of one micro-batch, and of those made once a step."""
@@ -301,15 +295,15 @@ def _weights_traffic(
     where = group(machine, k, layout.shards, layout.shard_step)
     ends = k.copies * (2 - shape.tied) * shape.table_params  # other stacks' fit has them in `passes`
     blocks = shape.dense_params / width
-    copied, size = np.asarray(layout.copied) > 0, blocks * layout.gathered_bytes + ends / width * WEIGHT_BYTES
+    copied, size = np.asarray(layout.copied) > 0, blocks * layout.gathered_bytes + ends / width * COMPUTE_BYTES
     one = _gathered(where, machine, k, size, shape.layers, copied)
-    whole = gather(where, k, blocks * WEIGHT_BYTES + ends / width * WEIGHT_BYTES, shape.layers)
+    whole = gather(where, k, blocks * COMPUTE_BYTES + ends / width * COMPUTE_BYTES, shape.layers)
     ranks = np.maximum(layout.expert, 1.0)
     experts = group(machine, k, layout.expert_shard, ranks)
-    size = shape.expert_params / ranks * WEIGHT_BYTES
+    size = shape.expert_params / ranks * COMPUTE_BYTES
     one = one + _gathered(experts, machine, k, size, shape.moe_layers, copied & (ranks <= 1))
     whole = whole + gather(experts, k, size, shape.moe_layers)
-    scatter = whole * (k.scatter_bytes / WEIGHT_BYTES)
+    scatter = whole * (k.scatter_bytes / COMPUTE_BYTES)
     scatter = scatter + _yielded(where, layout, k, scatter, backward)
     gathers, reductions = (count / layout.micro_batches for count in weight_collectives(layout))
     gathers = np.where(layout.gather_once > 0, 0.0, gathers)
@@ -342,8 +336,8 @@ def _gradient_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Consta
     width = layout.tensor
     ranks = layout.data * layout.context
     where = group(machine, k, ranks, layout.data_step, crowding(machine, layout, k))
-    dense, experts = _rank_params(shape, layout)
-    weight = np.where(machine.low > 0, 1.0, WEIGHT_BYTES)
+    dense, experts = stage_parameters(shape, layout, 1 / layout.pipeline)
+    weight = np.where(machine.low > 0, 1.0, COMPUTE_BYTES)
     messages = k.messages * shape.layers / layout.pipeline
     replicas_of = np.maximum(layout.expert, 1.0)
     copies = group(machine, k, np.maximum(1.0, ranks * width / replicas_of), replicas_of)
@@ -395,14 +389,14 @@ def _tied_sum(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> 
 def _boundary(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:
     """One micro-batch's activations from a stage to the next, one direction."""
     across = layout.pipeline_step >= machine.domain
-    size = layout.micro_batch * layout.seq / layout.context / layout.tensor * shape.hidden * 2
+    size = layout.micro_batch * layout.seq / layout.context / layout.tensor * shape.hidden * COMPUTE_BYTES
     return k.pipe_us * 1e-6 + size / np.where(across, port_rate(machine, k), link_rate(machine, k))
 
 
 def owned_params(shape: Shape, layout: Layouts) -> Array:
     """Weights that one rank's optimizer steps."""
-    dense, experts = _rank_params(shape, layout)
-    return np.where(layout.zero >= 1, dense / layout.shards + experts / layout.expert_shard, dense + experts)
+    dense, experts = stage_parameters(shape, layout, 1 / layout.pipeline)
+    return shard_parameters(layout, dense, experts, layout.zero >= 1)
 
 
 def _optimizer(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:

@@ -1,5 +1,5 @@
-"""How fast one operation runs: each fast path beside its plain twin. Floor 1: imports `spec` only."""
+"""Operations on tensors: each has a fast path and a plain reference implementation. Layer 1: imports `spec` only."""
 
-from meshwright.kernels.assembler import assemble_as_torch
+from meshwright.kernels.assembler import use_torch_ptxas
 
-assemble_as_torch()
+use_torch_ptxas()

@@ -1,8 +1,8 @@
-"""Selects the assembler (ptxas) of Triton kernels: that of torch's CUDA, if torch comes with one.
+"""Makes Triton assemble its kernels with the ptxas that comes with torch, if there is one.
 
-Triton has one of its own, for Hopper of CUDA 12, which gets kernels wrong that a later one gets right (Triton issues
-11111 and 11581). torch's compiler sets torch's for the rest of a process, but only once it compiles something itself:
-where all graphs come from its cache, or nothing is compiled, the same kernel would be another program.
+Triton's own ptxas (CUDA 12 for Hopper) miscompiles some kernels that later versions compile correctly (Triton issues 11111 and 11581).
+torch.compile selects torch's ptxas too, but only when it compiles a graph: when all graphs come from the cache, or nothing is compiled,
+the same Triton kernel would be assembled by the other ptxas.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 VARIABLE = "TRITON_PTXAS_PATH"
-"""Read by Triton whenever it assembles a kernel; what a user set stays."""
+"""Triton reads it whenever it assembles a kernel. A value that the user has set is not changed."""
 
 
-def assemble_as_torch() -> None:
-    """Let Triton take torch's ptxas from here on, in this process and those it starts."""
+def use_torch_ptxas() -> None:
+    """Make Triton use torch's ptxas in this process and in those that it starts."""
     torch = find_spec("torch")
     if VARIABLE in os.environ or torch is None or torch.origin is None:
         return

@@ -1,8 +1,7 @@
-"""Causal attention with grouped key/value heads, optionally cut at document borders and to a sliding window.
+"""Causal attention with grouped key/value heads, optionally within documents and a sliding window.
 
-Three ways to the same values: the plain twin (two products and a softmax), scaled-dot-product attention (cuDNN first on
-CUDA), and, for masks on CUDA, flex attention over a block mask. A mask is made once per forward by `make_mask` and
-handed to every layer.
+Three implementations: plain (two products and a softmax), scaled-dot-product attention (cuDNN preferred on CUDA), and,
+for masks on CUDA, flex attention with a block mask. `make_mask` creates a mask once per forward; every layer receives it.
 """
 
 from __future__ import annotations
@@ -20,23 +19,23 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from meshwright.kernels.norm import accumulate_dtype
 
-Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-"""Order of preference on CUDA, cuDNN being the fastest on Hopper; one that cannot take the shapes is passed over."""
+"""Order of preference on CUDA: cuDNN is the fastest on Hopper. torch skips a backend that does not support the shapes."""
 BLOCK = 128
-"""Tokens along the side of one block of a block mask."""
+"""Queries, and keys, per block of a block mask."""
 
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """Which keys each query may see, beyond plain causality: one of the two forms is set.
+    """Which keys each query attends to, if not simply all earlier ones. One of the two fields is set.
 
-    `dense` broadcasts to `(batch, heads, seq, seq)`, true where attended; `blocks` is the same for flex attention.
+    `dense` broadcasts to `(batch, heads, seq, seq)`, true where a query attends to a key; `blocks` is the same for flex attention.
     """
 
     dense: Tensor | None = None
@@ -47,8 +46,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None = None
     """Causal attention of q `(batch, seq, heads, head_dim)` over k and v `(batch, seq, kv_heads, head_dim)`.
 
     The result is shaped like q. `kv_heads` divides `heads`; consecutive query heads share a key/value head. Scores are
-    scaled by 1/√head_dim. The plain twin needs a mask made with `plain=True`. With a mask made for some `queries` only, q has
-    these and k and v the whole sequence.
+    scaled by 1/√head_dim. With `plain` the mask must be made with `plain=True`. With a mask for some `queries` only, q has
+    these queries, and k and v have the whole sequence.
     """
     if plain:
         return _plain_attention(q, k, v, mask)
@@ -72,11 +71,12 @@ def make_mask(
     queries: Tensor | None = None,
     plain: bool = False,
 ) -> AttentionMask | None:
-    """The mask of `seq` tokens, or None when causality says it all.
+    """The mask of `seq` tokens, or None if every query attends to all earlier tokens.
 
-    documents `(batch, seq)` numbers the document of each token: a token sees its own document only. `window` is how
-    many tokens it sees, itself included. `queries` `(n,)` are the places of those that ask, rising; None is all of them.
-    `plain` asks for the dense form on every device (the plain twin, and fp64, which flex attention lacks).
+    `documents` `(batch, seq)` has the document number of each token; a token attends to its own document only. `window` is
+    the number of tokens that it attends to, itself included. `queries` `(n,)` are the ascending positions of the queries;
+    None means all. `plain` selects the dense form on every device (for plain attention, and for fp64, which flex attention
+    lacks).
     """
     if window is not None and window >= seq:
         window = None
@@ -88,64 +88,64 @@ def make_mask(
     key = torch.arange(seq, device=device)
     query = key if queries is None else torch.arange(len(queries), device=device)
     return AttentionMask(
-        dense=_rule(documents, window, queries)(batch[:, None, None, None], batch, query[:, None], key)
+        dense=_mask_function(documents, window, queries)(batch[:, None, None, None], batch, query[:, None], key)
     )
 
 
 def block_mask(
     documents: Tensor | None, window: int | None, seq: int, device: torch.device, queries: Tensor | None = None
 ) -> BlockMask:
-    """The block mask of flex attention, from each block's extremes alone: no (seq, seq) tensor is made.
+    """The block mask of flex attention, from the lowest and highest values per block, without a (seq, seq) tensor.
 
-    A block is skipped when its borders rule out every pair, is taken whole when they admit every pair, and is looked
-    into otherwise; so document numbers may come in any order, and rising ones skip the most.
+    Flex attention skips a block if these bounds exclude every pair, computes it without a mask if they allow every pair,
+    and applies the mask function otherwise. So document numbers may have any order; ascending numbers skip the most blocks.
     """
-    first, last = _ends(torch.arange(seq, device=device))
-    asked_first, asked_last = (first, last) if queries is None else _ends(queries)
-    asked_first, asked_last = asked_first[:, None], asked_last[:, None]
-    some, every = first <= asked_last, last < asked_first
+    first, last = _block_ends(torch.arange(seq, device=device))
+    query_first, query_last = (first, last) if queries is None else _block_ends(queries)
+    query_first, query_last = query_first[:, None], query_last[:, None]
+    some, every = first <= query_last, last < query_first
     if window is not None:
-        some = some & (asked_first - last < window)
-        every = every & (asked_last - first < window)
+        some = some & (query_first - last < window)
+        every = every & (query_last - first < window)
     some, every = some[None, None], every[None, None]
     if documents is not None:
         low, high = _extremes(documents)
-        asked_low, asked_high = (low, high) if queries is None else _extremes(documents[:, queries])
-        asked_low, asked_high = asked_low[..., :, None], asked_high[..., :, None]
-        some = some & (asked_low <= high[..., None, :]) & (low[..., None, :] <= asked_high)
-        one, asked_one = (low == high)[..., None, :], asked_low == asked_high
-        every = every & asked_one & one & (asked_low == low[..., None, :])
+        query_low, query_high = (low, high) if queries is None else _extremes(documents[:, queries])
+        query_low, query_high = query_low[..., :, None], query_high[..., :, None]
+        some = some & (query_low <= high[..., None, :]) & (low[..., None, :] <= query_high)
+        single, query_single = (low == high)[..., None, :], query_low == query_high
+        every = every & query_single & single & (query_low == low[..., None, :])
     return BlockMask.from_kv_blocks(
-        *_listed(some & ~every),
-        *_listed(some & every),
+        *_block_lists(some & ~every),
+        *_block_lists(some & every),
         BLOCK_SIZE=BLOCK,
-        mask_mod=_rule(documents, window, queries),
+        mask_mod=_mask_function(documents, window, queries),
         seq_lengths=(seq if queries is None else len(queries), seq),
     )
 
 
-def _rule(documents: Tensor | None, window: int | None, queries: Tensor | None) -> Rule:
-    """Whether query may see key; all arguments are index tensors that broadcast together."""
+def _mask_function(documents: Tensor | None, window: int | None, queries: Tensor | None) -> MaskFunction:
+    """Mask function: whether a query attends to a key; its arguments are index tensors that broadcast together."""
 
-    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        place = query if queries is None else queries[query]
-        allowed = key <= place
+    def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        position = query if queries is None else queries[query]
+        allowed = key <= position
         if window is not None:
-            allowed = allowed & (place - key < window)
+            allowed = allowed & (position - key < window)
         if documents is not None:
-            allowed = allowed & (documents[batch, place] == documents[batch, key])
+            allowed = allowed & (documents[batch, position] == documents[batch, key])
         return allowed
 
-    return sees
+    return attends
 
 
-def _ends(positions: Tensor) -> tuple[Tensor, Tensor]:
-    """The first and the last of rising places `(n,)` in each block."""
+def _block_ends(positions: Tensor) -> tuple[Tensor, Tensor]:
+    """First and last of the ascending positions `(n,)` in each block."""
     return positions[::BLOCK], torch.cat((positions[BLOCK - 1 :: BLOCK], positions[-1:]))[: -(-len(positions) // BLOCK)]
 
 
 def _extremes(documents: Tensor) -> tuple[Tensor, Tensor]:
-    """Lowest and highest document number in each block, `(batch, 1, blocks)`; its last token fills the last block."""
+    """Lowest and highest document number per block, `(batch, 1, blocks)`; the last token's number pads the last block."""
     seq = documents.shape[1]
     blocks = -(-seq // BLOCK)
     filler = documents[:, -1:].expand(-1, blocks * BLOCK - seq)
@@ -153,10 +153,10 @@ def _extremes(documents: Tensor) -> tuple[Tensor, Tensor]:
     return filled.amin(dim=-1), filled.amax(dim=-1)
 
 
-def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of each row are chosen, and their numbers first, as flex attention reads them."""
-    order = torch.argsort(chosen.to(torch.int32), dim=-1, descending=True, stable=True)
-    return chosen.sum(dim=-1, dtype=torch.int32), order.to(torch.int32)
+def _block_lists(selected: Tensor) -> tuple[Tensor, Tensor]:
+    """Count of the selected blocks in each row, and all block indices with the selected ones first, as flex attention expects."""
+    order = torch.argsort(selected.to(torch.int32), dim=-1, descending=True, stable=True)
+    return selected.sum(dim=-1, dtype=torch.int32), order.to(torch.int32)
 
 
 def _causal_attention(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> Tensor:
@@ -167,7 +167,7 @@ def _causal_attention(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> Tensor:
 
 
 def _flex() -> Callable[..., Tensor]:
-    """Flex attention, compiled by the caller's graph or else here: run eagerly it would write out every score."""
+    """Flex attention, compiled as part of the caller's graph or by itself; in eager mode it would materialise all scores."""
     return flex_attention if torch.compiler.is_compiling() else _compiled_flex()
 
 
@@ -178,12 +178,12 @@ def _compiled_flex() -> Callable[..., Tensor]:
 
 def _plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None) -> Tensor:
     wide = accumulate_dtype(q.dtype)
-    share = q.shape[2] // k.shape[2]
-    keys = k.to(wide).repeat_interleave(share, dim=2).transpose(1, 2)
-    values = v.to(wide).repeat_interleave(share, dim=2).transpose(1, 2)
+    group_size = q.shape[2] // k.shape[2]
+    keys = k.to(wide).repeat_interleave(group_size, dim=2).transpose(1, 2)
+    values = v.to(wide).repeat_interleave(group_size, dim=2).transpose(1, 2)
     scores = q.to(wide).transpose(1, 2) @ keys.transpose(2, 3) / math.sqrt(q.shape[3])
     seq = q.shape[1]
-    seen = torch.ones(seq, seq, dtype=torch.bool, device=q.device).tril() if mask is None else mask.dense
-    assert seen is not None, "the plain twin takes a dense mask"
-    weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), dim=-1)
+    visible = torch.ones(seq, seq, dtype=torch.bool, device=q.device).tril() if mask is None else mask.dense
+    assert visible is not None, "plain attention needs a dense mask"
+    weights = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1)
     return (weights @ values).transpose(1, 2).to(q.dtype)

@@ -1,4 +1,4 @@
-"""Matrix products in fp8: scales, rounding, and the linear layer's three products with its backward.
+"""Matrix products in fp8: scales, rounding, and the three products of a linear layer in forward and backward.
 
 Tensor cores of Hopper and Ada take fp8 operands in one layout only, so every product here is a · bᵀ of two row-major matrices:
 
@@ -6,12 +6,13 @@ Tensor cores of Hopper and Ada take fp8 operands in one layout only, so every pr
     input grad  dY (tokens, out)  ·  Wᵀ (in, out)ᵀ
     weight grad dYᵀ (out, tokens) ·  Xᵀ (in, tokens)ᵀ
 
-X and dY are therefore needed both ways round; one pass rounds and turns them. What stays for backward is Xᵀ in fp8, half the bytes of X.
-Scales are those of the very values that are rounded ("current" or "dynamic" scaling, Micikevicius et al. 2022), one a tensor or one a row
-of each operand, and powers of two, so that only the rounding to fp8 loses anything and any order of doing things gives the same bits.
+Tensor X and gradient dY are therefore needed straight and transposed; one kernel rounds and transposes them. Xᵀ in fp8 is kept for
+backward, which is half the bytes of X. Scales are computed from the values that are rounded ("current" or "dynamic" scaling, Micikevicius
+et al. 2022), one per tensor or one per row of each operand. They are powers of two, so only the rounding to fp8 loses precision, and the
+order of scaling and multiplication does not change a bit.
 
-The fast path, on CUDA, is `torch._scaled_mm` with the Triton kernel of `fp8_triton`. The plain twin, elsewhere, rounds to the same values
-and multiplies them in fp32.
+On CUDA the products are `torch._scaled_mm` with the Triton kernels of `fp8_triton`. Elsewhere the same rounded values are multiplied in
+fp32.
 """
 
 from __future__ import annotations
@@ -22,41 +23,41 @@ import torch
 from torch import Tensor
 
 Scaling = Literal["tensorwise", "rowwise"]
-"""One scale for a whole operand, or one for each of its rows (each output of the product then has scales of its own)."""
+"""One scale per operand, or one per row of each operand, so that each output element has its own pair of scales."""
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 GRADIENT = {"tensorwise": E5M2, "rowwise": E4M3}
-"""Format of gradients: the wider range where one scale serves a whole tensor, the finer steps where every row has its own."""
+"""dtype of gradients: more exponent bits with one scale per tensor, more mantissa bits with one scale per row."""
 ALIGNED = 16
-"""What every dimension of a product's operands must be a multiple of, for `torch._scaled_mm`."""
+"""`torch._scaled_mm` needs operands whose dimensions are all multiples of this."""
 
-_SMALLEST = 2.0**-100
-"""Taken for the largest magnitude of zeros."""
+_MIN_MAGNITUDE = 2.0**-100
+"""Lower bound of the largest magnitude, so that zeros get a finite scale."""
 _CARRY = 0x1FFFFF
-"""Added to the bits of an fp32 number, it carries into the exponent if the mantissa is above 1.75.
+"""Added to the bits of an fp32 number, it increments the exponent if the mantissa is above 1.75.
 
-The largest number of both formats is 1.75 times a power of two.
+The largest number of both fp8 dtypes is 1.75 times a power of two.
 """
 _EXPONENT = 0x7F800000
-_TOP = {E4M3: 8, E5M2: 15}
-"""Exponent of the largest number of each format: 448 and 57344."""
+_MAX_EXPONENT = {E4M3: 8, E5M2: 15}
+"""Exponent of the largest number of each dtype: 448 and 57344."""
 
 
-class Low(NamedTuple):
-    """A matrix in fp8: `values` `(rows, inner)`, to be multiplied with `scale` `()` or `(rows, 1)`, fp32 powers of two."""
+class Fp8Matrix(NamedTuple):
+    """A matrix in fp8: `values` `(rows, inner)`, times `scale` `()` or `(rows, 1)`, fp32 powers of two."""
 
     values: Tensor
     scale: Tensor
 
 
 def scale_of(largest: Tensor, fp8_dtype: torch.dtype) -> Tensor:
-    """The smallest powers of two that scale magnitudes up to `largest` into the range of `fp8_dtype`; fp32, in its shape.
+    """The smallest powers of two that scale magnitudes up to `largest` into the range of `fp8_dtype`.
 
-    Made of integer operations, which no compiler rounds otherwise. NaN where `largest` is not finite: a cast to fp8 may turn infinity into
-    the largest number, and the product would not show it.
+    They are fp32 and have the shape of `largest`. Integer operations compute them, so that no compiler rounds differently. NaN where
+    `largest` is not finite: a cast to fp8 may convert infinity to the largest number, and the product would then be finite.
     """
-    bits = largest.float().clamp(min=_SMALLEST).view(torch.int32)
-    scale = (((bits + _CARRY) & _EXPONENT) - (_TOP[fp8_dtype] << 23)).view(torch.float32)
+    bits = largest.float().clamp(min=_MIN_MAGNITUDE).view(torch.int32)
+    scale = (((bits + _CARRY) & _EXPONENT) - (_MAX_EXPONENT[fp8_dtype] << 23)).view(torch.float32)
     return torch.where(largest.isfinite(), scale, torch.nan)
 
 
@@ -65,13 +66,13 @@ def inverse(scale: Tensor) -> Tensor:
     return ((254 << 23) - scale.view(torch.int32)).view(torch.float32)
 
 
-def rounded(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Tensor:
-    """x / scale in fp8, to nearest, ties to even."""
+def round_with_scale(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Tensor:
+    """x / scale in fp8, rounded to nearest, ties to even."""
     return (x.float() * inverse(scale)).to(fp8_dtype)
 
 
-def rounded_now(x: Tensor, factor: Tensor, fp8_dtype: torch.dtype) -> Tensor:
-    """x · factor `()` in fp8, in one kernel also outside of compiled code; `factor` is the inverse of a scale."""
+def round_with_factor(x: Tensor, factor: Tensor, fp8_dtype: torch.dtype) -> Tensor:
+    """x · factor `()` in fp8, in one kernel also in eager code; `factor` is the inverse of a scale."""
     if not x.is_cuda:
         return (x.float() * factor).to(fp8_dtype)
     from meshwright.kernels.fp8_triton import round_flat
@@ -79,78 +80,82 @@ def rounded_now(x: Tensor, factor: Tensor, fp8_dtype: torch.dtype) -> Tensor:
     return round_flat(x, factor, fp8_dtype)
 
 
-def low(x: Tensor, scaling: Scaling, fp8_dtype: torch.dtype = E4M3) -> Low:
+def quantize(x: Tensor, scaling: Scaling, fp8_dtype: torch.dtype = E4M3) -> Fp8Matrix:
     """x `(rows, inner)` in fp8."""
     scale = scale_of(_largest(x, scaling, by_row=True), fp8_dtype)
-    return Low(rounded(x, scale, fp8_dtype), scale)
+    return Fp8Matrix(round_with_scale(x, scale, fp8_dtype), scale)
 
 
-def low_turned(x: Tensor, scaling: Scaling, fp8_dtype: torch.dtype = E4M3, after: Tensor | None = None) -> Low:
-    """xᵀ `(inner, rows)` in fp8, of x `(rows, inner)`; not before `after`."""
-    return _turned(x, scale_of(_largest(x, scaling, by_row=False), fp8_dtype), fp8_dtype, after)
+def quantize_transposed(
+    x: Tensor, scaling: Scaling, fp8_dtype: torch.dtype = E4M3, after: Tensor | None = None
+) -> Fp8Matrix:
+    """xᵀ `(inner, rows)` in fp8, of x `(rows, inner)`; computed after `after`."""
+    return _round_transposed(x, scale_of(_largest(x, scaling, by_row=False), fp8_dtype), fp8_dtype, after)
 
 
-def low_both(x: Tensor, scaling: Scaling, fp8_dtype: torch.dtype = E4M3) -> tuple[Low, Low]:
-    """x `(rows, inner)` and xᵀ in fp8. With one scale a tensor both come from one pass over x."""
+def quantize_both(x: Tensor, scaling: Scaling, fp8_dtype: torch.dtype = E4M3) -> tuple[Fp8Matrix, Fp8Matrix]:
+    """x `(rows, inner)` and xᵀ in fp8; with one scale per tensor one kernel reads x once and writes both."""
     if scaling == "rowwise":
-        return low(x, scaling, fp8_dtype), low_turned(x, scaling, fp8_dtype)
+        return quantize(x, scaling, fp8_dtype), quantize_transposed(x, scaling, fp8_dtype)
     scale = scale_of(_largest(x, scaling, by_row=True), fp8_dtype)
     if x.is_cuda:
         from meshwright.kernels.fp8_triton import round_both
 
-        values, turned = round_both(x, inverse(scale), fp8_dtype)
-        return Low(values, scale), Low(turned, scale)
-    values = rounded(x, scale, fp8_dtype)
-    return Low(values, scale), Low(values.t().contiguous(), scale)
+        values, transposed = round_both(x, inverse(scale), fp8_dtype)
+        return Fp8Matrix(values, scale), Fp8Matrix(transposed, scale)
+    values = round_with_scale(x, scale, fp8_dtype)
+    return Fp8Matrix(values, scale), Fp8Matrix(values.t().contiguous(), scale)
 
 
-def product(a: Low, b: Low, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+def matmul(a: Fp8Matrix, b: Fp8Matrix, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
     """a · bᵀ `(a's rows, b's rows)` in `dtype`.
 
-    `fast` lets the tensor cores keep their partial sums at reduced width, which is quicker and good enough for a forward pass.
+    `fast` lets the tensor cores accumulate with reduced precision, which is faster and precise enough for a forward pass.
     """
     if not a.values.is_cuda:
         return ((a.values.float() @ b.values.float().t()) * a.scale * b.scale.t()).to(dtype)
-    # Rows with scales of their own come in bf16 only.
-    out = torch.bfloat16 if a.scale.dim() else dtype
-    made = torch._scaled_mm(
-        a.values, b.values.t(), scale_a=a.scale, scale_b=b.scale.t(), out_dtype=out, use_fast_accum=fast
+    # With scales per row torch supports bf16 results only.
+    out_dtype = torch.bfloat16 if a.scale.dim() else dtype
+    result = torch._scaled_mm(
+        a.values, b.values.t(), scale_a=a.scale, scale_b=b.scale.t(), out_dtype=out_dtype, use_fast_accum=fast
     )
-    return made.to(dtype)
+    return result.to(dtype)
 
 
-def weight_gradient(grad: Low, x: Low, dtype: torch.dtype) -> Tensor:
-    """dYᵀ · X `(out, in)` of dYᵀ `(out, tokens)` and Xᵀ `(in, tokens)`."""
-    return product(grad, x, dtype)
+def weight_gradient(grad: Fp8Matrix, x: Fp8Matrix, dtype: torch.dtype) -> Tensor:
+    """The weight gradient dYᵀ · X `(out, in)` of dYᵀ `(out, tokens)` and Xᵀ `(in, tokens)`."""
+    return matmul(grad, x, dtype)
 
 
 def linear(
-    x: Tensor, weight: Tensor, gathered: Low | None, scaling: Scaling, taps: tuple[Tensor, ...] | None
+    x: Tensor, weight: Tensor, gathered: Fp8Matrix | None, scaling: Scaling, taps: tuple[Tensor, ...] | None
 ) -> Tensor:
     """x · weightᵀ `(…, out)` of x `(…, in)` in fp8, differentiable.
 
-    `gathered` is the weight `(out, in)` in fp8 where it came so: then `weight` only receives the gradient and its values are not read.
-    With `taps` (see `tap_shapes`) what the weight's gradient is made of leaves as their gradients, and the weight gets none.
+    `gathered` is the weight `(out, in)` in fp8 if it was gathered in fp8; then `weight` only receives the gradient and its values are not
+    read. With `taps` (see `tap_shapes`) backward returns the factors of the weight gradient as their gradients, and none for the weight.
     """
     values, scale = gathered if gathered is not None else (None, None)
-    keeps = torch.is_grad_enabled() and weight.requires_grad
-    return _Linear.apply(x, weight, values, scale, scaling, keeps, *(taps or ()))
+    save = torch.is_grad_enabled() and weight.requires_grad
+    return _Linear.apply(x, weight, values, scale, scaling, save, *(taps or ()))
 
 
-def low_weight(weight: Tensor, values: Tensor | None, scale: Tensor | None, scaling: Scaling = "tensorwise") -> Low:
-    """A weight `(out, in)` in fp8: as it came, or made now."""
-    return low(weight, scaling) if values is None or scale is None else Low(values, scale)
+def weight_as_fp8(
+    weight: Tensor, values: Tensor | None, scale: Tensor | None, scaling: Scaling = "tensorwise"
+) -> Fp8Matrix:
+    """A weight `(out, in)` in fp8: from `values` and `scale` if given, else rounded from `weight`."""
+    return quantize(weight, scaling) if values is None or scale is None else Fp8Matrix(values, scale)
 
 
 def tap_shapes(weight: Tensor, tokens: int, scaling: Scaling) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-    """Shapes and formats of what one product's weight gradient is made of: dYᵀ and its scale, Xᵀ and its scale."""
-    wide, narrow = weight.shape
+    """Shapes and dtypes of the factors of a weight gradient: dYᵀ and its scale, Xᵀ and its scale."""
+    outputs, inputs = weight.shape
     by_row = scaling == "rowwise"
     return (
-        ((wide, tokens), GRADIENT[scaling]),
-        ((wide, 1) if by_row else (), torch.float32),
-        ((narrow, tokens), E4M3),
-        ((narrow, 1) if by_row else (), torch.float32),
+        ((outputs, tokens), GRADIENT[scaling]),
+        ((outputs, 1) if by_row else (), torch.float32),
+        ((inputs, tokens), E4M3),
+        ((inputs, 1) if by_row else (), torch.float32),
     )
 
 
@@ -163,66 +168,68 @@ class _Linear(torch.autograd.Function):
         values: Tensor | None,
         scale: Tensor | None,
         scaling: Scaling,
-        keeps: bool,
+        save: bool,
         *taps: Tensor,
     ) -> Tensor:
         rows = x.flatten(0, -2)
-        came_low = values is not None
-        there = low_weight(weight, values, scale, scaling)
-        if keeps:
-            here, turned = low_both(rows, scaling)
-            ctx.save_for_backward(*turned, values if came_low else weight, there.scale)
+        weight_in_fp8 = values is not None
+        fp8_weight = weight_as_fp8(weight, values, scale, scaling)
+        if save:
+            x_fp8, transposed = quantize_both(rows, scaling)
+            ctx.save_for_backward(*transposed, values if weight_in_fp8 else weight, fp8_weight.scale)
         else:
-            here = low(rows, scaling)
-            ctx.save_for_backward(values if came_low else weight, there.scale)
-        ctx.scaling, ctx.came_low, ctx.taps, ctx.dtype = scaling, came_low, len(taps), weight.dtype
-        return product(here, there, x.dtype, fast=True).unflatten(0, x.shape[:-1])
+            x_fp8 = quantize(rows, scaling)
+            ctx.save_for_backward(values if weight_in_fp8 else weight, fp8_weight.scale)
+        ctx.scaling, ctx.weight_in_fp8, ctx.taps, ctx.dtype = scaling, weight_in_fp8, len(taps), weight.dtype
+        return matmul(x_fp8, fp8_weight, x.dtype, fast=True).unflatten(0, x.shape[:-1])
 
     @staticmethod
     # pyrefly: ignore [bad-override]  # torch's declaration takes any gradients
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *kept, weight, scale = ctx.saved_tensors
+        *x_transposed, weight, scale = ctx.saved_tensors
         rows, scaling = grad.flatten(0, -2), ctx.scaling
-        here, turned = low_both(rows, scaling, GRADIENT[scaling])
+        grad_fp8, transposed = quantize_both(rows, scaling, GRADIENT[scaling])
         input_grad = None
         if ctx.needs_input_grad[0]:
-            there = weight_turned(weight, scale, scaling, ctx.came_low, here.scale)
-            input_grad = product(here, there, grad.dtype).unflatten(0, grad.shape[:-1])
+            weight_transposed = transposed_weight(weight, scale, scaling, ctx.weight_in_fp8, grad_fp8.scale)
+            input_grad = matmul(grad_fp8, weight_transposed, grad.dtype).unflatten(0, grad.shape[:-1])
         if ctx.taps:
-            return (input_grad, None, None, None, None, None, *turned, *kept)
-        weight_grad = weight_gradient(turned, Low(*kept), ctx.dtype) if ctx.needs_input_grad[1] else None
+            return (input_grad, None, None, None, None, None, *transposed, *x_transposed)
+        weight_grad = (
+            weight_gradient(transposed, Fp8Matrix(*x_transposed), ctx.dtype) if ctx.needs_input_grad[1] else None
+        )
         return input_grad, weight_grad, None, None, None, None
 
 
-def weight_turned(weight: Tensor, scale: Tensor, scaling: Scaling, came_low: bool, after: Tensor) -> Low:
+def transposed_weight(weight: Tensor, scale: Tensor, scaling: Scaling, weight_in_fp8: bool, after: Tensor) -> Fp8Matrix:
     """Wᵀ in fp8, transposed from the fp8 weight or rounded from the weight.
 
-    A separate fp8 copy would be kept from forward to backward. `after` depends on the gradient, which keeps a compiler from
-    computing Wᵀ in the forward (`fp8_triton`).
+    Backward computes it, because a copy made in forward would occupy memory until then. `after`
+    depends on the gradient, which keeps a compiler from computing Wᵀ in the forward (`fp8_triton`).
     """
     if scaling == "rowwise":
-        return low_turned(weight, scaling, after=after)
-    if not came_low:
-        return _turned(weight, scale, E4M3, after)
+        return quantize_transposed(weight, scaling, after=after)
+    if not weight_in_fp8:
+        return _round_transposed(weight, scale, E4M3, after)
     if weight.is_cuda:
-        from meshwright.kernels.fp8_triton import turn
+        from meshwright.kernels.fp8_triton import transpose
 
-        return Low(turn(weight, after), scale)
-    return Low(weight.t().contiguous(), scale)
+        return Fp8Matrix(transpose(weight, after), scale)
+    return Fp8Matrix(weight.t().contiguous(), scale)
 
 
-def _turned(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, after: Tensor | None = None) -> Low:
-    """xᵀ in fp8; `scale` `()` or `(inner, 1)`; not before `after`."""
+def _round_transposed(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, after: Tensor | None = None) -> Fp8Matrix:
+    """xᵀ in fp8; `scale` `()` or `(inner, 1)`; computed after `after`."""
     if x.is_cuda:
-        from meshwright.kernels.fp8_triton import round_turned
+        from meshwright.kernels.fp8_triton import round_transposed
 
-        return Low(round_turned(x, inverse(scale), fp8_dtype, after), scale)
-    return Low(rounded(x.t(), scale, fp8_dtype).contiguous(), scale)
+        return Fp8Matrix(round_transposed(x, inverse(scale), fp8_dtype, after), scale)
+    return Fp8Matrix(round_with_scale(x.t(), scale, fp8_dtype).contiguous(), scale)
 
 
 def _largest(x: Tensor, scaling: Scaling, *, by_row: bool) -> Tensor:
     """The largest magnitude of x `()`, or of each row `(rows, 1)` or column `(columns, 1)`."""
     if scaling == "rowwise":
         return x.abs().amax(dim=1, keepdim=True) if by_row else x.abs().amax(dim=0).unsqueeze(1)
-    # Rows first: that part joins the kernel which makes x, when a compiler sees both.
+    # Rows first: torch.compile fuses this reduction with the kernel that computes x.
     return x.abs().amax(dim=1).amax()

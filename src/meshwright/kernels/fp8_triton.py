@@ -14,74 +14,74 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096
-"""Elements one program rounds where nothing is turned."""
+"""Elements per program of the kernel that only rounds."""
 TILE_ROWS, TILE_COLUMNS = 128, 64
-"""The tile of one program: turned, its rows are 128 bytes, a whole line of memory; as read they are 128 bytes of bf16."""
+"""Tile of one program: rows of the transposed tile have 128 bytes, a cache line; rows that are read have 128 bytes."""
 
 
 @torch.library.custom_op("meshwright::fp8_round_both", mutates_args=())
 def round_both(x: Tensor, factor: Tensor, fp8_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x `(rows, inner)` · factor `()` in fp8, and the same turned `(inner, rows)`."""
-    values, turned = torch.empty(x.shape, dtype=fp8_dtype, device=x.device), _turned_like(x, fp8_dtype)
-    _launch(x, factor, values, turned)
-    return values, turned
+    """x `(rows, inner)` · factor `()` in fp8, and the same transposed `(inner, rows)`."""
+    values, transposed = torch.empty(x.shape, dtype=fp8_dtype, device=x.device), _transposed_like(x, fp8_dtype)
+    _launch(x, factor, values, transposed)
+    return values, transposed
 
 
-@torch.library.custom_op("meshwright::fp8_round_turned", mutates_args=())
-def round_turned(x: Tensor, factor: Tensor, fp8_dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
+@torch.library.custom_op("meshwright::fp8_round_transposed", mutates_args=())
+def round_transposed(x: Tensor, factor: Tensor, fp8_dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
     """(x `(rows, inner)`)ᵀ · factor `()` or `(inner, 1)` in fp8."""
     del after
-    turned = _turned_like(x, fp8_dtype)
-    _launch(x, factor, None, turned)
-    return turned
+    transposed = _transposed_like(x, fp8_dtype)
+    _launch(x, factor, None, transposed)
+    return transposed
 
 
-@torch.library.custom_op("meshwright::fp8_turn", mutates_args=())
-def turn(x: Tensor, after: Tensor | None = None) -> Tensor:
+@torch.library.custom_op("meshwright::fp8_transpose", mutates_args=())
+def transpose(x: Tensor, after: Tensor | None = None) -> Tensor:
     """The transpose of an fp8 matrix, row-major."""
     del after
-    turned = _turned_like(x, x.dtype)
-    _launch(x.view(torch.uint8), None, None, turned.view(torch.uint8))
-    return turned
+    transposed = _transposed_like(x, x.dtype)
+    _launch(x.view(torch.uint8), None, None, transposed.view(torch.uint8))
+    return transposed
 
 
 def round_flat(x: Tensor, factor: Tensor, fp8_dtype: torch.dtype) -> Tensor:
-    """x · factor `()` in fp8, for eager use: a compiler makes as good a kernel by itself."""
-    made = torch.empty(x.shape, dtype=fp8_dtype, device=x.device)
-    _round_flat[(triton.cdiv(x.numel(), BLOCK),)](x.contiguous(), factor, made, x.numel(), BLOCK, num_warps=8)
-    return made
+    """x · factor `()` in fp8, for eager code; torch.compile generates a kernel as fast by itself."""
+    rounded = torch.empty(x.shape, dtype=fp8_dtype, device=x.device)
+    _round_flat[(triton.cdiv(x.numel(), BLOCK),)](x.contiguous(), factor, rounded, x.numel(), BLOCK, num_warps=8)
+    return rounded
 
 
 @round_both.register_fake
 def _(x: Tensor, factor: Tensor, fp8_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     del factor
-    return torch.empty(x.shape, dtype=fp8_dtype, device=x.device), _turned_like(x, fp8_dtype)
+    return torch.empty(x.shape, dtype=fp8_dtype, device=x.device), _transposed_like(x, fp8_dtype)
 
 
-@round_turned.register_fake
+@round_transposed.register_fake
 def _(x: Tensor, factor: Tensor, fp8_dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
     del factor, after
-    return _turned_like(x, fp8_dtype)
+    return _transposed_like(x, fp8_dtype)
 
 
-@turn.register_fake
+@transpose.register_fake
 def _(x: Tensor, after: Tensor | None = None) -> Tensor:
     del after
-    return _turned_like(x, x.dtype)
+    return _transposed_like(x, x.dtype)
 
 
-def _turned_like(x: Tensor, fp8_dtype: torch.dtype) -> Tensor:
+def _transposed_like(x: Tensor, fp8_dtype: torch.dtype) -> Tensor:
     return torch.empty((x.shape[1], x.shape[0]), dtype=fp8_dtype, device=x.device)
 
 
-def _launch(x: Tensor, factor: Tensor | None, values: Tensor | None, turned: Tensor) -> None:
+def _launch(x: Tensor, factor: Tensor | None, values: Tensor | None, transposed: Tensor) -> None:
     row_count, columns = x.shape
     grid = (triton.cdiv(row_count, TILE_ROWS), triton.cdiv(columns, TILE_COLUMNS))
     _round[grid](
         x.contiguous(),
-        turned if factor is None else factor,
-        turned if values is None else values,
-        turned,
+        transposed if factor is None else factor,
+        transposed if values is None else values,
+        transposed,
         row_count,
         columns,
         factor is not None,
@@ -98,34 +98,36 @@ def _round(
     x,
     factor,
     values,
-    turned,
+    transposed,
     row_count,
     columns,
     scaled: tl.constexpr,
     by_column: tl.constexpr,
     both: tl.constexpr,
-    tall: tl.constexpr,
-    wide: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_columns: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0).to(tl.int64) * tall + tl.arange(0, tall)
-    column = tl.program_id(1).to(tl.int64) * wide + tl.arange(0, wide)
+    row = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)
+    column = tl.program_id(1).to(tl.int64) * tile_columns + tl.arange(0, tile_columns)
     inside = (row[:, None] < row_count) & (column[None, :] < columns)
-    place = row[:, None] * columns + column[None, :]
-    tile = tl.load(x + place, mask=inside, other=0)
+    position = row[:, None] * columns + column[None, :]
+    tile = tl.load(x + position, mask=inside, other=0)
     if both:
-        tl.store(values + place, (tile.to(tl.float32) * tl.load(factor)).to(turned.dtype.element_ty), mask=inside)
+        tl.store(
+            values + position, (tile.to(tl.float32) * tl.load(factor)).to(transposed.dtype.element_ty), mask=inside
+        )
     if scaled:
         if by_column:
-            times = tl.load(factor + column, mask=column < columns, other=0.0)[None, :]
-        else:  # once more, as `gated_triton` says
-            times = tl.load(factor, volatile=True)
-        tile = (tile.to(tl.float32) * times).to(turned.dtype.element_ty)
-    tl.store(turned + column[:, None] * row_count + row[None, :], tl.trans(tile), mask=tl.trans(inside))
+            factors = tl.load(factor + column, mask=column < columns, other=0.0)[None, :]
+        else:  # loaded again for a second rounding (see `gated_triton`)
+            factors = tl.load(factor, volatile=True)
+        tile = (tile.to(tl.float32) * factors).to(transposed.dtype.element_ty)
+    tl.store(transposed + column[:, None] * row_count + row[None, :], tl.trans(tile), mask=tl.trans(inside))
 
 
 @triton.jit
-def _round_flat(x, factor, made, count, block: tl.constexpr) -> None:
+def _round_flat(x, factor, rounded, count, block: tl.constexpr) -> None:
     index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = index < count
     value = tl.load(x + index, mask=inside, other=0.0).to(tl.float32) * tl.load(factor)
-    tl.store(made + index, value.to(made.dtype.element_ty), mask=inside)
+    tl.store(rounded + index, value.to(rounded.dtype.element_ty), mask=inside)

@@ -1,8 +1,8 @@
-"""The Triton kernels of `kernels.gated`; imported only where there is a CUDA device.
+"""The Triton kernels of `kernels.gated`; imported only with a CUDA device.
 
-Each program makes a tile of the activation, or of both halves of its gradient, in fp32 and writes it in fp8 both ways round. What is
-turned is rounded by itself, `times` loaded once more so that no compiler makes one rounding of two: ptxas of CUDA 12 takes bytes that were
-never written for those of a pair that is stored whole and in halves (Triton issue 11111).
+Each program computes a tile of the activation, or of both halves of its gradient, in fp32 and writes it in fp8, straight and transposed.
+The transposed tile is rounded separately: the kernel loads the factor transposed_tile (volatile), so that the compiler cannot merge the two
+roundings. Where they are merged, ptxas of CUDA 12 stores wrong bytes (Triton issue 11111).
 """
 
 from __future__ import annotations
@@ -13,55 +13,55 @@ import triton.language as tl
 from torch import Tensor
 
 TILE_ROWS, TILE_COLUMNS = 128, 32
-"""The tile of one program: turned, its rows are 128 bytes, a whole line of memory; as read they are 64 bytes of bf16."""
+"""Tile of one program: rows of the transposed tile have 128 bytes, a cache line; rows that are read have 64 bytes."""
 
 
 @torch.library.custom_op("meshwright::fp8_swiglu", mutates_args=())
 def round_swiglu(projected: Tensor, factor: Tensor, fp8_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """silu(gate) · up · factor `()` in fp8 `(rows, width)`, and turned, of `projected` `(rows, 2 · width)`."""
+    """silu(gate) · up · factor `()` of `projected` `(rows, 2 · width)` in fp8 `(rows, width)`, and the transpose."""
     row_count, width = projected.shape[0], projected.shape[1] // 2
-    values, turned = _both_ways(projected, row_count, width, fp8_dtype)
+    values, transposed = _empty_pair(projected, row_count, width, fp8_dtype)
     _forward[_grid(row_count, width)](
-        projected.contiguous(), factor, values, turned, row_count, width, TILE_ROWS, TILE_COLUMNS, num_warps=8
+        projected.contiguous(), factor, values, transposed, row_count, width, TILE_ROWS, TILE_COLUMNS, num_warps=8
     )
-    return values, turned
+    return values, transposed
 
 
 @torch.library.custom_op("meshwright::fp8_swiglu_gradient", mutates_args=())
 def round_swiglu_gradient(
     projected: Tensor, slope: Tensor, factor: Tensor, fp8_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of `projected` · factor `()` in fp8 `(rows, 2 · width)`, and turned, from that of the activation."""
+    """Gradient of `projected` · factor `()` in fp8 `(rows, 2 · width)`, and the transpose, from that of the activation."""
     row_count, width = slope.shape
-    values, turned = _both_ways(projected, row_count, 2 * width, fp8_dtype)
+    values, transposed = _empty_pair(projected, row_count, 2 * width, fp8_dtype)
     _backward[_grid(row_count, width)](
         projected.contiguous(),
         slope.contiguous(),
         factor,
         values,
-        turned,
+        transposed,
         row_count,
         width,
         TILE_ROWS,
         TILE_COLUMNS,
         num_warps=8,
     )
-    return values, turned
+    return values, transposed
 
 
 @round_swiglu.register_fake
 def _(projected: Tensor, factor: Tensor, fp8_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     del factor
-    return _both_ways(projected, projected.shape[0], projected.shape[1] // 2, fp8_dtype)
+    return _empty_pair(projected, projected.shape[0], projected.shape[1] // 2, fp8_dtype)
 
 
 @round_swiglu_gradient.register_fake
 def _(projected: Tensor, slope: Tensor, factor: Tensor, fp8_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     del slope, factor
-    return _both_ways(projected, projected.shape[0], projected.shape[1], fp8_dtype)
+    return _empty_pair(projected, projected.shape[0], projected.shape[1], fp8_dtype)
 
 
-def _both_ways(like: Tensor, row_count: int, columns: int, fp8_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _empty_pair(like: Tensor, row_count: int, columns: int, fp8_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     straight = torch.empty((row_count, columns), dtype=fp8_dtype, device=like.device)
     return straight, straight.new_empty((columns, row_count))
 
@@ -71,44 +71,46 @@ def _grid(row_count: int, width: int) -> tuple[int, int]:
 
 
 @triton.jit
-def _forward(projected, factor, values, turned, row_count, width, tall: tl.constexpr, wide: tl.constexpr) -> None:
-    row = tl.program_id(0).to(tl.int64) * tall + tl.arange(0, tall)
-    column = tl.program_id(1).to(tl.int64) * wide + tl.arange(0, wide)
+def _forward(
+    projected, factor, values, transposed, row_count, width, tile_rows: tl.constexpr, tile_columns: tl.constexpr
+) -> None:
+    row = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)
+    column = tl.program_id(1).to(tl.int64) * tile_columns + tl.arange(0, tile_columns)
     inside = (row[:, None] < row_count) & (column[None, :] < width)
-    place = row[:, None] * (2 * width) + column[None, :]
-    gate = tl.load(projected + place, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(projected + place + width, mask=inside, other=0.0).to(tl.float32)
-    made = gate * tl.sigmoid(gate) * up
+    position = row[:, None] * (2 * width) + column[None, :]
+    gate = tl.load(projected + position, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(projected + position + width, mask=inside, other=0.0).to(tl.float32)
+    activation = gate * tl.sigmoid(gate) * up
     fp8_dtype = values.dtype.element_ty
-    tl.store(values + row[:, None] * width + column[None, :], (made * tl.load(factor)).to(fp8_dtype), mask=inside)
-    again = tl.trans((made * tl.load(factor, volatile=True)).to(fp8_dtype))
-    tl.store(turned + column[:, None] * row_count + row[None, :], again, mask=tl.trans(inside))
+    tl.store(values + row[:, None] * width + column[None, :], (activation * tl.load(factor)).to(fp8_dtype), mask=inside)
+    transposed_tile = tl.trans((activation * tl.load(factor, volatile=True)).to(fp8_dtype))
+    tl.store(transposed + column[:, None] * row_count + row[None, :], transposed_tile, mask=tl.trans(inside))
 
 
 @triton.jit
 def _backward(
-    projected, slope, factor, values, turned, row_count, width, tall: tl.constexpr, wide: tl.constexpr
+    projected, slope, factor, values, transposed, row_count, width, tile_rows: tl.constexpr, tile_columns: tl.constexpr
 ) -> None:
-    row = tl.program_id(0).to(tl.int64) * tall + tl.arange(0, tall)
-    column = tl.program_id(1).to(tl.int64) * wide + tl.arange(0, wide)
+    row = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)
+    column = tl.program_id(1).to(tl.int64) * tile_columns + tl.arange(0, tile_columns)
     inside = (row[:, None] < row_count) & (column[None, :] < width)
-    place = row[:, None] * (2 * width) + column[None, :]
-    gate = tl.load(projected + place, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(projected + place + width, mask=inside, other=0.0).to(tl.float32)
+    position = row[:, None] * (2 * width) + column[None, :]
+    gate = tl.load(projected + position, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(projected + position + width, mask=inside, other=0.0).to(tl.float32)
     grad = tl.load(slope + row[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
     gate_grad = grad * up * (sigmoid + silu * (1 - sigmoid))
     up_grad = grad * silu
     fp8_dtype = values.dtype.element_ty
-    times = tl.load(factor)
-    tl.store(values + place, (gate_grad * times).to(fp8_dtype), mask=inside)
-    tl.store(values + place + width, (up_grad * times).to(fp8_dtype), mask=inside)
-    times = tl.load(factor, volatile=True)
-    place = column[:, None] * row_count + row[None, :]
-    tl.store(turned + place, tl.trans((gate_grad * times).to(fp8_dtype)), mask=tl.trans(inside))
+    multiplier = tl.load(factor)
+    tl.store(values + position, (gate_grad * multiplier).to(fp8_dtype), mask=inside)
+    tl.store(values + position + width, (up_grad * multiplier).to(fp8_dtype), mask=inside)
+    multiplier = tl.load(factor, volatile=True)
+    position = column[:, None] * row_count + row[None, :]
+    tl.store(transposed + position, tl.trans((gate_grad * multiplier).to(fp8_dtype)), mask=tl.trans(inside))
     tl.store(
-        turned + width.to(tl.int64) * row_count + place,
-        tl.trans((up_grad * times).to(fp8_dtype)),
+        transposed + width.to(tl.int64) * row_count + position,
+        tl.trans((up_grad * multiplier).to(fp8_dtype)),
         mask=tl.trans(inside),
     )

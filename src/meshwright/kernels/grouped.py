@@ -1,8 +1,8 @@
-"""Grouped matrix products for mixtures of experts: sorting of rows, products by group, and the inverse sorting.
+"""Grouped matrix products for mixtures of experts: rows are sorted by expert, multiplied by group, and sorted back.
 
-Rows are sorted so that each expert's lie together; `offsets` say where each group ends. Group sizes are never read by
-the host on the fast path, so that it runs ahead of the device. Groups may be empty and as uneven as they like: nothing
-is dropped or padded (MegaBlocks, Gale et al. 2023).
+The rows of one expert are contiguous after the sort; `offsets` has the end of each group. The fast path does not read
+group sizes on the host, so the host runs ahead of the device. Groups may have any size, also 0; no token is dropped or
+padded (MegaBlocks, Gale et al. 2023).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.autograd.function import once_differentiable
 from meshwright.spec.errors import BadInput
 
 
-class Order(NamedTuple):
-    """Where the copies of tokens lie when they are sorted by expert, tokens in order within one.
+class ExpertOrder(NamedTuple):
+    """The order of token copies sorted by expert; copies for the same expert keep the order of their tokens.
 
-    `sorted` `(tokens · copies,)`: the copy at each sorted place; `positions` `(tokens, copies)`: the sorted place of each copy;
-    `offsets` `(experts,)`: where each expert's rows end, int32.
+    `sorted` `(tokens · copies,)`: the copy at each sorted position; `positions` `(tokens, copies)`: the sorted position of each copy;
+    `offsets` `(experts,)`: the end of each expert's rows, int32.
     """
 
     sorted: Tensor
@@ -30,26 +30,26 @@ class Order(NamedTuple):
     offsets: Tensor
 
 
-def order_by_expert(chosen: Tensor, load: Tensor) -> Order:
+def order_by_expert(chosen: Tensor, load: Tensor) -> ExpertOrder:
     """The order of copies whose experts are `chosen` `(tokens, copies)`; `load` `(experts,)` counts them."""
     order = chosen.flatten().argsort(stable=True)
-    counted = torch.arange(order.numel(), device=order.device)
-    positions = torch.empty_like(order).scatter(0, order, counted)
-    return Order(order, positions.view_as(chosen), load.cumsum(0).to(torch.int32))
+    indices = torch.arange(order.numel(), device=order.device)
+    positions = torch.empty_like(order).scatter(0, order, indices)
+    return ExpertOrder(order, positions.view_as(chosen), load.cumsum(0).to(torch.int32))
 
 
-def to_groups(tokens: Tensor, order: Order) -> Tensor:
+def to_groups(tokens: Tensor, order: ExpertOrder) -> Tensor:
     """Rows `(tokens · copies, width)` of tokens `(tokens, width)`, sorted by expert."""
     return _ToGroups.apply(tokens, order.sorted, order.positions)
 
 
-def from_groups(sorted_rows: Tensor, order: Order) -> Tensor:
+def from_groups(sorted_rows: Tensor, order: ExpertOrder) -> Tensor:
     """The copies `(tokens, copies, width)` of sorted rows `(tokens · copies, width)`."""
     return _FromGroups.apply(sorted_rows, order.sorted, order.positions)
 
 
-def summed(sorted_rows: Tensor, weights: Tensor, order: Order) -> Tensor:
-    """Each token's copies times their weights `(tokens, copies)`, added up: `(tokens, width)`, in the wider format of both."""
+def combine_copies(sorted_rows: Tensor, weights: Tensor, order: ExpertOrder) -> Tensor:
+    """The weighted sum of each token's copies: `(tokens, width)`, with weights `(tokens, copies)`, in the wider dtype of both."""
     return (from_groups(sorted_rows, order) * weights[..., None]).sum(1)
 
 
@@ -57,8 +57,8 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, *, plain: bool = 
     """Each row of x `(rows, in)` times its group's matrix, transposed: `(rows, out)`, with weight `(groups, out, in)`.
 
     Group g has the rows from `offsets[g - 1]` to `offsets[g]`; the last offset is the number of rows. On CUDA in bf16 one grouped matrix
-    product; elsewhere, and with `plain`, a loop over the groups, for which the host reads their sizes. BadInput when the fast path
-    meets widths that are not multiples of 8.
+    product; elsewhere, and with `plain`, a loop over the groups, for which the host reads their sizes. Raises BadInput if the fast path
+    gets widths that are not multiples of 8.
     """
     plain = plain or not x.is_cuda or x.dtype != torch.bfloat16
     if not plain and (weight.shape[1] % 8 or weight.shape[2] % 8):
@@ -69,12 +69,12 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, *, plain: bool = 
     return _grouped_linear(x, weight, offsets, plain)
 
 
-# An operator of its own: a compiler could not see through sizes that the host reads, and torch's own backward takes gradients only as
-# they happen to lie in memory.
+# A custom operator, because torch.compile cannot trace sizes that the host reads, and because torch's own backward requires gradients of
+# a certain memory layout.
 @torch.library.custom_op("meshwright::grouped_linear", mutates_args=())
 def _grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, plain: bool) -> Tensor:
-    if plain or not x.shape[0]:  # no rows: a rank whose experts nobody chose
-        return looped(x, weight, offsets)
+    if plain or not x.shape[0]:  # no rows: no token has chosen an expert of this rank
+        return grouped_linear_loop(x, weight, offsets)
     return F.grouped_mm(x, weight.transpose(-2, -1), offs=offsets)
 
 
@@ -83,35 +83,35 @@ def _grouped_linear_backward(
     grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, plain: bool
 ) -> tuple[Tensor, Tensor]:
     grad = grad.contiguous()
-    return (looped_gradients if plain or not x.shape[0] else grouped_gradients)(grad, x, weight, offsets)
+    return (grouped_gradients_loop if plain or not x.shape[0] else grouped_gradients)(grad, x, weight, offsets)
 
 
 def grouped_gradients(grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x and weight from that of the output `(rows, out)`, contiguous, by two grouped products."""
     x_grad = F.grouped_mm(grad, weight, offs=offsets)
     weight_grad = F.grouped_mm(grad.t(), x, offs=offsets)
-    if grad.is_cuda and _leaves_empty_groups(grad.device):
+    if grad.is_cuda and _skips_empty_groups(grad.device):
         empty = offsets.diff(prepend=offsets.new_zeros(1)) == 0
         weight_grad.masked_fill_(empty[:, None, None], 0)
     return x_grad, weight_grad
 
 
 @cache
-def _leaves_empty_groups(device: torch.device) -> bool:
-    """Whether the product does not write an empty group's weight gradient: true on Blackwell (pytorch issue 172439)."""
+def _skips_empty_groups(device: torch.device) -> bool:
+    """Whether the grouped product leaves weight gradients of empty groups unwritten, as on Blackwell (pytorch issue 172439)."""
     return torch.cuda.get_device_capability(device)[0] >= 10
 
 
-def looped(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """The plain twin of the product, for any device and format."""
+def grouped_linear_loop(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """The grouped product as a loop over groups, for any device and dtype."""
     out = x.new_empty(x.shape[0], weight.shape[1])
     for group, rows in enumerate(_groups(offsets)):
         torch.mm(x[rows], weight[group].t(), out=out[rows])
     return out
 
 
-def looped_gradients(grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """The plain twin of `grouped_gradients`."""
+def grouped_gradients_loop(grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """`grouped_gradients` as a loop over groups."""
     x_grad, weight_grad = torch.empty_like(x), torch.empty_like(weight)
     for group, rows in enumerate(_groups(offsets)):
         torch.mm(grad[rows], weight[group], out=x_grad[rows])
@@ -136,25 +136,25 @@ def _(grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, plain: bool) -> 
     return torch.empty_like(x), torch.empty_like(weight)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool], output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool], output: Tensor) -> None:
     del output
     *tensors, ctx.plain = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _autograd_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return *_grouped_linear_backward(grad, *ctx.saved_tensors, ctx.plain), None, None
 
 
-_grouped_linear.register_autograd(_differentiate, setup_context=_keep)
+_grouped_linear.register_autograd(_autograd_backward, setup_context=_setup_context)
 GROUPED_OPERATOR = torch.ops.meshwright.grouped_linear.default
-"""What a recompute policy sees of the product."""
+"""The operator by which a recompute policy recognises the grouped product."""
 
 
 class _ToGroups(torch.autograd.Function):
     """Row permutation whose forward and backward both gather rows by index.
 
-    Autograd's own backward would sum by atomics, in bf16 and in no fixed order.
+    Autograd's own backward would sum with atomics: in bf16 and in a random order.
     """
 
     @staticmethod

@@ -1,10 +1,10 @@
-"""A linear layer whose backward can be split: gradients of the inputs at once, gradients of the weights later.
+"""A linear layer with a split backward: gradients of the inputs immediately, gradients of the weights later.
 
 Zero-bubble pipelines (Qi et al. 2024) fill idle time with weight gradients. Where the gradients of several micro-batches are summed, the
-matrix product that makes a weight gradient can add it to the sum directly, unrounded and without a separate pass (gradient accumulation
-fusion in Megatron-LM). Both need the factors of the product: the layer's input X and the gradient dY of its output.
+matrix product of a weight gradient can add to the sum directly, without rounding and without a separate pass (gradient accumulation fusion
+in Megatron-LM). Both need the factors of the product: the layer's input X and the gradient dY of its output.
 
-The factors leave the layer as the gradients of two extra inputs, the taps. So a compiled backward has no side effect: X and dY are among
+The layer returns the factors as the gradients of two extra inputs, the taps. So a compiled backward has no side effect: X and dY are among
 its outputs, which the compiler may neither overwrite nor reuse. (An operator that stored them from inside the graph would return memory
 that Inductor regards as free and overwrites.) The layer's `gradient_sink` receives the factors. With fp8 products the factors are dYᵀ and
 Xᵀ in fp8 with their scales, which is half the bytes.
@@ -29,22 +29,22 @@ class Linear(nn.Linear):
 
     scaling: fp8.Scaling | None = None
     """How operands are scaled for products in fp8; None multiplies in the dtype of the weight."""
-    low_weight: fp8.Low | None = None
+    fp8_weight: fp8.Fp8Matrix | None = None
     """The weight in fp8, where it is gathered in fp8 (`parallel.fp8_weights`); `weight` then only receives the gradient."""
     gradient_sink: WeightGradientSink | None = None
     """Receives the weight gradient's factors after `split_backward`; None adds the gradient to `weight.grad`."""
     taps: tuple[Tensor, ...] | None = None
-    """Inputs without memory whose gradients are the factors of the weight gradient: dY and X."""
-    spread: int = 1
-    """Tokens that this layer receives for each token of the block's input (`parallel.products`)."""
+    """Extra inputs (expanded scalars, so without memory) whose gradients are the factors of the weight gradient: dY and X."""
+    tokens_per_input_token: int = 1
+    """Tokens in this layer's input per token of the block's input; above 1 with sequence parallelism (`parallel.products`)."""
 
     # pyrefly: ignore [bad-override-param-name]  # every block here calls its input x
     def forward(self, x: Tensor) -> Tensor:
         """`(…, out_features)` of x `(…, in_features)`."""
-        # Decided while tracing, so that a block without a split backward compiles to the graph of nn.Linear.
+        # Tested while tracing, so that a block without a split backward compiles to the graph of nn.Linear.
         taps = self.taps if torch.is_grad_enabled() else None
         if self.scaling is not None:
-            out = fp8.linear(x, self.weight, self.low_weight, self.scaling, taps)
+            out = fp8.linear(x, self.weight, self.fp8_weight, self.scaling, taps)
             return out if self.bias is None else out + self.bias
         if taps is None:
             return F.linear(x, self.weight, self.bias)
@@ -58,9 +58,9 @@ def split_backward(block: nn.Module) -> None:
 
     Wraps `block.forward`; call it after compilation.
 
-        `forward` takes x `(…, features)` first. Every Linear inside runs once and sees the same leading dimensions, the
-    last of them     multiplied by `spread`. Weight gradients no longer pass through autograd's accumulation, so hooks on
-    them do not fire.
+    The first argument of `forward` is x `(…, tokens, features)`. Every Linear inside runs once, on inputs with the same leading dimensions,
+    whose last is multiplied by `tokens_per_input_token`. Weight gradients no longer pass through autograd's accumulation, so hooks on them
+    do not run.
     """
     forward = block.forward
     linears = [module for module in block.modules() if isinstance(module, Linear)]
@@ -70,7 +70,7 @@ def split_backward(block: nn.Module) -> None:
             # The taps stay set after forward: eager recompute runs the block again during backward, with any taps of that shape.
             for linear in linears:
                 *batch, tokens = x.shape[:-1]
-                linear.taps = _new_taps(linear, torch.Size((*batch, tokens * linear.spread)))
+                linear.taps = _new_taps(linear, torch.Size((*batch, tokens * linear.tokens_per_input_token)))
         return forward(x, *inputs, **options)
 
     block.forward = tapped
@@ -89,7 +89,7 @@ def add_to_gradient(weight: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 class GradientFactors(NamedTuple):
-    """The two factors of one weight gradient, as one backward of one layer made them."""
+    """The two factors of one weight gradient, computed by one backward of one layer."""
 
     # Under FSDP2 the weight is the unsharded parameter: one object, however often its storage is freed and filled again.
     weight: Tensor
@@ -102,7 +102,7 @@ class GradientFactors(NamedTuple):
     def add_product(self, add: AddProduct) -> None:
         """Compute dYᵀ · X and add it to the weight's gradient by `add`; fp8 factors are added to `weight.grad`.
 
-        RuntimeError if an in-place operator wrote to a factor meanwhile. A collective that receives into one is not detected.
+        Raises RuntimeError if an in-place operator has written to a factor since. A collective that writes into a factor is not detected.
         """
         if tuple(tensor._version for tensor in self.tensors) != self.versions:
             raise RuntimeError(
@@ -110,7 +110,7 @@ class GradientFactors(NamedTuple):
             )
         if len(self.tensors) > 2:
             grad, grad_scale, x, x_scale = self.tensors
-            product = fp8.weight_gradient(fp8.Low(grad, grad_scale), fp8.Low(x, x_scale), self.weight.dtype)
+            product = fp8.weight_gradient(fp8.Fp8Matrix(grad, grad_scale), fp8.Fp8Matrix(x, x_scale), self.weight.dtype)
             self.weight.grad = product if self.weight.grad is None else self.weight.grad.add_(product)
             return
         grad, x = (tensor.flatten(0, -2) for tensor in self.tensors)
@@ -138,7 +138,7 @@ class WeightQueue:
 
         `parameters` are the weights that the gradients may belong to, any when None. Under FSDP2 these are the unit's unsharded
         parameters; they need not be gathered, as their values are not read. A gradient of another weight raises RuntimeError before
-        anything is computed, or with `partial` stays for a later call. RuntimeError also as `GradientFactors.add_product` raises it.
+        anything is computed; with `partial` it remains in the queue. Raises RuntimeError as `GradientFactors.add_product` does, too.
         """
         wanted = None if parameters is None else {id(parameter) for parameter in parameters}
         others = [factors for factors in self._deferred if wanted is not None and id(factors.weight) not in wanted]
@@ -158,7 +158,7 @@ class WeightQueue:
 class WeightGradientSink:
     """Receives the factors of weight gradients: adds their product by `add` at once, or defers it inside `deferring`.
 
-    Autograd runs the backward of CUDA tensors on a thread of its own, so the mode is an attribute and no context variable.
+    Autograd runs the backward of CUDA tensors on a thread of its own, so the mode is an attribute, not a context variable.
     """
 
     def __init__(self, add: AddProduct = add_to_gradient) -> None:
@@ -173,7 +173,7 @@ class WeightGradientSink:
 
     @contextmanager
     def deferring(self, queue: WeightQueue) -> Iterator[None]:
-        """Every backward inside defers its weight gradients to `queue`.
+        """Context in which every backward defers its weight gradients to `queue`.
 
         RuntimeError if the queue holds gradients that were never drained, or if another queue is active.
         """
@@ -235,7 +235,7 @@ def _new_taps(linear: Linear, tokens: torch.Size) -> tuple[Tensor, ...] | None:
     weight = linear.weight
     if not weight.requires_grad:
         return None
-    # New ones in every forward: autograd runs the latest nodes first, so that the gradient is complete before an older node at the
+    # New taps in every forward: autograd runs the latest nodes first, so that the gradient is complete before an older node at the
     # block's input (such as FSDP2's hook) collects it.
     return _Taps.apply(weight, linear.gradient_sink or _ADD_AT_ONCE, _tap_shapes(linear, tokens))
 

@@ -1,6 +1,6 @@
 """RMSNorm and LayerNorm over the last dimension, with statistics in fp32 (fp64 for fp64 input), in the input's dtype.
 
-The fast paths are torch's fused operators; the plain twins are the formulas.
+The fast paths are torch's fused operators; with `plain` the formulas are computed step by step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, plain: bool = False) -> Tensor:
-    """`x / sqrt(mean(x²) + eps) · weight` over the last dimension of x `(..., width)` (Zhang & Sennrich 2019)."""
+    """Return `x / sqrt(mean(x²) + eps) · weight` over the last dimension of x `(..., width)` (Zhang & Sennrich 2019)."""
     if not plain:
         return F.rms_norm(x, weight.shape, weight, eps)
     wide = x.to(accumulate_dtype(x.dtype))
@@ -20,7 +20,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, plain: bool = False) -> T
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, plain: bool = False) -> Tensor:
-    """`(x - mean) / sqrt(variance + eps) · weight + bias` over the last dimension of x `(..., width)`."""
+    """Return `(x - mean) / sqrt(variance + eps) · weight + bias` over the last dimension of x `(..., width)`."""
     if not plain:
         return F.layer_norm(x, weight.shape, weight, bias, eps)
     wide = x.to(accumulate_dtype(x.dtype))
@@ -30,5 +30,5 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, plain: bo
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The format sums over `dtype` values are kept in: fp64 for fp64, fp32 for everything narrower."""
+    """The dtype in which values of `dtype` are summed: fp64 for fp64, fp32 for everything narrower."""
     return torch.float64 if dtype == torch.float64 else torch.float32

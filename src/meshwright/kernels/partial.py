@@ -1,11 +1,11 @@
-"""Attention over a part of the keys, and how parts add up: what ring attention is made of.
+"""Attention over a part of the keys, and the combination of such partial results: the operations of ring attention.
 
-A part's result comes with the log-sum of its scores. Two parts' results are joined by these alone (online softmax; Milakov & Gimelshein
-2018, Rabe & Staats 2021), and a part's gradients need nothing of the others but the joined result and log-sum (Dao et al. 2022).
-The plain twin writes both out; on CUDA they are the operators behind scaled-dot-product attention, which keep the log-sum for themselves
-otherwise: cuDNN's, or FlashAttention's where cuDNN cannot take the shapes.
+A partial result comes with the logsumexp of its scores, and these suffice to combine two partial results (online softmax; Milakov &
+Gimelshein 2018, Rabe & Staats 2021). The gradients of a part need only the combined result and its logsumexp (Dao et al. 2022). With
+`plain` scores are computed explicitly. On CUDA the functions call the operators behind scaled-dot-product attention, whose public
+function does not return the logsumexp: cuDNN, or FlashAttention where cuDNN does not support the shapes.
 
-Shapes: q, out and their gradients `(batch, queries, heads, head_dim)`, k and v `(batch, keys, kv_heads, head_dim)`, log-sums
+Shapes: q, out and their gradients `(batch, queries, heads, head_dim)`, k and v `(batch, keys, kv_heads, head_dim)`, logsumexps
 `(batch, heads, queries)`.
 """
 
@@ -27,146 +27,148 @@ log = logging.getLogger("meshwright")
 _aten = torch.ops.aten
 
 
-class Piece(NamedTuple):
-    """Which of a rank's queries see which of another's keys: all of these, or `causal`, each up to its own place."""
+class VisibleBlock(NamedTuple):
+    """Queries of one rank and the keys of another that they attend to: all of these, or with `causal` each up to its position."""
 
     queries: slice
     keys: slice
     causal: bool
 
 
-def piece(rank: int, source: int, seq: int) -> Piece:
-    """What `rank` computes of the keys of `source`, when each rank has two chunks of a causal sequence, `seq` tokens together.
+def visible_block(rank: int, source: int, seq: int) -> VisibleBlock:
+    """Return the queries of `rank` and the keys of `source` between which `rank` computes scores.
 
-    Of 2n chunks rank r has numbers r and 2n-1-r (zigzag; Zhu 2024), so that all have as many scores to compute at every turn. Its own keys
-    it sees causally. Of an earlier rank's chunks all its queries see the first, and none the second; of a later rank's, its second chunk
-    sees both, and its first none.
+    Each rank has two chunks of a causal sequence, together `seq` tokens. Of 2n chunks rank r has chunks r and 2n-1-r (zigzag; Zhu 2024), so
+    that all ranks compute equally many scores in every step of the ring. Within a rank attention is causal. All queries attend to the first
+    chunk of an earlier rank and none to its second chunk. Only queries of the second chunk attend to the keys of a later rank, to both
+    chunks.
     """
     half = seq // 2
     if rank == source:
-        return Piece(slice(seq), slice(seq), True)
+        return VisibleBlock(slice(seq), slice(seq), True)
     if source < rank:
-        return Piece(slice(seq), slice(half), False)
-    return Piece(slice(half, seq), slice(seq), False)
+        return VisibleBlock(slice(seq), slice(half), False)
+    return VisibleBlock(slice(half, seq), slice(seq), False)
 
 
 def partial_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, *, plain: bool = False) -> tuple[Tensor, Tensor]:
-    """Attention over these keys alone, in q's dtype, and the log-sum of the scores, in fp32 (fp64 for fp64).
+    """Return attention over these keys alone, in the dtype of q, and the logsumexp of the scores, in fp32 (fp64 for fp64).
 
-    Scores are scaled by 1/√head_dim; `causal` takes as many keys as queries.
+    Scores are scaled by 1/√head_dim; `causal` needs as many keys as queries.
     """
     heads = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     backend = "plain" if plain else _backend(*heads, causal)
     if backend == "plain":
         return _plain_attention(q, k, v, causal)
     if backend == "cudnn":
-        out, total, *_ = _aten._scaled_dot_product_cudnn_attention(*heads, None, True, 0.0, causal)
+        out, logsumexp, *_ = _aten._scaled_dot_product_cudnn_attention(*heads, None, True, 0.0, causal)
     else:
-        out, total, *_ = _aten._scaled_dot_product_flash_attention(*heads, 0.0, causal)
-    return out.transpose(1, 2), total.reshape(out.shape[:3])
+        out, logsumexp, *_ = _aten._scaled_dot_product_flash_attention(*heads, 0.0, causal)
+    return out.transpose(1, 2), logsumexp.reshape(out.shape[:3])
 
 
 def partial_gradients(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, causal: bool, *, plain: bool = False
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, causal: bool, *, plain: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v that come of these keys, for `grad` of the joined result `out` with log-sum `total`.
+    """Return the parts of the gradients of q, k and v that these keys contribute.
 
-    Those of the plain twin are in the log-sum's dtype, others in q's.
+    `grad` is the gradient of the combined result `out`, whose logsumexp is `logsumexp`. With `plain` the results have the dtype of the
+    logsumexp, otherwise that of q.
     """
     heads = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     backend = "plain" if plain else _backend(*heads, causal)
     if backend == "plain":
-        return _plain_gradients(grad, q, k, v, out, total, causal)
-    given = grad.transpose(1, 2), *heads, out.transpose(1, 2)
+        return _plain_gradients(grad, q, k, v, out, logsumexp, causal)
+    inputs = grad.transpose(1, 2), *heads, out.transpose(1, 2)
     lengths = q.shape[1], k.shape[1]
-    unused = torch.empty((), dtype=torch.int64, device=q.device)  # the state of dropout, of which there is none
+    unused = torch.empty((), dtype=torch.int64, device=q.device)  # the random state of dropout, which is off
     if backend == "cudnn":
-        found = _aten._scaled_dot_product_cudnn_attention_backward(
-            *given, total[..., None].contiguous(), unused, unused, None, None, None, *lengths, 0.0, causal
+        gradients = _aten._scaled_dot_product_cudnn_attention_backward(
+            *inputs, logsumexp[..., None].contiguous(), unused, unused, None, None, None, *lengths, 0.0, causal
         )
     else:
-        found = _aten._scaled_dot_product_flash_attention_backward(
-            *given, total.contiguous(), None, None, *lengths, 0.0, causal, unused, unused
+        gradients = _aten._scaled_dot_product_flash_attention_backward(
+            *inputs, logsumexp.contiguous(), None, None, *lengths, 0.0, causal, unused, unused
         )
-    q_grad, k_grad, v_grad = (one.transpose(1, 2) for one in found)
+    q_grad, k_grad, v_grad = (gradient.transpose(1, 2) for gradient in gradients)
     return q_grad, k_grad, v_grad
 
 
-class Joined:
-    """The result over all keys seen so far, in fp32 (fp64 for fp64): `out` and its log-sum `total`."""
+class AttentionAccumulator:
+    """Combines partial results: `out` and its `logsumexp` over all keys added so far, in fp32 (fp64 for fp64)."""
 
-    def __init__(self, out: Tensor, total: Tensor) -> None:
-        self.out, self.total = out.to(total.dtype), total
+    def __init__(self, out: Tensor, logsumexp: Tensor) -> None:
+        self.out, self.logsumexp = out.to(logsumexp.dtype), logsumexp
 
-    def add(self, queries: slice, out: Tensor, total: Tensor) -> None:
-        """Join the result of some queries over other keys."""
-        join = _compiled_join() if out.is_cuda else _join
-        join(self.out[:, queries], self.total[..., queries], out, total)
+    def add(self, queries: slice, out: Tensor, logsumexp: Tensor) -> None:
+        """Add the partial result of some queries over other keys."""
+        combine = _compiled_combine() if out.is_cuda else _combine
+        combine(self.out[:, queries], self.logsumexp[..., queries], out, logsumexp)
 
 
-def _join(out: Tensor, total: Tensor, other: Tensor, other_total: Tensor) -> None:
-    """Write the joined result and log-sum over the first two arguments."""
-    joint = torch.logaddexp(total, other_total)
-    mine, others = ((one - joint).exp().transpose(1, 2)[..., None] for one in (total, other_total))
-    out.copy_(out * mine + other.to(out.dtype) * others)
-    total.copy_(joint)
+def _combine(out: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Tensor) -> None:
+    """Overwrite the first two arguments with the combined result and logsumexp."""
+    combined = torch.logaddexp(logsumexp, other_logsumexp)
+    weight, other_weight = ((part - combined).exp().transpose(1, 2)[..., None] for part in (logsumexp, other_logsumexp))
+    out.copy_(out * weight + other.to(out.dtype) * other_weight)
+    logsumexp.copy_(combined)
 
 
 @cache
-def _compiled_join() -> Callable[..., None]:
-    return torch.compile(_join, dynamic=False)
+def _compiled_combine() -> Callable[..., None]:
+    return torch.compile(_combine, dynamic=False)
 
 
 def _backend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
-    """Which operator takes q, k and v `(batch, heads, seq, head_dim)`."""
+    """Name of the backend that supports q, k and v `(batch, heads, seq, head_dim)`."""
     if not q.is_cuda:
         return "plain"
-    asked = SDPAParams(q, k, v, None, 0.0, causal, q.shape[1] != k.shape[1])
-    if can_use_cudnn_attention(asked):
+    params = SDPAParams(q, k, v, None, 0.0, causal, q.shape[1] != k.shape[1])
+    if can_use_cudnn_attention(params):
         return "cudnn"
-    if can_use_flash_attention(asked):
+    if can_use_flash_attention(params):
         return "flash"
-    _tell_once(str(q.dtype), q.shape[-1])
+    _warn_once(str(q.dtype), q.shape[-1])
     return "plain"
 
 
 @cache
-def _tell_once(dtype: str, head_dim: int) -> None:
+def _warn_once(dtype: str, head_dim: int) -> None:
     log.warning(
-        "ring attention: neither cuDNN nor FlashAttention takes %s with head_dim %d; scores are written out",
+        "ring attention: neither cuDNN nor FlashAttention supports %s with head_dim %d; scores are materialised instead",
         dtype,
         head_dim,
     )
 
 
 def _plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    scores, values = _scores(q, k, causal), _shared(v, q)
-    total = torch.logsumexp(scores, dim=-1)
-    out = torch.exp(scores - total[..., None]) @ values
-    return out.transpose(1, 2).to(q.dtype), total
+    scores, values = _scores(q, k, causal), _repeat_heads(v, q)
+    logsumexp = torch.logsumexp(scores, dim=-1)
+    out = torch.exp(scores - logsumexp[..., None]) @ values
+    return out.transpose(1, 2).to(q.dtype), logsumexp
 
 
 def _plain_gradients(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, causal: bool
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    keys, values = _shared(k, q), _shared(v, q)
-    grad, out, queries = (one.to(total.dtype).transpose(1, 2) for one in (grad, out, q))
-    weights = torch.exp(_scores(q, k, causal) - total[..., None])
-    slopes = weights * (grad @ values.mT - (grad * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
-    q_grad, k_grad, v_grad = slopes @ keys, slopes.mT @ queries, weights.mT @ grad
-    k_grad, v_grad = (one.unflatten(1, (k.shape[2], -1)).sum(2) for one in (k_grad, v_grad))
+    keys, values = _repeat_heads(k, q), _repeat_heads(v, q)
+    grad, out, queries = (tensor.to(logsumexp.dtype).transpose(1, 2) for tensor in (grad, out, q))
+    weights = torch.exp(_scores(q, k, causal) - logsumexp[..., None])
+    score_grads = weights * (grad @ values.mT - (grad * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
+    q_grad, k_grad, v_grad = score_grads @ keys, score_grads.mT @ queries, weights.mT @ grad
+    k_grad, v_grad = (gradient.unflatten(1, (k.shape[2], -1)).sum(2) for gradient in (k_grad, v_grad))
     return q_grad.transpose(1, 2), k_grad.transpose(1, 2), v_grad.transpose(1, 2)
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """`(batch, heads, queries, keys)`, in fp32 (fp64 for fp64)."""
-    scores = q.to(accumulate_dtype(q.dtype)).transpose(1, 2) @ _shared(k, q).mT / math.sqrt(q.shape[-1])
+    """Scaled scores `(batch, heads, queries, keys)`, in fp32 (fp64 for fp64)."""
+    scores = q.to(accumulate_dtype(q.dtype)).transpose(1, 2) @ _repeat_heads(k, q).mT / math.sqrt(q.shape[-1])
     if not causal:
         return scores
-    seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    return scores.masked_fill(~seen, float("-inf"))
+    visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    return scores.masked_fill(~visible, float("-inf"))
 
 
-def _shared(x: Tensor, q: Tensor) -> Tensor:
-    """Keys or values by query head, `(batch, heads, keys, head_dim)`."""
+def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
+    """Keys or values repeated for each query head, `(batch, heads, keys, head_dim)`."""
     return x.to(accumulate_dtype(x.dtype)).repeat_interleave(q.shape[2] // x.shape[2], dim=2).transpose(1, 2)

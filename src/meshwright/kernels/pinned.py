@@ -1,4 +1,4 @@
-"""Host memory with locked pages, which a device copies to and from at the full rate of its link and beside compute."""
+"""Pinned (page-locked) host memory: copies to and from it run at the full rate of the link and overlap compute."""
 
 from __future__ import annotations
 
@@ -15,42 +15,46 @@ from meshwright.spec.errors import OutOfResources
 PAGE = mmap.PAGESIZE
 
 
-def pinned(owner: object, size: int, holds: str) -> Tensor:
-    """`size` bytes that stay, and stay locked, while `owner` lives; `holds` says in an error what they are for.
+def allocate_pinned(owner: object, size: int, purpose: str) -> Tensor:
+    """Return `size` zero bytes of pinned host memory, which is unlocked when `owner` is garbage-collected.
 
-    Torch's own pinned buffers are rounded up to a power of two, twice as much at worst, and take four times as long. Raises OutOfResources
-    when the host's memory cannot be locked.
+    torch rounds its own pinned buffers up to a power of two (at worst twice the bytes), and allocates them four times as slowly. Raises
+    OutOfResources, which names the `purpose`, when host memory cannot be locked.
     """
     if not size:
         return torch.empty(0, dtype=torch.uint8)
-    # Pages of its own, as none may be locked twice, from the first on: torch asks the runtime about the place where storage begins.
+    # The buffer has pages of its own, because no page may be locked twice. It begins at a page, because torch looks a buffer up in the
+    # CUDA runtime by its first address.
     try:
         pages = mmap.mmap(-1, -(-size // PAGE) * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError:
-        raise _too_much(size, holds) from None
-    with suppress(OSError):  # a kernel may have none
+        raise _pinning_error(size, purpose) from None
+    with suppress(OSError):  # the kernel may lack huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)
-    line = torch.frombuffer(pages, dtype=torch.uint8)
-    line.zero_()  # by all threads of the rank: to lock pages that are not there yet takes one thread many times as long
-    _lock(owner, line, holds)
-    return line[:size]
+    buffer = torch.frombuffer(pages, dtype=torch.uint8)
+    # Allocates the pages with all threads of the rank; cudaHostRegister would allocate them with one thread, many times as slowly.
+    buffer.zero_()
+    _lock(owner, buffer, purpose)
+    return buffer[:size]
 
 
-def _lock(owner: object, line: Tensor, holds: str) -> None:
+def _lock(owner: object, buffer: Tensor, purpose: str) -> None:
     runtime: Any = torch.cuda.cudart()
-    if int(runtime.cudaHostRegister(line.data_ptr(), line.nbytes, 1)):  # for all devices of the process, as torch does
-        raise _too_much(line.nbytes, holds)
-    # It keeps the line: pages must not become another's while they are locked.
-    let_go: Any = weakref.finalize(owner, _unlock, runtime, line)
-    let_go.atexit = False  # with the process its pages go anyway, and the runtime may be gone before
+    if int(
+        runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 1)
+    ):  # 1: pinned for all devices of the process, as in torch
+        raise _pinning_error(buffer.nbytes, purpose)
+    # The finalizer refers to the buffer, so that its pages are not freed while they are locked.
+    finalizer: Any = weakref.finalize(owner, _unlock, runtime, buffer)
+    finalizer.atexit = False  # the end of the process frees the pages, and the CUDA runtime may have ended before
 
 
-def _unlock(runtime: Any, line: Tensor) -> None:
-    runtime.cudaHostUnregister(line.data_ptr())
+def _unlock(runtime: Any, buffer: Tensor) -> None:
+    runtime.cudaHostUnregister(buffer.data_ptr())
 
 
-def _too_much(size: int, holds: str) -> OutOfResources:
+def _pinning_error(size: int, purpose: str) -> OutOfResources:
     return OutOfResources(
-        f"{size / 2**30:.1f} GiB of host memory could not be pinned for {holds} of one rank (plan.offload); offload fewer layers "
+        f"{size / 2**30:.1f} GiB of host memory could not be pinned for {purpose} of one rank (plan.offload); offload fewer layers "
         "(plan.layers), use more ranks, or raise the host's limit of locked memory (ulimit -l)"
     )

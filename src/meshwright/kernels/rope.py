@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al. 2021) in Llama's half-rotation form, with Llama 3.1's frequency scaling.
 
-The tables are computed once per forward and handed to every layer; they are not buffers, so a model on meta has nothing
-to rebuild.
+The tables are computed once per forward and passed to every layer. They are not buffers, so a model on the meta device
+has none to fill.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch import Tensor
 from meshwright.kernels.norm import accumulate_dtype
 from meshwright.spec.model import RopeScaling
 
-Tables = tuple[Tensor, Tensor]
+RotaryTables = tuple[Tensor, Tensor]
 
 
 def rotary_tables(
     positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None, dtype: torch.dtype
-) -> Tables:
+) -> RotaryTables:
     """Cosines and sines, each `(batch or 1, seq, 1, head_dim / 2)`, for positions `(batch, seq)` or `(seq,)`.
 
-    Computed and returned in fp32, or fp64 when the model's `dtype` is fp64. In fp32 the steps are those of
-    transformers, so that the tables agree to the last bit also at long positions, where one rounding of a frequency
-    moves the angle.
+    Computed and returned in fp32, or fp64 when the model's `dtype` is fp64. In fp32 the operations are
+    those of transformers, so that the tables are bit-identical also at late positions, where a different rounding of a
+    frequency changes the angle.
     """
     wide = accumulate_dtype(dtype)
     frequencies = _frequencies(head_dim, theta, scaling, wide, positions.device)
@@ -33,10 +33,10 @@ def rotary_tables(
     return angles.cos(), angles.sin()
 
 
-def rotate(x: Tensor, tables: Tables) -> Tensor:
-    """x `(batch, seq, heads, head_dim)` with dimension i turned against dimension i + head_dim / 2, in x's dtype.
+def rotate(x: Tensor, tables: RotaryTables) -> Tensor:
+    """Return x `(batch, seq, heads, head_dim)` with each pair of dimensions (i, i + head_dim / 2) rotated, in the dtype of x.
 
-    The products are taken in the tables' dtype.
+    The products are computed in the dtype of the tables.
     """
     cos, sin = tables
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
@@ -53,8 +53,9 @@ def _frequencies(
 
 
 def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3.1's scaling: long waves slowed by `factor`, short ones kept, those between blended (Grattafiori et al.
-    2024 §3.4).
+    """Llama 3.1's scaling (Grattafiori et al. 2024 §3.4).
+
+    Long wavelengths are stretched by `factor`, short wavelengths stay, and those in between are interpolated.
     """
     wavelengths = 2 * math.pi / frequencies
     turns = scaling.original_max_seq_len / wavelengths

@@ -1,6 +1,6 @@
-"""Gradients added up in a wider format than they are made in, at the rate of the memory.
+"""Sums of gradients in a wider dtype than the gradients have, at memory bandwidth.
 
-Torch's operators on two formats move them an element at a time: on an H200 2.8 TB/s for a sum and 1.6 for a scaled copy, of 4.2.
+torch's operators on two dtypes load single elements: on an H200 they reach 2.8 TB/s for a sum and 1.6 TB/s for a scaled copy, of 4.2 TB/s.
 """
 
 from __future__ import annotations
@@ -8,46 +8,47 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-FEW = 1 << 16
-"""Elements below which a launch of Triton's takes the host longer than torch's operator takes the device."""
+MIN_FUSED_ELEMENTS = 1 << 16
+"""With fewer elements the host needs more time to launch a Triton kernel than the device needs for torch's operator."""
 
 
-def add(total: Tensor, part: Tensor, *, plain: bool = False) -> None:
-    """total += part, of the same shape, in total's dtype.
+def add(total: Tensor, addend: Tensor, *, plain: bool = False) -> None:
+    """Add `addend` to `total` in place; both have the same shape, the sum has the dtype of `total`.
 
-    On CUDA one pass of a Triton kernel; elsewhere, and with `plain`, torch's operator.
+    On CUDA one Triton kernel; elsewhere, and with `plain`, torch's operator.
     """
-    if not plain and total.dtype != part.dtype and _is_fast(total, part):
+    if not plain and total.dtype != addend.dtype and _can_fuse(total, addend):
         from meshwright.kernels.sums_triton import fused_add
 
-        fused_add(total, part)
+        fused_add(total, addend)
     else:
-        total.add_(part)
+        total.add_(addend)
 
 
-def scaled(part: Tensor, by: Tensor, dtype: torch.dtype, *, plain: bool = False) -> Tensor:
-    """part · by as `dtype`, multiplied in the wider format of by `()`: a bare scalar would be rounded to the part's first.
+def scale(x: Tensor, factor: Tensor, dtype: torch.dtype, *, plain: bool = False) -> Tensor:
+    """Return x · factor as `dtype`, multiplied in the wider dtype of `factor` `()`.
 
-    On CUDA one pass of a Triton kernel; elsewhere, and with `plain`, torch's.
+    On CUDA one Triton kernel; elsewhere, and with `plain`, torch's operator.
     """
-    out = torch.empty_like(part, dtype=dtype)
-    if not plain and _is_fast(out, part) and by.dtype == torch.float32:
+    out = torch.empty_like(x, dtype=dtype)
+    if not plain and _can_fuse(out, x) and factor.dtype == torch.float32:
         from meshwright.kernels.sums_triton import fused_scale
 
-        fused_scale(out, part, by)
+        fused_scale(out, x, factor)
         return out
-    return torch.mul(part, by.expand_as(part), out=out)
+    # Expanded, because torch would round a scalar tensor to the dtype of x first.
+    return torch.mul(x, factor.expand_as(x), out=out)
 
 
-def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b as `dtype`, which a GPU sums them in anyway."""
+def matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a @ b as `dtype`; a GPU does not round the sum to the dtype of `a` first."""
     if dtype == a.dtype:
         return a @ b
     return torch.mm(a, b, out_dtype=dtype) if a.is_cuda else (a @ b).to(dtype)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, with `total` kept in its wider format: a GPU adds while it multiplies."""
+    """Add a @ b to `total` in its wider dtype; on a GPU inside the matrix product."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     elif total.is_cuda:
@@ -56,11 +57,11 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.add_(a @ b)
 
 
-def _is_fast(out: Tensor, part: Tensor) -> bool:
+def _can_fuse(out: Tensor, x: Tensor) -> bool:
     return (
         out.is_cuda
         and out.is_contiguous()
-        and part.is_contiguous()
-        and max(out.element_size(), part.element_size()) <= 4
-        and out.numel() >= FEW
+        and x.is_contiguous()
+        and max(out.element_size(), x.element_size()) <= 4
+        and out.numel() >= MIN_FUSED_ELEMENTS
     )

@@ -1,7 +1,7 @@
-"""silu(gate) · up of a fused projection (Shazeer 2020), in one pass over memory each way.
+"""SwiGLU, silu(gate) · up of a fused projection (Shazeer 2020), in one pass over memory in forward and in backward.
 
 Compiled, the plain form's backward writes both halves of one buffer through a select that reads every input twice: 1.16 ms for
-16,384 tokens of Llama-3-8B on an H200. The Triton kernel behind the fast path takes 0.54 ms; forward is alike.
+16,384 tokens of Llama-3-8B on an H200. The Triton kernel of the fast path takes 0.54 ms. Forward takes the same time with both.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def swiglu(gate_up: Tensor, *, plain: bool = False) -> Tensor:
-    """silu(gate) · up, `(…, width)`, of `gate_up` `(…, 2·width)` with the gates first.
+    """Return silu(gate) · up, `(…, width)`, of `gate_up` `(…, 2·width)`, which has the gates first.
 
     On CUDA in bf16, fp16 or fp32 a Triton kernel computes in fp32 and rounds once; elsewhere, and with `plain`, torch's own operators.
     """

@@ -1,4 +1,4 @@
-"""The Triton kernels of `swiglu`; imported only where there is a CUDA device, as CPU builds of torch come without Triton."""
+"""The Triton kernels of `swiglu`; imported only with a CUDA device, as CPU builds of torch lack Triton."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 2048
-"""Elements one program handles: enough loads in flight to keep the memory busy."""
+"""Elements per program: enough loads in flight for the memory bandwidth."""
 
 
 @torch.library.custom_op("meshwright::swiglu", mutates_args=())
@@ -19,7 +19,7 @@ def fused_swiglu(gate_up: Tensor) -> Tensor:
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], width)
     count = out.numel()
-    if count:  # no rows reach a rank whose experts nobody chose
+    if count:  # a rank whose experts no token has chosen has no rows
         _forward[(triton.cdiv(count, BLOCK),)](gate_up.contiguous(), out, count, width, BLOCK, num_warps=8)
     return out
 
@@ -46,25 +46,25 @@ def _(gate_up: Tensor, grad: Tensor) -> Tensor:
     return torch.empty_like(gate_up, memory_format=torch.contiguous_format)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
     del output
     ctx.save_for_backward(inputs[0])
 
 
-def _differentiate(ctx: Any, grad: Tensor) -> Tensor:
+def _autograd_backward(ctx: Any, grad: Tensor) -> Tensor:
     return fused_swiglu_backward(ctx.saved_tensors[0], grad)
 
 
-fused_swiglu.register_autograd(_differentiate, setup_context=_keep)
+fused_swiglu.register_autograd(_autograd_backward, setup_context=_setup_context)
 
 
 @triton.jit
 def _forward(gate_up, out, count, width: tl.constexpr, block: tl.constexpr) -> None:
     index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = index < count
-    place = index // width * (2 * width) + index % width
-    gate = tl.load(gate_up + place, mask=inside).to(tl.float32)
-    up = tl.load(gate_up + place + width, mask=inside).to(tl.float32)
+    position = index // width * (2 * width) + index % width
+    gate = tl.load(gate_up + position, mask=inside).to(tl.float32)
+    up = tl.load(gate_up + position + width, mask=inside).to(tl.float32)
     tl.store(out + index, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
 
 
@@ -72,12 +72,12 @@ def _forward(gate_up, out, count, width: tl.constexpr, block: tl.constexpr) -> N
 def _backward(gate_up, grad, out, count, width: tl.constexpr, block: tl.constexpr) -> None:
     index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = index < count
-    place = index // width * (2 * width) + index % width
-    gate = tl.load(gate_up + place, mask=inside).to(tl.float32)
-    up = tl.load(gate_up + place + width, mask=inside).to(tl.float32)
+    position = index // width * (2 * width) + index % width
+    gate = tl.load(gate_up + position, mask=inside).to(tl.float32)
+    up = tl.load(gate_up + position + width, mask=inside).to(tl.float32)
     slope = tl.load(grad + index, mask=inside).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
     gate_grad = slope * up * (sigmoid + silu * (1 - sigmoid))
-    tl.store(out + place, gate_grad.to(out.dtype.element_ty), mask=inside)
-    tl.store(out + place + width, (slope * silu).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + position, gate_grad.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + position + width, (slope * silu).to(out.dtype.element_ty), mask=inside)

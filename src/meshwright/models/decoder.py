@@ -18,7 +18,7 @@ from meshwright.kernels.attention import AttentionMask, attention, make_mask
 from meshwright.kernels.linear import Linear
 from meshwright.kernels.loss import linear_cross_entropy
 from meshwright.kernels.norm import layer_norm, rms_norm
-from meshwright.kernels.rope import Tables, rotary_tables, rotate
+from meshwright.kernels.rope import RotaryTables, rotary_tables, rotate
 from meshwright.models.dimension_checks import check_dimensions
 from meshwright.models.mlp import feed_forward
 from meshwright.models.moe import MixtureOfExperts, Routed
@@ -30,7 +30,7 @@ class SharedInputs(NamedTuple):
     """What all blocks of one micro-batch share: token positions, rotary tables, attention mask."""
 
     positions: Tensor
-    rope: Tables | None
+    rope: RotaryTables | None
     mask: AttentionMask | None
 
 
@@ -132,7 +132,7 @@ class Decoder(nn.Module):
         tied = self.embed.weight if self.spec.tied else None
         return self.head(self.norm(x), targets, tied)
 
-    def rope(self, positions: Tensor, dtype: torch.dtype) -> Tables | None:
+    def rope(self, positions: Tensor, dtype: torch.dtype) -> RotaryTables | None:
         """The rotary tables of `positions`; None for a model without."""
         if self.spec.positions != "rope":
             return None
@@ -165,7 +165,7 @@ class Block(nn.Module):
     where tensor ranks let both branches of a parallel block share their exchanges (`parallel.tensor`).
     """
 
-    beside: Callable[[Block, Tensor, Tables | None, AttentionMask | None], Tensor]
+    beside: Callable[[Block, Tensor, RotaryTables | None, AttentionMask | None], Tensor]
 
     def __init__(self, spec: ModelSpec, plain: bool, *, routed: bool = False) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class Block(nn.Module):
             self.mlp = feed_forward(spec, spec.ffn_hidden, plain)
         self.beside = side_by_side
 
-    def forward(self, x: Tensor, rope: Tables | None, mask: AttentionMask | None) -> Tensor | Routed:
+    def forward(self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor | Routed:
         """x `(batch, seq, hidden)` and what all blocks share: the rotary tables and the attention mask."""
         normed = self.attention_norm(x)
         if self.parallel and not self.routed:
@@ -194,7 +194,7 @@ class Block(nn.Module):
         return Routed(x + routed.x, routed.balance, routed.load)
 
 
-def side_by_side(block: Block, normed: Tensor, rope: Tables | None, mask: AttentionMask | None) -> Tensor:
+def side_by_side(block: Block, normed: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
     """What attention and the feed-forward network of a parallel block add to the stream."""
     return block.attention(normed, rope, mask) + block.mlp(normed)
 
@@ -219,10 +219,10 @@ class Attention(nn.Module):
         self.out = Linear(width, spec.hidden, bias=spec.bias)
         self.attend = attention
 
-    def forward(self, x: Tensor, rope: Tables | None, mask: AttentionMask | None) -> Tensor:
+    def forward(self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
         return self.out(self.attended(self.qkv(x), rope, mask))
 
-    def attended(self, qkv: Tensor, rope: Tables | None, mask: AttentionMask | None) -> Tensor:
+    def attended(self, qkv: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
         """`(batch, seq, heads · head_dim)` of queries, keys and values as they were projected."""
         heads = qkv.unflatten(-1, (-1, self.head_dim))
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=-2)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.kernels.grouped import Order, grouped_linear, order_by_expert, summed, to_groups
+from meshwright.kernels.grouped import ExpertOrder, combine_copies, grouped_linear, order_by_expert, to_groups
 from meshwright.kernels.linear import Linear
 from meshwright.kernels.norm import accumulate_dtype
 from meshwright.kernels.swiglu import swiglu
@@ -59,7 +59,7 @@ class MixtureOfExperts(nn.Module):
         load = loads.sum(0)
         order = order_by_expert(chosen.flatten(0, 1), load)
         rows = self.experts(to_groups(x.flatten(0, 1), order), order)
-        y = summed(rows, weights.flatten(0, 1), order).to(x.dtype).view_as(x)
+        y = combine_copies(rows, weights.flatten(0, 1), order).to(x.dtype).view_as(x)
         if self.shared is not None:
             y = y + self.shared(x)
         return Routed(y, _balance(likely, self.of_sequences(loads), self.per_token), load)
@@ -79,7 +79,7 @@ class Experts(nn.Module):
         self.register_parameter("gate_up" if self.gated else "up", into)
         self.down = nn.Parameter(torch.empty(spec.experts, spec.hidden, spec.expert_hidden))
 
-    def forward(self, sorted_rows: Tensor, order: Order) -> Tensor:
+    def forward(self, sorted_rows: Tensor, order: ExpertOrder) -> Tensor:
         """Rows `(rows, hidden)` sorted by expert, each through its own."""
         into = self.gate_up if self.gated else self.up
         inside = grouped_linear(sorted_rows, into, order.offsets, plain=self.plain)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.kernels.pinned import pinned
+from meshwright.kernels.pinned import allocate_pinned
 from meshwright.optim.fused import MOMENTS, Coefficients, StepInputs, counted, new_count, update
 from meshwright.state.snapshot import SnapshotCopies
 from meshwright.workload.buffers import STAGED_ELEMENTS, STAGING_BUFFERS
@@ -112,7 +112,11 @@ class HostAdamW:
         self._chunks = lay_out(groups, chunk or usual)
         length = sum(entry.size for entry in self._chunks)
         cuda, size = self._device.type == "cuda", len(self._state_names) * length
-        line = pinned(self, size * like.itemsize, "the optimizer").view(like.dtype) if cuda else like.new_zeros(size)
+        line = (
+            allocate_pinned(self, size * like.itemsize, "the optimizer").view(like.dtype)
+            if cuda
+            else like.new_zeros(size)
+        )
         self._line = line.view(len(self._state_names), length)
         widest = max((entry.size for entry in self._chunks), default=0)
         self._ring = torch.zeros(STAGING_BUFFERS, len(self._state_names), widest, dtype=like.dtype, device=self._device)

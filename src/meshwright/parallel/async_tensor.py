@@ -1,13 +1,12 @@
-"""Products of tensor parallelism whose tokens travel beside them: the asynchronous twins of those in `products`.
+"""Tensor-parallel products that overlap with the transfer of their tokens, variants of the operators in `products`.
 
-A gathered product is made of pieces, the tokens of a few ranks each, beginning with this rank's own, while the others' arrive. A
-scattered product is made in the opposite order, this rank's own tokens last, while the pieces before are on their way to the ranks that
-add them up (Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition"; PyTorch's asynchronous tensor
-parallelism). Where two products follow one exchange each, as in the backward of a gathered one, nothing need be cut: the gather travels
-beside the first product, and its sum beside the second.
+A gathered product is computed in pieces of a few ranks' tokens each. This rank's own tokens come first, while the copies of the others'
+run. A scattered product is computed in the opposite order, this rank's own tokens last, while finished pieces are copied to the ranks that
+add them (Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition"; PyTorch's asynchronous tensor
+parallelism). The backward of a gathered product needs no pieces: the gather overlaps with its first product, and the sum of that product
+overlaps with the second.
 
-A rank's parts are added up in rank order, in fp32 or wider, and rounded once. Shapes and names are those of `products`; peers are
-`peers.Peers`.
+Parts are added in rank order, in fp32 or wider, and rounded once. Shapes and names are those of `products`; peers are `peers.Peers`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from meshwright.kernels.loss import compiled
+from meshwright.kernels.loss import compile_once
 from meshwright.kernels.norm import accumulate_dtype
 from meshwright.parallel.peers import Peers
 
@@ -29,54 +28,54 @@ A piece takes the tokens of several ranks if one rank has fewer.
 
 
 def gathered_products(peers: Peers, x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
-    """gathered(x) · weightᵀ + bias of each."""
-    return _Tokens(peers, x).products([weight.t() for weight in weights], biases)
+    """all-gather(x) · weightᵀ + bias for each weight."""
+    return _TokenGather(peers, x).products([weight.t() for weight in weights], biases)
 
 
 def gathered_gradients(
     peers: Peers, x: Tensor, weights: list[Tensor], grads: list[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Gradients of x and of the weights, of gathered products' output gradients."""
-    tokens, sums = _Tokens(peers, x), _Sums(peers, x.shape, x)
-    x_grads = sum_of_products(grads, weights)  # beside the gather
+    """Gradients of x and of the weights of gathered products, from their output gradients."""
+    tokens, sums = _TokenGather(peers, x), _TokenSums(peers, x.shape, x)
+    x_grads = sum_of_products(grads, weights)  # overlaps with the gather
     for sequence, x_grad in enumerate(x_grads):
-        sums.add(sequence, range(peers.ranks), x_grad)
+        sums.send(sequence, range(peers.ranks), x_grad)
     whole = tokens.whole()
-    weight_grads = [weight_gradient(grad, whole) for grad in grads]  # beside the sum
+    weight_grads = [weight_gradient(grad, whole) for grad in grads]  # overlap with the sum
     return sums.total(), weight_grads
 
 
 def gathered_input_gradient(
     peers: Peers, x: Tensor, weights: list[Tensor], grads: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of x, and the gathered tokens that the weights' will need."""
-    tokens = _Tokens(peers, x)
+    """The gradient of x, and the gathered tokens from which the weight gradients are computed."""
+    tokens = _TokenGather(peers, x)
     return scattered_products(peers, grads, weights), tokens.whole()
 
 
 def scattered_input_gradients(peers: Peers, grad: Tensor, weights: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """The gradients of scattered products' inputs, and the gathered output gradient that the weights' will need."""
-    tokens = _Tokens(peers, grad)
+    """Gradients of the inputs of scattered products, and the gathered output gradient, which the weight gradients need."""
+    tokens = _TokenGather(peers, grad)
     return tokens.products(weights, [None] * len(weights)), tokens.whole()
 
 
-def scattered_products(peers: Peers, xs: list[Tensor], by: list[Tensor]) -> Tensor:
-    """This rank's tokens of the ranks' sum of every x · by."""
+def scattered_products(peers: Peers, xs: list[Tensor], factors: list[Tensor]) -> Tensor:
+    """This rank's tokens of Σ x · factor over all xs and all ranks."""
     batch, part = xs[0].shape[0], xs[0].shape[1] // peers.ranks
-    sums = _Sums(peers, torch.Size((batch, part, by[0].shape[1])), xs[0])
+    sums = _TokenSums(peers, torch.Size((batch, part, factors[0].shape[1])), xs[0])
     own, *others = pieces(peers, part)
     for ranks in (*others, own):
         for sequence in range(batch):
-            rows = [x[sequence, ranks.start * part : ranks.stop * part] for x in xs]
-            sums.add(sequence, ranks, sum_of_products(rows, by, out=sums.room(sequence, ranks)))
+            tokens = [x[sequence, ranks.start * part : ranks.stop * part] for x in xs]
+            sums.send(sequence, ranks, sum_of_products(tokens, factors, out=sums.output_buffer(sequence, ranks)))
     return sums.total()
 
 
-def sum_of_products(xs: list[Tensor], by: list[Tensor], out: Tensor | None = None) -> Tensor:
-    """Σ x · by, of x `(…, in)` and by `(in, out)`."""
-    total = torch.matmul(xs[0], by[0], out=out)
-    for x, other in zip(xs[1:], by[1:], strict=True):
-        total.view(-1, total.shape[-1]).addmm_(x.flatten(0, -2), other)
+def sum_of_products(xs: list[Tensor], factors: list[Tensor], out: Tensor | None = None) -> Tensor:
+    """Σ x · factor of x `(…, in)` and factor `(in, out)`."""
+    total = torch.matmul(xs[0], factors[0], out=out)
+    for x, factor in zip(xs[1:], factors[1:], strict=True):
+        total.view(-1, total.shape[-1]).addmm_(x.flatten(0, -2), factor)
     return total
 
 
@@ -86,10 +85,10 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def pieces(peers: Peers, rank_tokens: int) -> list[range]:
-    """Groups of ranks whose tokens are multiplied together, beginning with this rank's own piece; a rank has `rank_tokens`.
+    """Groups of ranks whose tokens are multiplied together, this rank's group first; a rank has `rank_tokens` tokens.
 
-    The smallest number of ranks that divides them and has enough rows; at least two pieces, so that one can be transferred
-    while another is multiplied.
+    The group size is the smallest divisor of the number of ranks with enough rows. There are at least two pieces, so that
+    one can be transferred while another is multiplied.
     """
     sizes = [size for size in range(1, peers.ranks) if peers.ranks % size == 0]
     size = next((size for size in sizes if size * rank_tokens >= PIECE_ROWS), sizes[-1])
@@ -98,7 +97,7 @@ def pieces(peers: Peers, rank_tokens: int) -> list[range]:
     return [range(start, start + size) for start in starts]
 
 
-def in_turn(peers: Peers, ranks: range) -> Iterator[int]:
+def peers_in_turn(peers: Peers, ranks: range) -> Iterator[int]:
     """The peers among `ranks` in cyclic order from this rank's position, so that every rank serves one peer at a time."""
     for step in range(len(ranks)):
         peer = ranks[(peers.rank + step) % len(ranks)]
@@ -106,87 +105,87 @@ def in_turn(peers: Peers, ranks: range) -> Iterator[int]:
             yield peer
 
 
-class _Tokens:
-    """All tokens, on their way from the ranks that have them."""
+class _TokenGather:
+    """A gather of all tokens that overlaps with the products of those tokens."""
 
     def __init__(self, peers: Peers, x: Tensor) -> None:
         self._peers, self._x = peers, x.contiguous()
         batch, self._part, width = x.shape
         self._pieces = pieces(peers, self._part)
         self._whole = x.new_empty((batch, peers.ranks * self._part, width))
-        order = [peer for ranks in self._pieces for peer in in_turn(peers, ranks)]
-        self._arriving = peers.fetch(self._x, self._whole, order)
-        self._own_placed = False
+        order = [peer for ranks in self._pieces for peer in peers_in_turn(peers, ranks)]
+        self._gather = peers.start_gather(self._x, self._whole, order)
+        self._own_copied = False
 
-    def products(self, by: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
-        """Times every `by` `(width, out)`, piece by piece as they arrive."""
-        made = [self._x.new_empty((*self._whole.shape[:2], one.shape[1])) for one in by]
+    def products(self, factors: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
+        """tokens · factor + bias for each factor `(width, out)`, computed piece by piece as the tokens arrive."""
+        outputs = [self._x.new_empty((*self._whole.shape[:2], factor.shape[1])) for factor in factors]
         for ranks in self._pieces:
-            for peer in in_turn(self._peers, ranks):
-                self._arriving.wait(peer)
+            for peer in peers_in_turn(self._peers, ranks):
+                self._gather.wait(peer)
             for sequence in range(len(self._x)):
-                rows = self._gathered_tokens(sequence, ranks)
-                for y, one, bias in zip(made, by, biases, strict=True):
-                    out = y[sequence, self._slice_of(ranks)]
-                    torch.mm(rows, one, out=out) if bias is None else torch.addmm(bias, rows, one, out=out)
-        return made
+                tokens = self._gathered_tokens(sequence, ranks)
+                for output, factor, bias in zip(outputs, factors, biases, strict=True):
+                    out = output[sequence, self._slice_of(ranks)]
+                    torch.mm(tokens, factor, out=out) if bias is None else torch.addmm(bias, tokens, factor, out=out)
+        return outputs
 
     def whole(self) -> Tensor:
-        """All of them, in order."""
+        """All tokens, in sequence order."""
         for peer in range(self._peers.ranks):
             if peer != self._peers.rank:
-                self._arriving.wait(peer)
-        self._place_own()
+                self._gather.wait(peer)
+        self._copy_own_part()
         return self._whole
 
     def _gathered_tokens(self, sequence: int, ranks: range) -> Tensor:
         if len(ranks) == 1 and self._peers.rank in ranks:
             return self._x[sequence]
         if self._peers.rank in ranks:
-            self._place_own()
+            self._copy_own_part()
         return self._whole[sequence, self._slice_of(ranks)]
 
-    def _place_own(self) -> None:
-        if not self._own_placed:
+    def _copy_own_part(self) -> None:
+        if not self._own_copied:
             self._whole[:, self._slice_of(range(self._peers.rank, self._peers.rank + 1))].copy_(self._x)
-            self._own_placed = True
+            self._own_copied = True
 
     def _slice_of(self, ranks: range) -> slice:
         return slice(ranks.start * self._part, ranks.stop * self._part)
 
 
-class _Sums:
-    """Sums over ranks, each rank's part of the sequence on it: parts `(batch, part, width)`."""
+class _TokenSums:
+    """Sum over ranks, of which each rank gets its part of the sequence, `(batch, part, width)`."""
 
     def __init__(self, peers: Peers, shape: torch.Size, like: Tensor) -> None:
         self._peers, self._part = peers, shape[1]
         self._own = like.new_empty(shape)
-        self._collecting = peers.collect(shape, like)
+        self._sum = peers.start_sum(shape, like)
 
-    def room(self, sequence: int, ranks: range) -> Tensor:
-        """Where a product for these ranks may be made: what is for this rank alone need not be moved."""
+    def output_buffer(self, sequence: int, ranks: range) -> Tensor:
+        """Buffer for a product with the tokens of `ranks`; a product for this rank alone needs no copy afterwards."""
         if len(ranks) == 1 and self._peers.rank in ranks:
             return self._own[sequence]
         return self._own.new_empty((len(ranks) * self._part, self._own.shape[2]))
 
-    def add(self, sequence: int, ranks: range, product: Tensor) -> None:
-        """This rank's summand of a sequence, `(ranks × part, width)` for the tokens of `ranks`; starts the copies to peers."""
+    def send(self, sequence: int, ranks: range, product: Tensor) -> None:
+        """Start to send the peers among `ranks` their parts of `product` `(ranks × part, width)`, a product of one sequence."""
         parts = dict(zip(ranks, product.split(self._part), strict=True))
-        self._collecting.send({peer: parts[peer] for peer in in_turn(self._peers, ranks)}, sequence)
+        self._sum.send({peer: parts[peer] for peer in peers_in_turn(self._peers, ranks)}, sequence)
         own = parts.get(self._peers.rank)
         if own is not None and own.data_ptr() != self._own[sequence].data_ptr():
             self._own[sequence].copy_(own)
 
     def total(self) -> Tensor:
-        """The sum over all ranks, when every part is on its way."""
-        self._collecting.wait()
-        add = compiled(_in_rank_order) if self._own.is_cuda else _in_rank_order
-        return add(self._collecting.landing, self._own, self._peers.rank)
+        """The sum over all ranks; called after every part was sent."""
+        self._sum.wait()
+        add = compile_once(_sum_in_rank_order) if self._own.is_cuda else _sum_in_rank_order
+        return add(self._sum.received, self._own, self._peers.rank)
 
 
-def _in_rank_order(landing: Tensor, own: Tensor, rank: int) -> Tensor:
-    """Sum over ranks of what landed `(ranks, …)`, this rank's being `own`."""
-    parts = [(own if peer == rank else landed).to(accumulate_dtype(own.dtype)) for peer, landed in enumerate(landing)]
+def _sum_in_rank_order(received: Tensor, own: Tensor, rank: int) -> Tensor:
+    """Sum over ranks of the received parts `(ranks, …)`, with `own` in place of this rank's."""
+    parts = [(own if peer == rank else part).to(accumulate_dtype(own.dtype)) for peer, part in enumerate(received)]
     total = parts[0]
     for part in parts[1:]:
         total = total + part

@@ -32,12 +32,11 @@ ALIGNED = 4096
 def gather_by_copies(blocks: Iterable[ParameterGroup], ends: Iterable[ParameterGroup], mesh: Mesh) -> None:
     """Gather parameter groups by copy engines: two slots for blocks, one for the ends.
 
-    Call it once `CommunicationStreams` exist.
+    Call it once `CommunicationStreams` exist. Collective over all ranks of the job. Does nothing on one rank; CPU ranks
+    gather into the same slots by Gloo.
 
-    Collective over all ranks of the job. Does nothing on one rank; on a CPU the copies run as they always do.
-
-        Raises BadInput where shard and context ranks leave a node, devices cannot map each other's memory, or NCCL has no
-    such policy.
+    Raises BadInput if the shard and context ranks are on several nodes, if devices cannot map each other's memory, or if
+    NCCL has no zero-CTA policy.
     """
     blocks, ends = list(blocks), list(ends)
     group = _group(mesh)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.parallel.products import ALL_GATHER, REDUCE_SCATTER, group_called
+from meshwright.parallel.products import ALL_GATHER, REDUCE_SCATTER, group_by_name
 
 
 def exchanged_heads(x: Tensor, group: str, ranks: int) -> Tensor:
@@ -93,7 +93,7 @@ def _(x: Tensor, group: str, ranks: int) -> Tensor:
 def gathered_chunks(x: Tensor, group: str, ranks: int) -> Tensor:
     """All tokens `(batch, seq, …)` in order, of each ring rank's two chunks `(batch, seq / ranks, …)`."""
     found = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
-    ALL_GATHER(found, x.contiguous(), group=group_called(group))
+    ALL_GATHER(found, x.contiguous(), group=group_by_name(group))
     early, late = found.unflatten(0, (ranks, -1)).chunk(2, dim=2)
     return torch.cat((*early, *late.flip(0)), dim=1)
 
@@ -109,7 +109,7 @@ def scattered_chunks(x: Tensor, group: str, ranks: int) -> Tensor:
     chunks = x.chunk(2 * ranks, dim=1)
     ranked = torch.stack([torch.cat((chunks[rank], chunks[-1 - rank]), dim=1) for rank in range(ranks)])
     mine = ranked.new_empty(ranked.shape[1:])
-    REDUCE_SCATTER(mine, ranked.flatten(0, 1), group=group_called(group))
+    REDUCE_SCATTER(mine, ranked.flatten(0, 1), group=group_by_name(group))
     return mine
 
 
@@ -121,5 +121,5 @@ def _(x: Tensor, group: str, ranks: int) -> Tensor:
 def _all_to_all(leaving: Tensor, group: str) -> Tensor:
     """From every rank what it has for this one, of what each has for each `(ranks, …)`."""
     arriving = torch.empty_like(leaving)
-    dist.all_to_all_single(arriving, leaving, group=group_called(group))
+    dist.all_to_all_single(arriving, leaving, group=group_by_name(group))
     return arriving

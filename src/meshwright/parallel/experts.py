@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.kernels.grouped import Order, from_groups, order_by_expert, to_groups
+from meshwright.kernels.grouped import ExpertOrder, from_groups, order_by_expert, to_groups
 from meshwright.models.decoder import Decoder
 from meshwright.models.moe import Experts, MixtureOfExperts
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.products import group_called
+from meshwright.parallel.products import group_by_name
 from meshwright.spec.errors import BadInput
 from meshwright.spec.plan import CONTEXT_AXES
 
@@ -70,7 +70,7 @@ class SpreadExperts(Experts):
         for name, weight in whole.named_parameters():
             self.register_parameter(name, weight)
 
-    def forward(self, sorted_rows: Tensor, order: Order) -> Tensor:
+    def forward(self, sorted_rows: Tensor, order: ExpertOrder) -> Tensor:
         """This rank's rows `(rows, hidden)` sorted by expert, each through its own, wherever that is."""
         load = order.offsets.diff(prepend=order.offsets.new_zeros(1))
         here, splits = exchanged_loads(load, self.group, self.ranks)
@@ -97,7 +97,7 @@ def exchanged_loads(load: Tensor, group: str, ranks: int) -> tuple[Tensor, Tenso
     """
     mine = load.view(ranks, -1).contiguous()
     here = torch.empty_like(mine)
-    ALL_TO_ALL(here, mine, group=group_called(group))
+    ALL_TO_ALL(here, mine, group=group_by_name(group))
     return here, torch.stack([mine.sum(1), here.sum(1)]).cpu()
 
 
@@ -111,7 +111,7 @@ def _(load: Tensor, group: str, ranks: int) -> tuple[Tensor, Tensor]:
 def summed_loads(loads: Tensor, group: str) -> Tensor:
     """Loads `(batch, experts)` of sequences of which each rank of the group has a part of the tokens."""
     total = loads.clone()
-    dist.all_reduce(total, group=group_called(group))
+    dist.all_reduce(total, group=group_by_name(group))
     return total
 
 
@@ -130,7 +130,7 @@ def exchanged_rows(sent: Tensor, splits: Tensor, count: int | None, back: bool, 
     go, come = splits.flip(0).tolist() if back else splits.tolist()
     assert count is None or count == sum(come)
     arrived = sent.new_empty(sum(come), sent.shape[1])
-    ALL_TO_ALL(arrived, sent.contiguous(), come, go, group=group_called(group))
+    ALL_TO_ALL(arrived, sent.contiguous(), come, go, group=group_by_name(group))
     return arrived
 
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.kernels.assembler import VARIABLE
 from meshwright.kernels.fp8_products import E4M3, inverse, scale_of
-from meshwright.kernels.gated import miscompiled
+from meshwright.kernels.gated import find_miscompiled_kernel
 from meshwright.kernels.linear import Linear
 from meshwright.models.decoder import Decoder
 from meshwright.parallel.sharded_unit import ShardedUnit
@@ -55,7 +55,7 @@ def _refuse_other_devices(device: torch.device) -> None:
             f"plan.linear: {name} has no fp8 products as this release uses them: expected an NVIDIA GPU of compute capability 8.9 "
             "or more (Ada, Hopper and later); leave plan.linear and plan.gather out, or use such a GPU"
         )
-    if wrong := miscompiled(device):
+    if wrong := find_miscompiled_kernel(device):
         raise BadInput(
             f"plan.linear: {wrong} gives wrong bytes as {os.environ.get(VARIABLE, 'the ptxas of Triton')} assembles it; "
             f"expected {VARIABLE} to name the ptxas of a later CUDA, or plan.linear left out"

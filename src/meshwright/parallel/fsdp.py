@@ -24,7 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
 from torch.distributed.tensor import Shard
 
-from meshwright.kernels.fp8_products import E4M3, Low, rounded_now
+from meshwright.kernels.fp8_products import E4M3, Fp8Matrix, round_with_factor
 from meshwright.kernels.linear import Linear
 from meshwright.kernels.pack import pack
 from meshwright.models.moe import Experts
@@ -97,8 +97,8 @@ class ParameterGroup:
 
         `span` as in `gather`.
 
-                Takes the sums given to `ShardedParameter.set_gradient_sum`, else the gradients of the gathered weights, and
-        frees them.
+        The gradients are the sums set by `ShardedParameter.set_gradient_sum`, else those of the gathered weights. Their
+        memory is freed.
         """
         packed = _replaced(_fsdp_collectives, "foreach_reduce_scatter_copy_in", pack)
         with self._output_memory(), packed, _in_span(self._group, "_reduce_scatter_comm", span):
@@ -108,11 +108,11 @@ class ParameterGroup:
     def _output_memory(self) -> AbstractContextManager[None]:
         """Allocates a reduction's output on the compute stream if it becomes the gradient, else on the reduction's stream.
 
-                FSDP2 allocates all outputs on the reduction's stream, whose memory no other stream reuses: memory freed by
-        activations cannot hold         gradients, which costs 4 bytes for each parameter that a rank owns. An output that is
-        only added to an earlier gradient stays on         the reduction's stream: compute would overwrite it before it is
-        added. (The reduction waits for compute after this allocation, and         compute waits for the reduction before the
-        gradient is freed, so neither stream sees stale contents.)
+        FSDP2 allocates all outputs on the reduction's stream, whose memory no other stream reuses. Gradients then cannot
+        reuse memory of freed activations, which costs 4 bytes for each parameter of a rank's shards. An output that is only
+        added to an earlier gradient is allocated on the reduction's stream: on the compute stream, later compute could
+        overwrite it before it is added. (The reduction waits for compute after this allocation, and compute waits for the
+        reduction before the gradient is freed, so neither stream reads stale contents.)
         """
         group = self._group
         added = any(parameter.shard.grad is not None for parameter in self.parameters)
@@ -237,7 +237,7 @@ class ShardedParameter:
     def gather_in_fp8(self, scale: torch.Tensor, inverse: torch.Tensor) -> None:
         """Round the shard of a linear layer's weight to fp8 with `scale` `()` and its `inverse` before each gather.
 
-        Compute finds the gathered weight in the layer's `low_weight`. `weight` keeps its shape and receives the gradient, but has no
+        Compute finds the gathered weight in the layer's `fp8_weight`. `weight` keeps its shape and receives the gradient, but has no
         memory. Both objects stay the same over all gathers. FSDP2 calls two functions of the shard's own tensor.
         """
         self._scale, self._inverse = scale, inverse
@@ -253,7 +253,7 @@ class ShardedParameter:
     ) -> tuple[tuple[torch.Tensor], None]:
         del mesh, size, stride, module, policy
         shard = self.flat_shard.view(self._parameter.padded_sharded_param_size)
-        rounded = rounded_now(shard, self._inverse, E4M3)
+        rounded = round_with_factor(shard, self._inverse, E4M3)
         return (rounded.view(torch.uint8),), None  # collectives know bytes, not every fp8 dtype
 
     def _store_gathered(
@@ -261,9 +261,9 @@ class ShardedParameter:
     ) -> None:
         del metadata, dtype, out
         assert self.linear is not None, "only weights of linear layers are gathered in fp8"
-        if self.linear.low_weight is None:
+        if self.linear.fp8_weight is None:
             values = outputs[0].view(E4M3)[: self.linear.out_features]
-            self.linear.low_weight = Low(values, self._scale)
+            self.linear.fp8_weight = Fp8Matrix(values, self._scale)
 
     @torch.no_grad()
     def release_master_weight(self) -> torch.Tensor:

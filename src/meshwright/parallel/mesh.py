@@ -1,8 +1,8 @@
-"""The Plan's mesh as process groups: made once from the layout and passed down.
+"""Process groups of the Plan's mesh, created from the layout and passed to whatever communicates.
 
-Every group comes from one operation, the division of all ranks into parts: one split of the world's communicator for an axis, however many
-groups the axis has, and no barrier. So a rank makes O(axes) splits on any number of ranks (MegaScale, Jiang et al. 2024, §3.5, on what
-group creation costs otherwise). Axes get theirs at once, in the plan's order; other groups are made on first use.
+Each set of groups is a partition of all ranks, created by one split of the world's communicator without a barrier. A rank therefore makes
+O(axes) splits for any number of ranks (MegaScale, Jiang et al. 2024, §3.5, measures the cost of creating each group separately). The
+groups of the axes are created in the plan's order at construction, other groups at first use.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from meshwright.spec.layout import Division, Layout, Part
 from meshwright.spec.plan import SHARD_AXES, Plan
 
 Parts = tuple[tuple[int, ...], ...]
-"""All ranks, each in one part."""
+"""A partition of all ranks: each rank is in exactly one part."""
 
 
 class Mesh:
-    """The job's ranks arranged by the plan's axes, and the groups along them.
+    """The job's ranks as a mesh with the plan's axes, and the process groups along the axes.
 
-    What is made on first use (`shards`, `group_over`, `pair`, `split`) is collective over all ranks of the job: all must ask for the same
-    things in the same order. An axis of one rank costs nothing.
+    Creating a group at first use (`shards`, `group_over`, `pair`, `split`) is collective over all ranks of the job: every rank
+    makes the same calls in the same order. An axis of size 1 has no group.
     """
 
     def __init__(self, layout: Layout, world: World) -> None:
         self.layout = layout
         self.world = world
         self.coordinates = layout.coordinates(world.rank)
-        self._made: dict[Parts, dist.ProcessGroup] = {}
-        self._along: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        self._groups_by_parts: dict[Parts, dist.ProcessGroup] = {}
+        self._groups_by_axes: dict[tuple[str, ...], dist.ProcessGroup] = {}
         self._shards: DeviceMesh | None = None
         self._expert_shards: DeviceMesh | None = None
         for axis, size in layout.axes:
@@ -51,7 +51,7 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Which part of the batch this rank reads."""
+        """Index of the part of the batch that this rank reads."""
         return self.layout.data_index(self.rank)
 
     @property
@@ -59,91 +59,94 @@ class Mesh:
         return self.layout.data_ranks
 
     def axis_size(self, axis: str) -> int:
-        """Ranks along `axis`; 1 when the mesh lacks it."""
+        """Number of ranks along `axis`; 1 if the mesh has no such axis."""
         return self.layout.size(axis)
 
     def coordinate(self, axis: str) -> int:
-        """This rank's place along `axis`; 0 when the mesh lacks it."""
+        """This rank's index along `axis`; 0 if the mesh has no such axis."""
         return self.coordinates.get(axis, 0)
 
     def part(self, axis: str) -> Part:
-        """Which part of what `axis` divides is this rank's."""
+        """This rank's index along `axis`, and the number of ranks along it."""
         return Part(self.coordinate(axis), self.axis_size(axis))
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """The ranks that differ from this one only along `axis`, in axis order; None when that is this rank alone."""
+        """This rank's group along `axis`, in axis order; None if the axis has one rank."""
         return self.group_over((axis,))
 
     def group_over(self, axes: Sequence[str]) -> dist.ProcessGroup | None:
-        """The ranks that differ from this one along `axes` only, in rank order; None when that is this rank alone."""
-        long = tuple(axis for axis in axes if self.layout.size(axis) > 1)
-        if (
-            long and long not in self._along
-        ):  # every layer asks, and all ranks of a large job are many to sort into groups
-            self._along[long] = self.split(self.layout.groups(*long), " × ".join(long))
-        return self._along.get(long)
+        """This rank's group of the ranks that differ along `axes` only, in rank order; None if it has one rank."""
+        used_axes = tuple(axis for axis in axes if self.layout.size(axis) > 1)
+        # Cached by axes: every layer calls this, and computing the partition takes time on a large job.
+        if used_axes and used_axes not in self._groups_by_axes:
+            self._groups_by_axes[used_axes] = self.split(self.layout.groups(*used_axes), " × ".join(used_axes))
+        return self._groups_by_axes.get(used_axes)
 
     @property
     def division(self) -> Division:
-        """Which parts are this rank's of what tensor and expert ranks divide."""
-        together = next(group for group in self.layout.expert_groups() if self.rank in group)
-        return Division(self.part("tensor"), Part(together.index(self.rank), len(together)))
+        """This rank's part of the weights that tensor ranks divide, and of those that expert ranks divide."""
+        expert_group = next(group for group in self.layout.expert_groups() if self.rank in group)
+        return Division(self.part("tensor"), Part(expert_group.index(self.rank), len(expert_group)))
 
     @property
     def experts(self) -> dist.ProcessGroup | None:
-        """The ranks that hold a layer's experts together, in the order of their parts; None when that is this rank alone."""
-        return self._joint(self.layout.expert_groups(), "experts")
+        """The group of ranks over which a layer's experts are distributed, in order of their parts; None if it has one rank."""
+        return self._group_of_several(self.layout.expert_groups(), "experts")
 
     @property
     def one_copy(self) -> dist.ProcessGroup | None:
-        """The ranks that hold one copy of the model together: those that differ along any axis but `replicate`."""
+        """The group of ranks that together have one copy of the model: all axes but `replicate`."""
         return self.group_over([axis for axis, _ in self.layout.axes if axis != "replicate"])
 
     def neighbours(self, axis: str, count: int) -> dist.ProcessGroup:
-        """This rank's block of `count` consecutive ranks along `axis`; collective over all ranks. `count` divides the axis."""
+        """This rank's group of `count` consecutive ranks along `axis`, whose size `count` divides. Collective over all ranks."""
         blocks: dict[tuple[tuple[str, int], ...], list[int]] = {}
         for rank in range(self.layout.ranks):
-            place = self.layout.coordinates(rank)
-            blocks.setdefault(tuple({**place, axis: place[axis] // count}.items()), []).append(rank)
+            coordinates = self.layout.coordinates(rank)
+            block = tuple({**coordinates, axis: coordinates[axis] // count}.items())
+            blocks.setdefault(block, []).append(rank)
         return self.split(tuple(map(tuple, blocks.values())), f"{count} along {axis}")
 
     def pair(self, pipeline_a: int, pipeline_b: int) -> dist.ProcessGroup | None:
-        """This rank and the one at the same place of the other pipeline rank, for what two stages share (tied weights).
+        """Group of this rank and its counterpart on the other of two pipeline ranks, which share tied weights.
 
-        Collective over all ranks; None on the pipeline ranks that are neither.
+        The two ranks differ along the pipeline axis only. Collective over all ranks; None on other pipeline ranks.
         """
-        found = self.split(pairs_along_pipeline(self.layout, ((pipeline_a, pipeline_b),)), "pair")
-        return found if self.coordinate("pipeline") in (pipeline_a, pipeline_b) else None
+        group = self.split(pairs_along_pipeline(self.layout, ((pipeline_a, pipeline_b),)), "pair")
+        return group if self.coordinate("pipeline") in (pipeline_a, pipeline_b) else None
 
     def split(self, parts: Parts, what: str) -> dist.ProcessGroup:
-        """This rank's group when `parts` divides all ranks; made once, then kept. Collective over all ranks."""
-        if parts not in self._made:
-            self._made[parts] = world_group() if len(parts) == 1 else self.world.split(parts, what)
-        return self._made[parts]
+        """This rank's group in the partition `parts`; created once, then cached. Collective over all ranks."""
+        if parts not in self._groups_by_parts:
+            self._groups_by_parts[parts] = world_group() if len(parts) == 1 else self.world.split(parts, what)
+        return self._groups_by_parts[parts]
 
     @property
     def shards(self) -> DeviceMesh:
-        """torch's device mesh of the ranks that share parameters, for FSDP2: data shards and context ranks."""
+        """Device mesh for FSDP2 over the ranks that shard the parameters: shard and context ranks."""
         if self._shards is None:
-            self._shards = self._for_fsdp(self.group_over(SHARD_AXES))
+            self._shards = self._device_mesh(self.group_over(SHARD_AXES))
         return self._shards
 
     @property
     def expert_shards(self) -> DeviceMesh:
-        """The same of the ranks that hold the same experts of one copy of the model, and split their weights."""
+        """Device mesh for FSDP2 over the ranks that shard the same experts of one copy of the model."""
         if self._expert_shards is None:
-            self._expert_shards = self._for_fsdp(self._joint(self.layout.expert_shard_groups(), "expert shards"))
+            self._expert_shards = self._device_mesh(
+                self._group_of_several(self.layout.expert_shard_groups(), "expert shards")
+            )
         return self._expert_shards
 
-    def _joint(self, parts: Parts, what: str) -> dist.ProcessGroup | None:
+    def _group_of_several(self, parts: Parts, what: str) -> dist.ProcessGroup | None:
+        """As `split`; None if every part is a single rank."""
         return self.split(parts, what) if len(parts) < self.layout.ranks else None
 
-    def _for_fsdp(self, group: dist.ProcessGroup | None) -> DeviceMesh:
-        return DeviceMesh.from_group(group or self._alone(), self.device.type, mesh_dim_names=("shard",))
+    def _device_mesh(self, group: dist.ProcessGroup | None) -> DeviceMesh:
+        return DeviceMesh.from_group(group or self._group_of_one(), self.device.type, mesh_dim_names=("shard",))
 
-    def _alone(self) -> dist.ProcessGroup:
-        """A group of this rank: FSDP2 wants one even where there is nobody to talk to."""
-        return self.split(tuple((rank,) for rank in range(self.layout.ranks)), "alone")
+    def _group_of_one(self) -> dist.ProcessGroup:
+        """A group of this rank only; FSDP2 requires a group on a single rank too."""
+        return self.split(tuple((rank,) for rank in range(self.layout.ranks)), "single rank")
 
     def sum_over_all(self, values: torch.Tensor) -> torch.Tensor:
         """Sum `values` in place over all ranks of the job."""
@@ -152,7 +155,7 @@ class Mesh:
 
 
 def build_mesh(plan: Plan, world: World) -> Mesh:
-    """Make the groups of the plan's axes; collective over all ranks.
+    """Create the process groups of the plan's axes; collective over all ranks.
 
     Raises BadInput when the plan is for another number of ranks.
     """
@@ -164,15 +167,16 @@ def build_mesh(plan: Plan, world: World) -> Mesh:
 
 
 def pairs_along_pipeline(layout: Layout, pairs: Sequence[tuple[int, int]]) -> Parts:
-    """All ranks divided into the given disjoint pairs of pipeline ranks, one for each place beside them; the rest are alone.
+    """Partition of all ranks into pairs that differ along the pipeline axis only, for disjoint `pairs` of pipeline ranks.
 
-    They too get a group: torch names groups after how many a rank has made, and members must agree on the name.
+    Ranks in no pair get a part of their own: torch names a group by the number of groups that a rank created, and all
+    members need the same name.
     """
     partner = {a: b for pair in pairs for a, b in (pair, pair[::-1])}
-    found: dict[tuple[int, ...], None] = {}
+    parts: dict[tuple[int, ...], None] = {}
     for rank in range(layout.ranks):
-        place = layout.coordinates(rank)
-        here = place.get("pipeline", 0)
-        other = layout.rank({**place, "pipeline": partner.get(here, here)})
-        found[tuple(sorted({rank, other}))] = None
-    return tuple(found)
+        coordinates = layout.coordinates(rank)
+        pipeline_rank = coordinates.get("pipeline", 0)
+        counterpart = layout.rank({**coordinates, "pipeline": partner.get(pipeline_rank, pipeline_rank)})
+        parts[tuple(sorted({rank, counterpart}))] = None
+    return tuple(parts)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from meshwright.kernels.pinned import pinned
+from meshwright.kernels.pinned import allocate_pinned
 from meshwright.parallel.timetable import Visit, timetable
 
 LEAST_BYTES = 1 << 20
@@ -46,7 +46,11 @@ class HostMemory:
         """Return a buffer of `size` bytes that the stream `out` may write to. Raises OutOfResources as `pinned` does."""
         if not self._free[size]:
             self.host_bytes += size
-            return pinned(self, size, "activations") if self.out is not None else torch.empty(size, dtype=torch.uint8)
+            return (
+                allocate_pinned(self, size, "activations")
+                if self.out is not None
+                else torch.empty(size, dtype=torch.uint8)
+            )
         buffer, read = self._free[size].popleft()
         if self.out is not None and read is not None:
             self.out.wait_event(read)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.kernels.norm import accumulate_dtype
-from meshwright.kernels.partial import Joined, partial_attention, partial_gradients, piece
-from meshwright.parallel.products import group_called
+from meshwright.kernels.partial import AttentionAccumulator, partial_attention, partial_gradients, visible_block
+from meshwright.parallel.products import group_by_name
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: str, rank: int, ranks: int, *, plain: bool) -> Tensor:
@@ -47,20 +47,20 @@ def ring_forward(
     q: Tensor, k: Tensor, v: Tensor, group: str, rank: int, ranks: int, plain: bool
 ) -> tuple[Tensor, Tensor]:
     """The rank's part of the result and its log-sums `(batch, heads, seq / ranks)`."""
-    ring, joined = _Ranks(group, rank, ranks), None
+    ring, combined = _Ranks(group, rank, ranks), None
     here = torch.stack((k, v))
     for turn in range(ranks):
         ahead = ring.pass_on(here) if turn + 1 < ranks else None
-        queries, keys, causal = piece(rank, (rank - turn) % ranks, q.shape[1])
+        queries, keys, causal = visible_block(rank, (rank - turn) % ranks, q.shape[1])
         found = partial_attention(q[:, queries], here[0, :, keys], here[1, :, keys], causal, plain=plain)
-        if joined is None:
-            joined = Joined(*found)
+        if combined is None:
+            combined = AttentionAccumulator(*found)
         else:
-            joined.add(queries, *found)
+            combined.add(queries, *found)
         if ahead is not None:
             here = ahead.wait()
-    assert joined is not None
-    return joined.out.to(q.dtype).contiguous(), joined.total.contiguous()
+    assert combined is not None
+    return combined.out.to(q.dtype).contiguous(), combined.logsumexp.contiguous()
 
 
 @ring_forward.register_fake
@@ -81,7 +81,7 @@ def ring_backward(
     behind: _Moving | None = None
     for turn in range(ranks):
         ahead = ring.pass_on(here) if turn + 1 < ranks else None
-        queries, keys, causal = piece(rank, (rank - turn) % ranks, q.shape[1])
+        queries, keys, causal = visible_block(rank, (rank - turn) % ranks, q.shape[1])
         found = partial_gradients(
             grad[:, queries], q[:, queries], here[0, :, keys], here[1, :, keys], out[:, queries], total[..., queries], causal,
             plain=plain,
@@ -129,7 +129,7 @@ class _Ranks:
 
     def pass_on(self, tensor: Tensor) -> _Moving:
         """Begin to send `tensor` to the next rank and to receive as much from the one before."""
-        group, arriving = group_called(self.group), torch.empty_like(tensor)
+        group, arriving = group_by_name(self.group), torch.empty_like(tensor)
         after, before = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
         messages = [
             dist.P2POp(dist.isend, tensor, group=group, group_peer=after),

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from meshwright.kernels.linear import WeightGradientSink, add_to_gradient
-from meshwright.kernels.sums import add, add_product, product
+from meshwright.kernels.sums import add, add_product, matmul
 from meshwright.parallel.fsdp import ParameterGroup, ShardedParameter, Span, UnsharedParameterGroup, cast_tensors
 
 
@@ -55,7 +55,7 @@ class GradientAccumulator:
         if dtype == weight.dtype or (self.skip_accumulate and total is None):
             add_to_gradient(weight, a, b)
         elif total is None:
-            self._sums[parameter] = product(a, b, dtype)
+            self._sums[parameter] = matmul(a, b, dtype)
         else:
             add_product(total, a, b)
 
@@ -236,7 +236,7 @@ class ShardedUnit:
     @property
     def gathered_tensors(self) -> list[torch.Tensor]:
         """Every tensor that a gather fills: the gathered weights, and in fp8 the values that stand for those without memory."""
-        low = (parameter.linear.low_weight for parameter in self.linear_weights if parameter.linear is not None)
+        low = (parameter.linear.fp8_weight for parameter in self.linear_weights if parameter.linear is not None)
         return [*self.gathered_weights, *(weight.values for weight in low if weight is not None)]
 
     @property

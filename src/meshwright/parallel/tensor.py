@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.kernels.attention import AttentionMask
 from meshwright.kernels.linear import Linear
-from meshwright.kernels.rope import Tables
+from meshwright.kernels.rope import RotaryTables
 from meshwright.models.decoder import Attention, Block, Decoder
 from meshwright.models.mlp import GatedMLP
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.peers import Peers, close_peers, open_peers
-from meshwright.parallel.products import GatheredLinear, ScatteredLinear, gathered, scattered
+from meshwright.parallel.products import GatheredLinear, ScatteredLinear, gather_and_multiply, multiply_and_scatter
 from meshwright.parallel.vocabulary import PositionEmbedding, VocabularyEmbedding, VocabularyHead
 from meshwright.spec.errors import BadInput
 from meshwright.spec.layout import TENSOR_SPLITS, Box, check_tensor, even_rows
@@ -70,14 +70,14 @@ def _divide_block(block: Block, group: str, ranks: int, peers: Peers | None) -> 
     block.beside = _beside
 
 
-def _beside(block: Block, normed: Tensor, rope: Tables | None, mask: AttentionMask | None) -> Tensor:
+def _beside(block: Block, normed: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
     """`models.decoder.side_by_side` of this rank's tokens: gathered once for both branches, whose sum is scattered."""
     attention, mlp = block.attention, block.mlp
     first = mlp.gate_up if isinstance(mlp, GatedMLP) else mlp.up
     assert isinstance(attention.qkv, GatheredLinear) and isinstance(first, GatheredLinear)
     assert isinstance(attention.out, ScatteredLinear) and isinstance(mlp.down, ScatteredLinear)
-    qkv, inner = gathered([attention.qkv, first], normed)
-    return scattered([attention.out, mlp.down], [attention.attended(qkv, rope, mask), mlp.activated(inner)])
+    qkv, inner = gather_and_multiply([attention.qkv, first], normed)
+    return multiply_and_scatter([attention.out, mlp.down], [attention.attended(qkv, rope, mask), mlp.activated(inner)])
 
 
 def _divide_heads(attention: Attention, ranks: int) -> None:

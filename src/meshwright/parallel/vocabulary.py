@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.kernels.loss import compiled
+from meshwright.kernels.loss import compile_once
 from meshwright.kernels.norm import accumulate_dtype
-from meshwright.kernels.sums import add_product, product, scaled
+from meshwright.kernels.sums import add_product, matmul, scale
 from meshwright.models.decoder import Head, Table
-from meshwright.parallel.products import ALL_GATHER, gathered_tokens, group_called, scattered_sum
+from meshwright.parallel.products import ALL_GATHER, gathered_tokens, group_by_name, scattered_sum
 
 
 class VocabularyEmbedding(Table):
@@ -87,7 +87,7 @@ class VocabularyHead(Head):
         ranks, longest = len(self.sizes), max(self.sizes)
         mine = F.pad(F.linear(gathered_tokens(hidden, self.group, ranks), weight), (0, longest - weight.shape[0]))
         found = [torch.empty_like(mine) for _ in range(ranks)]
-        dist.all_gather(found, mine, group=group_called(self.group))
+        dist.all_gather(found, mine, group=group_by_name(self.group))
         return torch.cat([part[..., :size] for part, size in zip(found, self.sizes, strict=True)], dim=-1)
 
 
@@ -130,12 +130,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss += losses[rank].sum()
             if hidden_grad is None:
                 continue
-            slope = _run(_slope, logits, target.flatten(), total, first)
+            slope = _run(_gradient, logits, target.flatten(), total, first)
             hidden_grad[mine] = scattered_sum((slope @ weight)[None], group, ranks)[0]
             if weight_grad is not None:
                 add_product(weight_grad, slope.t(), tokens)
             elif ctx.needs_input_grad[1]:
-                weight_grad = product(slope.t(), tokens, wide)
+                weight_grad = matmul(slope.t(), tokens, wide)
             del logits, slope  # else two chunks' logits would be alive when the next product is made
         ctx.save_for_backward(hidden_grad, weight_grad)
         return loss
@@ -146,22 +146,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
         by, dtype = grad_outputs[0], hidden_grad.dtype
-        scaled_weight = None if weight_grad is None else scaled(weight_grad, by, dtype)
-        return scaled(hidden_grad, by, dtype), scaled_weight, *[None] * 6
+        scaled_weight = None if weight_grad is None else scale(weight_grad, by, dtype)
+        return scale(hidden_grad, by, dtype), scaled_weight, *[None] * 6
 
 
 def _over_ranks(total: Tensor, picked: Tensor, group: str, ranks: int) -> tuple[Tensor, Tensor]:
     """The log-sum over the whole vocabulary and the target's logit, of each rank's `(tokens,)`."""
     mine = torch.stack((total, picked))
     found = mine.new_empty((ranks * 2, mine.shape[1]))
-    ALL_GATHER(found, mine, group=group_called(group))
+    ALL_GATHER(found, mine, group=group_by_name(group))
     totals, pickeds = found.unflatten(0, (ranks, 2)).unbind(1)
     return torch.logsumexp(totals, dim=0), pickeds.sum(0)
 
 
 def _run(function: Any, *inputs: Any) -> Any:
     """One pass over the logits on a GPU, eager operators on a CPU."""
-    return (compiled(function) if inputs[0].is_cuda else function)(*inputs)
+    return (compile_once(function) if inputs[0].is_cuda else function)(*inputs)
 
 
 def _log_sum_and_target(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,7 +172,7 @@ def _log_sum_and_target(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor
     return torch.logsumexp(wide, dim=-1), torch.where(here, picked, 0.0)
 
 
-def _slope(logits: Tensor, targets: Tensor, total: Tensor, first: int) -> Tensor:
+def _gradient(logits: Tensor, targets: Tensor, total: Tensor, first: int) -> Tensor:
     """The loss's gradient by logits `(tokens, rows)` whose first row is number `first` of the vocabulary; written over them."""
     wide = logits.to(accumulate_dtype(logits.dtype))
     is_target = torch.arange(logits.shape[-1], device=logits.device) + first == targets[:, None]

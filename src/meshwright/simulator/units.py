@@ -7,7 +7,6 @@ a block gets its share.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -17,18 +16,20 @@ import numpy as np
 
 from meshwright.costs.collective_costs import Group, all_reduce, by_copies, crowding, gather, group
 from meshwright.costs.compute import LayerTime, layer_times, product_rate
-from meshwright.costs.offload_costs import copied_bytes, exposed_copy_seconds, host_optimizer, host_rate
+from meshwright.costs.offload_costs import exposed_copy_seconds, host_optimizer, host_rate
 from meshwright.costs.plan_costs import Pricing, number
 from meshwright.costs.step import context_traffic, waits
 from meshwright.spec.layout import gradients_final_in_backward, stage_table
-from meshwright.spec.model import ModelSpec, block_parameters, end_parameters
+from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import RECOMPUTE_MODES, RECOMPUTES_PRODUCTS, LayerStrategy, Linear, Plan, Recompute
+from meshwright.workload.activations import saved_elements_by_layer
 from meshwright.workload.dtypes import accumulated_by_products, bytes_of, gathered_width, state_bytes
 from meshwright.workload.groups import experts_over, shard_size
 from meshwright.workload.layer_products import layer_products
 from meshwright.workload.layouts import Layouts
 from meshwright.workload.model_shape import Shape, with_blocks
 from meshwright.workload.step_shape import step_shape
+from meshwright.workload.unit_parameters import UnitParameters, block_unit, end_units
 
 Unit = int | Literal["embed", "head"]
 """The index of a block, or one end of the model."""
@@ -62,7 +63,6 @@ class UnitCosts:
         """By block, all blocks of its pipeline rank."""
         self._block_seconds: dict[tuple[Recompute, bool, Linear], Seconds] = {}
         self._exposed_copies: dict[int, tuple[float, float]] = {}
-        self._parameter_counts: dict[Unit, int] = {}
         self._representatives: dict[tuple[bool, LayerStrategy, int | None], int] = {}
         machine, layout, k = cost_inputs.machine, cost_inputs.layout, cost_inputs.constants
         self._gather_seconds = cache(
@@ -120,7 +120,7 @@ class UnitCosts:
     def replicate(self, unit: Unit) -> float:
         """Seconds to reduce the unit's gradient shards over replicas."""
         width = bytes_of(self.plan.precision.reduce_replicas or self.plan.precision.stored)
-        seconds = self._all_reduce_seconds(self.owned_parameters(unit) * width)
+        seconds = self._all_reduce_seconds(self.parameters(unit).shard * width)
         return self._beside_backward(unit, self._replica_group, seconds)
 
     def tied_gradient(self) -> float:
@@ -145,8 +145,8 @@ class UnitCosts:
         width = self._gathered_width(unit)
         cast = (bytes_of(self.plan.precision.stored) + width) / shard_size(self.plan)
         if self._casts_once:
-            return self._memory_seconds(self.parameters(unit) * cast)
-        return self._memory_seconds(self.parameters(unit) * 2 * width, self.parameters(unit) * cast)
+            return self._memory_seconds(self.parameters(unit).count * cast)
+        return self._memory_seconds(self.parameters(unit).count * 2 * width, self.parameters(unit).count * cast)
 
     @property
     def _casts_once(self) -> bool:
@@ -162,7 +162,8 @@ class UnitCosts:
         accumulated = (
             self.plan.batch.accumulate > 1 and not self.plan.layered and self._strategy(unit).gradients == "shard"
         )
-        count, width = self.parameters(unit), bytes_of(precision.compute) + sent
+        parameters, width = self.parameters(unit), bytes_of(precision.compute) + sent
+        count = parameters.count
         if self._casts_once and gradients_final_in_backward(self.model, self.plan):
             return 0.0
         if self._casts_once:
@@ -171,9 +172,7 @@ class UnitCosts:
         side_bytes = 4.0 * sent if shards == 1 else 0.0
         if accumulated:
             side_bytes += 3 * bytes_of(precision.stored) / shards
-        padding = (
-            (count - self._experts(unit)) * (1 / number(self.cost_inputs.constants.packing) - 1) if shards > 1 else 0.0
-        )
+        padding = parameters.dense * (1 / number(self.cost_inputs.constants.packing) - 1) if shards > 1 else 0.0
         return self._memory_seconds((count + padding) * width, count * side_bytes)
 
     def accumulate(self, unit: Unit) -> float:
@@ -182,28 +181,28 @@ class UnitCosts:
         If the product accumulates, it reads and writes the sum in place of the gradient.
         """
         width = bytes_of(self.plan.precision.compute) + 2 * bytes_of(self.plan.precision.reduce)
-        count = float(self.parameters(unit))
+        parameters = self.parameters(unit)
+        count = float(parameters.count)
         if not isinstance(unit, str) and accumulated_by_products(self.plan, unit, self.model.layers):
-            experts = self._experts(unit)
-            count = experts + (count - experts) * number(self.cost_inputs.constants.product_sums)
+            count = parameters.experts + parameters.dense * number(self.cost_inputs.constants.product_sums)
         return self._memory_seconds(count * width)
 
-    def parameters(self, unit: Unit) -> int:
-        """Parameters of the unit on one tensor rank, before sharding."""
-        first = self._first_of_structure(unit)
-        if first not in self._parameter_counts:
-            self._parameter_counts[first] = self._count_parameters(first) // self.plan.axis_size("tensor")
-        return self._parameter_counts[first]
-
-    def owned_parameters(self, unit: Unit) -> float:
-        """Parameters in a rank's shard of the unit."""
-        return (self.parameters(unit) + self._experts(unit) * (experts_over(self.plan) - 1)) / shard_size(self.plan)
+    def parameters(self, unit: Unit) -> UnitParameters:
+        """Parameters of the unit on one rank."""
+        tensor, shards = self.plan.axis_size("tensor"), shard_size(self.plan)
+        if isinstance(unit, int):
+            routed, expert = self.model.routed(unit), experts_over(self.plan)
+            return block_unit(self.model, routed=routed, tensor=tensor, shards=shards, expert=expert)
+        ends = end_units(self.model, tensor=tensor, shards=shards)
+        if unit == "embed":
+            return ends.embed
+        return ends.final + ends.table if self.model.tied and self._tied_copies else ends.final
 
     def optimizer(self, units: Sequence[Unit]) -> float:
         """Seconds of a rank's optimizer step for `units`, including the copies of state in host memory."""
         machine, k = self.cost_inputs.machine, self.cost_inputs.constants
         on_device, on_host = (
-            sum(self.owned_parameters(unit) for unit in units if self._strategy(unit).optimizer_offloaded is offloaded)
+            sum(self.parameters(unit).shard for unit in units if self._strategy(unit).optimizer_offloaded is offloaded)
             for offloaded in (False, True)
         )
         blocks = sum(isinstance(unit, int) for unit in units)
@@ -234,15 +233,14 @@ class UnitCosts:
 
     def _shard_collective(self, unit: Unit, width: int, *, copied: bool = False) -> float:
         """Seconds to gather or reduce-scatter a unit of `width` bytes an element; experts use their own shard group."""
-        experts = self._experts(unit)
-        dense = self._gather_seconds(copied, (self.parameters(unit) - experts) * width)
-        if not experts:
+        parameters = self.parameters(unit)
+        dense = self._gather_seconds(copied, parameters.dense * width)
+        if not parameters.experts:
             return dense
         layout, k = self.cost_inputs.layout, self.cost_inputs.constants
         ranks = group(self.cost_inputs.machine, k, layout.expert_shard, layout.expert)
-        return dense + number(
-            gather(self._group_for_engine(ranks, copied and self._copies_experts), k, experts * width)
-        )
+        ranks = self._group_for_engine(ranks, copied and self._copies_experts)
+        return dense + number(gather(ranks, k, parameters.experts * width))
 
     def _group_for_engine(self, ranks: Group, copied: bool) -> Group:
         """The group with the rates of copy-engine gathers if `copied`."""
@@ -260,46 +258,16 @@ class UnitCosts:
         """Exposed seconds of a block's activation copies to host memory and back: an equal share of its rank's total."""
         blocks = self._rank_blocks[unit]
         if blocks[0] not in self._exposed_copies:
+            layout, saved = self.cost_inputs.layout, saved_elements_by_layer(self.model, self.plan)
             offloaded = [block for block in blocks if self._strategy(block).activations_offloaded]
-            counts = Counter((self._strategy(block).recompute, self.model.routed(block)) for block in offloaded)
-            copied = sum(count * self._copy_seconds(*key) for key, count in counts.items())
+            tokens = layout.micro_batch * layout.seq / layout.context / layout.tensor
+            copied = tokens * sum(saved[block] for block in offloaded) * bytes_of(self.plan.precision.compute)
             computes = [self._block_without_offload(block) for block in blocks]
             forward = sum(compute.forward for compute in computes)
             backward = sum(compute.backward_input + compute.backward_weight for compute in computes)
-            to_host, from_host = exposed_copy_seconds(copied, forward, backward)
+            to_host, from_host = exposed_copy_seconds(copied / host_rate(self.cost_inputs.machine), forward, backward)
             self._exposed_copies[blocks[0]] = number(to_host) / len(offloaded), number(from_host) / len(offloaded)
         return self._exposed_copies[blocks[0]]
-
-    def _copy_seconds(self, mode: Recompute, routed: bool) -> float:
-        """Seconds to copy a block's activations to host memory, or back."""
-        return number(
-            copied_bytes(with_blocks(self.cost_inputs.shape, routed=routed), self._single_rank_layout(mode))
-            / host_rate(self.cost_inputs.machine)
-        )
-
-    def _first_of_structure(self, unit: Unit) -> Unit:
-        """The first block with the same parameters (dense or with experts), or the end of the model itself."""
-        if isinstance(unit, str) or not self.model.experts:
-            return unit if isinstance(unit, str) else 0
-        return self.model.first_dense_layers if self.model.routed(unit) else 0
-
-    def _experts(self, unit: Unit) -> int:
-        """Parameters of a block's experts on one rank, before sharding."""
-        if isinstance(unit, str) or not self.model.routed(unit):
-            return 0
-        experts = sum(parameter.count for parameter in block_parameters(self.model, routed=True) if parameter.expert)
-        return experts // (experts_over(self.plan) * self.plan.axis_size("tensor"))
-
-    def _count_parameters(self, unit: Unit) -> int:
-        """Parameters of the unit on one rank, before tensor parallelism and sharding."""
-        if isinstance(unit, int):
-            parameters = block_parameters(self.model, routed=self.model.routed(unit))
-            experts = experts_over(self.plan)
-            return sum(parameter.count // (experts if parameter.expert else 1) for parameter in parameters)
-        ends = [parameter for parameter in end_parameters(self.model) if parameter.before_blocks == (unit == "embed")]
-        total = sum(parameter.count for parameter in ends)
-        shared = unit == "head" and self.model.tied and self._tied_copies
-        return total + (self.model.vocab_size * self.model.hidden if shared else 0)
 
     @cached_property
     def _ends(self) -> LayerTime:

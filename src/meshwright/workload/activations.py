@@ -7,19 +7,18 @@ reads and writes, the two residuals.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import stage_table
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.plan import RECOMPUTES_PRODUCTS, Linear, Plan, Recompute
-from meshwright.workload.dtypes import bytes_of, low_share
+from meshwright.spec.plan import RECOMPUTE_MODES, Linear, Plan, Recompute
+from meshwright.workload.arrays import Array
+from meshwright.workload.dtypes import COMPUTE_BYTES, bytes_of, low_share
 from meshwright.workload.groups import context_size, experts_over
-
-Array = Any
-"""A number or an array of numbers."""
+from meshwright.workload.layouts import Layouts
+from meshwright.workload.model_shape import Shape, shape_of, with_blocks
 
 
 def activation_bytes(
@@ -30,14 +29,14 @@ def activation_bytes(
     On the device, or offloaded to host memory.
     """
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
-    stages = sorted((stage for row in table for stage in row), key=lambda stage: stage.start)
+    stages = sorted((stage for rank_stages in table for stage in rank_stages), key=lambda stage: stage.start)
     elements, strategies = saved_elements_by_layer(model, plan), plan.strategies(model.layers)
-    left = [
-        kept if one.activations_offloaded == host_offloaded else 0.0
-        for kept, one in zip(elements, strategies, strict=True)
+    saved = [
+        count if strategy.activations_offloaded == host_offloaded else 0.0
+        for count, strategy in zip(elements, strategies, strict=True)
     ]
-    each = tokens_of(train, plan) * bytes_of(plan.precision.compute)
-    return tuple(each * sum(left[stage.start : stage.stop]) for stage in stages)
+    token_bytes = tokens_of(train, plan) * bytes_of(plan.precision.compute)
+    return tuple(token_bytes * sum(saved[stage.start : stage.stop]) for stage in stages)
 
 
 def saved_elements_by_layer(model: ModelSpec, plan: Plan) -> list[float]:
@@ -56,8 +55,9 @@ def elements_per_token(model: ModelSpec, plan: Plan) -> Callable[[int], tuple[fl
         key = model.routed(layer), mode, strategies[layer].linear
         if key not in known:
             low = low_share(plan.precision, plan.linear(layer, model.layers))
-            kept = saved_elements(model, layer, mode, low) + exchanged_expert_elements(model, layer, mode, spread)
-            known[key] = kept, backward_elements(model, layer, mode, low)
+            block, index = _block(model, layer, mode)
+            saved = mean_saved_elements(block, index, low, spread)
+            known[key] = float(saved), float(mean_backward_elements(block, index, low))
         return known[key]
 
     return per_token
@@ -69,45 +69,49 @@ def tokens_of(train: TrainSpec, plan: Plan) -> float:
 
 
 def saved_elements(model: ModelSpec, layer: int, recompute: Recompute, low: float = 1.0) -> float:
-    """Elements of one token that autograd saves in block `layer`; inputs of products count `low`."""
-    query, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    joined = query + 2 * kv
-    if recompute in RECOMPUTES_PRODUCTS:
-        return model.hidden + (query if recompute == "all_but_attention" else 0)
-    wide, inner, routed = _feed_forward(model, layer)
-    if recompute == "selective":
-        # What experts are given is gathered again; what they gave is the result of a product.
-        return 2 * model.hidden + query + joined + wide + routed - _copied(model, layer)
-    # Each norm with what it reads and makes: a parallel block has one, and nothing keeps the sums of its two branches.
-    norms = 1 if model.parallel_block else 2
-    # Values are a view into the joined projection, which therefore stays whole beside the turned queries and keys.
-    turned = query + kv if model.positions == "rope" else 0
-    # Attention keeps its own result as it is: in fp8 the product behind it has a copy.
-    again = low * query if low < 1 else 0
-    return (1 + low) * norms * model.hidden + query + again + joined + turned + wide + low * inner + routed
+    """Elements of one token that autograd saves in block `layer` if its experts are on one rank; see `mean_saved_elements`."""
+    return float(mean_saved_elements(*_block(model, layer, recompute), low))
 
 
-def exchanged_expert_elements(model: ModelSpec, layer: int, recompute: Recompute, ranks: int) -> float:
-    """Further elements of one token that are saved if its experts are on `ranks` ranks.
+def mean_saved_elements(shape: Shape, recompute: Array, low: Array = 1.0, expert_ranks: Array = 1.0) -> Array:
+    """Elements of one token that autograd saves in a block, mean over the layers of `shape`.
 
-    Selective recompute does not exchange tokens twice: it saves the experts' outputs as they were sent and as they were received.
+    `recompute` is the index of the mode in `RECOMPUTE_MODES`. A saved input of a matrix product counts `low` elements. With several
+    `expert_ranks` selective recompute also saves the experts' outputs as they were sent and as they were received: it does not
+    exchange tokens twice.
     """
-    again = recompute == "selective" and ranks > 1
-    return 2 * _copied(model, layer) if again else 0.0
+    attention = shape.attention_layers / shape.layers
+    query, value, kv = (attention * width for width in (shape.query_width, shape.value_width, shape.kv_width))
+    inner, sent = _feed_forward(shape)
+    wide, routed = (1 + shape.gated) * inner, 2 * sent + shape.moe_layers / shape.layers * shape.experts
+    # Each norm saves its input and its output. A parallel block has one norm and does not save the sums of its two branches.
+    norms = (2 - shape.parallel) * (1 + low) * shape.hidden
+    # Values are a view of the joined projection, so all of it stays allocated beside the rotated queries and keys.
+    rotated = shape.rotary * (query + kv / 2)
+    # Attention saves its output in the compute dtype; the fp8 product after it saves its own copy.
+    output = value + np.where(low < 1, low * value, 0.0)
+    everything = norms + output + query + kv + rotated + wide + low * inner + routed
+    # The experts' inputs are gathered again. Their outputs are results of products.
+    selective = 2 * shape.hidden + value + query + kv + wide + routed - sent + np.where(expert_ranks > 1, 2 * sent, 0.0)
+    modes = (everything, selective, shape.hidden + value, shape.hidden)
+    return np.choose(np.asarray(recompute, dtype=np.int64), np.broadcast_arrays(*modes))
 
 
-def backward_elements(model: ModelSpec, layer: int, recompute: Recompute, low: float = 1.0) -> float:
-    """Temporary elements of one token in a block's backward, beside what its forward saved.
+def mean_backward_elements(shape: Shape, recompute: Array, low: Array = 1.0) -> Array:
+    """Temporary elements of one token in a block's backward, beside what its forward saved; mean over the layers of `shape`.
 
     They are the gradients of the feed-forward's wide half and of the residual stream, and recomputed activations. An expert's input and
     output do not exist at once: the backward frees the output before it gathers the input again.
     """
-    wide, _, _ = _feed_forward(model, layer)
-    made = wide + model.hidden
-    if recompute == "none":
-        return made
-    again = saved_elements(model, layer, "none", low) - saved_elements(model, layer, recompute, low)
-    return made + again - _copied(model, layer)
+    inner, sent = _feed_forward(shape)
+    recomputed = mean_saved_elements(shape, 0, low) - mean_saved_elements(shape, recompute, low) - sent
+    return (1 + shape.gated) * inner + shape.hidden + np.where(np.asarray(recompute) > 0, recomputed, 0.0)
+
+
+def offloaded_bytes(shape: Shape, layout: Layouts) -> Array:
+    """Bytes of one layer and micro-batch that a rank copies to host memory and back, mean over layers."""
+    tokens = layout.micro_batch * layout.seq / layout.context / layout.tensor
+    return COMPUTE_BYTES * tokens * mean_saved_elements(shape, layout.recompute, 1.0, np.asarray(layout.expert))
 
 
 def received_elements(model: ModelSpec, tensor: Array, context: Array) -> Array:
@@ -117,15 +121,13 @@ def received_elements(model: ModelSpec, tensor: Array, context: Array) -> Array:
     return gathered + np.where(np.asarray(context) > 1, heads, 0)
 
 
-def _feed_forward(model: ModelSpec, layer: int) -> tuple[float, float, float]:
-    """Elements of one token before and after the activation, and of routing: copies for and of its experts, and choices."""
-    width, routed = model.ffn_hidden, 0.0
-    if model.routed(layer):
-        width = model.experts_per_token * model.expert_hidden + model.shared_expert_hidden
-        routed = 2 * _copied(model, layer) + model.experts
-    return (2 * width if model.mlp == "swiglu" else width), width, routed
+def _block(model: ModelSpec, layer: int, recompute: Recompute) -> tuple[Shape, int]:
+    """The shape of a model whose blocks are all like block `layer`, and the index of the mode."""
+    return with_blocks(shape_of(model, 1), routed=model.routed(layer)), RECOMPUTE_MODES.index(recompute)
 
 
-def _copied(model: ModelSpec, layer: int) -> float:
-    """Elements of a token's copies, one for each of its experts; 0 in a block without."""
-    return float(model.experts_per_token * model.hidden) if model.routed(layer) else 0.0
+def _feed_forward(shape: Shape) -> tuple[Array, Array]:
+    """Elements of one token after the activation, and of its copies (one for each of its experts); means over layers."""
+    routed = shape.top_k * shape.expert_ffn + shape.shared_ffn
+    inner = (shape.dense_layers * shape.ffn + shape.moe_layers * routed) / shape.layers
+    return inner, shape.moe_layers / shape.layers * shape.top_k * shape.expert_in

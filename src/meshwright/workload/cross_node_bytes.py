@@ -11,20 +11,21 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise, permutations
-from math import prod
 
 from meshwright.spec.job import TrainSpec
-from meshwright.spec.layout import Division, Layout, Part, local_shape, shard_rows, stage_table
-from meshwright.spec.model import ModelSpec, parameters
+from meshwright.spec.layout import Layout, stage_table
+from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import RECOMPUTE_MODES, SHARD_AXES, Plan
 from meshwright.workload.arrays import Array
 from meshwright.workload.dtypes import bytes_of, gathered_width
-from meshwright.workload.groups import context_size, shard_size
+from meshwright.workload.groups import context_size, experts_over, shard_size
 from meshwright.workload.layer_messages import END_EXCHANGES, layer_messages
 from meshwright.workload.layouts import layout_of
 from meshwright.workload.model_shape import shape_of, with_blocks
 from meshwright.workload.step_shape import step_shape
+from meshwright.workload.unit_parameters import block_unit, end_units
 
 Counts = Mapping[tuple[int, int], tuple[int, int]]
 """(stage, unit) → gathers and reductions in one step, from `schedules.collective_counts`."""
@@ -127,40 +128,21 @@ def _units(model: ModelSpec, plan: Plan, counts: Counts, rank: int) -> Iterator[
     """
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     order = sorted(stage.start for row in table for stage in row)
-    elements, experts = _unit_elements(model, plan)
-    starts = any(stage.start == 0 for stage in table[rank])
-    embed, head = elements["embed"] + elements["positions"], elements["head"]
-    if model.tied:
-        head += embed if starts else elements["embed"]
-        embed = head if any(stage.stop == model.layers for stage in table[rank]) else embed
+    tensor, shard = plan.axis_size("tensor"), shard_size(plan)
+    block = partial(block_unit, model, tensor=tensor, shards=shard, expert=experts_over(plan))
+    first, last = (any(layer in stage for stage in table[rank]) for layer in (0, model.layers - 1))
+    embed, head = end_units(model, tensor=tensor, shards=shard).units(tied=model.tied, first=first, last=last)
+    shared = model.tied and first and last
     for stage in table[rank]:
-        routed = [0] * (stage.start == 0) + [experts[str(layer)] for layer in stage] + [0]
-        sizes = [elements[str(layer)] for layer in stage]
-        sizes = [embed] * (stage.start == 0) + sizes + [head] * (stage.stop == model.layers)
+        units = [block(routed=model.routed(layer)) for layer in stage]
+        units = [head if shared else embed] * (stage.start == 0) + units + [head] * (stage.stop == model.layers)
         blocks = [None] * (stage.start == 0) + [*stage] + [None]
-        for unit, size in enumerate(sizes):
+        for unit, parameters in enumerate(units):
             gathers, reductions = counts[order.index(stage.start), unit]
-            if model.tied and starts and stage.stop == model.layers and unit == len(sizes) - 1:
+            if shared and stage.stop == model.layers and unit == len(units) - 1:
                 gathers, reductions = gathers * plan.strategy(0, model.layers).reshard, 0
-            yield _Unit(size, routed[unit], gathers, reductions, gathered_width(plan, blocks[unit], model.layers))
-
-
-def _unit_elements(model: ModelSpec, plan: Plan) -> tuple[dict[str, int], dict[str, int]]:
-    """Elements of embed, positions, every layer by its number, and head, on one tensor rank.
-    Each weight's rows are padded to a multiple of the shards. Routed experts of one expert rank are separate."""
-    shard, tensor = shard_size(plan), plan.axis_size("tensor")
-    division = Division(Part(0, tensor), Part(0, tensor * (plan.experts.expert if plan.experts else 1)))
-    found: dict[str, int] = defaultdict(int)
-    experts: dict[str, int] = defaultdict(int)
-    for row in parameters(model):
-        part, _, rest = row.name.partition(".")
-        unit = rest.partition(".")[0] if part == "layers" else part if part in ("embed", "positions") else "head"
-        rows, *others = local_shape(model, row, division)
-        if row.expert:
-            experts[unit] += rows * prod(others)
-        else:
-            found[unit] += len(shard_rows(rows, shard, 0)) * shard * prod(others)
-    return found, experts
+            width = gathered_width(plan, blocks[unit], model.layers)
+            yield _Unit(parameters.dense_shard * shard, parameters.experts, gathers, reductions, width)
 
 
 def _pipeline(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int) -> float:

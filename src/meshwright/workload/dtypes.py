@@ -5,6 +5,9 @@ from __future__ import annotations
 from meshwright.spec.plan import LayerStrategy, Linear, Plan, Precision
 from meshwright.workload.groups import shard_size
 
+COMPUTE_BYTES = 2.0
+"""Bytes of a number in the compute dtype (bf16) where the closed form does not know the plan's."""
+
 
 def bytes_of(number_format: str) -> int:
     """Bytes of one number."""

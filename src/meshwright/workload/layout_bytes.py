@@ -7,18 +7,14 @@ from functools import lru_cache
 
 import numpy as np
 
-from meshwright.spec.model import ModelSpec, parameters
-from meshwright.spec.plan import RECOMPUTE_MODES
-from meshwright.workload.activations import (
-    backward_elements,
-    exchanged_expert_elements,
-    received_elements,
-    saved_elements,
-)
+from meshwright.spec.model import ModelSpec
+from meshwright.workload.activations import mean_backward_elements, mean_saved_elements, received_elements
 from meshwright.workload.arrays import Array
 from meshwright.workload.buffers import DEVICE_LAYERS
 from meshwright.workload.layouts import Layouts
+from meshwright.workload.model_shape import shape_of
 from meshwright.workload.tensor_bytes import Formats, RankTensors, bytes_by_category
+from meshwright.workload.unit_parameters import EndParameters, block_unit, end_units
 
 
 def layout_memory(model: ModelSpec, layout: Layouts, f: Formats) -> dict[str, Array]:
@@ -32,23 +28,20 @@ def layout_memory(model: ModelSpec, layout: Layouts, f: Formats) -> dict[str, Ar
 
 
 def _held(model: ModelSpec, layout: Layouts, f: Formats, *, last: bool) -> RankTensors:
-    sizes, width, m = _sizes(model, float(f.low)), np.asarray(layout.tensor), layout.micro_batches
+    sizes, width, m = _model_parameters(model), np.asarray(layout.tensor), layout.micro_batches
     lone, shards = np.asarray(layout.pipeline) == 1, np.asarray(layout.shards)
-    ends, loss, shared = _ends(sizes, layout, model.tied, last)
+    ends, loss, shared = _ends(sizes.ends, layout, model.tied, last)
     block = (sizes.block - sizes.experts * (1 - 1 / np.maximum(1.0, layout.expert / width))) / width
     layers = np.where((np.asarray(layout.vee) > 0) == last, layout.fullest_layers, layout.head_layers)
     owned = (layers * sizes.block / width + ends) / shards
     tokens = layout.micro_batch * layout.seq / layout.context / width
-    mode = np.asarray(layout.recompute, dtype=np.int64)
-    kept = tokens * f.compute * np.choose(mode, np.broadcast_arrays(*sizes.kept))
-    kept = kept + tokens * f.compute * sizes.travelled * (
-        (mode == RECOMPUTE_MODES.index("selective")) & (layout.expert > 1)
-    )
+    shape = shape_of(model, 1)
+    kept = tokens * f.compute * mean_saved_elements(shape, layout.recompute, f.low, layout.expert)
     forwards, forwards_first = _forwards(layout, last)
     staying = np.minimum(DEVICE_LAYERS + (np.asarray(layout.pipeline) > 1), layers)
     moved = np.asarray(layout.offload_activations)
     alive = np.where(moved > 0, staying, 0.0) + (1 - moved) * forwards * layers
-    working = np.choose(mode, np.broadcast_arrays(*sizes.worked)) + received_elements(model, width, layout.context)
+    working = mean_backward_elements(shape, layout.recompute, f.low) + received_elements(model, width, layout.context)
     piled = np.where(layout.layered > 0, m, 0.0)
     whole = (np.asarray(layout.reduce_once) > 0) & (m > 1)
     sums = np.where(whole & (shards > 1), (layers * block + ends) * f.reduce, owned * f.stored)
@@ -65,16 +58,16 @@ def _held(model: ModelSpec, layout: Layouts, f: Formats, *, last: bool) -> RankT
     )  # fmt: skip
 
 
-def _ends(sizes: _Sizes, layout: Layouts, tied: bool, last: bool) -> tuple[Array, Array, Array]:
+def _ends(parameters: EndParameters, layout: Layouts, tied: bool, last: bool) -> tuple[Array, Array, Array]:
     """Of the rank: parameters of embedding and head, those of the unit with the loss, and whether one unit has both ends."""
     lone = np.asarray(layout.pipeline) == 1
     first_has_both = lone | (np.asarray(layout.vee) > 0)
     has_head = lone | ~first_has_both if last else first_has_both
     has_embed = lone if last else np.ones_like(lone)
     shared = has_head & has_embed & tied
-    copy = np.where(has_head & ~has_embed & tied, sizes.table, 0.0)
-    ends = has_embed * sizes.embed + has_head * sizes.final + copy
-    loss = has_head * sizes.final + copy + np.where(shared, sizes.embed, 0.0)
+    copy = np.where(has_head & ~has_embed & tied, parameters.table.count, 0.0)
+    ends = has_embed * parameters.embed.count + has_head * parameters.final.count + copy
+    loss = has_head * parameters.final.count + copy + np.where(shared, parameters.embed.count, 0.0)
     return ends / layout.tensor, loss / layout.tensor, shared
 
 
@@ -88,48 +81,20 @@ def _forwards(layout: Layouts, last: bool) -> tuple[Array, Array]:
 
 
 @dataclass(frozen=True)
-class _Sizes:
-    """Of a model, mean over layers."""
+class _ModelParameters:
+    """Parameters of a model on one rank, those of a block as the mean over layers."""
 
     block: float
-    """Parameters of a block with all experts."""
     experts: float
-    """Those of its routed experts."""
-    table: float
-    """Parameters of the token table."""
-    final: float
-    """Those of the unit that ends with the loss, without a tied table."""
-    embed: float
-    """Those of the embedding's unit."""
-    kept: tuple[float, ...]
-    """Elements a token that a block keeps, by recompute mode."""
-    worked: tuple[float, ...]
-    """Those that its backward holds beside them."""
-    travelled: float
-    """Elements a token that selective recompute keeps besides where its experts are on several ranks."""
+    """Of a block's routed experts."""
+    ends: EndParameters
 
 
-@lru_cache(maxsize=8)  # a sweep asks about one model thousands of times
-def _sizes(model: ModelSpec, low: float) -> _Sizes:
-    rows, layers = parameters(model), range(model.layers)
-    outside = [row for row in rows if not row.name.startswith("layers.")]
-    embed = sum(row.count for row in outside if row.name.partition(".")[0] in ("embed", "positions"))
-    ends = sum(row.count for row in outside)
-    return _Sizes(
-        block=(sum(row.count for row in rows) - ends) / model.layers,
-        experts=sum(row.count for row in rows if row.expert) / model.layers,
-        table=outside[0].count,
-        final=ends - embed,
-        embed=embed,
-        kept=tuple(
-            sum(saved_elements(model, layer, mode, low) for layer in layers) / model.layers for mode in RECOMPUTE_MODES
-        ),
-        worked=tuple(
-            sum(backward_elements(model, layer, mode, low) for layer in layers) / model.layers
-            for mode in RECOMPUTE_MODES
-        ),
-        travelled=sum(exchanged_expert_elements(model, layer, "selective", 2) for layer in layers) / model.layers,
-    )
+@lru_cache(maxsize=8)  # a sweep asks for one model thousands of times
+def _model_parameters(model: ModelSpec) -> _ModelParameters:
+    blocks = [block_unit(model, routed=model.routed(layer)) for layer in range(model.layers)]
+    counts, experts = (sum(block.count for block in blocks), sum(block.experts for block in blocks))
+    return _ModelParameters(counts / model.layers, experts / model.layers, end_units(model))
 
 
 def _sends(layout: Layouts, last: bool) -> Array:

@@ -50,6 +50,8 @@ class Shape:
     """Keys and values of one head; 0 where heads are not known apart."""
     parallel: Array = 0.0
     """1 when attention and feed-forward network of a dense layer share what tensor ranks exchange."""
+    rotary: Array = 1.0
+    """1 when queries and keys are rotated by their positions."""
 
     @property
     def dense_params(self) -> Array:
@@ -86,7 +88,7 @@ def shape_of(model: ModelSpec, seq_len: int) -> Shape:
         ffn=model.ffn_hidden, dense_layers=model.layers - routed, moe_layers=routed, experts=model.experts, top_k=model.experts_per_token,
         expert_ffn=model.expert_hidden, shared_ffn=model.shared_expert_hidden, expert_in=model.hidden,
         gated=float(model.mlp == "swiglu"), tied=float(model.tied),
-        kv_head_width=2 * model.head_dim, parallel=float(model.parallel_block),
+        kv_head_width=2 * model.head_dim, parallel=float(model.parallel_block), rotary=float(model.positions == "rope"),
     )  # fmt: skip
 
 

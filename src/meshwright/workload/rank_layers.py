@@ -8,8 +8,9 @@ import numpy as np
 
 from meshwright.spec.layout import balanced_stages
 from meshwright.workload.arrays import Array
-from meshwright.workload.stage_parts import StageTable
 
+StageTable = tuple[tuple[range, ...], ...]
+"""Layers by pipeline rank and stage of the rank."""
 MOST_STAGES = 1 << 16
 """An upper limit of the virtual stages of one pipeline rank."""
 

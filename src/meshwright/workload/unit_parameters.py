@@ -1,0 +1,111 @@
+"""Parameters of the model's units on one rank: the embedding, each block, and the final norm with the head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from math import prod
+
+import numpy as np
+
+from meshwright.spec.layout import Division, Part, local_shape, shard_rows
+from meshwright.spec.model import ModelSpec, ParameterSpec, block_parameters, end_parameters
+from meshwright.workload.arrays import Array
+from meshwright.workload.layouts import Layouts
+from meshwright.workload.model_shape import Shape
+
+
+@dataclass(frozen=True)
+class UnitParameters:
+    """Parameters of a unit on one tensor rank, before and after sharding."""
+
+    dense: int = 0
+    """Outside the routed experts."""
+    experts: int = 0
+    """Of the routed experts of one expert rank."""
+    dense_shard: int = 0
+    """Of `dense`, on the first shard rank: FSDP2 gives it ceil(rows / shards) rows of each parameter."""
+    expert_shard: float = 0.0
+    """Of `experts`, on each of the ranks that share them."""
+
+    @property
+    def count(self) -> int:
+        return self.dense + self.experts
+
+    @property
+    def shard(self) -> float:
+        """Parameters that the first shard rank stores."""
+        return self.dense_shard + self.expert_shard
+
+    def __add__(self, other: UnitParameters) -> UnitParameters:
+        return UnitParameters(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+
+
+@dataclass(frozen=True)
+class EndParameters:
+    """Parameters outside the blocks."""
+
+    table: UnitParameters
+    """The embedding table."""
+    embed: UnitParameters
+    """The embedding table and learned positions."""
+    final: UnitParameters
+    """The final norm and an untied head."""
+
+    def units(self, *, tied: bool, first: bool, last: bool) -> tuple[UnitParameters, UnitParameters]:
+        """The embedding's unit and the head's on a rank with the `first` block, the `last` block or both.
+
+        A rank with both ends of a tied model has one unit for both, the head's; a rank with the last block only has a copy of the table.
+        """
+        shared = tied and first and last
+        embed = self.embed if first and not shared else UnitParameters()
+        head = self.final if last else UnitParameters()
+        return embed, head + self.embed if shared else head + self.table if tied and last else head
+
+
+@lru_cache(maxsize=4096)  # the planner asks for the same units under every batch and strategy
+def block_unit(model: ModelSpec, *, routed: bool, tensor: int = 1, shards: int = 1, expert: int = 1) -> UnitParameters:
+    """A block with routed experts or without, on one of `tensor` ranks; `expert` ranks divide the experts of each tensor rank."""
+    return _unit(model, block_parameters(model, routed=routed), tensor, shards, expert)
+
+
+@lru_cache(maxsize=4096)
+def end_units(model: ModelSpec, *, tensor: int = 1, shards: int = 1) -> EndParameters:
+    """The parameters outside the blocks, on one of `tensor` ranks."""
+    ends = end_parameters(model)
+    groups = (
+        [parameter for parameter in ends if parameter.name == "embed.weight"],
+        [parameter for parameter in ends if parameter.before_blocks],
+        [parameter for parameter in ends if not parameter.before_blocks],
+    )
+    return EndParameters(*(_unit(model, group, tensor, shards, 1) for group in groups))
+
+
+def _unit(
+    model: ModelSpec, parameters: Iterable[ParameterSpec], tensor: int, shards: int, expert: int
+) -> UnitParameters:
+    dense = experts = dense_shard = 0
+    for parameter in parameters:
+        if parameter.expert:
+            experts += parameter.count // (tensor * expert)
+            continue
+        rows, *other_sizes = local_shape(model, parameter, Division(Part(0, tensor)))
+        dense += rows * prod(other_sizes)
+        dense_shard += len(shard_rows(rows, shards, 0)) * prod(other_sizes)
+    return UnitParameters(dense, experts, dense_shard, experts * expert / shards)
+
+
+def stage_parameters(shape: Shape, layout: Layouts, layer_share: Array) -> tuple[Array, Array]:
+    """Parameters of a pipeline rank with `layer_share` of all layers and one end of the model, before sharding.
+
+    Outside the routed experts, and inside them. With one pipeline rank both ends count.
+    """
+    tables = np.where(np.asarray(layout.pipeline) > 1, 1.0, 2.0 - shape.tied) * shape.table_params
+    dense = (shape.dense_params * layer_share + tables) / layout.tensor
+    return dense, shape.expert_params * layer_share / np.maximum(layout.expert, 1.0)
+
+
+def shard_parameters(layout: Layouts, dense: Array, experts: Array, sharded: Array) -> Array:
+    """Parameters that one rank stores of `dense` and `experts`, where `sharded`; all of them elsewhere."""
+    return np.where(sharded, dense / layout.shards + experts / layout.expert_shard, dense + experts)
