@@ -83,9 +83,10 @@ class BackgroundSaver:
         local_ranks: int,
         parent: int | None = None,
         kept_open: Sequence[int] = (),
+        warm_up: Callable[[], object] = lambda: None,
         **limits: float,
     ) -> None:
-        """`kept_open` and the time `limits` are those of `WriterProcess`."""
+        """`kept_open` and the time `limits` are those of `WriterProcess`; `warm_up` is called when all else is prepared."""
         self._ranks, self._state, self._device, self._lease = ranks, state, device, lease
         self.layout = plan_layout(ranks, state.tensors)
         self._setup = Setup(
@@ -100,7 +101,7 @@ class BackgroundSaver:
             torch_version=str(torch.__version__),
             parent=parent,
         )
-        self._kept_open = kept_open
+        self._kept_open, self._warm_up = kept_open, warm_up
         # A flush of the whole file shows no progress until it ends.
         self._limits = {"stalled_seconds": STALLED_SECONDS + self.layout.bytes / SLOWEST_RATE} | limits
         self._arena: Arena | None = None
@@ -192,6 +193,7 @@ class BackgroundSaver:
             self._stager = Stager(self.layout, buffer, self._state.groups, self._state.parameter_of)
             self.writer = WriterProcess(self._arena, self._setup, kept_open=self._kept_open, **self._limits)
             self.writer.start()
+            self._warm_up()
         except Exception as error:
             self._failure = error
 

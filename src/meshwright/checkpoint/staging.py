@@ -28,6 +28,8 @@ No copy crosses two parts.
 """
 POPULATE_THREADS, POPULATE_BYTES, MADV_POPULATE_WRITE = 4, 32 << 20, 23
 """Threads that take pages from the host, bytes of one call, and the kernel's name for it (madvise(2), Linux 5.14)."""
+TABLE_BYTES, TABLES = tuple(1 << power for power in range(6, 14)), 64
+"""Sizes of the tables of an update in groups, and how many are under way at a time."""
 COPY_BYTES = 64 << 20
 """Largest copy, a divisor of `PIN_BYTES`: between two of them the copy engine serves the small copies of training."""
 
@@ -53,6 +55,8 @@ class StagingBuffer:
             for part, _ in zip(parts, pool.map(_populate, parts), strict=True):
                 if self._device.type == "cuda":
                     self._pin(part)
+        if self._device.type == "cuda":
+            _fill_pinned_cache(self._device)
 
     def _pin(self, part: Tensor) -> None:
         runtime: Any = torch.cuda.cudart()
@@ -63,6 +67,16 @@ class StagingBuffer:
                 f"{self.data.nbytes:,} bytes of host memory for checkpoints could not be pinned; raise the host's limit of "
                 "locked memory (ulimit -l), or set checkpoint.mode=sync"
             )
+
+
+def _fill_pinned_cache(device: torch.device) -> None:
+    """Let torch's cache have small page-locked buffers for the first update in groups.
+
+    Each group copies a table to the device. An allocation then would synchronise with the device.
+    """
+    with torch.cuda.device(device):
+        buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in TABLE_BYTES for _ in range(TABLES)]
+    del buffers
 
 
 def _populate(part: Tensor) -> None:

@@ -14,11 +14,11 @@ from typing import Literal
 
 import numpy as np
 
-from meshwright.costs.collective_costs import Group, all_reduce, by_copies, crowding, gather, group
+from meshwright.costs.collective_costs import Group, all_reduce, congestion, copy_engine_group, gather, rank_group
 from meshwright.costs.compute import LayerTime, layer_times, product_rate
 from meshwright.costs.offload_costs import exposed_copy_seconds, host_optimizer, host_rate
 from meshwright.costs.plan_costs import Pricing, number
-from meshwright.costs.step import context_traffic, waits
+from meshwright.costs.step import context_traffic, layer_exposure
 from meshwright.spec.layout import gradients_final_in_backward, stage_table
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import RECOMPUTE_MODES, RECOMPUTES_PRODUCTS, LayerStrategy, Linear, Plan, Recompute
@@ -76,12 +76,14 @@ class UnitCosts:
         """Host seconds of one micro-batch on one rank, outside its units."""
         self.fixed_seconds = number(k.step_ms + k.sync_ms * nodes) * 1e-3
         """Seconds of one step that do not depend on the units."""
-        crowd = crowding(machine, layout, k)
-        self._shard_group = group(machine, k, float(shard_size(plan)), layout.shard_step, crowd)
+        network_congestion = congestion(machine, layout, k)
+        self._shard_group = rank_group(machine, k, float(shard_size(plan)), layout.shard_step, network_congestion)
         self._copy_engine = plan.gather_engine == "copy"
         self._copies_experts = number(layout.expert) <= 1
         """Whether the copy engine may gather experts. With expert parallelism kernels gather them, in another group."""
-        self._replica_group = group(machine, k, float(plan.axis_size("replicate")), layout.replicate_step, crowd)
+        self._replica_group = rank_group(
+            machine, k, float(plan.axis_size("replicate")), layout.replicate_step, network_congestion
+        )
 
     def representative(self, unit: Unit) -> Unit:
         """The first unit with the same durations: a block of equal structure and strategy, or the end of the model itself."""
@@ -128,7 +130,7 @@ class UnitCosts:
         if not (self._tied_copies and self.model.tied):
             return 0.0
         machine, layout, k = self.cost_inputs.machine, self.cost_inputs.layout, self.cost_inputs.constants
-        ends = group(machine, k, 2.0, layout.pipeline_step * (layout.pipeline - 1))
+        ends = rank_group(machine, k, 2.0, layout.pipeline_step * (layout.pipeline - 1))
         elements = self.model.vocab_size * self.model.hidden / shard_size(self.plan) / self.plan.axis_size("tensor")
         return number(all_reduce(ends, k, elements * bytes_of(self.plan.precision.stored)))
 
@@ -238,13 +240,13 @@ class UnitCosts:
         if not parameters.experts:
             return dense
         layout, k = self.cost_inputs.layout, self.cost_inputs.constants
-        ranks = group(self.cost_inputs.machine, k, layout.expert_shard, layout.expert)
+        ranks = rank_group(self.cost_inputs.machine, k, layout.expert_shard, layout.expert)
         ranks = self._group_for_engine(ranks, copied and self._copies_experts)
         return dense + number(gather(ranks, k, parameters.experts * width))
 
     def _group_for_engine(self, ranks: Group, copied: bool) -> Group:
         """The group with the rates of copy-engine gathers if `copied`."""
-        return by_copies(ranks, self.cost_inputs.machine, self.cost_inputs.constants) if copied else ranks
+        return copy_engine_group(ranks, self.cost_inputs.machine, self.cost_inputs.constants) if copied else ranks
 
     def _block_without_offload(self, unit: int) -> Seconds:
         """Compute seconds of one micro-batch in a block, without copies to host memory."""
@@ -293,7 +295,7 @@ class UnitCosts:
         machine, k = cost_inputs.machine, cost_inputs.constants
         shape, layout = with_blocks(self.cost_inputs.shape, routed=routed), self._single_rank_layout(mode)
         times = layer_times(shape, machine, layout, k)
-        exposed = waits(shape, machine, layout, k, times)
+        exposed = layer_exposure(shape, machine, layout, k, times)
         tensor, context, expert, host = (
             number(seconds) for seconds in (exposed.tensor, exposed.context, exposed.expert, exposed.host)
         )
