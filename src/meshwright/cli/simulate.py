@@ -117,9 +117,9 @@ def _answer(run: RunSpec, plan: Plan, timeline: Timeline, *, chosen: bool, trace
 def _breakdown(run: RunSpec, plan: Plan, timeline: Timeline) -> dict[str, float]:
     """Seconds of a rank's step by part.
     Communication of tensor and context axes and the host's launches are separated from compute."""
-    from meshwright.simulator.step_simulation import inside_compute
+    from meshwright.simulator.step_simulation import exposed_in_compute
 
-    inside = inside_compute(run.model, run.train, plan, run.cluster)
+    inside = exposed_in_compute(run.model, run.train, plan, run.cluster)
     parts = timeline.breakdown
     return {"compute": parts.pop("compute") - sum(inside.values()), **inside, **parts}
 
