@@ -17,18 +17,19 @@ from meshwright.spec.errors import BadInput
 from meshwright.spec.profile import CollectiveTime, MachineProfile, ProductTime
 from meshwright.workload.device_work import LinearWork, Work
 
-WORTH = 0.01
-"""Share of the step above which a gap is explained."""
-NAMED = 3
-"""Kernels or shapes named in an explanation."""
+GAP_THRESHOLD = 0.01
+"""Share of the step time above which a gap is explained."""
+MAX_NAMED = 3
+"""Most kernels or shapes that an explanation names."""
 LONGEST_NAME = 60
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
-    """A kernel class: seconds needed and taken, and the explanation of a gap above 1% of the step."""
+class ClassGap:
+    """The gap of a kernel class: seconds needed and taken, and the explanation of a gap above 1% of the step."""
 
     kind: str
+    """The kernel class, or `idle`."""
     needed: float
     took: float
     why: str = ""
@@ -46,7 +47,7 @@ class Roofline:
     """Seconds of a step without the profiler."""
     traced_seconds: float
     """Seconds of the step whose kernels were recorded."""
-    lines: tuple[Line, ...]
+    lines: tuple[ClassGap, ...]
 
     @property
     def needed(self) -> float:
@@ -71,38 +72,45 @@ def roofline(work: Work, profile: MachineProfile, traced: Breakdown, seconds: fl
         for kernel_class in classes
     }
     lines = [
-        Line(
+        ClassGap(
             kind=kernel_class,
             needed=needed_seconds.get(kernel_class, 0.0),
             took=took,
-            why=_why(kernel_class, needed_seconds, took, seconds, work, profile, traced),
+            why=_explain_gap(kernel_class, needed_seconds, took, seconds, work, profile, traced),
         )
         for kernel_class, took in class_seconds.items()
     ]
     idle = seconds - sum(class_seconds.values())
-    lines.append(Line(kind="idle", needed=0.0, took=idle, why=_of_idle(traced, idle) if idle > WORTH * seconds else ""))
+    lines.append(
+        ClassGap(
+            kind="idle",
+            needed=0.0,
+            took=idle,
+            why=_explain_idle(traced, idle) if idle > GAP_THRESHOLD * seconds else "",
+        )
+    )
     return Roofline(seconds=seconds, traced_seconds=traced.seconds, lines=tuple(lines))
 
 
 def seconds_needed(work: Work, profile: MachineProfile) -> dict[str, float]:
     """Seconds that `work` needs, by kernel class. Raises BadInput when `profile` lacks a rate."""
-    memory, update = profile.pass_bytes_per_s, profile.adamw_parameters_per_s
-    if not memory or not update:
+    memory_rate, update_rate = profile.pass_bytes_per_s, profile.adamw_parameters_per_s
+    if not memory_rate or not update_rate:
         raise BadInput(
             "the profile has no rate of device memory or of the optimizer; measure with `meshwright profile --shapes-of FOLDER`"
         )
     return {
         "gemm": sum(_linear_seconds(linear, profile) for linear in work.linears),
         "attention": _attention_seconds(work, profile),
-        "elementwise": work.elementwise_bytes / memory,
-        "quantise": work.quantise_bytes / memory,
-        "loss": work.loss_bytes / memory,
-        "optimizer": work.parameters / update + work.norm_bytes / memory,
-        "copies": work.copy_bytes / memory,
+        "elementwise": work.elementwise_bytes / memory_rate,
+        "quantise": work.quantise_bytes / memory_rate,
+        "loss": work.loss_bytes / memory_rate,
+        "optimizer": work.parameters / update_rate + work.norm_bytes / memory_rate,
+        "copies": work.copy_bytes / memory_rate,
     }
 
 
-def bare_communication(work: Work, profile: MachineProfile) -> float | None:
+def idle_link_seconds(work: Work, profile: MachineProfile) -> float | None:
     """Seconds of the step's collectives on idle links; None where the profile does not have them."""
     collective_times = [
         _collective_seconds(collective.op, collective.ranks, collective.bytes, profile)
@@ -172,16 +180,16 @@ def _collective_seconds(op: str, ranks: int, size: float, profile: MachineProfil
     if size >= times[-1].bytes:
         return times[-1].seconds * size / times[-1].bytes
     above = next(index for index, time in enumerate(times) if time.bytes > size)
-    return _between(times[max(0, above - 1)], times[above], size)
+    return _interpolate_seconds(times[max(0, above - 1)], times[above], size)
 
 
-def _between(low: CollectiveTime, high: CollectiveTime, size: float) -> float:
+def _interpolate_seconds(low: CollectiveTime, high: CollectiveTime, size: float) -> float:
     if low is high or size <= low.bytes:
         return low.seconds
     return low.seconds + (high.seconds - low.seconds) * (size - low.bytes) / (high.bytes - low.bytes)
 
 
-def _why(
+def _explain_gap(
     kernel_class: str,
     needed_seconds: Mapping[str, float],
     class_seconds: float,
@@ -191,40 +199,55 @@ def _why(
     traced: Breakdown,
 ) -> str:
     """The explanation of a class's gap from the kernels of the trace; empty for small gaps."""
-    gap, time = class_seconds - needed_seconds.get(kernel_class, 0.0), traced.kinds.get(kernel_class)
-    if time is None or abs(gap) <= WORTH * seconds:
+    gap, class_time = class_seconds - needed_seconds.get(kernel_class, 0.0), traced.kinds.get(kernel_class)
+    if class_time is None or abs(gap) <= GAP_THRESHOLD * seconds:
         return ""
     if gap < 0:
-        return f"took {class_seconds / needed_seconds[kernel_class]:.3f} of the time that the profile's rates ask for"
+        return (
+            f"took {class_seconds / needed_seconds[kernel_class]:.3f} of the time that follows from the profile's rates"
+        )
     if kernel_class == "gemm":
-        return _of_products(work, profile, traced)
+        return _explain_products(work, profile, traced)
     if kernel_class == "communication":
-        return _of_communication(work, profile, time)
+        return _explain_communication(work, profile, class_time)
     least = needed_seconds.get(kernel_class, 0.0)
-    times = (
-        f"{class_seconds / least:.2f} times the fewest bytes' time; " if least and kernel_class != "attention" else ""
+    ratio_text = (
+        f"{class_seconds / least:.2f} times the time of the required memory traffic; "
+        if least and kernel_class != "attention"
+        else ""
     )
-    return times + _longest(time)
+    return ratio_text + _longest_kernels_text(class_time)
 
 
-def _of_products(work: Work, profile: MachineProfile, traced: Breakdown) -> str:
+def _explain_products(work: Work, profile: MachineProfile, traced: Breakdown) -> str:
     """Executed over needed FLOPs, and the shapes that lose most time against the sustained rate of their dtype."""
     executed = sum(product.flops for product in traced.products)
     facts = [f"{len(traced.products)} shapes"]
-    if executed and abs(executed / work.product_flops - 1) > WORTH:
+    if executed and abs(executed / work.product_flops - 1) > GAP_THRESHOLD:
         facts.append(f"{executed / work.product_flops:.3f} times the needed FLOPs")
     if traced.unknown_product_seconds:
         facts.append(f"{figures.duration(traced.unknown_product_seconds)} of unknown shape")
-    losses = sorted(((_lost(product, profile), product) for product in traced.products), key=lambda pair: -pair[0])
-    return "; ".join([*facts, *(_slow(product, lost, profile) for lost, product in losses[:NAMED] if lost > 0)])
+    losses = sorted(
+        ((_lost_seconds(product, profile), product) for product in traced.products), key=lambda pair: -pair[0]
+    )
+    return "; ".join(
+        [
+            *facts,
+            *(
+                _product_text(product, lost_seconds, profile)
+                for lost_seconds, product in losses[:MAX_NAMED]
+                if lost_seconds > 0
+            ),
+        ]
+    )
 
 
-def _lost(product: Product, profile: MachineProfile) -> float:
-    rate = sustained(product, profile)
+def _lost_seconds(product: Product, profile: MachineProfile) -> float:
+    rate = sustained_rate(product, profile)
     return product.seconds - product.flops / rate if rate else 0.0
 
 
-def sustained(product: Product, profile: MachineProfile) -> float | None:
+def sustained_rate(product: Product, profile: MachineProfile) -> float | None:
     """Measured FLOP/s of this shape with its sides in any order, or else the mean of its dtype over all shapes."""
     times = [time for time in profile.products if time.format == product.format]
     sides = sorted((product.m, product.k, product.n))
@@ -234,43 +257,44 @@ def sustained(product: Product, profile: MachineProfile) -> float | None:
     return sum(2.0 * time.m * time.k * time.n for time in same) / sum(time.seconds for time in same)
 
 
-def _slow(product: Product, lost: float, profile: MachineProfile) -> str:
-    rate, reached = sustained(product, profile) or 0.0, product.flops / product.seconds
+def _product_text(product: Product, lost_seconds: float, profile: MachineProfile) -> str:
+    rate, reached = sustained_rate(product, profile) or 0.0, product.flops / product.seconds
     return (
         f"{product.m}×{product.k}×{product.n} {product.format}, {product.calls} calls, {reached / 1e12:.0f} of {rate / 1e12:.0f} TFLOP/s "
-        f"sustained, loses {figures.duration(lost)}"
+        f"sustained, loses {figures.duration(lost_seconds)}"
     )
 
 
-def _of_communication(work: Work, profile: MachineProfile, time: ClassTime) -> str:
-    bare = bare_communication(work, profile)
-    alone = f", {figures.duration(bare)} on idle links" if bare else ""
-    return f"not covered by compute: {figures.duration(time.seconds)} of {figures.duration(time.busy_seconds)}{alone}; {_longest(time)}"
+def _explain_communication(work: Work, profile: MachineProfile, time: ClassTime) -> str:
+    idle_link = idle_link_seconds(work, profile)
+    longest = _longest_kernels_text(time)
+    idle_link_text = f", {figures.duration(idle_link)} on idle links" if idle_link else ""
+    return f"not covered by compute: {figures.duration(time.seconds)} of {figures.duration(time.busy_seconds)}{idle_link_text}; {longest}"
 
 
-def _of_idle(traced: Breakdown, idle: float) -> str:
+def _explain_idle(traced: Breakdown, idle: float) -> str:
     """Why the device was idle in the traced step."""
     gaps = traced.idle
     facts = [
         f"{figures.duration(idle)} without the profiler, {figures.duration(gaps.seconds)} with it: {figures.duration(gaps.host_seconds)} "
         f"waiting for the host, {figures.duration(gaps.brief_seconds)} between kernels, {gaps.gaps} gaps over 5 µs"
     ]
-    return "; ".join([*facts, *(_gap_words(gap.seconds, gap.before, gap.op) for gap in gaps.longest[:NAMED])])
+    return "; ".join([*facts, *(_gap_text(gap.seconds, gap.before, gap.op) for gap in gaps.longest[:MAX_NAMED])])
 
 
-def _gap_words(seconds: float, before: str, op: str) -> str:
-    return f"{figures.duration(seconds)} before {_short(before)}" + (f" ({op})" if op else "")
+def _gap_text(seconds: float, before: str, op: str) -> str:
+    return f"{figures.duration(seconds)} before {_short_name(before)}" + (f" ({op})" if op else "")
 
 
-def _longest(time: ClassTime) -> str:
-    return "longest: " + ", ".join(_calls(time))
+def _longest_kernels_text(time: ClassTime) -> str:
+    return "longest: " + ", ".join(_kernel_texts(time))
 
 
-def _calls(time: ClassTime) -> Iterator[str]:
-    for kernel in time.longest[:NAMED]:
-        yield f"{_short(kernel.name)} {figures.duration(kernel.seconds)} in {kernel.calls} calls"
+def _kernel_texts(time: ClassTime) -> Iterator[str]:
+    for kernel in time.longest[:MAX_NAMED]:
+        yield f"{_short_name(kernel.name)} {figures.duration(kernel.seconds)} in {kernel.calls} calls"
 
 
-def _short(name: str) -> str:
+def _short_name(name: str) -> str:
     plain = name.removeprefix("void ").replace("(anonymous namespace)::", "").partition("(")[0] or name
     return plain if len(plain) <= LONGEST_NAME else plain[: LONGEST_NAME - 1] + "…"

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from kernel_times import breakdown
 from kernel_trace import kernels_of
-from roofline import bare_communication, roofline, seconds_needed, table_lines
+from roofline import idle_link_seconds, roofline, seconds_needed, table_lines
 
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.spec.errors import BadInput
@@ -80,8 +80,8 @@ def test_a_rate_that_was_not_measured_is_asked_for() -> None:
 def test_collectives_are_priced_between_the_measured_sizes() -> None:
     work = step_work(MODEL, TRAIN, PLAN)
     expected = sum(entry.count * (1e-5 + entry.bytes / 1e11) for entry in work.collectives)
-    assert bare_communication(work, profile_for(work)) == pytest.approx(expected)
-    assert bare_communication(work, replace(profile_for(work), collectives=())) is None
+    assert idle_link_seconds(work, profile_for(work)) == pytest.approx(expected)
+    assert idle_link_seconds(work, replace(profile_for(work), collectives=())) is None
 
 
 def test_lines_add_up_to_the_step_and_larger_gaps_are_explained() -> None:
@@ -106,4 +106,4 @@ def test_work_that_ran_faster_than_its_measured_rate_says_so() -> None:
     result = roofline(work, slow, breakdown(kernels_of(two_steps().events)), 95e-6)
     line = next(line for line in result.lines if line.kind == "elementwise")
     assert (line.needed, line.took) == (pytest.approx(25e-6), pytest.approx(20e-6))
-    assert line.why == "took 0.800 of the time that the profile's rates ask for"
+    assert line.why == "took 0.800 of the time that follows from the profile's rates"

@@ -1,4 +1,4 @@
-"""What one checkpoint holds, and which ones a run could do without: the commands `show` and `prune`. Torch-free."""
+"""Describes a checkpoint, and deletes old ones: the commands `show` and `prune`. Torch-free."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def choose_checkpoint(folder: Path, step: int | None) -> Path:
     if chosen:
         return chosen[-1]
     steps = ", ".join(str(step_of(path.name)) for path in paths) or "none"
-    what = "no committed checkpoint" if step is None else f"no checkpoint of step {step}"
-    raise BadInput(f"{folder} holds {what}; steps there: {steps}")
+    missing = "no committed checkpoint" if step is None else f"no checkpoint of step {step}"
+    raise BadInput(f"{folder} holds {missing}; steps there: {steps}")
 
 
 def describe_checkpoint(path: Path) -> dict[str, Any]:
     """Step, whether it is committed, the Plan that wrote it, versions, files with sizes, and the seconds of the save by phase.
 
-    What only a manifest says is None for a checkpoint that was never committed. Raises Damaged when manifest or Plan is not what was
+    A checkpoint without a commit has no manifest: plan, versions and seconds are None. Raises Damaged when manifest or Plan is not what was
     written.
     """
     if not has_commit(path):
@@ -72,18 +72,18 @@ def describe_checkpoint(path: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Pruned:
+class PruneResult:
     """Checkpoints that `prune_checkpoints` deleted, and those that are left."""
 
     deleted: tuple[Path, ...]
     kept: tuple[Path, ...]
 
 
-def prune_checkpoints(folder: Path, keep: int) -> Pruned:
-    """Delete a run's committed checkpoints but the newest `keep`, and what dead saves left.
+def prune_checkpoints(folder: Path, keep: int) -> PruneResult:
+    """Delete a run's committed checkpoints except the newest `keep`, and the files of interrupted saves.
 
-    The newest good one stays, even when `keep` newer ones are damaged or another run's. Raises BadInput when `keep` is not positive, when
-    `folder` is a single checkpoint or none at all, and while a job works in the run's folder.
+    The newest undamaged checkpoint of this run stays, even when `keep` newer ones are damaged or another run's. Raises BadInput when `keep` is
+    not positive, when `folder` is a single checkpoint or none at all, and while a job works in the run's folder.
     """
     if find_checkpoints(folder) == [folder]:
         raise BadInput(f"{folder}: expected a run's folder or its checkpoints folder")
@@ -96,7 +96,7 @@ def prune_checkpoints(folder: Path, keep: int) -> Pruned:
         run_id = run_id_of(folder)
         recover(checkpoints)
         newest_first = [path for path in reversed(steps_in(checkpoints)) if has_commit(path)]
-        good = next((path for path in newest_first if not verify(path, run_id)), None)
-        deleted = delete_beyond(checkpoints, keep, good)
+        newest_intact = next((path for path in newest_first if not verify(path, run_id)), None)
+        deleted = delete_beyond(checkpoints, keep, newest_intact)
         remove_stale(checkpoints)
-        return Pruned(tuple(deleted), tuple(steps_in(checkpoints)))
+        return PruneResult(tuple(deleted), tuple(steps_in(checkpoints)))

@@ -1,4 +1,4 @@
-"""Who writes which piece of which tensor, settled on the first rank before anything is written. Torch-free.
+"""Assigns each piece of a tensor to the rank that writes it, on the first rank before any write. Torch-free.
 
 Ranks may hold different tensors, as pipeline stages do, and the same piece more than once: replicas, or an embedding
 tied across two stages. Together they must hold every tensor whole, and what several hold is written once.
@@ -41,7 +41,7 @@ class Piece:
         return f"rank {self.rank} holds {self.sizes} at {self.offsets}"
 
 
-def share_out(held: Iterable[Piece]) -> set[Piece]:
+def assign_writers(held: Iterable[Piece]) -> set[Piece]:
     """The pieces that are written, so that every element of every tensor is written exactly once.
 
     A piece that several ranks hold goes to the one with the fewest bytes to write so far, the lowest of them on a tie.

@@ -127,7 +127,7 @@ class Answer:
     others: tuple[Candidate, ...] = ()
     considered: int = 0
     search_seconds: float = 0.0
-    given: bool = False
+    plan_from_file: bool = False
     """Whether the plan comes from a file."""
     points: tuple[Point, ...] = ()
     trainings: tuple[Training, ...] = ()
@@ -273,7 +273,7 @@ def _answer_for_file(run: RunSpec, question: PlanQuestion) -> Answer:
     plan = predict(run, given_plan(run))
     if question.for_train:
         refuse_untrainable(run, plan)
-    return Answer(run, question, Candidate(plan, fits=misfit(run, plan) is None), considered=1, given=True)
+    return Answer(run, question, Candidate(plan, fits=misfit(run, plan) is None), considered=1, plan_from_file=True)
 
 
 def _answer_by_search(run: RunSpec, question: PlanQuestion) -> Answer:

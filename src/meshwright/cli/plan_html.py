@@ -112,7 +112,7 @@ def _tiles(answer: Answer) -> str:
             f"of {memory / 1e9:.0f} GB, fullest rank" if memory else "fullest rank",
         )
     )
-    if not answer.given:
+    if not answer.plan_from_file:
         tiles.append(("Considered", figures.short(answer.considered), f"layouts in {answer.search_seconds:.2f} s"))
     cells = "".join(
         f'<div class="tile"><dt>{escape(a)}</dt><dd>{escape(b)}</dd><dd class="sub">{escape(c)}</dd></div>'

@@ -34,7 +34,7 @@ from meshwright.spec.model import parameter_count
 from meshwright.spec.plan import Predicted
 from meshwright.spec.plan_name import plan_name
 
-SHOWN = 5
+MAX_ALTERNATIVES = 5
 """Alternatives printed; --json has all of them."""
 LONGEST_TABLE = 12
 """Longest table of trainings, in lines."""
@@ -83,7 +83,7 @@ def _head(console: Console, answer: Answer) -> None:
         console.print(_figures(predicted, cluster.memory_bytes()))
         if warning := caution(run):
             console.print(f"  {'' if predicted.step_seconds else 'no step time: '}{warning}")
-    if answer.given:
+    if answer.plan_from_file:
         console.print(f"the plan of {run.plan}, priced on this cluster")
     else:
         console.print(f"best of {answer.considered:,} layouts, found in {answer.search_seconds:.2f} s")
@@ -108,14 +108,14 @@ def untrainable_note(answer: Answer) -> str:
 
 def _figures(predicted: Predicted, memory: int | None) -> str:
     """Speed and memory in two lines, or memory alone if no step time is known."""
-    whole = f" of {memory / 1e9:.0f} GB" if memory else ""
-    filled = f"{bytes_text(predicted.memory_peak_bytes)}{whole} on the fullest rank"
+    capacity_text = f" of {memory / 1e9:.0f} GB" if memory else ""
+    memory_text = f"{bytes_text(predicted.memory_peak_bytes)}{capacity_text} on the fullest rank"
     if not (predicted.step_seconds and predicted.low_seconds and predicted.high_seconds):
-        return filled
+        return memory_text
     band = f"{seconds_text(predicted.low_seconds)} to {seconds_text(predicted.high_seconds)}"
     mfu = f", MFU {predicted.mfu:.1%}" if predicted.mfu else ""
     speed = f"{predicted.tokens_per_second:,.0f} tokens/s, {predicted.tokens_per_second_per_gpu:,.0f} a GPU{mfu}"
-    return f"[bold]{seconds_text(predicted.step_seconds)} a step[/bold] (80%: {band}), {filled}\n{speed}"
+    return f"[bold]{seconds_text(predicted.step_seconds)} a step[/bold] (80%: {band}), {memory_text}\n{speed}"
 
 
 def _probes(console: Console, answer: Answer) -> None:
@@ -125,19 +125,19 @@ def _probes(console: Console, answer: Answer) -> None:
     table = Table.grid(padding=(0, 2, 0, 0))
     for number, probe in enumerate(answer.probes, 1):
         mark = "[bold]taken[/bold]: " if same_layout(probe.plan, answer.plan) else ""
-        table.add_row(f"{number}.", f"{short_line(probe.plan)}\n{mark}{_beside(probe)}")
+        table.add_row(f"{number}.", f"{short_line(probe.plan)}\n{mark}{_measured_text(probe)}")
     console.print(Padding(table, (0, 0, 0, 2)))
     if (profile := answer.run.cluster.profile) is not None:
         hint = f"once trained, `meshwright profile --from-run runs/{answer.run.name}` corrects {profile} by it"
         console.print(f"  {hint}", style="dim")
 
 
-def _beside(probe: Probe) -> str:
+def _measured_text(probe: Probe) -> str:
     """Predicted and measured values of a probe."""
     measured_parts = [f"predicted {seconds_text(probe.predicted_seconds)}"] if probe.predicted_seconds else []
     if probe.measured is not None:
-        off = f" ({probe.error:+.0%})" if probe.error is not None else ""
-        measured_parts.append(f"measured {seconds_text(probe.measured.seconds)}{off}")
+        error_text = f" ({probe.error:+.0%})" if probe.error is not None else ""
+        measured_parts.append(f"measured {seconds_text(probe.measured.seconds)}{error_text}")
         expected = f" of {bytes_text(probe.predicted_bytes)} predicted" if probe.predicted_bytes else ""
         measured_parts.append(f"{bytes_text(probe.measured.memory_bytes)}{expected}")
     return ", ".join([*measured_parts, *([probe.ended] if probe.ended else [])])
@@ -154,8 +154,8 @@ def _plan(console: Console, answer: Answer) -> None:
 def _mesh(console: Console, answer: Answer) -> None:
     _heading(console, "mesh, outermost axis first")
     table = Table.grid(padding=(0, 2, 0, 0))
-    for axis, link, moved in axes(answer.run, answer.plan):
-        table.add_row(axis, f"{'═══' if 'between' in link else '───'} {link}", moved)
+    for axis, link, traffic in axes(answer.run, answer.plan):
+        table.add_row(axis, f"{'═══' if 'between' in link else '───'} {link}", traffic)
     console.print(Padding(table, (0, 0, 0, 2)))
     picture = Table.grid(padding=(0, 2, 0, 0))
     last = as_nodes(answer.run.cluster).nodes - 1
@@ -242,7 +242,7 @@ def _runner_ups(console: Console, answer: Answer) -> None:
         return
     _heading(console, "runner-ups, and why they lost")
     table = Table.grid(padding=(0, 2, 0, 0))
-    for number, other in enumerate(answer.others[:SHOWN], 2):
+    for number, other in enumerate(answer.others[:MAX_ALTERNATIVES], 2):
         predicted = other.plan.predicted
         mark = "  [bold]planned only[/bold]" if untrainable(other.plan) else ""
         seconds = f"{seconds_text(predicted.step_seconds)}, " if predicted and predicted.step_seconds else ""
@@ -272,8 +272,8 @@ def _scaling(console: Console, answer: Answer) -> None:
         return
     _heading(console, "the same job on other numbers of GPUs" if answer.points else "cost")
     price, tokens = answer.question.price, answer.tokens
-    whole = ["days", "GPU-hours", *(["cost"] if price else [])] if tokens else []
-    table = Table("GPUs", "plan", "step", "tokens/s a GPU", "MFU", *whole, "", box=None, padding=(0, 2, 0, 0))
+    total_columns = ["days", "GPU-hours", *(["cost"] if price else [])] if tokens else []
+    table = Table("GPUs", "plan", "step", "tokens/s a GPU", "MFU", *total_columns, "", box=None, padding=(0, 2, 0, 0))
     for point in points:
         if not (point.seconds and point.tokens_per_second and point.answer):
             table.add_row(f"{point.gpus:,}", point.refused)
@@ -303,9 +303,9 @@ def money(gpu_hours: float, price: float | None) -> str:
 
 def efficiencies(points: Sequence[Point]) -> list[float | None]:
     """Tokens per second per GPU, relative to the fewest GPUs that run the job."""
-    each = [point.tokens_per_second / point.gpus if point.tokens_per_second else None for point in points]
-    first = next((value for value in each if value), None)
-    return [value / first if value and first else None for value in each]
+    per_gpu = [point.tokens_per_second / point.gpus if point.tokens_per_second else None for point in points]
+    first = next((value for value in per_gpu if value), None)
+    return [value / first if value and first else None for value in per_gpu]
 
 
 def _trainings(console: Console, answer: Answer) -> None:

@@ -77,7 +77,7 @@ def mesh_line(plan: Plan) -> str:
 
 def short_line(plan: Plan) -> str:
     """A short description of a plan: its name, its copy engines, and its layers."""
-    engines = "".join(f", {option.cargo} by copy engines" for option in copied_options(plan))
+    engines = "".join(f", {option.transfer_name} by copy engines" for option in copied_options(plan))
     return f"{plan_name(plan)}{engines}, {layers_line(plan)}"
 
 
@@ -134,7 +134,7 @@ def facts(run: RunSpec, plan: Plan) -> list[tuple[str, str]]:
     low += "" if precision.gather == "compute" else f", gathered in {precision.gather}"
     entries.append(("precision", f"compute {precision.compute}{low}, sum gradients in {precision.reduce}{replicas}"))
     copied = {GATHERS: "by copy engines", TOKENS: "between tensor ranks by copy engines, beside the products"}
-    entries += [(option.cargo, copied[option]) for option in copied_options(plan)]
+    entries += [(option.transfer_name, copied[option]) for option in copied_options(plan)]
     entries.append(("compile", "each block" if plan.compile else "no"))
     return entries
 

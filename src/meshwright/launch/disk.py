@@ -27,23 +27,23 @@ def checkpoint_bytes(model: ModelSpec) -> int:
 def check_disk(run: RunSpec, folder: Path, step_seconds: float | None = None) -> None:
     """Raise OutOfResources if the checkpoints that the run will add do not fit on its folder's disk.
 
-    While a checkpoint is written, the `checkpoint.keep` newest ones still exist, so at most `keep + 1` count. With
-    `checkpoint.every: auto` their number follows from the predicted `step_seconds`; without a prediction one counts.
+    While a checkpoint is written, the `checkpoint.keep` newest ones still exist, so at most `keep + 1` exist at once. With
+    `checkpoint.every: auto` their number follows from the predicted `step_seconds`; without a prediction it is one.
     """
     existing = steps_in(folder / "checkpoints")
     planned = planned_checkpoints(run.checkpoint, run.train.steps, newest_step(folder) if existing else 0, step_seconds)
     count = min(planned, max(1, run.checkpoint.keep + 1 - len(existing)))
     disk = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    each, free = with_reserve(checkpoint_bytes(run.model)), shutil.disk_usage(disk).free
-    if count * each > free:
-        several = (
-            f"{count} checkpoints of {each:,} bytes need {count * each:,}"
+    checkpoint_size, free = with_reserve(checkpoint_bytes(run.model)), shutil.disk_usage(disk).free
+    if count * checkpoint_size > free:
+        need_text = (
+            f"{count} checkpoints of {checkpoint_size:,} bytes need {count * checkpoint_size:,}"
             if count > 1
-            else f"one checkpoint needs {each:,}"
+            else f"one checkpoint needs {checkpoint_size:,}"
         )
-        lower = "lower checkpoint.keep (one more than it exists while one is written), " if count > 2 else ""
+        keep_advice = "lower checkpoint.keep (one more than it exists while one is written), " if count > 2 else ""
         raise OutOfResources(
-            f"{folder}: {several} bytes and {free:,} are free; {lower}choose another disk with --runs DIR, or write none with "
+            f"{folder}: {need_text} bytes and {free:,} are free; {keep_advice}choose another disk with --runs DIR, or write none with "
             "checkpoint.every=0 checkpoint.at_end=false"
         )
 

@@ -84,7 +84,7 @@ def _fast(
     rates = torch.stack([inputs.learning_rate / (1 - beta1**steps), (1 - beta2**steps).rsqrt()])
     fused_update(
         weights, gradients, first, second, rates.float(), factor=inputs.factor.float(), skip=inputs.skip, betas=coefficients.betas,
-        epsilon=coefficients.epsilon, kept=1 - inputs.learning_rate * weight_decay,
+        epsilon=coefficients.epsilon, decay_factor=1 - inputs.learning_rate * weight_decay,
     )  # fmt: skip
 
 

@@ -50,7 +50,7 @@ KERNEL_REASONS: Mapping[CopyOption, Callable[[RunSpec, Plan], str | None]] = {
     TOKENS: kernel_token_exchange_reason,
 }
 """Reasons for kernels in place of copy engines, where that was not decided by seconds."""
-CARGOES = frozenset(option.cargo for option in COPY_OPTIONS)
+TRANSFERS = frozenset(option.transfer_name for option in COPY_OPTIONS)
 ENGINES = {"copy": "copy engines", "kernel": "kernels"}
 MAX_COMPARED = 3
 """Most other values of a choice that are compared in its sentence."""
@@ -109,7 +109,7 @@ def _compare_values(
         if not why_not_distinguished(best, other)
     ]
     texts = (
-        [", ".join(f"{setting} {'' if at else 'takes '}{gap} longer" for at, (setting, gap) in enumerate(slower))]
+        [", ".join(f"{setting} {'' if index else 'takes '}{gap} longer" for index, (setting, gap) in enumerate(slower))]
         if slower
         else []
     )
@@ -132,16 +132,16 @@ def _transport_reasons(best: Candidate, others: Sequence[Candidate], run: RunSpe
         why = kernel_reason(run, best.plan) if option.engine(best.plan) == "kernel" else None
         comparable = [candidate for candidate in others if option.ranks(candidate.plan) == ranks]
         yield (
-            f"{option.cargo} by kernels: {why}"
+            f"{option.transfer_name} by kernels: {why}"
             if why
-            else _compare_values(best, comparable, option.cargo, option.engine)
+            else _compare_values(best, comparable, option.transfer_name, option.engine)
         )
 
 
 def _value_text(name: str, value: object) -> str:
     if name == "gradients":
         return f"gradients {GRADIENTS[str(value)]}"
-    if name in CARGOES:
+    if name in TRANSFERS:
         return f"{name} by {ENGINES[str(value)]}"
     return SINGLE_RANK_NAMES[name] if name in SINGLE_RANK_NAMES and value == 1 else f"{name} {value}"
 
@@ -149,7 +149,7 @@ def _value_text(name: str, value: object) -> str:
 def _other_value_text(name: str, value: object) -> str:
     if name == "gradients":
         return f"with them {GRADIENTS[str(value)]}"
-    if name in CARGOES:
+    if name in TRANSFERS:
         return f"with {ENGINES[str(value)]}"
     return "without" if name in SINGLE_RANK_NAMES and value == 1 else f"with {value}"
 
@@ -164,10 +164,10 @@ def _memory_reasons(plan: Plan, run: RunSpec, fits: Callable[[Plan], bool]) -> l
     pins, sentences = pins_of(run), []
     low_memory = [layer for layer in plan.layers if layer.recompute != "none"]
     if low_memory and pins.recompute is None and pins.layers is None:
-        roomy = replace(plan, layers=tuple(replace(layer, recompute="none") for layer in plan.layers))
+        larger_plan = replace(plan, layers=tuple(replace(layer, recompute="none") for layer in plan.layers))
         reason = (
             "keeping all activations is no faster"
-            if fits(roomy)
+            if fits(larger_plan)
             else f"with less, {_micro_batches(plan)} do not fit into memory"
         )
         by_mode = {mode: [layer for layer in low_memory if layer.recompute == mode] for mode in RECOMPUTE_MODES}
@@ -175,10 +175,10 @@ def _memory_reasons(plan: Plan, run: RunSpec, fits: Callable[[Plan], bool]) -> l
         sentences.append(f"recompute {' and '.join(modes)}: {reason}")
     resharded = [layer for layer in plan.layers if layer.reshard]
     if resharded and shard_size(plan) > 1 and pins.reshard is None and pins.layers is None:
-        roomy = replace(plan, layers=tuple(replace(layer, reshard=False) for layer in plan.layers))
+        larger_plan = replace(plan, layers=tuple(replace(layer, reshard=False) for layer in plan.layers))
         reason = (
             "keeping them is no faster"
-            if fits(roomy)
+            if fits(larger_plan)
             else f"kept gathered, {_micro_batches(plan)} do not fit into memory"
         )
         sentences.append(
@@ -186,7 +186,7 @@ def _memory_reasons(plan: Plan, run: RunSpec, fits: Callable[[Plan], bool]) -> l
         )
     for offload in sorted({layer.offload for layer in plan.layers} - {"none"}) if pins.offload is None else ():
         layers_text = on_layers([layer for layer in plan.layers if layer.offload == offload], run.model.layers)
-        sentences.append(f"offload {offload} on {layers_text}: without it memory asks for a slower plan")
+        sentences.append(f"offload {offload} on {layers_text}: without it only a slower plan fits into memory")
     sizes = host_bytes(run.model, run.train, plan, run.cluster.nodes)
     labelled = zip(("activations take", "the optimizer takes"), sizes, strict=True)
     return [

@@ -52,7 +52,7 @@ def collective_times(team: Team, clock: Clock, budget: float) -> list[Collective
             if op == "p2p" and layout.ranks != 2:
                 continue
             times += _sizes(team, clock, group, layout, op, share / 5)
-            if team.leader(time.perf_counter() - start) > 2 * share and position:
+            if team.broadcast(time.perf_counter() - start) > 2 * share and position:
                 break
     return times
 

@@ -68,7 +68,7 @@ def _timed(team: Team, clock: Clock, case: Case, budget: float) -> Interference:
         overlapped.append(_compute(team, product, count, begin))
         other_alone.append(_compute(team, lambda: begin()(), 1, None))
     compute_seconds, together_seconds, other_median = (
-        team.slowest(statistics.median(times)) for times in (alone, overlapped, other_alone)
+        team.max_over_ranks(statistics.median(times)) for times in (alone, overlapped, other_alone)
     )
     return Interference(
         op=case.op, ranks=case.ranks, nodes=case.nodes, bytes=BYTES[team.device.type], compute_seconds=compute_seconds,
@@ -78,7 +78,7 @@ def _timed(team: Team, clock: Clock, case: Case, budget: float) -> Interference:
 
 def _compute(team: Team, call: Callable[[], object], count: int, begin: Begin | None) -> float:
     """Seconds of `count` calls from a common start of all ranks, while the operation of `begin` runs, which is not timed."""
-    team.meet()
+    team.barrier()
     if team.cuda:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -88,7 +88,7 @@ def _compute(team: Team, call: Callable[[], object], count: int, begin: Begin | 
         end.record()
         if wait:
             wait()
-        team.finish()
+        team.synchronize()
         return start.elapsed_time(end) / 1e3
     began = time.perf_counter()
     wait = begin() if begin else None

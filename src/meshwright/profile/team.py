@@ -38,18 +38,18 @@ class Team:
     def nodes(self) -> int:
         return self.ranks // self.ranks_per_node
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         """Wait until the device has finished all queued work."""
         if self.cuda:
             torch.cuda.synchronize(self.device)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait until the devices of all ranks have finished all queued work."""
-        self.finish()
+        self.synchronize()
         if self.world:
             dist.barrier(group=self.world.control)
 
-    def slowest(self, value: float) -> float:
+    def max_over_ranks(self, value: float) -> float:
         """The largest `value` of all ranks, on every rank."""
         if self.world is None:
             return value
@@ -57,13 +57,13 @@ class Team:
         dist.all_reduce(reduced, dist.ReduceOp.MAX, group=self.world.control)
         return float(reduced)
 
-    def leader(self, value: float) -> float:
+    def broadcast(self, value: float) -> float:
         """Rank 0's `value`, on every rank."""
         if self.world is None:
             return value
-        broadcast = torch.tensor([value], dtype=torch.float64)
-        dist.broadcast(broadcast, 0, group=self.world.control)
-        return float(broadcast)
+        result = torch.tensor([value], dtype=torch.float64)
+        dist.broadcast(result, 0, group=self.world.control)
+        return float(result)
 
     def group(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
         """This rank's process group of the division `parts`; collective over all ranks."""

@@ -26,8 +26,8 @@ def moment_name(moment: str, parameter: str) -> str:
 class StateParts:
     """This rank's pieces of the logical tensor `name` of `shape`.
 
-    The pieces lie one after another along dimension 0 of `local`; `boxes` says where in the whole each begins and how large it is. A rank
-    without a piece has no boxes and an empty `local`. `local` is the live memory of the state: reading it snapshots, writing it loads.
+    The pieces lie one after another along dimension 0 of `local`; `boxes` gives the offsets and sizes of each piece in the logical
+    tensor. A rank without a piece has no boxes and an empty `local`. `local` is the live memory of the state: reading it snapshots, writing it loads.
     """
 
     name: str
@@ -60,7 +60,7 @@ class StateParts:
         return ((box, self._elements(box)) for box in self.boxes)
 
     def piece(self, offsets: Sequence[int]) -> Tensor:
-        """The elements of the box that begins at `offsets` in the whole, sharing the memory of `local`."""
+        """The elements of the box that begins at `offsets` in the logical tensor, sharing the memory of `local`."""
         return self._elements(next(box for box in self.boxes if box.offsets == tuple(offsets)))
 
     def _elements(self, box: Box) -> Tensor:

@@ -16,7 +16,7 @@ class CopyOption:
     """The field of a plan and of its pins."""
     column: str
     """The column of a search that is 1 where copy engines carry the transfer."""
-    cargo: str
+    transfer_name: str
     """The name of what it transfers."""
     axes: tuple[AxisName, ...]
     """Axes between whose ranks it transfers."""

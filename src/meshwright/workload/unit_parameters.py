@@ -21,13 +21,13 @@ class UnitParameters:
     """Parameters of a unit on one tensor rank, before and after sharding."""
 
     dense: int = 0
-    """Outside the routed experts."""
+    """Parameters outside the routed experts."""
     experts: int = 0
-    """Of the routed experts of one expert rank."""
+    """Parameters of the routed experts on one expert rank."""
     dense_shard: int = 0
-    """Of `dense`, on the first shard rank: FSDP2 gives it ceil(rows / shards) rows of each parameter."""
+    """The share of `dense` on the first shard rank: FSDP2 gives it ceil(rows / shards) rows of each parameter."""
     expert_shard: float = 0.0
-    """Of `experts`, on each of the ranks that share them."""
+    """The share of `experts` on each rank of their shard group."""
 
     @property
     def count(self) -> int:
@@ -56,7 +56,8 @@ class EndParameters:
     def units(self, *, tied: bool, first: bool, last: bool) -> tuple[UnitParameters, UnitParameters]:
         """The embedding's unit and the head's on a rank with the `first` block, the `last` block or both.
 
-        A rank with both ends of a tied model has one unit for both, the head's; a rank with the last block only has a copy of the table.
+        A rank with both ends of a tied model has one unit for both, the head's; a rank with the last block but not the first
+        has a copy of the table.
         """
         shared = tied and first and last
         embed = self.embed if first and not shared else UnitParameters()
@@ -99,7 +100,7 @@ def _unit(
 def stage_parameters(shape: Shape, layout: Layouts, layer_share: Array) -> tuple[Array, Array]:
     """Parameters of a pipeline rank with `layer_share` of all layers and one end of the model, before sharding.
 
-    Outside the routed experts, and inside them. With one pipeline rank both ends count.
+    Returns the parameters outside the routed experts and inside them. With one pipeline rank both ends count.
     """
     tables = np.where(np.asarray(layout.pipeline) > 1, 1.0, 2.0 - shape.tied) * shape.table_params
     dense = (shape.dense_params * layer_share + tables) / layout.tensor
