@@ -82,8 +82,8 @@ class PruneResult:
 def prune_checkpoints(folder: Path, keep: int) -> PruneResult:
     """Delete a run's committed checkpoints except the newest `keep`, and the files of interrupted saves.
 
-    The newest undamaged checkpoint of this run stays, even when `keep` newer ones are damaged or another run's. Raises BadInput when `keep` is
-    not positive, when `folder` is a single checkpoint or none at all, and while a job works in the run's folder.
+    The newest undamaged checkpoint of this run stays, even when `keep` newer ones are damaged or another run's. Raises BadInput when
+    `keep` is not positive, when `folder` is a single checkpoint or none at all, and while a job works in the run's folder.
     """
     if find_checkpoints(folder) == [folder]:
         raise BadInput(f"{folder}: expected a run's folder or its checkpoints folder")

@@ -27,7 +27,8 @@ class StateParts:
     """This rank's pieces of the logical tensor `name` of `shape`.
 
     The pieces lie one after another along dimension 0 of `local`; `boxes` gives the offsets and sizes of each piece in the logical
-    tensor. A rank without a piece has no boxes and an empty `local`. `local` is the live memory of the state: reading it snapshots, writing it loads.
+    tensor. A rank without a piece has no boxes and an empty `local`. `local` is the live memory of the state: reading it snapshots,
+    writing it loads.
     """
 
     name: str
