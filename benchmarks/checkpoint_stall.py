@@ -165,8 +165,8 @@ def figures(records: list[Line], every: int, mode: str) -> Line:
             open_since, window = 0, []
     free += window  # its save was not committed before the run ended
     median = statistics.median(free)
-    first = [record["step_seconds"] for record in records if record["kind"] == "step"][:3]
-    line: Line = {"steps": len(free), "median_step_seconds": median, "first_steps_seconds": first, "saves": saves}
+    every_step = [round(record["step_seconds"], 4) for record in records if record["kind"] == "step"]
+    line: Line = {"steps": len(free), "median_step_seconds": median, "step_seconds": every_step, "saves": saves}
     if mode == "sync":
         return line | {"stall_seconds": [save.get("waited") for save in saves]}
     return line | {

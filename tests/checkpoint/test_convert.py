@@ -10,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from meshwright.checkpoint import hf
 from meshwright.checkpoint.convert import export_checkpoint, import_checkpoint
 from meshwright.checkpoint.hf import import_hf
 from meshwright.checkpoint.manifest import step_name
@@ -158,3 +159,21 @@ def test_conversion_commands(run: Path, tmp_path: Path):
     assert isinstance(call("list", tmp_path / "bas").exception, BadInput)
     for command in ("list", "verify", "to-hf", "from-hf"):
         assert "Example" in call(command, "--help").stdout
+
+
+def test_an_export_has_few_rows_in_memory_at_a_time(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    sizes: list[int] = []
+    read_rows = CheckpointReader.read_rows
+
+    def measured(reader: CheckpointReader, name: str, start: int, stop: int) -> torch.Tensor:
+        rows = read_rows(reader, name, start, stop)
+        sizes.append(rows.nbytes)
+        return rows
+
+    monkeypatch.setattr(CheckpointReader, "read_rows", measured)
+    monkeypatch.setattr(CheckpointReader, "read", lambda reader, name: pytest.fail(f"{name} is read whole"))
+    monkeypatch.setattr(hf, "SLICE_BYTES", 100)
+    export_checkpoint(run, tmp_path / "hf", dtype="fp32")
+    assert 0 < max(sizes) <= 100 and sum(sizes) == sum(tensor.nbytes for tensor in weights(20).values())
+    _, reader = import_hf(tmp_path / "hf")
+    assert all(torch.equal(reader.read(row), weights(20)[f"model.{row.name}"]) for row in parameters(SPEC))

@@ -71,7 +71,9 @@ class Writers:
             arena.data[: len(data)] = data
             arena.complete_snapshot()
         plain = {name: text.decode() for name, text in encode_plain({"step": step}, {}).items()}
-        return Save(step, f"{self.lease.epoch}-{self.saves:08x}", self.arenas[0].generation, 0.0, True, plain)
+        return Save(
+            step, f"{self.lease.epoch}-{self.saves:08x}", self.arenas[0].generation, 0.0, finite=True, plain=plain
+        )
 
     def save(self, step: int) -> dict[str, Any]:
         """Save the values of `step`; returns the first rank's last reply about it."""

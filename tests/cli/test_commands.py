@@ -47,7 +47,10 @@ WITH_JSON = {
 }
 Words = Callable[[Path, Path, Path], list[object]]
 JSON_COMMANDS: dict[str, tuple[Words, set[str]]] = {
-    "plan": (lambda tiny, run, tmp: [tiny], {"name", "plan", "predicted", "alternatives", "search_seconds", "sources"}),
+    "plan": (
+        lambda tiny, run, tmp: [tiny],
+        {"name", "plan", "predicted", "alternatives", "search_seconds", "sources", "checkpoint"},
+    ),
     "simulate": (
         lambda tiny, run, tmp: [tiny, "cluster.gpu=H100", "--trace", tmp / "trace.json"],
         {
@@ -61,7 +64,7 @@ JSON_COMMANDS: dict[str, tuple[Words, set[str]]] = {
             "tokens_per_second",
             "bubble",
         }
-        | {"breakdown", "ranks", "trace"},
+        | {"breakdown", "ranks", "trace", "checkpoint"},
     ),
     "check": (lambda tiny, run, tmp: [tiny, "--runs", tmp], {"ok", "errors"}),
     "data prepare": (

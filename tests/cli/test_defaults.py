@@ -22,7 +22,7 @@ from tests.cli.conftest import ONE_RANK
 from tests.models.tiny import LLAMA
 
 GPUS = ["NVIDIA H100 80GB HBM3"] * 2
-CANNOT = "model.qk_norm: a LlamaForCausalLM folder can only say False, got True (model.family: qwen3 can)"
+CANNOT = "model.qk_norm: a LlamaForCausalLM folder supports only False, got True (model.family: qwen3 can)"
 
 
 @pytest.mark.parametrize("words", [["train"], ["train", "--fresh"], ["plan"], ["check", "--json"], ["simulate"]])

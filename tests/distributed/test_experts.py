@@ -168,7 +168,7 @@ def doubly_counted(world: Any, case: Case) -> list[dict[str, Any]]:
 
     def wrong(*given: Any) -> Any:
         unit = kept(*given)
-        unit.parts[0]._group.gradient_divide_factor = 0.999
+        unit.groups[0]._group.gradient_divide_factor = 0.999
         return unit
 
     stages._block_unit = wrong

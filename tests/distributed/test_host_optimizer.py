@@ -107,9 +107,9 @@ def differing(world: World, spec: ModelSpec, chosen: Plan, lose: str = "") -> tu
     truth, whole = steps(world, spec, plain)
     staged = HostAdamW._staged
 
-    def lost(self: HostAdamW, number: int, kind: int) -> torch.Tensor:
-        found = staged(self, number, kind)
-        return found.clone() if self._kinds[kind] == lose else found
+    def lost(self: HostAdamW, number: int, state: int) -> torch.Tensor:
+        buffer = staged(self, number, state)
+        return buffer.clone() if self._state_names[state] == lose else buffer
 
     with mock.patch.object(HostAdamW, "_staged", lost):
         found, here = steps(world, spec, chosen)

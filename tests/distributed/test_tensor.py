@@ -233,7 +233,7 @@ def through_a_block(world: World, spec: ModelSpec, plan: Plan) -> torch.Tensor:
     block, tokens = engine.executor.rank_model.stages[0][1], torch.zeros(2, 12, dtype=torch.int64)
     block.sharded.gather()
     block.sharded.wait_for_gather()
-    shared = engine.model.shared(tokens, None, None, torch.float64)
+    shared = engine.model.shared_inputs(tokens, None, None, torch.float64)
     x = torch.randn(2, 12 // plan.axis_size("tensor"), spec.hidden, dtype=torch.float64, requires_grad=True)
     y = block.run(x, MicroBatch(tokens, None, None, None, 0), shared)
     assert y.shape == x.shape

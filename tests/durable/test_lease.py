@@ -43,17 +43,19 @@ def test_each_start_has_the_next_epoch_of_the_same_run(tmp_path: Path) -> None:
     assert take_lease(tmp_path / "other").run_id != first.run_id
 
 
-def test_only_the_newest_lease_is_good(tmp_path: Path) -> None:
+def test_only_the_newest_lease_is_valid(tmp_path: Path) -> None:
     first = take_lease(tmp_path)
     check_lease(tmp_path, first)
     second = take_lease(tmp_path)
     check_lease(tmp_path, second)
-    said = (
+    message = (
         rf"taken over by process {os.getpid()} on \S+ \(epoch 2; this job has epoch 1\); this job commits nothing more"
     )
-    with pytest.raises(BadInput, match=said):
+    with pytest.raises(BadInput, match=message):
         check_lease(tmp_path, first)
-    with pytest.raises(BadInput, match="taken over"):  # two starts that met on a file system without locks
+    with pytest.raises(
+        BadInput, match="taken over"
+    ):  # two starts took the lease at once on a file system without locks
         check_lease(tmp_path, replace(second, pid=second.pid + 1))
 
 
@@ -67,12 +69,12 @@ def test_without_a_readable_lease_nothing_is_committed(tmp_path: Path, content: 
     assert (again.run_id, again.epoch) == ("run", 7)
 
 
-def test_a_folder_that_is_gone_is_told_from_one_taken_over(tmp_path: Path) -> None:
+def test_the_errors_of_a_missing_folder_and_of_a_lost_lease_differ(tmp_path: Path) -> None:
     with pytest.raises(OutOfResources, match="no longer exists"):
         check_lease(tmp_path / "run", take_lease(tmp_path))
 
 
-def test_a_lease_outlives_its_process_and_says_that_it_is_dead(tmp_path: Path) -> None:
+def test_the_lease_of_an_ended_process_has_no_living_owner(tmp_path: Path) -> None:
     child = taken_by_a_child(tmp_path)
     stale = read_lease(tmp_path)
     assert stale is not None and stale.pid == child and not owner_is_alive(stale)
@@ -142,9 +144,9 @@ def test_epochs_grow_whatever_happens_to_the_file(actions: list[str], data: st.D
                 highest = epoch
             elif action == "die":  # the new lease is there, or the old one
                 die_at(data.draw(st.integers(0, calls - 1)), take, WRITES)
-                found = read_lease(folder)
-                assert found is None or found.epoch in (highest, highest + 1)
-                highest = max(highest, found.epoch if found else 0)
+                lease_left = read_lease(folder)
+                assert lease_left is None or lease_left.epoch in (highest, highest + 1)
+                highest = max(highest, lease_left.epoch if lease_left else 0)
             elif action == "commit":
                 mine = take()
                 commits.append((mine.run_id, mine.epoch))

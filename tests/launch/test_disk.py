@@ -61,7 +61,7 @@ def test_no_room_is_asked_for_where_nothing_is_written(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("checkpoint", "line"),
     [
-        ({}, "checkpoints: 10 minutes after the first step, then every 30 minutes, and after the last step; "),
+        ({}, "checkpoints: 10 minutes after the first step, then at least every 30 minutes, and after the last step; "),
         ({"every": 1000, "at_end": False}, "checkpoints: every 1,000 steps; "),
         ({"every": 0}, "checkpoints: after the last step alone (checkpoint.every is 0); "),
     ],

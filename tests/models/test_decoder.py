@@ -1,4 +1,4 @@
-"""The decoder against its parameter table, its plain twin, separate documents, and variants written out naively."""
+"""The decoder against its parameter list, its plain kernels, separate documents, and naive implementations of variants."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def preset(name):
 
 
 @pytest.mark.parametrize("name", list(MODEL_PRESETS))
-def test_presets_own_exactly_the_parameters_of_the_table(name):
+def test_presets_have_exactly_the_parameters_of_the_spec(name):
     spec = preset(name)
     model = on_meta(spec)
-    table = [(row.name, row.shape) for row in parameters(spec)]
-    assert [(key, tuple(value.shape)) for key, value in model.named_parameters()] == table
+    expected = [(parameter.name, parameter.shape) for parameter in parameters(spec)]
+    assert [(key, tuple(value.shape)) for key, value in model.named_parameters()] == expected
     assert (
         sum(p.numel() for p in model.parameters())
         == parameter_count(spec)
@@ -52,10 +52,10 @@ def test_presets_own_exactly_the_parameters_of_the_table(name):
 
 
 @pytest.mark.parametrize("model_name", list(ALL))
-def test_variants_own_exactly_the_parameters_of_the_table(model_name):
+def test_variants_have_exactly_the_parameters_of_the_spec(model_name):
     model = on_meta(ALL[model_name])
-    table = {row.name: row.shape for row in parameters(ALL[model_name])}
-    assert {key: tuple(value.shape) for key, value in model.named_parameters()} == table
+    expected = {parameter.name: parameter.shape for parameter in parameters(ALL[model_name])}
+    assert {key: tuple(value.shape) for key, value in model.named_parameters()} == expected
     assert not list(model.buffers())
 
 
@@ -108,14 +108,14 @@ def naive_attention(attention, spec, x):
     half = spec.head_dim // 2
     angles = torch.arange(len(x))[:, None] * spec.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
 
-    def turned(part, head):
+    def rotated(part, head):
         a, b = part[:, head * spec.head_dim :][:, :half], part[:, head * spec.head_dim + half :][:, :half]
         return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), dim=1)
 
     heads = []
     for head in range(spec.heads):
         group = head // (spec.heads // spec.kv_heads)
-        query, key = turned(q, head), turned(k, group)
+        query, key = rotated(q, head), rotated(k, group)
         value = v[:, group * spec.head_dim : (group + 1) * spec.head_dim]
         rows = []
         for i in range(len(x)):
@@ -145,8 +145,8 @@ def test_variants_equal_a_naive_implementation(spec):
 
 
 @pytest.mark.parametrize("model_name", ["llama", "qwen3", "gpt2", "parallel"])
-def test_flops_of_the_spec_are_those_counted(model_name):
-    """Counted as executed: the plain twin computes the whole square of scores, which is what `causal=False` counts."""
+def test_flops_of_the_spec_equal_those_of_torch_s_counter(model_name):
+    """The counter counts executed operations: plain attention computes all scores, which `causal=False` counts too."""
     spec, seq = ALL[model_name], 32
     model, tokens = built(spec, plain=True), some_tokens(spec, seq=seq)
     with FlopCounterMode(display=False) as counter:
@@ -154,10 +154,10 @@ def test_flops_of_the_spec_are_those_counted(model_name):
     assert counter.get_total_flops() == flops_per_token(spec, seq, causal=False) * tokens.numel()
 
 
-def test_the_chunked_loss_multiplies_no_more_than_the_plain_one():
+def test_the_chunked_loss_has_as_many_flops_as_the_plain_loss():
     """Counted in bf16, with a vocabulary that needs no padding.
 
-    Wider formats accumulate with an in-place product that the counter does not know.
+    Wider dtypes accumulate with an in-place product that the counter does not count.
     """
     counts, spec = [], replace(LLAMA, vocab_size=136)
     for plain in (False, True):
@@ -206,13 +206,13 @@ def test_a_block_compiles_with_inductor_masks_included():
         ({"vocab_size": 0}, ["vocab_size", "tokenizer"]),
     ],
 )
-def test_dimensions_that_do_not_fit_are_named(change, words):
+def test_inconsistent_dimensions_are_named(change, words):
     with pytest.raises(BadInput) as caught:
         on_meta(replace(LLAMA, **change))
     assert all(word in str(caught.value) for word in words)
 
 
-def test_too_long_a_sequence_for_learned_positions_is_named():
+def test_a_sequence_too_long_for_learned_positions_raises_bad_input():
     model = built(replace(GPT2, max_seq_len=16))
     with pytest.raises(BadInput, match=r"17 tokens.*max_seq_len = 16"):
         model(some_tokens(GPT2, seq=17))

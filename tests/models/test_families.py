@@ -1,4 +1,4 @@
-"""config.json both ways, what is refused and how it is said, and that none of it needs torch."""
+"""Conversion from and to config.json, its errors, and that none of it needs torch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_every_preset_survives_the_round_trip(name):
     assert read(json.loads(json.dumps(to_hf_config(spec)))) == spec
 
 
-def test_both_majors_find_their_keys():
+def test_config_has_the_keys_of_transformers_4_and_5():
     config = to_hf_config(SCALED, dtype="bf16", eos_id=7)
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == SCALED.rope_theta
     assert config["rope_scaling"]["rope_type"] == config["rope_parameters"]["rope_type"] == "llama3"
@@ -57,13 +57,13 @@ def test_either_form_of_rope_alone_is_enough(spec):
     assert read(without(config, "rope_theta", "rope_scaling", "torch_dtype")) == spec
 
 
-def test_the_oldest_form_of_scaling_is_read_and_bases_default():
+def test_the_oldest_rope_scaling_format_is_read_with_the_default_base():
     config = without(to_hf_config(LLAMA), "rope_parameters", "rope_theta")
     assert read(config).rope_theta == 10000.0
     assert read({**config, "rope_scaling": {"type": "default"}}).rope_scaling is None
 
 
-def test_gpt2_as_openai_wrote_it():
+def test_the_original_gpt2_config_is_read():
     config = {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],
@@ -128,7 +128,7 @@ def test_gpt2_as_openai_wrote_it():
         (QWEN3_MOE, {"mlp_only_layers": [1]}, ["mlp_only_layers", "[1]", "dense layers come first"]),
     ],
 )
-def test_what_the_decoder_does_not_compute_is_refused_by_key_and_value(spec, change, words):
+def test_unsupported_features_raise_errors_that_name_key_and_value(spec, change, words):
     with pytest.raises(BadInput) as caught:
         from_hf_config({**to_hf_config(spec), **change}, "some/config.json")
     assert all(word in str(caught.value) for word in ["some/config.json", *words])
@@ -156,7 +156,7 @@ def test_what_the_decoder_does_not_compute_is_refused_by_key_and_value(spec, cha
         (replace(QWEN3_MOE, shared_expert_hidden=8), "shared_expert_hidden"),
     ],
 )
-def test_what_a_folder_cannot_say_is_refused_by_field(spec, field):
+def test_errors_name_the_field_that_a_folder_cannot_express(spec, field):
     with pytest.raises(BadInput, match=f"model.{field}: "):
         to_hf_config(spec)
 
@@ -172,7 +172,7 @@ def test_what_a_folder_cannot_say_is_refused_by_field(spec, field):
         (replace(QWEN3, bias=True), None),
     ],
 )
-def test_a_refused_field_names_the_families_that_hold_the_whole_model(spec, able):
+def test_an_export_error_names_the_families_that_can_hold_the_model(spec, able):
     obstacle = export_obstacle(spec)
     assert obstacle
     named = re.search(r"\(model\.family: (.*) can\)$", obstacle)
@@ -184,8 +184,8 @@ def test_a_refused_field_names_the_families_that_hold_the_whole_model(spec, able
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)
-def test_a_model_of_a_family_is_one_that_the_family_s_folder_can_hold(family):
-    """With what `config.family_dimensions` says, which knows nothing of Hugging Face."""
+def test_a_family_s_folder_can_hold_a_model_of_the_family(family):
+    """With the values of `config.family_dimensions`, which is independent of Hugging Face."""
     name, sizes = family.model_type, {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 4, "head_dim": 16}
     mixture = name in MIXTURES
     assert mixture == ("experts" not in family.fixed)
@@ -195,15 +195,15 @@ def test_a_model_of_a_family_is_one_that_the_family_s_folder_can_hold(family):
 
 
 @pytest.mark.parametrize("spec", [LLAMA, QWEN3, GPT2, replace(GPT2, tied=False), SCALED, MIXTRAL, QWEN3_MOE])
-def test_the_names_cover_every_row_once(spec):
+def test_folder_tensors_cover_every_parameter_once(spec):
     tensors = hf_tensors(spec)
-    assert list(tensors) == [row.name for row in parameters(spec)]
+    assert list(tensors) == [parameter.name for parameter in parameters(spec)]
     names = [part.name for parts in tensors.values() for part in parts]
     assert len(set(names)) == len(names)
-    for row in parameters(spec):
-        parts = tensors[row.name]
+    for parameter in parameters(spec):
+        parts = tensors[parameter.name]
         assert [part.first_row for part in parts] == [sum(p.row_count for p in parts[:i]) for i in range(len(parts))]
-        assert sum(part.row_count for part in parts) == math.prod(row.shape[:-1] or row.shape)
+        assert sum(part.row_count for part in parts) == math.prod(parameter.shape[:-1] or parameter.shape)
 
 
 def test_a_folder_without_a_usable_config_is_named(tmp_path):
@@ -219,6 +219,6 @@ def test_a_folder_without_a_usable_config_is_named(tmp_path):
     assert from_plain(ModelSpec, folder_spec(tmp_path)) == LLAMA
 
 
-def test_none_of_this_needs_torch():
+def test_families_need_no_torch():
     code = "import sys; sys.modules['torch'] = None; import meshwright.models.families"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -23,7 +23,7 @@ def whole(parameter=PARAMETER, seed=0):
 
 
 def in_python(seed, name, index, std):
-    """The same number by Python's big integers alone."""
+    """The same number computed with Python integers only."""
     from hashlib import blake2b
 
     digest, word, total = blake2b(f"{seed}:{name}".encode(), digest_size=16).digest(), 2**64 - 1, 0
@@ -36,7 +36,7 @@ def in_python(seed, name, index, std):
     return (total - 4 * 65535) * std / math.sqrt(8 * (65536**2 - 1) / 12)
 
 
-def test_values_are_those_of_big_integers():
+def test_values_equal_a_computation_with_python_integers():
     parameter = replace(PARAMETER, shape=(1 << 40,))
     for start in (0, 12345, (1 << 39) + 7):
         got = initial_values(3, parameter, start, 5, "cpu").tolist()
@@ -68,7 +68,7 @@ def test_neighbours_and_other_names_and_seeds_are_independent():
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, COUNT - 1), st.integers(1, 5000))
-def test_a_slice_is_that_slice_of_the_whole(start, count):
+def test_a_slice_equals_the_slice_of_the_whole(start, count):
     count = min(count, COUNT - start)
     assert torch.equal(initial_values(0, PARAMETER, start, count, "cpu"), WHOLE[start : start + count])
 
@@ -87,7 +87,7 @@ def test_ones_and_zeros():
     assert torch.equal(initial_values(0, replace(PARAMETER, fill="zeros"), 3, 4, "cpu"), torch.zeros(4))
 
 
-def test_a_model_holds_the_values_of_its_table():
+def test_a_model_has_the_initial_values_of_its_parameters():
     model = built(LLAMA, dtype=torch.float32, vary=False)
     for parameter in parameters(LLAMA):
         assert torch.equal(

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.checkpoint.hf import import_hf
-from meshwright.models.moe import MixtureOfExperts, Routed
+from meshwright.models.moe import MixtureOfExperts, RoutedOutput
 from meshwright.spec.model import parameters
 from tests.checkpoint.test_hf import Rotary
 from tests.models.tiny import MIXTRAL, MIXTURES, SHARED, built, some_tokens
@@ -22,54 +22,54 @@ def mixture_of(model_name: str, **options: Any) -> MixtureOfExperts:
 
 
 def some_input(batch: int = 2, seq: int = 12) -> torch.Tensor:
-    draw = torch.Generator().manual_seed(5)
-    return torch.randn(batch, seq, MIXTRAL.hidden, generator=draw, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(batch, seq, MIXTRAL.hidden, generator=generator, dtype=torch.float64)
 
 
 def naive(moe: MixtureOfExperts, spec: Any, token: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-    """One token: its experts one after another, likeliest first."""
-    likely = torch.softmax(moe.router.weight @ token, 0)
-    chosen = sorted(range(spec.experts), key=lambda e: -likely[e].item())[: spec.experts_per_token]
-    total = sum(likely[e] for e in chosen) if spec.normalised_routing else 1.0
+    """Output and chosen experts of one token, most probable expert first."""
+    probabilities = torch.softmax(moe.router.weight @ token, 0)
+    chosen = sorted(range(spec.experts), key=lambda e: -probabilities[e].item())[: spec.experts_per_token]
+    total = sum(probabilities[e] for e in chosen) if spec.normalised_routing else 1.0
     y = torch.zeros_like(token)
     for e in chosen:
         if spec.mlp == "swiglu":
             gate, up = (moe.experts.gate_up[e] @ token).chunk(2)
-            inside = F.silu(gate) * up
+            activation = F.silu(gate) * up
         else:
-            inside = F.gelu(moe.experts.up[e] @ token, approximate="tanh")
-        y = y + likely[e] / total * (moe.experts.down[e] @ inside)
+            activation = F.gelu(moe.experts.up[e] @ token, approximate="tanh")
+        y = y + probabilities[e] / total * (moe.experts.down[e] @ activation)
     return (y if moe.shared is None else y + moe.shared(token)), chosen
 
 
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("model_name", MIXTURES)
-def test_every_token_goes_to_its_likeliest_experts(model_name: str, plain: bool) -> None:
+def test_every_token_is_routed_to_its_most_probable_experts(model_name: str, plain: bool) -> None:
     spec, moe, x = MIXTURES[model_name], mixture_of(model_name, plain=plain), some_input()
     routed = moe(x)
     loads = torch.zeros(2, spec.experts, dtype=torch.float64)
-    for row in range(2):
-        for place in range(x.shape[1]):
-            y, chosen = naive(moe, spec, x[row, place])
-            assert torch.allclose(routed.x[row, place], y, rtol=1e-10, atol=1e-12)
-            loads[row, chosen] += 1
+    for sequence in range(2):
+        for position in range(x.shape[1]):
+            y, chosen = naive(moe, spec, x[sequence, position])
+            assert torch.allclose(routed.x[sequence, position], y, rtol=1e-10, atol=1e-12)
+            loads[sequence, chosen] += 1
     assert torch.equal(routed.load.double(), loads.sum(0))
     means = torch.softmax(moe.router(x), -1).mean(1)
-    balance = sum(spec.experts * (loads[row] / loads[row].sum()) @ means[row] for row in range(2))
+    balance = sum(spec.experts * (load / load.sum()) @ mean for load, mean in zip(loads, means, strict=True))
     assert torch.allclose(routed.balance, balance, rtol=1e-12)
 
 
-def test_balance_is_one_when_even_and_the_number_of_experts_when_one_has_all() -> None:
+def test_balance_is_1_for_even_loads_and_the_number_of_experts_for_one_loaded_expert() -> None:
     moe, x = mixture_of("shared expert"), some_input(batch=3)
     with torch.no_grad():
         moe.router.weight.zero_()
-        assert moe(x).balance == pytest.approx(3 * 1.0)  # whoever is chosen, the probabilities are even
+        assert moe(x).balance == pytest.approx(3 * 1.0)  # all probabilities are equal, whichever experts are chosen
         moe.router.weight[2] = 100 * x.mean((0, 1))
         x = x.abs() * x.mean((0, 1)).sign()  # every token points to expert 2
-        crowded = moe(x)
-    assert crowded.balance == pytest.approx(3 * SHARED.experts, rel=1e-3)
-    assert crowded.load.tolist() == [0, 0, 36, 0]
-    assert not crowded.x.isnan().any()
+        uneven = moe(x)
+    assert uneven.balance == pytest.approx(3 * SHARED.experts, rel=1e-3)
+    assert uneven.load.tolist() == [0, 0, 36, 0]
+    assert not uneven.x.isnan().any()
 
 
 def test_experts_without_tokens_have_zero_gradients() -> None:
@@ -87,9 +87,9 @@ def test_the_balance_loss_reaches_the_router() -> None:
     """Its gradient moves the router towards experts that are chosen less."""
     moe, x = mixture_of("mixtral"), some_input(batch=8)
     before = moe(x).balance
-    (slope,) = torch.autograd.grad(before, moe.router.weight)
+    (gradient,) = torch.autograd.grad(before, moe.router.weight)
     with torch.no_grad():
-        moe.router.weight -= 0.01 * slope / slope.norm()
+        moe.router.weight -= 0.01 * gradient / gradient.norm()
     assert moe(x).balance < before
 
 
@@ -107,12 +107,12 @@ def test_a_block_compiles_whole(model_name: str) -> None:
         assert torch.allclose(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
-def test_nothing_is_read_by_the_host_on_the_way_to_the_experts() -> None:
-    """On the meta device nothing can be: the whole block runs but for the plain twin, which has a form for it."""
+def test_the_host_reads_no_value_before_the_experts() -> None:
+    """On the meta device the host can read no value; the whole block runs there."""
     with torch.device("meta"):
         moe = MixtureOfExperts(MIXTRAL, plain=False)
         routed = moe(torch.empty(2, 12, MIXTRAL.hidden))
-    assert isinstance(routed, Routed)
+    assert isinstance(routed, RoutedOutput)
     assert routed.x.shape == (2, 12, MIXTRAL.hidden) and routed.load.shape == (MIXTRAL.experts,)
 
 
@@ -133,7 +133,7 @@ def their_model(model_name: str, layers: int, weight: float) -> Any:
 
 
 def as_ours(name: str, theirs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Their weight or gradient for our parameter; in memory they stack experts too."""
+    """The weight or gradient of transformers for our parameter; transformers stacks experts in memory too."""
     if not name.startswith("layers."):
         return theirs[
             {"embed.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}.get(
@@ -158,21 +158,23 @@ def as_ours(name: str, theirs: dict[str, torch.Tensor]) -> torch.Tensor:
 def test_loss_and_every_gradient_equal_transformers(
     model_name: str, layers: int, weight: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Transformers' balance loss takes batch and layers together and counts every copy of a token.
+    """Transformers computes the balance loss over batch and layers together and counts every copy of a token.
 
-    For one sequence and one layer it is per_token times ours.
+    For one sequence and one layer it is experts_per_token times ours.
     """
     theirs = their_model(model_name, layers, weight)
     theirs.save_pretrained(tmp_path)
     spec, reader = import_hf(tmp_path)
     ours = built(spec)
     with torch.no_grad():
-        for row in parameters(spec):
-            ours.get_parameter(row.name).copy_(reader.read(row))
+        for parameter in parameters(spec):
+            ours.get_parameter(parameter.name).copy_(reader.read(parameter))
     tokens = some_tokens(spec, batch=1, seq=60)
     theirs = theirs.double()
     theirs.model.rotary_emb = Rotary(spec)
-    with monkeypatch.context() as patched:  # they fix fp32 for norms, softmax and the loss, whatever the model's format
+    with (
+        monkeypatch.context() as patched
+    ):  # transformers uses fp32 for norms, softmax and the loss, whatever the model's dtype
         patched.setattr(torch, "float32", torch.float64)
         patched.setattr(torch, "float", torch.float64)
         patched.setattr(torch.Tensor, "float", torch.Tensor.double)

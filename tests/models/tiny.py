@@ -1,4 +1,4 @@
-"""Small models of every kind the decoder knows."""
+"""Small models of every variant that the decoder supports."""
 
 from __future__ import annotations
 
@@ -60,17 +60,17 @@ ALL = {
 
 
 def built(spec, *, plain=False, dtype=torch.float64, loss_chunk=16, vary=True):
-    """A model with its initial values; `vary` moves norms and biases off one and zero, so that a lost one shows."""
+    """A model with its initial values; `vary` adds noise to norms and biases, so that a missing one changes the output."""
     with torch.device("meta"):
         model = Decoder(spec, plain=plain, loss_chunk=loss_chunk)
     model = model.to(dtype).to_empty(device="cpu")
     initialise(model, spec, seed=1)
     if vary:
-        draw = torch.Generator().manual_seed(2)
+        generator = torch.Generator().manual_seed(2)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() == 1:
-                    parameter += 0.2 * torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
+                    parameter += 0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
     return model
 
 

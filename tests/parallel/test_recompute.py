@@ -46,7 +46,7 @@ The share is that of the statistics of norms and attention; a choice is an exper
 def test_a_compiled_block_keeps_what_the_account_says(model_name: str, mode: Recompute) -> None:
     model = built(KEEPING[model_name]).bfloat16()
     block, tokens = model.layers["0"], torch.zeros(2, 64, dtype=torch.long)
-    shared = model.shared(tokens, None, None, torch.bfloat16)
+    shared = model.shared_inputs(tokens, None, None, torch.bfloat16)
     others = {weight.untyped_storage().data_ptr() for weight in [*model.parameters(), *(shared.rope or ())]}
     seen: dict[int, int] = {}
 

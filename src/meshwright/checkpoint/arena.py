@@ -33,12 +33,14 @@ class Arena:
 
         Raises OutOfResources where the kernel refuses the mapping.
         """
-        descriptor = os.memfd_create("meshwright-checkpoint", os.MFD_CLOEXEC)
+        descriptor = -1
         try:
+            descriptor = os.memfd_create("meshwright-checkpoint", os.MFD_CLOEXEC)
             os.ftruncate(descriptor, DATA_OFFSET + size)
             return cls(descriptor, size)
         except OSError as error:
-            os.close(descriptor)
+            if descriptor >= 0:
+                os.close(descriptor)
             raise OutOfResources(f"{size:,} bytes of host memory for checkpoints cannot be mapped: {error}") from None
 
     @classmethod

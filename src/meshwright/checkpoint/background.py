@@ -26,6 +26,7 @@ from meshwright.checkpoint.writer import Save, Setup, encoded_contents
 from meshwright.checkpoint.writer_process import STALLED_SECONDS, WriterProcess
 from meshwright.spec.errors import MeshwrightError, OutOfResources
 from meshwright.spec.failures import as_meshwright_error
+from meshwright.spec.job import ASYNC_BYTES
 from meshwright.spec.run import Lease
 from meshwright.state.parts import StateParts
 
@@ -82,9 +83,10 @@ class BackgroundSaver:
         local_ranks: int,
         parent: int | None = None,
         kept_open: Sequence[int] = (),
+        warm_up: Callable[[], object] = lambda: None,
         **limits: float,
     ) -> None:
-        """`kept_open` and the time `limits` are those of `WriterProcess`."""
+        """`kept_open` and the time `limits` are those of `WriterProcess`; `warm_up` is called when all else is prepared."""
         self._ranks, self._state, self._device, self._lease = ranks, state, device, lease
         self.layout = plan_layout(ranks, state.tensors)
         self._setup = Setup(
@@ -99,7 +101,7 @@ class BackgroundSaver:
             torch_version=str(torch.__version__),
             parent=parent,
         )
-        self._kept_open = kept_open
+        self._kept_open, self._warm_up = kept_open, warm_up
         # A flush of the whole file shows no progress until it ends.
         self._limits = {"stalled_seconds": STALLED_SECONDS + self.layout.bytes / SLOWEST_RATE} | limits
         self._arena: Arena | None = None
@@ -115,6 +117,8 @@ class BackgroundSaver:
         if self._prepared is None:
             self._prepared = threading.Thread(target=self._prepare, name="arena", daemon=True)
             self._prepared.start()
+            if self.layout.bytes < ASYNC_BYTES:
+                self._prepared.join()  # milliseconds
 
     def agree_on_readiness(self) -> None:
         """Wait until the arena and the writer of every rank are ready; raises the same error on all ranks where one is not."""
@@ -135,7 +139,12 @@ class BackgroundSaver:
         """Whether this rank's part of a save is not finished."""
         return self._current is not None and not self._current.ended
 
-    def begin(self, step: int) -> Copies:
+    @property
+    def prepared(self) -> bool:
+        """Whether the preparation has ended on this rank, successful or not."""
+        return self._prepared is not None and not self._prepared.is_alive()
+
+    def begin(self, step: int, *, urgent: bool = False) -> Copies:
         """Begin the save of the state after `step`, which is the last step given to the device. `describe` completes it.
 
         The state may change behind the copies that are returned. A save of this rank that is still in flight has failed elsewhere and is
@@ -151,7 +160,7 @@ class BackgroundSaver:
         copies = self._stager.start(self._state.host_state_is_written)
         # The part behind the hyphen must be unique too: it names what is set aside.
         attempt = f"{self._lease.epoch}-{self._lease.epoch:x}{self._saves:08x}"
-        save = Save(step=step, attempt=attempt, generation=generation, staging_seconds=0.0)
+        save = Save(step=step, attempt=attempt, generation=generation, staging_seconds=0.0, urgent=urgent)
         self._current = _SaveInFlight(save, copies, self._arena, self.writer)
         return copies
 
@@ -184,6 +193,7 @@ class BackgroundSaver:
             self._stager = Stager(self.layout, buffer, self._state.groups, self._state.parameter_of)
             self.writer = WriterProcess(self._arena, self._setup, kept_open=self._kept_open, **self._limits)
             self.writer.start()
+            self._warm_up()
         except Exception as error:
             self._failure = error
 

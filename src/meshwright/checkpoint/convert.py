@@ -1,7 +1,8 @@
-"""Between our checkpoints and Hugging Face folders: one process, one tensor in memory at a time."""
+"""Between our checkpoints and Hugging Face folders: one process, part of a tensor in memory at a time."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def export_checkpoint(source: Path, out: Path, *, dtype: str = "bf16") -> Path:
         export_hf(
             out,
             spec,
-            lambda name: reader.read(f"model.{name}"),
+            _Weights(reader),
             tokenizer=tokenizer,
             run_note=_note(config, reader),
             dtype=dtype,
@@ -91,6 +92,19 @@ def import_checkpoint(source: Path, out: Path) -> Path:
     if (source / "tokenizer.json").is_file() and not kept.exists():
         write_durable(kept, (source / "tokenizer.json").read_bytes())
     return attempt.target
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """The weights of a checkpoint, read by rows."""
+
+    reader: CheckpointReader
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.reader.record(f"model.{name}").shape
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return self.reader.read_rows(f"model.{name}", start, stop)
 
 
 def _config(reader: CheckpointReader) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,7 +26,20 @@ from meshwright.spec.errors import BadInput, Damaged, OutOfResources, nearest
 from meshwright.spec.fields import from_plain
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameter_count, parameters
 
-Source = Callable[[str], Tensor] | Iterable[tuple[str, Tensor]]
+SLICE_BYTES = 32 << 20
+"""Bytes of a weight that an export reads at a time from a RowSource."""
+
+
+@runtime_checkable
+class RowSource(Protocol):
+    """Weights that can be read by rows of dimension 0, so that none needs to be in memory whole."""
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor: ...
+
+
+Source = Callable[[str], Tensor] | Iterable[tuple[str, Tensor]] | RowSource
 DTYPES = {"bf16": (torch.bfloat16, "BF16"), "fp32": (torch.float32, "F32")}
 """Number formats a folder can be written in: torch's name and safetensors' name."""
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -47,7 +60,8 @@ def export_hf(
 ) -> None:
     """Write a folder that transformers, vLLM and others load: weights, config, generation config, tokenizer, card.
 
-    tensors gives each of `parameters(spec)` whole, by name or as pairs in any order; one is held at a time. tokenizer
+    tensors gives each of `parameters(spec)` whole, by name or as pairs in any order, or by rows; one, or 32 MiB of rows, is in memory at a
+    time. tokenizer
     is a tokenizer.json; `eos` its end-of-text token; `run_note` Markdown for the model card, headed `title` (else the
     folder's name). No file of weights exceeds `shard_bytes` unless one tensor does. The folder appears under its name
     when complete. Raises BadInput when it exists with something in it, when the family cannot express the model, or
@@ -248,27 +262,10 @@ def _write_weights(folder: Path, spec: ModelSpec, tensors: Source, shards: list[
         with open(folder / shard.file, "wb") as file:
             file.write(shard.header)
             file.truncate(shard.total)
-    parts, waiting = hf_tensors(spec), {parameter.name: parameter for parameter in parameters(spec)}
-    for name, tensor in _named_tensors(tensors, tuple(waiting)):
-        parameter = waiting.pop(name, None)
-        if parameter is None or tuple(tensor.shape) != parameter.shape:
-            expected = (
-                f"shape {parameter.shape}, got {tuple(tensor.shape)}"
-                if parameter
-                else "each of the model's parameters once"
-            )
-            raise BadInput(f"weights to export: {name}: expected {expected}")
-        if tensor.dim() > 2:
-            tensor = tensor.flatten(0, -2)  # as HFTensor counts rows
-        for part in parts[name]:
-            file, offset = places[part.name]
-            _write_tensor(
-                folder / file, offset, tensor[part.first_row : part.first_row + part.row_count], part.transposed, dtype
-            )
-    if waiting:
-        raise Damaged(
-            f"weights to export: {len(waiting)} of the model's parameters are missing, {next(iter(waiting))} first"
-        )
+    for part, first_row, rows in _slices(tensors, spec):
+        file, offset = places[part.name]
+        row_bytes = math.prod(rows.shape[1:]) * dtype.itemsize
+        _write_tensor(folder / file, offset + first_row * row_bytes, rows, part.transposed, dtype)
     for shard in shards:
         sync_file(folder / shard.file)
     if len(shards) > 1:
@@ -277,8 +274,45 @@ def _write_weights(folder: Path, spec: ModelSpec, tensors: Source, shards: list[
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _named_tensors(tensors: Source, names: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
-    return ((name, tensors(name)) for name in names) if callable(tensors) else iter(tensors)
+def _slices(tensors: Source, spec: ModelSpec) -> Iterator[tuple[HFTensor, int, Tensor]]:
+    """Each part of each parameter in pieces: the first row of a piece within its part, and its rows."""
+    parts, waiting = hf_tensors(spec), {parameter.name: parameter for parameter in parameters(spec)}
+    if isinstance(tensors, RowSource):
+        for name, parameter in waiting.items():
+            _check_parameter(name, parameter, tensors.shape(name))
+            for part in parts[name]:
+                yield from _row_slices(tensors, parameter, part)
+        return
+    pairs = ((name, tensors(name)) for name in tuple(waiting)) if callable(tensors) else iter(tensors)
+    for name, tensor in pairs:
+        _check_parameter(name, waiting.pop(name, None), tuple(tensor.shape))
+        if tensor.dim() > 2:
+            tensor = tensor.flatten(0, -2)  # as HFTensor counts rows
+        for part in parts[name]:
+            yield part, 0, tensor[part.first_row : part.first_row + part.row_count]
+    if waiting:
+        raise Damaged(
+            f"weights to export: {len(waiting)} of the model's parameters are missing, {next(iter(waiting))} first"
+        )
+
+
+def _row_slices(source: RowSource, parameter: ParameterSpec, part: HFTensor) -> Iterator[tuple[HFTensor, int, Tensor]]:
+    """A part's rows, 32 MiB at a time; a transposed part whole, and experts one at a time."""
+    deep, width = math.prod(parameter.shape[1:-1]), math.prod(parameter.shape[1:][-1:])
+    step = part.row_count if part.transposed else deep if deep > 1 else max(1, SLICE_BYTES // (4 * width))
+    end = part.first_row + part.row_count
+    for start in range(part.first_row, end, step):
+        stop = min(start + step, end)
+        first, last = start // deep, -(-stop // deep)
+        rows = source.read_rows(parameter.name, first, last)
+        rows = rows.flatten(0, -2) if rows.dim() > 2 else rows
+        yield part, start - part.first_row, rows[start - first * deep : stop - first * deep]
+
+
+def _check_parameter(name: str, parameter: ParameterSpec | None, shape: tuple[int, ...]) -> None:
+    if parameter is None or shape != parameter.shape:
+        expected = f"shape {parameter.shape}, got {shape}" if parameter else "each of the model's parameters once"
+        raise BadInput(f"weights to export: {name}: expected {expected}")
 
 
 def _write_tensor(path: Path, offset: int, tensor: Tensor, transposed: bool, dtype: torch.dtype) -> None:

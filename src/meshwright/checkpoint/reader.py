@@ -26,7 +26,7 @@ from meshwright.spec.errors import BadInput, Damaged, nearest
 
 _TEXT_LIMIT = 256 << 20
 _CONTENTS_LIMIT = 1 << 30
-CACHED_BLOCKS = 16
+CACHED_BLOCKS = 4
 """Blocks of 16 MiB that an open reader keeps."""
 
 
@@ -68,7 +68,7 @@ class CheckpointReader:
 
     def read(self, name: str) -> Tensor:
         """The whole tensor, on the CPU, in its stored dtype."""
-        record = self._record(name)
+        record = self.record(name)
         if record.shape:
             return self.read_rows(name, 0, record.shape[0])
         target = torch.empty((), dtype=DTYPES[record.dtype])
@@ -78,7 +78,7 @@ class CheckpointReader:
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop` of dimension 0, on the CPU, in the stored dtype; only these are read from disk."""
-        record = self._record(name)
+        record = self.record(name)
         if not record.shape or not 0 <= start <= stop <= record.shape[0]:
             raise BadInput(f"{self.path}: {name} has shape {record.shape}; rows {start} to {stop} are not in it")
         target = torch.empty((stop - start, *record.shape[1:]), dtype=DTYPES[record.dtype])
@@ -108,7 +108,8 @@ class CheckpointReader:
             raise BadInput(f"{self.path} holds no {name}; it has {', '.join(self.manifest.files)}")
         return read_verified(self.path, self.manifest, name, _TEXT_LIMIT)
 
-    def _record(self, name: str) -> TensorRecord:
+    def record(self, name: str) -> TensorRecord:
+        """Shape, dtype and chunks of a tensor; raises BadInput, naming the nearest, when there is none of this name."""
         if name not in self.tensors:
             hint = nearest(name, self.tensors)
             raise BadInput(f"{self.path} holds no tensor {name}" + (f"; nearest: {hint}" if hint else ""))

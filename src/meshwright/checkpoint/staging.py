@@ -7,8 +7,11 @@ thread, with one flag a group.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -23,6 +26,10 @@ PIN_BYTES = 256 << 20
 
 No copy crosses two parts.
 """
+POPULATE_THREADS, POPULATE_BYTES, MADV_POPULATE_WRITE = 4, 32 << 20, 23
+"""Threads that take pages from the host, bytes of one call, and the kernel's name for it (madvise(2), Linux 5.14)."""
+TABLE_BYTES, TABLES = tuple(1 << power for power in range(6, 14)), 64
+"""Sizes of the tables of an update in groups, and how many are under way at a time."""
 COPY_BYTES = 64 << 20
 """Largest copy, a divisor of `PIN_BYTES`: between two of them the copy engine serves the small copies of training."""
 
@@ -39,20 +46,49 @@ class StagingBuffer:
         self.data = torch.frombuffer(arena.memory, dtype=torch.uint8, offset=DATA_OFFSET)
 
     def prepare(self) -> None:
-        """Take the pages from the host, and lock them. Takes seconds for large arenas and holds no lock of Python's meanwhile.
+        """Take the pages from the host and lock them; other threads of Python run meanwhile.
 
         Raises OutOfResources when the host's memory cannot be locked.
         """
-        for part in self.data.split(PIN_BYTES):
-            part.zero_()
-            if self._device.type == "cuda":
-                runtime: Any = torch.cuda.cudart()
-                with torch.cuda.device(self._device):
-                    if int(runtime.cudaHostRegister(part.data_ptr(), part.nbytes, 1)):
-                        raise OutOfResources(
-                            f"{self.data.nbytes:,} bytes of host memory for checkpoints could not be pinned; raise the host's limit of "
-                            "locked memory (ulimit -l), or set checkpoint.mode=sync"
-                        )
+        parts = self.data.split(PIN_BYTES)
+        with ThreadPoolExecutor(POPULATE_THREADS) as pool:
+            for part, _ in zip(parts, pool.map(_populate, parts), strict=True):
+                if self._device.type == "cuda":
+                    self._pin(part)
+        if self._device.type == "cuda":
+            _fill_pinned_cache(self._device)
+
+    def _pin(self, part: Tensor) -> None:
+        runtime: Any = torch.cuda.cudart()
+        with torch.cuda.device(self._device):
+            code = int(runtime.cudaHostRegister(part.data_ptr(), part.nbytes, 1))
+        if code:
+            raise OutOfResources(
+                f"{self.data.nbytes:,} bytes of host memory for checkpoints could not be pinned; raise the host's limit of "
+                "locked memory (ulimit -l), or set checkpoint.mode=sync"
+            )
+
+
+def _fill_pinned_cache(device: torch.device) -> None:
+    """Let torch's cache have small page-locked buffers for the first update in groups.
+
+    Each group copies a table to the device. An allocation then would synchronise with the device.
+    """
+    with torch.cuda.device(device):
+        buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in TABLE_BYTES for _ in range(TABLES)]
+    del buffers
+
+
+def _populate(part: Tensor) -> None:
+    """Make the kernel provide the pages of a part, in huge pages where it has them."""
+    system = ctypes.CDLL(None, use_errno=True)
+    first = part.data_ptr()
+    system.madvise(ctypes.c_void_p(first), ctypes.c_size_t(part.nbytes), mmap.MADV_HUGEPAGE)
+    for start in range(0, part.nbytes, POPULATE_BYTES):
+        count = min(POPULATE_BYTES, part.nbytes - start)
+        if system.madvise(ctypes.c_void_p(first + start), ctypes.c_size_t(count), MADV_POPULATE_WRITE):
+            part[start:].zero_()  # before Linux 5.14
+            return
 
 
 class Stager:

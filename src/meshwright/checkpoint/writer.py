@@ -85,6 +85,8 @@ class Save:
     generation: int
     staging_seconds: float
     finite: bool | None = None
+    urgent: bool = False
+    """Whether the run waits for it; otherwise half of the threads leave the host's processors to training."""
     plain: dict[str, str] = field(default_factory=dict)
 
 
@@ -221,7 +223,8 @@ class Writer:
         self._check_generation(save)
         name, data = f"tensors-{setup.rank:05d}.safetensors", self._arena.data
         size = sum(TensorHeader(key, dtype, tuple(shape)).bytes for key, dtype, shape in setup.headers)
-        record = write_blocks(folder / name, [memoryview(self._header), data[:size]], setup.threads, self._count)
+        threads = setup.threads if save.urgent else -(-setup.threads // 2)
+        record = write_blocks(folder / name, [memoryview(self._header), data[:size]], threads, self._count)
         self._check_generation(save)
         return {name: record}
 

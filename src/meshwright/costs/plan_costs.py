@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from meshwright.costs.constants import OWN, Constants, aged, is_measured, per_row, table, unmeasured
+from meshwright.costs.constants import OWN, Constants, at_release, constant_arrays, is_measured, table, unmeasured
 from meshwright.costs.device_rates import ROWWISE, Machine
 from meshwright.costs.machine_rates import (
     FORMATS,
@@ -108,7 +108,7 @@ def pricing(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec
     chip = chip_of(cluster)
     if chip is None or compute not in FORMATS or compute not in chip.peak_flops:
         return None
-    constants = aged(per_row([(chip.generation, STACK)]), np.zeros(1))
+    constants = at_release(constant_arrays([(chip.generation, STACK)]), np.zeros(1))
     if not is_measured(chip.generation) and cluster.gpu in CHIPS:
         constants = replace(constants, **unmeasured(chip))
     if cluster.network is None or cluster.network.fabric != "tcp":

@@ -1,5 +1,4 @@
-"""What a model computes, as plain one-device PyTorch, and what Hugging Face calls its parts.
+"""Models as single-device PyTorch, and their tensor names and configurations in Hugging Face folders.
 
-Floor 1: imports `spec` and `kernels`.
-`families` and what it stands on need no torch.
+Layer 1: imports `spec` and `kernels`. `families` and the modules that it imports need no torch.
 """

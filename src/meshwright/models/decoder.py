@@ -1,8 +1,8 @@
-"""The decoder-only transformer a ModelSpec describes: GPT-2/3, Llama 2/3.x, Qwen3, Mixtral, and MegaScale's variants.
+"""The decoder-only transformer that a ModelSpec describes: GPT-2/3, Llama 2/3.x, Qwen3, Mixtral, MegaScale's variants.
 
-It reads as one device's PyTorch; sharding, recompute and compilation are put around it by `parallel`. Its parameters
-are exactly the rows of `spec.model.parameters`. Projections that share an input are one matrix: queries, keys and
-values; gate and up.
+The code is single-device PyTorch; `parallel` adds sharding, recompute and compilation. The parameters are exactly those
+of `spec.model.parameters`. Projections with the same input are fused into one matrix: queries, keys and values; gate
+and up.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from meshwright.kernels.norm import layer_norm, rms_norm
 from meshwright.kernels.rope import RotaryTables, rotary_tables, rotate
 from meshwright.models.dimension_checks import check_dimensions
 from meshwright.models.mlp import feed_forward
-from meshwright.models.moe import MixtureOfExperts, Routed
+from meshwright.models.moe import MixtureOfExperts, RoutedOutput
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec
 
 
 class SharedInputs(NamedTuple):
-    """What all blocks of one micro-batch share: token positions, rotary tables, attention mask."""
+    """Inputs that all blocks of one micro-batch share: token positions, rotary tables, attention mask."""
 
     positions: Tensor
     rope: RotaryTables | None
@@ -37,18 +37,18 @@ class SharedInputs(NamedTuple):
 class Decoder(nn.Module):
     """Token embedding, blocks, final norm, head.
 
-    `plain` uses the kernels' plain twins everywhere; `loss_chunk` is how many tokens' logits exist at one time in
-    training. Build it under `torch.device("meta")` and give it memory with `to_empty`: it has no buffers. Raises
-    BadInput for dimensions that do not fit.
+    `plain` selects the reference implementation of all kernels; `loss_chunk` is the number of tokens whose logits are in memory
+    at a time in training. Create it under `torch.device("meta")` and allocate its memory with `to_empty`; it has no
+    buffers. Raises BadInput for dimensions that do not match.
     """
 
     def __init__(self, spec: ModelSpec, *, plain: bool = False, loss_chunk: int = 4096) -> None:
         super().__init__()
         check_dimensions(spec)
         self.spec, self.plain = spec, plain
-        self.embed = Table(_weight(spec.vocab_size, spec.hidden))
+        self.embed = Embedding(_weight(spec.vocab_size, spec.hidden))
         learned = spec.positions == "learned"
-        self.positions = Table(_weight(spec.max_seq_len, spec.hidden)) if learned else None
+        self.positions = Embedding(_weight(spec.max_seq_len, spec.hidden)) if learned else None
         self.layers = nn.ModuleDict(
             {str(layer): Block(spec, plain, routed=spec.routed(layer)) for layer in range(spec.layers)}
         )
@@ -63,14 +63,13 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> Tensor:
-        """Logits `(batch, seq, vocab)` of tokens `(batch, seq)`, or with targets the fp32 sum of their losses (fp64 in
-        fp64).
+        """Logits `(batch, seq, vocab)` of tokens `(batch, seq)`, or with targets the sum of their losses.
 
-        targets `(batch, seq)`: the token each place should say, negative to leave it out. positions `(batch, seq)`:
-        counted from 0 in each row when None. documents `(batch, seq)`: numbers of the documents that attention stays
-        inside; None is one per row.
+        The sum is fp32 (fp64 in fp64). `targets` `(batch, seq)`: the token to predict at each position; negative targets are
+        ignored. `positions` `(batch, seq)`: from 0 in each row if None. `documents` `(batch, seq)`: document numbers, beyond
+        which no token attends; None means one document per row.
         """
-        return self.finished(self._through_blocks(tokens, positions, documents)[0], targets)
+        return self.logits_or_loss(self._run_blocks(tokens, positions, documents)[0], targets)
 
     def losses(
         self,
@@ -80,29 +79,27 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The two sums of the training loss: token losses and balance losses.
+        """The two sums of the training loss: token losses, and the balance losses of experts.
 
-        Token losses are as in `forward`; balance losses are those of all sequences and layers with experts (`models.moe`; 0 for
-        a dense model).
+        Token losses are as in `forward`. Balance losses are summed over all sequences and all layers with experts (`models.moe`);
+        0 for a dense model.
         """
-        x, balance = self._through_blocks(tokens, positions, documents)
-        return self.finished(x, targets), balance
+        x, balance = self._run_blocks(tokens, positions, documents)
+        return self.logits_or_loss(x, targets), balance
 
-    def _through_blocks(
-        self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        shared = self.shared(tokens, positions, documents, self.embed.weight.dtype)
-        x, balance = self.embedded(tokens, shared), torch.zeros((), device=tokens.device)
+    def _run_blocks(self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None) -> tuple[Tensor, Tensor]:
+        shared = self.shared_inputs(tokens, positions, documents, self.embed.weight.dtype)
+        x, balance = self.embed_tokens(tokens, shared), torch.zeros((), device=tokens.device)
         for layer in self.layers.values():
             x = layer(x, shared.rope, shared.mask)
-            if isinstance(x, Routed):
+            if isinstance(x, RoutedOutput):
                 x, balance = x.x, balance + x.balance
         return x, balance
 
-    def shared(
+    def shared_inputs(
         self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None, dtype: torch.dtype
     ) -> SharedInputs:
-        """What every block of one micro-batch is handed beside its input, for activations of `dtype`."""
+        """The inputs that all blocks of one micro-batch share, for activations of `dtype`."""
         self._check_length(tokens.shape[1])
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -118,22 +115,22 @@ class Decoder(nn.Module):
         *,
         queries: Tensor | None = None,
     ) -> AttentionMask | None:
-        """The attention mask of sequences of `seq` tokens, for the queries at the given places (None: all)."""
+        """The attention mask of sequences of `seq` tokens, for the queries at the positions `queries` (None: all)."""
         dense = self.plain or dtype == torch.float64
         return make_mask(documents, self.spec.sliding_window, seq, device, queries=queries, plain=dense)
 
-    def embedded(self, tokens: Tensor, shared: SharedInputs) -> Tensor:
+    def embed_tokens(self, tokens: Tensor, shared: SharedInputs) -> Tensor:
         """The first block's input `(batch, seq, hidden)`."""
         x = self.embed(tokens)
         return x if self.positions is None else x + self.positions(shared.positions)
 
-    def finished(self, x: Tensor, targets: Tensor | None) -> Tensor:
-        """Logits or summed loss of the last block's output."""
+    def logits_or_loss(self, x: Tensor, targets: Tensor | None) -> Tensor:
+        """Logits of the last block's output, or with targets its summed loss."""
         tied = self.embed.weight if self.spec.tied else None
         return self.head(self.norm(x), targets, tied)
 
     def rope(self, positions: Tensor, dtype: torch.dtype) -> RotaryTables | None:
-        """The rotary tables of `positions`; None for a model without."""
+        """The rotary tables of `positions`; None for a model with learned positions."""
         if self.spec.positions != "rope":
             return None
         return rotary_tables(positions, self.spec.head_dim, self.spec.rope_theta, self.spec.rope_scaling, dtype)
@@ -146,26 +143,26 @@ class Decoder(nn.Module):
             )
 
 
-class Table(nn.Module):
-    """A vector for each token, or for each place."""
+class Embedding(nn.Module):
+    """One vector per token of the vocabulary, or per position."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
         self.weight = weight
 
     def forward(self, indices: Tensor) -> Tensor:
-        """`(…, hidden)` of row indices `(…)`."""
+        """Vectors `(…, hidden)` of indices `(…)`."""
         return F.embedding(indices, self.weight)
 
 
 class Block(nn.Module):
-    """Norm and attention, norm and feed-forward network, each added to the stream; or both beside one norm.
+    """Norm and attention, then norm and feed-forward network, each with a residual; a parallel block has one norm for both.
 
-    A `routed` block has a mixture of experts for its feed-forward network, and returns what the router did beside its output. `beside` is
-    where tensor ranks let both branches of a parallel block share their exchanges (`parallel.tensor`).
+    A `routed` block has a mixture of experts as its feed-forward network and returns a RoutedOutput. Tensor parallelism replaces
+    `add_branches`, so that both branches of a parallel block share their collectives (`parallel.tensor`).
     """
 
-    beside: Callable[[Block, Tensor, RotaryTables | None, AttentionMask | None], Tensor]
+    add_branches: Callable[[Block, Tensor, RotaryTables | None, AttentionMask | None], Tensor]
 
     def __init__(self, spec: ModelSpec, plain: bool, *, routed: bool = False) -> None:
         super().__init__()
@@ -178,31 +175,31 @@ class Block(nn.Module):
             self.moe = MixtureOfExperts(spec, plain)
         else:
             self.mlp = feed_forward(spec, spec.ffn_hidden, plain)
-        self.beside = side_by_side
+        self.add_branches = sum_of_branches
 
-    def forward(self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor | Routed:
-        """x `(batch, seq, hidden)` and what all blocks share: the rotary tables and the attention mask."""
+    def forward(self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor | RoutedOutput:
+        """The block's output for x `(batch, seq, hidden)` and the shared rotary tables and attention mask."""
         normed = self.attention_norm(x)
         if self.parallel and not self.routed:
-            return x + self.beside(self, normed, rope, mask)
+            return x + self.add_branches(self, normed, rope, mask)
         x = x + self.attention(normed, rope, mask)
         if not self.parallel:
             normed = self.mlp_norm(x)
         if not self.routed:
             return x + self.mlp(normed)
         routed = self.moe(normed)
-        return Routed(x + routed.x, routed.balance, routed.load)
+        return RoutedOutput(x + routed.x, routed.balance, routed.load)
 
 
-def side_by_side(block: Block, normed: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
-    """What attention and the feed-forward network of a parallel block add to the stream."""
+def sum_of_branches(block: Block, normed: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
+    """Sum of the attention and feed-forward outputs of a parallel block, without the residual."""
     return block.attention(normed, rope, mask) + block.mlp(normed)
 
 
 class Attention(nn.Module):
     """Causal self-attention with grouped key/value heads.
 
-    `attend` is where sequences that are spread over ranks are put together (`parallel.context`).
+    Context parallelism replaces `attend` by attention over sequences that are divided over ranks (`parallel.context`).
     """
 
     attend: Callable[..., Tensor]
@@ -220,10 +217,10 @@ class Attention(nn.Module):
         self.attend = attention
 
     def forward(self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
-        return self.out(self.attended(self.qkv(x), rope, mask))
+        return self.out(self.attend_heads(self.qkv(x), rope, mask))
 
-    def attended(self, qkv: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
-        """`(batch, seq, heads · head_dim)` of queries, keys and values as they were projected."""
+    def attend_heads(self, qkv: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
+        """Attention output `(batch, seq, heads · head_dim)` of the projected queries, keys and values `qkv`."""
         heads = qkv.unflatten(-1, (-1, self.head_dim))
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=-2)
         if self.qk_norm:
@@ -249,7 +246,7 @@ class Norm(nn.Module):
 
 
 class Head(nn.Module):
-    """The product with the vocabulary and, given targets, the loss: one module, so that hooks on it see both.
+    """Output projection and, with targets, the loss: one module, so that hooks on it cover both.
 
     `weight` is None for a tied head.
     """
@@ -259,11 +256,12 @@ class Head(nn.Module):
         self.weight, self.loss_chunk, self.plain = weight, loss_chunk, plain
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
-        """Logits of hidden `(batch, seq, hidden)`, or the summed loss; `tied` is the embedding's weight when the head
-        owns none.
+        """Logits of hidden `(batch, seq, hidden)`, or with targets the summed loss.
+
+        `tied` is the embedding's weight if the head has no weight.
         """
         weight = self.weight if tied is None else tied
-        assert weight is not None, "a tied head is handed the embedding's weight"
+        assert weight is not None, "a tied head needs the embedding's weight"
         if targets is None:
             return F.linear(hidden, weight)
         return linear_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten(), self.loss_chunk, plain=self.plain)

@@ -1,4 +1,4 @@
-"""Whether a ModelSpec's numbers fit together into a decoder. Needs no torch."""
+"""Checks that the dimensions of a ModelSpec are consistent. Needs no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from meshwright.spec.model import ModelSpec
 
 
 def check_dimensions(spec: ModelSpec, where: str = "model") -> None:
-    """Raise BadInput naming every field that does not fit another.
+    """Raise BadInput that names every field which is inconsistent with another.
 
     `where` is the file or section that the fields come from.
     """
@@ -21,7 +21,7 @@ def check_dimensions(spec: ModelSpec, where: str = "model") -> None:
     if spec.positions == "rope" and spec.head_dim % 2:
         near = spec.head_dim + 1
         mistakes.append(
-            f"head_dim is {spec.head_dim}: rotary embedding turns pairs, expected an even number; nearest: {near}"
+            f"head_dim is {spec.head_dim}: rotary embedding rotates pairs, expected an even number; nearest: {near}"
         )
     scaling = spec.rope_scaling
     if scaling is not None and scaling.high_freq_factor <= scaling.low_freq_factor:

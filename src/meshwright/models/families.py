@@ -1,6 +1,6 @@
-"""Every family the decoder can be read from and written as, and the three questions asked of one. Needs no torch.
+"""The model families: tensors of their Hugging Face folders, and conversion from and to config.json. Needs no torch.
 
-Which tensors does a Hugging Face folder hold, what does its config.json say, and what does config.json mean?
+FAMILIES has every family that the decoder can read and write.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (GPT2, LLAMA, MIXTRAL, QWEN3, QWEN3_MOE)}
 DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
-"""Names of the number formats in config.json."""
+"""Names of the dtypes in config.json."""
 
 
 @dataclass(frozen=True)
 class HFTensor:
     """One tensor of a Hugging Face folder: rows [first_row, first_row + row_count) of one of our parameters, as a matrix.
 
-    Stacked experts count as one matrix below the other: all dimensions but the last are rows.
-
-    `shape` is the shape in the folder; `transposed` says that our rows are its columns.
+    For stacked experts all dimensions but the last are counted as rows. `shape` is the shape in the folder; with `transposed` our rows are
+    its columns.
     """
 
     name: str
@@ -44,7 +43,7 @@ class HFTensor:
 
 
 def hf_tensors(spec: ModelSpec) -> dict[str, tuple[HFTensor, ...]]:
-    """For each of our parameters, in order, the folder's tensors that make it up, in the order of their rows."""
+    """For each of our parameters, in order, the tensors of the folder that compose it, in the order of their rows."""
     family = FAMILIES[spec.family]
     return {parameter.name: tuple(_tensors_of(family, parameter)) for parameter in parameters(spec)}
 
@@ -56,7 +55,7 @@ def to_hf_config(spec: ModelSpec, *, dtype: str = "bf16", eos_id: int | None = N
     """
     family = FAMILIES[spec.family]
     if obstacle := export_obstacle(spec):
-        raise BadInput(f"{obstacle}; Meshwright's own checkpoint holds the model as it is")
+        raise BadInput(f"{obstacle}; Meshwright's own checkpoints can hold this model")
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -73,7 +72,7 @@ def to_hf_config(spec: ModelSpec, *, dtype: str = "bf16", eos_id: int | None = N
 
 
 def export_obstacle(spec: ModelSpec) -> str | None:
-    """Why no Hugging Face folder of the model's family can hold it, and which families' can; None where its own can."""
+    """Why a Hugging Face folder of the model's family cannot hold it, and which family's can; None if it can."""
     if (obstacle := _obstacle(FAMILIES[spec.family], spec)) is None:
         return None
     able = [name for name, family in FAMILIES.items() if _obstacle(family, spec) is None]
@@ -83,7 +82,7 @@ def export_obstacle(spec: ModelSpec) -> str | None:
 def _obstacle(family: Family, spec: ModelSpec) -> str | None:
     for name, value in family.fixed.items():
         if getattr(spec, name) != value:
-            return f"model.{name}: a {family.architecture} folder can only say {value!r}, got {getattr(spec, name)!r}"
+            return f"model.{name}: a {family.architecture} folder supports only {value!r}, got {getattr(spec, name)!r}"
     try:
         family.to_config(spec)
     except BadInput as error:
@@ -92,15 +91,15 @@ def _obstacle(family: Family, spec: ModelSpec) -> str | None:
 
 
 def from_hf_config(config: Mapping[str, Any], where: str = "config.json") -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The plain ModelSpec fields of a config.json, and notes on keys that are left aside.
+    """The plain ModelSpec fields of a config.json, and notes on keys that are not used.
 
-    Raises BadInput, naming file, key and value, for what the decoder does not compute.
+    Raises BadInput, naming file, key and value, for a feature that the decoder lacks.
     """
     family = _family_of(config, where)
     reader = HFConfig(config, where)
     if config.get("quantization_config"):
-        raise reader.refused(
-            "quantization_config", "a quantized model", "unquantized weights; use the model it was made from"
+        raise reader.error(
+            "quantization_config", "a quantized model", "unquantized weights; use the model from which it was quantized"
         )
     fields = {
         "family": family.model_type,
@@ -115,7 +114,7 @@ def from_hf_config(config: Mapping[str, Any], where: str = "config.json") -> tup
 def folder_spec(folder: Path) -> dict[str, Any]:
     """The plain ModelSpec fields of a Hugging Face folder, from its config.json alone.
 
-    Raises BadInput when there is none or it describes what the decoder does not compute, Damaged when it is not JSON.
+    Raises BadInput if it is missing or describes a feature that the decoder lacks, Damaged if it is not JSON.
     """
     return from_hf_config(read_json(folder / "config.json"), str(folder / "config.json"))[0]
 
@@ -127,7 +126,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise Damaged(f"{path}: not JSON ({error}); copy the file again from where the folder came from") from error
+        raise Damaged(f"{path}: not JSON ({error}); copy the file again from its source") from error
     if not isinstance(value, dict):
         raise Damaged(f"{path}: expected a JSON object, got {type(value).__name__}")
     return value
@@ -140,9 +139,9 @@ def _family_of(config: Mapping[str, Any], where: str) -> Family:
         near = nearest(str(model_type), FAMILIES)
         hint = f" (nearest: {near})" if near else ""
         raise BadInput(f"{where}: model_type: expected one of {', '.join(FAMILIES)}, got {model_type!r}{hint}")
-    given = config.get("architectures")
-    if given and given != [family.architecture]:
-        raise BadInput(f"{where}: architectures: expected [{family.architecture!r}], got {given!r}")
+    architectures = config.get("architectures")
+    if architectures and architectures != [family.architecture]:
+        raise BadInput(f"{where}: architectures: expected [{family.architecture!r}], got {architectures!r}")
     return family
 
 
@@ -167,13 +166,13 @@ def _tensors_of(family: Family, parameter: ParameterSpec) -> list[HFTensor]:
 
 
 def _experts_of(family: Family, parameter: ParameterSpec) -> list[HFTensor]:
-    """A layer's stacked experts as a folder has them: one by one, and the gate apart from what it is multiplied with."""
+    """The tensors of a layer's stacked experts in a folder: one per expert, with gate and up projection separate."""
     _, layer, module = parameter.name.split(".", 2)
     prefix, names = family.layer.format(layer=layer), family.modules[module]
     experts, rows, inputs = parameter.shape
     size = rows // len(names)
-    wanted = [name.format(expert=expert) for expert in range(experts) for name in names]
+    tensor_names = [name.format(expert=expert) for expert in range(experts) for name in names]
     return [
         HFTensor(f"{prefix}{name}.weight", index * size, size, (size, inputs), False)
-        for index, name in enumerate(wanted)
+        for index, name in enumerate(tensor_names)
     ]

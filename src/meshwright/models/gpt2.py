@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019) as Hugging Face stores it; the GPT-3 and Megatron presets share the form."""
+"""GPT-2 (Radford et al. 2019) in Hugging Face folders; the GPT-3 and Megatron presets have the same architecture."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def _from_config(config: HFConfig) -> dict[str, Any]:
     config.expect("scale_attn_weights", True)
     config.expect("scale_attn_by_inverse_layer_idx", False)
     config.expect("add_cross_attention", False)
-    config.leave_aside(NO_DROPOUT, "attn_pdrop", "embd_pdrop", "resid_pdrop")
+    config.note_unused(NO_DROPOUT, "attn_pdrop", "embd_pdrop", "resid_pdrop")
     hidden, heads = config.integer("n_embd", "hidden_size"), config.integer("n_head", "num_attention_heads")
     if hidden % heads:
-        raise config.refused("n_head", heads, f"a divisor of n_embd ({hidden})")
+        raise config.error("n_head", heads, f"a divisor of n_embd ({hidden})")
     return {
         "layers": config.integer("n_layer", "num_hidden_layers"),
         "hidden": hidden,

@@ -1,7 +1,7 @@
-"""What a model family's file says about Hugging Face folders, and how its config.json is read. Needs no torch.
+"""Description of a model family in Hugging Face's format, and a reader of its config.json. Needs no torch.
 
-A family is data: the names of its weights, the config keys of its dimensions, and the ModelSpec fields its architecture
-fixes.
+A family is data: the names of its weights, the config keys of its dimensions, and the ModelSpec fields that its
+architecture fixes.
 """
 
 from __future__ import annotations
@@ -23,73 +23,75 @@ class Family:
     architecture: str
     """The class in `architectures`, with a language-model head."""
     base: str
-    """What the names of all weights but the head's begin with; folders of the bare model leave it out."""
+    """Prefix of all weight names but the head's; folders of the model without a head omit it."""
     layer: str
     """Prefix of one layer's modules, with `{layer}` for its number."""
     ends: Mapping[str, str]
-    """Modules outside the layers: ours → theirs."""
+    """Modules outside the layers: our name → Hugging Face's."""
     modules: Mapping[str, tuple[str, ...]]
-    """Module names of a layer: ours → Hugging Face's, one name for each block of a fused weight.
+    """Modules of a layer: our name → Hugging Face's names, one for each block of a fused weight.
 
-    A weight that is fused in both has one name. Names of a weight that stacks a layer's experts have `{expert}` for the
-    number.
+    A weight that is fused in both has one name. Names of a weight that stacks a layer's experts contain `{expert}` for the
+    expert's number.
     """
     transposed: frozenset[str] = frozenset()
-    """Our modules whose weight they store as (in, out)."""
+    """Our modules whose weights Hugging Face stores as (in, out)."""
     unused: tuple[str, ...] = ()
-    """Endings of tensors that old folders hold and nothing needs (masks, rotary frequencies)."""
+    """Suffixes of tensors in old folders that are not needed (masks, rotary frequencies)."""
     fixed: Mapping[str, Any]
-    """ModelSpec fields that the architecture decides."""
+    """ModelSpec fields that the architecture fixes, with their values."""
     tied: bool
-    """`tie_word_embeddings` when config.json leaves it out."""
+    """Default of `tie_word_embeddings`."""
     from_config: Callable[[HFConfig], dict[str, Any]]
-    """Their keys to the ModelSpec fields that `fixed` leaves open."""
+    """Converts config.json to the ModelSpec fields that are not in `fixed`."""
     to_config: Callable[[ModelSpec], dict[str, Any]]
-    """The reverse; raises BadInput for what the architecture cannot say."""
+    """Converts a ModelSpec to config.json; raises BadInput for a value that the architecture cannot express."""
 
 
 @dataclass
 class HFConfig:
-    """config.json being read: every mistake names the file, the key and the value."""
+    """Reader of config.json: every error names the file, the key and the value."""
 
     values: Mapping[str, Any]
     where: str
     notes: list[str] = field(default_factory=list)
-    """Sentences about keys that are read and deliberately left aside."""
+    """Sentences about keys that are set but deliberately not used."""
 
     def integer(self, *keys: str, default: int | None = None) -> int:
-        """The positive integer under the first of `keys` that is there, or `default`."""
+        """The positive integer under the first of `keys` that is present, or `default`."""
         key, value = self._first(keys, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.refused(key, value, "a positive integer")
+            raise self.error(key, value, "a positive integer")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """The positive number under `key`, or `default`."""
         key, value = self._first((key,), default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-            raise self.refused(key, value, "a positive number")
+            raise self.error(key, value, "a positive number")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
+        """The boolean under `key`, or `default`."""
         key, value = self._first((key,), default)
         if not isinstance(value, bool):
-            raise self.refused(key, value, "true or false")
+            raise self.error(key, value, "true or false")
         return value
 
     def expect(self, key: str, *allowed: Any) -> None:
-        """Refuse a value that is there and is none of `allowed`."""
+        """Raise BadInput if `key` is present with a value that is not in `allowed`."""
         value = self.values.get(key)
         if value is not None and value not in allowed:
-            raise self.refused(key, value, " or ".join(map(repr, allowed)))
+            raise self.error(key, value, " or ".join(map(repr, allowed)))
 
-    def leave_aside(self, why: str, *keys: str) -> None:
-        """Note each of `keys` that is set, as read and not used."""
+    def note_unused(self, why: str, *keys: str) -> None:
+        """Add a note for each of `keys` that is set: its value is not used."""
         self.notes.extend(
             f"{self.where}: {key} {self.values[key]} is not used: {why}" for key in keys if self.values.get(key)
         )
 
-    def refused(self, key: str, value: Any, expected: str) -> BadInput:
+    def error(self, key: str, value: Any, expected: str) -> BadInput:
+        """The error for a value of `key` that is not as expected."""
         return BadInput(f"{self.where}: {key}: expected {expected}, got {value!r}")
 
     def _first(self, keys: tuple[str, ...], default: Any) -> tuple[str, Any]:
@@ -104,20 +106,19 @@ class HFConfig:
 
 
 def read_rope(config: HFConfig) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling` from any of the forms transformers has written.
+    """`rope_theta` and `rope_scaling` from any of the formats that versions of transformers have written.
 
-    Version 5 writes `rope_parameters` with the base inside; version 4 wrote `rope_theta`, and `rope_scaling` when
-    scaled.
+    Version 5 writes `rope_parameters`, which contains the base; version 4 wrote `rope_theta`, and `rope_scaling` if scaled.
     """
     key, rope = _rope_section(config)
     inside = HFConfig(rope, f"{config.where}: {key}")
-    given = {"rope_theta": config.values.get("rope_theta"), **rope}
-    theta = HFConfig(given, inside.where if "rope_theta" in rope else config.where).number("rope_theta", 10000.0)
-    for holder in (inside, config):
-        holder.expect("partial_rotary_factor", 1, 1.0)
-    word = "type" if "type" in rope and "rope_type" not in rope else "rope_type"
-    inside.expect(word, "default", "llama3")
-    if rope.get(word, "default") == "default":
+    values = {"rope_theta": config.values.get("rope_theta"), **rope}
+    theta = HFConfig(values, inside.where if "rope_theta" in rope else config.where).number("rope_theta", 10000.0)
+    for section in (inside, config):
+        section.expect("partial_rotary_factor", 1, 1.0)
+    type_key = "type" if "type" in rope and "rope_type" not in rope else "rope_type"
+    inside.expect(type_key, "default", "llama3")
+    if rope.get(type_key, "default") == "default":
         return {"rope_theta": theta, "rope_scaling": None}
     scaling = {
         "factor": inside.number("factor"),
@@ -131,7 +132,7 @@ def read_rope(config: HFConfig) -> dict[str, Any]:
 
 
 def write_rope(spec: ModelSpec) -> dict[str, Any]:
-    """Both forms: version 4 silently takes its default base from a config that has only version 5's."""
+    """The keys of transformers 4 and 5. With those of version 5 alone, version 4 would silently use its default base."""
     rope: dict[str, Any] = {"rope_type": "default"}
     if spec.rope_scaling is not None:
         scaling = spec.rope_scaling
@@ -155,5 +156,5 @@ def _rope_section(config: HFConfig) -> tuple[str, Mapping[str, Any]]:
         if isinstance(value, Mapping) and not any(isinstance(part, Mapping) for part in value.values()):
             return key, value
         if value is not None:
-            raise config.refused(key, value, "one mapping for all layers")
+            raise config.error(key, value, "one mapping for all layers")
     return "rope_parameters", {}

@@ -1,7 +1,7 @@
 """Initial weights as a function of (seed, parameter name, element index) alone.
 
 Every element is drawn by integer arithmetic (the SplitMix64 finaliser, Steele et al. 2014) and one fp32 product, so any
-slice, on any device and in any layout, holds exactly the values that the whole would hold there.
+slice, on any device and in any layout, has exactly the values of the same elements in the whole parameter.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
 
 _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 23}
-"""Elements drawn at a time: few enough to stay in a processor's cache; on a GPU enough to take longer than their launch."""
-_RUN = 1 << 24
-"""Elements of one call where a whole model is filled."""
+"""Elements drawn at a time: on a CPU few enough for its cache, on a GPU enough to take longer than the launch."""
+_ELEMENTS_PER_CALL = 1 << 24
+"""Elements per call when a whole model is initialised."""
 _HALF = 0x0000FFFF0000FFFF
 _WORD = 0xFFFFFFFF
 _MEAN = 8 * (2**16 - 1) // 2
@@ -25,9 +25,9 @@ _DEVIATION = math.sqrt(8 * (2.0**32 - 1) / 12)
 
 
 def initial_values(seed: int, parameter: ParameterSpec, start: int, count: int, device: torch.device | str) -> Tensor:
-    """Elements [start, start + count) of the flattened parameter `parameter`, as fp32.
+    """Elements [start, start + count) of the flattened `parameter`, as fp32.
 
-    "normal" sums eight independent 16-bit uniforms (Irwin–Hall), shifted and scaled to mean 0 and deviation `parameter.std`
+    The fill "normal" sums eight independent 16-bit uniforms (Irwin–Hall), shifted and scaled to mean 0 and deviation `parameter.std`
     exactly; its tails end at 4.9 deviations.
     """
     if parameter.fill != "normal":
@@ -45,13 +45,13 @@ def initialise(model: nn.Module, spec: ModelSpec, seed: int) -> None:
     """Fill every parameter of a materialised, unsharded model."""
     for parameter in parameters(spec):
         flat = model.get_parameter(parameter.name).view(-1)
-        for first in range(0, parameter.count, _RUN):
-            part = flat[first : first + _RUN]
+        for first in range(0, parameter.count, _ELEMENTS_PER_CALL):
+            part = flat[first : first + _ELEMENTS_PER_CALL]
             part.copy_(initial_values(seed, parameter, first, part.numel(), flat.device))
 
 
 def _sums(seed: int, name: str, start: int, count: int, device: torch.device | str) -> Tensor:
-    """Sums of eight 16-bit uniforms: the quarters of two 64-bit words per element, added in two lanes."""
+    """Sums of eight 16-bit uniforms: the four 16-bit parts of two 64-bit words per element, added in two 32-bit lanes."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=16).digest()
     steps = torch.arange(start, start + count, dtype=torch.int64, device=device).mul_(_signed(0x9E3779B97F4A7C15))
     lanes = torch.zeros_like(steps)
@@ -62,7 +62,7 @@ def _sums(seed: int, name: str, start: int, count: int, device: torch.device | s
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """SplitMix64's finaliser, in place, on int64 as 64-bit words (products wrap; shifts are made logical by a mask)."""
+    """SplitMix64's finaliser, in place, on int64 as 64-bit words (products wrap; a mask makes shifts logical)."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x ^= (x >> shift) & ((1 << (64 - shift)) - 1)
         x *= _signed(factor)

@@ -1,4 +1,4 @@
-"""Llama 2 and 3.x (Touvron et al. 2023, Grattafiori et al. 2024) as Hugging Face stores them."""
+"""Llama 2 and 3.x (Touvron et al. 2023, Grattafiori et al. 2024) in Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ NO_DROPOUT = "Meshwright trains without dropout, and evaluation has none"
 def _from_config(config: HFConfig) -> dict[str, Any]:
     bias = config.flag("attention_bias", False)
     if config.flag("mlp_bias", False) != bias:
-        expected = f"{bias} like attention_bias: this decoder has biases in every projection or in none"
-        raise config.refused("mlp_bias", not bias, expected)
+        expected = f"{bias} (as attention_bias): this decoder has biases in every projection or in none"
+        raise config.error("mlp_bias", not bias, expected)
     return {**gated_decoder_fields(config), "bias": bias}
 
 
@@ -26,9 +26,9 @@ def _to_config(spec: ModelSpec) -> dict[str, Any]:
 
 
 def gated_decoder_fields(config: HFConfig) -> dict[str, Any]:
-    """The ModelSpec fields that Llama and its kin share."""
+    """The ModelSpec fields that Llama, Mixtral and Qwen3 share."""
     config.expect("hidden_act", "silu", "swish")
-    config.leave_aside(NO_DROPOUT, "attention_dropout")
+    config.note_unused(NO_DROPOUT, "attention_dropout")
     heads = config.integer("num_attention_heads")
     hidden = config.integer("hidden_size")
     return {
@@ -47,7 +47,7 @@ def gated_decoder_fields(config: HFConfig) -> dict[str, Any]:
 
 
 def gated_decoder_config(spec: ModelSpec) -> dict[str, Any]:
-    """The config keys that Llama and its kin share."""
+    """The config.json keys that Llama, Mixtral and Qwen3 share."""
     return {
         "hidden_size": spec.hidden,
         "intermediate_size": spec.ffn_hidden,

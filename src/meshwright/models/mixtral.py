@@ -1,4 +1,4 @@
-"""Mixtral (Jiang et al. 2024) as Hugging Face stores it: Llama with a mixture of experts in every layer."""
+"""Mixtral (Jiang et al. 2024) in Hugging Face folders: Llama with a mixture of experts in every layer."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from meshwright.models.llama import LLAMA, gated_decoder_config, gated_decoder_f
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec
 
-NOT_READ = "Meshwright weighs the experts' balance loss by train.balance_loss"
+BALANCE_LOSS_NOTE = "Meshwright weighs the experts' balance loss by train.balance_loss"
 _DEFAULTS = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2}
-"""What transformers takes for keys that are left out, where it is not Llama's."""
+"""Defaults of transformers that differ from those for Llama."""
 
 
 def _from_config(config: HFConfig) -> dict[str, Any]:
     config = replace(config, values={**_DEFAULTS, **config.values})
     config.expect("router_jitter_noise", 0, 0.0)
-    config.leave_aside(NOT_READ, "router_aux_loss_coef")
+    config.note_unused(BALANCE_LOSS_NOTE, "router_aux_loss_coef")
     return {
         **gated_decoder_fields(config),
         "sliding_window": None if config.values.get("sliding_window") is None else config.integer("sliding_window"),

@@ -12,7 +12,7 @@ from meshwright.spec.model import ModelSpec
 
 
 class GatedMLP(nn.Module):
-    """SwiGLU of `width`: down(silu(gate) · up)."""
+    """SwiGLU with inner width `width`: down(silu(gate) · up)."""
 
     def __init__(self, spec: ModelSpec, width: int, plain: bool) -> None:
         super().__init__()
@@ -23,8 +23,8 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return gated_mlp(x, self.gate_up, self.down, plain=self.plain)
 
-    def activated(self, projected: Tensor) -> Tensor:
-        """silu(gate) · up of what `gate_up` gave."""
+    def activate(self, projected: Tensor) -> Tensor:
+        """silu(gate) · up of the output of `gate_up`."""
         return swiglu(projected, plain=self.plain)
 
 
@@ -37,13 +37,13 @@ class MLP(nn.Module):
         self.down = Linear(width, spec.hidden, bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.activated(self.up(x)))
+        return self.down(self.activate(self.up(x)))
 
-    def activated(self, projected: Tensor) -> Tensor:
-        """gelu of what `up` gave."""
+    def activate(self, projected: Tensor) -> Tensor:
+        """gelu of the output of `up`."""
         return F.gelu(projected, approximate="tanh")
 
 
 def feed_forward(spec: ModelSpec, width: int, plain: bool) -> GatedMLP | MLP:
-    """The model's kind of feed-forward network, `width` wide inside."""
+    """The feed-forward network that `spec.mlp` selects, with inner width `width`."""
     return GatedMLP(spec, width, plain) if spec.mlp == "swiglu" else MLP(spec, width)

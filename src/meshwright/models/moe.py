@@ -1,7 +1,7 @@
 """A mixture of experts in place of a feed-forward network: Mixtral (Jiang et al. 2024) and Qwen3-MoE (Yang et al. 2025).
 
-A router sends each token to the experts it finds likeliest; every token is served (dropless), however uneven that makes the experts'
-loads. Nothing here waits for the device.
+A router sends each token to the experts of the highest probability. No token is dropped, however uneven the experts' loads are. The host
+does not wait for the device.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from meshwright.models.mlp import feed_forward
 from meshwright.spec.model import ModelSpec
 
 
-class Routed(NamedTuple):
-    """An output `(batch, seq, hidden)` and what the router behind it did.
+class RoutedOutput(NamedTuple):
+    """An output `x` `(batch, seq, hidden)`, the balance loss and the load of its router.
 
-    `balance`: the sum of the sequences' balance losses, a scalar to be differentiated; `load` `(experts,)`: tokens sent to each expert.
+    `balance`: the sum of the sequences' balance losses, a differentiable scalar; `load` `(experts,)`: tokens sent to each expert.
     """
 
     x: Tensor
@@ -33,13 +33,13 @@ class Routed(NamedTuple):
 
 
 class MixtureOfExperts(nn.Module):
-    """Router, routed experts, and an expert that every token passes where the spec has one.
+    """Router, routed experts and, if the spec has one, a shared expert for all tokens.
 
-    `of_sequences` tells how often whole sequences chose each expert, `(batch, experts)`, of what the tokens here chose: all of them, unless
-    ranks have parts of sequences (`parallel.experts`).
+    `whole_sequence_loads` converts the loads of this rank's tokens, `(batch, experts)`, to those of whole sequences. It changes nothing
+    unless each rank has a part of every sequence (`parallel.experts`).
     """
 
-    of_sequences: Callable[[Tensor], Tensor]
+    whole_sequence_loads: Callable[[Tensor], Tensor]
 
     def __init__(self, spec: ModelSpec, plain: bool) -> None:
         super().__init__()
@@ -47,12 +47,12 @@ class MixtureOfExperts(nn.Module):
         self.router = Linear(spec.hidden, spec.experts, bias=False)
         self.experts = Experts(spec, plain)
         self.shared = feed_forward(spec, spec.shared_expert_hidden, plain) if spec.shared_expert_hidden else None
-        self.of_sequences = lambda loads: loads
+        self.whole_sequence_loads = lambda loads: loads
 
-    def forward(self, x: Tensor) -> Routed:
-        """x `(batch, seq, hidden)`."""
-        likely = torch.softmax(self.router(x), dim=-1, dtype=accumulate_dtype(x.dtype))
-        weights, chosen = likely.topk(self.per_token, dim=-1)
+    def forward(self, x: Tensor) -> RoutedOutput:
+        """Route and process x `(batch, seq, hidden)`."""
+        probabilities = torch.softmax(self.router(x), dim=-1, dtype=accumulate_dtype(x.dtype))
+        weights, chosen = probabilities.topk(self.per_token, dim=-1)
         if self.normalised:
             weights = weights / weights.sum(-1, keepdim=True)
         loads = _loads(chosen, self.count)
@@ -62,7 +62,7 @@ class MixtureOfExperts(nn.Module):
         y = combine_copies(rows, weights.flatten(0, 1), order).to(x.dtype).view_as(x)
         if self.shared is not None:
             y = y + self.shared(x)
-        return Routed(y, _balance(likely, self.of_sequences(loads), self.per_token), load)
+        return RoutedOutput(y, _balance(probabilities, self.whole_sequence_loads(loads), self.per_token), load)
 
 
 class Experts(nn.Module):
@@ -75,35 +75,34 @@ class Experts(nn.Module):
         super().__init__()
         self.gated, self.plain = spec.mlp == "swiglu", plain
         width = 2 * spec.expert_hidden if self.gated else spec.expert_hidden
-        into = nn.Parameter(torch.empty(spec.experts, width, spec.hidden))
-        self.register_parameter("gate_up" if self.gated else "up", into)
+        input_weight = nn.Parameter(torch.empty(spec.experts, width, spec.hidden))
+        self.register_parameter("gate_up" if self.gated else "up", input_weight)
         self.down = nn.Parameter(torch.empty(spec.experts, spec.hidden, spec.expert_hidden))
 
     def forward(self, sorted_rows: Tensor, order: ExpertOrder) -> Tensor:
-        """Rows `(rows, hidden)` sorted by expert, each through its own."""
-        into = self.gate_up if self.gated else self.up
-        inside = grouped_linear(sorted_rows, into, order.offsets, plain=self.plain)
-        active = swiglu(inside, plain=self.plain) if self.gated else F.gelu(inside, approximate="tanh")
-        return grouped_linear(active, self.down, order.offsets, plain=self.plain)
+        """The expert outputs of rows `(rows, hidden)` sorted by expert."""
+        input_weight = self.gate_up if self.gated else self.up
+        projected = grouped_linear(sorted_rows, input_weight, order.offsets, plain=self.plain)
+        activation = swiglu(projected, plain=self.plain) if self.gated else F.gelu(projected, approximate="tanh")
+        return grouped_linear(activation, self.down, order.offsets, plain=self.plain)
 
 
 def _loads(chosen: Tensor, experts: int) -> Tensor:
     """How often each sequence chose each expert, `(batch, experts)`, of `chosen` `(batch, seq, copies)`.
 
-    By comparison, which the compiler turns into one pass, and not by atomics, of which all sequences would hit the same few numbers.
+    torch.compile fuses this comparison into one pass. A scatter would use atomics, and many tokens would update the same few counters.
     """
-    every = torch.arange(experts, device=chosen.device)
-    return (chosen.flatten(1)[..., None] == every).sum(1)
+    expert_indices = torch.arange(experts, device=chosen.device)
+    return (chosen.flatten(1)[..., None] == expert_indices).sum(1)
 
 
-def _balance(likely: Tensor, loads: Tensor, copies: int) -> Tensor:
-    """Σ over sequences of experts · Σₑ fₑ·pₑ: fₑ the share of the sequence's choices that fell on e, pₑ its mean probability.
+def _balance(probabilities: Tensor, loads: Tensor, copies: int) -> Tensor:
+    """Balance loss: Σ over sequences of experts · Σₑ fₑ·pₑ, with the load share fₑ and the mean probability pₑ of expert e.
 
-    `loads` are of whole sequences; of tokens that are part of them this is the part of the sum that they make.
-
-    1 a sequence when all experts are equally loaded, up to the number of experts when one has everything. Switch's loss (Fedus et al.
-    2022, equations 4–6), for each sequence alone as in DeepSeek-V2 (2024), so that it does not depend on how a batch is divided.
+    A sequence's loss is 1 if all experts have equal load, and at most the number of experts (one expert has all tokens). `loads` are those
+    of whole sequences; for a part of their tokens the result is the contribution of these tokens to the sum. The loss is that of Switch
+    (Fedus et al. 2022, equations 4–6), computed per sequence as in DeepSeek-V2 (2024): it does not depend on the division of a batch.
     """
     choices = loads.sum(1, keepdim=True)
-    share, mean = loads.to(likely.dtype) / choices, likely.sum(1) * copies / choices
+    share, mean = loads.to(probabilities.dtype) / choices, probabilities.sum(1) * copies / choices
     return loads.shape[1] * (share * mean).sum()

@@ -1,4 +1,4 @@
-"""Qwen3 dense (Yang et al. 2025) as Hugging Face stores it: Llama with a norm on each query and key head, no biases."""
+"""Qwen3 dense (Yang et al. 2025) in Hugging Face folders: Llama with a norm on each query and key head, no biases."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _to_config(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _window(config: HFConfig, layers: int) -> int | None:
-    """The window of all layers, or None; a folder in which only some layers have one is refused."""
+    """The sliding window of all layers, or None; raises BadInput if only some layers have a window."""
     if not config.flag("use_sliding_window", False):
         return None
     first = config.values.get("max_window_layers", 28)
@@ -45,8 +45,8 @@ def _window(config: HFConfig, layers: int) -> int | None:
         return None
     if set(types) != {_SLIDING}:
         key = "layer_types" if config.values.get("layer_types") else "max_window_layers"
-        expected = "one kind of attention in all layers: this decoder's window holds for every layer or none"
-        raise config.refused(key, config.values.get(key), expected)
+        expected = "the same attention in all layers: this decoder has a sliding window in every layer or in none"
+        raise config.error(key, config.values.get(key), expected)
     return config.integer("sliding_window", default=4096)
 
 

@@ -1,6 +1,6 @@
-"""Qwen3-MoE (Yang et al. 2025) as Hugging Face stores it: Qwen3 with a mixture of experts in its layers.
+"""Qwen3-MoE (Yang et al. 2025) in Hugging Face folders: Qwen3 with a mixture of experts in its layers.
 
-The first layers may be dense. A window, where there is one, holds for all layers, and its config says so in fewer words than Qwen3's.
+The first layers may be dense. A sliding window applies to all layers; unlike Qwen3's, its config has no list of layer types.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from typing import Any
 
 from meshwright.models.hf_config import HFConfig
 from meshwright.models.llama import gated_decoder_config, gated_decoder_fields
-from meshwright.models.mixtral import NOT_READ, refuse_dense
+from meshwright.models.mixtral import BALANCE_LOSS_NOTE, refuse_dense
 from meshwright.models.qwen3 import QWEN3
 from meshwright.spec.model import ModelSpec
 
 
 def _from_config(config: HFConfig) -> dict[str, Any]:
     config.expect("decoder_sparse_step", 1)
-    config.leave_aside(NOT_READ, "router_aux_loss_coef")
+    config.note_unused(BALANCE_LOSS_NOTE, "router_aux_loss_coef")
     config.expect("attention_bias", False)
     windowed = config.flag("use_sliding_window", False)
     return {
@@ -49,10 +49,14 @@ def _to_config(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _dense_layers(config: HFConfig) -> int:
-    """How many layers at the start have no experts; a folder in which others have none is refused."""
+    """The number of first layers without experts; raises BadInput if other layers have none."""
     dense = config.values.get("mlp_only_layers") or []
     if dense != list(range(len(dense))):
-        raise config.refused("mlp_only_layers", dense, "the first layers: this decoder's dense layers come first")
+        raise config.error(
+            "mlp_only_layers",
+            dense,
+            "the first layers: in this decoder dense layers come first",
+        )
     return len(dense)
 
 

@@ -51,7 +51,8 @@ def fused_update(
     )  # fmt: skip
 
 
-@triton.jit
+# One variant for any number of tensors: the update in groups beside a snapshot must not wait for the compiler.
+@triton.jit(do_not_specialize=["entries", "programs"])
 def _adamw(
     table, rates, factor, skip, entries, beta1, beta2, rest1, rest2, epsilon, kept, programs,
     narrow: tl.constexpr, aligned: tl.constexpr, block: tl.constexpr,

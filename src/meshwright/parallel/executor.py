@@ -20,7 +20,7 @@ from meshwright.data.loader import MicroBatch
 from meshwright.events.span import Recorder
 from meshwright.kernels.linear import WeightQueue
 from meshwright.models.decoder import SharedInputs
-from meshwright.models.moe import Routed
+from meshwright.models.moe import RoutedOutput
 from meshwright.parallel.channels import Channels, Transfer
 from meshwright.parallel.fp8_weights import WeightScales
 from meshwright.parallel.fsdp import CommunicationStreams, Span
@@ -251,9 +251,9 @@ class _Step:
         """Addresses of storages that are not offloaded: the unit's weights, and rotary tables that all blocks share."""
         return storage_addresses([*unit.sharded.gathered_tensors, *(shared.rope or ())])
 
-    def output_and_balance(self, y: Tensor | Routed, unit: Unit, trains: bool) -> tuple[Tensor, Tensor | None]:
+    def output_and_balance(self, y: Tensor | RoutedOutput, unit: Unit, trains: bool) -> tuple[Tensor, Tensor | None]:
         """A unit's output, and the balance loss to differentiate with it."""
-        if not isinstance(y, Routed):
+        if not isinstance(y, RoutedOutput):
             return y, None
         routing = self.rank_model.routing
         if routing is None or not trains:

@@ -54,7 +54,7 @@ def count_whole_sequences(model: Decoder, mesh: Mesh) -> None:
     """
     if model.spec.experts and (group := mesh.group_over((*CONTEXT_AXES, "tensor"))) is not None:
         for mixture in _mixtures(model):
-            mixture.of_sequences = partial(summed_loads, group=group.group_name)
+            mixture.whole_sequence_loads = partial(summed_loads, group=group.group_name)
 
 
 def _mixtures(model: Decoder) -> list[MixtureOfExperts]:

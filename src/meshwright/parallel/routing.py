@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from meshwright.models.moe import Routed
+from meshwright.models.moe import RoutedOutput
 from meshwright.spec.model import ModelSpec
 
 
@@ -28,7 +28,7 @@ class Routing:
     def begin_step(self) -> None:
         self.sums.zero_()
 
-    def add(self, layer: int, routed: Routed) -> None:
+    def add(self, layer: int, routed: RoutedOutput) -> None:
         self.sums[layer, 0] += routed.balance.detach()
         self.sums[layer, 1:] += routed.load
 

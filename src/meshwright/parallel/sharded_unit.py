@@ -15,6 +15,7 @@ On one rank the reduction moves nothing, and a gradient that no other is added t
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.kernels.linear import WeightGradientSink, add_to_gradient
+from meshwright.kernels.linear import AddProduct, WeightGradientSink, add_to_gradient
 from meshwright.kernels.sums import add, add_product, matmul
 from meshwright.parallel.fsdp import ParameterGroup, ShardedParameter, Span, UnsharedParameterGroup, cast_tensors
 
@@ -161,7 +162,7 @@ class ShardedUnit:
         self._communicating = [group for group in groups if group.ranks > 1]
         self._holders = 0
         self._ready_users: set[Hashable] = set()
-        self.gradient_sink = WeightGradientSink(self.add_product)
+        self.gradient_sink = WeightGradientSink(_weak(self.add_product))
         """Receives the weight gradients of the unit's linear layers."""
         for parameter in self.linear_weights:
             assert parameter.linear is not None
@@ -278,3 +279,19 @@ def _entering(span: Span, opened: ExitStack) -> Iterator[None]:
 def _leaving(opened: ExitStack) -> Iterator[None]:
     yield
     opened.close()
+
+
+def _weak(add: AddProduct) -> AddProduct:
+    """The bound method `add` without a reference to its object.
+
+    A layer refers to its sink, and a unit to its layers. With a strong reference back, an engine would stay in memory until Python
+    collects garbage.
+    """
+    method = weakref.WeakMethod(add)
+
+    def call(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+        bound = method()
+        assert bound is not None, "the executor keeps the unit for as long as backwards run"
+        bound(weight, a, b)
+
+    return call

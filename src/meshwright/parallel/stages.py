@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.data.loader import MicroBatch
 from meshwright.models.decoder import Decoder, SharedInputs
-from meshwright.models.moe import Routed
+from meshwright.models.moe import RoutedOutput
 from meshwright.parallel.context import SplitSequences
 from meshwright.parallel.experts import SpreadExperts
 from meshwright.parallel.fsdp import ParameterGroup, UnsharedParameterGroup
@@ -26,7 +26,7 @@ from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.plan import Plan
 from meshwright.workload.activations import saved_elements_by_layer
 
-Run = Callable[[Tensor | None, MicroBatch, SharedInputs], Tensor | Routed]
+Run = Callable[[Tensor | None, MicroBatch, SharedInputs], Tensor | RoutedOutput]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class RankModel:
     def shared_inputs(self, batch: MicroBatch) -> SharedInputs:
         """Rotary tables and mask of a local micro-batch, which all blocks read."""
         if self.context is None:
-            return self.model.shared(batch.tokens, batch.positions, batch.documents, self.dtype)
+            return self.model.shared_inputs(batch.tokens, batch.positions, batch.documents, self.dtype)
         return self.context.shared(batch, self.dtype)
 
     def message_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
@@ -171,7 +171,7 @@ def _has_front(model: Decoder) -> bool:
 
 
 def _embed_run(model: Decoder) -> Run:
-    return lambda x, batch, shared: model.embedded(batch.tokens, shared)
+    return lambda x, batch, shared: model.embed_tokens(batch.tokens, shared)
 
 
 def _block_run(block: nn.Module) -> Run:
@@ -180,4 +180,4 @@ def _block_run(block: nn.Module) -> Run:
 
 
 def _head_run(model: Decoder) -> Run:
-    return lambda x, batch, shared: model.finished(x, batch.targets)  # type: ignore[arg-type]
+    return lambda x, batch, shared: model.logits_or_loss(x, batch.targets)  # type: ignore[arg-type]

@@ -68,17 +68,18 @@ def _divide_block(block: Block, group: str, ranks: int, peers: Peers | None) -> 
             product = PRODUCTS[TENSOR_SPLITS[name]](linear, group, ranks, peers)
             setattr(block.get_submodule(owner), last, product)
     _divide_heads(block.attention, ranks)
-    block.beside = _beside
+    block.add_branches = _sum_of_branches
 
 
-def _beside(block: Block, normed: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
-    """`models.decoder.side_by_side` for this rank's tokens: one all-gather for both branches, one reduce-scatter of their sum."""
+def _sum_of_branches(block: Block, normed: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
+    """`models.decoder.sum_of_branches` for this rank's tokens: one all-gather for both branches, one reduce-scatter of their sum."""
     attention, mlp = block.attention, block.mlp
     first = mlp.gate_up if isinstance(mlp, GatedMLP) else mlp.up
     assert isinstance(attention.qkv, GatheredLinear) and isinstance(first, GatheredLinear)
     assert isinstance(attention.out, ScatteredLinear) and isinstance(mlp.down, ScatteredLinear)
     qkv, inner = gather_and_multiply([attention.qkv, first], normed)
-    return multiply_and_scatter([attention.out, mlp.down], [attention.attended(qkv, rope, mask), mlp.activated(inner)])
+    branches = [attention.attend_heads(qkv, rope, mask), mlp.activate(inner)]
+    return multiply_and_scatter([attention.out, mlp.down], branches)
 
 
 def _divide_heads(attention: Attention, ranks: int) -> None:

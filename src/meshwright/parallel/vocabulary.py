@@ -17,11 +17,11 @@ from torch.autograd.function import once_differentiable
 from meshwright.kernels.loss import compile_once
 from meshwright.kernels.norm import accumulate_dtype
 from meshwright.kernels.sums import add_product, matmul, scale
-from meshwright.models.decoder import Head, Table
+from meshwright.models.decoder import Embedding, Head
 from meshwright.parallel.products import ALL_GATHER, gathered_tokens, group_by_name, scattered_sum
 
 
-class VocabularyEmbedding(Table):
+class VocabularyEmbedding(Embedding):
     """Rows [first, …) of the token embedding; returns this rank's part of the sequence."""
 
     def __init__(self, weight: nn.Parameter, first: int, group: str, ranks: int) -> None:
@@ -39,7 +39,7 @@ class VocabularyEmbedding(Table):
         return _Scattered.apply(embedded.masked_fill(not_local[..., None], 0.0), self.group, self.ranks)
 
 
-class PositionEmbedding(Table):
+class PositionEmbedding(Embedding):
     """Learned position embedding, replicated on every rank; looks up this rank's part of the sequence."""
 
     def __init__(self, weight: nn.Parameter, rank: int, ranks: int) -> None:

@@ -7,7 +7,7 @@ from math import inf
 
 import numpy as np
 
-from meshwright.costs.collective_costs import MOST_OF_LINE, link_rate, port_rate
+from meshwright.costs.collective_costs import MAX_LINE_SHARE, link_rate, port_rate
 from meshwright.costs.plan_costs import Pricing, number
 from meshwright.simulator.timing import Link
 from meshwright.spec.cluster import ClusterSpec
@@ -63,7 +63,7 @@ def _link(
         rate = min(number(link_rate(end.machine, end.constants)) for end in ends)
         return Link((boundary_us + max(number(k.link_us) for k in constants)) * 1e-6, rate)
     port = min(number(port_rate(end.machine, end.constants)) for end in ends)
-    port = min(port, bridge.bytes_per_second * min(min(number(k.net), MOST_OF_LINE) for k in constants))
+    port = min(port, bridge.bytes_per_second * min(min(number(k.net), MAX_LINE_SHARE) for k in constants))
     if tcp:
         port *= per_node / int(np.bincount(senders // per_node).max())
     pod = number(machine.pod)

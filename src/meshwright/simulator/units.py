@@ -14,11 +14,11 @@ from typing import Literal
 
 import numpy as np
 
-from meshwright.costs.collective_costs import Group, all_reduce, by_copies, crowding, gather, group
+from meshwright.costs.collective_costs import Group, all_reduce, congestion, copy_engine_group, gather, rank_group
 from meshwright.costs.compute import LayerTime, layer_times, product_rate
 from meshwright.costs.offload_costs import exposed_copy_seconds, host_optimizer, host_rate
 from meshwright.costs.plan_costs import Pricing, number
-from meshwright.costs.step import context_traffic, waits
+from meshwright.costs.step import context_traffic, layer_exposure
 from meshwright.spec.layout import gradients_final_in_backward, stage_table
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import RECOMPUTE_MODES, RECOMPUTES_PRODUCTS, LayerStrategy, Linear, Plan, Recompute
@@ -75,11 +75,11 @@ class UnitCosts:
         """Host seconds of one micro-batch on one rank, beside its units."""
         self.constant = number(k.step_ms + k.sync_ms * nodes) * 1e-3
         """Seconds of one step that depend on nothing."""
-        crowd = crowding(machine, layout, k)
-        self._shards = group(machine, k, float(shard_size(plan)), layout.shard_step, crowd)
+        crowd = congestion(machine, layout, k)
+        self._shards = rank_group(machine, k, float(shard_size(plan)), layout.shard_step, crowd)
         self._copied = plan.gather_engine == "copy"
         self._experts_too = number(layout.expert) <= 1  # else they are another group's to gather, by kernels
-        self._replicas = group(machine, k, float(plan.axis_size("replicate")), layout.replicate_step, crowd)
+        self._replicas = rank_group(machine, k, float(plan.axis_size("replicate")), layout.replicate_step, crowd)
 
     def alike(self, unit: Unit) -> Unit:
         """The first block of the unit's kind and strategy, or the end itself: they cost the same."""
@@ -123,14 +123,14 @@ class UnitCosts:
         if not (self._tied_apart and self.model.tied):
             return 0.0
         machine, layout, k = self.priced.machine, self.priced.layout, self.priced.constants
-        ends = group(machine, k, 2.0, layout.pipeline_step * (layout.pipeline - 1))
+        ends = rank_group(machine, k, 2.0, layout.pipeline_step * (layout.pipeline - 1))
         elements = self.model.vocab_size * self.model.hidden / shard_size(self.plan) / self.plan.axis_size("tensor")
         return number(all_reduce(ends, k, elements * bytes_of(self.plan.precision.stored)))
 
     def slowdown(self, collective: Literal["gather", "reduce", "replicate"]) -> float:
         """How many times as long compute takes while such a collective runs beside it."""
-        where, k = self._replicas if collective == "replicate" else self._shards, self.priced.constants
-        tax = k.net_tax if number(where.domains) > 1 else k.overlap_tax
+        group, k = self._replicas if collective == "replicate" else self._shards, self.priced.constants
+        tax = k.net_tax if number(group.domains) > 1 else k.overlap_tax
         if collective == "gather" and self._copied and self._experts_too:
             tax = k.overlap_tax * k.copy_tax
         return 1 / (1 - min(number(tax), MOST_TAX))
@@ -202,12 +202,12 @@ class UnitCosts:
         here, sweep = (count * k.update / (machine.hbm * k.hbm) for count in (here, there))
         return number(here + launches + host_optimizer(machine, there, state_bytes(self.plan.precision), sweep))
 
-    def _beside(self, unit: Unit, where: Group, alone: float) -> float:
+    def _beside(self, unit: Unit, group: Group, alone: float) -> float:
         """Seconds of a reduction during the backward of an equal unit, given its seconds `alone`.
 
         Of one micro-batch, or in layered order of all.
         """
-        if number(where.domains) == 1:
+        if number(group.domains) == 1:
             return alone
         one, times = self.compute(unit), self.plan.batch.accumulate if self.plan.layered else 1
         beside = times * (one.backward_input + one.backward_weight)
@@ -229,11 +229,11 @@ class UnitCosts:
         if not parameters.experts:
             return dense
         layout, k = self.priced.layout, self.priced.constants
-        where = group(self.priced.machine, k, layout.expert_shard, layout.expert)
-        return dense + number(gather(self._over(where, copied and self._experts_too), k, parameters.experts * width))
+        group = rank_group(self.priced.machine, k, layout.expert_shard, layout.expert)
+        return dense + number(gather(self._over(group, copied and self._experts_too), k, parameters.experts * width))
 
-    def _over(self, where: Group, copied: bool) -> Group:
-        return by_copies(where, self.priced.machine, self.priced.constants) if copied else where
+    def _over(self, group: Group, copied: bool) -> Group:
+        return copy_engine_group(group, self.priced.machine, self.priced.constants) if copied else group
 
     def _priced_block(self, unit: int) -> Seconds:
         """Arithmetic of one micro-batch in a block, without copies to host memory."""
@@ -280,7 +280,7 @@ class UnitCosts:
             priced.constants,
         )
         times = layer_times(shape, machine, lone, k)
-        inside = waits(shape, machine, lone, k, times)
+        inside = layer_exposure(shape, machine, lone, k, times)
         tensor, context, expert, host = (
             number(one) for one in (inside.tensor, inside.context, inside.expert, inside.host)
         )

@@ -10,18 +10,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from meshwright.checkpoint.background import BackgroundSaver, RankState, SaveResult, memory_obstacle
+from meshwright.checkpoint.manifest import step_name
 from meshwright.checkpoint.mirror_process import MirrorUploader
 from meshwright.checkpoint.ranks import Ranks
 from meshwright.checkpoint.state import encode_plain
 from meshwright.durable.lease import LeaseLost
 from meshwright.policies.checkpoint_times import auto_interval, due_after_step, due_by_clock
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.errors import MeshwrightError
+from meshwright.spec.errors import MeshwrightError, OutOfResources
 from meshwright.spec.job import ASYNC_BYTES, AUTO_SECONDS, CheckpointSpec
 from meshwright.training.reporting import Reporter
 from meshwright.training.run_state import run_state
 from meshwright.training.session import Session
-from meshwright.training.stop import BUSY, NO_REQUEST, SAVE, StopFlags
+from meshwright.training.stop import BUSY, NO_REQUEST, SAVE, UNREADY, StopFlags
 
 COUNTED_STEPS, FEWEST_STEPS = 50, 5
 """Steps without a save whose median counts as what a step takes: at most, and at least."""
@@ -89,13 +90,15 @@ class Saver:
         self._began = self._reported = self._committed = self._read = 0
         """Steps: of the last save that began, that was reported, and that this start committed, and of the last step line."""
         self._tokens, self._parent = session.tokens, session.step or None
-        self._skipped = 0
+        self._skipped, self._delayed = 0, False
         spec = session.run.checkpoint
         self._mirror = (
             MirrorUploader(spec.mirror, session.folder, spec.keep, reporter.say)
             if spec.mirror is not None and session.world.leads
             else None
         )
+        if self._mirror is not None and session.step:  # an earlier start may have ended before it was copied
+            self._mirror.offer(session.store.folder / step_name(session.step))
 
     @classmethod
     def open(cls, session: Session, reporter: Reporter) -> Saver:
@@ -116,9 +119,13 @@ class Saver:
         background = BackgroundSaver(
             session.store.folder, ranks, state, session.world.device, lease=session.lease, keep=spec.keep,
             local_ranks=session.world.environment.local_ranks, parent=session.step or None,
-            kept_open=reporter.channel_descriptors,
+            kept_open=reporter.channel_descriptors, warm_up=lambda: _texts(session),
         )  # fmt: skip
         obstacle = memory_obstacle(background.layout, ranks, session.world.environment.local_ranks)
+        if obstacle is not None and spec.mode == "async":
+            raise OutOfResources(
+                f"checkpoint.mode is async: {obstacle}; use more ranks or hosts, or set checkpoint.mode=auto"
+            )
         if obstacle is not None:
             reporter.say(f"checkpoints are written while training waits: {obstacle}")
             return cls(session, reporter, None)
@@ -129,20 +136,32 @@ class Saver:
 
     def flag(self) -> int:
         """What this rank tells all ranks of saves at the end of the running step."""
-        if not self._session.world.leads:
-            return NO_REQUEST
-        busy = self._background is not None and self._background.in_flight
-        return (BUSY if busy else NO_REQUEST) + (SAVE if self._timer.due() else NO_REQUEST)
+        background = self._background
+        flag = NO_REQUEST if background is None or background.prepared else UNREADY
+        if self._session.world.leads:
+            flag += BUSY if background is not None and background.in_flight else NO_REQUEST
+            flag += SAVE if self._timer.due() else NO_REQUEST
+        return flag
 
     def due(self, step: int, flags: StopFlags) -> bool:
-        """Whether a save begins now, after `step`; one that is due while another is in flight is skipped and counted."""
-        train = self._session.run.train
-        if not due_after_step(self._session.run.checkpoint, step, train.steps):
-            return flags.saves and flags.step > self._began and not self._busy(flags)
-        if step == train.steps or not self._busy(flags):
-            return True
-        self._skipped += 1
-        return False
+        """Whether a save begins now, after `step`.
+
+        One that is due while another is in flight is skipped and counted. One that is due before all ranks are ready begins once they are.
+        """
+        last = self._session.run.train.steps
+        by_steps = due_after_step(self._session.run.checkpoint, step, last)
+        if step == last or self._background is None:
+            return by_steps or (flags.saves and flags.step > self._began)
+        if not self._ready and (flags.unready or not flags.step):
+            self._skipped += by_steps and self._delayed
+            self._delayed |= by_steps
+            return False
+        if self._busy(flags):
+            self._skipped += by_steps
+            return False
+        self._skipped += by_steps and self._delayed
+        due, self._delayed = by_steps or self._delayed or (flags.saves and flags.step > self._began), False
+        return due
 
     def blocks(self, step: int) -> bool:
         """Whether the save after `step` waits for its commit."""
@@ -206,13 +225,15 @@ class Saver:
             self._background.agree_on_readiness()
             self._ready = True
         except MeshwrightError as error:
+            if self._session.run.checkpoint.mode == "async":
+                raise
             self._reporter.event(self._session.step, f"checkpoints are written while training waits: {error}")
             self._background = None
 
-    def _begin(self, background: BackgroundSaver, step: int) -> bool:
+    def _begin(self, background: BackgroundSaver, step: int, *, urgent: bool = False) -> bool:
         self.report()
         self._began = step
-        self._session.optimizer.protect(background.begin(step))
+        self._session.optimizer.protect(background.begin(step, urgent=urgent))
         self._describe()
         return True
 
@@ -237,7 +258,7 @@ class Saver:
         committed = self._ranks.from_first(f"saving step {step}", lambda: self._committed)
         if committed == step:
             return True
-        self._begin(background, step)
+        self._begin(background, step, urgent=True)
         if not self._wait(background, step, deadline):
             return False
         result = self._ranks.from_first(f"saving step {step}", lambda: _raise_failure(background.result()))

@@ -19,10 +19,10 @@ from meshwright.events.terminal import write_line
 from meshwright.spec.errors import EXIT_INTERRUPTED
 from meshwright.spec.rank_environment import stop_signals
 
-NO_REQUEST, SAVE, BUSY, PREEMPT, INTERRUPT, FAILED = 0, 1, 2, 4, 1 << 22, 1 << 43
+NO_REQUEST, SAVE, BUSY, UNREADY, PREEMPT, INTERRUPT, FAILED = 0, 1, 2, 4, 1 << 22, 1 << 42, 1 << 62
 """Values of the flag, far enough apart to be summed over a million ranks.
 SAVE requests a checkpoint and BUSY means that a save is in flight: they request no stop, are added to other values, and
-come from the first rank only. FAILED means that a rank cannot write its reports."""
+come from the first rank only. UNREADY means that a rank cannot begin a save yet. FAILED means that a rank cannot write its reports."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,14 @@ class StopFlags:
         return bool(self.total & BUSY)
 
     @property
+    def unready(self) -> bool:
+        """Whether a rank cannot begin a save yet."""
+        return self.total % PREEMPT >= UNREADY
+
+    @property
     def stop(self) -> int:
         """NO_REQUEST, or at least PREEMPT, INTERRUPT or FAILED."""
-        return self.total & ~(SAVE | BUSY)
+        return self.total // PREEMPT * PREEMPT
 
 
 class StopRequest:
