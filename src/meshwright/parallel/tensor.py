@@ -72,7 +72,7 @@ def _divide_block(block: Block, group: str, ranks: int, peers: Peers | None) -> 
 
 
 def _sum_of_branches(block: Block, normed: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
-    """`models.decoder.sum_of_branches` for this rank's tokens: one all-gather for both branches, one reduce-scatter of their sum."""
+    """`models.decoder.sum_of_branches` of this rank's tokens, with one all-gather and one reduce-scatter for both branches."""
     attention, mlp = block.attention, block.mlp
     first = mlp.gate_up if isinstance(mlp, GatedMLP) else mlp.up
     assert isinstance(attention.qkv, GatheredLinear) and isinstance(first, GatheredLinear)
