@@ -81,6 +81,8 @@ def main() -> None:
         "--limit", type=float, default=460.0, help="seconds for everything; what does not fit is left out"
     )
     parser.add_argument("--gigabytes", type=float, default=8.0, help="of the write and load lines")
+    parser.add_argument("--modes", default="async,sync", help="modes of the runs")
+    parser.add_argument("--no-rates", action="store_true", help="leave out the write and load lines")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("overrides", nargs="*", help="key=value for all runs")
     options = parser.parse_args()
@@ -99,11 +101,13 @@ def main() -> None:
 def lines(rows: list[Row], options: argparse.Namespace, deadline: float) -> Iterator[Line]:
     device = torch.device("cpu" if options.cpu else "cuda")
     yield {"kind": "machine", **machine(device), "command": " ".join(sys.argv)}
-    yield from write_rates(options)
-    yield from load_rates(options, device)
+    if not options.no_rates:
+        yield from write_rates(options)
+        yield from load_rates(options, device)
+    modes = options.modes.split(",")
     for number in range(options.rounds or max(row.rounds for row in rows)):
         for row in (row for row in rows if options.rounds or number < row.rounds):
-            for mode in ("sync", "async") if number % 2 else ("async", "sync"):
+            for mode in reversed(modes) if number % 2 else modes:
                 left = deadline - time.monotonic()
                 if left < 60 and not options.cpu:
                     yield {"kind": "skipped", "model": row.model, "mode": mode, "round": number}

@@ -27,7 +27,7 @@ from meshwright.planner.search import search
 from meshwright.planner.space import points
 from meshwright.planner.strategies import PLAIN, Strategy
 from meshwright.planner.sweep import layouts
-from meshwright.simulator.step_simulation import host_bytes, priced_or_refused
+from meshwright.simulator.step_simulation import host_bytes, require_cost_inputs
 from meshwright.spec.errors import OutOfResources
 from meshwright.spec.plan import MeshAxis, Offload, PlanPins
 from meshwright.spec.run import RunSpec
@@ -135,7 +135,7 @@ def test_the_closed_form_is_near_the_exact_account(offload: Offload, schedule: s
     strategy = Strategy(setting, setting)
     for index in range(len(space)):
         plan = plan_at(run, space, index, strategy, None)
-        priced = priced_or_refused(run.model, run.train, plan, run.cluster)
+        priced = require_cost_inputs(run.model, run.train, plan, run.cluster)
         layout = layouts(run, space, strategy.layer(strategy.high_memory))
         bytes_per_device = host_memory_bytes(priced.shape, layout, owned_params(priced.shape, layout))
         host_bytes_closed_form = (

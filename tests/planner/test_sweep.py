@@ -17,7 +17,7 @@ from meshwright.planner.finalists import plan_at
 from meshwright.planner.space import SCHEDULES, Points, points
 from meshwright.planner.strategies import PLAIN, recomputes
 from meshwright.planner.sweep import closed_form_seconds, layouts, peak_rank_bytes, sweep
-from meshwright.simulator.step_simulation import priced_or_refused
+from meshwright.simulator.step_simulation import require_cost_inputs
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
@@ -80,7 +80,7 @@ def test_pruning_and_shares_keep_the_optimum_of_many(run: RunSpec) -> None:
 def check(run: RunSpec) -> None:
     space = points(run)
     assume(len(space) > 0)
-    priced = priced_or_refused(run.model, run.train, plan_at(run, space, 0, PLAIN, None), run.cluster)
+    priced = require_cost_inputs(run.model, run.train, plan_at(run, space, 0, PLAIN, None), run.cluster)
     memory = run.cluster.memory_bytes()
     assert memory is not None
     with pytest.MonkeyPatch.context() as patch:

@@ -43,7 +43,7 @@ from meshwright.planner.space import Points, points, with_kernel_engines
 from meshwright.planner.step_estimate import STAGES
 from meshwright.planner.strategies import OFFLOAD_PAIRS, PLAIN, Strategy, lower_memory_strategies
 from meshwright.planner.sweep import Swept, lower_bounds, smallest, strategies_in, sweep
-from meshwright.simulator.step_simulation import priced_or_refused
+from meshwright.simulator.step_simulation import require_cost_inputs
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
@@ -179,7 +179,7 @@ def seconds_bound(run: RunSpec, *, trainable: bool = True) -> float:
 def _pricing(run: RunSpec, space: Points) -> Pricing:
     """Machine, shape and constants of the cost model, shared by all points."""
     plain = plan_at(run, space, int(space.column("port").argmax()), PLAIN, None)
-    return priced_or_refused(run.model, run.train, plain, run.cluster)
+    return require_cost_inputs(run.model, run.train, plain, run.cluster)
 
 
 def _largest_memory_ratio(run: RunSpec) -> float:
