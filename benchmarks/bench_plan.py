@@ -1,7 +1,7 @@
 """Measures the accuracy of `meshwright predict` on published runs: `make bench-plan` (CPU only, a minute or two).
 
 Prints errors by source, in the fit and with each source left out of it; the regret of the layout that the model would choose; memory errors
-and refusals; and each acceptance line with its figure. Writes them to benchmarks/results/plan-accuracy.json.
+and refusals; and each acceptance criterion with its figure. Writes them to benchmarks/results/plan-accuracy.json.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from fit_costs import (
     RunArrays,
     arrays_of,
     by_source,
+    cross_validated_memory_gib,
+    cross_validated_seconds,
     every_fifth,
-    left_out,
-    memory_left_out,
     read_runs,
     source_of,
     usable,
@@ -44,8 +44,8 @@ Record = tuple[int, dict[str, str], Case, float]
 
 
 @dataclass(frozen=True)
-class Line:
-    """An acceptance line: a figure and its limit."""
+class Criterion:
+    """An acceptance criterion: a figure and its limit. The fields are keys of the results file."""
 
     what: str
     reached: float
@@ -63,24 +63,29 @@ def main() -> None:
     records = usable(runs)
     arrays = arrays_of(records)
     fitted = np.array([predictions[index].seconds for index, *_ in records], dtype=np.float64)
-    folds = left_out(arrays, every_fifth(len(records)))
-    sources = left_out(arrays, by_source(arrays))
-    lines = [
-        *error_lines(runs, predictions, records, fitted, folds, sources),
-        *scale_lines(records, arrays, predictions),
-        *regret_lines(records, fitted, folds),
-        *memory_lines(runs, predictions),
-        *band_lines(records, arrays, sources),
-        *speed_lines(),
+    folds = cross_validated_seconds(arrays, every_fifth(len(records)))
+    sources = cross_validated_seconds(arrays, by_source(arrays))
+    criteria = [
+        *error_criteria(runs, predictions, records, fitted, folds, sources),
+        *scale_criteria(records, arrays, predictions),
+        *regret_criteria(records, fitted, folds),
+        *memory_criteria(runs, predictions),
+        *band_criteria(records, arrays, sources),
+        *speed_criteria(),
     ]
     print("\nacceptance")
-    for line in lines:
-        sign = "≥" if line.at_least else "≤"
-        print(f"  {'pass' if line.passed else 'FAIL'}  {line.reached:12.4g} {sign} {line.limit:<8g} {line.what}")
-    keep = {"lines": [{**vars(line), "passed": line.passed} for line in lines], "fitted_on": table()["fitted_on"]}
-    keep["errors"] = error_table(records, fitted, folds, sources)
-    RESULTS.write_text(json.dumps(keep, indent=1) + "\n", encoding="utf-8")
-    print(f"kept in {RESULTS}", file=sys.stderr)
+    for criterion in criteria:
+        sign = "≥" if criterion.at_least else "≤"
+        print(
+            f"  {'pass' if criterion.passed else 'FAIL'}  {criterion.reached:12.4g} {sign} {criterion.limit:<8g} {criterion.what}"
+        )
+    results = {
+        "lines": [{**vars(criterion), "passed": criterion.passed} for criterion in criteria],
+        "fitted_on": table()["fitted_on"],
+    }
+    results["errors"] = error_table(records, fitted, folds, sources)
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {RESULTS}", file=sys.stderr)
 
 
 def noisy(record: dict[str, str]) -> bool:
@@ -112,9 +117,9 @@ def error_table(records: list[Record], *columns: np.ndarray) -> list[dict[str, A
     return entries
 
 
-def error_lines(
+def error_criteria(
     runs: list[dict[str, str]], predictions: list[Prediction], records: list[Record], *columns: np.ndarray
-) -> list[Line]:
+) -> list[Criterion]:
     entries = error_table(records, *columns)
     print(
         f"{'rows':>5} | {'median':>6} {'p90':>6} {'bias':>6} | rows left out: median, p90 | source left out: median | source"
@@ -129,27 +134,27 @@ def error_lines(
             f"{entry['rows']:5} | {text[0]} {text[1]} {text[2]} | {text[3]} {text[4]} | {text[5]} | {entry['source'][:90]}"
         )
     complete = [index for index, record in enumerate(runs) if fully_specified(record)]
-    expressed = np.mean([predictions[index].seconds is not None for index in complete])
-    lines = [Line("fully specified rows expressed", float(expressed), 0.9, at_least=True)]
+    predicted_share = np.mean([predictions[index].seconds is not None for index in complete])
+    criteria = [Criterion("fully specified rows expressed", float(predicted_share), 0.9, at_least=True)]
     large = [entry for entry in entries if entry["rows"] >= 20 and "[≥128" not in entry["source"]]
     quiet = np.array([fully_specified(record) and not noisy(record) for _, record, _, _ in records])
     measured = np.array([seconds for *_, seconds in records])
     for name, words, column in zip(("fit", "fifth"), ("in sample", "rows left out"), columns, strict=False):
         medians = [entry[f"{name}_median"] for entry in large]
         error = np.abs(column / measured - 1)[quiet]
-        lines += [
-            Line(f"median of the sources' medians, {words}", float(np.median(medians)), 0.08),
-            Line(f"largest median of a source, {words}", max(medians), 0.15),
-            Line(f"90th percentile of all rows, {words}", float(np.quantile(error, 0.9)), 0.22),
+        criteria += [
+            Criterion(f"median of the sources' medians, {words}", float(np.median(medians)), 0.08),
+            Criterion(f"largest median of a source, {words}", max(medians), 0.15),
+            Criterion(f"90th percentile of all rows, {words}", float(np.quantile(error, 0.9)), 0.22),
         ]
-    return lines
+    return criteria
 
 
 PAPERS = ("SC21", "Korthikanti", "MT-NLG", "MegaScale (arXiv")
 
 
-def scale_lines(records: list[Record], arrays: RunArrays, predictions: list[Prediction]) -> list[Line]:
-    """Lines for the papers' tables, and for the largest runs under constants fitted on at most 2,048 GPUs."""
+def scale_criteria(records: list[Record], arrays: RunArrays, predictions: list[Prediction]) -> list[Criterion]:
+    """Criteria for the papers' tables, and for the largest runs under constants fitted on at most 2,048 GPUs."""
     measured = arrays.measured
     papers = np.array(
         [record["source"].startswith(PAPERS) or "sc21" in record["source"].lower() for _, record, _, _ in records]
@@ -158,7 +163,7 @@ def scale_lines(records: list[Record], arrays: RunArrays, predictions: list[Pred
     fitted = np.array([predictions[index].seconds for index, *_ in records], dtype=np.float64)
     error = np.abs(fitted / measured - 1)
     ranks = np.array([float(record["gpus"]) for _, record, _, _ in records])
-    predicted_beyond = left_out(arrays, [ranks > 2048])
+    predicted_beyond = cross_validated_seconds(arrays, [ranks > 2048])
     largest = np.array(
         [
             float(record["gpus"]) >= 8192
@@ -168,7 +173,7 @@ def scale_lines(records: list[Record], arrays: RunArrays, predictions: list[Pred
             for _, record, case, _ in records
         ]
     )
-    far_error = np.abs(predicted_beyond / measured - 1)[largest]
+    extrapolation_error = np.abs(predicted_beyond / measured - 1)[largest]
     baseline = [
         (index, seconds)
         for index, record, case, seconds in records
@@ -177,7 +182,9 @@ def scale_lines(records: list[Record], arrays: RunArrays, predictions: list[Pred
     inside = [predictions[index].low <= seconds <= predictions[index].high for index, seconds in baseline]  # type: ignore[operator]  # priced rows have bands
     even_seconds, straggler_seconds = straggler_band([case for _, record, case, _ in records if record["source"].startswith("MegaScale (")
                                     and case.stack == "megatron_lm" and float(record["gpus"]) >= 8192])  # fmt: skip
-    print(f"\nMegaScale's Megatron-LM rows: even ranks, measured, the slowest of all ranks at {SPREAD:.0%} spread")
+    print(
+        f"\nMegaScale's Megatron-LM rows: predicted for equal ranks, measured, predicted at {SPREAD:.0%} spread of speed"
+    )
     for (_, seconds), low, high in zip(baseline, even_seconds, straggler_seconds, strict=True):
         print(f"  {low:6.2f} {seconds:6.2f} {high:6.2f}")
         inside.append(bool(low <= seconds <= high))
@@ -186,12 +193,14 @@ def scale_lines(records: list[Record], arrays: RunArrays, predictions: list[Pred
         if chosen:
             print(f"  {value / seconds:6.3f}  {record['gpus']:>6} {record['model']:>16}  {record['source'][:80]}")
     return [
-        Line(
+        Criterion(
             "Megatron's and MegaScale's 175B/530B/1T tables, median", float(np.median(error[papers & big_model])), 0.05
         ),
-        Line("≥ 8,192 GPUs fitted on ≤ 2,048, median", float(np.median(far_error)), 0.05),
-        Line("≥ 8,192 GPUs fitted on ≤ 2,048, worst", float(np.max(far_error)), 0.10),
-        Line("MegaScale's Megatron-LM rows ≥ 8,192 GPUs inside both bands", float(np.mean(inside)), 1.0, at_least=True),
+        Criterion("≥ 8,192 GPUs fitted on ≤ 2,048, median", float(np.median(extrapolation_error)), 0.05),
+        Criterion("≥ 8,192 GPUs fitted on ≤ 2,048, worst", float(np.max(extrapolation_error)), 0.10),
+        Criterion(
+            "MegaScale's Megatron-LM rows ≥ 8,192 GPUs inside both bands", float(np.mean(inside)), 1.0, at_least=True
+        ),
     ]
 
 
@@ -211,14 +220,14 @@ def straggler_band(cases: list[Case]) -> tuple[np.ndarray, np.ndarray]:
 PLAN_KEY = ("tp", "pp", "dp", "cp", "ep", "vpp", "zero/fsdp", "micro_batch", "recompute")
 
 
-def regret_lines(records: list[Record], fitted: np.ndarray, folds: np.ndarray) -> list[Line]:
-    """Lines for regret: measured time of the layout predicted fastest over the best measured, the mean over groups."""
+def regret_criteria(records: list[Record], fitted: np.ndarray, folds: np.ndarray) -> list[Criterion]:
+    """Criteria for regret: measured time of the layout predicted fastest over the best measured, the mean over groups."""
     groups = {
         "vTrain": (lambda record: "vTrain data" in record["source"], 1.10, 1.03),
         "playbook to 64 GPUs": (lambda record: "playbook" in record["source"] and not noisy(record), 1.15, 1.05),
         "playbook from 128 GPUs": (noisy, 1.40, 1.20),
     }
-    lines = []
+    criteria = []
     print("\nregret: groups, first, best of three (in sample); with rows left out of the fit; Spearman mean, least")
     for name, (in_group, first_limit, best_of_three_limit) in groups.items():
         chosen = [index for index, (_, record, _, _) in enumerate(records) if in_group(record)]
@@ -227,20 +236,20 @@ def regret_lines(records: list[Record], fitted: np.ndarray, folds: np.ndarray) -
         print(f"  {name:24} {len(in_sample):4} {_mean(in_sample, 0):.3f} {_mean(in_sample, 1):.3f}"
               f"   {_mean(left_out_regrets, 0):.3f} {_mean(left_out_regrets, 1):.3f}"
               f"   {_mean(in_sample, 2):.3f} {min(regret[2] for regret in in_sample):.3f}")  # fmt: skip
-        lines += [
-            Line(f"regret {name}", _mean(in_sample, 0), first_limit),
-            Line(f"regret {name}, best of three", _mean(in_sample, 1), best_of_three_limit),
+        criteria += [
+            Criterion(f"regret {name}", _mean(in_sample, 0), first_limit),
+            Criterion(f"regret {name}, best of three", _mean(in_sample, 1), best_of_three_limit),
         ]
         if name == "playbook from 128 GPUs":
-            lines.append(
-                Line(
+            criteria.append(
+                Criterion(
                     "least Spearman of a group, playbook from 128 GPUs",
-                    min(f[2] for f in in_sample),
+                    min(regret[2] for regret in in_sample),
                     0.9,
                     at_least=True,
                 )
             )
-    return lines
+    return criteria
 
 
 def _mean(regrets: list[tuple[float, float, float]], column: int) -> float:
@@ -252,11 +261,11 @@ def _regrets(records: list[Record], predicted: np.ndarray) -> list[tuple[float, 
     groups: dict[tuple[str, ...], dict[tuple[str, ...], list[tuple[float, float]]]] = defaultdict(
         lambda: defaultdict(list)
     )
-    for (_, record, _, seconds), guess in zip(records, predicted, strict=True):
+    for (_, record, _, seconds), predicted_seconds in zip(records, predicted, strict=True):
         key = tuple(
             record[column] for column in ("source", "model", "layers", "hidden", "seq", "gpu", "gpus", "global_batch")
         )
-        groups[key][tuple(record[column] for column in PLAN_KEY)].append((seconds, guess))
+        groups[key][tuple(record[column] for column in PLAN_KEY)].append((seconds, predicted_seconds))
     regrets = []
     for layouts in groups.values():
         if len(layouts) < 5:
@@ -275,7 +284,7 @@ def _spearman(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.corrcoef(*ranks)[0, 1])
 
 
-def memory_lines(runs: list[dict[str, str]], predictions: list[Prediction]) -> list[Line]:
+def memory_criteria(runs: list[dict[str, str]], predictions: list[Prediction]) -> list[Criterion]:
     measured_and_predicted = [
         (float(record["mem_gb"]), p)
         for record, p in zip(runs, predictions, strict=True)
@@ -293,7 +302,7 @@ def memory_lines(runs: list[dict[str, str]], predictions: list[Prediction]) -> l
         p for record, p in zip(runs, predictions, strict=True) if measured_seconds(record) and not failed(record)
     ]
     refused = np.mean([p.fits is False for p in failed_predictions])
-    false = np.mean([p.fits is False for p in ran_predictions if p.fits is not None])
+    false_refusals = np.mean([p.fits is False for p in ran_predictions if p.fits is not None])
     errors_by_source: dict[str, list[float]] = defaultdict(list)
     for record, p in zip(runs, predictions, strict=True):
         if record["mem_gb"] and p.memory_gib:
@@ -302,29 +311,32 @@ def memory_lines(runs: list[dict[str, str]], predictions: list[Prediction]) -> l
     for source, errors in errors_by_source.items():
         print(f"  {len(errors):5} {np.median(errors):6.1%}  {source}")
     with_measured_memory = with_memory(runs)
-    ratio = memory_left_out(with_measured_memory) / np.array(
+    ratio = cross_validated_memory_gib(with_measured_memory) / np.array(
         [float(record["mem_gb"]) for record, _ in with_measured_memory]
     )
     print(
         f"  all {len(with_measured_memory)} with their layouts left out of the fit, by fifths: {np.median(np.abs(ratio - 1)):.1%}"
     )
     return [
-        Line("memory, median error", float(np.median(error)), 0.05),
-        Line("failed rows refused", float(refused), 0.85, at_least=True),
-        Line("rows that ran refused", float(false), 0.02),
+        Criterion("memory, median error", float(np.median(error)), 0.05),
+        Criterion("failed rows refused", float(refused), 0.85, at_least=True),
+        Criterion("rows that ran refused", float(false_refusals), 0.02),
     ]
 
 
-def band_lines(records: list[Record], arrays: RunArrays, sources: np.ndarray) -> list[Line]:
-    """Lines for the share of a left-out source's runs inside the band of its class, which other left-out sources define."""
+def band_criteria(records: list[Record], arrays: RunArrays, sources: np.ndarray) -> list[Criterion]:
+    """Criteria for the coverage of the prediction bands on sources left out of the fit.
+
+    The band of a class (stack or generation) comes from the residuals of all left-out sources but the one that is checked.
+    """
     residual = np.log(arrays.measured / sources)
     names = np.array([source_of(name) for name in arrays.names])
     coverage: dict[str, float] = {}
-    print("\nband of sources left out: rows, held, half-width, generation and stack, source")
+    print("\nband of sources left out: rows, share inside the band, half-width, generation and stack, source")
     for name in dict.fromkeys(names[np.isfinite(residual)].tolist()):
         chosen = names == name
         case = records[int(np.flatnonzero(chosen)[0])][2]
-        width = half_width(case, widths(arrays, residual, but=name))
+        width = half_width(case, widths(arrays, residual, ignored_source=name))
         coverage[name] = float((np.abs(residual[chosen]) <= width).mean())
         print(
             f"  {chosen.sum():5} {coverage[name]:6.1%}  ±{np.expm1(width):.0%}  {case.generation} {case.stack}  {name[:80]}"
@@ -332,13 +344,13 @@ def band_lines(records: list[Record], arrays: RunArrays, sources: np.ndarray) ->
     mean = float(np.mean(list(coverage.values())))
     print("half-widths:", ", ".join(f"{name} ±{np.expm1(width):.0%}" for name, width in table()["bands"].items()))
     return [
-        Line("share of a left-out source inside its band, mean over sources", mean, 0.75, at_least=True),
-        Line("share of a left-out source inside its band, mean over sources", mean, 0.85),
+        Criterion("share of a left-out source inside its band, mean over sources", mean, 0.75, at_least=True),
+        Criterion("share of a left-out source inside its band, mean over sources", mean, 0.85),
     ]
 
 
-def speed_lines() -> list[Line]:
-    """Lines for the time of a prediction, and of a sweep for a 175B model on 16,384 GPUs."""
+def speed_criteria() -> list[Criterion]:
+    """Criteria for the time of a prediction, and of a sweep for a 175B model on 16,384 GPUs."""
     model = shape(by_name("GPT-175B"))
     chip = CHIPS["H100"]
     machine = Machine(peak=chip.peak_flops["bf16"], half_peak=chip.peak_flops["bf16"], low=0.0, hbm=chip.hbm, memory=chip.memory_bytes,
@@ -356,8 +368,8 @@ def speed_lines() -> list[Line]:
         step_cost(model, machine, small, k)
         times.append(time.perf_counter() - started)
     return [
-        Line("milliseconds of one prediction on 8 GPUs", float(np.median(times)) * 1e3, 5.0),
-        Line("layouts a second, 175B on 16,384 GPUs", layouts_per_second, 100_000, at_least=True),
+        Criterion("milliseconds of one prediction on 8 GPUs", float(np.median(times)) * 1e3, 5.0),
+        Criterion("layouts a second, 175B on 16,384 GPUs", layouts_per_second, 100_000, at_least=True),
     ]
 
 

@@ -63,6 +63,7 @@ ROWS = {
     for row in (
         Row("llama3-1b", ("train.seq_len=8192", "train.global_batch=4"), 52, 16),
         Row("llama3-3b", ("train.seq_len=8192", "train.global_batch=4"), 32, 20, rounds=1),
+        Row("llama3-8b", ("train.seq_len=8192", "train.global_batch=16"), 32, 20, rounds=1),
     )
 }
 TINY = Row("llama-nano", ("train.seq_len=128", "train.global_batch=4", "cluster={gpu: cpu, gpus_per_node: 1}"), 30, 8)
@@ -70,7 +71,7 @@ TINY = Row("llama-nano", ("train.seq_len=128", "train.global_batch=4", "cluster=
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(ROWS))
+    parser.add_argument("--models", default="llama3-1b,llama3-3b", help=f"of {', '.join(ROWS)}; 8B needs eight GPUs")
     parser.add_argument(
         "--rounds", type=int, help="pairs of runs for each model; by default 2 of llama3-1b and 1 of llama3-3b"
     )
@@ -81,6 +82,8 @@ def main() -> None:
         "--limit", type=float, default=460.0, help="seconds for everything; what does not fit is left out"
     )
     parser.add_argument("--gigabytes", type=float, default=8.0, help="of the write and load lines")
+    parser.add_argument("--modes", default="async,sync", help="modes of the runs")
+    parser.add_argument("--no-rates", action="store_true", help="leave out the write and load lines")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("overrides", nargs="*", help="key=value for all runs")
     options = parser.parse_args()
@@ -99,11 +102,13 @@ def main() -> None:
 def lines(rows: list[Row], options: argparse.Namespace, deadline: float) -> Iterator[Line]:
     device = torch.device("cpu" if options.cpu else "cuda")
     yield {"kind": "machine", **machine(device), "command": " ".join(sys.argv)}
-    yield from write_rates(options)
-    yield from load_rates(options, device)
+    if not options.no_rates:
+        yield from write_rates(options)
+        yield from load_rates(options, device)
+    modes = options.modes.split(",")
     for number in range(options.rounds or max(row.rounds for row in rows)):
         for row in (row for row in rows if options.rounds or number < row.rounds):
-            for mode in ("sync", "async") if number % 2 else ("async", "sync"):
+            for mode in reversed(modes) if number % 2 else modes:
                 left = deadline - time.monotonic()
                 if left < 60 and not options.cpu:
                     yield {"kind": "skipped", "model": row.model, "mode": mode, "round": number}

@@ -2,7 +2,7 @@
 
     python benchmarks/draw_dense.py benchmarks/results/one-gpu.jsonl --out docs/images/one-gpu.svg --title "One H200"
 
-Each row has three bars: the time that the device needs, our step, and torchtitan's; tokens per second are printed at their ends.
+Each row has three bars: the roofline time, our step, and torchtitan's; tokens per second are printed at their ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from dense_table import OURS, PEER, Line, newest, side_of
 
-WIDTH, LEFT, RIGHT, BAR, BETWEEN, APART = 1100, 210, 130, 18, 4, 18
+WIDTH, LEFT_MARGIN, RIGHT_MARGIN, BAR_HEIGHT, BAR_GAP, GROUP_GAP = 1100, 210, 130, 18, 4, 18
 COLOURS = {
     "gemm": "#4c78a8", "attention": "#72b7b2", "elementwise": "#54a24b", "quantise": "#b279a2", "loss": "#9d755d", "optimizer": "#eeca3b",
     "copies": "#bab0ac", "communication": "#e45756", "idle": "#dddddd",
@@ -42,8 +42,8 @@ def main() -> None:
     lines = [json.loads(line) for line in options.lines.read_text(encoding="utf-8").splitlines()]
     groups = dict(bars_of(lines))
     if not groups:
-        sys.exit(f"{options.lines}: no row was held against its device")
-    options.out.write_text(drawn(groups, options.title), encoding="utf-8")
+        sys.exit(f"{options.lines}: no row has a roofline")
+    options.out.write_text(chart_svg(groups, options.title), encoding="utf-8")
     print(f"{options.out}: {len(groups)} rows")
 
 
@@ -59,21 +59,21 @@ def bars_of(lines: Sequence[Line]) -> Iterator[tuple[str, list[Bar]]]:
             if not bars:
                 needed = {line["kind"]: 1e6 * line["needed"] / tokens for line in roofline_line["lines"]}
                 bars.append(Bar("needed", needed, f"{1e6 / sum(needed.values()):,.0f} tok/s"))
-            took = {line["kind"]: 1e6 * max(0.0, line["took"]) / tokens for line in roofline_line["lines"]}
-            bars.append(Bar(side, took, f"{side_figures['rate']:,.0f} tok/s"))
+            measured = {line["kind"]: 1e6 * max(0.0, line["took"]) / tokens for line in roofline_line["lines"]}
+            bars.append(Bar(side, measured, f"{side_figures['rate']:,.0f} tok/s"))
         yield name, bars
 
 
-def drawn(groups: dict[str, list[Bar]], title: str) -> str:
+def chart_svg(groups: dict[str, list[Bar]], title: str) -> str:
     longest = max(sum(bar.parts.values()) for bars in groups.values() for bar in bars)
-    scale = (WIDTH - LEFT - RIGHT) / longest
+    scale = (WIDTH - LEFT_MARGIN - RIGHT_MARGIN) / longest
     body, top = [], 62
     for name, bars in groups.items():
         body.append(f'<text x="8" y="{top + 13}" font-weight="bold">{escape(name)}</text>')
         for bar in bars:
             body.append(_bar(bar, top, scale))
-            top += BAR + BETWEEN
-        top += APART
+            top += BAR_HEIGHT + BAR_GAP
+        top += GROUP_GAP
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{top}" font-family="sans-serif" font-size="11">'
     title = (
         f'<rect width="{WIDTH}" height="{top}" fill="white"/><text x="8" y="22" font-size="15">{escape(title)}</text>'
@@ -82,13 +82,16 @@ def drawn(groups: dict[str, list[Bar]], title: str) -> str:
 
 
 def _bar(bar: Bar, top: int, scale: float) -> str:
-    x, pieces = float(LEFT), [f'<text x="{LEFT - 8}" y="{top + 13}" text-anchor="end">{escape(bar.label)}</text>']
+    x, pieces = (
+        float(LEFT_MARGIN),
+        [f'<text x="{LEFT_MARGIN - 8}" y="{top + 13}" text-anchor="end">{escape(bar.label)}</text>'],
+    )
     for kernel_class in COLOURS:
         width = bar.parts.get(kernel_class, 0.0) * scale
         if width > 0.05:
             tooltip = f"{kernel_class} {bar.parts[kernel_class]:.2f} µs"
             pieces.append(
-                f'<rect x="{x:.1f}" y="{top}" width="{width:.1f}" height="{BAR}" fill="{COLOURS[kernel_class]}">'
+                f'<rect x="{x:.1f}" y="{top}" width="{width:.1f}" height="{BAR_HEIGHT}" fill="{COLOURS[kernel_class]}">'
                 f"<title>{tooltip}</title></rect>"
             )
         x += width
@@ -102,8 +105,8 @@ def _legend(groups: dict[str, list[Bar]]) -> str:
         if any(bar.parts.get(kernel_class) for bars in groups.values() for bar in bars)
     ]
     parts = (
-        f'<rect x="{LEFT + 96 * index}" y="36" width="11" height="11" fill="{COLOURS[kernel_class]}"/>'
-        f'<text x="{LEFT + 15 + 96 * index}" y="46">{kernel_class}</text>'
+        f'<rect x="{LEFT_MARGIN + 96 * index}" y="36" width="11" height="11" fill="{COLOURS[kernel_class]}"/>'
+        f'<text x="{LEFT_MARGIN + 15 + 96 * index}" y="46">{kernel_class}</text>'
         for index, kernel_class in enumerate(used)
     )
     return "".join(parts) + '<text x="8" y="46">µs a token and GPU</text>'

@@ -23,11 +23,11 @@ import yaml
 
 from meshwright.calibration.published_rows import Case, failed, measured_seconds, read_record
 from meshwright.calibration.row_predictions import memory
-from meshwright.costs.collective_costs import MOST_OF_LINE
-from meshwright.costs.compute import MOST_OF_PEAK
-from meshwright.costs.constants import FILE, GENERATION, NAMES, Constants, aged, per_row
+from meshwright.costs.collective_costs import MAX_LINE_SHARE
+from meshwright.costs.compute import MAX_PEAK_SHARE
+from meshwright.costs.constants import FILE, GENERATION, NAMES, Constants, at_release, constant_arrays
 from meshwright.costs.device_rates import Machine
-from meshwright.costs.stack_footprint import Keeping, footprint
+from meshwright.costs.stack_footprint import MemoryConstants, footprint
 from meshwright.costs.step import step_cost
 from meshwright.workload.arrays import side_by_side
 from meshwright.workload.layouts import Layouts
@@ -49,7 +49,7 @@ PRIORS: dict[str, tuple[float, float]] = {
 }  # fmt: skip
 """Constant → (guess, standard deviation of its logarithm)."""
 LIMITS = {
-    "gemm": MOST_OF_PEAK, "attention": MOST_OF_PEAK, "hbm": 0.95, "link": MOST_OF_LINE, "net": MOST_OF_LINE, "tensor_exposed": 1.0,
+    "gemm": MAX_PEAK_SHARE, "attention": MAX_PEAK_SHARE, "hbm": 0.95, "link": MAX_LINE_SHARE, "net": MAX_LINE_SHARE, "tensor_exposed": 1.0,
     "expert_exposed": 1.0, "hide": 1.0, "overlap_tax": 1.0, "pipe_exposed": 1.0, "moe_passes": 100.0,
 }  # fmt: skip
 """Upper limit of each constant by physics: rates below the line rate, communication exposed at most once, overlap that takes at most all of
@@ -165,7 +165,11 @@ class Knob:
 def predict(arrays: RunArrays, table: dict[str, Any]) -> np.ndarray:
     """Seconds of every run under a table of constants."""
     return step_cost(
-        arrays.shape, arrays.machine, arrays.layout, aged(per_row(arrays.pairs, table), arrays.release), arrays.filled
+        arrays.shape,
+        arrays.machine,
+        arrays.layout,
+        at_release(constant_arrays(arrays.pairs, table), arrays.release),
+        arrays.filled,
     ).seconds
 
 
@@ -182,7 +186,11 @@ def fit_time(arrays: RunArrays, *, rounds: int = 40, least: int = 20) -> dict[st
     def evaluate(values: dict[str, np.ndarray]) -> np.ndarray:
         return np.log(
             step_cost(
-                arrays.shape, arrays.machine, arrays.layout, aged(Constants(**values), arrays.release), arrays.filled
+                arrays.shape,
+                arrays.machine,
+                arrays.layout,
+                at_release(Constants(**values), arrays.release),
+                arrays.filled,
             ).seconds
         )
 
@@ -207,7 +215,7 @@ def fit_memory(
     ]
 
     def evaluate(values: dict[str, np.ndarray]) -> np.ndarray:
-        return np.log(sum(footprint(shape, layout, Keeping(**values), first).values()) / 2**30)
+        return np.log(sum(footprint(shape, layout, MemoryConstants(**values), first).values()) / 2**30)
 
     return solve(knobs, evaluate, measured, weight, rounds)["memory"]
 
@@ -215,7 +223,7 @@ def fit_memory(
 LAYOUT = ("model", "gpus", "tp", "pp", "dp", "micro_batch", "zero/fsdp")
 
 
-def memory_left_out(usable_records: list[tuple[dict[str, str], Case]]) -> np.ndarray:
+def cross_validated_memory_gib(usable_records: list[tuple[dict[str, str], Case]]) -> np.ndarray:
     """GiB of every run as its software prints it, under constants fitted without its fifth.
 
     Repeats of a layout are in the same fifth, by the hash of the layout.
@@ -307,7 +315,7 @@ def _as_table(knobs: list[Knob], x: np.ndarray, offsets: np.ndarray) -> dict[str
     return table
 
 
-def left_out(arrays: RunArrays, folds: list[np.ndarray]) -> np.ndarray:
+def cross_validated_seconds(arrays: RunArrays, folds: list[np.ndarray]) -> np.ndarray:
     """Seconds of every run under constants fitted without its fold (True marks the runs of a fold); NaN for runs in no fold."""
     predicted_seconds = np.full(len(arrays.measured), np.nan)
     for fold in folds:
@@ -354,13 +362,13 @@ def bands(arrays: RunArrays) -> dict[str, float]:
 
     By stack where at least four sources have it, and by generation over those stacks; `default` for all other stacks.
     """
-    return widths(arrays, np.log(arrays.measured / left_out(arrays, by_source(arrays))))
+    return widths(arrays, np.log(arrays.measured / cross_validated_seconds(arrays, by_source(arrays))))
 
 
-def widths(arrays: RunArrays, residual: np.ndarray, but: str | None = None) -> dict[str, float]:
-    """Half-widths by class from residuals ln(measured / predicted) of left-out sources; `but` names a source to ignore."""
+def widths(arrays: RunArrays, residual: np.ndarray, ignored_source: str | None = None) -> dict[str, float]:
+    """Half-widths by class from residuals ln(measured / predicted) of left-out sources; `ignored_source` names a source to ignore."""
     source = np.array([source_of(name) for name in arrays.names])
-    known = np.isfinite(residual) & (source != but)
+    known = np.isfinite(residual) & (source != ignored_source)
     stacks, generations = (np.array([pair[side] for pair in arrays.pairs]) for side in (1, 0))
     common = {name for name in set(stacks) if len(set(source[known & (stacks == name)])) >= MIN_SOURCES}
     inside = known & np.isin(stacks, list(common))
@@ -402,7 +410,7 @@ def best_quartile(arrays: RunArrays, table: dict[str, Any]) -> dict[str, float]:
     Comparable: dense, 16-bit products, fused attention. The speed of a run's products relative to its stack is taken as the speed of the
     run relative to its prediction.
     """
-    k = aged(per_row(arrays.pairs, table), arrays.release)
+    k = at_release(constant_arrays(arrays.pairs, table), arrays.release)
     shape = arrays.shape
     comparable = (shape.moe_layers + shape.mixer_layers == 0) & (arrays.machine.low == 0)
     comparable &= (k.scores == 0) & (shape.params >= COMPARABLE)
@@ -412,7 +420,7 @@ def best_quartile(arrays: RunArrays, table: dict[str, Any]) -> dict[str, float]:
     for name in sorted(set(generations)):
         chosen = comparable & (generations == name)
         if chosen.sum() >= 15:
-            shares[str(name)] = min(MOST_OF_PEAK, float(f"{np.quantile(reached[chosen], 0.75):.4g}"))
+            shares[str(name)] = min(MAX_PEAK_SHARE, float(f"{np.quantile(reached[chosen], 0.75):.4g}"))
     return shares
 
 

@@ -489,7 +489,9 @@ class PeerWay(Way):
         def call() -> None:
             # With one slot every use has the same memory, so the numbers written there stay.
             again = (
-                whole if reduce._given is not None else reduce.allocate((entries,), dtype=dtype, device=whole.device)
+                whole
+                if reduce._input_buffer is not None
+                else reduce.allocate((entries,), dtype=dtype, device=whole.device)
             )
             reduce(part, again)
 

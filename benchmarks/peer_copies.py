@@ -17,11 +17,11 @@ from torch import Tensor
 
 from meshwright.parallel.stream_memory import wait_at_least, write
 
-STAGED = 256 << 20
+STAGING_BYTES = 256 << 20
 """Bytes of all ranks' data that a sum processes at a time."""
-ALIGNED = 256
+ALIGNMENT = 256
 """Alignment of slots in bytes, so that copies run at full width."""
-READY, TAKEN = 0, 1
+READY, COPIED = 0, 1
 Pairs = Sequence[tuple[Tensor, Tensor]]
 """(target, source)."""
 Event = Any
@@ -38,16 +38,16 @@ class Ring:
         """Advance to the next slot: the current stream waits until every peer has copied its contents."""
         self._uses += 1
         if self._uses > self._slots:
-            self.window.hear(self._flags[TAKEN], self._uses - self._slots)
+            self.window.wait_for_flags(self._flags[COPIED], self._uses - self._slots)
 
-    def ready(self) -> None:
+    def exchange_ready(self) -> None:
         """Signal that this rank's slot is written; the current stream waits until those of the peers are."""
-        self.window.tell(self._flags[READY], self._uses)
-        self.window.hear(self._flags[READY], self._uses)
+        self.window.set_flags(self._flags[READY], self._uses)
+        self.window.wait_for_flags(self._flags[READY], self._uses)
 
-    def taken(self) -> None:
+    def signal_copied(self) -> None:
         """Signal that this rank has copied its data from the peers' slots."""
-        self.window.tell(self._flags[TAKEN], self._uses)
+        self.window.set_flags(self._flags[COPIED], self._uses)
 
     def slot(self, owner: int, start: int, like: Tensor) -> Tensor:
         """A view of `owner`'s current slot from element `start`, with the dtype and number of elements of `like`."""
@@ -112,58 +112,64 @@ class PeerGather:
         ring, window = self._ring, self._ring.window
         ring.begin()
         ring.slot(window.rank, 0, input_tensor).copy_(input_tensor)
-        ring.ready()
-        rows = output_tensor.view(window.ranks, -1)
-        self._copies.run([(rows[peer], ring.slot(peer, 0, input_tensor)) for peer in others(window)])
-        ring.taken()
-        if rows[window.rank].data_ptr() != input_tensor.data_ptr():
-            rows[window.rank].copy_(input_tensor)
+        ring.exchange_ready()
+        shards = output_tensor.view(window.ranks, -1)
+        self._copies.run([(shards[peer], ring.slot(peer, 0, input_tensor)) for peer in others(window)])
+        ring.signal_copied()
+        if shards[window.rank].data_ptr() != input_tensor.data_ptr():
+            shards[window.rank].copy_(input_tensor)
 
 
 class PeerReduce:
     """A reduce-scatter through a window: each rank copies its part of every peer's gradient, and adds them in rank order.
 
-    What is summed is given out by `allocate`, in the window, so that nothing need be copied there.
+    `allocate` returns the input buffer, which is memory of the window, so the input is not copied into it.
     """
 
     def __init__(self, ring: Ring, copies: Copies) -> None:
         self._ring, self._copies = ring, copies
-        self._given: Tensor | None = None
+        self._input_buffer: Tensor | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The input first, `(ranks × n,)`, then the output `(n,)`."""
-        if self._given is not None:
+        if self._input_buffer is not None:
             return torch.empty(*size, dtype=dtype, device=device)
         self._ring.begin()
         shape_only = torch.empty((), dtype=dtype, device=device).expand(*size)
-        self._given = self._ring.slot(self._ring.window.rank, 0, shape_only)
-        return self._given
+        self._input_buffer = self._ring.slot(self._ring.window.rank, 0, shape_only)
+        return self._input_buffer
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any = None, op: Any = None, async_op: bool = False
     ) -> None:
         """Set `output_tensor` `(n,)` to the sum over ranks of this rank's part of their `input_tensor` `(ranks × n,)`."""
-        given, self._given = self._given, None
-        assert given is not None and given.data_ptr() == input_tensor.data_ptr(), "only what was given out is summed"
-        self._ring.ready()
-        # While one piece is added up the next is copied, into the other of two tables.
-        pieces = output_tensor.split(max(1, STAGED // output_tensor.element_size() // self._ring.window.ranks))
-        tables = [pieces[0].new_empty(self._ring.window.ranks, len(pieces[0])) for _ in pieces[:2]]
-        under_way = self._start(tables[0], pieces[0], output_tensor)
+        buffer, self._input_buffer = self._input_buffer, None
+        assert buffer is not None and buffer.data_ptr() == input_tensor.data_ptr(), (
+            "the input is the buffer that `allocate` returned"
+        )
+        self._ring.exchange_ready()
+        # The next piece is copied into one staging buffer while the piece in the other is summed.
+        pieces = output_tensor.split(max(1, STAGING_BYTES // output_tensor.element_size() // self._ring.window.ranks))
+        staging_buffers = [pieces[0].new_empty(self._ring.window.ranks, len(pieces[0])) for _ in pieces[:2]]
+        next_copies = self._start(staging_buffers[0], pieces[0], output_tensor)
         for number, piece in enumerate(pieces):
-            arriving, under_way = under_way, []
+            copies_of_piece, next_copies = next_copies, []
             if number + 1 < len(pieces):
-                under_way = self._start(tables[(number + 1) % 2], pieces[number + 1], output_tensor)
-            self._copies.join(arriving)
-            torch.sum(tables[number % 2][:, : len(piece)], 0, out=piece)  # bf16 is added up in fp32 and rounded once
-        self._ring.taken()
+                next_copies = self._start(staging_buffers[(number + 1) % 2], pieces[number + 1], output_tensor)
+            self._copies.join(copies_of_piece)
+            torch.sum(
+                staging_buffers[number % 2][:, : len(piece)], 0, out=piece
+            )  # bf16 is added up in fp32 and rounded once
+        self._ring.signal_copied()
 
-    def _start(self, table: Tensor, piece: Tensor, output: Tensor) -> list[Event]:
-        """Start to copy every rank's elements for `piece` of `output` into the rows of `table`."""
+    def _start(self, staging_buffer: Tensor, piece: Tensor, output: Tensor) -> list[Event]:
+        """Start to copy every rank's elements for `piece` of `output` into the rows of `staging_buffer`."""
         ring, window = self._ring, self._ring.window
         start = window.rank * output.numel() + int(piece.storage_offset() - output.storage_offset())
-        started = self._copies.start([(table[p, : len(piece)], ring.slot(p, start, piece)) for p in others(window)])
-        table[window.rank, : len(piece)].copy_(ring.slot(window.rank, start, piece))
+        started = self._copies.start(
+            [(staging_buffer[p, : len(piece)], ring.slot(p, start, piece)) for p in others(window)]
+        )
+        staging_buffer[window.rank, : len(piece)].copy_(ring.slot(window.rank, start, piece))
         return started
 
 
@@ -180,9 +186,9 @@ class DeviceWindow:
 
         self.rank, self.ranks = group.rank(), group.size()
         self._words = flags * self.ranks
-        self._front = aligned(4 * self._words)
-        memory = symmetric.empty(self._front + size, dtype=torch.uint8, device=device)
-        memory[: self._front].zero_()
+        self._flag_bytes = aligned(4 * self._words)
+        memory = symmetric.empty(self._flag_bytes + size, dtype=torch.uint8, device=device)
+        memory[: self._flag_bytes].zero_()
         torch.cuda.synchronize(device)  # flags are zero before a peer can write one
         self._handle = symmetric.rendezvous(memory, group.group_name)
         self._memory = [self._handle.get_buffer(peer, memory.shape, torch.uint8) for peer in range(self.ranks)]
@@ -190,19 +196,19 @@ class DeviceWindow:
         self._flags = [whole[: 4 * self._words].view(torch.int32) for whole in self._memory]
 
     def bytes_of(self, owner: int, first: int, count: int) -> Tensor:
-        return self._memory[owner][self._front + first :][:count]
+        return self._memory[owner][self._flag_bytes + first :][:count]
 
-    def tell(self, flag: int, value: int) -> None:
+    def set_flags(self, flag: int, value: int) -> None:
         word = flag * self.ranks + self.rank
         mine = self._flags[self.rank][word : word + 1]
         write(mine, value)
         for peer in others(self):
             self._flags[peer][word : word + 1].copy_(mine, non_blocking=True)
 
-    def hear(self, flag: int, value: int) -> None:
+    def wait_for_flags(self, flag: int, value: int) -> None:
         first = flag * self.ranks
         wait_at_least([self._flags[self.rank][first + peer : first + peer + 1] for peer in others(self)], value)
 
 
 def aligned(size: int) -> int:
-    return -(-size // ALIGNED) * ALIGNED
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,11 +1,11 @@
-"""Measures the search's regret on random questions: how much faster a random pin makes the answer, although no pin should.
+"""Measures the search's regret on random runs: how much faster a random pin makes the plan, although no pin should.
 
-    python benchmarks/random_pins.py                                  # 500 questions with four pins each, half an hour or so
+    python benchmarks/random_pins.py                                  # 500 runs with four pins each, half an hour or so
     python benchmarks/random_pins.py --first 500 --questions 20
     python benchmarks/random_pins.py --log pins.jsonl                 # continues an earlier run
     python benchmarks/random_pins.py --mode more                      # more bandwidth, memory, nodes or batch instead of pins
 
-With `--mode more` each question is repeated with more bandwidth, memory, nodes or batch, which should not make a token slower. Prints every
+With `--mode more` each run is repeated with more bandwidth, memory, nodes or batch, which should not make a token slower. Prints every
 gain above the limit, and the totals. Torch is not needed.
 """
 
@@ -24,7 +24,7 @@ from meshwright.planner.candidate import offload_penalty, untrainable
 from meshwright.planner.search import search
 from meshwright.spec.errors import MeshwrightError
 
-ASKED = {
+CHOICES = {
     "model": (
         "llama3-1b",
         "llama3-3b",
@@ -51,7 +51,7 @@ PINS = {
     "reshard": ("false", "true"),
 }  # fmt: skip
 SINGLE, DOUBLE = 2, 2
-"""Number of single pins and of pairs of pins per question."""
+"""Number of single pins and of pairs of pins per run."""
 LIMITS = {"pins": 0.02, "more": 0.01}
 """Largest gains that pass, by mode."""
 
@@ -61,24 +61,22 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--questions", type=int, default=500)
     parser.add_argument("--mode", choices=LIMITS, default="pins")
-    parser.add_argument("--log", type=Path, help="file of JSON lines; questions that it has are not asked again")
+    parser.add_argument("--log", type=Path, help="file of JSON lines; seeds that it has are not repeated")
     options = parser.parse_args()
     limit, done = LIMITS[options.mode], recorded(options.log)
     for seed in range(options.first, options.first + options.questions):
         if seed in done:
             continue
         done[seed] = gains_of(seed, options.mode)
-        for gain, question in done[seed]:
+        for gain, random_run in done[seed]:
             if gain > limit:
-                print(f"{gain:.1%}  seed {seed}  {question}", flush=True)
+                print(f"{gain:.1%}  seed {seed}  {random_run}", flush=True)
         if options.log:
             with options.log.open("a") as file:
                 file.write(json.dumps({"seed": seed, "gains": done[seed]}) + "\n")
     gains = [gain for result in done.values() for gain, _ in result]
     above = sum(gain > limit for gain in gains)
-    print(
-        f"{len(gains)} answers to {len(done)} questions, {above} above {limit:.0%}, at most {max(gains, default=0):.1%}"
-    )
+    print(f"{len(gains)} plans for {len(done)} runs, {above} above {limit:.0%}, at most {max(gains, default=0):.1%}")
     sys.exit(above > 0)
 
 
@@ -88,44 +86,44 @@ def recorded(log: Path | None) -> dict[int, list[tuple[float, str]]]:
     return {line["seed"]: [(gain, text) for gain, text in line["gains"]] for line in map(json.loads, lines)}
 
 
-def gains_of(seed: int, mode: str, most: int | None = None) -> list[tuple[float, str]]:
-    """Relative gains of the first `most` variants of the seed's question, each with its words.
+def gains_of(seed: int, mode: str, limit: int | None = None) -> list[tuple[float, str]]:
+    """Relative gains of the first `limit` variants of the seed's random run, each with its overrides as text.
 
-    In mode `pins` a gain is how much faster the pinned answer is, in mode `more` how much slower a token becomes. Variants without an
-    answer are left out.
+    In mode `pins` a gain is how much faster the pinned plan is, in mode `more` how much slower a token becomes. Variants without a plan
+    are left out.
     """
-    draw = Random(seed)
-    words = question(draw)
-    free = seconds(words)
-    if free is None:
+    generator = Random(seed)
+    overrides = random_run(generator)
+    unpinned = seconds(overrides)
+    if unpinned is None:
         return []
     result = []
-    for added, sequences in islice(pins(draw) if mode == "pins" else more(words), most):
-        other = seconds([*words, *added])
+    for added, sequences in islice(pins(generator) if mode == "pins" else larger_runs(overrides), limit):
+        other = seconds([*overrides, *added])
         if other is not None:
-            gain = free / other if mode == "pins" else other / sequences / free
-            result.append((gain - 1, " ".join([*words, *added])))
+            gain = unpinned / other if mode == "pins" else other / sequences / unpinned
+            result.append((gain - 1, " ".join([*overrides, *added])))
     return result
 
 
-def question(draw: Random) -> list[str]:
-    """A random question: the words of a model on a cluster."""
-    words = [f"{key}={draw.choice(values)}" for key, values in ASKED.items()]
-    port, fabric = draw.choice(PORTS), draw.choice(FABRICS)
-    if "cluster.nodes=1" not in words:
-        words += [f"cluster.network.port_gb_per_s={port}"] * (port is not None)
-        words += [f"cluster.network.fabric={fabric}"] * (fabric is not None)
-    return words
+def random_run(generator: Random) -> list[str]:
+    """The overrides of a random run: a model on a cluster."""
+    overrides = [f"{key}={generator.choice(values)}" for key, values in CHOICES.items()]
+    port, fabric = generator.choice(PORTS), generator.choice(FABRICS)
+    if "cluster.nodes=1" not in overrides:
+        overrides += [f"cluster.network.port_gb_per_s={port}"] * (port is not None)
+        overrides += [f"cluster.network.fabric={fabric}"] * (fabric is not None)
+    return overrides
 
 
-def pins(draw: Random) -> Iterator[tuple[list[str], float]]:
+def pins(generator: Random) -> Iterator[tuple[list[str], float]]:
     for count in (1,) * SINGLE + (2,) * DOUBLE:
-        yield [f"plan.{key}={draw.choice(PINS[key])}" for key in draw.sample(list(PINS), count)], 1.0
+        yield [f"plan.{key}={generator.choice(PINS[key])}" for key in generator.sample(list(PINS), count)], 1.0
 
 
-def more(words: list[str]) -> Iterator[tuple[list[str], float]]:
-    """(words to add to the question, factor on its sequences)."""
-    run = load_run(None, words)
+def larger_runs(overrides: list[str]) -> Iterator[tuple[list[str], float]]:
+    """(overrides that add bandwidth, memory, nodes or batch, factor on the sequences of a step)."""
+    run = load_run(None, overrides)
     cluster, network, batch = run.cluster, run.cluster.network, run.train.global_batch
     memory = cluster.memory_bytes()
     if memory:
@@ -137,10 +135,10 @@ def more(words: list[str]) -> Iterator[tuple[list[str], float]]:
     yield [f"train.global_batch={2 * batch}"], 2.0
 
 
-def seconds(words: list[str]) -> float | None:
+def seconds(overrides: list[str]) -> float | None:
     """Seconds of the chosen trainable plan's step times its offload penalty; None where there is no plan."""
     try:
-        run = load_run(None, words)
+        run = load_run(None, overrides)
         plan = search(run, trainable=True).best.plan
     except MeshwrightError:
         return None

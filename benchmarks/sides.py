@@ -36,7 +36,7 @@ class OurRun:
     records: list[dict[str, Any]]
 
 
-KEPT = (
+STORED_PLAN_KEYS = (
     "mesh",
     "batch",
     "schedule",
@@ -50,11 +50,11 @@ KEPT = (
 
 
 def run_ours(
-    start: list[str], words: list[str], name: str, runs: Path, log: Path, env: dict[str, str], limit: float
+    command: list[str], overrides: list[str], name: str, runs: Path, log: Path, env: dict[str, str], limit: float
 ) -> OurRun:
-    """Start a fresh run `name` under `runs`; `start` is the command up to the run file."""
+    """Start a fresh run `name` under `runs`; `command` ends with the run file."""
     before = set(runs.glob(f"{name}*"))
-    command = [*start, "--runs", str(runs), "--fresh", *words]
+    command = [*command, "--runs", str(runs), "--fresh", *overrides]
     code = run_logged(command, log, {**os.environ, **env}, limit)
     new_folders = [folder for folder in runs.glob(f"{name}*") if folder not in before]
     return OurRun(code, new_folders[0] if new_folders else None, step_records(new_folders[0]) if new_folders else [])
@@ -90,25 +90,27 @@ def our_figures(folder: Path, records: list[dict[str, Any]], skip: int, last: in
     Bytes are means over all steps, as the count of a step may include a part of the next one.
     """
     counted = records[skip:last]
-    middle = sorted(counted, key=lambda record: record["step_seconds"])[len(counted) // 2]
+    median_record = sorted(counted, key=lambda record: record["step_seconds"])[len(counted) // 2]
     plan = yaml.safe_load((folder / "plan.yaml").read_text(encoding="utf-8"))
     return {
         "tokens_per_second_per_gpu": round(statistics.median(r["tokens_per_second_per_gpu"] for r in counted), 1),
         "step_seconds": round(statistics.median(record["step_seconds"] for record in counted), 4),
         "step_seconds_all": [round(record["step_seconds"], 4) for record in records],
-        "mfu_causal": middle.get("mfu"),
-        "mfu_full": middle.get("mfu_full"),
+        "mfu_causal": median_record.get("mfu"),
+        "mfu_full": median_record.get("mfu_full"),
         "memory_allocated_peak_gib": max(r.get("memory_allocated_peak_bytes", 0) for r in records) / 2**30,
         "memory_reserved_peak_gib": max(record["memory_peak_bytes"] for record in records) / 2**30,
         "loss_first": records[0]["loss"],
         "loss_last": records[-1]["loss"],
         "grad_norm_first": records[0]["grad_norm"],
         "steps": records[-1]["step"],
-        "phases": middle["phases"],
-        "traffic": {key: statistics.mean(r[key] for r in records) for key in middle if key.endswith("_wire_bytes")},
+        "phases": median_record["phases"],
+        "traffic": {
+            key: statistics.mean(r[key] for r in records) for key in median_record if key.endswith("_wire_bytes")
+        },
         "predicted": plan.get("predicted"),
         "start": next(lines_of(folder, "start"), None),
-        "plan": {key: plan[key] for key in KEPT if plan.get(key) is not None},
+        "plan": {key: plan[key] for key in STORED_PLAN_KEYS if plan.get(key) is not None},
         "environment": json.loads((folder / "environment.json").read_text(encoding="utf-8")),
     }
 
@@ -131,10 +133,10 @@ def run_torchtitan(
     """Run torchtitan; returns its steps and its output."""
     env = {**os.environ, "LOGS": str(logs), "LIMIT": str(round(limit)), **env}
     command = ["bash", str(HERE / "peers" / "torchtitan.sh"), name, str(gpus), *arguments]
-    answer = subprocess.run(command, env=env, text=True, capture_output=True, check=False)
+    completed = subprocess.run(command, env=env, text=True, capture_output=True, check=False)
     log = (logs / f"{name}.log").read_text(encoding="utf-8", errors="replace")
     plain = re.sub(r"\x1b\[[0-9;]*m", "", log)
-    return titan_steps(plain), answer.stdout + plain
+    return titan_steps(plain), completed.stdout + plain
 
 
 def titan_steps(log: str) -> list[TitanStep]:

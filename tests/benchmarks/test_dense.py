@@ -189,7 +189,7 @@ def test_the_chart_has_three_bars_a_row(dense: Any, tmp_path: Path) -> None:
     ((comparison, bars),) = draw_dense.bars_of(lines)
     assert comparison == "base" and [bar.label for bar in bars] == ["needed", "meshwright", "torchtitan"]
     assert sum(bars[1].parts.values()) == pytest.approx(1e6 / 1000), "microseconds a token"
-    picture = draw_dense.drawn({comparison: bars}, "a & b")
+    picture = draw_dense.chart_svg({comparison: bars}, "a & b")
     assert xml.etree.ElementTree.fromstring(picture).tag.endswith("svg") and "a &amp; b" in picture
 
 

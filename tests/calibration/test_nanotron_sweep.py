@@ -11,7 +11,7 @@ from meshwright.calibration.nanotron_sweep import splits_sequence
 from meshwright.calibration.published_rows import read_record
 from meshwright.costs.constants import constants
 from meshwright.costs.machine_rates import machine_of
-from meshwright.costs.stack_footprint import footprint, keeping
+from meshwright.costs.stack_footprint import footprint, memory_constants
 from meshwright.costs.stage_layers import stage_layers
 from meshwright.costs.step import step_cost
 from meshwright.spec.cluster import ClusterSpec
@@ -36,7 +36,7 @@ def test_the_rule(changed: dict[str, float], splits: bool) -> None:
 
 
 def test_split_runs_take_less_memory_and_more_time() -> None:
-    keep, k = keeping(["nanotron"]), constants("hopper", "nanotron")
+    keep, k = memory_constants(["nanotron"]), constants("hopper", "nanotron")
     split = replace(PLAN, sequence=1.0)
     assert sum(footprint(MODEL, split, keep).values()) < sum(footprint(MODEL, PLAN, keep).values())
     assert step_cost(MODEL, MACHINE, split, k).seconds > step_cost(MODEL, MACHINE, PLAN, k).seconds
@@ -58,7 +58,7 @@ def test_a_stage_fills_until_it_passes_its_share() -> None:
 
 def test_the_first_stage_may_be_asked_for() -> None:
     """With one micro-batch and as many layers on each stage, the head and its logits make the last one the fuller."""
-    keep = keeping(["nanotron"])
+    keep = memory_constants(["nanotron"])
     deep = replace(PLAN, pipeline=4.0, balanced=0.0, global_batch=2.0, micro_batch=1.0)
     first, fuller = (sum(footprint(MODEL, deep, keep, which).values()) for which in (1.0, 0.0))
     assert first < fuller

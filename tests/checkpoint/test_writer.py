@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -94,7 +95,9 @@ def test_a_rank_that_never_reports_ends_the_save_at_the_deadline(tmp_path: Path)
     writers.save(1)
     writers.writers[0].do(writers.stage(2))
     reply = writers.replies[0].last("failed")
-    assert reply is not None and reply["message"] == "saving step 2: rank 1 did not write its part within 0 s"
+    assert reply is not None and re.fullmatch(
+        r"saving step 2: rank 1 did not write its part within \d+ s", reply["message"]
+    )
     assert names(tmp_path) == {step_name(1)}
 
 

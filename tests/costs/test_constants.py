@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from meshwright.calibration.row_predictions import predict_records
-from meshwright.costs.collective_costs import MOST_OF_LINE, group, port_rate
-from meshwright.costs.compute import MOST_OF_PEAK, product_rate
+from meshwright.costs.collective_costs import MAX_LINE_SHARE, port_rate, rank_group
+from meshwright.costs.compute import MAX_PEAK_SHARE, product_rate
 from meshwright.costs.constants import FILE, OWN, OWN_FILE, constants, is_measured, table, unmeasured, with_own
 from meshwright.costs.machine_rates import machine_of
 from meshwright.costs.plan_costs import STACK
@@ -73,13 +73,16 @@ def test_no_chip_exceeds_its_peak_or_its_lines(name: str) -> None:
                 k = replace(k, **unmeasured(chip))
             machine = machine_of(ClusterSpec(gpu=name, nodes=2, gpus_per_node=chip.per_node), number_format)
             flops = 2 * size**3 / float(product_rate(machine, k).seconds(size, size, size))
-            assert flops <= MOST_OF_PEAK * chip.peak_flops[number_format] * (1 + 1e-9)
-            inside, across = group(machine, k, float(chip.per_node), 1.0), group(machine, k, 2.0, float(chip.domain))
-            assert float(inside.bandwidth) <= MOST_OF_LINE * chip.link * (1 + 1e-9)
-            assert float(across.bandwidth * np.maximum(across.sums, 1.0)) <= MOST_OF_LINE * max(chip.nic, chip.link) * (
-                1 + 1e-9
+            assert flops <= MAX_PEAK_SHARE * chip.peak_flops[number_format] * (1 + 1e-9)
+            inside, across = (
+                rank_group(machine, k, float(chip.per_node), 1.0),
+                rank_group(machine, k, 2.0, float(chip.domain)),
             )
-            assert float(port_rate(machine, k)) <= MOST_OF_LINE * chip.nic * (1 + 1e-9)
+            assert float(inside.bandwidth) <= MAX_LINE_SHARE * chip.link * (1 + 1e-9)
+            assert float(across.bandwidth * np.maximum(across.sums, 1.0)) <= MAX_LINE_SHARE * max(
+                chip.nic, chip.link
+            ) * (1 + 1e-9)
+            assert float(port_rate(machine, k)) <= MAX_LINE_SHARE * chip.nic * (1 + 1e-9)
 
 
 def test_fitted_constants_are_within_their_limits() -> None:

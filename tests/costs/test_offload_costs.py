@@ -13,7 +13,7 @@ from meshwright.costs.compute import layer_times
 from meshwright.costs.constants import constants
 from meshwright.costs.machine_rates import machine_of
 from meshwright.costs.offload_costs import HOST_SHARE, host_share, rate_both_ways
-from meshwright.costs.stack_footprint import Keeping, footprint
+from meshwright.costs.stack_footprint import MemoryConstants, footprint
 from meshwright.costs.step import step_cost
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain
@@ -80,8 +80,8 @@ def test_an_optimizer_in_host_memory_costs_its_transfers() -> None:
 
 
 def test_two_layers_stay() -> None:
-    keep = Keeping(held=6.0, owned=12.0, sharding=0.0, wide=3.0, hidden=0.0, narrow=1.0, live=0.0, logits=8.0, gathered=2.0, slack=0.0,
-                   base=0.0, base_rank=0.0)  # fmt: skip
+    keep = MemoryConstants(held=6.0, owned=12.0, sharding=0.0, wide=3.0, hidden=0.0, narrow=1.0, live=0.0, logits=8.0,
+                           gathered=2.0, slack=0.0, base=0.0, base_rank=0.0)  # fmt: skip
     whole, away = (float(footprint(MODEL, plan, keep)["activations"]) for plan in (PLAIN, AWAY))
     assert away == pytest.approx(whole * 2 / 32)
     deep = replace(PLAIN, pipeline=4.0, data=2.0, shards=2.0)

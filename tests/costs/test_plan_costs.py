@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from meshwright.config.presets import MODEL_PRESETS
-from meshwright.costs.collective_costs import group
+from meshwright.costs.collective_costs import rank_group
 from meshwright.costs.constants import OWN, table
 from meshwright.costs.plan_costs import (
     LOOPBACK_GB_PER_S,
@@ -125,7 +125,7 @@ def test_a_ring_through_many_ranks_of_tcp_nodes_is_slower_than_one_through_two()
         train = TrainSpec(steps=1, global_batch=ranks, seq_len=64)
         priced = pricing(LLAMA, train, plan_of({"shard": ranks}), cluster)
         assert priced is not None
-        rates.append(number(group(priced.machine, priced.constants, float(ranks), 1.0).bandwidth))
+        rates.append(number(rank_group(priced.machine, priced.constants, float(ranks), 1.0).bandwidth))
         reached = number(priced.constants.net_ring)
     assert reached < 1 and rates[1] == pytest.approx(reached * rates[0])
 

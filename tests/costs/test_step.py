@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.calibration.model_dimensions import by_name, shape
-from meshwright.costs.collective_costs import all_to_all, by_copies, gather, group
+from meshwright.costs.collective_costs import all_to_all, copy_engine_group, gather, rank_group
 from meshwright.costs.compute import layer_times
-from meshwright.costs.constants import OWN, Constants, aged, constants
+from meshwright.costs.constants import OWN, Constants, at_release, constants
 from meshwright.costs.machine_rates import machine_of
-from meshwright.costs.step import context_traffic, step_cost, waits
+from meshwright.costs.step import context_traffic, layer_exposure, step_cost
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.workload.arrays import side_by_side
 from meshwright.workload.layouts import ALL_BUT_ATTENTION, FULL, SELECTIVE, Layouts
@@ -128,7 +128,7 @@ def test_a_parallel_block_s_tensor_ranks_wait_half_as_long() -> None:
         plan = layout(tensor=8, data=1, recompute=mode)
         apart, beside = (
             float(
-                waits(
+                layer_exposure(
                     replace(MODEL, parallel=one),
                     machine_of(CLUSTER),
                     plan,
@@ -209,7 +209,7 @@ def test_a_ragged_head_is_slower() -> None:
 
 
 def test_newer_software_is_never_slower() -> None:
-    assert float(cost(layout(), aged(K, 1.0)).seconds) < float(cost(layout(), K).seconds)
+    assert float(cost(layout(), at_release(K, 1.0)).seconds) < float(cost(layout(), K).seconds)
 
 
 def test_every_constant_stands_in_the_table() -> None:
@@ -221,11 +221,12 @@ def test_gathers_by_copy_engines_are_faster_and_take_less_of_compute() -> None:
     k, machine = constants("hopper", OWN), machine_of(ClusterSpec(gpu="H200", gpus_per_node=8))
     kernels = layout(zero=3, micro_batch=4, global_batch=32)
     by_kernel, by_copy = (step_cost(MODEL, machine, replace(kernels, copied=value), k) for value in (0.0, 1.0))
-    shards = group(machine, k, 8.0, 1.0)
+    shards = rank_group(machine, k, 8.0, 1.0)
     seconds = [
-        float(2 * gather(where, k, 2 * MODEL.params, MODEL.layers)) for where in (shards, by_copies(shards, machine, k))
+        float(2 * gather(where, k, 2 * MODEL.params, MODEL.layers))
+        for where in (shards, copy_engine_group(shards, machine, k))
     ]
-    assert float(by_copies(shards, machine, k).bandwidth / shards.bandwidth) == pytest.approx(1.34)
+    assert float(copy_engine_group(shards, machine, k).bandwidth / shards.bandwidth) == pytest.approx(1.34)
     saved = seconds[0] * k.overlap_tax - seconds[1] * k.overlap_tax * k.copy_tax
     assert by_kernel.exposed["shard"] - by_copy.exposed["shard"] == pytest.approx(saved, rel=1e-6)
     kept = [step_cost(MODEL, machine, replace(kernels, copied=v, shards=1.0, zero=0.0), k).seconds for v in (0.0, 1.0)]
@@ -238,7 +239,7 @@ def test_a_ring_sends_keys_and_values_and_then_gradients_of_twice_the_bytes(reco
     k, machine = constants("hopper", OWN), machine_of(ClusterSpec(gpu="H200", gpus_per_node=8))
     plan = layout(context=4, data=1, seq=65536, global_batch=1, recompute=recompute)
     forward, backward = context_traffic(MODEL, machine, plan, k)
-    passed = float(gather(group(machine, k, 4.0, 1.0), k, 65536 * MODEL.kv_width * 2)) * MODEL.attention_layers
+    passed = float(gather(rank_group(machine, k, 4.0, 1.0), k, 65536 * MODEL.kv_width * 2)) * MODEL.attention_layers
     assert float(forward) == pytest.approx(0.5 * passed)
     assert float(backward) == pytest.approx(0.5 * passed * (1 + repeated + 2 * 4 / 3))
     other = context_traffic(MODEL, machine, plan, K)
@@ -250,7 +251,7 @@ def test_experts_on_ranks_of_their_own_wait_for_their_counts(recompute: float, f
     k, machine = constants("hopper", OWN), machine_of(ClusterSpec(gpu="H200", gpus_per_node=8))
     mixture = replace(MODEL, moe_layers=8.0, dense_layers=24.0, experts=16.0, top_k=2.0, expert_ffn=1024.0)
     plan = layout(expert=8, zero=3, recompute=recompute, global_batch=8)
-    found, where = step_cost(mixture, machine, plan, k), group(machine, k, 8.0, 1.0)
+    found, where = step_cost(mixture, machine, plan, k), rank_group(machine, k, 8.0, 1.0)
     rows, empty = (float(all_to_all(where, k, machine, size)) for size in (4096 * 2 * mixture.expert_in * 2, 0.0))
     wanted = 8 * ((2 + 2 * forwards) * rows + forwards * (empty + 50e-6))
     assert float(found.exposed["expert"]) == pytest.approx(wanted, rel=1e-6)

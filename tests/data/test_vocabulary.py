@@ -13,26 +13,29 @@ from meshwright.spec.errors import BadInput
 
 
 @pytest.fixture
-def plain(tokenizer_file: Path) -> dict:
+def tokenizer_json(tokenizer_file: Path) -> dict:
     return json.loads(tokenizer_file.read_bytes())
 
 
-def of(folder: Path, plain: dict, **style: object) -> Vocabulary:
+def vocabulary_of(folder: Path, tokenizer_json: dict, **style: object) -> Vocabulary:
     folder.mkdir()
-    (folder / "tokenizer.json").write_text(json.dumps(plain, **style), encoding="utf-8")  # type: ignore[arg-type]  # the test's own
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json, **style), encoding="utf-8")  # type: ignore[arg-type]  # options of json.dumps
     vocabulary = read_vocabulary(folder)
     assert vocabulary is not None
     return vocabulary
 
 
-def test_formatting_order_and_the_layout_of_files_do_not_count(tmp_path: Path, plain: dict) -> None:
-    first = of(tmp_path / "a", plain)
-    model = plain["model"]
+def test_formatting_order_and_file_layout_do_not_change_the_digest(tmp_path: Path, tokenizer_json: dict) -> None:
+    first = vocabulary_of(tmp_path / "a", tokenizer_json)
+    model = tokenizer_json["model"]
     merges = [merge if isinstance(merge, list) else merge.split(" ") for merge in model["merges"]]
     vocab = dict(reversed(model["vocab"].items()))
-    other = plain | {"decoder": None, "model": model | {"vocab": vocab, "merges": [" ".join(pair) for pair in merges]}}
-    assert of(tmp_path / "b", other, indent=3).digest == first.digest
-    assert of(tmp_path / "c", plain | {"model": model | {"merges": merges}}).digest == first.digest
+    other = tokenizer_json | {
+        "decoder": None,
+        "model": model | {"vocab": vocab, "merges": [" ".join(pair) for pair in merges]},
+    }
+    assert vocabulary_of(tmp_path / "b", other, indent=3).digest == first.digest
+    assert vocabulary_of(tmp_path / "c", tokenizer_json | {"model": model | {"merges": merges}}).digest == first.digest
     parts = tmp_path / "parts"
     parts.mkdir()
     (parts / "vocab.json").write_text(json.dumps(vocab))
@@ -41,28 +44,33 @@ def test_formatting_order_and_the_layout_of_files_do_not_count(tmp_path: Path, p
     assert vocabulary is not None and vocabulary.difference(first) == "" and vocabulary.digest == first.digest
 
 
-def test_the_first_token_or_merge_that_differs_is_named(tmp_path: Path, plain: dict) -> None:
-    first, model = of(tmp_path / "a", plain), plain["model"]
+def test_the_first_token_or_merge_that_differs_is_named(tmp_path: Path, tokenizer_json: dict) -> None:
+    first, model = vocabulary_of(tmp_path / "a", tokenizer_json), tokenizer_json["model"]
     tokens = {number: token for token, number in model["vocab"].items()}
     renamed = {"zz" if number == 280 else token: number for token, number in model["vocab"].items()}
-    other = of(tmp_path / "b", plain | {"model": model | {"vocab": renamed}})
+    other = vocabulary_of(tmp_path / "b", tokenizer_json | {"model": model | {"vocab": renamed}})
     assert other.digest != first.digest
     assert first.difference(other) == f"token 280 is {tokens[280]!r} in the first and 'zz' in the second"
-    added = plain["added_tokens"] + [plain["added_tokens"][0] | {"id": 300, "content": "<pad>"}]
-    more = of(tmp_path / "c", plain | {"added_tokens": added})
+    added = tokenizer_json["added_tokens"] + [tokenizer_json["added_tokens"][0] | {"id": 300, "content": "<pad>"}]
+    more = vocabulary_of(tmp_path / "c", tokenizer_json | {"added_tokens": added})
     assert first.difference(more) == "token 300 is missing in the first and '<pad>' in the second"
     merges = model["merges"]
-    swapped = of(tmp_path / "d", plain | {"model": model | {"merges": [merges[1], merges[0], *merges[2:]]}})
+    swapped = vocabulary_of(
+        tmp_path / "d", tokenizer_json | {"model": model | {"merges": [merges[1], merges[0], *merges[2:]]}}
+    )
     assert first.difference(swapped).startswith("merge 0 is ")
 
 
 def test_a_unigram_model_has_scores(tmp_path: Path) -> None:
     pieces = [("<unk>", 0.0), ("a", -1.0), ("b", -2.0)]
-    plain = json.loads(Tokenizer(models.Unigram(pieces, unk_id=0)).to_str())
-    first = of(tmp_path / "a", plain)
+    tokenizer_json = json.loads(Tokenizer(models.Unigram(pieces, unk_id=0)).to_str())
+    first = vocabulary_of(tmp_path / "a", tokenizer_json)
     assert first.tokens == {0: "<unk>", 1: "a", 2: "b"}
-    plain["model"]["vocab"][2][1] = -3.0
-    assert first.difference(of(tmp_path / "b", plain)) == "merge 2 is 'b -2.0' in the first and 'b -3.0' in the second"
+    tokenizer_json["model"]["vocab"][2][1] = -3.0
+    assert (
+        first.difference(vocabulary_of(tmp_path / "b", tokenizer_json))
+        == "merge 2 is 'b -2.0' in the first and 'b -3.0' in the second"
+    )
 
 
 def test_a_folder_without_tokenizer_has_no_vocabulary_and_another_file_is_refused(tmp_path: Path) -> None:

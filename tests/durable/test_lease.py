@@ -23,7 +23,7 @@ WRITES = (*CALLS, FILES)
 
 
 def taken_by_a_child(folder: Path, then: Callable[[], object] = lambda: None) -> int:
-    """Process id of an ended child that took the lease and called `then`."""
+    """The id of a process that took the lease, did `then`, and has ended."""
     child = os.fork()
     if child == 0:
         try:
@@ -53,26 +53,28 @@ def test_only_the_newest_lease_is_valid(tmp_path: Path) -> None:
     )
     with pytest.raises(BadInput, match=message):
         check_lease(tmp_path, first)
-    with pytest.raises(BadInput, match="taken over"):  # two starts that met on a file system without locks
+    with pytest.raises(
+        BadInput, match="taken over"
+    ):  # two starts took the lease at once on a file system without locks
         check_lease(tmp_path, replace(second, pid=second.pid + 1))
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b'{"epoch": 1}', b'{"no": "field"}', b"\xff"])
 def test_without_a_readable_lease_nothing_is_committed(tmp_path: Path, content: bytes | None) -> None:
-    lease = take_lease(tmp_path)
+    mine = take_lease(tmp_path)
     (tmp_path / LEASE).unlink() if content is None else (tmp_path / LEASE).write_bytes(content)
     with pytest.raises(BadInput, match="missing or damaged"):
-        check_lease(tmp_path, lease)
-    renewed = take_lease(tmp_path, lambda: ("run", 6))
-    assert (renewed.run_id, renewed.epoch) == ("run", 7)
+        check_lease(tmp_path, mine)
+    again = take_lease(tmp_path, lambda: ("run", 6))
+    assert (again.run_id, again.epoch) == ("run", 7)
 
 
-def test_a_missing_folder_has_its_own_error(tmp_path: Path) -> None:
+def test_the_errors_of_a_missing_folder_and_of_a_lost_lease_differ(tmp_path: Path) -> None:
     with pytest.raises(OutOfResources, match="no longer exists"):
         check_lease(tmp_path / "run", take_lease(tmp_path))
 
 
-def test_the_lease_of_a_dead_process_remains_and_is_not_alive(tmp_path: Path) -> None:
+def test_the_lease_of_an_ended_process_has_no_living_owner(tmp_path: Path) -> None:
     child = taken_by_a_child(tmp_path)
     stale = read_lease(tmp_path)
     assert stale is not None and stale.pid == child and not owner_is_alive(stale)
@@ -82,13 +84,13 @@ def test_the_lease_of_a_dead_process_remains_and_is_not_alive(tmp_path: Path) ->
 def test_an_owner_is_alive_if_the_same_process_of_the_same_boot_runs_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lease = take_lease(tmp_path)
-    assert owner_is_alive(lease)
+    mine = take_lease(tmp_path)
+    assert owner_is_alive(mine)
     for other in (
-        replace(lease, host="elsewhere"),
-        replace(lease, boot_id="before"),
-        replace(lease, process_start=lease.process_start + 1),  # the process id was used renewed
-        replace(lease, pid=2**22 + 1),
+        replace(mine, host="elsewhere"),
+        replace(mine, boot_id="before"),
+        replace(mine, process_start=mine.process_start + 1),  # the process id was used again
+        replace(mine, pid=2**22 + 1),
     ):
         assert not owner_is_alive(other)
     release_lease(tmp_path)
@@ -126,7 +128,7 @@ def test_only_the_owner_releases(tmp_path: Path) -> None:
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.sampled_from(["take", "die", "lose", "damage", "commit"]), max_size=12), st.data())
 def test_epochs_grow_whatever_happens_to_the_file(actions: list[str], data: st.DataObject) -> None:
-    """Every new epoch is above all earlier epochs, if the file or a commit of the last epoch exists."""
+    """Every epoch that was taken is above those taken before, as long as the file or a commit of the last one is there."""
     with tempfile.TemporaryDirectory() as name:
         folder, commits = Path(name), [("run", 0)]
 
@@ -140,15 +142,15 @@ def test_epochs_grow_whatever_happens_to_the_file(actions: list[str], data: st.D
                 epoch = take().epoch
                 assert epoch > highest
                 highest = epoch
-            elif action == "die":  # the file has the new lease or the old one
+            elif action == "die":  # the new lease is there, or the old one
                 die_at(data.draw(st.integers(0, calls - 1)), take, WRITES)
-                current = read_lease(folder)
-                assert current is None or current.epoch in (highest, highest + 1)
-                highest = max(highest, current.epoch if current else 0)
+                lease_left = read_lease(folder)
+                assert lease_left is None or lease_left.epoch in (highest, highest + 1)
+                highest = max(highest, lease_left.epoch if lease_left else 0)
             elif action == "commit":
-                lease = take()
-                commits.append((lease.run_id, lease.epoch))
-                assert lease.epoch > highest
-                highest = lease.epoch
+                mine = take()
+                commits.append((mine.run_id, mine.epoch))
+                assert mine.epoch > highest
+                highest = mine.epoch
             elif commits[-1][1] == highest:
                 (folder / LEASE).unlink(missing_ok=True) if action == "lose" else (folder / LEASE).write_bytes(b"{")

@@ -1,4 +1,4 @@
-"""An optimizer lists all state of its rank, on device and host, and its next step uses what is written to that memory."""
+"""An optimizer lists all state of its rank, wherever it is, and what is written there is what it steps next."""
 
 from __future__ import annotations
 
@@ -8,25 +8,22 @@ from tests.models.tiny import LLAMA
 from meshwright.models.decoder import Decoder
 from meshwright.optim.adamw import AdamW
 from meshwright.optim.fused import MOMENTS
-from meshwright.parallel.apply import held_weights
+from meshwright.parallel.apply import local_weights
 from meshwright.spec.job import TrainSpec
 
 TRAIN = TrainSpec(steps=4, global_batch=4, seq_len=8)
-HOST_OFFLOADED = ("embed.weight", "layers.0.mlp.down.weight")
+AWAY = ("embed.weight", "layers.0.mlp.down.weight")
 
 
-def new_optimizer(seed: int, *, releases: bool = True) -> tuple[Decoder, AdamW]:
-    """A model whose optimizer keeps the state of two parameters in host memory, with `releases` also their master weights."""
+def made(seed: int, *, releases: bool = True) -> tuple[Decoder, AdamW]:
+    """A model, of which two parameters are stepped in host memory, and their master weights kept there too if it `releases` them."""
     torch.manual_seed(seed)
     model = Decoder(LLAMA)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
     named = dict(model.named_parameters())
-    host_offloaded = {
-        name: (lambda name=name: named[name].detach().to(torch.bfloat16)) if releases else None
-        for name in HOST_OFFLOADED
-    }
-    return model, AdamW(model, LLAMA, TRAIN, held_weights(model), host_offloaded)
+    away = {name: (lambda name=name: named[name].detach().to(torch.bfloat16)) if releases else None for name in AWAY}
+    return model, AdamW(model, LLAMA, TRAIN, local_weights(model), away)
 
 
 def step(model: Decoder, optimizer: AdamW) -> None:
@@ -36,25 +33,25 @@ def step(model: Decoder, optimizer: AdamW) -> None:
     optimizer.step(1e-2, one, one)
 
 
-def test_state_lists_every_weight_and_moment_with_its_memory() -> None:
-    model, optimizer = new_optimizer(0)
+def test_every_weight_and_moment_is_listed_with_the_memory_it_is_in() -> None:
+    model, optimizer = made(0)
     before = {parts.name: parts.memory for parts in optimizer.state()}
     optimizer.release_master_weights()
     state = {parts.name: parts for parts in optimizer.state()}
     names = [name for name, _ in model.named_parameters()]
-    state_names = ["model", *(f"optimizer.{moment}" for moment in MOMENTS)]
-    assert set(before) == set(state) == {f"{state_name}.{name}" for state_name in state_names for name in names}
-    for state_name in state_names:
+    kinds = ["model", *(f"optimizer.{moment}" for moment in MOMENTS)]
+    assert set(before) == set(state) == {f"{kind}.{name}" for kind in kinds for name in names}
+    for kind in kinds:
         for name in names:
-            parts, offloaded = state[f"{state_name}.{name}"], name in HOST_OFFLOADED
+            parts, away = state[f"{kind}.{name}"], name in AWAY
             assert parts.shape == tuple(model.get_parameter(name).shape) == parts.boxes[0].sizes
-            assert parts.memory == ("host" if offloaded else "device") and parts.dtype == torch.float32
-            assert before[parts.name] == ("host" if offloaded and state_name != "model" else "device")
+            assert parts.memory == ("host" if away else "device") and parts.dtype == torch.float32
+            assert before[parts.name] == ("host" if away and kind != "model" else "device")
 
 
-def test_a_copy_of_the_state_gives_the_same_next_step() -> None:
+def test_state_that_is_copied_from_one_optimizer_to_another_is_stepped_alike() -> None:
     for releases in (True, False):
-        (model, optimizer), (other, restored) = new_optimizer(0, releases=releases), new_optimizer(1, releases=releases)
+        (model, optimizer), (other, restored) = made(0, releases=releases), made(1, releases=releases)
         optimizer.release_master_weights()
         restored.release_master_weights()
         step(model, optimizer)

@@ -62,8 +62,8 @@ def test_a_kind_that_is_guessed_too_slow_is_tried_in_time() -> None:
     families = [("slow", "a")] * 4 + [("quick", "b")] * 2
     seconds = [1.2, 1.21, 1.22, 1.23, 0.95, 0.97]
 
-    def tried(hope: float) -> Iterator[int]:
-        return most_promising_first(guesses, families, seconds.__getitem__, hope)
+    def tried(untried_ratio: float) -> Iterator[int]:
+        return most_promising_first(guesses, families, seconds.__getitem__, untried_ratio)
 
     assert [*tried(0.9)] == [0, 4, 5, 1, 2, 3]
     assert [*tried(1.2)][:2] == [0, 1]  # without hope of it

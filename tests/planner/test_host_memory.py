@@ -27,7 +27,7 @@ from meshwright.planner.search import search
 from meshwright.planner.space import points
 from meshwright.planner.strategies import PLAIN, Strategy
 from meshwright.planner.sweep import layouts
-from meshwright.simulator.step_simulation import host_bytes, priced_or_refused
+from meshwright.simulator.step_simulation import host_bytes, require_cost_inputs
 from meshwright.spec.errors import OutOfResources
 from meshwright.spec.plan import MeshAxis, Offload, PlanPins
 from meshwright.spec.run import RunSpec
@@ -43,51 +43,55 @@ def run_with(*words: str) -> RunSpec:
     return load_run(None, [*LONG, *words])
 
 
-def test_a_plan_lets_no_more_wait_than_the_host_holds() -> None:
-    whole = run_with("plan.offload=activations", "plan.recompute=none")
-    free = search(whole).best.plan
-    activations, optimizer = host_bytes(whole.model, whole.train, free, 1)
+def test_a_plan_offloads_no_more_than_the_host_memory() -> None:
+    offload_run = run_with("plan.offload=activations", "plan.recompute=none")
+    offload_plan = search(offload_run).best.plan
+    activations, optimizer = host_bytes(offload_run.model, offload_run.train, offload_plan, 1)
     # 32 layers of 131,072 tokens: residuals, norms, attention, halves and their product, 74,752 elements of 2 bytes.
     assert (activations, optimizer) == (32 * 131072 * 74752 * 2, 0)
-    assert any("627.1 GB of each host's memory" in sentence for sentence in free.why)
-    assert not host_excess_bytes(whole, free) and host_budget(whole) == HOST_HEADROOM * 4 * 256 * 2**30
+    assert any("627.1 GB of each host's memory" in sentence for sentence in offload_plan.why)
+    assert (
+        not host_excess_bytes(offload_run, offload_plan) and host_budget(offload_run) == HOST_HEADROOM * 4 * 256 * 2**30
+    )
 
     small = run_with("cluster.host_memory_gib=512")
     limit = host_budget(small)
-    assert limit == HOST_HEADROOM * 512 * 2**30 and host_excess_bytes(small, free) == activations - limit
-    assert not fits(small, free, None)
+    assert limit == HOST_HEADROOM * 512 * 2**30 and host_excess_bytes(small, offload_plan) == activations - limit
+    assert not fits(small, offload_plan, None)
     small_host = run_with("cluster.host_memory_gib=512", "plan.offload=activations")
     plan = search(small_host).best.plan
     assert {layer.recompute for layer in plan.layers} == {"selective"} and plan.layers[0].offload == "activations"
     assert 0 < sum(host_bytes(small_host.model, small_host.train, plan, 1)) <= limit
 
 
-def test_what_is_hardly_faster_is_not_pinned_in_host_memory() -> None:
-    least = search(run_with("cluster.host_memory_gib=512")).best.plan
-    assert {layer.offload for layer in least.layers} == {"none"}
-    # A few layers repeat their products, the others little.
-    assert {layer.recompute for layer in least.layers} == {"selective", "all_but_attention"}
+def test_no_offload_where_it_is_hardly_faster() -> None:
+    plan = search(run_with("cluster.host_memory_gib=512")).best.plan
+    assert {layer.offload for layer in plan.layers} == {"none"}
+    # A few layers recompute their matrix products (all_but_attention), the others only cheap operations (selective).
+    assert {layer.recompute for layer in plan.layers} == {"selective", "all_but_attention"}
 
 
-def test_a_plan_that_pins_must_gain_more_than_a_prediction_tells() -> None:
+def test_an_offloading_plan_must_gain_more_than_the_prediction_error() -> None:
     run = run_with("cluster.host_memory_gib=512")  # four devices to a host
     best = search(run).best
-    known = best.plan.predicted
-    assert known is not None and known.step_seconds is not None
+    prediction = best.plan.predicted
+    assert prediction is not None and prediction.step_seconds is not None
 
     def faster(seconds: float) -> Candidate:
         layers = tuple(replace(layer, offload="activations") for layer in best.plan.layers)
-        return replace(best, plan=replace(best.plan, layers=layers, predicted=replace(known, step_seconds=seconds)))
+        return replace(
+            best, plan=replace(best.plan, layers=layers, predicted=replace(prediction, step_seconds=seconds))
+        )
 
-    little, enough = faster(0.97 * known.step_seconds), faster(0.94 * known.step_seconds)
-    assert simplest([little, best], penalty=partial(offload_penalty, run)) is best
-    assert simplest([enough, best], penalty=partial(offload_penalty, run)) is enough
-    assert "too little to pin the host's memory for" in reason_against(run, best, little)
-    alone = replace(run, cluster=replace(run.cluster, gpus_per_node=2))
+    slightly_faster, clearly_faster = faster(0.97 * prediction.step_seconds), faster(0.94 * prediction.step_seconds)
+    assert simplest([slightly_faster, best], penalty=partial(offload_penalty, run)) is best
+    assert simplest([clearly_faster, best], penalty=partial(offload_penalty, run)) is clearly_faster
+    assert "too little to pin the host's memory for" in reason_against(run, best, slightly_faster)
+    two_gpu_host = replace(run, cluster=replace(run.cluster, gpus_per_node=2))
     assert (
-        offload_penalty(alone, replace(little.plan, mesh=(MeshAxis(axis="shard", size=2),)))
+        offload_penalty(two_gpu_host, replace(slightly_faster.plan, mesh=(MeshAxis(axis="shard", size=2),)))
         == OFFLOAD_PENALTY
-        < offload_penalty(run, little.plan)
+        < offload_penalty(run, slightly_faster.plan)
     )
     assert offload_penalty(run, best.plan) == 1
 
@@ -114,7 +118,7 @@ def test_a_few_layers_are_moved_where_that_is_cheaper_than_to_recompute() -> Non
     assert seconds[0] / seconds[1] == pytest.approx(1.043, abs=0.01)
 
 
-def test_where_only_the_host_is_too_small_that_is_said() -> None:
+def test_the_error_names_the_host_where_only_its_memory_is_too_small() -> None:
     with pytest.raises(OutOfResources, match=r"offloaded data is \d+.\d GB over the 55.0.*cluster.host_memory_gib"):
         search(run_with("cluster.host_memory_gib=64", "plan.offload=activations", "plan.recompute=selective"))
 
@@ -127,20 +131,22 @@ def test_the_closed_form_is_near_the_exact_account(offload: Offload, schedule: s
         f"plan.offload={offload}", f"plan.schedule={schedule}", "plan.pipeline=2", "plan.shard=4", "plan.micro_batch=1",
     ])  # fmt: skip
     space = points(run)
-    end = replace(PLAIN.rich, offload=offload)
-    strategy = Strategy(end, end)
+    setting = replace(PLAIN.high_memory, offload=offload)
+    strategy = Strategy(setting, setting)
     for index in range(len(space)):
         plan = plan_at(run, space, index, strategy, None)
-        priced = priced_or_refused(run.model, run.train, plan, run.cluster)
-        layout = layouts(run, space, strategy.layer(strategy.rich))
-        each = host_memory_bytes(priced.shape, layout, owned_params(priced.shape, layout))
-        waiting = run.cluster.gpus_per_node * np.broadcast_to(np.asarray(each), len(space))[index]
-        # The closed form takes the first rank for all (under 1F1B the second holds half as many micro-batches) and stages for equal.
+        priced = require_cost_inputs(run.model, run.train, plan, run.cluster)
+        layout = layouts(run, space, strategy.layer(strategy.high_memory))
+        bytes_per_device = host_memory_bytes(priced.shape, layout, owned_params(priced.shape, layout))
+        host_bytes_closed_form = (
+            run.cluster.gpus_per_node * np.broadcast_to(np.asarray(bytes_per_device), len(space))[index]
+        )
+        # The closed form assumes equal stages, and on all ranks the micro-batches of the first (the second has half under 1F1B).
         exact = sum(host_bytes(run.model, run.train, plan, 1))
-        assert exact / 1.05 <= waiting <= 1.6 * exact
+        assert exact / 1.05 <= host_bytes_closed_form <= 1.6 * exact
 
 
-def test_a_host_of_unknown_memory_is_guessed() -> None:
+def test_unknown_host_memory_gets_a_default() -> None:
     """A million tokens could use 5 TB of each host; where the cluster states no host memory, a plan uses the usual amount."""
     words = ["model.max_seq_len=1048576", "train.seq_len=1048576", "train.global_batch=1", "cluster.gpus_per_node=8"]
     run = run_with(*words)

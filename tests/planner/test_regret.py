@@ -31,7 +31,7 @@ CASES = {
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_pin_makes_the_answer_faster(seed: int) -> None:
-    gains = gains_of(seed, "pins", most=1)
+    gains = gains_of(seed, "pins", limit=1)
     assert gains and max(gains)[0] <= LIMITS["pins"], max(gains)
 
 
@@ -44,6 +44,6 @@ def test_more_is_not_slower(seed: int) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_a_pipeline_is_no_faster_than_it_was_thought(name: str) -> None:
     """Estimates of pipelines once left out their exposed reductions, so only pipelines were simulated by units."""
-    words, pins = (text.split() for text in CASES[name])
-    free, pinned = seconds(words), seconds([*words, *pins])
-    assert free is not None and pinned is not None and free <= (1 + LIMITS["pins"]) * pinned
+    overrides, pins = (text.split() for text in CASES[name])
+    unpinned, pinned = seconds(overrides), seconds([*overrides, *pins])
+    assert unpinned is not None and pinned is not None and unpinned <= (1 + LIMITS["pins"]) * pinned

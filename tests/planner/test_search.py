@@ -53,10 +53,10 @@ def test_8b_on_one_node_keeps_everything() -> None:
 
 def test_less_memory_recomputes_as_few_layers_as_fit() -> None:
     plan = chosen(run(cluster=H100))
-    lean = next(layer for layer in plan.layers if layer.recompute != "none")
+    low_memory = next(layer for layer in plan.layers if layer.recompute != "none")
     assert peak_bytes(plan) <= HEADROOM * 80 * 2**30
-    assert len(plan.layers) == 2 and lean.range != "all"
-    last = int(lean.range.split("-")[-1])
+    assert len(plan.layers) == 2 and low_memory.range != "all"
+    last = int(low_memory.range.split("-")[-1])
     fewer = tuple(
         replace(layer, range=text) for layer, text in zip(plan.layers, (f"0-{last - 1}", f"{last}-31"), strict=True)
     )
@@ -178,7 +178,7 @@ def test_a_pin_beside_a_free_offload_stays_trainable(pins: str) -> None:
 def test_what_is_named_where_nothing_fits_is_trainable(schedule: str) -> None:
     question = load_run(None, [*LONG.split(), f"plan.schedule={schedule}"])
     chosen, strategy = smallest(question, points(question, trainable=True), 3)
-    assert len(chosen) and strategy.lean.offload == ("optimizer" if schedule == "zbv" else "both")
+    assert len(chosen) and strategy.low_memory.offload == ("optimizer" if schedule == "zbv" else "both")
 
 
 def test_pinned_layers_get_a_schedule_that_can_train_them() -> None:

@@ -17,7 +17,7 @@ from meshwright.planner.finalists import plan_at
 from meshwright.planner.space import SCHEDULES, Points, points
 from meshwright.planner.strategies import PLAIN, recomputes
 from meshwright.planner.sweep import closed_form_seconds, layouts, peak_rank_bytes, sweep
-from meshwright.simulator.step_simulation import priced_or_refused
+from meshwright.simulator.step_simulation import require_cost_inputs
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
@@ -80,7 +80,7 @@ def test_pruning_and_shares_keep_the_optimum_of_many(run: RunSpec) -> None:
 def check(run: RunSpec) -> None:
     space = points(run)
     assume(len(space) > 0)
-    priced = priced_or_refused(run.model, run.train, plan_at(run, space, 0, PLAIN, None), run.cluster)
+    priced = require_cost_inputs(run.model, run.train, plan_at(run, space, 0, PLAIN, None), run.cluster)
     memory = run.cluster.memory_bytes()
     assert memory is not None
     with pytest.MonkeyPatch.context() as patch:
@@ -93,8 +93,8 @@ def check(run: RunSpec) -> None:
     assert result.seconds[0] == pytest.approx(fastest, rel=1e-9)
 
 
-def _fastest(run: RunSpec, priced: Pricing, space: Points, room: float) -> float:
-    """Prices every point with every strategy and every number of lean layers."""
+def _fastest(run: RunSpec, priced: Pricing, space: Points, memory_limit: float) -> float:
+    """Prices every point with every strategy and every number of low-memory layers."""
     pins, layers, best = run.plan, run.model.layers, np.inf
     assert isinstance(pins, PlanPins)
     sharded = space.column("shard") * space.column("context") > 1
@@ -118,7 +118,7 @@ def _fastest(run: RunSpec, priced: Pricing, space: Points, room: float) -> float
                 legal = legal & sharded & (space.accumulate > 1) & ~layered
             shares = np.arange(layers + 1)[:, None] / layers
             seconds, memory = ((1 - shares) * a + shares * b for a, b in zip(first, second, strict=True))
-            best = min(best, seconds[legal & (memory <= room)].min(initial=np.inf))
+            best = min(best, seconds[legal & (memory <= memory_limit)].min(initial=np.inf))
         if offload not in ("activations", "both"):
             continue
         # Some layers moved and others not: the fewer, the longer the forward is that each copy may hide behind.
@@ -128,18 +128,18 @@ def _fastest(run: RunSpec, priced: Pricing, space: Points, room: float) -> float
                 LayerStrategy(reshard=reshard, recompute=mode, gradients=gradients, offload=value)
                 for value in (here, offload)
             )
-            rich, lean = layouts(run, space, kept), layouts(run, space, offloading)
+            high_memory, low_memory = layouts(run, space, kept), layouts(run, space, offloading)
             legal = sharded | (not reshard) | (pins.reshard is not None)
             if gradients == "whole":
                 legal = legal & sharded & (space.accumulate > 1) & ~layered
             for count in range(1, layers + 1):
                 share = count / layers
-                moved = closed_form_seconds(priced, replace(lean, offload_activations=share))
-                seconds = (1 - share) * closed_form_seconds(priced, rich) + share * moved
+                moved = closed_form_seconds(priced, replace(low_memory, offload_activations=share))
+                seconds = (1 - share) * closed_form_seconds(priced, high_memory) + share * moved
                 # Two or three layers stay besides those that are kept.
-                vanishing = peak_rank_bytes(run, replace(lean, offload_activations=1e-9))
-                memory = (1 - share) * vanishing + share * peak_rank_bytes(run, lean)
-                best = min(best, seconds[legal & (memory <= room)].min(initial=np.inf))
+                vanishing = peak_rank_bytes(run, replace(low_memory, offload_activations=1e-9))
+                memory = (1 - share) * vanishing + share * peak_rank_bytes(run, low_memory)
+                best = min(best, seconds[legal & (memory <= memory_limit)].min(initial=np.inf))
     return best
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from meshwright.costs.collective_costs import all_reduce, gather, group
+from meshwright.costs.collective_costs import all_reduce, gather, rank_group
 from meshwright.costs.compute import product_rate
 from meshwright.costs.constants import Constants, constants
 from meshwright.costs.device_rates import Machine
@@ -85,7 +85,7 @@ def _attention(seq: int, head: int, machine: Machine, window: int | None) -> Att
 def _rings(k: Constants, machine: Machine) -> list[CollectiveTime]:
     times = []
     for ranks, stride in ((2, 1), (4, 1), (8, 1), (2, 8), (16, 1)):
-        where = group(machine, k, float(ranks), float(stride))
+        where = rank_group(machine, k, float(ranks), float(stride))
         for size in SIZES:
             seconds = number(gather(where, k, float(size)))
             nodes = int(number(where.domains))

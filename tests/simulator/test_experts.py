@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.costs.plan_costs import plan_time, pricing
-from meshwright.simulator.step_simulation import inside_compute, memory_of, simulate_plan, timing_of
+from meshwright.simulator.step_simulation import exposed_in_compute, memory_of, simulate_plan, timing_of
 from meshwright.simulator.units import UnitCosts
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain
@@ -46,12 +46,12 @@ def costs(model: ModelSpec, given: Plan) -> UnitCosts:
 
 def test_tokens_travel_to_their_experts_inside_compute() -> None:
     together, spread = (plan({"replicate": 2, "shard": 8}, expert) for expert in (1, 8))
-    assert "expert" not in inside_compute(MIXTRAL, job(together), together, NODES)
-    inside = inside_compute(MIXTRAL, job(spread), spread, NODES)
+    assert "expert" not in exposed_in_compute(MIXTRAL, job(together), together, NODES)
+    inside = exposed_in_compute(MIXTRAL, job(spread), spread, NODES)
     assert inside["expert"] > 0
     block = costs(MIXTRAL, spread).compute(0)
-    assert block.inside["expert"] * MIXTRAL.layers * spread.batch.accumulate == pytest.approx(inside["expert"])
-    assert block.inside["expert"] < block.forward + block.backward_input + block.backward_weight
+    assert block.exposed["expert"] * MIXTRAL.layers * spread.batch.accumulate == pytest.approx(inside["expert"])
+    assert block.exposed["expert"] < block.forward + block.backward_input + block.backward_weight
 
 
 def test_spread_experts_need_not_be_gathered() -> None:
@@ -78,7 +78,7 @@ def test_a_mixture_played_is_near_its_closed_form(expert: int) -> None:
 def test_dense_first_layers_are_priced_as_dense() -> None:
     model = replace(MIXTRAL, first_dense_layers=2)
     priced = costs(model, plan({"shard": 8}, 8))
-    assert priced.compute(0).inside["expert"] == 0 < priced.compute(2).inside["expert"]
+    assert priced.compute(0).exposed["expert"] == 0 < priced.compute(2).exposed["expert"]
     assert (
         priced.compute(2).forward > 1.5 * priced.compute(0).forward
     )  # a token passes two experts as wide as the dense network
@@ -88,10 +88,10 @@ def test_dense_first_layers_are_priced_as_dense() -> None:
 def test_copies_that_a_slow_host_link_does_not_hide_show() -> None:
     given, away = (plan({"shard": 8}, offload=kept) for kept in ("none", "activations"))
     slow = costs(LLAMA, away)
-    slow = UnitCosts(LLAMA, away, replace(slow.priced, machine=replace(slow.priced.machine, host=2e9)))
+    slow = UnitCosts(LLAMA, away, replace(slow.cost_inputs, machine=replace(slow.cost_inputs.machine, host=2e9)))
     plain = costs(LLAMA, given).compute(0)
-    shown = slow.compute(0).inside["host link"]
-    assert plain.inside["host link"] == 0 < shown
+    shown = slow.compute(0).exposed["host link"]
+    assert plain.exposed["host link"] == 0 < shown
     total = [one.forward + one.backward_input + one.backward_weight for one in (slow.compute(0), plain)]
     assert total[0] - total[1] == pytest.approx(shown)
 

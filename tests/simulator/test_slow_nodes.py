@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.simulator.slow_nodes import kind_speeds, rank_prices, rank_speeds
-from meshwright.simulator.step_simulation import inside_compute, simulate_plan, timing_of
+from meshwright.simulator.slow_nodes import node_type_speeds, rank_cost_inputs, rank_speeds
+from meshwright.simulator.step_simulation import exposed_in_compute, simulate_plan, timing_of
 from meshwright.simulator.timing import Timing
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput
@@ -79,7 +79,7 @@ def test_a_tcp_group_shares_its_ports_at_a_boundary() -> None:
 
 
 def test_speeds_follow_the_chips_and_even_out_the_stages() -> None:
-    speeds = kind_speeds(NARROW, job(STAGES), MIXED)
+    speeds = node_type_speeds(NARROW, job(STAGES), MIXED)
     layout = Layout.of(STAGES, 8)
     fast, slow = rank_speeds(speeds, MIXED, layout)
     assert slow == 1 and 2 < fast < 3.5
@@ -94,9 +94,9 @@ def test_speeds_follow_the_chips_and_even_out_the_stages() -> None:
 
 
 def test_nodes_alike_share_one_price_and_unknown_ones_have_none() -> None:
-    prices = rank_prices(NARROW, job(STAGES), STAGES, H100)
+    prices = rank_cost_inputs(NARROW, job(STAGES), STAGES, H100)
     assert prices[0] is prices[1] is not None
-    assert kind_speeds(NARROW, job(STAGES), ClusterSpec(gpu="V100", nodes=4, gpus_per_node=8)) == {}
+    assert node_type_speeds(NARROW, job(STAGES), ClusterSpec(gpu="V100", nodes=4, gpus_per_node=8)) == {}
     with pytest.raises(BadInput, match="more nodes"):
         timing(STAGES, replace(H100, groups=(NodeGroup(nodes=5),)))
     with pytest.raises(BadInput, match="V100 has no bf16"):
@@ -106,6 +106,6 @@ def test_nodes_alike_share_one_price_and_unknown_ones_have_none() -> None:
 def test_communication_inside_compute_is_each_stage_s_own() -> None:
     given = plan({"pipeline": 2, "replicate": 2, "tensor": 8})
     mixed, fast, slow = (
-        inside_compute(NARROW, job(given), given, cluster)["tensor"] for cluster in (MIXED, H100, A100)
+        exposed_in_compute(NARROW, job(given), given, cluster)["tensor"] for cluster in (MIXED, H100, A100)
     )
     assert mixed == pytest.approx((fast + slow) / 2)

@@ -8,11 +8,11 @@ about 85% of the runs where memory shows the setting (docs/design/cost-model.md)
 from __future__ import annotations
 
 from meshwright.costs.device_rates import Machine
-from meshwright.costs.stack_footprint import Keeping, footprint
+from meshwright.costs.stack_footprint import MemoryConstants, footprint
 from meshwright.workload.layouts import Layouts
 from meshwright.workload.model_shape import Shape
 
-WHOLE = Keeping(
+WHOLE = MemoryConstants(
     held=7.0, owned=13.0, sharding=0.0, wide=1.5, hidden=9.0, narrow=1.0, live=2.5, logits=14.0, gathered=0.0, slack=0.0, base=0.25,
     base_rank=0.0,
 )  # fmt: skip

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from meshwright.calibration.published_rows import Case, Reading, read_record
-from meshwright.costs.constants import aged, per_row, table
+from meshwright.costs.constants import at_release, constant_arrays, table
 from meshwright.costs.device_rates import Machine
-from meshwright.costs.stack_footprint import footprint, keeping
+from meshwright.costs.stack_footprint import footprint, memory_constants
 from meshwright.costs.step import StepCost, step_cost
 from meshwright.workload.arrays import side_by_side
 from meshwright.workload.layouts import FULL, Layouts
@@ -52,7 +52,7 @@ def price(cases: Sequence[Case], constants_given: dict[str, Any] | None = None) 
     machine: Machine = side_by_side([case.machine for case in cases])
     layout: Layouts = side_by_side([case.layout for case in cases])
     release = np.array([case.release for case in cases])
-    constants = aged(per_row([(case.generation, case.stack) for case in cases], constants_given), release)
+    constants = at_release(constant_arrays([(case.generation, case.stack) for case in cases], constants_given), release)
     filled = sum(memory(cases, constants_given, as_printed=False).values()) / machine.memory
     return step_cost(shape, machine, layout, constants, filled)
 
@@ -65,7 +65,10 @@ def memory(
     layout: Layouts = side_by_side([case.layout for case in cases])
     first = np.array([float(as_printed and case.first_stage) for case in cases])
     return footprint(
-        shape, layout, keeping([case.stack for case in cases], constants_given and constants_given["memory"]), first
+        shape,
+        layout,
+        memory_constants([case.stack for case in cases], constants_given and constants_given["memory"]),
+        first,
     )
 
 

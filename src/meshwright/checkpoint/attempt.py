@@ -160,13 +160,19 @@ class Attempt:
         return manifest
 
     def abandon(self) -> None:
-        """Remove what was written, after a failure. What cannot be removed now, `remove_stale` removes later."""
+        """Remove what was written, after a failure. What cannot be removed now, `remove_stale` removes later.
+
+        The folder is renamed first, so that writers of other ranks can add nothing to it any more.
+        """
+        hidden = self.checkpoints / f".deleted-{self.target.name}.{self.name.rpartition('-')[2]}"
         try:
-            shutil.rmtree(self.folder)
+            rename(self.folder, hidden)
         except FileNotFoundError:
             return
         except OSError as error:
             log.warning("could not remove %s, left by a failed save: %s; the next retention will", self.folder, error)
+            return
+        _remove(hidden)
 
 
 def candidates(checkpoints: Path) -> list[Path]:

@@ -14,7 +14,7 @@ app = typer.Typer(help="Train a tokenizer.", no_args_is_help=True)
 
 @app.callback()
 def tokenizer_commands() -> None:
-    """Train a tokenizer. (A group of its own also while it has one command.)"""
+    """Train a tokenizer. The callback makes typer keep the subcommand `train` although it is the only one."""
 
 
 @app.command("train")
@@ -62,6 +62,6 @@ def train_command(
     sys.stderr.write(f"training on {sum(map(len, texts)):,} characters\n")
     content = train_tokenizer(texts, size)
     write_durable(out, content)
-    made = parse_tokenizer(content, str(out)).record
-    summary = {"file": str(out), "vocab_size": made.vocab_size, "eos": made.eos, "digest": made.digest}
-    print(json.dumps(summary) if as_json else f"wrote {out}: {made.vocab_size} tokens")
+    record = parse_tokenizer(content, str(out)).record
+    summary = {"file": str(out), "vocab_size": record.vocab_size, "eos": record.eos, "digest": record.digest}
+    print(json.dumps(summary) if as_json else f"wrote {out}: {record.vocab_size} tokens")

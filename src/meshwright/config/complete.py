@@ -12,7 +12,7 @@ from typing import Any
 from meshwright.config.family_dimensions import DIMENSIONS, EXPERT_DIMENSIONS, FAMILY_VALUES, ffn_width
 from meshwright.config.presets import MODEL_PRESETS, run_preset
 from meshwright.config.value_sources import EMBEDDED, Detect, merged
-from meshwright.config.yaml_positions import Document, KeyPath, Position, read_yaml, say
+from meshwright.config.yaml_positions import Document, KeyPath, Position, format_value, read_yaml
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.errors import BadInput, nearest
 from meshwright.spec.fields import to_plain
@@ -183,7 +183,7 @@ def _complete_head_dim(document: Document) -> str | None:
 def _put_beside(document: Document, given: str, name: str, value: Any) -> str:
     """Sets a model's key at the position of the key that it is derived from; returns name and value as text."""
     document.put(("model", name), value, document.value_position(("model", given)))
-    return f"{name} {say(value) if isinstance(value, bool) else value}"
+    return f"{name} {format_value(value) if isinstance(value, bool) else value}"
 
 
 def _limit_sequence(document: Document) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from meshwright.config.run_values import RunValues
-from meshwright.config.yaml_positions import Document, KeyPath, say
+from meshwright.config.yaml_positions import Document, KeyPath, format_value
 from meshwright.spec.chips import CHIPS, formats_on
 from meshwright.spec.errors import Mistake
 from meshwright.spec.fp8_limits import FP8_MULTIPLE, FP8_WIDTH_KEYS, product_sides
@@ -21,7 +21,7 @@ def plan_file_formats(plan: Document, run: RunValues, context: int) -> Iterator[
         yield plan.mistake(("precision", key), expected, str(precision[key]), "fp32")
     formats = [precision.get("linear"), *(entry.get("linear") for entry in _entries(plan, ("layers",)))]
     for key, expected in _fp8_rules(run, formats, precision.get("gather"), precision.get("compute"), context):
-        yield plan.mistake(("precision", key), expected, say(precision.get(key, "compute")))
+        yield plan.mistake(("precision", key), expected, format_value(precision.get(key, "compute")))
 
 
 def number_formats(run: RunValues) -> Iterator[Mistake]:

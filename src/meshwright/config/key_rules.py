@@ -14,7 +14,7 @@ from typing import Any
 from meshwright.config.divisors import divisors, nearest_divisor
 from meshwright.config.format_rules import fp8_products, number_formats, plan_file_formats
 from meshwright.config.run_values import RunValues
-from meshwright.config.yaml_positions import Document, KeyPath, say
+from meshwright.config.yaml_positions import Document, KeyPath, format_value
 from meshwright.spec.chips import CHIPS, chip_from_device_name
 from meshwright.spec.errors import Mistake, nearest
 from meshwright.spec.fields import from_plain
@@ -95,7 +95,7 @@ def plan_file_checks(
             )
     if sound and batch and plan.get(("batch", "global_batch")) != batch:
         path: KeyPath = ("batch", "global_batch")
-        mistakes.append(plan.mistake(path, f"train.global_batch = {batch}", say(plan.get(path))))
+        mistakes.append(plan.mistake(path, f"train.global_batch = {batch}", format_value(plan.get(path))))
     if layers and not any(path[:1] == ("layers",) for path in unusable):
         mistakes += _coverage(plan, ("layers",), layers)
     experts = run("model.experts")
@@ -183,7 +183,7 @@ def _experts(run: RunValues) -> Iterator[Mistake]:
             "model.experts_per_token", f"1 to model.experts = {experts}", str(min(max(passed, 1), experts))
         )
     if width == 0:
-        yield run.mistake("model.expert_hidden", "the width inside one expert", say(run("model.ffn_hidden")))
+        yield run.mistake("model.expert_hidden", "the width inside one expert", format_value(run("model.ffn_hidden")))
     layers, dense = run("model.layers"), run("model.first_dense_layers")
     if layers and dense and dense >= layers:
         yield run.mistake("model.first_dense_layers", f"fewer than model.layers = {layers}", str(layers - 1))
@@ -423,7 +423,7 @@ def _coverage(document: Document, path: KeyPath, layers: int) -> Iterator[Mistak
         except ValueError:
             readable = False
             expected = f"all, N or FIRST-LAST inside layers 0-{layers - 1}"
-            yield document.mistake(where, expected, say(text))
+            yield document.mistake(where, expected, format_value(text))
             continue
         if covered.intersection(chosen):
             twice = layer_numbers(covered.intersection(chosen))

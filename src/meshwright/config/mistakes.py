@@ -10,16 +10,16 @@ from typing import Any
 from meshwright.config.family_dimensions import required_dimensions
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.config.schema import (
+    accepts,
     all_keys,
     annotation_at,
     expected_text,
     literal_options,
     section_of,
-    takes,
     validate,
 )
 from meshwright.config.value_sources import COMMAND_LINE
-from meshwright.config.yaml_positions import Document, KeyPath, Position, dotted, say
+from meshwright.config.yaml_positions import Document, KeyPath, Position, dotted, format_value
 from meshwright.spec.errors import MOST_LISTED, Mistake, nearest, shorten
 from meshwright.spec.fields import LARGEST_COUNT, hints_of
 from meshwright.spec.run import RunSpec
@@ -61,21 +61,23 @@ _SHORTHANDS: dict[KeyPath, str] = {
 
 def schema_mistakes(cls: type, document: Document) -> tuple[dict[str, Any], list[Mistake], set[KeyPath]]:
     """The validated keys of `document`, its mistakes, and the paths without a usable value."""
-    given, wrongs = validate(cls, document.data)
-    wrongs = [wrong for wrong in wrongs if not _is_rejected(document, wrong.path)]
-    unknown = [wrong for wrong in wrongs if wrong.problem == "unknown"]
+    values, errors = validate(cls, document.data)
+    errors = [error for error in errors if not _is_rejected(document, error.path)]
+    unknown = [error for error in errors if error.problem == "unknown"]
     # Suggestions cost time, so only the listed mistakes get one.
-    meant = {wrong.path: meant_key(cls, wrong.path, document) for wrong in unknown[:MOST_LISTED]}
-    mistakes = [_unknown(cls, document, wrong.path, meant.get(wrong.path)) for wrong in unknown]
-    missing = [wrong.path for wrong in wrongs if wrong.problem == "missing"]
-    missing += [path for path in _required(cls, document) if path not in missing]
+    meant = {error.path: meant_key(cls, error.path, document) for error in unknown[:MOST_LISTED]}
+    mistakes = [_unknown_key_mistake(cls, document, error.path, meant.get(error.path)) for error in unknown]
+    missing = [error.path for error in errors if error.problem == "missing"]
+    missing += [path for path in _missing_dimensions(cls, document) if path not in missing]
     if not document.partial:
-        mistakes += _missing(cls, document, [path for path in missing if not _begins(path, meant.values())])
-    mistakes += [_value(cls, document, wrong.path) for wrong in wrongs if wrong.problem == "value"]
-    return given, mistakes, {wrong.path for wrong in wrongs} | set(missing) | document.rejected
+        mistakes += _missing_key_mistakes(
+            cls, document, [path for path in missing if not _starts_with_any(path, meant.values())]
+        )
+    mistakes += [_value_mistake(cls, document, error.path) for error in errors if error.problem == "value"]
+    return values, mistakes, {error.path for error in errors} | set(missing) | document.rejected
 
 
-def _required(cls: type, document: Document) -> list[KeyPath]:
+def _missing_dimensions(cls: type, document: Document) -> list[KeyPath]:
     """Paths of required model dimensions that the run has neither given nor derived."""
     model = document.data.get("model") if cls is RunSpec else None
     if not isinstance(model, dict):
@@ -86,41 +88,41 @@ def _required(cls: type, document: Document) -> list[KeyPath]:
 
 def meant_key(cls: type, path: KeyPath, document: Document) -> KeyPath | None:
     """The key that was probably meant by the unknown key at `path`."""
-    around, word = path[:-1], str(path[-1]).lower().replace("-", "_")
-    section = section_of(annotation_at(cls, around))
+    parent, word = path[:-1], str(path[-1]).lower().replace("-", "_")
+    section = section_of(annotation_at(cls, parent))
     siblings = list(hints_of(section)) if section else []
-    elsewhere = _key_of_name(cls)
+    all_paths = _key_of_name(cls)
     if word in siblings:
-        return (*around, word)
-    for table in (elsewhere, _SYNONYMS if cls is RunSpec else {}):
+        return (*parent, word)
+    for table in (all_paths, _SYNONYMS if cls is RunSpec else {}):
         if word in table:
             return table[word]
     close = get_close_matches(word, siblings, n=3, cutoff=0.6)
-    absent = [name for name in close if not document.has((*around, name))]
+    absent = [name for name in close if not document.has((*parent, name))]
     if close:
         # In a file a typo usually replaces a key that is absent; an override may mean a key that is present.
         likely = close if document.key_position(path).file == COMMAND_LINE else absent or close
-        return (*around, likely[0])
-    far = nearest(word, elsewhere, cutoff=0.8)
-    return elsewhere[far] if far else None
+        return (*parent, likely[0])
+    near_name = nearest(word, all_paths, cutoff=0.8)
+    return all_paths[near_name] if near_name else None
 
 
 @cache
 def _key_of_name(cls: type) -> dict[str, KeyPath]:
-    """The first key path by its last step."""
+    """The key paths by their last component; the first where several end alike."""
     return {str(key[-1]): key for key in reversed(list(all_keys(cls)))}
 
 
-def _unknown(cls: type, document: Document, path: KeyPath, meant: KeyPath | None) -> Mistake:
-    around, position, got = path[:-1], document.key_position(path), f"'{shorten(str(path[-1]))}'"
-    expected = f"a key of {dotted(around)}" if around else "a top-level key"
+def _unknown_key_mistake(cls: type, document: Document, path: KeyPath, meant: KeyPath | None) -> Mistake:
+    parent, position, got = path[:-1], document.key_position(path), f"'{shorten(str(path[-1]))}'"
+    expected = f"a key of {dotted(parent)}" if parent else "a top-level key"
     refused = _refusal(path if cls is RunSpec else ("plan", *path))
     if refused:
         return _mistake(position, path, refused, got)
     if meant is None:
-        section = section_of(annotation_at(cls, around))
+        section = section_of(annotation_at(cls, parent))
         return _mistake(position, path, f"{expected} ({', '.join(hints_of(section) if section else ())})", got)
-    if meant[:-1] == around:
+    if meant[:-1] == parent:
         return _mistake(position, path, expected, got, str(meant[-1]))
     if str(path[-1]) == meant[-1] or str(path[-1]) in _SYNONYMS:
         expected += f"; its path is {dotted(meant)}"
@@ -139,15 +141,15 @@ def _refusal(path: KeyPath) -> str | None:
     return _NOT_YET if section == "plan" and name in _OTHER_PARALLELISM else None
 
 
-def _missing(cls: type, document: Document, paths: list[KeyPath]) -> list[Mistake]:
-    of_model = [str(path[1]) for path in paths if path[0] == "model" and len(path) == 2] if cls is RunSpec else []
+def _missing_key_mistakes(cls: type, document: Document, paths: list[KeyPath]) -> list[Mistake]:
+    model_keys = [str(path[1]) for path in paths if path[0] == "model" and len(path) == 2] if cls is RunSpec else []
     mistakes = [
         _mistake(document.key_position(path[:-1]), path, expected_text(annotation_at(cls, path)), "nothing")
         for path in paths
-        if not (of_model and path[0] == "model")
+        if not (model_keys and path[0] == "model")
     ]
-    required = required_dimensions(document.data.get("model") or {}) if of_model else ()
-    needed = [name for name in required if name in of_model]
+    required = required_dimensions(document.data.get("model") or {}) if model_keys else ()
+    needed = [name for name in required if name in model_keys]
     if needed:
         expected = f"a preset ({', '.join(MODEL_PRESETS)}) or all of {', '.join(required)}"
         got = "none of them" if len(needed) == len(required) else f"no {', '.join(needed)}"
@@ -155,38 +157,38 @@ def _missing(cls: type, document: Document, paths: list[KeyPath]) -> list[Mistak
     return mistakes
 
 
-def _value(cls: type, document: Document, path: KeyPath) -> Mistake:
+def _value_mistake(cls: type, document: Document, path: KeyPath) -> Mistake:
     annotation, value = annotation_at(cls, path), document.get(path)
     expected = (_SHORTHANDS.get(path, "") if cls is RunSpec else "") + expected_text(annotation)
-    if isinstance(value, int) and value > LARGEST_COUNT and takes(annotation, int) and "<" not in expected:
+    if isinstance(value, int) and value > LARGEST_COUNT and accepts(annotation, int) and "<" not in expected:
         expected += f" of at most {LARGEST_COUNT:,}"
-    return _mistake(document.value_position(path), path, expected, say(value), _near_value(annotation, value))
+    return _mistake(document.value_position(path), path, expected, format_value(value), _near_value(annotation, value))
 
 
 def _near_value(annotation: Any, value: Any) -> str | None:
     """The valid spelling of a value that has the wrong type only."""
     options = literal_options(annotation)
-    if isinstance(value, str) and takes(annotation, bool):
+    if isinstance(value, str) and accepts(annotation, bool):
         return {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}.get(
             value.lower(), nearest(value.lower(), ("true", "false"))
         )
     if options:
         return nearest(str(value).lower(), options)
-    if isinstance(value, str) and (takes(annotation, int) or takes(annotation, float)):
+    if isinstance(value, str) and (accepts(annotation, int) or accepts(annotation, float)):
         digits = value.replace("_", "").replace(",", "").strip()
         return digits if digits.isdigit() else None
-    if isinstance(value, float) and takes(annotation, int) and value.is_integer():
+    if isinstance(value, float) and accepts(annotation, int) and value.is_integer():
         return str(int(value))
-    if isinstance(value, (int, float)) and takes(annotation, str):
+    if isinstance(value, (int, float)) and accepts(annotation, str):
         return f'"{str(value).lower()}"'
     return None
 
 
 def _is_rejected(document: Document, path: KeyPath) -> bool:
-    return _begins(path, document.rejected)
+    return _starts_with_any(path, document.rejected)
 
 
-def _begins(path: KeyPath, others: Iterable[KeyPath | None]) -> bool:
+def _starts_with_any(path: KeyPath, others: Iterable[KeyPath | None]) -> bool:
     return any(other is not None and path[: len(other)] == other for other in others)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.config.schema import annotation_at, expected_text, section_of, validate
-from meshwright.config.yaml_positions import KeyPath, dotted, say
+from meshwright.config.yaml_positions import KeyPath, dotted, format_value
 from meshwright.spec.errors import BadInput
 from meshwright.spec.fields import from_plain, hints_of, to_plain
 from meshwright.spec.profile import MachineProfile
@@ -69,7 +69,7 @@ def _message(path: KeyPath, problem: str, data: dict[str, Any]) -> str:
         keys = ", ".join(hints_of(section) if section else ())
         return f"{dotted(path)}: expected a key of a profile ({keys}), got '{path[-1]}'"
     expected = expected_text(annotation_at(MachineProfile, path))
-    return f"{dotted(path)}: expected {expected}, got {'nothing' if problem == 'missing' else say(_at(data, path))}"
+    return f"{dotted(path)}: expected {expected}, got {'nothing' if problem == 'missing' else format_value(_at(data, path))}"
 
 
 def _at(data: Any, path: KeyPath) -> Any:

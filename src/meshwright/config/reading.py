@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.config.schema import annotation_at, literal_options, takes, validate
+from meshwright.config.schema import accepts, annotation_at, literal_options, validate
 from meshwright.config.value_sources import COMMAND_LINE
 from meshwright.config.yaml_positions import Document, KeyPath
 from meshwright.spec.errors import BadConfig, MeshwrightError, Mistake, Refusal
@@ -104,4 +104,4 @@ def _any_value(annotation: Any) -> Any:
     options = literal_options(annotation)
     if options:
         return options[0]
-    return 1 if takes(annotation, int) else "none" if takes(annotation, str) else {}
+    return 1 if accepts(annotation, int) else "none" if accepts(annotation, str) else {}

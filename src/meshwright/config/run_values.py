@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from meshwright.config.schema import annotation_at, literal_options, section_of
-from meshwright.config.yaml_positions import Document, KeyPath, say
+from meshwright.config.yaml_positions import Document, KeyPath, format_value
 from meshwright.spec.errors import Mistake
 from meshwright.spec.run import RunSpec
 
@@ -37,4 +37,4 @@ class RunValues:
 
     def mistake(self, key: str, expected: str, near: str | None = None, got: str | None = None) -> Mistake:
         path: KeyPath = tuple(key.split("."))
-        return self.document.mistake(path, expected, say(self(key)) if got is None else got, near)
+        return self.document.mistake(path, expected, format_value(self(key)) if got is None else got, near)

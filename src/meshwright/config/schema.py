@@ -118,10 +118,10 @@ def literal_options(annotation: Any) -> tuple[str, ...]:
     return tuple(word for part in typing.get_args(annotation) for word in literal_options(part))
 
 
-def takes(annotation: Any, plain_type: type) -> bool:
+def accepts(annotation: Any, plain_type: type) -> bool:
     """Whether a field accepts plain values of `plain_type`."""
     inner = typing.get_args(annotation) if typing.get_origin(annotation) in (Annotated, Union, types.UnionType) else ()
-    return annotation is plain_type or any(takes(part, plain_type) for part in inner)
+    return annotation is plain_type or any(accepts(part, plain_type) for part in inner)
 
 
 def json_schema() -> dict[str, Any]:
@@ -185,7 +185,7 @@ def _pydantic_union(annotation: Any, arguments: tuple[Any, ...]) -> Any:
         nullable = _pydantic_type(options[0]) | None
         own_none = _takes_none_as_text(annotation)
         return nullable if own_none else _ANNOTATED[nullable, BeforeValidator(_none_word), _NONE_WORD]
-    tags = [_SECTION if _is_section(part) else _NUMBER if takes(part, int) else _TEXT for part in options]
+    tags = [_SECTION if _is_section(part) else _NUMBER if accepts(part, int) else _TEXT for part in options]
     branches = [_ANNOTATED[_pydantic_type(part), Tag(tag)] for part, tag in zip(options, tags, strict=True)]
     return _ANNOTATED[reduce(operator.or_, branches), Discriminator(_branch_of_value)]
 

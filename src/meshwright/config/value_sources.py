@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.config.presets import CLUSTER_PRESETS, MODEL_PRESETS, cluster_names, run_preset
-from meshwright.config.yaml_positions import Document, KeyPath, Position, dotted, parse_yaml, read_yaml, say
+from meshwright.config.yaml_positions import Document, KeyPath, Position, dotted, format_value, parse_yaml, read_yaml
 from meshwright.spec.errors import nearest_file
 
 COMMAND_LINE = "command line"
@@ -99,7 +99,7 @@ def _with_base(path: Path, shown: str, extended_by: tuple[Path, ...], detect: De
     chain = (*extended_by, path.resolve())
     if not isinstance(name, str) or not os.path.isfile(file):
         close = nearest_file(str(name), [*MODEL_PRESETS, *_yaml_files(path.parent)])
-        document.complain(position, "extends", "a preset or an existing run file", say(name), close)
+        document.complain(position, "extends", "a preset or an existing run file", format_value(name), close)
     elif file.resolve() in chain:
         cycle = " → ".join(part.name for part in (*chain, file.resolve()))
         document.complain(position, "extends", "a chain of files that ends", f"a cycle: {cycle}")
@@ -118,9 +118,9 @@ def _overridden(document: Document, text: str, detect: Detect) -> Document:
         document.complain(position, key, mistake.expected, mistake.got)
     try:
         if not equals or not key:
-            raise _CannotOverride("KEY=VALUE, as in train.steps=200", say(text))
+            raise _CannotOverride("KEY=VALUE, as in train.steps=200", format_value(text))
         if key == "extends":
-            raise _CannotOverride("`extends` in a run file only; here, model=NAME", say(written))
+            raise _CannotOverride("`extends` in a run file only; here, model=NAME", format_value(written))
         steps = ["data", "mix", key[len("data.mix.") :]] if key.startswith("data.mix.") else key.split(".")
         data = _nested(document.data, steps, value.data if written.strip() else None, ())
     except _CannotOverride as refusal:
@@ -159,7 +159,7 @@ def _nested(current: Any, steps: list[str], value: Any, path: KeyPath) -> Any:
     step, below = steps[0], steps[1:]
     if isinstance(current, list):
         if not step.isdigit() or int(step) >= len(current):
-            raise _CannotOverride(f"an item of {dotted(path)}, 0 to {len(current) - 1}", say(step))
+            raise _CannotOverride(f"an item of {dotted(path)}, 0 to {len(current) - 1}", format_value(step))
         items = list(current)
         items[int(step)] = merged(items[int(step)], _nested(items[int(step)], below, value, (*path, step)))
         return items

@@ -100,7 +100,7 @@ class Document:
 
     def reject(self, path: KeyPath, expected: str, got: str | None = None, nearest: str | None = None) -> None:
         """Reports a mistake of the value at `path` and marks it as rejected."""
-        shown = say(self.get(path)) if got is None else got
+        shown = format_value(self.get(path)) if got is None else got
         self.complain(self.value_position(path), dotted(path), expected, shown, nearest)
         self.rejected.add(path)
 
@@ -148,7 +148,7 @@ def read_yaml(path: Path, shown: str | None = None) -> Document:
         return _unreadable(file, line, column, "UTF-8 text", f"the byte 0x{raw[error.start]:02x}")
     document = parse_yaml(text, file)
     if not isinstance(document.data, dict):
-        got = say(document.data)
+        got = format_value(document.data)
         document = replace(document, data={}, partial=True)
         document.complain(document.top, "yaml", "a mapping of keys to values", got)
     return document
@@ -185,7 +185,7 @@ def dump_yaml(data: Any) -> str:
     return stream.getvalue()
 
 
-def say(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as messages show it: scalars as YAML, text in quotes, the type alone for anything larger."""
     if isinstance(value, dict):
         return "a section" if value else "an empty section"

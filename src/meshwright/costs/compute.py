@@ -1,9 +1,8 @@
 """Seconds of one layer's arithmetic on one device, for one micro-batch.
 
-A matrix product (m, k, n) takes 2 m k n / (peak × share) × (1 + narrow × (1/m + 1/k + 1/n)): the roofline with the weight of its
-bytes folded into one width, since bytes ÷ FLOPs of a product is just the sum of its dimensions' inverses. On devices whose number of
-multiprocessors is known, m n is rounded up to whole waves of tiles. Attention takes its FLOPs at a share of its own; everything else
-takes its bytes.
+A matrix product (m, k, n) takes 2 m k n / (peak × share) × (1 + narrow × (1/m + 1/k + 1/n)). The last factor is the roofline's memory
+term: the bytes per FLOP of a product are proportional to the sum of its dimensions' inverses. If the number of multiprocessors is known,
+m n is rounded up to whole waves of tiles. Attention is priced by its FLOPs at its own share of the peak, everything else by its bytes.
 """
 
 from __future__ import annotations
@@ -21,30 +20,31 @@ from meshwright.workload.model_shape import Shape
 from meshwright.workload.step_shape import step_shape
 
 KERNELS = 16.0
-"""Kernels of one layer's forward that leave a tail (matrix products, norms, activation, attention)."""
+"""Kernels of one layer's forward with a tail effect (matrix products, norms, activation, attention)."""
 
-RAGGED = 1.35
+MISALIGNED_HEAD = 1.35
+"""Slow-down of products and attention if the head size is no multiple of 8."""
 
 ACTIVATION = 2 / 3
-"""Bytes of an activation per element of its width, over the bytes of a row's way into its expert's product and back.
+"""Bytes per element of an expert's activation function, relative to those of dispatch and combine.
 
-6 (two halves in, one out) over 9 (read and written twice, and the sum).
+6 (two halves read, one result written) over 9 (read and written twice, and the sum).
 """
 BIASES = 20.0
-"""Bytes per element of a routed expert's bias, added expert by expert in other stacks.
+"""Bytes per element to add a routed expert's bias, expert by expert, in other stacks.
 
-A sum in fp32, joined, cast (Megatron-Core, `TEGroupedMLP._apply_bias`).
+Megatron-Core adds in fp32, concatenates and casts (`TEGroupedMLP._apply_bias`).
 """
 
 TILE = 128.0
 """Tile of a matrix product that one multiprocessor computes at a time; libraries use 64 to 256 (CUTLASS)."""
-MOST_OF_PEAK = 0.88
-"""Share of a datasheet's peak that no large product exceeds: the best sustained on an H200 is 0.77, on an A100 0.86."""
+MAX_PEAK_SHARE = 0.88
+"""Largest sustained share of a datasheet's peak; the best measured products reach 0.77 on an H200, 0.86 on an A100."""
 
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Device seconds of all layers' forward and backward for one micro-batch on one rank's share of width, and the head's."""
+    """Seconds of one micro-batch on one tensor rank: all layers on the device and on the host, head, and embedding."""
 
     forward: Array
     backward: Array
@@ -54,7 +54,7 @@ class LayerTime:
 
 
 def in_waves(m: Array, n: Array, multiprocessors: Array, count: Array = 1.0) -> Array:
-    """Elements of `count` results m × n, rounded up to whole waves of tiles over the multiprocessors; exact if there are 0."""
+    """Elements of `count` results m × n, rounded up to whole waves of tiles; not rounded where `multiprocessors` is 0."""
     results = count * m * n
     if not np.any(multiprocessors):
         return results
@@ -65,11 +65,12 @@ def in_waves(m: Array, n: Array, multiprocessors: Array, count: Array = 1.0) -> 
 
 @dataclass(frozen=True)
 class ProductRate:
-    """How fast a device makes matrix products of one format."""
+    """Rate of a device's matrix products in one format."""
 
     flops: Array
     """FLOP/s of a large product."""
     narrow: Array
+    """Smallest dimension at which the time per FLOP doubles."""
     multiprocessors: Array
 
     def seconds(self, m: Array, inner: Array, n: Array, count: Array = 1.0) -> Array:
@@ -78,28 +79,28 @@ class ProductRate:
         results = in_waves(m, n, self.multiprocessors, count)
         return 2 * results * inner / self.flops * (1 + self.narrow * small)
 
-    def both(self, m: Array, inner: Array, n: Array, count: Array = 1.0) -> Pair:
-        """Seconds forward, and backward: the gradients of both operands."""
+    def forward_backward(self, m: Array, inner: Array, n: Array, count: Array = 1.0) -> ForwardBackward:
+        """Seconds of the forward, and of the backward, which computes the gradients of both operands."""
         backward = self.seconds(m, n, inner, count) + self.seconds(inner, m, n, count)
-        return Pair(self.seconds(m, inner, n, count), backward)
+        return ForwardBackward(self.seconds(m, inner, n, count), backward)
 
 
 @dataclass(frozen=True)
-class Pair:
+class ForwardBackward:
     """Seconds of forward and backward."""
 
     forward: Array
     backward: Array
 
-    def __add__(self, other: Pair) -> Pair:
-        return Pair(self.forward + other.forward, self.backward + other.backward)
+    def __add__(self, other: ForwardBackward) -> ForwardBackward:
+        return ForwardBackward(self.forward + other.forward, self.backward + other.backward)
 
-    def times(self, factor: Array) -> Pair:
-        return Pair(self.forward * factor, self.backward * factor)
+    def times(self, factor: Array) -> ForwardBackward:
+        return ForwardBackward(self.forward * factor, self.backward * factor)
 
 
 def product_rate(machine: Machine, k: Constants) -> ProductRate:
-    """Of the plan's format."""
+    """The rate of products in the machine's format."""
     low = np.choose(
         np.asarray(machine.low, dtype=np.int64),
         np.broadcast_arrays(1.0, k.gemm_low, k.gemm_block, k.gemm_fp4, k.gemm_low * k.gemm_rowwise),
@@ -108,70 +109,64 @@ def product_rate(machine: Machine, k: Constants) -> ProductRate:
 
 
 def _sustained(machine: Machine, k: Constants, peak: Array, format_share: Array = 1.0) -> ProductRate:
-    share = np.minimum(k.gemm * format_share / k.slow, MOST_OF_PEAK)
+    share = np.minimum(k.gemm * format_share / k.slow, MAX_PEAK_SHARE)
     return ProductRate(peak * share, k.narrow, machine.multiprocessors)
 
 
-def _ragged(shape: Shape) -> Array:
-    """Slow-down by a head size that is no multiple of 8: tensor cores run unaligned.
+def _misaligned_heads(shape: Shape) -> Array:
+    """Slow-down if the head size is no multiple of 8, so that tensor cores read unaligned operands.
 
-    BigScience's 104B–200B tables: +33…44%.
+    Source: BigScience's tables of 104B to 200B models, 33% to 44%.
     """
-    return np.where(np.mod(shape.query_width / shape.heads, 8) > 1e-6, RAGGED, 1.0)
+    return np.where(np.mod(shape.query_width / shape.heads, 8) > 1e-6, MISALIGNED_HEAD, 1.0)
 
 
 def layer_times(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> LayerTime:
-    """Times summed over all layers of the model (not yet divided into stages)."""
+    """Seconds of one micro-batch, summed over all layers of the model (not divided into stages)."""
     step = step_shape(shape, layout)
     tokens, speed = step.tokens, product_rate(machine, k)
-    speed = replace(speed, flops=speed.flops / _ragged(shape))
+    speed = replace(speed, flops=speed.flops / _misaligned_heads(shape))
     memory = machine.hbm * k.hbm / k.slow
     width = layout.tensor
-    products = Pair(0.0, 0.0)
+    products = ForwardBackward(0.0, 0.0)
     for product in layer_products(shape, step, width):
         if product.role != "router":  # constants were fitted without the router's product
-            products += speed.both(product.m, product.k, product.n, product.count).times(product.layers)
+            products += speed.forward_backward(product.m, product.k, product.n, product.count).times(product.layers)
     core_forward, core_backward = _attention_core(shape, machine, layout, k, tokens, memory)
     passes = tokens * shape.hidden * shape.layers * k.passes / memory / width
-    moved = k.moe_passes + np.where(layout.expert > 1, k.moe_spread, 0.0)
-    routed = shape.moe_layers * tokens * shape.top_k * _routed_bytes(shape, layout, k, moved) / memory / width
-    lowered = np.where(machine.low > 0, tokens * shape.hidden * shape.layers * 8 * k.quantise / memory / width, 0.0)
+    per_element = k.moe_passes + np.where(layout.expert > 1, k.moe_spread, 0.0)
+    routed = shape.moe_layers * tokens * shape.top_k * _routed_bytes(shape, layout, k, per_element) / memory / width
+    quantised = np.where(machine.low > 0, tokens * shape.hidden * shape.layers * 8 * k.quantise / memory / width, 0.0)
     tails = KERNELS * shape.layers * k.tail_us * 1e-6
-    forward = products.forward + core_forward + passes + routed + lowered + tails
-    backward = products.backward + core_backward + 1.5 * passes + k.moe_back * routed + 1.5 * lowered + 1.5 * tails
-    again = _recomputed(
-        shape,
-        layout,
-        k,
-        tokens,
-        forward,
-        np.where(k.compiled > 0, passes + tails / 2, core_forward),
-        core_forward,
-        speed,
-    )
+    forward = products.forward + core_forward + passes + routed + quantised + tails
+    backward = products.backward + core_backward + 1.5 * passes + k.moe_back * routed + 1.5 * quantised + 1.5 * tails
+    selective = np.where(k.compiled > 0, passes + tails / 2, core_forward)
+    recomputed = _recomputed(shape, layout, k, tokens, forward, selective, core_forward, speed)
     launches = np.where(layout.recompute >= ALL_BUT_ATTENTION, 4 / 3, 1.0)
     across = (layout.pipeline > 1) & (layout.ranks > machine.per_node)
     rings = np.maximum(layout.sequence, across) * (width - 1) * k.ring_us
     tensor_host = np.where(width > 1, k.host_tensor_us, 0.0) + rings
     host = shape.layers * (k.host_us + tensor_host) * launches * 1e-6
-    logits = _sustained(machine, k, machine.half_peak).both(tokens, shape.hidden, shape.vocab / width)
+    logits = _sustained(machine, k, machine.half_peak).forward_backward(tokens, shape.hidden, shape.vocab / width)
     loss = tokens * shape.vocab / width * k.logit_bytes / memory
     # The weight gradient of each chunk of logits is added to an fp32 sum (kernels.loss).
     sums = np.ceil(tokens / layout.loss_chunk) * shape.table_params / width * 8 * k.copies / memory
     embed = tokens * shape.hidden * 12 / memory
-    ragged = np.where(np.mod(shape.vocab / width, 8) > 1e-6, k.ragged_vocab, 1.0)
-    return LayerTime(forward, backward + again, host, (logits.forward + logits.backward + loss) * ragged + sums, embed)
+    padded_vocab = np.where(np.mod(shape.vocab / width, 8) > 1e-6, k.ragged_vocab, 1.0)
+    return LayerTime(
+        forward, backward + recomputed, host, (logits.forward + logits.backward + loss) * padded_vocab + sums, embed
+    )
 
 
-def _routed_bytes(shape: Shape, layout: Layouts, k: Constants, moved: Array) -> Array:
-    """Bytes of the passes over a routed row beside its expert's products.
+def _routed_bytes(shape: Shape, layout: Layouts, k: Constants, per_element: Array) -> Array:
+    """Bytes of element-wise passes over one routed token copy, outside its expert's products.
 
-    Over the stream when it is sorted and summed, over the expert's width in the activation. Own engine: of the stream only,
-    from runs that measured both.
+    They sort and sum its hidden vector (`per_element` bytes for each element), and apply the activation over the expert's
+    width. For this program's engine the fitted `per_element` includes the activation.
     """
     width = np.where(k.copies > 0, 0.0, ACTIVATION * shape.expert_ffn)
     biases = shape.expert_bias * layout.host_sizes * BIASES * (shape.expert_in + (1 + shape.gated) * shape.expert_ffn)
-    return (shape.hidden + width) * moved + biases
+    return (shape.hidden + width) * per_element + biases
 
 
 def _recomputed(
@@ -194,13 +189,16 @@ def _recomputed(
 def _attention_core(
     shape: Shape, machine: Machine, layout: Layouts, k: Constants, tokens: Array, memory: Array
 ) -> tuple[Array, Array]:
-    """Scores and their use: causal FLOPs when fused; all of them, with the scores in memory, when not."""
+    """Seconds of attention's two products, forward and backward, over all layers.
+
+    Fused attention computes the causal half of the scores. Unfused attention computes all of them, through device memory.
+    """
     fused = np.where(k.scores > 0, 1.0, 0.5)
     layers = shape.attention_layers * np.where(k.scores > 0, 1.0, shape.full_attention)
     pairs = layers * tokens * layout.seq / layout.tensor
     flops = 2 * pairs * (shape.query_width + shape.value_width) * fused
     head = shape.query_width / shape.heads
-    short = 1 + 32.0 / head
-    forward = flops / (machine.half_peak * k.attention) * k.slow * short * _ragged(shape)
-    moved = pairs * shape.heads * k.scores / memory
-    return forward + moved, np.where(k.scores > 0, 2.0, 2.5) * forward + 2 * moved
+    small_heads = 1 + 32.0 / head
+    forward = flops / (machine.half_peak * k.attention) * k.slow * small_heads * _misaligned_heads(shape)
+    scores = pairs * shape.heads * k.scores / memory
+    return forward + scores, np.where(k.scores > 0, 2.0, 2.5) * forward + 2 * scores

@@ -9,7 +9,7 @@ import numpy as np
 from meshwright.workload.arrays import Array
 
 ROWWISE = 4.0
-"""`Machine.low` of fp8 products with one scale a row."""
+"""`Machine.low` of fp8 products with one scale per row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,19 +21,22 @@ class Machine:
     half_peak: Array
     """Peak in bf16 or fp16 (attention, head)."""
     low: Array
-    """0 bf16/fp16, 1 fp8 with one scale a tensor, 2 block-scaled fp8, 3 fp4, 4 (`ROWWISE`) fp8 with one scale a row."""
+    """Format of matrix products.
+
+    0 bf16 or wider, 1 fp8 with one scale per tensor, 2 block-scaled fp8, 3 fp4, 4 (`ROWWISE`) fp8 with one scale per row.
+    """
     hbm: Array
     memory: Array
     link: Array
     nic: Array
     domain: Array
-    """Devices that see each other at link speed."""
+    """Devices connected by fast links (NVLink)."""
     per_node: Array
     host: Array = 25e9
-    """To host memory, one direction, when no other device of the node copies."""
+    """Bandwidth to host memory, one direction, while no other device of the node copies."""
     oversubscribed: Array = 1.0
-    """Division of bandwidth above a pod."""
+    """Factor by which the bandwidth above a pod is smaller than the sum of its ports."""
     pod: Array = np.inf
     """Devices below the oversubscribed level."""
     multiprocessors: Array = 0.0
-    """Processors that each make one tile of a product at a time; 0 where tiles do not matter or are not known."""
+    """Multiprocessors, each of which computes one tile of a product at a time; 0 if unknown or irrelevant."""

@@ -1,7 +1,7 @@
-"""Fits the constants of the cost model to a machine's profile: least squares of each measured type on its formula.
+"""Fits the cost model's constants to a machine's profile: a least-squares fit of each formula to its measurements.
 
-Shares are of the chip table's figures, or for a device that is not in it of the best that was measured, so that a
-cluster which states another bandwidth (what would twice the links buy?) takes the measured share of it.
+Shares are relative to the chip table's figures, or for a device that is not in the table to the best measured rate. If the
+cluster states another bandwidth (what would twice the links buy?), the measured share applies to it.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from meshwright.spec.chips import CHIPS, Chip
 from meshwright.spec.profile import AttentionTime, CollectiveTime, MachineProfile, ProductTime
 
 BACKWARD = 2.5
-"""Attention's backward over its forward: five products for two (Dao et al. 2022)."""
+"""Time of attention's backward relative to its forward: five products instead of two (Dao et al. 2022)."""
 SHORT = 32.0
 """Head size at which attention takes twice as long for its FLOPs (costs.compute)."""
 HALF_RATE = {"fp64": ("fp32", 0.5), "bf16": ("fp32", 1.0), "fp16": ("bf16", 1.0)}
-"""Rate of a format that was not measured, by one that was."""
+"""Unmeasured format → (measured format, rate relative to it)."""
 RINGS = ("all_gather", "reduce_scatter")
-"""Operations that links are fitted on: what sharded training sends."""
+"""Operations to which link constants are fitted: those of sharded training."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Constants that one kind of measurement gave, from how many, and the typical relative error that is left."""
+    """Constants fitted to measurements of one type, the number of measurements, and the root mean square of relative errors."""
 
     values: dict[str, float]
     count: int
@@ -49,59 +49,60 @@ class Fit:
 def with_profile(
     k: Constants, machine: Machine, profile: MachineProfile, number_format: str = "bf16"
 ) -> tuple[Constants, Machine, dict[str, str]]:
-    """Constants and machine with what `profile` says in their place, and for each replaced constant where it comes from.
+    """Constants and machine with the profile's values, and the source of each replaced constant.
 
-    What was not measured stays. `number_format` is the plan's; where it was not measured the share of the nearest format is taken.
+    Values without a measurement do not change. `number_format` is the plan's; if it was not measured, the share of the nearest
+    measured format applies.
     """
-    found = fits(k, profile, number_format)
-    values = {name: value for fit in found.values() for name, value in fit.values.items()}
-    said = {name: str(fit) for fit in found.values() for name in fit.values}
+    fitted = fits(k, profile, number_format)
+    values = {name: value for fit in fitted.values() for name, value in fit.values.items()}
+    sources = {name: str(fit) for fit in fitted.values() for name in fit.values}
     if profile.corrections:
         runs = len(profile.corrections)
-        said["slow"] = f"corrected by {runs} run{'s' * (runs > 1)}"
+        sources["slow"] = f"corrected by {runs} run{'s' * (runs > 1)}"
     host = values.pop("host", None)
-    return replace(k, **values), (machine if host is None else replace(machine, host=host)), said
+    return replace(k, **values), (machine if host is None else replace(machine, host=host)), sources
 
 
 def fits(k: Constants, profile: MachineProfile, number_format: str = "bf16") -> dict[str, Fit]:
-    """What each kind of measurement says, by kind; kinds without measurements are absent."""
+    """Fits by type of measurement; types without measurements are absent."""
     return _fits(profile, number_format, _number(k.slow), _number(k.start_us), _number(k.link_us))
 
 
 @lru_cache(maxsize=64)
 def _fits(profile: MachineProfile, number_format: str, slow: float, start_us: float, link_us: float) -> dict[str, Fit]:
     chip = reference_chip(profile)
-    base = _base(profile, number_format)
+    base = _measured_format(profile, number_format)
     entries = [entry for entry in profile.products if entry.format == base]
-    found: dict[str, Fit] = {}
+    fitted: dict[str, Fit] = {}
     if entries:
-        found["matrix products"] = _products(entries, chip, chip.peak_flops[base], profile)
-        narrow, gemm = (found["matrix products"].values[name] for name in ("narrow", "gemm"))
+        fitted["matrix products"] = _products(entries, chip, chip.peak_flops[base], profile)
+        narrow, gemm = (fitted["matrix products"].values[name] for name in ("narrow", "gemm"))
         if low := [entry for entry in profile.products if entry.format == "fp8"]:
-            found["fp8 products"] = _low_products(low, chip, gemm, narrow)
+            fitted["fp8 products"] = _low_products(low, chip, gemm, narrow)
     elif profile.corrections:
-        found["matrix products"] = Fit({"slow": slow * correction(profile)}, 0, 0.0)
+        fitted["matrix products"] = Fit({"slow": slow * correction(profile)}, 0, 0.0)
     if shapes := [entry for entry in profile.attention if entry.format == base]:
-        found["attention"] = _attention(shapes, chip.peak_flops[base])
-    found |= _memory(profile, chip)
-    found |= _links(profile, chip, start_us * 1e-6, link_us * 1e-6)
-    found |= _overlap(profile)
+        fitted["attention"] = _attention(shapes, chip.peak_flops[base])
+    fitted |= _memory(profile, chip)
+    fitted |= _links(profile, chip, start_us * 1e-6, link_us * 1e-6)
+    fitted |= _overlap(profile)
     if profile.host_links:
         widest = max(profile.host_links, key=lambda entry: entry.devices)
-        # What was measured is the share of a link that a device gets while so many copy.
+        # The measured rate is that of a device while all devices copy; the constant is the rate of a device alone.
         rate = min(widest.to_host, widest.to_device) / float(host_share(widest.devices))
-        found["host link"] = Fit({"host": rate}, 1, 0.0)
-    return found
+        fitted["host link"] = Fit({"host": rate}, 1, 0.0)
+    return fitted
 
 
 def reference_chip(profile: MachineProfile) -> Chip:
-    """What measured rates are shares of."""
+    """The chip whose rates are the reference of measured shares."""
     chip = CHIPS.get(profile.gpu) or chip_of_profile(profile)
     return replace(chip, link=profile.link_bytes_per_s or chip.link, nic=profile.port_bytes_per_s or chip.nic)
 
 
 def chip_of_profile(profile: MachineProfile) -> Chip:
-    """A chip whose peaks are the best that was measured, for a device that is not in the table."""
+    """A chip with the best measured rates as peaks, for a device that is not in the chip table."""
     peaks: dict[str, float] = {}
     for entry in profile.products:
         rate = 2.0 * entry.m * entry.k * entry.n / min(entry.seconds, entry.burst_seconds)
@@ -122,7 +123,7 @@ def chip_of_profile(profile: MachineProfile) -> Chip:
 
 
 def guessed_processor(cores: int) -> Chip:
-    """A processor rank of `cores` cores that nobody measured: a round guess, so that plans can be compared at all."""
+    """An unmeasured CPU rank with `cores` cores: guessed round rates, which suffice to compare plans."""
     rate = 40e9 * max(1, cores)
     return Chip(
         "cpu", "cpu", (4 << 30) * max(1, cores), {"fp32": rate, "bf16": rate, "fp64": rate / 2}, hbm=10e9, link=2e9, nic=1e9,
@@ -131,7 +132,7 @@ def guessed_processor(cores: int) -> Chip:
 
 
 def guessed_device(name: str, memory_bytes: int) -> Chip:
-    """A guessed device of a given memory: round rates of a card on PCIe, so that plans can be compared."""
+    """An unknown device with the given memory: guessed round rates of a PCIe card, which suffice to compare plans."""
     return Chip(
         name,
         "unknown",
@@ -144,12 +145,12 @@ def guessed_device(name: str, memory_bytes: int) -> Chip:
 
 
 def correction(profile: MachineProfile) -> float:
-    """Times that device time is what the profile's own figures say, by the runs that were fed back: their median."""
+    """Measured device time relative to the profile's prediction: median over the runs that were fed back, 1 without any."""
     return float(np.median([entry.factor for entry in profile.corrections])) if profile.corrections else 1.0
 
 
-def _base(profile: MachineProfile, number_format: str) -> str:
-    """The measured format that represents `number_format`: itself, or another for narrow formats and those not measured."""
+def _measured_format(profile: MachineProfile, number_format: str) -> str:
+    """`number_format` if it was measured, else the measured format that represents it; fp8 is fitted separately."""
     measured = list(dict.fromkeys(entry.format for entry in profile.products if entry.format != "fp8"))
     if not measured or number_format in measured:
         return number_format
@@ -157,113 +158,119 @@ def _base(profile: MachineProfile, number_format: str) -> str:
 
 
 def _products(entries: Sequence[ProductTime], chip: Chip, peak: float, profile: MachineProfile) -> Fit:
-    """`gemm` and `narrow`: seconds × peak ÷ FLOPs is 1/gemm + narrow/gemm × the sum of the dimensions' inverses."""
-    slower = np.array([entry.seconds * peak / _flops_in_waves(entry, chip) for entry in entries])
+    """Fits `gemm` and `narrow`: seconds × peak ÷ FLOPs = 1/gemm + narrow/gemm × the sum of the dimensions' inverses."""
+    relative = np.array([entry.seconds * peak / _flops_in_waves(entry, chip) for entry in entries])
     inverses = np.array([1 / entry.m + 1 / entry.k + 1 / entry.n for entry in entries])
-    (constant, slope), residual = _fitted(np.stack([np.ones_like(inverses), inverses], axis=1), slower)
+    (constant, slope), residual = _fitted(np.stack([np.ones_like(inverses), inverses], axis=1), relative)
     values = {"gemm": 1 / constant, "narrow": slope / constant, "slow": correction(profile)}
     return Fit(values, len(entries), residual)
 
 
 def _low_products(entries: Sequence[ProductTime], chip: Chip, gemm: float, narrow: float) -> Fit:
-    """`gemm_low`, with the narrowness of the wider format."""
-    slower = np.array([entry.seconds * chip.peak_flops["fp8"] / _flops_in_waves(entry, chip) for entry in entries])
+    """Fits `gemm_low`, with `narrow` from the wider format."""
+    relative = np.array([entry.seconds * chip.peak_flops["fp8"] / _flops_in_waves(entry, chip) for entry in entries])
     factor = np.array([1 + narrow * (1 / entry.m + 1 / entry.k + 1 / entry.n) for entry in entries])
-    (constant,), residual = _fitted(factor[:, None], slower)
+    (constant,), residual = _fitted(factor[:, None], relative)
     return Fit({"gemm_low": 1 / (constant * gemm)}, len(entries), residual)
 
 
 def _flops_in_waves(entry: ProductTime, chip: Chip) -> float:
-    """FLOPs of a product in whole waves, as the cost model prices it."""
+    """FLOPs of a product rounded up to whole waves of tiles, as in the cost model."""
     return 2.0 * entry.k * float(in_waves(entry.m, entry.n, chip.multiprocessors))
 
 
 def _attention(entries: Sequence[AttentionTime], peak: float) -> Fit:
-    """`attention`, of forward and backward together: causal FLOPs, short heads at their discount."""
+    """Fits `attention` to forward and backward together: causal FLOPs, with the cost model's factor for small heads."""
     flops = np.array([4.0 * entry.tokens * entry.span * entry.heads * entry.head_dim for entry in entries])
     ideal = (1 + BACKWARD) * flops * (1 + SHORT / np.array([entry.head_dim for entry in entries])) / peak
-    taken = np.array([entry.forward_seconds + entry.backward_seconds for entry in entries])
-    (constant,), residual = _fitted(ideal[:, None], taken)
+    seconds = np.array([entry.forward_seconds + entry.backward_seconds for entry in entries])
+    (constant,), residual = _fitted(ideal[:, None], seconds)
     return Fit({"attention": 1 / constant}, len(entries), residual)
 
 
 def _memory(profile: MachineProfile, chip: Chip) -> dict[str, Fit]:
     if profile.pass_bytes_per_s is None:
         return {}
-    found = {"device memory": Fit({"hbm": profile.pass_bytes_per_s / chip.hbm}, 1, 0.0)}
+    fitted = {"device memory": Fit({"hbm": profile.pass_bytes_per_s / chip.hbm}, 1, 0.0)}
     if profile.adamw_parameters_per_s:
-        found["optimizer"] = Fit({"update": profile.pass_bytes_per_s / profile.adamw_parameters_per_s}, 1, 0.0)
-    return found
+        fitted["optimizer"] = Fit({"update": profile.pass_bytes_per_s / profile.adamw_parameters_per_s}, 1, 0.0)
+    return fitted
 
 
 def _links(profile: MachineProfile, chip: Chip, start: float, link: float) -> dict[str, Fit]:
-    """Latency and bandwidth of rings inside a node, then across nodes with the former known; defaults `start` and `link`."""
+    """Fits latency and bandwidth of rings inside a node, then across nodes with the former known.
+
+    `start` and `link` are the default latencies in seconds.
+    """
     inside = [entry for entry in profile.collectives if entry.nodes == 1 and entry.op in RINGS]
     across = [entry for entry in profile.collectives if entry.nodes > 1 and entry.op in RINGS]
-    found: dict[str, Fit] = {}
+    fitted: dict[str, Fit] = {}
     if inside:
-        found["links inside a node"] = fit = _inside(inside, chip.link, start, link)
+        fitted["links inside a node"] = fit = _inside(inside, chip.link, start, link)
         start, link = fit.values["start_us"] * 1e-6, fit.values["link_us"] * 1e-6
     if across:
-        found["network"] = fit = _across(across, chip.nic, start, link)
+        fitted["network"] = fit = _across(across, chip.nic, start, link)
         sums = [entry for entry in profile.collectives if entry.nodes > 1 and entry.op == "all_reduce"]
         if sums:
-            found["sums over the network"] = _sums(
+            fitted["sums over the network"] = _sums(
                 sums, fit.values["net"] * chip.nic, fit.values["net_us"] * 1e-6, start, link
             )
-    return found
+    return fitted
 
 
 def _inside(entries: Sequence[CollectiveTime], reference: float, start: float, link: float) -> Fit:
-    """`link`, `start_us` and `link_us`; with groups of one size only, both latencies keep the ratio of those given."""
-    taken = np.array([entry.seconds for entry in entries])
+    """Fits `link`, `start_us` and `link_us`; if all groups have one size, the latencies keep the defaults' ratio."""
+    seconds = np.array([entry.seconds for entry in entries])
     wire = np.array([(entry.ranks - 1) / entry.ranks * entry.bytes for entry in entries])
     hops = np.array([entry.ranks - 1.0 for entry in entries])
     if len(set(hops)) > 1:
-        (cost, start, link), residual = _fitted(np.stack([wire, np.ones_like(hops), hops], axis=1), taken)
+        (cost, start, link), residual = _fitted(np.stack([wire, np.ones_like(hops), hops], axis=1), seconds)
     else:
         known = start + hops[0] * link
-        (cost, times), residual = _fitted(np.stack([wire, np.full_like(hops, known)], axis=1), taken)
+        (cost, times), residual = _fitted(np.stack([wire, np.full_like(hops, known)], axis=1), seconds)
         start, link = times * start, times * link
     values = {"link": 1 / (cost * reference), "start_us": start * 1e6, "link_us": link * 1e6}
     return Fit(values, len(entries), residual)
 
 
 def _across(entries: Sequence[CollectiveTime], reference: float, start: float, link: float) -> Fit:
-    """`net` and `net_us`: a ring uses the ports of its members; `net` is the share that rings over such nodes reach."""
+    """Fits `net` and `net_us`, the share of their members' ports that rings across nodes reach, and the latency of a step."""
     inner = np.array([start + (entry.ranks - entry.nodes) * link for entry in entries])
-    taken = np.array([entry.seconds for entry in entries])
-    # What the inside steps would take alone may be more than the whole took: a tenth stays for the network.
-    left = np.maximum(taken - inner, taken / 10)
+    seconds = np.array([entry.seconds for entry in entries])
+    # The steps inside nodes may be priced above the measured total: at least a tenth of it counts for the network.
+    network = np.maximum(seconds - inner, seconds / 10)
     wire = np.array([(entry.ranks - 1) / entry.ranks * entry.bytes / (entry.ranks / entry.nodes) for entry in entries])
     hops = np.array([entry.nodes - 1.0 for entry in entries])
-    (cost, latency), _ = _fitted(np.stack([wire, hops], axis=1), left, scale=taken)
+    (cost, latency), _ = _fitted(np.stack([wire, hops], axis=1), network, scale=seconds)
     predicted = inner + wire * cost + hops * latency
     values = {"net": 1 / (cost * reference), "net_ring": 1.0, "net_us": latency * 1e6}
-    return Fit(values, len(entries), _typical(predicted / taken - 1))
+    return Fit(values, len(entries), _root_mean_square(predicted / seconds - 1))
 
 
-def _sums(entries: Sequence[CollectiveTime], rate: float, late: float, start: float, link: float) -> Fit:
-    """`net_sum`: bandwidth of all-reduces over that of gathers (`rate`, bytes/s of a port), latencies being known."""
-    ring = np.array([2 * (start + (entry.ranks - entry.nodes) * link + (entry.nodes - 1) * late) for entry in entries])
+def _sums(entries: Sequence[CollectiveTime], rate: float, net: float, start: float, link: float) -> Fit:
+    """Fits `net_sum`, the bandwidth of all-reduces relative to gathers. `rate` is a port's in gathers, in bytes/s.
+
+    `net`, `start` and `link` are latencies in seconds: a step across nodes, a collective, a step inside a node.
+    """
+    ring = np.array([2 * (start + (entry.ranks - entry.nodes) * link + (entry.nodes - 1) * net) for entry in entries])
     tree = np.array(
-        [2 * (log2(entry.ranks / entry.nodes) * link + log2(entry.nodes) * late) + start for entry in entries]
+        [2 * (log2(entry.ranks / entry.nodes) * link + log2(entry.nodes) * net) + start for entry in entries]
     )
-    inner = np.minimum(ring, tree)  # as costs.collective_costs has it
-    taken = np.array([entry.seconds for entry in entries])
+    inner = np.minimum(ring, tree)  # as in costs.collective_costs
+    seconds = np.array([entry.seconds for entry in entries])
     wire = np.array(
         [2 * (entry.ranks - 1) / entry.ranks * entry.bytes / (entry.ranks / entry.nodes) / rate for entry in entries]
     )
-    large = wire > taken / 2  # of small ones the latency decides
+    large = wire > seconds / 2  # latency dominates smaller sums
     large[np.argmax(wire)] = True
-    left = np.maximum(taken - inner, taken / 10)[large]
-    (cost,), residual = _fitted(wire[large][:, None], left, scale=taken[large])
+    network = np.maximum(seconds - inner, seconds / 10)[large]
+    (cost,), residual = _fitted(wire[large][:, None], network, scale=seconds[large])
     return Fit({"net_sum": 1 / cost}, int(large.sum()), residual)
 
 
 def _overlap(profile: MachineProfile) -> dict[str, Fit]:
-    """What a second of communication adds to the compute beside it, inside a node and across nodes."""
-    found: dict[str, Fit] = {}
+    """Fits the slow-down of compute per second of communication beside it, inside a node and across nodes."""
+    fitted: dict[str, Fit] = {}
     for name, constant, crosses in (("overlap", "overlap_tax", False), ("overlap across nodes", "net_tax", True)):
         entries = [entry for entry in profile.interference if entry.op in RINGS and (entry.nodes > 1) == crosses]
         if entries:
@@ -272,12 +279,12 @@ def _overlap(profile: MachineProfile) -> dict[str, Fit]:
             predicted = np.array(
                 [(entry.compute_seconds + tax * entry.other_seconds) / entry.together_seconds for entry in entries]
             )
-            found[name] = Fit({constant: tax}, len(entries), _typical(predicted - 1))
-    return found
+            fitted[name] = Fit({constant: tax}, len(entries), _root_mean_square(predicted - 1))
+    return fitted
 
 
 def _best(profile: MachineProfile, *, across: bool) -> float | None:
-    """The most bytes a second that a ring moved past one rank: by its link inside a node, or by its own port across nodes."""
+    """The highest measured rate of a ring in bytes/s: through a rank's link inside a node, or through its port across nodes."""
     entries = [entry for entry in profile.collectives if (entry.nodes > 1) == across and entry.op in RINGS]
     rates = [(entry.ranks - 1) / entry.ranks * entry.bytes / entry.seconds for entry in entries]
     return max(
@@ -287,32 +294,32 @@ def _best(profile: MachineProfile, *, across: bool) -> float | None:
 
 
 def _fitted(
-    columns: NDArray[np.float64], taken: NDArray[np.float64], scale: NDArray[np.float64] | None = None
+    columns: NDArray[np.float64], seconds: NDArray[np.float64], scale: NDArray[np.float64] | None = None
 ) -> tuple[list[float], float]:
-    """Coefficients ≥ 0 of the columns with the least squared relative error, and the typical error.
+    """Non-negative coefficients of the columns with the least squared relative error, and the root mean square of the errors.
 
-    At most three columns: every subset is tried, as what is left out is zero. The first column always takes part.
+    The fit tries every subset of at most three columns, with zero for the others. The first column is in every subset.
     """
-    weights = 1 / (taken if scale is None else scale)
-    wanted, entries = taken * weights, columns * weights[:, None]
+    weights = 1 / (seconds if scale is None else scale)
+    wanted, weighted = seconds * weights, columns * weights[:, None]
     best: tuple[float, NDArray[np.float64]] | None = None
     others = range(1, columns.shape[1])
     for size in range(columns.shape[1]):
         for chosen in combinations(others, size):
             used = [0, *chosen]
-            part = np.linalg.lstsq(entries[:, used], wanted, rcond=None)[0]
+            part = np.linalg.lstsq(weighted[:, used], wanted, rcond=None)[0]
             if part[0] <= 0 or np.any(part < 0):
                 continue
-            found = np.zeros(columns.shape[1])
-            found[used] = part
-            error = float(np.sum((entries @ found - wanted) ** 2))
+            coefficients = np.zeros(columns.shape[1])
+            coefficients[used] = part
+            error = float(np.sum((weighted @ coefficients - wanted) ** 2))
             if best is None or error < best[0]:
-                best = error, found
-    assert best is not None, "one positive column fits positive figures"
-    return [float(value) for value in best[1]], _typical(entries @ best[1] - wanted)
+                best = error, coefficients
+    assert best is not None, "a positive column fits positive figures"
+    return [float(value) for value in best[1]], _root_mean_square(weighted @ best[1] - wanted)
 
 
-def _typical(errors: NDArray[np.float64]) -> float:
+def _root_mean_square(errors: NDArray[np.float64]) -> float:
     return float(np.sqrt(np.mean(errors**2)))
 
 

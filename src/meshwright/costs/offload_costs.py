@@ -16,30 +16,30 @@ from meshwright.workload.layouts import Layouts
 from meshwright.workload.model_shape import Shape
 
 HOST_SHARE, SHARERS = 0.4, 8
-"""Share of the host link per device while all devices of the node copy, and the number of devices then.
+"""Share of its host link that a device reaches while all devices of the node copy, and the number of devices of that node.
 
-Measured on 8×H200: 20 of 50 GB/s, limited by host memory. Fewer devices get more, up to the whole link: a guess.
+Measured on 8×H200: 20 of 50 GB/s, limited by host memory. Fewer devices reach more, up to the full link: a guess.
 """
 
 BOTH_WAYS, BOTH_WAYS_ALONE = 0.26, 0.87
-"""The same in each direction while copies run in both, and the maximum of a single device.
+"""Share of the host link in each direction while copies run in both directions: of eight devices, and of a single device.
 
 Measured on 8×H200: 13 of 50 GB/s each way when all copy; 43.5 of 50 GB/s alone.
 """
 
 
 def host_share(devices: Array) -> Array:
-    """Share of its host link that a device gets while `devices` of its node copy."""
+    """Share of its host link that a device reaches while `devices` of its node copy."""
     return np.clip(HOST_SHARE * SHARERS / np.maximum(1.0, devices), HOST_SHARE, 1.0)
 
 
 def host_rate(machine: Machine) -> Array:
-    """Bytes a second to or from host memory, one direction, while all devices of a node copy."""
+    """Bytes/s of a device to or from host memory, in one direction, while all devices of the node copy."""
     return machine.host * host_share(machine.per_node)
 
 
 def rate_both_ways(machine: Machine) -> Array:
-    """Bytes a second to host memory, and as many from it meanwhile, while all devices of a node copy."""
+    """Bytes/s of a device in each direction while all devices of the node copy in both directions."""
     devices = np.maximum(1.0, machine.per_node)
     return machine.host * np.clip(BOTH_WAYS * SHARERS / devices, BOTH_WAYS, BOTH_WAYS_ALONE)
 
@@ -51,26 +51,26 @@ def host_memory_bytes(shape: Shape, layout: Layouts, owned: Array) -> Array:
 
 
 def exposed_copies(shape: Shape, machine: Machine, layout: Layouts, forward: Array, backward: Array) -> Array:
-    """Exposed seconds of the copies of one micro-batch if every layer were offloaded.
+    """Exposed seconds of one micro-batch's copies if every layer were offloaded.
 
-    `forward` and `backward` are the compute seconds over all layers; each layer is hidden as if `offload_activations` of
-    them were offloaded.
+    `forward` and `backward` are the compute seconds over all layers. Each layer's exposed share is that with `offload_activations`
+    of the layers offloaded.
     """
-    each = shape.layers * offloaded_bytes(shape, layout) / host_rate(machine)
-    moved = np.asarray(layout.offload_activations)
-    late = exposed_copy_seconds(moved * each, forward, backward)
-    return np.where(moved > 0, sum(late) / np.maximum(moved, 1e-9), 0.0)
+    all_copies = shape.layers * offloaded_bytes(shape, layout) / host_rate(machine)
+    offloaded = np.asarray(layout.offload_activations)
+    exposed = exposed_copy_seconds(offloaded * all_copies, forward, backward)
+    return np.where(offloaded > 0, sum(exposed) / np.maximum(offloaded, 1e-9), 0.0)
 
 
 def exposed_copy_seconds(copied: Array, forward: Array, backward: Array) -> tuple[Array, Array]:
-    """Seconds by which copies that take `copied` each way are longer than the forwards and the backwards beside them."""
+    """Exposed seconds of copies that take `copied` seconds in each direction: beside the forwards, and beside the backwards."""
     return np.maximum(0.0, copied - forward), np.maximum(0.0, copied - backward)
 
 
 def host_optimizer(machine: Machine, owned: Array, state_bytes: Array, sweep: Array) -> Array:
     """Seconds of an optimizer with the state of `owned` parameters in host memory.
 
-    `state_bytes` of each are copied to the device and back, in both directions at once, and updated there, which takes
-    `sweep` by itself, chunk by chunk during other chunks' copies.
+    The device copies `state_bytes` per parameter in and out, in both directions at once, chunk by chunk. It updates a chunk
+    while it copies others; all updates take `sweep` seconds.
     """
     return np.maximum(owned * state_bytes / rate_both_ways(machine), sweep)

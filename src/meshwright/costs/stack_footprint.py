@@ -1,4 +1,4 @@
-"""Memory of the fullest rank by category in closed form, for other software stacks, one set of constants each.
+"""Memory of the fullest rank by category in closed form, for other software stacks; each has its own set of constants.
 
 `workload.layout_bytes` counts the tensors of this program. Formulas and sources: docs/design/cost-model.md, "Memory".
 """
@@ -19,89 +19,89 @@ from meshwright.workload.unit_parameters import shard_parameters, stage_paramete
 
 
 @dataclass(frozen=True, kw_only=True)
-class Keeping:
-    """What a software stack keeps in memory."""
+class MemoryConstants:
+    """Bytes and elements that a software stack stores per unit of work."""
 
     held: Array
-    """Bytes per parameter that every replica holds: weights and gradients, with their copies."""
+    """Bytes per parameter that every replica stores: weights and gradients, with their copies."""
     owned: Array
     """Bytes per parameter of master weights and moments."""
     sharding: Array
-    """Further bytes per parameter of a shard where the optimizer is sharded: its gradients and exchange buffers."""
+    """Further bytes per parameter of a shard of a sharded optimizer: its gradients and communication buffers."""
     wide: Array
-    """Elements kept per token, layer and hidden element that tensor parallelism leaves whole, unless it splits the sequence."""
+    """Elements saved per token, layer and hidden element that tensor parallelism divides only with sequence parallelism."""
     hidden: Array
-    """The same of hidden width that it splits in any case."""
+    """Elements saved per token, layer and hidden element that tensor parallelism always divides."""
     narrow: Array
-    """The same relative to the widths it splits (attention inputs, feed-forward)."""
+    """Elements saved per token, layer and element of the divided widths (attention inputs, feed-forward)."""
     live: Array
-    """Elements per token and hidden element of the one layer that computes, never split: gathered inputs and their gradients."""
+    """Undivided elements per token and hidden element of the computing layer: gathered inputs and their gradients."""
     logits: Array
     """Bytes per logit of one micro-batch."""
     gathered: Array
     """Fully sharded layers whose whole weights exist at once."""
     slack: Array
-    """Reserved over needed: the allocator's fragments, as a share of activations."""
+    """Memory lost to fragmentation in the allocator, as a share of activations."""
     base: Array
     """GiB of the framework, kernels and communicators."""
     base_rank: Array
     """GiB of communicators per axis in use."""
 
 
-def keeping(stacks: list[str], given: dict[str, Any] | None = None) -> Keeping:
-    """The memory constants of each row's stack, side by side; unknown stacks take `default`."""
-    rows = given or table()["memory"]
-    columns = [{**rows["default"], **rows.get(stack, {})} for stack in stacks]
-    return Keeping(**{name: np.array([column[name] for column in columns]) for name in rows["default"]})
+def memory_constants(stacks: list[str], values: dict[str, Any] | None = None) -> MemoryConstants:
+    """The memory constants of each stack as arrays; unknown stacks take `default`."""
+    values = values or table()["memory"]
+    columns = [{**values["default"], **values.get(stack, {})} for stack in stacks]
+    return MemoryConstants(**{name: np.array([column[name] for column in columns]) for name in values["default"]})
 
 
-def footprint(shape: Shape, layout: Layouts, k: Keeping, first_only: Array = 0.0) -> dict[str, Array]:
-    """Bytes by kind of the fuller of the first and the last stage: weights and gradients, optimizer, activations, and so on.
+def footprint(shape: Shape, layout: Layouts, k: MemoryConstants, first_only: Array = 0.0) -> dict[str, Array]:
+    """Bytes by category of the fuller of the first and the last stage.
 
-    `first_only` (1 or 0) asks for the first stage: what a run reports that looks at rank 0.
+    With `first_only` 1, those of the first stage: some runs report the memory of rank 0.
     """
     first = _stage(shape, layout, k, last=False)
     last = _stage(shape, layout, k, last=True)
     fuller = (sum(first.values()) > sum(last.values())) | (np.asarray(first_only) > 0)
-    return {kind: np.where(fuller, first[kind], last[kind]) for kind in first}
+    return {category: np.where(fuller, first[category], last[category]) for category in first}
 
 
-def _stage(shape: Shape, layout: Layouts, k: Keeping, *, last: bool) -> dict[str, Array]:
+def _stage(shape: Shape, layout: Layouts, k: MemoryConstants, *, last: bool) -> dict[str, Array]:
     width, depth = layout.tensor, layout.pipeline
-    lone = depth == 1
+    single = depth == 1
     full, final_layers = stage_layers(shape, layout)
-    layers = np.where(lone, shape.layers, final_layers if last else full)
+    layers = np.where(single, shape.layers, final_layers if last else full)
     dense, experts = stage_parameters(shape, layout, layers / shape.layers)
-    held, owned = (shard_parameters(layout, dense, experts, layout.zero >= stage) for stage in (3, 1))
+    replicated, owned = (shard_parameters(layout, dense, experts, layout.zero >= stage) for stage in (3, 1))
     block = (shape.dense_params + shape.expert_params / np.maximum(layout.expert, 1.0)) / shape.layers / width
-    kept = np.where(layout.keep_gathered > 0, layers, k.gathered)
+    gathered_layers = np.where(layout.keep_gathered > 0, layers, k.gathered)
     tokens = layout.micro_batch * layout.seq / layout.context
     m = layout.micro_batches
     in_flight = np.minimum(
-        m, np.where(lone | last, 1.0, depth * (1 + (depth - 1) / (depth * layout.virtual) * (layout.virtual > 1)))
+        m, np.where(single | last, 1.0, depth * (1 + (depth - 1) / (depth * layout.virtual) * (layout.virtual > 1)))
     )
-    whole = _kept_per_token(shape, layout, k)
+    whole = _saved_bytes_per_token(shape, layout, k)
     mode = np.asarray(layout.recompute, dtype=np.int64)
     attended = shape.attention_layers / shape.layers * shape.value_width
     least = 2.0 * shape.hidden / width
     per_layer = np.choose(mode, np.broadcast_arrays(whole, 0.8 * whole, least + 2.0 * attended / width, least))
     working = np.where(mode >= ALL_BUT_ATTENTION, whole, 0.0)
-    # Offloaded, a rank has two layers of one micro-batch: the one that computes and the one on the link.
-    held_layers = np.where(layout.offload_activations > 0, np.minimum(2.0, layers), layers * in_flight)
-    activations = tokens * (per_layer * held_layers + working + 2.0 * k.live * shape.hidden)
-    final = lone | last
+    # With offload, the device stores two layers of one micro-batch: the computing layer and the layer being copied.
+    stored_layers = np.where(layout.offload_activations > 0, np.minimum(2.0, layers), layers * in_flight)
+    activations = tokens * (per_layer * stored_layers + working + 2.0 * k.live * shape.hidden)
+    final = single | last
     return {
-        "weights_and_gradients": held * k.held,
+        "weights_and_gradients": replicated * k.held,
         "optimizer": owned * (k.owned + np.where(layout.zero >= 1, k.sharding, 0.0)) * (1 - layout.offload),
-        "gathered": np.where(layout.zero >= 3, (kept * block + shape.table_params / width) * 4.0, 0.0),
+        "gathered": np.where(layout.zero >= 3, (gathered_layers * block + shape.table_params / width) * 4.0, 0.0),
         "activations": activations * (1 + k.slack),
         "logits": np.where(final, tokens * shape.vocab / width * k.logits * np.where(m > 1, 1.0, 0.6), 0.0),
         "framework": (k.base + k.base_rank * _axes(layout)) * 2.0**30,
     }
 
 
-def _kept_per_token(shape: Shape, layout: Layouts, k: Keeping) -> Array:
-    """Bytes that autograd keeps of one layer for one token, on average over layers."""
+def _saved_bytes_per_token(shape: Shape, layout: Layouts, k: MemoryConstants) -> Array:
+    """Bytes that autograd saves of one layer for one token, mean over layers."""
     attention = shape.attention_layers * (shape.query_width + shape.kv_width + shape.value_width)
     feed = shape.dense_layers * (2 + shape.gated) * shape.ffn
     experts = shape.moe_layers * (2 + shape.gated) * (shape.shared_ffn + shape.top_k * shape.expert_ffn)

@@ -1,4 +1,4 @@
-"""Layers of pipeline ranks: those of a plan, or where a layout does not say them those that published stacks choose."""
+"""Layers of pipeline ranks: the plan's, or for published runs the stack's rule."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from meshwright.workload.model_shape import Shape
 
 
 def stage_layers(shape: Shape, layout: Layouts) -> tuple[Array, Array]:
-    """Layers of the fullest stage and of the last one, which also has the head: the layout's, or by a published stack's rule.
+    """Layers of the fullest stage, and of the last stage, which has the head: the layout's, or by a stack's rule.
 
-    Even: layers divided by stages, the head on top; when they do not divide, embedding and head count as a layer each.
-    Balanced: the head counts as the layers whose multiplications it equals, and a stage takes layers until the sum passes its share
-    of the whole, so the first one is the fullest.
+    Even rule: every stage has the same number of layers, and the last also the head; if layers do not divide, embedding and head
+    count as a layer each. Balanced rule: the head counts as the layers with as many multiplications, and each stage takes layers
+    until its sum exceeds its share of the total, so the first stage is the fullest.
     """
     chunks = layout.pipeline * layout.virtual
     each = shape.layers / chunks

@@ -33,8 +33,8 @@ def recover_journal(out: Path) -> list[JournalLine]:
     whole = content[: content.rfind(b"\n") + 1]
     if whole != content:
         write_durable(path, whole)
-    plain: list[dict[str, Any]] = [json.loads(line) for line in whole.splitlines()]
-    return [JournalLine(line["split"], line["through"], Shard(**line["shard"])) for line in plain]
+    entries: list[dict[str, Any]] = [json.loads(line) for line in whole.splitlines()]
+    return [JournalLine(line["split"], line["through"], Shard(**line["shard"])) for line in entries]
 
 
 class SplitWriter:

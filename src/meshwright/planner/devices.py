@@ -19,7 +19,7 @@ from meshwright.costs.machine_rates import is_guessed
 from meshwright.planner.candidate import Answer, pins_of
 from meshwright.planner.search import search, seconds_bound
 from meshwright.planner.space import divisors
-from meshwright.simulator.slow_nodes import kind_speeds
+from meshwright.simulator.slow_nodes import node_type_speeds
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput, MeshwrightError, OutOfResources
 from meshwright.spec.fields import to_plain
@@ -155,7 +155,7 @@ def _single_device_seconds(run: RunSpec) -> float:
 
     Divided by the speed of a part, this is a lower bound on the step time of the part.
     """
-    pins, speeds = pins_of(run), kind_speeds(run.model, run.train, run.cluster)
+    pins, speeds = pins_of(run), node_type_speeds(run.model, run.train, run.cluster)
     formats = PlanPins(compute=pins.compute, linear=pins.linear, gather=pins.gather)
     single = replace(run.cluster, nodes=1, gpus_per_node=1, groups=(), emulate_nodes=1)
     plain = speeds.get(node_type_runs(single)[0][0], 1.0)
@@ -169,7 +169,7 @@ def _parts(run: RunSpec) -> Iterator[_Part]:
     and layers divide better.
     """
     cluster = run.cluster
-    speeds = kind_speeds(run.model, run.train, cluster) if cluster.groups else {}
+    speeds = node_type_speeds(run.model, run.train, cluster) if cluster.groups else {}
     whole = _part_of(run, cluster, speeds)
     seen = {cluster}
     for fewer in (*_without_node_types(cluster), *_fewer_nodes(cluster)):

@@ -191,10 +191,10 @@ def _slower_parts(best_prediction: Predicted, other_prediction: Predicted) -> Ma
 def _first_extra_cost(best: Plan, other: Plan) -> str:
     """The first setting that costs time or memory in `other` and not in `best`, for plans whose seconds are equal or unknown."""
     best_layer, other_layer = best.layers[0], other.layers[0]
-    leaner = RECOMPUTE_MODES.index(other_layer.recompute) > RECOMPUTE_MODES.index(best_layer.recompute)
+    lower_memory = RECOMPUTE_MODES.index(other_layer.recompute) > RECOMPUTE_MODES.index(best_layer.recompute)
     crossing = [any(axis.axis == "shard" and axis.crosses == "node" for axis in plan.mesh) for plan in (best, other)]
     costs = (
-        (leaner, f"computes activations twice (recompute {other_layer.recompute})"),
+        (lower_memory, f"computes activations twice (recompute {other_layer.recompute})"),
         (other_layer.offload not in (best_layer.offload, "none"), f"copies to host memory (offload {other_layer.offload})"),
         (other_layer.reshard and not best_layer.reshard, "gathers weights twice"),
         (crossing[1] and not crossing[0], "shards across nodes"),

@@ -1,6 +1,6 @@
 """Second layer of the search: turns the sweep's best points into Plans, checks their exact memory and simulates them.
 
-A plan with two layer strategies gives each pipeline rank the fewest layers of the lean one with which it fits.
+A plan with two layer strategies gives each pipeline rank the fewest layers of the low-memory one with which it fits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ The others are only simulated by whole stages, as a large plan takes a second un
 """
 MAX_IMPROVED = 3
 """Leading simulated plans whose neighbours are simulated too; only the first where steps are large."""
-NEIGHBOUR_REACH = 1.05
+NEIGHBOUR_SLOWDOWN = 1.05
 """Factor on a plan's estimated step time up to which its neighbours are simulated."""
 UNTRIED_RATIO = 0.95
 """Assumed ratio of the time by units to the estimate by stages for a family without a simulated plan.
@@ -50,7 +50,7 @@ ALIKE = 0.01
 
 
 def plan_at(run: RunSpec, points: Points, index: int, strategy: Strategy, budget: int | None) -> Plan:
-    """The plan of the point at `index`, with the fewest lean layers that fit `budget` bytes; all lean where none fit.
+    """The plan of the point at `index`, with the fewest low-memory layers that fit `budget` bytes; all of them where none fit.
 
     Raises ValueError when the pinned stages are not in the schedule's order.
     """
@@ -73,14 +73,14 @@ def plan_at(run: RunSpec, points: Points, index: int, strategy: Strategy, budget
         ),
         schedule=with_stages(run, SCHEDULES[points.schedule[index]], pipeline, int(points.virtual[index]), used),
         experts=ExpertPlan(expert=mesh.expert, expert_shard=shards // mesh.expert) if run.model.experts else None,
-        layers=pins.layers or (strategy.layer(strategy.rich),),
+        layers=pins.layers or (strategy.layer(strategy.high_memory),),
         precision=precision_of(run),
         **engine_fields({option for option in COPY_OPTIONS if points.column(option.column)[index]}),
         compile=compiles(run),
     )
-    if pins.layers or strategy.rich == strategy.lean:
+    if pins.layers or strategy.high_memory == strategy.low_memory:
         return plan
-    return _with_fewest_lean_layers(run, plan, strategy, budget)
+    return _with_fewest_low_memory_layers(run, plan, strategy, budget)
 
 
 class PlanEstimator:
@@ -111,16 +111,16 @@ def most_promising_first(
     guesses: Sequence[float],
     families: Sequence[tuple[object, object]],
     seconds: Callable[[int], float],
-    hope: float,
+    default_ratio: float,
     least: float = inf,
-    within: float = 1.0,
+    sibling_ratio: float = 1.0,
 ) -> Iterator[int]:
     """Indices of `guesses`, the most promising plan first, each after its `seconds` are known.
 
     Plans of infinite seconds are left out. A guess is wrong about all plans of a family alike, so the last plan of a family that was tried
     corrects the guesses of the others. `families` has the family of each plan and a wider one; a family of which no plan was tried may take
-    `hope` times its guess, or `within` times what plans of the wider one took if that is not more. After `least` plans the iterator ends at
-    the first that does not promise to be as fast as the fastest, within what a prediction can tell apart.
+    `default_ratio` times its guess, or, if that is not more, `sibling_ratio` times the ratio of the wider family's plans. After `least`
+    plans the iterator ends at the first whose corrected guess is slower than the fastest by more than the predictions' error.
     """
     guess = np.array(guesses, dtype=float)
     family, wide = (_numbered([pair[level] for pair in families]) for level in (0, 1))
@@ -128,7 +128,7 @@ def most_promising_first(
     tried = np.zeros(len(guess), bool)
     fastest, count = inf, 0
     while not tried.all():
-        untried_ratio = np.where(np.isnan(wide_ratio[wide]), hope, within * wide_ratio[wide])
+        untried_ratio = np.where(np.isnan(wide_ratio[wide]), default_ratio, sibling_ratio * wide_ratio[wide])
         ratio = np.where(np.isnan(family_ratio[family]), untried_ratio, family_ratio[family])
         promised = np.where(tried, np.inf, guess * ratio)
         index = int(promised.argmin())
@@ -238,7 +238,7 @@ def _promising(run: RunSpec, plan: Plan, neighbour: Candidate) -> bool:
     """Whether `plan`, estimated by stages, is not much slower than its neighbour."""
     if neighbour.estimated is None:
         return True
-    return Candidate(reprice(run, plan, by_units=False)).seconds < neighbour.estimated * NEIGHBOUR_REACH
+    return Candidate(reprice(run, plan, by_units=False)).seconds < neighbour.estimated * NEIGHBOUR_SLOWDOWN
 
 
 def same_layout(first: Plan, other: Plan) -> bool:
@@ -311,32 +311,32 @@ def complexity(plan: Plan) -> int:
     return 2 * axes + len(plan.layers) + special + plan.layered + copied
 
 
-def _with_fewest_lean_layers(run: RunSpec, plan: Plan, strategy: Strategy, budget: int | None) -> Plan:
-    """`plan` with the fewest lean layers on each pipeline rank with which it fits, found by bisection."""
+def _with_fewest_low_memory_layers(run: RunSpec, plan: Plan, strategy: Strategy, budget: int | None) -> Plan:
+    """`plan` with the fewest low-memory layers on each pipeline rank with which it fits, found by bisection."""
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), run.model.layers)
     layers_by_rank = [[layer for stage in rank_stages for layer in stage] for rank_stages in table]
 
-    def with_lean(counts: Sequence[int]) -> Plan:
-        lean = {layer for layers, count in zip(layers_by_rank, counts, strict=True) for layer in layers[:count]}
-        return replace(plan, layers=_ranges(run.model.layers, lambda layer: layer in lean, strategy))
+    def with_low_memory(counts: Sequence[int]) -> Plan:
+        low_memory = {layer for layers, count in zip(layers_by_rank, counts, strict=True) for layer in layers[:count]}
+        return replace(plan, layers=_ranges(run.model.layers, lambda layer: layer in low_memory, strategy))
 
     fewest, most = [0] * len(layers_by_rank), [len(layers) for layers in layers_by_rank]
     while any(lower < upper for lower, upper in zip(fewest, most, strict=True)):
         middle = [(lower + upper) // 2 for lower, upper in zip(fewest, most, strict=True)]
-        for rank, too_full in enumerate(overfull_ranks(run, with_lean(middle), budget)):
+        for rank, too_full in enumerate(overfull_ranks(run, with_low_memory(middle), budget)):
             if too_full and fewest[rank] < most[rank]:
                 fewest[rank] = middle[rank] + 1
             else:
                 most[rank] = middle[rank]
-    return with_lean(fewest)
+    return with_low_memory(fewest)
 
 
-def _ranges(layers: int, lean: Callable[[int], bool], strategy: Strategy) -> tuple[LayerStrategy, ...]:
+def _ranges(layers: int, low_memory: Callable[[int], bool], strategy: Strategy) -> tuple[LayerStrategy, ...]:
     """Layer strategies by range: consecutive layers with the same strategy form one range."""
     strategies = []
-    for is_lean, group in groupby(range(layers), key=lean):
+    for is_low_memory, group in groupby(range(layers), key=low_memory):
         indices = list(group)
         ends = f"{indices[0]}-{indices[-1]}" if len(indices) > 1 else str(indices[0])
         text = "all" if len(indices) == layers else ends
-        strategies.append(strategy.layer(strategy.lean if is_lean else strategy.rich, text))
+        strategies.append(strategy.layer(strategy.low_memory if is_low_memory else strategy.high_memory, text))
     return tuple(strategies)

@@ -16,7 +16,7 @@ from statistics import fmean
 
 from meshwright.costs.machine_rates import fast_domain
 from meshwright.costs.plan_costs import as_nodes
-from meshwright.simulator.slow_nodes import kind_speeds, rank_speeds
+from meshwright.simulator.slow_nodes import node_type_speeds, rank_speeds
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.layout import Layout
 from meshwright.spec.nodes import node_type_runs, node_types_by_rank, slowest_rank_cluster
@@ -56,7 +56,7 @@ class HeterogeneityFactors:
 def heterogeneity_factors(run: RunSpec) -> Callable[[Layout], HeterogeneityFactors] | None:
     """A function from a layout to its HeterogeneityFactors; None where nodes are alike or without rates in the cost model."""
     cluster = run.cluster
-    if len(node_type_runs(cluster)) == 1 or not (speeds := kind_speeds(run.model, run.train, cluster)):
+    if len(node_type_runs(cluster)) == 1 or not (speeds := node_type_speeds(run.model, run.train, cluster)):
         return None
 
     def factors_of(layout: Layout) -> HeterogeneityFactors:

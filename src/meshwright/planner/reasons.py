@@ -162,15 +162,15 @@ def _difference_text(best: Candidate, other: Candidate, guessed: bool) -> str:
 
 def _memory_reasons(plan: Plan, run: RunSpec, fits: Callable[[Plan], bool]) -> list[str]:
     pins, sentences = pins_of(run), []
-    lean = [layer for layer in plan.layers if layer.recompute != "none"]
-    if lean and pins.recompute is None and pins.layers is None:
+    low_memory = [layer for layer in plan.layers if layer.recompute != "none"]
+    if low_memory and pins.recompute is None and pins.layers is None:
         roomy = replace(plan, layers=tuple(replace(layer, recompute="none") for layer in plan.layers))
         reason = (
             "keeping all activations is no faster"
             if fits(roomy)
             else f"with less, {_micro_batches(plan)} do not fit into memory"
         )
-        by_mode = {mode: [layer for layer in lean if layer.recompute == mode] for mode in RECOMPUTE_MODES}
+        by_mode = {mode: [layer for layer in low_memory if layer.recompute == mode] for mode in RECOMPUTE_MODES}
         modes = [f"{mode} on {on_layers(layers, run.model.layers)}" for mode, layers in by_mode.items() if layers]
         sentences.append(f"recompute {' and '.join(modes)}: {reason}")
     resharded = [layer for layer in plan.layers if layer.reshard]

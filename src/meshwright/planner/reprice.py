@@ -62,7 +62,7 @@ def without_guess(run: RunSpec, plan: Plan) -> Plan:
 
 def _breakdown(run: RunSpec, plan: Plan, by_units: bool, timing: Timing) -> Breakdown:
     parts = (simulated_by_units if by_units else simulated_by_stages)(run, plan, timing)
-    in_compute = dict(timing.inside)
+    in_compute = dict(timing.exposed_in_compute)
     host = in_compute.pop("host", 0.0)
     exposed = in_compute | {axis: parts[axis] for axis in TIMED_AXES}
     return Breakdown(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meshwright.planner.candidate import pins_of
-from meshwright.simulator.slow_nodes import kind_speeds, rank_speeds
+from meshwright.simulator.slow_nodes import node_type_speeds, rank_speeds
 from meshwright.spec.layout import Layout, balanced_stages, stage_table
 from meshwright.spec.model import flops_per_token
 from meshwright.spec.plan import MeshAxis, ScheduleName, SchedulePlan
@@ -45,7 +45,7 @@ def _speeds(run: RunSpec, mesh: tuple[MeshAxis, ...]) -> tuple[float, ...]:
     if not run.cluster.groups or not mesh:
         return ()
     layout = Layout(tuple((axis.axis, axis.size) for axis in mesh), run.cluster.ranks_per_node)
-    return rank_speeds(kind_speeds(run.model, run.train, run.cluster), run.cluster, layout)
+    return rank_speeds(node_type_speeds(run.model, run.train, run.cluster), run.cluster, layout)
 
 
 def head_in_layers(run: RunSpec) -> float:

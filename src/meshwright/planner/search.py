@@ -41,15 +41,15 @@ from meshwright.planner.reprice import reprice, without_guess
 from meshwright.planner.robust import FRAGILE, losses, why_robust
 from meshwright.planner.space import Points, points, with_kernel_engines
 from meshwright.planner.step_estimate import STAGES
-from meshwright.planner.strategies import OFFLOAD_PAIRS, PLAIN, Strategy, leaner_than
+from meshwright.planner.strategies import OFFLOAD_PAIRS, PLAIN, Strategy, lower_memory_strategies
 from meshwright.planner.sweep import Swept, lower_bounds, smallest, strategies_in, sweep
-from meshwright.simulator.step_simulation import priced_or_refused
+from meshwright.simulator.step_simulation import require_cost_inputs
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
 
-POINTS_PER_FAMILY, REACH = 4, 1.15
-"""Points per family that the sweep returns, and their initial limit relative to the fastest.
+POINTS_PER_FAMILY, MAX_SLOWDOWN = 4, 1.15
+"""Points per family that the sweep returns, and the initial limit on their time relative to the fastest point.
 
 It covers the difference in error of the closed form between families. The limit grows if estimates are slower.
 """
@@ -73,16 +73,16 @@ UNTRIED_RATIO = 0.95
 1 of 1,500 plans had a lower one.
 """
 SIBLING_RATIO = 0.97
-"""On several nodes, factor on the ratio of a schedule's estimated plans for its other meshes and micro-batches.
+"""On several nodes, factor on a schedule's ratio of estimate to closed form for its untried meshes and micro-batches.
 
-With 1, 2 of 500 random questions missed a plan that was 2 to 4% faster.
+With 1, 2 of 500 random runs missed a plan that was 2 to 4% faster.
 """
-KERNEL_VARIANT_REACH = 1.02
+KERNEL_VARIANT_SLOWDOWN = 1.02
 """Limit, relative to the fastest estimate, for estimating a copy-engine plan with kernels too.
 
 Kernels need no memory for windows.
 """
-NO_OFFLOAD_REACH = 1.06
+NO_OFFLOAD_SLOWDOWN = 1.06
 """The same factor for a plan that offloads activations, up to which the plan without offload is estimated too."""
 StrategiesOf = Callable[[int], Iterator[Strategy]]
 """Strategies of a point, by its index."""
@@ -117,22 +117,22 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = T
         raise BadInput(no_layout(run))
     budget = memory_budget(run, memory_bytes)
     priced = _pricing(run, space)
-    room = inf if budget is None else budget * _largest_memory_ratio(run)
+    memory_limit = inf if budget is None else budget * _largest_memory_ratio(run)
     estimator = PlanEstimator(run)
     considered, candidates = 0, []
     for margin in MARGINS:
-        reach = REACH
+        max_slowdown = MAX_SLOWDOWN
         while True:
-            swept = sweep(run, priced, space, margin * room, best=POINTS_PER_FAMILY, reach=reach)
+            swept = sweep(run, priced, space, margin * memory_limit, best=POINTS_PER_FAMILY, max_slowdown=max_slowdown)
             considered += swept.priced
-            strategies_at = _strategies_to_try(run, priced, swept.points, swept.strategies.__getitem__, room)
-            kept_strategies_at = _strategies_without_offload(run, priced, swept.points, room, margin)
-            candidates = _finalists(run, swept, strategies_at, kept_strategies_at, budget, estimator)
+            strategies_at = _strategies_to_try(run, priced, swept.points, swept.strategies.__getitem__, memory_limit)
+            strategies_without_offload_at = _strategies_without_offload(run, priced, swept.points, memory_limit, margin)
+            candidates = _finalists(run, swept, strategies_at, strategies_without_offload_at, budget, estimator)
             fastest = min((candidate.seconds for candidate in candidates), default=0.0)
-            needed_reach = fastest / UNTRIED_RATIO / swept.seconds[0] if len(swept.seconds) else 0.0
-            if needed_reach <= reach:
+            needed_slowdown = fastest / UNTRIED_RATIO / swept.seconds[0] if len(swept.seconds) else 0.0
+            if needed_slowdown <= max_slowdown:
                 break
-            reach = needed_reach
+            max_slowdown = needed_slowdown
         if candidates or budget is None or not len(swept.points):  # with less memory no other point fits
             break
     if not candidates:  # the closed form may be too high by more than the margins
@@ -179,11 +179,11 @@ def seconds_bound(run: RunSpec, *, trainable: bool = True) -> float:
 def _pricing(run: RunSpec, space: Points) -> Pricing:
     """Machine, shape and constants of the cost model, shared by all points."""
     plain = plan_at(run, space, int(space.column("port").argmax()), PLAIN, None)
-    return priced_or_refused(run.model, run.train, plain, run.cluster)
+    return require_cost_inputs(run.model, run.train, plain, run.cluster)
 
 
 def _largest_memory_ratio(run: RunSpec) -> float:
-    """Memory of the largest device over that of the smallest: on unlike nodes a stage may use only the larger ones."""
+    """Memory of the largest device over that of the smallest: on heterogeneous nodes a stage may use only the larger ones."""
     sizes = [
         replace(run.cluster, gpu=group.gpu or run.cluster.gpu, groups=()).memory_bytes() for group in run.cluster.groups
     ]
@@ -195,7 +195,7 @@ def _finalists(
     run: RunSpec,
     swept: Swept,
     strategies_at: StrategiesOf,
-    kept_strategies_at: StrategiesOf | None,
+    strategies_without_offload_at: StrategiesOf | None,
     budget: int | None,
     estimator: PlanEstimator,
 ) -> list[Candidate]:
@@ -210,16 +210,21 @@ def _finalists(
             return inf
         fastest = min((candidate.seconds for candidate in estimated), default=inf)
         estimates: list[Candidate] = []
-        for plan in _plans_of_point(run, points, index, strategies_at, kept_strategies_at, budget):
+        for plan in _plans_of_point(run, points, index, strategies_at, strategies_without_offload_at, budget):
             estimates.append(estimator.by_stages(plan))
-            if estimates[0].seconds > (NO_OFFLOAD_REACH if moves_activations(plan) else KERNEL_VARIANT_REACH) * fastest:
+            if (
+                estimates[0].seconds
+                > (NO_OFFLOAD_SLOWDOWN if moves_activations(plan) else KERNEL_VARIANT_SLOWDOWN) * fastest
+            ):
                 break
         estimated.extend(estimates)
         family_counts[family] += bool(estimates)
         return min((candidate.seconds for candidate in estimates), default=inf)
 
-    within, effort = SIBLING_RATIO if run.cluster.nodes > 1 else 1.0, 0.0
-    for index in most_promising_first(swept.seconds.tolist(), families, seconds, UNTRIED_RATIO, MIN_ESTIMATES, within):
+    sibling_ratio, effort = SIBLING_RATIO if run.cluster.nodes > 1 else 1.0, 0.0
+    for index in most_promising_first(
+        swept.seconds.tolist(), families, seconds, UNTRIED_RATIO, MIN_ESTIMATES, sibling_ratio
+    ):
         pipeline = points.column("pipeline")[index]
         effort += (
             1
@@ -237,21 +242,21 @@ def _families(points: Points, index: int, strategy: Strategy) -> tuple[tuple[obj
     """A point's family and a wider family; the closed form deviates by a similar factor within each."""
     mesh, schedule = points.meshes[points.mesh[index]], int(points.schedule[index])
     sizes = mesh.size("pipeline"), mesh.size("tensor"), mesh.size("replicate") > 1, int(points.micro[index])
-    return (schedule, strategy.lean, strategy.gradients, *sizes), (schedule, *sizes[:1])
+    return (schedule, strategy.low_memory, strategy.gradients, *sizes), (schedule, *sizes[:1])
 
 
 def _strategies_to_try(
-    run: RunSpec, priced: Pricing, points: Points, best_at: Callable[[int], Strategy | None], room: float
+    run: RunSpec, priced: Pricing, points: Points, best_at: Callable[[int], Strategy | None], memory_limit: float
 ) -> StrategiesOf:
-    """Strategies of each point in the order to try until one fits: the best, the best with less memory, then leaner ones."""
+    """Strategies of each point in the order to try: the best, the best for less memory, then lower-memory ones."""
 
     fastest_in = cache(partial(strategies_in, run, priced, points))
 
     def of_point(index: int) -> Iterator[Strategy]:
         first, tried = best_at(index), set[Strategy]()
-        leaner = leaner_than(run, first) if first else []
-        tighter = (fastest_in(part * room)[index] for part in TIGHTER_MARGINS)
-        for strategy in chain([first], tighter, leaner):
+        lower_memory = lower_memory_strategies(run, first) if first else []
+        tighter = (fastest_in(part * memory_limit)[index] for part in TIGHTER_MARGINS)
+        for strategy in chain([first], tighter, lower_memory):
             if strategy is not None and strategy not in tried:
                 tried.add(strategy)
                 yield strategy
@@ -260,14 +265,16 @@ def _strategies_to_try(
 
 
 def _strategies_without_offload(
-    run: RunSpec, priced: Pricing, points: Points, room: float, margin: float
+    run: RunSpec, priced: Pricing, points: Points, memory_limit: float, margin: float
 ) -> StrategiesOf | None:
     """Strategies of each point that keep activations on the device, in the same order; None where pins decide the offload."""
-    kept_offloads = tuple(offload for offload, _ in OFFLOAD_PAIRS if offload in points.offloads)
-    if kept_offloads in ((), points.offloads) or pins_of(run).layers:
+    offloads_without_activations = tuple(offload for offload, _ in OFFLOAD_PAIRS if offload in points.offloads)
+    if offloads_without_activations in ((), points.offloads) or pins_of(run).layers:
         return None
-    kept = replace(points, offloads=kept_offloads)
-    return _strategies_to_try(run, priced, kept, strategies_in(run, priced, kept, margin * room).__getitem__, room)
+    kept = replace(points, offloads=offloads_without_activations)
+    return _strategies_to_try(
+        run, priced, kept, strategies_in(run, priced, kept, margin * memory_limit).__getitem__, memory_limit
+    )
 
 
 def _plans_of_point(
@@ -275,7 +282,7 @@ def _plans_of_point(
     points: Points,
     index: int,
     strategies_at: StrategiesOf,
-    keeping_at: StrategiesOf | None,
+    without_offload_at: StrategiesOf | None,
     budget: int | None,
 ) -> Iterator[Plan]:
     """Plans of the point at `index`: with the first strategy that fits, and up to two variants of it.
@@ -286,15 +293,15 @@ def _plans_of_point(
     plan = _first_to_fit(run, points, index, strategies_at(index), budget)
     if plan is not None:
         yield plan
-    if plan is not None and moves_activations(plan) and keeping_at:
-        keeping_plan = _first_to_fit(run, points, index, keeping_at(index), budget)
-        if keeping_plan is not None:
-            yield keeping_plan
-    kernel_points, richest = with_kernel_engines(run, points), next(strategies_at(index))
+    if plan is not None and moves_activations(plan) and without_offload_at:
+        plan_without_offload = _first_to_fit(run, points, index, without_offload_at(index), budget)
+        if plan_without_offload is not None:
+            yield plan_without_offload
+    kernel_points, first_strategy = with_kernel_engines(run, points), next(strategies_at(index))
     copies = any(
         points.column(name)[index] != kernel_points.column(name)[index] for name in ("copied", "tokens copied")
     )
-    if copies and (plan is None or plan.layers != (richest.layer(richest.rich),)):
+    if copies and (plan is None or plan.layers != (first_strategy.layer(first_strategy.high_memory),)):
         kernel_plan = _first_to_fit(run, kernel_points, index, strategies_at(index), budget)
         if kernel_plan is not None and (plan is None or kernel_plan.layers != plan.layers):
             yield kernel_plan

@@ -1,4 +1,4 @@
-"""Lists the strategies of a layout: what layers may reshard, recompute and offload, between a rich and a lean end."""
+"""Lists the strategies of a layout: a high-memory and a low-memory setting of reshard, recompute and offload of layers."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class End:
 
 @dataclass(frozen=True)
 class Strategy:
-    """Two settings of layers: `lean`, which saves memory, for as many layers as necessary, and `rich` for the others."""
+    """Two settings of layers: `low_memory` for as few layers as the memory requires, and `high_memory` for the others."""
 
-    rich: End
-    lean: End
+    high_memory: End
+    low_memory: End
     gradients: Gradients = "shard"
 
     def layer(self, end: End, text: str = "all") -> LayerStrategy:
@@ -51,11 +51,11 @@ class StrategySet:
 
     strategies: tuple[Strategy, ...]
     options: tuple[LayerStrategy, ...]
-    rich: np.ndarray
-    """Index into `options` of each strategy's rich end."""
-    lean: np.ndarray
+    high_memory: np.ndarray
+    """Index into `options` of each strategy's high-memory end."""
+    low_memory: np.ndarray
     moving: np.ndarray
-    """Whether the lean end offloads activations and the rich end does not, by strategy."""
+    """Whether the low-memory end offloads activations and the high-memory end does not, by strategy."""
     classes: tuple[np.ndarray, ...]
     """Indices of strategies with the same recompute mode and offload of activations; the closed form deviates alike for them."""
 
@@ -64,16 +64,16 @@ def strategy_set_of(run: RunSpec, offloads: tuple[Offload, ...]) -> StrategySet:
     return _strategies_between(tuple(_strategy_ends(run, offloads)), gradient_modes(run))
 
 
-def leaner_than(run: RunSpec, strategy: Strategy) -> list[Strategy]:
+def lower_memory_strategies(run: RunSpec, strategy: Strategy) -> list[Strategy]:
     """Strategies that save more memory than this one: with reshard, or where it reshards already with more recompute."""
-    end, modes = strategy.lean, recomputes(run)
-    leaner = [replace(end, reshard=_reshard_modes(pins_of(run))[-1])]
-    if leaner == [end]:
-        leaner = [replace(end, recompute=mode) for mode in modes[modes.index(end.recompute) + 1 :]]
-    return [replace(strategy, rich=end, lean=lean) for lean in leaner]
+    end, modes = strategy.low_memory, recomputes(run)
+    lower_memory = [replace(end, reshard=_reshard_modes(pins_of(run))[-1])]
+    if lower_memory == [end]:
+        lower_memory = [replace(end, recompute=mode) for mode in modes[modes.index(end.recompute) + 1 :]]
+    return [replace(strategy, high_memory=end, low_memory=low_memory) for low_memory in lower_memory]
 
 
-def leanest_end(run: RunSpec) -> tuple[End, Gradients]:
+def lowest_memory_end(run: RunSpec) -> tuple[End, Gradients]:
     pins = pins_of(run)
     return End(_reshard_modes(pins)[-1], recomputes(run)[-1]), gradient_modes(run)[0]
 
@@ -104,31 +104,40 @@ def _attention_dominates(run: RunSpec) -> bool:
 
 @lru_cache(maxsize=8)
 def _strategies_between(pairs: tuple[tuple[End, End], ...], sums: tuple[Gradients, ...]) -> StrategySet:
-    strategies = [Strategy(rich, lean, gradients) for gradients in sums for rich, lean in pairs]
-    ends = [[strategy.layer(strategy.rich), strategy.layer(strategy.lean)] for strategy in strategies]
+    strategies = [
+        Strategy(high_memory, low_memory, gradients) for gradients in sums for high_memory, low_memory in pairs
+    ]
+    ends = [[strategy.layer(strategy.high_memory), strategy.layer(strategy.low_memory)] for strategy in strategies]
     options = tuple(dict.fromkeys(option for pair in ends for option in pair))
     option_index = {option: index for index, option in enumerate(options)}
-    rich, lean = np.array([[option_index[option] for option in pair] for pair in ends]).T
+    high_memory, low_memory = np.array([[option_index[option] for option in pair] for pair in ends]).T
     moving = [
-        not strategy.layer(strategy.rich).activations_offloaded and strategy.layer(strategy.lean).activations_offloaded
+        not strategy.layer(strategy.high_memory).activations_offloaded
+        and strategy.layer(strategy.low_memory).activations_offloaded
         for strategy in strategies
     ]
-    keys = [(strategy.lean.recompute, strategy.lean.offload in ("activations", "both")) for strategy in strategies]
+    keys = [
+        (strategy.low_memory.recompute, strategy.low_memory.offload in ("activations", "both"))
+        for strategy in strategies
+    ]
     classes = tuple(np.flatnonzero([key == distinct for key in keys]) for distinct in dict.fromkeys(keys))
-    return StrategySet(tuple(strategies), options, rich, lean, np.array(moving), classes)
+    return StrategySet(tuple(strategies), options, high_memory, low_memory, np.array(moving), classes)
 
 
 def _strategy_ends(run: RunSpec, offloads: Sequence[Offload]) -> list[tuple[End, End]]:
-    """(rich, lean) ends of all strategies: equal, or different in one of reshard, recompute and offload of activations."""
+    """(high-memory, low-memory) ends of all strategies.
+
+    Both are equal, or differ in one of reshard, recompute and offload of activations.
+    """
     reshards, modes = _reshard_modes(pins_of(run)), recomputes(run)
     pairs: list[tuple[End, End]] = []
     for offload in offloads:
         pairs += [(end, end) for end in (End(reshard, mode, offload) for mode in modes for reshard in reshards)]
         pairs += [(End(False, mode, offload), End(True, mode, offload)) for mode in modes if len(reshards) == 2]
         pairs += [
-            (End(reshard, rich, offload), End(reshard, lean, offload))
+            (End(reshard, high_memory, offload), End(reshard, low_memory, offload))
             for reshard in reshards
-            for rich, lean in combinations(modes, 2)
+            for high_memory, low_memory in combinations(modes, 2)
         ]
     for without, with_activations in OFFLOAD_PAIRS:
         if {without, with_activations} <= set(offloads):

@@ -4,8 +4,8 @@ The strategies of a point (reshard, recompute, offload) are priced only if the p
 result is the same as if all were priced, and most never are.
 
 All layers are alike, so between the two ends of a strategy (say, no layer recomputed and all layers recomputed) only the number of layers
-at each end matters. Memory is linear in that number, and so is time; the fewest lean layers that fit are computed without a search. Time is
-not linear where one end offloads activations and the other does not (`_ActivationOffload`).
+at each end matters. Memory is linear in that number, and so is time; the fewest low-memory layers that fit are computed without a
+search. Time is not linear where one end offloads activations and the other does not (`_ActivationOffload`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from meshwright.planner.strategies import (
     Strategy,
     StrategySet,
     gradient_modes,
-    leanest_end,
+    lowest_memory_end,
     recomputes,
     strategy_set_of,
 )
@@ -62,25 +62,27 @@ class Swept:
     """Number of layouts that were priced or excluded by a lower bound."""
 
 
-def sweep(run: RunSpec, pricing: Pricing, points: Points, room: float, *, best: int, reach: float = 1.0) -> Swept:
-    """The `best` fastest points of each family that fit `room` bytes by the closed form; empty when none fits.
+def sweep(
+    run: RunSpec, pricing: Pricing, points: Points, memory_limit: float, *, best: int, max_slowdown: float = 1.0
+) -> Swept:
+    """The `best` fastest points of each family that fit `memory_limit` bytes by the closed form; empty when none fits.
 
-    Only points up to `reach` times the time of the fastest are returned; with a reach of 1 the fastest alone.
+    Only points up to `max_slowdown` times the time of the fastest are returned; with a `max_slowdown` of 1 the fastest alone.
     """
     bound, strategy_set = lower_bounds(run, pricing, points), strategy_set_of(run, points.offloads)
     order = np.argsort(bound, kind="stable")
-    leaders = _Best(best, reach, _families(points))
+    leaders = _Best(best, max_slowdown, _families(points))
     priced = len(points)
     for start in range(0, len(order), BATCH_POINTS):
         batch = order[start : start + BATCH_POINTS]
         if bound[batch[0]] * BOUND_SAFETY > leaders.limit:
             break
         batch = batch[bound[batch] * BOUND_SAFETY < leaders.worst(batch)]
-        batch = batch[_min_bytes(run, points.take(batch)) <= room]
+        batch = batch[_min_bytes(run, points.take(batch)) <= memory_limit]
         if not len(batch):
             continue
         indices, strategies, seconds = _best_strategies(
-            run, pricing, points.take(batch), room, strategy_set, leaders.worst(batch)
+            run, pricing, points.take(batch), memory_limit, strategy_set, leaders.worst(batch)
         )
         leaders.add(batch[indices], strategies, seconds)
         priced += len(batch) * len(strategy_set.strategies)
@@ -99,12 +101,13 @@ def _families(points: Points) -> np.ndarray:
     return np.array([number_of[family] for family in by_mesh])[points.mesh] * len(SCHEDULES) + points.schedule
 
 
-def strategies_in(run: RunSpec, pricing: Pricing, points: Points, room: float) -> list[Strategy | None]:
-    """Each point's fastest strategy that fits `room` bytes by the closed form."""
+def strategies_in(run: RunSpec, pricing: Pricing, points: Points, memory_limit: float) -> list[Strategy | None]:
+    """Each point's fastest strategy that fits `memory_limit` bytes by the closed form."""
     best: list[Strategy | None] = [None] * len(points)
     fastest = np.full(len(points), np.inf)
     for index, strategy, seconds in zip(
-        *_best_strategies(run, pricing, points, room, strategy_set_of(run, points.offloads), fastest), strict=True
+        *_best_strategies(run, pricing, points, memory_limit, strategy_set_of(run, points.offloads), fastest),
+        strict=True,
     ):
         if seconds < fastest[index]:
             best[index], fastest[index] = strategy, seconds
@@ -112,14 +115,14 @@ def strategies_in(run: RunSpec, pricing: Pricing, points: Points, room: float) -
 
 
 def smallest(run: RunSpec, points: Points, count: int) -> tuple[Points, Strategy]:
-    """The `count` points that need the least memory, with their leanest strategy; used in the error when nothing fits."""
-    leanest, gradients = leanest_end(run)
-    ends = [replace(leanest, offload=offload) for offload in reversed(points.offloads)]
+    """The `count` points that need the least memory, with their strategy of least memory; used in the error when nothing fits."""
+    lowest_memory, gradients = lowest_memory_end(run)
+    ends = [replace(lowest_memory, offload=offload) for offload in reversed(points.offloads)]
     strategies = [Strategy(end, end, gradients) for end in ends]
     strategy = strategies[0]
     if points.trainable:
         trainable_by_strategy = [
-            _trainable_points(run, points, strategy_option.layer(strategy_option.rich))
+            _trainable_points(run, points, strategy_option.layer(strategy_option.high_memory))
             for strategy_option in strategies
         ]
         first_trainable = next(
@@ -134,10 +137,10 @@ def smallest(run: RunSpec, points: Points, count: int) -> tuple[Points, Strategy
 
 
 class _Best:
-    """Collects the `size` fastest points of each family with their strategies, up to `reach` times the time of the fastest."""
+    """Collects the `size` fastest points of each family with their strategies, up to `max_slowdown` times the fastest."""
 
-    def __init__(self, size: int, reach: float, families: np.ndarray) -> None:
-        self.size, self.reach, self.families = size, reach, families
+    def __init__(self, size: int, max_slowdown: float, families: np.ndarray) -> None:
+        self.size, self.max_slowdown, self.families = size, max_slowdown, families
         self.kept: dict[int, dict[int, list[tuple[float, Strategy]]]] = {}
         """By family and point index."""
         self.limit = np.inf
@@ -149,7 +152,7 @@ class _Best:
 
     def add(self, indices: np.ndarray, strategies: Sequence[Strategy], seconds: np.ndarray) -> None:
         """Add entries of (point index, strategy, seconds); a point may have several."""
-        self.limit = min(self.limit, self.reach * float(seconds.min(initial=np.inf)) * (1 + 1e-12))
+        self.limit = min(self.limit, self.max_slowdown * float(seconds.min(initial=np.inf)) * (1 + 1e-12))
         touched = set()
         for position in map(int, np.flatnonzero(seconds < self.worst(indices))):
             index = int(indices[position])
@@ -188,14 +191,14 @@ def _least_seconds(candidates: Sequence[tuple[float, Strategy]]) -> float:
 
 def lower_bounds(run: RunSpec, pricing: Pricing, points: Points) -> np.ndarray:
     """For each point, a lower bound on the seconds of all its strategies."""
-    richest = LayerStrategy(reshard=False, recompute=recomputes(run)[0], gradients="whole")
-    cost = _cost(pricing, layouts(run, points, richest))
+    high_memory_strategy = LayerStrategy(reshard=False, recompute=recomputes(run)[0], gradients="whole")
+    cost = _cost(pricing, layouts(run, points, high_memory_strategy))
     return cost.seconds - (cost.exposed["shard"] + cost.exposed["data"] + cost.optimizer)
 
 
 def _min_bytes(run: RunSpec, points: Points) -> np.ndarray:
     """For each point, the least bytes of the fullest rank over all strategies."""
-    end, _ = leanest_end(run)
+    end, _ = lowest_memory_end(run)
     # No single strategy needs the least memory everywhere. Full recompute needs all activations of one block, which may be more than it
     # saves on a rank with few layers; an offloaded optimizer needs buffers for its chunks; gradients reduced in every micro-batch need
     # buffers while all activations are live.
@@ -207,7 +210,7 @@ def _min_bytes(run: RunSpec, points: Points) -> np.ndarray:
 
 
 def _best_strategies(
-    run: RunSpec, pricing: Pricing, points: Points, room: float, strategy_set: StrategySet, worst: np.ndarray
+    run: RunSpec, pricing: Pricing, points: Points, memory_limit: float, strategy_set: StrategySet, worst: np.ndarray
 ) -> tuple[np.ndarray, list[Strategy], np.ndarray]:
     """(point index, strategy, seconds) of the fastest fitting strategy of each class, where below the point's `worst` seconds."""
     plain = layouts(run, points, strategy_set.options[0])
@@ -225,8 +228,8 @@ def _best_strategies(
     )
     moving = _ActivationOffload(run, pricing, layout, strategy_set)
     mixed = np.where(
-        legal[strategy_set.rich] & legal[strategy_set.lean],
-        _mixture_seconds(run, priced, strategy_set, room, moving),
+        legal[strategy_set.high_memory] & legal[strategy_set.low_memory],
+        _mixture_seconds(run, priced, strategy_set, memory_limit, moving),
         np.inf,
     )
     indices, strategies, seconds_found = [], [], []
@@ -288,36 +291,43 @@ def _memory_needs(run: RunSpec, pricing: Pricing, layout: Layouts) -> tuple[np.n
 
 
 def _mixture_seconds(
-    run: RunSpec, priced: _UniformCosts, strategy_set: StrategySet, room: float, moving: _ActivationOffload
+    run: RunSpec, priced: _UniformCosts, strategy_set: StrategySet, memory_limit: float, moving: _ActivationOffload
 ) -> np.ndarray:
-    """Seconds by strategy and point with the fewest lean layers that fit; infinite where none fit.
+    """Seconds by strategy and point with the fewest low-memory layers that fit; infinite where none fit.
 
-    Also infinite where no lean layer is needed, as the strategy with the rich end alone stands for that.
+    Also infinite where no low-memory layer is needed, as the strategy with the high-memory end alone stands for that.
     """
-    rich_fits, rich = priced.bytes[strategy_set.rich] <= room, priced.bytes[strategy_set.rich]
+    high_memory_fits, high_memory = (
+        priced.bytes[strategy_set.high_memory] <= memory_limit,
+        priced.bytes[strategy_set.high_memory],
+    )
     if len(moving.strategies):
-        rich[moving.strategies] = moving.bytes()
-    share = np.where(rich_fits, 0.0, _lean_share(rich, priced.bytes[strategy_set.lean], room, run.model.layers))
-    legal = (share <= 1) & ((share > 0) | (strategy_set.rich == strategy_set.lean)[:, None])
+        high_memory[moving.strategies] = moving.bytes()
+    share = np.where(
+        high_memory_fits,
+        0.0,
+        _low_memory_share(high_memory, priced.bytes[strategy_set.low_memory], memory_limit, run.model.layers),
+    )
+    legal = (share <= 1) & ((share > 0) | (strategy_set.high_memory == strategy_set.low_memory)[:, None])
 
-    def mean(rich: np.ndarray, by_kind: np.ndarray) -> np.ndarray:
-        return (1 - share) * rich + share * by_kind[strategy_set.lean]
+    def mean(high_memory: np.ndarray, by_kind: np.ndarray) -> np.ndarray:
+        return (1 - share) * high_memory + share * by_kind[strategy_set.low_memory]
 
-    legal &= rich_fits | (mean(rich, priced.bytes) <= room * (1 + 1e-9))
-    legal &= mean(priced.waiting[strategy_set.rich], priced.waiting) <= host_budget(run)
-    seconds = mean(priced.seconds[strategy_set.rich], priced.seconds)
+    legal &= high_memory_fits | (mean(high_memory, priced.bytes) <= memory_limit * (1 + 1e-9))
+    legal &= mean(priced.waiting[strategy_set.high_memory], priced.waiting) <= host_budget(run)
+    seconds = mean(priced.seconds[strategy_set.high_memory], priced.seconds)
     if legal[moving.strategies].any():
         seconds[moving.strategies] = moving.seconds(share[moving.strategies], priced.seconds)
     return np.where(legal, seconds, np.inf)
 
 
 class _ActivationOffload:
-    """Costs of strategies whose lean end offloads activations: offload cost is not linear in the number of layers moved."""
+    """Costs of strategies whose low-memory end offloads activations: offload cost is not linear in the number of layers moved."""
 
     def __init__(self, run: RunSpec, pricing: Pricing, layout: Layouts, strategy_set: StrategySet) -> None:
         self.strategies = np.flatnonzero(strategy_set.moving)
-        self._run, self._pricing, self._rich = run, pricing, strategy_set.rich[self.strategies]
-        self._lean = [strategy_set.options[option] for option in strategy_set.lean[self.strategies]]
+        self._run, self._pricing, self._high_memory = run, pricing, strategy_set.high_memory[self.strategies]
+        self._low_memory = [strategy_set.options[option] for option in strategy_set.low_memory[self.strategies]]
         self._layout = layout
 
     def bytes(self) -> np.ndarray:
@@ -326,18 +336,18 @@ class _ActivationOffload:
 
     def seconds(self, share: np.ndarray, by_kind: np.ndarray) -> np.ndarray:
         """Seconds with this share of layers offloaded: with fewer, each copy can hide behind more of the forward pass."""
-        return (1 - share) * by_kind[self._rich] + share * closed_form_seconds(
+        return (1 - share) * by_kind[self._high_memory] + share * closed_form_seconds(
             self._pricing, self._with_share_offloaded(share)
         )
 
     def _with_share_offloaded(self, share: Array) -> Layouts:
-        return replace(_with_options(self._layout, self._lean), offload_activations=share)
+        return replace(_with_options(self._layout, self._low_memory), offload_activations=share)
 
 
-def _lean_share(rich: np.ndarray, lean: np.ndarray, room: float, layers: int) -> np.ndarray:
-    """Share of layers that must be lean to fit, rounded up to whole layers; above 1 where all lean layers do not fit."""
-    over = rich - room
-    saved = np.where(rich > lean, rich - lean, 1e-9)
+def _low_memory_share(high_memory: np.ndarray, low_memory: np.ndarray, memory_limit: float, layers: int) -> np.ndarray:
+    """Fewest layers with the low-memory setting that fit, as a share of all layers; above 1 if all of them do not fit."""
+    over = high_memory - memory_limit
+    saved = np.where(high_memory > low_memory, high_memory - low_memory, 1e-9)
     share = np.where(over <= 0, 0.0, np.minimum(over / saved, 2.0))
     return np.ceil(np.minimum(share, 2.0) * layers - 1e-9) / layers
 

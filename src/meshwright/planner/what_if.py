@@ -21,7 +21,7 @@ from meshwright.planner.reprice import reprice
 from meshwright.planner.search import search
 from meshwright.planner.space import AXES, points
 from meshwright.planner.sweep import strategies_in
-from meshwright.simulator.step_simulation import priced_or_refused
+from meshwright.simulator.step_simulation import require_cost_inputs
 from meshwright.spec.chips import CHIPS, GiB
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fp8_limits import fp8_conflict, supports_fp8
@@ -252,9 +252,12 @@ def _variants(run: RunSpec, plan: Plan) -> Iterator[Plan]:
     axes = [axis.axis for axis in plan.mesh if axis.size > 1]
     same_axes = [[axis for axis in mesh.order if mesh.size(axis) > 1] == axes for mesh in space.meshes]
     space = space.take(np.flatnonzero(np.array(same_axes, bool)[space.mesh]))
-    priced, room = priced_or_refused(run.model, run.train, plan, run.cluster), math.inf if budget is None else budget
+    priced, memory_limit = (
+        require_cost_inputs(run.model, run.train, plan, run.cluster),
+        math.inf if budget is None else budget,
+    )
     for margin in MARGINS if budget else MARGINS[:1]:
-        for index, strategy in enumerate(strategies_in(pinned, priced, space, margin * room)):
+        for index, strategy in enumerate(strategies_in(pinned, priced, space, margin * memory_limit)):
             if strategy is not None:
                 yield plan_at(pinned, space, index, strategy, budget)
 

@@ -1,1 +1,1 @@
-"""When things run: schedules as lists of actions, made by pure functions. Floor 1: imports only spec, and no torch."""
+"""Pipeline schedules as lists of actions, built by pure functions. Layer 1: imports spec only, no torch."""

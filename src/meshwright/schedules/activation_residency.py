@@ -43,11 +43,11 @@ def _peak(schedule: Schedule, rank: int, held: Sequence[float], kept: Sequence[f
     return most
 
 
-Counts = tuple[tuple[tuple[int, ...], ...], ...]
+ForwardCounts = tuple[tuple[tuple[int, ...], ...], ...]
 """By rank, moments at which it may hold the most: how many forwards of each of its stages are alive then."""
 
 
-def fullest_moments(order: ComputeOrder) -> Counts:
+def peak_candidates(order: ComputeOrder) -> ForwardCounts:
     """Candidate moments of `peak_in_flight`, for any size of a stage's activations: no other moment has more of any stage."""
     return tuple(map(_fullest, *order))
 

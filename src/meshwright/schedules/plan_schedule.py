@@ -79,7 +79,7 @@ def _order(plan: Plan) -> Order:
 
 
 @lru_cache(maxsize=128)  # the planner asks for the same ones under every batch and strategy
-def kept_order(name: str, ranks: int, micro_batches: int, stages_per_rank: int) -> ComputeOrder:
+def cached_compute_order(name: str, ranks: int, micro_batches: int, stages_per_rank: int) -> ComputeOrder:
     """`registry.order_of`, kept for the next plan that asks for it."""
     return order_of(name, ranks, micro_batches, stages_per_rank)
 

@@ -1,1 +1,1 @@
-"""A schedule played on a cluster before it is run on one: predicted timelines. Floor 2: no torch."""
+"""Simulation of schedules and plans: predicted timelines. Layer 2: no torch."""

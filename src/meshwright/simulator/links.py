@@ -1,4 +1,4 @@
-"""The link between pipeline ranks for a micro-batch's boundary: inside a domain, or a share of the nodes' ports."""
+"""Latency and bandwidth between pipeline ranks: links inside a domain, or a share of the nodes' network ports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import inf
 
 import numpy as np
 
-from meshwright.costs.collective_costs import MOST_OF_LINE, link_rate, port_rate
+from meshwright.costs.collective_costs import MAX_LINE_SHARE, link_rate, port_rate
 from meshwright.costs.plan_costs import Pricing, number
 from meshwright.simulator.timing import Link
 from meshwright.spec.cluster import ClusterSpec
@@ -18,20 +18,20 @@ from meshwright.spec.plan import Plan
 
 
 def links_of(
-    plan: Plan, cluster: ClusterSpec, prices: Sequence[Pricing], channels: Iterable[tuple[int, int]]
+    plan: Plan, cluster: ClusterSpec, cost_inputs: Sequence[Pricing], channels: Iterable[tuple[int, int]]
 ) -> dict[tuple[int, int], Link]:
-    """The link of each (sender, receiver) pair of pipeline ranks; `prices` by pipeline rank.
+    """The link of each (sender, receiver) pair of pipeline ranks; `cost_inputs` by pipeline rank.
 
-    All devices of a stage send at once. One device drives one port; only over TCP may the devices of a node that send across share all of
-    its ports between them. Between ranks on unlike nodes the slower end counts.
+    All devices of a stage send at the same time. A device uses one port; only over TCP do the sending devices of a node
+    share all its ports. Between nodes of different types the slower end determines the bandwidth.
     """
     layout = Layout.of(plan, cluster.gpus_per_node)
     by_stage = _ranks_by_stage(layout)
-    fabrics = [alike.network.fabric if alike.network else None for alike in rank_clusters(cluster, layout)]
+    fabrics = [uniform.network.fabric if uniform.network else None for uniform in rank_clusters(cluster, layout)]
 
     def link(source: int, target: int) -> Link:
         pairs = by_stage[source], by_stage[target]
-        ends = prices[source], prices[target]
+        ends = cost_inputs[source], cost_inputs[target]
         if fabrics[source] == fabrics[target]:
             return _link(pairs, cluster.gpus_per_node, ends, tcp=fabrics[source] == "tcp", bridge=Link())
         rate = cluster.network.bridge_gb_per_s if cluster.network else None
@@ -43,7 +43,7 @@ def links_of(
 
 
 def _ranks_by_stage(layout: Layout) -> np.ndarray:
-    """(pipeline ranks, ranks of one) ranks, those that exchange a boundary in one column."""
+    """(pipeline ranks, devices per pipeline rank): global ranks; those in one column exchange messages."""
     names = [name for name, _ in layout.axes]
     grid = np.arange(layout.ranks).reshape([size for _, size in layout.axes])
     stages = layout.size("pipeline")
@@ -53,21 +53,21 @@ def _ranks_by_stage(layout: Layout) -> np.ndarray:
 def _link(
     pairs: tuple[np.ndarray, np.ndarray], per_node: int, ends: tuple[Pricing, Pricing], *, tcp: bool, bridge: Link
 ) -> Link:
-    """The link between two stages whose devices `pairs` names; across nodes it is no better than `bridge`."""
+    """The link between two stages; `pairs`: the ranks of both. Across nodes it is at most as fast as `bridge`."""
     machine, constants = ends[0].machine, [end.constants for end in ends]
     boundary_us = max(number(k.pipe_us) for k in constants)
     domain = min(int(number(end.machine.domain)) for end in ends)
-    apart = pairs[0] // domain != pairs[1] // domain
-    senders, receivers = (end[apart] for end in pairs)
+    crosses_domain = pairs[0] // domain != pairs[1] // domain
+    senders, receivers = (end[crosses_domain] for end in pairs)
     if not len(senders):
         rate = min(number(link_rate(end.machine, end.constants)) for end in ends)
         return Link((boundary_us + max(number(k.link_us) for k in constants)) * 1e-6, rate)
     port = min(number(port_rate(end.machine, end.constants)) for end in ends)
-    port = min(port, bridge.bytes_per_second * min(min(number(k.net), MOST_OF_LINE) for k in constants))
+    port = min(port, bridge.bytes_per_second * min(min(number(k.net), MAX_LINE_SHARE) for k in constants))
     if tcp:
         port *= per_node / int(np.bincount(senders // per_node).max())
     pod = number(machine.pod)
     if np.any(senders // pod != receivers // pod):
         port /= number(machine.oversubscribed)
-    late = max(bridge.latency_seconds, *(number(k.net_us) * 1e-6 for k in constants))
-    return Link(boundary_us * 1e-6 + late, port)
+    network_seconds = max(bridge.latency_seconds, *(number(k.net_us) * 1e-6 for k in constants))
+    return Link(boundary_us * 1e-6 + network_seconds, port)

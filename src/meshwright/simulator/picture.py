@@ -1,7 +1,8 @@
-"""A timeline as text: a row for each rank, time to the right, one column for the shortest piece of compute.
+"""A timeline as text: a line for each rank, time to the right, one column for the shortest compute action.
 
-`F3` is the forward of micro-batch 3, B its backward, I and W the two halves of one. Capitals are the rank's first stage, small
-letters its other ones. A dash goes on with what stands before it; a dot is an idle device.
+`F3` is the forward of micro-batch 3, `B3` its backward, `I3` and `W3` the input and the weight half of a split backward.
+Capital letters are the rank's first stage, small letters its other stages. A dash continues the action before it; a dot
+is idle time.
 """
 
 from __future__ import annotations
@@ -11,26 +12,26 @@ from meshwright.simulator.timeline import Timeline
 
 
 def draw(timeline: Timeline, column_seconds: float | None = None) -> str:
-    """The compute of every rank, up to the end of the last backward. Widths are rounded to whole columns."""
+    """Draw the compute of every rank, until the end of the last backward. Widths are rounded to whole columns."""
     schedule = timeline.schedule
     spans = [(r, a, start, end) for r, _, a, start, end in timeline.records if a.op in COMPUTE]
     column = column_seconds or min(end - start for _, _, start, end in spans if end > start)
     width = len(str(schedule.micro_batches - 1)) + 2
     columns = round(max(end for *_, end in spans) / column)
-    rows = [["." + " " * (width - 1)] * columns for _ in range(schedule.ranks)]
+    lines = [["." + " " * (width - 1)] * columns for _ in range(schedule.ranks)]
     for rank, action, start, end in spans:
         first, last = round(start / column), round(end / column)
         text = "&".join(_label(part, schedule.placement[rank][0]) for part in action.parts)
         text = text.ljust((last - first) * width - 1, "-")[: (last - first) * width - 1] + " "
-        rows[rank][first:last] = [text[at : at + width] for at in range(0, len(text), width)]
+        lines[rank][first:last] = [text[at : at + width] for at in range(0, len(text), width)]
     name = len(str(schedule.ranks - 1))
-    return "\n".join(f"{rank:{name}}  {''.join(row).rstrip()}" for rank, row in enumerate(rows))
+    return "\n".join(f"{rank:{name}}  {''.join(line).rstrip()}" for rank, line in enumerate(lines))
 
 
 def draw_within(timeline: Timeline, characters: int) -> str | None:
-    """`draw` to scale in lines of at most `characters`; None if a forward is narrower than one.
+    """Draw to scale in lines of at most `characters`; None if an action would be narrower than one character.
 
-    A step in units is drawn by stage.
+    A schedule of units is drawn by stage.
     """
     schedule = timeline.schedule
     name = len(str(schedule.ranks - 1))
@@ -39,30 +40,30 @@ def draw_within(timeline: Timeline, characters: int) -> str | None:
     column = end / (characters - name - 2)
     if characters < name + 12 or min(last - first for _, _, first, last in spans) < column:
         return None
-    rows = [["."] * round(end / column) for _ in range(schedule.ranks)]
-    for rank, action, begin, through in spans:
-        first, last = round(begin / column), round(through / column)
+    lines = [["."] * round(end / column) for _ in range(schedule.ranks)]
+    for rank, action, begin, finish in spans:
+        first, last = round(begin / column), round(finish / column)
         text = "&".join(_label(part, schedule.placement[rank][0]) for part in action.parts)
-        room = last - first
-        rows[rank][first:last] = text[:room].ljust(room - 1, "-").ljust(room)
-    return "\n".join(f"{rank:{name}}  {''.join(row).rstrip()}" for rank, row in enumerate(rows))
+        width = last - first
+        lines[rank][first:last] = text[:width].ljust(width - 1, "-").ljust(width)
+    return "\n".join(f"{rank:{name}}  {''.join(line).rstrip()}" for rank, line in enumerate(lines))
 
 
 def _by_stage(timeline: Timeline) -> list[tuple[int, Action, float, float]]:
-    """(rank, action, start, end) of compute, with neighbouring units of one stage and micro-batch as one."""
-    joined: list[tuple[int, Action, float, float]] = []
-    latest: dict[int, int] = {}
+    """(rank, action, start, end) of compute; consecutive units of a stage and micro-batch are merged."""
+    merged: list[tuple[int, Action, float, float]] = []
+    latest_index: dict[int, int] = {}
     for rank, _, action, start, end in timeline.records:
         if action.op not in COMPUTE:
             continue
         whole = action._replace(unit=None, pair=tuple(part._replace(unit=None) for part in action.pair))
-        at = latest.get(rank)
-        if at is not None and joined[at][1] == whole:
-            joined[at] = rank, whole, joined[at][2], end
+        index = latest_index.get(rank)
+        if index is not None and merged[index][1] == whole:
+            merged[index] = rank, whole, merged[index][2], end
         else:
-            latest[rank] = len(joined)
-            joined.append((rank, whole, start, end))
-    return joined
+            latest_index[rank] = len(merged)
+            merged.append((rank, whole, start, end))
+    return merged
 
 
 def _label(action: Action, first_stage: int) -> str:

@@ -1,4 +1,4 @@
-"""Unlike nodes: what each pipeline rank is priced with, and how fast it is."""
+"""Clusters of different node types: the cost model's inputs and the relative speed of each pipeline rank."""
 
 from __future__ import annotations
 
@@ -15,35 +15,41 @@ from meshwright.spec.nodes import NodeType, node_type_runs, node_types_by_rank, 
 from meshwright.spec.plan import BatchPlan, MeshAxis, Plan
 
 
-def rank_prices(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> tuple[Pricing | None, ...]:
-    """By pipeline rank, the cost model's inputs for the slowest of its own nodes: its chip, links and ports.
+def rank_cost_inputs(
+    model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec
+) -> tuple[Pricing | None, ...]:
+    """By pipeline rank, the cost model's inputs for the slowest of its nodes: chip, links and ports.
 
-    One and the same object for ranks on nodes alike; None where the cost model says nothing. Raises BadInput for groups that contradict
-    the cluster.
+    Ranks on equal nodes get the same object; None where the cost model has no figures. Raises BadInput for groups that
+    contradict the cluster.
     """
     cluster = as_nodes(cluster)
-    priced = cache(lambda alike: pricing(model, train, plan, alike))
-    return tuple(priced(alike) for alike in rank_clusters(cluster, Layout.of(plan, cluster.gpus_per_node)))
+    cached_pricing = cache(lambda uniform: pricing(model, train, plan, uniform))
+    return tuple(cached_pricing(uniform) for uniform in rank_clusters(cluster, Layout.of(plan, cluster.gpus_per_node)))
 
 
-def kind_speeds(model: ModelSpec, train: TrainSpec, cluster: ClusterSpec) -> dict[NodeType, float]:
-    """By node type, the blocks that its device computes, a sequence at a time, while the slowest type computes one.
+def node_type_speeds(model: ModelSpec, train: TrainSpec, cluster: ClusterSpec) -> dict[NodeType, float]:
+    """By node type, the speed of its device relative to the slowest type, for a block with one sequence.
 
     Empty if the cost model has no rates for a type.
     """
     seconds = {}
-    for kind, _ in node_type_runs(cluster):
-        priced = pricing(model, train, _ALONE, uniform_cluster(cluster, (kind,)))
-        if priced is None:
+    for node_type, _ in node_type_runs(cluster):
+        cost_inputs = pricing(model, train, _ONE_DEVICE, uniform_cluster(cluster, (node_type,)))
+        if cost_inputs is None:
             return {}
-        one = UnitCosts(model, _ALONE, priced).compute(0)
-        seconds[kind] = one.forward + one.backward_input + one.backward_weight
-    return {kind: max(seconds.values()) / own for kind, own in seconds.items()}
+        block = UnitCosts(model, _ONE_DEVICE, cost_inputs).compute(0)
+        seconds[node_type] = block.forward + block.backward_input + block.backward_weight
+    return {node_type: max(seconds.values()) / own for node_type, own in seconds.items()}
 
 
 def rank_speeds(speeds: Mapping[NodeType, float], cluster: ClusterSpec, layout: Layout) -> tuple[float, ...]:
-    """The same by pipeline rank, which is as fast as the slowest of its nodes; empty when `speeds` is."""
-    return tuple(min(speeds[kind] for kind in kinds) for kinds in node_types_by_rank(cluster, layout)) if speeds else ()
+    """By pipeline rank, the speed of the slowest of its nodes; empty if `speeds` is empty."""
+    if not speeds:
+        return ()
+    return tuple(
+        min(speeds[node_type] for node_type in node_types) for node_types in node_types_by_rank(cluster, layout)
+    )
 
 
-_ALONE = Plan(mesh=(MeshAxis(axis="shard", size=1),), batch=BatchPlan(global_batch=1, micro_batch=1, accumulate=1))
+_ONE_DEVICE = Plan(mesh=(MeshAxis(axis="shard", size=1),), batch=BatchPlan(global_batch=1, micro_batch=1, accumulate=1))

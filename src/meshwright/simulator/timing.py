@@ -73,7 +73,7 @@ class Timing:
     """The gradient norm over all ranks, from the moment at which the last rank has arrived."""
     optim_seconds: Sequence[float] = ()
     """By rank, the optimizer. Empty: 0 seconds."""
-    inside: Mapping[str, float] = field(default_factory=dict)
+    exposed_in_compute: Mapping[str, float] = field(default_factory=dict)
     """By axis, exposed communication that the compute seconds of a step include, mean over ranks.
 
     `host` is the time in which the device waits for kernel launches. The simulator reports these values unchanged.

@@ -14,7 +14,7 @@ from meshwright.simulator.timeline import Timeline
 
 MICROSECONDS = 1e6
 LANES = ("step", "compute", "unshard", "reduce", "replicate", "offload", "fetch", "recv", "send")
-"""Lanes of a rank from the top, by the first word of their name; others come below."""
+"""Order of a rank's lanes from the top, by the first word of their name; other lanes follow."""
 UNNAMED: Mapping[int, str] = MappingProxyType({})
 
 
@@ -24,10 +24,10 @@ def write_trace(timeline: Timeline, path: Path, ranks: Mapping[int, str] = UNNAM
 
 
 def write_spans(spans: Iterable[Span], path: Path, ranks: Mapping[int, str] = UNNAMED) -> None:
-    """The same for any spans, predicted or measured."""
+    """Write predicted or measured spans to `path`, as `write_trace` does."""
     trace = {"displayTimeUnit": "ms", "traceEvents": trace_events(spans, ranks)}
     text = json.dumps(trace, separators=(",", ":")).encode("utf-8")
-    # No file name and time inside, so that the same plan gives the same bytes.
+    # Without file name and time in the gzip header, the same plan gives the same bytes.
     path.write_bytes(gzip.compress(text, 6, mtime=0) if path.suffix == ".gz" else text)
 
 
@@ -71,5 +71,5 @@ def _sort_index(lane: str) -> int:
     return LANES.index(word) if word in LANES else len(LANES)
 
 
-def _metadata(what: str, process: int, thread: int, **arguments: str | int) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": process, "tid": thread, "args": arguments}
+def _metadata(name: str, process: int, thread: int, /, **arguments: str | int) -> dict[str, Any]:
+    return {"name": name, "ph": "M", "pid": process, "tid": thread, "args": arguments}

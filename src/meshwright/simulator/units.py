@@ -1,8 +1,8 @@
-"""Seconds of one unit of a plan, from the closed-form cost model: its arithmetic, its gather, its reductions.
+"""Durations of one FSDP unit of a plan, from the closed-form cost model: compute, gather, reductions, copies.
 
-A unit is the embedding, one block, or the final norm with head and loss. Communication inside it (tensor, context, expert), copies to
-host memory that it does not hide and recomputation are part of its arithmetic; the closed form gives all layers together, and a block
-takes its share.
+A unit is the embedding, one block, or the final norm with head and loss. The compute seconds include recomputation, exposed
+tensor, context and expert communication, and exposed copies to host memory. The closed form gives the sum over all layers;
+a block gets its share.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Literal
 
 import numpy as np
 
-from meshwright.costs.collective_costs import Group, all_reduce, by_copies, crowding, gather, group
+from meshwright.costs.collective_costs import Group, all_reduce, congestion, copy_engine_group, gather, rank_group
 from meshwright.costs.compute import LayerTime, layer_times, product_rate
 from meshwright.costs.offload_costs import exposed_copy_seconds, host_optimizer, host_rate
 from meshwright.costs.plan_costs import Pricing, number
-from meshwright.costs.step import context_traffic, waits
+from meshwright.costs.step import context_traffic, layer_exposure
 from meshwright.spec.layout import gradients_final_in_backward, stage_table
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import RECOMPUTE_MODES, RECOMPUTES_PRODUCTS, LayerStrategy, Linear, Plan, Recompute
@@ -32,152 +32,162 @@ from meshwright.workload.step_shape import step_shape
 from meshwright.workload.unit_parameters import UnitParameters, block_unit, end_units
 
 Unit = int | Literal["embed", "head"]
-"""A block by its number, or one end of the model."""
+"""The index of a block, or one end of the model."""
 
-MOST_TAX = 0.9
-"""Of compute's speed, what a collective beside it may take at most."""
+MAX_TAX = 0.9
+"""Upper bound of the fraction of compute speed that a concurrent collective takes."""
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """One micro-batch through one unit on one rank."""
+    """Compute seconds of one micro-batch in one unit on one rank."""
 
     forward: float
     backward_input: float
     backward_weight: float
-    inside: Mapping[str, float] = field(default_factory=dict)
-    """Communication in them that its own arithmetic does not hide, by axis; `host` is what the device waits for its launches."""
+    exposed: Mapping[str, float] = field(default_factory=dict)
+    """By axis, exposed communication that the seconds include; `host` is the wait of the device for kernel launches."""
 
 
 class UnitCosts:
-    """Prices of the units of one plan. `tied_apart`: a tied head has a copy of its weight, on another rank than the embedding."""
+    """Durations of the units of one plan. `tied_copies`: a tied head has its own copy of the weight, on another rank."""
 
-    def __init__(self, model: ModelSpec, plan: Plan, priced: Pricing, *, tied_apart: bool = False) -> None:
-        self.model, self.plan, self.priced = model, plan, priced
-        self._tied_apart = tied_apart
-        named = {one: replace(one, range="all") for one in plan.layers}
-        self._strategies = [named[one] for one in plan.strategies(model.layers)]
+    def __init__(self, model: ModelSpec, plan: Plan, cost_inputs: Pricing, *, tied_copies: bool = False) -> None:
+        self.model, self.plan, self.cost_inputs = model, plan, cost_inputs
+        self._tied_copies = tied_copies
+        without_range = {strategy: replace(strategy, range="all") for strategy in plan.layers}
+        self._strategies = [without_range[strategy] for strategy in plan.strategies(model.layers)]
         table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
-        ranks = ([layer for stage in row for layer in stage] for row in table)
-        self._together = {layer: held for held in ranks for layer in held}
-        self._blocks: dict[tuple[Recompute, bool, Linear], Seconds] = {}
-        self._late: dict[int, tuple[float, float]] = {}
-        self._first: dict[tuple[bool, LayerStrategy, int | None], int] = {}
-        self._split = cache(
-            lambda copied, size: number(gather(self._over(self._shards, copied), priced.constants, size))
+        rank_blocks = ([block for stage in stages for block in stage] for stages in table)
+        self._rank_blocks = {block: blocks for blocks in rank_blocks for block in blocks}
+        """By block, all blocks of its pipeline rank."""
+        self._block_seconds: dict[tuple[Recompute, bool, Linear], Seconds] = {}
+        self._exposed_copies: dict[int, tuple[float, float]] = {}
+        self._representatives: dict[tuple[bool, LayerStrategy, int | None], int] = {}
+        machine, layout, k = cost_inputs.machine, cost_inputs.layout, cost_inputs.constants
+        self._gather_seconds = cache(
+            lambda copied, size: number(gather(self._group_for_engine(self._shard_group, copied), k, size))
         )
-        self._summed = cache(lambda size: number(all_reduce(self._replicas, priced.constants, size)))
-        machine, layout, k = priced.machine, priced.layout, priced.constants
+        self._all_reduce_seconds = cache(lambda size: number(all_reduce(self._replica_group, k, size)))
         nodes = np.log2(np.maximum(1.0, layout.ranks / machine.per_node))
         self.jitter = number(1 + k.jitter * nodes)
-        """Times that everything takes longer on many nodes."""
-        self.host_micro = number(k.host_micro_us) * 1e-6 * self.jitter
-        """Host seconds of one micro-batch on one rank, beside its units."""
-        self.constant = number(k.step_ms + k.sync_ms * nodes) * 1e-3
-        """Seconds of one step that depend on nothing."""
-        crowd = crowding(machine, layout, k)
-        self._shards = group(machine, k, float(shard_size(plan)), layout.shard_step, crowd)
-        self._copied = plan.gather_engine == "copy"
-        self._experts_too = number(layout.expert) <= 1  # else they are another group's to gather, by kernels
-        self._replicas = group(machine, k, float(plan.axis_size("replicate")), layout.replicate_step, crowd)
+        """Factor on all durations; it grows with the number of nodes."""
+        self.host_seconds = number(k.host_micro_us) * 1e-6 * self.jitter
+        """Host seconds of one micro-batch on one rank, outside its units."""
+        self.fixed_seconds = number(k.step_ms + k.sync_ms * nodes) * 1e-3
+        """Seconds of one step that do not depend on the units."""
+        network_congestion = congestion(machine, layout, k)
+        self._shard_group = rank_group(machine, k, float(shard_size(plan)), layout.shard_step, network_congestion)
+        self._copy_engine = plan.gather_engine == "copy"
+        self._copies_experts = number(layout.expert) <= 1
+        """Whether the copy engine may gather experts. With expert parallelism kernels gather them, in another group."""
+        self._replica_group = rank_group(
+            machine, k, float(plan.axis_size("replicate")), layout.replicate_step, network_congestion
+        )
 
-    def alike(self, unit: Unit) -> Unit:
-        """The first block of the unit's kind and strategy, or the end itself: they cost the same."""
+    def representative(self, unit: Unit) -> Unit:
+        """The first unit with the same durations: a block of equal structure and strategy, or the end of the model itself."""
         if isinstance(unit, str):
             return unit
         strategy = self._strategy(unit)
-        # What hides the copies of a block that is moved are all blocks of its rank.
-        rank = self._together[unit][0] if strategy.activations_offloaded else None
-        return self._first.setdefault((self.model.routed(unit), strategy, rank), unit)
+        # All blocks of a rank hide its activation copies, so blocks with offloading are equal only within a rank.
+        rank = self._rank_blocks[unit][0] if strategy.activations_offloaded else None
+        return self._representatives.setdefault((self.model.routed(unit), strategy, rank), unit)
 
     def compute(self, unit: Unit) -> Seconds:
-        """Arithmetic of one micro-batch."""
+        """Compute seconds of one micro-batch in the unit."""
         if unit == "embed":
-            both = number(self._ends.embed) * self.jitter
-            return Seconds(both / 3, 0.0, both * 2 / 3)
-        if unit == "head":  # its forward makes its gradients too (kernels.loss)
+            total = number(self._ends.embed) * self.jitter
+            return Seconds(total / 3, 0.0, total * 2 / 3)
+        if unit == "head":  # its forward computes its gradients too (kernels.loss)
             return Seconds(number(self._ends.head) * self.jitter, 0.0, 0.0)
-        block = self._priced_block(unit)
+        block = self._block_without_offload(unit)
         if not self._strategy(unit).activations_offloaded:
             return block
-        out, back = self._late_copies(unit)
-        inside = {**block.inside, "host link": out + back}
-        return replace(block, forward=block.forward + out, backward_input=block.backward_input + back, inside=inside)
+        to_host, from_host = self._exposed_copy_seconds(unit)
+        exposed = {**block.exposed, "host link": to_host + from_host}
+        return replace(
+            block, forward=block.forward + to_host, backward_input=block.backward_input + from_host, exposed=exposed
+        )
 
     def gather(self, unit: Unit) -> float:
         """Seconds to gather the unit's weights over the shard axis."""
-        return self._over_shards(unit, self._gathered_width(unit), copied=self._copied)
+        return self._shard_collective(unit, self._gathered_width(unit), copied=self._copy_engine)
 
     def reduce(self, unit: Unit) -> float:
-        """Seconds to sum its gradients over the shard axis."""
-        alone = self._over_shards(unit, bytes_of(self.plan.precision.reduce))
-        return self._beside(unit, self._shards, alone)
+        """Seconds to reduce the unit's gradients over the shard axis."""
+        seconds = self._shard_collective(unit, bytes_of(self.plan.precision.reduce))
+        return self._beside_backward(unit, self._shard_group, seconds)
 
     def replicate(self, unit: Unit) -> float:
-        """Seconds to sum its gradient shards over replicas."""
+        """Seconds to reduce the unit's gradient shards over replicas."""
         width = bytes_of(self.plan.precision.reduce_replicas or self.plan.precision.stored)
-        return self._beside(unit, self._replicas, self._summed(self.parameters(unit).shard * width))
+        seconds = self._all_reduce_seconds(self.parameters(unit).shard * width)
+        return self._beside_backward(unit, self._replica_group, seconds)
 
-    def tied_sum(self) -> float:
-        """Seconds in which the first and the last pipeline rank sum the gradients of a tied weight: an all-reduce of two."""
-        if not (self._tied_apart and self.model.tied):
+    def tied_gradient(self) -> float:
+        """Seconds to reduce a tied weight's gradients between the first and the last pipeline rank: an all-reduce of two."""
+        if not (self._tied_copies and self.model.tied):
             return 0.0
-        machine, layout, k = self.priced.machine, self.priced.layout, self.priced.constants
-        ends = group(machine, k, 2.0, layout.pipeline_step * (layout.pipeline - 1))
+        machine, layout, k = self.cost_inputs.machine, self.cost_inputs.layout, self.cost_inputs.constants
+        ends = rank_group(machine, k, 2.0, layout.pipeline_step * (layout.pipeline - 1))
         elements = self.model.vocab_size * self.model.hidden / shard_size(self.plan) / self.plan.axis_size("tensor")
         return number(all_reduce(ends, k, elements * bytes_of(self.plan.precision.stored)))
 
     def slowdown(self, collective: Literal["gather", "reduce", "replicate"]) -> float:
-        """How many times as long compute takes while such a collective runs beside it."""
-        where, k = self._replicas if collective == "replicate" else self._shards, self.priced.constants
-        tax = k.net_tax if number(where.domains) > 1 else k.overlap_tax
-        if collective == "gather" and self._copied and self._experts_too:
+        """Factor on compute time while such a collective runs."""
+        ranks, k = self._replica_group if collective == "replicate" else self._shard_group, self.cost_inputs.constants
+        tax = k.net_tax if number(ranks.domains) > 1 else k.overlap_tax
+        if collective == "gather" and self._copy_engine and self._copies_experts:
             tax = k.overlap_tax * k.copy_tax
-        return 1 / (1 - min(number(tax), MOST_TAX))
+        return 1 / (1 - min(number(tax), MAX_TAX))
 
     def copy_out(self, unit: Unit) -> float:
-        """Seconds by which a gather's copies hold compute up: shards cast on another stream, whole weights copied to their places."""
+        """Compute seconds that a gather's copies cost: the cast of shards on another stream, and the copy out of the buffer."""
         width = self._gathered_width(unit)
         cast = (bytes_of(self.plan.precision.stored) + width) / shard_size(self.plan)
         if self._casts_once:
-            return self._moved(self.parameters(unit).count * cast)
-        return self._moved(self.parameters(unit).count * 2 * width, self.parameters(unit).count * cast)
+            return self._memory_seconds(self.parameters(unit).count * cast)
+        return self._memory_seconds(self.parameters(unit).count * 2 * width, self.parameters(unit).count * cast)
 
     @property
     def _casts_once(self) -> bool:
-        """Whether the rank has its weights to itself, so that nothing lies between them and what computes."""
-        return shard_size(self.plan) == 1 and not self.priced.constants.lone_copies
+        """Whether the cast writes the weights that compute reads, with no buffer between: weights are not sharded."""
+        return shard_size(self.plan) == 1 and not self.cost_inputs.constants.lone_copies
 
     def _gathered_width(self, unit: Unit) -> int:
         return gathered_width(self.plan, None if isinstance(unit, str) else unit, self.model.layers)
 
     def copy_in(self, unit: Unit) -> float:
-        """The same for a reduction: gradients copied into its buffer and, on another stream, added to the shard's sum."""
+        """Compute seconds that a reduction's copies cost: into the buffer and, on another stream, onto the gradient shard."""
         precision, shards, sent = self.plan.precision, shard_size(self.plan), bytes_of(self.plan.precision.reduce)
-        added = self.plan.batch.accumulate > 1 and not self.plan.layered and self._strategy(unit).gradients == "shard"
-        parameters, moved = self.parameters(unit), bytes_of(precision.compute) + sent
+        accumulated = (
+            self.plan.batch.accumulate > 1 and not self.plan.layered and self._strategy(unit).gradients == "shard"
+        )
+        parameters, width = self.parameters(unit), bytes_of(precision.compute) + sent
         count = parameters.count
         if self._casts_once and gradients_final_in_backward(self.model, self.plan):
             return 0.0
         if self._casts_once:
-            return self.accumulate(unit) if added else self._moved(count * moved)
-        beside = 4.0 * sent if shards == 1 else 0.0  # a lone rank scales them into another buffer, and copies that
-        if added:
-            beside += 3 * bytes_of(precision.stored) / shards
-        laid = parameters.dense * (1 / number(self.priced.constants.packing) - 1) if shards > 1 else 0.0
-        return self._moved((count + laid) * moved, count * beside)
+            return self.accumulate(unit) if accumulated else self._memory_seconds(count * width)
+        # A rank without sharding scales its gradients into another buffer and copies that.
+        side_bytes = 4.0 * sent if shards == 1 else 0.0
+        if accumulated:
+            side_bytes += 3 * bytes_of(precision.stored) / shards
+        padding = parameters.dense * (1 / number(self.cost_inputs.constants.packing) - 1) if shards > 1 else 0.0
+        return self._memory_seconds((count + padding) * width, count * side_bytes)
 
     def accumulate(self, unit: Unit) -> float:
         """Compute seconds to accumulate a micro-batch's gradients in the dtype of the reduction: two reads, one write.
 
         If the product accumulates, it reads and writes the sum in place of the gradient.
         """
-        both = bytes_of(self.plan.precision.compute) + 2 * bytes_of(self.plan.precision.reduce)
+        width = bytes_of(self.plan.precision.compute) + 2 * bytes_of(self.plan.precision.reduce)
         parameters = self.parameters(unit)
         count = float(parameters.count)
         if not isinstance(unit, str) and accumulated_by_products(self.plan, unit, self.model.layers):
-            count = parameters.experts + parameters.dense * number(self.priced.constants.product_sums)
-        return self._moved(count * both)
+            count = parameters.experts + parameters.dense * number(self.cost_inputs.constants.product_sums)
+        return self._memory_seconds(count * width)
 
     def parameters(self, unit: Unit) -> UnitParameters:
         """Parameters of the unit on one rank."""
@@ -188,129 +198,134 @@ class UnitCosts:
         ends = end_units(self.model, tensor=tensor, shards=shards)
         if unit == "embed":
             return ends.embed
-        return ends.final + ends.table if self.model.tied and self._tied_apart else ends.final
+        return ends.final + ends.table if self.model.tied and self._tied_copies else ends.final
 
     def optimizer(self, units: Sequence[Unit]) -> float:
-        """Seconds of a rank's update of `units`; the state of those in host memory comes and goes meanwhile."""
-        machine, k = self.priced.machine, self.priced.constants
-        here, there = (
-            sum(self.parameters(unit).shard for unit in units if self._strategy(unit).optimizer_offloaded is on_host)
-            for on_host in (False, True)
+        """Seconds of a rank's optimizer step for `units`, including the copies of state in host memory."""
+        machine, k = self.cost_inputs.machine, self.cost_inputs.constants
+        on_device, on_host = (
+            sum(self.parameters(unit).shard for unit in units if self._strategy(unit).optimizer_offloaded is offloaded)
+            for offloaded in (False, True)
         )
         blocks = sum(isinstance(unit, int) for unit in units)
         launches = k.step_layer_us * 1e-6 * blocks
-        here, sweep = (count * k.update / (machine.hbm * k.hbm) for count in (here, there))
-        return number(here + launches + host_optimizer(machine, there, state_bytes(self.plan.precision), sweep))
+        device_update, host_update = (count * k.update / (machine.hbm * k.hbm) for count in (on_device, on_host))
+        offloaded_step = host_optimizer(machine, on_host, state_bytes(self.plan.precision), host_update)
+        return number(device_update + launches + offloaded_step)
 
-    def _beside(self, unit: Unit, where: Group, alone: float) -> float:
-        """Seconds of a reduction during the backward of an equal unit, given its seconds `alone`.
+    def _beside_backward(self, unit: Unit, ranks: Group, seconds: float) -> float:
+        """Seconds of a reduction that overlaps with the backward of an equal unit; `seconds` without overlap.
 
-        Of one micro-batch, or in layered order of all.
+        Only a reduction across nodes takes longer. The backward is that of one micro-batch, in layered order of all.
         """
-        if number(where.domains) == 1:
-            return alone
-        one, times = self.compute(unit), self.plan.batch.accumulate if self.plan.layered else 1
-        beside = times * (one.backward_input + one.backward_weight)
-        return alone + number(self.priced.constants.net_yield) * min(beside, alone)
+        if number(ranks.domains) == 1:
+            return seconds
+        compute, micro_batches = self.compute(unit), self.plan.batch.accumulate if self.plan.layered else 1
+        backward = micro_batches * (compute.backward_input + compute.backward_weight)
+        return seconds + number(self.cost_inputs.constants.net_yield) * min(backward, seconds)
 
-    def _moved(self, size: float, beside: float = 0.0) -> float:
-        """Seconds to read and write `size` bytes in all, while another stream does `beside` bytes."""
-        machine, k = self.priced.machine, self.priced.constants
-        return number(k.copies * (size + k.side_copies * beside) / (machine.hbm * k.hbm)) * self.jitter
+    def _memory_seconds(self, size: float, side_bytes: float = 0.0) -> float:
+        """Compute seconds to read and write `size` bytes in total, while another stream reads and writes `side_bytes`."""
+        machine, k = self.cost_inputs.machine, self.cost_inputs.constants
+        return number(k.copies * (size + k.side_copies * side_bytes) / (machine.hbm * k.hbm)) * self.jitter
 
     def _strategy(self, unit: Unit) -> LayerStrategy:
-        """The strategy of a block, or of the one beside an end."""
+        """The strategy of a block; an end of the model has that of the adjacent block."""
         return self._strategies[{"embed": 0, "head": -1}[unit] if isinstance(unit, str) else unit]
 
-    def _over_shards(self, unit: Unit, width: int, *, copied: bool = False) -> float:
-        """Seconds to gather or scatter a unit of `width` bytes an element: its experts among the ranks that each is split over."""
+    def _shard_collective(self, unit: Unit, width: int, *, copied: bool = False) -> float:
+        """Seconds to gather or reduce-scatter a unit of `width` bytes an element; experts use their own shard group."""
         parameters = self.parameters(unit)
-        dense = self._split(copied, parameters.dense * width)
+        dense = self._gather_seconds(copied, parameters.dense * width)
         if not parameters.experts:
             return dense
-        layout, k = self.priced.layout, self.priced.constants
-        where = group(self.priced.machine, k, layout.expert_shard, layout.expert)
-        return dense + number(gather(self._over(where, copied and self._experts_too), k, parameters.experts * width))
+        layout, k = self.cost_inputs.layout, self.cost_inputs.constants
+        ranks = rank_group(self.cost_inputs.machine, k, layout.expert_shard, layout.expert)
+        ranks = self._group_for_engine(ranks, copied and self._copies_experts)
+        return dense + number(gather(ranks, k, parameters.experts * width))
 
-    def _over(self, where: Group, copied: bool) -> Group:
-        return by_copies(where, self.priced.machine, self.priced.constants) if copied else where
+    def _group_for_engine(self, ranks: Group, copied: bool) -> Group:
+        """The group with the rates of copy-engine gathers if `copied`."""
+        return copy_engine_group(ranks, self.cost_inputs.machine, self.cost_inputs.constants) if copied else ranks
 
-    def _priced_block(self, unit: int) -> Seconds:
-        """Arithmetic of one micro-batch in a block, without copies to host memory."""
+    def _block_without_offload(self, unit: int) -> Seconds:
+        """Compute seconds of one micro-batch in a block, without copies to host memory."""
         strategy = self._strategy(unit)
-        kind = strategy.recompute, self.model.routed(unit), strategy.linear or self.plan.precision.linear
-        if kind not in self._blocks:
-            self._blocks[kind] = self._block(*kind)
-        return self._blocks[kind]
+        key = strategy.recompute, self.model.routed(unit), strategy.linear or self.plan.precision.linear
+        if key not in self._block_seconds:
+            self._block_seconds[key] = self._compute_block(*key)
+        return self._block_seconds[key]
 
-    def _late_copies(self, unit: int) -> tuple[float, float]:
-        """Seconds by which a moved block's copies out and back hold its rank up, each block's the same part of all."""
-        blocks = self._together[unit]
-        if blocks[0] not in self._late:
-            layout, saved = self.priced.layout, saved_elements_by_layer(self.model, self.plan)
-            moved = [block for block in blocks if self._strategy(block).activations_offloaded]
+    def _exposed_copy_seconds(self, unit: int) -> tuple[float, float]:
+        """Exposed seconds of a block's activation copies to host memory and back: an equal share of its rank's total."""
+        blocks = self._rank_blocks[unit]
+        if blocks[0] not in self._exposed_copies:
+            layout, saved = self.cost_inputs.layout, saved_elements_by_layer(self.model, self.plan)
+            offloaded = [block for block in blocks if self._strategy(block).activations_offloaded]
             tokens = layout.micro_batch * layout.seq / layout.context / layout.tensor
-            copied = tokens * sum(saved[block] for block in moved) * bytes_of(self.plan.precision.compute)
-            computes = [self._priced_block(block) for block in blocks]
+            copied = tokens * sum(saved[block] for block in offloaded) * bytes_of(self.plan.precision.compute)
+            computes = [self._block_without_offload(block) for block in blocks]
             forward = sum(compute.forward for compute in computes)
             backward = sum(compute.backward_input + compute.backward_weight for compute in computes)
-            out, back = exposed_copy_seconds(copied / host_rate(self.priced.machine), forward, backward)
-            self._late[blocks[0]] = number(out) / len(moved), number(back) / len(moved)
-        return self._late[blocks[0]]
+            to_host, from_host = exposed_copy_seconds(copied / host_rate(self.cost_inputs.machine), forward, backward)
+            self._exposed_copies[blocks[0]] = number(to_host) / len(offloaded), number(from_host) / len(offloaded)
+        return self._exposed_copies[blocks[0]]
 
     @cached_property
     def _ends(self) -> LayerTime:
-        """Of these the embedding's and the head's count."""
-        return layer_times(self.priced.shape, self.priced.machine, self._lone("none"), self.priced.constants)
+        """Layer times of which only `embed` and `head` are used."""
+        return layer_times(
+            self.cost_inputs.shape,
+            self.cost_inputs.machine,
+            self._single_rank_layout("none"),
+            self.cost_inputs.constants,
+        )
 
-    def _lone(self, mode: Recompute) -> Layouts:
-        """One micro-batch of one replica in one piece."""
-        layout = self.priced.layout
+    def _single_rank_layout(self, mode: Recompute) -> Layouts:
+        """The layout of one micro-batch on one replica without pipeline or sharding."""
+        layout = self.cost_inputs.layout
         return replace(
             layout, pipeline=1.0, virtual=1.0, data=1.0, shards=1.0, zero=0.0, layered=0.0,
             global_batch=layout.micro_batch, recompute=float(RECOMPUTE_MODES.index(mode)),
         )  # fmt: skip
 
-    def _block(self, mode: Recompute, routed: bool, linear: Linear) -> Seconds:
-        priced = self.priced.of(linear)
-        shape, lone, machine, k = (
-            with_blocks(self.priced.shape, routed=routed),
-            self._lone(mode),
-            priced.machine,
-            priced.constants,
-        )
-        times = layer_times(shape, machine, lone, k)
-        inside = waits(shape, machine, lone, k, times)
+    def _compute_block(self, mode: Recompute, routed: bool, linear: Linear) -> Seconds:
+        """Compute seconds of one micro-batch in a block with these settings."""
+        cost_inputs = self.cost_inputs.of(linear)
+        machine, k = cost_inputs.machine, cost_inputs.constants
+        shape, layout = with_blocks(self.cost_inputs.shape, routed=routed), self._single_rank_layout(mode)
+        times = layer_times(shape, machine, layout, k)
+        exposed = layer_exposure(shape, machine, layout, k, times)
         tensor, context, expert, host = (
-            number(one) for one in (inside.tensor, inside.context, inside.expert, inside.host)
+            number(seconds) for seconds in (exposed.tensor, exposed.context, exposed.expert, exposed.host)
         )
         forward = number(times.forward)
-        # Repeating the forward repeats its two collectives; tokens go to their experts and back in either direction.
+        # Recomputation repeats the forward's collectives in the backward: the forward then has a third of them, else half.
         forward += tensor * (1 / 3 if mode in RECOMPUTES_PRODUCTS else 1 / 2)
-        forward += number(context_traffic(shape, machine, lone, k)[0])
+        forward += number(context_traffic(shape, machine, layout, k)[0])
         forward += expert * (1 / 3 if mode in RECOMPUTES_PRODUCTS else 1 / 2)
         work = number(times.forward + times.backward) + tensor + context + expert
         backward = work - forward
-        apart = self.jitter / self.model.layers
-        each = (work + host) / work * apart
-        weight = min(self._weight_products(priced, shape), backward)
+        per_layer = self.jitter / self.model.layers
+        scale = (work + host) / work * per_layer
+        weight = min(self._weight_products(cost_inputs, shape), backward)
         return Seconds(
-            forward=forward * each,
-            backward_input=(backward - weight) * each,
-            backward_weight=weight * each,
-            inside={
-                "tensor": tensor * apart,
-                "context": context * apart,
-                "expert": expert * apart,
+            forward=forward * scale,
+            backward_input=(backward - weight) * scale,
+            backward_weight=weight * scale,
+            exposed={
+                "tensor": tensor * per_layer,
+                "context": context * per_layer,
+                "expert": expert * per_layer,
                 "host link": 0.0,
-                "host": host * apart,
+                "host": host * per_layer,
             },
         )
 
-    def _weight_products(self, priced: Pricing, shape: Shape) -> float:
-        """Seconds of all layers' weight gradients: a product for each matrix."""
-        speed, width = product_rate(priced.machine, priced.constants), priced.layout.tensor
+    def _weight_products(self, cost_inputs: Pricing, shape: Shape) -> float:
+        """Seconds of the matrix products that compute the weight gradients of all layers."""
+        speed, width = product_rate(cost_inputs.machine, cost_inputs.constants), cost_inputs.layout.tensor
         return sum(
             number(product.layers * speed.seconds(product.k, product.m, product.n, product.count))
-            for product in layer_products(shape, step_shape(shape, priced.layout), width)
+            for product in layer_products(shape, step_shape(shape, cost_inputs.layout), width)
         )

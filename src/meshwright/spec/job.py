@@ -97,7 +97,7 @@ class CheckpointSpec:
     at_end: bool = True
     """Write a checkpoint after the last step."""
     mode: Literal["auto", "async", "sync"] = "auto"
-    """async overlaps the write with training; sync pauses training.
+    """async overlaps the write with training, and refuses a run without host memory for it; sync pauses training.
     auto is async if a rank has at least 32 MB of state and host memory has space for a copy."""
     grace_seconds: Annotated[float, Bound(at_least=0)] = 25.0
     """Seconds that a run waits for its last checkpoint after a stop request; Slurm kills 30 s after its request."""

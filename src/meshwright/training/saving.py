@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from meshwright.checkpoint.background import BackgroundSaver, RankState, SaveResult, memory_obstacle
+from meshwright.checkpoint.manifest import step_name
 from meshwright.checkpoint.mirror_process import MirrorUploader
 from meshwright.checkpoint.ranks import Ranks
 from meshwright.checkpoint.state import encode_plain
@@ -96,6 +97,8 @@ class Saver:
             if spec.mirror is not None and session.world.leads
             else None
         )
+        if self._mirror is not None and session.step:  # an earlier start may have ended before it was copied
+            self._mirror.offer(session.store.folder / step_name(session.step))
 
     @classmethod
     def open(cls, session: Session, reporter: Reporter) -> Saver:
