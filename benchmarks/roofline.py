@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kernel_times import Breakdown, ClassTime, Product
 from kernel_trace import KERNEL_CLASSES
 
-from meshwright.observe import figures
+from meshwright.observe.number_text import duration
 from meshwright.spec.errors import BadInput
 from meshwright.spec.profile import CollectiveTime, MachineProfile, ProductTime
 from meshwright.workload.device_work import LinearWork, Work
@@ -214,7 +214,7 @@ def _of_products(work: Work, profile: MachineProfile, traced: Breakdown) -> str:
     if executed and abs(executed / work.product_flops - 1) > WORTH:
         facts.append(f"{executed / work.product_flops:.3f} times the needed FLOPs")
     if traced.unknown_product_seconds:
-        facts.append(f"{figures.duration(traced.unknown_product_seconds)} of unknown shape")
+        facts.append(f"{duration(traced.unknown_product_seconds)} of unknown shape")
     losses = sorted(((_lost(product, profile), product) for product in traced.products), key=lambda pair: -pair[0])
     return "; ".join([*facts, *(_slow(product, lost, profile) for lost, product in losses[:NAMED] if lost > 0)])
 
@@ -238,28 +238,28 @@ def _slow(product: Product, lost: float, profile: MachineProfile) -> str:
     rate, reached = sustained(product, profile) or 0.0, product.flops / product.seconds
     return (
         f"{product.m}×{product.k}×{product.n} {product.format}, {product.calls} calls, {reached / 1e12:.0f} of {rate / 1e12:.0f} TFLOP/s "
-        f"sustained, loses {figures.duration(lost)}"
+        f"sustained, loses {duration(lost)}"
     )
 
 
 def _of_communication(work: Work, profile: MachineProfile, time: ClassTime) -> str:
     bare = bare_communication(work, profile)
-    alone = f", {figures.duration(bare)} on idle links" if bare else ""
-    return f"not covered by compute: {figures.duration(time.seconds)} of {figures.duration(time.busy_seconds)}{alone}; {_longest(time)}"
+    alone = f", {duration(bare)} on idle links" if bare else ""
+    return f"not covered by compute: {duration(time.seconds)} of {duration(time.busy_seconds)}{alone}; {_longest(time)}"
 
 
 def _of_idle(traced: Breakdown, idle: float) -> str:
     """Why the device was idle in the traced step."""
     gaps = traced.idle
     facts = [
-        f"{figures.duration(idle)} without the profiler, {figures.duration(gaps.seconds)} with it: {figures.duration(gaps.host_seconds)} "
-        f"waiting for the host, {figures.duration(gaps.brief_seconds)} between kernels, {gaps.gaps} gaps over 5 µs"
+        f"{duration(idle)} without the profiler, {duration(gaps.seconds)} with it: {duration(gaps.host_seconds)} "
+        f"waiting for the host, {duration(gaps.brief_seconds)} between kernels, {gaps.gaps} gaps over 5 µs"
     ]
     return "; ".join([*facts, *(_gap_words(gap.seconds, gap.before, gap.op) for gap in gaps.longest[:NAMED])])
 
 
 def _gap_words(seconds: float, before: str, op: str) -> str:
-    return f"{figures.duration(seconds)} before {_short(before)}" + (f" ({op})" if op else "")
+    return f"{duration(seconds)} before {_short(before)}" + (f" ({op})" if op else "")
 
 
 def _longest(time: ClassTime) -> str:
@@ -268,7 +268,7 @@ def _longest(time: ClassTime) -> str:
 
 def _calls(time: ClassTime) -> Iterator[str]:
     for kernel in time.longest[:NAMED]:
-        yield f"{_short(kernel.name)} {figures.duration(kernel.seconds)} in {kernel.calls} calls"
+        yield f"{_short(kernel.name)} {duration(kernel.seconds)} in {kernel.calls} calls"
 
 
 def _short(name: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.checkpoint.pieces import Piece, share_out
+from meshwright.checkpoint.pieces import Piece, assign_writers
 from meshwright.spec.errors import BadInput
 
 
@@ -48,7 +48,7 @@ def test_every_element_is_written_once_or_the_tensors_are_refused(
 ):
     pieces, good = held
     try:
-        chosen = share_out(pieces)
+        chosen = assign_writers(pieces)
     except BadInput:
         assert not good
         return
@@ -60,11 +60,11 @@ def test_every_element_is_written_once_or_the_tensors_are_refused(
     assert written == dict.fromkeys(expected, 1)
     shuffled = list(pieces)
     chance.shuffle(shuffled)
-    assert share_out(shuffled) == chosen
+    assert assign_writers(shuffled) == chosen
 
 
 def writers(held: list[Piece]) -> set[tuple[int, str]]:
-    return {(piece.rank, piece.name) for piece in share_out(held)}
+    return {(piece.rank, piece.name) for piece in assign_writers(held)}
 
 
 def test_a_rank_writes_some_of_its_pieces_of_a_tensor_and_leaves_others():
@@ -73,7 +73,7 @@ def test_a_rank_writes_some_of_its_pieces_of_a_tensor_and_leaves_others():
         [rows(rank, "qkv", 3 * rank, 3 * rank + 3) for rank in (0, 1)],
         [rows(rank, "qkv", 6, 10) for rank in (0, 1)],
     )
-    assert share_out([*queries, *keys]) == {*queries, keys[0]}
+    assert assign_writers([*queries, *keys]) == {*queries, keys[0]}
 
 
 def test_copies_go_to_the_lowest_rank_with_least_to_write():
@@ -89,7 +89,7 @@ def test_empty_shards_write_nothing_and_tensors_without_elements_stay():
     assert writers([rows(rank, "none", 0, 0, of=0) for rank in (0, 1)]) == {(0, "none")}
     scalar = [Piece(rank, "step", (), "I64", (), ()) for rank in (1, 2)]
     assert writers(scalar) == {(1, "step")}
-    assert share_out([]) == set()
+    assert assign_writers([]) == set()
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_empty_shards_write_nothing_and_tensors_without_elements_stay():
 )
 def test_what_does_not_make_a_whole_tensor_is_told(held: list[Piece], says: str):
     with pytest.raises(BadInput, match=f"^x .*{says}"):
-        share_out([rows(7, "good", 0, 10), *held])
+        assign_writers([rows(7, "good", 0, 10), *held])
 
 
 def test_work_grows_with_the_number_of_pieces_not_with_its_square():
@@ -122,7 +122,7 @@ def test_work_grows_with_the_number_of_pieces_not_with_its_square():
         made: list[str] = []
         sys.setprofile(lambda _, event, __: made.append(event))
         try:
-            share_out(pieces)
+            assign_writers(pieces)
         finally:
             sys.setprofile(None)
         return len(made)

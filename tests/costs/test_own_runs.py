@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from meshwright.costs.constants import OWN, table
-from meshwright.costs.plan_costs import doubt
+from meshwright.costs.plan_costs import band_and_source
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 STEP, CLOSED = 0.05, 0.1
@@ -55,7 +55,7 @@ def checks() -> list[Any]:
 
 def is_like_fitted(row: Any) -> bool:
     """Whether the row's band is of this program's own runs; where it never ran like that before, the band says so and is wide."""
-    return doubt(row.run.cluster, row.plan)[0][1] == table()["bands"][OWN]
+    return band_and_source(row.run.cluster, row.plan)[0][1] == table()["bands"][OWN]
 
 
 def test_todays_kernels_are_held_to_more(checks: list[Any]) -> None:

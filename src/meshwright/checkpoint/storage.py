@@ -41,7 +41,7 @@ from meshwright.checkpoint.boxed import Boxed
 from meshwright.checkpoint.contents import Chunk, Contents, TensorRecord
 from meshwright.checkpoint.files import FileRecord, room_for
 from meshwright.checkpoint.header import TensorHeader
-from meshwright.checkpoint.pieces import Piece, share_out
+from meshwright.checkpoint.pieces import Piece, assign_writers
 from meshwright.checkpoint.shards import dtype_name, write_shard
 from meshwright.spec.errors import BadInput, OutOfResources
 
@@ -50,7 +50,7 @@ FLAT = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
 
 
 class PiecePlanner(DefaultSavePlanner):
-    """Plans a save of tensors that ranks hold in whatever way; `share_out` decides who writes what, and refuses."""
+    """Plans a save of tensors with any distribution over ranks; `assign_writers` chooses the writers or raises BadInput."""
 
     def __init__(self) -> None:
         super().__init__(**FLAT)
@@ -63,7 +63,7 @@ class PiecePlanner(DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Leave each piece to one rank; raises BadInput when the pieces of all ranks do not make whole tensors."""
-        written = share_out(_piece(rank, item) for rank, plan in enumerate(all_plans) for item in plan.items)
+        written = assign_writers(_piece(rank, item) for rank, plan in enumerate(all_plans) for item in plan.items)
         _check_held({piece.name for piece in written}, all_plans)
         plans = [
             SavePlan([item for item in plan.items if _piece(rank, item) in written])

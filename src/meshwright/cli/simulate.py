@@ -77,7 +77,7 @@ def simulate(
 
 
 def _answer(run: RunSpec, plan: Plan, timeline: Timeline, *, chosen: bool, trace: Path) -> dict[str, Any]:
-    from meshwright.costs.plan_costs import STACK, band, doubt
+    from meshwright.costs.plan_costs import STACK, band, band_and_source
     from meshwright.planner.checkpoint_cost import checkpoint_cost
     from meshwright.simulator.step_simulation import memory_of
     from meshwright.spec.fields import to_plain
@@ -104,7 +104,7 @@ def _answer(run: RunSpec, plan: Plan, timeline: Timeline, *, chosen: bool, trace
         "low_seconds": low,
         "high_seconds": high,
         "constants": STACK,
-        "band": doubt(run.cluster, plan)[1],
+        "band": band_and_source(run.cluster, plan)[1],
         "tokens_per_second": run.train.global_batch * run.train.seq_len / seconds,
         "bubble": timeline.bubble,
         "breakdown": _breakdown(run, plan, timeline),

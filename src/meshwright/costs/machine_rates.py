@@ -1,4 +1,4 @@
-"""A ClusterSpec as the cost model sees it: one rate of each kind, that of the slowest nodes, since a step waits for them."""
+"""Rates of a ClusterSpec for the cost model: those of its slowest nodes, because a step takes as long as its slowest rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshwright.spec.nodes import node_type_runs
 FORMATS = {"bf16": 0.0, "fp16": 0.0, "fp32": 0.0, "fp64": 0.0, "fp8": 1.0, "mxfp8": 2.0, "nvfp4": 3.0}
 """Number format of matrix products → Machine.low."""
 KERNEL_US = 10.0
-"""What one operation costs a processor beside its arithmetic and bytes: a guess."""
+"""Microseconds that a CPU spends per operation outside its arithmetic and bytes: a guess."""
 GUESSED_SPREAD, MEASURED_SPREAD, CORRECTED_SPREAD = (-1.1, 1.1), (-0.3, 0.9), (-0.2, 0.2)
 
 
@@ -46,17 +46,17 @@ def is_guessed(cluster: ClusterSpec) -> bool:
 
 
 def unpredicted(cluster: ClusterSpec) -> str:
-    """What is said in place of seconds where `is_guessed`."""
+    """The message that replaces predicted seconds if `is_guessed`."""
     if cluster.is_cpu:
         return "CPU times are not predicted without a profile (`meshwright profile --out FILE` measures this machine)"
     return f"rates of {cluster.gpu} are not known (`meshwright profile --out FILE` on it measures them)"
 
 
 def spread(cluster: ClusterSpec) -> tuple[float, float] | None:
-    """Logarithms of the ends of the 80% band for a device that no fitted run was on; None for those of the chip table.
+    """Logarithms of the ends of the 80% band for a device without fitted runs; None for devices of the chip table.
 
-    Set by hand, wide on purpose: a guessed rate may be off by a factor of three, and of a measured processor nobody knows how well a
-    step's many small operations reach the rates of large ones.
+    The bands are set by hand and wide: a guessed rate may be off by a factor of three, and a step's many small operations may not
+    reach the measured rates of large operations.
     """
     if cluster.gpu in CHIPS:
         return None
@@ -66,31 +66,31 @@ def spread(cluster: ClusterSpec) -> tuple[float, float] | None:
 
 
 def fast_domain(cluster: ClusterSpec) -> int:
-    """Devices connected at link speed: as the network says, else a node's, or more if the chip's links leave its hosts."""
+    """Devices connected by fast links: the network's `domain`, else a node's devices, or more if the chip's links span nodes."""
     chip, per_node = chip_of(cluster), cluster.gpus_per_node
     stated = cluster.network.domain if cluster.network else None
     return stated or (max(per_node, chip.domain) if chip and per_node == chip.per_node else per_node)
 
 
 def machine_of(cluster: ClusterSpec, number_format: str = "bf16") -> Machine:
-    """The machine that `cluster` describes, for products in `number_format`.
+    """The rates of `cluster`, for products in `number_format`.
 
-    Raises BadInput for a chip that is not in the table, a format that one of the chips lacks, or groups of more nodes than there are.
+    Raises BadInput for a chip that is not in the table, a format that a chip lacks, or groups with more nodes than the cluster.
     """
     network = cluster.network or NetworkSpec()
     chips = _chips(cluster, number_format)
     first = chips[0]
-    kinds = [kind for kind, _ in node_type_runs(cluster)]
-    links = [kind.link_gb_per_s * 1e9 if kind.link_gb_per_s else _chip(cluster, kind.gpu).link for kind in kinds]
-    ports = [kind.port_gb_per_s * 1e9 if kind.port_gb_per_s else _chip(cluster, kind.gpu).nic for kind in kinds]
-    given = cluster.memory_bytes()
+    nodes = [node for node, _ in node_type_runs(cluster)]
+    links = [node.link_gb_per_s * 1e9 if node.link_gb_per_s else _chip(cluster, node.gpu).link for node in nodes]
+    ports = [node.port_gb_per_s * 1e9 if node.port_gb_per_s else _chip(cluster, node.gpu).nic for node in nodes]
+    stated_memory = cluster.memory_bytes()
     others = [chip.memory_bytes for chip in chips[1:]]
     return Machine(
         peak=min(chip.peak_flops[number_format] for chip in chips),
         half_peak=min(_half(chip, number_format) for chip in chips),
         low=FORMATS[number_format],
         hbm=min(chip.hbm for chip in chips),
-        memory=min([given or first.memory_bytes, *others]),
+        memory=min([stated_memory or first.memory_bytes, *others]),
         link=min(links),
         nic=min(ports),
         host=min(chip.host for chip in chips),
@@ -103,9 +103,9 @@ def machine_of(cluster: ClusterSpec, number_format: str = "bf16") -> Machine:
 
 
 def with_latencies(k: Constants, cluster: ClusterSpec) -> Constants:
-    """Fitted constants with the latencies that the cluster states in place of the stack's."""
+    """Fitted constants, with the latencies that the cluster states instead of the stack's."""
     network = cluster.network or NetworkSpec()
-    stated = [kind.port_us for kind, _ in node_type_runs(cluster) if kind.port_us is not None]
+    stated = [node.port_us for node, _ in node_type_runs(cluster) if node.port_us is not None]
     port = max(stated) if stated else k.net_us
     return replace(k, net_us=port, link_us=network.link_us or k.link_us)
 
@@ -122,14 +122,14 @@ def as_measured(
         return k, machine
     profile = load_profile(cluster.profile)
     k, machine, _ = with_profile(k, machine, profile, number_format)
-    network = cluster.network or NetworkSpec()  # a latency that is written down goes before one that was measured
+    network = cluster.network or NetworkSpec()  # a stated latency overrides a measured latency
     return replace(k, net_us=network.port_us or k.net_us, link_us=network.link_us or k.link_us), machine
 
 
 def measured_port(cluster: ClusterSpec) -> float | None:
-    """GB/s to which measured shares of a port refer, if the profile crossed nodes.
+    """The reference rate of a port in GB/s for measured shares, if the profile spans nodes.
 
-    Emulated nodes have this bandwidth unless the cluster says otherwise.
+    Emulated nodes have this bandwidth unless the cluster states another.
     """
     profile = load_profile(cluster.profile) if cluster.profile else None
     return reference_chip(profile).nic / 1e9 if profile and profile.nodes > 1 else None
@@ -147,15 +147,15 @@ def on_processor(k: Constants) -> Constants:
 def _chips(cluster: ClusterSpec, number_format: str) -> list[Chip]:
     if sum(group.nodes for group in cluster.groups) > cluster.nodes:
         raise BadInput(
-            f"cluster.groups: they have more nodes than cluster.nodes = {cluster.nodes}; it counts all nodes"
+            f"cluster.groups: they have more nodes than cluster.nodes = {cluster.nodes}; cluster.nodes counts all nodes"
         )
     differing = [group.gpu or cluster.gpu for group in cluster.groups]
-    rest = sum(group.nodes for group in cluster.groups) < cluster.nodes
+    has_ungrouped_nodes = sum(group.nodes for group in cluster.groups) < cluster.nodes
     chips = []
-    for name in dict.fromkeys([*([cluster.gpu] if rest else []), *differing]):
+    for name in dict.fromkeys([*([cluster.gpu] if has_ungrouped_nodes else []), *differing]):
         chip = _chip(cluster, name)
         if number_format not in FORMATS or number_format not in chip.peak_flops:
-            known = ", ".join(kind for kind in chip.peak_flops if kind in FORMATS)
+            known = ", ".join(name for name in chip.peak_flops if name in FORMATS)
             raise BadInput(f"cluster.gpu: {name} has no {number_format} products; it has {known}")
         chips.append(chip)
     return chips
@@ -172,7 +172,7 @@ def _chip(cluster: ClusterSpec, name: str) -> Chip:
 
 
 def _half(chip: Chip, number_format: str) -> float:
-    """Rate of attention and head, which stay in 16 bit below narrower products and are as wide as wider ones."""
+    """Peak rate of attention and head: in 16 bit if products are narrower, else in the format of the products."""
     if number_format in ("fp32", "fp64"):
         return chip.peak_flops[number_format]
     return chip.peak_flops.get("bf16") or chip.peak_flops["fp16"]

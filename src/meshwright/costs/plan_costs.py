@@ -1,8 +1,8 @@
-"""Step time of a run's own Plan, from the closed-form cost model.
+"""Step time of a Plan, from the closed-form cost model.
 
-Constants and band are this program's own (costs/own.yaml), fitted on its runs on H200; on other generations they are a guess
-(docs/design/cost-model.md). A plan's `layers` may differ; `plan_time` takes the mean of their steps, and
-a pipeline's fill is 1F1B's times a factor of the schedule. `simulator.step_simulation` plays the schedule itself, unit by unit.
+Constants and band are those of this program's own engine (costs/own.yaml), fitted to its runs on H200; on other generations they
+are a guess (docs/design/cost-model.md). If layers have different strategies, `plan_time` is the mean over layers. A pipeline's fill
+time is 1F1B's times a factor of the schedule; `simulator.step_simulation` simulates the schedule unit by unit.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from meshwright.workload.layouts import Layouts, layout_of, strategy_columns
 from meshwright.workload.model_shape import Shape, shape_of
 
 STACK = OWN
-"""Whose constants price a plan."""
+"""The stack whose constants price a plan."""
 LOOPBACK_GB_PER_S, LOOPBACK_PORT_GB_PER_S = 19.8, 9.9
 """Bandwidth of an emulated node if the cluster gives none, in total and per rank.
 
 NCCL's all-reduces over loopback between nodes of one and of two H200s (benchmarks/fit_own.py).
 """
 MEASURED_AXES = ("pipeline", "replicate", "shard")
-"""Axes of this program's own runs, all of them on one host, which may play several nodes."""
+"""Axes in this program's own runs, all on one host, which may emulate several nodes."""
 
 
 @dataclass(frozen=True)
 class PlanTime:
-    """Seconds of one step with the ends of their 80% band, and where they go."""
+    """Seconds of one step, the ends of their 80% band, and seconds by cause."""
 
     seconds: float
     low: float
@@ -62,30 +62,30 @@ class PlanTime:
 
 @dataclass(frozen=True)
 class Pricing:
-    """What a plan's costs are asked with, products in the format of its blocks: of most of them, where they differ."""
+    """Inputs of the cost model for one plan, with matrix products in the format of most of its blocks."""
 
     shape: Shape
     machine: Machine
     layout: Layouts
     constants: Constants
     others: Mapping[Linear, Pricing] = field(default_factory=dict)
-    """By the format of their linear layers, what the other blocks are priced with."""
+    """Inputs for the other blocks, by the format of their linear layers."""
 
     def of(self, linear: Linear) -> Pricing:
-        """What blocks whose linear layers are in this format are priced with."""
+        """The inputs for blocks whose linear layers have this format."""
         return self.others.get(linear, self)
 
 
 def plan_time(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> PlanTime | None:
-    """What one step of `plan` takes on `cluster`; None where the model says nothing (see `pricing`).
+    """Seconds of one step of `plan` on `cluster`; None for an unknown chip or format.
 
-    Raises BadInput for a cluster whose groups contradict it.
+    Raises BadInput if the node groups contradict the cluster.
     """
     priced = pricing(model, train, plan, cluster)
     if priced is None:
         return None
-    filled = plan.predicted.memory_peak_bytes / priced.machine.memory if plan.predicted else 0.0
-    cost = _mean_cost(model, train, plan, priced, filled)
+    memory_share = plan.predicted.memory_peak_bytes / priced.machine.memory if plan.predicted else 0.0
+    cost = _mean_cost(model, train, plan, priced, memory_share)
     seconds = number(cost.seconds)
     low, high = band(seconds, cluster, plan)
     parts = {"compute": cost.compute, "optimizer": cost.optimizer, "host": cost.host + cost.constant}
@@ -98,12 +98,12 @@ def plan_time(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSp
 def pricing(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> Pricing | None:
     """The cost model's inputs for `plan`; None for an unknown chip or format.
 
-    On unlike nodes those of the slowest pipeline rank: `simulator.slow_nodes` has each rank's own. Raises BadInput for a
-    cluster whose groups contradict it.
+    On heterogeneous nodes they are those of the slowest pipeline rank; `simulator.slow_nodes` computes each rank's. Raises
+    BadInput if the node groups contradict the cluster.
     """
     compute, cluster = plan.precision.compute, as_nodes(cluster)
     if cluster.groups and cluster.gpu in CHIPS and compute in FORMATS:
-        machine_of(cluster, products(plan.precision, cluster))  # says what is wrong with the groups
+        machine_of(cluster, products(plan.precision, cluster))  # raises if the groups are invalid
         cluster = slowest_rank_cluster(cluster, Layout.of(plan, cluster.gpus_per_node))
     chip = chip_of(cluster)
     if chip is None or compute not in FORMATS or compute not in chip.peak_flops:
@@ -116,24 +116,24 @@ def pricing(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec
     shape = shape_of(model, train.seq_len)
 
     def priced(linear: Linear) -> Pricing:
-        alike = replace(plan, precision=replace(plan.precision, linear=linear))
-        kind = products(alike.precision, cluster)
-        k, machine = as_measured(constants, _cached_machine(cluster, kind), cluster, kind)
-        if kind == "fp8" and linear == "fp8_rowwise":
+        uniform = replace(plan, precision=replace(plan.precision, linear=linear))
+        product_format = products(uniform.precision, cluster)
+        k, machine = as_measured(constants, _cached_machine(cluster, product_format), cluster, product_format)
+        if product_format == "fp8" and linear == "fp8_rowwise":
             machine = replace(machine, low=ROWWISE)
-        return Pricing(shape, machine, layout_of(model, train, alike), k)
+        return Pricing(shape, machine, layout_of(model, train, uniform), k)
 
     most, *others = _formats(model, plan)
     return replace(priced(most), others={linear: priced(linear) for linear in others})
 
 
-@lru_cache(maxsize=64)  # as long as the list of its nodes to make
+@lru_cache(maxsize=64)  # its cost grows with the number of nodes
 def _cached_machine(cluster: ClusterSpec, product_format: str) -> Machine:
     return machine_of(cluster, product_format)
 
 
 def _formats(model: ModelSpec, plan: Plan) -> list[Linear]:
-    """Formats of the blocks' linear layers, that of most blocks first."""
+    """Formats of the blocks' linear layers, the most frequent first."""
     own = plan.precision.linear
     if all(layer.linear is None for layer in plan.layers):
         return [own]
@@ -143,12 +143,12 @@ def _formats(model: ModelSpec, plan: Plan) -> list[Linear]:
 
 
 def products(precision: Precision, cluster: ClusterSpec) -> str:
-    """Format in which the blocks' matrix products take their time: a processor plays fp8 in the format that it computes in."""
+    """Format that prices the blocks' matrix products; a CPU emulates fp8 in its compute dtype."""
     return precision.compute if cluster.is_cpu else precision.products
 
 
 def as_nodes(cluster: ClusterSpec) -> ClusterSpec:
-    """The cluster with a host that plays several nodes written as those nodes, joined by TCP."""
+    """The cluster with an emulating host replaced by the emulated nodes, connected by TCP."""
     if cluster.emulate_nodes == 1:
         return cluster
     network = cluster.network or NetworkSpec()
@@ -164,61 +164,66 @@ def as_nodes(cluster: ClusterSpec) -> ClusterSpec:
 
 
 def band(seconds: float, cluster: ClusterSpec, plan: Plan) -> tuple[float, float]:
-    """The 80% band of a predicted step time, in seconds; narrow only if this program measured runs similar to `plan`."""
-    (low, high), _ = doubt(cluster, plan)
+    """The 80% band of a predicted step time in seconds; it is narrow only if own runs are similar to `plan`."""
+    (low, high), _ = band_and_source(cluster, plan)
     return seconds * float(np.exp(low)), seconds * float(np.exp(high))
 
 
-def doubt(cluster: ClusterSpec, plan: Plan) -> tuple[tuple[float, float], str]:
-    """Logarithms of the band's ends, and what they rest on.
+def band_and_source(cluster: ClusterSpec, plan: Plan) -> tuple[tuple[float, float], str]:
+    """Logarithms of the ends of the 80% band, and the source of the band.
 
-    Where this program never ran like that, published runs say how far a prediction strays from a source that was left out of the fit: those
-    of well-known stacks on the generation where this program ran on it, and elsewhere those of stacks that few sources know. A device that
-    nobody's runs were fitted on may be off by a factor of three.
+    Without similar own runs the band is the error of predictions for published runs that were excluded from the fit: those of well-known
+    stacks if own runs exist on the generation, else those of stacks with few sources. A device without fitted runs may be off by a
+    factor of three.
     """
     bands = table()["bands"]
     if (wide := spread(cluster)) is not None:
         return wide, "set by hand: the device is in no table"
-    new = ", ".join(never_measured(cluster, plan))
+    unmeasured_features = ", ".join(never_measured(cluster, plan))
     chips = [CHIPS[name] for name in (cluster.gpu, *(group.gpu for group in cluster.groups)) if name in CHIPS]
     generation = next((chip.generation for chip in chips if not is_measured(chip.generation)), chips[0].generation)
     if generation not in table()["generations"]:
         return GUESSED_SPREAD, f"set by hand: no run on {generation} devices was fitted"
-    if not new and (is_measured(generation) or cluster.profile is not None):
-        return _even(bands[OWN]), f"{table()['own_runs']} runs of {OWN}, of devices, axes and networks like these"
+    if not unmeasured_features and (is_measured(generation) or cluster.profile is not None):
+        return _symmetric(bands[OWN]), f"{table()['own_runs']} runs of {OWN}, of devices, axes and networks like these"
     if is_measured(generation):
-        width, whose = bands.get(generation, bands["default"]), f"on {generation} devices"
+        width, runs = bands.get(generation, bands["default"]), f"on {generation} devices"
     else:
-        width, whose, new = bands["default"], "of stacks that few sources know", f"{generation} devices"
-    return _even(width), f"published runs {whose}, left out of the fit: {OWN} was not measured with {new}"
+        width, runs, unmeasured_features = bands["default"], "of stacks that few sources know", f"{generation} devices"
+    return _symmetric(
+        width
+    ), f"published runs {runs}, left out of the fit: {OWN} was not measured with {unmeasured_features}"
 
 
-def _even(width: float) -> tuple[float, float]:
+def _symmetric(width: float) -> tuple[float, float]:
     return -width, width
 
 
 def never_measured(cluster: ClusterSpec, plan: Plan) -> list[str]:
-    """What of `plan` is unlike all of this program's own runs."""
-    found = [f"{axis.axis} ranks" for axis in plan.mesh if axis.size > 1 and axis.axis not in MEASURED_AXES]
-    found += ["expert ranks"] if experts_over(plan) > 1 else ["mixtures of experts"] if plan.experts else []
-    found += ["offload"] if any(layer.offload != "none" for layer in plan.layers) else []
+    """Features of `plan` that none of this program's own runs has."""
+    features = [f"{axis.axis} ranks" for axis in plan.mesh if axis.size > 1 and axis.axis not in MEASURED_AXES]
+    features += ["expert ranks"] if experts_over(plan) > 1 else ["mixtures of experts"] if plan.experts else []
+    features += ["offload"] if any(layer.offload != "none" for layer in plan.layers) else []
     copied = plan.gather_engine == "copy" and shard_size(plan) > 1
-    found += ["gathers by copy engines beside a network"] if copied and cluster.emulate_nodes > 1 else []
+    features += ["gathers by copy engines beside a network"] if copied and cluster.emulate_nodes > 1 else []
     low = any((layer.linear or plan.precision.linear) != "compute" for layer in plan.layers)
-    found += ["fp8 products"] if low else []
-    return found + (["several hosts"] if cluster.nodes > 1 else [])
+    features += ["fp8 products"] if low else []
+    return features + (["several hosts"] if cluster.nodes > 1 else [])
 
 
 def number(value: object) -> float:
-    """The one number in a cost that may be an array of one."""
+    """A cost as a float, from a number or an array with one element."""
     return float(np.asarray(value, dtype=np.float64).reshape(-1)[0])
 
 
-def _mean_cost(model: ModelSpec, train: TrainSpec, plan: Plan, priced: Pricing, filled: float) -> StepCost:
-    """The cost of a step; if layer strategies differ, the mean over layers, which are alike."""
-    counts = Counter(replace(one, range="all") for one in plan.strategies(model.layers))
-    moved = sum(count for layer, count in counts.items() if layer.activations_offloaded) / model.layers
-    costs = [_uniform_cost(priced.of(layer.linear or plan.precision.linear), layer, filled, moved) for layer in counts]
+def _mean_cost(model: ModelSpec, train: TrainSpec, plan: Plan, priced: Pricing, memory_share: float) -> StepCost:
+    """The cost of a step; if layer strategies differ, the mean over layers of the step with all layers like that layer."""
+    counts = Counter(replace(strategy, range="all") for strategy in plan.strategies(model.layers))
+    offloaded = sum(count for layer, count in counts.items() if layer.activations_offloaded) / model.layers
+    costs = [
+        _uniform_cost(priced.of(layer.linear or plan.precision.linear), layer, memory_share, offloaded)
+        for layer in counts
+    ]
     shares = [count / model.layers for count in counts.values()]
 
     def mean(parts: Sequence[Array]) -> Array:
@@ -232,7 +237,7 @@ def _mean_cost(model: ModelSpec, train: TrainSpec, plan: Plan, priced: Pricing, 
     return StepCost(**plain, exposed={axis: mean([cost.exposed[axis] for cost in costs]) for axis in costs[0].exposed})
 
 
-def _uniform_cost(priced: Pricing, layer: LayerStrategy, filled: float, moved: float) -> StepCost:
-    """The step's cost if all layers were as `layer` is; activations of the share `moved` of them wait in host memory."""
-    layout = replace(priced.layout, **strategy_columns(layer, moved))
-    return step_cost(priced.shape, priced.machine, layout, priced.constants, filled)
+def _uniform_cost(priced: Pricing, layer: LayerStrategy, memory_share: float, offloaded: float) -> StepCost:
+    """The step's cost if all layers were like `layer`; the share `offloaded` of all layers offloads activations."""
+    layout = replace(priced.layout, **strategy_columns(layer, offloaded))
+    return step_cost(priced.shape, priced.machine, layout, priced.constants, memory_share)

@@ -1,4 +1,4 @@
-"""Where each number of a prediction comes from, grouped as people think of a machine."""
+"""Sources of the numbers behind a prediction, by part of the machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from meshwright.config.profile_file import load_profile
 from meshwright.costs.constants import OWN, constants, is_measured, table
 from meshwright.costs.machine_rates import as_measured, chip_of, is_guessed, machine_of
 from meshwright.costs.measured import fits
-from meshwright.costs.plan_costs import STACK, as_nodes, doubt
+from meshwright.costs.plan_costs import STACK, as_nodes, band_and_source
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.plan import Plan
@@ -14,14 +14,14 @@ from meshwright.spec.plan import Plan
 GROUPS = (
     "matrix products", "attention", "device memory", "optimizer", "links inside a node", "network", "overlap", "host link", "software",
 )  # fmt: skip
-"""Sources of a prediction.
+"""Groups of numbers with one source.
 
-`software` is what no profile measures: element-wise passes, host time, fixed cost of a step.
+No profile measures `software`: element-wise passes, host time, fixed cost of a step.
 """
 OF_STACK = ("optimizer", "overlap", "software")
-"""Of these no datasheet says anything."""
+"""Groups that no datasheet describes."""
 STATED = {"links inside a node": "link_gb_per_s", "network": "port_gb_per_s"}
-"""Keys of `cluster.network` that stand in place of the datasheet's bandwidth."""
+"""Keys of `cluster.network` that replace the datasheet's bandwidth."""
 MEASURE = "guess; `meshwright profile --out FILE` measures it"
 
 
@@ -29,30 +29,30 @@ def sources(cluster: ClusterSpec, number_format: str = "bf16", plan: Plan | None
     """The source of each group of numbers for `cluster`: measured, fitted, datasheet or guess; and of the band of `plan`.
 
     Measured: fit of the formula, file, date. Fitted: number of runs and stack. Raises BadInput when the profile cannot be
-    read or the cluster is no machine (`costs.machine_rates.machine_of`).
+    read or the cluster is invalid (`costs.machine_rates.machine_of`).
     """
     nodes = as_nodes(cluster)
     absent = {"network"} if nodes.nodes == 1 else {"links inside a node"} if nodes.gpus_per_node == 1 else set()
     absent |= {"overlap", "links inside a node"} if nodes.ranks == 1 else set()
-    found = {group: _unmeasured(cluster, group) for group in GROUPS if group not in absent}
+    source_by_group = {group: _unmeasured(cluster, group) for group in GROUPS if group not in absent}
     if plan is not None and not is_guessed(cluster):
-        found["80% band"] = doubt(cluster, plan)[1]
+        source_by_group["80% band"] = band_and_source(cluster, plan)[1]
     chip = chip_of(nodes)
     if cluster.profile is None or chip is None:
-        return found
+        return source_by_group
     profile = load_profile(cluster.profile)
     k, _ = as_measured(constants(chip.generation, STACK), machine_of(nodes, number_format), nodes, number_format)
     for group, fit in fits(k, profile, number_format).items():
-        if group in found and fit.count:
-            found[group] = f"{fit}: {cluster.profile}, {profile.date[:10]}"
+        if group in source_by_group and fit.count:
+            source_by_group[group] = f"{fit}: {cluster.profile}, {profile.date[:10]}"
     if profile.corrections:
         runs = len(profile.corrections)
-        found["matrix products"] += f"; corrected by {runs} run{'s' * (runs > 1)} in {cluster.profile}"
-    return found
+        source_by_group["matrix products"] += f"; corrected by {runs} run{'s' * (runs > 1)} in {cluster.profile}"
+    return source_by_group
 
 
 def _unmeasured(cluster: ClusterSpec, group: str) -> str:
-    """Where a group's numbers come from when no profile says."""
+    """The source of a group's numbers without a profile."""
     if group in OF_STACK and not (cluster.is_cpu and group != "software"):
         return _share(cluster, of_stack=True)
     stated = getattr(cluster.network, STATED[group]) if cluster.network and group in STATED else None
@@ -70,13 +70,13 @@ def _unmeasured(cluster: ClusterSpec, group: str) -> str:
 
 
 def _share(cluster: ClusterSpec, *, of_stack: bool = False) -> str:
-    """What the share of a datasheet's figure, or a constant of the software, rests on."""
-    chip, rows = CHIPS.get(cluster.gpu), table()
+    """The source of the share of a datasheet's figure, or of a constant of the software."""
+    chip, values = CHIPS.get(cluster.gpu), table()
     if STACK == OWN and (of_stack or (chip is not None and is_measured(chip.generation))):
         elsewhere = "" if chip is not None and is_measured(chip.generation) else ", on other devices"
-        return f"fitted on {rows['own_runs']} runs of {STACK}{elsewhere}"
+        return f"fitted on {values['own_runs']} runs of {STACK}{elsewhere}"
     if chip is None:
         return "a guess"
-    if chip.generation not in rows["generations"]:
+    if chip.generation not in values["generations"]:
         return f"a guess: no run on {chip.generation} devices was fitted"
-    return f"fitted on published runs ({sum(rows['fitted_on'].values()):,}, all generations)"
+    return f"fitted on published runs ({sum(values['fitted_on'].values()):,}, all generations)"

@@ -33,7 +33,7 @@ class Clock:
         """Median seconds of `call`, from about `budget` seconds of repeats whose first half is warm-up."""
         calls_per_batch, batches = _cut(self._known(call), budget)
         times = self._batches(call, calls_per_batch, batches)
-        return self.team.slowest(statistics.median(times[len(times) // 2 :]))
+        return self.team.largest(statistics.median(times[len(times) // 2 :]))
 
     def burst_seconds(self, call: Call) -> float:
         """Median seconds of `call` on a device that was idle before, from a few hundredths of a second of repeats."""
@@ -41,7 +41,7 @@ class Clock:
         if self.team.cuda:
             self.team.meet()
             time.sleep(IDLE_SECONDS)
-        return self.team.slowest(statistics.median(self._batches(call, calls_per_batch, batches)))
+        return self.team.largest(statistics.median(self._batches(call, calls_per_batch, batches)))
 
     def rank_seconds(self, call: Call, budget: float) -> float:
         """Median seconds of `call` on this rank only; not collective."""
@@ -58,7 +58,7 @@ class Clock:
         """Approximate seconds of a call, equal on every rank, so that all ranks choose the same number of repeats."""
         call()
         self.team.meet()
-        return self.team.slowest(self._batches(call, 2, 1)[0])
+        return self.team.largest(self._batches(call, 2, 1)[0])
 
     def _batches(self, call: Call, calls_per_batch: int, batches: int) -> list[float]:
         """Mean seconds of a call in each batch."""

@@ -26,7 +26,7 @@ def launch_seconds(team: Team) -> float:
             operand.add_(1.0)
         rounds.append((time.perf_counter() - start) / LAUNCHES)
     team.meet()
-    return team.slowest(statistics.median(rounds))
+    return team.largest(statistics.median(rounds))
 
 
 def host_links(team: Team, clock: Clock, budget: float) -> list[HostLink]:
@@ -44,7 +44,7 @@ def host_links(team: Team, clock: Clock, budget: float) -> list[HostLink]:
             COPY_BYTES / clock.rank_seconds(lambda: device.copy_(host, non_blocking=True), budget / 4),
         ]
     team.meet()
-    links = [HostLink(devices=1, to_host=team.leader(rates[0]), to_device=team.leader(rates[1]))]
+    links = [HostLink(devices=1, to_host=team.from_first_rank(rates[0]), to_device=team.from_first_rank(rates[1]))]
     local = team.world.environment.local_ranks if team.world else 1
     if local > 1:
         to_host_seconds = clock.seconds(lambda: host.copy_(device, non_blocking=True), budget / 4)

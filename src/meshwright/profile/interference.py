@@ -35,7 +35,7 @@ def interferences(team: Team, clock: Clock, budget: float) -> list[Interference]
     size = BYTES[team.device.type]
     widest = {layout.nodes: layout for layout in group_layouts(team.ranks, team.ranks_per_node)}
     for nodes, layout in widest.items():
-        group = team.group(layout.parts)
+        group = team.group(layout.groups)
         cases.append(Case("all_gather", layout.ranks, nodes, _gather(group, size, team.device)))
         cases.append(Case("reduce_scatter", layout.ranks, nodes, _reduce(group, size, team.device)))
     if team.cuda:
@@ -68,7 +68,7 @@ def _timed(team: Team, clock: Clock, case: Case, budget: float) -> Interference:
         overlapped.append(_compute(team, product, count, begin))
         other_alone.append(_compute(team, lambda: begin()(), 1, None))
     compute_seconds, together_seconds, other_median = (
-        team.slowest(statistics.median(times)) for times in (alone, overlapped, other_alone)
+        team.largest(statistics.median(times)) for times in (alone, overlapped, other_alone)
     )
     return Interference(
         op=case.op, ranks=case.ranks, nodes=case.nodes, bytes=BYTES[team.device.type], compute_seconds=compute_seconds,

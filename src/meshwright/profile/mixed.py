@@ -60,9 +60,9 @@ def _rounds(team: Team, calls: Sequence[Call], budget: float) -> list[float]:
         call()
     team.meet()
     (first,) = _timed(team, calls, 1)
-    count = max(ROUNDS, int(budget / team.slowest(max(1e-6, sum(first)))))
+    count = max(ROUNDS, int(budget / team.largest(max(1e-6, sum(first)))))
     rounds = _timed(team, calls, count)[count // 2 :]
-    return [team.slowest(statistics.median(times[index] for times in rounds)) for index in range(len(calls))]
+    return [team.largest(statistics.median(times[index] for times in rounds)) for index in range(len(calls))]
 
 
 def _timed(team: Team, calls: Sequence[Call], rounds: int) -> list[list[float]]:

@@ -49,7 +49,7 @@ class Team:
         if self.world:
             dist.barrier(group=self.world.control)
 
-    def slowest(self, value: float) -> float:
+    def largest(self, value: float) -> float:
         """The largest `value` of all ranks, on every rank."""
         if self.world is None:
             return value
@@ -57,7 +57,7 @@ class Team:
         dist.all_reduce(reduced, dist.ReduceOp.MAX, group=self.world.control)
         return float(reduced)
 
-    def leader(self, value: float) -> float:
+    def from_first_rank(self, value: float) -> float:
         """Rank 0's `value`, on every rank."""
         if self.world is None:
             return value
@@ -65,7 +65,7 @@ class Team:
         dist.broadcast(broadcast, 0, group=self.world.control)
         return float(broadcast)
 
-    def group(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-        """This rank's process group of the division `parts`; collective over all ranks."""
+    def group(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        """This rank's process group of the division `groups`; collective over all ranks."""
         assert self.world is not None, "a single rank has no process group"
-        return world_group() if len(parts) == 1 else self.world.split(parts, "profile")
+        return world_group() if len(groups) == 1 else self.world.split(groups, "profile")

@@ -18,18 +18,18 @@ from meshwright.workload.unit_parameters import EndParameters, block_unit, end_u
 
 
 def layout_memory(model: ModelSpec, layout: Layouts, f: Formats) -> dict[str, Array]:
-    """Bytes by category of the fuller of two pipeline ranks: the one that holds the head, and the fullest of the others.
+    """Bytes by category of the fuller of two pipeline ranks: the rank with the head, and the fullest of the others.
 
     `transfers` is 0 without a pipeline. Layers of a mixture count at their mean.
     """
-    columns = [bytes_by_category(_held(model, layout, f, last=last), f) for last in (False, True)]
-    first, second = (sum(kinds.values()) for kinds in columns)
-    return {kind: np.where(second > first, columns[1][kind], columns[0][kind]) for kind in columns[0]}
+    first, last = (bytes_by_category(_rank_tensors(model, layout, f, last=end), f) for end in (False, True))
+    fuller = sum(last.values()) > sum(first.values())
+    return {category: np.where(fuller, last[category], first[category]) for category in first}
 
 
-def _held(model: ModelSpec, layout: Layouts, f: Formats, *, last: bool) -> RankTensors:
+def _rank_tensors(model: ModelSpec, layout: Layouts, f: Formats, *, last: bool) -> RankTensors:
     sizes, width, m = _model_parameters(model), np.asarray(layout.tensor), layout.micro_batches
-    lone, shards = np.asarray(layout.pipeline) == 1, np.asarray(layout.shards)
+    single, shards = np.asarray(layout.pipeline) == 1, np.asarray(layout.shards)
     ends, loss, shared = _ends(sizes.ends, layout, model.tied, last)
     block = (sizes.block - sizes.experts * (1 - 1 / np.maximum(1.0, layout.expert / width))) / width
     layers = np.where((np.asarray(layout.vee) > 0) == last, layout.fullest_layers, layout.head_layers)
@@ -38,32 +38,32 @@ def _held(model: ModelSpec, layout: Layouts, f: Formats, *, last: bool) -> RankT
     shape = shape_of(model, 1)
     kept = tokens * f.compute * mean_saved_elements(shape, layout.recompute, f.low, layout.expert)
     forwards, forwards_first = _forwards(layout, last)
-    staying = np.minimum(DEVICE_LAYERS + (np.asarray(layout.pipeline) > 1), layers)
-    moved = np.asarray(layout.offload_activations)
-    alive = np.where(moved > 0, staying, 0.0) + (1 - moved) * forwards * layers
+    on_device = np.minimum(DEVICE_LAYERS + (np.asarray(layout.pipeline) > 1), layers)
+    offloaded = np.asarray(layout.offload_activations)
+    alive = np.where(offloaded > 0, on_device, 0.0) + (1 - offloaded) * forwards * layers
     working = mean_backward_elements(shape, layout.recompute, f.low) + received_elements(model, width, layout.context)
-    piled = np.where(layout.layered > 0, m, 0.0)
+    pending = np.where(layout.layered > 0, m, 0.0)
     whole = (np.asarray(layout.reduce_once) > 0) & (m > 1)
     sums = np.where(whole & (shards > 1), (layers * block + ends) * f.reduce, owned * f.stored)
     return RankTensors(
         owned=owned, block=block, ends=ends, head=loss, shards=shards,
         gathers=np.where((shards == 1) & (layout.data <= 1) & (f.compute >= f.stored), 0.0, 1.0),
         kept=np.where(layout.gather_once > 0, layers, 0.0), ends_kept=layout.gather_once,
-        last=np.where((loss > 0) & ~shared, loss, block), sums=np.where((piled > 0) | (m <= 1), 0.0, sums),
-        reduces=np.where(~whole | (lone & ~forwards_first) | (piled > 0), 1.0, 0.0), offloaded_share=layout.offload, layers=layers,
+        last=np.where((loss > 0) & ~shared, loss, block), sums=np.where((pending > 0) | (m <= 1), 0.0, sums),
+        reduces=np.where(~whole | (single & ~forwards_first) | (pending > 0), 1.0, 0.0), offloaded_share=layout.offload, layers=layers,
         alive=alive * kept, working=tokens * f.compute * working, tokens=tokens, width=width, hidden=model.hidden,
-        vocab=model.vocab_size, gradients_final=layout.gradients_final_in_backward(model.tied), pending=piled,
-        pending_head=np.where(forwards_first, m, np.maximum(1.0, piled)),
-        messages=np.where(lone, -1.0, _sends(layout, last)),
+        vocab=model.vocab_size, gradients_final=layout.gradients_final_in_backward(model.tied), pending=pending,
+        pending_head=np.where(forwards_first, m, np.maximum(1.0, pending)),
+        messages=np.where(single, -1.0, _sends(layout, last)),
     )  # fmt: skip
 
 
 def _ends(parameters: EndParameters, layout: Layouts, tied: bool, last: bool) -> tuple[Array, Array, Array]:
-    """Of the rank: parameters of embedding and head, those of the unit with the loss, and whether one unit has both ends."""
-    lone = np.asarray(layout.pipeline) == 1
-    first_has_both = lone | (np.asarray(layout.vee) > 0)
-    has_head = lone | ~first_has_both if last else first_has_both
-    has_embed = lone if last else np.ones_like(lone)
+    """Parameters of the rank's ends, parameters of its unit with the loss, and whether a tied unit has both ends."""
+    single = np.asarray(layout.pipeline) == 1
+    first_has_both = single | (np.asarray(layout.vee) > 0)
+    has_head = single | ~first_has_both if last else first_has_both
+    has_embed = single if last else np.ones_like(single)
     shared = has_head & has_embed & tied
     copy = np.where(has_head & ~has_embed & tied, parameters.table.count, 0.0)
     ends = has_embed * parameters.embed.count + has_head * parameters.final.count + copy
@@ -72,12 +72,12 @@ def _ends(parameters: EndParameters, layout: Layouts, tied: bool, last: bool) ->
 
 
 def _forwards(layout: Layouts, last: bool) -> tuple[Array, Array]:
-    """Micro-batches whose forwards wait for their backwards, and whether all forwards come first, as GPipe has it."""
+    """Micro-batches in flight at the peak, and whether all forwards precede all backwards, as in GPipe."""
     m, depth = layout.micro_batches, np.asarray(layout.pipeline)
     rule = np.where(layout.layered > 0, m, np.minimum(m, 1.0 if last else depth))
-    said = np.asarray(layout.in_flight_last if last else layout.in_flight)
-    # The last rank of no other schedule holds that many.
-    return np.where(said > 0, said, rule), (np.asarray(layout.in_flight_last) >= m) & (m > depth)
+    scheduled = np.asarray(layout.in_flight_last if last else layout.in_flight)
+    # In no other schedule does the last rank have so many micro-batches in flight.
+    return np.where(scheduled > 0, scheduled, rule), (np.asarray(layout.in_flight_last) >= m) & (m > depth)
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,6 @@ def _model_parameters(model: ModelSpec) -> _ModelParameters:
 
 
 def _sends(layout: Layouts, last: bool) -> Array:
-    """Messages of one micro-batch that an end of the pipeline sends; in a V only the last rank sends at the turn."""
+    """Messages of one micro-batch that the first or last pipeline rank sends; in a V only the last rank sends at the turn."""
     stages = np.asarray(layout.virtual, float)
     return np.where(np.asarray(layout.vee) > 0, 2 * stages - 2 if last else stages, 2 * stages - 1)

@@ -1,4 +1,4 @@
-"""Layouts of a step as columns: a number or NumPy array for each property, for one plan or a hundred thousand."""
+"""Layouts of a step as columns: each property is a number for one plan, or a NumPy array for many plans."""
 
 from __future__ import annotations
 
@@ -26,80 +26,79 @@ SELECTIVE, ALL_BUT_ATTENTION, FULL = (
 
 @dataclass(frozen=True, kw_only=True)
 class Layouts:
-    """How one step is spread. `zero` 0 copies all states, 1 shards the optimizer, 2 gradients too, 3 weights too."""
+    """How ranks divide a step. `zero`: 0 replicates all states, 1 shards the optimizer, 2 also gradients, 3 also weights."""
 
     tensor: Array
     pipeline: Array
     virtual: Array
     context: Array
     expert: Array
-    """Ranks that the experts of one layer are spread over, tensor ranks among them."""
+    """Ranks that divide the experts of a layer, tensor ranks included."""
     data: Array
     zero: Array
     shards: Array
-    """Ranks over which a `zero` stage shards (at most data × context)."""
+    """Ranks that share the states sharded by `zero` (at most data × context)."""
     micro_batch: Array
     global_batch: Array
     seq: Array
     recompute: Array
-    """The mode's place in `RECOMPUTE_MODES`; in published runs selective repeats attention's core."""
+    """Index in `RECOMPUTE_MODES`; in published runs `selective` recomputes the core of attention."""
     keep_gathered: Array = 0.0
-    """1 when gathered weights stay after forward."""
+    """1 if gathered weights are kept from forward to backward."""
     gathered_bytes: Array = 2.0
-    """Of a block's weight while it is gathered."""
+    """Bytes per element of a block's gathered weight."""
     copied: Array = 0.0
     """1 when copy engines gather weights, on links of a communicator of their own."""
     tokens_copied: Array = 0.0
     """1 when tensor ranks copy their tokens beside the products."""
     gather_once: Array = 0.0
-    """1 when they stay for the whole step, all its micro-batches."""
+    """1 if gathered weights are kept for the whole step, all its micro-batches."""
     reduce_once: Array = 0.0
-    """1 when sharded gradients are summed over ranks once a step rather than once a micro-batch."""
+    """1 if gradients are reduced over shards once per step rather than once per micro-batch."""
     replica_bytes: Array = 0.0
-    """Bytes per gradient element on the wire between replicas of sharded weights; 0 leaves it to the stack."""
+    """Bytes per gradient element sent between replicas of sharded weights; 0 selects the stack's constant."""
     fill: Array = 1.0
-    """Idle time at the pipeline's ends over 1F1B's with as many virtual stages (a schedule that splits the backward has less)."""
+    """Idle time at the pipeline's ends, relative to 1F1B with as many virtual stages; less if the backward is split."""
     in_flight: Array = 0.0
-    """Micro-batches whose activations the first pipeline rank holds at once (`schedules.in_flight`); 0 as 1F1B does."""
+    """Peak of micro-batches in flight on the first pipeline rank (`schedules.in_flight`); 0 selects 1F1B's."""
     in_flight_last: Array = 0.0
-    """The same of the last pipeline rank."""
+    """Peak of micro-batches in flight on the last pipeline rank."""
     vee: Array = 0.0
-    """1 when the first pipeline rank holds both ends of the model (schedules that lay their stages in a V)."""
+    """1 if the first pipeline rank has both ends of the model (schedules with V-shaped placement)."""
     loss_chunk: Array = 4096.0
     """Tokens whose logits exist at once (train.loss_chunk)."""
     offload: Array = 0.0
     """1 when the optimizer's state is in host memory."""
     state_bytes: Array = 12.0
-    """Of a parameter in host memory then: two moments, and the master weight where weights are gathered in a narrower format."""
+    """Bytes of a parameter's state in host memory (`workload.dtypes.state_bytes`)."""
     offload_activations: Array = 0.0
-    """Share of layers of which what backward needs waits in host memory: two of them stay; 0 for a layer that is none of them."""
+    """Share of all layers whose saved activations are offloaded to host memory; 0 for a layer that is not."""
     slowest: Array = 1.0
-    """Compute time of the slowest rank over the mean (`benchmarks/stragglers.py`): all others wait for it."""
+    """Compute time of the slowest rank relative to the mean (`benchmarks/stragglers.py`)."""
     ulysses: Array = 1.0
-    """Context ranks that exchange heads; over the others, `ring`, keys and values are passed round."""
+    """Context ranks that exchange heads; the other context ranks (`ring`) pass keys and values round a ring."""
     layered: Array = 0.0
-    """1 when all micro-batches pass a layer before the next one is gathered (breadth-first accumulation)."""
+    """1 if all micro-batches pass a layer before the next layer is gathered (breadth-first accumulation)."""
     imbalance: Array = 1.0
-    """Tokens of the busiest expert rank over the mean."""
+    """Tokens of the busiest expert rank relative to the mean."""
     one_copy: Array = 0.0
-    """1 when a token is sent once to each domain that has some of its experts, and spread from there (DeepEP and kin)."""
+    """1 if each domain with experts of a token receives it once and distributes it inside (DeepEP and similar)."""
     exchange_beside: Array = 0.0
-    """1 when another micro-batch computes while tokens travel to their experts and back (DualPipe and kin)."""
+    """1 if another micro-batch computes during dispatch and combine (DualPipe and similar)."""
     domains_per_token: Array = 0.0
-    """Domains that the router sends a token to at most; 0 where it does not limit them."""
+    """Largest number of domains that the router sends a token to; 0 without a limit."""
     host_sizes: Array = 1.0
-    """1 when the host must learn how many rows each local expert gets before it can launch their products."""
+    """1 if the host needs the token counts of local experts before it launches their products."""
     balanced: Array = 0.0
-    """1 when stages are cut by the cost of layers and head rather than by number of layers."""
+    """1 if stages balance the cost of layers and head rather than the number of layers."""
     fullest_layers: Array = 0.0
-    """Layers of the fullest pipeline rank that does not hold the head; 0 where stages are cut as published stacks do
-    (`costs.stage_layers`)."""
+    """Layers of the fullest pipeline rank without the head; 0 selects the rules of published stacks (`costs.stage_layers`)."""
     head_layers: Array = 0.0
-    """Layers of the rank that holds the head."""
+    """Layers of the rank with the head."""
     sequence: Array = 0.0
-    """1 when tensor parallelism keeps only its share of the sequence of what it does not split by width."""
+    """1 with sequence parallelism: tensor ranks divide by sequence the activations that they do not divide by width."""
     port: Array = 1.0
-    """Bandwidth of the ports of its groups over the machine's; less for unlike nodes joined by a slower network."""
+    """Bandwidth of the groups' ports relative to the machine's; below 1 across node groups on a slower network."""
     tensor_stride: Array = 0.0
     """Ranks from one member of an axis's groups to the next (`spec.layout.Layout.stride`).
 
@@ -130,7 +129,7 @@ class Layouts:
 
     @property
     def tensor_step(self) -> Array:
-        """Ranks from one tensor rank to the next; below the same of the other axes."""
+        """Distance in ranks from one tensor rank to the next; the properties below are those of the other axes."""
         return np.where(self.tensor_stride > 0, self.tensor_stride, 1.0)
 
     @property
@@ -155,7 +154,7 @@ class Layouts:
 
     @property
     def data_step(self) -> Array:
-        """Over shards and replicas together, on average where other axes lie between them."""
+        """Distance between data-parallel ranks (shards and replicas), the mean if other axes lie between them."""
         ranks = self.data * self.context
         span = np.maximum(self.shard_step * self.shards, self.replicate_step * np.maximum(1.0, ranks / self.shards))
         placed = (self.shard_stride > 0) | (self.replicate_stride > 0)
@@ -185,7 +184,7 @@ def usual_imbalance(expert_ranks: Array) -> Array:
 
 
 def layout_of(model: ModelSpec, train: TrainSpec, plan: Plan) -> Layouts:
-    """The columns of one plan with all layers as its first one is."""
+    """The columns of a plan whose layers are all like its first layer."""
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     columns = layouts_of(
         model, train, plan.precision, plan.axis_size, expert=experts_over(plan), schedule=NAMES.index(plan.schedule.name),
@@ -233,7 +232,7 @@ def layouts_of(
 
 
 def gathered_bytes(precision: Precision) -> float:
-    """Bytes of an element of a block's weight while it is gathered; the closed form knows no wider format than bf16."""
+    """Bytes per element of a block's gathered weight; the closed form has no dtype wider than bf16."""
     return 1.0 if precision.gather == "fp8" and precision.linear == "fp8_tensorwise" else 2.0
 
 

@@ -1,8 +1,8 @@
-"""Memory of one rank under a plan, by kind, in bytes.
+"""Memory of each pipeline rank under a plan, by category, in bytes.
 
-Weights and optimizer state are exact, and gradients at the moment counted. Activations count what autograd keeps of a block whose
-element-wise work is fused (every matrix product's input, what attention reads and writes, the two residuals), as often as the schedule
-holds it; `account` adds what is gathered, reduced and computed beside them. The framework's share is a guess until a profile replaces it.
+Weights, gradients and optimizer state are exact. Activations count the tensors that autograd saves in a block with fused element-wise
+operations (`workload.activations`), times the micro-batches that the schedule keeps in flight. `workload.tensor_bytes` adds gathered
+weights, reduction buffers and temporary tensors. The framework's memory is a guess unless a profile gives it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def formats(
     engine: Engine = "kernel",
     tensor_engine: Engine = "kernel",
 ) -> Formats:
-    """Bytes of a run's numbers; `replicas` is how many ranks gradients are summed over after sharding. Engines are the plan's."""
+    """Bytes of a run's numbers; replicas sum gradients over `replicas` ranks. Engines are the plan's."""
     narrow, compute = precision.reduce_replicas, bytes_of(precision.compute)
     return Formats(
         compute=compute, reduce=bytes_of(precision.reduce), stored=bytes_of(precision.stored), resident=bytes_of(precision.resident),
@@ -57,10 +57,8 @@ def fullest_rank_memory(
 ) -> dict[str, int]:
     """Bytes of the fullest rank by category.
 
-    weights, gradients, optimizer, gathered, activations, transfers (under a pipeline), logits, framework. `alive` is
-    `memory_by_rank`'s.
-
-    `alive` is `memory_by_rank`'s.
+    Categories: weights, gradients, optimizer, gathered, activations, transfers (with a pipeline), logits, framework. `alive` is
+    as in `memory_by_rank`.
     """
     return fullest(memory_by_rank(model, train, plan, cpu=cpu, alive=alive))
 
@@ -71,56 +69,60 @@ def fullest(ranks: Sequence[dict[str, int]]) -> dict[str, int]:
 
 
 def allocated(categories: dict[str, int]) -> int:
-    """Bytes of a rank that tensors take, which an allocator's peak is compared with."""
+    """Bytes of a rank's tensors, comparable with the allocator's peak."""
     return sum(categories.values()) - categories["framework"]
 
 
 def memory_by_rank(
     model: ModelSpec, train: TrainSpec, plan: Plan, *, cpu: bool, alive: Sequence[float] = ()
 ) -> tuple[dict[str, int], ...]:
-    """Bytes by kind of every pipeline rank.
+    """Bytes by category of every pipeline rank.
 
-    `alive` says by pipeline rank how many bytes of `activation_bytes` the schedule holds at once (`peak_in_flight`).
-    Left out, a rank holds all micro-batches of all its stages, or one when it runs them one after another.
+    `alive` is, by pipeline rank, the peak of `activation_bytes` under the schedule (`peak_in_flight`). Without it, a rank stores all
+    micro-batches of all its stages, or a single micro-batch if it finishes each before the next.
 
-    A layer with `offload: activations` (or `both`) leaves nothing on the device between its forward and its backward but two layers of one
-    micro-batch (three under a pipeline). Where the optimizer is in host memory, master weights and moments are there too; the rank keeps
-    its shard of the weights in the compute format, from which units are gathered, the sum of their gradients, and room for a few chunks.
+    Of layers with `offload: activations` (or `both`), the device stores two layers of one micro-batch (three with a pipeline). With the
+    optimizer in host memory, master weights and moments are there too; the device stores the shard of the weights in the compute dtype,
+    the sum of their gradients, and staging buffers for a few chunks.
     """
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     times = 1 if one_by_one(plan) else plan.batch.accumulate
     columns, per_token = [], elements_per_token(model, plan)
     for rank in range(len(table)):
         part = stage_part(model, plan.axis_size("tensor"), shard_size(plan), experts_over(plan), table, rank)
-        held = alive[rank] if alive else times * _left_by(model, train, plan, part.layers)
-        columns.append(_bytes_by_kind(model, train, plan, part, held, per_token))
+        saved = alive[rank] if alive else times * _saved_bytes(model, train, plan, part.layers)
+        columns.append(_rank_tensors(model, train, plan, part, saved, per_token))
     joined = RankTensors(**{name: np.array([column[name] for column in columns], float) for name in columns[0]})
     replicas = plan.axis_size("replicate")
     numbers = formats(
         train, plan.precision, cpu=cpu, replicas=replicas, engine=plan.gather_engine, tensor_engine=plan.tensor_engine,
     )  # fmt: skip
-    found = bytes_by_category(joined, numbers)
-    kinds = [kind for kind in CATEGORIES if kind != "transfers" or len(table) > 1]
-    return tuple({kind: round(float(found[kind][rank])) for kind in kinds} for rank in range(len(table)))
+    sizes = bytes_by_category(joined, numbers)
+    categories = [category for category in CATEGORIES if category != "transfers" or len(table) > 1]
+    return tuple(
+        {category: round(float(sizes[category][rank])) for category in categories} for rank in range(len(table))
+    )
 
 
 def optimizer_on_host(model: ModelSpec, plan: Plan, nodes: int) -> float:
     """Bytes of each node's memory that hold the state of parameters whose optimizer is in host memory."""
     if not any(layer.optimizer_offloaded for layer in plan.layers):
         return 0.0
-    away = sum(
-        row.count for row in parameters(model) if plan.strategy_of(row.name, model.layers).optimizer_offloaded
+    offloaded = sum(
+        parameter.count
+        for parameter in parameters(model)
+        if plan.strategy_of(parameter.name, model.layers).optimizer_offloaded
     ) * plan.axis_size("replicate")
-    return away * state_bytes(plan.precision) / nodes
+    return offloaded * state_bytes(plan.precision) / nodes
 
 
-def _left_by(model: ModelSpec, train: TrainSpec, plan: Plan, layers: Iterable[int]) -> float:
+def _saved_bytes(model: ModelSpec, train: TrainSpec, plan: Plan, layers: Iterable[int]) -> float:
     strategies, per_token = plan.strategies(model.layers), elements_per_token(model, plan)
     elements = sum(per_token(layer)[0] for layer in layers if not strategies[layer].activations_offloaded)
     return tokens_of(train, plan) * elements * bytes_of(plan.precision.compute)
 
 
-def _bytes_by_kind(
+def _rank_tensors(
     model: ModelSpec,
     train: TrainSpec,
     plan: Plan,
@@ -132,7 +134,7 @@ def _bytes_by_kind(
     strategies = [every[layer] for layer in part.layers]
     tokens, compute, accumulate = tokens_of(train, plan), bytes_of(plan.precision.compute), plan.batch.accumulate
     size = tokens * compute
-    waiting = [
+    offloaded = [
         size * per_token(layer)[0]
         for layer, strategy in zip(part.layers, strategies, strict=True)
         if strategy.activations_offloaded
@@ -145,7 +147,7 @@ def _bytes_by_kind(
     host = sum(n for n, s in zip(part.blocks, strategies, strict=True) if s.optimizer_offloaded)
     host += part.head * every[-1].optimizer_offloaded
     host += (part.ends - part.head) * every[0].optimizer_offloaded
-    piled = accumulate if plan.layered else 0
+    pending = accumulate if plan.layered else 0
     staying = DEVICE_LAYERS + (plan.axis_size("pipeline") > 1)
     once = all(strategy.gradients == "whole" for strategy in strategies) and accumulate > 1
     return {
@@ -154,18 +156,18 @@ def _bytes_by_kind(
         "ends_kept": not strategies[-1].reshard, "last": part.last, "sums": _sums(plan, part, strategies),
         "reduces": not once or one_by_one(plan) or plan.layered,
         "offloaded_share": host / (sum(part.blocks) + part.ends),
-        "layers": len(part.layers), "alive": alive + sum(sorted(waiting)[-staying:]),
+        "layers": len(part.layers), "alive": alive + sum(sorted(offloaded)[-staying:]),
         "working": size * (working + float(exchanged)), "tokens": tokens, "width": plan.axis_size("tensor"),
-        "hidden": model.hidden, "vocab": model.vocab_size, "pending": piled, "gradients_final": gradients_final_in_backward(model, plan),
+        "hidden": model.hidden, "vocab": model.vocab_size, "pending": pending, "gradients_final": gradients_final_in_backward(model, plan),
         "pending_head": accumulate if plan.layered or plan.schedule.name == "gpipe" else 1,
         "messages": part.sends if plan.axis_size("pipeline") > 1 else -1,
     }  # fmt: skip
 
 
 def _sums(plan: Plan, part: StagePart, strategies: Sequence[LayerStrategy]) -> float:
-    """Gradient sums of earlier micro-batches: each rank's shard, or its whole sum.
+    """Bytes of gradients accumulated over earlier micro-batches: shards, or whole units.
 
-    None in layered order or with one micro-batch.
+    0 in layered order or with one micro-batch.
     """
     if plan.layered or plan.batch.accumulate == 1:
         return 0
@@ -180,5 +182,5 @@ def _sums(plan: Plan, part: StagePart, strategies: Sequence[LayerStrategy]) -> f
 
 
 def one_by_one(plan: Plan) -> bool:
-    """Whether one rank takes each micro-batch forward and back before the next."""
+    """Whether a single pipeline rank runs forward and backward of each micro-batch before the next."""
     return plan.axis_size("pipeline") == 1 and plan.schedule.name not in ("gpipe", "breadth_first")

@@ -2,9 +2,9 @@
 
 The executor, FSDP2 and the kernels decide which tensors are alive (docs/design/cost-model.md, "Memory").
 
-A rank is fullest at one of three moments: in the head (logits and the head's gradients), in the first block's backward
-while all activations are alive (gradients on their way), or when backward has ended (every gradient's sum, and copies
-that travel).
+A rank's memory peaks at one of three moments: in the head (logits and the head's gradients), in the first block's backward
+while all activations are alive (gradients in reduction), or at the end of backward (all accumulated gradients, and the
+copies that are sent to replicas).
 """
 
 from __future__ import annotations
@@ -25,41 +25,41 @@ from meshwright.workload.buffers import (
 
 CATEGORIES = ("weights", "gradients", "optimizer", "gathered", "activations", "logits", "transfers", "framework")
 WIDE = 4
-"""Bytes of the loss's own sums (fp32)."""
+"""Bytes of a number in the loss's accumulators (fp32)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Formats:
-    """Bytes of the numbers of a run."""
+    """Bytes per number of a run's tensors, and sizes of its buffers."""
 
     compute: Array = 2
     reduce: Array = 4
     stored: Array = 4
     resident: Array = 2
-    """Of a weight that stays on the device while its optimizer is in host memory."""
+    """Of a weight on the device whose optimizer is in host memory."""
     gathered: Array = 1.0
-    """Of a block's gathered weight, over `compute`."""
+    """Of a block's gathered weight, relative to `compute`."""
     low: Array = 1.0
-    """Of a product's input that is kept for backward, over `compute`."""
+    """Of a product's input that is saved for backward, relative to `compute`."""
     travelling: Array = 0
-    """Of the copies in which gradients travel between replicas; 0 when they travel as they are."""
+    """Of the copies of gradients that replicas sum; 0 without copies."""
     logit: Array = 2
-    """A logit while the loss is made: a fused pass writes its gradient in its place, plain steps keep a wide copy beside it."""
+    """Of a logit in the loss: the fused kernel overwrites it with its gradient, plain operations add an fp32 copy."""
     chunk: Array = 4096
     """Tokens whose logits exist at once."""
     workspace: Array = 200 << 20
     """Scratch memory of matrix products and attention."""
     window: Array = 0
-    """1 where weights are gathered into a window that stays, by copy engines."""
+    """1 if copy engines gather weights into a persistent window."""
     token_window: Array = 0
-    """1 where tensor ranks copy tokens beside their products, through a window that stays."""
+    """1 if tensor ranks copy tokens through a persistent window while they compute."""
     framework: Array = 3 << 30
-    """Context, communicators, kernels: what no tensor takes."""
+    """Context, communicators, kernels: memory outside tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankTensors:
-    """Parameters and tensors of pipeline ranks, one column each. Parameter counts are those of one tensor rank."""
+    """Parameters and tensors of pipeline ranks, a column for each. Parameter counts are those of a tensor rank."""
 
     owned: Array
     """Parameters of the rank's shard: it stores their master weights, gradient sums and moments."""
@@ -112,26 +112,26 @@ def bytes_by_category(rank: RankTensors, f: Formats) -> dict[str, Array]:
     """Bytes by category of every column at its peak. `transfers` is 0 without a pipeline."""
     stream = rank.tokens * rank.hidden * f.compute
     moments = (_head_moment(rank, f, stream), _first_backward_moment(rank, f, stream), _backward_end_moment(rank, f))
-    totals = np.stack(np.broadcast_arrays(*(np.asarray(sum(kinds.values()), float) for kinds in moments)))
+    totals = np.stack(np.broadcast_arrays(*(np.asarray(sum(moment.values()), float) for moment in moments)))
     fullest = np.argmax(totals, axis=0)
     at_peak = {
-        kind: np.choose(fullest, np.broadcast_arrays(*(kinds[kind] for kinds in moments)))
-        for kind in ("gradients", "gathered", "activations", "logits")
+        category: np.choose(fullest, np.broadcast_arrays(*(moment[category] for moment in moments)))
+        for category in ("gradients", "gathered", "activations", "logits")
     }
-    stays = 1 - rank.offloaded_share
-    # Two moments, and the master weight where it is there too.
-    kinds = 2.0 + (np.asarray(f.resident) < f.stored)
-    staged = STAGING_BUFFERS * kinds * np.minimum(STAGED_ELEMENTS, rank.owned * rank.offloaded_share)
+    on_device = 1 - rank.offloaded_share
+    # Two moments, and the master weight if it is in host memory too.
+    tensors = 2.0 + (np.asarray(f.resident) < f.stored)
+    staged = STAGING_BUFFERS * tensors * np.minimum(STAGED_ELEMENTS, rank.owned * rank.offloaded_share)
     return {
-        "weights": rank.owned * (f.stored * stays + f.resident * rank.offloaded_share),
+        "weights": rank.owned * (f.stored * on_device + f.resident * rank.offloaded_share),
         "gradients": at_peak["gradients"],
-        "optimizer": (2 * rank.owned * stays + staged) * f.stored,
+        "optimizer": (2 * rank.owned * on_device + staged) * f.stored,
         "gathered": at_peak["gathered"],
         "activations": at_peak["activations"],
         "logits": at_peak["logits"],
-        # A message sent is let go when the next one goes out.
+        # The buffer of a sent message is freed when the next message is sent.
         "transfers": np.where(rank.messages < 0, 0.0, (RECEIVES_AHEAD + rank.messages) * stream),
-        # Mapped memory is not the allocator's: no tensor of torch's account takes it.
+        # The allocator does not own mapped memory, so torch's memory statistics do not count it.
         "framework": f.framework + np.where(rank.width > 1, f.token_window * TOKEN_SLOTS * rank.width * stream, 0.0),
     }
 
@@ -153,17 +153,17 @@ def _buffers(rank: RankTensors, f: Formats, last: Array) -> Array:
 
 def _head_moment(rank: RankTensors, f: Formats, stream: Array) -> dict[str, Array]:
     """Bytes in the head: a chunk's logits and the fp32 gradient of the head's weight."""
-    # The head sees the tokens of all tensor ranks, and its own part of the vocabulary.
+    # The head computes the tokens of all tensor ranks for its own part of the vocabulary.
     chunk = np.minimum(rank.tokens * rank.width, f.chunk) * rank.vocab / rank.width * f.logit
     table = rank.vocab * rank.hidden / rank.width
-    # A chunk's product is made beside the sum that it is added to: on H200s models of three sizes held a second one.
+    # A chunk's weight gradient and its accumulator exist at once: measured on H200s for models of three sizes.
     wide = 2 * table * np.maximum(WIDE, f.compute) + np.where(rank.pending > 0, table * f.reduce, 0.0)
-    here = chunk + wide + stream * (1 + np.maximum(1.0, rank.pending_head))
+    head_bytes = chunk + wide + stream * (1 + np.maximum(1.0, rank.pending_head))
     return {
         "gradients": rank.sums,
         "gathered": _gathered_weights(rank, f),
         "activations": rank.alive + rank.pending * stream + f.workspace,
-        "logits": np.where(rank.head > 0, here, 0.0),
+        "logits": np.where(rank.head > 0, head_bytes, 0.0),
     }
 
 
@@ -172,19 +172,19 @@ def _first_backward_moment(rank: RankTensors, f: Formats, stream: Array) -> dict
 
     On a pipeline's first rank, whose previous micro-batch ended its backward with the embedding, the embedding's.
     """
-    # A unit that both ends share waits, summed in the format of the reduction, for the embedding's part.
-    waits = np.where(rank.head >= rank.ends, 0.0, 1 / rank.shards)
+    # The tied unit of both ends keeps its sum in the reduction's dtype until the embedding's gradient is added.
+    tied_sum = np.where(rank.head >= rank.ends, 0.0, 1 / rank.shards)
     before = np.where((rank.head > 0) | (rank.messages < 0), 0.0, rank.ends)
-    # What an exchange brought is let go on its own stream, whose memory compute gets none of.
+    # Buffers of the communication stream are freed to that stream's pool, which compute cannot allocate from.
     buffers = np.where((rank.shards > 1) | (rank.gradients_final <= 0), f.reduce, 0.0)
     others = np.maximum(before, rank.block) * (
         buffers + np.where(rank.gradients_final > 0, f.compute, f.reduce) / rank.shards
     )
-    reduced = rank.reduces * np.maximum(rank.head * (buffers + waits * f.reduce), others)
-    made = rank.block * (f.compute + np.where(rank.pending > 0, f.reduce, 0.0))
+    reduced = rank.reduces * np.maximum(rank.head * (buffers + tied_sum * f.reduce), others)
+    computed = rank.block * (f.compute + np.where(rank.pending > 0, f.reduce, 0.0))
     return {
         "gradients": rank.sums,
-        "gathered": _gathered_weights(rank, f) + rank.gathers * (reduced + made),
+        "gathered": _gathered_weights(rank, f) + rank.gathers * (reduced + computed),
         "activations": rank.alive + rank.working + rank.pending * stream + f.workspace,
         "logits": np.where(rank.head > 0, stream * np.maximum(1.0, rank.pending_head), 0.0),
     }
@@ -193,8 +193,8 @@ def _first_backward_moment(rank: RankTensors, f: Formats, stream: Array) -> dict
 def _backward_end_moment(rank: RankTensors, f: Formats) -> dict[str, Array]:
     """Bytes at the end of backward: all gradients and no activations."""
     unit = np.maximum(np.maximum(rank.head, rank.ends - rank.head), rank.block)
-    alone = np.where(rank.gradients_final > 0, 0.0, UNITS_IN_FLIGHT * f.reduce)
-    buffers = np.where(rank.shards > 1, UNITS_IN_FLIGHT * f.reduce, alone)
+    unsharded = np.where(rank.gradients_final > 0, 0.0, UNITS_IN_FLIGHT * f.reduce)
+    buffers = np.where(rank.shards > 1, UNITS_IN_FLIGHT * f.reduce, unsharded)
     return {
         "gradients": rank.owned * (np.where(rank.gradients_final > 0, f.compute, f.stored) + f.travelling),
         "gathered": rank.gathers * unit * (f.compute + buffers) + _buffers(rank, f, 0.0 * rank.last),
