@@ -65,7 +65,7 @@ class World:
         """Index of the node of `rank`; nodes have consecutive ranks."""
         return rank // self.ranks_per_node
 
-    def refuse_across_nodes(self, ranks: Sequence[int], what: str) -> None:
+    def refuse_across_nodes(self, ranks: Sequence[int], feature: str) -> None:
         """Raise BadInput if `ranks` are on several nodes.
 
         Called before ranks connect by anything but NCCL or a socket (symmetric memory, CUDA IPC, shared host memory). Such a connection
@@ -74,34 +74,38 @@ class World:
         other = next((rank for rank in ranks if self.node(rank) != self.node(ranks[0])), None)
         if other is not None:
             raise BadInput(
-                f"{what} between rank {ranks[0]} (node {self.node(ranks[0])}) and rank {other} (node {self.node(other)}): "
+                f"{feature} between rank {ranks[0]} (node {self.node(ranks[0])}) and rank {other} (node {self.node(other)}): "
                 f"nodes share no memory; keep it to the {self.ranks_per_node} ranks of one node"
             )
 
-    def refuse_unmapped(self, ranks: Sequence[int], what: str) -> None:
+    def refuse_unmapped(self, ranks: Sequence[int], feature: str) -> None:
         """Raise BadInput if this rank's device cannot map the memory of the devices of `ranks`, which are on its node."""
         own_device = self.device.index
         for rank in ranks:
             peer_device = own_device + rank - self.rank  # consecutive ranks of a host have consecutive devices
             if rank != self.rank and not torch.cuda.can_device_access_peer(own_device, peer_device):
                 raise BadInput(
-                    f"{what}: device {own_device} cannot map the memory of device {peer_device}; expected devices joined by NVLink "
-                    f"or another peer-to-peer link; leave {what.partition(' = ')[0]} out"
+                    f"{feature}: device {own_device} cannot map the memory of device {peer_device}; expected devices joined by NVLink "
+                    f"or another peer-to-peer link; leave {feature.partition(' = ')[0]} out"
                 )
 
-    def split(self, parts: Sequence[Sequence[int]], what: str, options: Any = None) -> dist.ProcessGroup:
+    def split(self, parts: Sequence[Sequence[int]], description: str, options: Any = None) -> dist.ProcessGroup:
         """Create the groups of `parts`, a partition of all ranks, and return this rank's; collective over all ranks.
 
-        One split of NCCL's world communicator creates all groups, without the store and without a barrier. `what` is the groups'
+        One split of NCCL's world communicator creates all groups, without the store and without a barrier. `description` is the groups'
         description in logs; `options` are NCCL's, by default the world's.
         """
         if self.device.type == "cuda":
             partition = [list(part) for part in parts]
-            return _present(dist.split_group(None, partition, timeout=self.limit, pg_options=options, group_desc=what))
+            return _present(
+                dist.split_group(None, partition, timeout=self.limit, pg_options=options, group_desc=description)
+            )
         # Gloo cannot split; each rank creates its own group with the group's members. torch names it by its ranks and the number of groups
         # that the rank created before, so every rank must be in exactly one part.
         members = next(list(part) for part in parts if self.rank in part)
-        return _present(dist.new_group(members, timeout=self.limit, use_local_synchronization=True, group_desc=what))
+        return _present(
+            dist.new_group(members, timeout=self.limit, use_local_synchronization=True, group_desc=description)
+        )
 
     def leave(self) -> None:
         """Destroy the process groups."""
