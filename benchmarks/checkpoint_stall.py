@@ -63,6 +63,7 @@ ROWS = {
     for row in (
         Row("llama3-1b", ("train.seq_len=8192", "train.global_batch=4"), 52, 16),
         Row("llama3-3b", ("train.seq_len=8192", "train.global_batch=4"), 32, 20, rounds=1),
+        Row("llama3-8b", ("train.seq_len=8192", "train.global_batch=16"), 32, 20, rounds=1),
     )
 }
 TINY = Row("llama-nano", ("train.seq_len=128", "train.global_batch=4", "cluster={gpu: cpu, gpus_per_node: 1}"), 30, 8)
@@ -70,7 +71,7 @@ TINY = Row("llama-nano", ("train.seq_len=128", "train.global_batch=4", "cluster=
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(ROWS))
+    parser.add_argument("--models", default="llama3-1b,llama3-3b", help=f"of {', '.join(ROWS)}; 8B needs eight GPUs")
     parser.add_argument(
         "--rounds", type=int, help="pairs of runs for each model; by default 2 of llama3-1b and 1 of llama3-3b"
     )

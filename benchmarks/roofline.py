@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kernel_times import Breakdown, ClassTime, Product
 from kernel_trace import KERNEL_CLASSES
 
-from meshwright.observe import figures
+from meshwright.observe.number_text import duration
 from meshwright.spec.errors import BadInput
 from meshwright.spec.profile import CollectiveTime, MachineProfile, ProductTime
 from meshwright.workload.device_work import LinearWork, Work
@@ -226,7 +226,7 @@ def _explain_products(work: Work, profile: MachineProfile, traced: Breakdown) ->
     if executed and abs(executed / work.product_flops - 1) > GAP_THRESHOLD:
         facts.append(f"{executed / work.product_flops:.3f} times the needed FLOPs")
     if traced.unknown_product_seconds:
-        facts.append(f"{figures.duration(traced.unknown_product_seconds)} of unknown shape")
+        facts.append(f"{duration(traced.unknown_product_seconds)} of unknown shape")
     losses = sorted(
         ((_lost_seconds(product, profile), product) for product in traced.products), key=lambda pair: -pair[0]
     )
@@ -261,29 +261,31 @@ def _product_text(product: Product, lost_seconds: float, profile: MachineProfile
     rate, reached = sustained_rate(product, profile) or 0.0, product.flops / product.seconds
     return (
         f"{product.m}×{product.k}×{product.n} {product.format}, {product.calls} calls, {reached / 1e12:.0f} of {rate / 1e12:.0f} TFLOP/s "
-        f"sustained, loses {figures.duration(lost_seconds)}"
+        f"sustained, loses {duration(lost_seconds)}"
     )
 
 
 def _explain_communication(work: Work, profile: MachineProfile, time: ClassTime) -> str:
     idle_link = idle_link_seconds(work, profile)
     longest = _longest_kernels_text(time)
-    idle_link_text = f", {figures.duration(idle_link)} on idle links" if idle_link else ""
-    return f"not covered by compute: {figures.duration(time.seconds)} of {figures.duration(time.busy_seconds)}{idle_link_text}; {longest}"
+    idle_link_text = f", {duration(idle_link)} on idle links" if idle_link else ""
+    return (
+        f"not covered by compute: {duration(time.seconds)} of {duration(time.busy_seconds)}{idle_link_text}; {longest}"
+    )
 
 
 def _explain_idle(traced: Breakdown, idle: float) -> str:
     """Why the device was idle in the traced step."""
     gaps = traced.idle
     facts = [
-        f"{figures.duration(idle)} without the profiler, {figures.duration(gaps.seconds)} with it: {figures.duration(gaps.host_seconds)} "
-        f"waiting for the host, {figures.duration(gaps.brief_seconds)} between kernels, {gaps.gaps} gaps over 5 µs"
+        f"{duration(idle)} without the profiler, {duration(gaps.seconds)} with it: {duration(gaps.host_seconds)} "
+        f"waiting for the host, {duration(gaps.brief_seconds)} between kernels, {gaps.gaps} gaps over 5 µs"
     ]
     return "; ".join([*facts, *(_gap_text(gap.seconds, gap.before, gap.op) for gap in gaps.longest[:MAX_NAMED])])
 
 
 def _gap_text(seconds: float, before: str, op: str) -> str:
-    return f"{figures.duration(seconds)} before {_short_name(before)}" + (f" ({op})" if op else "")
+    return f"{duration(seconds)} before {_short_name(before)}" + (f" ({op})" if op else "")
 
 
 def _longest_kernels_text(time: ClassTime) -> str:
@@ -292,7 +294,7 @@ def _longest_kernels_text(time: ClassTime) -> str:
 
 def _kernel_texts(time: ClassTime) -> Iterator[str]:
     for kernel in time.longest[:MAX_NAMED]:
-        yield f"{_short_name(kernel.name)} {figures.duration(kernel.seconds)} in {kernel.calls} calls"
+        yield f"{_short_name(kernel.name)} {duration(kernel.seconds)} in {kernel.calls} calls"
 
 
 def _short_name(name: str) -> str:

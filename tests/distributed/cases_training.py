@@ -17,7 +17,7 @@ from meshwright.checkpoint.store import CheckpointStore
 from meshwright.models.decoder import Decoder
 from meshwright.observe.metrics import MetricsWriter
 from meshwright.optim.fused import MOMENTS
-from meshwright.parallel.apply import held_weights
+from meshwright.parallel.apply import local_weights
 from meshwright.parallel.world import World
 from meshwright.spec.errors import BadInput, MeshwrightError
 from meshwright.spec.model import ModelSpec
@@ -151,7 +151,7 @@ def initial(world: World, assignment: Assignment) -> tuple[Seen, list[tuple[str,
 def refusal(world: World, spec: ModelSpec, init: str) -> str:
     """What `load_initial` says to weights that are not the model's."""
     try:
-        load_initial(held_weights(Decoder(spec)), spec, init)
+        load_initial(local_weights(Decoder(spec)), spec, init)
     except MeshwrightError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright.parallel.apply import build_engine, held_weights
+from meshwright.parallel.apply import build_engine, local_weights
 from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.world import World
 from meshwright.spec.errors import BadInput
@@ -20,7 +20,7 @@ def rows(world: World, chosen: Plan) -> list[tuple[str, int, int, bool]]:
     """Name, first row, number of rows of each parameter here, and whether they are those of the whole one."""
     model = build_engine(LLAMA, chosen, build_mesh(chosen, world), loss_chunk=8, seed=1).model
     found = []
-    held = held_weights(model)
+    held = local_weights(model)
     for name, parameter in model.named_parameters():
         part, boxes = held[name].local, held[name].boxes
         first = boxes[0].offsets[0] if boxes else len(parameter)

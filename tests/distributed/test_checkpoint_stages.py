@@ -16,7 +16,7 @@ from meshwright.checkpoint.verify import verify
 from meshwright.cli.checkpoint import app
 from meshwright.config.load import resolved_yaml
 from meshwright.models.decoder import Decoder
-from meshwright.parallel.apply import held_weights
+from meshwright.parallel.apply import local_weights
 from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec, parameters
@@ -129,5 +129,5 @@ def test_what_stages_wrote_is_read_from_files_alone(pool: Pool, tmp_path: Path):
     assert exported == spec
     assert all(torch.equal(reader.read(row), weights[f"model.{row.name}"]) for row in parameters(spec))
     model = Decoder(spec)
-    load_initial(held_weights(model), spec, f"checkpoint:{run}")
+    load_initial(local_weights(model), spec, f"checkpoint:{run}")
     assert all(torch.equal(each.detach(), weights[f"model.{name}"]) for name, each in model.named_parameters())

@@ -111,13 +111,13 @@ def moved(world: World, spec: ModelSpec, plan: Plan, steps: int) -> dict[str, fl
     from meshwright.parallel.mesh import build_mesh
     from meshwright.parallel.offload import SavedActivations
 
-    sizes, went = [], SavedActivations.start_offload
+    sizes, start_offload = [], SavedActivations.start_offload
 
-    def send(saved: SavedActivations, span: Any = None) -> None:
+    def recording(saved: SavedActivations, span: Any = None) -> None:
         sizes.append(saved.device_bytes)
-        went(saved, span)
+        start_offload(saved, span)
 
-    SavedActivations.start_offload = send  # type: ignore[method-assign]
+    SavedActivations.start_offload = recording  # type: ignore[method-assign]
     engine = build_engine(spec, plan, build_mesh(plan, world), loss_chunk=5, seed=0, plain=True)
     tokens = torch.zeros(plan.batch.micro_batch, 12, dtype=torch.int64)
     batches = [MicroBatch(tokens, tokens, None, None, tokens.numel())] * plan.batch.accumulate
@@ -125,35 +125,35 @@ def moved(world: World, spec: ModelSpec, plan: Plan, steps: int) -> dict[str, fl
         for _ in range(steps):
             engine.executor.play(engine.training, batches, NullRecorder(), torch.tensor(float(tokens.numel())))
     finally:
-        SavedActivations.start_offload = went  # type: ignore[method-assign]
+        SavedActivations.start_offload = start_offload  # type: ignore[method-assign]
     host = engine.executor.host
     assert host is not None
-    found = {"visit": float(max(sizes, default=0)), "device": host.most_device_bytes, "host": host.host_bytes}
-    return found | {"sent": len(sizes) / steps}
+    peaks = {"visit": float(max(sizes, default=0)), "device": host.peak_device_bytes, "host": host.host_bytes}
+    return peaks | {"offloads": len(sizes) / steps}
 
 
 @pytest.mark.parametrize(
-    ("case", "visits", "waiting", "sent"),
+    ("case", "visits", "host_visits", "offloads"),
     [
-        (Case("1f1b", micro=4), 2, 6, 12),  # of eight layers the last two stay
+        (Case("1f1b", micro=4), 2, 6, 12),  # the last two of eight layers are not offloaded
         (Case("1f1b", micro=4, recompute="full"), 2, 6, 12),
         (Case("breadth_first", micro=2), 2, 32, 32),
         (Case("gpipe", pipeline=2, micro=2), 3, 16, 16),
     ],
     ids=str,
 )
-def test_two_visits_are_on_the_device_and_buffers_are_used_again(
-    pool: Pool, case: Case, visits: int, waiting: int, sent: float
+def test_two_visits_are_on_the_device_and_host_buffers_are_reused(
+    pool: Pool, case: Case, visits: int, host_visits: int, offloads: float
 ) -> None:
     plan = replace(case, offload="activations").plan
     first, later = (pool.run(moved, plan.ranks, DEEP, plan, steps) for steps in (1, 3))
     for rank, again in zip(first, later, strict=True):
         assert 0 < rank["device"] <= visits * rank["visit"]
-        assert rank["host"] == again["host"] <= waiting * rank["visit"]
-        assert rank["sent"] == again["sent"]
+        assert rank["host"] == again["host"] <= host_visits * rank["visit"]
+        assert rank["offloads"] == again["offloads"]
 
 
-def test_full_recompute_sends_the_blocks_input_alone(pool: Pool) -> None:
+def test_full_recompute_offloads_only_the_blocks_input(pool: Pool) -> None:
     plan = Case("1f1b", micro=4, recompute="full", offload="activations").plan
     assert pool.run(moved, 1, GPT4, plan, 1)[0]["visit"] == 4 * 12 * GPT4.hidden * 8
 

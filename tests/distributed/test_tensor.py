@@ -200,7 +200,7 @@ def exchanges_of_a_block(world: World, spec: ModelSpec, plan: Plan) -> list[tupl
     )
     with ExitStack() as stack:
         counts = [stack.enter_context(counting(owner, name)) for name in names]
-        y = through_a_block(world, spec, plan)
+        _engine, y = through_a_block(world, spec, plan)  # backward needs the engine alive
         forward = tuple(map(len, counts))
         y.sum().backward()
     return [forward, tuple(len(calls) - before for calls, before in zip(counts, forward, strict=True))]
@@ -223,8 +223,8 @@ def counting(owner: Any, name: str) -> Iterator[list[None]]:
         setattr(owner, name, real)
 
 
-def through_a_block(world: World, spec: ModelSpec, plan: Plan) -> torch.Tensor:
-    """What the first block gives of a rank's part of two sequences of 12 tokens."""
+def through_a_block(world: World, spec: ModelSpec, plan: Plan) -> tuple[Any, torch.Tensor]:
+    """The engine, and the output of its first block for a rank's part of two sequences of 12 tokens."""
     from meshwright.data.loader import MicroBatch
     from meshwright.parallel.apply import build_engine
     from meshwright.parallel.mesh import build_mesh
@@ -237,7 +237,7 @@ def through_a_block(world: World, spec: ModelSpec, plan: Plan) -> torch.Tensor:
     x = torch.randn(2, 12 // plan.axis_size("tensor"), spec.hidden, dtype=torch.float64, requires_grad=True)
     y = block.run(x, MicroBatch(tokens, None, None, None, 0), shared)
     assert y.shape == x.shape
-    return y
+    return engine, y
 
 
 @pytest.mark.parametrize("engine", ["kernel", "copy"])

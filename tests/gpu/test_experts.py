@@ -11,7 +11,7 @@ from tests.gpu.runs import RUNS_LIMIT, Record, figures, needs, steps, trained
 from tests.models.tiny import MIXTURES, built
 
 from meshwright.kernels.grouped import combine_copies, order_by_expert
-from meshwright.parallel.apply import COMPILER
+from meshwright.parallel.apply import COMPILER_OPTIONS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(RUNS_LIMIT)]
 
@@ -76,7 +76,9 @@ def test_a_tokens_experts_are_summed_at_a_copys_rate() -> None:
     order = order_by_expert(chosen, chosen.flatten().bincount(minlength=64))
     rows = torch.randn(tokens * copies, width, device="cuda", dtype=torch.bfloat16)
     weights = torch.rand(tokens, copies, device="cuda")
-    run = torch.compile(lambda: combine_copies(rows, weights, order).bfloat16(), fullgraph=True, options=COMPILER)
+    run = torch.compile(
+        lambda: combine_copies(rows, weights, order).bfloat16(), fullgraph=True, options=COMPILER_OPTIONS
+    )
     exact = (rows[order.positions].double() * weights[..., None]).sum(1)
     torch.testing.assert_close(run().double(), exact, rtol=1e-2, atol=1e-2)
     other = torch.empty_like(rows)
@@ -103,7 +105,7 @@ def test_the_fast_path_equals_the_plain_one_and_never_waits(kind: str, compiled:
     """Given the same choices: x is such that bf16 decides as fp64 does for all but a few tokens, which are left out."""
     exact = built(MIXTURES[kind], plain=True).layers["1"].moe.cuda()
     fast = built(MIXTURES[kind]).layers["1"].moe.bfloat16().cuda()
-    run = torch.compile(fast, fullgraph=True, dynamic=False, options=COMPILER) if compiled else fast
+    run = torch.compile(fast, fullgraph=True, dynamic=False, options=COMPILER_OPTIONS) if compiled else fast
     x = torch.randn(2, 256, 64, generator=torch.Generator().manual_seed(0)).cuda()
     run(x.bfloat16().requires_grad_()).x.sum().backward()  # compiles, and makes cuBLAS's workspaces
     fast.zero_grad()

@@ -8,7 +8,7 @@ from tests.models.tiny import LLAMA
 from meshwright.models.decoder import Decoder
 from meshwright.optim.adamw import AdamW
 from meshwright.optim.fused import MOMENTS
-from meshwright.parallel.apply import held_weights
+from meshwright.parallel.apply import local_weights
 from meshwright.spec.job import TrainSpec
 
 TRAIN = TrainSpec(steps=4, global_batch=4, seq_len=8)
@@ -23,7 +23,7 @@ def made(seed: int, *, releases: bool = True) -> tuple[Decoder, AdamW]:
         torch.nn.init.normal_(parameter)
     named = dict(model.named_parameters())
     away = {name: (lambda name=name: named[name].detach().to(torch.bfloat16)) if releases else None for name in AWAY}
-    return model, AdamW(model, LLAMA, TRAIN, held_weights(model), away)
+    return model, AdamW(model, LLAMA, TRAIN, local_weights(model), away)
 
 
 def step(model: Decoder, optimizer: AdamW) -> None:

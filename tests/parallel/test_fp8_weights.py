@@ -11,7 +11,7 @@ import torch
 from meshwright.kernels.linear import Linear
 from meshwright.models.decoder import Decoder
 from meshwright.parallel import fp8_weights as fp8
-from meshwright.parallel.fp8_weights import multiply_low
+from meshwright.parallel.fp8_weights import use_fp8_products
 from meshwright.spec.errors import BadInput
 from meshwright.spec.plan import LayerStrategy, Plan, Precision
 from tests.parallel.test_apply import SPEC, plan
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 def scalings(chosen: Plan) -> dict[str, str | None]:
     with torch.device("meta"):
         model = Decoder(SPEC)
-    multiply_low(model, chosen, CPU)
+    use_fp8_products(model, chosen, CPU)
     return {name: module.scaling for name, module in model.named_modules() if isinstance(module, Linear)}
 
 
@@ -63,6 +63,6 @@ def test_a_gpu_that_would_compute_something_else_is_refused(
     monkeypatch.setenv("TRITON_PTXAS_PATH", "/mine")
     with torch.device("meta"):
         model = Decoder(SPEC)
-    multiply_low(model, plan("none"), torch.device("cuda", 0))
+    use_fp8_products(model, plan("none"), torch.device("cuda", 0))
     with nullcontext() if message is None else pytest.raises(BadInput, match=message):
-        multiply_low(model, LOW, torch.device("cuda", 0))
+        use_fp8_products(model, LOW, torch.device("cuda", 0))

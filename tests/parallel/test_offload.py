@@ -26,32 +26,32 @@ def visits(*numbers: int) -> list[tuple[Visit, ...]]:
 
 
 def activations_saved(
-    *tensors: torch.Tensor, others: frozenset[int] = frozenset(), least: int = 1
+    *tensors: torch.Tensor, excluded: frozenset[int] = frozenset(), min_bytes: int = 1
 ) -> tuple[SavedActivations, list[Any]]:
-    activations = SavedActivations(HostMemory(CPU, least), others)
+    activations = SavedActivations(HostMemory(CPU, min_bytes), excluded)
     return activations, [activations._pack(tensor) for tensor in tensors]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float8_e4m3fn])
-def test_views_of_one_storage_come_back_as_views_of_one(dtype: torch.dtype) -> None:
+def test_views_of_one_storage_are_restored_as_views_of_one_storage(dtype: torch.dtype) -> None:
     whole = torch.arange(24, dtype=torch.float32).view(4, 6).to(dtype)
-    turned, part = whole.t(), whole[1:3, 2:]
-    before = [tensor.clone() for tensor in (turned, part)]
-    activations, saved = activations_saved(turned, part)
+    transposed, part = whole.t(), whole[1:3, 2:]
+    before = [tensor.clone() for tensor in (transposed, part)]
+    activations, saved = activations_saved(transposed, part)
     assert activations.device_bytes == whole.untyped_storage().nbytes(), "one copy of one storage"
     activations.start_offload()
-    whole.zero_()  # the device's memory is somebody else's from here on
+    whole.zero_()  # another tensor may overwrite the device memory
     activations.free_device_memory()
     assert activations.device_bytes == 0
     activations.start_fetch()
-    back = [activations._unpack(one) for one in saved]
-    assert all(torch.equal(found.float(), truth.float()) for found, truth in zip(back, before, strict=True))
-    assert [found.stride() for found in back] == [turned.stride(), part.stride()]
-    assert back[0].untyped_storage().data_ptr() == back[1].untyped_storage().data_ptr()
-    assert activations.device_bytes == 0, "what a backward has asked for is its own"
+    restored = [activations._unpack(packed) for packed in saved]
+    assert all(torch.equal(tensor.float(), expected.float()) for tensor, expected in zip(restored, before, strict=True))
+    assert [tensor.stride() for tensor in restored] == [transposed.stride(), part.stride()]
+    assert restored[0].untyped_storage().data_ptr() == restored[1].untyped_storage().data_ptr()
+    assert activations.device_bytes == 0, "memory that the backward has read is no longer counted"
 
 
-def test_a_node_may_ask_twice() -> None:
+def test_an_autograd_node_may_read_a_saved_tensor_twice() -> None:
     x = torch.randn(5)
     activations, (saved,) = activations_saved(x)
     activations.start_offload()
@@ -60,17 +60,17 @@ def test_a_node_may_ask_twice() -> None:
     assert all(torch.equal(activations._unpack(saved), x) for _ in range(2))
 
 
-def test_weights_small_things_and_numbers_stay() -> None:
-    weight, small, numbers, own = torch.randn(64), torch.randn(2), torch.arange(64), torch.randn(64)
+def test_weights_small_tensors_and_integers_are_not_offloaded() -> None:
+    weight, small, integers, activation = torch.randn(64), torch.randn(2), torch.arange(64), torch.randn(64)
     activations, saved = activations_saved(
-        weight.view(8, 8), small, numbers, own, others=storage_addresses([weight]), least=64
+        weight.view(8, 8), small, integers, activation, excluded=storage_addresses([weight]), min_bytes=64
     )
-    assert [one is tensor for one, tensor in zip(saved[1:3], (small, numbers), strict=True)] == [True, True]
+    assert [packed is tensor for packed, tensor in zip(saved[1:3], (small, integers), strict=True)] == [True, True]
     assert isinstance(saved[0], torch.Tensor) and not isinstance(saved[3], torch.Tensor)
-    assert activations.device_bytes == own.untyped_storage().nbytes()
+    assert activations.device_bytes == activation.untyped_storage().nbytes()
 
 
-def test_an_input_is_not_held_by_the_graph_it_is_handed_to() -> None:
+def test_the_autograd_graph_does_not_keep_the_units_input_alive() -> None:
     memory = np.ones((3, 4), np.float32)
     alive = weakref.ref(memory)
     leaf, inside = leaf_without_memory(torch.from_numpy(memory))
@@ -87,13 +87,13 @@ def block(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def gradients(steps: int, memory: HostMemory | None) -> list[torch.Tensor]:
-    """Of four blocks run forward and back in turn, their visits moved by hand."""
+    """Weight gradients of four blocks run forward and backward, with offload if `memory` is given."""
     draw = torch.Generator().manual_seed(0)
     weights = [torch.randn(6, 6, generator=draw, dtype=torch.float64).requires_grad_() for _ in range(4)]
     order = visits(0, 1, 2, 3, 3, 2, 1, 0)
     for step in range(steps):
-        keeps = {visit: 1.0 for row in order for visit in row}
-        offload = ActivationOffload(memory, order, keeps, keeps if memory else (), lambda name, lane: None)
+        sizes = {visit: 1.0 for visits_here in order for visit in visits_here}
+        offload = ActivationOffload(memory, order, sizes, sizes if memory else (), lambda name, lane: None)
         x, kept = torch.full((5, 6), 0.1 * (step + 1), dtype=torch.float64), []
         for number, weight in enumerate(weights):
             offload.begin_compute()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._logging import warning_once
 
-from meshwright.parallel.apply import COMPILER
+from meshwright.parallel.apply import COMPILER_OPTIONS
 from meshwright.parallel.recompute import recomputing
 from meshwright.spec.plan import Recompute
 from meshwright.workload.activations import saved_elements
@@ -56,7 +56,9 @@ def test_a_compiled_block_keeps_what_the_account_says(model_name: str, mode: Rec
             seen[memory.data_ptr()] = memory.nbytes()
         return tensor
 
-    run = torch.compile(recomputing(block.forward, mode, block.routed), fullgraph=True, dynamic=False, options=COMPILER)
+    run = torch.compile(
+        recomputing(block.forward, mode, block.routed), fullgraph=True, dynamic=False, options=COMPILER_OPTIONS
+    )
     x = torch.randn(2, 64, 256, dtype=torch.bfloat16, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         run(x, shared.rope, shared.mask)

@@ -1,7 +1,7 @@
-"""When offloaded activations leave and return.
+"""When offloaded activations are freed on the device and copied back.
 
-They leave when their memory is needed and return when there is free memory; the device never holds more than the account
-says.
+They are freed when another layer needs the memory and copied back when memory is free; the device's memory never exceeds
+the memory account.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ def visits(*numbers: int) -> list[tuple[Visit, ...]]:
 
 
 def of_a_pipeline(micro_batches: int, ahead: int, layers: int) -> list[tuple[Visit, ...]]:
-    """1F1B on a rank with `ahead` micro-batches under way."""
+    """1F1B on a rank with `ahead` micro-batches in flight."""
     forwards = [[((0, m, layer),) for layer in range(layers)] for m in range(micro_batches)]
-    backwards = [row[::-1] for row in forwards]
+    backwards = [computes[::-1] for computes in forwards]
     order = forwards[:ahead]
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
         order += [forward, backward]
-    return [visits for row in order + backwards[micro_batches - ahead :] for visits in row]
+    return [visits for computes in order + backwards[micro_batches - ahead :] for visits in computes]
 
 
 ONE_RANK = visits(0, 1, 2, 3, 4, 5, 6, 7, 99, 7, 6, 5, 4, 3, 2, 1, 0)
@@ -37,11 +37,11 @@ LAYERED += [((0, m, layer),) for layer in range(3, -1, -1) for m in range(3)]
 
 
 def times(
-    computes: Sequence[tuple[Visit, ...]], moved: Collection[Visit], keeps: Mapping[Visit, float] | None = None
+    computes: Sequence[tuple[Visit, ...]], candidates: Collection[Visit], sizes: Mapping[Visit, float] | None = None
 ) -> Timetable:
-    twice = Counter(visit for row in computes for visit in row)
-    known = {visit: float(count > 1) for visit, count in twice.items()} | dict(keeps or {})
-    return timetable(tuple(computes), tuple(known.items()), frozenset(moved))
+    occurrences = Counter(visit for visits in computes for visit in visits)
+    size = {visit: float(count > 1) for visit, count in occurrences.items()} | dict(sizes or {})
+    return timetable(tuple(computes), tuple(size.items()), frozenset(candidates))
 
 
 def layers(*numbers: int) -> set[Visit]:
@@ -52,74 +52,80 @@ def numbers(visits_by_index: Mapping[int, Sequence[Visit]]) -> dict[int, list[in
     return {index: [visit[1] for visit in group] for index, group in visits_by_index.items()}
 
 
-def test_of_layers_that_all_leave_two_stay_and_each_has_one_compute_to_hide_behind() -> None:
+def test_if_all_layers_offload_two_are_not_and_each_copy_overlaps_with_one_compute() -> None:
     table = times(ONE_RANK, layers(*range(8)))
-    assert table.moved == layers(0, 1, 2, 3, 4, 5)
-    assert numbers(table.left) == {layer + 2: [layer] for layer in range(6)}
-    assert numbers(table.back) == {15 - layer: [layer] for layer in range(6)}
+    assert table.offloaded == layers(0, 1, 2, 3, 4, 5)
+    assert numbers(table.frees) == {layer + 2: [layer] for layer in range(6)}
+    assert numbers(table.fetches) == {15 - layer: [layer] for layer in range(6)}
 
 
-def test_copies_of_a_few_layers_have_all_of_the_forward_and_of_the_backward() -> None:
+def test_copies_of_a_few_layers_may_take_the_whole_forward_and_the_whole_backward() -> None:
     table = times(ONE_RANK, layers(0, 1, 2, 3))
-    assert table.moved == layers(0, 1), "room is for what is kept, and for two"
-    # Six are there from the sixth forward on; memory is wanted with the seventh, and there is some when the first backward has ended.
-    assert numbers(table.left) == {6: [0], 7: [1]} and numbers(table.back) == {10: [1], 11: [0]}
+    assert table.offloaded == layers(0, 1), "the account covers the layers that are not offloaded, and two more"
+    # Six are on the device from the sixth forward on. The seventh needs memory, and the first backward frees some.
+    assert numbers(table.frees) == {6: [0], 7: [1]} and numbers(table.fetches) == {10: [1], 11: [0]}
 
 
-def test_layers_that_keep_little_make_little_room() -> None:
+def test_offloaded_layers_are_freed_early_if_the_other_layers_are_small() -> None:
     small = dict.fromkeys(layers(4, 5, 6, 7), 0.25)
     table = times(ONE_RANK, layers(0, 1, 2, 3), small)
-    assert numbers(table.left) == {3: [0], 4: [1]} and numbers(table.back) == {13: [1], 14: [0]}
+    assert numbers(table.frees) == {3: [0], 4: [1]} and numbers(table.fetches) == {13: [1], 14: [0]}
     large = dict.fromkeys(layers(4, 5, 6, 7), 4.0)
-    assert sorted(numbers(times(ONE_RANK, layers(0, 1, 2, 3), large).left)[7]) == [0, 1]
+    assert sorted(numbers(times(ONE_RANK, layers(0, 1, 2, 3), large).frees)[7]) == [0, 1]
 
 
-def test_what_makes_room_for_nothing_stays() -> None:
-    assert times(ONE_RANK, layers(0)).moved == times(ONE_RANK, layers(0, 1)).moved == frozenset()
-    assert times(visits(0, 1, 0, 1), layers(0, 1)).moved == frozenset()
+def test_layers_that_free_memory_for_no_other_layer_are_not_offloaded() -> None:
+    assert times(ONE_RANK, layers(0)).offloaded == times(ONE_RANK, layers(0, 1)).offloaded == frozenset()
+    assert times(visits(0, 1, 0, 1), layers(0, 1)).offloaded == frozenset()
 
 
 @given(
     order=st.sampled_from([ONE_RANK, LAYERED, of_a_pipeline(6, 3, 3), of_a_pipeline(4, 4, 3), of_a_pipeline(5, 1, 4)]),
     seed=st.integers(0, 10**6),
 )
-def test_memory_is_the_accounts_and_every_copy_has_its_time(order: list[tuple[Visit, ...]], seed: int) -> None:
+def test_memory_follows_the_account_and_every_copy_has_time(order: list[tuple[Visit, ...]], seed: int) -> None:
     draw = random.Random(seed)
-    twice = sorted(visit for visit, count in Counter(v for row in order for v in row).items() if count > 1)
-    moved = (
+    twice = sorted(
+        visit for visit, count in Counter(visit for visits in order for visit in visits).items() if count > 1
+    )
+    candidates = (
         {visit for visit in twice if visit[2] < draw.randint(0, 4)}
         if draw.random() < 0.5
         else set(draw.sample(twice, draw.randint(0, len(twice))))
     )
-    keeps = {visit: draw.choice([0.5, 1.0, 2.0]) for visit in twice}
-    table = times(order, moved, keeps)
-    left = {visit: place for place, found in table.left.items() for visit in found}
-    back = {visit: place for place, found in table.back.items() for visit in found}
-    assert left.keys() == back.keys() == table.moved <= moved
-    places = {visit: [p for p, row in enumerate(order) if visit in row] for visit in twice}
-    for visit in table.moved:
-        forward, backward = places[visit]
-        assert forward + 2 <= left[visit] < back[visit] <= backward - 1
+    sizes = {visit: draw.choice([0.5, 1.0, 2.0]) for visit in twice}
+    table = times(order, candidates, sizes)
+    frees = {visit: position for position, visits in table.frees.items() for visit in visits}
+    fetches = {visit: position for position, visits in table.fetches.items() for visit in visits}
+    assert frees.keys() == fetches.keys() == table.offloaded <= candidates
+    positions = {visit: [p for p, visits in enumerate(order) if visit in visits] for visit in twice}
+    for visit in table.offloaded:
+        forward, backward = positions[visit]
+        assert forward + 2 <= frees[visit] < fetches[visit] <= backward - 1
 
-    def load(leaves: Mapping[Visit, int], returns: Mapping[Visit, int], counted: Collection[Visit]) -> list[float]:
+    def load(frees: Mapping[Visit, int], fetches: Mapping[Visit, int], counted: Collection[Visit]) -> list[float]:
         return [
             sum(
-                keeps[visit]
+                sizes[visit]
                 for visit in counted
-                if places[visit][0] <= place <= places[visit][1]
-                and not leaves.get(visit, place + 1) <= place < returns.get(visit, place + 1)
+                if positions[visit][0] <= position <= positions[visit][1]
+                and not frees.get(visit, position + 1) <= position < fetches.get(visit, position + 1)
             )
-            for place in range(len(order))
+            for position in range(len(order))
         ]
 
     least = load(
-        {visit: places[visit][0] + 2 for visit in moved}, {visit: places[visit][1] - 1 for visit in moved}, twice
+        {visit: positions[visit][0] + 2 for visit in candidates},
+        {visit: positions[visit][1] - 1 for visit in candidates},
+        twice,
     )
-    kept = max(load({}, {}, set(twice) - moved))
-    room = max(kept + sum(sorted(keeps[visit] for visit in moved)[-2:]), *least)
-    there = load(left, back, twice)
-    assert max(there) <= room * (1 + 1e-6)
-    for place, found in table.left.items():
-        assert there[place] + sum(keeps[visit] for visit in found) > room, "nothing leaves without need"
-    for place, found in table.back.items():
-        assert there[place - 1] + sum(keeps[visit] for visit in found) > room, "nor comes back later than it could"
+    others = max(load({}, {}, set(twice) - candidates))
+    capacity = max(others + sum(sorted(sizes[visit] for visit in candidates)[-2:]), *least)
+    allocated = load(frees, fetches, twice)
+    assert max(allocated) <= capacity * (1 + 1e-6)
+    for position, visits in table.frees.items():
+        freed = sum(sizes[visit] for visit in visits)
+        assert allocated[position] + freed > capacity, "memory is freed only when it is needed"
+    for position, visits in table.fetches.items():
+        fetched = sum(sizes[visit] for visit in visits)
+        assert allocated[position - 1] + fetched > capacity, "a copy back starts as early as memory allows"

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.parallel.world import RankEnvironment, World, _store, block_size, keep_to
+from meshwright.parallel.world import RankEnvironment, World, _store, block_size, limit_device_memory
 from meshwright.spec.errors import BadInput
 
 MEET = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
@@ -123,7 +123,7 @@ def test_ranks_of_a_node(nodes: list[int], size: int) -> None:
 
 @pytest.mark.parametrize("nodes", [[1, 2, 1, 2], [1, 1, 2, 2, 1, 1]])
 def test_nodes_whose_ranks_are_not_consecutive_are_refused(nodes: list[int]) -> None:
-    with pytest.raises(BadInput, match="expected those of one node one after another"):
+    with pytest.raises(BadInput, match="expected consecutive ranks on each node"):
         block_size(nodes)
 
 
@@ -134,7 +134,7 @@ def test_memory_that_a_device_has_beyond_the_cluster_s_stays_unused(
     asked: list[float] = []
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=141 << 30))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device: asked.append(part))
-    keep_to(memory << 30, torch.device("cuda", 0))
+    limit_device_memory(memory << 30, torch.device("cuda", 0))
     assert asked == pytest.approx(share)
 
 

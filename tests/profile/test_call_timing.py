@@ -53,5 +53,5 @@ def test_keeping_busy_takes_about_the_time_asked_for(monkeypatch: pytest.MonkeyP
 
 
 def test_alone_one_rank_agrees_with_itself() -> None:
-    assert (ALONE.max_over_ranks(3.0), ALONE.broadcast(2.0), ALONE.ranks, ALONE.nodes) == (3.0, 2.0, 1, 1)
+    assert (ALONE.largest(3.0), ALONE.from_first_rank(2.0), ALONE.ranks, ALONE.nodes) == (3.0, 2.0, 1, 1)
     assert Clock(ALONE).burst_seconds(lambda: None) >= 0

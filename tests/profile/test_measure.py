@@ -86,7 +86,7 @@ def test_two_ranks_agree_on_every_figure(
 
 
 def test_groups_grow_to_a_node_and_then_cross_it() -> None:
-    divisions = [(layout.ranks, layout.nodes, len(layout.parts)) for layout in group_layouts(16, 8)]
+    divisions = [(layout.ranks, layout.nodes, len(layout.groups)) for layout in group_layouts(16, 8)]
     assert divisions == [(2, 1, 8), (4, 1, 4), (8, 1, 2), (2, 2, 8), (16, 2, 1)]
     assert [(layout.ranks, layout.nodes) for layout in group_layouts(6, 6)] == [(2, 1), (6, 1)]
     assert [(layout.ranks, layout.nodes) for layout in group_layouts(3, 1)] == [(3, 3)]
@@ -96,8 +96,8 @@ def test_groups_grow_to_a_node_and_then_cross_it() -> None:
 @pytest.mark.parametrize(("ranks", "per_node"), [(16, 8), (12, 6), (4, 1), (8, 8)])
 def test_every_kind_holds_every_rank_once_and_spans_what_it_says(ranks: int, per_node: int) -> None:
     for layout in group_layouts(ranks, per_node):
-        assert sorted(rank for part in layout.parts for rank in part) == list(range(ranks))
-        assert {len({rank // per_node for rank in part}) for part in layout.parts} == {layout.nodes}
+        assert sorted(rank for part in layout.groups for rank in part) == list(range(ranks))
+        assert {len({rank // per_node for rank in part}) for part in layout.groups} == {layout.nodes}
 
 
 @pytest.mark.parametrize(("window", "seen"), [(16, None), (5, 5)])

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.config.presets import MODEL_PRESETS
@@ -42,6 +42,7 @@ def seconds(layout: Layouts) -> float:
 
 
 @given(st.tuples(*[st.sampled_from((1, 2, 4))] * 5), st.sampled_from((0.0, 1.0, 3.0)))
+@settings(deadline=None)  # the first example loads the constants
 def test_in_the_default_order_strides_change_nothing(sizes: tuple[int, ...], zero: float) -> None:
     placed = replace(laid(dict(zip(DEFAULT, sizes, strict=True))), zero=zero)
     unsaid = replace(placed, **dict.fromkeys(STRIDES, 0.0))

@@ -1,4 +1,4 @@
-"""Boxes of elements inside a tensor: does one leave it, do two of them meet. Torch-free."""
+"""Checks on boxes of elements of a tensor: whether one exceeds the tensor and whether two overlap. Torch-free."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def volume(boxes: Sequence[Box]) -> int:
     return sum(math.prod(box.sizes) for box in boxes)
 
 
-def leaves(box: Box, shape: tuple[int, ...]) -> bool:
+def exceeds(box: Box, shape: tuple[int, ...]) -> bool:
     """Whether part of the box lies outside a tensor of this shape."""
     ends = (start + size for start, size in zip(box.offsets, box.sizes, strict=True))
     return any(end > size for end, size in zip(ends, shape, strict=True))
@@ -46,13 +46,13 @@ def overlapping(boxes: Sequence[B]) -> tuple[B, B] | None:
     for index, box in enumerate(full):
         while open_boxes and open_boxes[0][0] <= box.offsets[along]:
             open_boxes.pop(0)
-        met = next((other for _, other in open_boxes if _meet(box, full[other])), None)
-        if met is not None:
-            return full[met], box
+        overlap_index = next((other for _, other in open_boxes if _overlap(box, full[other])), None)
+        if overlap_index is not None:
+            return full[overlap_index], box
         insort(open_boxes, (box.offsets[along] + box.sizes[along], index))
     return None
 
 
-def _meet(first: Box, second: Box) -> bool:
+def _overlap(first: Box, second: Box) -> bool:
     pairs = zip(first.offsets, first.sizes, second.offsets, second.sizes, strict=True)
     return all(a < b + b_size and b < a + a_size for a, a_size, b, b_size in pairs)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.boxes import leaves, overlapping, volume
+from meshwright.checkpoint.boxes import exceeds, overlapping, volume
 from meshwright.checkpoint.files import parse_json, plain_name
 from meshwright.checkpoint.header import ITEM_BYTES, sizes, whole_numbers
 from meshwright.checkpoint.manifest import CONTENTS, FORMAT, Manifest, read_manifest
@@ -83,7 +83,7 @@ def parse_contents(text: bytes, where: Path, manifest: Manifest) -> Contents:
 def check_record(name: str, record: TensorRecord, where: Path) -> None:
     """Raise Damaged unless the chunks lie inside the tensor, do not overlap and fill it."""
     for chunk in record.chunks:
-        if leaves(chunk, record.shape):
+        if exceeds(chunk, record.shape):
             raise Damaged(
                 f"{where}: a chunk of {name} at {chunk.offsets} of size {chunk.sizes} leaves its shape {record.shape}"
             )

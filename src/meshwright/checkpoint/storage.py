@@ -50,7 +50,7 @@ FLAT = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
 
 
 class PiecePlanner(DefaultSavePlanner):
-    """Plans a save of tensors that ranks hold in whatever way; `assign_writers` decides who writes what, and refuses."""
+    """Plans a save of tensors with any distribution over ranks; `assign_writers` chooses the writers or raises BadInput."""
 
     def __init__(self) -> None:
         super().__init__(**FLAT)

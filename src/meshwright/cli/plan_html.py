@@ -22,7 +22,7 @@ from meshwright.cli.plan_words import (
     short_line,
 )
 from meshwright.costs.plan_costs import as_nodes
-from meshwright.observe import figures
+from meshwright.observe import number_text
 from meshwright.observe.report_parts import plan_section
 from meshwright.observe.svg import Axis, Chart, Series, draw
 from meshwright.observe.timeline_svg import draw_timeline
@@ -80,7 +80,7 @@ def _name(answer: Answer) -> str:
 def _header(answer: Answer) -> str:
     run = answer.run
     machines = machines_line(answer.cluster)
-    line = f"{figures.short(parameter_count(run.model))} parameters · {machines} · {plan_name(answer.plan)}"
+    line = f"{number_text.short(parameter_count(run.model))} parameters · {machines} · {plan_name(answer.plan)}"
     refused, over = answer.planned_only, answer.does_not_fit
     word = "does not fit" if over else "planned only" if refused else "can be trained"
     status = f'<span class="status {"part" if over or refused else "done"}">{word}</span>'
@@ -100,11 +100,11 @@ def _tiles(answer: Answer) -> str:
         band = f"{seconds_text(predicted.low_seconds)} to {seconds_text(predicted.high_seconds)}"
         tiles += [
             ("Step", seconds_text(predicted.step_seconds), f"80%: {band}"),
-            ("Throughput", figures.short(predicted.tokens_per_second), "tokens/s"),
-            ("Each GPU", figures.short(predicted.tokens_per_second_per_gpu or 0.0), "tokens/s"),
+            ("Throughput", number_text.short(predicted.tokens_per_second), "tokens/s"),
+            ("Each GPU", number_text.short(predicted.tokens_per_second_per_gpu or 0.0), "tokens/s"),
         ]
     if predicted.mfu:
-        tiles.append(("MFU", figures.percent(predicted.mfu), "model FLOPs over peak"))
+        tiles.append(("MFU", number_text.percent(predicted.mfu), "model FLOPs over peak"))
     tiles.append(
         (
             "Memory",
@@ -113,7 +113,7 @@ def _tiles(answer: Answer) -> str:
         )
     )
     if not answer.plan_from_file:
-        tiles.append(("Considered", figures.short(answer.considered), f"layouts in {answer.search_seconds:.2f} s"))
+        tiles.append(("Considered", number_text.short(answer.considered), f"layouts in {answer.search_seconds:.2f} s"))
     cells = "".join(
         f'<div class="tile"><dt>{escape(a)}</dt><dd>{escape(b)}</dd><dd class="sub">{escape(c)}</dd></div>'
         for a, b, c in tiles
@@ -253,7 +253,7 @@ def _trainings(answer: Answer) -> str:
     price = answer.question.price
     lines = []
     for training in answer.trainings[:LONGEST_TABLE]:
-        took = (seconds_text(training.point.seconds or 0.0), figures.duration(training.seconds))
+        took = (seconds_text(training.point.seconds or 0.0), number_text.duration(training.seconds))
         paid = (f"{two_digits(training.gpu_hours)}", money(training.gpu_hours, price))
         lines.append((f"{training.point.gpus:,}", f"{training.batch:,}", f"{training.steps:,.0f}", *took, *paid))
     heads = ("GPUs", "batch", "steps", "step", "training", "GPU-hours", "cost" if price else "")

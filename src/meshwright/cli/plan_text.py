@@ -24,7 +24,7 @@ from meshwright.cli.plan_words import (
 )
 from meshwright.costs.plan_costs import as_nodes
 from meshwright.launch.probe import Probe
-from meshwright.observe import figures
+from meshwright.observe import number_text
 from meshwright.planner.candidate import untrainable
 from meshwright.planner.checkpoint_cost import checkpoint_cost, checkpoint_sentences
 from meshwright.planner.explain import limits, parts_of
@@ -75,7 +75,7 @@ def show(answer: Answer) -> None:
 
 def _head(console: Console, answer: Answer) -> None:
     run, plan, cluster = answer.run, answer.plan, answer.run.cluster
-    name, size = run.model.preset or run.model.family, f"{figures.short(parameter_count(run.model))} parameters"
+    name, size = run.model.preset or run.model.family, f"{number_text.short(parameter_count(run.model))} parameters"
     console.print(f"[bold]{name}[/bold], {size}, on {machines_line(answer.cluster)}")
     console.print(f"[bold]{plan_name(plan)}[/bold]")
     predicted = plan.predicted

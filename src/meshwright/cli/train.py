@@ -164,7 +164,7 @@ def announce(prepared: Prepared) -> None:
     """Print what is about to run."""
     from meshwright.cli.plan_words import axes_line, layers_line
     from meshwright.launch.disk import checkpoints_line
-    from meshwright.observe.figures import short
+    from meshwright.observe.number_text import short
     from meshwright.spec.model import flops_per_token, parameter_count
 
     assignment = prepared.assignment

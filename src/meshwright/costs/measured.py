@@ -161,7 +161,7 @@ def _products(entries: Sequence[ProductTime], chip: Chip, peak: float, profile: 
     """Fits `gemm` and `narrow`: seconds × peak ÷ FLOPs = 1/gemm + narrow/gemm × the sum of the dimensions' inverses."""
     relative = np.array([entry.seconds * peak / _flops_in_waves(entry, chip) for entry in entries])
     inverses = np.array([1 / entry.m + 1 / entry.k + 1 / entry.n for entry in entries])
-    (constant, slope), residual = _fitted(np.stack([np.ones_like(inverses), inverses], axis=1), relative)
+    (constant, slope), residual = _nonnegative_fit(np.stack([np.ones_like(inverses), inverses], axis=1), relative)
     values = {"gemm": 1 / constant, "narrow": slope / constant, "slow": correction(profile)}
     return Fit(values, len(entries), residual)
 
@@ -170,7 +170,7 @@ def _low_products(entries: Sequence[ProductTime], chip: Chip, gemm: float, narro
     """Fits `gemm_low`, with `narrow` from the wider format."""
     relative = np.array([entry.seconds * chip.peak_flops["fp8"] / _flops_in_waves(entry, chip) for entry in entries])
     factor = np.array([1 + narrow * (1 / entry.m + 1 / entry.k + 1 / entry.n) for entry in entries])
-    (constant,), residual = _fitted(factor[:, None], relative)
+    (constant,), residual = _nonnegative_fit(factor[:, None], relative)
     return Fit({"gemm_low": 1 / (constant * gemm)}, len(entries), residual)
 
 
@@ -184,7 +184,7 @@ def _attention(entries: Sequence[AttentionTime], peak: float) -> Fit:
     flops = np.array([4.0 * entry.tokens * entry.span * entry.heads * entry.head_dim for entry in entries])
     ideal = (1 + BACKWARD) * flops * (1 + SHORT / np.array([entry.head_dim for entry in entries])) / peak
     seconds = np.array([entry.forward_seconds + entry.backward_seconds for entry in entries])
-    (constant,), residual = _fitted(ideal[:, None], seconds)
+    (constant,), residual = _nonnegative_fit(ideal[:, None], seconds)
     return Fit({"attention": 1 / constant}, len(entries), residual)
 
 
@@ -224,11 +224,13 @@ def _inside(entries: Sequence[CollectiveTime], reference: float, start: float, l
     wire = np.array([(entry.ranks - 1) / entry.ranks * entry.bytes for entry in entries])
     hops = np.array([entry.ranks - 1.0 for entry in entries])
     if len(set(hops)) > 1:
-        (cost, start, link), residual = _fitted(np.stack([wire, np.ones_like(hops), hops], axis=1), seconds)
+        (cost, start, link), residual = _nonnegative_fit(np.stack([wire, np.ones_like(hops), hops], axis=1), seconds)
     else:
         known = start + hops[0] * link
-        (cost, times), residual = _fitted(np.stack([wire, np.full_like(hops, known)], axis=1), seconds)
-        start, link = times * start, times * link
+        (cost, latency_factor), residual = _nonnegative_fit(
+            np.stack([wire, np.full_like(hops, known)], axis=1), seconds
+        )
+        start, link = latency_factor * start, latency_factor * link
     values = {"link": 1 / (cost * reference), "start_us": start * 1e6, "link_us": link * 1e6}
     return Fit(values, len(entries), residual)
 
@@ -241,7 +243,7 @@ def _across(entries: Sequence[CollectiveTime], reference: float, start: float, l
     network = np.maximum(seconds - inner, seconds / 10)
     wire = np.array([(entry.ranks - 1) / entry.ranks * entry.bytes / (entry.ranks / entry.nodes) for entry in entries])
     hops = np.array([entry.nodes - 1.0 for entry in entries])
-    (cost, latency), _ = _fitted(np.stack([wire, hops], axis=1), network, scale=seconds)
+    (cost, latency), _ = _nonnegative_fit(np.stack([wire, hops], axis=1), network, scale=seconds)
     predicted = inner + wire * cost + hops * latency
     values = {"net": 1 / (cost * reference), "net_ring": 1.0, "net_us": latency * 1e6}
     return Fit(values, len(entries), _root_mean_square(predicted / seconds - 1))
@@ -264,7 +266,7 @@ def _sums(entries: Sequence[CollectiveTime], rate: float, net: float, start: flo
     large = wire > seconds / 2  # latency dominates smaller sums
     large[np.argmax(wire)] = True
     network = np.maximum(seconds - inner, seconds / 10)[large]
-    (cost,), residual = _fitted(wire[large][:, None], network, scale=seconds[large])
+    (cost,), residual = _nonnegative_fit(wire[large][:, None], network, scale=seconds[large])
     return Fit({"net_sum": 1 / cost}, int(large.sum()), residual)
 
 
@@ -293,7 +295,7 @@ def _best(profile: MachineProfile, *, across: bool) -> float | None:
     )
 
 
-def _fitted(
+def _nonnegative_fit(
     columns: NDArray[np.float64], seconds: NDArray[np.float64], scale: NDArray[np.float64] | None = None
 ) -> tuple[list[float], float]:
     """Non-negative coefficients of the columns with the least squared relative error, and the root mean square of the errors.
@@ -301,22 +303,22 @@ def _fitted(
     The fit tries every subset of at most three columns, with zero for the others. The first column is in every subset.
     """
     weights = 1 / (seconds if scale is None else scale)
-    wanted, weighted = seconds * weights, columns * weights[:, None]
+    target, weighted = seconds * weights, columns * weights[:, None]
     best: tuple[float, NDArray[np.float64]] | None = None
     others = range(1, columns.shape[1])
     for size in range(columns.shape[1]):
         for chosen in combinations(others, size):
             used = [0, *chosen]
-            part = np.linalg.lstsq(weighted[:, used], wanted, rcond=None)[0]
-            if part[0] <= 0 or np.any(part < 0):
+            solution = np.linalg.lstsq(weighted[:, used], target, rcond=None)[0]
+            if solution[0] <= 0 or np.any(solution < 0):
                 continue
             coefficients = np.zeros(columns.shape[1])
-            coefficients[used] = part
-            error = float(np.sum((weighted @ coefficients - wanted) ** 2))
+            coefficients[used] = solution
+            error = float(np.sum((weighted @ coefficients - target) ** 2))
             if best is None or error < best[0]:
                 best = error, coefficients
     assert best is not None, "a positive column fits positive figures"
-    return [float(value) for value in best[1]], _root_mean_square(weighted @ best[1] - wanted)
+    return [float(value) for value in best[1]], _root_mean_square(weighted @ best[1] - target)
 
 
 def _root_mean_square(errors: NDArray[np.float64]) -> float:

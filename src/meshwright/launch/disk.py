@@ -8,7 +8,7 @@ from pathlib import Path
 from meshwright.checkpoint.files import with_reserve
 from meshwright.checkpoint.manifest import steps_in
 from meshwright.checkpoint.verify import newest_step
-from meshwright.observe.figures import size
+from meshwright.observe.number_text import size
 from meshwright.policies.checkpoint_times import planned_checkpoints
 from meshwright.spec.errors import OutOfResources
 from meshwright.spec.job import AUTO_FIRST_SECONDS, AUTO_SECONDS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from meshwright.observe import figures
+from meshwright.observe import number_text
 
 Values = Sequence[float | None]
 MOST_REACH = 500
@@ -118,7 +118,7 @@ def time_ticks(high: float, count: int = 6) -> list[float]:
 def tick_labels(values: Sequence[float]) -> list[str]:
     """Labels with enough decimals to distinguish the ticks, and with k, M, B or T for large numbers."""
     top = max(map(abs, values), default=0.0)
-    scale, suffix = next(((s, t) for s, t in figures.SUFFIXES if top >= s), (1.0, ""))
+    scale, suffix = next(((s, t) for s, t in number_text.SUFFIXES if top >= s), (1.0, ""))
     if 0 < top < 1e-2:
         return [_power(value) for value in values]
     for decimals in range(10):

@@ -15,7 +15,7 @@ from statistics import fmean, median
 from typing import Any
 
 from meshwright.events.span import PHASES
-from meshwright.observe import figures
+from meshwright.observe import number_text
 from meshwright.spec.fields import from_plain
 from meshwright.spec.plan import Breakdown, Predicted
 
@@ -201,12 +201,12 @@ def account_lines(account: Account, run: str) -> list[str]:
 
 def _step(account: Account) -> str:
     step = account.step_seconds
-    measured = figures.duration(step.measured)
+    measured = number_text.duration(step.measured)
     if step.predicted is None or step.error is None:
         return f"{measured} ({why_unpredicted(account)}; `meshwright profile --out FILE` measures this machine)"
-    ends = f" ({figures.duration(step.low)} to {figures.duration(step.high)})" if step.low and step.high else ""
+    ends = f" ({number_text.duration(step.low)} to {number_text.duration(step.high)})" if step.low and step.high else ""
     way = "slower" if step.error >= 0 else "faster"
-    return f"{measured}, predicted {figures.duration(step.predicted)}{ends}: {100 * abs(step.error):.1f}% {way}"
+    return f"{measured}, predicted {number_text.duration(step.predicted)}{ends}: {100 * abs(step.error):.1f}% {way}"
 
 
 def why_unpredicted(account: Account) -> str:
@@ -219,9 +219,9 @@ def why_unpredicted(account: Account) -> str:
 def _memory(account: Account) -> str:
     memory = account.memory_bytes
     scope, about = ("resident, interpreter included", "about ") if account.resident else ("allocated", "")
-    expected = f", predicted {about}{figures.size(memory.predicted)}" if memory.predicted else ""
+    expected = f", predicted {about}{number_text.size(memory.predicted)}" if memory.predicted else ""
     off = f": {100 * memory.error:+.1f}%" if memory.error is not None else ""
-    return f"{figures.size(memory.measured)} {scope}{expected}{off}"
+    return f"{number_text.size(memory.measured)} {scope}{expected}{off}"
 
 
 def _part_line(part: Part) -> str:
@@ -230,8 +230,11 @@ def _part_line(part: Part) -> str:
 
 def _sum_text(shares: Mapping[str, float]) -> str:
     """The sum, and its components if there are several."""
-    total, each = sum(shares.values()), ", ".join(f"{name} {figures.duration(s)}" for name, s in shares.items() if s)
-    return (figures.duration(total) if total else "0 s") + (f" ({each})" if "," in each else "")
+    total, each = (
+        sum(shares.values()),
+        ", ".join(f"{name} {number_text.duration(s)}" for name, s in shares.items() if s),
+    )
+    return (number_text.duration(total) if total else "0 s") + (f" ({each})" if "," in each else "")
 
 
 def _hints(account: Account, run: str) -> list[str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from meshwright import __version__
 from meshwright.durable.writes import write_durable
-from meshwright.observe import figures, report_parts
+from meshwright.observe import number_text, report_parts
 from meshwright.observe.report_account import predicted_and_measured
 from meshwright.observe.report_charts import Sheet, sheet
 from meshwright.observe.runfolder import RunFolder, read_run
@@ -74,7 +74,7 @@ def _header(run: RunFolder) -> str:
     ranks = run.plan.ranks if run.plan else None
     facts = [
         str(model) if model else None,
-        f"{figures.short(run.parameters)} parameters" if run.parameters else None,
+        f"{number_text.short(run.parameters)} parameters" if run.parameters else None,
         f"{ranks} × {gpu}" if ranks and gpu else None,
         run.plan.precision.compute if run.plan else None,
     ]

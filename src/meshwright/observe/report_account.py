@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from html import escape
 
-from meshwright.observe import figures
+from meshwright.observe import number_text
 from meshwright.observe.prediction_account import WARM_UP, Account, Comparison, Part, why_unpredicted
 from meshwright.observe.runfolder import RunFolder
 
@@ -26,10 +26,10 @@ def predicted_and_measured(run: RunFolder) -> str:
     if account is None:
         return ""
     lines = [
-        _line("Step time", account.step_seconds, figures.duration),
-        _line("Tokens per second and rank", account.tokens_per_second_per_gpu, figures.short),
-        _line("MFU, causal", account.mfu, figures.percent),
-        _line("Memory, resident" if account.resident else "Memory, allocated", account.memory_bytes, figures.size),
+        _line("Step time", account.step_seconds, number_text.duration),
+        _line("Tokens per second and rank", account.tokens_per_second_per_gpu, number_text.short),
+        _line("MFU, causal", account.mfu, number_text.percent),
+        _line("Memory, resident" if account.resident else "Memory, allocated", account.memory_bytes, number_text.size),
     ]
     heads = "".join(f"<th>{text}</th>" for text in ("", "predicted", "80% band", "measured", "difference"))
     return f"""<section class="card account" id="account"><h2>Predicted and measured</h2>
@@ -106,4 +106,4 @@ def _colour(name: str) -> str:
 
 
 def _seconds(value: float) -> str:
-    return figures.duration(value) if value else "0"
+    return number_text.duration(value) if value else "0"

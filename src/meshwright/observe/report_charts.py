@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.events.span import PHASES
-from meshwright.observe import figures
+from meshwright.observe import number_text
 from meshwright.observe.curves import (
     Values,
     bucket_means,
@@ -104,7 +104,7 @@ def _throughput(run: RunFolder, indices: Sequence[int]) -> list[Chart | None]:
     speed = _curve(run, indices, "tokens_per_second", "Throughput", "tokens per second, all ranks", "short", noisy=True)
     both = [("mfu", "causal attention", "c-loss thin"), ("mfu_full", "full attention", "c-second thin")]
     series = [
-        _steady_line(values, label, colour, indices, figures.percent)
+        _steady_line(values, label, colour, indices, number_text.percent)
         for key, label, colour in both
         if _any(values := column(run.steps, key))
     ]
@@ -127,7 +127,7 @@ def _phases(run: RunFolder) -> Chart | None:
         seconds = column(run.steps, "phases", phase)
         if not _any(seconds):
             continue
-        shown = figures.duration(steady([value or 0.0 for value in seconds]) or 0.0)
+        shown = number_text.duration(steady([value or 0.0 for value in seconds]) or 0.0)
         series.append(Series(phase, f"c-{phase}", "windows", bucket_means(seconds, MOST_COLUMNS), "column", shown))
     return Chart("phases", "Step time", "by phase", "seconds", tuple(series)) if series else None
 

@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from meshwright.events.start import start_line
-from meshwright.observe import figures
+from meshwright.observe import number_text
 from meshwright.observe.report_charts import steady
 from meshwright.observe.runfolder import RunFolder, column, number
 from meshwright.spec.cluster import ClusterSpec
@@ -68,8 +68,8 @@ def _speed_tile(run: RunFolder) -> Tile:
     if speed is None:
         return None
     ranks = run.plan.ranks if run.plan else 1
-    each = f"tokens/s, {figures.short(speed / ranks)} on each of {ranks} ranks" if ranks > 1 else "tokens/s, median"
-    return "Throughput", figures.short(speed), each
+    each = f"tokens/s, {number_text.short(speed / ranks)} on each of {ranks} ranks" if ranks > 1 else "tokens/s, median"
+    return "Throughput", number_text.short(speed), each
 
 
 def _mfu_tile(run: RunFolder) -> Tile:
@@ -79,14 +79,14 @@ def _mfu_tile(run: RunFolder) -> Tile:
     full = steady(column(run.steps, "mfu_full"))
     return (
         "MFU",
-        figures.percent(mfu),
-        f"{figures.percent(full)} with full attention" if full else "model FLOPs over peak",
+        number_text.percent(mfu),
+        f"{number_text.percent(full)} with full attention" if full else "model FLOPs over peak",
     )
 
 
 def _token_tile(run: RunFolder) -> Tile:
     tokens = [value for value in column(run.steps, "tokens") if value is not None]
-    return ("Tokens", figures.short(tokens[-1]), f"in {run.steps[-1]['step']:,} steps") if tokens else None
+    return ("Tokens", number_text.short(tokens[-1]), f"in {run.steps[-1]['step']:,} steps") if tokens else None
 
 
 def _time_tile(run: RunFolder) -> Tile:
@@ -94,15 +94,15 @@ def _time_tile(run: RunFolder) -> Tile:
     wall = number(run.summary.get("wall_seconds"))
     # The wall time is the last attempt's: when steps of earlier ones exceed it, it is left out.
     if wall and in_steps <= wall:
-        return "Wall time", figures.duration(wall), f"{figures.percent(in_steps / wall)} in training steps"
-    return ("Training time", figures.duration(in_steps), "sum of all steps") if in_steps else None
+        return "Wall time", number_text.duration(wall), f"{number_text.percent(in_steps / wall)} in training steps"
+    return ("Training time", number_text.duration(in_steps), "sum of all steps") if in_steps else None
 
 
 def _parameter_tile(run: RunFolder) -> Tile:
     parameters = run.parameters
     layers, hidden = run.setting("model", "layers"), run.setting("model", "hidden")
     shape = f"{layers} layers, width {hidden}" if layers and hidden else "stored weights"
-    return ("Parameters", figures.short(parameters), shape) if parameters else None
+    return ("Parameters", number_text.short(parameters), shape) if parameters else None
 
 
 def memory(run: RunFolder) -> str:
@@ -121,16 +121,16 @@ def memory(run: RunFolder) -> str:
             f'<i class="k{i % 8}" style="width:{100 * size / top:.2f}%" title="{escape(part)}"></i>'
             for i, (part, size) in enumerate(predicted)
         ]
-        bars.append(_bar("predicted", figures.size(total), "".join(parts) + line))
+        bars.append(_bar("predicted", number_text.size(total), "".join(parts) + line))
         keys = [
-            f'<li class="k{i % 8} column">{escape(k)} <b>{figures.size(s)}</b></li>'
+            f'<li class="k{i % 8} column">{escape(k)} <b>{number_text.size(s)}</b></li>'
             for i, (k, s) in enumerate(predicted)
         ]
     if reserved is not None:
         bars.append(
             _measured_bar(reserved, allocated, _comparable(predicted, allocated=allocated is not None), top, line)
         )
-    sentences = [f"The dashed line is the device's memory, {figures.size(limit)}."] if limit else []
+    sentences = [f"The dashed line is the device's memory, {number_text.size(limit)}."] if limit else []
     if allocated is not None and predicted:
         sentences.append("Tensors are compared with the prediction without its framework, which torch does not count.")
     note = f'<p class="aside">{escape(" ".join(sentences))}</p>' if sentences else ""
@@ -162,9 +162,9 @@ def _measured_bar(reserved: float, allocated: float | None, expected: float, top
     off = f" ({100 * (shown / expected - 1):+.1f}%)" if expected else ""
     inside = f'<i class="measured" style="width:{100 * shown / top:.2f}%"></i>'
     if allocated is None:
-        return _bar("measured peak", figures.size(shown) + off, inside + line)
+        return _bar("measured peak", number_text.size(shown) + off, inside + line)
     more = f'<i class="measured reserved" style="width:{100 * max(0.0, reserved - allocated) / top:.2f}%" title="reserved besides"></i>'
-    text = f"{figures.size(allocated)}{off}, {figures.size(reserved)} reserved"
+    text = f"{number_text.size(allocated)}{off}, {number_text.size(reserved)} reserved"
     return _bar("measured peak", text, inside + more + line)
 
 
@@ -357,7 +357,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, st
         if isinstance(value, Mapping):
             yield from _flat(value, f"{name} ")
         elif value is not None:
-            text = figures.size(value) if str(key).endswith("_bytes") and number(value) is not None else value
+            text = number_text.size(value) if str(key).endswith("_bytes") and number(value) is not None else value
             yield name.removesuffix("_bytes"), ", ".join(map(str, text)) if isinstance(text, list) else str(text)
 
 

@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.observe import figures
+from meshwright.observe import number_text
 from meshwright.observe.curves import Smoother
 
 FIRST_LINES = 5
@@ -116,7 +116,7 @@ class Progress:
         parts = [f"step {self._step:>{len(str(self._total))}}/{self._total}"]
         parts += [f"{name} {value}" for name, value in self._figures(self._record.get("loss"))]
         left = self._seconds_left()
-        return " | ".join(parts + ([f"left {figures.clock(left)}"] if left is not None else []))
+        return " | ".join(parts + ([f"left {number_text.clock(left)}"] if left is not None else []))
 
     def _picture(self) -> Group:
         return Group(self._bar_line(), *self._figure_lines())
@@ -128,8 +128,8 @@ class Progress:
             Text(f"{self._step:,}/{self._total:,}"),
             ProgressBar(self._total, self._step, width=None, complete_style="blue", finished_style="blue"),
             Text(f"{100 * self._step / max(1, self._total):.0f}%"),
-            Text(f"{figures.clock(self._clock() - self._began)} elapsed", style="dim"),
-            Text(f"{figures.clock(left)} left" if left is not None else "starting", style="dim"),
+            Text(f"{number_text.clock(self._clock() - self._began)} elapsed", style="dim"),
+            Text(f"{number_text.clock(left)} left" if left is not None else "starting", style="dim"),
         ]
         grid = Table.grid(padding=(0, 2), expand=True)
         for cell in cells:
@@ -156,12 +156,12 @@ class Progress:
         shown: list[tuple[str, str | None]] = [
             ("loss", _number(loss, ".4f")),
             ("val", _number(self._validation, ".4f") if self._validation is not None else None),
-            ("tok/s", figures.short(speed) if speed else None),
-            ("tok/s/rank", figures.short(speed / self._ranks) if speed and self._ranks > 1 else None),
-            ("MFU", _known(record.get("mfu") if self._show_mfu else None, figures.percent)),
-            ("mem", _known(record.get("memory_peak_bytes"), figures.size)),
+            ("tok/s", number_text.short(speed) if speed else None),
+            ("tok/s/rank", number_text.short(speed / self._ranks) if speed and self._ranks > 1 else None),
+            ("MFU", _known(record.get("mfu") if self._show_mfu else None, number_text.percent)),
+            ("mem", _known(record.get("memory_peak_bytes"), number_text.size)),
             ("grad", _number(record.get("grad_norm"), ".3g")),
-            ("lr", _known(record.get("lr"), figures.scientific)),
+            ("lr", _known(record.get("lr"), number_text.scientific)),
         ]
         return [(name, text) for name, text in shown if text is not None]
 

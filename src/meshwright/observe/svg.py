@@ -13,17 +13,17 @@ from functools import cached_property
 from html import escape
 from typing import Any, Literal
 
-from meshwright.observe import figures
+from meshwright.observe import number_text
 from meshwright.observe.curves import Values, tick_labels, ticks, value_range
 
 WIDTH = 1000
 Format = Literal["loss", "short", "percent", "seconds", "scientific"]
 _FORMATS = {
     "loss": "{:.4f}".format,
-    "short": figures.short,
-    "percent": figures.percent,
-    "seconds": figures.duration,
-    "scientific": figures.scientific,
+    "short": number_text.short,
+    "percent": number_text.percent,
+    "seconds": number_text.duration,
+    "scientific": number_text.scientific,
 }
 
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from meshwright.observe import figures
+from meshwright.observe.number_text import duration
 from meshwright.schedules.action import COMPUTE
 from meshwright.simulator.timeline import Record, Timeline
 
@@ -45,7 +45,7 @@ def draw_timeline(timeline: Timeline, title: str, note: str = "") -> str:
     used = dict.fromkeys(COLOURS[record[2].op] for record in timeline.records if record[2].op in COLOURS)
     keys = "".join(f'<li class="{colour} column">{NAMES[colour]}</li>' for colour in NAMES if colour in used)
     left = f"{ranks - len(tops)} ranks between them look alike. " if ranks > len(tops) else ""
-    return f"""<figure class="card chart wide"><figcaption><h3>{escape(title)}</h3><span class="unit">{escape(figures.duration(end))}</span>
+    return f"""<figure class="card chart wide"><figcaption><h3>{escape(title)}</h3><span class="unit">{escape(duration(end))}</span>
 <ul class="legend">{keys}</ul></figcaption><div class="frame"><ol class="y">{labels}</ol><div class="plot">
 <svg viewBox="0 0 {WIDTH} {height}" height="{height}" preserveAspectRatio="none" role="img"
  aria-label="{escape(title)}">{body}</svg></div></div>

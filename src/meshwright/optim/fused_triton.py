@@ -14,12 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 1024
-PROGRAMS = 16
-"""Programs per multiprocessor: as many as fit, with four warps each."""
-GRADIENT_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-"""Triton's dtypes of the gradients."""
+PROGRAMS_PER_MULTIPROCESSOR = 16
+"""As many programs of four warps as fit on a multiprocessor."""
+TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+"""Triton's dtype of each dtype that gradients may have."""
 VECTOR = 16
-"""Bytes of a lane's vector load; its address must be a multiple of this."""
+"""Bytes of the widest load of one lane, from an aligned address."""
 
 
 def fused_update(
@@ -28,26 +28,28 @@ def fused_update(
 ) -> None:  # fmt: skip
     """See `fused.update`. All tensors are contiguous, all gradients have one dtype, all others are fp32.
 
-    `rates` (2, tensors) holds the learning rate over the first bias correction, and the inverse root of the second. `decay_factor`
-    multiplies each weight before its update: 1 - learning rate · weight decay.
+    `rates` (2, tensors) holds the learning rate over the first bias correction, and the inverse root of the second.
+    `decay_factor` is the factor of a weight under weight decay.
     """
     device = rates.device
     blocks = [triton.cdiv(weight.numel(), BLOCK) for weight in weights]
-    programs = min(sum(blocks), PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count)
+    programs = min(
+        sum(blocks), PROGRAMS_PER_MULTIPROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
+    )
     if not programs:
         return
-    entries, aligned, earlier_blocks = [], True, 0
+    entries, aligned, blocks_before = [], True, 0
     for count, *tensors in zip(blocks, weights, gradients, first, second, strict=True):
         assert all(tensor.is_contiguous() for tensor in tensors)
         addresses = [tensor.data_ptr() for tensor in tensors]
         aligned = aligned and not any(address % VECTOR for address in addresses)
-        entries.append([*addresses, tensors[0].numel(), -earlier_blocks % programs])
-        earlier_blocks += count
-    # The copy from pinned memory is asynchronous; torch keeps the source until the copy ends.
+        entries.append([*addresses, tensors[0].numel(), -blocks_before % programs])
+        blocks_before += count
+    # From pinned memory the copy is asynchronous; torch keeps the source until the copy has ended.
     table = torch.tensor(entries, pin_memory=True).to(device, non_blocking=True)
     _adamw[(programs,)](
         table, rates, factor, skip, len(entries), *betas, *(1 - beta for beta in betas), epsilon, decay_factor, programs,
-        GRADIENT_DTYPES[gradients[0].dtype], aligned, BLOCK, num_warps=4,
+        TRITON_DTYPES[gradients[0].dtype], aligned, BLOCK, num_warps=4,
     )  # fmt: skip
 
 
@@ -58,9 +60,9 @@ def _adamw(
     gradient_dtype: tl.constexpr, aligned: tl.constexpr, block: tl.constexpr,
 ) -> None:  # fmt: skip
     scale = tl.load(factor)
-    entry_count = tl.where(tl.load(skip) == 0, entries, 0)
+    active_entries = tl.where(tl.load(skip) == 0, entries, 0)
     lanes = tl.arange(0, block)
-    for number in range(entry_count):
+    for number in range(active_entries):
         entry = table + number * 6
         weights, gradients, first, second = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
         if aligned:
@@ -74,7 +76,7 @@ def _adamw(
         start = (tl.program_id(0) + tl.load(entry + 5)) % programs * block
         for begin in range(start, size, programs * block):
             index = begin + lanes
-            # Only a whole block is loaded in vectors.
+            # Only whole blocks are loaded without a mask, in vectors.
             if begin + block <= size:
                 _update_lanes(weights + index, gradients + index, first + index, second + index, None,
                        scale, beta1, beta2, one_minus_beta1, one_minus_beta2, rate, root, epsilon, decay_factor)  # fmt: skip

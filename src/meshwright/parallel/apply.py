@@ -23,7 +23,7 @@ from meshwright.parallel.context import divide_sequences
 from meshwright.parallel.copy_engine import gather_by_copies
 from meshwright.parallel.executor import Executor
 from meshwright.parallel.experts import count_whole_sequences, spread_experts
-from meshwright.parallel.fp8_weights import WeightScales, multiply_low
+from meshwright.parallel.fp8_weights import WeightScales, use_fp8_products
 from meshwright.parallel.fsdp import DTYPES, CommunicationStreams
 from meshwright.parallel.gradient_sums import GradientSums
 from meshwright.parallel.mesh import Mesh
@@ -32,7 +32,7 @@ from meshwright.parallel.recompute import recomputing
 from meshwright.parallel.replicas import ReplicaSums
 from meshwright.parallel.routing import Routing
 from meshwright.parallel.sharded_unit import ShardedUnit
-from meshwright.parallel.stages import RankModel, keep_only, keep_parts, make_units
+from meshwright.parallel.stages import RankModel, keep_only, make_units, shrink_to_local_parts
 from meshwright.parallel.tensor import CopySums, divide_over_tensor_ranks, rows_of
 from meshwright.parallel.tied import TiedSum
 from meshwright.schedules.plan_schedule import evaluation_schedule, training_schedule
@@ -44,7 +44,7 @@ from meshwright.spec.plan import Plan, Recompute
 from meshwright.state.parts import StateParts, weight_name
 from meshwright.workload.dtypes import accumulated_by_products
 
-COMPILER: dict[str, Any] = {"unroll_reductions_threshold": 17}
+COMPILER_OPTIONS: dict[str, Any] = {"unroll_reductions_threshold": 17}
 """Compiler options of blocks.
 
 Sums over a token's experts, up to 16, are unrolled to additions, which torch does below 8 by default: as a reduction
@@ -54,21 +54,21 @@ over 8 copies a kernel read single numbers of distant rows, at 0.7 TB/s on an H2
 
 @dataclass
 class Engine:
-    """A model under a plan on one rank: the part of it the rank holds, and what runs it.
+    """One rank's part of a model under a plan, and the executor that runs it.
 
-    `training` is the schedule of a step; `evaluating(n)` that of a pass without backward over n micro-batches. `weights` has this rank's
-    pieces of each parameter, on the device (`AdamW.state` knows which of them it has moved to host memory). `copied` lists by parameter
-    the rows of this rank's tensor whose gradients another rank counts in the norm: the second end's copy of a tied weight, and what tensor
-    ranks hold alike on all of them but the first. `host_offloaded` maps each parameter whose optimizer is in host memory to the function
-    that releases its master weight from the device, or to None.
+    `training` is the schedule of a step; `evaluation_schedule(n)` that of a pass without backward over n micro-batches. `weights` has this
+    rank's pieces of each parameter, on the device; `AdamW.state` has the ones in host memory. `duplicate_rows` lists by parameter the rows
+    whose gradient another rank adds to the norm: the last stage's copy of a tied weight, and on all tensor ranks but the first the
+    parameters that tensor ranks do not divide. `host_offloaded` maps each parameter whose optimizer state is in host memory to the
+    function that releases its master weight from the device, or to None.
     """
 
     model: Decoder
     executor: Executor
     training: Schedule
-    evaluating: Callable[[int], Schedule]
+    evaluation_schedule: Callable[[int], Schedule]
     weights: Mapping[str, StateParts]
-    copied: Mapping[str, Sequence[range]]
+    duplicate_rows: Mapping[str, Sequence[range]]
     host_offloaded: Mapping[str, Callable[[], torch.Tensor] | None]
 
     @property
@@ -77,8 +77,8 @@ class Engine:
         return self.training.stages - 1 in self.executor.rank_model.stages
 
 
-def _unheard(phase: str) -> None:
-    """Nobody counts."""
+def _ignore_phase(phase: str) -> None:
+    """Do nothing at the end of a phase: the default of `build_engine`."""
 
 
 def build_engine(
@@ -90,13 +90,13 @@ def build_engine(
     seed: int,
     plain: bool = False,
     balance_loss: float = 0.0,
-    passed: Callable[[str], None] = _unheard,
+    on_phase_end: Callable[[str], None] = _ignore_phase,
 ) -> Engine:
     """This rank's part of a decoder with its initial values, ready to train.
 
-    `plain` uses the kernels' plain twins (the reference of the equality tests); `balance_loss` weighs the experts' balance losses against
-    the tokens'. `passed` is called with the name of each phase of the work that has ended (events.start). Raises BadInput when the
-    schedule cannot be made for the plan's sizes.
+    `plain` uses PyTorch operations instead of our kernels (the reference of the equality tests); `balance_loss` is the weight of the
+    experts' balance losses. `on_phase_end` is called with the name of each phase of the start that has ended (events.start). Raises
+    BadInput when the schedule cannot be built for the plan's sizes.
     """
     pipeline_rank, table = (
         mesh.coordinate("pipeline"),
@@ -109,28 +109,28 @@ def build_engine(
         model.to(torch.float64)
     keep_only(model, rank_parameters(spec, table, pipeline_rank))
     division = mesh.division
-    keep_parts(model, division)
+    shrink_to_local_parts(model, division)
     divide_over_tensor_ranks(model, mesh, plan.tensor_engine)
     context = divide_sequences(model, plan, mesh)
     spread_experts(model, mesh)
     count_whole_sequences(model, mesh)
-    multiply_low(model, plan, mesh.device)
+    use_fp8_products(model, plan, mesh.device)
     wrap_blocks(model, plan)
     for number, block in model.layers.items():
         if entry_of(plan.schedule.name).splits_backward or accumulated_by_products(plan, int(number), spec.layers):
             split_backward(block)
     units = make_units(model, table[pipeline_rank], plan, mesh)
     model.to_empty(device=mesh.device)
-    passed("model")
+    on_phase_end("model")
     initialise_shards(model, seed, division)
-    passed("weights")
+    on_phase_end("weights")
     tied = _tied_sum(model, table, mesh)
-    held = {name: parts.boxes for name, parts in held_weights(model, division).items()}
-    copies = CopySums(model, held, mesh) if division.tensor.count > 1 else None
+    boxes_by_parameter = {name: parts.boxes for name, parts in local_weights(model, division).items()}
+    copies = CopySums(model, boxes_by_parameter, mesh) if division.tensor.count > 1 else None
     sharded = list(dict.fromkeys(unit.sharded for stage_units in units for unit in stage_units))
     streams = CommunicationStreams((group for unit in sharded for group in unit.groups), mesh.device)
     if plan.gather_engine == "copy":
-        # Experts on ranks of their own are another group's to gather, by kernels.
+        # The copy engines gather the last group only: NCCL kernels gather experts that have a group of their own.
         last = {unit.sharded.groups[-1]: unit.layer is not None for stage_units in units for unit in stage_units}
         blocks, ends = ([group for group, is_block in last.items() if is_block is wanted] for wanted in (True, False))
         gather_by_copies(blocks, ends, mesh)
@@ -157,8 +157,8 @@ def build_engine(
         executor,
         training,
         partial(evaluation_schedule, plan, spec.layers),
-        held_weights(model, division),
-        _copied(held, tied),
+        local_weights(model, division),
+        _duplicate_rows(boxes_by_parameter, tied),
         _host_offloaded(model, plan, sharded),
     )
 
@@ -180,13 +180,15 @@ def _host_offloaded(
     }
 
 
-def _copied(held: Mapping[str, Sequence[Box]], tied: TiedSum | None) -> dict[str, tuple[range, ...]]:
-    second_end = "embed.weight" if tied is not None and not tied.counts else None
-    found = {
+def _duplicate_rows(
+    boxes_by_parameter: Mapping[str, Sequence[Box]], tied: TiedSum | None
+) -> dict[str, tuple[range, ...]]:
+    second_end = "embed.weight" if tied is not None and not tied.in_norm else None
+    rows_by_parameter = {
         name: tuple(rows_of(box) for box in boxes if not box.primary or name == second_end)
-        for name, boxes in held.items()
+        for name, boxes in boxes_by_parameter.items()
     }
-    return {name: rows for name, rows in found.items() if rows}
+    return {name: rows for name, rows in rows_by_parameter.items() if rows}
 
 
 def _replica_sums(plan: Plan, mesh: Mesh) -> ReplicaSums | None:
@@ -199,23 +201,23 @@ def _replica_sums(plan: Plan, mesh: Mesh) -> ReplicaSums | None:
 
 def _tied_sum(model: Decoder, table: tuple[tuple[range, ...], ...], mesh: Mesh) -> TiedSum | None:
     """The sum over the two ends of the pipeline, when they share a weight and live on different ranks."""
-    first = next(rank for rank, row in enumerate(table) if any(stage.start == 0 for stage in row))
-    last = next(rank for rank, row in enumerate(table) if any(stage.stop == model.spec.layers for stage in row))
+    first = next(rank for rank, stages in enumerate(table) if any(stage.start == 0 for stage in stages))
+    last = next(rank for rank, stages in enumerate(table) if any(stage.stop == model.spec.layers for stage in stages))
     if not model.spec.tied or first == last:
         return None
     group = mesh.pair(first, last)
     if group is None:
         return None
-    return TiedSum(model.embed.weight, group, counts=mesh.coordinate("pipeline") == first)
+    return TiedSum(model.embed.weight, group, in_norm=mesh.coordinate("pipeline") == first)
 
 
 def wrap_blocks(model: Decoder, plan: Plan) -> None:
     """Give every block its recompute mode, then compile it.
 
-    Compiling around the recompute lets the compiler see what is kept. All blocks share one compiled function. Where nothing is compiled,
-    torch's compiler is not even named: naming it imports it.
+    Compiling around the recompute lets the compiler see which activations are saved. All blocks share one compiled function. Without
+    compilation `torch.compile` is not accessed, as the access imports the compiler.
     """
-    compiled = torch.compile(_call, fullgraph=True, dynamic=False, options=COMPILER) if plan.compile else None
+    compiled = torch.compile(_call, fullgraph=True, dynamic=False, options=COMPILER_OPTIONS) if plan.compile else None
     for layer, block in model.layers.items():
         assert isinstance(block, Block)
         mode = plan.strategy(int(layer), model.spec.layers).recompute
@@ -229,13 +231,13 @@ def _call(forward: Callable[..., Any], mode: Recompute, block: Block, *inputs: A
     return recomputing(partial(forward, block), mode, block.routed)(*inputs)
 
 
-def held_weights(model: Decoder, division: Division = UNDIVIDED) -> dict[str, StateParts]:
-    """By name, what this rank holds of each parameter of a model that was divided and sharded, or was not."""
+def local_weights(model: Decoder, division: Division = UNDIVIDED) -> dict[str, StateParts]:
+    """This rank's part of each parameter by name; the model may be divided and sharded, or whole."""
     specs = {parameter.name: parameter for parameter in parameters(model.spec)}
-    return {name: _held(model.spec, specs[name], weight, division) for name, weight in model.named_parameters()}
+    return {name: _local_weight(model.spec, specs[name], weight, division) for name, weight in model.named_parameters()}
 
 
-def _held(spec: ModelSpec, parameter: ParameterSpec, weight: torch.Tensor, division: Division) -> StateParts:
+def _local_weight(spec: ModelSpec, parameter: ParameterSpec, weight: torch.Tensor, division: Division) -> StateParts:
     local, shard = local_part(weight.detach())
     return StateParts(
         weight_name(parameter.name), parameter.shape, local_boxes(spec, parameter, division, shard), local
@@ -254,9 +256,11 @@ def local_part(parameter: torch.Tensor) -> tuple[torch.Tensor, Part]:
 @torch.no_grad()
 def initialise_shards(model: Decoder, seed: int, division: Division = UNDIVIDED) -> None:
     """Fill this rank's part of every parameter; the values do not depend on how the model is sharded."""
-    held = held_weights(model, division)
+    parts_by_parameter = local_weights(model, division)
     for parameter in parameters(model.spec):
-        for box, elements in held[parameter.name].pieces() if parameter.name in held else ():
+        for box, elements in (
+            parts_by_parameter[parameter.name].pieces() if parameter.name in parts_by_parameter else ()
+        ):
             _fill(elements, parameter, seed, box)
 
 
@@ -268,7 +272,7 @@ def _fill(local: torch.Tensor, parameter: ParameterSpec, seed: int, box: Box) ->
     step = max(1, (1 << 26) // width)
     for start in range(0, local.shape[0], step):
         part = local[start : start + step]
-        # Whole rows, of which a part of the columns may be kept: only runs of elements can be drawn.
+        # `initial_values` draws contiguous elements only: draw whole rows, then keep this rank's columns.
         values = initial_values(seed, parameter, (box.offsets[0] + start) * width, part.shape[0] * width, local.device)
         values = values.view(part.shape[0], *parameter.shape[1:])
         part.copy_(values if values.shape == part.shape else values.narrow(1, box.offsets[1], box.sizes[1]))

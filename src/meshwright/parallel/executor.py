@@ -218,7 +218,7 @@ class _Step:
         trains = action.op == "forward"
         x = None if stage == unit_index == 0 else self.input(stage, number, unit_index, trains)
         saved = (
-            self.offload.saved_activations(visit, self.memory_of_others(unit, shared))
+            self.offload.saved_activations(visit, self.excluded_storages(unit, shared))
             if unit.offloads and trains
             else None
         )
@@ -247,8 +247,8 @@ class _Step:
         else:
             self.to_send["activation", stage, number] = y.detach()
 
-    def memory_of_others(self, unit: Unit, shared: SharedInputs) -> frozenset[int]:
-        """Addresses that a unit's forward reads but does not own: its weights, and what all blocks share. They are not offloaded."""
+    def excluded_storages(self, unit: Unit, shared: SharedInputs) -> frozenset[int]:
+        """Addresses of storages that are not offloaded: the unit's weights, and rotary tables that all blocks share."""
         return storage_addresses([*unit.sharded.gathered_tensors, *(shared.rope or ())])
 
     def output_and_balance(self, y: Tensor | RoutedOutput, unit: Unit, trains: bool) -> tuple[Tensor, Tensor | None]:
@@ -357,7 +357,7 @@ class _Step:
 
     def record_message(self, action: Action, transfer: Transfer) -> None:
         if self.recorder.detail:
-            self.recorder.message(action.label, f"{action.op} {self.rank_of[action.peer]}", transfer.travel)
+            self.recorder.message(action.label, f"{action.op} {self.rank_of[action.peer]}", transfer.timing)
 
     def unshard(self, action: Action) -> None:
         self.unit(action).sharded.gather(self.span(action, "unshard"))

@@ -30,7 +30,7 @@ SLOT = 4
 """Numbers between one scale and the next: compiled code takes its inputs as they are only where they begin on 16 bytes."""
 
 
-def multiply_low(model: Decoder, plan: Plan, device: torch.device) -> None:
+def use_fp8_products(model: Decoder, plan: Plan, device: torch.device) -> None:
     """Let the linear layers of every block multiply in the format that the plan has for its layer.
 
     Raises BadInput on a GPU that cannot multiply in fp8. A processor gives the same numbers, slowly.

@@ -2,10 +2,10 @@
 
 A visit is one micro-batch in one unit. Autograd's hooks collect its saved tensors, and whole storages are copied as bytes, so that views of
 one storage stay views of one storage and every bit is preserved. Copies run on two streams beside compute, one for each direction.
-`parallel.timetable` computes beforehand where compute waits for them.
+`parallel.timetable` computes before the step at which positions compute waits for them.
 
-Streams wait for events; the host waits for nothing. Memory that another stream reads or writes is referenced until compute has waited for
-the copy, so that the allocator cannot reuse it meanwhile.
+Streams wait for events; the host never waits. Memory that another stream reads or writes is referenced until compute has waited for the
+copy, so that the allocator cannot reuse it earlier.
 
 Gathered weights, fp8 weights and tensors that all blocks share (rotary tables, masks) stay on the device. Method: Rhu et al. 2016 (vDNN).
 """
@@ -25,39 +25,42 @@ from torch.autograd.graph import saved_tensors_hooks
 from meshwright.kernels.pinned import allocate_pinned
 from meshwright.parallel.timetable import Visit, timetable
 
-LEAST_BYTES = 1 << 20
-"""Smaller storages stay on a GPU: copying them costs more launches than it saves memory. On a CPU, for tests, all move."""
+MIN_BYTES = 1 << 20
+"""Smaller storages are not offloaded from a GPU: the launches cost more than the memory is worth.
+
+On a CPU, for tests, all storages are offloaded.
+"""
 
 
 class HostMemory:
     """Reusable buffers in host memory, pinned for GPU copies, and the streams of the copies."""
 
-    def __init__(self, device: torch.device, least_bytes: int | None = None) -> None:
+    def __init__(self, device: torch.device, min_bytes: int | None = None) -> None:
         self.device, cuda = device, device.type == "cuda"
-        self.least_bytes = (LEAST_BYTES if cuda else 1) if least_bytes is None else least_bytes
-        self.out, self.back = (torch.cuda.Stream(device) if cuda else None for _ in range(2))
+        self.min_bytes = (MIN_BYTES if cuda else 1) if min_bytes is None else min_bytes
+        self.offload_stream, self.fetch_stream = (torch.cuda.Stream(device) if cuda else None for _ in range(2))
         self.host_bytes = 0
-        """Bytes of all buffers: for each size, the most that were in use at once."""
-        self.most_device_bytes = 0
-        """Peak bytes on the device of tensors to offload, read when a forward or backward starts."""
+        """Bytes of all buffers: for each size, the largest number that was in use at the same time."""
+        self.peak_device_bytes = 0
+        """Peak device bytes of the tensors that are offloaded, sampled when a forward or backward starts."""
         self._free: dict[int, deque[tuple[Tensor, Any]]] = defaultdict(deque)
 
-    def take(self, size: int) -> Tensor:
-        """Return a buffer of `size` bytes that the stream `out` may write to. Raises OutOfResources as `pinned` does."""
+    def acquire(self, size: int) -> Tensor:
+        """Return a buffer of `size` bytes that the stream `offload_stream` may write to. Raises OutOfResources as `pinned` does."""
         if not self._free[size]:
             self.host_bytes += size
             return (
                 allocate_pinned(self, size, "activations")
-                if self.out is not None
+                if self.offload_stream is not None
                 else torch.empty(size, dtype=torch.uint8)
             )
         buffer, read = self._free[size].popleft()
-        if self.out is not None and read is not None:
-            self.out.wait_event(read)
+        if self.offload_stream is not None and read is not None:
+            self.offload_stream.wait_event(read)
         return buffer
 
-    def give(self, buffer: Tensor, read: Any) -> None:
-        """Take a buffer back. It is read until the event `read` (None: until now)."""
+    def release(self, buffer: Tensor, read: Any) -> None:
+        """Make a buffer available again after the event `read`, until which a stream reads it (None: at once)."""
         self._free[buffer.numel()].append((buffer, read))
 
 
@@ -69,7 +72,7 @@ class _Storage:
     device: Tensor | None
     host: Tensor | None = None
     unread: int = 0
-    """Saved tensors in it that the backward has not read yet; after the last one the device memory is freed, as without hooks."""
+    """Number of its saved tensors that the backward has not read yet; at 0 the device memory is freed, as without hooks."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +87,10 @@ class _SavedTensor:
 
 
 class SavedActivations:
-    """Tensors that one visit saves for its backward. `others` are addresses of storages that it reads but does not own."""
+    """Tensors that one visit saves for its backward. `excluded` are addresses of storages to keep on the device."""
 
-    def __init__(self, memory: HostMemory, others: Collection[int]) -> None:
-        self._memory, self._others = memory, others
+    def __init__(self, memory: HostMemory, excluded: Collection[int]) -> None:
+        self._memory, self._excluded = memory, excluded
         self._storages: dict[int, _Storage] = {}
         self._offloaded: Any = None
         self._fetched: Any = None
@@ -98,17 +101,17 @@ class SavedActivations:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes on the device now."""
+        """Current bytes on the device."""
         return sum(storage.size for storage in self._storages.values() if storage.device is not None)
 
     def start_offload(self, span: AbstractContextManager[None] | None = None) -> None:
-        """Start to copy every storage to host memory, after what the compute stream has been given so far."""
-        with _on_copy_stream(self._memory.out), span or nullcontext():
+        """Start to copy every storage to host memory, after the work launched so far on the compute stream."""
+        with _on_copy_stream(self._memory.offload_stream), span or nullcontext():
             for storage in self._storages.values():
                 assert storage.device is not None
-                storage.host = self._memory.take(storage.size)
+                storage.host = self._memory.acquire(storage.size)
                 storage.host.copy_(storage.device, non_blocking=True)
-            self._offloaded = _record_event(self._memory.out)
+            self._offloaded = _record_event(self._memory.offload_stream)
 
     def free_device_memory(self) -> None:
         """Make the compute stream wait for the copies to host memory, and free the device memory."""
@@ -117,15 +120,15 @@ class SavedActivations:
             storage.device = None
 
     def start_fetch(self, span: AbstractContextManager[None] | None = None) -> None:
-        """Start to copy every storage back, beside what the compute stream is given from now on."""
+        """Start to copy every storage back; the copies overlap with later work of the compute stream."""
         for storage in self._storages.values():
             storage.device = torch.empty(storage.size, dtype=torch.uint8, device=self._memory.device)
-        # After compute so far: the new memory may be that of tensors which compute has yet to read.
-        with _on_copy_stream(self._memory.back), span or nullcontext():
+        # The copies start after compute launched so far, which may still read freed tensors in the memory allocated here.
+        with _on_copy_stream(self._memory.fetch_stream), span or nullcontext():
             for storage in self._storages.values():
                 assert storage.device is not None and storage.host is not None
                 storage.device.copy_(storage.host, non_blocking=True)
-            self._fetched = _record_event(self._memory.back)
+            self._fetched = _record_event(self._memory.fetch_stream)
 
     def wait_for_fetch(self) -> None:
         """Make the compute stream wait for the copies back."""
@@ -135,22 +138,22 @@ class SavedActivations:
         """Return the host buffers, once the backward has been launched."""
         for storage in self._storages.values():
             if storage.host is not None:
-                self._memory.give(storage.host, self._fetched)
+                self._memory.release(storage.host, self._fetched)
         self._storages.clear()
 
     def _pack(self, tensor: Tensor) -> Tensor | _SavedTensor:
-        whole = tensor.untyped_storage()
-        address, size = whole.data_ptr(), whole.nbytes()
-        own = (
+        untyped = tensor.untyped_storage()
+        address, size = untyped.data_ptr(), untyped.nbytes()
+        can_offload = (
             tensor.is_floating_point()
             and tensor.device.type == self._memory.device.type
-            and address not in self._others
+            and address not in self._excluded
         )
-        if not own or size < self._memory.least_bytes:
+        if not can_offload or size < self._memory.min_bytes:
             return tensor
         storage = self._storages.get(address)
         if storage is None:
-            as_bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(whole, 0, (size,), (1,))
+            as_bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(untyped, 0, (size,), (1,))
             storage = self._storages[address] = _Storage(size, as_bytes)
         storage.unread += 1
         return _SavedTensor(storage, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
@@ -159,7 +162,7 @@ class SavedActivations:
         if isinstance(saved, Tensor):
             return saved
         storage = saved.storage
-        if storage.device is None:  # a node that asks twice
+        if storage.device is None:  # an autograd node that reads it a second time
             assert storage.host is not None
             storage.device = storage.host.to(self._memory.device, non_blocking=True)
         tensor = torch.empty(0, dtype=saved.dtype, device=self._memory.device)
@@ -171,7 +174,7 @@ class SavedActivations:
 
 
 def _on_copy_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
-    """Run work on `stream`, after what the compute stream has been given so far; on a CPU in order."""
+    """Run work on `stream`, after the work launched so far on the compute stream; on a CPU in program order."""
     if stream is None:
         return nullcontext()
     stream.wait_stream(torch.cuda.current_stream(stream.device))
@@ -215,41 +218,44 @@ class _LeafWithoutMemory(torch.autograd.Function):
 
 
 class ActivationOffload:
-    """Offloads the activations of one step's visits at the times of the timetable.
+    """Offloads the activations of one step's visits by the timetable.
 
-    `computes`, `keeps` and `moved` as in `timetable`. `concurrent_span` makes the span of a copy from its name and its lane, or None.
+    `computes`, `sizes` and `candidates` as in `timetable`. `concurrent_span` makes the span of a copy from its name and its lane, or None.
     """
 
     def __init__(
         self,
         memory: HostMemory | None,
         computes: Sequence[tuple[Visit, ...]],
-        keeps: Mapping[Visit, float],
-        moved: Collection[Visit],
+        sizes: Mapping[Visit, float],
+        candidates: Collection[Visit],
         concurrent_span: Callable[[str, str], AbstractContextManager[None] | None],
     ) -> None:
         self._memory, self._span_of = memory, concurrent_span
-        self._times = timetable(tuple(computes), tuple(keeps.items()), frozenset(moved))
+        self._timetable = timetable(tuple(computes), tuple(sizes.items()), frozenset(candidates))
         self._index = -1
         self._saved: dict[Visit, SavedActivations] = {}
 
     def begin_compute(self) -> None:
-        """Before a forward or backward: free the device memory that is due, and start the copies back that have room."""
+        """Free device memory and start copies back, as the timetable has them before the next forward or backward."""
         self._index += 1
-        for visit in self._times.left.get(self._index, ()):
+        for visit in self._timetable.frees.get(self._index, ()):
             self._saved[visit].free_device_memory()
-        for visit in self._times.back.get(self._index, ()):
+        for visit in self._timetable.fetches.get(self._index, ()):
             self._saved[visit].start_fetch(self._span("fetch", visit))
         if self._memory is not None:
-            here = sum(saved.device_bytes for saved in self._saved.values())
-            self._memory.most_device_bytes = max(self._memory.most_device_bytes, here)
+            device_bytes = sum(saved.device_bytes for saved in self._saved.values())
+            self._memory.peak_device_bytes = max(self._memory.peak_device_bytes, device_bytes)
 
-    def saved_activations(self, visit: Visit, others: Collection[int]) -> SavedActivations | None:
-        """Collector of what the visit's forward saves; None when it stays on the device. `others` as in `SavedActivations`."""
-        if visit not in self._times.moved:
+    def saved_activations(self, visit: Visit, excluded: Collection[int]) -> SavedActivations | None:
+        """Collector of the tensors that the visit's forward saves; None if they are not offloaded.
+
+        `excluded` as in `SavedActivations`.
+        """
+        if visit not in self._timetable.offloaded:
             return None
-        assert self._memory is not None, "a plan that offloads has memory to offload to"
-        saved = self._saved[visit] = SavedActivations(self._memory, others)
+        assert self._memory is not None, "a plan with offload has host memory"
+        saved = self._saved[visit] = SavedActivations(self._memory, excluded)
         return saved
 
     def end_forward(self, visit: Visit) -> None:
@@ -259,7 +265,7 @@ class ActivationOffload:
 
     @contextmanager
     def backward(self, visit: Visit) -> Iterator[None]:
-        """Context of the visit's backward, which waits for the copies back."""
+        """Context of the visit's backward: makes compute wait for the copies back, and releases the buffers afterwards."""
         saved = self._saved.get(visit)
         if saved is None:
             yield

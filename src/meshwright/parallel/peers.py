@@ -28,20 +28,20 @@ ALIGNED = 256
 """Bytes: alignment of a slot, so that copies run at full width."""
 
 
-def open_peers(mesh: Mesh, axis: str, what: str) -> Peers:
+def open_peers(mesh: Mesh, axis: str, option: str) -> Peers:
     """Peers for the ranks along `axis`, of which there are at least two.
 
     Operators look them up by their group's name (`peers_of`) while the caller holds a reference. Raises BadInput if the
-    ranks are on several nodes or their devices cannot map each other's memory; the message names the option, `what`.
+    ranks are on several nodes or their devices cannot map each other's memory; the message names `option`.
     """
     group = mesh.group(axis)
     assert group is not None, f"one rank along {axis} has no peers"
     ranks = dist.get_process_group_ranks(group)
-    mesh.world.refuse_across_nodes(ranks, what)
+    mesh.world.refuse_across_nodes(ranks, option)
     if mesh.device.type == "cpu":
         peers: Peers = MessagePeers(group)
     else:
-        mesh.world.refuse_unmapped(ranks, what)
+        mesh.world.refuse_unmapped(ranks, option)
         peers = PeerMemory(group, mesh.device)
     register(group.group_name, peers)
     return peers

@@ -1,8 +1,8 @@
 """Causal ring attention; each rank has two chunks of the sequence (Liu et al. 2023; zigzag order, Zhu 2024).
 
-Keys and values are sent from rank to rank while attention with the previous ones is computed, so that no rank holds
-those of more than two ranks. Backward sends them round again, followed by the sums of their gradients, which reach
-their owner in the last turn. Forward and backward are one operator each, so a compiled block stays one graph.
+Each rank sends keys and values to the next rank while it computes attention with them, so a rank stores those of at most
+two ranks. Backward sends them round again, followed by their gradient sums, which reach their owner in the last turn.
+Forward and backward are one custom operator each, so a compiled block stays one graph.
 
 Shapes: q `(batch, seq / ranks, heads, head_dim)`, k and v `(batch, seq / ranks, kv_heads, head_dim)`.
 """
@@ -33,32 +33,34 @@ class _Ring(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: str, rank: int, ranks: int, plain: bool) -> Tensor:
         out, total = ring_forward(q, k, v, group, rank, ranks, plain)
         ctx.save_for_backward(q, k, v, out, total)
-        ctx.where = group, rank, ranks, plain
+        ctx.ring = group, rank, ranks, plain
         return out
 
     @staticmethod
     # pyrefly: ignore [bad-override]  # torch's declaration takes any gradients
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *ring_backward(grad, *ctx.saved_tensors, *ctx.where), None, None, None, None
+        return *ring_backward(grad, *ctx.saved_tensors, *ctx.ring), None, None, None, None
 
 
 @torch.library.custom_op("meshwright::ring_forward", mutates_args=())
 def ring_forward(
     q: Tensor, k: Tensor, v: Tensor, group: str, rank: int, ranks: int, plain: bool
 ) -> tuple[Tensor, Tensor]:
-    """The rank's part of the result and its log-sums `(batch, heads, seq / ranks)`."""
-    ring, combined = _Ranks(group, rank, ranks), None
-    here = torch.stack((k, v))
+    """This rank's part of attention, and its log-sum-exps `(batch, heads, seq / ranks)`."""
+    ring, combined = _RingGroup(group, rank, ranks), None
+    keys_values = torch.stack((k, v))
     for turn in range(ranks):
-        ahead = ring.pass_on(here) if turn + 1 < ranks else None
+        next_keys_values = ring.start_exchange(keys_values) if turn + 1 < ranks else None
         queries, keys, causal = visible_block(rank, (rank - turn) % ranks, q.shape[1])
-        found = partial_attention(q[:, queries], here[0, :, keys], here[1, :, keys], causal, plain=plain)
+        partial = partial_attention(
+            q[:, queries], keys_values[0, :, keys], keys_values[1, :, keys], causal, plain=plain
+        )
         if combined is None:
-            combined = AttentionAccumulator(*found)
+            combined = AttentionAccumulator(*partial)
         else:
-            combined.add(queries, *found)
-        if ahead is not None:
-            here = ahead.wait()
+            combined.add(queries, *partial)
+        if next_keys_values is not None:
+            keys_values = next_keys_values.wait()
     assert combined is not None
     return combined.out.to(q.dtype).contiguous(), combined.logsumexp.contiguous()
 
@@ -74,28 +76,32 @@ def _(q: Tensor, k: Tensor, v: Tensor, group: str, rank: int, ranks: int, plain:
 def ring_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, group: str, rank: int, ranks: int, plain: bool
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of this rank's q, k and v. They are summed, and travel, in the log-sums' dtype."""
-    ring, wide = _Ranks(group, rank, ranks), total.dtype
-    here, grad = torch.stack((k, v)), grad.contiguous()
+    """Gradients of this rank's q, k and v. They are summed and sent in the dtype of the log-sum-exps."""
+    ring, wide = _RingGroup(group, rank, ranks), total.dtype
+    keys_values, grad = torch.stack((k, v)), grad.contiguous()
     q_sum = torch.zeros(q.shape, dtype=wide, device=q.device)
-    behind: _Moving | None = None
+    pending_sums: _PendingExchange | None = None
     for turn in range(ranks):
-        ahead = ring.pass_on(here) if turn + 1 < ranks else None
+        next_keys_values = ring.start_exchange(keys_values) if turn + 1 < ranks else None
         queries, keys, causal = visible_block(rank, (rank - turn) % ranks, q.shape[1])
-        found = partial_gradients(
-            grad[:, queries], q[:, queries], here[0, :, keys], here[1, :, keys], out[:, queries], total[..., queries], causal,
+        gradients = partial_gradients(
+            grad[:, queries], q[:, queries], keys_values[0, :, keys], keys_values[1, :, keys], out[:, queries], total[..., queries], causal,
             plain=plain,
         )  # fmt: skip
-        sums = torch.zeros(here.shape, dtype=wide, device=q.device) if behind is None else behind.wait()
-        q_sum[:, queries] += found[0]
-        sums[0, :, keys] += found[1]
-        sums[1, :, keys] += found[2]
-        behind = ring.pass_on(sums)  # with the last turn the next rank's own come to it
-        if ahead is not None:
-            here = ahead.wait()
-    assert behind is not None
-    k_sum, v_sum = behind.wait()
-    # An operator's results may not share memory.
+        sums = (
+            torch.zeros(keys_values.shape, dtype=wide, device=q.device) if pending_sums is None else pending_sums.wait()
+        )
+        q_sum[:, queries] += gradients[0]
+        sums[0, :, keys] += gradients[1]
+        sums[1, :, keys] += gradients[2]
+        pending_sums = ring.start_exchange(
+            sums
+        )  # in the last turn each rank receives the sums of its own keys and values
+        if next_keys_values is not None:
+            keys_values = next_keys_values.wait()
+    assert pending_sums is not None
+    k_sum, v_sum = pending_sums.wait()
+    # Outputs of a custom operator must not share memory.
     return q_sum.to(q.dtype), k_sum.to(k.dtype, copy=True), v_sum.to(v.dtype, copy=True)
 
 
@@ -103,36 +109,36 @@ def ring_backward(
 def _(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, group: str, rank: int, ranks: int, plain: bool
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    q_grad, k_grad, v_grad = (torch.empty_like(one, memory_format=torch.contiguous_format) for one in (q, k, v))
+    q_grad, k_grad, v_grad = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     return q_grad, k_grad, v_grad
 
 
 @dataclass(frozen=True)
-class _Moving:
-    """What the rank before sends, on its way; and what is sent meanwhile, whose memory must last as long."""
+class _PendingExchange:
+    """A receive from the previous rank and a send to the next one that may still run; holds both buffers."""
 
-    arriving: Tensor
-    leaving: Tensor
+    received: Tensor
+    sent: Tensor
     works: list[dist.Work]
 
     def wait(self) -> Tensor:
         for work in self.works:
             work.wait()
-        return self.arriving
+        return self.received
 
 
 @dataclass(frozen=True)
-class _Ranks:
+class _RingGroup:
     group: str
     rank: int
     ranks: int
 
-    def pass_on(self, tensor: Tensor) -> _Moving:
-        """Begin to send `tensor` to the next rank and to receive as much from the one before."""
-        group, arriving = group_by_name(self.group), torch.empty_like(tensor)
-        after, before = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
+    def start_exchange(self, tensor: Tensor) -> _PendingExchange:
+        """Start to send `tensor` to the next rank and to receive a tensor of the same shape from the previous rank."""
+        group, received = group_by_name(self.group), torch.empty_like(tensor)
+        next_rank, previous_rank = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
         messages = [
-            dist.P2POp(dist.isend, tensor, group=group, group_peer=after),
-            dist.P2POp(dist.irecv, arriving, group=group, group_peer=before),
+            dist.P2POp(dist.isend, tensor, group=group, group_peer=next_rank),
+            dist.P2POp(dist.irecv, received, group=group, group_peer=previous_rank),
         ]
-        return _Moving(arriving, tensor, dist.batch_isend_irecv(messages))
+        return _PendingExchange(received, tensor, dist.batch_isend_irecv(messages))

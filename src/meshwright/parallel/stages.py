@@ -96,7 +96,7 @@ def keep_only(model: Decoder, held: Iterable[str]) -> None:
         model.norm = model.head = None  # type: ignore[assignment]
 
 
-def keep_parts(model: Decoder, division: Division) -> None:
+def shrink_to_local_parts(model: Decoder, division: Division) -> None:
     """Give every parameter of a (meta) model the shape of the rank's part. Names stay."""
     rows = {row.name: row for row in parameters(model.spec)}
     for name, whole in list(model.named_parameters()):

@@ -1,11 +1,12 @@
-"""Tensor and sequence parallelism, put into a decoder from outside: modules are replaced, names stay.
+"""Tensor and sequence parallelism: replaces the modules of a decoder; parameter names stay the same.
 
-Which weight is cut how is data (`spec.layout.TENSOR_SPLITS`); this file reads it. A module whose weight is cut by rows gathers its tokens
-before the product, one cut by columns sums its ranks' products and scatters the tokens behind it, so that from the embedding on each rank
-has its part of every sequence, and all of it inside attention and the feed-forward network (Shoeybi et al. 2019, Korthikanti et al. 2022).
-Both of a parallel block share one gather and one scatter (Jiang et al. 2024, MegaScale §3.1).
-What several ranks hold, each has seen with its own tokens or heads: norms, biases behind a sum, learned positions, and key/value heads
-where there are fewer than ranks. Their gradients are added up once a step (`CopySums`).
+`spec.layout.TENSOR_SPLITS` says how each weight is cut. A module whose weight is cut by rows all-gathers the tokens before its product; a
+module cut by columns reduce-scatters after it. So each rank has its part of every sequence between modules, and all tokens inside attention
+and the feed-forward network (Shoeybi et al. 2019, Korthikanti et al. 2022). The two branches of a parallel block share one gather and one
+scatter (Jiang et al. 2024, MegaScale §3.1).
+
+Some parameters are replicated on several ranks: norms, biases after a reduce-scatter, learned positions, and key/value heads if there are
+fewer heads than ranks. Each rank computes their gradients from its own tokens or heads, and `CopySums` adds them once a step.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def _divide_block(block: Block, group: str, ranks: int, peers: Peers | None) -> 
 
 
 def _sum_of_branches(block: Block, normed: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
-    """`models.decoder.sum_of_branches` of this rank's tokens: gathered once for both branches, whose sum is scattered."""
+    """`models.decoder.sum_of_branches` of this rank's tokens, with one all-gather and one reduce-scatter for both branches."""
     attention, mlp = block.attention, block.mlp
     first = mlp.gate_up if isinstance(mlp, GatedMLP) else mlp.up
     assert isinstance(attention.qkv, GatheredLinear) and isinstance(first, GatheredLinear)
@@ -87,31 +88,31 @@ def _divide_heads(attention: Attention, ranks: int) -> None:
 
 
 class CopySums:
-    """Sums the gradients of parameters that neighbouring tensor ranks hold in common, once a step.
+    """Sums the gradients of parameters that are replicated on neighbouring tensor ranks, once a step.
 
-    One message for each number of copies. Gradients are summed as stored, after their reduction over shards, and every copy
-    gets the same bits. `boxes` has by name the rank's boxes of each parameter.
+    Sends one message for each number of copies. Gradients are summed in their stored dtype after the reduction over shards,
+    and every copy gets the same bits. `boxes` maps a parameter's name to the rank's boxes of it.
     """
 
     def __init__(self, model: Decoder, boxes: Mapping[str, Sequence[Box]], mesh: Mesh) -> None:
         ranks, kv_heads = mesh.axis_size("tensor"), model.spec.kv_heads
         self._groups: dict[int, dist.ProcessGroup] = {}
-        self._held: dict[int, list[tuple[nn.Parameter, range]]] = {}
-        # Every rank of the job takes part in making a group, whatever it holds.
-        for holders in sorted({ranks, max(1, ranks // kv_heads)} - {1}):
-            self._groups[holders] = mesh.neighbours("tensor", holders)
-            self._held[holders] = [
+        self._replicated: dict[int, list[tuple[nn.Parameter, range]]] = {}
+        # Creating a group is collective over all ranks of the job, also those without such parameters.
+        for copies in sorted({ranks, max(1, ranks // kv_heads)} - {1}):
+            self._groups[copies] = mesh.neighbours("tensor", copies)
+            self._replicated[copies] = [
                 (parameter, rows_of(box))
                 for name, parameter in model.named_parameters()
                 for box in boxes[name]
-                if box.copies == holders
+                if box.copies == copies
             ]
 
     @torch.no_grad()
     def sum(self) -> None:
-        """Collective over tensor ranks, when every gradient is complete."""
-        for holders, group in self._groups.items():
-            parts = [_local(parameter.grad)[rows.start : rows.stop] for parameter, rows in self._held[holders]]
+        """Sum the gradients. Collective over tensor ranks; called when every gradient is complete."""
+        for copies, group in self._groups.items():
+            parts = [_local(parameter.grad)[rows.start : rows.stop] for parameter, rows in self._replicated[copies]]
             if not parts:
                 continue
             flat = torch.cat([part.flatten() for part in parts])

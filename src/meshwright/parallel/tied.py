@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor
 
 
 class TiedSum:
-    """Adds the two ends' gradient of a sharded weight; `counts` says whose copy the norm takes."""
+    """Adds the gradients of the two copies of a sharded weight; `in_norm` is true for the copy that the norm includes."""
 
-    def __init__(self, weight: torch.Tensor, group: dist.ProcessGroup, counts: bool) -> None:
+    def __init__(self, weight: torch.Tensor, group: dist.ProcessGroup, in_norm: bool) -> None:
         self._weight, self._group = weight, group
-        self.counts = counts
+        self.in_norm = in_norm
 
     def sum(self) -> None:
         assert isinstance(self._weight.grad, DTensor), "a unit's gradients are shards"

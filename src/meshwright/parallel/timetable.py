@@ -1,8 +1,9 @@
-"""Computes when activations are offloaded and copied back.
+"""Computes when offloaded activations are freed on the device, and when they are copied back.
 
-Compute waits for a copy out only when another layer needs the memory, and a copy back starts as soon as there is space.
-So where some layers are moved and others are kept, the link has the whole forward, and the whole backward, for the few;
-where all are moved, each copy has the compute of one other layer. A visit that need not free memory is not moved.
+Compute waits for a copy to host memory only when another layer needs the device memory. A copy back starts as soon as
+the memory account has space for it. If only some layers are offloaded, their copies can overlap with the whole forward
+and the whole backward; if all are, each copy overlaps with the compute of one other layer. Activations that fit on the
+device all the time are not offloaded.
 """
 
 from __future__ import annotations
@@ -16,99 +17,103 @@ from itertools import accumulate
 from meshwright.workload.buffers import DEVICE_LAYERS
 
 ROUNDING = 1 + 1e-9
-"""Of sums in one order over those in another."""
+"""Tolerance for sums of the same sizes in another order."""
 
 Visit = tuple[int, int, int]
-"""(stage, micro-batch, unit)."""
+"""(stage, micro-batch, unit): one micro-batch in one unit."""
 
 
 @dataclass(frozen=True)
 class Timetable:
-    """By position among a step's forwards and backwards: visits that have left the device, and visits whose copy back starts."""
+    """Visits by position among a step's forwards and backwards."""
 
-    left: Mapping[int, Sequence[Visit]]
-    back: Mapping[int, Sequence[Visit]]
-    moved: frozenset[Visit]
-    """Those in it: of what the plan moves, what must make room for others."""
+    frees: Mapping[int, Sequence[Visit]]
+    """Visits whose device memory is freed at the position, after their copy to host memory."""
+    fetches: Mapping[int, Sequence[Visit]]
+    """Visits whose copy back starts at the position."""
+    offloaded: frozenset[Visit]
+    """The visits in the timetable: those of the plan's offloaded visits that do not fit on the device all the time."""
 
 
-@lru_cache(maxsize=4)  # of a run's steps all but a few are alike
+@lru_cache(maxsize=4)  # nearly all steps of a run have the same schedule
 def timetable(
-    computes: tuple[tuple[Visit, ...], ...], keeps: tuple[tuple[Visit, float], ...], moved: frozenset[Visit]
+    computes: tuple[tuple[Visit, ...], ...], sizes: tuple[tuple[Visit, float], ...], candidates: frozenset[Visit]
 ) -> Timetable:
-    """The copy positions of the `moved` visits, for the forwards and backwards `computes` in order.
+    """The copy positions of the `candidates`, the visits to offload, for the forwards and backwards `computes` in order.
 
-    A visit with a backward occurs twice in `computes`. `keeps` is the memory that each leaves on the device in between, in
-    any unit. A moved visit is on the device while it computes, during the compute after its forward, and during the compute
-    before its backward. It may stay longer, the oldest leaving first, while the total does not exceed the maximum of the
-    kept visits plus the largest `DEVICE_LAYERS` of the moved, which is what the memory account counts. A visit that may
-    stay all the time is not moved.
+    A visit with a backward occurs twice in `computes`. `sizes` is the memory between its forward and its backward, in any
+    unit. A candidate is on the device while it computes, during the compute after its forward, and during the compute
+    before its backward. It is freed later than that, the oldest first, while the total does not exceed the maximum of the
+    other visits plus the largest `DEVICE_LAYERS` candidates, which is what the memory account counts. A candidate that is
+    never freed is not offloaded.
     """
-    if not moved:
-        return Timetable({}, {}, moved)
-    size, length = dict(keeps), len(computes)
+    if not candidates:
+        return Timetable({}, {}, candidates)
+    size, length = dict(sizes), len(computes)
     last = {visit: position for position, visits in enumerate(computes) for visit in visits}
     first = {visit: length - 1 - position for position, visits in enumerate(reversed(computes)) for visit in visits}
-    away = sorted((visit for visit in moved if first[visit] + 2 < last[visit] - 1), key=last.__getitem__)
-    kept = [_Stay(first[visit], last[visit] + 1, size[visit]) for visit in size.keys() - moved]
-    near = [_Stay(first[visit], last[visit] + 1, size[visit]) for visit in moved.difference(away)]
-    near += [_Stay(first[visit], first[visit] + 2, size[visit]) for visit in away]
-    near += [_Stay(last[visit] - 1, last[visit] + 1, size[visit]) for visit in away]
-    load = _load(length, [*kept, *near])
-    fullest = max(_load(length, kept)) + sum(sorted(size[visit] for visit in moved)[-DEVICE_LAYERS:])
-    room = max(fullest, *load) * ROUNDING
-    left = _gone_from(load, room, {visit: _Stay(first[visit] + 2, last[visit] - 1, size[visit]) for visit in away})
-    # Backwards in time a copy back is one out.
-    turned = {
-        visit: _Stay(length + 1 - last[visit], length - left[visit], size[visit])
-        for visit in away
-        if left[visit] < last[visit] - 1
+    freeable = sorted((visit for visit in candidates if first[visit] + 2 < last[visit] - 1), key=last.__getitem__)
+    others = [_Allocation(first[visit], last[visit] + 1, size[visit]) for visit in size.keys() - candidates]
+    required = [_Allocation(first[visit], last[visit] + 1, size[visit]) for visit in candidates.difference(freeable)]
+    required += [_Allocation(first[visit], first[visit] + 2, size[visit]) for visit in freeable]
+    required += [_Allocation(last[visit] - 1, last[visit] + 1, size[visit]) for visit in freeable]
+    load = _load(length, [*others, *required])
+    account = max(_load(length, others)) + sum(sorted(size[visit] for visit in candidates)[-DEVICE_LAYERS:])
+    capacity = max(account, *load) * ROUNDING
+    optional = {visit: _Allocation(first[visit] + 2, last[visit] - 1, size[visit]) for visit in freeable}
+    frees = _free_positions(load, capacity, optional)
+    # With time reversed, the start of a copy back is a free.
+    reversed_optional = {
+        visit: _Allocation(length + 1 - last[visit], length - frees[visit], size[visit])
+        for visit in freeable
+        if frees[visit] < last[visit] - 1
     }
-    back = {visit: length - position for visit, position in _gone_from(load[::-1], room, turned).items()}
-    going = [visit for visit in turned if left[visit] < back[visit]]
-    left, back = ({visit: at[visit] for visit in going} for at in (left, back))
-    return Timetable(_by_position(left), _by_position(back), frozenset(going))
+    reversed_frees = _free_positions(load[::-1], capacity, reversed_optional)
+    fetches = {visit: length - position for visit, position in reversed_frees.items()}
+    offloaded = [visit for visit in reversed_optional if frees[visit] < fetches[visit]]
+    frees, fetches = ({visit: positions[visit] for visit in offloaded} for positions in (frees, fetches))
+    return Timetable(_by_position(frees), _by_position(fetches), frozenset(offloaded))
 
 
 @dataclass(frozen=True)
-class _Stay:
-    """What is on the device from the beginning of one compute to that of another."""
+class _Allocation:
+    """Memory on the device from the beginning of compute `start` to the beginning of compute `stop`."""
 
     start: int
     stop: int
     size: float
 
 
-def _load(length: int, stays: Iterable[_Stay]) -> list[float]:
+def _load(length: int, allocations: Iterable[_Allocation]) -> list[float]:
     """Memory on the device at each position."""
     change = [0.0] * (length + 1)
-    for stay in stays:
-        change[stay.start] += stay.size
-        change[stay.stop] -= stay.size
+    for allocation in allocations:
+        change[allocation.start] += allocation.size
+        change[allocation.stop] -= allocation.size
     return [*accumulate(change)][:length]
 
 
-def _gone_from(load: list[float], room: float, lingering: Mapping[Visit, _Stay]) -> dict[Visit, int]:
-    """By visit, the position from which it is off the device: the end of its stay, or when memory exceeds `room`.
+def _free_positions(load: list[float], capacity: float, optional: Mapping[Visit, _Allocation]) -> dict[Visit, int]:
+    """By visit, the position at which its optional allocation is freed: its end, or earlier if memory exceeds `capacity`.
 
-    The oldest leave first. Their memory is added to `load`.
+    The oldest are freed first. Their memory is added to `load`.
     """
-    gone: dict[Visit, int] = {}
-    there: dict[Visit, float] = {}
-    starts = _by_position({visit: stay.start for visit, stay in lingering.items()})
-    stops = _by_position({visit: stay.stop for visit, stay in lingering.items()})
+    frees: dict[Visit, int] = {}
+    allocated: dict[Visit, float] = {}
+    starts = _by_position({visit: allocation.start for visit, allocation in optional.items()})
+    stops = _by_position({visit: allocation.stop for visit, allocation in optional.items()})
     size = 0.0
-    for position, taken in enumerate(load):
+    for position, required in enumerate(load):
         for visit in starts[position]:
-            there[visit] = lingering[visit].size
-            size += there[visit]
-        ended = [visit for visit in stops[position] if visit in there]
-        while ended or (there and taken + size > room):
-            visit = ended.pop() if ended else next(iter(there))
-            size -= there.pop(visit)
-            gone[visit] = position
+            allocated[visit] = optional[visit].size
+            size += allocated[visit]
+        ended = [visit for visit in stops[position] if visit in allocated]
+        while ended or (allocated and required + size > capacity):
+            visit = ended.pop() if ended else next(iter(allocated))
+            size -= allocated.pop(visit)
+            frees[visit] = position
         load[position] += size
-    return gone
+    return frees
 
 
 def _by_position(positions: Mapping[Visit, int]) -> defaultdict[int, list[Visit]]:

@@ -1,9 +1,7 @@
 """Embedding, head and loss with the vocabulary divided over tensor ranks (Shoeybi et al. 2019, §3), in token chunks.
 
-2019, §3), a chunk of tokens at a time.
-
-A rank sees every token and its own rows of the vocabulary. Logits are not exchanged in training: a chunk's
-cross-entropy needs each rank's log-sum and the target's logit, two numbers a token.
+A rank computes the logits of every token for its own rows of the vocabulary. Training does not exchange logits: the
+cross-entropy needs each rank's log-sum-exp and the target's logit, two numbers per token.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from meshwright.parallel.products import ALL_GATHER, gathered_tokens, group_by_n
 
 
 class VocabularyEmbedding(Embedding):
-    """Rows [first, …) of a token table; gives this rank's part of the sequence."""
+    """Rows [first, …) of the token embedding; returns this rank's part of the sequence."""
 
     def __init__(self, weight: nn.Parameter, first: int, group: str, ranks: int) -> None:
         super().__init__(weight)
@@ -32,16 +30,17 @@ class VocabularyEmbedding(Embedding):
 
     def forward(self, indices: Tensor) -> Tensor:
         """`(batch, seq / ranks, hidden)` of tokens `(batch, seq)`."""
-        mine, held = indices - self.first, self.weight.shape[0]
-        elsewhere = (mine < 0) | (mine >= held)
-        # Any row will do for the others' tokens; spread over all, their (zero) gradients do not queue up at one.
-        found = F.embedding(mine.remainder(held), self.weight)
-        # One rank has the token and the others add zeros: the sum is exact.
-        return _Scattered.apply(found.masked_fill(elsewhere[..., None], 0.0), self.group, self.ranks)
+        rows, local_rows = indices - self.first, self.weight.shape[0]
+        not_local = (rows < 0) | (rows >= local_rows)
+        # Tokens of other ranks read an arbitrary row: `remainder` spreads their zero gradients, whose atomic adds to one row
+        # would be serialised.
+        embedded = F.embedding(rows.remainder(local_rows), self.weight)
+        # One rank has the token and the others add zeros, so the sum is exact.
+        return _Scattered.apply(embedded.masked_fill(not_local[..., None], 0.0), self.group, self.ranks)
 
 
 class PositionEmbedding(Embedding):
-    """Learned positions, whole on every rank, looked up for this rank's part of the sequence."""
+    """Learned position embedding, replicated on every rank; looks up this rank's part of the sequence."""
 
     def __init__(self, weight: nn.Parameter, rank: int, ranks: int) -> None:
         super().__init__(weight)
@@ -53,9 +52,9 @@ class PositionEmbedding(Embedding):
 
 
 class VocabularyHead(Head):
-    """The product with this rank's rows of the vocabulary and, given targets, the loss of this rank's part of the sequence.
+    """Head with this rank's rows of the vocabulary; with targets, also the loss of this rank's part of the sequence.
 
-    `sizes` are the rows of each rank. `weight` is None for a tied head.
+    `sizes` are the numbers of rows of each rank. `weight` is None for a tied head.
     """
 
     def __init__(
@@ -65,12 +64,12 @@ class VocabularyHead(Head):
         self.sizes, self.rank, self.group = sizes, rank, group
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
-        """Logits `(batch, seq, vocab)` of hidden `(batch, seq / ranks, hidden)`, or the loss, whose sum over ranks is the batch's."""
+        """Logits `(batch, seq, vocab)` of hidden `(batch, seq / ranks, hidden)`; with targets, this rank's summand of the loss."""
         weight = self.weight if tied is None else tied
-        assert weight is not None, "a tied head is handed the embedding's weight"
+        assert weight is not None, "a tied head receives the embedding's weight as `tied`"
         if targets is None:
             return self._logits(hidden, weight)
-        # Rank by rank, as chunks are gathered.
+        # Ordered by rank, like the gathered tokens of a chunk.
         ranked = targets.unflatten(1, (len(self.sizes), -1)).transpose(0, 1).flatten(1)
         return _LinearCrossEntropy.apply(
             hidden.flatten(0, 1),
@@ -85,10 +84,10 @@ class VocabularyHead(Head):
 
     def _logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         ranks, longest = len(self.sizes), max(self.sizes)
-        mine = F.pad(F.linear(gathered_tokens(hidden, self.group, ranks), weight), (0, longest - weight.shape[0]))
-        found = [torch.empty_like(mine) for _ in range(ranks)]
-        dist.all_gather(found, mine, group=group_by_name(self.group))
-        return torch.cat([part[..., :size] for part, size in zip(found, self.sizes, strict=True)], dim=-1)
+        logits = F.pad(F.linear(gathered_tokens(hidden, self.group, ranks), weight), (0, longest - weight.shape[0]))
+        parts = [torch.empty_like(logits) for _ in range(ranks)]
+        dist.all_gather(parts, logits, group=group_by_name(self.group))
+        return torch.cat([part[..., :size] for part, size in zip(parts, self.sizes, strict=True)], dim=-1)
 
 
 class _Scattered(torch.autograd.Function):
@@ -104,9 +103,9 @@ class _Scattered(torch.autograd.Function):
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """`kernels.loss` over a divided vocabulary: both gradients are made in forward, while a chunk's logits are at hand.
+    """`kernels.loss` over a divided vocabulary; forward computes both gradients while a chunk's logits exist.
 
-    A chunk is made of the same places of every rank's tokens. Only losses are made unless it `trains`.
+    A chunk consists of the same slice of every rank's tokens. Without `trains` forward computes the loss only.
     """
 
     @staticmethod
@@ -120,23 +119,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_grad: Tensor | None = None
         part = max(1, chunk // ranks)
         for start in range(0, hidden.shape[0], part):
-            mine = slice(start, start + part)
-            tokens = gathered_tokens(hidden[None, mine], group, ranks)[0]
-            target = targets[:, mine]
+            local_tokens = slice(start, start + part)
+            tokens = gathered_tokens(hidden[None, local_tokens], group, ranks)[0]
+            target = targets[:, local_tokens]
             logits = tokens @ weight.t()
-            own, own_picked = _run(_log_sum_and_target, logits, target.flatten() - first)
-            total, picked = _over_ranks(own, own_picked, group, ranks)
-            losses = torch.where(target >= 0, (total - picked).view_as(target), 0.0)
+            own_total, own_target_logit = _run(_log_sum_and_target, logits, target.flatten() - first)
+            total, target_logit = _combine_over_ranks(own_total, own_target_logit, group, ranks)
+            losses = torch.where(target >= 0, (total - target_logit).view_as(target), 0.0)
             loss += losses[rank].sum()
             if hidden_grad is None:
                 continue
             slope = _run(_gradient, logits, target.flatten(), total, first)
-            hidden_grad[mine] = scattered_sum((slope @ weight)[None], group, ranks)[0]
+            hidden_grad[local_tokens] = scattered_sum((slope @ weight)[None], group, ranks)[0]
             if weight_grad is not None:
                 add_product(weight_grad, slope.t(), tokens)
             elif ctx.needs_input_grad[1]:
                 weight_grad = matmul(slope.t(), tokens, wide)
-            del logits, slope  # else two chunks' logits would be alive when the next product is made
+            del logits, slope  # otherwise the logits of two chunks would exist during the next product
         ctx.save_for_backward(hidden_grad, weight_grad)
         return loss
 
@@ -150,30 +149,30 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return scale(hidden_grad, by, dtype), scaled_weight, *[None] * 6
 
 
-def _over_ranks(total: Tensor, picked: Tensor, group: str, ranks: int) -> tuple[Tensor, Tensor]:
-    """The log-sum over the whole vocabulary and the target's logit, of each rank's `(tokens,)`."""
-    mine = torch.stack((total, picked))
-    found = mine.new_empty((ranks * 2, mine.shape[1]))
-    ALL_GATHER(found, mine, group=group_by_name(group))
-    totals, pickeds = found.unflatten(0, (ranks, 2)).unbind(1)
-    return torch.logsumexp(totals, dim=0), pickeds.sum(0)
+def _combine_over_ranks(total: Tensor, target_logit: Tensor, group: str, ranks: int) -> tuple[Tensor, Tensor]:
+    """The log-sum-exp over the whole vocabulary and the target's logit, from each rank's `(tokens,)`."""
+    local = torch.stack((total, target_logit))
+    gathered = local.new_empty((ranks * 2, local.shape[1]))
+    ALL_GATHER(gathered, local, group=group_by_name(group))
+    totals, target_logits = gathered.unflatten(0, (ranks, 2)).unbind(1)
+    return torch.logsumexp(totals, dim=0), target_logits.sum(0)
 
 
 def _run(function: Any, *inputs: Any) -> Any:
-    """One pass over the logits on a GPU, eager operators on a CPU."""
+    """Run a function of the logits: compiled to one pass on a GPU, eager on a CPU."""
     return (compile_once(function) if inputs[0].is_cuda else function)(*inputs)
 
 
 def _log_sum_and_target(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-sum of logits `(tokens, rows)`, and the logit of the target where its row is one of these; 0 elsewhere."""
+    """Log-sum-exp of logits `(tokens, rows)`, and the target's logit; 0 if its row is on another rank."""
     wide = logits.to(accumulate_dtype(logits.dtype))
-    here = (targets >= 0) & (targets < logits.shape[-1])
-    picked = wide.gather(-1, torch.where(here, targets, 0)[:, None])[:, 0]
-    return torch.logsumexp(wide, dim=-1), torch.where(here, picked, 0.0)
+    is_local = (targets >= 0) & (targets < logits.shape[-1])
+    target_logit = wide.gather(-1, torch.where(is_local, targets, 0)[:, None])[:, 0]
+    return torch.logsumexp(wide, dim=-1), torch.where(is_local, target_logit, 0.0)
 
 
 def _gradient(logits: Tensor, targets: Tensor, total: Tensor, first: int) -> Tensor:
-    """The loss's gradient by logits `(tokens, rows)` whose first row is number `first` of the vocabulary; written over them."""
+    """Gradient of the loss by logits `(tokens, rows)`, written over them; `first` is their first row of the vocabulary."""
     wide = logits.to(accumulate_dtype(logits.dtype))
     is_target = torch.arange(logits.shape[-1], device=logits.device) + first == targets[:, None]
     slope = torch.exp(wide - total[:, None]) - is_target.to(wide.dtype)

@@ -1,7 +1,7 @@
-"""Joining a job: who am I, on which device and node, and the store and process groups that connect the ranks.
+"""Joins a job: sets this rank's device and node, and connects the ranks by a store and process groups.
 
-A local launch hands rank 0 a socket that already listens on 127.0.0.1, so nothing listens beyond loopback. Under torchrun, Slurm or
-Kubernetes the usual environment variables are obeyed.
+A local launch passes rank 0 a socket that already listens on 127.0.0.1, so no socket listens beyond loopback. Under torchrun, Slurm or
+Kubernetes the usual environment variables apply.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ STORE_SOCKET = "MESHWRIGHT_STORE_FD"
 class World:
     """A joined job.
 
-    `control` is a Gloo group over all ranks for small messages between hosts' processors; the default group carries tensors. `node_ranks`
-    is the number of ranks on a node, where that is not what the launcher started on a host (emulated nodes).
+    `control` is a Gloo group over all ranks for small CPU messages; the default group communicates tensors. `node_ranks` is the number of
+    ranks on a node if it differs from the launcher's ranks per host (emulated nodes).
     """
 
     environment: RankEnvironment
@@ -42,7 +42,7 @@ class World:
     control: dist.ProcessGroup
     node_ranks: int | None = None
     limit: timedelta = timedelta(minutes=10)
-    """How long a collective may take."""
+    """Timeout of a collective."""
 
     @property
     def rank(self) -> int:
@@ -54,7 +54,7 @@ class World:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank speaks for the job."""
+        """Whether this is rank 0, which prints and writes for the job."""
         return self.environment.rank == 0
 
     @property
@@ -62,66 +62,71 @@ class World:
         return self.node_ranks or self.environment.local_ranks
 
     def node(self, rank: int) -> int:
-        """The node `rank` lives on; nodes are filled in rank order."""
+        """Index of the node of `rank`; nodes have consecutive ranks."""
         return rank // self.ranks_per_node
 
-    def refuse_across_nodes(self, ranks: Sequence[int], what: str) -> None:
-        """Raise BadInput when `ranks` live on several nodes.
+    def refuse_across_nodes(self, ranks: Sequence[int], feature: str) -> None:
+        """Raise BadInput if `ranks` are on several nodes.
 
-        Asked before any path between ranks that is not NCCL or a socket is set up (symmetric memory, CUDA IPC, shared host memory):
-        emulated nodes share one host's memory, and such a path would work between them where real nodes have none.
+        Called before ranks connect by anything but NCCL or a socket (symmetric memory, CUDA IPC, shared host memory). Such a connection
+        works between emulated nodes, which share a host, but not between real nodes.
         """
         other = next((rank for rank in ranks if self.node(rank) != self.node(ranks[0])), None)
         if other is not None:
             raise BadInput(
-                f"{what} between rank {ranks[0]} (node {self.node(ranks[0])}) and rank {other} (node {self.node(other)}): "
+                f"{feature} between rank {ranks[0]} (node {self.node(ranks[0])}) and rank {other} (node {self.node(other)}): "
                 f"nodes share no memory; keep it to the {self.ranks_per_node} ranks of one node"
             )
 
-    def refuse_unmapped(self, ranks: Sequence[int], what: str) -> None:
-        """Raise BadInput when this rank's device cannot map the memory of those of `ranks`, which all live on its node."""
-        here = self.device.index
+    def refuse_unmapped(self, ranks: Sequence[int], feature: str) -> None:
+        """Raise BadInput if this rank's device cannot map the memory of the devices of `ranks`, which are on its node."""
+        own_device = self.device.index
         for rank in ranks:
-            peer = here + rank - self.rank  # consecutive ranks of a host have consecutive devices
-            if rank != self.rank and not torch.cuda.can_device_access_peer(here, peer):
+            peer_device = own_device + rank - self.rank  # consecutive ranks of a host have consecutive devices
+            if rank != self.rank and not torch.cuda.can_device_access_peer(own_device, peer_device):
                 raise BadInput(
-                    f"{what}: device {here} cannot map the memory of device {peer}; expected devices joined by NVLink or another "
-                    f"peer-to-peer link; leave {what.partition(' = ')[0]} out"
+                    f"{feature}: device {own_device} cannot map the memory of device {peer_device}; expected devices joined by NVLink "
+                    f"or another peer-to-peer link; leave {feature.partition(' = ')[0]} out"
                 )
 
-    def split(self, parts: Sequence[Sequence[int]], what: str, options: Any = None) -> dist.ProcessGroup:
-        """This rank's group, where `parts` divides all ranks into groups; collective over all ranks, in one order.
+    def split(self, parts: Sequence[Sequence[int]], description: str, options: Any = None) -> dist.ProcessGroup:
+        """Create the groups of `parts`, a partition of all ranks, and return this rank's; collective over all ranks.
 
-        NCCL splits the world's communicator once for all parts, whatever their number: no store, no barrier. `what` is for logs; `options`
-        are NCCL's, left out the world's.
+        One split of NCCL's world communicator creates all groups, without the store and without a barrier. `description` is the groups'
+        description in logs; `options` are NCCL's, by default the world's.
         """
         if self.device.type == "cuda":
-            rows = [list(part) for part in parts]
-            return _present(dist.split_group(None, rows, timeout=self.limit, pg_options=options, group_desc=what))
-        # Gloo cannot split. The members alone meet; torch names the group after its ranks and the number of groups made here before,
-        # which is why every rank must be in exactly one part.
-        mine = next(list(part) for part in parts if self.rank in part)
-        return _present(dist.new_group(mine, timeout=self.limit, use_local_synchronization=True, group_desc=what))
+            partition = [list(part) for part in parts]
+            return _present(
+                dist.split_group(None, partition, timeout=self.limit, pg_options=options, group_desc=description)
+            )
+        # Gloo cannot split; each rank creates its own group with the group's members. torch names it by its ranks and the number of groups
+        # that the rank created before, so every rank must be in exactly one part.
+        members = next(list(part) for part in parts if self.rank in part)
+        return _present(
+            dist.new_group(members, timeout=self.limit, use_local_synchronization=True, group_desc=description)
+        )
 
     def leave(self) -> None:
+        """Destroy the process groups."""
         dist.destroy_process_group()
 
 
 def join(environment: RankEnvironment, cluster: ClusterSpec, *, timeout_seconds: int) -> World:
     """Connect this process to the job over the cluster's network, and choose its device.
 
-    Raises BadInput when the host has no device for the rank, or when the ranks of a node are not consecutive, OutOfResources when too few
-    files may be open, and CommunicationFailure when the other ranks cannot be reached.
+    Raises BadInput if the host has no device for the rank or if the ranks of a node are not consecutive, OutOfResources if the limit of
+    open files is too low, and CommunicationFailure if the other ranks cannot be reached.
     """
     for name, value in network_environment(cluster, environment.local_rank).items():
         os.environ.setdefault(name, value)
-    # Transfers between two ranks have communicators of their own, which is what torch would advise at each of them.
+    # Each pipeline channel has its own communicator, which is what this warning of torch recommends.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     network = cluster.network
     limit = timedelta(seconds=(network.timeout_seconds if network else None) or timeout_seconds)
     device = _device(environment, cluster.is_cpu)
     if device.type == "cuda" and cluster.memory_gib is not None:
-        keep_to(int(cluster.memory_gib * GiB), device)
+        limit_device_memory(int(cluster.memory_gib * GiB), device)
     raise_file_limit(environment.ranks)
     try:
         store = _store(environment, limit)
@@ -142,16 +147,16 @@ def join(environment: RankEnvironment, cluster: ClusterSpec, *, timeout_seconds:
 
 
 def _ranks_per_node(environment: RankEnvironment, control: dist.ProcessGroup) -> int:
-    """Ranks on a node as the launcher says, divided further where NCCL was told so (NCCL_HOSTID); collective.
+    """Ranks per node: the launcher's ranks per host, divided further by NCCL_HOSTID if it is set. Collective.
 
-    Raises BadInput on every rank when nodes are not blocks of consecutive ranks.
+    Raises BadInput on every rank if the ranks of a node are not consecutive.
     """
     first = environment.rank - environment.local_rank
     name = f"{first} {os.environ.get('NCCL_HOSTID', '')}"
     number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], signed=True)
-    found = [torch.zeros(1, dtype=torch.int64) for _ in range(environment.ranks)]
-    dist.all_gather(found, torch.tensor([number]), group=control)
-    return block_size([int(answer) for answer in found])
+    numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(environment.ranks)]
+    dist.all_gather(numbers, torch.tensor([number]), group=control)
+    return block_size([int(node) for node in numbers])
 
 
 def block_size(nodes: Sequence[int]) -> int:
@@ -164,7 +169,7 @@ def block_size(nodes: Sequence[int]) -> int:
     order = list(dict.fromkeys(nodes))
     if len(blocks) > len(order):
         raise BadInput(
-            f"the ranks live on nodes {', '.join(str(order.index(node)) for node in nodes)}; expected those of one node one after another"
+            f"the ranks are on nodes {', '.join(str(order.index(node)) for node in nodes)}; expected consecutive ranks on each node"
         )
     return gcd(*(size for _, size in blocks))
 
@@ -175,7 +180,7 @@ def world_group() -> dist.ProcessGroup:
 
 
 def _present(group: object) -> dist.ProcessGroup:
-    """torch's types allow for a group this rank is not in; these groups hold every rank."""
+    """Narrow the type: torch returns another object on ranks outside a group, and these groups contain this rank."""
     assert isinstance(group, dist.ProcessGroup)
     return group
 
@@ -183,28 +188,28 @@ def _present(group: object) -> dist.ProcessGroup:
 def _device(environment: RankEnvironment, cpu: bool) -> torch.device:
     if cpu:
         return torch.device("cpu")
-    found = torch.cuda.device_count()
-    if environment.local_rank >= found:
+    gpus = torch.cuda.device_count()
+    if environment.local_rank >= gpus:
         remedy = (
-            "lower cluster.gpus_per_node" if found else "say cluster=auto to train on what it has, or cluster.gpu=cpu"
+            "lower cluster.gpus_per_node" if gpus else "set cluster=auto to use this host's devices, or cluster.gpu=cpu"
         )
-        raise BadInput(f"local rank {environment.local_rank} has no GPU: torch finds {found} on this host; {remedy}")
+        raise BadInput(f"local rank {environment.local_rank} has no GPU: torch finds {gpus} on this host; {remedy}")
     device = torch.device("cuda", environment.local_rank)
     torch.cuda.set_device(device)
     return device
 
 
-def keep_to(memory: int, device: torch.device) -> None:
-    """Let torch's allocator have `memory` bytes of a device that has more; asked for more, it raises OutOfMemoryError."""
-    owned = torch.cuda.get_device_properties(device).total_memory
-    if memory < owned:
-        torch.cuda.set_per_process_memory_fraction(memory / owned, device)
+def limit_device_memory(memory: int, device: torch.device) -> None:
+    """Limit torch's allocator to `memory` bytes, if the device has more; beyond them it raises OutOfMemoryError."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    if memory < total:
+        torch.cuda.set_per_process_memory_fraction(memory / total, device)
 
 
 def _store(environment: RankEnvironment, limit: timedelta) -> dist.Store:
-    """The key-value store ranks meet at.
+    """The key-value store that connects the ranks.
 
-    torch's TCPStore listens on all interfaces unless it is handed a socket; for ranks of one host it is.
+    torch's TCPStore listens on all interfaces unless it gets a socket, as it does when all ranks are on one host.
     """
     descriptor = os.environ.get(STORE_SOCKET) if environment.rank == 0 else None
     if environment.ranks == 1 and descriptor is None:
@@ -219,11 +224,11 @@ def _store(environment: RankEnvironment, limit: timedelta) -> dist.Store:
         timeout=limit,
         master_listen_fd=None if descriptor is None else int(descriptor),
     )
-    # The agent's store outlives ranks that it starts again, and still holds the addresses of those before.
+    # torchrun's store survives a restart of the ranks and still contains the addresses of the previous attempt.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"attempt {attempt}", store) if _agent_hosts_store() else store
 
 
 def _agent_hosts_store() -> bool:
-    """torchrun's agent already serves a store at MASTER_PORT when it says so."""
+    """Whether torchrun's agent already serves a store at MASTER_PORT."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

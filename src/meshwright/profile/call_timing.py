@@ -33,15 +33,15 @@ class Clock:
         """Median seconds of `call`, from about `budget` seconds of repeats whose first half is warm-up."""
         calls_per_batch, batches = _cut(self._known(call), budget)
         times = self._batches(call, calls_per_batch, batches)
-        return self.team.max_over_ranks(statistics.median(times[len(times) // 2 :]))
+        return self.team.largest(statistics.median(times[len(times) // 2 :]))
 
     def burst_seconds(self, call: Call) -> float:
         """Median seconds of `call` on a device that was idle before, from a few hundredths of a second of repeats."""
         calls_per_batch, batches = _cut(self._known(call), BURST_SECONDS)
         if self.team.cuda:
-            self.team.barrier()
+            self.team.meet()
             time.sleep(IDLE_SECONDS)
-        return self.team.max_over_ranks(statistics.median(self._batches(call, calls_per_batch, batches)))
+        return self.team.largest(statistics.median(self._batches(call, calls_per_batch, batches)))
 
     def rank_seconds(self, call: Call, budget: float) -> float:
         """Median seconds of `call` on this rank only; not collective."""
@@ -57,8 +57,8 @@ class Clock:
     def _known(self, call: Call) -> float:
         """Approximate seconds of a call, equal on every rank, so that all ranks choose the same number of repeats."""
         call()
-        self.team.barrier()
-        return self.team.max_over_ranks(self._batches(call, 2, 1)[0])
+        self.team.meet()
+        return self.team.largest(self._batches(call, 2, 1)[0])
 
     def _batches(self, call: Call, calls_per_batch: int, batches: int) -> list[float]:
         """Mean seconds of a call in each batch."""
@@ -75,13 +75,13 @@ class Clock:
     def _on_device(self, call: Call, calls_per_batch: int, batches: int) -> list[float]:
         """Mean seconds of a call in each batch, all queued on the device before the first ends, so that the host adds nothing."""
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(batches + 1)]
-        self.team.synchronize()
+        self.team.finish()
         marks[0].record()
         for mark in marks[1:]:
             for _ in range(calls_per_batch):
                 call()
             mark.record()
-        self.team.synchronize()
+        self.team.finish()
         return [marks[i].elapsed_time(marks[i + 1]) / 1e3 / calls_per_batch for i in range(batches)]
 
 

@@ -15,7 +15,7 @@ from meshwright.profile.call_timing import Call, Clock
 from meshwright.profile.team import Team
 from meshwright.spec.profile import CollectiveTime, Operation
 
-Parts = tuple[tuple[int, ...], ...]
+RankGroups = tuple[tuple[int, ...], ...]
 SIZES = {
     "cuda": tuple(1 << power for power in (16, 20, 22, 24, 26, 28)),
     "cpu": tuple(1 << power for power in (14, 18, 20, 22)),
@@ -32,13 +32,13 @@ scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatt
 class GroupLayout:
     """A division of all ranks into equal groups."""
 
-    parts: Parts
+    groups: RankGroups
     nodes: int
     """Nodes that each group spans."""
 
     @property
     def ranks(self) -> int:
-        return len(self.parts[0])
+        return len(self.groups[0])
 
 
 def collective_times(team: Team, clock: Clock, budget: float) -> list[CollectiveTime]:
@@ -47,12 +47,12 @@ def collective_times(team: Team, clock: Clock, budget: float) -> list[Collective
     times: list[CollectiveTime] = []
     for position, layout in enumerate(layouts):
         start, share = time.perf_counter(), budget / len(layouts)
-        group = team.group(layout.parts)
+        group = team.group(layout.groups)
         for op in get_args(Operation):
             if op == "p2p" and layout.ranks != 2:
                 continue
-            times += _sizes(team, clock, group, layout, op, share / 5)
-            if team.broadcast(time.perf_counter() - start) > 2 * share and position:
+            times += _times_by_size(team, clock, group, layout, op, share / 5)
+            if team.from_first_rank(time.perf_counter() - start) > 2 * share and position:
                 break
     return times
 
@@ -61,7 +61,7 @@ def group_layouts(ranks: int, per_node: int) -> list[GroupLayout]:
     """Divisions into groups of 2, 4, 8 … neighbours up to a whole node; then one rank of every node, and all ranks."""
     sizes = [1 << power for power in range(1, 12) if (1 << power) < per_node and per_node % (1 << power) == 0]
     sizes += [per_node] if per_node > 1 else []
-    layouts = [GroupLayout(_blocks(range(ranks), size), 1) for size in sizes]
+    layouts = [GroupLayout(_neighbour_groups(range(ranks), size), 1) for size in sizes]
     nodes = ranks // per_node
     if nodes > 1 and per_node > 1:
         layouts.append(GroupLayout(tuple(tuple(range(first, ranks, per_node)) for first in range(per_node)), nodes))
@@ -82,12 +82,12 @@ def operation(op: Operation, size_bytes: int, group: dist.ProcessGroup, device: 
         "reduce_scatter": lambda: scatter_into(part, full, group=group),
         "all_reduce": lambda: dist.all_reduce(full, group=group),
         "all_to_all": _exchange(full, group),
-        "p2p": lambda: _pass_on(full, group),
+        "p2p": lambda: _send_in_pair(full, group),
     }
     return full.nbytes, calls[op]
 
 
-def _sizes(
+def _times_by_size(
     team: Team, clock: Clock, group: dist.ProcessGroup, layout: GroupLayout, op: Operation, budget: float
 ) -> list[CollectiveTime]:
     sizes = SIZES[team.device.type]
@@ -106,7 +106,7 @@ def _exchange(whole: torch.Tensor, group: dist.ProcessGroup) -> Call:
     return lambda: dist.all_to_all_single(received, whole, group=group)
 
 
-def _pass_on(message: torch.Tensor, group: dist.ProcessGroup) -> None:
+def _send_in_pair(message: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Send from the first rank of a pair to the second."""
     if group.rank() == 0:
         dist.send(message, group=group, group_dst=1)
@@ -114,5 +114,5 @@ def _pass_on(message: torch.Tensor, group: dist.ProcessGroup) -> None:
         dist.recv(message, group=group, group_src=0)
 
 
-def _blocks(ranks: range, size: int) -> Parts:
+def _neighbour_groups(ranks: range, size: int) -> RankGroups:
     return tuple(tuple(ranks[start : start + size]) for start in range(0, len(ranks), size))

@@ -20,13 +20,13 @@ def launch_seconds(team: Team) -> float:
     """Host seconds to launch a small kernel (on a CPU: to dispatch and run it), on the slowest rank."""
     operand, rounds = torch.zeros(1, device=team.device), []
     for _ in range(ROUNDS):
-        team.synchronize()
+        team.finish()
         start = time.perf_counter()
         for _ in range(LAUNCHES):
             operand.add_(1.0)
         rounds.append((time.perf_counter() - start) / LAUNCHES)
-    team.barrier()
-    return team.max_over_ranks(statistics.median(rounds))
+    team.meet()
+    return team.largest(statistics.median(rounds))
 
 
 def host_links(team: Team, clock: Clock, budget: float) -> list[HostLink]:
@@ -36,22 +36,20 @@ def host_links(team: Team, clock: Clock, budget: float) -> list[HostLink]:
     device = torch.empty(COPY_BYTES, dtype=torch.uint8, device=team.device)
     host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     # `Clock.seconds` is collective, so rank 0 uses `rank_seconds` while the others wait.
-    team.barrier()
+    team.meet()
     rates = [0.0, 0.0]
     if team.rank == 0:
         rates = [
             COPY_BYTES / clock.rank_seconds(lambda: host.copy_(device, non_blocking=True), budget / 4),
             COPY_BYTES / clock.rank_seconds(lambda: device.copy_(host, non_blocking=True), budget / 4),
         ]
-    team.barrier()
-    links = [HostLink(devices=1, to_host=team.broadcast(rates[0]), to_device=team.broadcast(rates[1]))]
-    local_ranks = team.world.environment.local_ranks if team.world else 1
-    if local_ranks > 1:
+    team.meet()
+    links = [HostLink(devices=1, to_host=team.from_first_rank(rates[0]), to_device=team.from_first_rank(rates[1]))]
+    local = team.world.environment.local_ranks if team.world else 1
+    if local > 1:
         to_host_seconds = clock.seconds(lambda: host.copy_(device, non_blocking=True), budget / 4)
         to_device_seconds = clock.seconds(lambda: device.copy_(host, non_blocking=True), budget / 4)
         links.append(
-            HostLink(
-                devices=local_ranks, to_host=COPY_BYTES / to_host_seconds, to_device=COPY_BYTES / to_device_seconds
-            )
+            HostLink(devices=local, to_host=COPY_BYTES / to_host_seconds, to_device=COPY_BYTES / to_device_seconds)
         )
     return links

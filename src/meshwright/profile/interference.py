@@ -35,7 +35,7 @@ def interferences(team: Team, clock: Clock, budget: float) -> list[Interference]
     size = BYTES[team.device.type]
     widest = {layout.nodes: layout for layout in group_layouts(team.ranks, team.ranks_per_node)}
     for nodes, layout in widest.items():
-        group = team.group(layout.parts)
+        group = team.group(layout.groups)
         cases.append(Case("all_gather", layout.ranks, nodes, _gather(group, size, team.device)))
         cases.append(Case("reduce_scatter", layout.ranks, nodes, _reduce(group, size, team.device)))
     if team.cuda:
@@ -68,7 +68,7 @@ def _timed(team: Team, clock: Clock, case: Case, budget: float) -> Interference:
         overlapped.append(_compute(team, product, count, begin))
         other_alone.append(_compute(team, lambda: begin()(), 1, None))
     compute_seconds, together_seconds, other_median = (
-        team.max_over_ranks(statistics.median(times)) for times in (alone, overlapped, other_alone)
+        team.largest(statistics.median(times)) for times in (alone, overlapped, other_alone)
     )
     return Interference(
         op=case.op, ranks=case.ranks, nodes=case.nodes, bytes=BYTES[team.device.type], compute_seconds=compute_seconds,
@@ -78,7 +78,7 @@ def _timed(team: Team, clock: Clock, case: Case, budget: float) -> Interference:
 
 def _compute(team: Team, call: Callable[[], object], count: int, begin: Begin | None) -> float:
     """Seconds of `count` calls from a common start of all ranks, while the operation of `begin` runs, which is not timed."""
-    team.barrier()
+    team.meet()
     if team.cuda:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -88,7 +88,7 @@ def _compute(team: Team, call: Callable[[], object], count: int, begin: Begin | 
         end.record()
         if wait:
             wait()
-        team.synchronize()
+        team.finish()
         return start.elapsed_time(end) / 1e3
     began = time.perf_counter()
     wait = begin() if begin else None

@@ -52,7 +52,7 @@ def measure(
     profile = facts(team, cluster, versions or {})
 
     def part(name: str, work: Callable[[float], T], share: float) -> T:
-        team.barrier()
+        team.meet()
         start = time.perf_counter()
         answer = work(total * share)
         if team.cuda:

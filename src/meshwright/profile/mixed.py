@@ -58,11 +58,11 @@ def _rounds(team: Team, calls: Sequence[Call], budget: float) -> list[float]:
     """Median seconds of each call over the second half of the rounds, on the slowest rank."""
     for call in calls:
         call()
-    team.barrier()
+    team.meet()
     (first,) = _timed(team, calls, 1)
-    count = max(ROUNDS, int(budget / team.max_over_ranks(max(1e-6, sum(first)))))
+    count = max(ROUNDS, int(budget / team.largest(max(1e-6, sum(first)))))
     rounds = _timed(team, calls, count)[count // 2 :]
-    return [team.max_over_ranks(statistics.median(times[index] for times in rounds)) for index in range(len(calls))]
+    return [team.largest(statistics.median(times[index] for times in rounds)) for index in range(len(calls))]
 
 
 def _timed(team: Team, calls: Sequence[Call], rounds: int) -> list[list[float]]:
@@ -70,12 +70,12 @@ def _timed(team: Team, calls: Sequence[Call], rounds: int) -> list[list[float]]:
     if not team.cuda:
         return [[_seconds(call) for call in calls] for _ in range(rounds)]
     events = [torch.cuda.Event(enable_timing=True) for _ in range(rounds * len(calls) + 1)]
-    team.synchronize()
+    team.finish()
     events[0].record()
     for index, event in enumerate(events[1:]):
         calls[index % len(calls)]()
         event.record()
-    team.synchronize()
+    team.finish()
     durations = [before.elapsed_time(after) / 1e3 for before, after in pairwise(events)]
     return [durations[start : start + len(calls)] for start in range(0, len(durations), len(calls))]
 

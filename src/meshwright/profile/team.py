@@ -38,18 +38,18 @@ class Team:
     def nodes(self) -> int:
         return self.ranks // self.ranks_per_node
 
-    def synchronize(self) -> None:
+    def finish(self) -> None:
         """Wait until the device has finished all queued work."""
         if self.cuda:
             torch.cuda.synchronize(self.device)
 
-    def barrier(self) -> None:
+    def meet(self) -> None:
         """Wait until the devices of all ranks have finished all queued work."""
-        self.synchronize()
+        self.finish()
         if self.world:
             dist.barrier(group=self.world.control)
 
-    def max_over_ranks(self, value: float) -> float:
+    def largest(self, value: float) -> float:
         """The largest `value` of all ranks, on every rank."""
         if self.world is None:
             return value
@@ -57,15 +57,15 @@ class Team:
         dist.all_reduce(reduced, dist.ReduceOp.MAX, group=self.world.control)
         return float(reduced)
 
-    def broadcast(self, value: float) -> float:
+    def from_first_rank(self, value: float) -> float:
         """Rank 0's `value`, on every rank."""
         if self.world is None:
             return value
-        result = torch.tensor([value], dtype=torch.float64)
-        dist.broadcast(result, 0, group=self.world.control)
-        return float(result)
+        broadcast = torch.tensor([value], dtype=torch.float64)
+        dist.broadcast(broadcast, 0, group=self.world.control)
+        return float(broadcast)
 
-    def group(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-        """This rank's process group of the division `parts`; collective over all ranks."""
+    def group(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        """This rank's process group of the division `groups`; collective over all ranks."""
         assert self.world is not None, "a single rank has no process group"
-        return world_group() if len(parts) == 1 else self.world.split(parts, "profile")
+        return world_group() if len(groups) == 1 else self.world.split(groups, "profile")

@@ -1,14 +1,14 @@
-"""The one vocabulary of schedules: what a pipeline rank does next.
+"""Actions: the elements of a schedule.
 
-Three readers share it: the simulator times an action, the executor runs it, the timeline draws it. An action has a short
-printed form (`F3.2` is the forward of stage 3 for micro-batch 2), used in messages, tests and pictures:
+The simulator times an action, the executor runs it, the timeline draws it. An action has a short printed form (`F3.2` is
+the forward of stage 3 for micro-batch 2), used in error messages, tests and pictures:
 
     F3.2 B3.2 I3.2 W3.2 E3.2   forward, backward, backward for inputs, backward for weights, forward without backward
     F3.2/1                     the same for unit 1 of the stage
     SA3.2>4  RA4.2<3           send and receive an activation; SG3.2>2 RG2.2<3 a gradient
-    U3/1 D3/1 G3/1             gather a unit's parameters, drop them, reduce its gradients
+    U3/1 D3/1 G3/1             gather a unit's parameters, free them, reduce its gradients
     N O                        gradient norm over all ranks, optimizer
-    F3.2&B4.0                  a forward and a backward that run into each other
+    F3.2&B4.0                  a forward and a backward that overlap
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ LETTERS: dict[Op, str] = {
     "norm_barrier": "N",
     "optim": "O",
 }
-"""The letter an action's printed form starts with; an overlap prints its pair."""
+"""The first letter of an action's printed form; an overlap prints both its actions."""
 _OP_BY_LETTER: dict[str, Op] = {letter: op for op, letter in LETTERS.items()}
 COMPUTE = frozenset[Op](("forward", "backward", "backward_input", "backward_weight", "forward_only", "overlap"))
 """Ops that occupy the device's compute."""
@@ -65,11 +65,11 @@ _PAYLOADS: dict[str, Payload] = {"A": "activation", "G": "gradient"}
 
 
 class Action(NamedTuple):
-    """One thing a pipeline rank does.
+    """One operation of a pipeline rank.
 
-    `stage` is a virtual stage numbered over the whole pipeline; -1 for what concerns the whole rank. `unit` is an FSDP
-    unit inside the stage, or None for the stage as a whole. `peer` is the stage at the other end of a transfer. An
-    overlap holds its forward and its backward in `pair` and takes its own stage and micro-batch from neither.
+    `stage` is the index of a virtual stage in the whole pipeline; -1 for operations of the whole rank. `unit` is an FSDP
+    unit of the stage, or None for the whole stage. `peer` is the stage at the other end of a transfer. An overlap has its
+    forward and its backward in `pair`; its own stage and micro-batch are -1.
     """
 
     op: Op
@@ -82,7 +82,7 @@ class Action(NamedTuple):
 
     @property
     def parts(self) -> tuple[Action, ...]:
-        """The pair of an overlap, or the action alone."""
+        """The two actions of an overlap, or the action itself."""
         return self.pair or (self,)
 
     @property
@@ -117,22 +117,22 @@ def overlap(forward: Action, backward: Action) -> Action:
 
 
 def parse(text: str) -> Action:
-    """The action a printed form names; BadInput when it names none."""
+    """The action with this printed form. Raises BadInput if there is none."""
     if "&" in text:
         forward, _, backward = text.partition("&")
         return overlap(parse(forward), parse(backward))
     if text in ("N", "O"):
         return Action(_OP_BY_LETTER[text])
-    if found := _COMPUTE_FORM.fullmatch(text):
-        letter, stage, micro_batch, unit = found.groups()
+    if match := _COMPUTE_FORM.fullmatch(text):
+        letter, stage, micro_batch, unit = match.groups()
         return Action(_OP_BY_LETTER[letter], int(stage), int(micro_batch), None if unit is None else int(unit))
-    if found := _UNIT_FORM.fullmatch(text):
-        letter, stage, unit = found.groups()
+    if match := _UNIT_FORM.fullmatch(text):
+        letter, stage, unit = match.groups()
         return Action(_OP_BY_LETTER[letter], int(stage), unit=int(unit))
-    found = _TRANSFER_FORM.fullmatch(text)
-    if found and (found[1] == "S") == (found[5] == ">"):
+    match = _TRANSFER_FORM.fullmatch(text)
+    if match and (match[1] == "S") == (match[5] == ">"):
         return Action(
-            _OP_BY_LETTER[found[1]], int(found[3]), int(found[4]), peer=int(found[6]), payload=_PAYLOADS[found[2]]
+            _OP_BY_LETTER[match[1]], int(match[3]), int(match[4]), peer=int(match[6]), payload=_PAYLOADS[match[2]]
         )
     raise BadInput(
         f"{text!r} is no action; expected a form such as F3.2, B3.2/1, SA3.2>4, RG2.2<3, U3/1, N, O or F3.2&B4.0"
@@ -140,5 +140,5 @@ def parse(text: str) -> Action:
 
 
 def parse_all(text: str) -> tuple[Action, ...]:
-    """Actions printed one after another, apart by white space."""
+    """Parse printed forms separated by white space."""
     return tuple(parse(word) for word in text.split())

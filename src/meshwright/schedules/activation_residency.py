@@ -1,4 +1,4 @@
-"""Activations a rank holds: how many at most, played from the schedule itself."""
+"""Peak activations of a rank, computed from the schedule's actions."""
 
 from __future__ import annotations
 
@@ -9,66 +9,66 @@ from meshwright.schedules.schedule import ComputeOrder, Schedule
 
 
 def peak_in_flight(
-    schedule: Schedule, held: Sequence[float] | None = None, kept_for_weights: Sequence[float] | None = None
+    schedule: Schedule, stage_sizes: Sequence[float] | None = None, kept_for_weights: Sequence[float] | None = None
 ) -> tuple[float, ...]:
-    """By rank, the most that is alive at once of what forwards leave for backwards.
+    """By rank, the peak of the activations that forwards store for backwards.
 
-    `held` is what one forward of each stage leaves (1 each: the peak counts stage forwards), `kept_for_weights` the part
-    of it that stays from the input half of a backward until the weight half (all of it). A schedule cut into units is
-    counted by stage: a stage's forward counts from its first unit, its backward from its last.
+    `stage_sizes`: size of one forward's activations by stage (default 1 each: the peak counts stage forwards).
+    `kept_for_weights`: the part of it that a split backward frees only after its weight half (default: all of it). In a
+    schedule of units, a stage's forward counts from its first unit, and its backward frees it at its last unit.
     """
-    held = held or [1.0] * schedule.stages
-    kept = held if kept_for_weights is None else kept_for_weights
-    return tuple(_peak(schedule, rank, held, kept) for rank in range(schedule.ranks))
+    stage_sizes = stage_sizes or [1.0] * schedule.stages
+    kept_sizes = stage_sizes if kept_for_weights is None else kept_for_weights
+    return tuple(_peak(schedule, rank, stage_sizes, kept_sizes) for rank in range(schedule.ranks))
 
 
-def _peak(schedule: Schedule, rank: int, held: Sequence[float], kept: Sequence[float]) -> float:
-    alive = most = 0.0
+def _peak(schedule: Schedule, rank: int, stage_sizes: Sequence[float], kept_sizes: Sequence[float]) -> float:
+    in_flight = peak = 0.0
     for action in schedule.actions[rank]:
         if action.op not in COMPUTE:
             continue
         for part in action.parts:
             stage, first = part.stage, not part.unit
             if part.op == "forward" and first:
-                alive += held[stage]
-        most = max(most, alive)
+                in_flight += stage_sizes[stage]
+        peak = max(peak, in_flight)
         for part in action.parts:
             stage, first = part.stage, not part.unit
             if part.op == "backward" and first:
-                alive -= held[stage]
+                in_flight -= stage_sizes[stage]
             elif part.op == "backward_input" and first:
-                alive -= held[stage] - kept[stage]
+                in_flight -= stage_sizes[stage] - kept_sizes[stage]
             elif part.op == "backward_weight" and first:
-                alive -= kept[stage]
-    return most
+                in_flight -= kept_sizes[stage]
+    return peak
 
 
 ForwardCounts = tuple[tuple[tuple[int, ...], ...], ...]
-"""By rank, moments at which it may hold the most: how many forwards of each of its stages are alive then."""
+"""By rank, candidates for its peak: the number of forwards in flight of each of its stages."""
 
 
 def peak_candidates(order: ComputeOrder) -> ForwardCounts:
-    """Candidate moments of `peak_in_flight`, for any size of a stage's activations: no other moment has more of any stage."""
-    return tuple(map(_fullest, *order))
+    """By rank, counts of forwards in flight; for any sizes of the stages' activations one of them is the peak."""
+    return tuple(map(_rank_candidates, *order))
 
 
-def _fullest(stages: Sequence[int], mine: Sequence[Action]) -> tuple[tuple[int, ...], ...]:
-    places = {stage: place for place, stage in enumerate(stages)}
-    alive, found = [0] * len(places), dict[tuple[int, ...], None]()
-    rising = False
-    for action in mine:
+def _rank_candidates(stages: Sequence[int], actions: Sequence[Action]) -> tuple[tuple[int, ...], ...]:
+    index_of = {stage: index for index, stage in enumerate(stages)}
+    in_flight, candidates = [0] * len(index_of), dict[tuple[int, ...], None]()
+    has_grown = False
+    for action in actions:
         forwards = [part.stage for part in action.parts if part.op == "forward"]
         for stage in forwards:
-            alive[places[stage]] += 1
+            in_flight[index_of[stage]] += 1
         backwards = [part.stage for part in action.parts if part.op in ("backward", "backward_weight")]
-        if backwards and (rising or forwards):
-            found[tuple(alive)] = None
-        rising = bool(forwards) or (rising and not backwards)
+        if backwards and (has_grown or forwards):
+            candidates[tuple(in_flight)] = None
+        has_grown = bool(forwards) or (has_grown and not backwards)
         for stage in backwards:
-            alive[places[stage]] -= 1
-    if rising:
-        found[tuple(alive)] = None
-    return tuple(moment for moment in found if not any(_below(moment, other) for other in found))
+            in_flight[index_of[stage]] -= 1
+    if has_grown:
+        candidates[tuple(in_flight)] = None
+    return tuple(counts for counts in candidates if not any(_below(counts, other) for other in candidates))
 
 
 def _below(first: tuple[int, ...], second: tuple[int, ...]) -> bool:

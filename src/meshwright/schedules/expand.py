@@ -1,9 +1,9 @@
-"""From stages to FSDP units: the same schedule with each stage's compute cut into units, and gathers and reductions added.
+"""Expansion of a schedule from stages to FSDP units, with gathers of parameters and reductions of gradients.
 
-One rule covers every plan. A unit's parameters are gathered for a stretch of compute that uses them without another unit
-in between; a unit whose parameters are kept has one stretch for the whole step. Layered order makes the stretch all
-micro-batches of a unit, so it is gathered once in each direction and reduced once; depth-first order makes it one
-micro-batch. The gather of a stretch is issued when the stretch before it begins: one unit ahead.
+A stretch is a run of consecutive compute actions that use the same unit. A unit's parameters are gathered for a stretch,
+or once for the whole step if they are not freed. In layered order a stretch has all micro-batches of a unit, so the unit
+is gathered once in each direction and reduced once; in depth-first order it has one micro-batch. The gather of a stretch
+is issued when the previous stretch begins: one unit ahead.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from meshwright.schedules.schedule import Schedule
 from meshwright.schedules.unit_collectives import Gather, Reduce, with_collectives
 
 Order = Literal["depth_first", "layered"]
-"""depth_first: a micro-batch runs through all units of a stage. layered: all micro-batches that the schedule runs through
-a stage in one go run through a unit before the next unit."""
+"""depth_first: a micro-batch runs through all units of a stage. layered: consecutive
+micro-batches of a stage all run through a unit before the next unit."""
 
 
 def expand(
@@ -32,16 +32,16 @@ def expand(
 ) -> Schedule:
     """The schedule in unit actions.
 
-    `gather` says for all units, or by stage and unit, how long gathered parameters stay; `reduce` says likewise when
-    gradients are summed over the ranks that share them. Both are described in `schedules.unit_collectives`.
+    `gather` and `reduce` set, for all units or by stage and unit, when parameters are gathered and gradients reduced.
+    Their values are described in `schedules.unit_collectives`.
     """
     count = [units_per_stage] * schedule.stages if isinstance(units_per_stage, int) else list(units_per_stage)
     gathers = [[gather] * units for units in count] if isinstance(gather, str) else gather
     reduces = [[reduce] * units for units in count] if isinstance(reduce, str) else reduce
     actions = []
-    for mine in schedule.actions:
-        cut = _cut(_steps(mine), count, order)
-        actions.append(with_collectives(cut, gathers, reduces))
+    for rank_actions in schedule.actions:
+        unit_actions = _cut(_steps(rank_actions), count, order)
+        actions.append(with_collectives(unit_actions, gathers, reduces))
     return replace(schedule, actions=tuple(actions), units=tuple(count))
 
 
@@ -65,35 +65,35 @@ def _steps(actions: Iterable[Action]) -> list[Step]:
 
 
 def _cut(steps: list[Step], units: Sequence[int], order: Order) -> list[Action]:
-    """Every compute step as its units, in the order asked for."""
-    cut: list[Action] = []
+    """The unit actions of all compute steps, in the given order."""
+    unit_actions: list[Action] = []
     runs = [list(run) for _, run in groupby(steps, key=_run_key)] if order == "layered" else [[step] for step in steps]
     for run in runs:
-        rows = [_units(step[1], units) for step in run]
-        for row in range(len(rows[0])):
-            for (receives, _, sends), mine in zip(run, rows, strict=True):
-                cut += receives if row == 0 else ()
-                cut.append(mine[row])
-                cut += sends if row == len(mine) - 1 else ()
-        if not rows[0]:
-            cut += run[0][0]
-    return cut
+        units_by_step = [_units(step[1], units) for step in run]
+        for index in range(len(units_by_step[0])):
+            for (receives, _, sends), rank_actions in zip(run, units_by_step, strict=True):
+                unit_actions += receives if index == 0 else ()
+                unit_actions.append(rank_actions[index])
+                unit_actions += sends if index == len(rank_actions) - 1 else ()
+        if not units_by_step[0]:
+            unit_actions += run[0][0]
+    return unit_actions
 
 
 def _run_key(step: Step) -> tuple[str, int] | int:
-    """Equal for neighbours that layered order may mix: the same work of the same stage. An overlap stands alone."""
+    """Equal for consecutive steps that layered order merges: same op, same stage. Overlaps are not merged."""
     compute = step[1]
     return id(step) if compute is None or compute.pair else (compute.op, compute.stage)
 
 
 def _units(action: Action | None, units: Sequence[int]) -> list[Action]:
-    """One stage action as unit actions: upwards in forward, downwards in backward, an overlap unit by unit."""
+    """The unit actions of a stage action: ascending in forward, descending in backward; an overlap pairs its units."""
     if action is None:
         return []
     if action.pair:
         forward, backward = (_units(part, units) for part in action.pair)
-        both = min(len(forward), len(backward))
+        paired = min(len(forward), len(backward))
         pairs = [overlap(*pair) for pair in zip(forward, backward, strict=False)]
-        return pairs + forward[both:] + backward[both:]
+        return pairs + forward[paired:] + backward[paired:]
     numbers = range(units[action.stage])
     return [action._replace(unit=unit) for unit in (numbers if action.op in FORWARD else reversed(numbers))]

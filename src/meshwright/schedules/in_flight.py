@@ -10,7 +10,7 @@ import numpy.typing as npt
 from meshwright.spec.plan import ScheduleName
 
 NAMES = get_args(ScheduleName)
-"""Schedules by number."""
+"""Schedule names by index."""
 Numbers = npt.ArrayLike
 
 
@@ -19,9 +19,9 @@ def in_flight(
 ) -> np.ndarray:
     """Maximum micro-batches in flight on a pipeline rank, in units of all stages of the rank.
 
-        `schedule` counts in `NAMES`, `virtual` is stages of a rank; arguments broadcast. On one rank every schedule but
-    gpipe and breadth_first     runs micro-batches one by one. As in `peak_in_flight`, what a split backward keeps counts
-    whole until its weight half.
+    `schedule` indexes `NAMES`, `virtual` is the number of stages per rank; arguments broadcast. On one rank every schedule
+    but gpipe and breadth_first runs micro-batches one by one. As in `peak_in_flight`, a micro-batch of a split backward
+    counts until its weight half.
     """
     number, p, m, v, r = np.broadcast_arrays(
         schedule, *(np.asarray(x, float) for x in (ranks, micro_batches, virtual, rank))

@@ -1,4 +1,4 @@
-"""Schedules with several stages on each rank, dealt round: interleaved 1F1B, and breadth-first with the forward-only pass."""
+"""Schedules with several stages on each rank, placed round-robin: interleaved 1F1B, breadth-first, forward-only."""
 
 from __future__ import annotations
 
@@ -13,26 +13,33 @@ from meshwright.schedules.schedule import ComputeOrder, Placement, Schedule, eva
 def interleaved(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> ComputeOrder:
     """Interleaved 1F1B: a group of micro-batches visits the rank's stages in turn (Narayanan et al., arXiv 2104.04473 §2.2).
 
-        The paper asks for micro-batches in groups of `ranks`. Where they do not divide, groups are as even as can be and
-    none smaller than `ranks` (one group when there are fewer micro-batches than ranks).
+        The paper requires groups of `ranks` micro-batches. Otherwise groups are as even as possible and have at least
+    `ranks` micro-batches (one group when there are fewer micro-batches than ranks).
     """
     groups = groups_of(ranks, micro_batches)
     placement = looped(ranks, stages_per_rank)
     compute = []
     for rank, stages in enumerate(placement):
-        forwards = [Action("forward", stage, one) for group in groups for stage in stages for one in group]
-        backwards = [Action("backward", stage, one) for group in groups for stage in stages[::-1] for one in group]
+        forwards = [
+            Action("forward", stage, micro_batch) for group in groups for stage in stages for micro_batch in group
+        ]
+        backwards = [
+            Action("backward", stage, micro_batch)
+            for group in groups
+            for stage in stages[::-1]
+            for micro_batch in group
+        ]
         warm_up = min(len(forwards), 2 * (ranks - 1 - rank) + (stages_per_rank - 1) * len(groups[0]))
         compute.append(warm_then_alternate(forwards, backwards, warm_up))
     return placement, compute
 
 
 def breadth_first(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> ComputeOrder:
-    """Every micro-batch through one stage before the next: layered accumulation (Lamy-Poirier, arXiv 2106.02679, 2211.05953).
+    """Layered accumulation: all micro-batches run through a stage before the next (arXiv 2106.02679, 2211.05953).
 
-    Parameters of a stage are wanted once for each direction and its gradient is complete after one stretch, so they are
+    Parameters of a stage are used once in each direction and its gradient is complete after one stretch, so they are
     gathered and reduced once a step. With a stage for every layer it is the modular pipeline; with one rank, layered
-    gradient accumulation alone. All micro-batches are alive at the turn.
+    gradient accumulation alone. All micro-batches are in flight when the backward starts.
     """
     placement = looped(ranks, stages_per_rank)
     compute = [
@@ -49,7 +56,7 @@ def forward_only(placement: Placement, micro_batches: int) -> Schedule:
 
 
 def groups_of(ranks: int, micro_batches: int) -> list[range]:
-    """Micro-batches cut into runs of at least `ranks`, as even as can be, the longer ones first."""
+    """Groups of at least `ranks` micro-batches, as even as possible, larger groups first."""
     count = max(1, micro_batches // ranks)
     size, longer = divmod(micro_batches, count)
     starts = [index * size + min(index, longer) for index in range(count + 1)]

@@ -13,9 +13,9 @@ def gpipe(ranks: int, micro_batches: int) -> ComputeOrder:
 
 
 def one_f_one_b(ranks: int, micro_batches: int) -> ComputeOrder:
-    """As many forwards as it takes for the first gradient to come back, then one forward and one backward in turn.
+    """1F1B: forwards until the first gradient arrives, then one backward and one forward in turn.
 
-    The same bubble as GPipe with at most `ranks` micro-batches alive (Narayanan et al., arXiv 2006.09503, PipeDream-Flush).
+    The same bubble as GPipe with at most `ranks` micro-batches in flight (Narayanan et al., arXiv 2006.09503, PipeDream-Flush).
     """
     return _alternating(ranks, micro_batches, [min(micro_batches, ranks - 1 - rank) for rank in range(ranks)])
 
@@ -23,18 +23,18 @@ def one_f_one_b(ranks: int, micro_batches: int) -> ComputeOrder:
 def zb_h1(ranks: int, micro_batches: int) -> ComputeOrder:
     """1F1B with the backward split; rank r does the weight half r micro-batches late (Qi et al., arXiv 2401.10241 §2.1).
 
-    A gradient travels up after the input half alone, and the weight halves saved up fill what the last ranks would idle
-    through. Rank r holds r micro-batches more than under 1F1B, so that every rank holds what rank 0 does.
+    A rank sends the gradient after the input half, and the deferred weight halves fill idle time. Rank r holds r
+    micro-batches more than under 1F1B, so all ranks hold as many as rank 0.
     """
     compute = []
     for rank in range(ranks):
         writer = ComputeWriter([rank])
         warm_up = min(micro_batches, ranks - 1 - rank)
         writer.write("F0", warm_up)
-        for done in range(micro_batches):
-            writer.write("F0", warm_up + done < micro_batches)
+        for index in range(micro_batches):
+            writer.write("F0", warm_up + index < micro_batches)
             writer.write("I0")
-            writer.write("W", done >= rank)
+            writer.write("W", index >= rank)
         writer.write_pending_weights()
         compute.append(writer.actions)
     return looped(ranks), compute

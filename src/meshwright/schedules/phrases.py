@@ -72,9 +72,9 @@ def warm_then_alternate(forwards: Sequence[Action], backwards: Sequence[Action],
 
 
 def truncate(rank_actions: Sequence[Action], micro_batches: int) -> list[Action]:
-    """`rank_actions` for the first `micro_batches` micro-batches only. A pair with one such member becomes that member."""
-    kept = []
+    """`rank_actions` of the first `micro_batches` micro-batches. An overlap with one such action becomes that action."""
+    truncated = []
     for action in rank_actions:
         parts = [part for part in action.parts if part.micro_batch < micro_batches]
-        kept += [action] if len(parts) == len(action.parts) else parts
-    return kept
+        truncated += [action] if len(parts) == len(action.parts) else parts
+    return truncated

@@ -1,4 +1,4 @@
-"""The schedule that a Plan asks for: the one list that the simulator times and the executor plays.
+"""The schedule of a Plan, for the simulator and the executor.
 
 Units of a stage are the embedding (beside the first layer), each block, and norm with head and loss (beside the last layer);
 `breadth_first` runs all micro-batches of a unit before the next unit; gathers and reductions follow the plan's layer strategies, those of
@@ -19,7 +19,7 @@ from meshwright.spec.layout import stage_table
 from meshwright.spec.plan import LayerStrategy, Plan
 
 T = TypeVar("T")
-Kept = tuple[tuple[T, ...], ...]
+ByUnit = tuple[tuple[T, ...], ...]
 """By stage and unit."""
 
 
@@ -52,7 +52,7 @@ def stages_of(plan: Plan, layers: int) -> tuple[range, ...]:
 
 
 def schedule_key(plan: Plan, layers: int) -> tuple[str, int, int, int]:
-    """Name, ranks, micro-batches and stages per rank of the plan's schedule: what `registry.build` asks."""
+    """Name, ranks, micro-batches and stages per rank of the plan's schedule: the arguments of `registry.build`."""
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), layers)
     return plan.schedule.name, len(table), plan.batch.accumulate, len(table[0])
 
@@ -78,9 +78,9 @@ def _order(plan: Plan) -> Order:
     return "layered" if plan.layered else "depth_first"
 
 
-@lru_cache(maxsize=128)  # the planner asks for the same ones under every batch and strategy
+@lru_cache(maxsize=128)  # the planner needs the same orders for every batch and strategy
 def cached_compute_order(name: str, ranks: int, micro_batches: int, stages_per_rank: int) -> ComputeOrder:
-    """`registry.order_of`, kept for the next plan that asks for it."""
+    """`registry.order_of`, cached."""
     return order_of(name, ranks, micro_batches, stages_per_rank)
 
 
@@ -89,15 +89,15 @@ def _built(name: str, ranks: int, micro_batches: int, stages_per_rank: int) -> S
     return build(name, ranks, micro_batches, stages_per_rank)
 
 
-@lru_cache(maxsize=16)  # plans that the planner plays one after another often differ in what a schedule does not say
+@lru_cache(maxsize=16)  # consecutive plans of the planner often have the same schedule
 def _expanded(
     name: str,
     ranks: int,
     micro_batches: int,
     stages_per_rank: int,
     order: Order,
-    gather: Kept[Gather],
-    reduce: Kept[Reduce],
+    gather: ByUnit[Gather],
+    reduce: ByUnit[Reduce],
 ) -> Schedule:
     built = _built(name, ranks, micro_batches, stages_per_rank)
     return expand(built, list(map(len, gather)), order=order, gather=gather, reduce=reduce)

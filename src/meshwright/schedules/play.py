@@ -1,8 +1,8 @@
-"""A schedule played without clocks, under the rules that real sends and receives follow.
+"""Untimed execution of a schedule, to check order and deadlocks under the rules of real sends and receives.
 
-Each rank's host issues its actions in order. A channel (an ordered pair of ranks) matches its k-th send with its k-th
-receive, whatever they carry, as an NCCL communicator does. Compute waits for its input; a host may run only so many sends
-ahead of their receives before it stands still; and what a rank computes must already have what it needs from that rank.
+The host of each rank issues its actions in order. A channel (an ordered pair of ranks) matches its k-th send with its k-th
+receive, whatever they carry, as an NCCL communicator does. Compute waits for its input. A host blocks after `sends_ahead`
+sends without a matching receive. The inputs of compute from the same rank must have been computed before.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Channel:
 
 
 class Play:
-    """Plays all ranks, each as far through its actions as it can get."""
+    """Runs all ranks, each until it blocks."""
 
     def __init__(self, schedule: Schedule, sends_ahead: int | None) -> None:
         self.schedule = schedule
@@ -42,24 +42,24 @@ class Play:
         self.gathers, self.reduces = "unshard" in ops, "reduce_grad" in ops
 
     def run(self) -> None:
-        """Play to the end; BadInput when ranks stand still, messages do not match, or an action lacks what it needs."""
-        moved = True
-        while moved:
-            moved = False
+        """Run to the end. Raises BadInput for a deadlock, messages that do not match, or an action without its inputs."""
+        progressed = True
+        while progressed:
+            progressed = False
             for rank, actions in enumerate(self.schedule.actions):
                 while self.next_index[rank] < len(actions) and self._step(rank, actions[self.next_index[rank]]):
                     self.next_index[rank] += 1
-                    moved = True
+                    progressed = True
         positions = enumerate(zip(self.next_index, self.schedule.actions, strict=True))
         stuck = [f"rank {rank} at {actions[index]}" for rank, (index, actions) in positions if index < len(actions)]
         if stuck:
-            self._wrong(f"deadlock: {', '.join(stuck)}")
+            self._fail(f"deadlock: {', '.join(stuck)}")
         for (source, target), channel in self.channels.items():
-            for left in (*channel.sends, *channel.receives):
-                self._wrong(f"{left} between ranks {source} and {target} has no counterpart")
+            for unmatched in (*channel.sends, *channel.receives):
+                self._fail(f"{unmatched} between ranks {source} and {target} has no counterpart")
 
     def _step(self, rank: int, action: Action) -> bool:
-        """Issue `action` if it can be issued now; False when the rank has to wait."""
+        """Issue `action`; False if the rank has to wait."""
         if action.op in COMPUTE:
             return self._compute(rank, action)
         if action.op == "send":
@@ -76,24 +76,24 @@ class Play:
         if not all(self._arrived(rank, part) for part in action.parts):
             return False
         for part in action.parts:
-            self._need(rank, part)
+            self._check_inputs(rank, part)
         for part in action.parts:
-            where = part.stage, part.micro_batch, part.unit or 0
+            location = part.stage, part.micro_batch, part.unit or 0
             if part.op in FORWARD:
-                self.done.add(("forward", *where))
+                self.done.add(("forward", *location))
             if part.op in ("backward", "backward_input"):
-                self.done.add(("gradient", *where))
+                self.done.add(("gradient", *location))
             if part.op in ("backward", "backward_weight"):
                 self.unreduced.add((part.stage, part.unit or 0))
         return True
 
     def _arrived(self, rank: int, part: Action) -> bool:
-        """Whether the message `part` consumes, if any, is there."""
+        """Whether the message that `part` consumes, if any, has arrived."""
         source = self._source(part)
         return source is None or self.rank_of[source] == rank or (part.stage, source, part.micro_batch) in self.arrived
 
     def _source(self, part: Action) -> int | None:
-        """The stage whose output or gradient `part` consumes, when it is another one."""
+        """The other stage whose output or gradient `part` consumes, if any."""
         unit = part.unit or 0
         if part.op in FORWARD and unit == 0 and part.stage > 0:
             return part.stage - 1
@@ -101,8 +101,8 @@ class Play:
             return part.stage + 1 if part.stage + 1 < len(self.rank_of) else None
         return None
 
-    def _need(self, rank: int, part: Action) -> None:
-        """What `part` needs from its own rank must be there, for compute on one rank runs in order."""
+    def _check_inputs(self, rank: int, part: Action) -> None:
+        """Raise BadInput unless the inputs of `part` from its own rank have been computed."""
         stage, micro_batch, unit = part.stage, part.micro_batch, part.unit or 0
         source = self._source(part)
         needs: list[tuple[str, int, int, int]] = []
@@ -119,20 +119,20 @@ class Play:
                 needs.append(("gradient", stage, micro_batch, unit + 1))
             elif source is not None and self.rank_of[source] == rank:
                 needs.append(("gradient", source, micro_batch, 0))
-        for what, *where in needs:
-            if (what, *where) not in self.done:
-                self._wrong(f"rank {rank} runs {part} before the {what} of stage {where[0]} for it is done")
+        for result, *location in needs:
+            if (result, *location) not in self.done:
+                self._fail(f"rank {rank} runs {part} before the {result} of stage {location[0]} for it is done")
         if self.gathers and part.op != "backward_weight" and (stage, unit) not in self.gathered:
-            self._wrong(f"rank {rank} runs {part} while its parameters are not gathered")
+            self._fail(f"rank {rank} runs {part} while its parameters are not gathered")
 
     def _send(self, rank: int, action: Action) -> bool:
         channel = self.channels[rank, self.rank_of[action.peer]]
         full = self.sends_ahead is not None and len(channel.sends) >= self.sends_ahead
         if full and not channel.receives:
             return False
-        what, unit = ("forward", self.last_unit[action.stage]) if action.payload == "activation" else ("gradient", 0)
-        if (what, action.stage, action.micro_batch, unit) not in self.done:
-            self._wrong(f"rank {rank} issues {action} before its payload is computed")
+        result, unit = ("forward", self.last_unit[action.stage]) if action.payload == "activation" else ("gradient", 0)
+        if (result, action.stage, action.micro_batch, unit) not in self.done:
+            self._fail(f"rank {rank} issues {action} before its payload is computed")
         channel.sends.append(action)
         self._match(rank, self.rank_of[action.peer])
         return True
@@ -148,32 +148,32 @@ class Play:
             send, receive = channel.sends.popleft(), channel.receives.popleft()
             expected = send._replace(op="recv", stage=send.peer, peer=send.stage)
             if receive != expected:
-                self._wrong(f"rank {source} sends {send} where rank {target} expects {receive}")
+                self._fail(f"rank {source} sends {send} where rank {target} expects {receive}")
             self.arrived.add((receive.stage, receive.peer, receive.micro_batch))
 
     def _unit(self, rank: int, action: Action) -> None:
-        """Gather, drop, or reduce one unit of the rank."""
+        """Gather, free, or reduce one unit of the rank."""
         unit = action.stage, action.unit or 0
         if action.op == "reduce_grad":
             self.unreduced.discard(unit)
         elif (action.op == "unshard") == (unit in self.gathered):
-            self._wrong(
+            self._fail(
                 f"rank {rank} issues {action} while the unit is {'' if unit in self.gathered else 'not '}gathered"
             )
         self.gathered ^= {unit} if action.op in ("unshard", "reshard") else set()
 
     def _close(self, rank: int) -> None:
-        mine = set(self.schedule.placement[rank])
+        own_stages = set(self.schedule.placement[rank])
         for stage, unit in sorted(self.gathered):
-            if stage in mine:
-                self._wrong(
+            if stage in own_stages:
+                self._fail(
                     f"rank {rank} reaches the optimizer with the parameters of stage {stage}, unit {unit} gathered"
                 )
         for stage, unit in sorted(self.unreduced):
-            if stage in mine and self.reduces:
-                self._wrong(
+            if stage in own_stages and self.reduces:
+                self._fail(
                     f"rank {rank} reaches the optimizer with gradients of stage {stage}, unit {unit} not reduced"
                 )
 
-    def _wrong(self, what: str) -> NoReturn:
-        raise BadInput(f"schedule {self.schedule.name}: {what}")
+    def _fail(self, problem: str) -> NoReturn:
+        raise BadInput(f"schedule {self.schedule.name}: {problem}")

@@ -1,4 +1,4 @@
-"""Every schedule by name, with what it asks for and what it costs in memory. Adding one is a function and an entry here."""
+"""All schedules by name, with the sizes that they support and their peak memory. A new schedule needs an entry here."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from meshwright.spec.errors import BadInput, nearest
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One schedule: how to make it, for which sizes, and the published bound of its memory.
+    """One schedule: its builder, the sizes that it supports, and the published bound of its memory.
 
     `order` takes (ranks, micro-batches, stages per rank); `in_flight` takes (ranks, rank, micro-batches, stages per rank)
     and bounds how many stage forwards the rank holds at once. `micro_batches_per_rank` is the least number of
-    micro-batches divided by ranks, 0 where any number will do.
+    micro-batches divided by ranks, 0 if any number is allowed.
     """
 
     order: Callable[[int, int, int], ComputeOrder]
@@ -28,9 +28,9 @@ class Entry:
     splits_backward: bool = False
 
 
-ANY = range(1, 1 << 20)
+ANY_NUMBER = range(1, 1 << 20)
 ONE_STAGE = range(1, 2)
-TWO = range(2, 3)
+TWO_STAGES = range(2, 3)
 
 SCHEDULES: dict[str, Entry] = {
     "gpipe": Entry(
@@ -48,7 +48,7 @@ SCHEDULES: dict[str, Entry] = {
         in_flight=lambda ranks, rank, micro_batches, stages: min(
             micro_batches * stages, 2 * (ranks - 1 - rank) + (stages - 1) * len(groups_of(ranks, micro_batches)[0]) + 1
         ),
-        stages_per_rank=ANY[1:],
+        stages_per_rank=ANY_NUMBER[1:],
     ),
     "zb_h1": Entry(
         order=lambda ranks, micro_batches, _: zb_h1(ranks, micro_batches),
@@ -59,32 +59,32 @@ SCHEDULES: dict[str, Entry] = {
     "zbv": Entry(
         order=lambda ranks, micro_batches, _: zbv(ranks, micro_batches),
         in_flight=lambda ranks, rank, micro_batches, _: 2 * min(micro_batches, ranks),
-        stages_per_rank=TWO,
+        stages_per_rank=TWO_STAGES,
         splits_backward=True,
     ),
     "dualpipe_v": Entry(
         order=lambda ranks, micro_batches, _: dualpipe_v(ranks, micro_batches),
         in_flight=lambda ranks, rank, micro_batches, _: 2 * ranks + 1,
-        stages_per_rank=TWO,
+        stages_per_rank=TWO_STAGES,
         micro_batches_per_rank=2,
         splits_backward=True,
     ),
     "breadth_first": Entry(
         order=breadth_first,
         in_flight=lambda ranks, rank, micro_batches, stages: micro_batches * stages,
-        stages_per_rank=ANY,
+        stages_per_rank=ANY_NUMBER,
     ),
 }
 """Every training schedule; `looping.forward_only` runs validation on the placement of any of them."""
 
 
 def build(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None) -> Schedule:
-    """The schedule called `name` (with the fewest stages per rank it allows when none are given); BadInput when there is none."""
+    """Build the schedule `name`, by default with the fewest stages per rank. Raises BadInput for unsupported sizes."""
     return trained(name, micro_batches, *order_of(name, ranks, micro_batches, stages_per_rank))
 
 
 def order_of(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None) -> ComputeOrder:
-    """Its order of forwards and backwards, without transfers; BadInput likewise."""
+    """The order of forwards and backwards, without transfers. Raises BadInput as `build` does."""
     entry = entry_of(name)
     stages = entry.stages_per_rank.start if stages_per_rank is None else stages_per_rank
     if refused := refusal(name, ranks, micro_batches, stages):
@@ -93,7 +93,7 @@ def order_of(name: str, ranks: int, micro_batches: int, stages_per_rank: int | N
 
 
 def entry_of(name: str) -> Entry:
-    """What is known of the schedule called `name`; BadInput names the nearest when there is none."""
+    """The entry of the schedule `name`. Raises BadInput with the nearest name if there is none."""
     if name not in SCHEDULES:
         near = nearest(name, SCHEDULES)
         hint = f"; nearest: {near}" if near else ""
@@ -102,20 +102,20 @@ def entry_of(name: str) -> Entry:
 
 
 def refusal(name: str, ranks: int, micro_batches: int, stages_per_rank: int) -> str | None:
-    """Why the schedule cannot be made for these sizes and the nearest that it can, or None when it can."""
+    """Why the schedule does not support these sizes, with the nearest supported ones; None if it does."""
     entry = entry_of(name)
-    for what, value in (
+    for quantity, value in (
         ("pipeline ranks", ranks),
         ("micro-batches", micro_batches),
         ("stages per rank", stages_per_rank),
     ):
         if value < 1:
-            return f"schedule {name}: {what} must be at least 1, got {value}; nearest: 1"
+            return f"schedule {name}: {quantity} must be at least 1, got {value}; nearest: 1"
     allowed = entry.stages_per_rank
     if stages_per_rank not in allowed:
         near = min(max(stages_per_rank, allowed.start), allowed.stop - 1)
-        wants = f"exactly {near}" if len(allowed) == 1 else f"at least {allowed.start}"
-        return f"schedule {name} has {wants} stages per rank, got {stages_per_rank}; nearest: {near}"
+        required = f"exactly {near}" if len(allowed) == 1 else f"at least {allowed.start}"
+        return f"schedule {name} has {required} stages per rank, got {stages_per_rank}; nearest: {near}"
     least = entry.micro_batches_per_rank * ranks
     if micro_batches < least:
         fewer = micro_batches // entry.micro_batches_per_rank

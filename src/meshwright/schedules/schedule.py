@@ -1,7 +1,7 @@
-"""A schedule is data: which rank holds which stages, and what each rank does, in order.
+"""A schedule as data: the stages of each rank, and the actions of each rank in order.
 
-A function of this room writes only the compute of each rank; `trained` and `evaluated` add the transfers between ranks
-and the end of the step.
+The functions of this package return only the compute of each rank; `trained` and `evaluated` add the transfers between
+ranks and the end of the step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from meshwright.schedules.transfers import in_turns, with_transfers
 Placement = tuple[tuple[int, ...], ...]
 """By pipeline rank, its virtual stages in the order a micro-batch visits them."""
 ComputeOrder = tuple[Placement, Sequence[Sequence[Action]]]
-"""Where the stages are, and by pipeline rank the forwards and backwards in their order."""
+"""The placement, and by pipeline rank the forwards and backwards in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +55,11 @@ class Schedule:
         return any(action.op == "optim" for action in self.actions[0])
 
     def compute(self, rank: int) -> tuple[Action, ...]:
-        """What occupies the rank's device, in order: no transfers, no collectives."""
+        """The rank's compute actions in order, without transfers and collectives."""
         return tuple(action for action in self.actions[rank] if action.op in COMPUTE)
 
     def in_turns(self) -> Schedule:
-        """The same step with every message exchanged when it is needed: for compute that runs for the first time (`transfers`)."""
+        """The same step with each message exchanged only when it is needed, for the first step of a run (see `transfers`)."""
         return replace(self, actions=in_turns(self.rank_of, self.actions))
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class Schedule:
 
 
 def looped(ranks: int, stages_per_rank: int = 1) -> Placement:
-    """Stages dealt round: stage s on rank s mod `ranks`."""
+    """Round-robin placement: stage s on rank s mod `ranks`."""
     return tuple(tuple(range(rank, ranks * stages_per_rank, ranks)) for rank in range(ranks))
 
 
@@ -93,7 +93,7 @@ def trained(name: str, micro_batches: int, placement: Placement, compute: Sequen
     """The schedule of a training step from each rank's order of forwards and backwards."""
     end = (Action("norm_barrier"), Action("optim"))
     actions = with_transfers(rank_of(placement), compute)
-    return Schedule(name, micro_batches, placement, tuple(mine + end for mine in actions))
+    return Schedule(name, micro_batches, placement, tuple(rank_actions + end for rank_actions in actions))
 
 
 def evaluated(name: str, micro_batches: int, placement: Placement, compute: Sequence[Sequence[Action]]) -> Schedule:

@@ -1,13 +1,13 @@
-"""Sends and receives, put between compute actions by one rule for every schedule.
+"""Inserts sends and receives between compute actions, by the same rule for all schedules.
 
-A pair of ranks has one channel for each direction, and a channel moves its messages one after another in the order they
-are issued, as an NCCL communicator does; so both ends must issue them in one order. Here the sender's order decides: a
-send stands right after the compute that made its payload (and is waited for by nobody: its buffer lives until it is
-through), and the receiver posts its receives in the same order, each early enough to be under way while the compute
-before its consumer runs. The order of compute alone decides whether the whole can run; transfers add no deadlock.
+A pair of ranks has one channel for each direction. A channel transfers its messages in the order in which they are
+issued, as an NCCL communicator does, so both ranks must issue them in the same order: the sender's. A send follows the
+compute that produced its payload; nothing waits for it, and its buffer exists until it completes. The receiver posts its
+receives in the same order, each before the compute that precedes its consumer. A deadlock can come only from the order of
+compute; transfers add none.
 
-That holds while a rank can give its device more compute behind a message that it waits for. What runs for the first time
-may not be given: to load a kernel CUDA can wait for the whole device. There messages go `in_turns`.
+This assumes that a host can enqueue compute while a message is pending. In the first step it may not: when CUDA loads a
+kernel it can wait for the whole device. That step uses `in_turns`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from meshwright.schedules.action import COMPUTE, FORWARD, GRADIENT, Action
 
 Input = tuple[bool, int, int]
-"""What a stage is given: (is activation, stage, micro-batch)."""
+"""The input of a stage: (is activation, stage, micro-batch)."""
 
 _CONSUMES = FORWARD | GRADIENT
 _CLOSING = ("norm_barrier", "optim")
@@ -29,46 +29,46 @@ receive occupies multiprocessors."""
 
 def with_transfers(rank_of: Sequence[int], compute: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
     """Each rank's compute actions with its sends and receives among them."""
-    sends = [[_sends(rank_of, rank, action) for action in mine] for rank, mine in enumerate(compute)]
+    sends = [[_sends(rank_of, rank, action) for action in rank_actions] for rank, rank_actions in enumerate(compute)]
     receives = _receives(rank_of, compute, sends)
     return tuple(
         tuple(
             step
-            for place, action in enumerate(mine)
-            for step in (*receives[rank].get(place, ()), action, *sends[rank][place])
+            for index, action in enumerate(rank_actions)
+            for step in (*receives[rank].get(index, ()), action, *sends[rank][index])
         )
-        for rank, mine in enumerate(compute)
+        for rank, rank_actions in enumerate(compute)
     )
 
 
 def in_turns(rank_of: Sequence[int], actions: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
-    """The same actions with each message sent and received when its receiver needs it, and no sooner.
+    """The same actions with each message exchanged only when its receiver needs it.
 
-    They are cut from one order of everything, in which both ends of a message stand at one place. So they run to their end
-    even if each action holds its host until all that was given to its device is through.
+    All ranks' actions follow one total order, in which a message's send and receive are adjacent. So there is no deadlock even
+    if each action blocks its host until the device has finished all earlier work.
     """
-    left = [deque(action for action in rank_actions if action.op not in _CLOSING) for rank_actions in actions]
-    cut: list[list[Action]] = [[] for _ in actions]
+    remaining = [deque(action for action in rank_actions if action.op not in _CLOSING) for rank_actions in actions]
+    result: list[list[Action]] = [[] for _ in actions]
     expected: list[dict[Input, Action]] = [{} for _ in actions]
     sendable: set[Action] = set()
 
     def compute(rank: int, action: Action) -> bool:
-        """Put in what the action needs of other ranks and then itself, or nothing where some of it is still to be made."""
+        """Append the messages that the action needs and then the action; False if a message's payload is not computed yet."""
         inputs = [_input(part) for part in action.parts if part.op in _CONSUMES]
-        needed = [expected[rank][one] for one in inputs if one in expected[rank]]
-        sends = [one._replace(op="send", stage=one.peer, peer=one.stage) for one in needed]
+        needed = [expected[rank][required] for required in inputs if required in expected[rank]]
+        sends = [receive._replace(op="send", stage=receive.peer, peer=receive.stage) for receive in needed]
         if not sendable.issuperset(sends):
             return False
         for send, receive in zip(sends, needed, strict=True):
-            cut[rank_of[send.stage]].append(send)
-            cut[rank].append(receive)
+            result[rank_of[send.stage]].append(send)
+            result[rank].append(receive)
             del expected[rank][_input(receive)]
-        cut[rank].append(action)
+        result[rank].append(action)
         return True
 
-    while any(left):
-        before = sum(map(len, left))
-        for rank, queue in enumerate(left):
+    while any(remaining):
+        before = sum(map(len, remaining))
+        for rank, queue in enumerate(remaining):
             while queue:
                 action = queue[0]
                 computes = action.op in COMPUTE
@@ -76,37 +76,37 @@ def in_turns(rank_of: Sequence[int], actions: Sequence[Sequence[Action]]) -> tup
                     break
                 queue.popleft()
                 if computes:
-                    break  # the next rank's turn, as devices compute beside each other
+                    break  # continue with the next rank: devices compute in parallel
                 if action.op == "send":
                     sendable.add(action)
                 elif action.op == "recv":
                     expected[rank][_input(action)] = action
                 else:
-                    cut[rank].append(action)
-        assert sum(map(len, left)) < before, "the order of compute cannot run"
-    # All ranks meet in the closing, so it comes behind all messages.
+                    result[rank].append(action)
+        assert sum(map(len, remaining)) < before, "the order of compute cannot run"
+    # The closing synchronises all ranks, so it follows all messages.
     ends = [[action for action in rank_actions if action.op in _CLOSING] for rank_actions in actions]
-    return tuple((*mine, *end) for mine, end in zip(cut, ends, strict=True))
+    return tuple((*rank_actions, *end) for rank_actions, end in zip(result, ends, strict=True))
 
 
 def _sends(rank_of: Sequence[int], rank: int, action: Action) -> tuple[Action, ...]:
-    found = []
+    sends = []
     for part in action.parts:
         if part.op in FORWARD and part.stage + 1 < len(rank_of) and rank_of[part.stage + 1] != rank:
-            found.append(Action("send", part.stage, part.micro_batch, None, part.stage + 1, "activation"))
+            sends.append(Action("send", part.stage, part.micro_batch, None, part.stage + 1, "activation"))
         elif part.op in GRADIENT and part.stage > 0 and rank_of[part.stage - 1] != rank:
-            found.append(Action("send", part.stage, part.micro_batch, None, part.stage - 1, "gradient"))
-    return tuple(found)
+            sends.append(Action("send", part.stage, part.micro_batch, None, part.stage - 1, "gradient"))
+    return tuple(sends)
 
 
 def _receives(
     rank_of: Sequence[int], compute: Sequence[Sequence[Action]], sends: Sequence[Sequence[tuple[Action, ...]]]
 ) -> list[dict[int, list[Action]]]:
-    """By rank: the receives to post before the compute action at each place."""
-    needed = [_consumer_positions(mine) for mine in compute]
+    """By rank: the receives to post before the compute action at each index."""
+    needed = [_consumer_positions(rank_actions) for rank_actions in compute]
     channels: dict[tuple[int, int], list[Action]] = defaultdict(list)
-    for rank, mine in enumerate(sends):
-        for sent in mine:
+    for rank, rank_actions in enumerate(sends):
+        for sent in rank_actions:
             for send in sent:
                 channels[rank, rank_of[send.peer]].append(send)
     posted: list[dict[int, list[Action]]] = [defaultdict(list) for _ in compute]
@@ -117,15 +117,15 @@ def _receives(
             latest = min(latest, max(0, need - AHEAD))
             receive = Action("recv", send.peer, send.micro_batch, None, send.stage, send.payload)
             posted[receiver][latest].append(receive)
-    return [{place: found[::-1] for place, found in mine.items()} for mine in posted]
+    return [{index: receives[::-1] for index, receives in by_index.items()} for by_index in posted]
 
 
 def _consumer_positions(compute: Sequence[Action]) -> dict[Input, int]:
-    """Where each input is consumed in the order of compute."""
-    parts = ((part, place) for place, action in enumerate(compute) for part in action.parts)
-    return {_input(part): place for part, place in parts if part.op in _CONSUMES}
+    """By input, the index of the compute action that consumes it."""
+    parts = ((part, index) for index, action in enumerate(compute) for part in action.parts)
+    return {_input(part): index for part, index in parts if part.op in _CONSUMES}
 
 
 def _input(action: Action) -> Input:
-    """What a compute action consumes, or a receive brings."""
+    """The input that a compute action consumes or a receive delivers."""
     return action.op in FORWARD or action.payload == "activation", action.stage, action.micro_batch

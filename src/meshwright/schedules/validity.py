@@ -1,4 +1,4 @@
-"""Whether a schedule does the whole step and can run: what every schedule must satisfy, built in or written by a person."""
+"""Checks that a schedule, built in or written by hand, is complete and can run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshwright.schedules.play import Play
 from meshwright.schedules.schedule import Schedule
 from meshwright.spec.errors import BadInput
 
-_DOES = {
+_RESULTS = {
     "forward": ("forward",),
     "forward_only": ("forward",),
     "backward": ("gradient", "weight"),
@@ -20,7 +20,7 @@ _NAMES = {"forward": "the forward", "gradient": "the backward", "weight": "the w
 
 
 def check(schedule: Schedule, sends_ahead: int | None = None) -> None:
-    """Raise BadInput unless the schedule is complete, in a sound order, free of deadlock, and ends with the optimizer.
+    """Raise BadInput unless the schedule is complete, in a valid order, free of deadlock, and ends with the optimizer.
 
     `sends_ahead` is how many unmatched sends a channel takes before its sender's host blocks: 0 is a pure rendezvous,
     None leaves it unbounded.
@@ -32,8 +32,8 @@ def check(schedule: Schedule, sends_ahead: int | None = None) -> None:
 
 
 def _check_placement(schedule: Schedule) -> None:
-    held = sorted(stage for stages in schedule.placement for stage in stages)
-    if held != list(range(len(held))):
+    placed = sorted(stage for stages in schedule.placement for stage in stages)
+    if placed != list(range(len(placed))):
         raise BadInput(
             f"schedule {schedule.name}: placement {schedule.placement} must hold every stage from 0 on, once"
         )
@@ -42,34 +42,34 @@ def _check_placement(schedule: Schedule) -> None:
 
 
 def _check_complete(schedule: Schedule) -> None:
-    """Each unit of each stage meets each micro-batch in one forward and one backward, whole or in halves, on its rank."""
-    seen = _counted(schedule)
-    wanted = ("forward", "gradient", "weight") if schedule.trains else ("forward",)
+    """Each unit runs one forward and one backward, whole or in halves, for each micro-batch on the rank of its stage."""
+    counts = _count_results(schedule)
+    required = ("forward", "gradient", "weight") if schedule.trains else ("forward",)
     for stage in range(schedule.stages):
         for unit in range(schedule.units[stage] if schedule.units else 1):
             for micro_batch in range(schedule.micro_batches):
-                for what in wanted:
-                    times = seen.pop((what, stage, micro_batch, unit), 0)
+                for result in required:
+                    times = counts.pop((result, stage, micro_batch, unit), 0)
                     if times != 1:
-                        where = f"stage {stage}, unit {unit}, micro-batch {micro_batch}"
+                        location = f"stage {stage}, unit {unit}, micro-batch {micro_batch}"
                         raise BadInput(
-                            f"schedule {schedule.name}: {_NAMES[what]} of {where} runs {times} times, not once"
+                            f"schedule {schedule.name}: {_NAMES[result]} of {location} runs {times} times, not once"
                         )
-    for what, stage, micro_batch, unit in seen:
-        where = f"stage {stage}, unit {unit}, micro-batch {micro_batch}"
-        raise BadInput(f"schedule {schedule.name}: {_NAMES[what]} of {where} is not part of the step")
+    for result, stage, micro_batch, unit in counts:
+        location = f"stage {stage}, unit {unit}, micro-batch {micro_batch}"
+        raise BadInput(f"schedule {schedule.name}: {_NAMES[result]} of {location} is not part of the step")
 
 
-def _counted(schedule: Schedule) -> Counter[tuple[str, int, int, int]]:
-    """How often each (what, stage, micro-batch, unit) runs."""
-    seen: Counter[tuple[str, int, int, int]] = Counter()
+def _count_results(schedule: Schedule) -> Counter[tuple[str, int, int, int]]:
+    """How often each (result, stage, micro-batch, unit) is computed."""
+    counts: Counter[tuple[str, int, int, int]] = Counter()
     for rank, actions in enumerate(schedule.actions):
-        held = schedule.placement[rank]
+        own_stages = schedule.placement[rank]
         for part in (part for action in actions if action.op in COMPUTE for part in action.parts):
-            if part.stage not in held:
-                raise BadInput(f"schedule {schedule.name}: rank {rank} runs {part} but holds only stages {held}")
-            seen.update((what, part.stage, part.micro_batch, part.unit or 0) for what in _DOES[part.op])
-    return seen
+            if part.stage not in own_stages:
+                raise BadInput(f"schedule {schedule.name}: rank {rank} runs {part} but holds only stages {own_stages}")
+            counts.update((result, part.stage, part.micro_batch, part.unit or 0) for result in _RESULTS[part.op])
+    return counts
 
 
 def _check_end(schedule: Schedule) -> None:

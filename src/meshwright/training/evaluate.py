@@ -56,7 +56,7 @@ def evaluate(engine: Engine, held_out: HeldOut, *, mesh: Mesh, micro_batch: int,
     """Mean loss on the held-out samples under the plan of the run; collective."""
     # As many micro-batches at a time as fill the pipeline.
     at_once = mesh.layout.size("pipeline")
-    schedule = engine.evaluating(at_once)
+    schedule = engine.evaluation_schedule(at_once)
 
     def measure(batches: Sequence[MicroBatch]) -> torch.Tensor:
         return engine.executor.play(schedule, batches, NullRecorder())

@@ -51,7 +51,7 @@ def generate_under_plan(
     Each prompt is a micro-batch, so several fill a pipeline. All data ranks run the same prompts: they share the
     weights' memory, not the work. `progress` receives the number of tokens of the longest text.
     """
-    schedule_for = cache(engine.evaluating)
+    schedule_for = cache(engine.evaluation_schedule)
     parts = mesh.axis_size("tensor") * mesh.axis_size("context_ulysses") * mesh.axis_size("context_ring")
     parts *= 1 + (mesh.axis_size("context_ring") > 1)  # a ring's ranks have two chunks each
     source = mesh.layout.rank({"pipeline": engine.training.rank_of[-1]})

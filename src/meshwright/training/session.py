@@ -73,7 +73,7 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
     mesh = build_mesh(plan, world)
     clock.end("mesh")
     losses = {"loss_chunk": run.train.loss_chunk, "balance_loss": run.train.balance_loss}
-    engine = build_engine(run.model, plan, mesh, seed=run.seed, passed=clock.end, **losses)
+    engine = build_engine(run.model, plan, mesh, seed=run.seed, on_phase_end=clock.end, **losses)
     clock.end("model")
     data, held_out = _open_data(run, ShardVerifier(world.rank, world.ranks))
     clock.end("data")

@@ -54,7 +54,7 @@ def train_step(
     norm = torch.zeros((), dtype=torch.float64, device=mesh.device)
 
     def measure() -> None:
-        norm.copy_(gradient_norm(local_gradients(engine.model, engine.copied), mesh.one_copy, mesh.device))
+        norm.copy_(gradient_norm(local_gradients(engine.model, engine.duplicate_rows), mesh.one_copy, mesh.device))
 
     def update() -> None:
         optimizer.step(

@@ -1,7 +1,7 @@
-"""Elements and bytes of activations: kept by a block's forward for its backward, and held during the backward.
+"""Elements and bytes of activations: saved by a block's forward for its backward, and allocated during the backward.
 
-Counts what autograd keeps of a block whose element-wise work is fused: every matrix product's input, what attention
-reads and writes, the two residuals.
+In a block with fused element-wise operations autograd saves the input of every matrix product, the inputs and outputs of
+attention, and the two residuals.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from meshwright.workload.model_shape import Shape, shape_of, with_blocks
 def activation_bytes(
     model: ModelSpec, train: TrainSpec, plan: Plan, *, host_offloaded: bool = False
 ) -> tuple[float, ...]:
-    """Bytes that one forward of each virtual stage keeps until its backward, in the order of a micro-batch.
+    """Bytes that one forward of each virtual stage saves for its backward, by stage in order of the layers.
 
-    On the device, or offloaded to host memory.
+    Those on the device, or those offloaded to host memory.
     """
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     stages = sorted((stage for rank_stages in table for stage in rank_stages), key=lambda stage: stage.start)
@@ -47,18 +47,18 @@ def saved_elements_by_layer(model: ModelSpec, plan: Plan) -> list[float]:
 
 def elements_per_token(model: ModelSpec, plan: Plan) -> Callable[[int], tuple[float, float]]:
     """A function of a layer: elements of one token that its forward saves, and temporary elements of its backward."""
-    spread, strategies = experts_over(plan) * plan.axis_size("tensor"), plan.strategies(model.layers)
-    known = dict[tuple[bool, Recompute, Linear | None], tuple[float, float]]()
+    expert_ranks, strategies = experts_over(plan) * plan.axis_size("tensor"), plan.strategies(model.layers)
+    by_block = dict[tuple[bool, Recompute, Linear | None], tuple[float, float]]()
 
     def per_token(layer: int) -> tuple[float, float]:
         mode = strategies[layer].recompute
         key = model.routed(layer), mode, strategies[layer].linear
-        if key not in known:
+        if key not in by_block:
             low = low_share(plan.precision, plan.linear(layer, model.layers))
             block, index = _block(model, layer, mode)
-            saved = mean_saved_elements(block, index, low, spread)
-            known[key] = float(saved), float(mean_backward_elements(block, index, low))
-        return known[key]
+            saved = mean_saved_elements(block, index, low, expert_ranks)
+            by_block[key] = float(saved), float(mean_backward_elements(block, index, low))
+        return by_block[key]
 
     return per_token
 
@@ -115,7 +115,10 @@ def offloaded_bytes(shape: Shape, layout: Layouts) -> Array:
 
 
 def received_elements(model: ModelSpec, tensor: Array, context: Array) -> Array:
-    """Elements of one token that the computing block received: its gathered input with the gradient; queries, keys and values."""
+    """Elements of one token that the computing block received.
+
+    Its input gathered over tensor ranks, and that input's gradient; queries, keys and values from context ranks.
+    """
     gathered = np.where(np.asarray(tensor) > 1, 2.0 * np.asarray(tensor) * model.hidden, 0.0)
     heads = (model.heads + 2 * model.kv_heads) * model.head_dim
     return gathered + np.where(np.asarray(context) > 1, heads, 0)

@@ -17,7 +17,7 @@ See parallel/copy_engine.py.
 STAGED_ELEMENTS, STAGING_BUFFERS = 1 << 23, 3
 """Elements of a chunk of an offloaded optimizer (optim/host.py), and chunks on the device at once.
 
-Copies of 32 MiB reach the link's full rate. One chunk arrives, one is updated, one leaves.
+Copies of 32 MiB reach the link's full rate. One chunk is copied in, one is updated, one is copied out.
 """
 TOKEN_SLOTS = 2
 """Slots of the window in which tensor ranks copy tokens; each holds the hidden vectors of a micro-batch.

@@ -1,9 +1,9 @@
 """Bytes of one step that cross from node to node, summed over all ranks, each byte once.
 
-NCCL's rings pass through every node in one piece, so a ring over k > 1 nodes crosses k borders. Over each border an all-gather or
+NCCL's rings visit the ranks of a node in sequence, so a ring over k > 1 nodes crosses k node borders. Over each border an all-gather or
 reduce-scatter of B bytes among n ranks moves (n-1)/n·B, and an all-reduce twice that (Patarasuk and Yuan 2009). An exchange of B bytes
-sends B/n from each rank to each other, whichever node that is on. What the step sends beside parameters, gradients and activations
-(counts, norms, headers) is some kilobytes and left out; so is validation.
+sends B/n from each rank to each other rank. Other messages of a step (counts, norms, headers) are a few kilobytes and not counted,
+nor is validation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Counts = Mapping[tuple[int, int], tuple[int, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class CrossNodeBytes:
-    """Bytes across nodes in one step, by what moves them."""
+    """Bytes across nodes in one step, by cause."""
 
     gather: float
     """Parameters gathered over shard and context ranks."""
@@ -48,9 +48,9 @@ class CrossNodeBytes:
     tensor: float
     """Tokens gathered and sums scattered inside of layers."""
     expert: float
-    """Tokens on their way to their experts and back, if every expert gets as many."""
+    """Expert dispatch and combine, with equal token counts for all experts."""
     context: float
-    """Keys, values and heads of sequences that are spread over ranks, and their gradients."""
+    """Keys, values and heads exchanged between context ranks, and their gradients."""
 
     @property
     def total(self) -> float:
@@ -60,22 +60,22 @@ class CrossNodeBytes:
 
 @dataclass(frozen=True)
 class _Unit:
-    """A unit that is gathered and reduced together: its elements, and its uses per step.
-    Elements are without routed experts, padded to whole shards."""
+    """A unit that is gathered and reduced together: its elements, and its collectives per step."""
 
     elements: int
+    """Elements outside the routed experts, padded to equal shards."""
     experts: int
-    """Elements of those routed experts that its expert rank holds, which other ranks share."""
+    """Elements of the routed experts of one expert rank."""
     gathers: int
     reductions: int
     width: int
-    """Bytes of one of its elements while it is gathered."""
+    """Bytes of a gathered element."""
 
 
 def cross_node_bytes(
     model: ModelSpec, plan: Plan, layout: Layout, seq_len: int, counts: Counts, *, masked: bool = False
 ) -> CrossNodeBytes:
-    """Bytes that a step of `plan` moves between the nodes of `layout`, at `seq_len` tokens, `masked` to documents or not."""
+    """Bytes that a step of `plan` sends between nodes of `layout`; `masked` if attention is limited to documents."""
     shard, precision = shard_size(plan), plan.precision
     rings = {
         "shard": _ring_borders(layout, layout.groups(*SHARD_AXES)),
@@ -112,7 +112,7 @@ def _ring_share(ranks: Array) -> float:
 
 
 def _ring_borders(layout: Layout, groups: Iterable[Sequence[int]]) -> dict[int, int]:
-    """By pipeline rank, how often the rings of its groups cross from node to node."""
+    """By pipeline rank, the node borders that the rings of its groups cross."""
     borders: dict[int, int] = defaultdict(int)
     for group in groups:
         nodes = len({layout.node(rank) for rank in group})
@@ -121,13 +121,13 @@ def _ring_borders(layout: Layout, groups: Iterable[Sequence[int]]) -> dict[int, 
 
 
 def _units(model: ModelSpec, plan: Plan, counts: Counts, rank: int) -> Iterator[_Unit]:
-    """The units of one pipeline rank: the embedding, a block each, and the final norm with the head.
+    """The units of one pipeline rank: the embedding, each block, and the final norm with the head.
 
-    A tied weight's two ends are one unit on one rank, reduced once for both, and gathered once where the first keeps it for the step;
-    on two ranks each has its own.
+    If a rank has both ends of a tied model, they are one unit. It is reduced once, and gathered once if the embedding's gathered weight
+    is kept for the step.
     """
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
-    order = sorted(stage.start for row in table for stage in row)
+    order = sorted(stage.start for stages in table for stage in stages)
     tensor, shard = plan.axis_size("tensor"), shard_size(plan)
     block = partial(block_unit, model, tensor=tensor, shards=shard, expert=experts_over(plan))
     first, last = (any(layer in stage for stage in table[rank]) for layer in (0, model.layers - 1))
@@ -149,28 +149,28 @@ def _pipeline(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int) -> flo
     """Bytes of activations down and gradients up the stages, for all micro-batches, between neighbours on different nodes."""
     message = _stream(model, plan, seq_len) / layout.size("tensor")
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
-    holders = [rank for _, rank in sorted((stage.start, rank) for rank, row in enumerate(table) for stage in row)]
-    crossings = sum(_crossing(layout, a, b) for a, b in pairwise(holders))
+    ranks = [rank for _, rank in sorted((stage.start, rank) for rank, stages in enumerate(table) for stage in stages)]
+    crossings = sum(_crossing(layout, a, b) for a, b in pairwise(ranks))
     return 2.0 * plan.batch.accumulate * message * crossings
 
 
 def _crossing(layout: Layout, a: int, b: int) -> int:
-    """Pairs of ranks, at the same place of pipeline ranks `a` and `b`, that live on different nodes."""
+    """Pairs of corresponding ranks of pipeline ranks `a` and `b` that are on different nodes."""
     return sum(
         layout.crosses_nodes((group[a], group[b])) for group in layout.groups("pipeline") if layout.size("pipeline") > 1
     )
 
 
 def _tied(model: ModelSpec, plan: Plan, layout: Layout) -> float:
-    """Each shard of the shared weight's gradient there and back between the two pipeline ranks that hold it."""
+    """Bytes to sum the tied weight's gradient shards between the first and the last pipeline rank."""
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
-    first = next(rank for rank, row in enumerate(table) if any(stage.start == 0 for stage in row))
-    last = next(rank for rank, row in enumerate(table) if any(stage.stop == model.layers for stage in row))
+    first = next(rank for rank, stages in enumerate(table) if any(stage.start == 0 for stage in stages))
+    last = next(rank for rank, stages in enumerate(table) if any(stage.stop == model.layers for stage in stages))
     if not model.tied or first == last:
         return 0.0
     stored = bytes_of(plan.precision.stored)
-    holders = shard_size(plan) * layout.size("tensor")
-    return 2.0 * _crossing(layout, first, last) * model.vocab_size * model.hidden / holders * stored
+    parts = shard_size(plan) * layout.size("tensor")
+    return 2.0 * _crossing(layout, first, last) * model.vocab_size * model.hidden / parts * stored
 
 
 def _inside_layers(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int, *, masked: bool) -> dict[str, float]:
@@ -189,8 +189,8 @@ def _inside_layers(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int, *
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     for rank, stages in enumerate(table):
         layers = [layer for stage in stages for layer in stage]
-        kinds = Counter((model.routed(layer), plan.strategy(layer, model.layers).recompute) for layer in layers)
-        for (routed, mode), count in kinds.items():
+        block_counts = Counter((model.routed(layer), plan.strategy(layer, model.layers).recompute) for layer in layers)
+        for (routed, mode), count in block_counts.items():
             blocks = with_blocks(shape, routed=routed)
             chosen = replace(columns, recompute=float(RECOMPUTE_MODES.index(mode)))
             step = step_shape(shape, columns)
@@ -209,14 +209,14 @@ def _inside_layers(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int, *
 
 
 def _pairs_apart(layout: Layout, groups: Iterable[Sequence[int]]) -> dict[int, int]:
-    """By pipeline rank, how many ordered pairs of ranks of its groups live on different nodes."""
-    found: dict[int, int] = defaultdict(int)
+    """By pipeline rank, the ordered pairs of ranks in its groups that are on different nodes."""
+    pairs: dict[int, int] = defaultdict(int)
     for group in groups:
-        place = layout.coordinates(group[0]).get("pipeline", 0)
-        found[place] += sum(layout.crosses_nodes(pair) for pair in permutations(group, 2))
-    return found
+        pipeline_rank = layout.coordinates(group[0]).get("pipeline", 0)
+        pairs[pipeline_rank] += sum(layout.crosses_nodes(pair) for pair in permutations(group, 2))
+    return pairs
 
 
 def _stream(model: ModelSpec, plan: Plan, seq_len: int) -> int:
-    """Bytes of a context rank's tokens of a micro-batch between two blocks."""
+    """Bytes of the residual stream of one micro-batch on a context rank."""
     return plan.batch.micro_batch * seq_len // context_size(plan) * model.hidden * bytes_of(plan.precision.compute)

@@ -1,9 +1,9 @@
 """Work of one rank's device in a step, from model and plan only: products, attention, bytes, collectives.
 
-It is the least that any implementation with these layers and formats must do: nothing recomputed, no copy that a better
-buffer would save, and every element-wise chain in one kernel that reads each tensor it needs once and writes each that
-it makes once. Experts get equal numbers of rows, and a ring's ranks equal shares of a causal attention. Over measured
-rates it gives the time that the device needs (`benchmarks/roofline.py`).
+It is a lower bound for any implementation with these layers and formats: no recomputation, no avoidable copies, and each
+chain of element-wise operations in one kernel that reads every input once and writes every output once. Experts get equal
+numbers of tokens, and ring ranks equal shares of causal attention. Divided by measured rates it is the roofline time of the
+device (`benchmarks/roofline.py`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TOTAL = 4.0
 COMBINED = 2.0
 """The same, per element of the stream, of each routed row from its expert's product into its token's sum, and of that sum.
 
-The way in is the product's own read.
+The expert's product itself reads its input.
 """
 
 
@@ -111,7 +111,7 @@ class Work:
 
 
 def step_work(model: ModelSpec, train: TrainSpec, plan: Plan) -> Work:
-    """What one training step of `plan` asks of a rank."""
+    """Work of one training step of `plan` on a rank."""
     width, stages, times = plan.axis_size("tensor"), plan.axis_size("pipeline"), plan.batch.accumulate
     whole = plan.batch.micro_batch * train.seq_len
     shape, layout = shape_of(model, train.seq_len), layout_of(model, train, plan)
@@ -121,15 +121,16 @@ def step_work(model: ModelSpec, train: TrainSpec, plan: Plan) -> Work:
     for linear in _linears(model, train, plan, step):
         linears[replace(linear, count=1.0)] += linear.count
     seen = tokens * times / width / stages
-    """Token passes of the rank, the share of width that it has taken out."""
+    """Tokens of the step on this rank, divided by tensor ranks and stages."""
     dense, experts = (
-        sum(row.count for row in parameters(model) if row.expert == routed) / width / stages for routed in (False, True)
+        sum(parameter.count for parameter in parameters(model) if parameter.expert == routed) / width / stages
+        for routed in (False, True)
     )
-    held, owned = dense + experts / experts_over(plan), (dense + experts) / shard_size(plan)
+    unsharded, owned = dense + experts / experts_over(plan), (dense + experts) / shard_size(plan)
     exchanging, ring = plan.axis_size("context_ulysses"), plan.axis_size("context_ring")
     heads = width * exchanging
     return Work(
-        linears=tuple(replace(one, count=count * times / stages) for one, count in linears.items()),
+        linears=tuple(replace(linear, count=count * times / stages) for linear, count in linears.items()),
         attention=AttentionWork(
             train.seq_len, model.heads // heads, max(1, model.kv_heads // heads), model.head_dim, whole,
             times * model.layers / stages / ring,
@@ -138,7 +139,7 @@ def step_work(model: ModelSpec, train: TrainSpec, plan: Plan) -> Work:
         elementwise_bytes=seen * _elements(model) * bytes_of(plan.precision.compute),
         quantise_bytes=seen * _rounded(model, plan) * ROUND,
         loss_bytes=seen * model.vocab_size * 2 * bytes_of(plan.precision.compute),
-        copy_bytes=owned * CAST + _summed_bytes(model, plan, held),
+        copy_bytes=owned * CAST + _summed_bytes(model, plan, unsharded),
         parameters=owned,
         norm_bytes=owned * bytes_of(plan.precision.compute if gradients_final_in_backward(model, plan) else plan.precision.stored),
         collectives=(
@@ -149,9 +150,9 @@ def step_work(model: ModelSpec, train: TrainSpec, plan: Plan) -> Work:
     )  # fmt: skip
 
 
-def _summed_bytes(model: ModelSpec, plan: Plan, held: float) -> float:
+def _summed_bytes(model: ModelSpec, plan: Plan, parameter_count: float) -> float:
     """Bytes moved to cast gradients to the dtype of their sum."""
-    return 0.0 if gradients_final_in_backward(model, plan) else held * SUM
+    return 0.0 if gradients_final_in_backward(model, plan) else parameter_count * SUM
 
 
 def _linears(model: ModelSpec, train: TrainSpec, plan: Plan, step: StepShape) -> Iterator[LinearWork]:
@@ -191,12 +192,12 @@ def _rounded(model: ModelSpec, plan: Plan) -> float:
 
 
 def _weight_collectives(
-    model: ModelSpec, layout: Layouts, plan: Plan, held: float, shard: int
+    model: ModelSpec, layout: Layouts, plan: Plan, parameter_count: float, shard: int
 ) -> Iterator[CollectiveWork]:
-    """Gathers and reductions of `held` parameters that `shard` ranks share, a block at a time, by the plan's first layer."""
-    if not held:
+    """Gathers and reductions of parameters that `shard` ranks share, per block, by the plan's first layer."""
+    if not parameter_count:
         return
-    replicate, block, blocks = plan.axis_size("replicate"), held / model.layers, float(model.layers)
+    replicate, block, blocks = plan.axis_size("replicate"), parameter_count / model.layers, float(model.layers)
     gathered = 1 if plan.precision.gather == "fp8" else bytes_of(plan.precision.compute)
     if shard > 1:
         gathers, reductions = map(float, weight_collectives(layout))

@@ -33,7 +33,7 @@ class Message:
     """The gathered result, the input of a sum, all that one rank sends in an all-to-all, or one p2p message."""
     forward: Array
     backward: Array
-    """How many run in the forward and in the backward of all layers."""
+    """Numbers of these collectives in the forward and in the backward of all layers."""
 
     @property
     def count(self) -> Array:
@@ -49,7 +49,7 @@ def layer_messages(
     masked: bool = False,
     compiled: bool = False,
 ) -> Iterator[Message]:
-    """What a rank sends inside layers, `element` bytes a number. `masked` and `compiled` are `context_messages`'s."""
+    """Messages of a rank inside layers, with `element` bytes per number; see `context_messages`."""
     yield from tensor_messages(shape, layout, step, element)
     yield from context_messages(shape, layout, step, element, masked=masked, compiled=compiled)
     if np.any(shape.moe_layers):
@@ -75,30 +75,30 @@ def context_messages(
     masked: bool = False,
     compiled: bool = False,
 ) -> tuple[Message, Message, Message]:
-    """The exchange of heads before and behind attention; keys and values round the ring; their gradients' sums.
+    """Messages of heads before and after attention, of keys and values round the ring, and of their gradients.
 
-    The sums are fp32 and travel once more than keys and values, to the rank that owns them. `masked` sequences gather keys and values in
-    place of the ring, in a `compiled` block again in its backward, and scatter the sums.
+    The gradients are fp32 and take one more ring step, to the rank that owns the keys and values. `masked` sequences all-gather keys and
+    values instead of the ring, a `compiled` block again in its backward, and reduce-scatter the gradients.
     """
     mode, layers, ring = np.asarray(layout.recompute), shape.attention_layers, layout.ring
-    # With fewer key/value heads than ranks several ranks get the same head.
+    # With fewer key/value heads than ranks, several ranks receive the same head.
     kv = np.maximum(shape.kv_width / layout.tensor, layout.ulysses * shape.kv_head_width)
     heads = step.tokens * ((shape.query_width + shape.value_width) / layout.tensor + kv) * element
     repeats = np.where(mode > 0, 1.0, 0.0)
     exchange = Message("all_to_all", "context_ulysses", layout.ulysses, heads, layers, layers * (1 + repeats))
-    held, turns = step.tokens * kv, ring - 1
+    local, turns = step.tokens * kv, ring - 1
     if masked:
         again = layers * np.where((mode > 0) | compiled, 1.0, 0.0)
-        gathers = Message("all_gather", "context_ring", ring, ring * held * element, layers, again)
-        return exchange, gathers, Message("reduce_scatter", "context_ring", ring, ring * held * element, 0.0, layers)
+        gathers = Message("all_gather", "context_ring", ring, ring * local * element, layers, again)
+        return exchange, gathers, Message("reduce_scatter", "context_ring", ring, ring * local * element, 0.0, layers)
     again = 1 + np.where(mode == FULL, 1.0, 0.0)
-    passes = Message("p2p", "context_ring", ring, held * element, turns * layers, turns * layers * again)
+    passes = Message("p2p", "context_ring", ring, local * element, turns * layers, turns * layers * again)
     sums = np.where(turns > 0, ring * layers, 0.0)
-    return exchange, passes, Message("p2p", "context_ring", ring, held * np.maximum(4.0, element), 0.0, sums)
+    return exchange, passes, Message("p2p", "context_ring", ring, local * np.maximum(4.0, element), 0.0, sums)
 
 
 def expert_message(shape: Shape, layout: Layouts, step: StepShape, element: Array = 2.0) -> Message:
-    """Each routed token to its expert and back."""
+    """Dispatch of each routed token to its experts, and combine."""
     repeats = np.where(np.asarray(layout.recompute) >= ALL_BUT_ATTENTION, 1.0, 0.0)
     copies = step.tokens / layout.tensor * shape.top_k * shape.expert_in * element
     return Message(

@@ -1,4 +1,4 @@
-"""Dimensions of decoders as numbers or arrays: of models of this program, and of published ones that it cannot build."""
+"""Dimensions of decoders as numbers or arrays, of this program's models and of published models that it cannot build."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Shape:
     value_width: Array
     """heads × value head size."""
     kv_width: Array
-    """Keys and values together as they are kept and exchanged."""
+    """Keys and values together, as they are saved and exchanged."""
     attention_params: Array
     """Matrix weights of one attention layer."""
     attention_layers: Array
     full_attention: Array
-    """Scores computed, as a share of those where a token sees all before it. A published model's short windows count as none."""
+    """Computed attention scores relative to full causal attention. Short windows of published models count as 0."""
     mixer_layers: Array
     """State-space or linear-attention layers."""
     mixer_params: Array
@@ -47,9 +47,9 @@ class Shape:
     expert_bias: Array = 0.0
     """1 when experts have biases."""
     kv_head_width: Array = 0.0
-    """Keys and values of one head; 0 where heads are not known apart."""
+    """Width of keys and values of one head; 0 if unknown."""
     parallel: Array = 0.0
-    """1 when attention and feed-forward network of a dense layer share what tensor ranks exchange."""
+    """1 if attention and feed-forward network of a layer run in parallel on one norm's output (parallel block)."""
     rotary: Array = 1.0
     """1 when queries and keys are rotated by their positions."""
 
@@ -93,7 +93,7 @@ def shape_of(model: ModelSpec, seq_len: int) -> Shape:
 
 
 def with_blocks(shape: Shape, *, routed: bool) -> Shape:
-    """The same model with all its blocks with experts (`routed`) or without."""
+    """The shape of a model in which all blocks have experts (`routed`), or none has."""
     return replace(
         shape,
         moe_layers=shape.layers * routed,

@@ -1,4 +1,4 @@
-"""Parameters that one pipeline rank holds, by unit."""
+"""Parameters of one pipeline rank, by unit."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class StepShape:
     experts: Array
     """Routed experts of a layer that are present on the rank."""
     expert_rows: Array
-    """Token copies of one micro-batch that the busiest rank's experts get, each."""
+    """Token copies of one micro-batch that each expert of the busiest rank receives."""
 
     @property
     def tokens(self) -> Array:
@@ -32,7 +32,7 @@ class StepShape:
 
 
 def step_shape(shape: Shape, layout: Layouts) -> StepShape:
-    """Sequences of one length, cut evenly over context ranks; experts spread evenly, with the layout's imbalance of tokens."""
+    """The step's sizes for sequences of equal length, evenly divided; expert tokens have the layout's imbalance."""
     tokens = layout.micro_batch * layout.seq / layout.context
     experts = np.maximum(shape.experts, 1.0) / np.maximum(layout.expert, 1.0)
     return StepShape(

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.observe import figures
+from meshwright.observe import number_text
 
 
 @pytest.mark.parametrize(
@@ -18,12 +18,12 @@ from meshwright.observe import figures
     ],
 )
 def test_short(value, text):
-    assert figures.short(value) == text
+    assert number_text.short(value) == text
 
 
 @pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (2 << 30, "2.15 GB")])
 def test_size(count, text):
-    assert figures.size(count) == text
+    assert number_text.size(count) == text
 
 
 @pytest.mark.parametrize(
@@ -32,12 +32,12 @@ def test_size(count, text):
      (185, "3m 05s", "3:05"), (7654, "2h 07m", "2:07:34"), (270_000, "3d 03h", "3d 03:00")],
 )  # fmt: skip
 def test_duration_and_clock(seconds, text, clock):
-    assert (figures.duration(seconds), figures.clock(seconds)) == (text, clock)
+    assert (number_text.duration(seconds), number_text.clock(seconds)) == (text, clock)
 
 
 def test_percent_and_scientific():
-    assert figures.percent(0.41346) == "41.3%"
-    assert (figures.scientific(3e-4), figures.scientific(0.0), figures.scientific(2.5)) == (
+    assert number_text.percent(0.41346) == "41.3%"
+    assert (number_text.scientific(3e-4), number_text.scientific(0.0), number_text.scientific(2.5)) == (
         "3.00e-4",
         "0.00e0",
         "2.50e0",
@@ -46,7 +46,7 @@ def test_percent_and_scientific():
 
 @given(st.floats(min_value=1e-3, max_value=1e14))
 def test_short_keeps_three_digits(value):
-    text = figures.short(value)
+    text = number_text.short(value)
     scale = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1], 1.0)
     assert float(text.rstrip("kMBT")) * scale == pytest.approx(value, rel=5.1e-3)
     assert "e" not in text
