@@ -1,4 +1,4 @@
-"""Durable writes: a file or folder is its old self or its new self, and nothing is renamed before it is on the disk."""
+"""Durable writes: a file or folder has its old or its new content, and is renamed only after it is on the disk."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ WRITES = (*CALLS, FILES)
 
 def events(work: Callable[[], object]) -> list[tuple[str, str]]:
     """The flushes and renames that `work` makes, each with the name of the file or folder."""
-    found: list[tuple[str, str]] = []
+    calls: list[tuple[str, str]] = []
 
     def note(_: int, name: str, arguments: tuple[Any, ...]) -> None:
         path = os.readlink(f"/proc/self/fd/{arguments[0]}") if name == "fsync" else str(arguments[0])
-        found.append((name, Path(path).name))
+        calls.append((name, Path(path).name))
 
     with touched(note, ("fsync", "rename", "replace")):
         work()
-    return found
+    return calls
 
 
 def test_a_file_is_flushed_then_renamed_then_its_folder_is_flushed(tmp_path: Path) -> None:
@@ -75,21 +75,21 @@ def test_a_failed_write_leaves_the_old_content_and_names_the_file(tmp_path: Path
     assert path.read_text() == "old content" and [file.name for file in tmp_path.iterdir()] == ["a"]
 
 
-def test_a_link_stays_and_leads_to_the_new_content(tmp_path: Path) -> None:
+def test_a_link_is_kept_and_its_target_has_the_new_content(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("old content")
     (tmp_path / "link").symlink_to(tmp_path / "a")
     write_durable(tmp_path / "link", "new content")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "a").read_text() == "new content"
 
 
-def test_what_is_appended_is_flushed_and_so_is_the_name_of_a_new_file(tmp_path: Path) -> None:
+def test_appended_content_and_the_name_of_a_new_file_are_flushed(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     assert events(lambda: append_durable(path, b"first\n")) == [("fsync", "journal"), ("fsync", tmp_path.name)]
     assert events(lambda: append_durable(path, b"second\n")) == [("fsync", "journal")]
     assert path.read_bytes() == b"first\nsecond\n"
 
 
-def test_a_published_folder_replaces_another_or_leaves_it_there(tmp_path: Path) -> None:
+def test_a_published_folder_replaces_another_unless_the_rename_fails(tmp_path: Path) -> None:
     run, new, old = tmp_path / "run", tmp_path / "new", tmp_path / "old"
     run.mkdir()
     with pytest.raises(FileNotFoundError):
@@ -101,7 +101,7 @@ def test_a_published_folder_replaces_another_or_leaves_it_there(tmp_path: Path) 
     assert (run / "file").exists() and old.is_dir() and not new.exists()
 
 
-def test_a_renamed_file_and_a_published_one_have_their_new_names(tmp_path: Path) -> None:
+def test_rename_and_publish_give_files_their_new_names(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("content")
     rename(tmp_path / "a", tmp_path / "b")
     sync_folder(tmp_path)

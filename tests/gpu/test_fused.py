@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwright.optim import fused
-from meshwright.optim.fused import Coefficients, StepInputs, counted, new_count
+from meshwright.optim.fused import Coefficients, StepInputs, count_updates, new_count
 
 pytestmark = pytest.mark.gpu
 
@@ -38,7 +38,7 @@ def trained(step: Callable[..., None], made: torch.dtype, shift: int, skipped: i
     for number in range(STEPS):
         factor = torch.full((), 0.3 + number, device="cuda", dtype=torch.float64)
         inputs = StepInputs(1e-2, factor, torch.full((), float(number == skipped), device="cuda"))
-        with counted(counts, inputs.skip):
+        with count_updates(counts, inputs.skip):
             gradients = drawn(number + 1, made, shift)
             step(
                 weights,

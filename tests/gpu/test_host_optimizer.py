@@ -14,7 +14,7 @@ from tests.gpu.runs import RUNS_LIMIT, Record, steps, trained
 from tests.gpu.test_offload import BOUND, RUN, peak
 
 from meshwright.config.load import load_resolved
-from meshwright.optim.fused import MOMENTS, Coefficients, StepInputs, counted, new_count, update
+from meshwright.optim.fused import MOMENTS, Coefficients, StepInputs, count_updates, new_count, update
 from meshwright.optim.host import MASTER, HostAdamW
 from meshwright.spec.model import parameter_count
 from meshwright.workload.buffers import STAGED_ELEMENTS, STAGING_BUFFERS
@@ -50,7 +50,7 @@ def test_same_bits_as_on_the_device(masters: bool, chunk: int | None) -> None:
         factor, skip = (torch.full((), value, device="cuda") for value in (0.3, float(skipped)))
         inputs = StepInputs(1e-3, factor, skip)
         made.step(gradients, inputs)
-        with counted(counts, skip):
+        with count_updates(counts, skip):
             both = (list(held[moment].values()) for moment in MOMENTS)
             update(
                 list(truth.values()), list(gradients.values()), *both, counts, coefficients=Coefficients(BETAS, EPSILON),

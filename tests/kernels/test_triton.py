@@ -141,7 +141,7 @@ def test_adamw(skip: bool, made: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
         second = [one.square() for one in second]
         counts = [fused.new_count(cpu) + row for row in range(len(shapes))]
         inputs = fused.StepInputs(1e-2, torch.full((), 0.3), torch.full((), float(skip)))
-        with fused.counted(counts, inputs.skip):
+        with fused.count_updates(counts, inputs.skip):
             how(
                 weights,
                 [one.to(made) for one in gradients],

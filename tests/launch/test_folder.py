@@ -115,7 +115,7 @@ def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("without_locks")
 def test_where_a_file_system_has_no_locks_that_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with folder_lock(tmp_path), folder_lock(tmp_path):
-        assert "nothing keeps other processes out: No locks available" in caplog.text
+        assert "the folder cannot be locked against other processes: No locks available" in caplog.text
 
 
 @pytest.mark.usefixtures("without_locks")

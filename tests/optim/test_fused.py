@@ -1,4 +1,4 @@
-"""One update equals torch's clipping and AdamW, and a narrow gradient steps as the same numbers in a wide format do."""
+"""One update equals torch's clipping and AdamW; narrow gradients give the same update as the same numbers in fp32."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from meshwright.optim.clip import clip_factor, gradient_norm
-from meshwright.optim.fused import Coefficients, StepInputs, counted, new_count, update
+from meshwright.optim.fused import Coefficients, StepInputs, count_updates, new_count, update
 
 SHAPES = [(33, 7), (5,), (0, 4), (64, 64)]
 BETAS, EPSILON, RATE, DECAY = (0.9, 0.95), 1e-8, 1e-2, 0.1
@@ -14,27 +14,27 @@ STEPS = 4
 
 
 def drawn(seed: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    draw = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=draw).to(dtype) for shape in SHAPES]
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
 
 
 def trained(
     dtype: torch.dtype,
-    made: torch.dtype,
+    gradient_dtype: torch.dtype,
     limit: float | None,
     wide: bool = False,
     skipped: int = -1,
     error: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Weights after some steps by gradients made in one format, and widened to the weights' with `wide`; one step has an infinite norm."""
+    """Weights after STEPS steps; with `wide` gradients are converted to `dtype` first. Step `skipped` has an infinite norm."""
     weights = drawn(0, dtype)
     moments = [[torch.zeros_like(weight) for weight in weights] for _ in range(2)]
     counts = [new_count(torch.device("cpu")) for _ in weights]
     for step in range(STEPS):
-        gradients = [gradient.to(dtype) if wide else gradient for gradient in drawn(step + 1, made)]
+        gradients = [gradient.to(dtype) if wide else gradient for gradient in drawn(step + 1, gradient_dtype)]
         norm = gradient_norm(gradients, None, torch.device("cpu")) * (torch.inf if step == skipped else 1)
         inputs = StepInputs(RATE, clip_factor(norm, limit) * error, (~norm.isfinite()).float())
-        with counted(counts, inputs.skip):
+        with count_updates(counts, inputs.skip):
             update(
                 weights,
                 gradients,
@@ -60,30 +60,30 @@ def truth(dtype: torch.dtype, limit: float | None, skipped: int = -1) -> list[to
     return [weight.detach() for weight in weights]
 
 
-def error(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
-    return max(float((a - b).abs().max()) for a, b in zip(mine, theirs, strict=True) if a.numel())
+def error(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True) if a.numel())
 
 
 @pytest.mark.parametrize("limit", [None, 1e-3, 1e3])
 @pytest.mark.parametrize("skipped", [-1, 0, 2])
 def test_equals_clipping_and_adamw(limit: float | None, skipped: int) -> None:
-    mine = trained(torch.float64, torch.float64, limit, skipped=skipped)
-    assert error(mine, truth(torch.float64, limit, skipped)) < 1e-12
+    ours = trained(torch.float64, torch.float64, limit, skipped=skipped)
+    assert error(ours, truth(torch.float64, limit, skipped)) < 1e-12
 
 
-def test_a_wrong_factor_shows() -> None:
-    """AdamW sees how large gradients are where `epsilon` counts beside them, as below so small a limit."""
+def test_a_wrong_factor_changes_the_weights() -> None:
+    """AdamW depends on the scale of gradients only where `epsilon` matters, as with so low a limit."""
     wrong = trained(torch.float64, torch.float64, 1e-6, error=0.5)
     assert error(wrong, truth(torch.float64, 1e-6)) > 1e-6
 
 
 @pytest.mark.parametrize("limit", [None, 1e-3])
-def test_narrow_gradients_step_as_wide_ones(limit: float | None) -> None:
+def test_narrow_gradients_give_the_same_update_as_wide_gradients(limit: float | None) -> None:
     narrow, wide = (trained(torch.float32, torch.bfloat16, limit, wide) for wide in (False, True))
     assert all(torch.equal(a, b) for a, b in zip(narrow, wide, strict=True))
 
 
-def test_the_norm_is_that_of_all_formats_together() -> None:
+def test_the_norm_covers_gradients_of_all_dtypes() -> None:
     parts = [*drawn(1, torch.bfloat16), *drawn(2, torch.float32), *drawn(3, torch.float64)]
     whole = torch.cat([part.double().flatten() for part in parts]).norm()
     assert abs(gradient_norm(parts, None, torch.device("cpu")) / whole - 1) < 1e-6

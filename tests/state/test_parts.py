@@ -1,4 +1,4 @@
-"""Pieces of a logical tensor: views of live memory, which reading and writing go through."""
+"""Pieces of a logical tensor are views of live memory."""
 
 from __future__ import annotations
 

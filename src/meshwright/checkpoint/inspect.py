@@ -89,7 +89,7 @@ def prune_checkpoints(folder: Path, keep: int) -> Pruned:
         raise BadInput(f"{folder}: expected a run's folder or its checkpoints folder")
     checkpoints = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
     run = folder.parent if folder.name == "checkpoints" else folder
-    with locked(run, wait=False, instead="stop it first") as exclusive:
+    with locked(run, wait=False, alternative="stop it first") as exclusive:
         lease = None if exclusive else read_lease(run)
         if lease is not None and owner_is_alive(lease):
             raise BadInput(f"{run}: process {lease.pid} on {lease.host} is writing here; stop it first")

@@ -1,8 +1,8 @@
-"""The lease of a run's folder: which start of the run owns it.
+"""The lease of a run's folder: it names the start of the run that owns the folder.
 
-Every start writes `RUN/lease.json` with an epoch one above the last. The file stays when the job ends, so no epoch is used twice.
-A process that was stopped (SIGSTOP, a suspended machine) and wakes up after another start took the lease finds that start's lease there,
-and commits nothing.
+Every start writes `RUN/lease.json` with the last epoch + 1. The file remains when the job ends, so no epoch is used twice. A process that
+was suspended (SIGSTOP, a suspended machine) while another start took the lease reads that start's lease when it continues, and commits
+nothing.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def take_lease(folder: Path, newest_commit: Callable[[], tuple[str, int] | None]
     The run keeps its id, and the epoch grows by one. In a folder without a readable lease both follow from `newest_commit`, the run id and
     epoch of the newest checkpoint; a new run gets a random id and epoch 1.
     """
-    before = read_lease(folder)
-    earlier = (before.run_id, before.epoch) if before else newest_commit()
-    run_id, epoch = earlier or (secrets.token_hex(8), 0)
+    previous = read_lease(folder)
+    last = (previous.run_id, previous.epoch) if previous else newest_commit()
+    run_id, epoch = last or (secrets.token_hex(8), 0)
     pid = os.getpid()
     lease = Lease(
         run_id=run_id,
@@ -53,7 +53,7 @@ def take_lease(folder: Path, newest_commit: Callable[[], tuple[str, int] | None]
 
 
 def read_lease(folder: Path) -> Lease | None:
-    """The lease in a run's folder; None where there is none, or one that makes no sense."""
+    """The lease in a run's folder; None if it is missing or damaged."""
     try:
         lease = from_plain(Lease, json.loads((folder / LEASE).read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -66,16 +66,16 @@ def read_lease(folder: Path) -> Lease | None:
 
 
 def check_lease(folder: Path, lease: Lease) -> None:
-    """Raise LeaseLost unless `lease` is the one in the folder, and OutOfResources when the folder is gone."""
-    found = read_lease(folder)
-    if found == lease:
+    """Raise LeaseLost unless the folder's lease is `lease`, and OutOfResources if the folder no longer exists."""
+    current = read_lease(folder)
+    if current == lease:
         return
     if not folder.is_dir():
         raise missing_path_error(folder)
-    if found is None:
+    if current is None:
         raise LeaseLost(f"{folder / LEASE} is missing or damaged; without it this job commits nothing")
     raise LeaseLost(
-        f"{folder} was taken over by process {found.pid} on {found.host} (epoch {found.epoch}; this job has epoch {lease.epoch}); "
+        f"{folder} was taken over by process {current.pid} on {current.host} (epoch {current.epoch}; this job has epoch {lease.epoch}); "
         "this job commits nothing more"
     )
 
@@ -83,7 +83,7 @@ def check_lease(folder: Path, lease: Lease) -> None:
 def release_lease(folder: Path) -> None:
     """Mark this process's lease as ended.
 
-    On file systems without locks the next start asks whether the owner is alive.
+    On file systems without locks the next start checks whether the owner is alive.
     """
     lease = read_lease(folder)
     if lease is not None and lease.pid == os.getpid() and owner_is_alive(lease):
@@ -92,8 +92,8 @@ def release_lease(folder: Path) -> None:
 
 def owner_is_alive(lease: Lease) -> bool:
     """Whether the process that took the lease runs on this host; False for another host or an earlier boot."""
-    here = (lease.host, lease.boot_id) == (socket.gethostname(), _boot_id())
-    return here and lease.process_start != 0 and _process_start(lease.pid) == lease.process_start
+    same_boot = (lease.host, lease.boot_id) == (socket.gethostname(), _boot_id())
+    return same_boot and lease.process_start != 0 and _process_start(lease.pid) == lease.process_start
 
 
 def _write(folder: Path, lease: Lease) -> None:
@@ -101,7 +101,7 @@ def _write(folder: Path, lease: Lease) -> None:
 
 
 def _boot_id() -> str:
-    """The kernel's name for the time since the host was started; empty where it has none."""
+    """The kernel's id of the current boot of the host; empty where the kernel has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""A lock on a folder, held by one process of one host at a time."""
+"""A lock on a folder, which one process can hold at a time."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ log = logging.getLogger("meshwright")
 
 
 @contextmanager
-def locked(directory: Path, wait: bool, instead: str = "choose another --out") -> Iterator[bool]:
-    """Hold the one lock of `directory` for the length of a `with` block; yields False where the file system has no locks.
+def locked(directory: Path, wait: bool, alternative: str = "choose another --out") -> Iterator[bool]:
+    """Hold the lock of `directory` for a `with` block; yields False where the file system has no locks.
 
-    The directory is made when missing, and removed when it is left empty, with the parents that were made for it.
-
-    Raises BadInput when another process holds it and `wait` is false, naming that process and what may be done `instead` of waiting.
+    The directory and its parents are created if missing; those that are empty at the end and were created here are removed again, as is
+    an empty `directory`. Raises BadInput if another process holds the lock and `wait` is false; the error names that process and the
+    `alternative` to waiting.
     """
     path = directory / LOCK
     missing = [parent for parent in directory.parents if not parent.exists()]
     try:
-        file, exclusive = _acquire(path, wait, instead)
+        file, exclusive = _acquire(path, wait, alternative)
         try:
             yield exclusive
         finally:
@@ -43,11 +43,11 @@ def locked(directory: Path, wait: bool, instead: str = "choose another --out") -
                 empty.rmdir()
 
 
-def _acquire(path: Path, wait: bool, instead: str) -> tuple[TextIO, bool]:
+def _acquire(path: Path, wait: bool, alternative: str) -> tuple[TextIO, bool]:
     """The lock file, open, and whether it is locked.
 
     A lock counts only while its file has the name `path`: a holder removes the file before it releases the lock, so another process can
-    lock a file without a name for a moment. Nobody is refused because of such a lock; both processes try again.
+    lock a file without a name for a moment. Such a lock causes no error; both processes try again.
     """
     while True:
         file = _open(path)
@@ -59,12 +59,12 @@ def _acquire(path: Path, wait: bool, instead: str) -> tuple[TextIO, bool]:
                 holder = file.read().strip() or "another process"
                 if not _has_name(file, path):
                     continue
-            raise BadInput(f"{path.parent}: {holder} is writing here; wait for it, or {instead}") from None
+            raise BadInput(f"{path.parent}: {holder} is writing here; wait for it, or {alternative}") from None
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
                 file.close()
                 raise
-            log.warning("%s: nothing keeps other processes out: %s", path.parent, error.strerror)
+            log.warning("%s: the folder cannot be locked against other processes: %s", path.parent, error.strerror)
             return file, False
         if _has_name(file, path):
             file.truncate(0)
@@ -84,7 +84,7 @@ def _open(path: Path) -> TextIO:
             path.parent.mkdir(parents=True, exist_ok=True)
             return path.open("a+")
     raise BadInput(
-        f"{path}: cannot be created; its folder is removed again and again, or it is a link that leads nowhere"
+        f"{path}: cannot be created; its folder is removed again and again, or it is a link to a missing file"
     )
 
 

@@ -21,8 +21,8 @@ def write_durable(path: Path, content: bytes | str | Iterable[str]) -> None:
     Raises OSError with `path` as its file name; then `path` is unchanged and the temporary file is removed.
     """
     pieces = [content] if isinstance(content, (bytes, str)) else content
-    path = Path(os.path.realpath(path))  # a link stays, and leads to the new content
-    if path.exists() and not path.is_file():  # a device or pipe such as /dev/stdout is written as it is
+    path = Path(os.path.realpath(path))  # a link is kept, and its target gets the new content
+    if path.exists() and not path.is_file():  # a device or pipe such as /dev/stdout is written directly
         path.write_text("".join(p if isinstance(p, str) else p.decode() for p in pieces), encoding="utf-8")
         return
     partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
@@ -43,7 +43,7 @@ def write_durable(path: Path, content: bytes | str | Iterable[str]) -> None:
 
 
 def append_durable(path: Path, content: bytes) -> None:
-    """Append `content` to a file, made when missing, and flush it; a crash may leave a part of `content` at the end."""
+    """Append `content` to a file, which is created if missing, and flush it; a crash may leave a part of `content` at the end."""
     fresh = not path.exists()
     with path.open("ab") as file:
         file.write(content)
@@ -54,24 +54,25 @@ def append_durable(path: Path, content: bytes) -> None:
 
 
 def publish(partial: Path, path: Path) -> None:
-    """Rename a file or folder whose content is on the disk already, in place of a file at `path`, and flush the new name."""
+    """Rename a flushed file or folder to `path`, replacing a file there, and flush the new name."""
     os.replace(partial, path)
     sync_folder(path.parent)
 
 
-def publish_folder(partial: Path, path: Path, concurrent_span: Path) -> None:
-    """Rename a folder whose content is on the disk already to `path`, and flush the new name.
+def publish_folder(partial: Path, path: Path, displaced: Path) -> None:
+    """Rename a flushed folder to `path`, and flush the new name.
 
-    What is at `path` is moved to `concurrent_span` first, where a crash between the two renames leaves it. A failed rename moves it back.
+    An existing `path` is renamed to `displaced` first, and keeps that name after a crash between the two renames. If the second rename
+    fails, the first is undone.
     """
     replacing = os.path.lexists(path)
     if replacing:
-        os.rename(path, concurrent_span)
+        os.rename(path, displaced)
     try:
         os.rename(partial, path)
     except BaseException:
         if replacing:
-            os.rename(concurrent_span, path)
+            os.rename(displaced, path)
         raise
     sync_folder(path.parent)
 
@@ -82,7 +83,7 @@ def rename(path: Path, target: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Flush the content of a file, whoever wrote it, to the disk."""
+    """Flush the content of a file, also if another process wrote it, to the disk."""
     with path.open("rb") as file:
         sync_open_file(file.fileno(), path)
 
@@ -97,7 +98,7 @@ def sync_open_file(descriptor: int, path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names in `folder` to the disk: what was created, renamed or removed there."""
+    """Flush the entries of `folder` to the disk: files and folders that were created, renamed or removed in it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -106,7 +107,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_partials(folder: Path) -> None:
-    """Remove what writers that died left in `folder`. Only the process that keeps others out of the folder may call this."""
+    """Remove the partial files of dead writers in `folder`; only the process that holds the folder's lock may call this."""
     for path in folder.glob(f"*{PARTIAL}"):
         if path.is_file():
             _remove(path)

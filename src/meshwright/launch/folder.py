@@ -20,7 +20,7 @@ from meshwright.observe.metrics import scan_metrics
 from meshwright.spec.errors import BadInput
 from meshwright.spec.run import Lease, RunSpec
 
-_INSTEAD = "give this run another name (name=…, or --fresh)"
+_ALTERNATIVE = "give this run another name (name=…, or --fresh)"
 _SCHEDULE = "it would change the learning rate of steps that are done"
 _POSITION = "the position in the data follows from it"
 _WHY_FIXED = {
@@ -46,13 +46,15 @@ def folder_lock(folder: Path) -> Iterator[None]:
     however it ends. Raises BadInput when another process holds it or, on a file system without locks, when the folder's lease belongs to
     a living process of this host.
     """
-    with locked(folder, wait=False, instead=_INSTEAD) as exclusive:
+    with locked(folder, wait=False, alternative=_ALTERNATIVE) as exclusive:
         if exclusive:
             yield
             return
         lease = read_lease(folder)
         if lease is not None and lease.pid != os.getpid() and owner_is_alive(lease):
-            raise BadInput(f"{folder}: process {lease.pid} on {lease.host} is writing here; wait for it, or {_INSTEAD}")
+            raise BadInput(
+                f"{folder}: process {lease.pid} on {lease.host} is writing here; wait for it, or {_ALTERNATIVE}"
+            )
         try:
             yield
         finally:

@@ -1,1 +1,1 @@
-"""Optimizers that know shards, gradient clipping, and learning-rate schedules."""
+"""Optimizers of sharded parameters, gradient clipping, and learning-rate schedules."""

@@ -1,7 +1,7 @@
 """AdamW (Loshchilov & Hutter 2019) on one rank's shards.
 
-The moments exist from the start, so a checkpoint always has the same tensors. A step whose gradient norm is not finite is skipped on
-the device itself: the host reads no value to decide it. `optim.host` updates parameters whose state is in host memory.
+The moments are allocated at the start, so that every checkpoint has the same tensors. The device itself skips a step whose gradient norm
+is not finite; the host reads no value. `optim.host` updates parameters whose state is in host memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from meshwright.optim.fused import MOMENTS, Coefficients, StepInputs, counted, new_count, update
+from meshwright.optim.fused import MOMENTS, Coefficients, StepInputs, count_updates, new_count, update
 from meshwright.optim.host import MASTER, HostAdamW, Release, SpanFactory
 from meshwright.optim.shards import local
 from meshwright.spec.job import TrainSpec
@@ -22,15 +22,15 @@ from meshwright.state.parts import StateParts, moment_name, weight_name
 from meshwright.state.snapshot import SnapshotCopies
 
 SNAPSHOT_GROUPS = 32
-"""Groups of parameters in which a step waits for the copies of a snapshot; each costs one launch of the update."""
+"""Number of groups of parameters between which a step waits for copies of a snapshot; each group needs one launch."""
 
 
 class AdamW:
     """Optimizer of a (sharded) model; weight decay applies to the parameters whose specification has `decay`.
 
     `host_offloaded` maps each parameter whose state is in host memory to the function that releases its master weight from the device, or
-    to None if the master weight stays. Call `release_master_weights` once the weights have their values. `weights` has this rank's pieces
-    of each parameter.
+    to None if the master weight remains on the device. Call `release_master_weights` once the weights have their values. `weights` has this
+    rank's pieces of each parameter.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class AdamW:
     ) -> None:
         self._parameters = dict(model.named_parameters())
         self._weights = dict(weights)
-        self._parts = {name: held.local for name, held in weights.items()}
+        self._parts = {name: pieces.local for name, pieces in weights.items()}
         decayed = {parameter.name for parameter in parameters(spec) if parameter.decay}
         self._decays = {name: train.weight_decay if name in decayed else 0.0 for name in self._parts}
         self._coefficients = Coefficients((train.beta1, train.beta2), train.epsilon)
@@ -60,7 +60,7 @@ class AdamW:
             self._host = HostAdamW(parts, self._decays, release, coefficients=self._coefficients)
 
     def release_master_weights(self) -> None:
-        """Keep the current master weights of host-offloaded parameters in host memory only, if they are offloaded too."""
+        """Move the current master weights that are host-offloaded to host memory and free them on the device."""
         if self._host is not None:
             self._host.release_master_weights()
 
@@ -69,8 +69,8 @@ class AdamW:
     ) -> None:
         """One update at `learning_rate` with the gradients times `factor`, skipped on the device if `norm` is not finite.
 
-        `factor` and `norm` are scalars on the device. Gradients are freed afterwards. `concurrent_span` makes the spans of copies to and
-        from host memory.
+        `factor` and `norm` are scalars on the device. Gradients are freed afterwards. `concurrent_span` creates the profiler spans of
+        copies to and from host memory.
         """
         inputs = StepInputs(learning_rate, factor, (~norm.isfinite()).float())
         gradients = {
@@ -90,17 +90,17 @@ class AdamW:
         self.zero_grad()
 
     def protect(self, copies: SnapshotCopies) -> None:
-        """Let the next step wait for `copies` of the state, group by group, before it changes what they read."""
+        """Make the next step wait for `copies` of the state, group by group, before it updates the parameters of a group."""
         self._copies = copies
 
     def snapshot_groups(self, limit: int = SNAPSHOT_GROUPS) -> list[list[str]]:
-        """The parameters in the order of their update, in at most `limit` groups of about the same size for `protect`."""
+        """The parameters in the order of their update, in at most `limit` groups of similar size, for `protect`."""
         names = [*(name for name in self._parts if name not in self._on_device), *self._on_device]
-        most = sum(part.numel() for part in self._parts.values()) / limit
+        total = sum(part.numel() for part in self._parts.values())
         groups: list[list[str]] = [[]]
         size = 0
         for name in names:
-            if groups[-1] and size + self._parts[name].numel() > most * len(groups) and len(groups) < limit:
+            if groups[-1] and size + self._parts[name].numel() > total / limit * len(groups) and len(groups) < limit:
                 groups.append([])
             groups[-1].append(name)
             size += self._parts[name].numel()
@@ -112,13 +112,13 @@ class AdamW:
         return {weight_name(name): name for name in self._parts} | moments
 
     def finish_host_copies(self) -> None:
-        """Return when the results of the last update are in host memory, for state that is kept there."""
+        """Wait until the results of the last update are in host memory, for state that is kept there."""
         if self._host is not None:
             self._host.finish_copies()
 
     def _step_on_device(self, gradients: Mapping[str, torch.Tensor], inputs: StepInputs) -> None:
         tensors_by_name = (self._on_device, gradients, *(self._moments[moment] for moment in MOMENTS), self._counts)
-        with counted([self._counts[name] for name in gradients], inputs.skip):
+        with count_updates([self._counts[name] for name in gradients], inputs.skip):
             for weight_decay in dict.fromkeys(self._decays[name] for name in gradients):
                 names = [name for name in gradients if self._decays[name] == weight_decay]
                 update(
@@ -129,13 +129,14 @@ class AdamW:
                 )
 
     def zero_grad(self) -> None:
+        """Free all gradients."""
         for parameter in self._parameters.values():
             parameter.grad = None
 
     def state(self) -> list[StateParts]:
-        """This rank's pieces of every master weight and moment after the last update, as live memory to copy from or to load into.
+        """This rank's pieces of every master weight and moment after the last update, as live memory to read or to overwrite.
 
-        Waits for the device's last update of what is in host memory.
+        Waits for the last copies to host memory.
         """
         return [
             *(self._weight(name) for name in self._weights),
@@ -144,15 +145,15 @@ class AdamW:
 
     def _weight(self, name: str) -> StateParts:
         weight = self._weights[name]
-        if name in self._on_device or self._host is None or not self._host.keeps_masters:
+        if name in self._on_device or self._host is None or not self._host.has_master_weights:
             return weight
         return replace(weight, local=self._host.state(MASTER, name), memory="host")
 
     def _moment(self, moment: str, name: str) -> StateParts:
-        weight, called = self._weights[name], moment_name(moment, name)
+        weight, state_name = self._weights[name], moment_name(moment, name)
         if self._host is None or name in self._on_device:
-            return replace(weight, name=called, local=self._moments[moment][name])
-        return replace(weight, name=called, local=self._host.state(moment, name), memory="host")
+            return replace(weight, name=state_name, local=self._moments[moment][name])
+        return replace(weight, name=state_name, local=self._host.state(moment, name), memory="host")
 
     @property
     def host_bytes(self) -> int:
@@ -160,7 +161,7 @@ class AdamW:
         return 0 if self._host is None else self._host.host_bytes
 
     def set_steps(self, steps: int) -> None:
-        """Set the number of updates that the bias correction assumes for the moments."""
+        """Set the number of updates so far, for the bias correction of the moments."""
         if self._host is not None:
             self._host.set_steps(steps)
         for count in self._counts.values():

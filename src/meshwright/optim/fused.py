@@ -1,6 +1,6 @@
 """AdamW's update (Loshchilov & Hutter 2019), one call for many tensors of one dtype and device.
 
-The only update: state that stays on the device and state that is copied in by chunks are updated by the same arithmetic.
+All updates use it: state on the device, and state that is copied from host memory in chunks, so both give the same bits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Coefficients:
 class StepInputs:
     """Inputs of one step.
 
-    `factor` multiplies every gradient, and `skip` 1 disables the update: both scalars on the device.
+    `factor` multiplies every gradient; `skip` is 1 to skip the update, else 0. Both are scalars on the device.
     """
 
     learning_rate: float
@@ -36,13 +36,13 @@ class StepInputs:
 
 
 def new_count(device: torch.device) -> Tensor:
-    """A parameter's number of updates, on the device, as the kernel reads it."""
+    """A counter of a parameter's updates on the device, at 0."""
     return torch.zeros((), dtype=torch.float32, device=device)
 
 
 @contextmanager
-def counted(counts: list[Tensor], skip: Tensor) -> Iterator[None]:
-    """Count one update of the parameters that have these counts; a skipped update is not counted."""
+def count_updates(counts: list[Tensor], skip: Tensor) -> Iterator[None]:
+    """Context of one update: adds 1 to the update counters `counts` of its parameters, unless the update is skipped."""
     if counts:
         torch._foreach_add_(counts, 1)
     yield
@@ -61,7 +61,7 @@ def update(
     weight_decay: float,
     inputs: StepInputs,
 ) -> None:
-    """One in-place update of contiguous tensors, to be called inside `counted`.
+    """One in-place update of contiguous tensors, to be called inside `count_updates`.
 
     Gradients may have a narrower dtype than the other tensors; their values are overwritten. On CUDA in fp32 one launch of a Triton kernel
     clips and updates all tensors; elsewhere torch's fused kernel runs after clipping.
@@ -84,7 +84,7 @@ def _fast(
     rates = torch.stack([inputs.learning_rate / (1 - beta1**steps), (1 - beta2**steps).rsqrt()])
     fused_update(
         weights, gradients, first, second, rates.float(), factor=inputs.factor.float(), skip=inputs.skip, betas=coefficients.betas,
-        epsilon=coefficients.epsilon, kept=1 - inputs.learning_rate * weight_decay,
+        epsilon=coefficients.epsilon, decay_factor=1 - inputs.learning_rate * weight_decay,
     )  # fmt: skip
 
 

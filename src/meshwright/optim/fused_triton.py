@@ -14,83 +14,98 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 1024
-PROGRAMS = 16
-"""Of each multiprocessor, four warps each: as many as fit."""
-FORMATS = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-"""Of gradients, as the kernel knows them."""
+PROGRAMS_PER_MULTIPROCESSOR = 16
+"""As many programs of four warps as fit on a multiprocessor."""
+TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+"""Triton's dtype of each dtype that gradients may have."""
 VECTOR = 16
-"""Bytes that one lane loads at once from an address that is a multiple of them."""
+"""Bytes of the widest load of one lane, from an aligned address."""
 
 
 def fused_update(
     weights: Sequence[Tensor], gradients: Sequence[Tensor], first: Sequence[Tensor], second: Sequence[Tensor], rates: Tensor, *,
-    factor: Tensor, skip: Tensor, betas: tuple[float, float], epsilon: float, kept: float,
+    factor: Tensor, skip: Tensor, betas: tuple[float, float], epsilon: float, decay_factor: float,
 ) -> None:  # fmt: skip
     """See `fused.update`. All tensors are contiguous, all gradients have one dtype, all others are fp32.
 
-    `rates` (2, tensors) holds the learning rate over the first bias correction, and the inverse root of the second. `kept`
-    is the factor of a weight after weight decay.
+    `rates` (2, tensors) holds the learning rate over the first bias correction, and the inverse root of the second.
+    `decay_factor` is the factor of a weight under weight decay.
     """
     device = rates.device
     blocks = [triton.cdiv(weight.numel(), BLOCK) for weight in weights]
-    programs = min(sum(blocks), PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count)
+    programs = min(
+        sum(blocks), PROGRAMS_PER_MULTIPROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
+    )
     if not programs:
         return
-    entries, aligned, before = [], True, 0
+    entries, aligned, blocks_before = [], True, 0
     for count, *tensors in zip(blocks, weights, gradients, first, second, strict=True):
         assert all(tensor.is_contiguous() for tensor in tensors)
         addresses = [tensor.data_ptr() for tensor in tensors]
         aligned = aligned and not any(address % VECTOR for address in addresses)
-        entries.append([*addresses, tensors[0].numel(), -before % programs])
-        before += count
-    # From pinned memory the copy is one more entry of the stream's queue; torch keeps the source until it is through.
+        entries.append([*addresses, tensors[0].numel(), -blocks_before % programs])
+        blocks_before += count
+    # From pinned memory the copy is asynchronous; torch keeps the source until the copy has ended.
     table = torch.tensor(entries, pin_memory=True).to(device, non_blocking=True)
     _adamw[(programs,)](
-        table, rates, factor, skip, len(entries), *betas, *(1 - beta for beta in betas), epsilon, kept, programs,
-        FORMATS[gradients[0].dtype], aligned, BLOCK, num_warps=4,
+        table, rates, factor, skip, len(entries), *betas, *(1 - beta for beta in betas), epsilon, decay_factor, programs,
+        TRITON_DTYPES[gradients[0].dtype], aligned, BLOCK, num_warps=4,
     )  # fmt: skip
 
 
 # One variant for any number of tensors: the update in groups beside a snapshot must not wait for the compiler.
 @triton.jit(do_not_specialize=["entries", "programs"])
 def _adamw(
-    table, rates, factor, skip, entries, beta1, beta2, rest1, rest2, epsilon, kept, programs,
-    narrow: tl.constexpr, aligned: tl.constexpr, block: tl.constexpr,
+    table, rates, factor, skip, entries, beta1, beta2, one_minus_beta1, one_minus_beta2, epsilon, decay_factor, programs,
+    gradient_dtype: tl.constexpr, aligned: tl.constexpr, block: tl.constexpr,
 ) -> None:  # fmt: skip
     scale = tl.load(factor)
-    todo = tl.where(tl.load(skip) == 0, entries, 0)
+    active_entries = tl.where(tl.load(skip) == 0, entries, 0)
     lanes = tl.arange(0, block)
-    for number in range(todo):
+    for number in range(active_entries):
         entry = table + number * 6
         weights, gradients, first, second = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
         if aligned:
             weights, gradients = tl.multiple_of(weights, 16), tl.multiple_of(gradients, 16)
             first, second = tl.multiple_of(first, 16), tl.multiple_of(second, 16)
         weights = weights.to(tl.pointer_type(tl.float32))
-        gradients = gradients.to(tl.pointer_type(narrow))
+        gradients = gradients.to(tl.pointer_type(gradient_dtype))
         first, second = first.to(tl.pointer_type(tl.float32)), second.to(tl.pointer_type(tl.float32))
         size = tl.load(entry + 4)
         rate, root = tl.load(rates + number), tl.load(rates + entries + number)
         start = (tl.program_id(0) + tl.load(entry + 5)) % programs * block
         for begin in range(start, size, programs * block):
             index = begin + lanes
-            # Only a whole block is loaded in vectors.
+            # Only whole blocks are loaded without a mask, in vectors.
             if begin + block <= size:
-                _lanes(weights + index, gradients + index, first + index, second + index, None,
-                       scale, beta1, beta2, rest1, rest2, rate, root, epsilon, kept)  # fmt: skip
+                _update_lanes(weights + index, gradients + index, first + index, second + index, None,
+                       scale, beta1, beta2, one_minus_beta1, one_minus_beta2, rate, root, epsilon, decay_factor)  # fmt: skip
             else:
-                _lanes(weights + index, gradients + index, first + index, second + index, index < size,
-                       scale, beta1, beta2, rest1, rest2, rate, root, epsilon, kept)  # fmt: skip
+                _update_lanes(weights + index, gradients + index, first + index, second + index, index < size,
+                       scale, beta1, beta2, one_minus_beta1, one_minus_beta2, rate, root, epsilon, decay_factor)  # fmt: skip
 
 
 @triton.jit
-def _lanes(
-    weights, gradients, first, second, inside, scale, beta1, beta2, rest1, rest2, rate, root, epsilon, kept
+def _update_lanes(
+    weights,
+    gradients,
+    first,
+    second,
+    inside,
+    scale,
+    beta1,
+    beta2,
+    one_minus_beta1,
+    one_minus_beta2,
+    rate,
+    root,
+    epsilon,
+    decay_factor,
 ) -> None:
     gradient = tl.load(gradients, mask=inside).to(tl.float32) * scale
-    mean = beta1 * tl.load(first, mask=inside) + rest1 * gradient
-    square = beta2 * tl.load(second, mask=inside) + rest2 * gradient * gradient
-    weight = kept * tl.load(weights, mask=inside) - rate * mean / (tl.sqrt(square) * root + epsilon)
+    mean = beta1 * tl.load(first, mask=inside) + one_minus_beta1 * gradient
+    square = beta2 * tl.load(second, mask=inside) + one_minus_beta2 * gradient * gradient
+    weight = decay_factor * tl.load(weights, mask=inside) - rate * mean / (tl.sqrt(square) * root + epsilon)
     tl.store(first, mean, mask=inside)
     tl.store(second, square, mask=inside)
     tl.store(weights, weight, mask=inside)

@@ -1,10 +1,10 @@
 """AdamW with its state in host memory: chunks are copied to the device, updated by the usual kernel, and copied back.
 
 Moments, and master weights where weights are gathered in a narrower dtype, are flat buffers in host memory, parameter after parameter. A
-chunk is a range of these buffers. While the device updates one chunk, one stream copies the next chunk in and another copies the last one
-out, so both directions of the link are busy. A chunk depends on the backward only through the gradients' factor, so the first copies in
-overlap the end of the backward, and the last copies out overlap the next forward. Streams wait for events; the host waits only when a
-checkpoint reads the state.
+chunk is a range of these buffers. While the device updates one chunk, one stream copies the next chunk to the device and another copies
+the previous chunk to the host, so both directions of the link are busy. A chunk depends on the backward only through the gradients'
+factor. So the first copies to the device overlap the end of the backward, and the last copies to the host overlap the next forward.
+Streams wait for events; the host waits only when a checkpoint reads the state.
 
 The update uses the arithmetic of the optimizer on the device, so both give the same bits. Method: Ren et al. 2021 (ZeRO-Offload) for the
 location of the state; Maurya et al. 2024 (Deep Optimizer States) for the update on the device.
@@ -21,30 +21,30 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.pinned import allocate_pinned
-from meshwright.optim.fused import MOMENTS, Coefficients, StepInputs, counted, new_count, update
+from meshwright.optim.fused import MOMENTS, Coefficients, StepInputs, count_updates, new_count, update
 from meshwright.state.snapshot import SnapshotCopies
 from meshwright.workload.buffers import STAGED_ELEMENTS, STAGING_BUFFERS
 
 MASTER = "weight"
-STAGED_ON_CPU = 1 << 10
-"""On a CPU there is no link to fill; short chunks, so that small models have several and are tested as large ones run."""
+CPU_CHUNK_ELEMENTS = 1 << 10
+"""Elements per chunk on a CPU: few, so that tests with small models have several chunks."""
 ALIGNED = 64
-"""Alignment of chunk parts in elements, so that kernels read whole vectors from the beginning of each part."""
+"""Alignment of segments in elements, so that kernels can load vectors from the start of each segment."""
 
 SpanFactory = Callable[[str, str], AbstractContextManager[None]]
-"""Makes the profiler span of a copy from its name and its lane."""
+"""Creates the profiler span of a copy from its name and its lane."""
 Release = Callable[[], Tensor]
-"""Frees a parameter's master weight on the device; returns this rank's part in a narrower dtype, which stays."""
+"""Frees a parameter's master weight on the device; returns this rank's part in a narrower dtype, which remains."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """`count` elements of the parameter `name`, from its element `first` on, at offset `at` of their chunk."""
+    """`count` elements of the parameter `name`, from its element `first` on, at `offset` in their chunk."""
 
     name: str
     first: int
     count: int
-    at: int
+    offset: int
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class Chunk:
     segments: tuple[Segment, ...]
 
 
-def lay_out(groups: Sequence[tuple[float, Mapping[str, int]]], most: int) -> list[Chunk]:
-    """Chunks of at most `most` elements, by weight decay; each parameter occupies one contiguous range of the host buffers."""
-    assert most % ALIGNED == 0
+def plan_chunks(groups: Sequence[tuple[float, Mapping[str, int]]], max_elements: int) -> list[Chunk]:
+    """Chunks of at most `max_elements` elements, each with one weight decay; a parameter has one contiguous range in them."""
+    assert max_elements % ALIGNED == 0
     chunks: list[Chunk] = []
     for weight_decay, sizes in groups:
         segments: list[Segment] = []
@@ -67,10 +67,10 @@ def lay_out(groups: Sequence[tuple[float, Mapping[str, int]]], most: int) -> lis
         for name, size in sizes.items():
             first = 0
             while first < size:
-                if used == most:
+                if used == max_elements:
                     chunks.append(_chunk(chunks, used, weight_decay, segments))
                     segments, used = [], 0
-                count = min(size - first, most - used)
+                count = min(size - first, max_elements - used)
                 segments.append(Segment(name, first, count, used))
                 first, used = first + count, -(-(used + count) // ALIGNED) * ALIGNED
         if segments:
@@ -78,15 +78,15 @@ def lay_out(groups: Sequence[tuple[float, Mapping[str, int]]], most: int) -> lis
     return chunks
 
 
-def _chunk(before: Sequence[Chunk], size: int, weight_decay: float, segments: Sequence[Segment]) -> Chunk:
-    start = before[-1].start + before[-1].size if before else 0
+def _chunk(previous: Sequence[Chunk], size: int, weight_decay: float, segments: Sequence[Segment]) -> Chunk:
+    start = previous[-1].start + previous[-1].size if previous else 0
     return Chunk(start, size, weight_decay, tuple(segments))
 
 
 class HostAdamW:
-    """Updates the `parts` of one rank, all of one dtype and device, whose state is in host memory.
+    """AdamW of the `parts` of one rank, all of one dtype and device, whose state is in host memory.
 
-    `decays` has the weight decay of each; `release` the function that releases its master weight, for all of them or for none. Raises
+    `decays` has the weight decay of each parameter; `release` has the function that releases its master weight, for all or for none. Raises
     OutOfResources when host memory cannot be pinned.
     """
 
@@ -108,32 +108,34 @@ class HostAdamW:
             (decay, {name: part.numel() for name, part in parts.items() if decays[name] == decay})
             for decay in sorted(set(decays.values()), reverse=True)
         ]
-        usual = STAGED_ELEMENTS if self._device.type == "cuda" else STAGED_ON_CPU
-        self._chunks = lay_out(groups, chunk or usual)
+        default = STAGED_ELEMENTS if self._device.type == "cuda" else CPU_CHUNK_ELEMENTS
+        self._chunks = plan_chunks(groups, chunk or default)
         length = sum(entry.size for entry in self._chunks)
         cuda, size = self._device.type == "cuda", len(self._state_names) * length
-        line = (
+        buffers = (
             allocate_pinned(self, size * like.itemsize, "the optimizer").view(like.dtype)
             if cuda
             else like.new_zeros(size)
         )
-        self._line = line.view(len(self._state_names), length)
+        self._buffers = buffers.view(len(self._state_names), length)
         widest = max((entry.size for entry in self._chunks), default=0)
-        self._ring = torch.zeros(STAGING_BUFFERS, len(self._state_names), widest, dtype=like.dtype, device=self._device)
-        self._starts = {s.name: entry.start + s.at for entry in self._chunks for s in entry.segments if not s.first}
+        self._staging = torch.zeros(
+            STAGING_BUFFERS, len(self._state_names), widest, dtype=like.dtype, device=self._device
+        )
+        self._starts = {s.name: entry.start + s.offset for entry in self._chunks for s in entry.segments if not s.first}
         self._counts = {name: new_count(self._device) for name in parts}
         self._resident: dict[str, Tensor] = {}
-        self._links = _Links(self._device, len(self._ring))
+        self._links = _Links(self._device, len(self._staging))
 
     @property
     def host_bytes(self) -> int:
         """Bytes of state in host memory."""
-        return self._line.nbytes
+        return self._buffers.nbytes
 
     def release_master_weights(self) -> None:
-        """Copy the current master weights to host memory and free them on the device; nothing where they stay."""
+        """Copy the current master weights to host memory and free them on the device, if they are offloaded."""
         for name, release in self._release.items():
-            self._at(MASTER, name).copy_(self._parts[name])
+            self._host_tensor(MASTER, name).copy_(self._parts[name])
             self._resident[name] = release().view(-1)
 
     def step(
@@ -145,65 +147,73 @@ class HostAdamW:
     ) -> None:
         """One update of the parameters that have a gradient; each chunk waits for the `copies` of its parameters' state, if any."""
         self._links.begin()
-        for number in range(min(len(self._ring), len(self._chunks))):
+        for number in range(min(len(self._staging), len(self._chunks))):
             self._fetch(number, concurrent_span)
-        with counted([self._counts[name] for name in gradients], inputs.skip):
+        with count_updates([self._counts[name] for name in gradients], inputs.skip):
             for number, chunk in enumerate(self._chunks):
                 if copies is not None:
                     copies.wait(segment.name for segment in chunk.segments)
                 self._update(number, chunk, gradients, inputs)
                 self._send(number, concurrent_span)
-                if number + len(self._ring) < len(self._chunks):
-                    self._fetch(number + len(self._ring), concurrent_span)
+                if number + len(self._staging) < len(self._chunks):
+                    self._fetch(number + len(self._staging), concurrent_span)
 
     def state(self, state_name: str, name: str) -> Tensor:
         """A moment or the master weight of a parameter in host memory, in the layout of this rank's part.
 
-        Waits until it is up to date.
+        Waits for the copies to the host.
         """
         self._links.finish()
-        return self._at(state_name, name)
+        return self._host_tensor(state_name, name)
 
     def finish_copies(self) -> None:
-        """Return when every copy to the host has ended."""
+        """Wait until every copy to the host has ended."""
         self._links.finish()
 
     def set_steps(self, steps: int) -> None:
+        """Set the number of updates so far, for the bias correction of the moments."""
         for count in self._counts.values():
             count.fill_(float(steps))
 
     @property
-    def keeps_masters(self) -> bool:
+    def has_master_weights(self) -> bool:
         """Whether master weights are in host memory."""
         return bool(self._resident)
 
-    def _at(self, state: str, name: str) -> Tensor:
+    def _host_tensor(self, state: str, name: str) -> Tensor:
         part = self._parts[name]
         start = self._starts.get(name, 0)  # an empty shard has no segment
-        return self._line[self._state_names.index(state), start : start + part.numel()].view(part.shape)
+        return self._buffers[self._state_names.index(state), start : start + part.numel()].view(part.shape)
 
     def _fetch(self, number: int, concurrent_span: SpanFactory | None) -> None:
         chunk = self._chunks[number]
-        with self._links.coming(number, _span(concurrent_span, f"optimizer {number}", "fetch")):
-            for state, line in enumerate(self._line):
-                self._staged(number, state).copy_(line[chunk.start : chunk.start + chunk.size], non_blocking=True)
+        with self._links.copy_in(number, _span(concurrent_span, f"optimizer {number}", "fetch")):
+            for state, buffer in enumerate(self._buffers):
+                self._staging_buffer(number, state).copy_(
+                    buffer[chunk.start : chunk.start + chunk.size], non_blocking=True
+                )
 
     def _send(self, number: int, concurrent_span: SpanFactory | None) -> None:
         chunk = self._chunks[number]
-        with self._links.leaving(number, _span(concurrent_span, f"optimizer {number}", "offload")):
-            for state, line in enumerate(self._line):
-                line[chunk.start : chunk.start + chunk.size].copy_(self._staged(number, state), non_blocking=True)
+        with self._links.copy_out(number, _span(concurrent_span, f"optimizer {number}", "offload")):
+            for state, buffer in enumerate(self._buffers):
+                buffer[chunk.start : chunk.start + chunk.size].copy_(
+                    self._staging_buffer(number, state), non_blocking=True
+                )
 
-    def _staged(self, number: int, state: int) -> Tensor:
-        return self._ring[number % len(self._ring), state, : self._chunks[number].size]
+    def _staging_buffer(self, number: int, state: int) -> Tensor:
+        return self._staging[number % len(self._staging), state, : self._chunks[number].size]
 
     def _update(self, number: int, chunk: Chunk, gradients: Mapping[str, Tensor], inputs: StepInputs) -> None:
-        self._links.arrived(number)
+        self._links.wait_for_chunk(number)
         segments = [segment for segment in chunk.segments if segment.name in gradients]
         if not segments:
             return
         first, second, *masters = (
-            [self._staged(number, state)[segment.at : segment.at + segment.count] for segment in segments]
+            [
+                self._staging_buffer(number, state)[segment.offset : segment.offset + segment.count]
+                for segment in segments
+            ]
             for state in range(len(self._state_names))
         )
         weights = masters[0] if masters else [_elements(self._parts[segment.name], segment) for segment in segments]
@@ -225,41 +235,41 @@ def _span(concurrent_span: SpanFactory | None, name: str, lane: str) -> Abstract
 
 
 class _Links:
-    """The two copy streams, and their synchronisation at each buffer of the ring.
+    """The two copy streams, and their synchronisation per staging buffer.
 
-    On a CPU all operations run in order without waiting.
+    On a CPU all operations run in order, without streams.
     """
 
     def __init__(self, device: torch.device, buffers: int) -> None:
         cuda = device.type == "cuda"
         self._in, self._out = (torch.cuda.Stream(device) if cuda else None for _ in range(2))
-        self._came: list[Any] = [None] * buffers
-        self._left: list[Any] = [None] * buffers
+        self._in_events: list[Any] = [None] * buffers
+        self._out_events: list[Any] = [None] * buffers
         if self._in is not None:
-            self._in.wait_stream(torch.cuda.current_stream(device))  # the ring was made there
+            self._in.wait_stream(torch.cuda.current_stream(device))  # the staging buffers were zeroed there
 
     def begin(self) -> None:
-        """Start a step: copies in wait for the last step's copies out."""
+        """Start a step: copies to the device wait for the last step's copies to the host."""
         if self._in is not None and self._out is not None:
             self._in.wait_stream(self._out)
 
-    def coming(self, number: int, span: AbstractContextManager[None] | None) -> AbstractContextManager[Any]:
-        """Context of the copies to the device of chunk `number`, after the copies out of its buffer."""
-        buffer = number % len(self._left)
-        if self._in is not None and self._left[buffer] is not None:
-            self._in.wait_event(self._left[buffer])
-        return _on(self._in, span, self._came, buffer)
+    def copy_in(self, number: int, span: AbstractContextManager[None] | None) -> AbstractContextManager[Any]:
+        """Context of the copies of chunk `number` to the device, after the copies to the host from its staging buffer."""
+        buffer = number % len(self._out_events)
+        if self._in is not None and self._out_events[buffer] is not None:
+            self._in.wait_event(self._out_events[buffer])
+        return _on(self._in, span, self._in_events, buffer)
 
-    def arrived(self, number: int) -> None:
+    def wait_for_chunk(self, number: int) -> None:
         """Make the compute stream wait for chunk `number`."""
         if self._in is not None:
-            torch.cuda.current_stream(self._in.device).wait_event(self._came[number % len(self._came)])
+            torch.cuda.current_stream(self._in.device).wait_event(self._in_events[number % len(self._in_events)])
 
-    def leaving(self, number: int, span: AbstractContextManager[None] | None) -> AbstractContextManager[Any]:
-        """Context of the copies from the device of chunk `number`, after what the compute stream has been given so far."""
+    def copy_out(self, number: int, span: AbstractContextManager[None] | None) -> AbstractContextManager[Any]:
+        """Context of the copies of chunk `number` to the host, after the work queued on the compute stream so far."""
         if self._out is not None:
             self._out.wait_stream(torch.cuda.current_stream(self._out.device))
-        return _on(self._out, span, self._left, number % len(self._left))
+        return _on(self._out, span, self._out_events, number % len(self._out_events))
 
     def finish(self) -> None:
         """Wait until every copy to the host has ended."""
@@ -275,10 +285,10 @@ def _on(
     if stream is not None:
         stack.enter_context(torch.cuda.stream(stream))
 
-        def stamp() -> None:
+        def record_event() -> None:
             events[buffer] = stream.record_event()
 
-        stack.callback(stamp)
+        stack.callback(record_event)
     if span is not None:
         stack.enter_context(span)
     return stack

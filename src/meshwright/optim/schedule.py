@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step: nothing to save, nothing to restore."""
+"""The learning rate as a pure function of the step, so that a checkpoint has no scheduler state."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def _fraction(train: TrainSpec, step: int) -> float:
         start = max(start, train.steps - round(train.decay_fraction * train.steps))
     if step <= start or train.steps == start:
         return 1.0
-    done = (step - start) / (train.steps - start)
-    remaining = 0.5 * (1 + math.cos(math.pi * done)) if train.schedule == "cosine" else 1 - done
+    progress = (step - start) / (train.steps - start)
+    remaining = 0.5 * (1 + math.cos(math.pi * progress)) if train.schedule == "cosine" else 1 - progress
     return floor + (1 - floor) * remaining

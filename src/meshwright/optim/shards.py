@@ -1,7 +1,7 @@
-"""A model's sharded parameters as the plain tensors an optimizer works on.
+"""This rank's parts of sharded parameters as plain tensors.
 
-FSDP2 keeps each parameter as a DTensor. Optimizers and clipping work element by element, so they take this rank's part directly and pay
-nothing for dispatch.
+Under FSDP2 each parameter is a DTensor. Optimizers and clipping are elementwise, so they use this rank's part directly, which avoids the
+cost of DTensor dispatch.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def local_gradients(
     model: nn.Module, copied: Mapping[str, Sequence[range]] = MappingProxyType({})
 ) -> list[torch.Tensor]:
-    """This rank's part of every gradient that is there, but for the rows that `copied` lists by parameter."""
-    counted: list[torch.Tensor] = []
+    """This rank's part of every gradient, without the rows that `copied` lists by parameter (copies of another rank's rows)."""
+    parts: list[torch.Tensor] = []
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
             continue
         part, start = local(parameter.grad), 0
         for rows in copied.get(name, ()):
-            counted.append(part[start : rows.start])
+            parts.append(part[start : rows.start])
             start = rows.stop
-        counted.append(part[start:])
-    return counted
+        parts.append(part[start:])
+    return parts

@@ -1,4 +1,4 @@
-"""`StateParts`: this rank's pieces of one logical tensor of training state, for optimizers, offload and checkpoints alike."""
+"""`StateParts`: this rank's pieces of one logical tensor of training state, for optimizers, offload and checkpoints."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def moment_name(moment: str, parameter: str) -> str:
 class StateParts:
     """This rank's pieces of the logical tensor `name` of `shape`.
 
-    The pieces lie one after another along dimension 0 of `local`; `boxes` says where in the whole each begins and how large it is. A rank
-    without a piece has no boxes and an empty `local`. `local` is the live memory of the state: reading it snapshots, writing it loads.
+    The pieces are contiguous along dimension 0 of `local`; `boxes` has the size of each and its offset in the whole. A rank without a piece
+    has no boxes and an empty `local`. `local` is the live memory of the state: snapshots read it, loading writes to it.
     """
 
     name: str
@@ -35,11 +35,11 @@ class StateParts:
     boxes: tuple[Box, ...]
     local: Tensor
     memory: Literal["device", "host"] = "device"
-    """Whether the rank computes with this memory, or an optimizer keeps it in the memory of the host (`plan.offload`)."""
+    """`host` if the optimizer keeps this state in host memory (`plan.offload`), else `device`."""
 
     @classmethod
     def of_whole(cls, name: str, tensor: Tensor) -> StateParts:
-        """A tensor that this rank holds whole."""
+        """The parts of a tensor that this rank has whole."""
         shape = tuple(tensor.shape)
         return cls(name, shape, (Box((0,) * len(shape), shape),), tensor.detach())
 
@@ -56,7 +56,7 @@ class StateParts:
         return self.local.is_meta
 
     def pieces(self) -> Iterator[tuple[Box, Tensor]]:
-        """Each box with its elements, which share the memory of `local`."""
+        """Each box and its elements, which share the memory of `local`."""
         return ((box, self._elements(box)) for box in self.boxes)
 
     def piece(self, offsets: Sequence[int]) -> Tensor:

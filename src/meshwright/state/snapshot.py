@@ -1,4 +1,4 @@
-"""`SnapshotCopies`: what an optimizer that updates state in place knows of copies of that state that still run."""
+"""`SnapshotCopies`: interface to running copies of state, for an optimizer that updates the state in place."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class SnapshotCopies(Protocol):
-    """Copies of the state of parameters, which run group by group in the order of `groups`."""
+    """Asynchronous copies of the state of parameters, by groups in the order of `groups`."""
 
     @property
     def groups(self) -> Sequence[Sequence[str]]:
@@ -15,8 +15,8 @@ class SnapshotCopies(Protocol):
         ...
 
     def wait(self, parameters: Iterable[str]) -> None:
-        """Order later work after the copies of these parameters' state.
+        """Wait for the copies of these parameters' state.
 
-        Work on the current stream waits for copies from the device, the caller itself for copies from host memory.
+        The current stream waits for copies from the device; the host waits for copies from host memory.
         """
         ...
