@@ -22,7 +22,7 @@ FULL = 0.88
 
 
 def splits_sequence(shape: Shape, machine: Machine, layout: Layouts) -> bool:
-    """Whether a run of the sweep split activations by sequence: runs that would not fit without the split, and most large pipelines."""
+    """Whether a run of the sweep split activations by sequence: runs too large without the split, most large pipelines."""
     needed = float(sum(footprint(shape, layout, WHOLE).values()))
     if layout.tensor > 1 and needed > FULL * machine.memory:
         return True
