@@ -13,11 +13,11 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FILES = sorted((BENCHMARKS / "layouts").glob("*.yaml"))
 PINNED = {"plan.pipeline", "plan.tensor", "plan.context_ring", "plan.context_ulysses", "plan.schedule"}
 """Pins that determine the mesh up to one axis, and the order of work."""
-PLANNED = {"planned-2", "own-1", "offload"}
+WITHOUT_PINS = {"planned-2", "own-1", "offload"}
 """Files that compare the planner's choices, or run on one GPU."""
 
 
-def rows_of(file: Path, gpus: int) -> list[Any]:
+def read_layouts(file: Path, gpus: int) -> list[Any]:
     sys.path.insert(0, str(BENCHMARKS))
     try:
         import layouts
@@ -28,18 +28,18 @@ def rows_of(file: Path, gpus: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_every_row_pins_its_axes(file: Path) -> None:
-    if file.stem in PLANNED:
+def test_every_layout_pins_its_axes(file: Path) -> None:
+    if file.stem in WITHOUT_PINS:
         return
-    for layout in rows_of(file, 8):
+    for layout in read_layouts(file, 8):
         words = [word.partition("=") for word in layout.words]
         keys = {key for key, _, _ in words}
-        whole = [value for key, _, value in words if key == "plan"]
-        assert layout.torchtitan or whole or keys >= PINNED, (layout.name, PINNED - keys)
+        plan_files = [value for key, _, value in words if key == "plan"]
+        assert layout.torchtitan or plan_files or keys >= PINNED, (layout.name, PINNED - keys)
 
 
-def test_numbers_stand_for_gpus() -> None:
-    layouts_by_name = {layout.name: layout for layout in rows_of(BENCHMARKS / "layouts" / "context.yaml", 8)}
+def test_axis_sizes_follow_the_number_of_gpus() -> None:
+    layouts_by_name = {layout.name: layout for layout in read_layouts(BENCHMARKS / "layouts" / "context.yaml", 8)}
     assert "plan.context_ulysses=8" in layouts_by_name["8b-128k-ulysses"].words
     assert "plan.context_ulysses=4" in layouts_by_name["8b-128k-ulysses-ring2"].words
-    assert "8b-128k-ulysses" not in {layout.name for layout in rows_of(BENCHMARKS / "layouts" / "context.yaml", 2)}
+    assert "8b-128k-ulysses" not in {layout.name for layout in read_layouts(BENCHMARKS / "layouts" / "context.yaml", 2)}

@@ -1,4 +1,4 @@
-"""Dying, or failing, at the k-th call that touches the disk."""
+"""Kills a process, or raises an error, at the k-th call that changes the disk."""
 
 from __future__ import annotations
 
@@ -10,50 +10,51 @@ from contextlib import contextmanager
 from typing import Any
 
 CALLS = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
-FILES = "io.open"
+FILE_OPEN = "io.open"
 """Python's own `open` of a file to write, under both of its names; not among CALLS."""
 KILLED = 42
 
 
 @contextmanager
-def touched(act: Callable[[int, str, tuple[Any, ...]], None], names: tuple[str, ...] = CALLS) -> Iterator[list[str]]:
-    """Call `act(k, name, arguments)` before the k-th call of an `os` function in `names`; yields the names so far."""
-    made: list[str] = []
-    places = [(os, name, name) for name in names if name != FILES]
-    places += [(module, "open", FILES) for module in (io, builtins) if FILES in names]
-    real = {(module, attribute): getattr(module, attribute) for module, attribute, _ in places}
+def intercept_calls(
+    act: Callable[[int, str, tuple[Any, ...]], None], names: tuple[str, ...] = CALLS
+) -> Iterator[list[str]]:
+    """Call `act(k, name, arguments)` before the k-th call of an `os` function in `names`; yields the names of the calls so far."""
+    call_names: list[str] = []
+    targets = [(os, name, name) for name in names if name != FILE_OPEN]
+    targets += [(module, "open", FILE_OPEN) for module in (io, builtins) if FILE_OPEN in names]
+    originals = {(module, attribute): getattr(module, attribute) for module, attribute, _ in targets}
 
-    def wrapped(call: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def acting(*arguments: Any, **options: Any) -> Any:
-            if name == FILES and not set("".join(arguments[1:2])) & set("wa"):
+    def wrap(call: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def intercepted(*arguments: Any, **options: Any) -> Any:
+            if name == FILE_OPEN and not set("".join(arguments[1:2])) & set("wa"):
                 return call(*arguments, **options)
-            made.append(name)
-            act(len(made) - 1, name, arguments)
+            call_names.append(name)
+            act(len(call_names) - 1, name, arguments)
             return call(*arguments, **options)
 
-        return acting
+        return intercepted
 
-    for module, attribute, name in places:
-        setattr(module, attribute, wrapped(real[module, attribute], name))
+    for module, attribute, name in targets:
+        setattr(module, attribute, wrap(originals[module, attribute], name))
     try:
-        yield made
+        yield call_names
     finally:
-        for (module, attribute), call in real.items():
+        for (module, attribute), call in originals.items():
             setattr(module, attribute, call)
 
 
 def count(work: Callable[[], object], names: tuple[str, ...] = CALLS) -> list[str]:
     """The calls that `work` makes."""
-    with touched(lambda *_: None, names) as made:
+    with intercept_calls(lambda *_: None, names) as call_names:
         work()
-    return made
+    return call_names
 
 
 def die_at(k: int, work: Callable[[], object], names: tuple[str, ...] = CALLS) -> bool:
-    """Run `work` in a child process that is gone at its k-th call, half of the bytes written if that is a write, the file made empty if it
-    opens one to write.
+    """Run `work` in a child process that exits at its k-th call; return whether it made that many calls.
 
-    Returns whether it came that far.
+    If the call is a write, half of the bytes are written first; if it opens a file to write, the file is emptied first.
     """
     child = os.fork()
     if child == 0:
@@ -63,13 +64,13 @@ def die_at(k: int, work: Callable[[], object], names: tuple[str, ...] = CALLS) -
             if number == k:
                 if name == "write":
                     write(arguments[0], arguments[1][: len(arguments[1]) // 2])
-                if name == FILES:
+                if name == FILE_OPEN:
                     open_file(arguments[0], arguments[1])
                 os._exit(KILLED)
 
         code = 1
         try:
-            with touched(act, names):
+            with intercept_calls(act, names):
                 work()
             code = 0
         finally:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.checkpoint.crash import CALLS, FILES, touched
+from tests.checkpoint.crash import CALLS, FILE_OPEN, intercept_calls
 
-RECORDED = (*CALLS, "pwrite", FILES)
+RECORDED = (*CALLS, "pwrite", FILE_OPEN)
 Keeps = Callable[[int], bool]
 """Whether what was not flushed survived, of the file or folder with an inode number."""
 
@@ -59,7 +59,7 @@ def recorded(folder: Path, work: Callable[[], object]) -> list[Disk]:
             if name == "fsync":
                 _flush(arguments[0], flushed_names, flushed_content)
 
-    with touched(act, RECORDED):
+    with intercept_calls(act, RECORDED):
         work()
     keep()
     return disks

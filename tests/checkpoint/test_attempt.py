@@ -14,7 +14,7 @@ from meshwright.checkpoint.manifest import COMMITTED, MANIFEST, step_name
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.checkpoint.verify import verify
 from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, OutOfResources
-from tests.checkpoint.crash import count, die_at, touched
+from tests.checkpoint.crash import count, die_at, intercept_calls
 from tests.checkpoint.made import TEXTS, holds, save, tensors
 
 
@@ -107,7 +107,7 @@ def test_failure_at_any_call_is_told_and_leaves_nothing_half_written(
             if index == k:
                 raise OSError(number, os.strerror(number), str(arguments[0]))
 
-        with touched(fail, names), pytest.raises(MeshwrightError) as caught:
+        with intercept_calls(fail, names), pytest.raises(MeshwrightError) as caught:
             save(tmp_path, 2)
         assert type(caught.value) is kind and "saving step 2" in str(caught.value)
         visible = {path.name for path in tmp_path.iterdir()}
@@ -127,7 +127,7 @@ def test_everything_is_durable_before_the_rename_and_the_manifest_vouches_last(t
         where = os.readlink(f"/proc/self/fd/{arguments[0]}") if name in ("write", "fsync") else str(arguments[0])
         events.append((name, Path(where).name))
 
-    with touched(note, ("write", "fsync", "rename")):
+    with intercept_calls(note, ("write", "fsync", "rename")):
         save(tmp_path, 2)
     renamed = next(index for index, (name, _) in enumerate(events) if name == "rename")
     partial = events[renamed][1]

@@ -21,61 +21,61 @@ from tests.checkpoint.made import blank, save
 
 
 def forge(path: Path, contents: Any = None, files: dict[str, Any] | None = None) -> Path:
-    """Rewrite a checkpoint's metadata (and manifest rows) with digests that agree: what an attacker would do."""
+    """Rewrite a checkpoint's metadata (and manifest entries) with digests that agree: what an attacker would do."""
     manifest = read_manifest(path)
     if contents is not None:
         (path / CONTENTS).unlink()
         data = contents if isinstance(contents, bytes) else json.dumps(contents).encode()
         manifest.files[CONTENTS] = write_file(path / CONTENTS, data)
-    rows: dict[str, FileRecord] = {**manifest.files, **(files or {})}
+    entries: dict[str, FileRecord] = {**manifest.files, **(files or {})}
     versions = (manifest.world_size, manifest.attempt, manifest.written, manifest.versions)
-    data = Manifest(manifest.step, *versions, rows).encode()
+    data = Manifest(manifest.step, *versions, entries).encode()
     (path / MANIFEST).write_bytes(data)
     (path / COMMITTED).write_bytes(commit_line(data))
     return path
 
 
-def loads(path: Path) -> None:
+def load_all(path: Path) -> None:
     CheckpointStore(path.parent).load(path, blank())
 
 
-def plain(path: Path) -> dict[str, Any]:
+def read_contents(path: Path) -> dict[str, Any]:
     return json.loads((path / CONTENTS).read_text())
 
 
 NAME = "model.embed.weight"
 
 
-def first(contents: dict[str, Any]) -> dict[str, Any]:
+def first_chunk(contents: dict[str, Any]) -> dict[str, Any]:
     return contents["tensors"][NAME]["chunks"][0]
 
 
 HOSTILE = {
-    "parent folder": lambda c: first(c).update(file="../secret.safetensors"),
-    "absolute": lambda c: first(c).update(file="/etc/passwd"),
-    "subfolder": lambda c: first(c).update(file="a/b.safetensors"),
-    "not of the checkpoint": lambda c: first(c).update(file="other.safetensors"),
-    "no file": lambda c: first(c).update(file=None),
-    "file is not tensors": lambda c: first(c).update(file="state.json"),
-    "unknown key": lambda c: first(c).update(key="model.other"),
-    "key of another dtype": lambda c: first(c).update(key="model.norm.weight"),
-    "key is no text": lambda c: first(c).update(key=3),
-    "negative size": lambda c: first(c).update(sizes=[-7, 4]),
-    "negative offset": lambda c: first(c).update(offsets=[-1, 0]),
-    "leaves the tensor": lambda c: first(c).update(offsets=[1, 0]),
-    "does not fill it": lambda c: first(c).update(sizes=[6, 4]),
-    "too many dimensions": lambda c: first(c).update(sizes=[7, 4, 1], offsets=[0, 0, 0]),
-    "overflowing": lambda c: first(c).update(sizes=[1 << 62, 1 << 62]),
-    "float": lambda c: first(c).update(sizes=[7.0, 4.0]),
-    "twice the same": lambda c: c["tensors"][NAME]["chunks"].append(first(c)),
+    "parent folder": lambda c: first_chunk(c).update(file="../secret.safetensors"),
+    "absolute": lambda c: first_chunk(c).update(file="/etc/passwd"),
+    "subfolder": lambda c: first_chunk(c).update(file="a/b.safetensors"),
+    "file outside the checkpoint": lambda c: first_chunk(c).update(file="other.safetensors"),
+    "no file": lambda c: first_chunk(c).update(file=None),
+    "file is not tensors": lambda c: first_chunk(c).update(file="state.json"),
+    "unknown key": lambda c: first_chunk(c).update(key="model.other"),
+    "key of another dtype": lambda c: first_chunk(c).update(key="model.norm.weight"),
+    "key is not a string": lambda c: first_chunk(c).update(key=3),
+    "negative size": lambda c: first_chunk(c).update(sizes=[-7, 4]),
+    "negative offset": lambda c: first_chunk(c).update(offsets=[-1, 0]),
+    "chunk beyond the tensor": lambda c: first_chunk(c).update(offsets=[1, 0]),
+    "chunks leave a gap": lambda c: first_chunk(c).update(sizes=[6, 4]),
+    "too many dimensions": lambda c: first_chunk(c).update(sizes=[7, 4, 1], offsets=[0, 0, 0]),
+    "overflowing": lambda c: first_chunk(c).update(sizes=[1 << 62, 1 << 62]),
+    "float": lambda c: first_chunk(c).update(sizes=[7.0, 4.0]),
+    "duplicate chunk": lambda c: c["tensors"][NAME]["chunks"].append(first_chunk(c)),
     "overlapping": lambda c: c["tensors"][NAME].update(
-        chunks=[{**first(c), "sizes": [4, 4]}, {**first(c), "sizes": [3, 4], "offsets": [3, 0]}]
+        chunks=[{**first_chunk(c), "sizes": [4, 4]}, {**first_chunk(c), "sizes": [3, 4], "offsets": [3, 0]}]
     ),
     "no chunks": lambda c: c["tensors"][NAME].update(chunks=[]),
-    "shape of another": lambda c: c["tensors"][NAME].update(shape=[1 << 40, 1 << 40]),
+    "shape larger than its chunks": lambda c: c["tensors"][NAME].update(shape=[1 << 40, 1 << 40]),
     "unknown dtype": lambda c: c["tensors"][NAME].update(dtype="OBJECT"),
     "control characters": lambda c: c["tensors"].update({"a\x1b[2J": c["tensors"][NAME]}),
-    "no row": lambda c: c["tensors"].update({NAME: 3}),
+    "number for a tensor entry": lambda c: c["tensors"].update({NAME: 3}),
     "no tensors": lambda c: c.update(tensors=[1]),
     "another format": lambda c: c.update(format=2),
 }
@@ -85,20 +85,20 @@ HOSTILE = {
 def test_hostile_metadata_is_damage_to_every_reader(tmp_path: Path, name: str):
     path = save(tmp_path / "checkpoints", 3)
     (tmp_path / "checkpoints" / "secret.safetensors").write_bytes((path / "tensors-00000.safetensors").read_bytes())
-    contents = plain(path)
+    contents = read_contents(path)
     HOSTILE[name](contents)
     forge(path, contents)
     with pytest.raises(Damaged):
-        loads(path)
+        load_all(path)
     with pytest.raises(Damaged), CheckpointReader(path) as reader:
         reader.read(NAME)
 
 
 @pytest.mark.parametrize("data", [b"", b"null", b"{", b"[" * 100_000, b"\xff", b'{"format": 1, "tensors": NaN}'])
-def test_metadata_that_is_no_table_is_damage(tmp_path: Path, data: bytes):
+def test_metadata_that_is_not_a_json_object_is_damage(tmp_path: Path, data: bytes):
     path = forge(save(tmp_path, 3), data)
     with pytest.raises(Damaged):
-        loads(path)
+        load_all(path)
 
 
 def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path):
@@ -107,16 +107,16 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path):
     shard.rename(tmp_path / "outside")
     shard.symlink_to(tmp_path / "outside")
     with pytest.raises(Damaged, match="not a regular file"):
-        loads(path)
+        load_all(path)
 
 
 def test_forging_without_change_still_loads(tmp_path: Path):
-    loads(forge(save(tmp_path, 3), plain(save(tmp_path, 3))))
+    load_all(forge(save(tmp_path, 3), read_contents(save(tmp_path, 3))))
 
 
 def test_a_dtype_that_the_shard_contradicts_is_damage(tmp_path: Path):
     path = save(tmp_path, 3)
-    contents = plain(path)
+    contents = read_contents(path)
     contents["tensors"][NAME]["dtype"] = "I32"
     forge(path, contents)
     wanted = blank()
@@ -124,28 +124,30 @@ def test_a_dtype_that_the_shard_contradicts_is_damage(tmp_path: Path):
     with pytest.raises(Damaged, match="holds F32"):
         CheckpointStore(tmp_path).load(path, wanted)
     with pytest.raises(BadInput, match="stored as I32"):
-        loads(path)
+        load_all(path)
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_metadata_with_anything_anywhere_loads_or_is_damage(pristine: Path, data: st.DataObject):
+def test_metadata_with_a_random_value_loads_or_is_damage(pristine: Path, data: st.DataObject):
     contents = json.loads((pristine.parent / "pristine.json").read_text())
     node: Any = contents
     while isinstance(node, (dict, list)) and node:
         key = data.draw(st.sampled_from(sorted(node) if isinstance(node, dict) else range(len(node))))
         if data.draw(st.integers(0, 3)) == 0 or not isinstance(node[key], (dict, list)):
-            node[key] = data.draw(ANYTHING)
+            node[key] = data.draw(RANDOM_VALUES)
             break
         node = node[key]
     forge(pristine, contents)
     with contextlib.suppress(Damaged):
         read_checkpoint(pristine)
     with contextlib.suppress(Damaged, BadInput):
-        loads(pristine)
+        load_all(pristine)
 
 
-ANYTHING = st.none() | st.integers(-(2**65), 2**65) | st.text(max_size=9) | st.lists(st.integers(-1, 9), max_size=3)
+RANDOM_VALUES = (
+    st.none() | st.integers(-(2**65), 2**65) | st.text(max_size=9) | st.lists(st.integers(-1, 9), max_size=3)
+)
 
 
 @pytest.fixture(scope="module")

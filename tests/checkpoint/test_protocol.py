@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from meshwright.checkpoint.manifest import has_commit, step_of, steps_in
 from meshwright.launch.folder import take_over
-from tests.checkpoint.crash import CALLS, touched
+from tests.checkpoint.crash import CALLS, intercept_calls
 from tests.checkpoint.toy import newest
 from tests.checkpoint.writers import Crash, Writers
 
@@ -80,7 +80,7 @@ class Protocol(RuleBasedStateMachine):
                     raise Crash
 
         try:
-            with touched(act, (*CALLS, "pwrite", *WAITING)):
+            with intercept_calls(act, (*CALLS, "pwrite", *WAITING)):
                 self.writers.carry_out(save)
         except Crash:
             pass

@@ -17,7 +17,7 @@ from meshwright.checkpoint.verify import newest_commit, verify
 from meshwright.durable.lease import LEASE, take_lease
 from meshwright.launch.folder import take_over
 from meshwright.spec.errors import BadInput
-from tests.checkpoint.crash import count, touched
+from tests.checkpoint.crash import count, intercept_calls
 from tests.checkpoint.made import holds, save
 
 REFUSED = 3
@@ -45,7 +45,7 @@ def stopped_at(k: int, work: Callable[[], object]) -> int:
 
         code = 1
         try:
-            with touched(act):
+            with intercept_calls(act):
                 work()
             code = 0
         except BadInput as error:

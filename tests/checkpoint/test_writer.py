@@ -20,7 +20,7 @@ from meshwright.checkpoint.attempt import await_writers
 from meshwright.checkpoint.manifest import read_manifest, step_name
 from meshwright.checkpoint.writer import Discard, decode, encode
 from meshwright.launch.folder import take_over
-from tests.checkpoint.crash import CALLS, touched
+from tests.checkpoint.crash import CALLS, intercept_calls
 from tests.checkpoint.toy import newest
 from tests.checkpoint.writers import Writers
 
@@ -40,7 +40,7 @@ def names(run: Path) -> set[str]:
 def test_what_the_storage_refuses_at_any_call_costs_that_save(tmp_path: Path, number: int, code: int) -> None:
     writers, calls = made(tmp_path, keep=1000), []
     assert writers.save(1)["event"] == "committed"
-    with touched(lambda k, name, arguments: calls.append(name), WRITES):
+    with intercept_calls(lambda k, name, arguments: calls.append(name), WRITES):
         writers.save(2)
     last_commit, failed = 2, 0
     for k in range(len(calls)):
@@ -50,7 +50,7 @@ def test_what_the_storage_refuses_at_any_call_costs_that_save(tmp_path: Path, nu
                 raise OSError(number, os.strerror(number))
 
         step = k + 3
-        with touched(refuse, WRITES):
+        with intercept_calls(refuse, WRITES):
             reply = writers.save(step)
         if reply["event"] == "committed":  # the call came after the commit
             last_commit = step

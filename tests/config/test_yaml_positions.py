@@ -1,4 +1,4 @@
-"""YAML is read as 1.2's core schema, with exact places, and nothing a file holds can hurt."""
+"""The reader follows the YAML 1.2 core schema, gives exact positions, and rejects hostile files with an error."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_scalars_follow_yaml_1_2(text: str, value: Any) -> None:
     assert type(document.data["key"]) is type(value)
 
 
-def test_every_key_and_value_has_its_place() -> None:
+def test_every_key_and_value_has_its_position() -> None:
     text = "a: 1\nbig:\n  list: [x, {deep: 2}]\n  'quoted key':   text\n"
     document = parse_yaml(text, "f")
     lines = text.splitlines()
@@ -78,7 +78,7 @@ def test_every_key_and_value_has_its_place() -> None:
     assert token(document.values["big", "list", 1, "deep"]).startswith("2")
 
 
-def test_what_is_absent_is_placed_at_the_section_around_it() -> None:
+def test_an_absent_key_has_the_position_of_its_section() -> None:
     document = parse_yaml("a:\n  b: {c: 1}\n", "f")
     assert document.key_position(("a", "b", "missing")) == Position("f", 2, 3)
     assert document.value_position(("a", "missing")) == Position("f", 1, 1)
@@ -98,7 +98,7 @@ def test_anchors_expand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "column", "output"),
+    ("text", "line", "column", "message"),
     [
         ("a: [1\nb: 2\n", 2, 2, "flow"),
         ("a: b: c", 1, 5, "mapping values"),
@@ -114,15 +114,15 @@ def test_anchors_expand() -> None:
         ("a: " + "[" * 5000, 1, 4 + MAX_DEPTH - 1, "levels of nesting"),
     ],
 )
-def test_what_cannot_be_read_is_one_placed_mistake(text: str, line: int, column: int, output: str) -> None:
+def test_invalid_yaml_is_one_mistake_with_a_position(text: str, line: int, column: int, message: str) -> None:
     (mistake,) = parse_yaml(text, "f").mistakes
     assert (mistake.file, mistake.line, mistake.column) == ("f", line, column)
-    assert output in mistake.got
+    assert message in mistake.got
 
 
 def test_a_billion_laughs_stop_early() -> None:
-    rows = [f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join(['*' + chr(97 + i)] * 10)}]" for i in range(9)]
-    document = parse_yaml("a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "\n".join(rows), "f")
+    aliases = [f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join(['*' + chr(97 + i)] * 10)}]" for i in range(9)]
+    document = parse_yaml("a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "\n".join(aliases), "f")
     assert len(document.mistakes) == 1
     assert document.partial
     assert len(document.values) < 50_000
@@ -155,7 +155,7 @@ PLAIN = st.recursive(
 
 
 @given(st.dictionaries(st.text(max_size=8), PLAIN, max_size=4))
-def test_what_is_dumped_reads_back_equal(data: dict[str, Any]) -> None:
+def test_dumped_data_reads_back_equal(data: dict[str, Any]) -> None:
     document = parse_yaml(dump_yaml(data), "f")
     assert not document.mistakes
     assert document.data == data

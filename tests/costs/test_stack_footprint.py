@@ -1,4 +1,4 @@
-"""Memory in closed form against accounts that can be made by hand."""
+"""The closed-form memory model against sums computed by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.workload.layouts import Layouts
 MODEL = shape(by_name("Llama-3-8B"))
 PLAIN = MemoryConstants(held=6.0, owned=12.0, sharding=0.0, wide=3.0, hidden=0.0, narrow=1.0, live=0.0, logits=8.0,
                 gathered=2.0, slack=0.0, base=0.0, base_rank=0.0)  # fmt: skip
-ONE = Layouts(tensor=1.0, pipeline=1.0, virtual=1.0, context=1.0, expert=1.0, data=8.0, zero=0.0, shards=8.0, micro_batch=1.0,
+DATA_PARALLEL = Layouts(tensor=1.0, pipeline=1.0, virtual=1.0, context=1.0, expert=1.0, data=8.0, zero=0.0, shards=8.0, micro_batch=1.0,
               global_batch=64.0, seq=4096.0, recompute=0.0)  # fmt: skip
 
 
@@ -22,15 +22,17 @@ def total(plan: Layouts) -> float:
 
 
 def test_states_are_bytes_per_parameter() -> None:
-    kinds = footprint(MODEL, ONE, PLAIN)
-    assert float(kinds["weights_and_gradients"]) == pytest.approx(6 * MODEL.params)
-    assert float(kinds["optimizer"]) == pytest.approx(12 * MODEL.params)
-    assert float(footprint(MODEL, replace(ONE, zero=1.0), PLAIN)["optimizer"]) == pytest.approx(12 * MODEL.params / 8)
-    sharded = footprint(MODEL, replace(ONE, zero=3.0), PLAIN)
+    parts = footprint(MODEL, DATA_PARALLEL, PLAIN)
+    assert float(parts["weights_and_gradients"]) == pytest.approx(6 * MODEL.params)
+    assert float(parts["optimizer"]) == pytest.approx(12 * MODEL.params)
+    assert float(footprint(MODEL, replace(DATA_PARALLEL, zero=1.0), PLAIN)["optimizer"]) == pytest.approx(
+        12 * MODEL.params / 8
+    )
+    sharded = footprint(MODEL, replace(DATA_PARALLEL, zero=3.0), PLAIN)
     assert float(sharded["weights_and_gradients"]) == pytest.approx(6 * MODEL.params / 8)
 
 
-def test_what_saves_memory_saves_it() -> None:
+def test_sharding_recompute_and_shorter_sequences_use_less_memory() -> None:
     for saving in (
         {"zero": 1.0},
         {"zero": 3.0},
@@ -39,17 +41,21 @@ def test_what_saves_memory_saves_it() -> None:
         {"tensor": 2.0},
         {"seq": 2048.0},
     ):
-        assert total(replace(ONE, **saving)) < total(ONE)
+        assert total(replace(DATA_PARALLEL, **saving)) < total(DATA_PARALLEL)
 
 
 def test_first_stage_keeps_as_many_micro_batches_as_there_are_stages() -> None:
-    one = float(footprint(MODEL, replace(ONE, recompute=0.0), PLAIN)["activations"])
-    deep = float(footprint(replace(MODEL, vocab=8.0), replace(ONE, pipeline=4.0), PLAIN)["activations"])
-    assert deep == pytest.approx(one)
+    single_stage = float(footprint(MODEL, replace(DATA_PARALLEL, recompute=0.0), PLAIN)["activations"])
+    four_stages = float(
+        footprint(replace(MODEL, vocab=8.0), replace(DATA_PARALLEL, pipeline=4.0), PLAIN)["activations"]
+    )
+    assert four_stages == pytest.approx(single_stage)
 
 
-def test_splitting_the_sequence_splits_what_tensor_parallelism_leaves_whole() -> None:
-    """Of 3 hidden elements a token and layer whole and the split widths, only the first change: by 3 h (1 − 1/t) L."""
-    whole = replace(ONE, tensor=4.0)
-    saved = [float(footprint(MODEL, plan, PLAIN)["activations"]) for plan in (whole, replace(whole, sequence=1.0))]
-    assert saved[0] - saved[1] == pytest.approx(4096 * 32 * 2 * 3 * 4096 * (1 - 1 / 4))
+def test_sequence_parallelism_divides_the_activations_that_tensor_parallelism_does_not() -> None:
+    """The 3 elements per token, layer and hidden element shrink by the factor t: each token saves 3 h (1 − 1/t) L elements."""
+    without = replace(DATA_PARALLEL, tensor=4.0)
+    activations = [
+        float(footprint(MODEL, plan, PLAIN)["activations"]) for plan in (without, replace(without, sequence=1.0))
+    ]
+    assert activations[0] - activations[1] == pytest.approx(4096 * 32 * 2 * 3 * 4096 * (1 - 1 / 4))

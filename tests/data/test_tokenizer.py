@@ -37,7 +37,7 @@ TRAINED = parse_tokenizer(train_tokenizer(TEXTS, 290), "x").tokenizer
 
 @given(st.text(max_size=60))
 @settings(max_examples=100, deadline=None)
-def test_any_text_comes_back_exactly(text: str) -> None:
+def test_encoding_and_decoding_returns_the_same_text(text: str) -> None:
     ids = TRAINED.encode(text, add_special_tokens=False).ids
     assert TRAINED.decode(ids, skip_special_tokens=False) == text
 
@@ -58,7 +58,7 @@ def test_text_is_split_by_the_rule_of_gpt2() -> None:
 
 
 @pytest.mark.parametrize("request_text", ["train:256", "train:many", "train:"])
-def test_an_impossible_size_is_refused(request_text: str) -> None:
+def test_an_invalid_training_request_is_refused(request_text: str) -> None:
     with pytest.raises(BadInput, match=r"at least 257|expected train:SIZE"):
         parse_train_request(request_text)
 

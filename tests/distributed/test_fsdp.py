@@ -32,37 +32,42 @@ def unit_of(world, uses: int = 1, precision: Precision | None = None) -> tuple[n
     return layer, unit
 
 
-def freed(unit: ShardedUnit) -> bool:
+def is_freed(unit: ShardedUnit) -> bool:
     return all(weight.untyped_storage().size() == 0 for weight in unit.gathered_weights)
 
 
-def gathered(world) -> dict[str, Any]:
+def gather_and_free(world) -> dict[str, Any]:
     layer, unit = unit_of(world)
     unit.gather()
     unit.gather()
     unit.wait_for_gather()
     whole = layer.weight.detach().clone()
     unit.free_gathered()
-    held = freed(unit)
+    freed_too_early = is_freed(unit)
     unit.free_gathered()
-    return {"whole": whole, "freed while held": held, "freed": freed(unit), "shard": len(layer.weight.to_local())}
+    return {
+        "whole": whole,
+        "freed too early": freed_too_early,
+        "freed": is_freed(unit),
+        "shard": len(layer.weight.to_local()),
+    }
 
 
 def test_gather_wait_free(pool: Pool) -> None:
-    for rank, seen in enumerate(pool.run(gathered, 2)):
+    for rank, seen in enumerate(pool.run(gather_and_free, 2)):
         assert torch.equal(seen["whole"], torch.arange(15.0).view(5, 3))
-        assert not seen["freed while held"], "a unit is dropped when everybody who gathered it let go"
+        assert not seen["freed too early"], "the memory is freed only after as many frees as gathers"
         assert seen["freed"]
         assert seen["shard"] == (3, 2)[rank]
 
 
-def reduced(world, uses: int, precision: Precision) -> dict[str, Any]:
+def reduce_twice(world, uses: int, precision: Precision) -> dict[str, Any]:
     layer, unit = unit_of(world, uses, precision)
     unit.gather()
     unit.wait_for_gather()
-    kind = layer.weight.dtype
-    for factor in (1.0, 2.0):  # two micro-batches, summed before they travel
-        layer(torch.full((1, COLUMNS), factor * (world.rank + 1), dtype=kind)).sum().backward()
+    dtype = layer.weight.dtype
+    for factor in (1.0, 2.0):  # two micro-batches, summed before the reduce-scatter
+        layer(torch.full((1, COLUMNS), factor * (world.rank + 1), dtype=dtype)).sum().backward()
         unit.accumulate()
     unit.free_gathered()
     started = [unit.reduce(user=user, last=False) for user in range(uses)]
@@ -70,7 +75,7 @@ def reduced(world, uses: int, precision: Precision) -> dict[str, Any]:
     once = layer.weight.grad.to_local().clone()
     unit.gather()
     unit.wait_for_gather()
-    layer(torch.ones(1, COLUMNS, dtype=kind)).sum().backward()
+    layer(torch.ones(1, COLUMNS, dtype=dtype)).sum().backward()
     unit.free_gathered()
     for user in range(uses):
         unit.reduce(user=user, last=user + 1 == uses)
@@ -81,7 +86,7 @@ def reduced(world, uses: int, precision: Precision) -> dict[str, Any]:
 @pytest.mark.parametrize("precision", [Precision(compute="fp32"), Precision(compute="bf16"), Precision(reduce="bf16")])
 @pytest.mark.parametrize("uses", [1, 2])
 def test_gradients_are_summed_and_added_to_the_shard(pool: Pool, uses: int, precision: Precision) -> None:
-    for rank, seen in enumerate(pool.run(reduced, 2, uses, precision)):
+    for rank, seen in enumerate(pool.run(reduce_twice, 2, uses, precision)):
         assert seen["started"] == [False] * (uses - 1) + [True]
         rows = (3, 2)[rank]
         # (1 + 2) of rank 0, twice that of rank 1: a sum, not a mean.
@@ -90,26 +95,26 @@ def test_gradients_are_summed_and_added_to_the_shard(pool: Pool, uses: int, prec
         assert seen["grad type"] == torch.float32
 
 
-def across(world, kind: torch.dtype | None) -> list[torch.Tensor]:
+def sum_replicas(world, dtype: torch.dtype | None) -> list[torch.Tensor]:
     flat = torch.arange(4.0) + 1 / 512 + world.rank
-    shards = [flat[:1], flat[1:]]  # two gradients in one buffer travel as one message
-    sums = ReplicaSums(dist.group.WORLD, kind, world.device)
+    shards = [flat[:1], flat[1:]]  # two gradients in one buffer share an all-reduce
+    sums = ReplicaSums(dist.group.WORLD, dtype, world.device)
     sums.begin(shards, None)
     sums.finish()
     return shards
 
 
-@pytest.mark.parametrize("kind", [None, torch.bfloat16])
-def test_replicas_sum_in_the_format_asked_for(pool: Pool, kind: torch.dtype | None) -> None:
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_replicas_sum_in_the_requested_dtype(pool: Pool, dtype: torch.dtype | None) -> None:
     exact = 2 * (torch.arange(4.0) + 1 / 512) + 1
-    for first, rest in pool.run(across, 2, kind):
-        found = torch.cat([first, rest])
-        assert torch.equal(found, exact) == (kind is None)
-        assert torch.allclose(found, exact, rtol=1e-2)
+    for shards in pool.run(sum_replicas, 2, dtype):
+        result = torch.cat(shards)
+        assert torch.equal(result, exact) == (dtype is None)
+        assert torch.allclose(result, exact, rtol=1e-2)
 
 
 def tied_sums(world, ranks: int, micro: int) -> tuple[torch.Tensor, int]:
-    """The gradient that a bf16 step leaves of a table at both ends, and how many shared inputs of micro-batches are still there."""
+    """The gradient of a tied embedding after a bf16 step, and the number of micro-batches whose shared inputs are not freed."""
     from meshwright.data.loader import MicroBatch
     from meshwright.events.span import NullRecorder
     from meshwright.parallel import executor
@@ -122,19 +127,19 @@ def tied_sums(world, ranks: int, micro: int) -> tuple[torch.Tensor, int]:
     share = BATCH // ranks
     mine = [tensor[world.rank * share : (world.rank + 1) * share].split(micro) for tensor in batch(0, GPT)]
     batches = [MicroBatch(*parts, valid_tokens=int((parts[1] >= 0).sum())) for parts in zip(*mine, strict=True)]
-    play = executor._Step(engine.executor, engine.training, batches, NullRecorder(), torch.tensor(9.0), {})
-    play.rank_actions = tuple(action for action in play.rank_actions if action.op not in ("norm_barrier", "optim"))
-    play.run()
+    step = executor._Step(engine.executor, engine.training, batches, NullRecorder(), torch.tensor(9.0), {})
+    step.rank_actions = tuple(action for action in step.rank_actions if action.op not in ("norm_barrier", "optim"))
+    step.run()
     for units in engine.executor.rank_model.stages.values():
         for unit in units:
             unit.sharded.finish_reductions()
-    return engine.model.embed.weight.grad.full_tensor().float(), len(play.shared)
+    return engine.model.embed.weight.grad.full_tensor().float(), len(step.shared)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("micro", [2, 8])
-def test_both_ends_of_tied_weights_are_summed_in_the_format_of_sums(pool: Pool, ranks: int, micro: int) -> None:
+def test_gradients_of_tied_weights_are_summed_in_the_reduce_dtype(pool: Pool, ranks: int, micro: int) -> None:
     gradient, shared = pool.run(tied_sums, ranks, ranks, micro // ranks)[0]
     finer = gradient != gradient.bfloat16().float()
     assert finer.float().mean() > 0.2, "a sum in bf16 has no entry that bf16 cannot hold"
-    assert shared == 0, "what blocks share of a micro-batch goes with its last forward"
+    assert shared == 0, "a micro-batch's shared inputs are freed after its last forward"

@@ -17,9 +17,9 @@ from meshwright.durable import lease as leases
 from meshwright.durable.lease import LEASE, check_lease, owner_is_alive, read_lease, release_lease, take_lease
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.run import Lease
-from tests.checkpoint.crash import CALLS, FILES, count, die_at
+from tests.checkpoint.crash import CALLS, FILE_OPEN, count, die_at
 
-WRITES = (*CALLS, FILES)
+WRITES = (*CALLS, FILE_OPEN)
 
 
 def taken_by_a_child(folder: Path, then: Callable[[], object] = lambda: None) -> int:

@@ -18,9 +18,9 @@ from meshwright.durable.writes import (
     sync_folder,
     write_durable,
 )
-from tests.checkpoint.crash import CALLS, FILES, count, die_at, touched
+from tests.checkpoint.crash import CALLS, FILE_OPEN, count, die_at, intercept_calls
 
-WRITES = (*CALLS, FILES)
+WRITES = (*CALLS, FILE_OPEN)
 
 
 def events(work: Callable[[], object]) -> list[tuple[str, str]]:
@@ -31,7 +31,7 @@ def events(work: Callable[[], object]) -> list[tuple[str, str]]:
         path = os.readlink(f"/proc/self/fd/{arguments[0]}") if name == "fsync" else str(arguments[0])
         calls.append((name, Path(path).name))
 
-    with touched(note, ("fsync", "rename", "replace")):
+    with intercept_calls(note, ("fsync", "rename", "replace")):
         work()
     return calls
 
@@ -69,7 +69,7 @@ def test_a_failed_write_leaves_the_old_content_and_names_the_file(tmp_path: Path
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    with touched(fail, ("fsync",)), pytest.raises(OSError, match="No space left") as caught:
+    with intercept_calls(fail, ("fsync",)), pytest.raises(OSError, match="No space left") as caught:
         write_durable(path, b"new content")
     assert caught.value.filename == str(path)
     assert path.read_text() == "old content" and [file.name for file in tmp_path.iterdir()] == ["a"]

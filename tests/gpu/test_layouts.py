@@ -12,9 +12,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(RUNS_LIMIT)]
 
 CASES = {
     "shard 2": (2, ["plan.shard=2", "plan.reshard=true"]),
-    "shard 2, kept, accumulate 2": (2, ["plan.shard=2", "plan.reshard=false", "plan.micro_batch=2"]),
-    "shard 2, gradients whole, accumulate 4": (2, ["plan.shard=2", "plan.gradients=whole", "plan.micro_batch=1"]),
-    "shard 2, layered, accumulate 4": (2, ["plan.shard=2", "plan.schedule=breadth_first", "plan.micro_batch=1"]),
+    "shard 2, weights kept gathered, accumulate 2": (2, ["plan.shard=2", "plan.reshard=false", "plan.micro_batch=2"]),
+    "shard 2, unsharded gradients, accumulate 4": (2, ["plan.shard=2", "plan.gradients=whole", "plan.micro_batch=1"]),
+    "shard 2, breadth-first, accumulate 4": (2, ["plan.shard=2", "plan.schedule=breadth_first", "plan.micro_batch=1"]),
     "tensor 2, accumulate 4, recompute full": (2, ["plan.tensor=2", "plan.micro_batch=2", "plan.recompute=full"]),
     "accumulate 4": (1, ["plan.micro_batch=2"]),
     "shard 4": (4, ["plan.shard=4"]),
@@ -65,22 +65,24 @@ def test_layouts_agree(name: str, one_gpu: list[float], tmp_path: Path) -> None:
 
 
 def test_stages_in_a_v_agree_with_one_gpu(tmp_path: Path) -> None:
-    """Both ranks send to each other at once, in which order is up to the schedule."""
+    """Both ranks send to each other at the same time; the schedule decides the order."""
     needs(2)
     words = ["model.layers=4", "plan.micro_batch=1"]
-    alone = figures(trained(tmp_path, LLAMA, "alone", 1, words))
+    one_gpu = figures(trained(tmp_path, LLAMA, "alone", 1, words))
     in_a_v = figures(trained(tmp_path, LLAMA, "v", 2, [*words, "plan.pipeline=2", "plan.schedule=zbv"]))
-    assert in_a_v == pytest.approx(alone, rel=LAYOUT_BOUND)
+    assert in_a_v == pytest.approx(one_gpu, rel=LAYOUT_BOUND)
 
 
-def masked(folder: Path, name: str, gpus: int, *overrides: str) -> list[float]:
+def losses_with_masks(folder: Path, name: str, gpus: int, *overrides: str) -> list[float]:
     return figures(trained(folder, LLAMA, name, gpus, ["data.document_mask=true", *overrides]))
 
 
 def test_document_masks_agree_with_the_plain_kernels(tmp_path: Path) -> None:
     """Flex attention over packed documents against the dense mask of fp32 on the CPU, and across layouts."""
-    on_gpu = masked(tmp_path, "gpu", 1)
-    assert on_gpu == pytest.approx(masked(tmp_path, "cpu", 1, "cluster.gpu=cpu"), rel=1e-2)
+    on_gpu = losses_with_masks(tmp_path, "gpu", 1)
+    assert on_gpu == pytest.approx(losses_with_masks(tmp_path, "cpu", 1, "cluster.gpu=cpu"), rel=1e-2)
     if torch.cuda.device_count() >= 2:
         for axis in ("shard", "context_ring", "context_ulysses"):
-            assert masked(tmp_path, axis, 2, f"plan.{axis}=2") == pytest.approx(on_gpu, rel=LAYOUT_BOUND), axis
+            assert losses_with_masks(tmp_path, axis, 2, f"plan.{axis}=2") == pytest.approx(on_gpu, rel=LAYOUT_BOUND), (
+                axis
+            )

@@ -1,4 +1,4 @@
-"""Triton's kernels are assembled by torch's ptxas where torch brings one, unless the user says otherwise; wrong bytes are noticed."""
+"""Torch's ptxas assembles Triton's kernels, unless it is missing or the user names another; a miscompiled kernel is detected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright.kernels.fp8_products import Fp8Matrix
 
 
 @pytest.mark.parametrize(
-    ("there", "mode", "said", "expected"),
+    ("exists", "mode", "variable", "expected"),
     [
         (True, 0o755, None, "torch's"),
         (True, 0o755, "/mine", "/mine"),
@@ -22,29 +22,29 @@ from meshwright.kernels.fp8_products import Fp8Matrix
         (False, 0o755, None, None),
     ],
 )
-def test_which_is_taken(
-    there: bool, mode: int, said: str | None, expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_choice_of_ptxas(
+    exists: bool, mode: int, variable: str | None, expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "bin" / "ptxas"
-    if there:
+    if exists:
         program.parent.mkdir()
         program.touch(mode=mode)
-    found = importlib.machinery.ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(assembler, "find_spec", lambda name: found)
-    monkeypatch.setattr(assembler.os, "environ", {} if said is None else {assembler.VARIABLE: said})
+    torch_spec = importlib.machinery.ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(assembler, "find_spec", lambda name: torch_spec)
+    monkeypatch.setattr(assembler.os, "environ", {} if variable is None else {assembler.VARIABLE: variable})
     assembler.use_torch_ptxas()
     assert assembler.os.environ.get(assembler.VARIABLE) == (str(program) if expected == "torch's" else expected)
 
 
-def test_wrong_bytes_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_miscompiled_kernel_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     here = torch.device("cpu")
     assert gated.find_miscompiled_kernel(here) is None
-    right = gated._activation_gradient
+    correct = gated._activation_gradient
 
-    def wrong(*given: Any) -> tuple[Fp8Matrix, Fp8Matrix]:
-        straight, transposed = right(*given)
+    def wrong(*arguments: Any) -> tuple[Fp8Matrix, Fp8Matrix]:
+        quantised, transposed = correct(*arguments)
         transposed.values.view(torch.uint8)[5, 7] ^= 1
-        return straight, transposed
+        return quantised, transposed
 
     monkeypatch.setattr(gated, "_activation_gradient", wrong)
     assert gated.find_miscompiled_kernel(here) == "fp8_swiglu_gradient"

@@ -1,4 +1,4 @@
-"""How many checkpoints a run writes, what they take, and that a start asks for the room they need."""
+"""A start computes the number and size of a run's checkpoints and checks that the disk has space for them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def run_of(**checkpoint: object) -> RunSpec:
     return replace(run, checkpoint=CheckpointSpec(**checkpoint))
 
 
-def free(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+def set_free_bytes(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10 * count, 9 * count, count))  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "there", "count"),
+    ("checkpoint", "existing", "count"),
     [
         ({"every": 0}, 0, 1),
         ({"every": 10, "keep": 2}, 0, 3),
@@ -37,24 +37,24 @@ def free(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         ({"every": 10, "keep": 2}, 2, 1),
     ],
 )
-def test_a_start_asks_for_the_room_that_its_checkpoints_take_at_one_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: dict[str, int], there: int, count: int
+def test_a_start_requires_space_for_the_checkpoints_that_exist_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: dict[str, int], existing: int, count: int
 ) -> None:
-    """One more than `keep` exists while one is written; those that are there already are not asked for again."""
+    """While a checkpoint is written, `keep + 1` exist; existing checkpoints need no further space."""
     run = run_of(**checkpoint)
-    for step in range(1, there + 1):
+    for step in range(1, existing + 1):
         (tmp_path / "run").mkdir(exist_ok=True)
         save(tmp_path / "run" / "checkpoints", step)
     need = count * with_reserve(checkpoint_bytes(run.model))
-    free(monkeypatch, need)
+    set_free_bytes(monkeypatch, need)
     check_disk(run, tmp_path / "run")
-    free(monkeypatch, need - 1)
+    set_free_bytes(monkeypatch, need - 1)
     with pytest.raises(OutOfResources, match=f"need(s)? {need:,} bytes and {need - 1:,} are free"):
         check_disk(run, tmp_path / "run")
 
 
-def test_no_room_is_asked_for_where_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    free(monkeypatch, 0)
+def test_a_run_without_checkpoints_requires_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_free_bytes(monkeypatch, 0)
     check_disk(run_of(every=0, at_end=False), tmp_path)
 
 
@@ -67,6 +67,6 @@ def test_no_room_is_asked_for_where_nothing_is_written(tmp_path: Path, monkeypat
     ],
 )
 def test_a_start_says_when_checkpoints_are_written(checkpoint: dict[str, object], line: str) -> None:
-    said = checkpoints_line(run_of(**checkpoint))
-    assert said and said.startswith(line) and said.endswith(" each, the newest 3 stay")
+    text = checkpoints_line(run_of(**checkpoint))
+    assert text and text.startswith(line) and text.endswith(" each, the newest 3 stay")
     assert checkpoints_line(run_of(every=0, at_end=False)) is None

@@ -8,7 +8,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from tests.checkpoint.crash import CALLS, FILES, count, die_at
+from tests.checkpoint.crash import CALLS, FILE_OPEN, count, die_at
 from tests.checkpoint.made import save
 from tests.training.tiny import make_tiny, prepared
 
@@ -101,7 +101,7 @@ def test_a_plan_is_made_for_the_vocabulary_of_the_data_once_that_is_there(tmp_pa
 
 def test_death_at_any_call_of_a_start_leaves_a_run_that_can_be_continued(tmp_path: Path) -> None:
     """The second start asks for more steps, so that every file of the folder changes."""
-    tiny, names = make_tiny(tmp_path / "tiny"), (*CALLS, FILES)
+    tiny, names = make_tiny(tmp_path / "tiny"), (*CALLS, FILE_OPEN)
     begun = prepared(tiny, tmp_path / "begun").folder
     save(begun / "checkpoints", 3)
 
@@ -115,7 +115,7 @@ def test_death_at_any_call_of_a_start_leaves_a_run_that_can_be_continued(tmp_pat
             return prepared(tiny, runs, "train.steps=7")
 
     calls = count(lambda: start(tmp_path / "count"), names)
-    assert calls.count("replace") == calls.count(FILES) == 5
+    assert calls.count("replace") == calls.count(FILE_OPEN) == 5
     for k in range(len(calls)):
         runs = tmp_path / str(k)
         shutil.copytree(tmp_path / "begun", runs)

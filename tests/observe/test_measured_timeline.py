@@ -43,7 +43,7 @@ UNITS = 2
 
 
 def simulated(name: str, ranks: int = 4, micro_batches: int = 8) -> Timeline:
-    """A step in which messages, gathers and reductions all leave something exposed."""
+    """A step in which messages, gathers and reductions all have exposed time."""
     entry_stages = build(name, ranks, micro_batches)
     schedule = expand(entry_stages, UNITS, gather="stretch", reduce="stretch")
 
@@ -67,22 +67,24 @@ def simulated(name: str, ranks: int = 4, micro_batches: int = 8) -> Timeline:
 
 def as_recorded(timeline: Timeline, late: float = 0.0) -> list[StepSpans]:
     """What ranks would have recorded of a simulated step: spans in the order each lane issued them."""
-    rows: dict[int, list[Span]] = defaultdict(list)
+    spans_by_rank: dict[int, list[Span]] = defaultdict(list)
     for rank, lane, action, start, end in timeline.records:
         if not action.pair:
-            rows[rank].append(Span(action.label, late + start, end - start, 1, rank, lane))
+            spans_by_rank[rank].append(Span(action.label, late + start, end - start, 1, rank, lane))
             continue
         half = (end - start) / 2  # the executor runs one part after the other
         for number, part in enumerate(action.parts):
-            rows[rank].append(Span(part.label, late + start + number * half, half, 1, rank, lane))
-    return [StepSpans(1, late, timeline.step_seconds, tuple(rows[rank])) for rank in range(timeline.schedule.ranks)]
+            spans_by_rank[rank].append(Span(part.label, late + start + number * half, half, 1, rank, lane))
+    return [
+        StepSpans(1, late, timeline.step_seconds, tuple(spans_by_rank[rank])) for rank in range(timeline.schedule.ranks)
+    ]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_the_totals_of_a_step_come_back_from_its_spans(name: str) -> None:
+def test_the_spans_of_a_step_reproduce_its_totals(name: str) -> None:
     expected = simulated(name)
-    found, begun = measured_timeline(expected.schedule, as_recorded(expected, late=7.0))
-    assert begun == pytest.approx(7.0)
+    found, start_seconds = measured_timeline(expected.schedule, as_recorded(expected, late=7.0))
+    assert start_seconds == pytest.approx(7.0)
     assert found.bubble == pytest.approx(expected.bubble)
     assert found.compute_seconds == pytest.approx(expected.compute_seconds)
     assert found.closing_seconds == pytest.approx(expected.closing_seconds)
@@ -94,12 +96,12 @@ def test_the_totals_of_a_step_come_back_from_its_spans(name: str) -> None:
         assert mine == pytest.approx(theirs)
 
 
-def test_a_rank_that_did_something_else_is_named() -> None:
+def test_a_rank_that_deviates_from_its_schedule_is_named() -> None:
     timeline = simulated("1f1b", ranks=2, micro_batches=2)
     rows = as_recorded(timeline)
     swapped = list(rows[1].spans)
-    places = [place for place, span in enumerate(swapped) if span.lane == "compute"][:2]
-    swapped[places[0]], swapped[places[1]] = swapped[places[1]], swapped[places[0]]
+    indices = [index for index, span in enumerate(swapped) if span.lane == "compute"][:2]
+    swapped[indices[0]], swapped[indices[1]] = swapped[indices[1]], swapped[indices[0]]
     with pytest.raises(ValueError, match=r"pipeline rank 1 ran forward 1.0/1 where its schedule says forward 1.0/0"):
         measured_timeline(timeline.schedule, [rows[0], replace(rows[1], spans=tuple(swapped))])
     with pytest.raises(ValueError, match="ran nothing where its schedule says optim"):
@@ -108,16 +110,16 @@ def test_a_rank_that_did_something_else_is_named() -> None:
         )
 
 
-def test_a_message_begins_when_both_ends_are_there() -> None:
-    """A receive posted long before is no transfer yet; and a sender that cannot tell its end has the receiver's."""
+def test_a_message_begins_when_sender_and_receiver_are_ready() -> None:
+    """An early receive does not start the transfer; a send span without an end takes the end of its receive."""
     timeline = simulated("gpipe", ranks=2, micro_batches=1)
     rows = as_recorded(timeline)
     early = [
         replace(s, start=s.start - 0.5, duration=s.duration + 0.5) if s.name == "recv 1.0" else s for s in rows[1].spans
     ]
-    silent = [replace(s, duration=0.0) if s.name == "send 0.0" else s for s in rows[0].spans]
+    without_end = [replace(s, duration=0.0) if s.name == "send 0.0" else s for s in rows[0].spans]
     found, _ = measured_timeline(
-        timeline.schedule, [replace(rows[0], spans=tuple(silent)), replace(rows[1], spans=tuple(early))]
+        timeline.schedule, [replace(rows[0], spans=tuple(without_end)), replace(rows[1], spans=tuple(early))]
     )
     assert found.exposed == pytest.approx(timeline.exposed)
     both = [
@@ -133,18 +135,18 @@ def recording(marks: tuple[float, ...], first: float) -> Recording:
 
 
 def test_clocks_are_shifted_to_where_marks_fit_best() -> None:
-    (zero, one), error = on_one_clock([recording((100.0, 110.0), 101.0), recording((5.0, 15.004), 6.0)])
-    assert zero.steps[0].start == pytest.approx(1.0)
-    assert one.steps[0].start == pytest.approx(0.998) and one.steps[0].spans[0].start == pytest.approx(0.998)
+    (first, second), error = on_one_clock([recording((100.0, 110.0), 101.0), recording((5.0, 15.004), 6.0)])
+    assert first.steps[0].start == pytest.approx(1.0)
+    assert second.steps[0].start == pytest.approx(0.998) and second.steps[0].spans[0].start == pytest.approx(0.998)
     assert error == pytest.approx(0.002)
 
 
-def test_a_recording_travels_whole() -> None:
+def test_a_recording_survives_serialisation() -> None:
     sent = recording((1.0, 2.0), 1.5)
     assert Recording.from_bytes(sent.to_bytes()) == sent
 
 
-def test_measured_stands_under_predicted() -> None:
+def test_the_trace_and_the_table_have_measured_and_predicted_steps() -> None:
     timeline = simulated("zbv", ranks=2, micro_batches=4)
     rows = as_recorded(timeline, late=3.0)
     ranks = [Recording((replace(row, step=9),), (2.5, 40.0)) for row in rows]
@@ -158,7 +160,7 @@ def test_measured_stands_under_predicted() -> None:
     assert table(found).count(f"{timeline.bubble:.1%}") == 2
 
 
-def test_a_known_chip_has_a_prediction_and_another_says_why(tmp_path: Path) -> None:
+def test_only_a_known_chip_has_a_prediction(tmp_path: Path) -> None:
     words = ["model=llama3-8b", "train.seq_len=8192", "train.global_batch=32", "plan.pipeline=2", "plan.schedule=1f1b"]
     run = load_run(None, [*words, "cluster.gpu=H200", "cluster.gpus_per_node=8"])
     plan, _ = plan_for(run)
@@ -169,7 +171,7 @@ def test_a_known_chip_has_a_prediction_and_another_says_why(tmp_path: Path) -> N
     assert timeline is None and why_not is not None and "no figures for T4" in why_not
 
 
-def body(world: World, assignment: Assignment) -> str | None:
+def train_rank(world: World, assignment: Assignment) -> str | None:
     session = open_session(assignment, world)
     try:
         train(session, Reporter(None, None, None), StopRequest())
@@ -178,11 +180,11 @@ def body(world: World, assignment: Assignment) -> str | None:
     return None
 
 
-def drawn(pool: Pool, tmp_path: Path, ranks: int, *overrides: str) -> tuple[Path, Schedule, Assignment]:
+def record_timeline(pool: Pool, tmp_path: Path, ranks: int, *overrides: str) -> tuple[Path, Schedule, Assignment]:
     file = make_tiny(tmp_path / "tiny")
     words = (f"cluster.gpus_per_node={ranks}", "model.layers=4", "plan.micro_batch=1", "train.steps=4", *overrides)
     assignment = replace(prepared(file, tmp_path, *words).assignment, timeline=(2, 3))
-    assert pool.run(body, ranks, assignment) == [None] * ranks
+    assert pool.run(train_rank, ranks, assignment) == [None] * ranks
     plan, layers = assignment.plan, assignment.run.model.layers
     return (
         Path(assignment.folder) / "timelines" / "steps-2-3.json.gz",
@@ -205,9 +207,11 @@ def measured_rank(names: dict[int, str]) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_a_pipeline_run_draws_what_its_schedule_says(pool: Pool, tmp_path: Path, schedule: str) -> None:
+def test_the_timeline_of_a_pipeline_run_follows_its_schedule(pool: Pool, tmp_path: Path, schedule: str) -> None:
     profile = f"cluster.profile={cpu_profile(tmp_path / 'cpu.json')}"
-    file, played, _ = drawn(pool, tmp_path, 2, "plan.pipeline=2", f"plan.schedule={schedule}", profile)
+    file, expected_schedule, _ = record_timeline(
+        pool, tmp_path, 2, "plan.pipeline=2", f"plan.schedule={schedule}", profile
+    )
     names, events = read_trace(file)
     assert [names[rank] for rank in (0, 1)] == ["predicted: pipeline rank 0", "predicted: pipeline rank 1"]
     process = measured_rank(names)
@@ -215,26 +219,26 @@ def test_a_pipeline_run_draws_what_its_schedule_says(pool: Pool, tmp_path: Path,
     for rank in (0, 1):
         for step in (2, 3):
             mine = [e for e in events if e["pid"] == process[rank] and e["args"]["step"] == step]
-            row = [part for action in played.actions[rank] for part in action.parts]
+            parts = [part for action in expected_schedule.actions[rank] for part in action.parts]
             run = [e["name"] for e in mine if e["lane"] == "compute"]
-            assert run == [p.label for p in row if p.op in COMPUTE or p.op in ("norm_barrier", "optim")]
+            assert run == [p.label for p in parts if p.op in COMPUTE or p.op in ("norm_barrier", "optim")]
             begins = [e["ts"] for e in mine if e["lane"] == "compute"]
             assert begins == sorted(begins)
-            for kind in ("send", "recv"):
-                assert [e["name"] for e in mine if e["lane"] == f"{kind} {1 - rank}"] == [
-                    p.label for p in row if p.op == kind
+            for op in ("send", "recv"):
+                assert [e["name"] for e in mine if e["lane"] == f"{op} {1 - rank}"] == [
+                    p.label for p in parts if p.op == op
                 ]
     found = json.loads(file.with_name("steps-2-3.summary.json").read_text())
     assert found["steps"] == [2, 3] and found["ranks"] == 2
     assert found["predicted"].keys() == found["measured"].keys() and found["not_predicted"] is None
-    for row in (found["measured"], found["predicted"], *found["by_step"]):
-        assert 0 <= row["bubble"] < 1
-        parts = [row[key] for key in row if key not in ("step", "step_seconds", "bubble")]
-        assert sum(parts) == pytest.approx(row["step_seconds"])
+    for totals in (found["measured"], found["predicted"], *found["by_step"]):
+        assert 0 <= totals["bubble"] < 1
+        parts = [totals[key] for key in totals if key not in ("step", "step_seconds", "bubble")]
+        assert sum(parts) == pytest.approx(totals["step_seconds"])
 
 
 def test_a_step_of_a_cpu_without_a_profile_is_drawn_without_a_prediction(pool: Pool, tmp_path: Path) -> None:
-    file, *_ = drawn(pool, tmp_path, 1)
+    file, *_ = record_timeline(pool, tmp_path, 1)
     found = json.loads(file.with_name("steps-2-3.summary.json").read_text())
     assert found["predicted"] is None and found["not_predicted"].startswith("CPU times are not predicted without a")
     assert list(measured_rank(read_trace(file)[0])) == [0]
@@ -242,31 +246,31 @@ def test_a_step_of_a_cpu_without_a_profile_is_drawn_without_a_prediction(pool: P
 
 def test_collectives_are_drawn_in_their_lanes(pool: Pool, tmp_path: Path) -> None:
     words = ("plan.pipeline=2", "plan.schedule=breadth_first", "plan.shard=1", "plan.replicate=2")
-    file, played, _ = drawn(pool, tmp_path / "replicate", 4, *words)
-    sums = [action.label for action in played.actions[0] if action.op == "reduce_grad"]
+    file, expected_schedule, _ = record_timeline(pool, tmp_path / "replicate", 4, *words)
+    sums = [action.label for action in expected_schedule.actions[0] if action.op == "reduce_grad"]
     names, events = read_trace(file)
     first = measured_rank(names)[0]
     of_step = [e for e in events if e["pid"] == first and e["args"]["step"] == 2]
     assert [e["name"] for e in of_step if e["lane"] == "replicate"] == sums
-    assert not [e for e in of_step if e["lane"] in ("unshard", "reduce")]  # nobody to gather from
+    assert not [e for e in of_step if e["lane"] in ("unshard", "reduce")]  # one shard rank: nothing to gather
 
-    file, played, _ = drawn(
+    file, expected_schedule, _ = record_timeline(
         pool, tmp_path / "shard", 4, "plan.pipeline=2", "plan.schedule=1f1b", "plan.shard=2", "plan.reshard=true"
     )
     names, events = read_trace(file)
     for rank, process in measured_rank(names).items():
         of_step = [e for e in events if e["pid"] == process and e["args"]["step"] == 3]
-        for lane, kind in (("unshard", "unshard"), ("reduce", "reduce_grad")):
-            row = [action.label for action in played.actions[rank // 2] if action.op == kind]
-            assert [e["name"] for e in of_step if e["lane"] == lane] == row
+        for lane, op in (("unshard", "unshard"), ("reduce", "reduce_grad")):
+            labels = [action.label for action in expected_schedule.actions[rank // 2] if action.op == op]
+            assert [e["name"] for e in of_step if e["lane"] == lane] == labels
     exposed = json.loads(file.with_name("steps-2-3.summary.json").read_text())["measured"]["exposed_shard"]
-    assert exposed > 0  # under Gloo the host stands still while it gathers
+    assert exposed > 0  # under Gloo the host blocks during a gather
 
 
-def test_steps_that_are_behind_are_refused(pool: Pool, tmp_path: Path) -> None:
-    _, _, assignment = drawn(pool, tmp_path, 2, "plan.pipeline=2", "checkpoint.every=2")
+def test_steps_before_the_resumed_step_are_refused(pool: Pool, tmp_path: Path) -> None:
+    _, _, assignment = record_timeline(pool, tmp_path, 2, "plan.pipeline=2", "checkpoint.every=2")
     more = replace(assignment, run=replace(assignment.run, train=replace(assignment.run.train, steps=6)))
-    for output in pool.run(body, 2, more):
+    for output in pool.run(train_rank, 2, more):
         assert (
             output
             == "--timeline 2:3: the run goes on after step 4; choose steps from 5 to 6, or start anew with --fresh"
@@ -298,7 +302,7 @@ checkpoint: {at_end: false}
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", [["plan.pipeline=2", "plan.schedule=1f1b"], ["plan.shard=2", "plan.reshard=true"]])
-def test_communication_is_timed_on_the_streams_that_carry_it(tmp_path: Path, layout: list[str]) -> None:
+def test_communication_is_timed_on_its_own_streams(tmp_path: Path, layout: list[str]) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     (tmp_path / "run.yaml").write_text(RUN)
@@ -310,7 +314,7 @@ def test_communication_is_timed_on_the_streams_that_carry_it(tmp_path: Path, lay
     assert 0 <= found["measured"]["bubble"] < 1
     names, events = read_trace(tmp_path / "run" / "timelines" / "steps-4-5.json.gz")
     measured = [e for e in events if names[e["pid"]].startswith("measured")]
-    kinds = ("send", "recv") if "pipeline" in layout[0] else ("unshard", "reduce")
-    for kind in kinds:
-        carried = [e for e in measured if e["lane"].partition(" ")[0] == kind]
-        assert carried and all(0 < e["dur"] < 1e5 for e in carried)
+    lanes = ("send", "recv") if "pipeline" in layout[0] else ("unshard", "reduce")
+    for lane in lanes:
+        spans = [e for e in measured if e["lane"].partition(" ")[0] == lane]
+        assert spans and all(0 < e["dur"] < 1e5 for e in spans)

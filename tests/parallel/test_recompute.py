@@ -27,7 +27,7 @@ def test_a_compiler_s_remark_on_every_block_is_not_repeated(caplog: pytest.LogCa
     assert [record.getMessage() for record in caplog.records] == ["another remark"]
 
 
-KEEPING = {
+MODELS = {
     "qwen3 moe": replace(
         QWEN3_MOE, layers=1, hidden=256, head_dim=48, heads=4, kv_heads=1, first_dense_layers=0, experts=16, experts_per_token=8,
         expert_hidden=104,
@@ -35,16 +35,16 @@ KEEPING = {
     "llama": replace(LLAMA, layers=1, hidden=256, head_dim=48, heads=4, kv_heads=1, ffn_hidden=300),
 }  # fmt: skip
 MODES: tuple[Recompute, ...] = ("selective", "none", "all_but_attention")
-SMALL, CHOSEN = 0.05, 32
+MAX_EXCESS, BYTES_PER_ROUTER_CHOICE = 0.05, 32
 """What the account leaves out: the largest share of the kept bytes, and bytes per choice of a router.
 
 The share is that of the statistics of norms and attention; a choice is an expert's number, two indices and a weight.
 """
 
 
-@pytest.mark.parametrize("model_name, mode", quick_first(1, product(KEEPING, MODES), unpack=True))
+@pytest.mark.parametrize("model_name, mode", quick_first(1, product(MODELS, MODES), unpack=True))
 def test_a_compiled_block_keeps_what_the_account_says(model_name: str, mode: Recompute) -> None:
-    model = built(KEEPING[model_name]).bfloat16()
+    model = built(MODELS[model_name]).bfloat16()
     block, tokens = model.layers["0"], torch.zeros(2, 64, dtype=torch.long)
     shared = model.shared_inputs(tokens, None, None, torch.bfloat16)
     others = {weight.untyped_storage().data_ptr() for weight in [*model.parameters(), *(shared.rope or ())]}
@@ -62,6 +62,6 @@ def test_a_compiled_block_keeps_what_the_account_says(model_name: str, mode: Rec
     x = torch.randn(2, 64, 256, dtype=torch.bfloat16, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         run(x, shared.rope, shared.mask)
-    told = 2 * tokens.numel() * saved_elements(KEEPING[model_name], 0, mode)
-    chosen = CHOSEN * tokens.numel() * KEEPING[model_name].experts_per_token
-    assert told <= sum(seen.values()) <= (1 + SMALL) * told + chosen
+    predicted = 2 * tokens.numel() * saved_elements(MODELS[model_name], 0, mode)
+    router_bytes = BYTES_PER_ROUTER_CHOICE * tokens.numel() * MODELS[model_name].experts_per_token
+    assert predicted <= sum(seen.values()) <= (1 + MAX_EXCESS) * predicted + router_bytes

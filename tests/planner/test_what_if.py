@@ -13,16 +13,16 @@ from meshwright.spec.layout import with_node_crossings
 from meshwright.spec.network import NetworkSpec
 from meshwright.spec.run import RunSpec
 
-TCP = "model=llama3-1b cluster.gpu=H100 cluster.gpus_per_node=4 cluster.emulate_nodes=2 train.seq_len=4096 train.global_batch=16"
+CLUSTER = "model=llama3-1b cluster.gpu=H100 cluster.gpus_per_node=4 cluster.emulate_nodes=2 train.seq_len=4096 train.global_batch=16"
 PINS = ("plan.replicate=2", "plan.shard=2", "plan.micro_batch=4", "plan.recompute=none", "plan.reshard=false")
 
 
-def ask(*words: str) -> RunSpec:
-    return load_run(None, [*TCP.split(), *words])
+def run_of(*words: str) -> RunSpec:
+    return load_run(None, [*CLUSTER.split(), *words])
 
 
-def test_changes_are_the_plan_priced_on_what_they_name() -> None:
-    run = ask(*PINS)
+def test_a_change_has_the_price_of_the_plan_on_the_changed_cluster() -> None:
+    run = run_of(*PINS)
     plan = search(run, trainable=True).best.plan
     changes = {change.name.partition(" (")[0]: change for change in what_if(run, plan)}
     assert [change.gain for change in changes.values()] == sorted((c.gain for c in changes.values()), reverse=True)
@@ -41,27 +41,27 @@ def test_changes_are_the_plan_priced_on_what_they_name() -> None:
     batch = changes["twice the batch"]
     assert batch.tokens_per_second == pytest.approx(32 * 4096 / batch.seconds) and batch.gain > 0
     assert changes["plan.reduce_replicas=bf16"].gain > 0
-    low = changes["plan.linear=fp8_tensorwise"]
-    assert low.gain > 0 and "bf16" in low.note
+    fp8 = changes["plan.linear=fp8_tensorwise"]
+    assert fp8.gain > 0 and "bf16" in fp8.note
 
 
 def test_only_what_the_cluster_has_is_doubled() -> None:
-    run = ask("cluster.emulate_nodes=1", "plan.shard=4")
+    run = run_of("cluster.emulate_nodes=1", "plan.shard=4")
     names = [change.name for change in what_if(run, search(run).best.plan)]
     assert not [name for name in names if "network" in name or "reduce_replicas" in name]
-    alone = ask("cluster.emulate_nodes=1", "cluster.gpus_per_node=1")
+    alone = run_of("cluster.emulate_nodes=1", "cluster.gpus_per_node=1")
     assert not [change for change in what_if(alone, search(alone).best.plan) if "links" in change.name]
 
 
-def test_memory_buys_what_it_was_missing_for() -> None:
-    run = ask("cluster.memory_gib=24", "plan.shard=4", "plan.micro_batch=4")
+def test_more_memory_gains_where_memory_was_the_limit() -> None:
+    run = run_of("cluster.memory_gib=24", "plan.shard=4", "plan.micro_batch=4")
     plan = search(run, trainable=True).best.plan
     assert any(layer.recompute != "none" or layer.reshard for layer in plan.layers)
     (memory,) = (change for change in what_if(run, plan) if "memory" in change.name)
     assert memory.gain > 0.01 and memory.note
 
 
-def test_a_batch_of_twice_the_size_keeps_its_micro_batches_where_these_filled_the_memory() -> None:
+def test_twice_the_batch_keeps_micro_batches_that_fill_the_memory() -> None:
     """Gradients kept between micro-batches need memory, so some layers recompute more, but not all."""
     words = "model=llama3-8b cluster.gpu=H100 plan.shard=8 plan.schedule=1f1b plan.micro_batch=2"
     run = load_run(None, words.split())
@@ -70,19 +70,19 @@ def test_a_batch_of_twice_the_size_keeps_its_micro_batches_where_these_filled_th
     assert batch.gain > -0.01, batch
 
 
-def test_a_mesh_that_no_search_would_lay_out_is_kept() -> None:
-    run = ask("plan.pipeline=2", "plan.shard=2", "plan.schedule=1f1b")
+def test_a_mesh_in_another_order_is_kept() -> None:
+    run = run_of("plan.pipeline=2", "plan.shard=2", "plan.schedule=1f1b")
     plan = search(run, trainable=True).best.plan
-    turned = with_node_crossings(replace(plan, mesh=tuple(reversed(plan.mesh))), run.cluster.ranks_per_node)
-    assert [axis.axis for axis in turned.mesh] == ["shard", "pipeline"]
-    names = [change.name for change in what_if(run, reprice(run, turned))]
+    reordered = with_node_crossings(replace(plan, mesh=tuple(reversed(plan.mesh))), run.cluster.ranks_per_node)
+    assert [axis.axis for axis in reordered.mesh] == ["shard", "pipeline"]
+    names = [change.name for change in what_if(run, reprice(run, reordered))]
     assert any("twice the network" in name for name in names)
 
 
 @pytest.mark.parametrize("batch, name", [(24, "one more node (3 × 4 GPUs)"), (16, "2 more nodes (4 × 4 GPUs)")])
-def test_more_nodes_are_the_next_that_divide(batch: int, name: str) -> None:
+def test_more_nodes_are_the_next_number_that_divides_the_batch(batch: int, name: str) -> None:
     """Each rank has a shard and its own sequences: 24 sequences divide over 12 ranks, 16 do not."""
-    run = ask(f"train.global_batch={batch}", "cluster.gpus_per_node=8", "plan.shard=8")
+    run = run_of(f"train.global_batch={batch}", "cluster.gpus_per_node=8", "plan.shard=8")
     plan = search(run, trainable=True).best.plan
     grown = [change for change in what_if(run, plan) if "more node" in change.name]
     assert [change.name for change in grown] == [name]
@@ -91,8 +91,8 @@ def test_more_nodes_are_the_next_that_divide(batch: int, name: str) -> None:
     assert grown[0].tokens_per_second == pytest.approx(batch * 4096 / grown[0].seconds)
 
 
-def test_nothing_is_said_of_devices_without_figures() -> None:
-    run = ask(*PINS)
+def test_a_plan_without_a_step_time_has_no_changes() -> None:
+    run = run_of(*PINS)
     plan = search(run).best.plan
     assert plan.predicted is not None
     assert what_if(run, replace(plan, predicted=replace(plan.predicted, step_seconds=None))) == ()
@@ -108,13 +108,13 @@ def test_nothing_is_said_of_devices_without_figures() -> None:
         ("plan.tensor=2", "plan.shard=1"),
     ],
 )
-def test_fp8_is_offered_where_it_can_be_had(words: tuple[str, ...]) -> None:
-    run = ask(*PINS, *words)
+def test_fp8_is_not_offered_where_it_cannot_be_used(words: tuple[str, ...]) -> None:
+    run = run_of(*PINS, *words)
     assert not [change.name for change in what_if(run, search(run).best.plan) if "fp8" in change.name]
 
 
 def test_fp8_is_offered_to_layers_that_have_no_format_of_their_own() -> None:
-    run = ask(*PINS)
+    run = run_of(*PINS)
     plan = search(run).best.plan
     (layer,) = plan.layers
     first = replace(plan, layers=(replace(layer, range="0", linear="fp8_rowwise"), replace(layer, range="1-15")))
@@ -126,7 +126,7 @@ def test_fp8_is_offered_to_layers_that_have_no_format_of_their_own() -> None:
 
 
 def test_the_planner_takes_fp8_only_when_asked() -> None:
-    chosen = search(ask(*PINS)).best.plan.precision
+    chosen = search(run_of(*PINS)).best.plan.precision
     assert (chosen.linear, chosen.gather) == ("compute", "compute")
     dtypes_by_words = {
         ("plan.linear=fp8_tensorwise",): ("fp8_tensorwise", "fp8"),
@@ -134,5 +134,5 @@ def test_the_planner_takes_fp8_only_when_asked() -> None:
         ("plan.linear=fp8_rowwise",): ("fp8_rowwise", "compute"),
     }
     for words, expected in dtypes_by_words.items():
-        precision = search(ask(*PINS, *words)).best.plan.precision
+        precision = search(run_of(*PINS, *words)).best.plan.precision
         assert (precision.linear, precision.gather) == expected

@@ -1,4 +1,4 @@
-"""What tensor ranks and their shards hold of a model: together every element, and which copy counts."""
+"""What tensor ranks and their shards hold of a model: together every element, with one primary copy of each."""
 
 from __future__ import annotations
 
@@ -34,43 +34,43 @@ def models(draw: st.DrawFn) -> tuple[ModelSpec, int]:
 def test_ranks_hold_every_element_and_count_it_once(model: tuple[ModelSpec, int], shards: int) -> None:
     spec, ranks = model
     assert check_tensor(spec, ranks) is None
-    for row in parameters(spec):
-        held, counted = np.zeros(row.shape, int), np.zeros(row.shape, int)
-        holders = np.zeros(row.shape, int)
+    for parameter in parameters(spec):
+        held, counted = np.zeros(parameter.shape, int), np.zeros(parameter.shape, int)
+        holders = np.zeros(parameter.shape, int)
         for tensor in range(ranks):
             own = 0
             for shard in range(shards):
                 next_row = 0
-                for box in local_boxes(spec, row, Division(Part(tensor, ranks)), Part(shard, shards)):
-                    where = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
-                    assert box.first_row == next_row and held[where].size == np.prod(box.sizes) > 0
+                for box in local_boxes(spec, parameter, Division(Part(tensor, ranks)), Part(shard, shards)):
+                    index = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
+                    assert box.first_row == next_row and held[index].size == np.prod(box.sizes) > 0
                     next_row += box.sizes[0]
-                    held[where] += 1
-                    counted[where] += box.primary
-                    holders[where] = box.copies
+                    held[index] += 1
+                    counted[index] += box.primary
+                    holders[index] = box.copies
                 own += next_row
-            assert own == local_shape(spec, row, Division(Part(tensor, ranks)))[0]
+            assert own == local_shape(spec, parameter, Division(Part(tensor, ranks)))[0]
         assert (counted == 1).all() and (held == holders).all()
 
 
 @pytest.mark.parametrize(("expert", "shards"), [(1, 1), (2, 1), (4, 3), (2, 4), (1, 5), (4, 4)])
 def test_expert_ranks_and_their_shards_hold_every_expert_once(expert: int, shards: int) -> None:
-    """Whole experts where shards divide them, else rows of each, which are then all as large."""
+    """Shards hold whole experts if their number divides the experts, else rows of each expert, equal in size if it divides them."""
     spec = ModelSpec(
         family="mixtral", layers=1, hidden=8, heads=2, kv_heads=2, head_dim=2, ffn_hidden=8, vocab_size=9, max_seq_len=4, experts=8,
         experts_per_token=2, expert_hidden=6,
     )  # fmt: skip
-    for row in (row for row in parameters(spec) if row.expert):
-        held, sizes = np.zeros(row.shape, int), []
-        for place, shard in np.ndindex(expert, shards):
-            division = Division(expert=Part(place, expert))
-            boxes = local_boxes(spec, row, division, Part(shard, shards))
+    for parameter in (parameter for parameter in parameters(spec) if parameter.expert):
+        held, sizes = np.zeros(parameter.shape, int), []
+        for expert_rank, shard in np.ndindex(expert, shards):
+            division = Division(expert=Part(expert_rank, expert))
+            boxes = local_boxes(spec, parameter, division, Part(shard, shards))
             for box in boxes:
                 held[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))] += 1
             sizes.append(sum(int(np.prod(box.sizes)) for box in boxes))
-            assert local_shape(spec, row, division) == (8 // expert, *row.shape[1:])
+            assert local_shape(spec, parameter, division) == (8 // expert, *parameter.shape[1:])
         assert (held == 1).all()
-        if (8 // expert) % shards == 0 or row.shape[1] % shards == 0:
+        if (8 // expert) % shards == 0 or parameter.shape[1] % shards == 0:
             assert len(set(sizes)) == 1
 
 
@@ -79,10 +79,10 @@ def test_fused_weights_are_cut_block_by_block() -> None:
     spec = ModelSpec(
         family="llama", layers=1, hidden=4, heads=4, kv_heads=2, head_dim=2, ffn_hidden=6, vocab_size=9, max_seq_len=4
     )
-    rows = {row.name.rsplit(".", 2)[-2]: row for row in parameters(spec)}
+    parameter_by_name = {parameter.name.rsplit(".", 2)[-2]: parameter for parameter in parameters(spec)}
 
     def parts(name: str, dim: int) -> list[list[int]]:
-        boxes = [local_boxes(spec, rows[name], Division(Part(rank, 2))) for rank in range(2)]
+        boxes = [local_boxes(spec, parameter_by_name[name], Division(Part(rank, 2))) for rank in range(2)]
         return [[at for b in held for at in range(b.offsets[dim], b.offsets[dim] + b.sizes[dim])] for held in boxes]
 
     assert parts("qkv", 0) == [[0, 1, 2, 3, 8, 9, 12, 13], [4, 5, 6, 7, 10, 11, 14, 15]]
@@ -94,7 +94,7 @@ def test_fused_weights_are_cut_block_by_block() -> None:
 
 
 @pytest.mark.parametrize(
-    ("numbers", "says"),
+    ("sizes", "message"),
     [
         ((8, 12, 4, 16, 99, 64), "a divisor of model.heads = 12"),
         ((4, 12, 6, 16, 99, 64), "a divisor or a multiple of model.kv_heads = 6"),
@@ -105,12 +105,14 @@ def test_fused_weights_are_cut_block_by_block() -> None:
         ((4, 12, 2, 16, 0, None), None),
     ],
 )
-def test_what_cannot_be_divided_is_told(numbers: tuple[int, int, int, int, int, int | None], says: str | None) -> None:
-    found = tensor_split_error(*numbers)
-    assert found == says if says is None else found is not None and found.startswith(says)
+def test_the_error_names_the_size_that_does_not_divide(
+    sizes: tuple[int, int, int, int, int, int | None], message: str | None
+) -> None:
+    error = tensor_split_error(*sizes)
+    assert error == message if message is None else error is not None and error.startswith(message)
 
 
-def test_a_pin_that_does_not_divide_the_model_is_refused_where_it_stands() -> None:
+def test_a_pin_that_does_not_divide_the_model_is_an_error_at_its_key() -> None:
     base = [
         "model=llama3-8b",
         "train.seq_len=8192",
