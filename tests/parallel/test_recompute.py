@@ -1,4 +1,4 @@
-"""What recompute leaves unsaid, and what a block keeps under it."""
+"""Recompute silences a repeated compiler warning, and a block saves the predicted bytes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.models.tiny import LLAMA, QWEN3_MOE, built
 from tests.slow import quick_first
 
 
-def test_a_compiler_s_remark_on_every_block_is_not_repeated(caplog: pytest.LogCaptureFixture) -> None:
-    warning_once.cache_clear()  # said by an earlier test of this process it would not be said again
+def test_a_compiler_warning_for_every_block_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    warning_once.cache_clear()  # torch gives this warning once a process; an earlier test may have caused it
     block = torch.compile(recomputing(lambda x: torch.sin(x @ x).sum(), "selective"), backend="aot_eager")
     with caplog.at_level(logging.WARNING):
         block(torch.eye(3, requires_grad=True)).backward()
@@ -36,14 +36,14 @@ MODELS = {
 }  # fmt: skip
 MODES: tuple[Recompute, ...] = ("selective", "none", "all_but_attention")
 MAX_EXCESS, BYTES_PER_ROUTER_CHOICE = 0.05, 32
-"""What the account leaves out: the largest share of the kept bytes, and bytes per choice of a router.
+"""Bytes that the prediction leaves out: at most this share of the saved bytes, and bytes per choice of a router.
 
 The share is that of the statistics of norms and attention; a choice is an expert's number, two indices and a weight.
 """
 
 
 @pytest.mark.parametrize("model_name, mode", quick_first(1, product(MODELS, MODES), unpack=True))
-def test_a_compiled_block_keeps_what_the_account_says(model_name: str, mode: Recompute) -> None:
+def test_a_compiled_block_saves_the_predicted_bytes(model_name: str, mode: Recompute) -> None:
     model = built(MODELS[model_name]).bfloat16()
     block, tokens = model.layers["0"], torch.zeros(2, 64, dtype=torch.long)
     shared = model.shared_inputs(tokens, None, None, torch.bfloat16)
