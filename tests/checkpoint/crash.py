@@ -19,7 +19,7 @@ KILLED = 42
 def intercept_calls(
     act: Callable[[int, str, tuple[Any, ...]], None], names: tuple[str, ...] = CALLS
 ) -> Iterator[list[str]]:
-    """Call `act(k, name, arguments)` before the k-th call of an `os` function in `names`; yields the names of the calls so far."""
+    """Call `act(k, name, arguments)` before the k-th `os` call in `names`; yields the names of the calls so far."""
     call_names: list[str] = []
     targets = [(os, name, name) for name in names if name != FILE_OPEN]
     targets += [(module, "open", FILE_OPEN) for module in (io, builtins) if FILE_OPEN in names]

@@ -21,7 +21,7 @@ def row_piece(rank: int, name: str, start: int, stop: int, total: int = 10, dtyp
 
 @st.composite
 def sharded_tensors(draw: st.DrawFn) -> tuple[list[Piece], bool]:
-    """Tensors cut along dimension 0, with each piece on some ranks; and whether the distinct pieces cover every element exactly once."""
+    """Tensors cut along dimension 0, each piece on some ranks; and whether pieces cover each element exactly once."""
     pieces, valid = [], True
     ranks = draw(st.integers(1, 5))
     for index in range(draw(st.integers(1, 4))):

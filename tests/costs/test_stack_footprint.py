@@ -53,7 +53,7 @@ def test_first_stage_keeps_as_many_micro_batches_as_there_are_stages() -> None:
 
 
 def test_sequence_parallelism_divides_the_activations_that_tensor_parallelism_does_not() -> None:
-    """The 3 elements per token, layer and hidden element shrink by the factor t: each token saves 3 h (1 − 1/t) L elements."""
+    """The 3 elements per token, layer and hidden element are divided by t: a token saves 3 h (1 − 1/t) L elements."""
     without = replace(DATA_PARALLEL, tensor=4.0)
     activations = [
         float(footprint(MODEL, plan, PLAIN)["activations"]) for plan in (without, replace(without, sequence=1.0))

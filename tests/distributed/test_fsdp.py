@@ -114,7 +114,7 @@ def test_replicas_sum_in_the_requested_dtype(pool: Pool, dtype: torch.dtype | No
 
 
 def tied_sums(world, ranks: int, micro: int) -> tuple[torch.Tensor, int]:
-    """The gradient of a tied embedding after a bf16 step, and the number of micro-batches whose shared inputs are not freed."""
+    """The gradient of a tied embedding after a bf16 step, and the number of micro-batches with shared inputs left."""
     from meshwright.data.loader import MicroBatch
     from meshwright.events.span import NullRecorder
     from meshwright.parallel import executor

@@ -1,4 +1,4 @@
-"""Torch's ptxas assembles Triton's kernels, unless it is missing or the user names another; a miscompiled kernel is detected."""
+"""Torch's ptxas assembles Triton's kernels unless the user names another; a miscompiled kernel is detected."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def test_a_rank_that_deviates_from_its_schedule_is_named() -> None:
 
 
 def test_a_message_begins_when_sender_and_receiver_are_ready() -> None:
-    """An early receive does not start the transfer; a send span without an end takes the end of its receive."""
+    """An early receive does not start the transfer; a send span without an end takes that of its receive."""
     timeline = simulated("gpipe", ranks=2, micro_batches=1)
     rows = as_recorded(timeline)
     early = [

@@ -55,7 +55,7 @@ def test_ranks_hold_every_element_and_count_it_once(model: tuple[ModelSpec, int]
 
 @pytest.mark.parametrize(("expert", "shards"), [(1, 1), (2, 1), (4, 3), (2, 4), (1, 5), (4, 4)])
 def test_expert_ranks_and_their_shards_hold_every_expert_once(expert: int, shards: int) -> None:
-    """Shards hold whole experts if their number divides the experts, else rows of each expert, equal in size if it divides them."""
+    """Shards hold whole experts if their number divides the experts, else rows of each expert."""
     spec = ModelSpec(
         family="mixtral", layers=1, hidden=8, heads=2, kv_heads=2, head_dim=2, ffn_hidden=8, vocab_size=9, max_seq_len=4, experts=8,
         experts_per_token=2, expert_hidden=6,
