@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.cli.check import find_mistakes
 from meshwright.config.load import read_run
-from meshwright.config.schema import all_keys, annotation_at, section_of, takes
+from meshwright.config.schema import accepts, all_keys, annotation_at, section_of
 from meshwright.spec.fields import LARGEST_COUNT
 from meshwright.spec.run import RunSpec
 from tests.cli.command import meshwright
@@ -36,8 +36,8 @@ POSITIONS = [
 ]
 MIXTURE = ["model.experts=4", "model.experts_per_token=2", "model.expert_hidden=64"]
 NUMBERS = [path for path in all_keys(RunSpec) if not section_of(annotation_at(RunSpec, path))]
-COUNTS = [".".join(map(str, path)) for path in NUMBERS if takes(annotation_at(RunSpec, path), int)]
-RATES = [".".join(map(str, path)) for path in NUMBERS if takes(annotation_at(RunSpec, path), float)]
+COUNTS = [".".join(map(str, path)) for path in NUMBERS if accepts(annotation_at(RunSpec, path), int)]
+RATES = [".".join(map(str, path)) for path in NUMBERS if accepts(annotation_at(RunSpec, path), float)]
 
 
 @pytest.fixture
