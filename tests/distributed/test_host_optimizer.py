@@ -105,13 +105,13 @@ def differing(world: World, spec: ModelSpec, chosen: Plan, lose: str = "") -> tu
 
     plain = replace(chosen, layers=tuple(replace(layer, offload="none") for layer in chosen.layers))
     truth, whole = steps(world, spec, plain)
-    staged = HostAdamW._staged
+    staged = HostAdamW._staging_buffer
 
     def lost(self: HostAdamW, number: int, state: int) -> torch.Tensor:
         buffer = staged(self, number, state)
         return buffer.clone() if self._state_names[state] == lose else buffer
 
-    with mock.patch.object(HostAdamW, "_staged", lost):
+    with mock.patch.object(HostAdamW, "_staging_buffer", lost):
         found, here = steps(world, spec, chosen)
     assert found.keys() == truth.keys()
     return {name for name, value in found.items() if not torch.equal(value, truth[name])}, [here, whole]

@@ -232,4 +232,4 @@ def test_nodes_are_the_launchers_hosts_divided_as_nccl_was_told(pool: Pool) -> N
     assert pool.run(node_ranks, 4, ["node0", "node1", "node0", "node1"], 2) == [1] * 4
     mixed = pool.run(node_ranks, 4, ["node0", "node1", "node0", "node1"], 4)
     assert len(set(mixed)) == 1
-    assert str(mixed[0]).startswith("the ranks live on nodes 0, 1, 0, 1; expected those of one node")
+    assert str(mixed[0]).startswith("the ranks are on nodes 0, 1, 0, 1; expected consecutive ranks")
