@@ -48,7 +48,7 @@ WARM_STEPS = 6
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchmarkCase:
     """Runs of one model: overrides, steps, and steps between saves."""
 
     model: str
@@ -58,20 +58,22 @@ class Row:
     rounds: int = 2
 
 
-ROWS = {
-    row.model: row
-    for row in (
-        Row("llama3-1b", ("train.seq_len=8192", "train.global_batch=4"), 52, 16),
-        Row("llama3-3b", ("train.seq_len=8192", "train.global_batch=4"), 32, 20, rounds=1),
-        Row("llama3-8b", ("train.seq_len=8192", "train.global_batch=16"), 32, 20, rounds=1),
+CASES = {
+    case.model: case
+    for case in (
+        BenchmarkCase("llama3-1b", ("train.seq_len=8192", "train.global_batch=4"), 52, 16),
+        BenchmarkCase("llama3-3b", ("train.seq_len=8192", "train.global_batch=4"), 32, 20, rounds=1),
+        BenchmarkCase("llama3-8b", ("train.seq_len=8192", "train.global_batch=16"), 32, 20, rounds=1),
     )
 }
-TINY = Row("llama-nano", ("train.seq_len=128", "train.global_batch=4", "cluster={gpu: cpu, gpus_per_node: 1}"), 30, 8)
+TINY = BenchmarkCase(
+    "llama-nano", ("train.seq_len=128", "train.global_batch=4", "cluster={gpu: cpu, gpus_per_node: 1}"), 30, 8
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="llama3-1b,llama3-3b", help=f"of {', '.join(ROWS)}; 8B needs eight GPUs")
+    parser.add_argument("--models", default="llama3-1b,llama3-3b", help=f"of {', '.join(CASES)}; 8B needs eight GPUs")
     parser.add_argument(
         "--rounds", type=int, help="pairs of runs for each model; by default 2 of llama3-1b and 1 of llama3-3b"
     )
@@ -89,9 +91,9 @@ def main() -> None:
     options = parser.parse_args()
     options.logs.mkdir(parents=True, exist_ok=True)
     options.runs.mkdir(parents=True, exist_ok=True)
-    rows = [TINY] if options.cpu else [ROWS[name] for name in options.models.split(",")]
+    cases = [TINY] if options.cpu else [CASES[name] for name in options.models.split(",")]
     deadline = time.monotonic() + options.limit
-    for line in lines(rows, options, deadline):
+    for line in lines(cases, options, deadline):
         text = json.dumps({"benchmark": "checkpoint_stall", "date": time.strftime("%Y-%m-%d"), **line})
         print(text, flush=True)
         if options.out:
@@ -99,21 +101,21 @@ def main() -> None:
                 out.write(text + "\n")
 
 
-def lines(rows: list[Row], options: argparse.Namespace, deadline: float) -> Iterator[Line]:
+def lines(cases: list[BenchmarkCase], options: argparse.Namespace, deadline: float) -> Iterator[Line]:
     device = torch.device("cpu" if options.cpu else "cuda")
     yield {"kind": "machine", **machine(device), "command": " ".join(sys.argv)}
     if not options.no_rates:
         yield from write_rates(options)
         yield from load_rates(options, device)
     modes = options.modes.split(",")
-    for number in range(options.rounds or max(row.rounds for row in rows)):
-        for row in (row for row in rows if options.rounds or number < row.rounds):
+    for number in range(options.rounds or max(case.rounds for case in cases)):
+        for case in (case for case in cases if options.rounds or number < case.rounds):
             for mode in reversed(modes) if number % 2 else modes:
                 left = deadline - time.monotonic()
                 if left < 60 and not options.cpu:
-                    yield {"kind": "skipped", "model": row.model, "mode": mode, "round": number}
+                    yield {"kind": "skipped", "model": case.model, "mode": mode, "round": number}
                     continue
-                yield run_line(row, mode, number, options, left)
+                yield run_record(case, mode, number, options, left)
 
 
 def machine(device: torch.device) -> Line:
@@ -121,24 +123,24 @@ def machine(device: torch.device) -> Line:
     return {"device": name, "cores": len(os.sched_getaffinity(0)), "torch": torch.__version__}
 
 
-def run_line(row: Row, mode: str, number: int, options: argparse.Namespace, left: float) -> Line:
-    name = f"stall-{row.model}-{mode}-{number}"
+def run_record(case: BenchmarkCase, mode: str, number: int, options: argparse.Namespace, left: float) -> Line:
+    name = f"stall-{case.model}-{mode}-{number}"
     folder, log = options.runs / name, options.logs / f"{name}.log"
     shutil.rmtree(folder, ignore_errors=True)
     words = [
-        f"model={row.model}",
+        f"model={case.model}",
         "data.mix=stdlib",
         f"name={name}",
-        f"train.steps={row.steps}",
+        f"train.steps={case.steps}",
         "train.warmup_steps=5",
     ]
-    words += ["train.validate_batches=1", f"checkpoint.every={row.every}", f"checkpoint.mode={mode}"]
-    words += ["checkpoint.keep=1", "checkpoint.at_end=false", *row.words, *options.overrides]
+    words += ["train.validate_batches=1", f"checkpoint.every={case.every}", f"checkpoint.mode={mode}"]
+    words += ["checkpoint.keep=1", "checkpoint.at_end=false", *case.words, *options.overrides]
     began = time.monotonic()
     code = run_logged([*MESHWRIGHT, "train", *words, "--runs", str(options.runs)], log, dict(os.environ), left)
     facts = {
         "kind": "run",
-        "model": row.model,
+        "model": case.model,
         "mode": mode,
         "round": number,
         "wall_seconds": round(time.monotonic() - began, 1),
@@ -147,7 +149,7 @@ def run_line(row: Row, mode: str, number: int, options: argparse.Namespace, left
         if code:
             return {**facts, "error": f"exit code {code}: {log.read_text(encoding='utf-8', errors='replace')[-1500:]}"}
         records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-        return {**facts, **figures(records, row.every, mode)}
+        return {**facts, **figures(records, case.every, mode)}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

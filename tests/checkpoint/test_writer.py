@@ -27,7 +27,7 @@ from tests.checkpoint.writers import Writers
 WRITES = (*CALLS, "pwrite")
 
 
-def made(run: Path, ranks: int = 1, **options: Any) -> Writers:
+def new_writers(run: Path, ranks: int = 1, **options: Any) -> Writers:
     (run / "checkpoints").mkdir(parents=True, exist_ok=True)
     return Writers(run, take_over(run), ranks, **options)
 
@@ -38,7 +38,7 @@ def names(run: Path) -> set[str]:
 
 @pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, 3), (errno.EROFS, 2), (errno.EIO, 4)])
 def test_what_the_storage_refuses_at_any_call_costs_that_save(tmp_path: Path, number: int, code: int) -> None:
-    writers, calls = made(tmp_path, keep=1000), []
+    writers, calls = new_writers(tmp_path, keep=1000), []
     assert writers.save(1)["event"] == "committed"
     with intercept_calls(lambda k, name, arguments: calls.append(name), WRITES):
         writers.save(2)
@@ -66,7 +66,7 @@ def test_what_the_storage_refuses_at_any_call_costs_that_save(tmp_path: Path, nu
 
 
 def test_writers_of_several_ranks_meet_in_the_folder(tmp_path: Path) -> None:
-    writers = made(tmp_path, 3)
+    writers = new_writers(tmp_path, 3)
     assert writers.save(5)["event"] == "committed" and newest(tmp_path) == 5
     manifest = read_manifest(tmp_path / "checkpoints" / step_name(5))
     assert manifest.world_size == 3
@@ -77,7 +77,7 @@ def test_writers_of_several_ranks_meet_in_the_folder(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_fails_ends_the_save_for_all(tmp_path: Path) -> None:
-    writers = made(tmp_path, 3)
+    writers = new_writers(tmp_path, 3)
     writers.save(1)
     save = writers.stage(2)
     writers.arenas[2].begin_snapshot()  # as if this rank's writer had been stopped and the next snapshot had begun
@@ -91,7 +91,7 @@ def test_a_rank_that_fails_ends_the_save_for_all(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_never_reports_ends_the_save_at_the_deadline(tmp_path: Path) -> None:
-    writers = made(tmp_path, 2, peer_seconds=0.2)
+    writers = new_writers(tmp_path, 2, peer_seconds=0.2)
     writers.save(1)
     writers.writers[0].do(writers.stage(2))
     reply = writers.replies[0].last("failed")
@@ -103,7 +103,7 @@ def test_a_rank_that_never_reports_ends_the_save_at_the_deadline(tmp_path: Path)
 
 def test_a_discarded_attempt_is_reported_to_the_first_rank(tmp_path: Path) -> None:
     """What another writer does for one that was killed."""
-    writers = made(tmp_path, 2)
+    writers = new_writers(tmp_path, 2)
     save = writers.stage(2)
     first = threading.Thread(target=writers.writers[0].do, args=(save,))
     first.start()
@@ -116,9 +116,9 @@ def test_a_discarded_attempt_is_reported_to_the_first_rank(tmp_path: Path) -> No
 
 
 def test_a_writer_of_an_earlier_start_commits_and_deletes_nothing(tmp_path: Path) -> None:
-    old = made(tmp_path, keep=1)
+    old = new_writers(tmp_path, keep=1)
     old.save(1)
-    new = made(tmp_path, keep=2)
+    new = new_writers(tmp_path, keep=2)
     new.save(2)
     reply = old.save(3)
     assert reply["lease_lost"] and "was taken over by process" in reply["message"]
@@ -126,7 +126,7 @@ def test_a_writer_of_an_earlier_start_commits_and_deletes_nothing(tmp_path: Path
 
 
 def test_commands_survive_their_lines(tmp_path: Path) -> None:
-    save = made(tmp_path).stage(7)
+    save = new_writers(tmp_path).stage(7)
     assert decode(encode(save)) == save and b"\n" not in encode(save)[:-1]
 
 
@@ -138,7 +138,7 @@ def test_the_writer_imports_no_torch() -> None:
 
 def test_a_start_waits_for_a_writer_that_outlived_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it commits is what the new start continues from."""
-    writers = made(tmp_path, keep=5)
+    writers = new_writers(tmp_path, keep=5)
     writers.save(1)
     inside, go_on = threading.Event(), threading.Event()
     real = writing.write_blocks
@@ -163,7 +163,7 @@ def test_a_start_waits_for_a_writer_that_outlived_its_job(tmp_path: Path, monkey
 
 
 def test_a_start_does_not_wait_for_a_writer_that_makes_no_progress(tmp_path: Path) -> None:
-    writers = made(tmp_path)
+    writers = new_writers(tmp_path)
     attempt = writers.writers[0]._attempt(writers.writers[0]._setup, writers.stage(2))  # type: ignore[arg-type]
     attempt.create()
     with attempt.locked():
@@ -178,7 +178,7 @@ def test_host_memory_that_changes_while_it_is_written_is_never_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
     """The digest is of what was staged; what is on the disk differs, so the step before is loaded."""
-    writers = made(tmp_path, ranks, keep=5)
+    writers = new_writers(tmp_path, ranks, keep=5)
     writers.save(1)
     real = block_file._write_at
 

@@ -33,8 +33,8 @@ def test_quick_tests_combine_axes_two_and_three_at_a_time() -> None:
     assert len([names for names in together if len(names) >= 3]) >= 6
 
 
-@pytest.mark.parametrize("row", table(PAGE, "asked"), ids=lambda row: codes(row["asked"])[0])
-def test_refused_values_are_refused_before_the_start(row: dict[str, str]) -> None:
+@pytest.mark.parametrize("refusal", table(PAGE, "asked"), ids=lambda refusal: codes(refusal["asked"])[0])
+def test_a_listed_refusal_is_raised_before_the_start(refusal: dict[str, str]) -> None:
     training_plan(load_run(None, [*BASE, "plan.pipeline=2"]), print)
     with pytest.raises(BadInput):
-        training_plan(load_run(None, [*BASE, *codes(row["asked"])[0].split()]), print)
+        training_plan(load_run(None, [*BASE, *codes(refusal["asked"])[0].split()]), print)

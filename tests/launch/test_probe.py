@@ -19,7 +19,7 @@ from meshwright.spec.plan import BatchPlan, MeshAxis, Plan, Predicted, ScheduleP
 PREDICTED = Predicted(memory_peak_bytes=10**9, step_seconds=1.0, low_seconds=0.9, high_seconds=1.1)
 
 
-def made(axis: str, size: int = 2, micro_batch: int = 1) -> Plan:
+def probed_plan(axis: str, size: int = 2, micro_batch: int = 1) -> Plan:
     batch = BatchPlan(
         global_batch=8, micro_batch=micro_batch, accumulate=8 // micro_batch // (1 if axis == "pipeline" else size)
     )
@@ -45,12 +45,12 @@ def ran(plan: Plan, seconds: float) -> Probe:
 
 
 ANSWER = Answer(
-    Candidate(made("shard")),
+    Candidate(probed_plan("shard")),
     (
-        Candidate(made("shard", micro_batch=2)),
-        Candidate(made("replicate"), simulated=False),
-        Candidate(made("pipeline")),
-        Candidate(made("shard", micro_batch=4)),
+        Candidate(probed_plan("shard", micro_batch=2)),
+        Candidate(probed_plan("replicate"), simulated=False),
+        Candidate(probed_plan("pipeline")),
+        Candidate(probed_plan("shard", micro_batch=4)),
     ),
     9,
     0.1,
@@ -59,15 +59,20 @@ ANSWER = Answer(
 
 def test_the_best_comes_first_then_other_kinds_then_the_next() -> None:
     plans = [one.plan for one in leading(ANSWER, 4)]
-    assert plans == [made("shard"), made("pipeline"), made("shard", micro_batch=2), made("shard", micro_batch=4)]
+    assert plans == [
+        probed_plan("shard"),
+        probed_plan("pipeline"),
+        probed_plan("shard", micro_batch=2),
+        probed_plan("shard", micro_batch=4),
+    ]
     assert [one.plan for one in leading(ANSWER, 2)] == plans[:2]
 
 
 def test_the_fastest_measured_is_taken_and_says_so() -> None:
     probes = [
-        ran(made("shard"), 1.3),
-        ran(made("pipeline"), 1.2),
-        Probe(made("shard", micro_batch=2), ended="out of memory"),
+        ran(probed_plan("shard"), 1.3),
+        ran(probed_plan("pipeline"), 1.2),
+        Probe(probed_plan("shard", micro_batch=2), ended="out of memory"),
     ]
     found = with_fastest_probe(ANSWER, probes)
     assert found.best.plan.axis_size("pipeline") == 2
@@ -76,7 +81,7 @@ def test_the_fastest_measured_is_taken_and_says_so() -> None:
     )
     assert [one.plan for one in found.others] == [
         ANSWER.best.plan,
-        *(one.plan for one in ANSWER.others if one.plan != made("pipeline")),
+        *(one.plan for one in ANSWER.others if one.plan != probed_plan("pipeline")),
     ]
     assert probes[0].error == pytest.approx(0.3)
 
@@ -84,7 +89,8 @@ def test_the_fastest_measured_is_taken_and_says_so() -> None:
 def test_no_plan_ran() -> None:
     with pytest.raises(OutOfResources, match="no probe ran: out of memory"):
         with_fastest_probe(
-            ANSWER, [Probe(made("shard"), ended="out of memory"), Probe(made("pipeline"), ended="out of memory")]
+            ANSWER,
+            [Probe(probed_plan("shard"), ended="out of memory"), Probe(probed_plan("pipeline"), ended="out of memory")],
         )
 
 

@@ -15,7 +15,7 @@ TRAIN = TrainSpec(steps=4, global_batch=4, seq_len=8)
 AWAY = ("embed.weight", "layers.0.mlp.down.weight")
 
 
-def made(seed: int, *, releases: bool = True) -> tuple[Decoder, AdamW]:
+def model_and_optimizer(seed: int, *, releases: bool = True) -> tuple[Decoder, AdamW]:
     """A model, of which two parameters are stepped in host memory, and their master weights kept there too if it `releases` them."""
     torch.manual_seed(seed)
     model = Decoder(LLAMA)
@@ -34,7 +34,7 @@ def step(model: Decoder, optimizer: AdamW) -> None:
 
 
 def test_every_weight_and_moment_is_listed_with_the_memory_it_is_in() -> None:
-    model, optimizer = made(0)
+    model, optimizer = model_and_optimizer(0)
     before = {parts.name: parts.memory for parts in optimizer.state()}
     optimizer.release_master_weights()
     state = {parts.name: parts for parts in optimizer.state()}
@@ -51,7 +51,10 @@ def test_every_weight_and_moment_is_listed_with_the_memory_it_is_in() -> None:
 
 def test_state_that_is_copied_from_one_optimizer_to_another_is_stepped_alike() -> None:
     for releases in (True, False):
-        (model, optimizer), (other, restored) = made(0, releases=releases), made(1, releases=releases)
+        (model, optimizer), (other, restored) = (
+            model_and_optimizer(0, releases=releases),
+            model_and_optimizer(1, releases=releases),
+        )
         optimizer.release_master_weights()
         restored.release_master_weights()
         step(model, optimizer)

@@ -14,7 +14,7 @@ KEPT, AGAIN = LayerStrategy(reshard=False), LayerStrategy(reshard=True)
 WHOLE = LayerStrategy(reshard=False, gradients="whole")
 
 
-def made(schedule: ScheduleName = "1f1b", layers: tuple[LayerStrategy, ...] = (AGAIN,), **mesh: int) -> Plan:
+def plan_on(schedule: ScheduleName = "1f1b", layers: tuple[LayerStrategy, ...] = (AGAIN,), **mesh: int) -> Plan:
     axes = tuple(MeshAxis(axis=axis, size=size) for axis, size in mesh.items())  # type: ignore[arg-type]
     batch = BatchPlan(global_batch=1024, micro_batch=2, accumulate=8)
     return Plan(mesh=axes, batch=batch, schedule=SchedulePlan(name=schedule), layers=layers)
@@ -23,20 +23,20 @@ def made(schedule: ScheduleName = "1f1b", layers: tuple[LayerStrategy, ...] = (A
 @pytest.mark.parametrize(
     ("plan", "name"),
     [
-        (made(), "one device"),
-        (made(shard=1), "one device"),
-        (made(shard=8), "FSDP8 (ZeRO-3)"),
-        (made(shard=8, layers=(KEPT,)), "FSDP8 (ZeRO-2)"),
-        (made(shard=8, layers=(WHOLE,)), "FSDP8 (ZeRO-1)"),
-        (made(shard=8, layers=(AGAIN, KEPT)), "FSDP8 (ZeRO-2 and 3)"),
-        (made(replicate=8, shard=1), "DDP8"),
-        (made(replicate=2, shard=4), "HSDP 2×4 (ZeRO-3)"),
-        (made("zbv", pipeline=2, shard=4), "PP2 × FSDP4 (ZeRO-3), zero-bubble V (zbv)"),
-        (made(replicate=2, pipeline=4, shard=8, tensor=2), "HSDP 2×8 (ZeRO-3) × PP4 × TP2, 1F1B"),
-        (made(shard=1, context_ring=4), "CP4 (ring, ZeRO-3)"),
-        (made(replicate=2, context_ring=2, context_ulysses=2), "DDP2 × CP2 (ring, ZeRO-3) × CP2 (Ulysses)"),
-        (made(shard=2, context_ring=2, context_ulysses=4), "FSDP2 (ZeRO-3) × CP2 (ring) × CP4 (Ulysses)"),
-        (made("breadth_first", shard=4), "FSDP4 (ZeRO-3), layered accumulation (breadth_first)"),
+        (plan_on(), "one device"),
+        (plan_on(shard=1), "one device"),
+        (plan_on(shard=8), "FSDP8 (ZeRO-3)"),
+        (plan_on(shard=8, layers=(KEPT,)), "FSDP8 (ZeRO-2)"),
+        (plan_on(shard=8, layers=(WHOLE,)), "FSDP8 (ZeRO-1)"),
+        (plan_on(shard=8, layers=(AGAIN, KEPT)), "FSDP8 (ZeRO-2 and 3)"),
+        (plan_on(replicate=8, shard=1), "DDP8"),
+        (plan_on(replicate=2, shard=4), "HSDP 2×4 (ZeRO-3)"),
+        (plan_on("zbv", pipeline=2, shard=4), "PP2 × FSDP4 (ZeRO-3), zero-bubble V (zbv)"),
+        (plan_on(replicate=2, pipeline=4, shard=8, tensor=2), "HSDP 2×8 (ZeRO-3) × PP4 × TP2, 1F1B"),
+        (plan_on(shard=1, context_ring=4), "CP4 (ring, ZeRO-3)"),
+        (plan_on(replicate=2, context_ring=2, context_ulysses=2), "DDP2 × CP2 (ring, ZeRO-3) × CP2 (Ulysses)"),
+        (plan_on(shard=2, context_ring=2, context_ulysses=4), "FSDP2 (ZeRO-3) × CP2 (ring) × CP4 (Ulysses)"),
+        (plan_on("breadth_first", shard=4), "FSDP4 (ZeRO-3), layered accumulation (breadth_first)"),
     ],
 )
 def test_the_name_is_that_of_papers(plan: Plan, name: str) -> None:
@@ -44,7 +44,7 @@ def test_the_name_is_that_of_papers(plan: Plan, name: str) -> None:
 
 
 def test_experts_on_several_ranks_are_named() -> None:
-    plan = made(shard=16)
+    plan = plan_on(shard=16)
     for expert, said in ((8, ", EP8"), (1, "")):
         mixture = replace(plan, experts=ExpertPlan(expert=expert, expert_shard=16 // expert))
         assert plan_name(mixture) == f"FSDP16 (ZeRO-3){said}, micro-batch 2"

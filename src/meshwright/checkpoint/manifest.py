@@ -77,7 +77,7 @@ class Manifest:
     parent: int | None = None
     """Step of the checkpoint that the writing start continued from; None for a run's first start and in older manifests."""
     finite: bool | None = None
-    """Whether every floating-point value is finite; None where nobody looked."""
+    """Whether the step's loss and gradient norm were finite; None where no training step was checked."""
     seconds: dict[str, float] | None = None
     """Duration of the save by phase (`staging`, `writing`, `commit`); None in older manifests."""
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,7 @@ def main() -> None:
         sys.stdout.flush()
 
 
-def _newest_lines() -> Any:
+def _newest_lines() -> Iterator[Path]:
     """The paths on stdin; when several are there, the newest alone."""
     newest: list[Path] = []
     arrived, ended = threading.Condition(), threading.Event()

@@ -23,7 +23,7 @@ PART_BYTES = 64 << 20
 ANSWER_SECONDS = 30.0
 """A store that does not answer for so long counts as failed; the request is tried again."""
 LONGEST_PAUSE = 30.0
-_PERMANENT = (FileNotFoundError, PermissionError, ImportError, TypeError, ValueError, NotImplementedError)
+_PERMANENT = (PermissionError, ImportError, TypeError, ValueError, NotImplementedError)
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
 
 
@@ -105,7 +105,7 @@ class ObjectStore:
             try:
                 return work()
             except FileNotFoundError:
-                raise
+                raise  # an answer of the store, which callers read
             except Exception as error:
                 reason = f"{self.url}: {doing}: {type(error).__name__}: {str(error)[:300]}"
                 if isinstance(error, _PERMANENT):

@@ -297,6 +297,7 @@ class Saver:
         self._began = step
         state = run_state(step, session.run.train, session.tokens, session.data.record())
         with session.recorder.span("checkpoint"):
+            # Every step was read before: `check_finite` ends a run whose loss or gradient norm is not finite.
             saved = session.store.save(step, session.state(), state, _texts(session), parent=self._parent, finite=True)
             session.store.retain(session.run.checkpoint.keep)
         self._reported = step

@@ -79,9 +79,9 @@ def compute_answer(job: SpreadJob, world: World) -> Answer:
     load_initial(engine.weights, job.model, job.weights)
     tokens = measured = None
 
-    def progress(made: int, end: str = "") -> None:
+    def progress(generated_tokens: int, end: str = "") -> None:
         if world.leads and sys.stderr.isatty() and job.continuation:
-            sys.stderr.write(f"\r{made} of {job.continuation.sampling.tokens} tokens{end}")
+            sys.stderr.write(f"\r{generated_tokens} of {job.continuation.sampling.tokens} tokens{end}")
             sys.stderr.flush()
 
     if job.continuation:
