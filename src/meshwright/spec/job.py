@@ -141,11 +141,11 @@ class SupervisionSpec:
     restarts: NotNegative = 3
     """Restarts without a new checkpoint between them before the run ends; 0 ends it at the first failure."""
     on_repeated_failure: Literal["stop", "skip_data"] = "stop"
-    """After the same failure at the same step twice: stop with exit code 7 if the older checkpoint does not help either, or leave
-    out the samples of that step."""
+    """After the same failure at the same step twice: stop with exit code 7, or leave out the samples of that step.
+    Before it stops, the run tries the older checkpoint once."""
     hang_seconds: Annotated[float, Bound(more_than=0)] | None = None
     """Seconds without progress that count as a hang, if 3 steps and 5 s take less; none takes 30 on GPUs and 5 on `cpu`."""
     spares: NotNegative = 0
     """Hosts beside `cluster.nodes` that wait to replace a host."""
     wait_seconds: Annotated[float, Bound(at_least=0)] | None = None
-    """Seconds to wait for the replacement of a lost host before the run continues on the remaining hosts; none waits without end."""
+    """Seconds to wait for a lost host or its replacement before the run continues on the remaining hosts; none waits on."""
