@@ -93,7 +93,7 @@ def _populate(part: Tensor) -> None:
 
 
 class CopySequence:
-    """The copies of a snapshot from one memory (a device's or the host's) into the arena, by groups in the order of the update."""
+    """The copies of a snapshot from one memory (device or host) into the arena, by groups in the order of the update."""
 
     def __init__(self, groups: int) -> None:
         self.copies: list[list[Copy]] = [[] for _ in range(groups)]

@@ -1,4 +1,4 @@
-"""Which part of a snapshot is first copied within device memory, so that the next update does not wait for the link to the host.
+"""The part of a snapshot that is first copied within device memory, so that the next update waits less.
 
 The update runs in groups of parameters, and each group waits for the copy of its state. A copy within device memory takes a hundredth of
 the time of a copy to the host. Copied so are the groups that are updated first: their state then reaches the host last, from the buffer.
@@ -13,8 +13,10 @@ SNAPSHOT_GROUPS = 32
 """Most groups of parameters between which an update waits for copies of a snapshot; each group needs one launch."""
 NEGLIGIBLE_SECONDS = 1e-6
 STATE_BYTES, UPDATE_BYTES = 12, 28
-"""Of one parameter: master weight and two moments in fp32; and the memory traffic of its update, which reads and writes them and reads
-its gradient."""
+"""Of one parameter: the state, a master weight and two moments in fp32, and the memory traffic of its update.
+
+The update reads and writes the state and reads the gradient.
+"""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def plan_device_copies(
 
 
 def _stall(group_bytes: Sequence[float], first: int, copy_seconds: float, times: StepTimes) -> float:
-    """Seconds that an update waits if the groups from `first` on are copied to the host in its order and it waits for no other."""
+    """Seconds that an update waits for copies to the host if only the groups from `first` on are copied, in its order."""
     total, copied, updated, stall = sum(group_bytes), 0.0, 0.0, 0.0
     for number, count in enumerate(group_bytes):
         if number >= first and total:
