@@ -16,13 +16,11 @@ from torch import nn
 from meshwright.optim.fused import MOMENTS, Coefficients, StepInputs, count_updates, new_count, update
 from meshwright.optim.host import MASTER, HostAdamW, Release, SpanFactory
 from meshwright.optim.shards import local
+from meshwright.policies.snapshot_copies import SNAPSHOT_GROUPS
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.state.parts import StateParts, moment_name, weight_name
 from meshwright.state.snapshot import SnapshotCopies
-
-SNAPSHOT_GROUPS = 32
-"""Number of groups of parameters between which a step waits for copies of a snapshot; each group needs one launch."""
 
 
 class AdamW:

@@ -8,18 +8,15 @@ from dataclasses import dataclass
 from meshwright.costs.machine_rates import machine_of
 from meshwright.costs.offload_costs import host_rate
 from meshwright.costs.plan_costs import as_nodes, number, products
-from meshwright.planner.candidate import host_budget
+from meshwright.planner.candidate import host_budget, memory_budget, peak_bytes
 from meshwright.policies.checkpoint_times import auto_interval
+from meshwright.policies.snapshot_copies import SNAPSHOT_GROUPS, STATE_BYTES, StepTimes, plan_device_copies
 from meshwright.simulator.step_simulation import host_bytes
 from meshwright.spec.job import ASYNC_BYTES, CheckpointSpec
 from meshwright.spec.model import parameter_count
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
 
-STATE_BYTES = 12
-"""Of one parameter in a checkpoint: master weight and two moments in fp32."""
-UPDATE_BYTES = 28
-"""Memory traffic of the update of one parameter: its state is read and written, its gradient is read."""
 HOST_COPY_RATE = 10e9
 """Bytes a second that one rank copies from host memory to host memory: a guess."""
 WRITE_RATE = 2e9
@@ -45,8 +42,10 @@ class CheckpointCost:
     """Host memory of one host that snapshots take."""
     copy_seconds: float | None = None
     """Copy of a rank's state to host memory."""
+    device_copy_bytes: int | None = None
+    """Part of a rank's state that is first copied within device memory, so that the next update does not wait for it."""
     stall_seconds: float | None = None
-    """Part of the copy that forward and backward of the next step do not hide."""
+    """How long the update of the next step waits for copies."""
     cost_seconds: float | None = None
     """What a save costs training: the stall, and slower steps while it is copied and written."""
     interval_seconds: float | None = None
@@ -71,19 +70,22 @@ def checkpoint_cost(run: RunSpec, plan: Plan, step_seconds: float | None = None)
     if reason:
         return CheckpointCost(whole, False, reason, 0, interval_seconds=interval)
     in_host = any(layer.offload != "none" for layer in plan.layers)
-    copy = stall = cost = None
+    copy = stall = cost = device_copies = None
     if step is not None and not cluster.is_cpu:
         machine = machine_of(cluster, products(plan.precision, cluster))
         copy = rank_bytes / (HOST_COPY_RATE if in_host else number(host_rate(machine)))
-        update = whole / STATE_BYTES / plan.ranks * UPDATE_BYTES / number(machine.hbm)
-        stall = max(0.0, copy - (step - update))
+        times = StepTimes.of_step(step, rank_bytes, number(machine.hbm), rank_bytes / copy)
+        room = 0 if in_host else max(0, (memory_budget(run) or 0) - peak_bytes(plan))
+        device_copies = plan_device_copies([rank_bytes / SNAPSHOT_GROUPS] * SNAPSHOT_GROUPS, times, room)
+        stall = device_copies.stall_seconds
         save = copy + rank_bytes / WRITE_RATE
         cost = stall + SLOWDOWN * save
         if spec.every == "auto":
             interval = auto_interval(cost, save, cluster.nodes, cluster.host_mtbf_hours)
     bandwidth = whole / interval if interval else None
     snapshots = int(rank_bytes * cluster.gpus_per_node)
-    return CheckpointCost(whole, True, "", snapshots, copy, stall, cost, interval, bandwidth)
+    copied = None if device_copies is None else device_copies.bytes
+    return CheckpointCost(whole, True, "", snapshots, copy, copied, stall, cost, interval, bandwidth)
 
 
 def checkpoint_sentences(run: RunSpec, cost: CheckpointCost) -> Iterator[str]:
@@ -98,7 +100,12 @@ def checkpoint_sentences(run: RunSpec, cost: CheckpointCost) -> Iterator[str]:
             if cost.stall_seconds
             else "hidden by the next forward and backward"
         )
-        yield f"the copy of a rank's state to host memory takes {cost.copy_seconds:.2f} s, {hidden}"
+        first = (
+            f", {_gigabytes(cost.device_copy_bytes)} of it from a copy in device memory"
+            if cost.device_copy_bytes
+            else ""
+        )
+        yield f"the copy of a rank's state to host memory takes {cost.copy_seconds:.2f} s{first}, {hidden}"
     if run.checkpoint.every == "auto" and cost.interval_seconds is not None and cost.cost_seconds is not None:
         yield (
             f"checkpoint.every auto: {cost.interval_seconds:,.0f} s between two, the Young-Daly interval √(2 · cost · MTBF) within 1 and "

@@ -14,10 +14,14 @@ from meshwright.checkpoint.manifest import step_name
 from meshwright.checkpoint.mirror_process import MirrorUploader
 from meshwright.checkpoint.ranks import Ranks
 from meshwright.checkpoint.state import encode_plain
+from meshwright.costs.machine_rates import machine_of
+from meshwright.costs.offload_costs import host_rate
+from meshwright.costs.plan_costs import as_nodes, number, products
 from meshwright.durable.lease import LeaseLost
 from meshwright.policies.checkpoint_times import auto_interval, due_after_step, due_by_clock
+from meshwright.policies.snapshot_copies import StepTimes
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.errors import MeshwrightError, OutOfResources
+from meshwright.spec.errors import BadInput, MeshwrightError, OutOfResources
 from meshwright.spec.job import ASYNC_BYTES, AUTO_SECONDS, CheckpointSpec
 from meshwright.training.reporting import Reporter
 from meshwright.training.run_state import run_state
@@ -72,6 +76,11 @@ class SaveCost:
         if len(self._free) < FEWEST_STEPS:
             return None
         return max(0.0, sum(beside) - len(beside) * statistics.median(self._free))
+
+    @property
+    def step_seconds(self) -> float | None:
+        """The median step without a save in flight; None where too few steps were measured."""
+        return statistics.median(self._free) if len(self._free) >= FEWEST_STEPS else None
 
 
 class Saver:
@@ -233,9 +242,21 @@ class Saver:
     def _begin(self, background: BackgroundSaver, step: int, *, urgent: bool = False) -> bool:
         self.report()
         self._began = step
-        self._session.optimizer.protect(background.begin(step, urgent=urgent))
+        times = None if urgent else self._step_times(background)
+        self._session.optimizer.protect(background.begin(step, urgent=urgent, times=times))
         self._describe()
         return True
+
+    def _step_times(self, background: BackgroundSaver) -> StepTimes | None:
+        """The times of a step without a save; None on a CPU, on a device whose rates are not known, and before they are measured."""
+        seconds, cluster = self._cost.step_seconds, as_nodes(self._session.run.cluster)
+        if seconds is None or cluster.is_cpu:
+            return None
+        try:
+            machine = machine_of(cluster, products(self._session.plan.precision, cluster))
+        except BadInput:
+            return None
+        return StepTimes.of_step(seconds, background.layout.bytes, number(machine.hbm), number(host_rate(machine)))
 
     def _describe(self) -> None:
         """Give the background save that began its plain files, once the step's tokens are known."""
