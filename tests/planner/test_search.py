@@ -136,7 +136,7 @@ def test_a_refusal_never_names_less_than_nothing(monkeypatch: pytest.MonkeyPatch
     result = search(question, trainable=True).best.plan
     assert fits(question, result, memory_budget(question, None))
     tight = replace(question, cluster=replace(question.cluster, memory_gib=4))
-    with pytest.raises(OutOfResources, match=r"a rank needs [\d.]+ GB, [\d.]+ GB over the 3.9 that may be used"):
+    with pytest.raises(OutOfResources, match=r"a rank needs [\d.]+ GB, [\d.]+ GB more than the usable 3.9 GB"):
         search(tight, trainable=True)
 
 
