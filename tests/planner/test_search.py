@@ -114,7 +114,7 @@ def test_impossible_pins_are_refused(pins: PlanPins) -> None:
 
 
 def test_nothing_fits_names_the_largest_kinds() -> None:
-    with pytest.raises(OutOfResources, match=r"rank( \d+)? needs .* GB over"):
+    with pytest.raises(OutOfResources, match=r"rank( \d+)? needs .* GB more"):
         search(run("llama3-405b"))
 
 

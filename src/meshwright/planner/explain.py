@@ -232,7 +232,8 @@ def _memory_limits(run: RunSpec, plan: Plan, predicted: Predicted) -> list[Limit
         assert roomy_prediction is not None and roomy_prediction.step_seconds is not None
         seconds_saved = predicted.step_seconds - roomy_prediction.step_seconds
         if seconds_saved > 0:
-            text = f"memory: {cost_text} {_seconds_and_share(seconds_saved, predicted.step_seconds)}; {without_text} {shortfall(run, roomy)}"
+            saved_text = _seconds_and_share(seconds_saved, predicted.step_seconds)
+            text = f"memory: {cost_text} {saved_text}; {without_text} {shortfall(run, roomy)}"
             limits_found.append(Limit("memory", seconds_saved, text))
     return limits_found
 
