@@ -18,13 +18,8 @@ from typing import Any
 
 import torch
 
-<<<<<<< Updated upstream
-from meshwright.checkpoint.arena import Arena, available_host_memory
-from meshwright.checkpoint.layout import plan_layout
-=======
 from meshwright.checkpoint.arena import Arena, allocated_bytes, available_host_memory
-from meshwright.checkpoint.layout import FileLayout, plan_layout
->>>>>>> Stashed changes
+from meshwright.checkpoint.layout import plan_layout
 from meshwright.checkpoint.ranks import Ranks
 from meshwright.checkpoint.staging import Copies, Stager, StagingBuffer
 from meshwright.checkpoint.writer import Save, Setup, encoded_contents
@@ -321,12 +316,8 @@ def memory_obstacle(rank_bytes: int, ranks: Ranks, local_ranks: int) -> str | No
     """
 
     def look() -> tuple[int, int]:
-<<<<<<< Updated upstream
-        return rank_bytes * local_ranks, int(available_host_memory() * (1 - RESERVED_SHARE))
-=======
-        missing = max(0, layout.bytes - allocated_bytes())
+        missing = max(0, rank_bytes - allocated_bytes())
         return missing * local_ranks, int(available_host_memory() * (1 - RESERVED_SHARE))
->>>>>>> Stashed changes
 
     for need, available in ranks.together("planning checkpoints", look):
         if need > available:
