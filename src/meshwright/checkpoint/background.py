@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.arena import Arena, available_host_memory
-from meshwright.checkpoint.layout import FileLayout, plan_layout
+from meshwright.checkpoint.arena import Arena, allocated_bytes, available_host_memory
+from meshwright.checkpoint.layout import plan_layout
 from meshwright.checkpoint.ranks import Ranks
 from meshwright.checkpoint.staging import Copies, Stager, StagingBuffer
 from meshwright.checkpoint.writer import Save, Setup, encoded_contents
@@ -30,6 +30,7 @@ from meshwright.spec.failures import as_meshwright_error
 from meshwright.spec.job import ASYNC_BYTES
 from meshwright.spec.run import Lease
 from meshwright.state.parts import StateParts
+from meshwright.state.snapshot import HostState
 
 RESERVED_SHARE = 0.1
 """Part of the available host memory that arenas leave free."""
@@ -37,6 +38,8 @@ SLOWEST_RATE = 50e6
 """Bytes a second of the slowest storage on which a flush is waited for."""
 PREPARE_SECONDS = 120.0
 """How long the first save waits for the arena."""
+SAVES_PER_START = 1 << 20
+"""Numbers of saves that each start of the ranks under one lease has for itself."""
 DEVICE_RESERVE = 0.09
 """Part of a device's memory that stays free beside buffers of snapshots, as beside a plan."""
 
@@ -61,14 +64,15 @@ class SaveResult:
 class RankState:
     """A rank's tensors, whose memory stays where it is, and how its optimizer updates them.
 
-    `groups` are parameters in the order of their update, `parameter_of` names the parameter of each tensor, and
-    `host_state_is_written` returns when an update's results are in host memory.
+    `groups` are parameters in the order of their update, and `parameter_of` names the parameter of each tensor. `host_state` returns the
+    state in host memory after the updates so far, if there is some. After `allocate_second_buffers` updates do not wait for its copies.
     """
 
     tensors: Mapping[str, StateParts]
     groups: Sequence[Sequence[str]]
     parameter_of: Mapping[str, str]
-    host_state_is_written: Callable[[], object]
+    host_state: Callable[[], HostState | None] = lambda: None
+    allocate_second_buffers: Callable[[], object] = lambda: None
 
 
 class BackgroundSaver:
@@ -85,11 +89,15 @@ class BackgroundSaver:
         keep: int,
         local_ranks: int,
         parent: int | None = None,
+        start: int = 1,
         kept_open: Sequence[int] = (),
         warm_up: Callable[[], object] = lambda: None,
         **limits: float,
     ) -> None:
-        """`kept_open` and the time `limits` are those of `WriterProcess`; `warm_up` is called when all else is prepared."""
+        """`start` counts the starts of the ranks under the lease, from 1.
+
+        `kept_open` and the time `limits` are those of `WriterProcess`; `warm_up` is called when all else is prepared.
+        """
         self._ranks, self._state, self._device, self._lease = ranks, state, device, lease
         self.layout = plan_layout(ranks, state.tensors)
         self._setup = Setup(
@@ -107,12 +115,14 @@ class BackgroundSaver:
         self._kept_open, self._warm_up = kept_open, warm_up
         # A flush of the whole file shows no progress until it ends.
         self._limits = {"stalled_seconds": STALLED_SECONDS + self.layout.bytes / SLOWEST_RATE} | limits
+        self.second_buffers = False
+        """Whether `prepare` allocates the optimizer's second buffers in host memory."""
         self._arena: Arena | None = None
         self.stager: Stager | None = None
         self.writer: WriterProcess | None = None
         self._prepared: threading.Thread | None = None
         self._failure: Exception | None = None
-        self._saves = 0
+        self._saves = (start - 1) * SAVES_PER_START
         self._current: _SaveInFlight | None = None
 
     def prepare(self) -> None:
@@ -163,7 +173,7 @@ class BackgroundSaver:
             self._fit_device_copies(self.stager, times)
         self._saves += 1
         generation = self._arena.begin_snapshot()
-        copies = self.stager.start(self._state.host_state_is_written)
+        copies = self.stager.start(self._state.host_state())
         # The part behind the hyphen must be unique too: it names what is set aside.
         attempt = f"{self._lease.epoch}-{self._lease.epoch:x}{self._saves:08x}"
         save = Save(step=step, attempt=attempt, generation=generation, staging_seconds=0.0, urgent=urgent)
@@ -220,8 +230,16 @@ class BackgroundSaver:
             self.writer = WriterProcess(self._arena, self._setup, kept_open=self._kept_open, **self._limits)
             self.writer.start()
             self._warm_up()
+            if self.second_buffers:
+                self._allocate_second_buffers()
         except Exception as error:
             self._failure = error
+
+    def _allocate_second_buffers(self) -> None:
+        try:
+            self._state.allocate_second_buffers()
+        except OutOfResources as error:
+            log.warning("%s; updates wait for copies of snapshots", error)
 
 
 class _SaveInFlight:
@@ -291,11 +309,15 @@ class _SaveInFlight:
         )
 
 
-def memory_obstacle(layout: FileLayout, ranks: Ranks, local_ranks: int) -> str | None:
-    """Why the hosts' memory does not hold the arenas, or None where it does. Collective over `ranks`; the same answer on all."""
+def memory_obstacle(rank_bytes: int, ranks: Ranks, local_ranks: int) -> str | None:
+    """Why the hosts' memory does not hold `rank_bytes` for each rank, or None where it does.
+
+    Collective over `ranks`; the same answer on all.
+    """
 
     def look() -> tuple[int, int]:
-        return layout.bytes * local_ranks, int(available_host_memory() * (1 - RESERVED_SHARE))
+        missing = max(0, rank_bytes - allocated_bytes())
+        return missing * local_ranks, int(available_host_memory() * (1 - RESERVED_SHARE))
 
     for need, available in ranks.together("planning checkpoints", look):
         if need > available:

@@ -20,13 +20,10 @@ from torch import Tensor
 
 from meshwright.checkpoint.arena import DATA_OFFSET, Arena
 from meshwright.checkpoint.layout import FileLayout
+from meshwright.kernels.pinned import PIN_BYTES
 from meshwright.spec.errors import OutOfResources
+from meshwright.state.snapshot import HostState
 
-PIN_BYTES = 256 << 20
-"""Size of the parts in which the arena is page-locked, between which the main thread can call the driver.
-
-No copy crosses two parts.
-"""
 POPULATE_THREADS, POPULATE_BYTES, MADV_POPULATE_WRITE = 4, 32 << 20, 23
 """Threads that take pages from the host, bytes of one call, and the kernel's name for it (madvise(2), Linux 5.14)."""
 TABLE_BYTES, TABLES = tuple(1 << power for power in range(6, 14)), 64
@@ -167,11 +164,8 @@ class Stager:
         device = next((source.device for source in sources), None)
         self._stream = None if device is None else torch.cuda.Stream(device)
 
-    def start(self, host_state_is_written: Callable[[], object] = lambda: None) -> Copies:
-        """Start copies of the state as the work given to the device so far leaves it.
-
-        State in host memory is copied once `host_state_is_written` returns, which is called in another thread.
-        """
+    def start(self, host_state: HostState | None = None) -> Copies:
+        """Start copies of the state as the work given to the device so far leaves it, in host memory as `host_state` says."""
         copies = Copies(self.groups)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
@@ -181,17 +175,21 @@ class Stager:
                 copies.end_device_copies()
         if self.from_host:
             thread = threading.Thread(
-                target=self._copy_host_state, args=(copies, host_state_is_written), name="staging", daemon=True
+                target=self._copy_host_state, args=(copies, host_state), name="staging", daemon=True
             )
-            copies.begin_host_copies()
+            copies.begin_host_copies(number for number, group in enumerate(self.from_host.copies) if group)
             thread.start()
         return copies
 
     @torch.no_grad()
-    def _copy_host_state(self, copies: Copies, host_state_is_written: Callable[[], object]) -> None:
+    def _copy_host_state(self, copies: Copies, host_state: HostState | None) -> None:
+        def copy(target: Tensor, source: Tensor) -> None:
+            _copy(target, source if host_state is None else host_state.current(source))
+
         try:
-            host_state_is_written()
-            self.from_host.run(_copy, lambda number: copies.host_flags[number].set())
+            if host_state is not None:
+                host_state.wait()
+            self.from_host.run(copy, copies.release_host_group)
         except BaseException as error:
             copies.failure = error
         finally:
@@ -206,7 +204,7 @@ class Copies:
         self._group_of = {parameter: number for number, group in enumerate(groups) for parameter in group}
         self._device_events: dict[int, torch.cuda.Event] = {}
         self._device_span: list[torch.cuda.Event] = []
-        self.host_flags: dict[int, threading.Event] = {}
+        self._host_flags: dict[int, threading.Event] = {}
         self._host_end: threading.Event | None = None
         self.failure: BaseException | None = None
 
@@ -222,23 +220,28 @@ class Copies:
         """All copies from the device were given to the current stream."""
         self._device_span.append(_recorded_event())
 
-    def begin_host_copies(self) -> None:
-        """Copies of host memory follow."""
-        self.host_flags = {number: threading.Event() for number in range(len(self.groups))}
+    def begin_host_copies(self, groups: Iterable[int]) -> None:
+        """Copies of `groups`, which have state in host memory, follow."""
+        self._host_flags = {number: threading.Event() for number in groups}
         self._host_end = threading.Event()
+
+    def release_host_group(self, group: int) -> None:
+        """The state of `group` in host memory may change."""
+        if group in self._host_flags:
+            self._host_flags[group].set()
 
     def end_host_copies(self) -> None:
         """All copies of host memory have ended, or one has failed."""
-        for flag in self.host_flags.values():
+        for flag in self._host_flags.values():
             flag.set()
         assert self._host_end is not None
         self._host_end.set()
 
-    def wait(self, parameters: Iterable[str]) -> None:
+    def wait(self, parameters: Iterable[str], *, host: bool = True) -> None:
         """See `SnapshotCopies`."""
         for number in sorted({self._group_of[parameter] for parameter in parameters}):
-            if number in self.host_flags:
-                self.host_flags[number].wait()
+            if host and number in self._host_flags:
+                self._host_flags[number].wait()
             if number in self._device_events:
                 torch.cuda.current_stream().wait_event(self._device_events[number])
 

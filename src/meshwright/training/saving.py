@@ -117,8 +117,9 @@ class Saver:
             return cls(session, reporter, None)
         ranks, optimizer = Ranks(session.world.control), session.optimizer
         state = RankState(
-            session.state(), optimizer.snapshot_groups(), optimizer.parameter_of_state(), optimizer.finish_host_copies
-        )
+            session.state(), optimizer.snapshot_groups(), optimizer.parameter_of_state(), optimizer.host_state,
+            optimizer.allocate_second_buffers,
+        )  # fmt: skip
         largest = max(
             ranks.together("planning checkpoints", lambda: sum(parts.local.nbytes for parts in state.tensors.values()))
         )
@@ -128,9 +129,9 @@ class Saver:
         background = BackgroundSaver(
             session.store.folder, ranks, state, session.world.device, lease=session.lease, keep=spec.keep,
             local_ranks=session.world.environment.local_ranks, parent=session.step or None,
-            kept_open=reporter.channel_descriptors, warm_up=lambda: _texts(session),
+            start=session.attempt, kept_open=reporter.channel_descriptors, warm_up=lambda: _texts(session),
         )  # fmt: skip
-        obstacle = memory_obstacle(background.layout, ranks, session.world.environment.local_ranks)
+        obstacle = memory_obstacle(background.layout.bytes, ranks, session.world.environment.local_ranks)
         if obstacle is not None and spec.mode == "async":
             raise OutOfResources(
                 f"checkpoint.mode is async: {obstacle}; use more ranks or hosts, or set checkpoint.mode=auto"
@@ -138,6 +139,12 @@ class Saver:
         if obstacle is not None:
             reporter.say(f"checkpoints are written while training waits: {obstacle}")
             return cls(session, reporter, None)
+        if optimizer.host_bytes:
+            both = background.layout.bytes + optimizer.host_bytes
+            obstacle = memory_obstacle(both, ranks, session.world.environment.local_ranks)
+            background.second_buffers = obstacle is None
+            if obstacle is not None:
+                reporter.say(f"updates of state in host memory wait for copies of snapshots: {obstacle}")
         reporter.say(
             f"checkpoints are written beside training, from {background.layout.bytes / 1e9:.2f} GB of host memory a rank"
         )
