@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.checkpoint.verify import where_it_continues
+from meshwright.checkpoint.verify import describe_continuation
 from meshwright.events.messages import Message
 from meshwright.events.terminal import write_line
 from meshwright.launch.folder import folder_lock
@@ -64,11 +64,11 @@ def run_job(
         try:
             code = ranks.finish(folder / "logs", assignment=folder.absolute() / "assignment.json", listener=guard)
         except Interrupted as end:
-            raise Interrupted(f"{end}; {where_it_continues(folder)}") from None
+            raise Interrupted(f"{end}; {describe_continuation(folder)}") from None
         if guard.error is not None:
             raise guard.error
     if code == EXIT_COMMUNICATION:
-        write_line(f"meshwright: {where_it_continues(folder)}")
+        write_line(f"meshwright: {describe_continuation(folder)}")
     return code
 
 
