@@ -39,7 +39,7 @@ from torch.futures import Future
 
 from meshwright.checkpoint.contents import Chunk, Contents, TensorRecord
 from meshwright.checkpoint.dcp_parts import DCPParts
-from meshwright.checkpoint.files import FileRecord, room_for
+from meshwright.checkpoint.files import FileRecord, disk_space_error
 from meshwright.checkpoint.header import TensorHeader
 from meshwright.checkpoint.pieces import RankPiece, assign_writers
 from meshwright.checkpoint.shards import dtype_name, write_shard
@@ -101,7 +101,7 @@ class ShardWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Compare what all ranks will write with what the disk has free; the ranks are told through the plan."""
         need = sum(_volume(item) * _data(item).properties.dtype.itemsize for plan in plans for item in plan.items)
-        short = room_for(self.folder.parent, need)
+        short = disk_space_error(self.folder.parent, need)
         return [dataclasses.replace(plan, storage_data=short) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

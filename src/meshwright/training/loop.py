@@ -69,8 +69,10 @@ def train(session: Session, reporter: Reporter, stop: StopRequest) -> Trained:
             if figures.flags.stop:
                 _stop(session, figures.flags.stop, reporter, saver)
             if validates:
+                session.progress.begin("validate", step)
                 last = _validate(session, reporter)
             if saves:
+                session.progress.begin("save", step)
                 saver.save(step)
             if _due(run.train.gc_every, step):
                 gc.collect()
@@ -157,6 +159,7 @@ def _one_step(
     flag: Callable[[], int],
 ) -> None:
     recorder, rate = session.recorder, learning_rate(session.run.train, step)
+    session.progress.begin("train" if figures.flags.step else "compile", step)
     recorder.begin_step(step)
     with recorder.span("data"):
         micro_batches = next(loader)
@@ -209,6 +212,7 @@ def _validate(session: Session, reporter: Reporter) -> Evaluation | None:
 def _stop(session: Session, flag: int, reporter: Reporter, saver: Saver) -> None:
     """End the run after this step, on all ranks, with a checkpoint if the run writes any."""
     checkpoint, where = session.run.checkpoint, f"after step {session.step}"
+    session.progress.begin("save", session.step)
     if checkpoint.every or checkpoint.at_end:
         try:
             limit = checkpoint.grace_seconds if flag < INTERRUPT else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +13,8 @@ from meshwright.checkpoint.verify import list_checkpoints
 from meshwright.data.loader import DataSource, has_validation, open_data
 from meshwright.data.verification import ShardVerifier
 from meshwright.durable.writes import write_durable
+from meshwright.events.messages import Channel
+from meshwright.events.progress import ProgressPage, ProgressSender
 from meshwright.events.start import StartClock
 from meshwright.observe.environment import environment
 from meshwright.observe.recorder import DetailRecorder, StepRecorder
@@ -56,6 +58,12 @@ class Session:
     step: int = 0
     tokens: int = 0
     steps_before: int | None = None
+    progress: ProgressSender = field(default_factory=lambda: ProgressSender(ProgressPage.create(), Channel(None)))
+
+    def send_progress(self, progress: ProgressSender) -> None:
+        """Report progress to the launcher from now on."""
+        self.progress = progress
+        self.engine.executor.on_action = progress.page.set_action
 
     def state(self) -> dict[str, StateParts]:
         """This rank's tensors of the run's state by logical name; waits for the last update of offloaded state."""

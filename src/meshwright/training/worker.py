@@ -76,6 +76,8 @@ def run_rank(assignment: Assignment, world: World, life: RankLife, clock: StartC
     if assignment.run.train.keep_cores:
         keep_to_own_cores(world)
     session = open_session(assignment, world, clock)
+    session.send_progress(life.progress)
+    life.add_cleanup(lambda: life.progress.begin("end", session.step))
     reporter = Reporter.open(session, life.channel)
     if world.leads:
         life.add_cleanup(lambda: _write_report(folder))
