@@ -121,7 +121,11 @@ def test_a_failed_import_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: 
 def test_a_checkpoint_that_tells_nothing_of_its_model_is_refused(tmp_path: Path):
     with pytest.raises(BadInput, match="no section `model`"):
         export_checkpoint(save(tmp_path, 1), tmp_path / "hf")
-    for text, says in ((": :", "not YAML"), ("model: {layers: many}", "expected the dimensions"), ("[1]", "no section")):
+    for text, says in (
+        (": :", "not YAML"),
+        ("model: {layers: many}", "expected the dimensions"),
+        ("[1]", "no section"),
+    ):
         path = CheckpointStore(tmp_path / "one").save(1, tensors(1), {}, {"config.yaml": text}, overwrite=True).path
         with pytest.raises(BadInput, match=says):
             export_checkpoint(path, tmp_path / "hf")
