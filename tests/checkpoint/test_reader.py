@@ -88,7 +88,7 @@ def test_mistakes_name_the_nearest(tmp_path: Path):
     with CheckpointReader(save(tmp_path, 6)) as reader:
         with pytest.raises(BadInput, match=r"nearest: model\.norm\.weight"):
             reader.read("model.norm.weigth")
-        with pytest.raises(BadInput, match="row_cuts 3 to 9"):
+        with pytest.raises(BadInput, match="rows 3 to 9"):
             reader.read_rows("model.embed.weight", 3, 9)
         with pytest.raises(BadInput, match="it has config"):
             reader.text("../../etc/passwd")

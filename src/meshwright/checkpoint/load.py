@@ -99,16 +99,21 @@ def load_tensors(
     prefix: str,
     convert: bool,
     activity: str,
+    files: BlockFiles | None = None,
+    owners: Mapping[str, int] | None = None,
 ) -> None:
-    """Fill `tensors` in place. Collective; raises as `CheckpointStore.load` does."""
+    """Fill `tensors` in place. Collective; raises as `CheckpointStore.load` does.
+
+    `files` reads the blocks, by default from storage. `owners` names the only rank that can read each file; by default all can.
+    """
     contents = opened.contents
-    given = set().union(*ranks.run_on_all(activity, lambda: check_fit(contents, tensors, prefix, convert)))
-    check_complete(contents, given, prefix, activity)
-    files = BlockFiles(opened.path, opened.manifest)
+    requested = set().union(*ranks.run_on_all(activity, lambda: check_fit(contents, tensors, prefix, convert)))
+    check_complete(contents, requested, prefix, activity)
+    files = files or BlockFiles(opened.path, opened.manifest)
     try:
         parts: list[_ChunkPart] = []
         ranks.run_on_all(activity, lambda: parts.extend(_chunk_parts(contents, tensors)))
-        entries, headers = _read_headers(ranks, files, sorted({part.file for part in parts}), activity)
+        entries, headers = _read_headers(ranks, files, sorted({part.file for part in parts}), activity, owners)
         destinations: dict[tuple[str, int], list[Destination]] = defaultdict(list)
 
         def assign() -> dict[str, list[tuple[int, int]]]:
@@ -121,7 +126,7 @@ def load_tensors(
                     destinations[part.file, index].append(destination)
             return {file: merge_ranges(needed) for file, needed in ranges.items()}
 
-        transfers = plan_transfers(ranks.run_on_all(activity, assign), headers)
+        transfers = plan_transfers(ranks.run_on_all(activity, assign), headers, owners)
 
         def fill(file: str, index: int, block: Tensor) -> None:
             for destination in destinations.get((file, index), ()):
@@ -210,7 +215,7 @@ def _check_same_folder(path: Path, manifest: bytes, rank: int) -> None:
 
 
 def _read_headers(
-    ranks: Ranks, files: BlockFiles, needed: list[str], activity: str
+    ranks: Ranks, files: BlockFiles, needed: list[str], activity: str, owners: Mapping[str, int] | None
 ) -> tuple[dict[str, dict[str, Entry]], dict[str, tuple[int, int]]]:
     """The entries of the files that this rank needs, and for each file the rank that read its header and the header's bytes.
 
@@ -218,25 +223,31 @@ def _read_headers(
     """
     files_of_ranks = ranks.run_on_all(activity, lambda: needed)
     readers = assign_header_readers(files_of_ranks)
-    shared = {file for file in readers if sum(file in theirs for theirs in files_of_ranks) > 1}
-    heads: dict[str, bytes] = {}
+    if owners is not None:
+        readers = {file: owners[file] for file in readers}
+    shared = {
+        file
+        for file, reader in readers.items()
+        if any(file in rank_files for rank, rank_files in enumerate(files_of_ranks) if rank != reader)
+    }
+    header_of: dict[str, bytes] = {}
 
     def read() -> dict[str, tuple[int, bytes | None]]:
-        for file in needed:
-            if readers[file] == ranks.rank:
-                heads[file] = files.read_head(file, read_header_bytes)
-        return {file: (len(head), head if file in shared else None) for file, head in heads.items()}
+        for file, reader in readers.items():
+            if reader == ranks.rank:
+                header_of[file] = files.read_header(file, read_header_bytes)
+        return {file: (len(header), header if file in shared else None) for file, header in header_of.items()}
 
     headers: dict[str, tuple[int, int]] = {}
-    for rank, answers in enumerate(ranks.run_on_all(activity, read)):
-        for file, (size, head) in answers.items():
+    for rank, headers_of_rank in enumerate(ranks.run_on_all(activity, read)):
+        for file, (size, header) in headers_of_rank.items():
             headers[file] = (rank, size)
-            if head is not None:
-                heads[file] = head
+            if header is not None:
+                header_of[file] = header
 
     def parse() -> dict[str, dict[str, Entry]]:
         manifest = files.manifest
-        return {file: parse_header(heads[file], manifest.files[file].bytes, files.path / file) for file in needed}
+        return {file: parse_header(header_of[file], manifest.files[file].bytes, files.path / file) for file in needed}
 
     entries: list[dict[str, dict[str, Entry]]] = []
     ranks.run_on_all(activity, lambda: entries.append(parse()))

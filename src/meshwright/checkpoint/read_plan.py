@@ -53,12 +53,17 @@ def assign_header_readers(files_of_ranks: Sequence[Sequence[str]]) -> dict[str, 
     return {file: ranks[number % len(ranks)] for number, (file, ranks) in enumerate(sorted(ranks_of_file.items()))}
 
 
-def plan_transfers(ranges_of_ranks: Sequence[Ranges], headers: Mapping[str, tuple[int, int]]) -> list[BlockTransfer]:
+def plan_transfers(
+    ranges_of_ranks: Sequence[Ranges],
+    headers: Mapping[str, tuple[int, int]],
+    owners: Mapping[str, int] | None = None,
+) -> list[BlockTransfer]:
     """All block transfers of a load, in the order in which every rank works through them.
 
     `ranges_of_ranks` has the byte ranges that each rank needs. `headers` has, for each file, the rank that has read its
     header and the header's size in bytes; that rank also reads the header's blocks. If several ranks need the same
-    consecutive blocks, each of them reads an equal share of consecutive blocks.
+    consecutive blocks, each of them reads an equal share of consecutive blocks. `owners` maps a file to the only rank
+    that can read it; by default every rank can.
     """
     transfers: list[BlockTransfer] = []
     for number, (file, (header_reader, header_bytes)) in enumerate(sorted(headers.items())):
@@ -77,6 +82,7 @@ def plan_transfers(ranges_of_ranks: Sequence[Ranges], headers: Mapping[str, tupl
                 # `number` rotates the shares from file to file, so that different ranks read the first blocks.
                 share = (position * len(ranks) // len(indices) + number) % len(ranks)
                 reader = header_reader if index < header_blocks else ranks[share]
+                reader = reader if owners is None else owners[file]
                 transfers.append(BlockTransfer(file, index, reader, tuple(rank for rank in ranks if rank != reader)))
     return _interleave_readers(transfers)
 
