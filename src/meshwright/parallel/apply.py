@@ -20,21 +20,21 @@ from meshwright.models.decoder import Block, Decoder
 from meshwright.models.initial_values import initial_values
 from meshwright.parallel.channels import open_channels
 from meshwright.parallel.context import divide_sequences
-from meshwright.parallel.copy_engine import gather_by_copies
+from meshwright.parallel.copy_engine import use_copy_engines
 from meshwright.parallel.executor import Executor
-from meshwright.parallel.experts import count_whole_sequences, spread_experts
+from meshwright.parallel.experts import distribute_experts, use_whole_sequence_loads
 from meshwright.parallel.fp8_weights import WeightScales, use_fp8_products
 from meshwright.parallel.fsdp import DTYPES, CommunicationStreams
 from meshwright.parallel.gradient_sums import GradientSums
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.offload import HostMemory
-from meshwright.parallel.recompute import recomputing
+from meshwright.parallel.recompute import with_recompute
 from meshwright.parallel.replicas import ReplicaSums
-from meshwright.parallel.routing import Routing
+from meshwright.parallel.routing import RoutingStatistics
 from meshwright.parallel.sharded_unit import ShardedUnit
-from meshwright.parallel.stages import RankModel, keep_only, make_units, shrink_to_local_parts
-from meshwright.parallel.tensor import CopySums, divide_over_tensor_ranks, rows_of
-from meshwright.parallel.tied import TiedSum
+from meshwright.parallel.stages import RankModel, make_units, remove_other_modules, shrink_to_local_parts
+from meshwright.parallel.tensor import TensorCopySums, divide_over_tensor_ranks, rows_of
+from meshwright.parallel.tied import TiedGradientSum
 from meshwright.schedules.plan_schedule import evaluation_schedule, training_schedule
 from meshwright.schedules.registry import entry_of
 from meshwright.schedules.schedule import Schedule
@@ -107,13 +107,13 @@ def build_engine(
         model = Decoder(spec, loss_chunk=loss_chunk, plain=plain)
     if plan.precision.compute == "fp64":
         model.to(torch.float64)
-    keep_only(model, rank_parameters(spec, table, pipeline_rank))
+    remove_other_modules(model, rank_parameters(spec, table, pipeline_rank))
     division = mesh.division
     shrink_to_local_parts(model, division)
     divide_over_tensor_ranks(model, mesh, plan.tensor_engine)
     context = divide_sequences(model, plan, mesh)
-    spread_experts(model, mesh)
-    count_whole_sequences(model, mesh)
+    distribute_experts(model, mesh)
+    use_whole_sequence_loads(model, mesh)
     use_fp8_products(model, plan, mesh.device)
     wrap_blocks(model, plan)
     for number, block in model.layers.items():
@@ -126,14 +126,14 @@ def build_engine(
     on_phase_end("weights")
     tied = _tied_sum(model, table, mesh)
     boxes_by_parameter = {name: parts.boxes for name, parts in local_weights(model, division).items()}
-    copies = CopySums(model, boxes_by_parameter, mesh) if division.tensor.count > 1 else None
+    copies = TensorCopySums(model, boxes_by_parameter, mesh) if division.tensor.count > 1 else None
     sharded = list(dict.fromkeys(unit.sharded for stage_units in units for unit in stage_units))
     streams = CommunicationStreams((group for unit in sharded for group in unit.groups), mesh.device)
     if plan.gather_engine == "copy":
         # The copy engines gather the last group only: NCCL kernels gather experts that have a group of their own.
         last = {unit.sharded.groups[-1]: unit.layer is not None for stage_units in units for unit in stage_units}
         blocks, ends = ([group for group, is_block in last.items() if is_block is wanted] for wanted in (True, False))
-        gather_by_copies(blocks, ends, mesh)
+        use_copy_engines(blocks, ends, mesh)
     rank_model = RankModel(
         model,
         dict(zip(training.placement[pipeline_rank], units, strict=True)),
@@ -142,7 +142,7 @@ def build_engine(
         device=mesh.device,
         tensor_ranks=division.tensor.count,
         context=context,
-        routing=Routing(spec, balance_loss, plan.batch.global_batch, mesh.device) if spec.experts else None,
+        routing=RoutingStatistics(spec, balance_loss, plan.batch.global_batch, mesh.device) if spec.experts else None,
     )
     executor = Executor(
         rank_model,
@@ -181,7 +181,7 @@ def _host_offloaded(
 
 
 def _duplicate_rows(
-    boxes_by_parameter: Mapping[str, Sequence[Box]], tied: TiedSum | None
+    boxes_by_parameter: Mapping[str, Sequence[Box]], tied: TiedGradientSum | None
 ) -> dict[str, tuple[range, ...]]:
     second_end = "embed.weight" if tied is not None and not tied.in_norm else None
     rows_by_parameter = {
@@ -199,7 +199,7 @@ def _replica_sums(plan: Plan, mesh: Mesh) -> ReplicaSums | None:
     return ReplicaSums(group, DTYPES[reduce] if reduce else None, mesh.device)
 
 
-def _tied_sum(model: Decoder, table: tuple[tuple[range, ...], ...], mesh: Mesh) -> TiedSum | None:
+def _tied_sum(model: Decoder, table: tuple[tuple[range, ...], ...], mesh: Mesh) -> TiedGradientSum | None:
     """The sum over the two ends of the pipeline, when they share a weight and live on different ranks."""
     first = next(rank for rank, stages in enumerate(table) if any(stage.start == 0 for stage in stages))
     last = next(rank for rank, stages in enumerate(table) if any(stage.stop == model.spec.layers for stage in stages))
@@ -208,7 +208,7 @@ def _tied_sum(model: Decoder, table: tuple[tuple[range, ...], ...], mesh: Mesh) 
     group = mesh.pair(first, last)
     if group is None:
         return None
-    return TiedSum(model.embed.weight, group, in_norm=mesh.coordinate("pipeline") == first)
+    return TiedGradientSum(model.embed.weight, group, in_norm=mesh.coordinate("pipeline") == first)
 
 
 def wrap_blocks(model: Decoder, plan: Plan) -> None:
@@ -224,11 +224,11 @@ def wrap_blocks(model: Decoder, plan: Plan) -> None:
         if compiled is not None:
             block.forward = partial(compiled, type(block).forward, mode, block)
         else:
-            block.forward = recomputing(block.forward, mode, block.routed)
+            block.forward = with_recompute(block.forward, mode, block.routed)
 
 
 def _call(forward: Callable[..., Any], mode: Recompute, block: Block, *inputs: Any) -> Any:
-    return recomputing(partial(forward, block), mode, block.routed)(*inputs)
+    return with_recompute(partial(forward, block), mode, block.routed)(*inputs)
 
 
 def local_weights(model: Decoder, division: Division = UNDIVIDED) -> dict[str, StateParts]:

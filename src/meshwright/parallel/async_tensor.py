@@ -27,12 +27,12 @@ A piece takes the tokens of several ranks if one rank has fewer.
 """
 
 
-def gathered_products(peers: Peers, x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
+def all_gather_matmul(peers: Peers, x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
     """all-gather(x) · weightᵀ + bias for each weight."""
     return _TokenGather(peers, x).products([weight.t() for weight in weights], biases)
 
 
-def gathered_gradients(
+def all_gather_matmul_backward(
     peers: Peers, x: Tensor, weights: list[Tensor], grads: list[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
     """Gradients of x and of the weights of gathered products, from their output gradients."""
@@ -45,21 +45,23 @@ def gathered_gradients(
     return sums.total(), weight_grads
 
 
-def gathered_input_gradient(
+def all_gather_matmul_input_backward(
     peers: Peers, x: Tensor, weights: list[Tensor], grads: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """The gradient of x, and the gathered tokens from which the weight gradients are computed."""
     tokens = _TokenGather(peers, x)
-    return scattered_products(peers, grads, weights), tokens.whole()
+    return matmul_reduce_scatter(peers, grads, weights), tokens.whole()
 
 
-def scattered_input_gradients(peers: Peers, grad: Tensor, weights: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+def matmul_reduce_scatter_input_backward(
+    peers: Peers, grad: Tensor, weights: list[Tensor]
+) -> tuple[list[Tensor], Tensor]:
     """Gradients of the inputs of scattered products, and the gathered output gradient, which the weight gradients need."""
     tokens = _TokenGather(peers, grad)
     return tokens.products(weights, [None] * len(weights)), tokens.whole()
 
 
-def scattered_products(peers: Peers, xs: list[Tensor], factors: list[Tensor]) -> Tensor:
+def matmul_reduce_scatter(peers: Peers, xs: list[Tensor], factors: list[Tensor]) -> Tensor:
     """This rank's tokens of Σ x · factor over all xs and all ranks."""
     batch, part = xs[0].shape[0], xs[0].shape[1] // peers.ranks
     sums = _TokenSums(peers, torch.Size((batch, part, factors[0].shape[1])), xs[0])

@@ -223,7 +223,7 @@ class _Step:
         with (
             self.recorder.span(action.label, "compute"),
             torch.set_grad_enabled(trains),
-            saved.collecting() if saved else nullcontext(),
+            saved.collect() if saved else nullcontext(),
         ):
             y = unit.run(x, batch, shared)
             if self.is_loss(stage, unit_index):
@@ -252,7 +252,7 @@ class _Step:
             return y.x, None
         assert unit.layer is not None, "only blocks route"
         routing.add(unit.layer, y)
-        return y.x, y.balance if routing.slope else None
+        return y.x, y.balance if routing.balance_gradient else None
 
     def add_loss(self, y: Tensor, x: Tensor | None, visit: Visit) -> None:
         """Add a micro-batch's summed loss `y`; in training run its backward at once.
@@ -285,14 +285,14 @@ class _Step:
         with (
             self.offload.backward(visit),
             self.recorder.span(action.label, "compute"),
-            nullcontext() if queue is None else sharded.gradient_sink.deferring(queue),
+            nullcontext() if queue is None else sharded.gradient_sink.defer_to(queue),
         ):
             if balance is None:
                 torch.autograd.backward(y, y_gradient)
             else:
                 assert self.rank_model.routing is not None
-                slope = torch.full_like(balance, self.rank_model.routing.slope)
-                torch.autograd.backward((y, get_gradient_edge(balance)), (y_gradient, slope))
+                balance_gradient = torch.full_like(balance, self.rank_model.routing.balance_gradient)
+                torch.autograd.backward((y, get_gradient_edge(balance)), (y_gradient, balance_gradient))
         if x is not None:
             self.exchange.pass_on("gradient", visit, _gradient_of(x))
 

@@ -84,7 +84,7 @@ class ParameterGroup:
         with self._group.use_training_state(TrainingState.FORWARD):
             self._group.wait_for_unshard()
         if gather is not None and self._copy_gather is not None:
-            self._copy_gather.copied_out(gather.all_gather_output)
+            self._copy_gather.release_buffer(gather.all_gather_output)
 
     def free_gathered(self) -> None:
         """Free the gathered weights."""
@@ -139,8 +139,8 @@ class ParameterGroup:
         shard = sum(parameter.padded_shard_elements for parameter in self.parameters)
         return shard * self._group._all_gather_process_group.size() * self._itemsize
 
-    def gather_with(self, copy_gather: Any) -> None:
-        """Use `copy_gather` instead of FSDP2's `AllGather`; its `copied_out` is called when a buffer is no longer needed."""
+    def use_copy_gather(self, copy_gather: Any) -> None:
+        """Use `copy_gather` instead of FSDP2's `AllGather`; its `release_buffer` is called when a buffer is no longer needed."""
         self._group._all_gather_comm = self._copy_gather = copy_gather
 
 

@@ -94,11 +94,11 @@ class Mesh:
         return self._group_of_several(self.layout.expert_groups(), "experts")
 
     @property
-    def one_copy(self) -> dist.ProcessGroup | None:
+    def model_copy_group(self) -> dist.ProcessGroup | None:
         """The group of ranks that together have one copy of the model: all axes but `replicate`."""
         return self.group_over([axis for axis, _ in self.layout.axes if axis != "replicate"])
 
-    def neighbours(self, axis: str, count: int) -> dist.ProcessGroup:
+    def consecutive_group(self, axis: str, count: int) -> dist.ProcessGroup:
         """This rank's group of `count` consecutive ranks along `axis`, whose size `count` divides. Collective over all ranks."""
         blocks: dict[tuple[tuple[str, int], ...], list[int]] = {}
         for rank in range(self.layout.ranks):

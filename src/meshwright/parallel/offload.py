@@ -95,7 +95,7 @@ class SavedActivations:
         self._offloaded: Any = None
         self._fetched: Any = None
 
-    def collecting(self) -> AbstractContextManager[Any]:
+    def collect(self) -> AbstractContextManager[Any]:
         """Collect the tensors that autograd saves inside this context."""
         return saved_tensors_hooks(self._pack, self._unpack)
 

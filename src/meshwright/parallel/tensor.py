@@ -6,7 +6,7 @@ and the feed-forward network (Shoeybi et al. 2019, Korthikanti et al. 2022). The
 scatter (Jiang et al. 2024, MegaScale §3.1).
 
 Some parameters are replicated on several ranks: norms, biases after a reduce-scatter, learned positions, and key/value heads if there are
-fewer heads than ranks. Each rank computes their gradients from its own tokens or heads, and `CopySums` adds them once a step.
+fewer heads than ranks. Each rank computes their gradients from its own tokens or heads, and `TensorCopySums` adds them once a step.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _divide_heads(attention: Attention, ranks: int) -> None:
     attention.kv_heads = max(1, attention.kv_heads // ranks)
 
 
-class CopySums:
+class TensorCopySums:
     """Sums the gradients of parameters that are replicated on neighbouring tensor ranks, once a step.
 
     Sends one message for each number of copies. Gradients are summed in their stored dtype after the reduction over shards,
@@ -100,7 +100,7 @@ class CopySums:
         self._replicated: dict[int, list[tuple[nn.Parameter, range]]] = {}
         # Creating a group is collective over all ranks of the job, also those without such parameters.
         for copies in sorted({ranks, max(1, ranks // kv_heads)} - {1}):
-            self._groups[copies] = mesh.neighbours("tensor", copies)
+            self._groups[copies] = mesh.consecutive_group("tensor", copies)
             self._replicated[copies] = [
                 (parameter, rows_of(box))
                 for name, parameter in model.named_parameters()

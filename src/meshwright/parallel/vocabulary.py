@@ -18,7 +18,7 @@ from meshwright.kernels.loss import compile_once
 from meshwright.kernels.norm import accumulate_dtype
 from meshwright.kernels.sums import add_product, matmul, scale
 from meshwright.models.decoder import Embedding, Head
-from meshwright.parallel.products import ALL_GATHER, gathered_tokens, group_by_name, scattered_sum
+from meshwright.parallel.products import ALL_GATHER, all_gather_tokens, group_by_name, reduce_scatter_tokens
 
 
 class VocabularyEmbedding(Embedding):
@@ -84,7 +84,7 @@ class VocabularyHead(Head):
 
     def _logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         ranks, longest = len(self.sizes), max(self.sizes)
-        logits = F.pad(F.linear(gathered_tokens(hidden, self.group, ranks), weight), (0, longest - weight.shape[0]))
+        logits = F.pad(F.linear(all_gather_tokens(hidden, self.group, ranks), weight), (0, longest - weight.shape[0]))
         parts = [torch.empty_like(logits) for _ in range(ranks)]
         dist.all_gather(parts, logits, group=group_by_name(self.group))
         return torch.cat([part[..., :size] for part, size in zip(parts, self.sizes, strict=True)], dim=-1)
@@ -94,12 +94,12 @@ class _Scattered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, ranks: int) -> Tensor:
         ctx.group, ctx.ranks = group, ranks
-        return scattered_sum(x, group, ranks)
+        return reduce_scatter_tokens(x, group, ranks)
 
     @staticmethod
     # pyrefly: ignore [bad-override]  # torch's declaration takes any gradients
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return gathered_tokens(grad, ctx.group, ctx.ranks), None, None
+        return all_gather_tokens(grad, ctx.group, ctx.ranks), None, None
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -120,7 +120,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         part = max(1, chunk // ranks)
         for start in range(0, hidden.shape[0], part):
             local_tokens = slice(start, start + part)
-            tokens = gathered_tokens(hidden[None, local_tokens], group, ranks)[0]
+            tokens = all_gather_tokens(hidden[None, local_tokens], group, ranks)[0]
             target = targets[:, local_tokens]
             logits = tokens @ weight.t()
             own_total, own_target_logit = _run(_log_sum_and_target, logits, target.flatten() - first)
@@ -130,7 +130,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if hidden_grad is None:
                 continue
             slope = _run(_gradient, logits, target.flatten(), total, first)
-            hidden_grad[local_tokens] = scattered_sum((slope @ weight)[None], group, ranks)[0]
+            hidden_grad[local_tokens] = reduce_scatter_tokens((slope @ weight)[None], group, ranks)[0]
             if weight_grad is not None:
                 add_product(weight_grad, slope.t(), tokens)
             elif ctx.needs_input_grad[1]:

@@ -54,7 +54,9 @@ def train_step(
     norm = torch.zeros((), dtype=torch.float64, device=mesh.device)
 
     def measure() -> None:
-        norm.copy_(gradient_norm(local_gradients(engine.model, engine.duplicate_rows), mesh.one_copy, mesh.device))
+        norm.copy_(
+            gradient_norm(local_gradients(engine.model, engine.duplicate_rows), mesh.model_copy_group, mesh.device)
+        )
 
     def update() -> None:
         optimizer.step(
