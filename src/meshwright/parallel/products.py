@@ -1,4 +1,4 @@
-"""Matrix products of tensor-parallel linear layers, with an all-gather before or a reduce-scatter after.
+"""Matrix products of tensor-parallel linear layers, after an all-gather or before a reduce-scatter of tokens.
 
 Between products a tensor rank has its part of every sequence; inside them it has all tokens and its part of the
 features (Shoeybi et al. 2019, Korthikanti et al. 2022). Each product is one custom operator together with its
@@ -8,9 +8,9 @@ with the product that does not depend on it. If the group has peers (`parallel.p
 asynchronous variant (`parallel.async_tensor`).
 
 Products with the same input share one all-gather, and products whose outputs are added share one reduce-scatter, so the
-operators take lists.
+operators have lists as arguments.
 
-Shapes: a gathered product maps x `(batch, seq / ranks, in)` to `(batch, seq, out)`; a scattered product maps
+Shapes: `all_gather_matmul` maps x `(batch, seq / ranks, in)` to `(batch, seq, out)`; `matmul_reduce_scatter` maps
 `(batch, seq, in)` to `(batch, seq / ranks, out)`.
 """
 
@@ -37,9 +37,9 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 class GroupedLinear(Linear):
-    """This tensor rank's part of a linear layer, with that layer's weight and bias. `group` is the tensor group's name.
+    """This tensor rank's part of a linear layer. `group` is the name of the tensor ranks' process group.
 
-    The layer holds a reference to `peers`, which the group's operators look up by name.
+    The layer references `peers`, which the group's operators look up by name.
     """
 
     def __init__(self, linear: nn.Linear, group: str, ranks: int, peers: Peers | None = None) -> None:
@@ -51,7 +51,7 @@ class GroupedLinear(Linear):
 
 
 class GatheredLinear(GroupedLinear):
-    """A linear layer cut by output features: gathers the ranks' parts of the sequence before the product."""
+    """A linear layer divided by output features: all-gathers the ranks' parts of the sequence before the product."""
 
     def forward(self, x: Tensor) -> Tensor:
         """`(batch, seq, out)` of x `(batch, seq / ranks, in)`."""
@@ -59,7 +59,7 @@ class GatheredLinear(GroupedLinear):
 
 
 class ScatteredLinear(GroupedLinear):
-    """A linear layer cut by input features: sums the ranks' products and keeps this rank's part of the sequence.
+    """A linear layer divided by input features: reduce-scatters the products along the sequence.
 
     Every rank has the whole bias.
     """
@@ -70,7 +70,7 @@ class ScatteredLinear(GroupedLinear):
 
 
 def gather_and_multiply(linears: Sequence[GroupedLinear], x: Tensor) -> Sequence[Tensor]:
-    """The output `(batch, seq, out)` of each layer for x `(batch, seq / ranks, in)`, with one all-gather."""
+    """Return the output `(batch, seq, out)` of each layer for x `(batch, seq / ranks, in)`, with one all-gather."""
     group, ranks = linears[0].group, linears[0].tokens_per_input_token
     if not torch.is_grad_enabled():
         weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
@@ -80,9 +80,9 @@ def gather_and_multiply(linears: Sequence[GroupedLinear], x: Tensor) -> Sequence
 
 
 def multiply_and_scatter(linears: Sequence[GroupedLinear], xs: Sequence[Tensor]) -> Tensor:
-    """The sum `(batch, seq / ranks, out)` of the layers' outputs, layer i of xs[i] `(batch, seq, in)`.
+    """Return the sum `(batch, seq / ranks, out)` of the layers' outputs, with one reduce-scatter.
 
-    Uses one reduce-scatter.
+    The input of layer i is xs[i] `(batch, seq, in)`.
     """
     group, ranks = linears[0].group, linears[0].tokens_per_input_token
     if torch.is_grad_enabled():
@@ -98,7 +98,8 @@ def multiply_and_scatter(linears: Sequence[GroupedLinear], xs: Sequence[Tensor])
 class _AllGatherMatmul(torch.autograd.Function):
     """Autograd of `gather_and_multiply`; `parts` are weight, bias, output tap and input tap of each product.
 
-    With taps (`kernels.linear`) backward returns dY and the gathered tokens as the taps' gradients, and no weight gradient.
+    Taps are extra inputs (`kernels.linear`): with them backward returns the output gradient and the gathered tokens as the gradients of the
+    taps, from which the executor computes the weight gradient later, instead of the weight gradient.
     """
 
     @staticmethod
@@ -149,7 +150,7 @@ class _MatmulReduceScatter(torch.autograd.Function):
 
 @torch.library.custom_op("meshwright::all_gather_tokens", mutates_args=())
 def all_gather_tokens(x: Tensor, group: str, ranks: int) -> Tensor:
-    """All-gathers x `(batch, seq / ranks, …)` along the sequence: `(batch, seq, …)`."""
+    """All-gather x `(batch, seq / ranks, …)` along the sequence: `(batch, seq, …)`."""
     return _gather(x, group, ranks).wait()
 
 
@@ -160,7 +161,7 @@ def _(x: Tensor, group: str, ranks: int) -> Tensor:
 
 @torch.library.custom_op("meshwright::reduce_scatter_tokens", mutates_args=())
 def reduce_scatter_tokens(x: Tensor, group: str, ranks: int) -> Tensor:
-    """Reduce-scatters x `(batch, seq, …)` along the sequence: `(batch, seq / ranks, …)`."""
+    """Reduce-scatter x `(batch, seq, …)` along the sequence: `(batch, seq / ranks, …)`."""
     return _scatter(x, group, ranks).wait()
 
 
@@ -189,7 +190,7 @@ def _(x: Tensor, weights: list[Tensor], biases: list[Tensor | None], group: str,
 def all_gather_matmul_backward(
     x: Tensor, weights: list[Tensor], grads: list[Tensor], group: str, ranks: int
 ) -> tuple[Tensor, list[Tensor]]:
-    """Gradients of x and of the weights of gathered products, from their output gradients."""
+    """Gradients of x and of the weights of `all_gather_matmul`, from its output gradients."""
     if peers := peers_of(group):
         return async_tensor.all_gather_matmul_backward(peers, x, weights, grads)
     tokens = _gather(x, group, ranks, asynchronous=True)
@@ -210,7 +211,7 @@ def _(x: Tensor, weights: list[Tensor], grads: list[Tensor], group: str, ranks: 
 def all_gather_matmul_input_backward(
     x: Tensor, weights: list[Tensor], grads: list[Tensor], group: str, ranks: int
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of x, and the gathered tokens from which the weight gradients are computed."""
+    """Gradient of x of `all_gather_matmul`, and the gathered tokens, from which the weight gradients are computed later."""
     if peers := peers_of(group):
         return async_tensor.all_gather_matmul_input_backward(peers, x, weights, grads)
     tokens = _gather(x, group, ranks, asynchronous=True)
@@ -241,7 +242,7 @@ def _(xs: list[Tensor], weights: list[Tensor], group: str, ranks: int) -> Tensor
 def matmul_reduce_scatter_input_backward(
     grad: Tensor, weights: list[Tensor], group: str, ranks: int
 ) -> tuple[list[Tensor], Tensor]:
-    """Gradients of the inputs of scattered products, and the gathered output gradient, which the weight gradients need."""
+    """Gradients of the inputs of `matmul_reduce_scatter`, and the gathered output gradient, which the weight gradients need."""
     if peers := peers_of(group):
         return async_tensor.matmul_reduce_scatter_input_backward(peers, grad, weights)
     whole_grad = _gather(grad, group, ranks).wait()
