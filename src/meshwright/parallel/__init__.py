@@ -1,1 +1,1 @@
-"""Applies a Plan to a single-device model: mesh, parallelism along each axis, recompute, offload, compilation, and the executor."""
+"""Applies a Plan to a single-device model: mesh, parallelism, recompute, offload, compilation, executor."""

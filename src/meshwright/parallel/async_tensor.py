@@ -101,7 +101,7 @@ def pieces(peers: Peers, rank_tokens: int) -> list[range]:
 
 
 def peers_in_turn(peers: Peers, ranks: range) -> Iterator[int]:
-    """Yield the peers among `ranks` in cyclic order, from a start that differs by rank, so that ranks do not all copy from one."""
+    """Yield the peers among `ranks` in cyclic order, from another start on each rank, to avoid copies from one peer."""
     for step in range(len(ranks)):
         peer = ranks[(peers.rank + step) % len(ranks)]
         if peer != peers.rank:

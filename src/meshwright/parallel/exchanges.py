@@ -1,4 +1,4 @@
-"""Collectives of context parallelism around attention: all-to-alls of heads and tokens (Ulysses), all-gathers of tokens (ring).
+"""Collectives of context parallelism around attention: all-to-alls of heads (Ulysses), all-gathers of tokens (ring).
 
 Each collective is one custom operator, so that a compiled block stays one graph. The functions `scatter_heads`, `gather_heads` and
 `gather_sequence` are differentiable; their backward is the inverse collective.

@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter of tokens between tensor ranks by copies instead of kernels, to overlap with matrix products.
+"""All-gather and reduce-scatter of tokens between tensor ranks by copies, which overlap with matrix products.
 
 In an all-gather each rank copies the other ranks' parts of the sequence (`start_gather`). In a reduce-scatter each rank writes one part
 into the memory of each other rank, which adds the parts (`start_sum`). On CUDA the devices' copy engines execute the copies, in memory that

@@ -1,4 +1,4 @@
-"""Activation recompute: which results of a block's forward are saved for its backward, and which the backward computes again.
+"""Activation recompute: which results of a block's forward are saved, and which the backward computes again.
 
 - `none` saves what autograd saves.
 - `selective` saves the results of matrix products, of attention and of exchanges between ranks, which cost most to compute, and recomputes

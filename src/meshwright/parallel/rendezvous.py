@@ -15,13 +15,13 @@ from meshwright.spec.errors import CommunicationFailure, OutOfResources
 from meshwright.spec.rank_environment import RankEnvironment
 
 BASE_FILES, FILES_PER_RANK = 64, 2
-"""File descriptors that a rank needs: for libraries, data and logs; and for the connections to each other rank in Gloo's groups."""
+"""File descriptors of a rank: for libraries, data and logs; and for its Gloo connections to each other rank."""
 RETRY_SECONDS = 0.2
 """Time between two attempts to connect."""
 
 
 def raise_file_limit(ranks: int) -> None:
-    """Raise the soft limit of open files to the hard limit. Raises OutOfResources if that is too low for a job of `ranks` ranks."""
+    """Raise the soft limit of open files to the hard limit; raises OutOfResources if that is too low for `ranks` ranks."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

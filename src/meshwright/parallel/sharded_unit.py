@@ -1,4 +1,4 @@
-"""The parameters of one unit: gathers them, frees them, sums their gradients over micro-batches and reduces these over ranks.
+"""Gathers and frees the parameters of one unit, sums their gradients over micro-batches and reduces them over ranks.
 
 A unit is a part of the model whose parameters are gathered and reduced together: embedding, block, or head. At each time one object holds
 the unit's gradient:
@@ -101,7 +101,7 @@ class GradientAccumulator:
 
 
 class UnsharedGradientAccumulator(GradientAccumulator):
-    """A `GradientAccumulator` for a group on one rank: the first gradient becomes that of the shard, later ones are added to it.
+    """A `GradientAccumulator` on one rank: the first gradient becomes that of the shard, later ones are added to it.
 
     `final` tells that each step has a single backward. Its gradient then keeps the compute dtype, because a wider dtype would have the same
     values.

@@ -1,4 +1,4 @@
-"""Passes activations and gradients between the units of a step: inside a stage, between stages of one rank, or between ranks.
+"""Passes activations and gradients between units: inside a stage, between stages of one rank, or between ranks.
 
 A unit is a part of a stage with parameters of its own (`parallel.stages`). Its output is the next unit's input; the gradient of its input
 is the gradient of the previous unit's output. If the other unit is on another pipeline rank, send and receive actions of the schedule
@@ -18,7 +18,7 @@ from meshwright.parallel.timetable import Visit
 from meshwright.schedules.action import Action, Payload
 
 Message = tuple[Payload, int, int]
-"""(payload, stage, micro-batch): an activation or gradient, and the stage that sends it or, on the receiving rank, uses it."""
+"""(payload, stage, micro-batch): an activation or gradient, and the stage that sends it or, on its receiver, uses it."""
 
 
 class UnitExchange:
