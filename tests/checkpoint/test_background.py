@@ -1,4 +1,7 @@
-"""Asynchronous saves of one rank, with its real writer process: what is staged is what is loaded, and what fails costs a save only."""
+"""Asynchronous saves of one rank with its real writer process: loads return the staged state; a failure loses one save.
+
+A staged state is a step's state, copied to host memory while training goes on.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from meshwright.checkpoint.manifest import read_manifest, step_name
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.durable.lease import LeaseLost
 from meshwright.launch.folder import take_over
-from tests.checkpoint.toy import ToyRank, newest
+from tests.checkpoint.toy import GROUPS, ToyRank, newest
 
 
 def until(condition: object, seconds: float = 20.0) -> None:
@@ -55,10 +58,18 @@ def test_a_file_is_that_of_a_synchronous_save(tmp_path: Path) -> None:
     assert one.files == other.files and len(one.files["tensors-00000.safetensors"].blocks) > 2
 
 
-def test_no_update_reaches_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The update of the next step runs before and after the copy of every piece."""
+@pytest.mark.parametrize("buffered", [0, 1, len(GROUPS)])
+def test_no_update_reaches_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buffered: int) -> None:
+    """The update of the next step runs before and after the copy of every piece, also if groups are first copied to a buffer."""
     rank = ToyRank(tmp_path, keep=100)
-    pieces = len(rank.tensors)
+    rank.saver.agree_on_readiness()
+    assert rank.saver.stager is not None
+    rank.saver.stager.from_host.buffer_first_groups(buffered)
+    in_buffers = sum(name.rpartition(".")[2] in group for name in rank.tensors for group in GROUPS[:buffered])
+    assert rank.saver.stager.from_host.buffered_bytes == 4 * sum(
+        tensor.numel() for name, tensor in rank.tensors.items() for group in GROUPS[:buffered] if name.rpartition(".")[2] in group
+    )  # fmt: skip
+    pieces = len(rank.tensors) + in_buffers
     copy, stop_at, reached, go_on = staging._copy, [0], threading.Event(), threading.Event()
     count = [0]
 

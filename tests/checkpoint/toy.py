@@ -35,7 +35,7 @@ class ToyRank:
             for name, shape in SIZES.items()
         }
         parts = {name: StateParts.of_whole(name, tensor) for name, tensor in self.tensors.items()}
-        state = RankState(parts, GROUPS, {name: name.rpartition(".")[2] for name in parts}, lambda: None)
+        state = RankState(parts, GROUPS, {name: name.rpartition(".")[2] for name in parts})
         self.saver = BackgroundSaver(
             self.checkpoints, Ranks(None), state, torch.device("cpu"), lease=lease, keep=keep, local_ranks=1, **limits
         )

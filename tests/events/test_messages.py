@@ -15,6 +15,7 @@ from meshwright.events.messages import (
     Failure,
     Message,
     MessageReader,
+    Progress,
     Step,
     Validation,
     decode,
@@ -26,6 +27,8 @@ from meshwright.events.messages import (
     "message",
     [
         Begin("/runs/a b/assignment.json"),
+        Begin("/runs/a/assignment.json", {"RANK": "3", "MASTER_ADDR": "10.0.0.1"}),
+        Progress("save", 12),
         End("rank 2 failed: torn"),
         Step(3),
         Step(3, {"loss": 1.5, "mfu": None}),

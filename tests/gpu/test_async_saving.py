@@ -20,7 +20,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(RUNS_LIMIT)]
 
 
 def test_updates_behind_the_copies_do_not_reach_the_snapshot() -> None:
-    """Tensors larger than a page-locked part, one of them in host memory; five snapshots into the same arena."""
+    """Tensors larger than a page-locked part, one of them in host memory; five snapshots into the same arena.
+
+    From the third snapshot on, more and more groups are first copied within device memory.
+    """
     device = torch.device("cuda")
     sizes = {"a": PIN_BYTES // 4 + 1000, "b": 37, "c": 3 * PIN_BYTES // 8, "d": 100_003}
     tensors = {name: torch.zeros(size, device="cpu" if name == "d" else device) for name, size in sizes.items()}
@@ -33,12 +36,14 @@ def test_updates_behind_the_copies_do_not_reach_the_snapshot() -> None:
         for tensor in tensors.values():
             tensor.fill_(step)
         arena.begin_snapshot()
+        stager.from_device.buffer_first_groups(max(0, step - 2))
         copies = stager.start()
         for group in copies.groups:
             copies.wait(group)
             for name in group:
                 tensors[name].fill_(-step)
         copies.join()
+        assert copies.device_seconds is not None and copies.device_seconds > 0
         arena.complete_snapshot()
         assert torch.all(buffer.data.view(torch.float32) == step), step
     torch.cuda.synchronize()

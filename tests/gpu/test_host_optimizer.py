@@ -4,7 +4,7 @@ minute on one H200."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from tests.gpu.runs import RUNS_LIMIT, Record, steps, trained
 from tests.gpu.test_offload import BOUND, RUN, peak
 
 from meshwright.config.load import load_resolved
+from meshwright.kernels.pinned import PIN_BYTES
 from meshwright.optim.fused import MOMENTS, Coefficients, StepInputs, count_updates, new_count, update
 from meshwright.optim.host import MASTER, HostAdamW
 from meshwright.spec.model import parameter_count
@@ -61,6 +62,50 @@ def test_same_bits_as_on_the_device(masters: bool, chunk: int | None) -> None:
             assert torch.equal(made.state(moment, name), held[moment][name].cpu()), (moment, name)
         assert torch.equal(here[name], weight.to(here[name].dtype)), name
         assert not masters or torch.equal(made.state(MASTER, name), weight.cpu()), name
+
+
+class SecondBuffersOnly:
+    """`SnapshotCopies` without copies, for an update that must not wait for host memory."""
+
+    groups = ()
+
+    def wait(self, parameters: Iterable[str], *, host: bool = True) -> None:
+        assert not host
+
+
+@pytest.mark.parametrize("chunk", [None, 1 << 20])
+def test_steps_beside_snapshots_leave_the_state_to_them(chunk: int | None) -> None:
+    """The second buffers are locked in several parts; every other step is beside a snapshot."""
+
+    def made() -> HostAdamW:
+        parts = drawn(0) | {"large": torch.ones(PIN_BYTES // 8 + 12345, device="cuda")}
+        here = {name: part.to(torch.bfloat16) for name, part in parts.items()}
+        release = {name: (lambda copy=copy: copy) for name, copy in here.items()}
+        optimizer = HostAdamW(
+            parts, dict.fromkeys(parts, 0.1), release, chunk=chunk, coefficients=Coefficients(BETAS, EPSILON)
+        )
+        optimizer.release_master_weights()
+        return optimizer
+
+    optimizer, reference = made(), made()
+    names = [*SHAPES, "large"]
+    optimizer.allocate_second_buffers()
+    first = {(state, name): optimizer.state(state, name) for state in (*MOMENTS, MASTER) for name in names}
+    one = torch.ones((), device="cuda")
+    for step in range(7):
+        gradients = drawn(step + 1) | {"large": torch.full((PIN_BYTES // 8 + 12345,), 0.1 * step, device="cuda")}
+        snapshot = optimizer.host_state()
+        before = {key: optimizer.state(*key).clone() for key in first}
+        for stepping, copies in ((optimizer, SecondBuffersOnly() if step % 2 else None), (reference, None)):
+            stepping.step(
+                {name: value.clone() for name, value in gradients.items()}, StepInputs(1e-3, one, 0 * one), None, copies
+            )
+        if step % 2:
+            torch.cuda.synchronize()
+            for key, memory in first.items():
+                current = snapshot.current(memory.view(-1).view(torch.uint8))
+                assert torch.equal(current, before[key].view(-1).view(torch.uint8)), (step, key)
+    assert all(torch.equal(optimizer.state(*key), reference.state(*key)) for key in first)
 
 
 def test_chunks_come_while_others_leave() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.config.load import load_run
 from meshwright.launch.prepare import plan_for
-from meshwright.planner.checkpoint_cost import CheckpointCost, checkpoint_cost, checkpoint_sentences
+from meshwright.planner.checkpoint_cost import HOST_COPY_RATE, CheckpointCost, checkpoint_cost, checkpoint_sentences
 from meshwright.spec.model import parameter_count
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
@@ -37,13 +37,41 @@ def test_the_copy_is_hidden_by_a_long_step_and_stalls_behind_a_short_one(tmp_pat
     assert cost is not None and cost.beside_training
     assert cost.bytes == cost.host_bytes == 12 * parameter_count(run.model)
     assert cost.copy_seconds == pytest.approx(cost.bytes / 2 / 50e9) and cost.stall_seconds == 0
-    short = replace(plan, predicted=replace(plan.predicted, step_seconds=0.05))
-    stalled = checkpoint_cost(run, short)
+    short = replace(plan.predicted, step_seconds=0.05, memory_peak_bytes=80 << 30)
+    stalled = checkpoint_cost(run, replace(plan, predicted=short))
     assert stalled is not None and stalled.stall_seconds is not None
     assert cost.copy_seconds - 0.05 < stalled.stall_seconds < cost.copy_seconds
     assert stalled.interval_seconds is not None and cost.interval_seconds is not None
     assert stalled.interval_seconds >= cost.interval_seconds
     assert "stalls training" in "\n".join(checkpoint_sentences(run, stalled))
+
+
+def test_room_in_device_memory_hides_a_copy_that_takes_longer_than_the_step(tmp_path: Path) -> None:
+    run, plan = planned(tmp_path)
+    assert plan.predicted is not None
+    short = replace(plan, predicted=replace(plan.predicted, step_seconds=0.05))
+    cost = checkpoint_cost(run, short)
+    assert cost is not None and cost.stall_seconds == 0
+    assert cost.copy_seconds is not None and cost.device_copy_bytes is not None
+    excess = cost.bytes / 2 * (1 - 0.05 / cost.copy_seconds)
+    assert excess <= cost.device_copy_bytes <= excess + cost.bytes / 2 * 3 / 32
+    assert "from a copy in device memory, hidden by" in "\n".join(checkpoint_sentences(run, cost))
+
+
+def test_an_optimizer_in_host_memory_has_second_buffers_where_memory_allows_and_otherwise_waits(tmp_path: Path) -> None:
+    """State of 14.8 GB on one host; the snapshot needs as much again, and so do the second buffers."""
+    offload = ("plan.offload=optimizer", "plan.compute=bf16")
+    roomy, tight = (cost_of(tmp_path, *offload, f"cluster.host_memory_gib={gib}") for gib in (200, 50))
+    assert roomy.host_bytes == pytest.approx(2 * roomy.bytes, rel=1e-3) and tight.host_bytes == tight.bytes
+    run, plan = planned(tmp_path, *offload, "cluster.host_memory_gib=50")
+    assert plan.predicted is not None
+    waits = checkpoint_cost(run, plan, step_seconds=0.3)
+    assert waits is not None and waits.copy_seconds is not None and waits.stall_seconds is not None
+    assert waits.copy_seconds == pytest.approx(waits.bytes / 2 / HOST_COPY_RATE)
+    assert waits.copy_seconds - 0.3 <= waits.stall_seconds < waits.copy_seconds
+    run, plan = planned(tmp_path, *offload, "cluster.host_memory_gib=200")
+    hidden = checkpoint_cost(run, plan, step_seconds=0.3)
+    assert hidden is not None and hidden.stall_seconds == 0
 
 
 def test_the_interval_shrinks_with_the_number_of_hosts(tmp_path: Path) -> None:

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from meshwright.config.presets import MODEL_PRESETS
-from meshwright.costs.plan_costs import plan_time, pricing
+from meshwright.costs.copies import copy_seconds
+from meshwright.costs.plan_costs import number, plan_time, pricing
 from meshwright.simulator.step_simulation import exposed_in_compute, memory_of, simulate_plan, timing_of
-from meshwright.simulator.units import UnitCosts
+from meshwright.simulator.units import Unit, UnitCosts
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain
 from meshwright.spec.job import TrainSpec
@@ -117,3 +118,17 @@ def test_a_plan_of_two_strategies_lies_between_the_two() -> None:
     assert found is not None and ends[0] is not None and ends[1] is not None
     assert found.seconds == pytest.approx(ends[0].seconds * 3 / 4 + ends[1].seconds / 4)
     assert sum(found.breakdown.values()) == pytest.approx(found.seconds, rel=0.02)
+
+
+@pytest.mark.parametrize("tensor, expert", [(1, 1), (2, 1), (2, 2), (1, 4)])
+def test_copies_of_experts_count_the_parameters_of_one_rank(tensor: int, expert: int) -> None:
+    """The closed form divides experts by their ranks once: its copies equal the sum over units of exact parameters."""
+    given = plan({"tensor": tensor, "shard": 8 // tensor}, expert)
+    priced = pricing(MIXTRAL, job(given), given, replace(NODES, nodes=1))
+    assert priced is not None
+    exact = UnitCosts(MIXTRAL, given, priced)
+    units: list[Unit] = ["embed", *range(MIXTRAL.layers), "head"]
+    per_unit = sum(2 * exact.copy_out(unit) + exact.copy_in(unit) for unit in units)
+    per_micro_batch, per_step = copy_seconds(priced.shape, priced.machine, priced.layout, priced.constants)
+    assert number(per_micro_batch) == pytest.approx(per_unit, rel=1e-3)
+    assert number(per_step) == 0

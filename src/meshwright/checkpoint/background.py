@@ -18,17 +18,19 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.arena import Arena, available_host_memory
-from meshwright.checkpoint.layout import FileLayout, plan_layout
+from meshwright.checkpoint.arena import Arena, allocated_bytes, available_host_memory
+from meshwright.checkpoint.layout import plan_layout
 from meshwright.checkpoint.ranks import Ranks
 from meshwright.checkpoint.staging import Copies, Stager, StagingBuffer
 from meshwright.checkpoint.writer import Save, Setup, encoded_contents
 from meshwright.checkpoint.writer_process import STALLED_SECONDS, WriterProcess
+from meshwright.policies.snapshot_copies import StepTimes, plan_device_copies
 from meshwright.spec.errors import MeshwrightError, OutOfResources
 from meshwright.spec.failures import as_meshwright_error
 from meshwright.spec.job import ASYNC_BYTES
 from meshwright.spec.run import Lease
 from meshwright.state.parts import StateParts
+from meshwright.state.snapshot import HostState
 
 RESERVED_SHARE = 0.1
 """Part of the available host memory that arenas leave free."""
@@ -36,6 +38,10 @@ SLOWEST_RATE = 50e6
 """Bytes a second of the slowest storage on which a flush is waited for."""
 PREPARE_SECONDS = 120.0
 """How long the first save waits for the arena."""
+SAVES_PER_START = 1 << 20
+"""Numbers of saves that each start of the ranks under one lease has for itself."""
+DEVICE_RESERVE = 0.09
+"""Part of a device's memory that stays free beside buffers of snapshots, as beside a plan."""
 
 log = logging.getLogger("meshwright")
 
@@ -58,14 +64,15 @@ class SaveResult:
 class RankState:
     """A rank's tensors, whose memory stays where it is, and how its optimizer updates them.
 
-    `groups` are parameters in the order of their update, `parameter_of` names the parameter of each tensor, and
-    `host_state_is_written` returns when an update's results are in host memory.
+    `groups` are parameters in the order of their update, and `parameter_of` names the parameter of each tensor. `host_state` returns the
+    state in host memory after the updates so far, if there is some. After `allocate_second_buffers` updates do not wait for its copies.
     """
 
     tensors: Mapping[str, StateParts]
     groups: Sequence[Sequence[str]]
     parameter_of: Mapping[str, str]
-    host_state_is_written: Callable[[], object]
+    host_state: Callable[[], HostState | None] = lambda: None
+    allocate_second_buffers: Callable[[], object] = lambda: None
 
 
 class BackgroundSaver:
@@ -82,11 +89,15 @@ class BackgroundSaver:
         keep: int,
         local_ranks: int,
         parent: int | None = None,
+        start: int = 1,
         kept_open: Sequence[int] = (),
         warm_up: Callable[[], object] = lambda: None,
         **limits: float,
     ) -> None:
-        """`kept_open` and the time `limits` are those of `WriterProcess`; `warm_up` is called when all else is prepared."""
+        """`start` counts the starts of the ranks under the lease, from 1.
+
+        `kept_open` and the time `limits` are those of `WriterProcess`; `warm_up` is called when all else is prepared.
+        """
         self._ranks, self._state, self._device, self._lease = ranks, state, device, lease
         self.layout = plan_layout(ranks, state.tensors)
         self._setup = Setup(
@@ -104,12 +115,14 @@ class BackgroundSaver:
         self._kept_open, self._warm_up = kept_open, warm_up
         # A flush of the whole file shows no progress until it ends.
         self._limits = {"stalled_seconds": STALLED_SECONDS + self.layout.bytes / SLOWEST_RATE} | limits
+        self.second_buffers = False
+        """Whether `prepare` allocates the optimizer's second buffers in host memory."""
         self._arena: Arena | None = None
-        self._stager: Stager | None = None
+        self.stager: Stager | None = None
         self.writer: WriterProcess | None = None
         self._prepared: threading.Thread | None = None
         self._failure: Exception | None = None
-        self._saves = 0
+        self._saves = (start - 1) * SAVES_PER_START
         self._current: _SaveInFlight | None = None
 
     def prepare(self) -> None:
@@ -132,7 +145,7 @@ class BackgroundSaver:
             if self._failure is not None:
                 raise self._failure
 
-        self._ranks.together("preparing checkpoints", check)
+        self._ranks.run_on_all("preparing checkpoints", check)
 
     @property
     def in_flight(self) -> bool:
@@ -144,20 +157,23 @@ class BackgroundSaver:
         """Whether the preparation has ended on this rank, successful or not."""
         return self._prepared is not None and not self._prepared.is_alive()
 
-    def begin(self, step: int, *, urgent: bool = False) -> Copies:
+    def begin(self, step: int, *, urgent: bool = False, times: StepTimes | None = None) -> Copies:
         """Begin the save of the state after `step`, which is the last step given to the device. `describe` completes it.
 
-        The state may change behind the copies that are returned. A save of this rank that is still in flight has failed elsewhere and is
-        given up.
+        The state may change behind the copies that are returned. Of a step that takes `times` the update would wait for some of them; that
+        state is first copied within device memory, as far as it has room. A save of this rank that is still in flight has failed elsewhere
+        and is given up.
         """
-        assert self._stager is not None and self._arena is not None and self.writer is not None, (
+        assert self.stager is not None and self._arena is not None and self.writer is not None, (
             "agree_on_readiness first"
         )
         if self._current is not None:
             self._current.give_up()
+        if times is not None:
+            self._fit_device_copies(self.stager, times)
         self._saves += 1
         generation = self._arena.begin_snapshot()
-        copies = self._stager.start(self._state.host_state_is_written)
+        copies = self.stager.start(self._state.host_state())
         # The part behind the hyphen must be unique too: it names what is set aside.
         attempt = f"{self._lease.epoch}-{self._lease.epoch:x}{self._saves:08x}"
         save = Save(step=step, attempt=attempt, generation=generation, staging_seconds=0.0, urgent=urgent)
@@ -185,17 +201,45 @@ class BackgroundSaver:
         if self.writer is not None:
             self.writer.close()
 
+    def _fit_device_copies(self, stager: Stager, times: StepTimes) -> None:
+        """Have as many groups copied within device memory as `times` and the last save's copies require; never fewer than before."""
+        sequence = stager.from_device
+        if not sequence:
+            return
+        measured = None if self._current is None else self._current.device_seconds
+        room = _free_device_bytes(self._device) + sequence.buffered_bytes
+        plan = plan_device_copies(sequence.group_bytes, times, room, measured)
+        if plan.groups <= sequence.buffered_groups:
+            return
+        log.info(
+            "%.2f GB of a snapshot are first copied within device memory; the update still waits %.3f s",
+            plan.bytes / 1e9,
+            plan.stall_seconds,
+        )
+        try:
+            sequence.buffer_first_groups(plan.groups)
+        except torch.OutOfMemoryError:
+            log.warning("device memory has no room for %.2f GB of a snapshot; the update waits", plan.bytes / 1e9)
+
     def _prepare(self) -> None:
         try:
             self._arena = Arena.create(self.layout.bytes)
             buffer = StagingBuffer(self._arena, self._device)
             buffer.prepare()
-            self._stager = Stager(self.layout, buffer, self._state.groups, self._state.parameter_of)
+            self.stager = Stager(self.layout, buffer, self._state.groups, self._state.parameter_of)
             self.writer = WriterProcess(self._arena, self._setup, kept_open=self._kept_open, **self._limits)
             self.writer.start()
             self._warm_up()
+            if self.second_buffers:
+                self._allocate_second_buffers()
         except Exception as error:
             self._failure = error
+
+    def _allocate_second_buffers(self) -> None:
+        try:
+            self._state.allocate_second_buffers()
+        except OutOfResources as error:
+            log.warning("%s; updates wait for copies of snapshots", error)
 
 
 class _SaveInFlight:
@@ -208,6 +252,8 @@ class _SaveInFlight:
         self._described = threading.Event()
         self._plain: Callable[[], Mapping[str, bytes]] = dict
         self._given_up = False
+        self.device_seconds: float | None = None
+        """Duration of the copies from the device, once they have ended."""
         self._result: SaveResult | None = None
         self._thread = threading.Thread(target=self._follow, name="save", daemon=True)
         self._thread.start()
@@ -241,6 +287,7 @@ class _SaveInFlight:
         step = self.save.step
         try:
             self._copies.join()
+            self.device_seconds = self._copies.device_seconds
             staging = time.perf_counter() - self._began
             self._arena.complete_snapshot()
             self._described.wait()
@@ -262,16 +309,28 @@ class _SaveInFlight:
         )
 
 
-def memory_obstacle(layout: FileLayout, ranks: Ranks, local_ranks: int) -> str | None:
-    """Why the hosts' memory does not hold the arenas, or None where it does. Collective over `ranks`; the same answer on all."""
+def memory_obstacle(rank_bytes: int, ranks: Ranks, local_ranks: int) -> str | None:
+    """Why the hosts' memory does not hold `rank_bytes` for each rank, or None where it does.
+
+    Collective over `ranks`; the same answer on all.
+    """
 
     def look() -> tuple[int, int]:
-        return layout.bytes * local_ranks, int(available_host_memory() * (1 - RESERVED_SHARE))
+        missing = max(0, rank_bytes - allocated_bytes())
+        return missing * local_ranks, int(available_host_memory() * (1 - RESERVED_SHARE))
 
-    for need, available in ranks.together("planning checkpoints", look):
+    for need, available in ranks.run_on_all("planning checkpoints", look):
         if need > available:
             return f"{need / 1e9:.1f} GB of arenas on a host with {available / 1e9:.1f} GB of memory left"
     return None
+
+
+def _free_device_bytes(device: torch.device) -> int:
+    """Bytes of device memory that buffers may take."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, int(free - DEVICE_RESERVE * total))
 
 
 def writer_threads(local_ranks: int) -> int:

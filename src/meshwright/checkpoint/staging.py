@@ -2,7 +2,8 @@
 
 Copies run group by group; the update of the next step waits for each group before it changes the group's state. State on a CUDA device is
 copied on a stream of its own, with one event a group. State in host memory (a CPU rank's, or an offloaded optimizer's) is copied by a
-thread, with one flag a group.
+thread, with one flag a group. The groups that are updated first may be copied to a buffer beside the state first, and from there to the
+arena at the end (`policies.snapshot_copies`).
 """
 
 from __future__ import annotations
@@ -19,13 +20,10 @@ from torch import Tensor
 
 from meshwright.checkpoint.arena import DATA_OFFSET, Arena
 from meshwright.checkpoint.layout import FileLayout
+from meshwright.kernels.pinned import PIN_BYTES
 from meshwright.spec.errors import OutOfResources
+from meshwright.state.snapshot import HostState
 
-PIN_BYTES = 256 << 20
-"""Size of the parts in which the arena is page-locked, between which the main thread can call the driver.
-
-No copy crosses two parts.
-"""
 POPULATE_THREADS, POPULATE_BYTES, MADV_POPULATE_WRITE = 4, 32 << 20, 23
 """Threads that take pages from the host, bytes of one call, and the kernel's name for it (madvise(2), Linux 5.14)."""
 TABLE_BYTES, TABLES = tuple(1 << power for power in range(6, 14)), 64
@@ -91,6 +89,56 @@ def _populate(part: Tensor) -> None:
             return
 
 
+class CopySequence:
+    """The copies of a snapshot from one memory (device or host) into the arena, by groups in the order of the update."""
+
+    def __init__(self, groups: int) -> None:
+        self.copies: list[list[Copy]] = [[] for _ in range(groups)]
+        self._buffers: list[list[Tensor]] = []
+
+    def __bool__(self) -> bool:
+        return any(self.copies)
+
+    @property
+    def group_bytes(self) -> list[int]:
+        """Bytes of each group."""
+        return [sum(source.numel() for _, source in group) for group in self.copies]
+
+    @property
+    def buffered_groups(self) -> int:
+        """Number of groups that are copied to a buffer first."""
+        return len(self._buffers)
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Bytes of the buffers."""
+        return sum(buffer.numel() for group in self._buffers for buffer in group)
+
+    def buffer_first_groups(self, count: int) -> None:
+        """Copy the first `count` groups to a buffer in their own memory first, from the next snapshot on.
+
+        Raises torch.OutOfMemoryError, and then has no buffers, if the memory is full.
+        """
+        if count == len(self._buffers):
+            return
+        self._buffers = []
+        self._buffers = [[torch.empty_like(source) for _, source in group] for group in self.copies[:count]]
+
+    def run(self, copy: Callable[[Tensor, Tensor], object], release: Callable[[int], object]) -> None:
+        """Make the copies with `copy(target, source)`; `release(group)` is called when the state of a group may change."""
+        for number, buffers in enumerate(self._buffers):
+            for buffer, (_, source) in zip(buffers, self.copies[number], strict=True):
+                copy(buffer, source)
+            release(number)
+        for number in range(len(self._buffers), len(self.copies)):
+            for target, source in self.copies[number]:
+                copy(target, source)
+            release(number)
+        for number, buffers in enumerate(self._buffers):
+            for buffer, (target, _) in zip(buffers, self.copies[number], strict=True):
+                copy(target, buffer)
+
+
 class Stager:
     """Copies the pieces of `layout` into `buffer`.
 
@@ -107,52 +155,45 @@ class Stager:
     ) -> None:
         self.groups = [tuple(group) for group in groups]
         group_of = {parameter: number for number, group in enumerate(self.groups) for parameter in group}
-        self._device_copies: list[list[Copy]] = [[] for _ in self.groups]
-        self._host_copies: list[list[Copy]] = [[] for _ in self.groups]
+        self.from_device, self.from_host = CopySequence(len(self.groups)), CopySequence(len(self.groups))
         for piece in layout.pieces:
-            copies = self._device_copies if piece.source.is_cuda else self._host_copies
+            sequence = self.from_device if piece.source.is_cuda else self.from_host
             target = buffer.data[piece.start : piece.end]
-            copies[group_of[parameter_of[piece.name]]] += _within_parts(target, piece.source, piece.start)
-        sources = (source for copies in self._device_copies for _, source in copies)
+            sequence.copies[group_of[parameter_of[piece.name]]] += _within_parts(target, piece.source, piece.start)
+        sources = (source for group in self.from_device.copies for _, source in group)
         device = next((source.device for source in sources), None)
         self._stream = None if device is None else torch.cuda.Stream(device)
 
-    def start(self, host_state_is_written: Callable[[], object] = lambda: None) -> Copies:
-        """Start copies of the state as the work given to the device so far leaves it.
-
-        State in host memory is copied once `host_state_is_written` returns, which is called in another thread.
-        """
+    def start(self, host_state: HostState | None = None) -> Copies:
+        """Start copies of the state as the work given to the device so far leaves it, in host memory as `host_state` says."""
         copies = Copies(self.groups)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
             with torch.cuda.stream(self._stream):
-                for number, group in enumerate(self._device_copies):
-                    for target, source in group:
-                        target.copy_(source, non_blocking=True)
-                    event = torch.cuda.Event(blocking=True)
-                    event.record(self._stream)
-                    copies.device_events[number] = event
-        if any(self._host_copies):
+                copies.begin_device_copies()
+                self.from_device.run(lambda target, source: target.copy_(source, non_blocking=True), copies.release)
+                copies.end_device_copies()
+        if self.from_host:
             thread = threading.Thread(
-                target=self._copy_host_state, args=(copies, host_state_is_written), name="staging", daemon=True
+                target=self._copy_host_state, args=(copies, host_state), name="staging", daemon=True
             )
-            copies.begin_host_copies()
+            copies.begin_host_copies(number for number, group in enumerate(self.from_host.copies) if group)
             thread.start()
         return copies
 
     @torch.no_grad()
-    def _copy_host_state(self, copies: Copies, host_state_is_written: Callable[[], object]) -> None:
+    def _copy_host_state(self, copies: Copies, host_state: HostState | None) -> None:
+        def copy(target: Tensor, source: Tensor) -> None:
+            _copy(target, source if host_state is None else host_state.current(source))
+
         try:
-            host_state_is_written()
-            for number, group in enumerate(self._host_copies):
-                for target, source in group:
-                    _copy(target, source)
-                copies.host_flags[number].set()
+            if host_state is not None:
+                host_state.wait()
+            self.from_host.run(copy, copies.release_host_group)
         except BaseException as error:
             copies.failure = error
         finally:
-            for flag in copies.host_flags.values():
-                flag.set()
+            copies.end_host_copies()
 
 
 class Copies:
@@ -161,30 +202,71 @@ class Copies:
     def __init__(self, groups: Sequence[tuple[str, ...]]) -> None:
         self.groups = groups
         self._group_of = {parameter: number for number, group in enumerate(groups) for parameter in group}
-        self.device_events: dict[int, torch.cuda.Event] = {}
-        self.host_flags: dict[int, threading.Event] = {}
+        self._device_events: dict[int, torch.cuda.Event] = {}
+        self._device_span: list[torch.cuda.Event] = []
+        self._host_flags: dict[int, threading.Event] = {}
+        self._host_end: threading.Event | None = None
         self.failure: BaseException | None = None
 
-    def begin_host_copies(self) -> None:
-        """Copies of host memory follow."""
-        self.host_flags = {number: threading.Event() for number in range(len(self.groups))}
+    def begin_device_copies(self) -> None:
+        """Copies from the device follow on the current stream."""
+        self._device_span = [_recorded_event()]
 
-    def wait(self, parameters: Iterable[str]) -> None:
+    def release(self, group: int) -> None:
+        """The state of `group` on the device may change once the copies given to the current stream so far have ended."""
+        self._device_events[group] = _recorded_event()
+
+    def end_device_copies(self) -> None:
+        """All copies from the device were given to the current stream."""
+        self._device_span.append(_recorded_event())
+
+    def begin_host_copies(self, groups: Iterable[int]) -> None:
+        """Copies of `groups`, which have state in host memory, follow."""
+        self._host_flags = {number: threading.Event() for number in groups}
+        self._host_end = threading.Event()
+
+    def release_host_group(self, group: int) -> None:
+        """The state of `group` in host memory may change."""
+        if group in self._host_flags:
+            self._host_flags[group].set()
+
+    def end_host_copies(self) -> None:
+        """All copies of host memory have ended, or one has failed."""
+        for flag in self._host_flags.values():
+            flag.set()
+        assert self._host_end is not None
+        self._host_end.set()
+
+    def wait(self, parameters: Iterable[str], *, host: bool = True) -> None:
         """See `SnapshotCopies`."""
         for number in sorted({self._group_of[parameter] for parameter in parameters}):
-            if number in self.host_flags:
-                self.host_flags[number].wait()
-            if number in self.device_events:
-                torch.cuda.current_stream().wait_event(self.device_events[number])
+            if host and number in self._host_flags:
+                self._host_flags[number].wait()
+            if number in self._device_events:
+                torch.cuda.current_stream().wait_event(self._device_events[number])
 
     def join(self) -> None:
         """Return when all copies are complete; raises what made one fail."""
-        for flag in self.host_flags.values():
-            flag.wait()
-        for event in self.device_events.values():
+        if self._host_end is not None:
+            self._host_end.wait()
+        for event in self._device_span:
             event.synchronize()
         if self.failure is not None:
             raise self.failure
+
+    @property
+    def device_seconds(self) -> float | None:
+        """Duration of the copies from the device, after `join`; None if there were none."""
+        if not self._device_span:
+            return None
+        first, last = self._device_span
+        return first.elapsed_time(last) / 1e3
+
+
+def _recorded_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True, blocking=True)
+    event.record()
+    return event
 
 
 def _copy(target: Tensor, source: Tensor) -> None:

@@ -20,7 +20,7 @@ COMMAND_LINE = "command line"
 QUICKSTART = Path(__file__).with_name("defaults") / "quickstart.yaml"
 EMBEDDED = "quickstart.yaml (embedded)"
 Detect = Callable[[], dict[str, Any]]
-_SECTIONS = ("model", "data", "train", "cluster", "plan", "checkpoint", "observe")
+_SECTIONS = ("model", "data", "train", "cluster", "plan", "checkpoint", "observe", "supervision")
 
 
 def shown_name(path: Path | None) -> str:

@@ -1,8 +1,8 @@
-"""Seconds in which this program's engine copies weights and gradients between shards and communication buffers.
+"""Seconds in which this program's engine copies parameters and gradients between shards and communication buffers.
 
-FSDP2 gathers into one buffer and copies every weight out of it, and copies gradients into the buffer that it reduces. Gradient
-accumulation reads and writes the whole gradient for each micro-batch. Device memory bandwidth limits all of these copies.
-`Constants.copies` is 0 for other stacks.
+FSDP2 gathers into one buffer and copies every parameter out of it, and copies gradients into the buffer that it reduces.
+Gradient accumulation reads and writes the whole gradient for each micro-batch. Device memory bandwidth limits all of these
+copies. `Constants.copies` is 0 for other stacks, so all results are 0 for them.
 """
 
 from __future__ import annotations
@@ -16,40 +16,47 @@ from meshwright.workload.dtypes import COMPUTE_BYTES
 from meshwright.workload.layouts import Layouts
 from meshwright.workload.model_shape import Shape
 
-MASTER, IN, ADD = 4.0, 6.0, 10.0
-"""Bytes per parameter of each copy.
+MASTER_READ = 4.0
+"""Bytes read per parameter to cast its fp32 master weight to the gathered dtype."""
+COPY_IN = 6.0
+"""Bytes read and written per parameter to copy its bf16 gradient into the fp32 reduction buffer."""
+ACCUMULATE = 10.0
+"""Bytes read and written per parameter to add its bf16 gradient to an fp32 sum."""
+UNSHARDED_SCALING = 16.0
+"""Bytes per parameter on another stream, without sharding: FSDP2 scales gradients into a second buffer and copies that."""
+SHARD_ACCUMULATE = 12.0
+"""Bytes per parameter of a shard on another stream: its reduced gradient is added to the sum over micro-batches."""
 
-A master weight cast to the gathered dtype to it; a bf16 gradient into the fp32 one; a gradient added to an fp32 sum.
-"""
-UNSHARDED, SHARD = 16.0, 12.0
-"""Bytes per parameter on another stream: an unsharded rank's two further copies; a reduced shard added to its sum."""
 
-
-def copies(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> tuple[Array, Array]:
-    """Seconds of copies per micro-batch, and once per step, over all layers, the embedding and the head."""
-    several = layout.micro_batches > 1
-    once = (layout.layered > 0) | (layout.reduce_once > 0) | ~several
+def copy_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> tuple[Array, Array]:
+    """Seconds of copies (per micro-batch, once per step) over all layers, the embedding and the head."""
+    accumulates = layout.micro_batches > 1
+    reduces_once = (layout.layered > 0) | (layout.reduce_once > 0) | ~accumulates
     unsharded = layout.shards <= 1
-    casts_once = unsharded & (k.lone_copies == 0)
-    further = np.where(unsharded, UNSHARDED * k.lone_copies, 0.0)
-    routed = shape.expert_params / np.maximum(layout.expert, 1.0)
-    ends = (2 - shape.tied) * shape.table_params
-    weights = shape.dense_params + routed + ends
-    gathered = (shape.dense_params * layout.gathered_bytes + (routed + ends) * COMPUTE_BYTES) / weights
-    # Copies out of the gathered buffer read and write. On another stream, the shard is cast and copied in.
-    cast = MASTER + gathered
-    out = np.where(casts_once, cast, 2 * gathered + k.side_copies * cast / layout.shards)
-    shard = np.where(once | casts_once, 0.0, SHARD / layout.shards)
-    packed = IN * (1 + (1 / k.packing - 1) * (1 - routed / weights))
+    # Without a buffer the cast writes the weights that compute reads.
+    casts_in_place = unsharded & (k.lone_copies == 0)
+    ends = (2 - shape.tied) * shape.table_params / layout.tensor
+    blocks, experts = shape.dense_params / layout.tensor, shape.expert_params / np.maximum(layout.expert, 1.0)
+    parameters = blocks + experts + ends
+
+    gathered_bytes = (blocks * layout.gathered_bytes + (experts + ends) * COMPUTE_BYTES) / parameters
+    cast = MASTER_READ + gathered_bytes
+    copy_out = np.where(casts_in_place, cast, 2 * gathered_bytes + k.side_copies * cast / layout.shards)
+
     by_products = np.where(machine.low > 0, 1.0, k.product_sums)
-    added = ADD * (shape.dense_params * by_products + routed + ends) / weights
-    own = np.where(
-        casts_once & layout.gradients_final_in_backward(shape.tied), 0.0, np.where(casts_once & ~once, added, IN)
-    )
-    into = np.where(unsharded, own, packed) + k.side_copies * (further + shard)
+    accumulate = ACCUMULATE * (blocks * by_products + experts + ends) / parameters
+    padded = COPY_IN * (1 + (1 / k.packing - 1) * (1 - experts / parameters))
+    in_place = np.where(casts_in_place & ~reduces_once, accumulate, COPY_IN)
+    in_place = np.where(casts_in_place & layout.gradients_final_in_backward(shape.tied), 0.0, in_place)
+    on_side_stream = np.where(unsharded, UNSHARDED_SCALING * k.lone_copies, 0.0)
+    on_side_stream = on_side_stream + np.where(reduces_once | casts_in_place, 0.0, SHARD_ACCUMULATE / layout.shards)
+    copy_in = np.where(unsharded, in_place, padded) + k.side_copies * on_side_stream
+
     gathers = 2.0 - layout.keep_gathered
-    kept = np.where((layout.layered > 0) | (layout.gather_once > 0), 1.0, 0.0)
-    each = (1 - kept) * gathers * out + np.where(once, np.where(several, added, 0.0), into)
-    once_per_step = kept * np.where(layout.layered > 0, gathers, 1.0) * out + np.where(once, into, 0.0)
-    seconds = k.copies * weights / layout.tensor / (machine.hbm * k.hbm)
-    return each * seconds, once_per_step * seconds
+    gathers_once = np.where((layout.layered > 0) | (layout.gather_once > 0), 1.0, 0.0)
+    per_micro_batch = (1 - gathers_once) * gathers * copy_out
+    per_micro_batch = per_micro_batch + np.where(reduces_once, np.where(accumulates, accumulate, 0.0), copy_in)
+    per_step = gathers_once * np.where(layout.layered > 0, gathers, 1.0) * copy_out
+    per_step = per_step + np.where(reduces_once, copy_in, 0.0)
+    seconds_per_byte = k.copies * parameters / (machine.hbm * k.hbm)
+    return per_micro_batch * seconds_per_byte, per_step * seconds_per_byte

@@ -24,7 +24,7 @@ from meshwright.costs.collective_costs import (
 )
 from meshwright.costs.compute import LayerTime, layer_times
 from meshwright.costs.constants import Constants
-from meshwright.costs.copies import copies
+from meshwright.costs.copies import copy_seconds
 from meshwright.costs.device_rates import Machine
 from meshwright.costs.offload_costs import exposed_copies, host_optimizer
 from meshwright.costs.stage_layers import stage_layers
@@ -112,7 +112,7 @@ def step_cost(shape: Shape, machine: Machine, layout: Layouts, k: Constants, mem
     layers_time = work + inside.host
     backward = layers_time * times.backward / np.maximum(device, 1e-12)
     overlap_seconds = np.where(layout.gather_once > 0, backward, layers_time) * k.hide
-    copied, copied_once = copies(shape, machine, layout, k)
+    copied, copied_once = copy_seconds(shape, machine, layout, k)
     sharded = gathers.each + reductions.each
     mean_tax = (gathers.each * gathers.tax + reductions.each * reductions.tax) / np.maximum(sharded, 1e-12)
     together = _exposed(sharded, overlap_seconds, mean_tax)

@@ -12,7 +12,7 @@ import os
 import select
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 CHANNEL = "MESHWRIGHT_CHANNEL_FD"
 LINE_BYTES = select.PIPE_BUF
@@ -23,9 +23,14 @@ SEND_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Begin:
-    """Launcher to rank: train the run whose assignment is in the file `assignment`."""
+    """Launcher to rank: train the run whose assignment is in the file `assignment`.
+
+    `environment` has variables that the process sets before it reads its rank (`spec.rank_environment`). A process that
+    waited as a warm spare learns its rank, the number of ranks and the store's address from them.
+    """
 
     assignment: str
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,22 @@ class Step:
 
     step: int
     figures: Mapping[str, Any] = field(default_factory=dict)
+
+
+Phase = Literal["start", "compile", "train", "validate", "save", "end"]
+"""What a rank does: `start` until its first step, `compile` in its first step, `end` after its last."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Rank to launcher: the rank works on step `step` in `phase`; `action` is the index in its schedule, -1 if unknown.
+
+    A rank sends it at each change of phase, and at most once a second when `action` has changed.
+    """
+
+    phase: Phase
+    step: int
+    action: int = -1
 
 
 @dataclass(frozen=True)
@@ -68,9 +89,10 @@ class Failure:
     log: str = ""
 
 
-Message = Begin | End | Step | Validation | Checkpoint | Failure
+Message = Begin | End | Step | Progress | Validation | Checkpoint | Failure
 _MESSAGE_TYPES: dict[str, type[Message]] = {
-    message_type.__name__.lower(): message_type for message_type in (Begin, End, Step, Validation, Checkpoint, Failure)
+    message_type.__name__.lower(): message_type
+    for message_type in (Begin, End, Step, Progress, Validation, Checkpoint, Failure)
 }
 
 

@@ -47,6 +47,13 @@ class StartClock:
         clock.end("command", at=max(clock.start_time, process_start_time()))
         return clock
 
+    @classmethod
+    def for_spare(cls) -> StartClock:
+        """The clock of a spare process that gets a rank now: `command` is the time since the command or failure began."""
+        clock = cls(float(os.environ[START_TIME_VARIABLE]) if START_TIME_VARIABLE in os.environ else time.monotonic())
+        clock.end("command")
+        return clock
+
     def end(self, phase: str, *, at: float | None = None) -> None:
         """End `phase`: the time from the end of the last phase until `at` (monotonic seconds; None: now)."""
         now = time.monotonic() if at is None else at

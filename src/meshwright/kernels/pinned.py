@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -13,10 +14,17 @@ from torch import Tensor
 from meshwright.spec.errors import OutOfResources
 
 PAGE = mmap.PAGESIZE
+PIN_BYTES = 256 << 20
+"""Size of the parts in which memory is pinned beside training, between which the main thread can call the driver.
+
+No copy may cross two parts.
+"""
 
 
-def allocate_pinned(owner: object, size: int, purpose: str) -> Tensor:
+def allocate_pinned(owner: object, size: int, purpose: str, *, in_parts: bool = False) -> Tensor:
     """Return `size` zero bytes of pinned host memory, which is unlocked when `owner` is garbage-collected.
+
+    With `in_parts` it is pinned in parts of `PIN_BYTES`, for threads beside training.
 
     torch rounds its own pinned buffers up to a power of two (at worst twice the bytes), and allocates them four times as slowly. Raises
     OutOfResources, which names the `purpose`, when host memory cannot be locked.
@@ -34,8 +42,18 @@ def allocate_pinned(owner: object, size: int, purpose: str) -> Tensor:
     buffer = torch.frombuffer(pages, dtype=torch.uint8)
     # Allocates the pages with all threads of the rank; cudaHostRegister would allocate them with one thread, many times as slowly.
     buffer.zero_()
-    _lock(owner, buffer, purpose)
+    for part in buffer.split(PIN_BYTES) if in_parts else (buffer,):
+        _lock(owner, part, purpose)
     return buffer[:size]
+
+
+def slices_within_parts(start: int, count: int) -> Iterator[slice]:
+    """Slices of `count` bytes that begin at byte `start` of pinned memory, cut where two parts of `PIN_BYTES` meet."""
+    done = 0
+    while done < count:
+        end = min(count, done + PIN_BYTES - (start + done) % PIN_BYTES)
+        yield slice(done, end)
+        done = end
 
 
 def _lock(owner: object, buffer: Tensor, purpose: str) -> None:

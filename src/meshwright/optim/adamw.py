@@ -6,7 +6,7 @@ is not finite; the host reads no value. `optim.host` updates parameters whose st
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -16,13 +16,11 @@ from torch import nn
 from meshwright.optim.fused import MOMENTS, Coefficients, StepInputs, count_updates, new_count, update
 from meshwright.optim.host import MASTER, HostAdamW, Release, SpanFactory
 from meshwright.optim.shards import local
+from meshwright.policies.snapshot_copies import SNAPSHOT_GROUPS
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.state.parts import StateParts, moment_name, weight_name
-from meshwright.state.snapshot import SnapshotCopies
-
-SNAPSHOT_GROUPS = 32
-"""Number of groups of parameters between which a step waits for copies of a snapshot; each group needs one launch."""
+from meshwright.state.snapshot import HostState, SnapshotCopies
 
 
 class AdamW:
@@ -95,26 +93,40 @@ class AdamW:
 
     def snapshot_groups(self, limit: int = SNAPSHOT_GROUPS) -> list[list[str]]:
         """The parameters in the order of their update, in at most `limit` groups of similar size, for `protect`."""
-        names = [*(name for name in self._parts if name not in self._on_device), *self._on_device]
-        total = sum(part.numel() for part in self._parts.values())
-        groups: list[list[str]] = [[]]
-        size = 0
+        offloaded = [name for name in self._parts if name not in self._on_device]
+        share = self._elements(offloaded) / max(1, self._elements(self._parts))
+        first = (
+            min(limit - 1, max(1, round(limit * share))) if offloaded and self._on_device else limit * bool(offloaded)
+        )
+        return self._split(offloaded, first) + self._split(list(self._on_device), limit - first)
+
+    def _split(self, names: Sequence[str], limit: int) -> list[list[str]]:
+        """`names` in their order, in at most `limit` groups of similar size."""
+        total, size = self._elements(names), 0
+        groups: list[list[str]] = []
         for name in names:
-            if groups[-1] and size + self._parts[name].numel() > total / limit * len(groups) and len(groups) < limit:
+            if not groups or (size + self._elements([name]) > total / limit * len(groups) and len(groups) < limit):
                 groups.append([])
             groups[-1].append(name)
-            size += self._parts[name].numel()
+            size += self._elements([name])
         return groups
+
+    def _elements(self, names: Iterable[str]) -> int:
+        return sum(self._parts[name].numel() for name in names)
 
     def parameter_of_state(self) -> dict[str, str]:
         """The parameter of each tensor in `state`, by the tensor's name."""
         moments = {moment_name(moment, name): name for moment in MOMENTS for name in self._parts}
         return {weight_name(name): name for name in self._parts} | moments
 
-    def finish_host_copies(self) -> None:
-        """Wait until the results of the last update are in host memory, for state that is kept there."""
+    def host_state(self) -> HostState | None:
+        """The state in host memory as the updates given to the device so far leave it; None where none is kept there."""
+        return None if self._host is None else self._host.host_state()
+
+    def allocate_second_buffers(self) -> None:
+        """Allocate host memory to which updates beside snapshots write, for state that is kept there; see `HostAdamW`."""
         if self._host is not None:
-            self._host.finish_copies()
+            self._host.allocate_second_buffers()
 
     def _step_on_device(self, gradients: Mapping[str, torch.Tensor], inputs: StepInputs) -> None:
         tensors_by_name = (self._on_device, gradients, *(self._moments[moment] for moment in MOMENTS), self._counts)

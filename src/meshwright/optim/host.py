@@ -4,7 +4,8 @@ Moments, and master weights where weights are gathered in a narrower dtype, are 
 chunk is a range of these buffers. While the device updates one chunk, one stream copies the next chunk to the device and another copies
 the previous chunk to the host, so both directions of the link are busy. A chunk depends on the backward only through the gradients'
 factor. So the first copies to the device overlap the end of the backward, and the last copies to the host overlap the next forward.
-Streams wait for events; the host waits only when a checkpoint reads the state.
+Streams wait for events; the host waits only when a checkpoint reads the state. A step beside the copies of a snapshot writes to a second
+set of buffers, if there is one, and leaves the first to the snapshot; otherwise it waits for the copies, chunk by chunk.
 
 The update uses the arithmetic of the optimizer on the device, so both give the same bits. Method: Ren et al. 2021 (ZeRO-Offload) for the
 location of the state; Maurya et al. 2024 (Deep Optimizer States) for the update on the device.
@@ -12,7 +13,7 @@ location of the state; Maurya et al. 2024 (Deep Optimizer States) for the update
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.kernels.pinned import allocate_pinned
+from meshwright.kernels.pinned import allocate_pinned, slices_within_parts
 from meshwright.optim.fused import MOMENTS, Coefficients, StepInputs, count_updates, new_count, update
 from meshwright.state.snapshot import SnapshotCopies
 from meshwright.workload.buffers import STAGED_ELEMENTS, STAGING_BUFFERS
@@ -55,6 +56,24 @@ class Chunk:
     size: int
     weight_decay: float
     segments: tuple[Segment, ...]
+
+
+class HostBuffers:
+    """The state after an update, as `HostState`: in `buffers`, while layouts refer to `first`, the buffers at the start."""
+
+    def __init__(self, first: Tensor, buffers: Tensor, wait: Callable[[], object]) -> None:
+        self._first, self._buffers, self._wait = first, buffers.view(-1).view(torch.uint8), wait
+
+    def wait(self) -> None:
+        """See `HostState`."""
+        self._wait()
+
+    def current(self, memory: Tensor) -> Tensor:
+        """See `HostState`; memory outside of the buffers is returned as it is."""
+        offset = memory.data_ptr() - self._first.data_ptr()
+        if not 0 <= offset < self._first.nbytes:
+            return memory
+        return self._buffers[offset : offset + memory.nbytes]
 
 
 def plan_chunks(groups: Sequence[tuple[float, Mapping[str, int]]], max_elements: int) -> list[Chunk]:
@@ -117,7 +136,8 @@ class HostAdamW:
             if cuda
             else like.new_zeros(size)
         )
-        self._buffers = buffers.view(len(self._state_names), length)
+        self._buffers = self._first_buffers = buffers.view(len(self._state_names), length)
+        self._second_buffers: Tensor | None = None
         widest = max((entry.size for entry in self._chunks), default=0)
         self._staging = torch.zeros(
             STAGING_BUFFERS, len(self._state_names), widest, dtype=like.dtype, device=self._device
@@ -145,18 +165,24 @@ class HostAdamW:
         concurrent_span: SpanFactory | None = None,
         copies: SnapshotCopies | None = None,
     ) -> None:
-        """One update of the parameters that have a gradient; each chunk waits for the `copies` of its parameters' state, if any."""
+        """One update of the parameters that have a gradient.
+
+        Beside `copies` of a snapshot it writes to the second buffers; without these each chunk waits for copies of its parameters' state.
+        """
         self._links.begin()
+        results = self._buffers if copies is None or self._second_buffers is None else self._second_buffers
         for number in range(min(len(self._staging), len(self._chunks))):
             self._fetch(number, concurrent_span)
         with count_updates([self._counts[name] for name in gradients], inputs.skip):
             for number, chunk in enumerate(self._chunks):
                 if copies is not None:
-                    copies.wait(segment.name for segment in chunk.segments)
+                    copies.wait((segment.name for segment in chunk.segments), host=results is self._buffers)
                 self._update(number, chunk, gradients, inputs)
-                self._send(number, concurrent_span)
+                self._send(number, results, concurrent_span)
                 if number + len(self._staging) < len(self._chunks):
                     self._fetch(number + len(self._staging), concurrent_span)
+        if results is not self._buffers:
+            self._buffers, self._second_buffers = results, self._buffers
 
     def state(self, state_name: str, name: str) -> Tensor:
         """A moment or the master weight of a parameter in host memory, in the layout of this rank's part.
@@ -166,9 +192,22 @@ class HostAdamW:
         self._links.finish()
         return self._host_tensor(state_name, name)
 
-    def finish_copies(self) -> None:
-        """Wait until every copy to the host has ended."""
-        self._links.finish()
+    def allocate_second_buffers(self) -> None:
+        """Allocate the buffers to which steps beside snapshots write. May run in a thread beside training.
+
+        Does nothing on a CPU whose master weights are updated in place. Raises OutOfResources when host memory cannot be pinned.
+        """
+        if self._device.type != "cuda" and not self._release:
+            return
+        if self._device.type == "cuda":
+            memory = allocate_pinned(self, self._buffers.nbytes, "snapshots of the optimizer", in_parts=True)
+            self._second_buffers = memory.view(self._buffers.dtype).view(self._buffers.shape)
+        else:
+            self._second_buffers = torch.zeros_like(self._buffers)
+
+    def host_state(self) -> HostBuffers:
+        """The state as the updates given to the device so far leave it."""
+        return HostBuffers(self._first_buffers, self._buffers, self._links.record_end())
 
     def set_steps(self, steps: int) -> None:
         """Set the number of updates so far, for the bias correction of the moments."""
@@ -189,17 +228,23 @@ class HostAdamW:
         chunk = self._chunks[number]
         with self._links.copy_in(number, _span(concurrent_span, f"optimizer {number}", "fetch")):
             for state, buffer in enumerate(self._buffers):
-                self._staging_buffer(number, state).copy_(
-                    buffer[chunk.start : chunk.start + chunk.size], non_blocking=True
-                )
+                staged = self._staging_buffer(number, state)
+                for part in self._slices(state, chunk):
+                    staged[part].copy_(buffer[chunk.start : chunk.start + chunk.size][part], non_blocking=True)
 
-    def _send(self, number: int, concurrent_span: SpanFactory | None) -> None:
+    def _send(self, number: int, results: Tensor, concurrent_span: SpanFactory | None) -> None:
         chunk = self._chunks[number]
         with self._links.copy_out(number, _span(concurrent_span, f"optimizer {number}", "offload")):
-            for state, buffer in enumerate(self._buffers):
-                buffer[chunk.start : chunk.start + chunk.size].copy_(
-                    self._staging_buffer(number, state), non_blocking=True
-                )
+            for state, buffer in enumerate(results):
+                staged = self._staging_buffer(number, state)
+                for part in self._slices(state, chunk):
+                    buffer[chunk.start : chunk.start + chunk.size][part].copy_(staged[part], non_blocking=True)
+
+    def _slices(self, state: int, chunk: Chunk) -> Iterator[slice]:
+        """Slices of a chunk's elements in a state's buffer that cross no two pinned parts."""
+        size, (_, length) = self._buffers.itemsize, self._buffers.shape
+        for part in slices_within_parts((state * length + chunk.start) * size, chunk.size * size):
+            yield slice(part.start // size, part.stop // size)
 
     def _staging_buffer(self, number: int, state: int) -> Tensor:
         return self._staging[number % len(self._staging), state, : self._chunks[number].size]
@@ -270,6 +315,12 @@ class _Links:
         if self._out is not None:
             self._out.wait_stream(torch.cuda.current_stream(self._out.device))
         return _on(self._out, span, self._out_events, number % len(self._out_events))
+
+    def record_end(self) -> Callable[[], object]:
+        """Return a function that waits until the copies to the host that were started so far have ended."""
+        return (
+            (lambda: None) if self._out is None else self._out.record_event(torch.cuda.Event(blocking=True)).synchronize
+        )
 
     def finish(self) -> None:
         """Wait until every copy to the host has ended."""

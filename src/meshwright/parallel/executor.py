@@ -58,6 +58,8 @@ class Executor:
     ) -> None:
         self.rank_model, self.streams, self.sums = rank_model, streams, sums
         self.scales, self.channels, self.host = scales, channels, host
+        self.on_action: Callable[[int], None] = _ignore
+        """Called with the index of each action, before it runs."""
         self._has_trained = False
 
     def play(
@@ -139,7 +141,9 @@ class _Step:
         if self.recorder.detail and self.executor.channels is not None:
             self.executor.channels.time_messages()
         reduced_next = self.reduced_next()
+        on_action = self.executor.on_action
         for index, action in enumerate(self.rank_actions):
+            on_action(index)
             if index in self.visits_at:
                 self.offload.begin_compute()
             for part in action.parts:
@@ -346,6 +350,10 @@ class _Step:
 
 def _visit_of(action: Action) -> Visit:
     return action.stage, action.micro_batch, action.unit or 0
+
+
+def _ignore(index: int) -> None:
+    pass
 
 
 def _gradient_of(x: Tensor) -> Tensor:

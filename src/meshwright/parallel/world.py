@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +28,8 @@ from meshwright.spec.rank_environment import RankEnvironment
 
 STORE_SOCKET = "MESHWRIGHT_STORE_FD"
 """Environment variable with the file descriptor of rank 0's listening socket (local launch only)."""
+STORE_BIND = "MESHWRIGHT_STORE_BIND"
+"""Environment variable with the one address on which rank 0's store listens; without it or a socket, on all interfaces."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +214,7 @@ def _store(environment: RankEnvironment, limit: timedelta) -> dist.Store:
 
     torch's TCPStore listens on all interfaces unless it gets a socket, as it does when all ranks are on one host.
     """
-    descriptor = os.environ.get(STORE_SOCKET) if environment.rank == 0 else None
+    descriptor = _store_socket(environment) if environment.rank == 0 else None
     if environment.ranks == 1 and descriptor is None:
         return dist.HashStore()
     if environment.rank:
@@ -222,11 +225,25 @@ def _store(environment: RankEnvironment, limit: timedelta) -> dist.Store:
         environment.ranks,
         is_master=environment.rank == 0 and not _agent_hosts_store(),
         timeout=limit,
-        master_listen_fd=None if descriptor is None else int(descriptor),
+        master_listen_fd=descriptor,
     )
     # torchrun's store survives a restart of the ranks and still contains the addresses of the previous attempt.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"attempt {attempt}", store) if _agent_hosts_store() else store
+
+
+def _store_socket(environment: RankEnvironment) -> int | None:
+    """Descriptor of the socket on which rank 0's store listens: inherited, or bound here; None if torch creates it."""
+    if STORE_SOCKET in os.environ:
+        return int(os.environ[STORE_SOCKET])
+    if STORE_BIND not in os.environ or environment.ranks == 1:
+        return None
+    address = (os.environ[STORE_BIND], environment.port)
+    try:
+        return socket.create_server(address, backlog=128, reuse_port=False).detach()
+    except OSError as error:
+        at = f"{address[0]}:{address[1]}"
+        raise CommunicationFailure(f"rank 0 cannot listen at {at}: {error.strerror or error}") from error
 
 
 def _agent_hosts_store() -> bool:

@@ -6,20 +6,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshwright.costs.machine_rates import machine_of
-from meshwright.costs.offload_costs import host_rate
+from meshwright.costs.offload_costs import host_rate, rate_both_ways
 from meshwright.costs.plan_costs import as_nodes, number, products
-from meshwright.planner.candidate import host_budget
+from meshwright.planner.candidate import host_budget, memory_budget, peak_bytes
 from meshwright.policies.checkpoint_times import auto_interval
+from meshwright.policies.snapshot_copies import SNAPSHOT_GROUPS, STATE_BYTES, StepTimes, plan_device_copies
 from meshwright.simulator.step_simulation import host_bytes
 from meshwright.spec.job import ASYNC_BYTES, CheckpointSpec
 from meshwright.spec.model import parameter_count
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
+from meshwright.workload.plan_bytes import optimizer_on_host
 
-STATE_BYTES = 12
-"""Of one parameter in a checkpoint: master weight and two moments in fp32."""
-UPDATE_BYTES = 28
-"""Memory traffic of the update of one parameter: its state is read and written, its gradient is read."""
 HOST_COPY_RATE = 10e9
 """Bytes a second that one rank copies from host memory to host memory: a guess."""
 WRITE_RATE = 2e9
@@ -42,11 +40,13 @@ class CheckpointCost:
     reason: str
     """Why training waits for it; empty where it does not."""
     host_bytes: int
-    """Host memory of one host that snapshots take."""
+    """Memory of one host for snapshots and, where there is room, for second buffers of an optimizer in host memory."""
     copy_seconds: float | None = None
     """Copy of a rank's state to host memory."""
+    device_copy_bytes: int | None = None
+    """Part of a rank's state that is first copied within device memory, so that the next update does not wait for it."""
     stall_seconds: float | None = None
-    """Part of the copy that forward and backward of the next step do not hide."""
+    """How long the update of the next step waits for copies."""
     cost_seconds: float | None = None
     """What a save costs training: the stall, and slower steps while it is copied and written."""
     interval_seconds: float | None = None
@@ -70,20 +70,63 @@ def checkpoint_cost(run: RunSpec, plan: Plan, step_seconds: float | None = None)
     reason = _reason_to_wait(run, plan, spec, rank_bytes)
     if reason:
         return CheckpointCost(whole, False, reason, 0, interval_seconds=interval)
-    in_host = any(layer.offload != "none" for layer in plan.layers)
-    copy = stall = cost = None
+    offloaded = optimizer_on_host(run.model, plan, cluster.nodes) / cluster.gpus_per_node
+    snapshots = rank_bytes * cluster.gpus_per_node
+    second_buffers = offloaded * cluster.gpus_per_node
+    if snapshots + second_buffers > _host_memory_left(run, plan):
+        second_buffers = 0.0
+    copies, cost = _Copies(), None
     if step is not None and not cluster.is_cpu:
-        machine = machine_of(cluster, products(plan.precision, cluster))
-        copy = rank_bytes / (HOST_COPY_RATE if in_host else number(host_rate(machine)))
-        update = whole / STATE_BYTES / plan.ranks * UPDATE_BYTES / number(machine.hbm)
-        stall = max(0.0, copy - (step - update))
-        save = copy + rank_bytes / WRITE_RATE
-        cost = stall + SLOWDOWN * save
+        copies = _copies(run, plan, step, rank_bytes, offloaded, waits=bool(offloaded and not second_buffers))
+        assert copies.seconds is not None and copies.stall_seconds is not None
+        save = copies.seconds + rank_bytes / WRITE_RATE
+        cost = copies.stall_seconds + SLOWDOWN * save
         if spec.every == "auto":
             interval = auto_interval(cost, save, cluster.nodes, cluster.host_mtbf_hours)
-    bandwidth = whole / interval if interval else None
-    snapshots = int(rank_bytes * cluster.gpus_per_node)
-    return CheckpointCost(whole, True, "", snapshots, copy, stall, cost, interval, bandwidth)
+    return CheckpointCost(
+        bytes=whole,
+        beside_training=True,
+        reason="",
+        host_bytes=int(snapshots + second_buffers),
+        copy_seconds=copies.seconds,
+        device_copy_bytes=copies.device_copy_bytes,
+        stall_seconds=copies.stall_seconds,
+        cost_seconds=cost,
+        interval_seconds=interval,
+        storage_bytes_per_second=whole / interval if interval else None,
+    )
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """Copies of a rank's state: their duration, the bytes that are first copied on the device, and how long the update waits."""
+
+    seconds: float | None = None
+    device_copy_bytes: int | None = None
+    stall_seconds: float | None = None
+
+
+def _copies(run: RunSpec, plan: Plan, step: float, rank_bytes: float, offloaded: float, *, waits: bool) -> _Copies:
+    """The copies of `rank_bytes` of state of which `offloaded` are in host memory, beside a step of `step` seconds.
+
+    `waits`: the update of the state in host memory waits for its copy, as there are no second buffers.
+    """
+    cluster = as_nodes(run.cluster)
+    machine = machine_of(cluster, products(plan.precision, cluster))
+    on_device, link = rank_bytes - offloaded, number(host_rate(machine))
+    times = StepTimes.of_step(step, on_device, number(machine.hbm), link)
+    room = max(0, (memory_budget(run) or 0) - peak_bytes(plan))
+    device_copies = plan_device_copies(_in_groups(on_device), times, room)
+    stall = device_copies.stall_seconds
+    if waits:
+        update = min(step, offloaded / number(rate_both_ways(machine)))
+        host_times = StepTimes(step - update, update, HOST_COPY_RATE)
+        stall = max(stall, plan_device_copies(_in_groups(offloaded), host_times, room=0).stall_seconds)
+    return _Copies(max(on_device / link, offloaded / HOST_COPY_RATE), device_copies.bytes, stall)
+
+
+def _in_groups(count: float) -> list[float]:
+    return [count / SNAPSHOT_GROUPS] * SNAPSHOT_GROUPS
 
 
 def checkpoint_sentences(run: RunSpec, cost: CheckpointCost) -> Iterator[str]:
@@ -98,7 +141,12 @@ def checkpoint_sentences(run: RunSpec, cost: CheckpointCost) -> Iterator[str]:
             if cost.stall_seconds
             else "hidden by the next forward and backward"
         )
-        yield f"the copy of a rank's state to host memory takes {cost.copy_seconds:.2f} s, {hidden}"
+        first = (
+            f", {_gigabytes(cost.device_copy_bytes)} of it from a copy in device memory"
+            if cost.device_copy_bytes
+            else ""
+        )
+        yield f"the copy of a rank's state to host memory takes {cost.copy_seconds:.2f} s{first}, {hidden}"
     if run.checkpoint.every == "auto" and cost.interval_seconds is not None and cost.cost_seconds is not None:
         yield (
             f"checkpoint.every auto: {cost.interval_seconds:,.0f} s between two, the Young-Daly interval √(2 · cost · MTBF) within 1 and "
@@ -115,11 +163,15 @@ def _reason_to_wait(run: RunSpec, plan: Plan, spec: CheckpointSpec, rank_bytes: 
     if spec.mode == "auto" and rank_bytes < ASYNC_BYTES:
         return f"a rank's state is less than {ASYNC_BYTES >> 20} MB"
     snapshots = rank_bytes * as_nodes(run.cluster).gpus_per_node
-    offloaded = sum(host_bytes(run.model, run.train, plan, run.cluster.nodes))
-    left = host_budget(run) - offloaded
+    left = _host_memory_left(run, plan)
     if snapshots > left:
         return f"snapshots need {_gigabytes(snapshots)} of host memory on each host, and {_gigabytes(max(0.0, left))} are left"
     return ""
+
+
+def _host_memory_left(run: RunSpec, plan: Plan) -> float:
+    """Bytes of one host's memory that the plan's offloaded data leave to snapshots."""
+    return host_budget(run) - sum(host_bytes(run.model, run.train, plan, run.cluster.nodes))
 
 
 def _gigabytes(count: float) -> str:

@@ -132,3 +132,20 @@ class ObserveSpec:
     """Write TensorBoard events into the run folder (package `tensorboard`)."""
     wandb: WandbSpec | None = None
     """Where to log on Weights & Biases (package `wandb`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisionSpec:
+    """Restarts after failures. Ranks that torchrun or a similar launcher started are not supervised."""
+
+    restarts: NotNegative = 3
+    """Restarts without a new checkpoint between them before the run ends; 0 ends it at the first failure."""
+    on_repeated_failure: Literal["stop", "skip_data"] = "stop"
+    """After the same failure at the same step twice: stop with exit code 7, or leave out the samples of that step.
+    Before it stops, the run tries the older checkpoint once."""
+    hang_seconds: Annotated[float, Bound(more_than=0)] | None = None
+    """Seconds without progress that count as a hang, if 3 steps and 5 s take less; none takes 30 on GPUs and 5 on `cpu`."""
+    spares: NotNegative = 0
+    """Hosts beside `cluster.nodes` that wait to replace a host."""
+    wait_seconds: Annotated[float, Bound(at_least=0)] | None = None
+    """Seconds to wait for a lost host or its replacement before the run continues on the remaining hosts; none waits on."""

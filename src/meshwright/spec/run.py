@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import Bound, from_plain
-from meshwright.spec.job import CheckpointSpec, DataSpec, ObserveSpec, TrainSpec
+from meshwright.spec.job import CheckpointSpec, DataSpec, ObserveSpec, SupervisionSpec, TrainSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Plan, PlanPins
 
@@ -46,6 +46,8 @@ class RunSpec:
     """When checkpoints are written and how many are kept."""
     observe: ObserveSpec = field(default_factory=ObserveSpec)
     """What is measured and where it is logged."""
+    supervision: SupervisionSpec = field(default_factory=SupervisionSpec)
+    """What happens after a failure of a run whose ranks `meshwright train` starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +80,12 @@ class Assignment:
     """First and last step whose profiler trace is written, both included."""
     timeline: tuple[int, int] | None = None
     """First and last step whose timeline is written, both included."""
+    attempt: int = 1
+    """Number of this start of the ranks within the job, from 1."""
+    resume_at_most: int | None = None
+    """Resume from the newest good checkpoint of at most this step; none takes the newest."""
+    skip_samples: tuple[tuple[int, int], ...] = ()
+    """Global sample indexes that the run leaves out, ascending: first, and one after the last (`policies.skipped_samples`)."""
 
     @classmethod
     def read(cls, path: Path) -> Assignment:

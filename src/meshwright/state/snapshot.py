@@ -1,9 +1,11 @@
-"""`SnapshotCopies`: interface to running copies of state, for an optimizer that updates the state in place."""
+"""Interfaces between an optimizer that updates its state and the copies of a snapshot that run meanwhile."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
+
+from torch import Tensor
 
 
 class SnapshotCopies(Protocol):
@@ -14,9 +16,21 @@ class SnapshotCopies(Protocol):
         """Names of the parameters of each group; every parameter of the optimizer is in one group."""
         ...
 
-    def wait(self, parameters: Iterable[str]) -> None:
+    def wait(self, parameters: Iterable[str], *, host: bool = True) -> None:
         """Wait for the copies of these parameters' state.
 
-        The current stream waits for copies from the device; the host waits for copies from host memory.
+        The current stream waits for copies from the device; the host waits for copies from host memory, unless `host` is False.
         """
+        ...
+
+
+class HostState(Protocol):
+    """State in host memory as the updates given to the device so far leave it."""
+
+    def wait(self) -> None:
+        """Wait until the results of these updates are in host memory."""
+        ...
+
+    def current(self, memory: Tensor) -> Tensor:
+        """The bytes that have these results, of state whose bytes at the start of the run were `memory`."""
         ...

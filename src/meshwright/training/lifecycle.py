@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from meshwright.events.messages import Begin, Channel, End, Failure, decode
+from meshwright.events.progress import PROGRESS, ProgressPage, ProgressSender
 from meshwright.events.terminal import write_line
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_INTERNAL, CommunicationFailure, MeshwrightError
 from meshwright.spec.failures import as_meshwright_error
@@ -39,28 +40,41 @@ DONE_SECONDS = 120.0
 class RankLife:
     """This process as a rank. Create it first: it handles logging, signals and the launcher's messages."""
 
-    def __init__(self, environment: RankEnvironment, stop: StopRequest | None = None) -> None:
-        """`stop` is set by stop signals; by default it ends training after the current step."""
+    def __init__(self, environment: RankEnvironment, stop: StopRequest | None = None, *, spare: bool = False) -> None:
+        """`stop` is set by stop signals; by default it ends training after the current step.
+
+        A `spare` has no rank yet: `environment` is replaced once `Begin` names its rank.
+        """
         end_with_parent()
         self.environment = environment
         self.channel = Channel.from_environment()
-        self.stop = StopRequest.for_rank(environment.rank) if stop is None else stop
+        self.progress = ProgressSender(ProgressPage.from_environment(), self.channel)
+        self.stop = StopRequest.for_rank(1 if spare else environment.rank) if stop is None else stop
         self.log_file: Path | None = None
         self._cleanups: list[Callable[[], object]] = []
         self._ending = threading.Lock()
-        self._begin: queue.SimpleQueue[Path | None] = queue.SimpleQueue()
+        self._begin: queue.SimpleQueue[Begin | None] = queue.SimpleQueue()
         # Without a target it keeps every record, whatever its capacity.
         self._early = logging.handlers.MemoryHandler(1000, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
-        _log_through(self._early, first=environment.rank == 0)
+        _log_through(self._early, first=environment.rank == 0 and not spare)
         if self.channel.connected:
             threading.Thread(target=self._listen, name="launcher", daemon=True).start()
 
     def wait_for_assignment(self) -> Path:
-        """The assignment file that the launcher names. Exits with code 0 if the pipe closes without one."""
-        file = self._begin.get() if self.channel.connected else None
-        if file is None:
+        """The assignment file that the launcher names. Exits with code 0 if the pipe closes without one.
+
+        The variables of `Begin` are set first. With a RANK among them this process, so far a spare, becomes that rank.
+        """
+        begin = self._begin.get() if self.channel.connected else None
+        if begin is None:
             os._exit(EXIT_DONE)
-        return file
+        os.environ.update(begin.environment)
+        if "RANK" in begin.environment:
+            self.environment = RankEnvironment.from_environment()
+            _log_through(self._early, first=self.environment.rank == 0)
+        if PROGRESS in begin.environment:
+            self.progress.page = ProgressPage.from_environment()
+        return Path(begin.assignment)
 
     def log_to(self, folder: Path) -> None:
         """Log to the run's folder from now on; earlier records are written there first."""
@@ -149,7 +163,7 @@ class RankLife:
                 *lines, incomplete = (incomplete + data).split(b"\n")
                 for message in map(decode, lines):
                     if isinstance(message, Begin):
-                        self._begin.put(Path(message.assignment))
+                        self._begin.put(message)
                     elif isinstance(message, End):
                         self.end(CommunicationFailure(message.cause))
         finally:

@@ -69,8 +69,10 @@ def train(session: Session, reporter: Reporter, stop: StopRequest) -> Trained:
             if figures.flags.stop:
                 _stop(session, figures.flags.stop, reporter, saver)
             if validates:
+                session.progress.begin("validate", step)
                 last = _validate(session, reporter)
             if saves:
+                session.progress.begin("save", step)
                 saver.save(step)
             if _due(run.train.gc_every, step):
                 gc.collect()
@@ -80,7 +82,7 @@ def train(session: Session, reporter: Reporter, stop: StopRequest) -> Trained:
             saver.report()
     saver.close()
     account = _account(session, reporter, [wire, accounting.waiting], accounting, timelines)
-    Ranks(session.world.control).together(f"ended after step {session.step}", reporter.check)
+    Ranks(session.world.control).run_on_all(f"ended after step {session.step}", reporter.check)
     return Trained(last, account)
 
 
@@ -157,6 +159,7 @@ def _one_step(
     flag: Callable[[], int],
 ) -> None:
     recorder, rate = session.recorder, learning_rate(session.run.train, step)
+    session.progress.begin("train" if figures.flags.step else "compile", step)
     recorder.begin_step(step)
     with recorder.span("data"):
         micro_batches = next(loader)
@@ -209,6 +212,7 @@ def _validate(session: Session, reporter: Reporter) -> Evaluation | None:
 def _stop(session: Session, flag: int, reporter: Reporter, saver: Saver) -> None:
     """End the run after this step, on all ranks, with a checkpoint if the run writes any."""
     checkpoint, where = session.run.checkpoint, f"after step {session.step}"
+    session.progress.begin("save", session.step)
     if checkpoint.every or checkpoint.at_end:
         try:
             limit = checkpoint.grace_seconds if flag < INTERRUPT else None
@@ -227,7 +231,7 @@ def _stop(session: Session, flag: int, reporter: Reporter, saver: Saver) -> None
     else:
         where += ", without a checkpoint, as checkpoint.every is 0 and checkpoint.at_end is false"
     if flag >= FAILED:
-        Ranks(session.world.control).together(f"ended {where}", reporter.check)
+        Ranks(session.world.control).run_on_all(f"ended {where}", reporter.check)
     if flag >= INTERRUPT:
         raise Interrupted(f"interrupted {where}")
     raise Preempted(f"preempted {where}")

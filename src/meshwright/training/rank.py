@@ -1,7 +1,8 @@
 """Process of a locally launched rank: imports during the launcher's planning, then trains.
 
-`python -m meshwright.training.rank cpu|cuda` waits for the message `Begin` on its standard input (`events.messages`),
-which names the run's assignment. If the input ends without it, there is nothing to run.
+`python -m meshwright.training.rank cpu|cuda [spare]` waits for the message `Begin` on its standard input
+(`events.messages`), which names the run's assignment. If the input ends without it, there is nothing to run. A spare
+imports the same modules but has no rank and opens no device until `Begin` gives it the variables of a rank.
 """
 
 from __future__ import annotations
@@ -18,25 +19,33 @@ from meshwright.events.start import StartClock
 from meshwright.spec.rank_environment import RankEnvironment
 from meshwright.training.lifecycle import RankLife
 
+NO_RANK = RankEnvironment(0, 1, 0, 1, "127.0.0.1", 0)
+"""Environment of a spare until it gets a rank."""
+
 
 def main() -> None:
-    clock = StartClock.for_rank()
-    life = RankLife(RankEnvironment.from_environment())
-    import_all(sys.argv[1] == "cuda")
+    clock, cuda, spare = StartClock.for_rank(), sys.argv[1] == "cuda", "spare" in sys.argv[2:]
+    life = RankLife(NO_RANK if spare else RankEnvironment.from_environment(), spare=spare)
+    import_all(cuda, open_device=not spare)
     from meshwright.training import worker
 
     clock.end("imports")
     file = life.wait_for_assignment()
+    if spare:
+        clock = StartClock.for_spare()
+        if cuda:
+            _begin_device()
     if life.environment.rank:
         _write_to(file.parent / "logs" / f"rank-{life.environment.rank:05d}.log")
     worker.main(life, file, clock)
 
 
-def import_all(cuda: bool) -> None:
-    """Import what a rank needs before its first step; for a GPU rank, open the device meanwhile."""
+def import_all(cuda: bool, *, open_device: bool = True) -> None:
+    """Import what a rank needs before its first step; for a GPU rank, open the device meanwhile with `open_device`."""
     with uncollected():
         if cuda:
-            _begin_device()
+            if open_device:
+                _begin_device()
             import torch._inductor.compile_fx  # noqa: F401  # otherwise this import is most of a warm first step
         import meshwright.training.worker  # noqa: F401
 

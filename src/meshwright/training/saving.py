@@ -14,10 +14,14 @@ from meshwright.checkpoint.manifest import step_name
 from meshwright.checkpoint.mirror_process import MirrorUploader
 from meshwright.checkpoint.ranks import Ranks
 from meshwright.checkpoint.state import encode_plain
+from meshwright.costs.machine_rates import machine_of
+from meshwright.costs.offload_costs import host_rate
+from meshwright.costs.plan_costs import as_nodes, number, products
 from meshwright.durable.lease import LeaseLost
 from meshwright.policies.checkpoint_times import auto_interval, due_after_step, due_by_clock
+from meshwright.policies.snapshot_copies import StepTimes
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.errors import MeshwrightError, OutOfResources
+from meshwright.spec.errors import BadInput, MeshwrightError, OutOfResources
 from meshwright.spec.job import ASYNC_BYTES, AUTO_SECONDS, CheckpointSpec
 from meshwright.training.reporting import Reporter
 from meshwright.training.run_state import run_state
@@ -73,6 +77,11 @@ class SaveCost:
             return None
         return max(0.0, sum(beside) - len(beside) * statistics.median(self._free))
 
+    @property
+    def step_seconds(self) -> float | None:
+        """The median step without a save in flight; None where too few steps were measured."""
+        return statistics.median(self._free) if len(self._free) >= FEWEST_STEPS else None
+
 
 class Saver:
     """The checkpoints of one start, written beside training or, where that is not possible, while training waits.
@@ -108,10 +117,13 @@ class Saver:
             return cls(session, reporter, None)
         ranks, optimizer = Ranks(session.world.control), session.optimizer
         state = RankState(
-            session.state(), optimizer.snapshot_groups(), optimizer.parameter_of_state(), optimizer.finish_host_copies
-        )
+            session.state(), optimizer.snapshot_groups(), optimizer.parameter_of_state(), optimizer.host_state,
+            optimizer.allocate_second_buffers,
+        )  # fmt: skip
         largest = max(
-            ranks.together("planning checkpoints", lambda: sum(parts.local.nbytes for parts in state.tensors.values()))
+            ranks.run_on_all(
+                "planning checkpoints", lambda: sum(parts.local.nbytes for parts in state.tensors.values())
+            )
         )
         if spec.mode == "auto" and largest < ASYNC_BYTES:
             log.info("checkpoints are written while training waits: a rank's state is small (%d bytes)", largest)
@@ -119,9 +131,9 @@ class Saver:
         background = BackgroundSaver(
             session.store.folder, ranks, state, session.world.device, lease=session.lease, keep=spec.keep,
             local_ranks=session.world.environment.local_ranks, parent=session.step or None,
-            kept_open=reporter.channel_descriptors, warm_up=lambda: _texts(session),
+            start=session.attempt, kept_open=reporter.channel_descriptors, warm_up=lambda: _texts(session),
         )  # fmt: skip
-        obstacle = memory_obstacle(background.layout, ranks, session.world.environment.local_ranks)
+        obstacle = memory_obstacle(background.layout.bytes, ranks, session.world.environment.local_ranks)
         if obstacle is not None and spec.mode == "async":
             raise OutOfResources(
                 f"checkpoint.mode is async: {obstacle}; use more ranks or hosts, or set checkpoint.mode=auto"
@@ -129,6 +141,12 @@ class Saver:
         if obstacle is not None:
             reporter.say(f"checkpoints are written while training waits: {obstacle}")
             return cls(session, reporter, None)
+        if optimizer.host_bytes:
+            both = background.layout.bytes + optimizer.host_bytes
+            obstacle = memory_obstacle(both, ranks, session.world.environment.local_ranks)
+            background.second_buffers = obstacle is None
+            if obstacle is not None:
+                reporter.say(f"updates of state in host memory wait for copies of snapshots: {obstacle}")
         reporter.say(
             f"checkpoints are written beside training, from {background.layout.bytes / 1e9:.2f} GB of host memory a rank"
         )
@@ -233,9 +251,21 @@ class Saver:
     def _begin(self, background: BackgroundSaver, step: int, *, urgent: bool = False) -> bool:
         self.report()
         self._began = step
-        self._session.optimizer.protect(background.begin(step, urgent=urgent))
+        times = None if urgent else self._step_times(background)
+        self._session.optimizer.protect(background.begin(step, urgent=urgent, times=times))
         self._describe()
         return True
+
+    def _step_times(self, background: BackgroundSaver) -> StepTimes | None:
+        """The times of a step without a save; None on a CPU, on a device whose rates are not known, and before they are measured."""
+        seconds, cluster = self._cost.step_seconds, as_nodes(self._session.run.cluster)
+        if seconds is None or cluster.is_cpu:
+            return None
+        try:
+            machine = machine_of(cluster, products(self._session.plan.precision, cluster))
+        except BadInput:
+            return None
+        return StepTimes.of_step(seconds, background.layout.bytes, number(machine.hbm), number(host_rate(machine)))
 
     def _describe(self) -> None:
         """Give the background save that began its plain files, once the step's tokens are known."""
@@ -255,13 +285,13 @@ class Saver:
         if not self._wait(background, step, deadline):
             return False
         self.report()
-        committed = self._ranks.from_first(f"saving step {step}", lambda: self._committed)
+        committed = self._ranks.run_on_first(f"saving step {step}", lambda: self._committed)
         if committed == step:
             return True
         self._begin(background, step, urgent=True)
         if not self._wait(background, step, deadline):
             return False
-        result = self._ranks.from_first(f"saving step {step}", lambda: _raise_failure(background.result()))
+        result = self._ranks.run_on_first(f"saving step {step}", lambda: _raise_failure(background.result()))
         if result is not None:
             self._report_commit(result)
         return True
@@ -270,7 +300,7 @@ class Saver:
         """Wait until the first rank has no save in flight; False when that is so at the deadline no more. Collective."""
         while True:
             left = WAIT_SECONDS if deadline is None else min(WAIT_SECONDS, deadline - time.monotonic())
-            ended, more = self._ranks.from_first(
+            ended, more = self._ranks.run_on_first(
                 f"saving step {step}", lambda left=left: (background.wait(max(0.0, left)), left > 0)
             )
             if ended or not more:

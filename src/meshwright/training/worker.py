@@ -76,6 +76,8 @@ def run_rank(assignment: Assignment, world: World, life: RankLife, clock: StartC
     if assignment.run.train.keep_cores:
         keep_to_own_cores(world)
     session = open_session(assignment, world, clock)
+    session.send_progress(life.progress)
+    life.add_cleanup(lambda: life.progress.begin("end", session.step))
     reporter = Reporter.open(session, life.channel)
     if world.leads:
         life.add_cleanup(lambda: _write_report(folder))
@@ -85,7 +87,7 @@ def run_rank(assignment: Assignment, world: World, life: RankLife, clock: StartC
         reporter.event(session.step, f"{folder} is finished: {session.step} of {session.run.train.steps} steps")
         return
     if session.step:
-        reporter.event(session.step, f"resumed after step {session.step}")
+        reporter.event(session.step, f"resumed after step {session.step} from {session.resumed_from}")
     trained = train(session, reporter, life.stop)
     if world.leads:
         _write_summary(session, trained, time.perf_counter() - started)

@@ -1,0 +1,25 @@
+"""Samples that a run leaves out: which samples a step reads then.
+
+Skipped samples are whole steps: ranges of global sample indexes, ascending, whose ends are positions between steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+SampleRange = tuple[int, int]
+"""First global sample index, and one after the last."""
+
+
+def samples_of_step(step: int, global_batch: int, skipped: Sequence[SampleRange]) -> SampleRange:
+    """The samples that optimizer step `step`, counted from 1, reads: the next `global_batch` that are not skipped."""
+    first = (step - 1) * global_batch
+    for begin, end in skipped:
+        if begin <= first:
+            first += end - begin
+    return first, first + global_batch
+
+
+def skip_step(step: int, global_batch: int, skipped: Sequence[SampleRange]) -> tuple[SampleRange, ...]:
+    """`skipped` with the samples that `step` would read."""
+    return tuple(sorted((*skipped, samples_of_step(step, global_batch, skipped))))

@@ -1,0 +1,79 @@
+"""Processes without a rank that become ranks with the message Begin."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from meshwright.events.messages import CHANNEL, Begin, Message, MessageReader, Progress, Step, encode
+from meshwright.events.progress import PROGRESS, ProgressPage
+from tests.training.tiny import make_tiny, prepared, ranks
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.getbasetemp() / "tiny")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Spare:
+    """A process of `training.rank` without a rank, and the launcher's ends of its pipes."""
+
+    def __init__(self) -> None:
+        reading, writing = os.pipe()
+        self.reader, self.page = MessageReader(reading), ProgressPage.create()
+        env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        env |= {CHANNEL: str(writing), "MESHWRIGHT_PARENT": str(os.getpid()), PROGRESS: self.page.path}
+        env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "meshwright.training.rank", "cpu", "spare"],
+            env=env, pass_fds=[writing], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+        os.close(writing)
+
+    def begin(self, message: Begin) -> None:
+        assert self.process.stdin is not None
+        os.write(self.process.stdin.fileno(), encode(message))
+
+    def messages(self) -> list[Message]:
+        """All messages until the process has ended."""
+        messages, deadline = [], time.monotonic() + 60
+        while self.reader.open and time.monotonic() < deadline:
+            messages += self.reader.read()
+            time.sleep(0.01)
+        return messages
+
+
+def test_two_spares_become_the_ranks_of_a_run(tiny: Path, tmp_path: Path) -> None:
+    made = prepared(tiny, tmp_path, *ranks(2))
+    spares, port = [Spare(), Spare()], str(free_port())
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "MESHWRIGHT_STORE_BIND": "127.0.0.1"}
+    for rank, spare in enumerate(reversed(spares)):
+        place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+        spare.begin(Begin(str(made.folder / "assignment.json"), address | place))
+    for rank, spare in enumerate(reversed(spares)):
+        messages = spare.messages()
+        assert spare.process.wait(30) == 0
+        assert [message.step for message in messages if isinstance(message, Step)] == [1, 2, 3, 4, 5, 6]
+        phases = [message.phase for message in messages if isinstance(message, Progress) and message.action == -1]
+        assert phases == ["compile", "train", "validate", "save", "end"]
+        assert spare.page.read().phase == "end" and spare.page.count > 20
+        assert (made.folder / "logs" / f"rank-{rank:05d}.log").exists()
+
+
+def test_a_spare_whose_launcher_ends_ends_too() -> None:
+    spare = Spare()
+    assert spare.process.stdin is not None
+    spare.process.stdin.close()
+    assert spare.process.wait(60) == 0
