@@ -1,4 +1,7 @@
-"""Reads each block of a checkpoint's files once: verifies it, copies it to its destinations, sends it to other ranks."""
+"""Reads each block of a checkpoint's files once: verifies it, copies it to its destinations, sends it to other ranks.
+
+A block is a consecutive part of a file (16 MiB, `files.BLOCK_BYTES`); the manifest has a digest of each.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,10 @@ from meshwright.spec.errors import Damaged
 
 READ_THREADS = max(2, min(16, os.cpu_count() or 1))
 RECEIVE_AHEAD = 4
+"""Number of receives that a rank has posted at a time, each with a buffer of one block."""
 
 Fill = Callable[[str, int, Tensor], None]
-"""Takes a file's name, the position of a block in it, and the block's bytes."""
+"""Called with a file's name, the index of a block in it, and the block's bytes (uint8, on the host)."""
 
 
 class BlockFiles:
@@ -89,10 +93,10 @@ class BlockFiles:
 
 
 class BlockReader:
-    """Works through a rank's part of a plan of transfers.
+    """Carries out a rank's part of the transfers that `read_plan` plans for all ranks.
 
-    What fails on this rank is kept in `failure` and the transfers go on, so that no other rank waits for one that gave up; then `fill` is
-    not called any more.
+    The first error of this rank is kept in `failure`, and the transfers go on without calls of `fill`; otherwise other
+    ranks would wait for blocks that this rank does not send.
     """
 
     def __init__(self, files: BlockFiles, ranks: Ranks, device: torch.device, fill: Fill) -> None:
@@ -105,16 +109,19 @@ class BlockReader:
 
         Raises RuntimeError when another rank is lost.
         """
-        numbers = {transfer: number for number, transfer in enumerate(transfers)}
+        tags = {transfer: number for number, transfer in enumerate(transfers)}
         mine = [transfer for transfer in transfers if transfer.reader == self._ranks.rank]
         incoming = [transfer for transfer in transfers if self._ranks.rank in transfer.receivers]
         for _ in range(min(READ_THREADS + 2, len(mine))):
             self._free.put(self._buffer())
         sending: queue.SimpleQueue[tuple[BlockTransfer, Tensor, Future[None]] | None] = queue.SimpleQueue()
-        on_device = {"initializer": _use, "initargs": (self._device,)}
-        with ThreadPoolExecutor(READ_THREADS, **on_device) as readers, ThreadPoolExecutor(2, **on_device) as talkers:
-            received = talkers.submit(self._receive, incoming, numbers)
-            sent = talkers.submit(self._send, sending, numbers)
+        on_device = {"initializer": _set_device, "initargs": (self._device,)}
+        with (
+            ThreadPoolExecutor(READ_THREADS, **on_device) as readers,
+            ThreadPoolExecutor(2, **on_device) as communicators,
+        ):
+            received = communicators.submit(self._receive, incoming, tags)
+            sent = communicators.submit(self._send, sending, tags)
             for transfer in mine:  # buffers go out in the order of the plan, so the next block to send always has one
                 buffer = self._free.get()
                 done = readers.submit(self._read, transfer, buffer)
@@ -155,7 +162,7 @@ class BlockReader:
     def _send(
         self,
         sending: queue.SimpleQueue[tuple[BlockTransfer, Tensor, Future[None]] | None],
-        numbers: Mapping[BlockTransfer, int],
+        tags: Mapping[BlockTransfer, int],
     ) -> None:
         lost: Exception | None = None
         while (entry := sending.get()) is not None:
@@ -165,7 +172,7 @@ class BlockReader:
                 if lost is None:
                     block = buffer[: self._files.block_bytes(transfer.file, transfer.index)]
                     works = [
-                        dist.isend(block, group=self._ranks.group, tag=numbers[transfer], group_dst=rank)
+                        dist.isend(block, group=self._ranks.group, tag=tags[transfer], group_dst=rank)
                         for rank in transfer.receivers
                     ]
                     for work in works:
@@ -177,13 +184,13 @@ class BlockReader:
         if lost is not None:
             raise lost
 
-    def _receive(self, incoming: Sequence[BlockTransfer], numbers: Mapping[BlockTransfer, int]) -> None:
+    def _receive(self, incoming: Sequence[BlockTransfer], tags: Mapping[BlockTransfer, int]) -> None:
         buffers = [self._buffer() for _ in range(min(RECEIVE_AHEAD, len(incoming)))]
 
         def begin(position: int) -> tuple[dist.Work | None, Tensor]:
             transfer = incoming[position]
             block = buffers[position % RECEIVE_AHEAD][: self._files.block_bytes(transfer.file, transfer.index)]
-            work = dist.irecv(block, group=self._ranks.group, tag=numbers[transfer], group_src=transfer.reader)
+            work = dist.irecv(block, group=self._ranks.group, tag=tags[transfer], group_src=transfer.reader)
             return work, block
 
         pending = [begin(position) for position in range(len(buffers))]
@@ -207,7 +214,7 @@ def _wait(work: dist.Work | None) -> None:
         work.wait()
 
 
-def _use(device: torch.device) -> None:
-    """A new thread starts on device 0; make it use the rank's own, so that no stray context appears there."""
+def _set_device(device: torch.device) -> None:
+    """Make a new thread use the rank's device; it starts on device 0 and would create a CUDA context there."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
