@@ -7,7 +7,8 @@ Prints JSON lines (and appends them to --out):
 
   run    one run with `checkpoint.mode` async or sync. `stall_seconds`: for async the longest step between the begin of a save and its
          commit, minus the median of the steps without a save in flight; for sync the time that training waited. `beside_percent`: how much
-         slower the mean step with a save in flight is than the mean step without.
+         slower the mean step with a save in flight is than the mean step without; `copy_step_percent` is that of the steps beside the
+         copies (the first of each save), `writing_percent` that of the others, so the first has the stall and the second the writer.
   write  bytes per second from an arena to the folder --runs with digests and fsync, and of a plain copy with as many threads.
   load   seconds to load a checkpoint to the device, and to read its files in pieces with as many threads and copy them there.
 
@@ -157,7 +158,8 @@ def run_record(case: BenchmarkCase, mode: str, number: int, options: argparse.Na
 def figures(records: list[Line], every: int, mode: str) -> Line:
     """Figures of one run from its metrics in the order they were written, where a checkpoint's line follows the steps beside its save."""
     free: list[float] = []
-    beside: list[float] = []
+    copying: list[float] = []
+    writing: list[float] = []
     saves: list[Line] = []
     open_since, window = 0, []
     for record in records:
@@ -168,7 +170,8 @@ def figures(records: list[Line], every: int, mode: str) -> Line:
                 open_since = record["step"]
         elif record["kind"] == "event" and record["text"].startswith("checkpoint step-"):
             saves.append(save_figures(record["text"]) | {"longest": max(window, default=None), "steps": len(window)})
-            beside += window
+            copying += window[:1]
+            writing += window[1:]
             open_since, window = 0, []
     free += window  # its save was not committed before the run ended
     median = statistics.median(free)
@@ -176,12 +179,20 @@ def figures(records: list[Line], every: int, mode: str) -> Line:
     line: Line = {"steps": len(free), "median_step_seconds": median, "step_seconds": every_step, "saves": saves}
     if mode == "sync":
         return line | {"stall_seconds": [save.get("waited") for save in saves]}
+    beside = copying + writing
     return line | {
         "stall_seconds": [round(save["longest"] - median, 5) for save in saves if save["longest"] is not None],
-        "beside_percent": round(100 * (statistics.mean(beside) / statistics.mean(free) - 1), 3) if beside else None,
+        "beside_percent": slower_percent(beside, free),
+        "copy_step_percent": slower_percent(copying, free),
+        "writing_percent": slower_percent(writing, free),
         "mean_step_free": statistics.mean(free),
         "mean_step_beside": statistics.mean(beside) if beside else None,
     }
+
+
+def slower_percent(steps: list[float], free: list[float]) -> float | None:
+    """How much longer the mean of `steps` is than that of the steps without a save; None if there are none."""
+    return round(100 * (statistics.mean(steps) / statistics.mean(free) - 1), 3) if steps else None
 
 
 def save_figures(text: str) -> Line:
