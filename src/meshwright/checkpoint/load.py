@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -99,8 +100,12 @@ def load_tensors(
     prefix: str,
     convert: bool,
     doing: str,
+    device_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Fill `tensors` in place. Collective; raises as `CheckpointStore.load` does."""
+    """Fill `tensors` in place. Collective; raises as `CheckpointStore.load` does.
+
+    Blocks that several ranks need are sent through `device_group` if it is given and every rank has tensors on its devices.
+    """
     contents = opened.contents
     given = set().union(*ranks.together(doing, lambda: check_fit(contents, tensors, prefix, convert)))
     check_complete(contents, given, prefix, doing)
@@ -111,7 +116,9 @@ def load_tensors(
         entries, headers = _read_headers(ranks, files, sorted({piece.file for piece in pieces}), doing)
         destinations: dict[tuple[str, int], list[Destination]] = defaultdict(list)
 
-        def assign() -> dict[str, list[tuple[int, int]]]:
+        device = device_of(tensors)
+
+        def assign() -> tuple[dict[str, list[tuple[int, int]]], str]:
             ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
             for piece in pieces:
                 entry = entry_of(entries[piece.file], piece.key, piece.dtype, piece.shape, opened.path / piece.file)
@@ -119,19 +126,26 @@ def load_tensors(
                 ranges[piece.file].append((destination.start, destination.end))
                 for index in range(destination.start // BLOCK_BYTES, -(-destination.end // BLOCK_BYTES)):
                     destinations[piece.file, index].append(destination)
-            return {file: merge_ranges(needed) for file, needed in ranges.items()}
+            return {file: merge_ranges(needed) for file, needed in ranges.items()}, device.type
 
-        transfers = plan_transfers(ranks.together(doing, assign), headers)
+        assigned = ranks.together(doing, assign)
+        transfers = plan_transfers([needs for needs, _ in assigned], headers)
 
         def fill(file: str, index: int, block: Tensor) -> None:
             for destination in destinations.get((file, index), ()):
                 destination.fill(block, index * BLOCK_BYTES)
 
-        reader = BlockReader(files, ranks, device_of(tensors), fill)
+        usable = device_group is not None and {_device_type(device_group)} == {device_type for _, device_type in assigned}
+        reader = BlockReader(files, ranks, device, fill, device_group if usable else None)
         with recorder.span("read", lane="checkpoint"), torch.no_grad():
             _run(ranks, reader, transfers, doing)
     finally:
         files.close()
+
+
+def _device_type(group: dist.ProcessGroup) -> str:
+    """The type of the devices whose memory a group sends."""
+    return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
 
 
 def device_of(tensors: Mapping[str, Tensor | StateParts]) -> torch.device:

@@ -32,7 +32,7 @@ from meshwright.checkpoint.boxed import Boxed
 from meshwright.checkpoint.contents import Contents
 from meshwright.checkpoint.files import FileRecord
 from meshwright.checkpoint.fit import check_storable
-from meshwright.checkpoint.load import device_of, load_tensors, open_checkpoint
+from meshwright.checkpoint.load import OpenCheckpoint, device_of, load_tensors, open_checkpoint
 from meshwright.checkpoint.manifest import (
     COMMITTED,
     Damage,
@@ -74,7 +74,7 @@ class CheckpointStore:
 
     Every method is collective: all ranks of `group` (the default group when None; this process alone when no job was
     joined) call it with the same arguments, and all return the same or raise the same error. On GPU jobs pass a Gloo
-    group. `progress(bytes)` hears of each piece this rank writes. A folder has one writer at a time: with the `lease` of the run's folder
+    group, and NCCL's group of the same ranks as `device_group`: loads send what several ranks need through it. `progress(bytes)` hears of each piece this rank writes. A folder has one writer at a time: with the `lease` of the run's folder
     (`folder`'s parent), saving and retention raise BadInput once another start of the run has taken it.
 
     Tensors alone may differ: each rank passes those it holds a part of, which may be none, under names that mean the
@@ -87,6 +87,7 @@ class CheckpointStore:
         folder: Path,
         *,
         group: dist.ProcessGroup | None = None,
+        device_group: dist.ProcessGroup | None = None,
         recorder: Recorder | None = None,
         progress: Callable[[int], None] | None = None,
         lease: Lease | None = None,
@@ -94,7 +95,7 @@ class CheckpointStore:
         self.folder = folder
         self._lease = lease
         self._run_id = None if lease is None else lease.run_id
-        self._ranks = Ranks(group)
+        self._ranks, self._device_group = Ranks(group), device_group
         self._recorder = recorder or NullRecorder()
         self._progress = progress
         self._good: set[Path] = set()
@@ -179,7 +180,7 @@ class CheckpointStore:
         """
         doing = f"loading {path}"
         opened = open_checkpoint(self._ranks, path, None, doing)
-        load_tensors(self._ranks, opened, tensors, self._recorder, prefix=prefix, convert=convert, doing=doing)
+        self._fill(opened, tensors, prefix=prefix, convert=convert, doing=doing)
         return opened.state
 
     def load_newest(self, tensors: Mapping[str, Held]) -> tuple[Path, dict[str, Any]] | None:
@@ -194,7 +195,7 @@ class CheckpointStore:
             doing = f"loading {path}"
             try:
                 opened = open_checkpoint(self._ranks, path, self._run_id, doing)
-                load_tensors(self._ranks, opened, tensors, self._recorder, prefix="", convert=False, doing=doing)
+                self._fill(opened, tensors, prefix="", convert=False, doing=doing)
             except Damaged as error:
                 if self._ranks.first:
                     log.warning("%s; trying the next older one", error)
@@ -211,6 +212,14 @@ class CheckpointStore:
         deleted = self._ranks.from_first(f"deleting old checkpoints in {self.folder}", lambda: self._retain(keep))
         self._good.difference_update(deleted)
         return deleted
+
+    def _fill(
+        self, opened: OpenCheckpoint, tensors: Mapping[str, Held], *, prefix: str, convert: bool, doing: str
+    ) -> None:
+        load_tensors(
+            self._ranks, opened, tensors, self._recorder, prefix=prefix, convert=convert, doing=doing,
+            device_group=self._device_group,
+        )  # fmt: skip
 
     def _already(self, doing: str, step: int) -> Path | None:
         """The checkpoint of `step` if it is there and good."""
