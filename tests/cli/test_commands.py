@@ -184,7 +184,7 @@ def test_a_plan_file_that_copies_across_nodes_is_refused_before_ranks_start(
 
 def test_what_of_a_plan_gains_nothing_on_its_mesh_is_said_and_no_mistake(tiny: Path, tmp_path: Path) -> None:
     """By `check`, `plan` and `train`, of plan files and pins alike."""
-    file, copies = tmp_path / "plan.yaml", "plan.reduce_replicas = fp32 gains nothing: one replica\n"
+    file, copies = tmp_path / "plan.yaml", "plan.reduce_replicas = fp32 has no effect: the mesh has one replica\n"
     file.write_text(
         "mesh: [{axis: shard, size: 1}]\nbatch: {global_batch: 8, micro_batch: 1, accumulate: 8}\ncompile: false\n"
         "schedule: {name: gpipe}\nlayers: [{gradients: whole}]\nprecision: {compute: fp32, reduce_replicas: fp32}\n"
@@ -192,10 +192,10 @@ def test_what_of_a_plan_gains_nothing_on_its_mesh_is_said_and_no_mistake(tiny: P
     )
     words = [tiny, "cluster.gpus_per_node=1", "--runs", tmp_path / "runs"]
     checked, planned = (meshwright(*which, f"plan={file}") for which in (("check", *words), ("plan", *words[:2])))
-    output = [line for line in planned.err.splitlines() if "gains nothing" in line]
+    output = [line for line in planned.err.splitlines() if "has no effect" in line]
     idle = {"schedule = gpipe": "pipeline rank", "gradients = whole": "shard", "gather_engine = copy": "shard",
             "reduce_replicas = fp32": "replica", "tensor_engine = copy": "tensor rank"}  # fmt: skip
-    assert output == [f"plan.{key} gains nothing: one {axis}" for key, axis in idle.items()]
+    assert output == [f"plan.{key} has no effect: the mesh has one {axis}" for key, axis in idle.items()]
     assert checked.code == 0 and [*checked.err.splitlines()] == [*output, "ok"]
     pinned = meshwright("check", tiny, "plan.shard=2", "plan.reduce_replicas=fp32", *words[2:])
     assert pinned.code == 0 and pinned.err == f"{copies}ok\n", "two shards, and one copy of them"

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.storage import PiecePlanner
 from meshwright.checkpoint.store import CheckpointStore
-from meshwright.parallel.world import World
+from meshwright.parallel.world import World, world_group
 from meshwright.spec.errors import MeshwrightError
 from tests.checkpoint.reads import counted_reads
 
@@ -93,9 +93,12 @@ def save_large(world: World, folder: str, layout: str, step: int = 1) -> str:
     return str(store.save(step, laid_out(layout, large_values()), {}, {}).path)
 
 
-def load_large(world: World, folder: str, layout: str) -> dict[str, Any]:
-    """What of several large files this rank got right, and how many bytes it read of each."""
-    store = CheckpointStore(Path(folder), group=world.control)
+def load_large(world: World, folder: str, layout: str, device_exchange: bool = False) -> dict[str, Any]:
+    """What of several large files this rank got right, and how many bytes it read of each.
+
+    With `device_exchange` the ranks exchange blocks as GPUs do, through a Gloo group.
+    """
+    store = CheckpointStore(Path(folder), group=world.control, device_group=world_group() if device_exchange else None)
     found = laid_out(layout, {name: torch.zeros(shape) for name, shape in LARGE.items()})
     with counted_reads() as read:
         loaded = store.load_newest(found)

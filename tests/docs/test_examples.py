@@ -13,7 +13,7 @@ plan
   batch   8
   layers  all
 
-runner-ups, and why they lost
+runner-ups, and why they were not chosen
   1.  first,
       slower
   2.  second
@@ -27,8 +27,16 @@ runner-ups, and why they lost
     [
         ([], {}, TEXT),
         (["head"], {}, "model on 8 GPUs\n1.0 s a step\n"),
-        (["runner"], {"runner-ups": (1, 0)}, "runner-ups, and why they lost\n  1.  first,\n      slower\n  …\n"),
-        (["runner"], {"runner-ups": (0, 1)}, "runner-ups, and why they lost\n  …\n  3.  third,\n      slower\n"),
+        (
+            ["runner"],
+            {"runner-ups": (1, 0)},
+            "runner-ups, and why they were not chosen\n  1.  first,\n      slower\n  …\n",
+        ),
+        (
+            ["runner"],
+            {"runner-ups": (0, 1)},
+            "runner-ups, and why they were not chosen\n  …\n  3.  third,\n      slower\n",
+        ),
         (["plan"], {"plan": (1, 1)}, "plan\n  batch   8\n  layers  all\n"),
     ],
 )
@@ -42,8 +50,8 @@ def test_an_unknown_section_is_an_error() -> None:
 
 
 def test_a_refusal_begins_with_the_program_name() -> None:
-    assert refusal("no run file: assumed\nmeshwright: no plan fits\nWhat makes it fit\n") == (
-        "meshwright: no plan fits\nWhat makes it fit"
+    assert refusal("no run file: assumed\nmeshwright: no plan fits\nChanges that make it fit\n") == (
+        "meshwright: no plan fits\nChanges that make it fit"
     )
 
 

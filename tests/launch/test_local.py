@@ -15,7 +15,7 @@ import pytest
 
 from meshwright.events.messages import CHANNEL, Message, Step
 from meshwright.events.start import START_TIME_VARIABLE
-from meshwright.launch.local import _environment, _listening_socket, run_ranks, started_ranks
+from meshwright.launch.local import _environment, listening_socket, run_ranks, started_ranks
 from meshwright.policies import job_end
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import CommunicationFailure
@@ -181,7 +181,7 @@ def test_a_stop_signal_reaches_every_rank(number: signal.Signals, tmp_path: Path
 
 
 def test_the_store_listens_on_loopback_only() -> None:
-    with _listening_socket() as listener:
+    with listening_socket() as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
         assert listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
 
@@ -192,12 +192,12 @@ def test_a_host_without_loopback_is_one_sentence(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(socket, "create_connection", unreachable)
     refusal = r"127\.0\.0\.1, which cannot be reached: Network is unreachable"
-    with pytest.raises(CommunicationFailure, match=refusal), _listening_socket():
+    with pytest.raises(CommunicationFailure, match=refusal), listening_socket():
         pass
 
 
 def environments(cluster: ClusterSpec) -> list[dict[str, str]]:
-    with _listening_socket() as listener:
+    with listening_socket() as listener:
         return [_environment(rank, cluster, listener, threads=3) for rank in range(cluster.ranks)]
 
 

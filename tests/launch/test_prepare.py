@@ -49,7 +49,7 @@ def test_a_plan_file_that_devices_cannot_hold_is_refused(tmp_path: Path) -> None
     batch = BatchPlan(global_batch=8, micro_batch=1, accumulate=1)
     copies, shards = (Plan(mesh=(MeshAxis(axis=axis, size=8),), batch=batch) for axis in ("replicate", "shard"))
     assert prepare.training_plan(file_run(tmp_path, shards, *words), print).mesh == shards.mesh
-    over = r"plan.yaml: does not fit: a rank needs [\d.]+ GB, [\d.]+ GB over the 85.9 that may be used \(optimizer 64.2.*batch.micro_batch"
+    over = r"plan.yaml: does not fit: a rank needs [\d.]+ GB, [\d.]+ GB more than the usable 85.9 GB \(optimizer 64.2.*batch.micro_batch"
     with pytest.raises(OutOfResources, match=over):
         prepare.training_plan(file_run(tmp_path, copies, *words), print)
     prepare.training_plan(file_run(tmp_path, copies, *words, "cluster.memory_gib=192"), print)

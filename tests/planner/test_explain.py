@@ -86,7 +86,7 @@ def test_recomputation_that_memory_asks_for_is_a_limit() -> None:
     (memory,) = (limit for limit in limits(run, plan) if limit.name == "memory")
     assert plan.predicted and plan.predicted.step_seconds and free.predicted and free.predicted.step_seconds
     assert memory.seconds == pytest.approx(plan.predicted.step_seconds - free.predicted.step_seconds)
-    assert "recompute full" in memory.text and "activations" in memory.text and " over the " in memory.text
+    assert "recompute full" in memory.text and "activations" in memory.text and " more than the usable " in memory.text
     roomy = replace(run, cluster=replace(run.cluster, memory_gib=140))
     assert not [limit for limit in limits(roomy, plan) if limit.name == "memory"]
 
@@ -108,7 +108,7 @@ def test_the_part_that_is_longest_behind_is_named(other: Plan, why: str) -> None
 def test_an_estimate_is_compared_with_an_estimate() -> None:
     best = Candidate(plan_of(1.0), estimated=1.2)
     quick = Candidate(plan_of(0.9), simulated=False, estimated=1.25)
-    assert reason_against(ask(), best, quick) == "+50.0 ms by the quick estimate, behind similar plans"
+    assert reason_against(ask(), best, quick) == "+50.0 ms by the quick estimate, slower than similar plans"
 
 
 def test_plans_as_fast_are_told_apart_by_what_they_do() -> None:
@@ -137,6 +137,6 @@ def test_what_does_not_fit_says_which_rank_and_kind_and_by_how_much() -> None:
     sentence = shortfall(run, plan)
     assert reason_against(run, Candidate(plan), Candidate(plan, fits=False)) == f"does not fit: {sentence}"
     assert sentence.startswith(
-        f"pipeline rank {fullest} needs {max(bytes_by_rank) / 1e9:.1f} GB, {(max(bytes_by_rank) - usable) / 1e9:.1f} GB over"
+        f"pipeline rank {fullest} needs {max(bytes_by_rank) / 1e9:.1f} GB, {(max(bytes_by_rank) - usable) / 1e9:.1f} GB more than"
     )
     assert "activations" in sentence

@@ -86,7 +86,7 @@ def test_an_offloading_plan_must_gain_more_than_the_prediction_error() -> None:
     slightly_faster, clearly_faster = faster(0.97 * prediction.step_seconds), faster(0.94 * prediction.step_seconds)
     assert simplest([slightly_faster, best], penalty=partial(offload_penalty, run)) is best
     assert simplest([clearly_faster, best], penalty=partial(offload_penalty, run)) is clearly_faster
-    assert "too little to pin the host's memory for" in reason_against(run, best, slightly_faster)
+    assert "too little to justify pinned host memory" in reason_against(run, best, slightly_faster)
     two_gpu_host = replace(run, cluster=replace(run.cluster, gpus_per_node=2))
     assert (
         offload_penalty(two_gpu_host, replace(slightly_faster.plan, mesh=(MeshAxis(axis="shard", size=2),)))
@@ -119,7 +119,10 @@ def test_a_few_layers_are_moved_where_that_is_cheaper_than_to_recompute() -> Non
 
 
 def test_the_error_names_the_host_where_only_its_memory_is_too_small() -> None:
-    with pytest.raises(OutOfResources, match=r"offloaded data is \d+.\d GB over the 55.0.*cluster.host_memory_gib"):
+    with pytest.raises(
+        OutOfResources,
+        match=r"offloaded data exceeds the usable 55.0 GB of each host by \d+.\d GB.*cluster.host_memory_gib",
+    ):
         search(run_with("cluster.host_memory_gib=64", "plan.offload=activations", "plan.recompute=selective"))
 
 

@@ -82,7 +82,7 @@ def test_experts_that_cannot_be_spread_are_what_is_told(words: list[str], messag
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("zbv plan.stages=[[0-7],[8-15]]", "exactly 2 stages per rank, got 1; nearest: 2; plan.stages lists them"),
+        ("zbv plan.stages=[[0-7],[8-15]]", "exactly 2 stages per rank, got 1; nearest: 2; plan.stages lists the stages of each rank"),
     ],
 )  # fmt: skip
 def test_a_schedule_that_cannot_be_made_says_which_number_is_wrong(words: str, message: str) -> None:
@@ -150,8 +150,9 @@ def test_memory_is_only_blamed_where_it_is_short() -> None:
     plan = candidate_of(1.0, layers=layers)
     tight = reasons(plan, [], ask(), lambda plan: False)
     assert tight == (
-        "recompute full on layers 0-3: with less, micro-batches of 1 sequence do not fit into memory",
-        "weights gathered again for the backward pass on layers 0-3: kept gathered, micro-batches of 1 sequence do not fit into memory",
+        "recompute full on layers 0-3: without it micro-batches of 1 sequence do not fit into memory",
+        "weights freed after the forward and gathered again for the backward on layers 0-3: if they stayed gathered, micro-batches of 1 "
+        "sequence would not fit into memory",
     )
     roomy = reasons(plan, [], ask(), lambda plan: True)
     assert all("is no faster" in text for text in roomy) and len(roomy) == 2
@@ -167,7 +168,9 @@ def test_small_micro_batches_and_further_gathers_that_memory_asks_for_are_limits
     )
     plan = search(run, trainable=True).best.plan
     memory_limits = [limit for limit in limits(run, plan) if limit.name == "memory"]
-    assert memory_limits and all(limit.seconds > 0 and " over the " in limit.text for limit in memory_limits)
+    assert memory_limits and all(
+        limit.seconds > 0 and " more than the usable " in limit.text for limit in memory_limits
+    )
     assert not [
         limit
         for limit in limits(replace(run, cluster=replace(run.cluster, memory_gib=140)), plan)
@@ -179,7 +182,7 @@ def test_a_batch_that_is_used_up_is_said_to_be() -> None:
     run = ask("train.global_batch=4", "plan.shard=4")
     plan = search(run, trainable=True).best.plan
     (more,) = (change for change in what_if(run, plan) if "more node" in change.name)
-    assert more.note == "the batch has no more sequences to give" and more.gain == pytest.approx(0)
+    assert more.note == "the batch has no sequences for further ranks" and more.gain == pytest.approx(0)
 
 
 def test_a_more_complex_plan_names_what_decided_for_it() -> None:

@@ -114,7 +114,7 @@ def test_impossible_pins_are_refused(pins: PlanPins) -> None:
 
 
 def test_nothing_fits_names_the_largest_kinds() -> None:
-    with pytest.raises(OutOfResources, match=r"rank( \d+)? needs .* GB over"):
+    with pytest.raises(OutOfResources, match=r"rank( \d+)? needs .* GB more"):
         search(run("llama3-405b"))
 
 
@@ -136,7 +136,7 @@ def test_a_refusal_never_names_less_than_nothing(monkeypatch: pytest.MonkeyPatch
     result = search(question, trainable=True).best.plan
     assert fits(question, result, memory_budget(question, None))
     tight = replace(question, cluster=replace(question.cluster, memory_gib=4))
-    with pytest.raises(OutOfResources, match=r"a rank needs [\d.]+ GB, [\d.]+ GB over the 3.9 that may be used"):
+    with pytest.raises(OutOfResources, match=r"a rank needs [\d.]+ GB, [\d.]+ GB more than the usable 3.9 GB"):
         search(tight, trainable=True)
 
 

@@ -35,10 +35,10 @@ def test_copy_engines_carry_tokens_between_two_ranks_and_need_room_for_them() ->
     ("words", "reason"),
     [
         ("cluster.emulate_nodes=2", "tokens by kernels: the tensor ranks are on several nodes"),
-        ("cluster.gpu=A100", "tokens by kernels: by copy engines they were not measured on A100"),
+        ("cluster.gpu=A100", "tokens by kernels: copy engines were not measured for them on A100"),
         (
             "plan.tensor=4 cluster.gpus_per_node=4",
-            "tokens by kernels: copies between more than 2 tensor ranks took longer",
+            "tokens by kernels: with more than 2 tensor ranks copy engines were slower",
         ),
         ("cluster.gpu=cpu cluster.memory_gib=900 model=llama-nano model.vocab_size=512 train.seq_len=256", ""),
     ],

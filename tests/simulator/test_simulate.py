@@ -17,7 +17,7 @@ from meshwright.simulator.durations import end_with_slowdown
 from meshwright.simulator.simulate import simulate
 from meshwright.simulator.timing import Link, Timing, uniform_timing
 from meshwright.spec.errors import BadInput
-from tests.schedules.test_validity import GOOD, written
+from tests.schedules.test_validity import GOOD, schedule_of
 
 
 def spans_of(timeline, op, rank=0):
@@ -204,9 +204,9 @@ def test_parts_of_a_step_add_up_and_compute_never_overlaps(name):
 
 def test_a_deadlock_is_told_and_a_mismatch_too():
     with pytest.raises(BadInput, match="deadlocks: rank 0 at B0.0, rank 1 at F1.0"):
-        simulate(written("RG0.0<1 B0.0 F0.0 SA0.0>1", GOOD[1]), uniform_timing(2))
+        simulate(schedule_of("RG0.0<1 B0.0 F0.0 SA0.0>1", GOOD[1]), uniform_timing(2))
     with pytest.raises(BadInput, match="rank 0 sends SA0.0>1 where rank 1 expects RA1.1<0"):
-        simulate(written(GOOD[0], "RA1.1<0 F1.0 B1.0 SG1.0>0"), uniform_timing(2))
+        simulate(schedule_of(GOOD[0], "RA1.1<0 F1.0 B1.0 SG1.0>0"), uniform_timing(2))
 
 
 @pytest.mark.parametrize(

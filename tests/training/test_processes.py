@@ -141,7 +141,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     runs = tmp_path_factory.mktemp("runs")
     jobs: list[Job] = []
     try:
-        return tell(["train", tiny, f"train.steps={STEPS}", "--runs", runs], runs / "tiny", jobs)
+        words = ["train", tiny, f"train.steps={STEPS}", "supervision.restarts=0", "--runs", runs]
+        return tell(words, runs / "tiny", jobs)
     finally:
         for job in jobs:
             job.process.kill()  # nothing, unless the story broke off

@@ -183,6 +183,13 @@ def candidates(checkpoints: Path) -> list[Path]:
     return [found[name] for name in sorted(found, key=lambda name: step_of(name) or 0, reverse=True)]
 
 
+def candidate_step(path: Path) -> int:
+    """The step of a folder that `candidates` returned."""
+    name = path.name
+    match = _REPLACED.fullmatch(name)
+    return step_of(match[1] if match else name) or 0
+
+
 def recover(checkpoints: Path) -> None:
     """Put back what a crash left moved aside. Only the one writer of a folder may call this, between saves."""
     for path, match in _matching(checkpoints, _REPLACED):

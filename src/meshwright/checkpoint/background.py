@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.arena import Arena, available_host_memory
+from meshwright.checkpoint.arena import Arena, allocated_bytes, available_host_memory
 from meshwright.checkpoint.layout import plan_layout
 from meshwright.checkpoint.ranks import Ranks
 from meshwright.checkpoint.staging import Copies, Stager, StagingBuffer
@@ -38,6 +38,8 @@ SLOWEST_RATE = 50e6
 """Bytes a second of the slowest storage on which a flush is waited for."""
 PREPARE_SECONDS = 120.0
 """How long the first save waits for the arena."""
+SAVES_PER_START = 1 << 20
+"""Numbers of saves that each start of the ranks under one lease has for itself."""
 DEVICE_RESERVE = 0.09
 """Part of a device's memory that stays free beside buffers of snapshots, as beside a plan."""
 
@@ -87,11 +89,15 @@ class BackgroundSaver:
         keep: int,
         local_ranks: int,
         parent: int | None = None,
+        start: int = 1,
         kept_open: Sequence[int] = (),
         warm_up: Callable[[], object] = lambda: None,
         **limits: float,
     ) -> None:
-        """`kept_open` and the time `limits` are those of `WriterProcess`; `warm_up` is called when all else is prepared."""
+        """`start` counts the starts of the ranks under the lease, from 1.
+
+        `kept_open` and the time `limits` are those of `WriterProcess`; `warm_up` is called when all else is prepared.
+        """
         self._ranks, self._state, self._device, self._lease = ranks, state, device, lease
         self.layout = plan_layout(ranks, state.tensors)
         self._setup = Setup(
@@ -116,7 +122,7 @@ class BackgroundSaver:
         self.writer: WriterProcess | None = None
         self._prepared: threading.Thread | None = None
         self._failure: Exception | None = None
-        self._saves = 0
+        self._saves = (start - 1) * SAVES_PER_START
         self._current: _SaveInFlight | None = None
 
     def prepare(self) -> None:
@@ -310,7 +316,8 @@ def memory_obstacle(rank_bytes: int, ranks: Ranks, local_ranks: int) -> str | No
     """
 
     def look() -> tuple[int, int]:
-        return rank_bytes * local_ranks, int(available_host_memory() * (1 - RESERVED_SHARE))
+        missing = max(0, rank_bytes - allocated_bytes())
+        return missing * local_ranks, int(available_host_memory() * (1 - RESERVED_SHARE))
 
     for need, available in ranks.together("planning checkpoints", look):
         if need > available:

@@ -41,7 +41,9 @@ class BlockBuffer:
     @classmethod
     def allocate(cls, device: torch.device, *, on_device: bool) -> BlockBuffer:
         """A new buffer, its host memory pinned for a CUDA `device`."""
-        return cls(host_block(device), torch.empty(BLOCK_BYTES, dtype=torch.uint8, device=device) if on_device else None)
+        return cls(
+            host_block(device), torch.empty(BLOCK_BYTES, dtype=torch.uint8, device=device) if on_device else None
+        )
 
 
 SendQueue = queue.SimpleQueue[tuple[BlockTransfer, BlockBuffer, "Future[None]"] | None]

@@ -17,11 +17,15 @@ PIECE_BYTES = 1 << 20
 
 
 def write_blocks(
-    path: Path, parts: Sequence[memoryview], threads: int, progress: Callable[[int], None] = lambda count: None
+    path: Path,
+    parts: Sequence[memoryview],
+    threads: int,
+    progress: Callable[[int], None] = lambda count: None,
+    digested: Callable[[FileRecord], None] = lambda record: None,
 ) -> FileRecord:
     """Write a new file of consecutive `parts`, durable on return.
 
-    `progress` is called with the bytes of each block written.
+    `progress` is called with the bytes of each block written, and `digested` with the record before the file is durable.
 
         Raises FileExistsError when `path` exists, and OSError with its name for what the storage refuses.
     """
@@ -40,9 +44,10 @@ def write_blocks(
         with ThreadPoolExecutor(threads + 1) as pool:
             whole = pool.submit(_digest, parts)
             blocks = tuple(pool.map(write, range(0, size, BLOCK_BYTES)))
-            digest = whole.result()
+            record = FileRecord(size, whole.result(), blocks)
+        digested(record)
         sync_open_file(descriptor, path)
-        return FileRecord(size, digest, blocks)
+        return record
     except OSError as error:
         error.filename = str(path)
         raise

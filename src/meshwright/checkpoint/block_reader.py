@@ -31,6 +31,7 @@ from meshwright.spec.errors import Damaged
 
 READ_THREADS = max(2, min(16, os.cpu_count() or 1))
 
+
 class BlockFiles:
     """The files of a checkpoint, read by blocks that are compared with their digests. Thread-safe; close it after use."""
 

@@ -101,19 +101,22 @@ def load_tensors(
     convert: bool,
     doing: str,
     device_group: dist.ProcessGroup | None = None,
+    files: BlockFiles | None = None,
+    owners: Mapping[str, int] | None = None,
 ) -> None:
     """Fill `tensors` in place. Collective; raises as `CheckpointStore.load` does.
 
-    Blocks that several ranks need are sent through `device_group` if it is given and every rank has tensors on its devices.
+    Blocks that several ranks need are sent through `device_group` if it is given and every rank has tensors on its devices. `files` reads
+    the blocks, by default from storage. `owners` names the only rank that can read each file; by default all can.
     """
     contents = opened.contents
     given = set().union(*ranks.together(doing, lambda: check_fit(contents, tensors, prefix, convert)))
     check_complete(contents, given, prefix, doing)
-    files = BlockFiles(opened.path, opened.manifest)
+    files = files or BlockFiles(opened.path, opened.manifest)
     try:
         pieces: list[_Piece] = []
         ranks.together(doing, lambda: pieces.extend(_pieces(contents, tensors)))
-        entries, headers = _read_headers(ranks, files, sorted({piece.file for piece in pieces}), doing)
+        entries, headers = _read_headers(ranks, files, sorted({piece.file for piece in pieces}), doing, owners)
         destinations: dict[tuple[str, int], list[Destination]] = defaultdict(list)
 
         device = device_of(tensors)
@@ -129,13 +132,15 @@ def load_tensors(
             return {file: merge_ranges(needed) for file, needed in ranges.items()}, device.type
 
         assigned = ranks.together(doing, assign)
-        transfers = plan_transfers([needs for needs, _ in assigned], headers)
+        transfers = plan_transfers([needs for needs, _ in assigned], headers, owners)
 
         def fill(file: str, index: int, block: Tensor) -> None:
             for destination in destinations.get((file, index), ()):
                 destination.fill(block, index * BLOCK_BYTES)
 
-        usable = device_group is not None and {_device_type(device_group)} == {device_type for _, device_type in assigned}
+        usable = device_group is not None and {_device_type(device_group)} == {
+            device_type for _, device_type in assigned
+        }
         reader = BlockReader(files, ranks, device, fill, device_group if usable else None)
         with recorder.span("read", lane="checkpoint"), torch.no_grad():
             _run(ranks, reader, transfers, doing)
@@ -224,7 +229,7 @@ def _check_same_folder(path: Path, manifest: bytes, rank: int) -> None:
 
 
 def _read_headers(
-    ranks: Ranks, files: BlockFiles, needed: list[str], doing: str
+    ranks: Ranks, files: BlockFiles, needed: list[str], doing: str, owners: Mapping[str, int] | None
 ) -> tuple[dict[str, dict[str, Entry]], dict[str, tuple[int, int]]]:
     """The entries of the files that this rank needs, and for each file the rank that read its header and the header's bytes.
 
@@ -232,12 +237,18 @@ def _read_headers(
     """
     files_of_ranks = ranks.together(doing, lambda: needed)
     readers = header_readers(files_of_ranks)
-    shared = {file for file in readers if sum(file in theirs for theirs in files_of_ranks) > 1}
+    if owners is not None:
+        readers = {file: owners[file] for file in readers}
+    shared = {
+        file
+        for file, reader in readers.items()
+        if any(file in theirs for rank, theirs in enumerate(files_of_ranks) if rank != reader)
+    }
     heads: dict[str, bytes] = {}
 
     def read() -> dict[str, tuple[int, bytes | None]]:
-        for file in needed:
-            if readers[file] == ranks.rank:
+        for file, reader in readers.items():
+            if reader == ranks.rank:
                 heads[file] = files.read_head(file, header_bytes)
         return {file: (len(head), head if file in shared else None) for file, head in heads.items()}
 

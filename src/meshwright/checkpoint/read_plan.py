@@ -49,11 +49,14 @@ def header_readers(files_of_ranks: Sequence[Sequence[str]]) -> dict[str, int]:
     return {file: needing[number % len(needing)] for number, (file, needing) in enumerate(sorted(ranks.items()))}
 
 
-def plan_transfers(needs: Sequence[Ranges], headers: Mapping[str, tuple[int, int]]) -> list[BlockTransfer]:
+def plan_transfers(
+    needs: Sequence[Ranges], headers: Mapping[str, tuple[int, int]], owners: Mapping[str, int] | None = None
+) -> list[BlockTransfer]:
     """All block transfers of a load, in the order in which every rank works through them.
 
     `needs` are the byte ranges of each rank. `headers` gives for each file the rank that has read its header and the header's bytes;
     that rank reads the blocks of the header. Among the ranks that need the same consecutive blocks, each reads an equal run.
+    With `owners`, the owner of a file reads all blocks of it.
     """
     transfers: list[BlockTransfer] = []
     for number, (file, (header_reader, header_bytes)) in enumerate(sorted(headers.items())):
@@ -70,6 +73,7 @@ def plan_transfers(needs: Sequence[Ranges], headers: Mapping[str, tuple[int, int
             for position, index in enumerate(run):
                 turn = (position * len(ranks) // len(run) + number) % len(ranks)
                 reader = header_reader if index < header_blocks else ranks[turn]
+                reader = reader if owners is None else owners[file]
                 transfers.append(BlockTransfer(file, index, reader, tuple(rank for rank in ranks if rank != reader)))
     return _in_order(transfers)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor
 from meshwright.checkpoint.attempt import (
     Attempt,
     Provenance,
+    candidate_step,
     candidates,
     delete_beyond,
     new_attempt,
@@ -183,14 +184,23 @@ class CheckpointStore:
         self._fill(opened, tensors, prefix=prefix, convert=convert, doing=doing)
         return opened.state
 
-    def load_newest(self, tensors: Mapping[str, Held]) -> tuple[Path, dict[str, Any]] | None:
+    def newest_step(self, at_most: int | None = None) -> int | None:
+        """The step of the newest checkpoint folder of at most that step, whether or not it is good; None without any."""
+        looking = f"looking for checkpoints in {self.folder}"
+        steps = self._ranks.from_first(looking, lambda: [candidate_step(path) for path in candidates(self.folder)])
+        return next((step for step in steps if at_most is None or step <= at_most), None)
+
+    def load_newest(
+        self, tensors: Mapping[str, Held], at_most: int | None = None
+    ) -> tuple[Path, dict[str, Any]] | None:
         """Fill `tensors` from the newest good checkpoint; return its path and state, or None when there is no checkpoint at all.
 
-        Every byte is read once and verified on the way. On damage all ranks turn to the next older checkpoint together, after one
+        Checkpoints of steps beyond `at_most` do not count. Every byte is read once and verified on the way. On
+        damage all ranks turn to the next older checkpoint together, after one
         warning with file and byte offset. Raises Damaged when all are damaged; then the tensors hold values of none.
         """
         looking = f"looking for checkpoints in {self.folder}"
-        names = self._ranks.from_first(looking, lambda: [path.name for path in candidates(self.folder)])
+        names = self._ranks.from_first(looking, lambda: _names_up_to(at_most, candidates(self.folder)))
         for path in (self.folder / name for name in names):
             doing = f"loading {path}"
             try:
@@ -310,6 +320,10 @@ class CheckpointStore:
         deleted = delete_beyond(self.folder, keep, newest_good)
         remove_stale(self.folder, None if self._lease is None else self._lease.epoch)
         return deleted
+
+
+def _names_up_to(at_most: int | None, paths: Sequence[Path]) -> list[str]:
+    return [path.name for path in paths if at_most is None or candidate_step(path) <= at_most]
 
 
 def _detached(tensors: Mapping[str, Held]) -> dict[str, Any]:

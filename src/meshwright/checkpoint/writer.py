@@ -32,6 +32,8 @@ from meshwright.checkpoint.block_file import write_blocks
 from meshwright.checkpoint.contents import Chunk, Contents, TensorRecord
 from meshwright.checkpoint.files import FileRecord
 from meshwright.checkpoint.header import TensorHeader, encode_header
+from meshwright.checkpoint.manifest import STATE
+from meshwright.checkpoint.snapshot_record import SnapshotRecord
 from meshwright.durable.lease import LeaseLost
 from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, OutOfResources
@@ -178,6 +180,7 @@ class Writer:
 
     def _save(self, setup: Setup, save: Save) -> None:
         attempt = self._attempt(setup, save)
+        self._arena.begin_saving(save.generation)
         self.phase = "writing"
         if setup.rank:
             began = time.perf_counter()
@@ -219,17 +222,31 @@ class Writer:
 
     def _write(self, setup: Setup, save: Save, folder: Path) -> dict[str, FileRecord]:
         if not setup.headers:
+            self._record(setup, save, None)
             return {}
         self._check_generation(save)
         name, data = f"tensors-{setup.rank:05d}.safetensors", self._arena.data
         size = sum(TensorHeader(key, dtype, tuple(shape)).bytes for key, dtype, shape in setup.headers)
         threads = setup.threads if save.urgent else -(-setup.threads // 2)
-        record = write_blocks(folder / name, [memoryview(self._header), data[:size]], threads, self._count)
+        record = write_blocks(
+            folder / name, [memoryview(self._header), data[:size]], threads, self._count,
+            lambda record: self._record(setup, save, record),
+        )  # fmt: skip
         self._check_generation(save)
         return {name: record}
 
+    def _record(self, setup: Setup, save: Save, file: FileRecord | None) -> None:
+        """Store in the arena what another process needs to load the snapshot from there."""
+        self._check_generation(save)
+        run_id = None if setup.lease is None else setup.lease["run_id"]
+        record = SnapshotRecord(
+            run_id, save.attempt, save.step, setup.rank, setup.ranks, setup.headers, file, setup.contents, save.plain.get(STATE)
+        )  # fmt: skip
+        self._arena.write_record(record.encode(), save.generation)
+
     def _count(self, written: int) -> None:
         self.written += written
+        self._arena.count_saved(written)
 
     def _check_generation(self, save: Save) -> None:
         """Raise Damaged unless the arena holds the snapshot: a stopped writer may resume during the copy of the next one."""

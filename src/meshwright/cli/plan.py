@@ -80,11 +80,11 @@ def plan(
         Path | None, typer.Option("--html", metavar="FILE", help="Write the answer as one page with pictures.")
     ] = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="With --json: what limits the step and what changes would buy, too.")
+        bool, typer.Option("--explain", help="With --json: what limits the step and what changes would gain, too.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Choose a plan for a run and say what it needs, why it was chosen, what limits it, and what a change would buy.
+    """Choose a plan for a run and print what it needs, why it was chosen, what limits it, and what a change would gain.
 
     No file is needed for a question. The chosen plan is one that this release can train, unless pins or a plan file ask for another, which
     is marked "planned only". Devices stay idle where a part of them takes a shorter step; the answer names that part.

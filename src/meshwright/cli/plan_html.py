@@ -197,7 +197,7 @@ def _timeline(answer: Answer) -> str:
 def _changes(answer: Answer) -> str:
     gains = [(change, f"{change.gain:+.1%}" + f" ({change.note})" * bool(change.note)) for change in answer.changes()]
     lines = [(change.name, seconds_text(change.seconds), gain) for change, gain in gains]
-    return _table("What a change would buy", ("change", "step", "tokens/s"), lines)
+    return _table("What a change would gain", ("change", "step", "tokens/s"), lines)
 
 
 def _runner_ups(answer: Answer) -> str:
@@ -207,7 +207,7 @@ def _runner_ups(answer: Answer) -> str:
         seconds = seconds_text(predicted.step_seconds) if predicted and predicted.step_seconds else ""
         mark = " (planned only)" if untrainable(other.plan) else ""
         lines.append((str(number), short_line(other.plan) + mark, seconds, answer.why_not(other)))
-    return _table("Runner-ups, and why they lost", ("", "plan", "step", "lost by"), lines)
+    return _table("Runner-ups, and why they were not chosen", ("", "plan", "step", "reason"), lines)
 
 
 def _scaling(answer: Answer) -> str:

@@ -27,6 +27,7 @@ from meshwright.launch.probe import Probe
 from meshwright.observe import number_text
 from meshwright.planner.candidate import untrainable
 from meshwright.planner.checkpoint_cost import checkpoint_cost, checkpoint_sentences
+from meshwright.planner.effective_time import effective_sentence, predict_effective_time
 from meshwright.planner.explain import limits, parts_of
 from meshwright.planner.finalists import same_layout
 from meshwright.planner.objectives import Point
@@ -64,6 +65,8 @@ def show(answer: Answer) -> None:
     _time(console, answer)
     cost = checkpoint_cost(answer.run, answer.plan)
     _sentences(console, "checkpoints", [] if cost is None else checkpoint_sentences(answer.run, cost))
+    effective = predict_effective_time(answer.run, answer.plan)
+    _sentences(console, "effective training time", [] if effective is None else [effective_sentence(effective)])
     _sentences(console, "why this plan", answer.plan.why)
     _runner_ups(console, answer)
     _sentences(console, "what limits the step", [limit.text for limit in limits(answer.run, answer.plan)])
@@ -121,7 +124,7 @@ def _figures(predicted: Predicted, memory: int | None) -> str:
 def _probes(console: Console, answer: Answer) -> None:
     if not answer.probes:
         return
-    _heading(console, "measured on this machine, beside what was predicted")
+    _heading(console, "measured on this machine, next to the prediction")
     table = Table.grid(padding=(0, 2, 0, 0))
     for number, probe in enumerate(answer.probes, 1):
         mark = "[bold]taken[/bold]: " if same_layout(probe.plan, answer.plan) else ""
@@ -188,7 +191,7 @@ def _memory(console: Console, answer: Answer) -> None:
     fullest = max(by_rank, key=lambda entry: sum(entry[1].values()))[1]
     shown = [name for name in names if fullest.get(name, 0) >= SMALLEST_SHARE * sum(fullest.values())]
     key = "  ".join(f"{_letter(name)} {name} {bytes_text(fullest[name])}".replace(" ", "\u00a0") for name in shown)
-    console.print(Padding(key + (" on the fullest" if len(by_rank) > 1 else ""), (0, 0, 0, 2)))
+    console.print(Padding(key + (" on the fullest rank" if len(by_rank) > 1 else ""), (0, 0, 0, 2)))
 
 
 def _shown_ranks(by_rank: Sequence[tuple[str, dict[str, int]]]) -> list[tuple[str, dict[str, int]]]:
@@ -240,7 +243,7 @@ def _visible_parts(predicted: Predicted) -> Iterable[tuple[str, float]]:
 def _runner_ups(console: Console, answer: Answer) -> None:
     if not answer.others:
         return
-    _heading(console, "runner-ups, and why they lost")
+    _heading(console, "runner-ups, and why they were not chosen")
     table = Table.grid(padding=(0, 2, 0, 0))
     for number, other in enumerate(answer.others[:MAX_ALTERNATIVES], 2):
         predicted = other.plan.predicted
@@ -257,13 +260,13 @@ def _changes(console: Console, answer: Answer) -> None:
     changes = answer.changes()
     if not changes:
         return
-    _heading(console, "what a change would buy")
+    _heading(console, "what a change would gain")
     table = Table.grid(padding=(0, 2, 0, 0))
     for change in changes:
         gain = f"{change.gain:+.1%}" if abs(change.gain) >= SMALLEST_GAIN else "nothing"
         table.add_row(change.name, seconds_text(change.seconds), gain, f"[dim]{change.note}[/dim]")
     console.print(Padding(table, (0, 0, 0, 2)))
-    console.print("  (seconds of a step; tokens per second against now)", style="dim")
+    console.print("  (seconds of a step; change in tokens per second)", style="dim")
 
 
 def _scaling(console: Console, answer: Answer) -> None:

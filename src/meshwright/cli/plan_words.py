@@ -1,4 +1,4 @@
-"""Texts about a plan for `plan`, `simulate`, `train` and the HTML page: its line, its facts, and its mesh."""
+"""Descriptions of a plan, printed by `plan`, `simulate`, `train` and the HTML page: in one line, by field, by mesh axis."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from meshwright.spec.run import RunSpec
 
 STAGES_SHOWN = 8
+"""Most stages of a rank whose layer ranges are printed."""
 
 
 def caution(run: RunSpec) -> str:
@@ -31,33 +32,33 @@ def caution(run: RunSpec) -> str:
     if is_guessed(run.cluster):
         return unpredicted(run.cluster)
     if STACK != "meshwright":
-        return f"with {STACK}'s constants: good for comparing plans and networks, not as a promise"
+        return f"predicted with constants of {STACK}: compare plans and networks with it, but expect other step times"
     if run.data.document_mask:
-        return "data.document_mask is not priced: three runs with it were 6% to 28% faster than predicted"
+        return "the prediction ignores data.document_mask: three runs with it were 6% to 28% faster than predicted"
     return ""
 
 
 def remarks(run: RunSpec) -> Iterator[str]:
-    """Remarks about a cluster that differs from what vendors sell."""
-    chip, many, network = CHIPS.get(run.cluster.gpu), run.cluster.ranks_per_node, run.cluster.network
+    """Assumptions that the planner makes about unusual clusters: chips without bf16, more chips per node than vendors build."""
+    chip, per_node, network = CHIPS.get(run.cluster.gpu), run.cluster.ranks_per_node, run.cluster.network
     chosen = run.plan == "auto" or isinstance(run.plan, PlanPins)
     if chosen and pins_of(run).compute is None and (old := without_bf16(run.cluster)):
         yield (
-            f"{' and '.join(old)} without bf16: fp32 assumed, which this release can train; plan.compute=fp16 plans for fp16 products, "
-            "planned only"
+            f"{' and '.join(old)} has no bf16, so plans compute in fp32; plan.compute=fp16 plans fp16 products, "
+            "which this release cannot train"
         )
-    if chip and chip.per_node > 1 and many > chip.domain and not (network and network.domain):
+    if chip and chip.per_node > 1 and per_node > chip.domain and not (network and network.domain):
         yield (
-            f"{many} {chip.name} a node: {chip.per_node} share a host in vendors' systems; all {many} are assumed to be connected at "
-            "link speed; cluster.network.domain sets how many are"
+            f"{per_node} {chip.name} per node: vendors build hosts with {chip.per_node}; the prediction assumes that all {per_node} are "
+            "connected at link speed; cluster.network.domain sets how many are"
         )
 
 
 def plan_line(run: RunSpec, plan: Plan | dict[str, Any]) -> str:
     """A plan in one line: mesh, schedule, batch, layer strategies. Takes the plan or its plain form."""
     known = from_plain(Plan, plan) if isinstance(plan, dict) else plan
-    cut = f"{known.batch.accumulate} micro-batches of {known.batch.micro_batch} × {run.train.seq_len} tokens"
-    return f"{axes_line(known)}, {cut}, {layers_line(known)}"
+    batch_text = f"{known.batch.accumulate} micro-batches of {known.batch.micro_batch} × {run.train.seq_len} tokens"
+    return f"{axes_line(known)}, {batch_text}, {layers_line(known)}"
 
 
 def axes_line(plan: Plan) -> str:
@@ -91,7 +92,7 @@ def layers_line(plan: Plan) -> str:
 
 
 def _layer_facts(run: RunSpec, plan: Plan) -> Iterator[tuple[str, str]]:
-    """`layers_line` as facts, with every layer's number."""
+    """A fact for each layer strategy, with the numbers of its layers."""
     for text, strategies in _by_strategy(plan).items():
         layers = {layer for strategy in strategies for layer in layer_range(strategy.range, run.model.layers)}
         yield "layers", text if len(layers) == run.model.layers else f"{layer_numbers(layers)}: {text}"
@@ -124,8 +125,8 @@ def facts(run: RunSpec, plan: Plan) -> list[tuple[str, str]]:
     batch, precision = plan.batch, plan.precision
     ranks = "rank" if plan.data_ranks == 1 else "ranks" if plan.data_ranks == plan.ranks else "data ranks"
     times = "once" if batch.accumulate == 1 else f"{batch.accumulate} times"
-    cut = f"{batch.micro_batch} at a time, {times} on each of {plan.data_ranks:,} {ranks}"
-    entries = [("batch", f"{batch.global_batch:,} sequences of {run.train.seq_len:,} tokens: {cut}")]
+    split_text = f"{batch.micro_batch} at a time, {times} on each of {plan.data_ranks:,} {ranks}"
+    entries = [("batch", f"{batch.global_batch:,} sequences of {run.train.seq_len:,} tokens: {split_text}")]
     if plan.axis_size("pipeline") > 1 or plan.layered:
         entries.append(("schedule", plan.schedule.name))
     entries += _layer_facts(run, plan)
@@ -188,11 +189,11 @@ def bytes_text(count: float) -> str:
 
 
 def _strategy(strategy: LayerStrategy) -> str:
-    kept = "reshard" if strategy.reshard else "keep gathered"
-    whole = ", gradients whole" if strategy.gradients == "whole" else ""
+    reshard = "reshard" if strategy.reshard else "keep gathered"
+    gradients = ", gradients whole" if strategy.gradients == "whole" else ""
     host = f", offload {strategy.offload}" if strategy.offload != "none" else ""
     linear = f", linear {strategy.linear}" if strategy.linear else ""
-    return f"recompute {strategy.recompute}, {kept}{whole}{host}{linear}"
+    return f"recompute {strategy.recompute}, {reshard}{gradients}{host}{linear}"
 
 
 def _span(axis: str, indices: list[int]) -> str:
@@ -201,6 +202,6 @@ def _span(axis: str, indices: list[int]) -> str:
 
 
 def _stages(stages: tuple[range, ...]) -> str:
-    """Layer ranges as text; of many, the first few."""
+    """Layer ranges as text, the first `STAGES_SHOWN` of them."""
     shown = [f"{layers.start}-{layers.stop - 1}" if len(layers) > 1 else f"{layers.start}" for layers in stages]
     return ", ".join(shown[:STAGES_SHOWN]) + (f", … ({len(shown)} stages)" if len(shown) > STAGES_SHOWN else "")

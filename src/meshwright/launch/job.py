@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.checkpoint.verify import where_it_continues
 from meshwright.events.messages import Message
 from meshwright.events.terminal import write_line
+from meshwright.launch.agent import Agent
+from meshwright.launch.coordinator import Coordinator
 from meshwright.launch.folder import folder_lock
-from meshwright.launch.local import Listener, Ranks, rank_threads, started_ranks
+from meshwright.launch.local import POLL_SECONDS, Listener, forward_signals, rank_threads, start_ranks
 from meshwright.launch.machine import check_devices
-from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, BadInput, Interrupted
+from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_REPEATED, BadInput, Interrupted
 from meshwright.spec.run import RunSpec
 
 if TYPE_CHECKING:
     from meshwright.launch.prepare import Note, Prepared
+
+HOST = "this host"
 
 
 def run_job(
@@ -48,35 +55,55 @@ def run_job(
         run = on_used_devices(run, note)
     check_devices(run.cluster)
     device, folder = "cpu" if run.cluster.is_cpu else "cuda", runs / run.name
-    with (
-        folder_lock(folder),
-        started_ranks(
-            "meshwright.training.rank", [device], cluster=run.cluster, threads=rank_threads(run.cluster)
-        ) as ranks,
-    ):
+    guard = _Guard(listener)
+    start = partial(
+        start_ranks, "meshwright.training.rank", [device], cluster=run.cluster, threads=rank_threads(run.cluster)
+    )
+    with folder_lock(folder), closing(Agent(HOST, start, listener=guard, spares=run.supervision.restarts > 0)) as agent:
+        guard.agent = agent
         from meshwright.launch.prepare import prepare_run  # during the imports of the ranks
 
         prepared = prepare_run(run, runs, profile=profile, note=note, timeline=timeline)
         if prepared is None:
             return EXIT_DONE
         announce(prepared)
-        guard = _Guard(listener, ranks)
         try:
-            code = ranks.finish(folder / "logs", assignment=folder.absolute() / "assignment.json", listener=guard)
+            code = _supervise(agent, prepared)
         except Interrupted as end:
             raise Interrupted(f"{end}; {where_it_continues(folder)}") from None
         if guard.error is not None:
             raise guard.error
-    if code == EXIT_COMMUNICATION:
+    if code in (EXIT_COMMUNICATION, EXIT_REPEATED):
         write_line(f"meshwright: {where_it_continues(folder)}")
     return code
+
+
+def _supervise(agent: Agent, prepared: Prepared) -> int:
+    """Run the attempts of a prepared run until one is done or no further one follows; returns the exit code."""
+    from meshwright.launch.attempts import opening_state, rules_of, write_attempt
+
+    run, folder = prepared.assignment.run, prepared.folder
+    coordinator = Coordinator(
+        folder, rules_of(run), run.cluster.gpus_per_node, partial(write_attempt, prepared), state=opening_state(folder)
+    )
+    with closing(coordinator), forward_signals(agent.stop, agent.kill_at_once):
+        while coordinator.code is None:
+            agent.poll(POLL_SECONDS)
+            directive = coordinator.receive(agent.report())
+            coordinator.tick()
+            agent.obey(directive)
+    agent.close_attempt()
+    for line in coordinator.outcome(folder / "logs"):
+        write_line(line if line.startswith("  ") else f"meshwright: {line}")
+    return coordinator.code
 
 
 class _Guard:
     """Passes messages to a listener until it raises; then requests a stop of the ranks, and stores the exception."""
 
-    def __init__(self, listener: Listener | None, ranks: Ranks) -> None:
-        self._listener, self._ranks = listener, ranks
+    def __init__(self, listener: Listener | None) -> None:
+        self._listener = listener
+        self.agent: Agent | None = None
         self.error: BaseException | None = None
 
     def __call__(self, rank: int, message: Message) -> None:
@@ -86,4 +113,5 @@ class _Guard:
             self._listener(rank, message)
         except BaseException as error:
             self.error = error
-            self._ranks.stop()
+            assert self.agent is not None, "ranks send nothing before they begin"
+            self.agent.stop(signal.SIGTERM)

@@ -17,12 +17,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 
-from meshwright.events.messages import CHANNEL, Begin, End, Failure, Message, MessageReader, Step, encode
+from meshwright.events.messages import CHANNEL, Begin, End, Failure, Message, MessageReader, Progress, Step, encode
 from meshwright.events.start import START_TIME_VARIABLE, process_start_time
 from meshwright.events.terminal import write_line
 from meshwright.launch.outcome import RankState, cause, exit_codes, outcome_lines
@@ -33,6 +33,7 @@ from meshwright.spec.folders import compiler_cache
 from meshwright.spec.network import network_environment
 from meshwright.spec.rank_environment import stop_signals
 
+LOOPBACK = "127.0.0.1"
 KILL_SECONDS = 30.0
 """Seconds that the kernel may take to end a killed process."""
 POLL_SECONDS = 0.05
@@ -74,38 +75,64 @@ def started_ranks(
     logs: Path | None = None,
     quiet: bool = False,
 ) -> Iterator[Ranks]:
-    """Start the ranks of `run_ranks` and yield them; kill those that still run at the end of the block.
+    """Start the ranks of `run_ranks` and yield them; kill those that still run at the end of the block."""
+    ranks = start_ranks(module, arguments, cluster=cluster, threads=threads, logs=logs, quiet=quiet)
+    try:
+        yield ranks
+    finally:
+        ranks.discard()
+
+
+def start_ranks(
+    module: str,
+    arguments: list[str],
+    *,
+    cluster: ClusterSpec,
+    threads: int,
+    logs: Path | None = None,
+    quiet: bool = False,
+    address: str = LOOPBACK,
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> Ranks:
+    """Start one process for each device of a host, and a store socket at `address` for the case that rank 0 is among them.
 
     Without `logs` all ranks write to this terminal until they redirect their output themselves. Ranks start with stop
-    signals blocked, so that no signal is lost before they install their handlers.
+    signals blocked, so that no signal is lost before they install their handlers. `variables` are added to their
+    environment.
     """
     ranks = Ranks()
     try:
-        with _listening_socket() as listener, _blocked():
-            for rank in range(cluster.ranks):
-                env = _environment(rank, cluster, listener, threads)
+        with listening_socket(address) as listener, _blocked():
+            ranks.port = listener.getsockname()[1]
+            for rank in range(cluster.gpus_per_node):
+                env = {**_environment(rank, cluster, listener, threads), **variables}
                 ranks.add(_start(module, arguments, rank, env, listener, logs if rank or quiet else None))
-        yield ranks
-    finally:
-        try:
-            ranks.kill()
-        finally:
-            ranks.close()
+    except BaseException:
+        ranks.discard()
+        raise
+    return ranks
 
 
 class Ranks:
-    """Running ranks of this host."""
+    """Processes of this host for the ranks of one attempt. Until `begin` they wait as warm spares."""
 
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
+        self.states: list[RankState] = []
+        self.port = 0
+        """Port of the store socket that the first process holds."""
         self._readers: list[MessageReader] = []
-        self._states: list[RankState] = []
 
     def add(self, started: tuple[subprocess.Popen[bytes], MessageReader]) -> None:
         """Add a process and the reader of its channel."""
-        self._states.append(RankState(len(self.processes)))
+        self.states.append(RankState(len(self.processes)))
         self.processes.append(started[0])
         self._readers.append(started[1])
+
+    @property
+    def ended(self) -> bool:
+        """Whether all processes had ended at the last `poll`."""
+        return all(state.code is not None for state in self.states)
 
     def finish(
         self,
@@ -121,16 +148,41 @@ class Ranks:
         Unless `quiet`, writes the reasons of failures to stderr. `listener` is called with the ranks' messages as they
         arrive; its exceptions are raised. A second Ctrl-C kills the ranks and raises Interrupted.
         """
-        with self._forwarding():
+        with forward_signals(self.stop, self.kill_at_once):
             if assignment is not None:
-                self._send(Begin(str(assignment)))
+                self.begin(assignment)
             self._wait(enough, listener)
+        self.close_attempt(listener)
+        for line in () if quiet else outcome_lines(self.states, logs):
+            write_line(line if line.startswith("  ") else f"meshwright: {line}")
+        return job_code(exit_codes(self.states))
+
+    def begin(
+        self, assignment: Path, first_rank: int = 0, environments: Sequence[Mapping[str, str]] | None = None
+    ) -> None:
+        """Let the ranks train the run of an assignment file; `environments` has variables for each of them."""
+        environments = environments or [{}] * len(self.processes)
+        for state, process, environment in zip(self.states, self.processes, environments, strict=True):
+            state.rank += first_rank
+            _send(process, Begin(str(assignment), environment))
+
+    def request_end(self, cause: str) -> None:
+        """Ask the ranks to close their files and end, because another rank failed for the reason `cause`."""
+        for process in self.processes:
+            _send(process, End(cause))
+
+    def close_attempt(self, listener: Listener | None = None) -> None:
+        """Kill the ranks that still run, read their last messages, and wait for checkpoint writers."""
         self.kill()
         self._read(listener)
-        for line in () if quiet else outcome_lines(self._states, logs):
-            write_line(line if line.startswith("  ") else f"meshwright: {line}")
         self._await_writers(listener)
-        return job_code(exit_codes(self._states))
+
+    def discard(self) -> None:
+        """Kill the ranks that still run, and close their pipes."""
+        try:
+            self.kill()
+        finally:
+            self.close()
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         """Send a stop signal to every running rank: they end together after the current step, with a checkpoint."""
@@ -141,7 +193,7 @@ class Ranks:
     def kill(self) -> None:
         """Kill every running rank and the processes that it started, and wait for their end."""
         running = [process for process in self.processes if process.poll() is None]
-        self._kill_at_once()
+        self.kill_at_once()
         for process in running:
             try:
                 process.wait(KILL_SECONDS)
@@ -152,7 +204,7 @@ class Ranks:
         if running and sys.stdout is not None and sys.stdout.isatty():
             write_line("\033[?25h", sys.stdout)  # shows the cursor, which rank 0's live display hides
 
-    def _kill_at_once(self) -> None:
+    def kill_at_once(self) -> None:
         """Send SIGKILL to the process group of every running rank, without waiting: safe in a signal handler."""
         for process in self.processes:
             if process.poll() is None:
@@ -166,29 +218,35 @@ class Ranks:
             assert process.stdin is not None, "ranks are started with a pipe"
             process.stdin.close()
 
+    def poll(self, listener: Listener | None = None, seconds: float = 0.0) -> None:
+        """Wait up to `seconds` for a message; then update exit codes and read messages."""
+        if seconds:
+            self._await_message(seconds)
+        for state, process in zip(self.states, self.processes, strict=True):
+            state.code = process.poll()
+        self._read(listener)  # after the codes, so that no message written before the end is missed
+
     def _wait(self, enough: Callable[[], bool] | None, listener: Listener | None) -> None:
         """Return when all ranks ended, `enough` is true, or ranks did not end in time after a request."""
         failed_at = requested_at = None
         while True:
-            for state, process in zip(self._states, self.processes, strict=True):
-                state.code = process.poll()
-            self._read(listener)  # after the codes, so that no message written before the end is missed
-            if all(state.code is not None for state in self._states):
+            self.poll(listener)
+            if self.ended:
                 return
             now = time.monotonic()
-            if any(state.failed for state in self._states):
+            if any(state.failed for state in self.states):
                 failed_at = failed_at or now
-                codes = exit_codes(self._states)
+                codes = exit_codes(self.states)
                 action = next_action(codes, now - failed_at, None if requested_at is None else now - requested_at)
                 if action == "kill":
                     return
                 if action == "request end":
                     requested_at, first = now, culprit(codes)
                     assert first is not None, "a rank has failed"
-                    self._send(End(cause(self._states[first])))
+                    self.request_end(cause(self.states[first]))
             elif enough is not None and enough():
                 return
-            self._await_message()
+            self._await_message(POLL_SECONDS)
 
     def _await_writers(self, listener: Listener | None) -> None:
         """Wait for the checkpoint writers of ranks that have ended, at most `WRITER_SECONDS`; a writer keeps its rank's pipe open."""
@@ -197,52 +255,55 @@ class Ranks:
             if time.monotonic() > deadline:
                 write_line("meshwright: a checkpoint is still being written; it becomes visible once it is complete")
                 return
-            self._await_message()
+            self._await_message(POLL_SECONDS)
             self._read(listener)
 
-    def _await_message(self) -> None:
-        """Return when a rank has written a message, at the latest after `POLL_SECONDS`."""
+    def _await_message(self, seconds: float) -> None:
+        """Return when a rank has written a message, at the latest after `seconds`."""
         poll = select.poll()  # select() takes no descriptor above 1023
         for reader in self._readers:
             if reader.open:
                 poll.register(reader, select.POLLIN)
-        poll.poll(POLL_SECONDS * 1000)
+        poll.poll(seconds * 1000)
 
     def _read(self, listener: Listener | None) -> None:
-        for state, reader in zip(self._states, self._readers, strict=True):
+        for state, reader in zip(self.states, self._readers, strict=True):
             for message in reader.read():
                 if isinstance(message, Step):
                     state.last_step = message.step
+                elif isinstance(message, Progress):
+                    state.progress = message
                 elif isinstance(message, Failure):
                     state.failure = message
                 if listener is not None:
                     listener(state.rank, message)
 
-    def _send(self, message: Message) -> None:
-        """Write a message to every running rank's standard input."""
-        for process in self.processes:
-            assert process.stdin is not None, "ranks are started with a pipe"
-            with suppress(OSError):  # the exit code shows that the rank has ended
-                os.write(process.stdin.fileno(), encode(message))
 
-    @contextmanager
-    def _forwarding(self) -> Iterator[None]:
-        """Forward stop signals to the ranks; the second Ctrl-C kills them and raises Interrupted.
+def _send(process: subprocess.Popen[bytes], message: Message) -> None:
+    """Write a message to a rank's standard input."""
+    assert process.stdin is not None, "ranks are started with a pipe"
+    with suppress(OSError):  # the exit code shows that the rank has ended
+        os.write(process.stdin.fileno(), encode(message))
 
-        Rank 0 prints that it stops.
-        """
-        interrupts = 0
 
-        def forward(number: int, frame: FrameType | None) -> None:
-            nonlocal interrupts
-            interrupts += number == signal.SIGINT
-            if interrupts > 1:
-                self._kill_at_once()
-                raise Interrupted("ended at once")
-            self.stop(number)
+@contextmanager
+def forward_signals(stop: Callable[[int], None], kill: Callable[[], None]) -> Iterator[None]:
+    """Call `stop` with each stop signal of a block; the second Ctrl-C calls `kill` and raises Interrupted.
 
-        with _handling(forward):
-            yield
+    Rank 0 prints that it stops.
+    """
+    interrupts = 0
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupts
+        interrupts += number == signal.SIGINT
+        if interrupts > 1:
+            kill()
+            raise Interrupted("ended at once")
+        stop(number)
+
+    with _handling(forward):
+        yield
 
 
 def _environment(rank: int, cluster: ClusterSpec, listener: socket.socket, threads: int) -> dict[str, str]:
@@ -252,7 +313,8 @@ def _environment(rank: int, cluster: ClusterSpec, listener: socket.socket, threa
     loopback by default.
     """
     network = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} | network_environment(cluster, rank)
-    own = {"RANK": rank, "WORLD_SIZE": cluster.ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": cluster.ranks}
+    own = {"RANK": rank, "WORLD_SIZE": cluster.gpus_per_node, "LOCAL_RANK": rank}
+    own |= {"LOCAL_WORLD_SIZE": cluster.gpus_per_node}
     own |= {"MASTER_PORT": listener.getsockname()[1], "MESHWRIGHT_PARENT": os.getpid(), "OMP_NUM_THREADS": threads}
     own |= {START_TIME_VARIABLE: process_start_time()}
     env = {**_torch_defaults(threads), **network, **os.environ, "MASTER_ADDR": "127.0.0.1"}
@@ -308,10 +370,10 @@ def rank_threads(cluster: ClusterSpec) -> int:
 
 
 @contextmanager
-def _listening_socket() -> Iterator[socket.socket]:
+def listening_socket(address: str = LOOPBACK) -> Iterator[socket.socket]:
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     with listener:
-        listener.bind(("127.0.0.1", 0))
+        listener.bind((address, 0))
         listener.listen(128)
         try:
             with socket.create_connection(listener.getsockname(), timeout=5):

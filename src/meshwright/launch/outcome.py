@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.events.messages import Failure
+from meshwright.events.messages import Failure, Progress
 from meshwright.policies.job_end import PEER_LOSS_CODES
 from meshwright.spec.errors import EXIT_DONE, EXIT_INTERNAL
 
@@ -20,6 +20,7 @@ class RankState:
     code: int | None = None
     failure: Failure | None = None
     last_step: int | None = None
+    progress: Progress | None = None
 
     @property
     def failed(self) -> bool:
@@ -60,14 +61,14 @@ def outcome_lines(ranks: Sequence[RankState], logs: Path) -> Iterator[str]:
         else:
             continue
         printed = True
-        yield f"rank {rank.rank} {death}; {_progress(rank)}; the ranks' logs are in {logs}"
+        yield f"rank {rank.rank} {death}; {progress_text(rank)}; the ranks' logs are in {logs}"
     if culprits or printed:
         yield from _messages(culprits)
     elif failed:
         with_message = [rank for rank in failed if rank.failure]
         yield from _messages(with_message[:1])
         if not with_message:
-            yield f"rank {failed[0].rank} {_death(failed[0].code)}; {_progress(failed[0])}; the ranks' logs are in {logs}"
+            yield f"rank {failed[0].rank} {_death(failed[0].code)}; {progress_text(failed[0])}; the ranks' logs are in {logs}"
 
 
 def _messages(ends: Sequence[RankState]) -> Iterator[str]:
@@ -90,5 +91,6 @@ def _death(code: int | None) -> str:
     return f"ended with exit code {code} and without a message"
 
 
-def _progress(end: RankState) -> str:
+def progress_text(end: RankState) -> str:
+    """The last finished step of a rank, in words."""
     return "it had not finished a step" if end.last_step is None else f"the last step it finished is {end.last_step}"

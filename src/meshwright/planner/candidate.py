@@ -1,4 +1,7 @@
-"""A plan with its predictions, the limits that it must keep, and what a run's pins say of it."""
+"""A candidate plan with its predictions, the memory limits of a plan, and settings that follow from a run's pins.
+
+A pin is a plan field that the run file or command line fixes; the planner chooses the others.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,11 @@ HOST_HEADROOM = 0.8
 HOST_GIB_PER_DEVICE = 256.0
 """Host memory per device where the cluster does not state it: a guess (DGX A100 to B200 have 1 to 4 TB for 8 devices)."""
 COPY_GENERATIONS = ("hopper",)
-"""Device generations with measured copy engines, for weights and for tokens; a search uses them on no other."""
+"""Device generations on which copy engines were measured; on others a search lets kernels do all transfers.
+
+Copy engines are GPU hardware that copies memory without multiprocessors. They can gather weights and exchange the tokens of
+tensor ranks.
+"""
 COPY_TENSOR_RANKS = 2
 """Most tensor ranks between which copy engines exchange tokens faster than kernels; between four they took a fifth longer."""
 
@@ -70,7 +77,7 @@ class Candidate:
         return float("inf") if known is None else known
 
     def behind(self, other: Candidate) -> float:
-        """Seconds by which this plan's step is longer than that of `other`; negative where it is shorter."""
+        """Seconds by which this plan's step is longer than that of `other`; negative if it is shorter."""
         if self.simulated == other.simulated or self.estimated is None or other.estimated is None:
             return self.seconds - other.seconds
         return self.estimated - other.estimated
@@ -108,8 +115,8 @@ def untrainable(plan: Plan, *, mixture: bool = False) -> str | None:
 
     `mixture` says that the model has experts, for plans that do not state it.
     """
-    beside = fp8_conflict(plan, experts=mixture or plan.experts is not None)
-    parts = [f"products in fp8 with {beside}"] if beside else []
+    conflict = fp8_conflict(plan, experts=mixture or plan.experts is not None)
+    parts = [f"products in fp8 with {conflict}"] if conflict else []
     parts += (
         ["computation in fp16 (it does not scale losses; plan.compute=fp32 trains)"]
         if plan.precision.compute == "fp16"
@@ -118,11 +125,14 @@ def untrainable(plan: Plan, *, mixture: bool = False) -> str | None:
     parts += dict.fromkeys(part for layer in plan.layers for part in _untrainable_offloads(plan, layer))
     if not parts:
         return _copy_refusal(plan)
-    return f"this release cannot train {', '.join(parts)}: it plans and simulates that"
+    return f"this release cannot train {', '.join(parts)}; it can only plan and simulate that"
 
 
 def idle_fields(plan: Plan) -> Iterator[str]:
-    """A sentence for each field of the plan that has no effect on its mesh. No error: a plan may be reused on another mesh."""
+    """A sentence for each field of the plan that has no effect on its mesh.
+
+    This is no error, because a plan may be used again on another mesh.
+    """
     shards, whole_gradients = shard_size(plan), any(layer.gradients == "whole" for layer in plan.layers)
     for key, value, idle, ranks, rank_name in (
         ("schedule", plan.schedule.name, not plan.layered and plan.schedule.name != "1f1b", plan.axis_size("pipeline"), "pipeline rank"),
@@ -132,7 +142,7 @@ def idle_fields(plan: Plan) -> Iterator[str]:
         ("tensor_engine", "copy", plan.tensor_engine == "copy", plan.axis_size("tensor"), "tensor rank"),
     ):  # fmt: skip
         if idle and ranks == 1:
-            yield f"plan.{key} = {value} gains nothing: one {rank_name}"
+            yield f"plan.{key} = {value} has no effect: the mesh has one {rank_name}"
 
 
 def _untrainable_offloads(plan: Plan, layer: LayerStrategy) -> Iterator[str]:
@@ -174,8 +184,8 @@ def why_kernel_token_exchange(run: RunSpec, ranks: int) -> str | None:
     """Why the search uses kernels for the tokens of `ranks` tensor ranks, or None where copy engines may; a pin overrides it."""
     if not run.cluster.is_cpu and ranks > COPY_TENSOR_RANKS:
         return (
-            f"copies between more than {COPY_TENSOR_RANKS} tensor ranks took longer where measured; "
-            "plan.tensor_engine=copy asks for them"
+            f"with more than {COPY_TENSOR_RANKS} tensor ranks copy engines were slower in measurements; "
+            "plan.tensor_engine=copy selects them"
         )
     return _why_kernels(run, "tensor_engine")
 
@@ -183,10 +193,12 @@ def why_kernel_token_exchange(run: RunSpec, ranks: int) -> str | None:
 def _why_kernels(run: RunSpec, key: str) -> str | None:
     """Why a run uses no copy engines unless the pin `key` asks for them, or None."""
     if run.cluster.is_cpu:
-        return "processors have no copy engines"
+        return "CPUs have no copy engines"
     names = [run.cluster.gpu, *(group.gpu for group in run.cluster.groups if group.gpu)]
     other = next((name for name in names if name not in CHIPS or CHIPS[name].generation not in COPY_GENERATIONS), None)
-    return f"by copy engines they were not measured on {other}; plan.{key}=copy asks for it" if other else None
+    return (
+        f"copy engines were not measured for them on {other}; plan.{key}=copy selects copy engines" if other else None
+    )
 
 
 def kernel_gathers_reason(run: RunSpec, plan: Plan) -> str | None:

@@ -1,6 +1,7 @@
 """Explains a plan in sentences with numbers: what limits its step, and why another plan was not chosen.
 
-Both read `plan.predicted`. Only `limits` simulates: plans without the settings that memory forces.
+The numbers come from `plan.predicted`. `limits` also simulates variants of the plan that need more memory than the devices
+have, to price what limited memory costs.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ ROOMIER = "the plan that leaves more memory free is taken"
 STEADIER = "the plan that loses less on a slower network is taken"
 SAFER = "the plan with more margin, in memory or for a slower network, is taken"
 MIN_SHARE = 0.01
-"""Share of a step from which a part of it is reported."""
+"""Smallest share of the step time at which `limits` reports a part."""
 
 
 @dataclass(frozen=True)
@@ -60,16 +61,18 @@ def limits(run: RunSpec, plan: Plan) -> tuple[Limit, ...]:
     step, parts = predicted.step_seconds, predicted.breakdown
     limits_found = [Limit("compute", parts.compute, _compute_text(predicted, parts.compute))]
     for axis, seconds in parts.exposed.items():
-        where, what = border(run, plan, axis), MOVES.get(axis, "its communication")
+        link, data = border(run, plan, axis), MOVES.get(axis, "its communication")
         limits_found.append(
             Limit(
-                axis, seconds, f"{axis} {where}: {what}, {_seconds_and_share(seconds, step)} not hidden behind compute"
+                axis, seconds, f"{axis} {link}: {data}, {_seconds_and_share(seconds, step)} not hidden behind compute"
             )
         )
-    many = f"{plan.batch.accumulate} micro-batch{'es' * (plan.batch.accumulate > 1)} on {plan.axis_size('pipeline')} pipeline ranks"
+    counts = f"{plan.batch.accumulate} micro-batch{'es' * (plan.batch.accumulate > 1)} on {plan.axis_size('pipeline')} pipeline ranks"
     limits_found.append(
         Limit(
-            "bubble", parts.bubble, f"bubble: {_seconds_and_share(parts.bubble, step)} waiting for other stages, {many}"
+            "bubble",
+            parts.bubble,
+            f"bubble: {_seconds_and_share(parts.bubble, step)} waiting for other stages, {counts}",
         )
     )
     limits_found.append(
@@ -116,7 +119,7 @@ def reason_against(run: RunSpec, best: Candidate, other: Candidate) -> str:
     if why := why_not_distinguished(best, other):
         return f"{why}: {reason_for(best.plan, other.plan) if behind < 0 else _first_extra_cost(best.plan, other.plan)}"
     if other.simulated != best.simulated:
-        return f"{_difference_text(behind)} by the quick estimate, behind similar plans"
+        return f"{_difference_text(behind)} by the quick estimate, slower than similar plans"
     worse = _slower_parts(best_prediction, other_prediction)
     name, most = max(worse.items(), key=lambda item: item[1], default=("", 0.0))
     return f"{_difference_text(behind)}: {name} {_difference_text(most)}" if name else _difference_text(behind)
@@ -145,7 +148,7 @@ def why_not_distinguished(best: Candidate, other: Candidate) -> str:
     if behind >= -least:
         return f"cannot be told apart (within {ALIKE:.0%})"
     if moves_activations(other.plan) and not moves_activations(best.plan):
-        return "gains too little to pin the host's memory for"
+        return "gains too little to justify pinned host memory"
     return "cannot be told apart " + (
         "by the quick estimate" if other.simulated != best.simulated else "within the 80% band"
     )
@@ -160,11 +163,11 @@ def shortfall(run: RunSpec, plan: Plan, usable_bytes: float | None = None) -> st
     need, usable = needs[rank], limits[rank]
     by_category = sorted(bytes_by_rank[rank].items(), key=lambda item: -item[1])
     largest = ", ".join(f"{category} {size / 1e9:.1f}" for category, size in by_category[:3])
-    where = f"pipeline rank {rank}" if len(bytes_by_rank) > 1 else "a rank"
+    rank_name = f"pipeline rank {rank}" if len(bytes_by_rank) > 1 else "a rank"
     if need <= usable:
-        return f"{where} needs {need / 1e9:.1f} GB of the {usable / 1e9:.1f} that may be used ({largest} GB)"
-    over = f"{(need - usable) / 1e9:.1f} GB over the {usable / 1e9:.1f} that may be used"
-    return f"{where} needs {need / 1e9:.1f} GB, {over} ({largest} GB)"
+        return f"{rank_name} needs {need / 1e9:.1f} GB of the usable {usable / 1e9:.1f} GB ({largest} GB)"
+    excess = f"{(need - usable) / 1e9:.1f} GB more than the usable {usable / 1e9:.1f} GB"
+    return f"{rank_name} needs {need / 1e9:.1f} GB, {excess} ({largest} GB)"
 
 
 def parts_of(predicted: Predicted) -> dict[str, float]:
@@ -198,10 +201,10 @@ def _first_extra_cost(best: Plan, other: Plan) -> str:
         (other_layer.offload not in (best_layer.offload, "none"), f"copies to host memory (offload {other_layer.offload})"),
         (other_layer.reshard and not best_layer.reshard, "gathers weights twice"),
         (crossing[1] and not crossing[0], "shards across nodes"),
-        (other.batch.micro_batch < best.batch.micro_batch, "smaller products to hide gathers under"),
+        (other.batch.micro_batch < best.batch.micro_batch, "its smaller matrix products hide less of the gathers"),
         (peak_bytes(other) - peak_bytes(best) > 5e7, f"needs {(peak_bytes(other) - peak_bytes(best)) / 1e9:.1f} GB more"),
     )  # fmt: skip
-    return next((text for true, text in costs if true), SIMPLER)
+    return next((text for applies, text in costs if applies), SIMPLER)
 
 
 def _compute_text(predicted: Predicted, seconds: float) -> str:
@@ -215,11 +218,11 @@ def _compute_text(predicted: Predicted, seconds: float) -> str:
 
 
 def _memory_limits(run: RunSpec, plan: Plan, predicted: Predicted) -> list[Limit]:
-    """Settings that only short memory forces and that cost time: recomputation, repeated gathers, small micro-batches."""
+    """Settings that cost time and are used only because memory is limited: recompute, reshard, small micro-batches."""
     budget, limits_found = run.cluster.memory_bytes(), []
     if budget is None or predicted.step_seconds is None:
         return []
-    for what, roomy in _plans_with_more_memory(run, plan):
+    for (cost_text, without_text), roomy in _plans_with_more_memory(run, plan):
         # Where the plan without the setting fits, memory does not force it.
         bytes_by_rank = memory_of(run.model, run.train, roomy, cpu=run.cluster.is_cpu)
         usable = usable_by_rank(run, plan, HEADROOM * budget)
@@ -229,13 +232,14 @@ def _memory_limits(run: RunSpec, plan: Plan, predicted: Predicted) -> list[Limit
         assert roomy_prediction is not None and roomy_prediction.step_seconds is not None
         seconds_saved = predicted.step_seconds - roomy_prediction.step_seconds
         if seconds_saved > 0:
-            text = f"memory: {what[0]} {_seconds_and_share(seconds_saved, predicted.step_seconds)}; {what[1]} {shortfall(run, roomy)}"
+            saved_text = _seconds_and_share(seconds_saved, predicted.step_seconds)
+            text = f"memory: {cost_text} {saved_text}; {without_text} {shortfall(run, roomy)}"
             limits_found.append(Limit("memory", seconds_saved, text))
     return limits_found
 
 
 def _plans_with_more_memory(run: RunSpec, plan: Plan) -> Iterator[tuple[tuple[str, str], Plan]]:
-    """(what costs time, the same without it) in words, and the plan without it."""
+    """((text of a setting that costs time, text of its absence), the plan without that setting) for each such setting."""
     pins, batch = pins_of(run), plan.batch
     if any(layer.recompute != "none" for layer in plan.layers):
         mode = max((layer.recompute for layer in plan.layers), key=RECOMPUTE_MODES.index)
@@ -243,7 +247,7 @@ def _plans_with_more_memory(run: RunSpec, plan: Plan) -> Iterator[tuple[tuple[st
         yield (f"recompute {mode} takes", "without it"), replace(plan, layers=layers)
     if pins.reshard is None and pins.layers is None and any(layer.reshard for layer in plan.layers):
         layers = tuple(replace(layer, reshard=False) for layer in plan.layers)
-        yield ("gathering weights again takes", "with them kept"), replace(plan, layers=layers)
+        yield ("gathering weights again takes", "if they stayed gathered"), replace(plan, layers=layers)
     if pins.micro_batch is None and not batch.accumulate % 2 and batch.accumulate // 2 >= plan.axis_size("pipeline"):
         larger = replace(batch, micro_batch=2 * batch.micro_batch, accumulate=batch.accumulate // 2)
         with suppress(BadInput):  # the schedule needs other numbers of micro-batches

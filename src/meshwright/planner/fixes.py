@@ -1,6 +1,7 @@
-"""Suggests changes that make a run fit: each is tried with a search, the cheapest first.
+"""Suggests changes of a run under which a plan fits into memory. A search tries each change, the cheapest first.
 
-The order: giving up a pin, then shorter sequences, which change the training a little, then chips with more memory, then more nodes.
+The order: removing a pin (a plan field that the run file fixes), shorter sequences, which change the training a little,
+chips with more memory, more nodes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from meshwright.spec.run import RunSpec
 
 MAX_FIXES = 3
 TRIES = 32
-"""Most changes that are searched; where nothing can fit, that takes a tenth of a full search."""
+"""Most changes that are tried. If no change helps, all these tries take a tenth of the time of a full search."""
 DOUBLINGS = 6
 """Most times that sequences are halved, and nodes doubled."""
 MEMORY_PINS = (
@@ -66,14 +67,14 @@ def _suggesting_fixes(run: RunSpec, memory_bytes: int | None, trainable: bool) -
         suggestions = fixes(run, memory_bytes=memory_bytes, trainable=trainable)
         lines = "".join(f"\n  {number}. {fix.text}" for number, fix in enumerate(suggestions, 1))
         raise OutOfResources(
-            f"{error}\nWhat makes it fit, cheapest first:{lines}" if suggestions else str(error)
+            f"{error}\nChanges that make it fit, cheapest first:{lines}" if suggestions else str(error)
         ) from error
 
 
 def fixes(
     run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = True, max_fixes: int = MAX_FIXES
 ) -> tuple[Fix, ...]:
-    """Up to `wanted` changes under each of which a search finds a plan that fits, cheapest first."""
+    """Up to `max_fixes` changes under each of which a search finds a plan that fits, cheapest first."""
     fixes_found: list[Fix] = []
     fitting: list[RunSpec] = []
     tries = 0

@@ -163,6 +163,6 @@ def _known(points: Sequence[Point]) -> list[Point]:
     if known:
         return known
     refusals = "; ".join(
-        f"{point.gpus} GPUs: {point.refused or 'rates of the chip are not known'}" for point in points[:3]
+        f"{point.gpus} GPUs: {point.refused or 'the rates of the chip are unknown'}" for point in points[:3]
     )
-    raise OutOfResources(f"no plan with a known step time at any size asked for ({refusals})")
+    raise OutOfResources(f"no requested cluster size has a plan with a known step time ({refusals})")

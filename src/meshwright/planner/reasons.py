@@ -41,27 +41,27 @@ CHOICES: tuple[tuple[str, tuple[str, ...], Callable[[Plan], object]], ...] = (
 )
 """Choices that are explained: name, the pins that fix it, and its value in a plan."""
 SINGLE_RANK_NAMES = {
-    "pipeline": "no pipeline", "tensor": "no tensor ranks", "context": "sequences whole on a rank", "replicate": "one copy of the weights",
+    "pipeline": "no pipeline", "tensor": "no tensor ranks", "context": "no context ranks", "replicate": "no replicas",
 }  # fmt: skip
-"""Words for an axis of one rank."""
+"""How a sentence names an axis that has one rank."""
 GRADIENTS = {"whole": "kept whole between micro-batches", "shard": "reduced after every micro-batch"}
 KERNEL_REASONS: Mapping[CopyOption, Callable[[RunSpec, Plan], str | None]] = {
     GATHERS: kernel_gathers_reason,
     TOKENS: kernel_token_exchange_reason,
 }
-"""Reasons for kernels in place of copy engines, where that was not decided by seconds."""
+"""Functions that return why kernels are used in place of copy engines, where step times did not decide it."""
 TRANSFERS = frozenset(option.transfer_name for option in COPY_OPTIONS)
 ENGINES = {"copy": "copy engines", "kernel": "kernels"}
 MAX_COMPARED = 3
-"""Most other values of a choice that are compared in its sentence."""
+"""Most alternatives to a chosen value that its sentence compares."""
 MAX_NAMED_RANGES = 2
-"""Layer ranges up to which each is named; of more, only the number of layers."""
+"""Most layer ranges that a sentence lists; if there are more, it states the number of layers."""
 
 
 def reasons(
     best: Candidate, others: Sequence[Candidate], run: RunSpec, fits: Callable[[Plan], bool] = lambda plan: False
 ) -> tuple[str, ...]:
-    """A sentence for each choice in `best`; `fits` says whether a plan fits into memory."""
+    """One sentence per choice in `best`, compared with the `others`; `fits` returns whether a plan fits into memory."""
     plan, pins = best.plan, pins_of(run)
     guessed = is_guessed(run.cluster)
     sentences = [_guess_note(run.cluster)] if guessed else []
@@ -77,7 +77,7 @@ def reasons(
 
 
 def on_layers(layers: Sequence[LayerStrategy], total: int) -> str:
-    """The layers of these strategies in words: their ranges while they are few, else the number of layers of `total`."""
+    """Text that names the layers of these strategies: up to two ranges, else the number of layers out of `total`."""
     count = sum(len(layer_range(layer.range, total)) for layer in layers)
     if count == total:
         return "all layers"
@@ -88,7 +88,7 @@ def on_layers(layers: Sequence[LayerStrategy], total: int) -> str:
 
 def _guess_note(cluster: ClusterSpec) -> str:
     device = "a CPU" if cluster.is_cpu else cluster.gpu
-    return f"plans are compared by guessed rates of {device}, whose times are not predicted without a profile"
+    return f"plans are compared with guessed rates of {device}; a prediction of step times needs a profile (meshwright profile)"
 
 
 def _compare_values(
@@ -155,7 +155,7 @@ def _other_value_text(name: str, value: object) -> str:
 
 
 def _difference_text(best: Candidate, other: Candidate, guessed: bool) -> str:
-    """How much longer the other plan takes: seconds, or the share of a step where the rates are a guess."""
+    """How much longer the other plan takes: in seconds, or relative to the best step if the device rates are `guessed`."""
     behind = other.behind(best)
     return f"{behind / best.seconds:.0%}" if guessed else seconds_text(behind)
 
@@ -166,9 +166,9 @@ def _memory_reasons(plan: Plan, run: RunSpec, fits: Callable[[Plan], bool]) -> l
     if low_memory and pins.recompute is None and pins.layers is None:
         larger_plan = replace(plan, layers=tuple(replace(layer, recompute="none") for layer in plan.layers))
         reason = (
-            "keeping all activations is no faster"
+            "without it a step is no faster"
             if fits(larger_plan)
-            else f"with less, {_micro_batches(plan)} do not fit into memory"
+            else f"without it {_micro_batches(plan)} do not fit into memory"
         )
         by_mode = {mode: [layer for layer in low_memory if layer.recompute == mode] for mode in RECOMPUTE_MODES}
         modes = [f"{mode} on {on_layers(layers, run.model.layers)}" for mode, layers in by_mode.items() if layers]
@@ -177,12 +177,12 @@ def _memory_reasons(plan: Plan, run: RunSpec, fits: Callable[[Plan], bool]) -> l
     if resharded and shard_size(plan) > 1 and pins.reshard is None and pins.layers is None:
         larger_plan = replace(plan, layers=tuple(replace(layer, reshard=False) for layer in plan.layers))
         reason = (
-            "keeping them is no faster"
+            "keeping them gathered is no faster"
             if fits(larger_plan)
-            else f"kept gathered, {_micro_batches(plan)} do not fit into memory"
+            else f"if they stayed gathered, {_micro_batches(plan)} would not fit into memory"
         )
         sentences.append(
-            f"weights gathered again for the backward pass on {on_layers(resharded, run.model.layers)}: {reason}"
+            f"weights freed after the forward and gathered again for the backward on {on_layers(resharded, run.model.layers)}: {reason}"
         )
     for offload in sorted({layer.offload for layer in plan.layers} - {"none"}) if pins.offload is None else ():
         layers_text = on_layers([layer for layer in plan.layers if layer.offload == offload], run.model.layers)
@@ -196,9 +196,9 @@ def _memory_reasons(plan: Plan, run: RunSpec, fits: Callable[[Plan], bool]) -> l
 
 
 def _guess_suffix(run: RunSpec) -> str:
-    """A note that the host memory is a guess, where the cluster does not state it."""
+    """A note that host memory is a guess, if `cluster.host_memory_gib` is not set."""
     known = run.cluster.host_memory_gib is not None or run.cluster.is_cpu
-    return "" if known else f"; a host is guessed to have {host_gib(run):,.0f} GiB, cluster.host_memory_gib can say"
+    return "" if known else f"; assumes {host_gib(run):,.0f} GiB per host, because cluster.host_memory_gib is not set"
 
 
 def _micro_batches(plan: Plan) -> str:
@@ -215,19 +215,20 @@ def _unpinned(pins: object, keys: tuple[str, ...]) -> bool:
 
 
 def nothing_fits(run: RunSpec, candidates: Sequence[Candidate], budget: int) -> str:
-    """The memory that the smallest plan needs, where no plan fits into `budget` bytes."""
+    """Why no plan fits into `budget` bytes: the memory of the plan that needs least."""
     smallest = min(
         candidates, key=lambda candidate: (host_excess_bytes(run, candidate.plan), peak_bytes(candidate.plan))
     ).plan
     if over := host_excess_bytes(run, smallest):
         host_text = (
-            f"offloaded data is {over / 1e9:.1f} GB over the {host_budget(run) / 1e9:.1f} of each host that may be used"
+            f"offloaded data exceeds the usable {host_budget(run) / 1e9:.1f} GB of each host by {over / 1e9:.1f} GB"
         )
         device_text = f", and {shortfall(run, smallest, budget)}" if any(overfull_ranks(run, smallest, budget)) else ""
         limit = f"{HOST_HEADROOM:.0%} of cluster.host_memory_gib{_guess_suffix(run)}"
-        return f"no plan fits: of the smallest, {host_text} ({limit}){device_text}"
+        return f"no plan fits into memory: in the plan that needs least, {host_text} ({limit}){device_text}"
     return (
-        f"no plan fits: of the smallest, {shortfall(run, smallest, budget)}; {HEADROOM:.0%} of the device may be used"
+        f"no plan fits into memory: in the plan that needs least, {shortfall(run, smallest, budget)}; "
+        f"a plan may use {HEADROOM:.0%} of a device"
     )
 
 
@@ -242,7 +243,7 @@ def no_layout(run: RunSpec) -> str:
         per_rank = len(pins.stages[0]) if pins.stages else allowed.start
         if refused := refusal(pins.schedule, pipeline, micro_batches, per_rank):
             definition = "micro-batches are train.global_batch ÷ data ranks ÷ micro-batch size"
-            return f"no plan: {refused}; {definition if per_rank in allowed else 'plan.stages lists them'}"
+            return f"no plan: {refused}; {definition if per_rank in allowed else 'plan.stages lists the stages of each rank'}"
     if pins.expert and (refused := _expert_misfit(run, pins.expert)):
         return f"no plan: {refused}"
     heads, seq = run.model.heads, run.train.seq_len

@@ -129,7 +129,7 @@ def _fp8_products(run: RunSpec, plan: Plan) -> Change | None:
     refused = fp8_conflict(low, experts=run.model.experts > 0)
     if refused or not supports_fp8(run.model, run.train.seq_len, context_size(plan)):
         return None
-    note = "linear layers round to fp8: hold the loss against a bf16 run"
+    note = "linear layers round to fp8: compare the loss with that of a bf16 run"
     return _changed("plan.linear=fp8_tensorwise", run, run, plan, low, note=note)
 
 
@@ -163,7 +163,11 @@ def _more_nodes(run: RunSpec, plan: Plan, searched: bool, trainable: bool) -> Ch
             mesh_name(larger_plan) + skipped_sizes,
         )
     single_micro_batch = plan.batch.micro_batch * plan.batch.accumulate == 1
-    note = "the batch has no more sequences to give" if single_micro_batch else "no larger cluster divides the batch"
+    note = (
+        "the batch has no sequences for further ranks"
+        if single_micro_batch
+        else "no larger cluster that was tried divides the batch"
+    )
     return _change("more nodes", run, plan, run, plan, note)
 
 

@@ -15,6 +15,13 @@ from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_INTERRUPT
 PEER_LOSS_CODES = (EXIT_COMMUNICATION, -signal.SIGABRT)
 """Exit codes of a rank that lost a peer: its own report, or the abort of NCCL's watchdog."""
 STOP_CODES = (EXIT_PREEMPTED, EXIT_INTERRUPTED)
+STOP_EXIT_CODES: dict[int, int] = {
+    signal.SIGINT: EXIT_INTERRUPTED,
+    signal.SIGTERM: EXIT_PREEMPTED,
+    signal.SIGUSR1: EXIT_PREEMPTED,
+    signal.SIGHUP: EXIT_PREEMPTED,
+}
+"""Exit code of a job that a stop signal ends."""
 CULPRIT_SECONDS = 2.0
 """Seconds to wait, after a rank reports a lost peer, for the failure of that peer."""
 AGREEMENT_SECONDS = 0.5

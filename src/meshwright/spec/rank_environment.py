@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from meshwright.spec.errors import BadInput
 
+ATTEMPT_VARIABLE = "MESHWRIGHT_ATTEMPT"
+"""Environment variable with the number of the attempt, for ranks that an agent started."""
 HIGHEST_NUMBER = 2**31 - 1
 HIGHEST_PORT = 2**16 - 1
 _REMEDY = (

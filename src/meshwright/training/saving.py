@@ -130,7 +130,7 @@ class Saver:
         background = BackgroundSaver(
             session.store.folder, ranks, state, session.world.device, lease=session.lease, keep=spec.keep,
             local_ranks=session.world.environment.local_ranks, parent=session.step or None,
-            kept_open=reporter.channel_descriptors, warm_up=lambda: _texts(session),
+            start=session.attempt, kept_open=reporter.channel_descriptors, warm_up=lambda: _texts(session),
         )  # fmt: skip
         obstacle = memory_obstacle(background.layout.bytes, ranks, session.world.environment.local_ranks)
         if obstacle is not None and spec.mode == "async":

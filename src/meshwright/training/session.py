@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from meshwright.checkpoint.store import CheckpointStore
-from meshwright.checkpoint.verify import list_checkpoints
 from meshwright.data.loader import DataSource, has_validation, open_data
 from meshwright.data.verification import ShardVerifier
 from meshwright.durable.writes import write_durable
@@ -22,14 +20,12 @@ from meshwright.optim.adamw import AdamW
 from meshwright.parallel.apply import Engine, build_engine
 from meshwright.parallel.mesh import Mesh, build_mesh
 from meshwright.parallel.world import World
-from meshwright.spec.errors import Damaged
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import Assignment, Lease, RunSpec
 from meshwright.state.parts import StateParts
 from meshwright.training.evaluate import HeldOut
+from meshwright.training.resume import Tier, resume
 from meshwright.training.run_state import load_initial
-
-log = logging.getLogger("meshwright")
 
 
 @dataclass
@@ -37,7 +33,8 @@ class Session:
     """A run on one rank, ready for its next step.
 
     `step` is the last step whose update the weights contain; `tokens` the valid tokens consumed until then;
-    `steps_before` the `train.steps` of the start that wrote the resumed checkpoint.
+    `attempt` counts the starts of the ranks within the job. `steps_before` is the `train.steps`
+    of the start that wrote the resumed checkpoint.
     """
 
     run: RunSpec
@@ -55,6 +52,8 @@ class Session:
     profile: tuple[int, int] | None
     lease: Lease
     timeline: tuple[int, int] | None = None
+    attempt: int = 1
+    resumed_from: Tier | None = None
     step: int = 0
     tokens: int = 0
     steps_before: int | None = None
@@ -96,7 +95,13 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
         mesh=mesh,
         engine=engine,
         optimizer=optimizer,
-        store=CheckpointStore(folder / "checkpoints", group=world.control, recorder=recorder, lease=assignment.lease),
+        store=CheckpointStore(
+            folder / "checkpoints",
+            group=world.control,
+            device_group=world.device_group,
+            recorder=recorder,
+            lease=assignment.lease,
+        ),
         data=data,
         held_out=held_out,
         recorder=recorder,
@@ -104,8 +109,10 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
         profile=assignment.profile,
         lease=assignment.lease,
         timeline=assignment.timeline,
+        attempt=assignment.attempt,
     )
-    if not _resume(session):
+    session.resumed_from = resume(session, assignment.resume_at_most)
+    if session.resumed_from is None:
         load_initial(engine.weights, run.model, run.model.init)
     optimizer.release_master_weights()
     clock.end("load")
@@ -121,30 +128,6 @@ def _open_data(run: RunSpec, verifier: ShardVerifier) -> tuple[DataSource, HeldO
     if not has_validation(run.data, seq_len):
         return opened(), None
     return opened(), HeldOut.of(opened(split="validation"), run.train.global_batch * run.train.validate_batches)
-
-
-def _resume(session: Session) -> bool:
-    loaded = session.store.load_newest(session.state())
-    if loaded is None:
-        _refuse_if_all_damaged(session.folder)
-        return False
-    newest, state = loaded
-    session.step, session.tokens, session.steps_before = state["step"], state["tokens"], state.get("train_steps")
-    session.optimizer.set_steps(session.step)
-    session.data.restore_order(state.get("data"))
-    if session.held_out is not None:
-        session.held_out.source.restore_order(state.get("data"))
-    log.info("resumed from %s", newest)
-    return True
-
-
-def _refuse_if_all_damaged(folder: Path) -> None:
-    """Raise Damaged if all checkpoints of a run are damaged: it must not start from scratch."""
-    if any(entry["committed"] for entry in list_checkpoints(folder / "checkpoints", contents=False)):
-        raise Damaged(
-            f"every checkpoint of {folder} is damaged; `meshwright checkpoint verify {folder}` shows where. "
-            "Put a good copy back, or start a new run beside it with --fresh"
-        )
 
 
 def _write_environment(folder: Path) -> None:

@@ -87,7 +87,7 @@ def run_rank(assignment: Assignment, world: World, life: RankLife, clock: StartC
         reporter.event(session.step, f"{folder} is finished: {session.step} of {session.run.train.steps} steps")
         return
     if session.step:
-        reporter.event(session.step, f"resumed after step {session.step}")
+        reporter.event(session.step, f"resumed after step {session.step} from {session.resumed_from}")
     trained = train(session, reporter, life.stop)
     if world.leads:
         _write_summary(session, trained, time.perf_counter() - started)

@@ -1,0 +1,43 @@
+"""Record of a snapshot in an arena: what a process that did not write it needs to load it. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from meshwright.checkpoint.files import FileRecord
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class SnapshotRecord:
+    """The snapshot of `step` on `rank` of `ranks`, part of the save `attempt` of the run `run_id`.
+
+    `headers` are (key, dtype, shape) of the tensors in the arena; `file` has the size and the digests of the safetensors file that the
+    arena makes with them, None if the rank writes no file. `contents` and `state` are those of the checkpoint, on the first rank.
+    """
+
+    run_id: str | None
+    attempt: str
+    step: int
+    rank: int
+    ranks: int
+    headers: list[Any]
+    file: FileRecord | None
+    contents: dict[str, Any]
+    state: str | None
+
+    def encode(self) -> bytes:
+        return json.dumps({"version": VERSION, **asdict(self)}).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> SnapshotRecord | None:
+        """The record in `data`; None if another version wrote it."""
+        fields = json.loads(data)
+        if fields.pop("version") != VERSION:
+            return None
+        file = fields.pop("file")
+        record = None if file is None else FileRecord(file["bytes"], file["digest"], tuple(file["blocks"]))
+        return cls(file=record, **fields)

@@ -1,0 +1,147 @@
+"""The agent of a host: starts its ranks, reports their progress, and follows the coordinator's directives.
+
+The agent keeps one set of warm spares: processes that have imported everything and wait for an attempt to begin. When
+all ranks restart, the spares take over at once.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from meshwright.events.messages import Checkpoint, Message
+from meshwright.launch.local import Listener, Ranks
+from meshwright.launch.reports import Directive, Report
+from meshwright.policies.job_end import STOP_EXIT_CODES
+from meshwright.spec.errors import EXIT_INTERRUPTED
+from meshwright.spec.rank_environment import ATTEMPT_VARIABLE
+
+SPARE_SECONDS = 3.0
+"""Seconds of training after which an attempt gets spares: a short run needs none, and a start needs the processor."""
+
+
+class Agent:
+    """The ranks of this host: those that run, and those that wait."""
+
+    def __init__(
+        self,
+        host: str,
+        start: Callable[[], Ranks],
+        *,
+        address: str = "127.0.0.1",
+        listener: Listener | None = None,
+        spares: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`start` starts processes that wait; without `spares` they are started only when an attempt needs them."""
+        self._host, self._address, self._start, self._spares = host, address, start, spares
+        self._listener, self._clock = listener, clock
+        self._running: Ranks | None = None
+        self._waiting: Ranks | None = start()
+        self._attempt = 0
+        self._checkpoints: list[int] = []
+        self._trained_at: float | None = None
+        self._kill_at: float | None = None
+        self._stop = 0
+
+    def poll(self, seconds: float) -> None:
+        """Wait up to `seconds` for a message of a rank, and take what has arrived."""
+        if self._running is None:
+            time.sleep(seconds)
+            return
+        self._running.poll(self._listen, seconds)
+        if self._kill_at is not None and self._clock() > self._kill_at:
+            self._running.kill()
+            self._running.poll(self._listen)
+
+    def report(self) -> Report:
+        """The state of this host."""
+        running = self._running
+        return Report(
+            host=self._host,
+            address=self._address,
+            port=self._waiting.port if self._waiting else 0,
+            attempt=self._attempt,
+            ended=running is None or running.ended,
+            ranks=tuple(running.states) if running else (),
+            checkpoints=tuple(self._checkpoints),
+            stop=self._stop,
+        )
+
+    def obey(self, directive: Directive) -> None:
+        """Do what the coordinator decided."""
+        if directive.order == "run" and directive.attempt > self._attempt:
+            self._begin(directive)
+        elif directive.order == "end" and directive.attempt == self._attempt:
+            self._end(directive)
+        if directive.order in ("wait", "end") or self._wants_spares():
+            self._waiting = self._waiting or self._start()
+
+    def stop(self, number: int) -> None:
+        """Pass a stop signal on to the ranks, now or when they begin."""
+        self._stop = STOP_EXIT_CODES[number]
+        if self._running is not None:
+            self._running.stop(number)
+
+    def kill_at_once(self) -> None:
+        """Send SIGKILL to all ranks, without waiting: safe in a signal handler."""
+        for ranks in (self._running, self._waiting):
+            if ranks is not None:
+                ranks.kill_at_once()
+
+    def close_attempt(self) -> None:
+        """End the last attempt: read its last messages and wait for its checkpoint writers."""
+        if self._running is not None:
+            self._running.close_attempt(self._listen)
+
+    def close(self) -> None:
+        """Kill all processes of this host."""
+        for ranks in (self._running, self._waiting):
+            if ranks is not None:
+                ranks.discard()
+
+    def _begin(self, directive: Directive) -> None:
+        """Let the waiting processes begin an attempt, in place of those of the attempt before."""
+        if self._running is not None:
+            self._running.discard()
+        self._running = self._waiting or self._start()
+        self._waiting, self._trained_at, self._kill_at = None, None, None
+        self._attempt, self._checkpoints = directive.attempt, []
+        self._running.begin(Path(directive.assignment), directive.first_rank, self._variables(directive))
+        if self._stop:  # it arrived while no ranks ran
+            self._running.stop(signal.SIGINT if self._stop == EXIT_INTERRUPTED else signal.SIGTERM)
+
+    def _variables(self, directive: Directive) -> list[dict[str, str]]:
+        """Environment variables with which each of the waiting processes becomes a rank of the attempt."""
+        assert self._running is not None
+        count = len(self._running.processes)
+        job = {"WORLD_SIZE": directive.ranks, "LOCAL_WORLD_SIZE": count, ATTEMPT_VARIABLE: directive.attempt}
+        job |= {"MASTER_ADDR": directive.address, "MASTER_PORT": directive.port}
+        return [
+            {
+                name: str(value)
+                for name, value in (job | {"RANK": directive.first_rank + local, "LOCAL_RANK": local}).items()
+            }
+            for local in range(count)
+        ]
+
+    def _end(self, directive: Directive) -> None:
+        if self._kill_at is None and self._running is not None:
+            self._kill_at = self._clock() + directive.grace
+            self._running.request_end(directive.cause)
+
+    def _wants_spares(self) -> bool:
+        """Whether the attempt has trained for long enough to get spares."""
+        if self._running is None or self._running.ended or not self._spares:
+            return False
+        if self._trained_at is None and all(state.last_step for state in self._running.states):
+            self._trained_at = self._clock()
+        return self._trained_at is not None and self._clock() - self._trained_at > SPARE_SECONDS
+
+    def _listen(self, rank: int, message: Message) -> None:
+        if isinstance(message, Checkpoint):
+            self._checkpoints.append(message.step)
+        if self._listener is not None:
+            self._listener(rank, message)

@@ -1,0 +1,252 @@
+"""The coordinator of a supervised job: reports of agents become events, decisions become directives.
+
+It never calls an agent: each report is answered with what the agent does now. Its state (`policies.supervision`) is
+appended to `RUN/supervision.jsonl` at each change, and read from there when the coordinator is started again.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from meshwright.durable.writes import append_durable
+from meshwright.events.terminal import write_line
+from meshwright.launch.outcome import RankState, cause, exit_codes, outcome_lines, progress_text
+from meshwright.launch.reports import Directive, Report
+from meshwright.policies.job_end import GRACE_SECONDS, culprit, next_action
+from meshwright.policies.restart import Incident, Stop
+from meshwright.policies.supervision import (
+    Begin,
+    Committed,
+    End,
+    Ended,
+    Event,
+    Failed,
+    Finish,
+    Lost,
+    Prepare,
+    Prepared,
+    Ready,
+    Rules,
+    State,
+    StopRequested,
+    Tick,
+    Trained,
+    decide,
+)
+from meshwright.spec.failures import as_meshwright_error
+from meshwright.spec.fields import from_plain, to_plain
+
+STATE_FILE = "supervision.jsonl"
+SILENT_SECONDS = 8.0
+"""Seconds without a report after which an agent counts as lost."""
+RESTART_GRACE_SECONDS = 2.0
+"""Seconds that ranks may take to end before a restart; their reports are not needed then."""
+
+
+@dataclass
+class Attempt:
+    """What agents reported about the ranks of one attempt."""
+
+    number: int = 0
+    ranks: dict[int, RankState] = field(default_factory=dict)
+    assignment: str = ""
+    address: str = ""
+    port: int = 0
+    failed_at: float | None = None
+    cause: str = ""
+
+
+class Coordinator:
+    """Drives the state machine of one job. All times are seconds of `clock`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        rules: Rules,
+        ranks_per_host: int,
+        prepare: Callable[[State], Path],
+        *,
+        state: State | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`prepare` writes the files of the state's attempt, in a thread, and returns the assignment."""
+        self.state = state or State()
+        self._folder, self._rules, self._per_host = folder, rules, ranks_per_host
+        self._prepare, self._clock = prepare, clock
+        self._attempt = Attempt(self.state.attempt)
+        self._reports: dict[str, Report] = {}
+        self._seen: dict[str, float] = {}
+        self._preparation: Future[Path] | None = None
+        self._thread = ThreadPoolExecutor(1, "prepare")
+
+    @property
+    def code(self) -> int | None:
+        """The job's exit code once it is over."""
+        return self.state.stop.code if self.state.status == "finished" and self.state.stop else None
+
+    def receive(self, report: Report) -> Directive:
+        """Take an agent's report and return what the agent does now."""
+        now = self._clock()
+        self._reports[report.host], self._seen[report.host] = report, now
+        for event in self._events_of(report):
+            self._apply(event, now)
+        return self._directive(report.host)
+
+    def tick(self) -> None:
+        """Decide what follows from the passing of time. Called several times a second."""
+        now = self._clock()
+        for host in [host for host, seen in self._seen.items() if now - seen > SILENT_SECONDS]:
+            del self._seen[host], self._reports[host]
+            self._apply(Lost(host, f"host {host} has not answered for {SILENT_SECONDS:g} s"), now)
+        if self._preparation is not None and self._preparation.done():
+            self._take_preparation(self._preparation, now)
+        for event in self._events_of_ranks(now):
+            self._apply(event, now)
+        self._apply(Tick(), now)
+
+    def close(self) -> None:
+        """Wait for the preparation of an attempt that still runs."""
+        self._thread.shutdown()
+
+    def _events_of(self, report: Report) -> Iterable[Event]:
+        """What is new in a report."""
+        state = self.state
+        stale = report.host in state.members and state.status == "running" and report.attempt != state.attempt
+        ready = report.port != 0 and not stale
+        if ready != (report.host in state.ready):
+            yield Ready(report.host, ready)
+        if report.stop:
+            yield StopRequested(report.stop)
+        if report.attempt != state.attempt or report.host not in state.members:
+            return
+        for rank in report.ranks:
+            self._attempt.ranks[rank.rank] = rank
+        if not state.trained and any(rank.last_step for rank in report.ranks):
+            yield Trained()
+        for step in report.checkpoints:
+            if step not in state.checkpoints:
+                yield Committed(step)
+
+    def _events_of_ranks(self, now: float) -> Iterable[Event]:
+        """Failures and ends of the attempt's ranks."""
+        state, attempt = self.state, self._attempt
+        reports = [self._reports.get(host) for host in state.members]
+        ended = [
+            report.host for report in reports if report is not None and report.ended and report.attempt == state.attempt
+        ]
+        ranks = [attempt.ranks[rank] for rank in sorted(attempt.ranks)]
+        if state.status == "running" and any(rank.failed for rank in ranks):
+            attempt.failed_at = attempt.failed_at or now
+            codes = exit_codes(ranks)
+            over = len(ended) == len(state.members)
+            if over or next_action(codes, now - attempt.failed_at, None) == "request end":
+                first = culprit(codes)
+                assert first is not None, "a rank has failed"
+                yield Failed(state.attempt, self._incident(ranks[first]))
+        if state.status in ("running", "ending"):
+            for host in ended:
+                if host not in state.ended:
+                    yield Ended(state.attempt, host)
+
+    def _incident(self, rank: RankState) -> Incident:
+        code = rank.exit_code
+        assert code is not None, "the rank has ended"
+        step = rank.progress.step if rank.progress else rank.last_step and rank.last_step + 1
+        return Incident(code, cause(rank), rank.rank, self.state.members[rank.rank // self._per_host], step)
+
+    def _take_preparation(self, preparation: Future[Path], now: float) -> None:
+        self._preparation = None
+        try:
+            self._attempt.assignment = str(preparation.result())
+        except Exception as error:
+            failure = as_meshwright_error(error)
+            self._apply(Failed(self.state.attempt, Incident(failure.exit_code, str(failure))), now)
+            return
+        self._apply(Prepared(self.state.attempt), now)
+
+    def _apply(self, event: Event, now: float) -> None:
+        """Decide what follows an event, keep the new state, and carry out the actions."""
+        state, actions = decide(self.state, event, now, self._rules)
+        changed, self.state = state != self.state, state
+        if changed:
+            self._keep()
+        for action in actions:
+            match action:
+                case Prepare():
+                    first = self._reports[state.members[0]]
+                    self._attempt = Attempt(state.attempt, address=first.address, port=first.port)
+                    self._preparation = self._thread.submit(self._prepare, state)
+                case End(incident):
+                    self._attempt.cause = incident.cause
+                    self._report_incident(incident)
+                case Begin() | Finish():
+                    pass  # directives follow from the state
+
+    def _keep(self) -> None:
+        record = {"time": time.time(), **to_plain(self.state)}
+        append_durable(self._folder / STATE_FILE, json.dumps(record).encode() + b"\n")
+
+    def _directive(self, host: str) -> Directive:
+        """What the agent of `host` does in the current state."""
+        state, attempt = self.state, self._attempt
+        if state.status == "finished":
+            assert state.stop is not None
+            return Directive("exit", state.attempt, code=state.stop.code)
+        if host not in state.members or state.status not in ("running", "ending"):
+            return Directive("wait", state.attempt)
+        if state.status == "ending":
+            grace = GRACE_SECONDS if state.stop else RESTART_GRACE_SECONDS
+            return Directive("end", state.attempt, cause=attempt.cause, grace=grace, heartbeat=0.5)
+        return Directive(
+            "run",
+            state.attempt,
+            first_rank=state.members.index(host) * self._per_host,
+            ranks=len(state.members) * self._per_host,
+            address=attempt.address,
+            port=attempt.port,
+            assignment=attempt.assignment,
+        )
+
+    def _report_incident(self, incident: Incident) -> None:
+        """Print what failed and what follows, one line for each incident that a restart follows."""
+        state = self.state
+        if state.stop is not None:
+            return
+        rank = None if incident.rank is None else self._attempt.ranks.get(incident.rank)
+        parts = [incident.cause + (f" (host {incident.host})" if len(state.members) > 1 else "")]
+        parts += [progress_text(rank)] if rank is not None else []
+        newest = state.restart.resume_at_most or max(state.checkpoints, default=0)
+        source = f"from the checkpoint of step {newest}" if newest else "from the start, as there is no checkpoint yet"
+        if state.restart.skip_step is not None:
+            source += f", without the samples of step {state.restart.skip_step}"
+        parts.append(f"restart {len(state.incidents)} of {self._rules.policy.restarts} {source}")
+        write_line(f"meshwright: {'; '.join(parts)}")
+
+    def outcome(self, logs: Path) -> list[str]:
+        """Lines for people about the end of the job; empty if it is done."""
+        stop: Stop | None = self.state.stop
+        lines = list(outcome_lines([self._attempt.ranks[rank] for rank in sorted(self._attempt.ranks)], logs))
+        if not lines and stop is not None and stop.code and self.state.incidents:
+            lines = [self.state.incidents[-1].cause]
+        return [*lines, *([stop.diagnosis] if stop is not None and stop.diagnosis else [])]
+
+
+def read_state(folder: Path) -> State | None:
+    """The last state in a run's folder; None without one. A last line that a crash cut off is ignored."""
+    try:
+        lines = (folder / STATE_FILE).read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return None
+    for line in reversed(lines):
+        try:
+            record = json.loads(line)
+            record.pop("time", None)
+            return from_plain(State, record)
+        except (ValueError, TypeError, AttributeError):
+            continue
+    return None

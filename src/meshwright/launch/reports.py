@@ -1,0 +1,54 @@
+"""What agents report to the coordinator, and its answer. Both are complete states: a lost or repeated one does no harm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from meshwright.launch.outcome import RankState
+
+
+@dataclass(frozen=True)
+class Report:
+    """An agent's state."""
+
+    host: str
+    """Name of the agent: unique within the job, shown to people."""
+    address: str = "127.0.0.1"
+    """Where other hosts reach this one."""
+    port: int = 0
+    """Store port of the processes that wait to begin; 0 if none wait."""
+    attempt: int = 0
+    """Attempt that the ranks belong to; 0 before the first."""
+    ended: bool = True
+    """Whether all ranks of the attempt have ended."""
+    ranks: tuple[RankState, ...] = ()
+    checkpoints: tuple[int, ...] = ()
+    """Steps of the checkpoints that ranks of this host committed in the attempt."""
+    stop: int = 0
+    """Exit code of a stop request that this agent received."""
+
+
+Order = Literal["wait", "run", "end", "exit"]
+
+
+@dataclass(frozen=True)
+class Directive:
+    """What an agent does now. `wait`: have processes ready. `run`, `end`: the ranks of `attempt`. `exit`: with `code`."""
+
+    order: Order = "wait"
+    attempt: int = 0
+    first_rank: int = 0
+    ranks: int = 0
+    """Ranks of all hosts."""
+    address: str = ""
+    port: int = 0
+    """Address and port of the store, on the host of rank 0."""
+    assignment: str = ""
+    cause: str = ""
+    """Why the ranks end."""
+    grace: float = 0.0
+    """Seconds that ranks may take to end before they are killed."""
+    code: int = 0
+    heartbeat: float = 3.0
+    """Seconds until the next report, unless something happens."""

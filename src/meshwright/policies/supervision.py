@@ -1,0 +1,251 @@
+"""The state of a supervised job, and what follows each event: which hosts train, when attempts begin and end.
+
+An attempt is one start of all ranks. `decide` is a pure function of the state, an event and the time in seconds of any
+monotonic clock. The coordinator keeps the state in a file and carries out the actions.
+
+    gathering ──► preparing ──► running ──► ending ──► gathering …
+                                                └────► finished
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from meshwright.policies.restart import Incident, Restart, RestartPolicy, Stop, after_failure
+from meshwright.policies.skipped_samples import SampleRange, skip_step
+from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE
+
+Status = Literal["gathering", "preparing", "running", "ending", "finished"]
+
+
+@dataclass(frozen=True)
+class State:
+    """What a job has done so far. Hosts are named by their agents."""
+
+    status: Status = "gathering"
+    attempt: int = 0
+    """Number of the current or last attempt, from 1."""
+    members: tuple[str, ...] = ()
+    """Hosts of the attempt, in the order of their ranks."""
+    ended: tuple[str, ...] = ()
+    """Members whose ranks have ended."""
+    incidents: tuple[Incident, ...] = ()
+    """Failures since the newest checkpoint was written, one for each failed attempt."""
+    restart: Restart = field(default_factory=Restart)
+    """How the next attempt resumes."""
+    stop: Stop | None = None
+    """Why no further attempt follows; None while one may."""
+    not_before: float = 0.0
+    """Time before which no attempt begins."""
+    trained: bool = False
+    """Whether the job has finished a step."""
+    checkpoints: tuple[int, ...] = ()
+    """Steps of committed checkpoints, ascending."""
+    skipped: tuple[SampleRange, ...] = ()
+    """Samples that are left out."""
+    ready: tuple[str, ...] = ()
+    """Hosts whose processes wait to begin."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The processes of `host` wait to begin an attempt; they no longer do if not `ready`."""
+
+    host: str
+    ready: bool = True
+
+
+@dataclass(frozen=True)
+class Lost:
+    """`host` does not answer; its ranks have ended or cannot write."""
+
+    host: str
+    cause: str
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The files of the attempt are written."""
+
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A rank has finished a step."""
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The checkpoint of `step` is durable."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The attempt failed, or was stopped, for a reason that `incident` states."""
+
+    attempt: int
+    incident: Incident
+
+
+@dataclass(frozen=True)
+class Ended:
+    """All ranks of the attempt on `host` have ended."""
+
+    attempt: int
+    host: str
+
+
+@dataclass(frozen=True)
+class StopRequested:
+    """A stop signal arrived, which ends the job with `code`. Running ranks stop by themselves, with a checkpoint."""
+
+    code: int
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = Ready | Lost | Prepared | Trained | Committed | Failed | Ended | StopRequested | Tick
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Write the files of the attempt that the state names: lease, Plan and assignment."""
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Let the ranks of the members begin the attempt."""
+
+
+@dataclass(frozen=True)
+class End:
+    """End the ranks of the attempt, which failed for the reason `incident`."""
+
+    incident: Incident
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The job is over."""
+
+    code: int
+
+
+Action = Prepare | Begin | End | Finish
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Settings of the job."""
+
+    hosts: int
+    """Hosts of an attempt."""
+    global_batch: int
+    policy: RestartPolicy
+
+
+Answer = tuple[State, tuple[Action, ...]]
+
+
+def decide(state: State, event: Event, now: float, rules: Rules) -> Answer:
+    """The state after `event`, and what to do."""
+    match event:
+        case _ if state.status == "finished":
+            return state, ()
+        case Ready(host, ready):
+            return _gather(replace(state, ready=_with(state.ready, host, ready)), now, rules)
+        case Lost(host, cause):
+            return _lose(state, host, cause, now, rules)
+        case Prepared(attempt) if state.status == "preparing" and attempt == state.attempt:
+            return replace(state, status="running"), (Begin(),)
+        case Trained():
+            return replace(state, trained=True), ()
+        case Committed(step):
+            newer = not state.checkpoints or step > state.checkpoints[-1]
+            kept = tuple(sorted({*state.checkpoints, step}))
+            return replace(state, checkpoints=kept, incidents=() if newer else state.incidents), ()
+        case Failed(attempt, incident) if attempt == state.attempt:
+            return _fail(state, incident, now, rules)
+        case Ended(attempt, host) if attempt == state.attempt and host in state.members:
+            return _end(replace(state, ended=_with(state.ended, host)), now, rules)
+        case StopRequested(code):
+            return _request_stop(state, code)
+        case Tick():
+            return _gather(state, now, rules)
+    return state, ()
+
+
+def _gather(state: State, now: float, rules: Rules) -> Answer:
+    """Choose the members of the next attempt if enough hosts are ready and its time has come."""
+    if state.status != "gathering" or now < state.not_before or len(state.ready) < rules.hosts:
+        return state, ()
+    kept = [host for host in state.members if host in state.ready]
+    others = [host for host in state.ready if host not in kept]
+    members = tuple((kept + others)[: rules.hosts])
+    ready = tuple(host for host in state.ready if host not in members)
+    attempt = state.attempt + 1
+    return replace(state, status="preparing", attempt=attempt, members=members, ended=(), ready=ready), (Prepare(),)
+
+
+def _fail(state: State, incident: Incident, now: float, rules: Rules) -> Answer:
+    """Decide once what follows a failed attempt, and end its ranks."""
+    if state.status not in ("preparing", "running"):
+        return state, ()
+    begun = state.status == "running"
+    incidents = (*state.incidents, incident)
+    state = replace(state, status="ending", incidents=incidents, ended=state.ended if begun else state.members)
+    decision = after_failure(incidents, rules.policy, state.checkpoints, trained=state.trained)
+    if isinstance(decision, Stop):
+        state = replace(state, stop=decision)
+    else:
+        skip, skipped = decision.skip_step, state.skipped
+        skipped = skip_step(skip, rules.global_batch, skipped) if skip is not None else skipped
+        state = replace(state, restart=decision, not_before=now + decision.delay, skipped=skipped)
+    state, more = _end(state, now, rules)
+    return state, (End(incident), *more)
+
+
+def _end(state: State, now: float, rules: Rules) -> Answer:
+    """Continue once the ranks of all members have ended."""
+    if state.status not in ("running", "ending") or not set(state.members) <= set(state.ended):
+        return state, ()
+    if state.status == "running":  # all ranks ended without a failure
+        return _finish(replace(state, stop=Stop(EXIT_DONE)))
+    return _finish(state) if state.stop else _gather(replace(state, status="gathering"), now, rules)
+
+
+def _finish(state: State) -> Answer:
+    assert state.stop is not None, "a job finishes with a code"
+    return replace(state, status="finished"), (Finish(state.stop.code),)
+
+
+def _lose(state: State, host: str, cause: str, now: float, rules: Rules) -> Answer:
+    """Count a lost member's ranks as ended; the attempt fails if that is its first failure."""
+    state = replace(state, ready=_with(state.ready, host, False))
+    if host not in state.members or state.status == "gathering":
+        return state, ()
+    state, actions = _fail(state, Incident(EXIT_COMMUNICATION, cause, host=host), now, rules)
+    if state.status == "ending":
+        state, more = _end(replace(state, ended=_with(state.ended, host)), now, rules)
+        actions = (*actions, *more)
+    return state, actions
+
+
+def _request_stop(state: State, code: int) -> Answer:
+    """No further attempt is prepared; ranks that run or are about to end by themselves, with a checkpoint."""
+    if state.status in ("preparing", "running"):
+        return state, ()
+    state = replace(state, stop=state.stop or Stop(code))
+    return (state, ()) if state.status == "ending" else _finish(state)
+
+
+def _with(hosts: tuple[str, ...], host: str, present: bool = True) -> tuple[str, ...]:
+    """`hosts` with or without `host`, in order of names."""
+    return tuple(sorted({*hosts, host} if present else set(hosts) - {host}))

@@ -1,0 +1,76 @@
+"""Resume of a run: the newest step that is complete in host memory or in storage, on all ranks."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Literal
+
+from meshwright.checkpoint.memory_tier import find_snapshot
+from meshwright.checkpoint.ranks import Ranks
+from meshwright.checkpoint.verify import list_checkpoints
+from meshwright.spec.errors import Damaged
+
+if TYPE_CHECKING:
+    from meshwright.training.session import Session
+
+Tier = Literal["host memory", "storage"]
+"""Where a checkpoint is."""
+
+log = logging.getLogger("meshwright")
+
+
+def resume(session: Session, at_most: int | None = None) -> Tier | None:
+    """Load the newest complete state of at most step `at_most`; returns its tier, None if the run begins. Collective.
+
+    Host memory comes first where both tiers have the step. On damage all ranks turn to the next older state together.
+    Raises Damaged if there are states but no good one.
+    """
+    tier: Tier = "host memory"
+    state = _from_memory(session, at_most)
+    if state is None:
+        newest = session.store.load_newest(session.state(), at_most)
+        if newest is None:
+            _refuse_if_all_damaged(session, at_most)
+            return None
+        state, tier = newest[1], "storage"
+    _continue_from(session, state)
+    log.info("resumed after step %d from %s", session.step, tier)
+    return tier
+
+
+def _from_memory(session: Session, at_most: int | None) -> dict[str, Any] | None:
+    """The run's state from the arenas; None if they hold none, an older one than storage, or a damaged one."""
+    ranks = Ranks(session.world.control)
+    snapshot = find_snapshot(ranks, session.lease.run_id)
+    if snapshot is None or (at_most is not None and snapshot.step > at_most):
+        return None
+    stored = session.store.newest_step(at_most)
+    if snapshot.step < (stored or 0):
+        return None
+    try:
+        if stored is None:  # a load that fails overwrites initial weights, which no checkpoint would replace
+            snapshot.verify(ranks)
+        return snapshot.load(ranks, session.state(), session.recorder, session.world.device_group)
+    except Damaged as error:
+        if ranks.first:
+            log.warning("%s; %s", error, "the run begins again" if stored is None else "storage is used")
+        return None
+
+
+def _continue_from(session: Session, state: dict[str, Any]) -> None:
+    session.step, session.tokens, session.steps_before = state["step"], state["tokens"], state.get("train_steps")
+    session.optimizer.set_steps(session.step)
+    session.data.restore_order(state.get("data"))
+    if session.held_out is not None:
+        session.held_out.source.restore_order(state.get("data"))
+
+
+def _refuse_if_all_damaged(session: Session, at_most: int | None) -> None:
+    """Raise Damaged if all checkpoints of a run are damaged: it must not start from scratch."""
+    folder = session.folder
+    entries = list_checkpoints(folder / "checkpoints", contents=False)
+    if any(entry["committed"] and (at_most is None or entry["step"] <= at_most) for entry in entries):
+        raise Damaged(
+            f"every checkpoint of {folder} is damaged; `meshwright checkpoint verify {folder}` shows where. "
+            "Put a good copy back, or start a new run beside it with --fresh"
+        )

@@ -1,0 +1,64 @@
+"""Resume from host memory: what is loaded from the arenas equals the trained state, and damage leads to storage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from meshwright.checkpoint.verify import list_checkpoints
+from tests.distributed import cases_memory as cases
+from tests.distributed.pool import Pool
+from tests.training.tiny import make_tiny, prepared, ranks, staged
+
+ASYNC = ("checkpoint.mode=async", "checkpoint.every=3")
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.getbasetemp() / "tiny")
+
+
+@pytest.mark.parametrize(
+    "layout", [ranks(2), ranks(4, replicate=2), staged(2, "1f1b")], ids=["sharded", "replicated", "staged"]
+)
+def test_a_restart_loads_the_newest_snapshot_without_storage(
+    pool: Pool, tiny: Path, tmp_path: Path, layout: list[str]
+) -> None:
+    assignment = prepared(tiny, tmp_path, *layout, *ASYNC, "model.tied=true").assignment
+    count = assignment.run.cluster.ranks
+    assert pool.run(cases.restarted, count, assignment, cases.delete_checkpoints) == [("host memory", 6, True)] * count
+
+
+@pytest.mark.parametrize(
+    ("change", "tier"),
+    [
+        (cases.nothing, "host memory"),
+        (cases.corrupt_byte, "storage"),
+        (cases.corrupt_record, "storage"),
+        (cases.begin_next_snapshot, "storage"),
+        (cases.lose_arena, "storage"),
+    ],
+)
+def test_a_snapshot_that_is_not_complete_and_intact_on_all_ranks_is_not_used(
+    pool: Pool, tiny: Path, tmp_path: Path, change: cases.Change, tier: str
+) -> None:
+    assignment = prepared(tiny, tmp_path, *ranks(2), *ASYNC).assignment
+    assert pool.run(cases.restarted, 2, assignment, change) == [(tier, 6, True)] * 2
+
+
+def test_a_snapshot_beyond_the_step_to_resume_from_is_not_used(pool: Pool, tiny: Path, tmp_path: Path) -> None:
+    assignment = prepared(tiny, tmp_path, *ranks(2), *ASYNC).assignment
+    assert pool.run(cases.restarted, 2, assignment, cases.nothing, 5) == [("storage", 3, False)] * 2
+
+
+def test_damaged_memory_without_storage_leaves_the_initial_weights(pool: Pool, tiny: Path, tmp_path: Path) -> None:
+    assignment = prepared(tiny, tmp_path, *ranks(2), *ASYNC).assignment
+    assert pool.run(cases.restarted, 2, assignment, cases.corrupt_and_delete) == [(None, 0, True)] * 2
+
+
+def test_the_next_start_saves_in_the_same_memory(pool: Pool, tiny: Path, tmp_path: Path) -> None:
+    assignment = prepared(tiny, tmp_path, *ranks(2), *ASYNC).assignment
+    expected = [("host memory", 4), ("host memory", 6)]
+    assert pool.run(cases.resumed_losses, 2, assignment) == [expected] * 2
+    assert [entry["step"] for entry in list_checkpoints(tmp_path / "tiny") if entry["ok"]] == [3, 4, 6]

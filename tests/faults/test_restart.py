@@ -1,0 +1,48 @@
+"""A supervised run of real processes: ranks die, and training continues by itself with the losses of an undisturbed run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from meshwright.observe.metrics import read_metrics
+from tests.training.test_processes import Job, alive, last_step, until
+from tests.training.tiny import make_tiny
+
+STEPS = 60
+
+
+def words(tmp_path_factory: pytest.TempPathFactory, runs: Path, *more: str) -> list[object]:
+    tiny = make_tiny(tmp_path_factory.getbasetemp() / "tiny")
+    return ["train", tiny, f"train.steps={STEPS}", "checkpoint.every=10", *more, "--runs", runs]
+
+
+def losses(run: Path) -> list[tuple[int, float]]:
+    return [(line["step"], line["loss"]) for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "step"]
+
+
+def test_a_killed_rank_is_replaced_and_the_losses_are_those_of_an_undisturbed_run(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    slow = "train.loss_chunk=1"
+    for name in ("calm", "killed"):
+        (tmp_path / name).mkdir()
+    calm = Job(words(tmp_path_factory, tmp_path / "calm", slow), tmp_path / "calm" / "tiny")
+    assert calm.process.wait(120) == 0, calm.output()
+    run = tmp_path / "killed" / "tiny"
+    job = Job(words(tmp_path_factory, tmp_path / "killed", slow), run)
+    until(lambda: last_step(run) >= 15, job)
+    ranks = job.ranks()
+    os.kill(ranks[1], signal.SIGKILL)
+    killed = time.monotonic()
+    until(lambda: "restart 1 of 3" in job.output(), job)
+    assert time.monotonic() - killed < 5
+    code = job.process.wait(120)
+    assert code == 0, job.output()
+    assert "rank 1 was killed by signal 9" in job.output() and "resumed after step " in job.output()
+    assert losses(run) == losses(calm.run)
+    assert not [pid for pid in ranks.values() if alive(pid)]
