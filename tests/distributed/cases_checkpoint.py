@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from meshwright.checkpoint.block_exchange import DeviceExchange, HostExchange
 from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.storage import PiecePlanner
 from meshwright.checkpoint.store import CheckpointStore
@@ -100,7 +101,8 @@ def load_large(world: World, folder: str, layout: str, device_exchange: bool = F
     """
     store = CheckpointStore(Path(folder), group=world.control, device_group=world_group() if device_exchange else None)
     found = laid_out(layout, {name: torch.zeros(shape) for name, shape in LARGE.items()})
-    with counted_reads() as read:
+    unused = HostExchange if device_exchange else DeviceExchange
+    with counted_reads() as read, patch.object(unused, "__init__", side_effect=AssertionError("another exchange")):
         loaded = store.load_newest(found)
     expected = laid_out(layout, large_values())
     assert loaded is not None

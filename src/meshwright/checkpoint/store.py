@@ -75,8 +75,10 @@ class CheckpointStore:
 
     Every method is collective: all ranks of `group` (the default group when None; this process alone when no job was
     joined) call it with the same arguments, and all return the same or raise the same error. On GPU jobs pass a Gloo
-    group, and NCCL's group of the same ranks as `device_group`: loads send what several ranks need through it. `progress(bytes)` hears of each piece this rank writes. A folder has one writer at a time: with the `lease` of the run's folder
-    (`folder`'s parent), saving and retention raise BadInput once another start of the run has taken it.
+    group, and NCCL's group of the same ranks as `device_group`: loads send what several ranks need through it.
+    `progress(bytes)` is called with each piece that this rank writes. A folder has one writer at a time: with the
+    `lease` of the run's folder (`folder`'s parent), saving and retention raise BadInput once another start of the run
+    has taken it.
 
     Tensors alone may differ: each rank passes those it holds a part of, which may be none, under names that mean the
     same tensor everywhere. They are DTensors, each on a mesh of any of the ranks, plain tensors, or StateParts. What several ranks
