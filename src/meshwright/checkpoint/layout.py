@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from meshwright.checkpoint.boxed import Boxed
 from meshwright.checkpoint.contents import Contents
+from meshwright.checkpoint.dcp_parts import DCPParts
 from meshwright.checkpoint.fit import check_storable
 from meshwright.checkpoint.header import TensorHeader
 from meshwright.checkpoint.ranks import Ranks
@@ -27,7 +27,7 @@ from meshwright.state.parts import StateParts
 
 
 @dataclass(frozen=True)
-class Piece:
+class FilePiece:
     """A piece of the tensor `name` and its `start` in the data section; `source` is its live memory, as bytes."""
 
     name: str
@@ -44,7 +44,7 @@ class FileLayout:
     """The items of this rank in every save, in file order; `contents`, on the first rank, locates all ranks' pieces."""
 
     headers: tuple[TensorHeader, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FilePiece, ...]
     contents: Contents = field(default_factory=dict)
 
     @property
@@ -57,15 +57,17 @@ def plan_layout(ranks: Ranks, tensors: Mapping[str, StateParts]) -> FileLayout:
 
     Raises what `CheckpointStore.save` raises for tensors that cannot be stored.
     """
-    doing = "planning checkpoints"
-    ranks.together(doing, lambda: check_storable(tensors))
+    activity = "planning checkpoints"
+    ranks.run_on_all(activity, lambda: check_storable(tensors))
     recorder = _LayoutRecorder(ranks.rank)
-    options = {"no_dist": True} if ranks.alone else {"process_group": ranks.group}
-    boxed = {name: Boxed(parts) for name, parts in tensors.items()}
+    options = {"no_dist": True} if ranks.is_single else {"process_group": ranks.group}
+    dcp_tensors = {name: DCPParts(parts) for name, parts in tensors.items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        ranks.common(doing, lambda: dcp.save(boxed, storage_writer=recorder, planner=PiecePlanner(), **options))
-    ranks.together(doing, lambda: _reraise(recorder.failure))
+        ranks.run_collective(
+            activity, lambda: dcp.save(dcp_tensors, storage_writer=recorder, planner=PiecePlanner(), **options)
+        )
+    ranks.run_on_all(activity, lambda: _reraise(recorder.failure))
     return FileLayout(tuple(recorder.headers), tuple(recorder.pieces), recorder.contents)
 
 
@@ -75,7 +77,7 @@ class _LayoutRecorder(ShardWriter):
     def __init__(self, rank: int) -> None:
         super().__init__(Path(), rank, pinned=False)
         self.headers: list[TensorHeader] = []
-        self.pieces: list[Piece] = []
+        self.pieces: list[FilePiece] = []
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         return plans
@@ -86,7 +88,7 @@ class _LayoutRecorder(ShardWriter):
         for item, header in zip(items, self.headers, strict=True):
             tensor = resolved(planner, item).detach()
             assert tensor.is_contiguous(), header.key
-            self.pieces.append(Piece(item.index.fqn, tensor.reshape(-1).view(torch.uint8), start))
+            self.pieces.append(FilePiece(item.index.fqn, tensor.reshape(-1).view(torch.uint8), start))
             start += header.bytes
         return results_of(items, self.headers, shard_name(self.rank))
 

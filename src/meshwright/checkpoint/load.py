@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from meshwright.checkpoint.block_reader import BlockFiles, BlockReader
 from meshwright.checkpoint.contents import Contents, parse_contents
 from meshwright.checkpoint.files import BLOCK_BYTES
-from meshwright.checkpoint.fill import Destination, boxes_in
+from meshwright.checkpoint.fill import Destination, intersect
 from meshwright.checkpoint.fit import check_complete, check_fit
-from meshwright.checkpoint.header import Entry, header_bytes, parse_header
+from meshwright.checkpoint.header import Entry, parse_header, read_header_bytes
 from meshwright.checkpoint.manifest import (
     COMMITTED,
     CONTENTS,
@@ -34,8 +34,8 @@ from meshwright.checkpoint.manifest import (
     read_committed,
 )
 from meshwright.checkpoint.ranks import Ranks
-from meshwright.checkpoint.read_plan import BlockTransfer, header_readers, merge_ranges, plan_transfers
-from meshwright.checkpoint.shards import entry_of
+from meshwright.checkpoint.read_plan import BlockTransfer, assign_header_readers, merge_ranges, plan_transfers
+from meshwright.checkpoint.shards import find_entry
 from meshwright.checkpoint.state import decode_state
 from meshwright.checkpoint.verify import check_sizes, read_verified
 from meshwright.events.span import Recorder
@@ -56,22 +56,22 @@ class OpenCheckpoint:
     state: dict[str, Any]
 
 
-def open_checkpoint(ranks: Ranks, path: Path, run_id: str | None, doing: str) -> OpenCheckpoint:
+def open_checkpoint(ranks: Ranks, path: Path, run_id: str | None, activity: str) -> OpenCheckpoint:
     """Read and verify everything but the tensors on the first rank, and give it to all ranks. Collective.
 
     Raises Damaged when any of it is not what was written or another run's (`run_id`), and BadInput when a rank sees another folder.
     """
-    plain = ranks.from_first(doing, lambda: _read_plain(path, run_id))
+    plain = ranks.run_on_first(activity, lambda: _read_plain(path, run_id))
 
     def parse() -> OpenCheckpoint:
-        if not ranks.first:
+        if not ranks.is_first:
             _check_same_folder(path, plain[MANIFEST], ranks.rank)
         manifest = parse_manifest(path, plain[MANIFEST])
         contents = parse_contents(plain[CONTENTS], path / CONTENTS, manifest)
         return OpenCheckpoint(path, manifest, contents, decode_state(plain[STATE], path / STATE))
 
     mine: list[OpenCheckpoint] = []
-    ranks.together(doing, lambda: mine.append(parse()))
+    ranks.run_on_all(activity, lambda: mine.append(parse()))
     return mine[0]
 
 
@@ -99,7 +99,7 @@ def load_tensors(
     *,
     prefix: str,
     convert: bool,
-    doing: str,
+    activity: str,
     device_group: dist.ProcessGroup | None = None,
     files: BlockFiles | None = None,
     owners: Mapping[str, int] | None = None,
@@ -110,28 +110,28 @@ def load_tensors(
     the blocks, by default from storage. `owners` names the only rank that can read each file; by default all can.
     """
     contents = opened.contents
-    given = set().union(*ranks.together(doing, lambda: check_fit(contents, tensors, prefix, convert)))
-    check_complete(contents, given, prefix, doing)
+    requested = set().union(*ranks.run_on_all(activity, lambda: check_fit(contents, tensors, prefix, convert)))
+    check_complete(contents, requested, prefix, activity)
     files = files or BlockFiles(opened.path, opened.manifest)
     try:
-        pieces: list[_Piece] = []
-        ranks.together(doing, lambda: pieces.extend(_pieces(contents, tensors)))
-        entries, headers = _read_headers(ranks, files, sorted({piece.file for piece in pieces}), doing, owners)
+        parts: list[_ChunkPart] = []
+        ranks.run_on_all(activity, lambda: parts.extend(_chunk_parts(contents, tensors)))
+        entries, headers = _read_headers(ranks, files, sorted({part.file for part in parts}), activity, owners)
         destinations: dict[tuple[str, int], list[Destination]] = defaultdict(list)
 
         device = device_of(tensors)
 
         def assign() -> tuple[dict[str, list[tuple[int, int]]], str]:
             ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
-            for piece in pieces:
-                entry = entry_of(entries[piece.file], piece.key, piece.dtype, piece.shape, opened.path / piece.file)
-                destination = Destination(entry, piece.offsets, piece.target)
-                ranges[piece.file].append((destination.start, destination.end))
+            for part in parts:
+                entry = find_entry(entries[part.file], part.key, part.dtype, part.shape, opened.path / part.file)
+                destination = Destination(entry, part.offsets, part.target)
+                ranges[part.file].append((destination.start, destination.end))
                 for index in range(destination.start // BLOCK_BYTES, -(-destination.end // BLOCK_BYTES)):
-                    destinations[piece.file, index].append(destination)
+                    destinations[part.file, index].append(destination)
             return {file: merge_ranges(needed) for file, needed in ranges.items()}, device.type
 
-        assigned = ranks.together(doing, assign)
+        assigned = ranks.run_on_all(activity, assign)
         transfers = plan_transfers([needs for needs, _ in assigned], headers, owners)
 
         def fill(file: str, index: int, block: Tensor) -> None:
@@ -143,7 +143,7 @@ def load_tensors(
         }
         reader = BlockReader(files, ranks, device, fill, device_group if usable else None)
         with recorder.span("read", lane="checkpoint"), torch.no_grad():
-            _run(ranks, reader, transfers, doing)
+            _run(ranks, reader, transfers, activity)
     finally:
         files.close()
 
@@ -160,7 +160,7 @@ def device_of(tensors: Mapping[str, Tensor | StateParts]) -> torch.device:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _ChunkPart:
     """Part of a stored chunk, and the local elements that it fills."""
 
     file: str
@@ -171,22 +171,22 @@ class _Piece:
     target: Tensor
 
 
-def _pieces(contents: Contents, tensors: Mapping[str, Tensor | StateParts]) -> Iterator[_Piece]:
+def _chunk_parts(contents: Contents, tensors: Mapping[str, Tensor | StateParts]) -> Iterator[_ChunkPart]:
     for name, tensor in tensors.items():
         record = contents[name]
         for offsets, elements in _local_boxes(tensor):
             for chunk in record.chunks:
-                meeting = boxes_in(chunk, offsets, tuple(elements.shape))
+                meeting = intersect(chunk, offsets, tuple(elements.shape))
                 if meeting is not None:
                     in_chunk, in_box, sizes = meeting
                     target = elements
                     for dim, (first, size) in enumerate(zip(in_box, sizes, strict=True)):
                         target = target.narrow(dim, first, size)
-                    yield _Piece(chunk.file, chunk.key, record.dtype, chunk.sizes, in_chunk, target)
+                    yield _ChunkPart(chunk.file, chunk.key, record.dtype, chunk.sizes, in_chunk, target)
 
 
 def _local_boxes(tensor: Tensor | StateParts) -> Iterable[tuple[tuple[int, ...], Tensor]]:
-    """Where each piece that this rank holds of a tensor begins, and its elements, without gradients."""
+    """Where each part that this rank holds of a tensor begins, and its elements, without gradients."""
     if isinstance(tensor, StateParts):
         return ((box.offsets, elements.detach()) for box, elements in tensor.pieces())
     if isinstance(tensor, DTensor):
@@ -229,50 +229,50 @@ def _check_same_folder(path: Path, manifest: bytes, rank: int) -> None:
 
 
 def _read_headers(
-    ranks: Ranks, files: BlockFiles, needed: list[str], doing: str, owners: Mapping[str, int] | None
+    ranks: Ranks, files: BlockFiles, needed: list[str], activity: str, owners: Mapping[str, int] | None
 ) -> tuple[dict[str, dict[str, Entry]], dict[str, tuple[int, int]]]:
     """The entries of the files that this rank needs, and for each file the rank that read its header and the header's bytes.
 
     A header is verified with its block, before the load ends.
     """
-    files_of_ranks = ranks.together(doing, lambda: needed)
-    readers = header_readers(files_of_ranks)
+    files_of_ranks = ranks.run_on_all(activity, lambda: needed)
+    readers = assign_header_readers(files_of_ranks)
     if owners is not None:
         readers = {file: owners[file] for file in readers}
     shared = {
         file
         for file, reader in readers.items()
-        if any(file in theirs for rank, theirs in enumerate(files_of_ranks) if rank != reader)
+        if any(file in rank_files for rank, rank_files in enumerate(files_of_ranks) if rank != reader)
     }
-    heads: dict[str, bytes] = {}
+    header_of: dict[str, bytes] = {}
 
     def read() -> dict[str, tuple[int, bytes | None]]:
         for file, reader in readers.items():
             if reader == ranks.rank:
-                heads[file] = files.read_head(file, header_bytes)
-        return {file: (len(head), head if file in shared else None) for file, head in heads.items()}
+                header_of[file] = files.read_header(file, read_header_bytes)
+        return {file: (len(header), header if file in shared else None) for file, header in header_of.items()}
 
     headers: dict[str, tuple[int, int]] = {}
-    for rank, answers in enumerate(ranks.together(doing, read)):
-        for file, (size, head) in answers.items():
+    for rank, headers_of_rank in enumerate(ranks.run_on_all(activity, read)):
+        for file, (size, header) in headers_of_rank.items():
             headers[file] = (rank, size)
-            if head is not None:
-                heads[file] = head
+            if header is not None:
+                header_of[file] = header
 
     def parse() -> dict[str, dict[str, Entry]]:
         manifest = files.manifest
-        return {file: parse_header(heads[file], manifest.files[file].bytes, files.path / file) for file in needed}
+        return {file: parse_header(header_of[file], manifest.files[file].bytes, files.path / file) for file in needed}
 
     entries: list[dict[str, dict[str, Entry]]] = []
-    ranks.together(doing, lambda: entries.append(parse()))
+    ranks.run_on_all(activity, lambda: entries.append(parse()))
     return entries[0], headers
 
 
-def _run(ranks: Ranks, reader: BlockReader, transfers: list[BlockTransfer], doing: str) -> None:
-    ranks.communicate(doing, lambda: reader.run(transfers))
+def _run(ranks: Ranks, reader: BlockReader, transfers: list[BlockTransfer], activity: str) -> None:
+    ranks.run_communication(activity, lambda: reader.run(transfers))
 
     def report() -> None:
         if reader.failure is not None:
             raise reader.failure
 
-    ranks.together(doing, report)
+    ranks.run_on_all(activity, report)

@@ -37,11 +37,11 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from meshwright.checkpoint.boxed import Boxed
 from meshwright.checkpoint.contents import Chunk, Contents, TensorRecord
-from meshwright.checkpoint.files import FileRecord, room_for
+from meshwright.checkpoint.dcp_parts import DCPParts
+from meshwright.checkpoint.files import FileRecord, disk_space_error
 from meshwright.checkpoint.header import TensorHeader
-from meshwright.checkpoint.pieces import Piece, assign_writers
+from meshwright.checkpoint.pieces import RankPiece, assign_writers
 from meshwright.checkpoint.shards import dtype_name, write_shard
 from meshwright.spec.errors import BadInput, OutOfResources
 
@@ -101,7 +101,7 @@ class ShardWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Compare what all ranks will write with what the disk has free; the ranks are told through the plan."""
         need = sum(_volume(item) * _data(item).properties.dtype.itemsize for plan in plans for item in plan.items)
-        short = room_for(self.folder.parent, need)
+        short = disk_space_error(self.folder.parent, need)
         return [dataclasses.replace(plan, storage_data=short) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -177,7 +177,7 @@ def results_of(items: Sequence[WriteItem], headers: Sequence[TensorHeader], file
 
 def _box_of(tensors: dict[str, Any], index: MetadataIndex) -> torch.Tensor | None:
     tensor = tensors[index.fqn]
-    return tensor.parts.piece(index.offset or ()) if isinstance(tensor, Boxed) else None
+    return tensor.parts.piece(index.offset or ()) if isinstance(tensor, DCPParts) else None
 
 
 def _data(item: WriteItem) -> Any:
@@ -197,10 +197,10 @@ def _check_held(held: set[str], plans: list[SavePlan]) -> None:
             raise BadInput(f"{absent} is given by rank {rank}, which its mesh leaves out, and by no rank that holds it")
 
 
-def _piece(rank: int, item: WriteItem) -> Piece:
+def _piece(rank: int, item: WriteItem) -> RankPiece:
     data = _data(item)
     offsets, sizes = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
-    return Piece(rank, item.index.fqn, tuple(data.size), dtype_name(data.properties.dtype), offsets, sizes)
+    return RankPiece(rank, item.index.fqn, tuple(data.size), dtype_name(data.properties.dtype), offsets, sizes)
 
 
 def _volume(item: WriteItem) -> int:

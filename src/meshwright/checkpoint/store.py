@@ -29,8 +29,8 @@ from meshwright.checkpoint.attempt import (
     recover,
     remove_stale,
 )
-from meshwright.checkpoint.boxed import Boxed
 from meshwright.checkpoint.contents import Contents
+from meshwright.checkpoint.dcp_parts import DCPParts
 from meshwright.checkpoint.files import FileRecord
 from meshwright.checkpoint.fit import check_storable
 from meshwright.checkpoint.load import OpenCheckpoint, device_of, load_tensors, open_checkpoint
@@ -125,20 +125,20 @@ class CheckpointStore:
         CommunicationFailure when a rank is lost.
         """
         started = time.perf_counter()
-        doing = f"saving step {step}"
-        there = None if overwrite else self._already(doing, step)
+        activity = f"saving step {step}"
+        there = None if overwrite else self._already(activity, step)
         if there is not None:
             return Saved(there, read_manifest(there).total_bytes, time.perf_counter() - started, written=False)
 
         def check() -> dict[str, bytes]:
             check_storable(tensors)
-            return encode_plain(state, texts) if self._ranks.first else {}
+            return encode_plain(state, texts) if self._ranks.is_first else {}
 
-        plain = self._ranks.together(doing, check)[0]
-        attempt = self._ranks.from_first(doing, lambda: self._begin(step))
+        plain = self._ranks.run_on_all(activity, check)[0]
+        attempt = self._ranks.run_on_first(activity, lambda: self._begin(step))
         try:
             with self._recorder.span("write", lane="checkpoint"):
-                shards, contents = self._write(doing, attempt, tensors)
+                shards, contents = self._write(activity, attempt, tensors)
 
             def commit() -> int:
                 seconds = {"writing": time.perf_counter() - started}
@@ -146,9 +146,9 @@ class CheckpointStore:
                 return attempt.commit(shards, contents, plain, provenance).total_bytes
 
             with self._recorder.span("commit", lane="checkpoint"):
-                size = self._ranks.from_first(doing, commit)
+                size = self._ranks.run_on_first(activity, commit)
         except BaseException:
-            if self._ranks.first:
+            if self._ranks.is_first:
                 attempt.abandon()
             raise
         self._good.add(attempt.target)
@@ -160,13 +160,13 @@ class CheckpointStore:
         Ranks verify a share each. One that is damaged or not committed is reported once, with the files concerned, and
         the next older is tried.
         """
-        doing = f"looking for checkpoints in {self.folder}"
-        names = self._ranks.from_first(doing, lambda: [path.name for path in candidates(self.folder)])
+        activity = f"looking for checkpoints in {self.folder}"
+        names = self._ranks.run_on_first(activity, lambda: [path.name for path in candidates(self.folder)])
         for path in (self.folder / name for name in names):
-            damage = self._damage(doing, path)
+            damage = self._damage(activity, path)
             if not damage:
                 return path
-            if path not in self._reported and self._ranks.first:
+            if path not in self._reported and self._ranks.is_first:
                 log.warning("%s; trying the next older one", DamagedCheckpoint(path, damage))
             self._reported.add(path)
         return None
@@ -181,15 +181,15 @@ class CheckpointStore:
         verified first. Raises Damaged when it is not what was written (some tensors may have been filled by then),
         BadInput when it does not fit the tensors.
         """
-        doing = f"loading {path}"
-        opened = open_checkpoint(self._ranks, path, None, doing)
-        self._fill(opened, tensors, prefix=prefix, convert=convert, doing=doing)
+        activity = f"loading {path}"
+        opened = open_checkpoint(self._ranks, path, None, activity)
+        self._fill(opened, tensors, prefix=prefix, convert=convert, activity=activity)
         return opened.state
 
     def newest_step(self, at_most: int | None = None) -> int | None:
         """The step of the newest checkpoint folder of at most that step, whether or not it is good; None without any."""
         looking = f"looking for checkpoints in {self.folder}"
-        steps = self._ranks.from_first(looking, lambda: [candidate_step(path) for path in candidates(self.folder)])
+        steps = self._ranks.run_on_first(looking, lambda: [candidate_step(path) for path in candidates(self.folder)])
         return next((step for step in steps if at_most is None or step <= at_most), None)
 
     def load_newest(
@@ -202,14 +202,14 @@ class CheckpointStore:
         warning with file and byte offset. Raises Damaged when all are damaged; then the tensors hold values of none.
         """
         looking = f"looking for checkpoints in {self.folder}"
-        names = self._ranks.from_first(looking, lambda: _names_up_to(at_most, candidates(self.folder)))
+        names = self._ranks.run_on_first(looking, lambda: _names_up_to(at_most, candidates(self.folder)))
         for path in (self.folder / name for name in names):
-            doing = f"loading {path}"
+            activity = f"loading {path}"
             try:
-                opened = open_checkpoint(self._ranks, path, self._run_id, doing)
-                self._fill(opened, tensors, prefix="", convert=False, doing=doing)
+                opened = open_checkpoint(self._ranks, path, self._run_id, activity)
+                self._fill(opened, tensors, prefix="", convert=False, activity=activity)
             except Damaged as error:
-                if self._ranks.first:
+                if self._ranks.is_first:
                     log.warning("%s; trying the next older one", error)
                 continue
             self._good.add(path)
@@ -221,19 +221,19 @@ class CheckpointStore:
 
         The newest good one is never deleted, even when `keep` newer ones turn out to be damaged.
         """
-        deleted = self._ranks.from_first(f"deleting old checkpoints in {self.folder}", lambda: self._retain(keep))
+        deleted = self._ranks.run_on_first(f"deleting old checkpoints in {self.folder}", lambda: self._retain(keep))
         self._good.difference_update(deleted)
         return deleted
 
     def _fill(
-        self, opened: OpenCheckpoint, tensors: Mapping[str, Held], *, prefix: str, convert: bool, doing: str
+        self, opened: OpenCheckpoint, tensors: Mapping[str, Held], *, prefix: str, convert: bool, activity: str
     ) -> None:
         load_tensors(
-            self._ranks, opened, tensors, self._recorder, prefix=prefix, convert=convert, doing=doing,
+            self._ranks, opened, tensors, self._recorder, prefix=prefix, convert=convert, activity=activity,
             device_group=self._device_group,
         )  # fmt: skip
 
-    def _already(self, doing: str, step: int) -> Path | None:
+    def _already(self, activity: str, step: int) -> Path | None:
         """The checkpoint of `step` if it is there and good."""
         target = self.folder / step_name(step)
 
@@ -241,8 +241,8 @@ class CheckpointStore:
             self._check_owner()
             return has_commit(target)
 
-        committed = self._ranks.from_first(doing, look)
-        return target if committed and not self._damage(doing, target) else None
+        committed = self._ranks.run_on_first(activity, look)
+        return target if committed and not self._damage(activity, target) else None
 
     def _check_owner(self) -> None:
         if self._lease is not None:
@@ -256,14 +256,14 @@ class CheckpointStore:
         return attempt
 
     def _write(
-        self, doing: str, attempt: Attempt, tensors: Mapping[str, Held]
+        self, activity: str, attempt: Attempt, tensors: Mapping[str, Held]
     ) -> tuple[dict[str, FileRecord], Contents]:
         """Make every rank's tensors durable: the files of all ranks, and (on the first rank) what they hold."""
         writer = ShardWriter(
             attempt.folder, self._ranks.rank, pinned=device_of(tensors).type == "cuda", progress=self._progress
         )
         self._plan_and(
-            doing,
+            activity,
             lambda options: dcp.save(_detached(tensors), storage_writer=writer, planner=PiecePlanner(), **options),
         )
 
@@ -273,10 +273,10 @@ class CheckpointStore:
             _reraise(writer.failure)
             return writer.files
 
-        shares = self._ranks.together(doing, report)
+        shares = self._ranks.run_on_all(activity, report)
         return {name: record for share in shares for name, record in share.items()}, writer.contents
 
-    def _damage(self, doing: str, path: Path) -> list[Damage]:
+    def _damage(self, activity: str, path: Path) -> list[Damage]:
         """What is wrong with a checkpoint: every rank looks at names and sizes, and reads its share of the blocks."""
 
         def check() -> tuple[str, list[Damage]]:
@@ -295,11 +295,11 @@ class CheckpointStore:
             return manifest.attempt, damage + check_blocks(path, manifest, blocks[mine])
 
         with self._recorder.span("verify", lane="checkpoint"):
-            found = self._ranks.together(doing, check)
+            found = self._ranks.run_on_all(activity, check)
         if len({attempt for attempt, _ in found}) > 1:
             blind = next(rank for rank, (attempt, _) in enumerate(found) if attempt != found[0][0])
             raise BadInput(
-                f"{doing}: rank {blind} does not see the {path} that rank 0 sees; "
+                f"{activity}: rank {blind} does not see the {path} that rank 0 sees; "
                 "the run folder must be on storage that all hosts share"
             )
         damage = list(dict.fromkeys(each for _, share in found for each in share))
@@ -307,12 +307,12 @@ class CheckpointStore:
             self._good.add(path)
         return damage
 
-    def _plan_and(self, doing: str, work: Callable[[dict[str, Any]], object]) -> None:
+    def _plan_and(self, activity: str, work: Callable[[dict[str, Any]], object]) -> None:
         """Let DCP plan and move the bytes; what fails in our reader or writer is kept there, for the ranks to share."""
-        options = {"no_dist": True} if self._ranks.alone else {"process_group": self._ranks.group}
+        options = {"no_dist": True} if self._ranks.is_single else {"process_group": self._ranks.group}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            self._ranks.common(doing, lambda: work(options))
+            self._ranks.run_collective(activity, lambda: work(options))
 
     def _retain(self, keep: int) -> list[Path]:
         self._check_owner()
@@ -330,7 +330,9 @@ def _names_up_to(at_most: int | None, paths: Sequence[Path]) -> list[str]:
 
 def _detached(tensors: Mapping[str, Held]) -> dict[str, Any]:
     """The same memory without gradients, so that filling it in place is no operation of autograd's."""
-    return {name: tensor.detach() if isinstance(tensor, Tensor) else Boxed(tensor) for name, tensor in tensors.items()}
+    return {
+        name: tensor.detach() if isinstance(tensor, Tensor) else DCPParts(tensor) for name, tensor in tensors.items()
+    }
 
 
 def _reraise(failure: Exception | None) -> None:
