@@ -75,9 +75,9 @@ class CheckpointStore:
 
     Every method is collective: all ranks of `group` call it with the same arguments, except tensors, and all return the
     same or raise the same error. `group` is by default the default group, or this process alone without
-    `torch.distributed`; on GPU jobs pass a Gloo group, and as `device_group` the
-    NCCL group of the same ranks: loads send through it what several ranks need. `progress` is called with the number of bytes of each piece that
-    this rank writes. `lease` is the file that names the start (launch) that owns the run's folder, the parent of
+    `torch.distributed`; on GPU jobs pass a Gloo group, and as `device_group` the NCCL group of the same ranks: loads
+    send through it what several ranks need. `progress` is called with the number of bytes of each piece that this rank
+    writes. `lease` is the file that names the start (launch) that owns the run's folder, the parent of
     `folder`; with it, saving and deleting raise BadInput once another start has taken the folder.
 
     Each rank passes the tensors of which it holds a part, possibly none. A name means the same tensor on all ranks. A
@@ -227,7 +227,7 @@ class CheckpointStore:
         return deleted
 
     def _fill(
-        self, opened: OpenCheckpoint, tensors: Mapping[str, Held], *, prefix: str, convert: bool, activity: str
+        self, opened: OpenCheckpoint, tensors: Mapping[str, LocalTensor], *, prefix: str, convert: bool, activity: str
     ) -> None:
         load_tensors(
             self._ranks, opened, tensors, self._recorder, prefix=prefix, convert=convert, activity=activity,
