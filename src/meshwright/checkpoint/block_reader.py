@@ -1,4 +1,4 @@
-"""Reads each block of a checkpoint's files once, verifies it, copies it to its destinations, and has it sent to other ranks."""
+"""Reads each block of a checkpoint once, verifies it, copies it to its destinations, and has it sent to other ranks."""
 
 from __future__ import annotations
 
