@@ -1,4 +1,4 @@
-"""What ranks do in the checkpoint tests: each body runs on every rank of a Gloo job and returns plain values."""
+"""Functions that the ranks of a Gloo job run in the checkpoint tests; each returns plain values."""
 
 from __future__ import annotations
 
@@ -229,8 +229,8 @@ def _part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(_part(one.detach()), _part(other.detach()))
+def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return torch.equal(_part(left.detach()), _part(right.detach()))
 
 
 ENOSPC, EIO = errno.ENOSPC, errno.EIO

@@ -54,15 +54,15 @@ def test_copies_are_written_once_and_shared_out(pool: Pool, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("rank", "number", "kind", "code"), [(1, cases.ENOSPC, "OutOfResources", 3), (0, cases.EIO, "Damaged", 4)]
+    ("rank", "number", "error_type", "code"), [(1, cases.ENOSPC, "OutOfResources", 3), (0, cases.EIO, "Damaged", 4)]
 )
 def test_one_ranks_disk_failure_is_every_ranks_error(
-    pool: Pool, tmp_path: Path, rank: int, number: int, kind: str, code: int
+    pool: Pool, tmp_path: Path, rank: int, number: int, error_type: str, code: int
 ):
     pool.run(cases.save, 2, str(tmp_path), "rows2", 1)
     answers = pool.run(cases.failing_save, 2, str(tmp_path), rank, OSError(number, os.strerror(number)))
     assert answers[0] == answers[1]
-    assert answers[0][:2] == (kind, code) and answers[0][2].startswith(f"rank {rank} of 2: saving step 2")
+    assert answers[0][:2] == (error_type, code) and answers[0][2].startswith(f"rank {rank} of 2: saving step 2")
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     assert pool.run(cases.newest, 2, str(tmp_path)) == ["step-00000001"] * 2
 

@@ -1,4 +1,4 @@
-"""On a real GPU updates wait for the copies of a snapshot group by group, and a run continues from a checkpoint written beside it."""
+"""GPU: updates wait for the copies of a snapshot, group by group, and a run continues from an asynchronous checkpoint."""
 
 from __future__ import annotations
 
