@@ -100,7 +100,8 @@ class BlockReader:
     """Carries out a rank's part of the transfers that `read_plan` plans for all ranks.
 
     The first error of this rank is kept in `failure`, and the transfers go on without calls of `fill`; otherwise other
-    ranks would wait for blocks that this rank does not send. Blocks are sent from device to device through `device_group` if it is given, else through the CPU group of `ranks`.
+    ranks would wait for blocks that this rank does not send. Blocks are sent
+    from device to device through `device_group` if it is given, else through the CPU group of `ranks`.
     """
 
     def __init__(
