@@ -156,7 +156,7 @@ def test_sources_distinguish_measured_fitted_and_guessed_numbers(tmp_path: Path)
     assert processor_sources["links inside a node"].startswith("guess") and "network" not in processor_sources
     datasheet_sources = sources(NODES)
     assert datasheet_sources["matrix products"].startswith("datasheet, share fitted on")
-    assert datasheet_sources["network"].startswith("12.5 GB/s as the cluster says")
+    assert datasheet_sources["network"].startswith("12.5 GB/s as cluster.network states")
     measured_sources = sources(replace(NODES, network=NetworkSpec(), profile=write_profile(made_profile(), tmp_path)))
     assert all(text.startswith("measured") for group, text in measured_sources.items() if group != "software")
     single_gpu_sources = sources(ClusterSpec(gpu="H200"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.schedules.idle_time import fill
+from meshwright.schedules.idle_time import relative_idle_time
 from meshwright.schedules.in_flight import NAMES
 from meshwright.schedules.registry import build, entry_of, refusal
 from meshwright.simulator.simulate import simulate
@@ -23,4 +23,4 @@ def test_closed_form_idle_time_equals_the_simulated_idle_time(name: str, ranks: 
         ).step_seconds
         stage = 3.0 * virtual
         idle = (step_seconds - micro_batches * stage) / ((ranks - 1) * stage / virtual)
-        assert float(fill(NAMES.index(name), ranks, micro_batches)) == pytest.approx(idle, abs=0.01)
+        assert float(relative_idle_time(NAMES.index(name), ranks, micro_batches)) == pytest.approx(idle, abs=0.01)

@@ -1,6 +1,6 @@
-"""Objects under one URL of any store that fsspec knows: whole files in and out, retried with back-off. Torch-free.
+"""Stores and reads whole objects below a URL, with any store that fsspec supports; retries with back-off. Torch-free.
 
-Nothing here lists a store: callers know the names they need, so a listing that lags behind cannot mislead them.
+It never lists objects, because the listings of some stores lag behind; callers know the names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 PART_BYTES = 64 << 20
 """Bytes of a part of a multipart upload."""
 ANSWER_SECONDS = 30.0
-"""A store that does not answer for so long counts as failed; the request is tried again."""
+"""Seconds after which a request without an answer has failed; it is repeated."""
 LONGEST_PAUSE = 30.0
 _PERMANENT = (PermissionError, ImportError, TypeError, ValueError, NotImplementedError)
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
@@ -99,7 +99,7 @@ class ObjectStore:
         if not self._s3:  # object stores have no folders
             self._files.makedirs(self._key(name).rpartition("/")[0], exist_ok=True)
 
-    def _retry(self, doing: str, work: Callable[[], T]) -> T:
+    def _retry(self, activity: str, work: Callable[[], T]) -> T:
         deadline, pause = time.monotonic() + self._patience, 0.5
         while True:
             try:
@@ -107,7 +107,7 @@ class ObjectStore:
             except FileNotFoundError:
                 raise  # an answer of the store, which callers read
             except Exception as error:
-                reason = f"{self.url}: {doing}: {type(error).__name__}: {str(error)[:300]}"
+                reason = f"{self.url}: {activity}: {type(error).__name__}: {str(error)[:300]}"
                 if isinstance(error, _PERMANENT):
                     raise BadInput(reason, key="checkpoint.mirror") from error
                 if time.monotonic() + pause > deadline:

@@ -20,7 +20,8 @@ from meshwright.spec.failures import as_meshwright_error
 COMMANDS = {
     name: name
     for name in (
-        "quickstart", "train", "coordinate", "plan", "simulate", "predict", "profile", "check", "data", "tokenizer", "checkpoint", "eval",
+        "quickstart", "train", "coordinate", "chaos", "plan", "simulate", "predict", "profile", "check", "data", "tokenizer",
+        "checkpoint", "eval",
         "generate", "report", "schema",
     )
 } | {"eval": "evaluate"}  # fmt: skip
