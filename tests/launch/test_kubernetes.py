@@ -108,7 +108,7 @@ def test_pods_share_a_token_and_a_coordinator_and_only_they_reach_each_other() -
     env = {entry["name"]: entry["value"] for entry in container["env"]}
     assert env["MESHWRIGHT_COORDINATOR"] == "nightly-8b-node-0-0.nightly-8b:29400"
     token = next(volume["secret"] for volume in pod["volumes"] if volume["name"] == "token")
-    assert token == {"secretName": "nightly-8b-token", "defaultMode": 0o400}
+    assert token == {"secretName": "nightly-8b-token", "defaultMode": 0o440}
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     assert env["MESHWRIGHT_TOKEN_FILE"] == f"{mounts['token']}/token" and mounts["shm"] == "/dev/shm"
     assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in pod["volumes"]

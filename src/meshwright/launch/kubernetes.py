@@ -152,7 +152,7 @@ def _pod_spec(job: SchedulerJob, container: Container, name: str) -> Object:
         "volumes": [
             {"name": "shm", "emptyDir": {"medium": "Memory"}},
             {"name": "run-file", "configMap": {"name": f"{name}-run"}},
-            {"name": "token", "secret": {"secretName": f"{name}-token", "defaultMode": 0o400}},
+            {"name": "token", "secret": {"secretName": f"{name}-token", "defaultMode": 0o440}},
             {"name": "storage", "persistentVolumeClaim": {"claimName": container.claim}},
         ],
     }
