@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from meshwright.checkpoint.files import parse_json, plain_name, room_for
+from meshwright.checkpoint.files import disk_space_error, parse_json, plain_name
 from meshwright.checkpoint.manifest import (
     COMMITTED,
     MANIFEST,
@@ -117,7 +117,7 @@ def download_checkpoint(store: ObjectStore, entry: MirrorEntry, checkpoints: Pat
     if committed is None or data is None or committed != commit_line(data):
         raise Damaged(f"{store.url}/{entry.folder}: {MANIFEST} or {COMMITTED} is missing or not what was written")
     manifest = parse_manifest(target, data)
-    short = room_for(checkpoints, manifest.total_bytes)
+    short = disk_space_error(checkpoints, manifest.total_bytes)
     if short is not None:
         raise OutOfResources(short)
     partial = checkpoints / f".{target.name}.{manifest.attempt}.partial"

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.checkpoint.verify import where_it_continues
+from meshwright.checkpoint.verify import describe_continuation
 from meshwright.events.messages import Message
 from meshwright.events.terminal import write_line
 from meshwright.launch.agent import Agent
@@ -74,11 +74,11 @@ def run_job(
         try:
             code = _supervise(agent, prepared)
         except Interrupted as end:
-            raise Interrupted(f"{end}; {where_it_continues(folder)}") from None
+            raise Interrupted(f"{end}; {describe_continuation(folder)}") from None
         if guard.error is not None:
             raise guard.error
     if code in (EXIT_COMMUNICATION, EXIT_REPEATED):
-        write_line(f"meshwright: {where_it_continues(folder)}")
+        write_line(f"meshwright: {describe_continuation(folder)}")
     return code
 
 
