@@ -180,18 +180,18 @@ class Bench:
         all_tokens, name = self.all(HIDDEN), (self.name, self.ranks)
 
         def backward() -> tuple[Tensor, Tensor]:
-            x_grad, (weight_grad,) = ops.gathered_gradients(x, [weight], [grad], *name)
+            x_grad, (weight_grad,) = ops.all_gather_matmul_backward(x, [weight], [grad], *name)
             return x_grad, weight_grad
 
         return (
-            (lambda: ops.gathered_products(x, [weight], [None], *name), backward),
+            (lambda: ops.all_gather_matmul(x, [weight], [None], *name), backward),
             (
                 lambda: all_tokens @ weight.t(),
                 lambda: (grad @ weight, grad.flatten(0, 1).t() @ all_tokens.flatten(0, 1)),
             ),
             (
-                lambda: ops.gathered_tokens(x, *name),
-                lambda: (ops.gathered_tokens(x, *name), ops.scattered_sum(all_tokens, *name)),
+                lambda: ops.all_gather_tokens(x, *name),
+                lambda: (ops.all_gather_tokens(x, *name), ops.reduce_scatter_tokens(all_tokens, *name)),
             ),
         )
 
@@ -203,13 +203,13 @@ class Bench:
         all_tokens, name = self.all(HIDDEN), (self.name, self.ranks)
 
         def backward() -> tuple[Tensor, Tensor]:
-            (x_grad,), gathered = ops.scattered_input_gradients(grad, [weight], *name)
+            (x_grad,), gathered = ops.matmul_reduce_scatter_input_backward(grad, [weight], *name)
             return x_grad, gathered.flatten(0, 1).t() @ x.flatten(0, 1)
 
         return (
-            (lambda: (ops.scattered_products([x], [weight], *name),), backward),
+            (lambda: (ops.matmul_reduce_scatter([x], [weight], *name),), backward),
             (lambda: x @ weight.t(), lambda: (all_tokens @ weight, all_tokens.flatten(0, 1).t() @ x.flatten(0, 1))),
-            (lambda: ops.scattered_sum(all_tokens, *name), lambda: ops.gathered_tokens(grad, *name)),
+            (lambda: ops.reduce_scatter_tokens(all_tokens, *name), lambda: ops.all_gather_tokens(grad, *name)),
         )
 
     def part(self, width: int) -> Tensor:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -42,12 +43,12 @@ from meshwright.spec.errors import BadInput, Damaged
 from meshwright.state.parts import StateParts
 
 PLAIN_LIMIT = 1 << 30
-"""Bytes of a file that is not one of tensors."""
+"""Largest JSON or text file that is read, in bytes."""
 
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """What a checkpoint says about itself, as the first rank read it; equal on all ranks."""
+    """The manifest, tensor records and state of a checkpoint, as the first rank read them; equal on all ranks."""
 
     path: Path
     manifest: Manifest
@@ -56,9 +57,10 @@ class OpenCheckpoint:
 
 
 def open_checkpoint(ranks: Ranks, path: Path, run_id: str | None, activity: str) -> OpenCheckpoint:
-    """Read and verify everything but the tensors on the first rank, and give it to all ranks. Collective.
+    """Read and verify all files but the tensors on the first rank, and send them to all ranks. Collective.
 
-    Raises Damaged when any of it is not what was written or another run's (`run_id`), and BadInput when a rank sees another folder.
+    Raises Damaged when a file differs from what was written or the checkpoint is of another run than `run_id`, and
+    BadInput when a rank sees another folder than the first rank.
     """
     plain = ranks.run_on_first(activity, lambda: _read_plain(path, run_id))
 
@@ -69,16 +71,16 @@ def open_checkpoint(ranks: Ranks, path: Path, run_id: str | None, activity: str)
         contents = parse_contents(plain[CONTENTS], path / CONTENTS, manifest)
         return OpenCheckpoint(path, manifest, contents, decode_state(plain[STATE], path / STATE))
 
-    mine: list[OpenCheckpoint] = []
-    ranks.run_on_all(activity, lambda: mine.append(parse()))
-    return mine[0]
+    opened: list[OpenCheckpoint] = []
+    ranks.run_on_all(activity, lambda: opened.append(parse()))  # the result is not sent: it is the same on all ranks
+    return opened[0]
 
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Collect no garbage within a `with` block.
+    """Disable garbage collection within a `with` block.
 
-    A collection goes through all of torch's objects and takes 0.15 s (measured on an H100 host), in which no thread reads.
+    A collection takes 0.15 s (measured on an H100 host) because torch has many objects; no thread reads meanwhile.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -99,12 +101,14 @@ def load_tensors(
     prefix: str,
     convert: bool,
     activity: str,
+    device_group: dist.ProcessGroup | None = None,
     files: BlockFiles | None = None,
     owners: Mapping[str, int] | None = None,
 ) -> None:
     """Fill `tensors` in place. Collective; raises as `CheckpointStore.load` does.
 
-    `files` reads the blocks, by default from storage. `owners` names the only rank that can read each file; by default all can.
+    Blocks that several ranks need are sent through `device_group` if it is given and every rank has tensors on its devices. `files` reads
+    the blocks, by default from storage. `owners` names the only rank that can read each file; by default all can.
     """
     contents = opened.contents
     requested = set().union(*ranks.run_on_all(activity, lambda: check_fit(contents, tensors, prefix, convert)))
@@ -116,7 +120,9 @@ def load_tensors(
         entries, headers = _read_headers(ranks, files, sorted({part.file for part in parts}), activity, owners)
         destinations: dict[tuple[str, int], list[Destination]] = defaultdict(list)
 
-        def assign() -> dict[str, list[tuple[int, int]]]:
+        device = device_of(tensors)
+
+        def assign() -> tuple[dict[str, list[tuple[int, int]]], str]:
             ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
             for part in parts:
                 entry = find_entry(entries[part.file], part.key, part.dtype, part.shape, opened.path / part.file)
@@ -124,30 +130,42 @@ def load_tensors(
                 ranges[part.file].append((destination.start, destination.end))
                 for index in range(destination.start // BLOCK_BYTES, -(-destination.end // BLOCK_BYTES)):
                     destinations[part.file, index].append(destination)
-            return {file: merge_ranges(needed) for file, needed in ranges.items()}
+            return {file: merge_ranges(needed) for file, needed in ranges.items()}, device.type
 
-        transfers = plan_transfers(ranks.run_on_all(activity, assign), headers, owners)
+        assigned = ranks.run_on_all(activity, assign)
+        transfers = plan_transfers([needs for needs, _ in assigned], headers, owners)
 
         def fill(file: str, index: int, block: Tensor) -> None:
             for destination in destinations.get((file, index), ()):
                 destination.fill(block, index * BLOCK_BYTES)
 
-        reader = BlockReader(files, ranks, device_of(tensors), fill)
+        usable = device_group is not None and {_device_type(device_group)} == {
+            device_type for _, device_type in assigned
+        }
+        reader = BlockReader(files, ranks, device, fill, device_group if usable else None)
         with recorder.span("read", lane="checkpoint"), torch.no_grad():
             _run(ranks, reader, transfers, activity)
     finally:
         files.close()
 
 
+def _device_type(group: dist.ProcessGroup) -> str:
+    """The type of the devices whose memory a group sends."""
+    return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+
+
 def device_of(tensors: Mapping[str, Tensor | StateParts]) -> torch.device:
-    """Where most of the bytes are: this rank's GPU if any tensor is on it."""
+    """This rank's GPU if any of the tensors is on it, else the CPU."""
     devices = (tensor.device for tensor in tensors.values())
     return next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
 
 
 @dataclass(frozen=True)
 class _ChunkPart:
-    """Part of a stored chunk, and the local elements that it fills."""
+    """The part of a stored chunk at `offsets`, and the local tensor `target` that it fills.
+
+    `file`, `key`, `dtype` and `shape` are those of the whole chunk: a box of a tensor, stored as one safetensors entry.
+    """
 
     file: str
     key: str
@@ -162,17 +180,17 @@ def _chunk_parts(contents: Contents, tensors: Mapping[str, Tensor | StateParts])
         record = contents[name]
         for offsets, elements in _local_boxes(tensor):
             for chunk in record.chunks:
-                meeting = intersect(chunk, offsets, tuple(elements.shape))
-                if meeting is not None:
-                    in_chunk, in_box, sizes = meeting
+                intersection = intersect(chunk, offsets, tuple(elements.shape))
+                if intersection is not None:
+                    chunk_offsets, box_offsets, sizes = intersection
                     target = elements
-                    for dim, (first, size) in enumerate(zip(in_box, sizes, strict=True)):
-                        target = target.narrow(dim, first, size)
-                    yield _ChunkPart(chunk.file, chunk.key, record.dtype, chunk.sizes, in_chunk, target)
+                    for dim, (offset, size) in enumerate(zip(box_offsets, sizes, strict=True)):
+                        target = target.narrow(dim, offset, size)
+                    yield _ChunkPart(chunk.file, chunk.key, record.dtype, chunk.sizes, chunk_offsets, target)
 
 
 def _local_boxes(tensor: Tensor | StateParts) -> Iterable[tuple[tuple[int, ...], Tensor]]:
-    """Where each part that this rank holds of a tensor begins, and its elements, without gradients."""
+    """(offsets in the whole tensor, elements) of each box that this rank holds of a tensor, detached from autograd."""
     if isinstance(tensor, StateParts):
         return ((box.offsets, elements.detach()) for box, elements in tensor.pieces())
     if isinstance(tensor, DTensor):
@@ -182,13 +200,16 @@ def _local_boxes(tensor: Tensor | StateParts) -> Iterable[tuple[tuple[int, ...],
 
 
 def _read_plain(path: Path, run_id: str | None) -> dict[str, bytes]:
-    """The manifest and all files without tensors; raises DamagedCheckpoint for errors that names, sizes and these files show."""
+    """The contents of manifest.json, metadata.json and state.json by file name.
+
+    Raises DamagedCheckpoint with the damage that file names, sizes and the contents of these and the text files show.
+    """
     data = read_committed(path)
     manifest = parse_manifest(path, data)
     check_run(path, manifest, run_id)
     damage = check_sizes(path, manifest)
     plain = {MANIFEST: data}
-    for name in sorted(manifest.files.keys() - {each.file for each in damage}):
+    for name in sorted(manifest.files.keys() - {entry.file for entry in damage}):
         if not name.endswith(".safetensors"):
             try:
                 plain[name] = read_verified(path, manifest, name, PLAIN_LIMIT)
@@ -203,7 +224,7 @@ def _read_plain(path: Path, run_id: str | None) -> dict[str, bytes]:
 
 
 def _check_same_folder(path: Path, manifest: bytes, rank: int) -> None:
-    """Raise BadInput when this rank sees no such checkpoint, or another one. Reads COMMITTED, 33 bytes, again."""
+    """Raise BadInput unless this rank sees the same checkpoint as the first rank, by its COMMITTED file (33 bytes)."""
     try:
         same = (path / COMMITTED).read_bytes() == commit_line(manifest)
     except OSError:
@@ -217,9 +238,10 @@ def _check_same_folder(path: Path, manifest: bytes, rank: int) -> None:
 def _read_headers(
     ranks: Ranks, files: BlockFiles, needed: list[str], activity: str, owners: Mapping[str, int] | None
 ) -> tuple[dict[str, dict[str, Entry]], dict[str, tuple[int, int]]]:
-    """The entries of the files that this rank needs, and for each file the rank that read its header and the header's bytes.
+    """Read the safetensors headers of the files that this rank needs (`needed`), each by one rank. Collective.
 
-    A header is verified with its block, before the load ends.
+    Returns the entries by file and key, and for each file the rank that read its header and the header's size in bytes.
+    The header is verified with its block, before the load ends.
     """
     files_of_ranks = ranks.run_on_all(activity, lambda: needed)
     readers = assign_header_readers(files_of_ranks)
@@ -255,6 +277,7 @@ def _read_headers(
 
 
 def _run(ranks: Ranks, reader: BlockReader, transfers: list[BlockTransfer], activity: str) -> None:
+    """Run the transfers on all ranks, then raise the failure of any rank on all of them."""
     ranks.run_communication(activity, lambda: reader.run(transfers))
 
     def report() -> None:
