@@ -39,7 +39,24 @@ cluster: {{gpu: cpu, gpus_per_node: 2}}
 def make_run(folder: Path) -> Path:
     """A run file in `folder` with a corpus beside it; its steps take milliseconds."""
     words, generator = (
-        "the quick brown fox jumps over a lazy dog while wizards mix ink and eat grapes".split(),
+        [
+            "the",
+            "quick",
+            "brown",
+            "fox",
+            "jumps",
+            "over",
+            "a",
+            "lazy",
+            "dog",
+            "while",
+            "wizards",
+            "mix",
+            "ink",
+            "and",
+            "eat",
+            "grapes",
+        ],
         random.Random(1),
     )
     source = folder / "source"
@@ -86,6 +103,7 @@ def main() -> None:
             "steps": arguments.steps,
         }
         record["patience"] = arguments.patience
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(
             json.dumps({**record, "verdicts": [verdict.as_plain() for verdict in verdicts]}, indent=1) + "\n"
         )

@@ -15,14 +15,13 @@ SPARE_BYTES = 64 << 20
 """Memory that the limit leaves to the program which then takes more."""
 HOG = f"""
 import os, sys, time
-open("/proc/self/oom_score_adj", "w").write("-1000")
 open(sys.argv[1], "w").write(str(os.getpid()))
-data = bytearray({4 * SPARE_BYTES})
+data = bytearray({2 * SPARE_BYTES})
 for at in range(0, len(data), 4096):
     data[at] = 1
 time.sleep(60)
 """
-"""A program that enters a group and takes four times as much as its limit leaves; the kernel does not choose it as victim."""
+"""A program that enters a group and takes twice as much as its limit leaves, less than a rank has."""
 
 
 def memory_group_obstacle() -> str | None:

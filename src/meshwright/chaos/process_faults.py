@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from meshwright.chaos.cgroup import MemoryGroup, memory_group_obstacle
-from meshwright.chaos.processes import send
+from meshwright.chaos.processes import send, state
 from meshwright.chaos.scenario import Scenario, Stage
 from meshwright.checkpoint.verify import list_checkpoints
 from meshwright.spec.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED
@@ -131,8 +131,9 @@ def exhaust_memory(stage: Stage) -> None:
     group.add(job.process.pid)
     job.until_step(middle(stage))
     stage.mark()
-    group.exhaust(job.ranks()[stage.template.ranks - 1])
-    job.until_printed(f"rank {stage.template.ranks - 1} was killed by signal 9", seconds=60)
+    victim = job.ranks()[stage.template.ranks - 1]
+    group.exhaust(victim)
+    job.until(lambda: state(victim) in ("Z", "X", ""), "the kernel's kill of a rank", seconds=60)
     group.release()
     job.wait()
 

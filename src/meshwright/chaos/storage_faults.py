@@ -16,6 +16,7 @@ from meshwright.checkpoint.verify import list_checkpoints
 
 STALL_SECONDS = 6.0
 """How long a stalled disk completes no write."""
+BESIDE_TRAINING = ("checkpoint.mode=async",)
 FAILED_SAVE = "o checkpoint of step"
 
 
@@ -124,6 +125,7 @@ STORAGE_FAULTS = (
         name="disk-full",
         promise="A save that finds the disk full is reported, training goes on with the same losses, and later saves succeed.",
         play=fail_one_save("size={used}", "size=50%"),
+        overrides=BESIDE_TRAINING,
         detected_by=FAILED_SAVE,
         restarts=False,
         unavailable=mount_obstacle,
@@ -132,6 +134,7 @@ STORAGE_FAULTS = (
         name="disk-readonly",
         promise="A save on a read-only file system is reported, training goes on with the same losses, and later saves succeed.",
         play=fail_one_save("ro", "rw"),
+        overrides=BESIDE_TRAINING,
         detected_by=FAILED_SAVE,
         restarts=False,
         unavailable=mount_obstacle,
