@@ -204,6 +204,8 @@ class CheckpointStore:
             doing = f"loading {path}"
             try:
                 opened = open_checkpoint(self._ranks, path, self._run_id, doing)
+                if opened.manifest.finite is False:
+                    raise Damaged(f"checkpoint {path} has values that are not finite")
                 load_tensors(self._ranks, opened, tensors, self._recorder, prefix="", convert=False, doing=doing)
             except Damaged as error:
                 if self._ranks.first:
