@@ -37,7 +37,7 @@ REPEATS = 3
 
 @dataclass(frozen=True)
 class Line:
-    what: str
+    description: str
     reached: float
     limit: float
     unit: str
@@ -51,7 +51,7 @@ def main() -> None:
     two = answer_of(f"{EIGHT} cluster.emulate_nodes=2")
     lines = [
         Line(f"405B on 16,384 GPUs, {large['considered']:,} layouts", large["seconds"], 2.5, "s"),
-        Line("  its memory", large["bytes"] / 1e9, 1.0, "GB"),
+        Line("  peak memory of that search", large["bytes"] / 1e9, 1.0, "GB"),
         Line(f"8B on 8 GPUs, {eight['considered']:,} layouts", eight["seconds"], 0.5, "s"),
         Line(f"8B on 8 GPUs as 2 nodes over TCP, {two['considered']:,} layouts", two["seconds"], 0.5, "s"),
         Line("1T on 3,072 A100, tensor 8 × pipeline 64 pinned", answer_of(PINNED)["seconds"], 5.0, "s"),
@@ -62,12 +62,12 @@ def main() -> None:
     ]
     for line in lines:
         verdict = "pass" if line.reached <= line.limit else "FAIL"
-        print(f"{verdict}  {line.reached:6.3f} ≤ {line.limit:<4g} {line.unit:3} {line.what}")
+        print(f"{verdict}  {line.reached:6.3f} ≤ {line.limit:<4g} {line.unit:3} {line.description}")
     sys.exit(any(line.reached > line.limit for line in lines))
 
 
 def answer_of(question: str) -> dict[str, float]:
-    """Figures of a search in the fastest of a few single-threaded processes."""
+    """Seconds, peak bytes and considered layouts of a search, in the fastest of `REPEATS` single-threaded processes."""
     command = [sys.executable, __file__, *question.split()]
     outputs = (
         subprocess.run(command, env=one_thread(), capture_output=True, check=True).stdout for _ in range(REPEATS)
@@ -75,12 +75,12 @@ def answer_of(question: str) -> dict[str, float]:
     return min(map(json.loads, outputs), key=lambda result: result["seconds"])
 
 
-def time_search(words: list[str]) -> dict[str, float]:
+def time_search(overrides: list[str]) -> dict[str, float]:
     """Processor seconds of the search, peak memory of this process, and layouts considered."""
-    run, before = load_run(None, words), time.process_time()
+    run, before = load_run(None, overrides), time.process_time()
     considered, seconds = search(run).considered, time.process_time() - before
-    kept = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"seconds": seconds, "bytes": kept, "considered": considered}
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"seconds": seconds, "bytes": peak_bytes, "considered": considered}
 
 
 def help_seconds() -> float:

@@ -1,7 +1,7 @@
-"""What a checkpoint costs training: runs that write it beside training and runs that wait for it, in turn, and rates of saves and loads.
+"""Measures what checkpoints cost: step times of runs with asynchronous and synchronous saves, and rates of saves and loads.
 
     python benchmarks/checkpoint_stall.py [--models llama3-1b,llama3-3b] [--rounds 2] [--runs /dev/shm/meshwright-runs] [--out FILE]
-    python benchmarks/checkpoint_stall.py --cpu                  # a tiny model on one processor rank
+    python benchmarks/checkpoint_stall.py --cpu                  # a tiny model on one CPU rank
 
 Prints JSON lines (and appends them to --out):
 
@@ -44,17 +44,17 @@ Line = dict[str, Any]
 BLOCK_BYTES = 16 << 20
 PIECE_BYTES = 64 << 20
 WARM_STEPS = 6
-"""Steps of a run that count nowhere."""
+"""First steps of a run, which are ignored."""
 
 
 @dataclass(frozen=True)
 class BenchmarkCase:
-    """Runs of one model: overrides, steps, and steps between saves."""
+    """Runs of one model: overrides of the run file, steps, and steps between saves."""
 
     model: str
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     steps: int
-    every: int
+    save_interval: int
     rounds: int = 2
 
 
@@ -73,7 +73,9 @@ TINY = BenchmarkCase(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="llama3-1b,llama3-3b", help=f"of {', '.join(CASES)}; 8B needs eight GPUs")
+    parser.add_argument(
+        "--models", default="llama3-1b,llama3-3b", help=f"any of {', '.join(CASES)}; 8B needs eight GPUs"
+    )
     parser.add_argument(
         "--rounds", type=int, help="pairs of runs for each model; by default 2 of llama3-1b and 1 of llama3-3b"
     )
@@ -81,9 +83,9 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, default=Path("benchmark-logs"))
     parser.add_argument("--out", type=Path)
     parser.add_argument(
-        "--limit", type=float, default=460.0, help="seconds for everything; what does not fit is left out"
+        "--limit", type=float, default=460.0, help="seconds for the whole benchmark; later runs are skipped"
     )
-    parser.add_argument("--gigabytes", type=float, default=8.0, help="of the write and load lines")
+    parser.add_argument("--gigabytes", type=float, default=8.0, help="size of the written and loaded data")
     parser.add_argument("--modes", default="async,sync", help="modes of the runs")
     parser.add_argument("--no-rates", action="store_true", help="leave out the write and load lines")
     parser.add_argument("--cpu", action="store_true")
@@ -111,11 +113,11 @@ def lines(cases: list[BenchmarkCase], options: argparse.Namespace, deadline: flo
     for number in range(options.rounds or max(case.rounds for case in cases)):
         for case in (case for case in cases if options.rounds or number < case.rounds):
             for mode in reversed(modes) if number % 2 else modes:
-                left = deadline - time.monotonic()
-                if left < 60 and not options.cpu:
+                seconds_left = deadline - time.monotonic()
+                if seconds_left < 60 and not options.cpu:
                     yield {"kind": "skipped", "model": case.model, "mode": mode, "round": number}
                     continue
-                yield run_record(case, mode, number, options, left)
+                yield run_record(case, mode, number, options, seconds_left)
 
 
 def machine(device: torch.device) -> Line:
@@ -123,64 +125,74 @@ def machine(device: torch.device) -> Line:
     return {"device": name, "cores": len(os.sched_getaffinity(0)), "torch": torch.__version__}
 
 
-def run_record(case: BenchmarkCase, mode: str, number: int, options: argparse.Namespace, left: float) -> Line:
+def run_record(case: BenchmarkCase, mode: str, number: int, options: argparse.Namespace, seconds_left: float) -> Line:
     name = f"stall-{case.model}-{mode}-{number}"
     folder, log = options.runs / name, options.logs / f"{name}.log"
     shutil.rmtree(folder, ignore_errors=True)
-    words = [
+    overrides = [
         f"model={case.model}",
         "data.mix=stdlib",
         f"name={name}",
         f"train.steps={case.steps}",
         "train.warmup_steps=5",
     ]
-    words += ["train.validate_batches=1", f"checkpoint.every={case.every}", f"checkpoint.mode={mode}"]
-    words += ["checkpoint.keep=1", "checkpoint.at_end=false", *case.words, *options.overrides]
-    began = time.monotonic()
-    code = run_logged([*MESHWRIGHT, "train", *words, "--runs", str(options.runs)], log, dict(os.environ), left)
+    overrides += ["train.validate_batches=1", f"checkpoint.every={case.save_interval}", f"checkpoint.mode={mode}"]
+    overrides += ["checkpoint.keep=1", "checkpoint.at_end=false", *case.overrides, *options.overrides]
+    started = time.monotonic()
+    code = run_logged(
+        [*MESHWRIGHT, "train", *overrides, "--runs", str(options.runs)], log, dict(os.environ), seconds_left
+    )
     facts = {
         "kind": "run",
         "model": case.model,
         "mode": mode,
         "round": number,
-        "wall_seconds": round(time.monotonic() - began, 1),
+        "wall_seconds": round(time.monotonic() - started, 1),
     }
     try:
         if code:
             return {**facts, "error": f"exit code {code}: {log.read_text(encoding='utf-8', errors='replace')[-1500:]}"}
         records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-        return {**facts, **figures(records, case.every, mode)}
+        return {**facts, **figures(records, case.save_interval, mode)}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def figures(records: list[Line], every: int, mode: str) -> Line:
-    """Figures of one run from its metrics in the order they were written, where a checkpoint's line follows the steps beside its save."""
-    free: list[float] = []
-    beside: list[float] = []
+def figures(records: list[Line], save_interval: int, mode: str) -> Line:
+    """Figures of one run from its metrics.
+
+    In a run folder's metrics the event of a committed checkpoint follows the steps that ran during its save.
+    """
+    without_save: list[float] = []
+    during_save: list[float] = []
     saves: list[Line] = []
-    open_since, window = 0, []
+    save_step, steps_since_save = 0, []
     for record in records:
         if record["kind"] == "step" and record["step"] > WARM_STEPS:
-            in_flight = mode == "async" and open_since and record["step"] > open_since
-            (window if in_flight else free).append(record["step_seconds"])
-            if record["step"] % every == 0 and not open_since:
-                open_since = record["step"]
+            in_flight = mode == "async" and save_step and record["step"] > save_step
+            (steps_since_save if in_flight else without_save).append(record["step_seconds"])
+            if record["step"] % save_interval == 0 and not save_step:
+                save_step = record["step"]
         elif record["kind"] == "event" and record["text"].startswith("checkpoint step-"):
-            saves.append(save_figures(record["text"]) | {"longest": max(window, default=None), "steps": len(window)})
-            beside += window
-            open_since, window = 0, []
-    free += window  # its save was not committed before the run ended
-    median = statistics.median(free)
+            saves.append(
+                save_figures(record["text"])
+                | {"longest": max(steps_since_save, default=None), "steps": len(steps_since_save)}
+            )
+            during_save += steps_since_save
+            save_step, steps_since_save = 0, []
+    without_save += steps_since_save  # the save was not committed before the run ended
+    median = statistics.median(without_save)
     every_step = [round(record["step_seconds"], 4) for record in records if record["kind"] == "step"]
-    line: Line = {"steps": len(free), "median_step_seconds": median, "step_seconds": every_step, "saves": saves}
+    line: Line = {"steps": len(without_save), "median_step_seconds": median, "step_seconds": every_step, "saves": saves}
     if mode == "sync":
         return line | {"stall_seconds": [save.get("waited") for save in saves]}
     return line | {
         "stall_seconds": [round(save["longest"] - median, 5) for save in saves if save["longest"] is not None],
-        "beside_percent": round(100 * (statistics.mean(beside) / statistics.mean(free) - 1), 3) if beside else None,
-        "mean_step_free": statistics.mean(free),
-        "mean_step_beside": statistics.mean(beside) if beside else None,
+        "beside_percent": round(100 * (statistics.mean(during_save) / statistics.mean(without_save) - 1), 3)
+        if during_save
+        else None,
+        "mean_step_free": statistics.mean(without_save),
+        "mean_step_beside": statistics.mean(during_save) if during_save else None,
     }
 
 
@@ -194,7 +206,7 @@ def save_figures(text: str) -> Line:
 
 
 def write_rates(options: argparse.Namespace) -> Iterator[Line]:
-    """The writer's part of a save beside a plain copy of the same memory, in turn."""
+    """Write rates of the writer process's save and of a plain copy of the same memory, measured alternately."""
     size = int((0.2 if options.cpu else options.gigabytes) * 1e9) // mmap.PAGESIZE * mmap.PAGESIZE
     arena, threads = Arena.create(size), writer_threads(1)
     sample = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
@@ -202,18 +214,18 @@ def write_rates(options: argparse.Namespace) -> Iterator[Line]:
     for start in range(0, len(data), len(sample)):
         data[start : start + len(sample)] = sample[: len(data) - start]
     path = options.runs / "written"
-    ways: dict[str, Callable[[], object]] = {
+    calls: dict[str, Callable[[], object]] = {
         "save": lambda: write_blocks(path, [arena.data[:size]], threads),
         "copy": lambda: plain_copy(path, arena.data[:size], threads),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(3):
-        for name, way in ways.items():
-            began = time.perf_counter()
-            way()
-            seconds[name].append(time.perf_counter() - began)
+        for name, call in calls.items():
+            started = time.perf_counter()
+            call()
+            seconds[name].append(time.perf_counter() - started)
             path.unlink()
-    rates = {f"{name}_gb_per_second": round(size / 1e9 / min(each), 3) for name, each in seconds.items()}
+    rates = {f"{name}_gb_per_second": round(size / 1e9 / min(samples), 3) for name, samples in seconds.items()}
     ratio = round(min(seconds["copy"]) / min(seconds["save"]), 3)
     yield {"kind": "write", "bytes": size, "threads": threads, **rates, "save_over_copy": ratio, "seconds": seconds}
 
@@ -231,7 +243,7 @@ def plain_copy(path: Path, data: memoryview, threads: int) -> None:
 
 
 def load_rates(options: argparse.Namespace, device: torch.device) -> Iterator[Line]:
-    """A load beside raw reads of the same bytes with the same copies to the device, in turn."""
+    """Seconds of a load, and of raw reads of the same bytes with the same copies to the device, measured alternately."""
     folder = options.runs / "loaded"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -241,18 +253,18 @@ def load_rates(options: argparse.Namespace, device: torch.device) -> Iterator[Li
     path = store.save(1, tensors, {}, {}).path
     target = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
     file = path / "tensors-00000.safetensors"
-    ways: dict[str, Callable[[], object]] = {
+    calls: dict[str, Callable[[], object]] = {
         "load": lambda: store.load(path, target),
         "raw": lambda: raw_read(file, list(target.values()), device),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(3):
-        for name, way in ways.items():
-            began = time.perf_counter()
-            way()
+        for name, call in calls.items():
+            started = time.perf_counter()
+            call()
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            seconds[name].append(time.perf_counter() - began)
+            seconds[name].append(time.perf_counter() - started)
     ratio = round(min(seconds["load"]) / min(seconds["raw"]), 3)
     yield {
         "kind": "load",
@@ -265,13 +277,15 @@ def load_rates(options: argparse.Namespace, device: torch.device) -> Iterator[Li
 
 
 def raw_read(file: Path, targets: list[torch.Tensor], device: torch.device) -> None:
-    """Read the file's tail, as large as all targets, by pieces into staging memory, and copy each piece to the device."""
-    flat = [target.view(-1).view(torch.uint8) for target in targets]
-    start = file.stat().st_size - sum(part.numel() for part in flat)
+    """Read the tensors at the file's end in pieces into staging memory, and copy each piece to its target on the device."""
+    target_bytes = [target.view(-1).view(torch.uint8) for target in targets]
+    start = file.stat().st_size - sum(target.numel() for target in target_bytes)
     pieces = []
-    for part in flat:
-        pieces += [(start + at, part[at : at + PIECE_BYTES]) for at in range(0, part.numel(), PIECE_BYTES)]
-        start += part.numel()
+    for target in target_bytes:
+        pieces += [
+            (start + offset, target[offset : offset + PIECE_BYTES]) for offset in range(0, target.numel(), PIECE_BYTES)
+        ]
+        start += target.numel()
     descriptor = os.open(file, os.O_RDONLY)
 
     def read(piece: tuple[int, torch.Tensor]) -> None:
@@ -279,8 +293,8 @@ def raw_read(file: Path, targets: list[torch.Tensor], device: torch.device) -> N
         buffer = torch.empty(target.numel(), dtype=torch.uint8, pin_memory=device.type == "cuda")
         view = memoryview(buffer.numpy()).cast("B")
         while view:
-            done = os.preadv(descriptor, [view], offset)
-            view, offset = view[done:], offset + done
+            count = os.preadv(descriptor, [view], offset)
+            view, offset = view[count:], offset + count
         target.copy_(buffer)
 
     with ThreadPoolExecutor(READ_THREADS) as pool:

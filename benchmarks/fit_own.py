@@ -1,11 +1,11 @@
 """Fits costs/own.yaml to this program's own kept runs: `python benchmarks/fit_own.py` (some minutes on one core).
 
-Each constant starts at a guess measured apart from training runs (see GUESSES). The fit minimises the sum of squared log errors of the
+Each constant starts at a guess from separate measurements (see GUESSES). The fit minimises the sum of squared log errors of the
 simulator's step seconds, each run in units of its own deviation from step to step, plus the squared distance of every constant from its
 guess. No constant is specific to a run, a model or a layout. Solved by damped Gauss-Newton steps with numerical derivatives.
 
     python benchmarks/fit_own.py               # on the runs that own.yaml names
-    python benchmarks/fit_own.py --all         # on all kept runs; runs since the last fit are then no longer a test
+    python benchmarks/fit_own.py --all         # on all kept runs; runs since the last fit are then no independent test
 
 Prints each run with its error under the fit and under a fit without its session (one Gauss-Newton step from the whole fit).
 """
@@ -39,11 +39,11 @@ GUESSES: dict[str, tuple[str, float, float]] = {
 
 Guesses come from benchmarks/data/h200x8-*.json: matrix products at 671–676 TFLOP/s sustained and slower when small, cuDNN attention at 500
 TFLOP/s forward and backward together, copies at 4.24 of 4.8 TB/s, gathers and scatters by size over 2, 4 and 8 ranks, and 2.1 of the 2.9 ms
-of a gather that runs under products. `passes` and `tail_us` are torchtitan's; `ragged_vocab` and the `net` ones are read off phases.
+of a gather that runs under products. `passes` and `tail_us` are torchtitan's; `ragged_vocab` and `net*` come from phase times.
 `slow` of `before` is no constant of the cost model: it is the device time of the first kernels (`sides.KERNELS`) over that of today's (a
 configuration that ran on both took 0.580 and 0.560 s). `ragged_vocab` has no effect on today's heads either."""
 BAND = 0.8
-"""Share of runs that should lie inside the band: fitted runs with their session left out, and similar runs that are in no fit."""
+"""Share of runs that should lie inside the band: fitted runs predicted without their session, and similar runs outside the fit."""
 MACHINE_NOISE = 0.012
 """Relative deviation between sessions and machines, in addition to a run's deviation from step to step."""
 HEADER = """# Made by benchmarks/fit_own.py: this program's own stack. `measured`: what it reaches on a generation that it ran on.
@@ -69,14 +69,16 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=6)
     options = parser.parse_args()
-    own = yaml.safe_load(OWN_FILE.read_text(encoding="utf-8"))
+    own_values = yaml.safe_load(OWN_FILE.read_text(encoding="utf-8"))
     runs = [
-        kept_run for kept_run in kept_runs() if options.all or kept_run.name in own["fitted_on"].get(kept_run.file, ())
+        kept_run
+        for kept_run in kept_runs()
+        if options.all or kept_run.name in own_values["fitted_on"].get(kept_run.file, ())
     ]
-    fit = fitted(runs, own, options.rounds)
-    left_out_residuals = left_out(runs, fit)
-    show(runs, fit, left_out_residuals)
-    constants = filled(own, fit.x)
+    fit = fit_constants(runs, own_values, options.rounds)
+    left_out_residuals = without_session(runs, fit)
+    print_fit(runs, fit, left_out_residuals)
+    constants = with_constants(own_values, fit.x)
     not_fitted = [
         kept_run
         for kept_run in kept_runs()
@@ -92,63 +94,63 @@ def main() -> None:
     )
 
 
-def fitted(runs: Sequence[KeptRun], own: dict[str, Any], rounds: int) -> Fit:
+def fit_constants(runs: Sequence[KeptRun], own_values: dict[str, Any], rounds: int) -> Fit:
     """The constants with the least cost, starting from the guesses."""
     guess = np.log([value for _, value, _ in GUESSES.values()])
     x, damping = guess.copy(), 1e-3
-    r = errors(runs, filled(own, x))
-    slopes = derivatives(runs, own, x, r)
+    r = errors(runs, with_constants(own_values, x))
+    slopes = derivatives(runs, own_values, x, r)
     for _ in range(rounds):
         before = cost(runs, r, x)
         for _ in range(5):
             trial = x - step(runs, Fit(x, r, slopes), damping)
-            moved = errors(runs, filled(own, trial))
-            if cost(runs, moved, trial) < before:
-                x, r, damping = trial, moved, damping / 3
+            trial_errors = errors(runs, with_constants(own_values, trial))
+            if cost(runs, trial_errors, trial) < before:
+                x, r, damping = trial, trial_errors, damping / 3
                 break
             damping *= 10
-        slopes = derivatives(runs, own, x, r)
+        slopes = derivatives(runs, own_values, x, r)
         if before - cost(runs, r, x) < 1e-3 * before:
             break
     return Fit(x, r, slopes)
 
 
-def errors(runs: Sequence[KeptRun], own: dict[str, Any]) -> np.ndarray:
-    """ln(predicted / measured) of each run under `own`, the content of own.yaml."""
+def errors(runs: Sequence[KeptRun], own_values: dict[str, Any]) -> np.ndarray:
+    """ln(predicted / measured) of each run under `own_values`, the content of own.yaml."""
     predicted = []
     for kept_run in runs:
-        with kernels_of(kept_run, own):
+        with kernels_of(kept_run, own_values):
             predicted.append(
                 simulate_plan(kept_run.run.model, kept_run.run.train, kept_run.plan, kept_run.run.cluster).step_seconds
             )
     return np.log(predicted) - np.log([kept_run.seconds for kept_run in runs])
 
 
-def derivatives(runs: Sequence[KeptRun], own: dict[str, Any], x: np.ndarray, r: np.ndarray) -> np.ndarray:
+def derivatives(runs: Sequence[KeptRun], own_values: dict[str, Any], x: np.ndarray, r: np.ndarray) -> np.ndarray:
     columns = []
-    for at in range(len(x)):
-        moved = x.copy()
-        moved[at] += 0.01
-        columns.append((errors(runs, filled(own, moved)) - r) / 0.01)
+    for index in range(len(x)):
+        shifted = x.copy()
+        shifted[index] += 0.01
+        columns.append((errors(runs, with_constants(own_values, shifted)) - r) / 0.01)
     return np.array(columns).T
 
 
 def step(runs: Sequence[KeptRun], fit: Fit, damping: float, without: np.ndarray | None = None) -> np.ndarray:
     """The Gauss-Newton step of the fit, without the runs that `without` marks."""
-    spread = np.array([spread for _, _, spread in GUESSES.values()])
+    log_deviation = np.array([log_deviation for _, _, log_deviation in GUESSES.values()])
     guess = np.log([value for _, value, _ in GUESSES.values()])
     weight = 1 / noise(runs) ** 2
     if without is not None:
         weight[without] = 0.0
-    curvature = fit.slopes.T @ (weight[:, None] * fit.slopes) + np.diag(spread**-2.0)
-    gradient = fit.slopes.T @ (weight * fit.residuals) + (fit.x - guess) / spread**2
+    curvature = fit.slopes.T @ (weight[:, None] * fit.slopes) + np.diag(log_deviation**-2.0)
+    gradient = fit.slopes.T @ (weight * fit.residuals) + (fit.x - guess) / log_deviation**2
     return np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), gradient)
 
 
 def cost(runs: Sequence[KeptRun], r: np.ndarray, x: np.ndarray) -> float:
-    spread = np.array([spread for _, _, spread in GUESSES.values()])
+    log_deviation = np.array([log_deviation for _, _, log_deviation in GUESSES.values()])
     guess = np.log([value for _, value, _ in GUESSES.values()])
-    return float(np.sum((r / noise(runs)) ** 2) + np.sum(((x - guess) / spread) ** 2))
+    return float(np.sum((r / noise(runs)) ** 2) + np.sum(((x - guess) / log_deviation) ** 2))
 
 
 def noise(runs: Sequence[KeptRun]) -> np.ndarray:
@@ -156,22 +158,22 @@ def noise(runs: Sequence[KeptRun]) -> np.ndarray:
     return np.hypot(MACHINE_NOISE, [kept_run.deviation for kept_run in runs])
 
 
-def left_out(runs: Sequence[KeptRun], fit: Fit) -> np.ndarray:
+def without_session(runs: Sequence[KeptRun], fit: Fit) -> np.ndarray:
     """ln(predicted / measured) of each run under a fit without the runs of its session (file)."""
     files = np.array([kept_run.file for kept_run in runs])
-    moves = [step(runs, fit, 0.0, without=files == kept_run.file) for kept_run in runs]
-    return np.array([fit.residuals[at] - fit.slopes[at] @ move for at, move in enumerate(moves)])
+    steps = [step(runs, fit, 0.0, without=files == kept_run.file) for kept_run in runs]
+    return np.array([fit.residuals[index] - fit.slopes[index] @ change for index, change in enumerate(steps)])
 
 
-def filled(own: dict[str, Any], x: np.ndarray) -> dict[str, Any]:
+def with_constants(own_values: dict[str, Any], x: np.ndarray) -> dict[str, Any]:
     """own.yaml's content with the constants at `x`."""
-    stack, measured, before = dict(own["stack"]), dict(own["measured"][CHIP]), {}
+    stack, measured, before = dict(own_values["stack"]), dict(own_values["measured"][CHIP]), {}
     for (name, (section, _, _)), value in zip(GUESSES.items(), np.exp(x), strict=True):
         {"stack": stack, "measured": measured, "before": before}[section][name] = float(f"{value:.5g}")
-    return {"stack": stack, "measured": {CHIP: {**measured, "slow": 1.0}}, "before": before, "band": own["band"]}
+    return {"stack": stack, "measured": {CHIP: {**measured, "slow": 1.0}}, "before": before, "band": own_values["band"]}
 
 
-def show(runs: Sequence[KeptRun], fit: Fit, left_out_residuals: np.ndarray) -> None:
+def print_fit(runs: Sequence[KeptRun], fit: Fit, left_out_residuals: np.ndarray) -> None:
     print(f"{'':38s} measured    fit  left out")
     for kept_run, fit_error, left_out_error in zip(
         runs, np.expm1(fit.residuals), np.expm1(left_out_residuals), strict=True
@@ -179,9 +181,9 @@ def show(runs: Sequence[KeptRun], fit: Fit, left_out_residuals: np.ndarray) -> N
         print(f"{kept_run.label:38s} {kept_run.seconds:8.3f} {fit_error:+6.1%} {left_out_error:+8.1%}")
     for name, errors in (("fit", np.expm1(fit.residuals)), ("left out", np.expm1(left_out_residuals))):
         print(f"{name}: median {np.median(np.abs(errors)):.1%}, worst {np.max(np.abs(errors)):.1%}")
-    for (name, (_, value, spread)), fitted_value in zip(GUESSES.items(), np.exp(fit.x), strict=True):
+    for (name, (_, value, log_deviation)), fitted_value in zip(GUESSES.items(), np.exp(fit.x), strict=True):
         print(
-            f"  {name:13s} {value:8.4g} → {fitted_value:8.4g}  ({np.log(fitted_value / value) / spread:+.1f} deviations)"
+            f"  {name:13s} {value:8.4g} → {fitted_value:8.4g}  ({np.log(fitted_value / value) / log_deviation:+.1f} deviations)"
         )
 
 

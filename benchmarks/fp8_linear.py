@@ -26,8 +26,11 @@ FORMATS = {"bf16": None, "fp8_tensorwise": "tensorwise", "fp8_rowwise": "rowwise
 WARM_UP, RUNS = 5, 20
 
 
-class Normed(nn.Module):
-    """A norm and a linear layer: what makes the input is there for the compiler to join the measuring to."""
+class NormAndLinear(nn.Module):
+    """A norm and a linear layer.
+
+    The norm lets the compiler fuse the search for the largest magnitude, which sets the fp8 scale, into the operation before it.
+    """
 
     def __init__(self, wide: int, out: int, scaling: Any, weight_in_fp8: bool) -> None:
         super().__init__()
@@ -41,19 +44,19 @@ class Normed(nn.Module):
 class Network(nn.Module):
     """The feed-forward network of a block."""
 
-    def __init__(self, scaling: Any, weight_in_fp8: bool, together: bool) -> None:
+    def __init__(self, scaling: Any, weight_in_fp8: bool, fused: bool) -> None:
         super().__init__()
-        self.gate_up, self.down, self.together = (
+        self.gate_up, self.down, self.fused = (
             Linear(*SHAPES["gate_up"], bias=False),
             Linear(*SHAPES["down"], bias=False),
-            together,
+            fused,
         )
         for layer in (self.gate_up, self.down):
             _set(layer, scaling, weight_in_fp8)
 
     def forward(self, x: Tensor) -> Tensor:
         x = nn.functional.rms_norm(x, (x.shape[-1],))
-        if self.together:
+        if self.fused:
             return gated_mlp(x, self.gate_up, self.down)
         from meshwright.kernels.swiglu import swiglu
 
@@ -86,31 +89,31 @@ def layers(tokens: int) -> Iterator[dict[str, Any]]:
         grad = torch.randn(tokens, outputs, device="cuda", dtype=torch.bfloat16)
         for format_name, scaling in FORMATS.items():
             for gathered_fp8 in (False, True) if scaling == "tensorwise" else (False,):
-                model = Normed(inputs, outputs, scaling, gathered_fp8)
+                model = NormAndLinear(inputs, outputs, scaling, gathered_fp8)
                 yield {
-                    "layer": name, "format": format_name + (", weight came in fp8" if gathered_fp8 else ""), "tokens": tokens,
-                    **timed(model, x, grad, 6.0 * tokens * inputs * outputs),
+                    "layer": name, "format": format_name + (", weight gathered in fp8" if gathered_fp8 else ""), "tokens": tokens,
+                    **time_layer(model, x, grad, 6.0 * tokens * inputs * outputs),
                 }  # fmt: skip
 
 
 def networks(tokens: int) -> Iterator[dict[str, Any]]:
     x = torch.randn(tokens, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    flops = 6.0 * tokens * sum(wide * out for wide, out in (SHAPES["gate_up"], SHAPES["down"]))
-    for format_name, scaling, together in (
+    flops = 6.0 * tokens * sum(inputs * outputs for inputs, outputs in (SHAPES["gate_up"], SHAPES["down"]))
+    for format_name, scaling, fused in (
         ("bf16", None, False), ("fp8_rowwise", "rowwise", False),
-        ("fp8_tensorwise, layers apart", "tensorwise", False), ("fp8_tensorwise, in one piece", "tensorwise", True),
+        ("fp8_tensorwise, separate layers", "tensorwise", False), ("fp8_tensorwise, fused", "tensorwise", True),
     ):  # fmt: skip
-        model = Network(scaling, scaling == "tensorwise", together)
+        model = Network(scaling, scaling == "tensorwise", fused)
         yield {
             "layer": "gated network",
             "format": format_name,
             "tokens": tokens,
-            **timed(model, x, torch.randn_like(x), flops),
+            **time_layer(model, x, torch.randn_like(x), flops),
         }
 
 
-def timed(model: nn.Module, x: Tensor, grad: Tensor, flops: float) -> dict[str, Any]:
-    torch.compiler.reset()  # else the graph of the last layer would count against the recompile limit
+def time_layer(model: nn.Module, x: Tensor, grad: Tensor, flops: float) -> dict[str, Any]:
+    torch.compiler.reset()  # otherwise the graphs of earlier layers count against the recompile limit
     compiled = torch.compile(model, fullgraph=True, dynamic=False)
 
     def step() -> None:
@@ -118,20 +121,20 @@ def timed(model: nn.Module, x: Tensor, grad: Tensor, flops: float) -> dict[str, 
         x.grad = None
         model.zero_grad(set_to_none=True)
 
-    took = seconds(step)
+    median_seconds = seconds(step)
     with torch.no_grad():
-        parts = x[:256].detach()
-        exact = nn.functional.rms_norm(parts.float(), (parts.shape[-1],))
+        sample = x[:256].detach()
+        exact = nn.functional.rms_norm(sample.float(), (sample.shape[-1],))
         for layer in model.children():
             exact = exact @ layer.weight.float().t()
             if exact.shape[-1] == SHAPES["gate_up"][1] and len(list(model.children())) > 1:
                 gate, up = exact.chunk(2, dim=-1)
                 exact = nn.functional.silu(gate) * up
-        error = float((model(parts).float() - exact).norm() / exact.norm())
-    return {"ms": took * 1e3, "tflops": flops / took / 1e12, "output_error": error}
+        error = float((model(sample).float() - exact).norm() / exact.norm())
+    return {"ms": median_seconds * 1e3, "tflops": flops / median_seconds / 1e12, "output_error": error}
 
 
-def pieces(tokens: int) -> Iterator[dict[str, Any]]:
+def kernels(tokens: int) -> Iterator[dict[str, Any]]:
     """Single kernels: GB/s of those that round, TFLOP/s of the products alone."""
     from meshwright.kernels.fp8_triton import round_both, round_transposed, transpose
     from meshwright.kernels.gated_triton import round_swiglu, round_swiglu_gradient
@@ -147,18 +150,18 @@ def pieces(tokens: int) -> Iterator[dict[str, Any]]:
         ("round and transpose", partial(round_transposed, x, scale, E4M3), 3 * x.numel()),
         ("transpose a weight", partial(transpose, weight), 2 * weight.numel()),
         ("swiglu, rounded both ways", partial(round_swiglu, wide, scale, E4M3), 6 * x.numel()),
-        ("its gradient, rounded both ways", partial(round_swiglu_gradient, wide, x, scale, E5M2), 10 * x.numel()),
+        ("swiglu gradient, rounded both ways", partial(round_swiglu_gradient, wide, x, scale, E5M2), 10 * x.numel()),
     ):
         took = seconds(run)
         yield {"kernel": name, "ms": took * 1e3, "gb_per_s": size / took / 1e9}
     for scaling in ("tensorwise", "rowwise"):
-        here, there = (
+        activation, weight_fp8 = (
             quantize_both(x, scaling)[0],
             quantize(torch.randn(4096, 14336, device="cuda", dtype=torch.bfloat16), scaling),
         )
-        for fast in (True, False):
-            took = seconds(partial(matmul, here, there, torch.bfloat16, fast=fast))
-            name = f"product {scaling}, {'fast' if fast else 'exact'} sums"
+        for fast_accumulation in (True, False):
+            took = seconds(partial(matmul, activation, weight_fp8, torch.bfloat16, fast=fast_accumulation))
+            name = f"product {scaling}, {'fast' if fast_accumulation else 'exact'} sums"
             yield {"kernel": name, "ms": took * 1e3, "tflops": 2.0 * tokens * 14336 * 4096 / took / 1e12}
 
 
@@ -170,7 +173,7 @@ def main() -> None:
     torch.manual_seed(0)
     lines = [{"environment": environment()}]
     print(json.dumps(lines[0]))
-    for part in (pieces, layers, networks):
+    for part in (kernels, layers, networks):
         for figure in part(options.tokens):
             lines.append(figure)
             print(

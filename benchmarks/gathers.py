@@ -4,17 +4,18 @@
 
 The implementations, each in its own processes, so that one that fails or hangs loses only its own lines:
 
-  nccl        the library as it comes, on a communicator of its own
-  few_ctas    the same held to four thread blocks (`max_ctas`)
+  nccl        NCCL with default settings, on a separate communicator
+  few_ctas    NCCL limited to four thread blocks (`max_ctas`)
   zero_pool   the zero-CTA policy, buffers in a memory pool registered as symmetric windows
   zero_symm   the zero-CTA policy, buffers from torch's symmetric memory over NCCL
   kernels     copies out of peers' memory, ordered by torch's barrier kernels
   peers       copies out of peers' memory on one, two or three streams, ordered by stream memory operations (peer_copies.py)
 
-Sizes are of the whole gathered weight in bf16, and of the whole gradient with the same number of elements, in bf16 and fp32. A line has the
-time of the collective alone, the time that it adds to concurrent products (8192 × 4096 × 14336, at least 1.5 times as long), its hidden
-share, and its time beside them. Times are medians over rounds, of the slowest rank for products, and of the rank that started last for
-collectives. Results are compared with NCCL's. `both` is a gather in bf16 with a concurrent reduction in fp32. NVLink multicast is off.
+Sizes are of the whole gathered weight in bf16, and of the whole gradient with the same number of elements, in bf16 and fp32. Each line
+has the time of the collective alone, the time that it adds to concurrent matrix products (8192 × 4096 × 14336, at least 1.5 times as
+long), its hidden share, and its time during them (`under`). Times are medians over rounds, of the slowest rank for products, and of the
+rank that started last for collectives. Results are compared with NCCL's. `both` is a gather in bf16 with a concurrent reduction in fp32.
+NVLink multicast is off.
 """
 
 from __future__ import annotations
@@ -40,9 +41,11 @@ from torch import Tensor
 
 FAMILIES = ("nccl", "few_ctas", "zero_pool", "zero_symm", "kernels", "peers")
 LIMIT_SECONDS = 75
-SHAPE = (8192, 4096, 14336)
-LONGER = 1.5
-OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+PRODUCT_SHAPE = (8192, 4096, 14336)
+"""(m, k, n) of the concurrent matrix products."""
+PRODUCTS_PER_COLLECTIVE = 1.5
+"""Time of the concurrent products relative to that of the collective alone."""
+WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 OPERATIONS = (
@@ -57,7 +60,10 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Line:
-    """A measurement: a family of implementations, a collective and a size."""
+    """A measurement of one collective and size; the fields are keys of the result file.
+
+    `family` is a group of implementations that share processes, `way` an implementation in it.
+    """
 
     family: str
     way: str
@@ -76,9 +82,9 @@ class Line:
 
 def main() -> None:
     options = parser().parse_args()
-    os.environ |= OFF | LOOPBACK
+    os.environ |= WITHOUT_MULTICAST | LOOPBACK
     if options.family:
-        be_rank(options)
+        run_rank(options)
         return
     gpus = options.gpus or torch.cuda.device_count()
     lines: list[dict[str, Any]] = []
@@ -88,7 +94,7 @@ def main() -> None:
         lines += family_lines
         notes[family] = note
         for line in family_lines:
-            print(text_of(line), flush=True)
+            print(format_line(line), flush=True)
         if note:
             print(f"{family}: {note}", flush=True)
     from meshwright.observe.environment import environment
@@ -114,21 +120,21 @@ def run_family(family: str, gpus: int, options: argparse.Namespace) -> tuple[lis
     """Run a family in its own processes; returns their lines and a note."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        words = [sys.executable, __file__, "--family", family, "--folder", name, "--gpus", str(gpus)]
-        words += ["--rounds", str(options.rounds), "--megabytes", options.megabytes]
+        command = [sys.executable, __file__, "--family", family, "--folder", name, "--gpus", str(gpus)]
+        command += ["--rounds", str(options.rounds), "--megabytes", options.megabytes]
         extra = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "TUNING", "NCCL_DEBUG_FILE": f"{name}/nccl.%p"}
         ranks = []
         for rank in range(gpus):
             log = (folder / f"rank{rank}").open("w")
             environment = os.environ | extra | {"RANK": str(rank), "WORLD_SIZE": str(gpus)}
-            ranks.append(subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT))
+            ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
         note = finish(ranks)
         file = folder / "lines"
         lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
         if note:
             tails = [(folder / f"rank{rank}").read_text()[-700:] for rank in range(gpus)]
             note += " | " + " | ".join(tails)
-        return lines, " ".join([*chosen(folder), note]).strip()
+        return lines, " ".join([*algorithm_counts(folder), note]).strip()
 
 
 def finish(ranks: list[subprocess.Popen[bytes]]) -> str:
@@ -149,15 +155,15 @@ def finish(ranks: list[subprocess.Popen[bytes]]) -> str:
     return f"exit codes {codes} (None: stopped)"
 
 
-def chosen(folder: Path) -> Iterator[str]:
-    """Counts of the algorithms that NCCL chose, from its log."""
-    text = "\n".join(file.read_text(errors="replace") for file in folder.glob("nccl.*"))
-    choices = re.findall(r"(AllGather|ReduceScatter)[^\n]*?(\[Copy Engine\]|\[Symmetric\]|Algo \w+ proto \w+)", text)
+def algorithm_counts(folder: Path) -> Iterator[str]:
+    """Texts with the algorithms that NCCL chose and their counts, from its log."""
+    log = "\n".join(file.read_text(errors="replace") for file in folder.glob("nccl.*"))
+    choices = re.findall(r"(AllGather|ReduceScatter)[^\n]*?(\[Copy Engine\]|\[Symmetric\]|Algo \w+ proto \w+)", log)
     for choice in sorted(set(choices)):
         yield f"[{choice[0]} {choice[1].strip('[]')}: {choices.count(choice)}]"
 
 
-def text_of(line: dict[str, Any]) -> str:
+def format_line(line: dict[str, Any]) -> str:
     name = f"{line['family']:9} {line['way']:12} {line['op']:14} {line['dtype']:8} {line['megabytes']:5} MB"
     if line["error"]:
         return f"{name}  failed: {line['error'][:300]}"
@@ -170,60 +176,60 @@ def text_of(line: dict[str, Any]) -> str:
 # --- in a rank
 
 
-def be_rank(options: argparse.Namespace) -> None:
+def run_rank(options: argparse.Namespace) -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    bound = {} if options.family.startswith(("zero", "few")) else {"device_id": device}
+    device_option = {} if options.family.startswith(("zero", "few")) else {"device_id": device}
     store = dist.FileStore(str(options.folder / "store"), ranks)
-    dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks, **bound)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks, **device_option)
     bench = Bench(options, rank, ranks, device)
-    for way in WAYS[options.family](bench):
+    for implementation in IMPLEMENTATIONS[options.family](bench):
         for megabytes in map(int, options.megabytes.split(",")):
             for op, dtype in OPERATIONS:
-                if way.only and op not in way.only:
+                if implementation.operations and op not in implementation.operations:
                     continue
-                line = Line(options.family, way.name, op, dtype, megabytes)
-                bench.write(bench.measured(way, line))
+                line = Line(options.family, implementation.name, op, dtype, megabytes)
+                bench.write(bench.measure(implementation, line))
     torch.cuda.synchronize()
     os._exit(0)  # after a failure the communicator may not shut down
 
 
 class Bench:
-    """Products and timers of a rank."""
+    """Matrix products, timers and comparisons of a rank."""
 
     def __init__(self, options: argparse.Namespace, rank: int, ranks: int, device: torch.device) -> None:
         self.options, self.rank, self.ranks, self.device = options, rank, ranks, device
         self.hosts = dist.new_group(backend="gloo")
-        rows, inner, columns = SHAPE
+        rows, inner, columns = PRODUCT_SHAPE
         self.a = torch.randn(rows, inner, device=device, dtype=torch.bfloat16)
         self.b = torch.randn(inner, columns, device=device, dtype=torch.bfloat16)
         self.c = torch.empty(rows, columns, device=device, dtype=torch.bfloat16)
-        self.aside = torch.cuda.Stream(device, priority=-1)
-        self.product_ms = self.timed(10, None)[0] / 10
+        self.collective_stream = torch.cuda.Stream(device, priority=-1)
+        self.product_ms = self.time_calls(10, None)[0] / 10
 
     def write(self, line: Line) -> None:
         if self.rank == 0:
             with (self.options.folder / "lines").open("a") as file:
                 file.write(json.dumps(asdict(line)) + "\n")
 
-    def measured(self, way: Way, line: Line) -> Line:
+    def measure(self, implementation: Implementation, line: Line) -> Line:
         entries = line.megabytes * 1_000_000 // 2 // (256 * self.ranks) * 256 * self.ranks
         dtype = getattr(torch, line.dtype)
         try:
-            call, equal = getattr(way, line.op)(entries, dtype)
+            call, equal = getattr(implementation, line.op)(entries, dtype)
             for _ in range(3):
-                self.timed(0, call)
-            alone = self.median(lambda: self.timed(0, call)[1])
-            count = max(4, math.ceil(LONGER * alone / self.product_ms))
-            products, together, under = [], [], []
+                self.time_calls(0, call)
+            alone = self.median(lambda: self.time_calls(0, call)[1])
+            count = max(4, math.ceil(PRODUCTS_PER_COLLECTIVE * alone / self.product_ms))
+            products, with_collective, collective_beside = [], [], []
             for _ in range(self.options.rounds):
-                products.append(self.timed(count, None)[0])
-                both = self.timed(count, call)
-                together.append(both[0])
-                under.append(both[1])
+                products.append(self.time_calls(count, None)[0])
+                times_ms = self.time_calls(count, call)
+                with_collective.append(times_ms[0])
+                collective_beside.append(times_ms[1])
             # Each difference is of measurements next to each other in time, as clocks drift.
-            added = statistics.median(b - a for a, b in zip(products, together, strict=True))
+            added = statistics.median(b - a for a, b in zip(products, with_collective, strict=True))
             width = dtype.itemsize + (2 if line.op == "both" else 0)
             moved = entries * width * (self.ranks - 1) / self.ranks
             equality = equal()
@@ -236,7 +242,7 @@ class Bench:
                 "gigabytes_per_second": moved / alone / 1e6,
                 "added_ms": added,
                 "hidden": 1 - added / alone,
-                "under_ms": statistics.median(under),
+                "under_ms": statistics.median(collective_beside),
                 "products_ms": statistics.median(products),
                 "equal": equality,
             }
@@ -245,7 +251,7 @@ class Bench:
     def median(self, call: Callable[[], float]) -> float:
         return statistics.median(call() for _ in range(self.options.rounds))
 
-    def timed(self, count: int, call: Call | None) -> tuple[float, float]:
+    def time_calls(self, count: int, call: Call | None) -> tuple[float, float]:
         """Milliseconds of `count` products on the compute stream and of `call`, started with them on another stream.
 
         The products' time is of the slowest rank, the call's of the rank that started last.
@@ -256,8 +262,8 @@ class Bench:
         dist.barrier(self.hosts)
         torch.cuda._sleep(2_000_000)  # about a millisecond, in which the host queues the work
         events[0].record()
-        self.aside.wait_stream(current)
-        with torch.cuda.stream(self.aside):
+        self.collective_stream.wait_stream(current)
+        with torch.cuda.stream(self.collective_stream):
             events[2].record()
             if call:
                 call()
@@ -267,28 +273,28 @@ class Bench:
         events[1].record()
         torch.cuda.synchronize()
         times = [events[0].elapsed_time(events[1]), -events[2].elapsed_time(events[3])]
-        both = torch.tensor(times, dtype=torch.float64)
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=self.hosts)
-        return float(both[0]), -float(both[1])
+        times_ms = torch.tensor(times, dtype=torch.float64)
+        dist.all_reduce(times_ms, dist.ReduceOp.MAX, group=self.hosts)
+        return float(times_ms[0]), -float(times_ms[1])
 
-    def share(self, count: int, dtype: torch.dtype, owner: int | None = None) -> Tensor:
-        """Random numbers of a rank that every rank can reproduce."""
+    def random_values(self, count: int, dtype: torch.dtype, owner: int | None = None) -> Tensor:
+        """`count` random numbers of rank `owner` (default: this rank), which every rank can reproduce."""
         generator = torch.Generator(self.device).manual_seed(1 + (self.rank if owner is None else owner))
         return torch.randn(count, device=self.device, generator=generator).to(dtype)
 
-    def says(self, ours: Tensor, theirs: Tensor) -> str:
+    def compare(self, result: Tensor, expected: Tensor) -> str:
         """Whether a result equals NCCL's on all ranks."""
-        worst = ((ours.double() - theirs.double()).abs().max() / theirs.double().abs().max()).cpu()
-        dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.hosts)
-        return "equal" if worst == 0 else f"off by {float(worst):.1e} of the largest"
+        largest_error = ((result.double() - expected.double()).abs().max() / expected.double().abs().max()).cpu()
+        dist.all_reduce(largest_error, dist.ReduceOp.MAX, group=self.hosts)
+        return "equal" if largest_error == 0 else f"off by {float(largest_error):.1e} of the largest"
 
 
-class Way:
+class Implementation:
     """An implementation of gather and reduce; each method returns the call and a check of its last result."""
 
-    only: tuple[str, ...] = ()
-    beside: Way | None = None
-    """The family that reduces while this one gathers; None for the same family."""
+    operations: tuple[str, ...] = ()
+    reducer: Implementation | None = None
+    """The implementation that reduces while this one gathers; None for the same."""
 
     def __init__(self, bench: Bench, name: str, group: dist.ProcessGroup | None = None) -> None:
         self.bench, self.name, self.group = bench, name, group
@@ -298,76 +304,78 @@ class Way:
 
     def all_gather(self, entries: int, dtype: torch.dtype) -> tuple[Call, Callable[[], str]]:
         output = self.memory(entries, dtype)
-        own = entries // self.bench.ranks
-        part = output[own * self.bench.rank :][:own]
-        part.copy_(self.bench.share(own, dtype))
-        call = self.gathering(output, part)
-        return call, lambda: self.compare_gather(output, part)
+        shard_size = entries // self.bench.ranks
+        shard = output[shard_size * self.bench.rank :][:shard_size]
+        shard.copy_(self.bench.random_values(shard_size, dtype))
+        call = self.gathering(output, shard)
+        return call, lambda: self.compare_gather(output, shard)
 
-    def gathering(self, output: Tensor, part: Tensor) -> Call:
-        return lambda: dist.all_gather_into_tensor(output, part, group=self.group)
+    def gathering(self, output: Tensor, shard: Tensor) -> Call:
+        return lambda: dist.all_gather_into_tensor(output, shard, group=self.group)
 
-    def compare_gather(self, output: Tensor, part: Tensor) -> str:
-        theirs = torch.empty_like(output)
-        dist.all_gather_into_tensor(theirs, part.clone())
-        return self.bench.says(output, theirs)
+    def compare_gather(self, output: Tensor, shard: Tensor) -> str:
+        expected = torch.empty_like(output)
+        dist.all_gather_into_tensor(expected, shard.clone())
+        return self.bench.compare(output, expected)
 
     def reduce_scatter(self, entries: int, dtype: torch.dtype) -> tuple[Call, Callable[[], str]]:
-        whole, part = self.memory(entries, dtype), self.memory(entries // self.bench.ranks, dtype)
-        whole.copy_(self.bench.share(entries, dtype))
-        return lambda: dist.reduce_scatter_tensor(part, whole, group=self.group), lambda: self.compare_sum(part, whole)
+        gradient, shard = self.memory(entries, dtype), self.memory(entries // self.bench.ranks, dtype)
+        gradient.copy_(self.bench.random_values(entries, dtype))
+        return lambda: dist.reduce_scatter_tensor(shard, gradient, group=self.group), lambda: self.compare_sum(
+            shard, gradient
+        )
 
     def both(self, entries: int, dtype: torch.dtype) -> tuple[Call, Callable[[], str]]:
         """A gather and a concurrent reduction on another stream."""
         gather, gathered = self.all_gather(entries, torch.bfloat16)
-        reduce, reduced = (self.beside or self).reduce_scatter(entries, dtype)
-        other = torch.cuda.Stream(self.bench.device, priority=-1)
+        reduce, reduced = (self.reducer or self).reduce_scatter(entries, dtype)
+        reduce_stream = torch.cuda.Stream(self.bench.device, priority=-1)
 
         def call() -> None:
             current = torch.cuda.current_stream()
-            other.wait_stream(current)
+            reduce_stream.wait_stream(current)
             gather()
-            with torch.cuda.stream(other):
+            with torch.cuda.stream(reduce_stream):
                 reduce()
-            current.wait_stream(other)
+            current.wait_stream(reduce_stream)
 
         return call, lambda: f"{gathered()}, {reduced()}"
 
-    def compare_sum(self, part: Tensor, whole: Tensor) -> str:
-        theirs = torch.empty_like(part)
-        dist.reduce_scatter_tensor(theirs, whole.clone())
-        return self.bench.says(part, theirs)
+    def compare_sum(self, shard: Tensor, gradient: Tensor) -> str:
+        expected = torch.empty_like(shard)
+        dist.reduce_scatter_tensor(expected, gradient.clone())
+        return self.bench.compare(shard, expected)
 
 
-def nccl(bench: Bench) -> Iterator[Way]:
-    yield Way(bench, "default", dist.new_group())
-    two = Way(bench, "2 groups", dist.new_group())
-    two.beside, two.only = Way(bench, "", dist.new_group()), ("both",)
+def nccl(bench: Bench) -> Iterator[Implementation]:
+    yield Implementation(bench, "default", dist.new_group())
+    two = Implementation(bench, "2 groups", dist.new_group())
+    two.reducer, two.operations = Implementation(bench, "", dist.new_group()), ("both",)
     yield two
 
 
-def few_ctas(bench: Bench) -> Iterator[Way]:
-    chosen = dist.ProcessGroupNCCL.Options()
-    chosen.config.max_ctas = 4
-    yield Way(bench, "4 CTAs", dist.new_group(pg_options=chosen))
+def few_ctas(bench: Bench) -> Iterator[Implementation]:
+    nccl_options = dist.ProcessGroupNCCL.Options()
+    nccl_options.config.max_ctas = 4
+    yield Implementation(bench, "4 CTAs", dist.new_group(pg_options=nccl_options))
 
 
 def zero_group() -> dist.ProcessGroup:
-    chosen = dist.ProcessGroupNCCL.Options()
-    chosen.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
-    group = dist.new_group(pg_options=chosen)
+    nccl_options = dist.ProcessGroupNCCL.Options()
+    nccl_options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
+    group = dist.new_group(pg_options=nccl_options)
     dist.all_reduce(torch.ones(1, device="cuda"), group=group)  # registering needs the communicator to exist
     return group
 
 
-def zero_pool(bench: Bench) -> Iterator[Way]:
-    yield PoolWay(bench, "pool", zero_group())
-    engine = PoolWay(bench, "engine's", zero_group())
-    engine.beside, engine.only = Way(bench, "", dist.new_group()), ("both",)
+def zero_pool(bench: Bench) -> Iterator[Implementation]:
+    yield PoolImplementation(bench, "pool", zero_group())
+    engine = PoolImplementation(bench, "engine's", zero_group())
+    engine.reducer, engine.operations = Implementation(bench, "", dist.new_group()), ("both",)
     yield engine
 
 
-class PoolWay(Way):
+class PoolImplementation(Implementation):
     """Buffers of NCCL's allocator, registered as symmetric windows once all buffers of a collective exist."""
 
     def memory(self, count: int, dtype: torch.dtype) -> Tensor:
@@ -376,53 +384,53 @@ class PoolWay(Way):
         with torch.cuda.use_mem_pool(pool):
             tensor = torch.empty(count, dtype=dtype, device=self.bench.device)
         backend.register_mem_pool(pool, symm=True)
-        kept.append((pool, tensor))
+        registered_memory.append((pool, tensor))
         return tensor
 
 
-kept: list[Any] = []
-"""Memory pools that stay registered."""
+registered_memory: list[Any] = []
+"""Memory pools and handles that must exist until the end of the process."""
 
 
-def zero_symm(bench: Bench) -> Iterator[Way]:
+def zero_symm(bench: Bench) -> Iterator[Implementation]:
     from torch.distributed import _symmetric_memory as symmetric
 
     group = zero_group()
     symmetric.set_backend("NCCL")
-    yield SymmetricWay(bench, "symmetric", group)
+    yield SymmetricImplementation(bench, "symmetric", group)
 
 
-class SymmetricWay(Way):
+class SymmetricImplementation(Implementation):
     """Buffers of torch's symmetric memory."""
 
     def memory(self, count: int, dtype: torch.dtype) -> Tensor:
         from torch.distributed import _symmetric_memory as symmetric
 
         tensor = symmetric.empty(count, dtype=dtype, device=self.bench.device)
-        kept.append(symmetric.rendezvous(tensor, self.group.group_name))
+        registered_memory.append(symmetric.rendezvous(tensor, self.group.group_name))
         return tensor
 
 
-def kernels(bench: Bench) -> Iterator[Way]:
-    yield BarrierWay(bench, "1 stream", dist.group.WORLD)
+def kernels(bench: Bench) -> Iterator[Implementation]:
+    yield BarrierImplementation(bench, "1 stream", dist.group.WORLD)
 
 
-class BarrierWay(SymmetricWay):
+class BarrierImplementation(SymmetricImplementation):
     """Copies between two barrier kernels, as in torch's low-contention collectives."""
 
-    def gathering(self, output: Tensor, part: Tensor) -> Call:
+    def gathering(self, output: Tensor, shard: Tensor) -> Call:
         from torch.distributed import _symmetric_memory as symmetric
 
         ranks, rank = self.bench.ranks, self.bench.rank
         handle = symmetric.rendezvous(output, self.group.group_name)
-        rows = output.view(ranks, -1)
+        received = output.view(ranks, -1)
         peers = [(rank + step) % ranks for step in range(1, ranks)]
-        sources = {p: handle.get_buffer(p, part.shape, part.dtype, p * part.numel()) for p in peers}
+        sources = {peer: handle.get_buffer(peer, shard.shape, shard.dtype, peer * shard.numel()) for peer in peers}
 
         def call() -> None:
             handle.barrier(channel=0)
             for peer in peers:
-                rows[peer].copy_(sources[peer], non_blocking=True)
+                received[peer].copy_(sources[peer], non_blocking=True)
             handle.barrier(channel=1)
 
         return call
@@ -430,30 +438,30 @@ class BarrierWay(SymmetricWay):
     def reduce_scatter(self, entries: int, dtype: torch.dtype) -> tuple[Call, Callable[[], str]]:
         from torch.distributed import _symmetric_memory as symmetric
 
-        ranks, rank, own = self.bench.ranks, self.bench.rank, entries // self.bench.ranks
-        whole = self.memory(entries, dtype)
-        whole.copy_(self.bench.share(entries, dtype))
-        handle = symmetric.rendezvous(whole, self.group.group_name)
-        rows, part = whole.new_empty(ranks, own), whole.new_empty(own)
-        sources = [handle.get_buffer(p, (own,), dtype, rank * own) for p in range(ranks)]
+        ranks, rank, shard_size = self.bench.ranks, self.bench.rank, entries // self.bench.ranks
+        gradient = self.memory(entries, dtype)
+        gradient.copy_(self.bench.random_values(entries, dtype))
+        handle = symmetric.rendezvous(gradient, self.group.group_name)
+        received, shard = gradient.new_empty(ranks, shard_size), gradient.new_empty(shard_size)
+        sources = [handle.get_buffer(peer, (shard_size,), dtype, rank * shard_size) for peer in range(ranks)]
 
         def call() -> None:
             handle.barrier(channel=0)
             for step in range(ranks):
                 peer = (rank + step) % ranks
-                rows[peer].copy_(sources[peer], non_blocking=True)
+                received[peer].copy_(sources[peer], non_blocking=True)
             handle.barrier(channel=1)
-            torch.sum(rows, 0, out=part)
+            torch.sum(received, 0, out=shard)
 
-        return call, lambda: self.compare_sum(part, whole)
+        return call, lambda: self.compare_sum(shard, gradient)
 
 
-def peers(bench: Bench) -> Iterator[Way]:
+def peers(bench: Bench) -> Iterator[Implementation]:
     for streams in (1, 2, 3):
-        yield PeerWay(bench, streams)
+        yield PeerImplementation(bench, streams)
 
 
-class PeerWay(Way):
+class PeerImplementation(Implementation):
     """Rings of slots in a window (peer_copies.py)."""
 
     def __init__(self, bench: Bench, streams: int) -> None:
@@ -461,7 +469,7 @@ class PeerWay(Way):
 
         super().__init__(bench, f"{streams} streams")
         self.copies, self.more_copies = Copies(bench.device, streams), Copies(bench.device, streams)
-        # As the engine makes the group of an axis.
+        # The engine creates the group of a mesh axis in the same way.
         self.members = dist.split_group(None, [list(range(bench.ranks))], group_desc="shard")
 
     def ring(self, size: int, slots: int) -> Any:
@@ -471,34 +479,34 @@ class PeerWay(Way):
         window = DeviceWindow(self.members, size * slots, 2, self.bench.device)
         return Ring(window, 0, size, slots, (0, 1))
 
-    def gathering(self, output: Tensor, part: Tensor) -> Call:
+    def gathering(self, output: Tensor, shard: Tensor) -> Call:
         from peer_copies import PeerGather
 
-        gather = PeerGather(self.ring(part.nbytes, 2), self.copies)
-        return lambda: gather(output, part)
+        gather = PeerGather(self.ring(shard.nbytes, 2), self.copies)
+        return lambda: gather(output, shard)
 
     def reduce_scatter(self, entries: int, dtype: torch.dtype) -> tuple[Call, Callable[[], str]]:
         from peer_copies import PeerReduce
 
         reduce = PeerReduce(self.ring(entries * dtype.itemsize, 1), self.more_copies)
-        values = self.bench.share(entries, dtype)
-        part = self.memory(entries // self.bench.ranks, dtype)
-        whole = reduce.allocate((entries,), dtype=dtype, device=self.bench.device)
-        whole.copy_(values)
+        values = self.bench.random_values(entries, dtype)
+        shard = self.memory(entries // self.bench.ranks, dtype)
+        gradient = reduce.allocate((entries,), dtype=dtype, device=self.bench.device)
+        gradient.copy_(values)
 
         def call() -> None:
-            # With one slot every use has the same memory, so the numbers written there stay.
-            again = (
-                whole
+            # With one slot every use returns the same memory, so its values remain.
+            next_gradient = (
+                gradient
                 if reduce._input_buffer is not None
-                else reduce.allocate((entries,), dtype=dtype, device=whole.device)
+                else reduce.allocate((entries,), dtype=dtype, device=gradient.device)
             )
-            reduce(part, again)
+            reduce(shard, next_gradient)
 
-        return call, lambda: self.compare_sum(part, values)
+        return call, lambda: self.compare_sum(shard, values)
 
 
-WAYS: dict[str, Callable[[Bench], Iterator[Way]]] = {
+IMPLEMENTATIONS: dict[str, Callable[[Bench], Iterator[Implementation]]] = {
     "nccl": nccl, "few_ctas": few_ctas, "zero_pool": zero_pool, "zero_symm": zero_symm, "kernels": kernels, "peers": peers,
 }  # fmt: skip
 

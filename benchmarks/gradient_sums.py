@@ -3,8 +3,9 @@
     python benchmarks/gradient_sums.py                       # weights of Llama-3-8B, and a chunk of Llama 3.2 1B's head, on a GPU
     python benchmarks/gradient_sums.py --weights 64x32x48 --device cpu
 
-Prints a JSON line for each weight: its gradient in bf16, as a new sum in fp32, and added to one in fp32; then what a pass takes that adds
-it in bf16 instead, ours and torch's. Medians.
+Prints a JSON line for each weight with median milliseconds: the product of the gradient with a bf16 result (`bf16`), with an fp32 result
+(`fp32`), and with its result added to an fp32 sum (`added`); and a separate pass that adds a bf16 gradient to an fp32 sum, with our kernel
+(`pass`) and with torch (`pass_torch`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import statistics
 from collections.abc import Callable
 
 import torch
-from head import now
+from head import synchronized_time
 
 from meshwright.kernels.sums import add, add_product, matmul
 
@@ -28,36 +29,36 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=10)
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
-    for text in options.weights:
-        print(json.dumps({"weight": text} | measured(text, options)), flush=True)
+    for shape_text in options.weights:
+        print(json.dumps({"weight": shape_text} | measure(shape_text, options)), flush=True)
 
 
-def measured(text: str, options: argparse.Namespace) -> dict[str, float]:
-    """Times for a weight."""
-    device, wide = torch.device(options.device), torch.float32
-    rows, columns, tokens = map(int, text.split("x"))
+def measure(shape_text: str, options: argparse.Namespace) -> dict[str, float]:
+    """Milliseconds by method for a weight of shape OUT x IN and a number of tokens, given as OUTxINxTOKENS."""
+    device, sum_dtype = torch.device(options.device), torch.float32
+    rows, columns, tokens = map(int, shape_text.split("x"))
     torch.manual_seed(0)
-    slope, x = (torch.randn(tokens, width, device=device).bfloat16() for width in (rows, columns))
-    total = torch.zeros(rows, columns, device=device, dtype=wide)
-    made = slope.t() @ x
+    output_gradient, inputs = (torch.randn(tokens, width, device=device).bfloat16() for width in (rows, columns))
+    gradient_sum = torch.zeros(rows, columns, device=device, dtype=sum_dtype)
+    weight_gradient = output_gradient.t() @ inputs
     calls: dict[str, Callable[[], object]] = {
-        "bf16": lambda: matmul(slope.t(), x, slope.dtype),
-        "fp32": lambda: matmul(slope.t(), x, wide),
-        "added": lambda: add_product(total, slope.t(), x),
-        "pass": lambda: add(total, made),
-        "pass_torch": lambda: add(total, made, plain=True),
+        "bf16": lambda: matmul(output_gradient.t(), inputs, output_gradient.dtype),
+        "fp32": lambda: matmul(output_gradient.t(), inputs, sum_dtype),
+        "added": lambda: add_product(gradient_sum, output_gradient.t(), inputs),
+        "pass": lambda: add(gradient_sum, weight_gradient),
+        "pass_torch": lambda: add(gradient_sum, weight_gradient, plain=True),
     }
-    return {name: 1e3 * typical(call, options.calls, device) for name, call in calls.items()}
+    return {name: 1e3 * median_seconds(call, options.calls, device) for name, call in calls.items()}
 
 
-def typical(call: Callable[[], object], calls: int, device: torch.device) -> float:
+def median_seconds(call: Callable[[], object], calls: int, device: torch.device) -> float:
     """Median seconds of a call, without the first ones, which select kernels."""
     seconds = []
     for number in range(calls + 3):
-        started = now(device)
+        started = synchronized_time(device)
         call()
         if number >= 3:
-            seconds.append(now(device) - started)
+            seconds.append(synchronized_time(device) - started)
     return statistics.median(seconds)
 
 

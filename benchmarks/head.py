@@ -28,10 +28,10 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
     for vocab in options.vocab:
-        print(json.dumps(measured(options, vocab)), flush=True)
+        print(json.dumps(measure(options, vocab)), flush=True)
 
 
-def measured(options: argparse.Namespace, vocab: int) -> dict[str, float]:
+def measure(options: argparse.Namespace, vocab: int) -> dict[str, float]:
     """Times of the calls for a vocabulary size."""
     device = torch.device(options.device)
     torch.manual_seed(0)
@@ -40,28 +40,28 @@ def measured(options: argparse.Namespace, vocab: int) -> dict[str, float]:
     targets = torch.randint(vocab, (options.tokens,), device=device)
     seconds, loss = [], 0.0
     for call in range(options.calls + 3):
-        started = now(device)
+        started = synchronized_time(device)
         value = linear_cross_entropy(hidden, weight, targets, options.chunk)
         torch.autograd.grad(value / options.tokens, (hidden, weight))
         if call >= 3:  # the first ones compile and choose kernels
-            seconds.append(now(device) - started)
+            seconds.append(synchronized_time(device) - started)
         loss = value.item() / options.tokens
     flops = 6 * options.tokens * options.hidden * vocab
-    typical = statistics.median(seconds)
+    median_seconds = statistics.median(seconds)
     return {
         "vocab": vocab,
         "tokens": options.tokens,
         "hidden": options.hidden,
         "chunk": options.chunk,
-        "ms": 1e3 * typical,
+        "ms": 1e3 * median_seconds,
         "ms_least": 1e3 * min(seconds),
-        "tflops": flops / typical / 1e12,
+        "tflops": flops / median_seconds / 1e12,
         "loss": loss,
     }
 
 
-def now(device: torch.device) -> float:
-    """The time after the device has finished all work."""
+def synchronized_time(device: torch.device) -> float:
+    """Host time in seconds, after the device has finished all work."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()

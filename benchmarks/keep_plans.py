@@ -25,12 +25,12 @@ def questions() -> dict[str, dict[str, str]]:
 def main() -> None:
     print("| question | plan | step (80%) | MFU | memory |\n|---|---|---:|---:|---:|")
     for name, question in questions().items():
-        words = question["ask"].split()
-        best = search(load_run(None, words)).best.plan
+        overrides = question["ask"].split()
+        best = search(load_run(None, overrides)).best.plan
         command = f"# meshwright plan {question['ask']}\n"
         (FOLDER / f"{name}.yaml").write_text(command + plan_yaml(best), encoding="utf-8")
         print(table_row(name, best))
-        print(table_row("  published", search(load_run(None, [*words, *question["published"].split()])).best.plan))
+        print(table_row("  published", search(load_run(None, [*overrides, *question["published"].split()])).best.plan))
 
 
 def table_row(name: str, plan: Plan) -> str:
@@ -45,10 +45,12 @@ def table_row(name: str, plan: Plan) -> str:
     mesh = " × ".join(f"{axis.axis} {axis.size}" for axis in plan.mesh if axis.size > 1)
     stages = len(plan.schedule.stages[0]) if plan.schedule.stages else 1
     modes = "/".join(dict.fromkeys(layer.recompute for layer in plan.layers))
-    cut = f"micro-batch {plan.batch.micro_batch} × {plan.batch.accumulate}"
-    text = f"{mesh}, {plan.schedule.name} with {stages} stage{'s' * (stages > 1)} a rank, {cut}, recompute {modes}"
+    batch_text = f"micro-batch {plan.batch.micro_batch} × {plan.batch.accumulate}"
+    plan_text = (
+        f"{mesh}, {plan.schedule.name} with {stages} stage{'s' * (stages > 1)} a rank, {batch_text}, recompute {modes}"
+    )
     band = f"{predicted.step_seconds:.2f} s ({predicted.low_seconds:.2g} to {predicted.high_seconds:.2g})"
-    return f"| {name} | {text} | {band} | {predicted.mfu:.1%} | {predicted.memory_peak_bytes / 1e9:.0f} GB |"
+    return f"| {name} | {plan_text} | {band} | {predicted.mfu:.1%} | {predicted.memory_peak_bytes / 1e9:.0f} GB |"
 
 
 if __name__ == "__main__":

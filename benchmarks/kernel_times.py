@@ -16,15 +16,15 @@ from meshwright.spec.errors import BadInput
 
 __all__ = ["Breakdown", "breakdown", "read_trace"]
 
-NAMED = 5
-"""Most kernels of a class, and most gaps, that are listed, the longest first."""
-BRIEF = 5e-6
-"""Seconds below which a gap is the usual one between two kernels."""
+MAX_LISTED = 5
+"""Most kernels of a class, and most gaps, in the result, the longest first."""
+BRIEF_GAP_SECONDS = 5e-6
+"""Longest gap that counts as the usual one between two kernels."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Named:
-    """All calls of a kernel in the step."""
+class KernelCalls:
+    """Number and total time of a kernel's calls in the step."""
 
     name: str
     calls: int
@@ -40,7 +40,7 @@ class ClassTime:
     busy_seconds: float
     """Seconds in which kernels of this class ran, also beside other classes."""
     kernels: int
-    longest: tuple[Named, ...]
+    longest: tuple[KernelCalls, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,34 +107,34 @@ class Breakdown:
 def breakdown(kernels: Sequence[Kernel]) -> Breakdown:
     """The breakdown of the last complete step in a trace. Raises BadInput when it has none."""
     begin, end = last_step(kernels)
-    inside = [kernel for kernel in kernels if kernel.end > begin and kernel.start < end]
-    charged = _charged(inside, begin, end)
-    by_kind: dict[KernelClass, list[Kernel]] = defaultdict(list)
-    for kernel in inside:
-        by_kind[kernel.kernel_class].append(kernel)
+    step_kernels = [kernel for kernel in kernels if kernel.end > begin and kernel.start < end]
+    charged = _charged(step_kernels, begin, end)
+    by_class: dict[KernelClass, list[Kernel]] = defaultdict(list)
+    for kernel in step_kernels:
+        by_class[kernel.kernel_class].append(kernel)
     return Breakdown(
         seconds=end - begin,
         kinds={
-            kernel_class: _class_time(by_kind[kernel_class], charged[kernel_class], begin, end)
+            kernel_class: _class_time(by_class[kernel_class], charged[kernel_class], begin, end)
             for kernel_class in KERNEL_CLASSES
-            if kernel_class in by_kind
+            if kernel_class in by_class
         },
-        idle=_idle(inside, begin, end),
-        products=_products(by_kind["gemm"]),
-        unknown_product_seconds=sum(k.end - k.start for k in by_kind["gemm"] if k.product is None),
+        idle=_idle(step_kernels, begin, end),
+        products=_products(by_class["gemm"]),
+        unknown_product_seconds=sum(kernel.end - kernel.start for kernel in by_class["gemm"] if kernel.product is None),
     )
 
 
 def last_step(kernels: Sequence[Kernel]) -> tuple[float, float]:
     """Begin and end of the last step, by the ends of two updates. Raises BadInput when there are fewer."""
     ends: list[float] = []
-    fresh = True
+    new_step = True
     for kernel in kernels:
         if kernel.kernel_class == "gemm":
-            fresh = True
+            new_step = True
         elif kernel.kernel_class == "optimizer" and "adam" in kernel.name.lower():
-            ends = [*ends, kernel.end] if fresh else [*ends[:-1], max(ends[-1], kernel.end)]
-            fresh = False
+            ends = [*ends, kernel.end] if new_step else [*ends[:-1], max(ends[-1], kernel.end)]
+            new_step = False
     if len(ends) < 2:
         raise BadInput(
             f"the trace holds the end of {len(ends)} optimizer steps; expected two or more: record two steps, as in --profile-steps 30:31"
@@ -175,7 +175,8 @@ def _class_time(kernels: Sequence[Kernel], charged: float, begin: float, end: fl
         busy_seconds=sum(stop - start for start, stop in _joined(kernels, begin, end)),
         kernels=len(kernels),
         longest=tuple(
-            Named(name=name, calls=len(durations), seconds=sum(durations)) for name, durations in ordered[:NAMED]
+            KernelCalls(name=name, calls=len(durations), seconds=sum(durations))
+            for name, durations in ordered[:MAX_LISTED]
         ),
     )
 
@@ -199,7 +200,7 @@ def _idle(kernels: Sequence[Kernel], begin: float, end: float) -> Idle:
         while starts[next_index].start < start and next_index + 1 < len(starts):
             next_index += 1
         length, kernel = start - before, starts[next_index]
-        if length > BRIEF:
+        if length > BRIEF_GAP_SECONDS:
             host = kernel.launched is not None and kernel.launched > before
             gaps.append(Gap(seconds=length, before=kernel.name, op=kernel.op, host=host))
         else:
@@ -210,7 +211,7 @@ def _idle(kernels: Sequence[Kernel], begin: float, end: float) -> Idle:
         host_seconds=sum(gap.seconds for gap in gaps if gap.host),
         brief_seconds=brief,
         gaps=len(gaps),
-        longest=tuple(sorted(gaps, key=lambda gap: -gap.seconds)[:NAMED]),
+        longest=tuple(sorted(gaps, key=lambda gap: -gap.seconds)[:MAX_LISTED]),
     )
 
 

@@ -22,6 +22,7 @@ STAGING_BYTES = 256 << 20
 ALIGNMENT = 256
 """Alignment of slots in bytes, so that copies run at full width."""
 READY, COPIED = 0, 1
+"""Flags of a ring: a rank has written its slot; a rank has copied its data from all slots."""
 Pairs = Sequence[tuple[Tensor, Tensor]]
 """(target, source)."""
 Event = Any
@@ -74,7 +75,7 @@ class Copies:
                 target.copy_(source)
             return []
         begin = torch.cuda.current_stream().record_event()
-        shares = spread(pairs, len(self._streams))
+        shares = split_over_streams(pairs, len(self._streams))
         return [self._copy(stream, begin, share) for stream, share in zip(self._streams, shares, strict=True)]
 
     def _copy(self, stream: torch.cuda.Stream, begin: Event, pairs: Pairs) -> Event:
@@ -90,8 +91,8 @@ class Copies:
             torch.cuda.current_stream().wait_event(event)
 
 
-def spread(pairs: Pairs, count: int) -> list[Pairs]:
-    """Distributes copies over `count` streams: in turn, or each copy in parts where there are fewer copies than streams."""
+def split_over_streams(pairs: Pairs, count: int) -> list[Pairs]:
+    """Lists of copies for `count` streams: whole copies round-robin, or parts of each copy if there are fewer copies than streams."""
     if len(pairs) >= count:
         return [pairs[number::count] for number in range(count)]
     parts = [[tensor.tensor_split(count) for tensor in pair] for pair in pairs]
@@ -114,7 +115,7 @@ class PeerGather:
         ring.slot(window.rank, 0, input_tensor).copy_(input_tensor)
         ring.exchange_ready()
         shards = output_tensor.view(window.ranks, -1)
-        self._copies.run([(shards[peer], ring.slot(peer, 0, input_tensor)) for peer in others(window)])
+        self._copies.run([(shards[peer], ring.slot(peer, 0, input_tensor)) for peer in peers_of(window)])
         ring.signal_copied()
         if shards[window.rank].data_ptr() != input_tensor.data_ptr():
             shards[window.rank].copy_(input_tensor)
@@ -167,14 +168,14 @@ class PeerReduce:
         ring, window = self._ring, self._ring.window
         start = window.rank * output.numel() + int(piece.storage_offset() - output.storage_offset())
         started = self._copies.start(
-            [(staging_buffer[p, : len(piece)], ring.slot(p, start, piece)) for p in others(window)]
+            [(staging_buffer[p, : len(piece)], ring.slot(p, start, piece)) for p in peers_of(window)]
         )
         staging_buffer[window.rank, : len(piece)].copy_(ring.slot(window.rank, start, piece))
         return started
 
 
-def others(window: DeviceWindow) -> list[int]:
-    """The peers of a rank, starting with its neighbour, so that at any time only one rank reads from each."""
+def peers_of(window: DeviceWindow) -> list[int]:
+    """The other ranks, starting with the next one, so that at any time only one rank reads from each."""
     return [(window.rank + step) % window.ranks for step in range(1, window.ranks)]
 
 
@@ -193,21 +194,21 @@ class DeviceWindow:
         self._handle = symmetric.rendezvous(memory, group.group_name)
         self._memory = [self._handle.get_buffer(peer, memory.shape, torch.uint8) for peer in range(self.ranks)]
         self._memory[self.rank] = memory
-        self._flags = [whole[: 4 * self._words].view(torch.int32) for whole in self._memory]
+        self._flags = [memory[: 4 * self._words].view(torch.int32) for memory in self._memory]
 
     def bytes_of(self, owner: int, first: int, count: int) -> Tensor:
         return self._memory[owner][self._flag_bytes + first :][:count]
 
     def set_flags(self, flag: int, value: int) -> None:
         word = flag * self.ranks + self.rank
-        mine = self._flags[self.rank][word : word + 1]
-        write(mine, value)
-        for peer in others(self):
-            self._flags[peer][word : word + 1].copy_(mine, non_blocking=True)
+        own_flag = self._flags[self.rank][word : word + 1]
+        write(own_flag, value)
+        for peer in peers_of(self):
+            self._flags[peer][word : word + 1].copy_(own_flag, non_blocking=True)
 
     def wait_for_flags(self, flag: int, value: int) -> None:
         first = flag * self.ranks
-        wait_at_least([self._flags[self.rank][first + peer : first + peer + 1] for peer in others(self)], value)
+        wait_at_least([self._flags[self.rank][first + peer : first + peer + 1] for peer in peers_of(self)], value)
 
 
 def aligned(size: int) -> int:

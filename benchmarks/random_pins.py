@@ -99,9 +99,9 @@ def gains_of(seed: int, mode: str, limit: int | None = None) -> list[tuple[float
         return []
     result = []
     for added, sequences in islice(pins(generator) if mode == "pins" else larger_runs(overrides), limit):
-        other = seconds([*overrides, *added])
-        if other is not None:
-            gain = unpinned / other if mode == "pins" else other / sequences / unpinned
+        changed = seconds([*overrides, *added])
+        if changed is not None:
+            gain = unpinned / changed if mode == "pins" else changed / sequences / unpinned
             result.append((gain - 1, " ".join([*overrides, *added])))
     return result
 

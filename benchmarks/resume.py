@@ -40,37 +40,37 @@ def main() -> None:
     options = parser.parse_args()
     options.logs.mkdir(parents=True, exist_ok=True)
     if options.run:
-        words = [str(options.run / "config.yaml"), "--runs", str(options.run.parent), *options.overrides]
+        overrides = [str(options.run / "config.yaml"), "--runs", str(options.run.parent), *options.overrides]
         cluster = yaml.safe_load((options.run / "config.yaml").read_text(encoding="utf-8"))["cluster"]
         options.gpus, folder = cluster["nodes"] * cluster["gpus_per_node"], options.run
     else:
         numbers = [f"train.steps={options.steps}", f"checkpoint.every={options.resume_at}", f"name={NAME}"]
-        words = [str(HERE / "llama3-8b.yaml"), "--runs", str(options.runs), *numbers, *options.overrides]
+        overrides = [str(HERE / "llama3-8b.yaml"), "--runs", str(options.runs), *numbers, *options.overrides]
         folder = options.runs / NAME
-        train(words, options.gpus, options)
+        train(overrides, options.gpus, options)
     before = by_step(folder)
-    train(words, options.resume_gpus, options)
+    train(overrides, options.resume_gpus, options)
     after = {step: record for step, record in by_step(folder).items() if step > options.resume_at}
     facts = {"benchmark": "resume", "date": time.strftime("%Y-%m-%d"), "command": " ".join(sys.argv)}
-    result = {**facts, "gpus": options.gpus, "resume_gpus": options.resume_gpus, **compared(before, after)}
+    result = {**facts, "gpus": options.gpus, "resume_gpus": options.resume_gpus, **compare(before, after)}
     options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result))
 
 
-def train(words: list[str], gpus: int, options: argparse.Namespace) -> None:
+def train(overrides: list[str], gpus: int, options: argparse.Namespace) -> None:
     """Run on `gpus` GPUs, from the newest checkpoint if there is one. Exits the program when the run fails."""
     log = options.logs / f"resume-{gpus}.log"
-    command = [*MESHWRIGHT, "train", *words, f"cluster.gpus_per_node={gpus}"]
+    command = [*MESHWRIGHT, "train", *overrides, f"cluster.gpus_per_node={gpus}"]
     if code := run_logged(command, log, dict(os.environ), options.limit):
         sys.exit(f"exit code {code} on {gpus} GPUs: {log.read_text(encoding='utf-8', errors='replace')[-1500:]}")
 
 
 def by_step(folder: Path) -> dict[int, dict[str, Any]]:
-    """The step records of a run; of a repeated step, the later one."""
+    """The step records of a run; for a repeated step the later record."""
     return {record["step"]: record for record in step_records(folder)}
 
 
-def compared(before: dict[int, dict[str, Any]], after: dict[int, dict[str, Any]]) -> dict[str, Any]:
+def compare(before: dict[int, dict[str, Any]], after: dict[int, dict[str, Any]]) -> dict[str, Any]:
     """Compares the steps of the second start with those of the first."""
     pairs = [(before[step], after[step]) for step in sorted(after)]
     return {

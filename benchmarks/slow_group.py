@@ -52,7 +52,7 @@ ROUNDS = 3
 
 def main() -> None:
     if os.environ.get("RANK") is not None:
-        be_rank()
+        run_rank()
     options, words = parser().parse_known_args()
     run = load(words, options.runs)
     run = renamed(run, options.runs) if options.fresh else run
@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def be_rank() -> None:
+def run_rank() -> None:
     """Run a rank with the trainer's worker; on a slow rank blocks are wrapped before they are sharded."""
     assignment, slow = Assignment.read(Path(sys.argv[1])), json.loads(sys.argv[2])
     rank = int(os.environ["RANK"])
@@ -111,34 +111,36 @@ def slowed(wrap_blocks: Callable[[Decoder, Plan], None], spin: Spin) -> Callable
 
 
 class Spin:
-    """The spin of a rank: two lengths, fitted to the time of a block's forward and backward."""
+    """Slows a rank down: spins after each block's forward and backward, with lengths fitted to the blocks' own times."""
 
-    def __init__(self, slow: dict[str, Any], cpu: bool, file: Path, like: dict[str, float] | None = None) -> None:
-        self.slower, self.file, self.like = slow["slower"], file, like
+    def __init__(
+        self, slow: dict[str, Any], cpu: bool, file: Path, reference_ms: dict[str, float] | None = None
+    ) -> None:
+        self.slower, self.file, self.reference_ms = slow["slower"], file, reference_ms
         self.clock: HostClock | DeviceClock = HostClock() if cpu else DeviceClock()
         self.amount = {"forward": 0.0, "backward": 0.0}
         self.marks: dict[str, list[list[Any]]] = {"forward": [], "backward": []}
-        self.left, self.round, self.rounds = slow["warm"], slow["round"], 0
+        self.blocks_left, self.round, self.rounds = slow["warm"], slow["round"], 0
 
     def surround(self, block: nn.Module) -> None:
-        inner = block.forward
+        block_forward = block.forward
 
-        def forward(x: Tensor, *others: Any) -> Tensor:
+        def forward(x: Tensor, *arguments: Any) -> Tensor:
             if not torch.is_grad_enabled():
-                return inner(x, *others)
+                return block_forward(x, *arguments)
             before = [self.clock.stamp()]
-            y = inner(_Leave.apply(x, self), *others)
+            y = block_forward(_BlockInput.apply(x, self), *arguments)
             self.spin("forward", before)
-            return _Enter.apply(y, self)
+            return _BlockOutput.apply(y, self)
 
         block.forward = forward  # type: ignore[method-assign]
 
-    def spin(self, way: str, marks: list[Any]) -> None:
+    def spin(self, direction: str, marks: list[Any]) -> None:
         """Spin after the work that `marks` started, and store its three times: begin, end, end of the spin."""
         marks.append(self.clock.stamp())
-        self.clock.spin(self.amount[way])
+        self.clock.spin(self.amount[direction])
         marks.append(self.clock.stamp())
-        self.marks[way].append(marks)
+        self.marks[direction].append(marks)
 
     def left_backward(self) -> None:
         """Called when a block's backward has finished."""
@@ -147,41 +149,44 @@ class Spin:
             for marks in self.marks.values():
                 marks.clear()
             return
-        self.left -= 1
-        if self.left == 0:
+        self.blocks_left -= 1
+        if self.blocks_left == 0:
             self.adjust()
 
     def adjust(self) -> None:
-        """Fit the spin to the blocks since the last fit; after the last round, write the ratio that it reached."""
+        """Fit the spins to the blocks since the last fit; after the last round, write the slow-down that was reached."""
         forward = [self.clock.apart(marks) for marks in self.marks["forward"][-self.round :]]
         backward = [self.clock.apart(marks) for marks in self.marks["backward"][-self.round :] if len(marks) == 4]
-        own = {"forward": middle(forward, 0), "backward": middle(backward, 2)}
-        spun = {"forward": middle(forward, 1), "backward": middle(backward, 1)}
-        self.rounds, self.left = self.rounds + 1, self.round
+        block_ms = {"forward": middle(forward, 0), "backward": middle(backward, 2)}
+        spin_ms = {"forward": middle(forward, 1), "backward": middle(backward, 1)}
+        self.rounds, self.blocks_left = self.rounds + 1, self.round
         for marks in self.marks.values():
             marks.clear()
-        like = self.like or own
+        reference_ms = self.reference_ms or block_ms
         if self.rounds > ROUNDS:
-            ratio = {way: (own[way] + spun[way]) / like[way] for way in own}
+            ratio = {
+                direction: (block_ms[direction] + spin_ms[direction]) / reference_ms[direction]
+                for direction in block_ms
+            }
             facts = {
                 "rank": int(os.environ["RANK"]),
                 "wanted": self.slower,
                 "reached": ratio,
-                "own_ms": own,
-                "like_ms": self.like,
+                "own_ms": block_ms,
+                "like_ms": self.reference_ms,
             }
-            self.file.write_text(json.dumps(facts | {"spun_ms": spun}), encoding="utf-8")
+            self.file.write_text(json.dumps(facts | {"spun_ms": spin_ms}), encoding="utf-8")
             return
-        for way in own:
-            rate = self.amount[way] / spun[way] if self.amount[way] else self.clock.per_ms
-            self.amount[way] = max(0.0, self.slower * like[way] - own[way]) * rate
+        for direction in block_ms:
+            rate = self.amount[direction] / spin_ms[direction] if self.amount[direction] else self.clock.per_ms
+            self.amount[direction] = max(0.0, self.slower * reference_ms[direction] - block_ms[direction]) * rate
 
 
 def middle(samples: list[list[float]], index: int) -> float:
     return statistics.median(sample[index] for sample in samples)
 
 
-class _Leave(torch.autograd.Function):
+class _BlockInput(torch.autograd.Function):
     """Identity around a block's input; its backward runs after the block's backward."""
 
     @staticmethod
@@ -195,7 +200,7 @@ class _Leave(torch.autograd.Function):
         return gradients[0], None
 
 
-class _Enter(torch.autograd.Function):
+class _BlockOutput(torch.autograd.Function):
     """Identity around a block's output; its backward runs before the block's backward."""
 
     @staticmethod

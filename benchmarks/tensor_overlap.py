@@ -4,7 +4,7 @@
 
 Prints a line for each product of Llama-3-8B and direction, in ms of the slowest rank, medians over rounds of several calls in a row:
 
-  plain      collectives before and after the product (`plan.tensor_engine: kernel`)
+  plain      collectives before or after the product (`plan.tensor_engine: kernel`)
   beside     copies by copy engines that overlap the product in pieces (`copy`), for each minimum number of rows per piece
   products   the undivided matrix products alone, the lower bound
   exchange   the collectives alone
@@ -39,8 +39,8 @@ PRODUCTS = {
     "gate_up": ("gathered", 28672),
     "down": ("scattered", 14336),
 }
-"""Products of a layer: whether tokens are gathered before or summed after it, and its width beside the hidden size."""
-OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+"""Products of a layer: whether tokens are gathered before or summed after it, and its width other than the hidden size."""
+WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 LIMIT_SECONDS = 400
 CALLS = 8
@@ -49,7 +49,7 @@ CALLS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A product in one direction."""
+    """Times of a product in one direction; the fields are keys of the result file."""
 
     product: str
     width: int
@@ -62,27 +62,27 @@ class Line:
     """Largest difference between the two results, relative to the largest value."""
 
     def text(self) -> str:
-        beside = "  ".join(
+        overlapped_text = "  ".join(
             f"beside/{rows} {ms:6.3f} ({(self.plain_ms - ms) / self.exchange_ms:4.0%})"
             for rows, ms in self.beside_ms.items()
         )
         return (
-            f"{self.product:8} /{self.width}  {self.direction:8}  plain {self.plain_ms:6.3f}  {beside}  products {self.products_ms:6.3f}  "
-            f"exchange {self.exchange_ms:6.3f}  error {self.error:.1e}"
+            f"{self.product:8} /{self.width}  {self.direction:8}  plain {self.plain_ms:6.3f}  {overlapped_text}  "
+            f"products {self.products_ms:6.3f}  exchange {self.exchange_ms:6.3f}  error {self.error:.1e}"
         )
 
 
 def main() -> None:
     options = parser().parse_args()
-    os.environ |= OFF | LOOPBACK
+    os.environ |= WITHOUT_MULTICAST | LOOPBACK
     if options.folder:
-        be_rank(options)
+        run_rank(options)
         return
     gpus = options.gpus or torch.cuda.device_count()
     with tempfile.TemporaryDirectory() as folder:
-        words = [sys.executable, __file__, *sys.argv[1:], "--folder", folder, "--gpus", str(gpus)]
+        command = [sys.executable, __file__, *sys.argv[1:], "--folder", folder, "--gpus", str(gpus)]
         environment = [os.environ | {"RANK": str(rank)} for rank in range(gpus)]
-        ranks = [subprocess.Popen(words, env=variables) for variables in environment]
+        ranks = [subprocess.Popen(command, env=variables) for variables in environment]
         try:
             codes = [rank.wait(LIMIT_SECONDS) for rank in ranks]
         finally:
@@ -116,7 +116,7 @@ def parser() -> argparse.ArgumentParser:
 # --- in a rank
 
 
-def be_rank(options: argparse.Namespace) -> None:
+def run_rank(options: argparse.Namespace) -> None:
     rank, ranks = int(os.environ["RANK"]), options.gpus
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
@@ -152,23 +152,24 @@ class Bench:
         from meshwright.parallel import async_tensor
         from meshwright.parallel.peers import close_peers, register
 
-        kind, wide = PRODUCTS[product]
-        call, alone, exchange = self.gathered(wide // width) if kind == "gathered" else self.scattered(wide // width)
-        call, alone, exchange = (pair[direction == "backward"] for pair in (call, alone, exchange))
+        exchange_type, width_in = PRODUCTS[product]
+        operator = self.gathered if exchange_type == "gathered" else self.scattered
+        call, products_only, exchange = operator(width_in // width)
+        call, products_only, exchange = (pair[direction == "backward"] for pair in (call, products_only, exchange))
         close_peers(self.name)
-        truth, plain = call(), self.seconds(call)
+        expected, plain_seconds = call(), self.seconds(call)
         register(self.name, self.peers)
-        beside, error = {}, 0.0
-        for rows in self.rows:
-            async_tensor.PIECE_ROWS = rows
+        overlapped_ms, error = {}, 0.0
+        for min_rows in self.rows:
+            async_tensor.PIECE_ROWS = min_rows
             error = max(
-                error, *(float((a - b).abs().max() / b.abs().max()) for a, b in zip(call(), truth, strict=True))
+                error, *(float((a - b).abs().max() / b.abs().max()) for a, b in zip(call(), expected, strict=True))
             )
-            beside[rows] = 1e3 * self.seconds(call)
+            overlapped_ms[min_rows] = 1e3 * self.seconds(call)
         close_peers(self.name)
         return Line(
-            product=product, width=width, direction=direction, plain_ms=1e3 * plain, beside_ms=beside,
-            products_ms=1e3 * self.seconds(alone), exchange_ms=1e3 * self.seconds(exchange), error=error,
+            product=product, width=width, direction=direction, plain_ms=1e3 * plain_seconds, beside_ms=overlapped_ms,
+            products_ms=1e3 * self.seconds(products_only), exchange_ms=1e3 * self.seconds(exchange), error=error,
         )  # fmt: skip
 
     def gathered(self, out: int) -> Any:
@@ -176,36 +177,39 @@ class Bench:
         from meshwright.parallel import products as ops
 
         x, weight, grad = self.part(HIDDEN), self.normal(out, HIDDEN), self.all(out)
-        whole, name = self.all(HIDDEN), (self.name, self.ranks)
+        all_tokens, name = self.all(HIDDEN), (self.name, self.ranks)
 
         def backward() -> tuple[Tensor, Tensor]:
-            x_grad, (weight_grad,) = ops.gathered_gradients(x, [weight], [grad], *name)
+            x_grad, (weight_grad,) = ops.all_gather_matmul_backward(x, [weight], [grad], *name)
             return x_grad, weight_grad
 
         return (
-            (lambda: ops.gathered_products(x, [weight], [None], *name), backward),
-            (lambda: whole @ weight.t(), lambda: (grad @ weight, grad.flatten(0, 1).t() @ whole.flatten(0, 1))),
+            (lambda: ops.all_gather_matmul(x, [weight], [None], *name), backward),
             (
-                lambda: ops.gathered_tokens(x, *name),
-                lambda: (ops.gathered_tokens(x, *name), ops.scattered_sum(whole, *name)),
+                lambda: all_tokens @ weight.t(),
+                lambda: (grad @ weight, grad.flatten(0, 1).t() @ all_tokens.flatten(0, 1)),
+            ),
+            (
+                lambda: ops.all_gather_tokens(x, *name),
+                lambda: (ops.all_gather_tokens(x, *name), ops.reduce_scatter_tokens(all_tokens, *name)),
             ),
         )
 
-    def scattered(self, wide: int) -> Any:
-        """The same for the scattered operator; the weight gradient belongs to backward."""
+    def scattered(self, width_in: int) -> Any:
+        """The same for the operator that sums and scatters its result; the weight gradient belongs to its backward."""
         from meshwright.parallel import products as ops
 
-        x, weight, grad = self.all(wide), self.normal(HIDDEN, wide), self.part(HIDDEN)
-        whole, name = self.all(HIDDEN), (self.name, self.ranks)
+        x, weight, grad = self.all(width_in), self.normal(HIDDEN, width_in), self.part(HIDDEN)
+        all_tokens, name = self.all(HIDDEN), (self.name, self.ranks)
 
         def backward() -> tuple[Tensor, Tensor]:
-            (x_grad,), gathered = ops.scattered_input_gradients(grad, [weight], *name)
+            (x_grad,), gathered = ops.matmul_reduce_scatter_input_backward(grad, [weight], *name)
             return x_grad, gathered.flatten(0, 1).t() @ x.flatten(0, 1)
 
         return (
-            (lambda: (ops.scattered_products([x], [weight], *name),), backward),
-            (lambda: x @ weight.t(), lambda: (whole @ weight, whole.flatten(0, 1).t() @ x.flatten(0, 1))),
-            (lambda: ops.scattered_sum(whole, *name), lambda: ops.gathered_tokens(grad, *name)),
+            (lambda: (ops.matmul_reduce_scatter([x], [weight], *name),), backward),
+            (lambda: x @ weight.t(), lambda: (all_tokens @ weight, all_tokens.flatten(0, 1).t() @ x.flatten(0, 1))),
+            (lambda: ops.reduce_scatter_tokens(all_tokens, *name), lambda: ops.all_gather_tokens(grad, *name)),
         )
 
     def part(self, width: int) -> Tensor:

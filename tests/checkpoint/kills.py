@@ -118,21 +118,21 @@ class _Lines:
     """Lines from a pipe, each within `LIMIT_SECONDS`."""
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor, self._rest = descriptor, b""
+        self._descriptor, self._buffered = descriptor, b""
 
     def next(self) -> str:
-        while b"\n" not in self._rest:
+        while b"\n" not in self._buffered:
             assert self._fill(), "the rank ended"
-        line, _, self._rest = self._rest.partition(b"\n")
+        line, _, self._buffered = self._buffered.partition(b"\n")
         return line.decode()
 
     def remaining(self) -> list[str]:
         while self._fill():
             continue
-        return self._rest.decode().splitlines()
+        return self._buffered.decode().splitlines()
 
     def _fill(self) -> bool:
         assert select.select([self._descriptor], [], [], LIMIT_SECONDS)[0], "the rank hangs"
         data = os.read(self._descriptor, 1 << 16)
-        self._rest += data
+        self._buffered += data
         return bool(data)

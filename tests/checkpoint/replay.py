@@ -1,4 +1,7 @@
-"""Power cuts: what a folder may hold after a crash at any call to the disk, when data and names that were not flushed are lost."""
+"""Simulates power cuts: the contents a folder may have after a crash at any system call that changes the disk.
+
+Data and file names that were not flushed by fsync may be lost.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,15 @@ from tests.checkpoint.crash import CALLS, FILE_OPEN, intercept_calls
 
 RECORDED = (*CALLS, "pwrite", FILE_OPEN)
 Keeps = Callable[[int], bool]
-"""Whether what was not flushed survived, of the file or folder with an inode number."""
+"""Whether the unflushed changes of the file or folder with this inode number survive the crash."""
 
 
 @dataclass
 class Disk:
-    """Names of each folder and content of each file by inode: `now` as the kernel shows them, `flushed` as the last fsync left them."""
+    """Names in each folder and contents of each file, by inode.
+
+    `names` and `content` are what processes see; `flushed_names` and `flushed_content` are as of the last fsync.
+    """
 
     root: int
     names: dict[int, dict[str, int]] = field(default_factory=dict)

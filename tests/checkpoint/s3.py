@@ -34,9 +34,10 @@ class Server:
 
 
 class FaultProxy:
-    """Passes connections on to `port`; `mode` is `pass`, `503`, `hang`, or `drop`: end a connection within the body of a large request.
+    """A proxy that forwards connections to `port`, with faults according to `mode`.
 
-    `faults` counts what it did wrong.
+    `mode` is `pass` (no faults), `503` (answer with that status), `hang` (do not answer) or `drop` (end the connection
+    within the body of a large request). `faults` counts the faults.
     """
 
     def __init__(self, port: int) -> None:

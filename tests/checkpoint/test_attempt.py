@@ -87,7 +87,7 @@ def test_death_at_any_call_of_retention_leaves_the_newest_good(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("number", "kind", "names"),
+    ("number", "error_class", "names"),
     [
         (errno.ENOSPC, OutOfResources, ("write", "mkdir", "open")),
         (errno.EIO, Damaged, ("write", "fsync")),
@@ -95,7 +95,7 @@ def test_death_at_any_call_of_retention_leaves_the_newest_good(tmp_path: Path):
     ],
 )
 def test_failure_at_any_call_is_told_and_leaves_nothing_half_written(
-    tmp_path: Path, number: int, kind: type[MeshwrightError], names: tuple[str, ...]
+    tmp_path: Path, number: int, error_class: type[MeshwrightError], names: tuple[str, ...]
 ):
     save(tmp_path, 1)
     calls = len(count(lambda: save(tmp_path, 2), names))
@@ -109,7 +109,7 @@ def test_failure_at_any_call_is_told_and_leaves_nothing_half_written(
 
         with intercept_calls(fail, names), pytest.raises(MeshwrightError) as caught:
             save(tmp_path, 2)
-        assert type(caught.value) is kind and "saving step 2" in str(caught.value)
+        assert type(caught.value) is error_class and "saving step 2" in str(caught.value)
         visible = {path.name for path in tmp_path.iterdir()}
         if k == calls - 1 and step_name(2) in visible:  # the last calls come after the rename: all of it is there
             assert verify(tmp_path / step_name(2)) == []
@@ -143,5 +143,5 @@ def test_everything_is_durable_before_the_rename_and_the_manifest_vouches_last(t
     assert all(syncs[file] < first_of_manifest for file in files if file not in (MANIFEST, COMMITTED))
 
 
-def _last(events: list[tuple[str, str]], kind: str) -> dict[str, int]:
-    return {where: index for index, (name, where) in enumerate(events) if name == kind}
+def _last(events: list[tuple[str, str]], call: str) -> dict[str, int]:
+    return {where: index for index, (name, where) in enumerate(events) if name == call}

@@ -1,4 +1,7 @@
-"""Asynchronous saves of one rank, with its real writer process: what is staged is what is loaded, and what fails costs a save only."""
+"""Asynchronous saves of one rank with its real writer process: loads return the staged state; a failure loses one save.
+
+A staged state is a step's state, copied to host memory while training goes on.
+"""
 
 from __future__ import annotations
 

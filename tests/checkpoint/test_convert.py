@@ -89,7 +89,7 @@ def test_an_imported_folder_is_a_committed_step_zero_that_any_reader_takes(run: 
     assert (
         from_plain(ModelSpec, {key: value for key, value in to_plain(model).items() if key in to_plain(SPEC)}) == SPEC
     )
-    with pytest.raises(BadInput, match="already there"):
+    with pytest.raises(BadInput, match="already exists"):
         import_checkpoint(tmp_path / "hf", tmp_path / "base")
     export_checkpoint(path, tmp_path / "again", dtype="fp32")
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
@@ -121,7 +121,11 @@ def test_a_failed_import_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: 
 def test_a_checkpoint_that_tells_nothing_of_its_model_is_refused(tmp_path: Path):
     with pytest.raises(BadInput, match="no section `model`"):
         export_checkpoint(save(tmp_path, 1), tmp_path / "hf")
-    for text, says in ((": :", "not YAML"), ("model: {layers: many}", "not the dimensions"), ("[1]", "no section")):
+    for text, says in (
+        (": :", "not YAML"),
+        ("model: {layers: many}", "expected the dimensions"),
+        ("[1]", "no section"),
+    ):
         path = CheckpointStore(tmp_path / "one").save(1, tensors(1), {}, {"config.yaml": text}, overwrite=True).path
         with pytest.raises(BadInput, match=says):
             export_checkpoint(path, tmp_path / "hf")

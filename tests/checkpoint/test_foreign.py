@@ -1,4 +1,4 @@
-"""A checkpoint of another run, or under another step's name, is refused; an explicit start from another run's weights is not."""
+"""Checkpoints of another run, or under another step's name, are refused, except as weights that `model.init` names."""
 
 from __future__ import annotations
 

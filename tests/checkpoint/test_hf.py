@@ -90,9 +90,9 @@ def their_float64_logits(theirs, spec, tokens, monkeypatch):
         return theirs(tokens).logits
 
 
-@pytest.mark.parametrize("kind", list(SPECS))
-def test_ours_exported_gives_the_same_logits_in_transformers(kind, tmp_path, monkeypatch):
-    spec = SPECS[kind]
+@pytest.mark.parametrize("model_name", list(SPECS))
+def test_ours_exported_gives_the_same_logits_in_transformers(model_name, tmp_path, monkeypatch):
+    spec = SPECS[model_name]
     tokens = some_tokens(spec, seq=SEQ)
     export(built(spec, dtype=torch.float32), tmp_path / "out")
     theirs, reader = loaded_by_transformers(tmp_path / "out"), import_hf(tmp_path / "out")[1]
@@ -103,7 +103,7 @@ def test_ours_exported_gives_the_same_logits_in_transformers(kind, tmp_path, mon
     assert (their_float64_logits(theirs, spec, tokens, monkeypatch) - exact).abs().max() < 1e-11
 
 
-def their_config(kind):
+def their_config(model_name):
     import transformers as t
 
     small = {
@@ -130,17 +130,17 @@ def their_config(kind):
         "qwen3 moe": lambda: t.Qwen3MoeConfig(
             num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16, mlp_only_layers=[0], **gated
         ),
-    }[kind]()
+    }[model_name]()
 
 
 @pytest.mark.parametrize(
-    "kind", ["gpt2", "llama", "llama biased", "llama3", "qwen3", "qwen3 sliding", "mixtral", "qwen3 moe"]
+    "model_name", ["gpt2", "llama", "llama biased", "llama3", "qwen3", "qwen3 sliding", "mixtral", "qwen3 moe"]
 )
-def test_theirs_imported_gives_the_same_logits(kind, tmp_path):
+def test_theirs_imported_gives_the_same_logits(model_name, tmp_path):
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    theirs = AutoModelForCausalLM.from_config(their_config(kind), attn_implementation="eager").eval()
+    theirs = AutoModelForCausalLM.from_config(their_config(model_name), attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))

@@ -1,4 +1,4 @@
-"""Snapshots of state that the optimizer keeps in host memory: no update reaches one, and updates do not wait where memory allows."""
+"""Snapshots of optimizer state in host memory: updates do not change them, and do not wait if memory suffices."""
 
 from __future__ import annotations
 

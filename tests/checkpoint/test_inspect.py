@@ -19,7 +19,7 @@ from meshwright.cli.checkpoint import app
 from meshwright.durable.lock import locked
 from meshwright.spec.errors import BadInput, Damaged
 from tests.checkpoint.made import save
-from tests.checkpoint.test_reader import WHOLE, gridded
+from tests.checkpoint.test_reader import WHOLE, save_grid
 
 
 def answer(*words: object) -> dict[str, Any]:
@@ -63,11 +63,11 @@ def test_diff_reads_differently_sharded_tensors_in_small_slices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(diff, "SLICE_BYTES", 96)  # two rows of WHOLE
-    a, b = gridded(tmp_path / "a", [0, 3, 7], [0, 1, 6]), gridded(tmp_path / "b", [0, 5, 6, 7], [0, 6])
+    a, b = save_grid(tmp_path / "a", [0, 3, 7], [0, 1, 6]), save_grid(tmp_path / "b", [0, 5, 6, 7], [0, 6])
     assert [each.status for each in compare_checkpoints(a, b)] == ["equal"]
     WHOLE[6, 5, 1] += 5
     try:
-        changed = gridded(tmp_path / "c", [0, 7], [0, 2, 6])
+        changed = save_grid(tmp_path / "c", [0, 7], [0, 2, 6])
     finally:
         WHOLE[6, 5, 1] -= 5
     assert [(each.status, each.max_abs) for each in compare_checkpoints(a, changed)] == [("changed", 5.0)]

@@ -29,14 +29,14 @@ def rewrite(path: Path, change: dict[str, Any]) -> Path:
     return path
 
 
-def kind(path: Path) -> tuple[str, str]:
+def damage_of(path: Path) -> tuple[str, str]:
     with pytest.raises(DamagedCheckpoint) as caught:
         read_manifest(path)
     (damage,) = caught.value.damage
     return damage.file, damage.kind
 
 
-ROW = {"bytes": 3, "digest": "0" * 32, "blocks": ["0" * 16]}
+RECORD = {"bytes": 3, "digest": "0" * 32, "blocks": ["0" * 16]}
 
 
 def test_names_and_steps_are_each_others_inverse():
@@ -72,24 +72,24 @@ def test_a_manifest_says_what_was_saved(tmp_path: Path):
 def test_a_copy_under_another_name_is_good_but_a_swapped_step_is_not(tmp_path: Path):
     path = save(tmp_path, 7)
     read_manifest(path.rename(tmp_path / "base-model"))
-    assert kind((tmp_path / "base-model").rename(tmp_path / step_name(8))) == (MANIFEST, "manifest")
+    assert damage_of((tmp_path / "base-model").rename(tmp_path / step_name(8))) == (MANIFEST, "manifest")
 
 
 @pytest.mark.parametrize("name", [COMMITTED, MANIFEST])
 def test_without_either_file_nothing_is_committed(tmp_path: Path, name: str):
     path = save(tmp_path, 7)
     (path / name).unlink()
-    assert kind(path) == (name, "missing")
+    assert damage_of(path) == (name, "missing")
 
 
 def test_a_commit_that_is_no_digest_or_another_manifests(tmp_path: Path):
     path = save(tmp_path, 7)
     (path / COMMITTED).write_bytes(b"")
-    assert kind(path) == (COMMITTED, "commit")
+    assert damage_of(path) == (COMMITTED, "commit")
     (path / COMMITTED).write_bytes(commit_line(b"another"))
-    assert kind(path) == (MANIFEST, "manifest")
+    assert damage_of(path) == (MANIFEST, "manifest")
     (path / COMMITTED).write_bytes(b"x" * 100)
-    assert kind(path) == (COMMITTED, "commit")
+    assert damage_of(path) == (COMMITTED, "commit")
 
 
 @pytest.mark.parametrize(
@@ -107,20 +107,20 @@ def test_a_commit_that_is_no_digest_or_another_manifests(tmp_path: Path):
         {"epoch": "1"},
         {"versions": []},
         {"files": []},
-        {"files": {"../x": ROW}},
-        {"files": {"a/b": ROW}},
-        {"files": {".hidden": ROW}},
-        {"files": {"COMMITTED": ROW}},
+        {"files": {"../x": RECORD}},
+        {"files": {"a/b": RECORD}},
+        {"files": {".hidden": RECORD}},
+        {"files": {"COMMITTED": RECORD}},
         {"files": {"a": None}},
-        {"files": {"a": {**ROW, "bytes": -1}}},
-        {"files": {"a": {**ROW, "bytes": 1 << 70}}},
-        {"files": {"a": {**ROW, "blocks": []}}},
-        {"files": {"a": {**ROW, "blocks": [5]}}},
-        {"files": {"a": {**ROW, "digest": "zz"}}},
+        {"files": {"a": {**RECORD, "bytes": -1}}},
+        {"files": {"a": {**RECORD, "bytes": 1 << 70}}},
+        {"files": {"a": {**RECORD, "blocks": []}}},
+        {"files": {"a": {**RECORD, "blocks": [5]}}},
+        {"files": {"a": {**RECORD, "digest": "zz"}}},
     ],
 )
 def test_hostile_manifests_are_damage(tmp_path: Path, change: dict[str, Any]):
-    assert kind(rewrite(save(tmp_path, 7), change)) == (MANIFEST, "manifest")
+    assert damage_of(rewrite(save(tmp_path, 7), change)) == (MANIFEST, "manifest")
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{" * 100_000, b"\xff\xfe"])
@@ -128,7 +128,7 @@ def test_a_manifest_that_is_no_json_is_damage(tmp_path: Path, data: bytes):
     path = save(tmp_path, 7)
     (path / MANIFEST).write_bytes(data)
     (path / COMMITTED).write_bytes(commit_line(data))
-    assert kind(path) == (MANIFEST, "manifest")
+    assert damage_of(path) == (MANIFEST, "manifest")
 
 
 def test_what_is_no_folder_is_the_users_mistake(tmp_path: Path):

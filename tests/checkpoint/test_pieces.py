@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.checkpoint.pieces import Piece, assign_writers
+from meshwright.checkpoint.pieces import RankPiece, assign_writers
 from meshwright.spec.errors import BadInput
 
 
-def row_piece(rank: int, name: str, start: int, stop: int, total: int = 10, dtype: str = "F32") -> Piece:
-    return Piece(rank, name, (total, 2), dtype, (start, 0), (stop - start, 2))
+def row_piece(rank: int, name: str, start: int, stop: int, total: int = 10, dtype: str = "F32") -> RankPiece:
+    return RankPiece(rank, name, (total, 2), dtype, (start, 0), (stop - start, 2))
 
 
 @st.composite
-def sharded_tensors(draw: st.DrawFn) -> tuple[list[Piece], bool]:
+def sharded_tensors(draw: st.DrawFn) -> tuple[list[RankPiece], bool]:
     """Tensors cut along dimension 0, each piece on some ranks; and whether pieces cover each element exactly once."""
     pieces, valid = [], True
     ranks = draw(st.integers(1, 5))
@@ -44,7 +44,7 @@ def sharded_tensors(draw: st.DrawFn) -> tuple[list[Piece], bool]:
 @settings(max_examples=300, deadline=None)
 @given(sharded_tensors(), st.randoms(use_true_random=False))
 def test_every_element_is_written_once_or_the_tensors_are_refused(
-    case: tuple[list[Piece], bool], generator: random.Random
+    case: tuple[list[RankPiece], bool], generator: random.Random
 ):
     pieces, valid = case
     try:
@@ -63,7 +63,7 @@ def test_every_element_is_written_once_or_the_tensors_are_refused(
     assert assign_writers(shuffled) == chosen
 
 
-def writers(pieces: list[Piece]) -> set[tuple[int, str]]:
+def writers(pieces: list[RankPiece]) -> set[tuple[int, str]]:
     return {(piece.rank, piece.name) for piece in assign_writers(pieces)}
 
 
@@ -87,7 +87,7 @@ def test_copies_go_to_the_lowest_rank_with_least_to_write():
 def test_empty_shards_write_nothing_and_tensors_without_elements_stay():
     assert writers([row_piece(0, "x", 0, 10), row_piece(1, "x", 10, 10)]) == {(0, "x")}
     assert writers([row_piece(rank, "none", 0, 0, total=0) for rank in (0, 1)]) == {(0, "none")}
-    scalar = [Piece(rank, "step", (), "I64", (), ()) for rank in (1, 2)]
+    scalar = [RankPiece(rank, "step", (), "I64", (), ()) for rank in (1, 2)]
     assert writers(scalar) == {(1, "step")}
     assert assign_writers([]) == set()
 
@@ -114,7 +114,7 @@ def test_empty_shards_write_nothing_and_tensors_without_elements_stay():
         ([row_piece(rank, "x", rank, rank + 1) for rank in range(9)], "and 5 more pieces"),
     ],
 )
-def test_gaps_overlaps_and_contradictions_are_refused(pieces: list[Piece], message: str):
+def test_gaps_overlaps_and_contradictions_are_refused(pieces: list[RankPiece], message: str):
     with pytest.raises(BadInput, match=f"^x .*{message}"):
         assign_writers([row_piece(7, "good", 0, 10), *pieces])
 

@@ -1,6 +1,7 @@
-"""The commit protocol as a state machine: random saves, crashes, restarts with other ranks, corruption, and writers of earlier starts.
+"""The commit protocol as a state machine (hypothesis): random saves, crashes, restarts, corruption and late writers.
 
-A model says which steps are committed and intact. After every action the newest good checkpoint is the model's, with that step's values.
+A restart may have another number of ranks. A late writer belongs to an earlier start of the run. A model records which
+steps are committed and intact. After every action the newest intact checkpoint is the model's, with that step's values.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tests.checkpoint.writers import Crash, Writers
 
 KEEP = 2
 WAITING = ("listdir", "stat")
-"""What writers call while they wait for one another: after a crash it ends them, but is no place for one."""
+"""Calls that writers make while they wait for each other. No crash is injected into them; a crashed writer ends there."""
 
 
 class Protocol(RuleBasedStateMachine):

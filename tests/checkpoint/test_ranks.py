@@ -12,7 +12,7 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection cl
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "text"),
+    ("error", "error_class", "text"),
     [
         (
             torch.OutOfMemoryError("CUDA out of memory. Tried"),
@@ -29,11 +29,11 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection cl
     ],
 )
 def test_a_failure_inside_a_collective_gets_the_class_of_its_cause(
-    error: Exception, kind: type[MeshwrightError], text: str
+    error: Exception, error_class: type[MeshwrightError], text: str
 ) -> None:
     def work() -> None:
         raise error
 
     with pytest.raises(MeshwrightError, match=text) as caught:
-        Ranks(None).common("saving", work)
-    assert type(caught.value) is kind
+        Ranks(None).run_collective("saving", work)
+    assert type(caught.value) is error_class

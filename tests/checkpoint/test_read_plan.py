@@ -13,7 +13,7 @@ from meshwright.checkpoint import digests
 from meshwright.checkpoint.files import BLOCK_BYTES
 from meshwright.checkpoint.fill import Destination
 from meshwright.checkpoint.header import Entry
-from meshwright.checkpoint.read_plan import header_readers, merge_ranges, plan_transfers
+from meshwright.checkpoint.read_plan import assign_header_readers, merge_ranges, plan_transfers
 
 BLOCKS = 12
 needs_of_ranks = st.lists(
@@ -36,7 +36,7 @@ def test_every_needed_block_is_read_once_by_a_rank_that_needs_it_and_reaches_all
         {file: merge_ranges([(start, start + size) for start, size in ranges]) for file, ranges in each.items()}
         for each in drawn
     ]
-    readers = header_readers([sorted(each) for each in needs])
+    readers = assign_header_readers([sorted(each) for each in needs])
     plan = plan_transfers(needs, {file: (rank, 100) for file, rank in readers.items()})
     expected: dict[tuple[str, int], set[int]] = {(file, 0): {rank} for file, rank in readers.items()}
     for rank, each in enumerate(drawn):

@@ -21,12 +21,12 @@ from tests.checkpoint.made import save, tensors
 WHOLE = torch.arange(7 * 6 * 2, dtype=torch.int32).reshape(7, 6, 2)
 
 
-def gridded(folder: Path, rows: list[int], columns: list[int]) -> Path:
+def save_grid(folder: Path, row_cuts: list[int], column_cuts: list[int]) -> Path:
     """A checkpoint of WHOLE cut into boxes, one file each: what a two-dimensional layout would write."""
     attempt = Attempt(folder, 1, new_attempt())
     attempt.create()
     files, chunks = {}, []
-    cuts = itertools.product(itertools.pairwise(rows), itertools.pairwise(columns))
+    cuts = itertools.product(itertools.pairwise(row_cuts), itertools.pairwise(column_cuts))
     for index, ((top, bottom), (left, right)) in enumerate(cuts):
         box, name, key = WHOLE[top:bottom, left:right], f"tensors-{index:05d}.safetensors", f"x[{top},{left}]"
         files[name] = write_shard(
@@ -50,7 +50,7 @@ def test_every_tensor_is_read_whole(tmp_path: Path):
 
 
 def test_boxes_in_a_grid_are_put_together(tmp_path: Path):
-    path = gridded(tmp_path, [0, 3, 4, 7], [0, 1, 6])
+    path = save_grid(tmp_path, [0, 3, 4, 7], [0, 1, 6])
     with CheckpointReader(path) as reader:
         assert torch.equal(reader.read("x"), WHOLE)
         for start, stop in itertools.combinations_with_replacement(range(8), 2):
@@ -61,17 +61,22 @@ def test_boxes_in_a_grid_are_put_together(tmp_path: Path):
 
 
 @settings(max_examples=25, deadline=None)
-@given(rows=st.sets(st.integers(1, 6)), columns=st.sets(st.integers(1, 5)), a=st.integers(0, 7), b=st.integers(0, 7))
+@given(
+    row_cuts=st.sets(st.integers(1, 6)),
+    column_cuts=st.sets(st.integers(1, 5)),
+    a=st.integers(0, 7),
+    b=st.integers(0, 7),
+)
 def test_any_grid_gives_any_rows(
-    tmp_path_factory: pytest.TempPathFactory, rows: set[int], columns: set[int], a: int, b: int
+    tmp_path_factory: pytest.TempPathFactory, row_cuts: set[int], column_cuts: set[int], a: int, b: int
 ):
-    path = gridded(tmp_path_factory.mktemp("grid"), sorted({0, 7} | rows), sorted({0, 6} | columns))
+    path = save_grid(tmp_path_factory.mktemp("grid"), sorted({0, 7} | row_cuts), sorted({0, 6} | column_cuts))
     with CheckpointReader(path) as reader:
         assert torch.equal(reader.read_rows("x", min(a, b), max(a, b)), WHOLE[min(a, b) : max(a, b)])
 
 
 def test_only_what_is_asked_for_is_opened(tmp_path: Path):
-    path = gridded(tmp_path, [0, 3, 7], [0, 6])
+    path = save_grid(tmp_path, [0, 3, 7], [0, 6])
     (path / "tensors-00001.safetensors").write_bytes(bytes((path / "tensors-00001.safetensors").stat().st_size))
     with CheckpointReader(path) as reader:
         assert torch.equal(reader.read_rows("x", 0, 3), WHOLE[:3])

@@ -1,4 +1,4 @@
-"""Crash replay: before every call of a save that touches the disk the power is cut, and what was not flushed is lost or not."""
+"""Crash replay: the power is cut before each system call of a save; changes that were not flushed are lost or kept."""
 
 from __future__ import annotations
 

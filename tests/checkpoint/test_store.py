@@ -156,16 +156,16 @@ def test_the_models_part_alone_is_loaded_by_prefix(tmp_path: Path):
         store.load(path, wanted)
     store.load(path, wanted, prefix="model.")
     assert same(wanted, {name: tensors(1)[name] for name in wanted})
-    with pytest.raises(BadInput, match="does not start with the prefix"):
+    with pytest.raises(BadInput, match="does not start with 'model.', the prefix"):
         store.load(path, blank(), prefix="model.")
 
 
 def test_shapes_and_dtypes_must_agree(tmp_path: Path):
     store = CheckpointStore(tmp_path)
     path = store.save(1, {"w": torch.randn(3, 2)}, {}, {}).path
-    with pytest.raises(BadInput, match=r"w is stored with shape \(3, 2\), and shape \(2, 3\)"):
+    with pytest.raises(BadInput, match=r"w is stored with shape \(3, 2\); the tensor to fill has \(2, 3\)"):
         store.load(path, {"w": torch.zeros(2, 3)})
-    with pytest.raises(BadInput, match="w is stored as F32, and BF16"):
+    with pytest.raises(BadInput, match="w is stored as F32; the tensor to fill is BF16"):
         store.load(path, {"w": torch.zeros(3, 2, dtype=torch.bfloat16)})
     with pytest.raises(BadInput, match="meta"):
         store.load(path, {"w": torch.zeros(3, 2, device="meta")})

@@ -122,10 +122,10 @@ def test_a_file_or_folder_that_may_not_be_read_is_damage(
     call = "open" if name else "scandir"
     real = getattr(os, call)
 
-    def refuse(place: str | Path, *arguments: Any, **options: Any) -> Any:
-        if Path(place) == path / name:
-            raise PermissionError(errno.EACCES, "Permission denied", str(place))
-        return real(place, *arguments, **options)
+    def refuse(path_argument: str | Path, *arguments: Any, **options: Any) -> Any:
+        if Path(path_argument) == path / name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path_argument))
+        return real(path_argument, *arguments, **options)
 
     monkeypatch.setattr(os, call, refuse)
     assert [(damage.file, "Permission denied" in damage.note) for damage in verify(path)] == [(name or ".", True)]
@@ -135,8 +135,8 @@ def test_a_file_or_folder_that_may_not_be_read_is_damage(
 
 
 def test_a_folder_that_may_not_be_searched_may_be_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def refuse(place: Path) -> os.stat_result:
-        raise PermissionError(errno.EACCES, "Permission denied", str(place))
+    def refuse(path_argument: Path) -> os.stat_result:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path_argument))
 
     assert not has_commit(tmp_path)
     monkeypatch.setattr(os, "lstat", refuse)

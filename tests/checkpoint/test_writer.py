@@ -1,4 +1,4 @@
-"""The writer's promises: a save that fails leaves no trace and the next succeeds; writers of several ranks commit all or nothing."""
+"""Guarantees of writer processes: a failed save leaves no files and the next succeeds; several ranks commit together."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from tests.training.tiny import cpu_profile
 MODEL = ["model=llama3-1b", "cluster.gpu=H100", "train.seq_len=4096", "train.global_batch=16"]
 ONE_RANK = [*MODEL, "cluster.gpus_per_node=2"]
 TCP = [*MODEL, "cluster.gpus_per_node=4", "cluster.emulate_nodes=2"]
-KEYS = {"name", "plan", "checkpoint", "predicted", "alternatives", "search_seconds", "sources"}
+KEYS = {"name", "plan", "checkpoint", "effective_time", "predicted", "alternatives", "search_seconds", "sources"}
 
 
 def test_json_has_exactly_the_answer() -> None:
@@ -360,7 +360,7 @@ def test_probes_measure_the_leading_plans_here_and_take_the_fastest(tiny: Path, 
     """Two ranks of two plans, for real."""
     out = tmp_path / "plan.yaml"
     result = meshwright("plan", tiny, "--probe", 2, "--out", out, "--json").json
-    assert set(result) == KEYS | {"probes"}
+    assert set(result) == (KEYS - {"effective_time"}) | {"probes"}  # no step time is predicted for this CPU
     ran = {probe["measured_seconds"]: probe for probe in result["probes"]}
     assert len(ran) == 2 and all(seconds > 0 for seconds in ran)
     assert all(probe["predicted_seconds"] is None and probe["measured_bytes"] > 0 for probe in ran.values())

@@ -169,3 +169,20 @@ def test_a_processor_s_band_is_said_to_be_a_guess_and_no_rank_computes_longer_th
     shown = " ".join(answer.out.split())
     assert "set by hand: the device is in no table" in shown and "bubble 0.0%" in answer.out
     assert "CPU times are not predicted without a profile" in shown
+
+
+def test_failures_are_predicted_and_played_with_formula_and_inputs() -> None:
+    question = ["simulate", *NODE, "cluster.nodes=4", "train.global_batch=128", "cluster.host_mtbf_hours=10"]
+    options = ["--failures", "--assume", "restart_seconds=60"]
+    result = meshwright(*question, *options, "--json").json["effective_time"]
+    assert result["effective"] == pytest.approx(result["simulated"], abs=0.005)
+    assert result["inputs"]["mttf_seconds"] == pytest.approx(10 * 3600 / 4)
+    assert all(failure["restart_seconds"] == 60 for failure in result["inputs"]["classes"])
+    assert result["first_order"] == pytest.approx(1 - sum(result["losses"].values()))
+    assert len(result["hosts"]) == 3
+    shown = " ".join(meshwright(*question, *options).out.split())
+    assert f"effective training time: {result['effective']:.2%} of the time with a failure every 2.5 hours" in shown
+    assert result["formula"] in shown and result["first_order_formula"] in shown
+    assert f"simulated: {result['simulated']:.2%}" in shown
+    wrong = meshwright(*question, "--assume", "restart=60")
+    assert wrong.code == 2 and "nearest: restart_seconds" in wrong.err

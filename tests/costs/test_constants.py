@@ -1,4 +1,7 @@
-"""Which constants hold for a stack on a generation, and that this program's own leave published runs alone."""
+"""Constants of the cost model by software stack and device generation; own constants do not affect published runs.
+
+`OWN` names this program's stack; its constants were fitted on its own training runs.
+"""
 
 from __future__ import annotations
 
@@ -23,48 +26,48 @@ from meshwright.spec.cluster import ClusterSpec
 RUNS = Path(__file__).parents[2] / "benchmarks" / "data" / "published-runs.csv"
 
 
-def test_what_was_measured_together_goes_first() -> None:
-    rows = table()
-    for name, value in rows["measured"][OWN]["hopper"].items():
+def test_own_measured_constants_replace_the_published_fit() -> None:
+    constants_table = table()
+    for name, value in constants_table["measured"][OWN]["hopper"].items():
         assert getattr(constants("hopper", OWN), name) == value
-    assert constants("hopper", "torchtitan").gemm == rows["generations"]["hopper"]["gemm"]
+    assert constants("hopper", "torchtitan").gemm == constants_table["generations"]["hopper"]["gemm"]
 
 
 @pytest.mark.parametrize("name", [name for name, chip in CHIPS.items() if not is_measured(chip.generation)])
-def test_a_chip_it_never_ran_on_is_as_far_from_its_best_product_as_the_one_it_ran_on(name: str) -> None:
-    found, own = unmeasured(CHIPS[name]), constants("hopper", OWN)
-    home, best = CHIPS["H200"].best_bf16_flops, CHIPS[name].best_bf16_flops
-    assert home
-    near = own.gemm * CHIPS["H200"].peak_flops["bf16"] / home
-    if best:
-        assert found["gemm"] <= near * best / CHIPS[name].peak_flops["bf16"] * (1 + 1e-9) < 0.88
-    assert found["link"] <= own.link and found["slow"] == 1.0
-    reached = table()["best_quartile"].get(CHIPS[name].generation, 1.0)
-    assert 0.3 < found["gemm"] <= reached
+def test_product_rate_of_an_unmeasured_chip_is_scaled_from_the_measured_chip(name: str) -> None:
+    predicted, measured = unmeasured(CHIPS[name]), constants("hopper", OWN)
+    h200_best, chip_best = CHIPS["H200"].best_bf16_flops, CHIPS[name].best_bf16_flops
+    assert h200_best
+    relative_to_best = measured.gemm * CHIPS["H200"].peak_flops["bf16"] / h200_best
+    if chip_best:
+        assert predicted["gemm"] <= relative_to_best * chip_best / CHIPS[name].peak_flops["bf16"] * (1 + 1e-9) < 0.88
+    assert predicted["link"] <= measured.link and predicted["slow"] == 1.0
+    highest_published = table()["best_quartile"].get(CHIPS[name].generation, 1.0)
+    assert 0.3 < predicted["gemm"] <= highest_published
 
 
-def test_the_rule_for_other_chips_is_right_within_a_tenth_where_it_can_be_checked() -> None:
-    """On Hopper, where both are known: the best quartile of published runs, and this program's own products."""
+def test_best_quartile_of_published_hopper_runs_is_within_ten_percent_of_own_products() -> None:
+    """`unmeasured` uses the best quartile for other generations; on Hopper it can be compared with own measurements."""
     assert table()["best_quartile"]["hopper"] == pytest.approx(constants("hopper", OWN).gemm, rel=0.1)
 
 
-def test_plans_are_priced_with_own_constants_and_a_band_around_one() -> None:
+def test_plans_are_priced_with_own_constants_and_a_narrow_band() -> None:
     assert STACK == OWN
     assert 0 < table()["bands"][OWN] < 0.1
 
 
-def test_own_constants_leave_published_runs_alone() -> None:
+def test_own_constants_do_not_change_predictions_of_published_runs() -> None:
     published = yaml.safe_load(FILE.read_text(encoding="utf-8"))
-    own = yaml.safe_load(OWN_FILE.read_text(encoding="utf-8"))
-    other = with_own(published, {**own, "stack": {**own["stack"], "slow": 9.0, "copies": 1.0}})
+    own_values = yaml.safe_load(OWN_FILE.read_text(encoding="utf-8"))
+    changed = with_own(published, {**own_values, "stack": {**own_values["stack"], "slow": 9.0, "copies": 1.0}})
     with RUNS.open(encoding="utf-8", newline="") as file:
-        rows = list(islice(csv.DictReader(file), 0, None, 40))
-    assert predict_records(rows, published) == predict_records(rows, other) == predict_records(rows)
+        records = list(islice(csv.DictReader(file), 0, None, 40))
+    assert predict_records(records, published) == predict_records(records, changed) == predict_records(records)
 
 
 @pytest.mark.parametrize("name", CHIPS)
-def test_no_chip_exceeds_its_peak_or_its_lines(name: str) -> None:
-    """Of a large product 0.88 of the peak, of links and ports 0.95 of the line rate, in every format and for every stack."""
+def test_no_chip_exceeds_its_peak_or_its_line_rates(name: str) -> None:
+    """Limits for every stack and format: 0.88 of the peak for a large product, 0.95 of the line rate for links and ports."""
     chip, size = CHIPS[name], 65536.0
     for stack in (*table()["stacks"], OWN):
         for number_format in set(chip.peak_flops) & {"bf16", "fp16", "fp8", "mxfp8", "nvfp4"}:
@@ -74,19 +77,19 @@ def test_no_chip_exceeds_its_peak_or_its_lines(name: str) -> None:
             machine = machine_of(ClusterSpec(gpu=name, nodes=2, gpus_per_node=chip.per_node), number_format)
             flops = 2 * size**3 / float(product_rate(machine, k).seconds(size, size, size))
             assert flops <= MAX_PEAK_SHARE * chip.peak_flops[number_format] * (1 + 1e-9)
-            inside, across = (
+            node_group, network_group = (
                 rank_group(machine, k, float(chip.per_node), 1.0),
                 rank_group(machine, k, 2.0, float(chip.domain)),
             )
-            assert float(inside.bandwidth) <= MAX_LINE_SHARE * chip.link * (1 + 1e-9)
-            assert float(across.bandwidth * np.maximum(across.sums, 1.0)) <= MAX_LINE_SHARE * max(
+            assert float(node_group.bandwidth) <= MAX_LINE_SHARE * chip.link * (1 + 1e-9)
+            assert float(network_group.bandwidth * np.maximum(network_group.sums, 1.0)) <= MAX_LINE_SHARE * max(
                 chip.nic, chip.link
             ) * (1 + 1e-9)
             assert float(port_rate(machine, k)) <= MAX_LINE_SHARE * chip.nic * (1 + 1e-9)
 
 
 def test_fitted_constants_are_within_their_limits() -> None:
-    """No communication that shows twice, none that takes more from compute than all of it."""
+    """Shares lie between 0 and 1: exposed time is at most the whole collective, the overlap tax at most all of compute."""
     for limits in (*table()["generations"].values(), *table()["stacks"].values()):
         for name in ("hbm", "link", "net", "hide", "tensor_exposed", "expert_exposed", "overlap_tax", "pipe_exposed"):
             assert 0 <= limits.get(name, 0.0) <= 1.0

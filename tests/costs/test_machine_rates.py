@@ -1,4 +1,4 @@
-"""From a cluster's description to the rates that a step waits for."""
+"""`machine_of`: rates of the slowest nodes of a cluster description."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.spec.errors import BadInput
 from meshwright.spec.network import NetworkSpec, NodeGroup
 
 
-def test_a_chip_alone_brings_its_reference_machine() -> None:
+def test_a_chip_name_sets_all_rates_of_the_machine() -> None:
     machine = machine_of(ClusterSpec(gpu="H100", nodes=4, gpus_per_node=8), "fp8")
     assert (machine.peak, machine.half_peak, machine.low) == (1979e12, 989e12, 1.0)
     assert (machine.link, machine.nic, machine.domain) == (450e9, 50e9, 8)
@@ -21,7 +21,7 @@ def test_a_chip_alone_brings_its_reference_machine() -> None:
     assert machine_of(ClusterSpec(gpu="H100", nodes=2, gpus_per_node=4)).domain == 4
 
 
-def test_the_network_replaces_it_and_the_slowest_group_rules() -> None:
+def test_network_keys_replace_chip_rates_and_the_slowest_node_group_counts() -> None:
     network = NetworkSpec(fabric="tcp", link_gb_per_s=100, port_gb_per_s=10, pod_nodes=2, oversubscription=4)
     cluster = ClusterSpec(
         gpu="H100", nodes=4, gpus_per_node=8, network=network, groups=(NodeGroup(nodes=1, gpu="A100", port_gb_per_s=5),)
@@ -32,7 +32,7 @@ def test_the_network_replaces_it_and_the_slowest_group_rules() -> None:
     assert with_latencies(constants("hopper", "default"), cluster).net_us == 30.0
 
 
-def test_what_is_wrong_is_said() -> None:
+def test_invalid_clusters_are_refused_with_the_reason() -> None:
     with pytest.raises(BadInput, match="no fp8"):
         machine_of(ClusterSpec(gpu="A100"), "fp8")
     with pytest.raises(BadInput, match="not in the chip table"):
@@ -41,13 +41,13 @@ def test_what_is_wrong_is_said() -> None:
         machine_of(ClusterSpec(gpu="H100", groups=(NodeGroup(nodes=2),)))
 
 
-def test_every_chip_makes_a_machine() -> None:
+def test_every_chip_has_a_machine() -> None:
     for name in CHIPS:
         assert machine_of(ClusterSpec(gpu=name), "bf16" if "bf16" in CHIPS[name].peak_flops else "fp16").peak > 0
 
 
-def test_cards_that_nobody_ran_on_borrow_no_shares_of_other_devices() -> None:
-    """Shares fitted on data center devices say nothing of graphics cards, whose memory, links and power are others."""
+def test_graphics_cards_do_not_use_constants_fitted_on_data_center_devices() -> None:
+    """Graphics cards have other memory, links and power limits, so shares fitted on data center devices do not apply."""
     for name in ("RTX3090", "A10", "RTX4090", "L40S", "RTX5090", "T4", "V100", "H20"):
         assert constants(CHIPS[name].generation, "default") == constants("default", "default"), name
         assert sources(ClusterSpec(gpu=name, gpus_per_node=2))["matrix products"].startswith("datasheet, share a guess")

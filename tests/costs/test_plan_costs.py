@@ -1,4 +1,4 @@
-"""The closed form of a Plan: what makes a step longer, and whom it prices."""
+"""Closed-form step time of a Plan: effects of single settings, and bands by similarity to measured runs."""
 
 from __future__ import annotations
 
@@ -55,66 +55,70 @@ def plan_of(
 
 
 def seconds(plan: Plan, cluster: ClusterSpec = NODE, model: ModelSpec = LLAMA) -> float:
-    """The middle of the prediction for sequences of 8192."""
+    """Predicted step seconds for sequences of 8192 tokens, after checks of the band and of the breakdown."""
     time = plan_time(model, TrainSpec(steps=1, global_batch=plan.batch.global_batch, seq_len=8192), plan, cluster)
     assert time is not None and time.low < time.seconds < time.high
     assert sum(time.breakdown.values()) == pytest.approx(time.seconds, rel=0.02)
     return time.seconds
 
 
-def test_a_slow_network_and_a_slow_group_show() -> None:
-    given = plan_of({"shard": 16})
-    fast = seconds(given, TWO_NODES)
-    assert seconds(given, replace(TWO_NODES, network=NetworkSpec(fabric="tcp", port_gb_per_s=1.0))) > 1.5 * fast
-    assert seconds(given, replace(TWO_NODES, groups=(NodeGroup(nodes=1, gpu="A100"),))) > 1.5 * fast
+def test_a_slow_network_and_a_slow_node_group_lengthen_the_step() -> None:
+    plan = plan_of({"shard": 16})
+    fast = seconds(plan, TWO_NODES)
+    assert seconds(plan, replace(TWO_NODES, network=NetworkSpec(fabric="tcp", port_gb_per_s=1.0))) > 1.5 * fast
+    assert seconds(plan, replace(TWO_NODES, groups=(NodeGroup(nodes=1, gpu="A100"),))) > 1.5 * fast
 
 
 def test_recompute_and_small_micro_batches_cost_time() -> None:
-    plain = plan_of({"shard": 8}, micro=2, accumulate=1)
+    large = plan_of({"shard": 8}, micro=2, accumulate=1)
     small = plan_of({"shard": 8}, micro=1, accumulate=2)
-    modes = [seconds(replace(plain, layers=(LayerStrategy(recompute=mode),))) for mode in ("none", "selective", "full")]
+    modes = [seconds(replace(large, layers=(LayerStrategy(recompute=mode),))) for mode in ("none", "selective", "full")]
     assert modes == sorted(modes) and len(set(modes)) == 3
     assert modes[0] < seconds(small)
 
 
 def test_full_recompute_repeats_all_but_the_last_product() -> None:
-    """Two thirds of the products' work is backward, so a forward more would be a third more."""
-    plain, full = (seconds(plan_of({"shard": 8}, micro=4, recompute=mode)) for mode in ("none", "full"))
-    assert 1.15 < full / plain < 1.33
+    """A backward is two thirds of the products' work, so one more forward adds a third."""
+    without, full = (seconds(plan_of({"shard": 8}, micro=4, recompute=mode)) for mode in ("none", "full"))
+    assert 1.15 < full / without < 1.33
 
 
 @pytest.mark.parametrize(
-    "layer, other", [({"reshard": False}, {"reshard": True}), ({"gradients": "whole"}, {"gradients": "shard"})]
+    "step_strategy, micro_batch_strategy",
+    [({"reshard": False}, {"reshard": True}), ({"gradients": "whole"}, {"gradients": "shard"})],
 )
-def test_what_crosses_a_slow_network_once_a_step_is_cheaper_than_once_a_micro_batch(
-    layer: dict[str, Any], other: dict[str, Any]
+def test_collectives_once_per_step_beat_collectives_per_micro_batch_on_a_slow_network(
+    step_strategy: dict[str, Any], micro_batch_strategy: dict[str, Any]
 ) -> None:
-    played = replace(NODE, emulate_nodes=2)
-    once, each = (seconds(plan_of({"shard": 8}, accumulate=8, **kind), played) for kind in (layer, other))
-    assert once < 0.8 * each
+    tcp_nodes = replace(NODE, emulate_nodes=2)
+    once_per_step, per_micro_batch = (
+        seconds(plan_of({"shard": 8}, accumulate=8, **strategy), tcp_nodes)
+        for strategy in (step_strategy, micro_batch_strategy)
+    )
+    assert once_per_step < 0.8 * per_micro_batch
 
 
 def test_narrow_sums_between_replicas_save_time_over_tcp() -> None:
-    wide = plan_of({"replicate": 2, "shard": 4})
-    narrow = replace(wide, precision=Precision(reduce_replicas="bf16"))
-    played = replace(NODE, emulate_nodes=2)
-    assert seconds(narrow, played) < 0.9 * seconds(wide, played)
-    assert seconds(wide) < seconds(wide, played)
+    fp32_sums = plan_of({"replicate": 2, "shard": 4})
+    bf16_sums = replace(fp32_sums, precision=Precision(reduce_replicas="bf16"))
+    tcp_nodes = replace(NODE, emulate_nodes=2)
+    assert seconds(bf16_sums, tcp_nodes) < 0.9 * seconds(fp32_sums, tcp_nodes)
+    assert seconds(fp32_sums) < seconds(fp32_sums, tcp_nodes)
 
 
-def test_a_sliding_window_costs_the_scores_that_it_admits() -> None:
-    given = plan_of({"shard": 8})
-    whole, wide, half, none = (
-        seconds(given, model=replace(LLAMA, sliding_window=window)) for window in (None, 1 << 20, 4096, 1)
+def test_a_sliding_window_costs_its_attention_scores() -> None:
+    plan = plan_of({"shard": 8})
+    without_window, wide, half, none = (
+        seconds(plan, model=replace(LLAMA, sliding_window=window)) for window in (None, 1 << 20, 4096, 1)
     )
-    assert none < half < wide == whole
-    assert (half - none) / (whole - none) == pytest.approx(0.75, abs=0.01)
+    assert none < half < wide == without_window
+    assert (half - none) / (without_window - none) == pytest.approx(0.75, abs=0.01)
 
 
 def test_a_vocabulary_that_is_no_multiple_of_eight_costs_its_logits() -> None:
-    """Its products run aligned (kernels.loss)."""
-    given = plan_of({"shard": 8})
-    ragged, even = (seconds(given, model=replace(LLAMA, vocab_size=size)) for size in (128257, 128256))
+    """The loss pads its products to an aligned size (kernels.loss)."""
+    plan = plan_of({"shard": 8})
+    ragged, even = (seconds(plan, model=replace(LLAMA, vocab_size=size)) for size in (128257, 128256))
     assert even < ragged < 1.0001 * even
 
 
@@ -140,46 +144,49 @@ def test_an_emulated_node_sends_no_more_than_loopback_gives() -> None:
     assert ports[0] == LOOPBACK_PORT_GB_PER_S and ports == sorted(ports, reverse=True)
 
 
-def test_it_says_nothing_of_chips_that_nobody_measured() -> None:
-    given = plan_of({"shard": 2})
-    train = TrainSpec(steps=1, global_batch=given.batch.global_batch, seq_len=64)
+def test_unknown_chips_have_no_predicted_time() -> None:
+    plan = plan_of({"shard": 2})
+    train = TrainSpec(steps=1, global_batch=plan.batch.global_batch, seq_len=64)
     unknown = ClusterSpec(gpu="X1", gpus_per_node=2)
-    assert plan_time(LLAMA, train, given, unknown) is None and pricing(LLAMA, train, given, unknown) is None
+    assert plan_time(LLAMA, train, plan, unknown) is None and pricing(LLAMA, train, plan, unknown) is None
 
 
-def ends(cluster: ClusterSpec, mesh: dict[AxisName, int], **layer: Any) -> tuple[float, float]:
-    """The band round one second."""
+def band_of(cluster: ClusterSpec, mesh: dict[AxisName, int], **layer: Any) -> tuple[float, float]:
+    """Ends of the 80% band around a prediction of one second."""
     return band(1.0, cluster, plan_of(mesh, **layer))
 
 
-def test_the_band_is_narrow_only_where_own_runs_were_like_it() -> None:
-    rows = table()["bands"]
-    own, near = ((np.exp(-rows[name]), np.exp(rows[name])) for name in (OWN, "hopper"))
-    assert ends(NODE, {"shard": 8}) == pytest.approx(own)
-    assert ends(replace(NODE, emulate_nodes=2), {"pipeline": 2, "shard": 4}) == pytest.approx(own)
-    for unlike in (
-        ends(NODE, {"tensor": 2, "shard": 4}),
-        ends(NODE, {"context_ring": 2, "shard": 4}),
-        ends(NODE, {"shard": 8}, offload="optimizer"),
-        ends(TWO_NODES, {"shard": 16}),
+def test_the_band_is_narrow_only_for_plans_similar_to_own_runs() -> None:
+    widths = table()["bands"]
+    own_band, hopper_band = ((np.exp(-widths[name]), np.exp(widths[name])) for name in (OWN, "hopper"))
+    assert band_of(NODE, {"shard": 8}) == pytest.approx(own_band)
+    assert band_of(replace(NODE, emulate_nodes=2), {"pipeline": 2, "shard": 4}) == pytest.approx(own_band)
+    for other_band in (
+        band_of(NODE, {"tensor": 2, "shard": 4}),
+        band_of(NODE, {"context_ring": 2, "shard": 4}),
+        band_of(NODE, {"shard": 8}, offload="optimizer"),
+        band_of(TWO_NODES, {"shard": 16}),
     ):
-        assert unlike == pytest.approx(near)
-    elsewhere = ends(replace(NODE, gpu="A100"), {"shard": 8})
-    width = rows["default"]
-    assert elsewhere == pytest.approx((np.exp(-width), np.exp(width))) and elsewhere[1] > near[1] > own[1]
-    assert ends(replace(TWO_NODES, groups=(NodeGroup(nodes=1, gpu="A100"),)), {"shard": 16}) == elsewhere
-    guessed = ends(replace(NODE, gpu="Ascend910"), {"shard": 8})
-    assert guessed == pytest.approx((1 / 3, 3), rel=0.01)
+        assert other_band == pytest.approx(hopper_band)
+    a100_band = band_of(replace(NODE, gpu="A100"), {"shard": 8})
+    default_width = widths["default"]
+    assert (
+        a100_band == pytest.approx((np.exp(-default_width), np.exp(default_width)))
+        and a100_band[1] > hopper_band[1] > own_band[1]
+    )
+    assert band_of(replace(TWO_NODES, groups=(NodeGroup(nodes=1, gpu="A100"),)), {"shard": 16}) == a100_band
+    unknown_band = band_of(replace(NODE, gpu="Ascend910"), {"shard": 8})
+    assert unknown_band == pytest.approx((1 / 3, 3), rel=0.01)
 
 
-def test_what_the_band_rests_on_is_said() -> None:
-    said = {
+def test_sources_name_the_runs_behind_the_band() -> None:
+    cases = {
         "tensor ranks": (NODE, {"tensor": 2, "shard": 4}), "several hosts": (TWO_NODES, {"shard": 16}),
         "not measured with ampere devices": (replace(NODE, gpu="A100"), {"shard": 8}),
         "no run on ascend": (replace(NODE, gpu="Ascend910"), {"shard": 8}),
         "runs of meshwright": (NODE, {"shard": 8}),
     }  # fmt: skip
-    for text, (cluster, mesh) in said.items():
+    for text, (cluster, mesh) in cases.items():
         assert text in sources(cluster, "bf16", plan_of(mesh))["80% band"]
     assert "80% band" not in sources(ClusterSpec(gpus_per_node=8), "bf16", plan_of({"shard": 8}))
     low = replace(plan_of({"shard": 8}), precision=Precision(linear="fp8_rowwise"))
@@ -203,12 +210,12 @@ def test_fp8_is_priced_by_its_rate_its_rounding_and_its_gathers() -> None:
 
 @pytest.mark.parametrize("gather", ["compute", "fp8"])
 @pytest.mark.parametrize("cluster", [NODE, replace(NODE, emulate_nodes=2)], ids=["node", "two over tcp"])
-def test_layers_are_priced_in_their_own_format(gather: Literal["compute", "fp8"], cluster: ClusterSpec) -> None:
+def test_layers_are_priced_in_their_own_linear_dtype(gather: Literal["compute", "fp8"], cluster: ClusterSpec) -> None:
     wide = plan_of({"shard": 8}, micro=4)
     low = replace(wide, precision=Precision(linear="fp8_tensorwise", gather=gather))
-    own = replace(wide, precision=Precision(gather=gather), layers=(LayerStrategy(linear="fp8_tensorwise"),))
-    assert seconds(own, cluster) == seconds(low, cluster) < 0.95 * seconds(wide, cluster)
+    fp8_layers = replace(wide, precision=Precision(gather=gather), layers=(LayerStrategy(linear="fp8_tensorwise"),))
+    assert seconds(fp8_layers, cluster) == seconds(low, cluster) < 0.95 * seconds(wide, cluster)
     assert seconds(replace(low, layers=(LayerStrategy(linear="compute"),)), cluster) == seconds(wide, cluster)
-    ends = (LayerStrategy(range="0-3", linear="compute"), LayerStrategy(range="4-31"))
+    bf16_ends = (LayerStrategy(range="0-3", linear="compute"), LayerStrategy(range="4-31"))
     mixed = 1 / 8 * seconds(wide, cluster) + 7 / 8 * seconds(low, cluster)
-    assert seconds(replace(low, layers=ends), cluster) == pytest.approx(mixed)
+    assert seconds(replace(low, layers=bf16_ends), cluster) == pytest.approx(mixed)

@@ -1,4 +1,4 @@
-"""The closed form against limits that follow from arithmetic, and against itself."""
+"""Closed-form step time of layouts: limits that follow from arithmetic, textbook formulas, and monotonicity."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ K = constants("hopper", "megatron_tuned")
 
 
 def test_uneven_virtual_stages_make_no_rank_slower() -> None:
-    """32 layers in 4 × 7 stages, of which some have two: no rank needs more than 8, and the one with the head may have fewer."""
+    """32 layers in 4 × 7 stages, some with two layers: no rank needs more than 8, the rank with the head may have fewer."""
     fullest, with_head = balanced_layers(32, 2.5, 4, 7, 0)
     even, balanced, counted = (
         cost(layout(pipeline=4, **columns)).compute
@@ -42,13 +42,13 @@ def test_uneven_virtual_stages_make_no_rank_slower() -> None:
 
 
 def layout(**changed: Any) -> Layouts:
-    plain: dict[str, Any] = {
+    columns: dict[str, Any] = {
         "tensor": 1, "pipeline": 1, "virtual": 1, "context": 1, "expert": 1, "data": 8, "zero": 1, "micro_batch": 1,
         "global_batch": 64, "seq": 4096, "recompute": 0,
     }  # fmt: skip
-    plain |= changed
-    plain.setdefault("shards", plain["data"] * plain["context"])
-    return Layouts(**{name: float(value) for name, value in plain.items()})
+    columns |= changed
+    columns.setdefault("shards", columns["data"] * columns["context"])
+    return Layouts(**{name: float(value) for name, value in columns.items()})
 
 
 def cost(plan: Layouts, k: Constants = K, cluster: ClusterSpec = CLUSTER) -> Any:
@@ -66,15 +66,15 @@ plans = st.builds(
 
 @given(plans)
 @settings(max_examples=60, deadline=None)
-def test_no_plan_beats_the_peak_and_its_parts_are_times(plan: Layouts) -> None:
-    found = cost(plan)
+def test_no_plan_beats_the_peak_and_no_part_is_negative(plan: Layouts) -> None:
+    step = cost(plan)
     tokens = plan.global_batch * plan.seq
     products = MODEL.dense_params + MODEL.table_params
     floor = 6 * products * tokens / plan.ranks / 989e12
-    assert found.seconds >= floor * (4 / 3 if plan.recompute == FULL else 1) * 0.8
-    parts = [found.compute, found.bubble, found.host, found.optimizer, found.constant, *found.exposed.values()]
+    assert step.seconds >= floor * (4 / 3 if plan.recompute == FULL else 1) * 0.8
+    parts = [step.compute, step.bubble, step.host, step.optimizer, step.constant, *step.exposed.values()]
     assert all(float(part) >= 0 for part in parts)
-    assert float(found.compute) <= float(found.seconds)
+    assert float(step.compute) <= float(step.seconds)
 
 
 @given(plans)
@@ -87,68 +87,68 @@ def test_more_work_or_a_slower_part_never_costs_less(plan: Layouts) -> None:
         assert float(cost(plan, replace(K, **slower)).seconds) >= base
 
 
-def test_many_at_once_are_the_same_as_one_by_one() -> None:
+def test_batched_layouts_cost_the_same_as_single_layouts() -> None:
     several = [layout(tensor=t, pipeline=p, data=d) for t, p, d in ((1, 1, 8), (2, 4, 8), (8, 1, 2), (4, 8, 2))]
-    together = cost(side_by_side(several))
-    alone = [cost(plan) for plan in several]
-    assert together.seconds == pytest.approx([float(found.seconds) for found in alone])
-    for axis, seconds in together.exposed.items():
-        assert np.broadcast_to(seconds, 4) == pytest.approx([float(found.exposed[axis]) for found in alone])
+    batched = cost(side_by_side(several))
+    single = [cost(plan) for plan in several]
+    assert batched.seconds == pytest.approx([float(step.seconds) for step in single])
+    for axis, seconds in batched.exposed.items():
+        assert np.broadcast_to(seconds, 4) == pytest.approx([float(step.exposed[axis]) for step in single])
 
 
-def test_the_bubble_is_the_textbook_one() -> None:
+def test_bubble_equals_the_textbook_formula() -> None:
     """With even stages, no head and free communication: (p − 1) / v micro-batches of one stage."""
     free = replace(K, bubble=1.0, host_us=0.0, host_tensor_us=0.0, host_micro_us=0.0)
     headless = replace(MODEL, vocab=0.0)
     machine = machine_of(CLUSTER)
     for depth, virtual in ((2, 1), (4, 1), (8, 1), (4, 2), (8, 4)):
         plan = layout(pipeline=depth, virtual=virtual, data=2, global_batch=64)
-        found = step_cost(headless, machine, plan, free)
-        ideal = float(found.compute) / plan.micro_batches * (depth - 1) / virtual
-        assert float(found.bubble) == pytest.approx(ideal, rel=0.02)
+        step = step_cost(headless, machine, plan, free)
+        ideal = float(step.compute) / plan.micro_batches * (depth - 1) / virtual
+        assert float(step.bubble) == pytest.approx(ideal, rel=0.02)
 
 
-def test_an_axis_of_one_exposes_nothing() -> None:
-    found = cost(layout(data=1, global_batch=8))
-    assert {axis: float(np.max(seconds)) for axis, seconds in found.exposed.items()} == dict.fromkeys(
-        found.exposed, 0.0
-    )
+def test_an_axis_of_one_rank_has_no_exposed_time() -> None:
+    step = cost(layout(data=1, global_batch=8))
+    assert {axis: float(np.max(seconds)) for axis, seconds in step.exposed.items()} == dict.fromkeys(step.exposed, 0.0)
 
 
-def test_crossing_nodes_costs_more_than_staying() -> None:
-    inside = cost(layout(tensor=8, data=1)).exposed["tensor"]
-    across = cost(layout(tensor=8, data=1), cluster=ClusterSpec(gpu="H100", nodes=2, gpus_per_node=4)).exposed["tensor"]
+def test_tensor_exchanges_across_nodes_cost_more_than_inside_a_node() -> None:
+    in_node = cost(layout(tensor=8, data=1)).exposed["tensor"]
+    across_nodes = cost(layout(tensor=8, data=1), cluster=ClusterSpec(gpu="H100", nodes=2, gpus_per_node=4)).exposed[
+        "tensor"
+    ]
     h800 = step_cost(MODEL, replace(machine_of(CLUSTER), domain=4.0), layout(tensor=8, data=1), K).exposed["tensor"]
-    assert float(h800) > float(inside)
-    assert float(across) >= float(inside)
+    assert float(h800) > float(in_node)
+    assert float(across_nodes) >= float(in_node)
 
 
-def test_a_parallel_block_s_tensor_ranks_wait_half_as_long() -> None:
+def test_tensor_exchanges_of_a_parallel_block_take_half_the_time() -> None:
     for mode in (0, FULL):
         plan = layout(tensor=8, data=1, recompute=mode)
-        apart, beside = (
+        serial, parallel = (
             float(
                 layer_exposure(
-                    replace(MODEL, parallel=one),
+                    replace(MODEL, parallel=is_parallel),
                     machine_of(CLUSTER),
                     plan,
                     K,
                     layer_times(MODEL, machine_of(CLUSTER), plan, K),
                 ).tensor
             )
-            for one in (0.0, 1.0)
+            for is_parallel in (0.0, 1.0)
         )
-        assert beside == pytest.approx(apart / 2) and apart > 0
+        assert parallel == pytest.approx(serial / 2) and serial > 0
 
 
 def test_layered_accumulation_gathers_once_a_step() -> None:
     plan = layout(zero=3, global_batch=64, data=8)
-    starved = replace(K, net=K.net / 100, link=K.link / 100)
-    deep, broad = (float(cost(p, starved).exposed["shard"]) for p in (plan, replace(plan, layered=1.0)))
-    assert broad < deep / 4
+    slow_network = replace(K, net=K.net / 100, link=K.link / 100)
+    depth_first, layered = (float(cost(p, slow_network).exposed["shard"]) for p in (plan, replace(plan, layered=1.0)))
+    assert layered < depth_first / 4
 
 
-def test_unbalanced_routing_costs_what_the_busiest_rank_costs() -> None:
+def test_unbalanced_routing_costs_the_time_of_the_busiest_rank() -> None:
     experts = shape(by_name("Qwen3-30B-A3B"))
     plan = layout(expert=8)
     k = replace(K, moe_us=0.0)
@@ -157,7 +157,7 @@ def test_unbalanced_routing_costs_what_the_busiest_rank_costs() -> None:
     assert float(skewed.compute) > float(even.compute)
 
 
-def test_the_device_waits_for_launches_of_local_experts_unless_sizes_stay_on_it() -> None:
+def test_launches_of_local_experts_are_exposed_unless_sizes_stay_on_the_device() -> None:
     experts, k = shape(by_name("Qwen3-30B-A3B")), replace(K, moe_us=100.0)
     machine, micro_batches = machine_of(CLUSTER), layout().micro_batches
 
@@ -170,30 +170,30 @@ def test_the_device_waits_for_launches_of_local_experts_unless_sizes_stay_on_it(
     assert four == pytest.approx(2 * eight)
 
 
-def test_biases_of_experts_cost_passes_over_their_width() -> None:
-    plain = shape(by_name("GPT-OSS-120B"))
-    biased, free = (
-        step_cost(replace(plain, expert_bias=bias), machine_of(CLUSTER), layout(expert=8.0), K).compute
+def test_biases_of_experts_cost_memory_passes() -> None:
+    model = shape(by_name("GPT-OSS-120B"))
+    biased, unbiased = (
+        step_cost(replace(model, expert_bias=bias), machine_of(CLUSTER), layout(expert=8.0), K).compute
         for bias in (1.0, 0.0)
     )
-    assert float(plain.expert_bias) == 1.0
-    assert float(biased) > 1.02 * float(free)
+    assert float(model.expert_bias) == 1.0
+    assert float(biased) > 1.02 * float(unbiased)
 
 
-def test_exchanging_heads_moves_less_than_a_ring_of_many_heads() -> None:
-    many = replace(MODEL, kv_width=2 * MODEL.query_width)
+def test_ulysses_exposes_less_than_a_ring_with_many_key_value_heads() -> None:
+    model = replace(MODEL, kv_width=2 * MODEL.query_width)
     plan = layout(context=8, data=1, seq=65536, global_batch=1)
-    ring, heads = (step_cost(many, machine_of(CLUSTER), p, K) for p in (plan, replace(plan, ulysses=8.0)))
+    ring, heads = (step_cost(model, machine_of(CLUSTER), p, K) for p in (plan, replace(plan, ulysses=8.0)))
     assert float(heads.exposed["context"]) < float(ring.exposed["context"])
 
 
-def test_ranks_that_exchange_heads_and_pass_keys_round_pay_for_both() -> None:
-    """Two rings of four: each passes half of the heads, and all ranks exchange theirs with one other."""
+def test_ulysses_and_ring_times_add_up() -> None:
+    """Two rings of four ranks: each ring passes half of the heads, and each rank exchanges heads with one other rank."""
     plan = layout(context=8, data=1, seq=65536, global_batch=1)
     priced = partial(context_traffic, MODEL, machine_of(CLUSTER), k=replace(K, start_us=0.0, link_us=0.0, net_us=0.0))
     both, ring, heads = (
-        np.array(priced(layout=one)).ravel()
-        for one in (
+        np.array(priced(layout=changed_layout)).ravel()
+        for changed_layout in (
             replace(plan, ulysses=2.0),
             replace(plan, context=4.0, seq=32768.0, ring_stride=2.0),
             replace(plan, context=2.0, ulysses=2.0, seq=16384.0),
@@ -202,7 +202,7 @@ def test_ranks_that_exchange_heads_and_pass_keys_round_pay_for_both() -> None:
     assert both == pytest.approx(ring + heads)
 
 
-def test_a_ragged_head_is_slower() -> None:
+def test_a_head_size_that_is_no_multiple_of_eight_is_slower() -> None:
     ragged = replace(MODEL, heads=36.0)
     machine = machine_of(CLUSTER)
     assert float(step_cost(ragged, machine, layout(), K).compute) > 1.2 * float(cost(layout()).compute)
@@ -212,30 +212,32 @@ def test_newer_software_is_never_slower() -> None:
     assert float(cost(layout(), at_release(K, 1.0)).seconds) < float(cost(layout(), K).seconds)
 
 
-def test_every_constant_stands_in_the_table() -> None:
+def test_the_table_has_every_constant() -> None:
     assert all(getattr(constants("no such chip", "no such stack"), field.name) >= 0 for field in fields(Constants))
 
 
-def test_gathers_by_copy_engines_are_faster_and_take_less_of_compute() -> None:
-    """Wholly hidden, a collective costs its seconds times what each takes from compute; only the gathers' change."""
+def test_copy_engine_gathers_are_faster_and_slow_compute_less() -> None:
+    """A fully hidden collective costs its seconds times its overlap tax. Copy engines change only the gathers."""
     k, machine = constants("hopper", OWN), machine_of(ClusterSpec(gpu="H200", gpus_per_node=8))
     kernels = layout(zero=3, micro_batch=4, global_batch=32)
     by_kernel, by_copy = (step_cost(MODEL, machine, replace(kernels, copied=value), k) for value in (0.0, 1.0))
     shards = rank_group(machine, k, 8.0, 1.0)
     seconds = [
-        float(2 * gather(where, k, 2 * MODEL.params, MODEL.layers))
-        for where in (shards, copy_engine_group(shards, machine, k))
+        float(2 * gather(group, k, 2 * MODEL.params, MODEL.layers))
+        for group in (shards, copy_engine_group(shards, machine, k))
     ]
     assert float(copy_engine_group(shards, machine, k).bandwidth / shards.bandwidth) == pytest.approx(1.34)
     saved = seconds[0] * k.overlap_tax - seconds[1] * k.overlap_tax * k.copy_tax
     assert by_kernel.exposed["shard"] - by_copy.exposed["shard"] == pytest.approx(saved, rel=1e-6)
-    kept = [step_cost(MODEL, machine, replace(kernels, copied=v, shards=1.0, zero=0.0), k).seconds for v in (0.0, 1.0)]
-    assert kept[0] == kept[1], "nothing is gathered"
+    unsharded = [
+        step_cost(MODEL, machine, replace(kernels, copied=v, shards=1.0, zero=0.0), k).seconds for v in (0.0, 1.0)
+    ]
+    assert unsharded[0] == unsharded[1], "nothing is gathered"
 
 
 @pytest.mark.parametrize(("recompute", "repeated"), [(0, 0), (ALL_BUT_ATTENTION, 0), (FULL, 1)])
-def test_a_ring_sends_keys_and_values_and_then_gradients_of_twice_the_bytes(recompute: float, repeated: int) -> None:
-    """Closed form of parallel/ring.py: c - 1 passes forward and in backward, c of fp32 sums; half of it shown."""
+def test_ring_backward_sends_keys_values_and_fp32_gradients(recompute: float, repeated: int) -> None:
+    """Closed form of parallel/ring.py: c - 1 passes forward and in backward, c of fp32 sums; half of them exposed."""
     k, machine = constants("hopper", OWN), machine_of(ClusterSpec(gpu="H200", gpus_per_node=8))
     plan = layout(context=4, data=1, seq=65536, global_batch=1, recompute=recompute)
     forward, backward = context_traffic(MODEL, machine, plan, k)
@@ -247,13 +249,15 @@ def test_a_ring_sends_keys_and_values_and_then_gradients_of_twice_the_bytes(reco
 
 
 @pytest.mark.parametrize(("recompute", "forwards"), [(0, 1), (ALL_BUT_ATTENTION, 2), (FULL, 2)])
-def test_experts_on_ranks_of_their_own_wait_for_their_counts(recompute: float, forwards: int) -> None:
+def test_expert_ranks_pay_for_the_exchange_and_host_sync_of_row_counts(recompute: float, forwards: int) -> None:
     k, machine = constants("hopper", OWN), machine_of(ClusterSpec(gpu="H200", gpus_per_node=8))
     mixture = replace(MODEL, moe_layers=8.0, dense_layers=24.0, experts=16.0, top_k=2.0, expert_ffn=1024.0)
     plan = layout(expert=8, zero=3, recompute=recompute, global_batch=8)
-    found, where = step_cost(mixture, machine, plan, k), rank_group(machine, k, 8.0, 1.0)
-    rows, empty = (float(all_to_all(where, k, machine, size)) for size in (4096 * 2 * mixture.expert_in * 2, 0.0))
-    wanted = 8 * ((2 + 2 * forwards) * rows + forwards * (empty + 50e-6))
-    assert float(found.exposed["expert"]) == pytest.approx(wanted, rel=1e-6)
-    alone = step_cost(mixture, machine, replace(plan, expert=1.0), k)
-    assert float(alone.exposed["expert"]) == 0
+    step, group = step_cost(mixture, machine, plan, k), rank_group(machine, k, 8.0, 1.0)
+    exchange, counts_exchange = (
+        float(all_to_all(group, k, machine, size)) for size in (4096 * 2 * mixture.expert_in * 2, 0.0)
+    )
+    expected = 8 * ((2 + 2 * forwards) * exchange + forwards * (counts_exchange + 50e-6))
+    assert float(step.exposed["expert"]) == pytest.approx(expected, rel=1e-6)
+    without_expert_ranks = step_cost(mixture, machine, replace(plan, expert=1.0), k)
+    assert float(without_expert_ranks.exposed["expert"]) == 0

@@ -82,9 +82,9 @@ def restarted(world: World, assignment: Assignment, change: Change, at_most: int
         _train(session)
         trained = {name: parts.local.clone() for name, parts in session.state().items()}
         ranks = Ranks(world.control)
-        ranks.together("training", lambda: None)
+        ranks.run_on_all("training", lambda: None)
         change(world, session)
-        ranks.together("changing", lambda: None)
+        ranks.run_on_all("changing", lambda: None)
         session = open_session(_with(assignment, at_most), world)
         expected = trained if session.step else initial
         equal = all(torch.equal(parts.local, expected[name]) for name, parts in session.state().items())
@@ -100,11 +100,11 @@ def resumed_losses(world: World, assignment: Assignment) -> list[tuple[Any, ...]
     with mock.patch.dict(os.environ, {ARENA: f"/proc/self/fd/{empty_memory()}"}):
         short = replace(assignment, run=replace(assignment.run, train=replace(assignment.run.train, steps=4)))
         _train(open_session(short, world))
-        Ranks(world.control).together("training", lambda: None)
+        Ranks(world.control).run_on_all("training", lambda: None)
         session = open_session(_with(assignment, None), world)
         begins = session.resumed_from, session.step
         _train(session)
-        Ranks(world.control).together("training", lambda: None)
+        Ranks(world.control).run_on_all("training", lambda: None)
         session = open_session(_with(assignment, None), world)
         return [begins, (session.resumed_from, session.step)]
 

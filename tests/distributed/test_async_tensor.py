@@ -71,20 +71,20 @@ def every_operator(rank: int, group: str, ranks: int, batch: int) -> dict[str, t
     two_columns = [columns, normal(wide, 4)]
 
     def backward(weights: list[torch.Tensor], grads: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        summed, made = products.gathered_gradients(x, weights, grads, *name)
+        summed, made = products.all_gather_matmul_backward(x, weights, grads, *name)
         return summed, *made
 
-    y_grads, whole = products.scattered_input_gradients(x_grad, two_columns, *name)
+    y_grads, whole = products.matmul_reduce_scatter_input_backward(x_grad, two_columns, *name)
     return {
-        "gathered": (*products.gathered_products(x, [rows], [None], *name),),
-        "gathered with bias": (*products.gathered_products(x, [rows], [bias], *name),),
-        "gathered for two": (*products.gathered_products(x, two, [bias, None], *name),),
+        "gathered": (*products.all_gather_matmul(x, [rows], [None], *name),),
+        "gathered with bias": (*products.all_gather_matmul(x, [rows], [bias], *name),),
+        "gathered for two": (*products.all_gather_matmul(x, two, [bias, None], *name),),
         "gathered backward": backward([rows], [y]),
         "gathered backward of two": backward(two, ys),
-        "gathered backward, split": products.gathered_input_gradient(x, [rows], [y], *name),
-        "gathered backward of two, split": products.gathered_input_gradient(x, two, ys, *name),
-        "scattered": (products.scattered_products([y], [columns], *name),),
-        "sum of two scattered": (products.scattered_products(ys, two_columns, *name),),
+        "gathered backward, split": products.all_gather_matmul_input_backward(x, [rows], [y], *name),
+        "gathered backward of two, split": products.all_gather_matmul_input_backward(x, two, ys, *name),
+        "scattered": (products.matmul_reduce_scatter([y], [columns], *name),),
+        "sum of two scattered": (products.matmul_reduce_scatter(ys, two_columns, *name),),
         "scattered backward of two": (*y_grads, whole),
     }
 

@@ -75,7 +75,7 @@ def test_a_rank_that_holds_nothing_takes_part(pool: Pool, tmp_path: Path):
         ("overlap in the middle", "model.embed.weight of shape (13, 5): rank 0 holds (7, 5) at (0, 0) and rank 2"),
         ("another shape", "is F32 of shape (13, 5) on rank 0 and F32 of shape (13, 6) on rank 2"),
         ("another dtype", "is F32 of shape (3, 5) on rank 0 and BF16 of shape (3, 5) on rank 1"),
-        ("unreduced", "model.norm.weight is a sum that its ranks have not taken yet"),
+        ("unreduced", "model.norm.weight is a sum that is not reduced over its ranks yet"),
     ],
 )
 def test_pieces_that_do_not_make_whole_tensors_are_refused_before_anything_is_visible(

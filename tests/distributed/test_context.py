@@ -174,10 +174,10 @@ def kept_by_a_block(world: World, plan: Plan) -> set[tuple[int, ...]]:
     block.sharded.gather()
     block.sharded.wait_for_gather()
     assert engine.executor.rank_model.context is not None
-    part = engine.executor.rank_model.context.part_of(
+    part = engine.executor.rank_model.context.local_batch(
         MicroBatch(tokens, None, None, (torch.arange(12) // 5).expand(2, 12), 0)
     )
-    shared = engine.executor.rank_model.context.shared(part, torch.float32)
+    shared = engine.executor.rank_model.context.shared_inputs(part, torch.float32)
     x = torch.randn(2, 6, 16, requires_grad=True)
     shapes = set()
 

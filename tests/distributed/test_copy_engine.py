@@ -59,7 +59,7 @@ def counted(world, chosen: Plan, early: bool) -> tuple[list[dict[str, Any]], int
         found[0] += 1
         for slot in self._slots:
             found[1] += slot.memory.data_ptr() == output.data_ptr()
-            slot.given = slot.given and not early
+            slot.in_use = slot.in_use and not early
         return output
 
     CopyGather.allocate = counting  # type: ignore[method-assign]

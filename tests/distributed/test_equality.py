@@ -122,7 +122,7 @@ def sharded(
             batches = [replace(batch, positions=None, documents=None) for batch in batches]
         valid = count_valid(batches, mesh)[0] * factor
         loss = mesh.sum_over_all(engine.executor.play(engine.training, batches, NullRecorder(), valid))
-        norm = gradient_norm(local_gradients(model, engine.duplicate_rows), mesh.one_copy, mesh.device)
+        norm = gradient_norm(local_gradients(model, engine.duplicate_rows), mesh.model_copy_group, mesh.device)
         clip = clip_factor(norm, CLIP)
         gradients = {name: whole(name, weight.grad, spec, mesh) * clip for name, weight in model.named_parameters()}
         optimizer.step(RATE, norm, clip)

@@ -164,18 +164,18 @@ def doubly_counted(world: Any, case: Case) -> list[dict[str, Any]]:
     """Gradients of spread experts, and of nothing else, a thousandth off."""
     from meshwright.parallel import stages
 
-    kept = stages._block_unit
+    kept = stages._shard_block
 
     def wrong(*given: Any) -> Any:
         unit = kept(*given)
         unit.groups[0]._group.gradient_divide_factor = 0.999
         return unit
 
-    stages._block_unit = wrong
+    stages._shard_block = wrong
     try:
         return sharded(world, EVEN, case.plan, 1.0, 1)
     finally:
-        stages._block_unit = kept
+        stages._shard_block = kept
 
 
 def test_a_wrong_factor_of_the_experts_gradients_is_noticed(pool: Pool) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.checkpoint.contents import read_checkpoint
-from meshwright.checkpoint.files import with_reserve
+from meshwright.checkpoint.files import add_reserve
 from meshwright.checkpoint.verify import list_checkpoints
 from meshwright.launch.disk import checkpoint_bytes
 from meshwright.observe.metrics import read_metrics
@@ -90,7 +90,7 @@ def test_a_checkpoint_needs_the_estimated_bytes_and_no_file_of_the_run_folder(
     assert {name: (kept / name).read_text() for name in texts} == texts
     model = made.assignment.run.model
     assert sum(record.bytes for record in read_checkpoint(kept).values()) == checkpoint_bytes(model)
-    assert sum(file.stat().st_size for file in kept.iterdir()) <= with_reserve(checkpoint_bytes(model))
+    assert sum(file.stat().st_size for file in kept.iterdir()) <= add_reserve(checkpoint_bytes(model))
 
 
 def test_a_finished_run_is_continued_when_its_steps_are_raised(pool: Pool, tiny: Path, tmp_path: Path) -> None:

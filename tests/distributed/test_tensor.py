@@ -119,18 +119,18 @@ def copies_differ(world: World, spec: ModelSpec, plan: Plan, unsummed: str) -> b
     """Whether gradients that tensor ranks hold alike differ when those whose name has `unsummed` in it are left out of the sum."""
     from meshwright.parallel import apply
 
-    class Leaving(apply.CopySums):
+    class Leaving(apply.TensorCopySums):
         def __init__(self, model: Any, boxes: Any, mesh: Any) -> None:
             without = {name: () if unsummed in name else held for name, held in boxes.items()}
             super().__init__(model, without, mesh)
 
-    kept, apply.CopySums = apply.CopySums, Leaving  # type: ignore[misc]
+    kept, apply.TensorCopySums = apply.TensorCopySums, Leaving  # type: ignore[misc]
     try:
         sharded(world, spec, plan, 1.0, 1)
     except AssertionError:
         return True
     finally:
-        apply.CopySums = kept  # type: ignore[misc]
+        apply.TensorCopySums = kept  # type: ignore[misc]
     return False
 
 

@@ -163,9 +163,10 @@ NOTHING = {
 
 
 def compared(*, slow: bool = True) -> Iterator[Tested]:
-    """Yields every plan that a test compares with one device, in fp8 with one rank, or bit for bit with the plan without offload.
+    """Yields every plan whose results a test compares with those of a reference run.
 
-    Without `slow` only the plans of the tests of `make test`.
+    The reference is one device, one rank in fp8, or the plan without offload (bit for bit). Without `slow` only the
+    plans of the tests of `make test`.
     """
     given_to = partial(parametrized, slow=slow)
     for given in given_to(test_equality.test_float64_equals_one_device):

@@ -1,6 +1,7 @@
-"""Chooses the seeds of `tests/distributed/test_drawn.py`: few plans that together have every pair of features that any plan has.
+"""Chooses the seeds of `tests/distributed/test_drawn.py`: few plans that together cover every pair of features.
 
-`python -m tests.docs.seeds` prints them, the ones that add most pairs first. Run it again when the choices of `drawn` change.
+`python -m tests.docs.seeds` prints them, seeds that add most pairs first. Run it again when the choices of `drawn`
+change.
 """
 
 from __future__ import annotations

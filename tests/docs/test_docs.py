@@ -256,7 +256,7 @@ def test_keys_and_files_named_in_the_text_exist(page: str, keys: set[str]) -> No
     new = {block.option("file") for block in blocks(page)}
     for code in inline_code(page):
         if match := re.match(rf"((?:{sections})\.[a-z_.]+)(?=[=: ]|$)", code):
-            assert match[1] in keys or match[1].endswith((".yaml", ".json")), f"{page}: no key {match[1]}"
+            assert match[1] in keys or match[1].endswith((".yaml", ".json", ".jsonl")), f"{page}: no key {match[1]}"
         if re.fullmatch(r"[\w/.]+/[\w.]+\.(py|js|yaml|json|toml)", code) and code not in new:
             exists = any((folder / code).exists() for folder in folders)
             assert exists or code.startswith(("runs/", "base/")), f"{page}: no file {code}"

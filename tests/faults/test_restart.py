@@ -46,3 +46,18 @@ def test_a_killed_rank_is_replaced_and_the_losses_are_those_of_an_undisturbed_ru
     assert "rank 1 was killed by signal 9" in job.output() and "resumed after step " in job.output()
     assert losses(run) == losses(calm.run)
     assert not [pid for pid in ranks.values() if alive(pid)]
+
+
+def test_a_stopped_rank_counts_as_hung_and_is_replaced(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    run = tmp_path / "tiny"
+    job = Job(words(tmp_path_factory, tmp_path), run)
+    until(lambda: last_step(run) >= 12, job)
+    os.kill(job.ranks()[1], signal.SIGSTOP)
+    stopped = time.monotonic()
+    until(lambda: "restart 1 of 3" in job.output(), job)
+    assert 4 < time.monotonic() - stopped < 10
+    assert job.process.wait(60) == 0, job.output()
+    assert "rank 1 has made no progress for 5 s in step " in job.output()
+    assert [step for step, _ in losses(run)] == list(range(1, STEPS + 1))

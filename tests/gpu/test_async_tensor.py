@@ -136,14 +136,14 @@ def all_of(
     found: dict[str, tuple[torch.Tensor, ...]] = {}
     biases, pair = [given["bias"], None], [rows, rows.flip(0)]
     for what, operator, inputs in (
-        ("gathered", products.gathered_products, (x, [rows], biases[:1])),
-        ("gathered backward", products.gathered_gradients, (x, [rows], [y])),
-        ("scattered", products.scattered_products, ([y], [columns])),
-        ("gathered backward, split", products.gathered_input_gradient, (x, [rows], [y])),
-        ("scattered backward", products.scattered_input_gradients, (x, [columns])),
-        ("gathered for two", products.gathered_products, (x, pair, biases)),
-        ("gathered backward of two", products.gathered_gradients, (x, pair, [y, y])),
-        ("sum of two scattered", products.scattered_products, ([y, y], [columns, columns.flip(1)])),
+        ("gathered", products.all_gather_matmul, (x, [rows], biases[:1])),
+        ("gathered backward", products.all_gather_matmul_backward, (x, [rows], [y])),
+        ("scattered", products.matmul_reduce_scatter, ([y], [columns])),
+        ("gathered backward, split", products.all_gather_matmul_input_backward, (x, [rows], [y])),
+        ("scattered backward", products.matmul_reduce_scatter_input_backward, (x, [columns])),
+        ("gathered for two", products.all_gather_matmul, (x, pair, biases)),
+        ("gathered backward of two", products.all_gather_matmul_backward, (x, pair, [y, y])),
+        ("sum of two scattered", products.matmul_reduce_scatter, ([y, y], [columns, columns.flip(1)])),
     ):
         before()
         found[what] = tuple(leaves(operator(*inputs, name, GPUS)))

@@ -204,7 +204,7 @@ def step(compiler: str | None, mode: Recompute, scaling: Any, *, split: bool, de
     for x in inputs:
         queue = WeightQueue()
         if deferred:
-            with sink.deferring(queue):
+            with sink.defer_to(queue):
                 F.softplus(model(x)).sum().backward()
             assert (queue.pending == 6 and model[0].gate_up.weight.grad is None) or x is not inputs[0]
             queue.drain(list(model.parameters()))
@@ -232,7 +232,7 @@ def test_what_is_parked_is_in_fp8() -> None:
     block = nn.Sequential(made)
     wrap([block], None, "none")
     queue, sink = WeightQueue(), with_sink(block)
-    with sink.deferring(queue):
+    with sink.defer_to(queue):
         block.forward(x).backward(grad)
     parts = queue._deferred[0].tensors
     assert [part.dtype for part in parts] == [E5M2, torch.float32, E4M3, torch.float32]

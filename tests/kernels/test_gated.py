@@ -44,7 +44,7 @@ def step(together: bool, compiler: str | None, mode: Recompute, *, split: bool, 
     for x in inputs:
         queue = WeightQueue()
         if deferred:
-            with sink.deferring(queue):
+            with sink.defer_to(queue):
                 F.softplus(model(x)).sum().backward()
             assert queue.pending == 4
             queue.drain(list(model.parameters()))

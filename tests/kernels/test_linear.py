@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from meshwright.kernels.linear import Linear, WeightGradientSink, WeightQueue, split_backward
 from meshwright.models.decoder import Block
-from meshwright.parallel.recompute import recomputing
+from meshwright.parallel.recompute import with_recompute
 from meshwright.spec.plan import Recompute
 from tests.models.tiny import ALL, GPT2, LLAMA, built, some_tokens
 
@@ -60,7 +60,7 @@ class Layer(nn.Module):
 
 
 def call(forward: Callable[..., Any], mode: Recompute, block: nn.Module, *inputs: Any) -> Any:
-    return recomputing(partial(forward, block), mode)(*inputs)
+    return with_recompute(partial(forward, block), mode)(*inputs)
 
 
 def wrap(blocks: Iterable[nn.Module], compiler: str | None, mode: Recompute, *, split: bool = True) -> None:
@@ -107,7 +107,7 @@ def deferred(model: nn.Module, inputs: list[Tensor], drains: str = "in order") -
     outputs = [model(x) for x in inputs]
     queues = [WeightQueue() for _ in inputs]
     for output, queue in zip(outputs, queues, strict=True):
-        with sink.deferring(queue):
+        with sink.defer_to(queue):
             output.square().sum().backward()
         assert queue.pending == len([module for module in model.modules() if isinstance(module, Linear)])
     for queue in queues if drains == "in order" else reversed(queues):
@@ -212,7 +212,7 @@ def test_every_gradient_of_a_decoder(compiler: str | None, spec: Any) -> None:
     reference(tokens, targets=tokens.roll(-1, 1)).backward()
     wrap((module for module in model.modules() if isinstance(module, Block)), compiler, "selective")
     queue, sink = WeightQueue(), with_sink(model)
-    with sink.deferring(queue):
+    with sink.defer_to(queue):
         model(tokens, targets=tokens.roll(-1, 1)).backward()
     products = [name for name, module in model.named_modules() if isinstance(module, Linear)]
     assert queue.pending == len(products) and (spec.experts or len(products) == 4 * spec.layers)
@@ -247,7 +247,7 @@ def test_no_grad_between_forward_and_backward(compiler: str | None) -> None:
     output, queue = model(x), WeightQueue()
     with torch.no_grad():
         model(torch.randn(5, 2, WIDTH, dtype=torch.float64))
-    with sink.deferring(queue):
+    with sink.defer_to(queue):
         output.square().sum().backward()
     queue.drain()
     assert_equal(gradients(model, [x]), ordinary(stack(nn.Linear), batches(1)), 1e-12)
@@ -258,7 +258,7 @@ def test_frozen_weights_park_nothing() -> None:
     model[0].down.weight.requires_grad_(False)
     wrap(model, None, "none")
     queue, sink = WeightQueue(), with_sink(model)
-    with sink.deferring(queue):
+    with sink.defer_to(queue):
         model(batches(1)[0]).sum().backward()
     queue.drain()
     assert model[0].down.weight.grad is None
@@ -270,7 +270,7 @@ def model_with_deferred_gradients() -> tuple[nn.Sequential, WeightQueue, WeightG
     wrap(model, None, "none")
     sink = with_sink(model)
     output = model(batches(1)[0]).sum()
-    with sink.deferring(queue):
+    with sink.defer_to(queue):
         output.backward()
     return model, queue, sink
 
@@ -296,22 +296,22 @@ def ordinary_sum() -> nn.Module:
 
 def test_a_queue_that_was_not_drained_is_refused() -> None:
     _, queue, sink = model_with_deferred_gradients()
-    with pytest.raises(RuntimeError, match="still holds 9 weight gradients"), sink.deferring(queue):
+    with pytest.raises(RuntimeError, match="still holds 9 weight gradients"), sink.defer_to(queue):
         pass
     queue.drain()
-    with sink.deferring(queue):
+    with sink.defer_to(queue):
         pass
 
 
 def test_queues_do_not_nest() -> None:
     sink = WeightGradientSink()
     with (
-        sink.deferring(WeightQueue()),
+        sink.defer_to(WeightQueue()),
         pytest.raises(RuntimeError, match="one queue at a time"),
-        sink.deferring(WeightQueue()),
+        sink.defer_to(WeightQueue()),
     ):
         pass
-    with sink.deferring(WeightQueue()):
+    with sink.defer_to(WeightQueue()):
         pass
 
 
@@ -322,7 +322,7 @@ def test_a_factor_that_was_written_to_is_refused() -> None:
     sink = with_sink(block)
     output = block(batches(1)[0])
     received = torch.ones_like(output)
-    with sink.deferring(queue):
+    with sink.defer_to(queue):
         output.backward(received)
     received.mul_(2)
     with pytest.raises(RuntimeError, match="overwritten before it was used"):
@@ -334,7 +334,7 @@ def test_the_queue_is_seen_from_autograds_own_threads() -> None:
     wrap(model, None, "none")
     sink = with_sink(model)
     output = model(batches(1)[0]).sum()
-    with sink.deferring(queue):
+    with sink.defer_to(queue):
         thread = threading.Thread(target=output.backward)
         thread.start()
         thread.join()

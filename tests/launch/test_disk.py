@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.checkpoint.made import save
 
-from meshwright.checkpoint.files import with_reserve
+from meshwright.checkpoint.files import add_reserve
 from meshwright.config.load import load_run
 from meshwright.launch.disk import check_disk, checkpoint_bytes, checkpoints_line
 from meshwright.spec.errors import OutOfResources
@@ -45,7 +45,7 @@ def test_a_start_requires_space_for_the_checkpoints_that_exist_at_once(
     for step in range(1, existing + 1):
         (tmp_path / "run").mkdir(exist_ok=True)
         save(tmp_path / "run" / "checkpoints", step)
-    need = count * with_reserve(checkpoint_bytes(run.model))
+    need = count * add_reserve(checkpoint_bytes(run.model))
     set_free_bytes(monkeypatch, need)
     check_disk(run, tmp_path / "run")
     set_free_bytes(monkeypatch, need - 1)

@@ -130,12 +130,12 @@ def test_one_copy_leaves_out_replicas_and_neighbours_are_blocks_of_an_axis(monke
     layout = Layout((("replicate", 2), ("shard", 2), ("tensor", 4)), 8)
     for rank in range(layout.ranks):
         mesh, fake = recorded(monkeypatch, layout, rank)
-        assert cast(Any, mesh.one_copy).ranks == list(range(rank // 8 * 8, rank // 8 * 8 + 8))
-        assert cast(Any, mesh.neighbours("tensor", 2)).ranks == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert cast(Any, mesh.model_copy_group).ranks == list(range(rank // 8 * 8, rank // 8 * 8 + 8))
+        assert cast(Any, mesh.consecutive_group("tensor", 2)).ranks == [rank // 2 * 2, rank // 2 * 2 + 1]
         before = len(fake.calls)
-        assert mesh.neighbours("tensor", 4) is mesh.group("tensor") and len(fake.calls) == before
+        assert mesh.consecutive_group("tensor", 4) is mesh.group("tensor") and len(fake.calls) == before
     copies, _ = recorded(monkeypatch, Layout((("replicate", 4), ("shard", 1)), 4), 0)
-    assert copies.one_copy is None
+    assert copies.model_copy_group is None
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7, 8])

@@ -103,7 +103,7 @@ def gradients(steps: int, memory: HostMemory | None) -> list[torch.Tensor]:
             if activations is None:
                 y = block(x, weight)
             else:
-                with activations.collecting():
+                with activations.collect():
                     y = block(x, weight)
             kept.append((visit, leaf, torch.autograd.graph.get_gradient_edge(y)))
             offload.end_forward(visit)

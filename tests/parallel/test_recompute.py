@@ -11,7 +11,7 @@ import torch
 from torch._logging import warning_once
 
 from meshwright.parallel.apply import COMPILER_OPTIONS
-from meshwright.parallel.recompute import recomputing
+from meshwright.parallel.recompute import with_recompute
 from meshwright.spec.plan import Recompute
 from meshwright.workload.activations import saved_elements
 from tests.models.tiny import LLAMA, QWEN3_MOE, built
@@ -20,7 +20,7 @@ from tests.slow import quick_first
 
 def test_a_compiler_warning_for_every_block_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     warning_once.cache_clear()  # torch gives this warning once a process; an earlier test may have caused it
-    block = torch.compile(recomputing(lambda x: torch.sin(x @ x).sum(), "selective"), backend="aot_eager")
+    block = torch.compile(with_recompute(lambda x: torch.sin(x @ x).sum(), "selective"), backend="aot_eager")
     with caplog.at_level(logging.WARNING):
         block(torch.eye(3, requires_grad=True)).backward()
         logging.getLogger("torch._higher_order_ops.wrap").warning("another remark")
@@ -57,7 +57,7 @@ def test_a_compiled_block_saves_the_predicted_bytes(model_name: str, mode: Recom
         return tensor
 
     run = torch.compile(
-        recomputing(block.forward, mode, block.routed), fullgraph=True, dynamic=False, options=COMPILER_OPTIONS
+        with_recompute(block.forward, mode, block.routed), fullgraph=True, dynamic=False, options=COMPILER_OPTIONS
     )
     x = torch.randn(2, 64, 256, dtype=torch.bfloat16, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):

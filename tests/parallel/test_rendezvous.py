@@ -35,7 +35,10 @@ def rank_environment(port: int, address: str = "127.0.0.1") -> RankEnvironment:
 
 
 def test_too_few_open_files_are_refused(limits: list[tuple[int, int]]) -> None:
-    with pytest.raises(OutOfResources, match=r"may open 24 files here, and a rank of 2 needs about 68; .*ulimit -n 68"):
+    with pytest.raises(
+        OutOfResources,
+        match=r"may open 24 files here, and each rank of a job of 2 ranks needs about 68; .*ulimit -n 68",
+    ):
         raise_file_limit(2)
     assert limits == [(24, 24)]
 

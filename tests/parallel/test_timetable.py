@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.parallel.timetable import Timetable, Visit, timetable
+from meshwright.parallel.timetable import Timetable, Visit, build_timetable
 
 
 def visits(*numbers: int) -> list[tuple[Visit, ...]]:
@@ -41,7 +41,7 @@ def times(
 ) -> Timetable:
     occurrences = Counter(visit for visits in computes for visit in visits)
     size = {visit: float(count > 1) for visit, count in occurrences.items()} | dict(sizes or {})
-    return timetable(tuple(computes), tuple(size.items()), frozenset(candidates))
+    return build_timetable(tuple(computes), tuple(size.items()), frozenset(candidates))
 
 
 def layers(*numbers: int) -> set[Visit]:

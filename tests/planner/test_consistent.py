@@ -40,7 +40,7 @@ QUESTIONS = {
 
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_no_pin_makes_the_answer_faster(name: str) -> None:
-    """The answer is repeated with each of its choices pinned, and with that of the best plan with another value."""
+    """Repeats the search with each choice pinned to its own value, and to the value of the best other plan."""
     words, trainable = QUESTIONS[name]
     run = load_run(None, words.split())
     answer = search(run, trainable=trainable)

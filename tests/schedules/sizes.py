@@ -1,4 +1,4 @@
-"""Every schedule of the registry at every small size it allows: a new entry is tested by being there."""
+"""All small sizes that each schedule of the registry supports; a new schedule is tested without further code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MICRO_BATCHES = range(1, 17)
 
 
 def sizes(name: str, ranks: range = RANKS, micro_batches: range = MICRO_BATCHES) -> Iterator[tuple[int, int, int]]:
-    """(ranks, micro-batches, stages per rank), the two smallest numbers of stages where there is a choice."""
+    """(ranks, micro-batches, stages per rank), for the two smallest supported numbers of stages."""
     for count in ranks:
         for batches in micro_batches:
             for stages in SCHEDULES[name].stages_per_rank[:2]:

@@ -9,20 +9,20 @@ number = st.integers(0, 300)
 unit = st.none() | number
 
 
-def compute(*kinds):
-    return st.tuples(st.sampled_from(kinds), number, number, unit).map(lambda fields: Action(*fields))
+def compute(*ops):
+    return st.tuples(st.sampled_from(ops), number, number, unit).map(lambda fields: Action(*fields))
 
 
 transfers = st.tuples(
     st.sampled_from(["send", "recv"]), number, number, st.none(), number, st.sampled_from(["activation", "gradient"])
 ).map(lambda fields: Action(*fields))
-of_units = st.tuples(st.sampled_from(["unshard", "reshard", "reduce_grad"]), number, number).map(
+unit_actions = st.tuples(st.sampled_from(["unshard", "reshard", "reduce_grad"]), number, number).map(
     lambda fields: Action(fields[0], fields[1], unit=fields[2])
 )
 actions = st.one_of(
     compute("forward", "backward", "backward_input", "backward_weight", "forward_only"),
     transfers,
-    of_units,
+    unit_actions,
     st.sampled_from([Action("norm_barrier"), Action("optim")]),
     st.tuples(compute("forward"), compute("backward")).map(lambda pair: overlap(*pair)),
 )
@@ -30,11 +30,11 @@ actions = st.one_of(
 
 @settings(max_examples=150)
 @given(st.lists(actions, max_size=6))
-def test_what_is_printed_is_read_back(some):
-    assert parse_all(" ".join(map(str, some))) == tuple(some)
+def test_printed_actions_parse_back(action_list):
+    assert parse_all(" ".join(map(str, action_list))) == tuple(action_list)
 
 
-def test_the_printed_form_is_short():
+def test_printed_forms():
     forward, backward = Action("forward", 3, 2), Action("backward", 4, 0, 1)
     assert str(forward) == "F3.2"
     assert str(overlap(forward, backward)) == "F3.2&B4.0/1"
@@ -44,6 +44,6 @@ def test_the_printed_form_is_short():
 
 
 @pytest.mark.parametrize("text", ["", "F", "F3", "X1.2", "SA1.2<3", "RG1.2>0", "U3", "F1.2/", "F1.2&", "N1"])
-def test_what_is_no_action_is_refused(text):
+def test_text_that_is_no_action_is_refused(text):
     with pytest.raises(BadInput, match="is no action; expected a form such as F3.2"):
         parse(text)

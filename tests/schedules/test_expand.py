@@ -1,4 +1,4 @@
-"""Unit actions: the same work, with each unit's parameters and gradients moved as often as the plan says."""
+"""`expand` cuts stages into FSDP units: same compute and transfers, with gathers and reductions as often as requested."""
 
 from collections import Counter
 
@@ -15,10 +15,15 @@ from tests.schedules.sizes import sizes
 GATHERS, REDUCTIONS = ("never", "step", "stretch"), ("never", "once", "stretch")
 
 
-def moves(schedule):
-    """How often each unit is gathered and reduced: {(kind, stage, unit): times}."""
-    kinds = ("unshard", "reduce_grad")
-    return Counter((a.op, a.stage, a.unit) for row in schedule.actions for a in row if a.op in kinds)
+def collective_counts_of(schedule):
+    """Number of gathers and reductions of each unit: {(op, stage, unit): count}."""
+    counted_ops = ("unshard", "reduce_grad")
+    return Counter(
+        (action.op, action.stage, action.unit)
+        for rank_actions in schedule.actions
+        for action in rank_actions
+        if action.op in counted_ops
+    )
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -39,69 +44,71 @@ def test_transfers_keep_their_order(name):
         schedule = build(name, ranks, batches, stages)
         for order in ("depth_first", "layered"):
             for before, after in zip(schedule.actions, expand(schedule, 2, order=order).actions, strict=True):
-                for kind in ("send", "recv"):
-                    assert [a for a in before if a.op == kind] == [a for a in after if a.op == kind]
+                for op in ("send", "recv"):
+                    assert [action for action in before if action.op == op] == [
+                        action for action in after if action.op == op
+                    ]
 
 
 @pytest.mark.parametrize("batches", [1, 2, 7])
-def test_layered_accumulation_moves_each_unit_once_a_direction_whatever_the_micro_batches(batches):
-    """The last unit turns around at once, so one gather serves both directions (arXiv 2106.02679)."""
+def test_layered_accumulation_gathers_each_unit_once_per_direction(batches):
+    """The backward of the last unit follows its forward, so it needs one gather only (arXiv 2106.02679)."""
     cut = expand(build("breadth_first", 1, batches), 4, order="layered")
-    assert [moves(cut)["unshard", 0, unit] for unit in range(4)] == [2, 2, 2, 1]
-    assert [moves(cut)["reduce_grad", 0, unit] for unit in range(4)] == [1, 1, 1, 1]
+    assert [collective_counts_of(cut)["unshard", 0, unit] for unit in range(4)] == [2, 2, 2, 1]
+    assert [collective_counts_of(cut)["reduce_grad", 0, unit] for unit in range(4)] == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_the_modular_pipeline_moves_each_layer_once_a_direction(ranks):
+def test_the_modular_pipeline_gathers_each_layer_once_per_direction(ranks):
     cut = expand(build("breadth_first", ranks, 5, 3), 1, reduce="stretch")
     last = {3 * ranks - 1 - rank for rank in range(ranks)}
-    assert {stage for stage in range(3 * ranks) if moves(cut)["unshard", stage, 0] == 1} == last
-    assert all(moves(cut)["unshard", stage, 0] == 2 for stage in set(range(3 * ranks)) - last)
-    assert all(moves(cut)["reduce_grad", stage, 0] == 1 for stage in range(3 * ranks))
+    assert {stage for stage in range(3 * ranks) if collective_counts_of(cut)["unshard", stage, 0] == 1} == last
+    assert all(collective_counts_of(cut)["unshard", stage, 0] == 2 for stage in set(range(3 * ranks)) - last)
+    assert all(collective_counts_of(cut)["reduce_grad", stage, 0] == 1 for stage in range(3 * ranks))
 
 
 @pytest.mark.parametrize("batches", [1, 3])
-def test_depth_first_accumulation_moves_each_unit_for_each_micro_batch(batches):
+def test_depth_first_accumulation_gathers_each_unit_for_each_micro_batch(batches):
     cut = expand(build("1f1b", 1, batches), 3, gather="stretch", reduce="stretch")
-    # Forward to backward and backward to the next forward, the outermost units turn around without a new gather.
-    assert moves(cut)["unshard", 0, 1] == 2 * batches
-    assert moves(cut)["unshard", 0, 2] == batches
-    assert moves(cut)["unshard", 0, 0] == batches + 1
-    assert all(moves(cut)["reduce_grad", 0, unit] == batches for unit in range(3))
+    # The last unit's backward follows its forward, and the first unit's next forward follows its backward: no new gather.
+    assert collective_counts_of(cut)["unshard", 0, 1] == 2 * batches
+    assert collective_counts_of(cut)["unshard", 0, 2] == batches
+    assert collective_counts_of(cut)["unshard", 0, 0] == batches + 1
+    assert all(collective_counts_of(cut)["reduce_grad", 0, unit] == batches for unit in range(3))
 
 
 def test_kept_parameters_are_gathered_once_and_gradients_reduced_once():
     cut = expand(build("1f1b", 2, 6), [2, 3], gather="step", reduce="once")
-    assert set(moves(cut).values()) == {1}
-    assert len(moves(cut)) == 2 * 5
+    assert set(collective_counts_of(cut).values()) == {1}
+    assert len(collective_counts_of(cut)) == 2 * 5
 
 
 def test_gathering_may_differ_by_unit():
     cut = expand(build("1f1b", 1, 2), 3, gather=[["never", "step", "stretch"]], reduce="never")
-    assert moves(cut) == {("unshard", 0, 1): 1, ("unshard", 0, 2): 2}
+    assert collective_counts_of(cut) == {("unshard", 0, 1): 1, ("unshard", 0, 2): 2}
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_no_more_than_the_computing_unit_and_the_next_are_gathered(name):
+def test_at_most_two_units_are_gathered_at_once(name):
     for ranks, batches, stages in sizes(name, range(1, 4), range(1, 7)):
-        pairs = name == "dualpipe_v"
+        overlaps = name == "dualpipe_v"
         for order in ("depth_first", "layered"):
-            for row in expand(build(name, ranks, batches, stages), 3, order=order).actions:
-                held = most = 0
-                for action in row:
-                    held += (action.op == "unshard") - (action.op == "reshard")
-                    most = max(most, held)
-                assert most <= (4 if pairs else 2)
+            for rank_actions in expand(build(name, ranks, batches, stages), 3, order=order).actions:
+                gathered_units = peak = 0
+                for action in rank_actions:
+                    gathered_units += (action.op == "unshard") - (action.op == "reshard")
+                    peak = max(peak, gathered_units)
+                assert peak <= (4 if overlaps else 2)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_gathers_are_issued_one_unit_ahead(name):
-    """Between a gather and the first compute that needs it runs the compute of another unit, except for the step's first."""
-    for row in expand(build(name, 2, 4), 3).actions:
-        first_compute = next(place for place, action in enumerate(row) if action.op in COMPUTE)
-        for place, action in enumerate(row[first_compute:], first_compute):
+    """Another unit computes between a gather and the first use of its unit, except at the start of the step."""
+    for rank_actions in expand(build(name, 2, 4), 3).actions:
+        first_compute = next(index for index, action in enumerate(rank_actions) if action.op in COMPUTE)
+        for index, action in enumerate(rank_actions[first_compute:], first_compute):
             if action.op == "unshard":
-                following = next(a for a in row[place:] if a.op in COMPUTE)
+                following = next(a for a in rank_actions[index:] if a.op in COMPUTE)
                 assert (action.stage, action.unit) not in [(part.stage, part.unit) for part in following.parts]
 
 
@@ -132,7 +139,7 @@ def test_sends_go_before_collectives():
     assert str(cut).splitlines()[1] == "1: U1/0 RA1.0<0 F1.0/0 I1.0/0 SG1.0>0 D1/0 W1.0/0 G1/0 N O"
 
 
-def test_a_pass_without_backward_is_cut_too():
+def test_expand_cuts_a_forward_only_schedule():
     cut = expand(forward_only(build("zbv", 2, 2).placement, 3), 2, order="layered", reduce="never")
     check(cut)
-    assert set(moves(cut).values()) == {1}
+    assert set(collective_counts_of(cut).values()) == {1}

@@ -1,4 +1,4 @@
-"""Micro-batches alive in closed form against every schedule played."""
+"""Closed-form micro-batches in flight against the peak of each schedule's actions."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SIZES = [
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_the_closed_form_is_what_the_schedule_holds(name: str) -> None:
+def test_closed_form_equals_the_peak_of_the_schedule(name: str) -> None:
     checked = 0
     for ranks, micro, virtual in SIZES:
         if refusal(name, ranks, micro, virtual):
             continue
-        played = [held / virtual for held in peak_in_flight(build(name, ranks, micro, virtual))]
-        assert in_flight(NAMES.index(name), ranks, micro, virtual, np.arange(ranks)) == pytest.approx(played), (
+        peaks = [peak / virtual for peak in peak_in_flight(build(name, ranks, micro, virtual))]
+        assert in_flight(NAMES.index(name), ranks, micro, virtual, np.arange(ranks)) == pytest.approx(peaks), (
             ranks,
             micro,
         )
@@ -29,6 +29,6 @@ def test_the_closed_form_is_what_the_schedule_holds(name: str) -> None:
     assert checked >= 9
 
 
-def test_arrays_of_schedules_stand_side_by_side() -> None:
+def test_in_flight_takes_arrays_of_schedules() -> None:
     numbers = [NAMES.index(name) for name in ("gpipe", "1f1b", "zbv")]
     assert in_flight(numbers, [4, 4, 4], [16, 16, 2], [1, 1, 2]).tolist() == [16, 4, 1.5]

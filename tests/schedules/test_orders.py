@@ -1,4 +1,4 @@
-"""Compute orders against pictures drawn by hand and against torch's own generators, an implementation by other people."""
+"""Compute orders against orders written by hand and against torch's generators, an independent implementation."""
 
 import pytest
 
@@ -10,27 +10,27 @@ from meshwright.schedules.schedule import looped, vee
 from meshwright.schedules.vee import dualpipe_v, zbv
 
 
-def rows(order):
-    return [" ".join(map(str, row)) for row in order[1]]
+def printed_orders(order):
+    return [" ".join(map(str, rank_actions)) for rank_actions in order[1]]
 
 
 def test_gpipe():
-    assert rows(gpipe(2, 2)) == ["F0.0 F0.1 B0.0 B0.1", "F1.0 F1.1 B1.0 B1.1"]
+    assert printed_orders(gpipe(2, 2)) == ["F0.0 F0.1 B0.0 B0.1", "F1.0 F1.1 B1.0 B1.1"]
 
 
 def test_one_f_one_b():
-    assert rows(one_f_one_b(2, 3)) == ["F0.0 F0.1 B0.0 F0.2 B0.1 B0.2", "F1.0 B1.0 F1.1 B1.1 F1.2 B1.2"]
+    assert printed_orders(one_f_one_b(2, 3)) == ["F0.0 F0.1 B0.0 F0.2 B0.1 B0.2", "F1.0 B1.0 F1.1 B1.1 F1.2 B1.2"]
 
 
-def test_zb_h1_saves_weights_for_later_on_later_ranks():
-    assert rows(zb_h1(2, 3)) == [
+def test_zb_h1_defers_weight_halves_on_later_ranks():
+    assert printed_orders(zb_h1(2, 3)) == [
         "F0.0 F0.1 I0.0 W0.0 F0.2 I0.1 W0.1 I0.2 W0.2",
         "F1.0 I1.0 F1.1 I1.1 W1.0 F1.2 I1.2 W1.1 W1.2",
     ]
 
 
 def test_breadth_first():
-    assert rows(breadth_first(1, 2, 2)) == ["F0.0 F0.1 F1.0 F1.1 B1.0 B1.1 B0.0 B0.1"]
+    assert printed_orders(breadth_first(1, 2, 2)) == ["F0.0 F0.1 F1.0 F1.1 B1.0 B1.1 B0.0 B0.1"]
 
 
 def test_placements():
@@ -52,7 +52,7 @@ def test_memory_counts_halves_of_a_backward():
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours", "stages"),
+    ("torch_class", "build_order", "stages"),
     [
         ("ScheduleInterleaved1F1B", interleaved, 2),
         ("ScheduleInterleaved1F1B", interleaved, 3),
@@ -60,25 +60,25 @@ def test_memory_counts_halves_of_a_backward():
         ("ScheduleDualPipeV", lambda ranks, batches, _: dualpipe_v(ranks, batches), 2),
     ],
 )
-def test_compute_orders_equal_those_of_torch(theirs, ours, stages):
+def test_compute_orders_equal_those_of_torch(torch_class, build_order, stages):
     from torch.distributed.pipelining import schedules
 
     for ranks in range(1, 6):
         for batches in (2 * ranks, 3 * ranks, 4 * ranks):
-            for rank, row in enumerate(ours(ranks, batches, stages)[1]):
-                expected = _torch_order(getattr(schedules, theirs), rank, ranks, batches, stages)
-                assert [_as_torch(action) for action in row] == expected
+            for rank, rank_actions in enumerate(build_order(ranks, batches, stages)[1]):
+                expected = _torch_order(getattr(schedules, torch_class), rank, ranks, batches, stages)
+                assert [_as_torch(action) for action in rank_actions] == expected
 
 
-def _torch_order(kind, rank, ranks, batches, stages):
-    """The private generator of a torch schedule, without the modules its constructor wants."""
-    made = kind.__new__(kind)
-    made.rank, made.pp_group_size, made._n_microbatches = rank, ranks, batches
-    made.num_stages = made._num_stages = ranks * stages
-    made.n_local_stages, made._stages = stages, [None] * stages
-    made.number_of_rounds = batches // ranks
-    made.microbatches_per_round = ranks
-    return [str(action) for action in made._calculate_single_rank_operations(rank) if action is not None]
+def _torch_order(schedule_class, rank, ranks, batches, stages):
+    """Order from the private generator of a torch schedule, without the modules that its constructor requires."""
+    generator = schedule_class.__new__(schedule_class)
+    generator.rank, generator.pp_group_size, generator._n_microbatches = rank, ranks, batches
+    generator.num_stages = generator._num_stages = ranks * stages
+    generator.n_local_stages, generator._stages = stages, [None] * stages
+    generator.number_of_rounds = batches // ranks
+    generator.microbatches_per_round = ranks
+    return [str(action) for action in generator._calculate_single_rank_operations(rank) if action is not None]
 
 
 def _as_torch(action):

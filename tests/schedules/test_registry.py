@@ -24,7 +24,7 @@ def test_the_schedules_of_this_release():
         (("dualpipe_v", 4, 1), "got 1; nearest: 8 micro-batches$"),
     ],
 )
-def test_what_cannot_be_made_is_refused_with_the_nearest_that_can(sizes, reason):
+def test_unsupported_sizes_are_refused_with_the_nearest_supported(sizes, reason):
     with pytest.raises(BadInput, match=reason):
         build(*sizes)
 
@@ -34,7 +34,7 @@ def test_the_nearest_sizes_are_valid():
     assert refusal("dualpipe_v", 3, 6, 2) is None
 
 
-def test_the_fewest_stages_are_the_default():
+def test_default_is_the_fewest_stages_per_rank():
     assert {name: build(name, 2, 4).stages // 2 for name in SCHEDULES} == {
         "gpipe": 1, "1f1b": 1, "interleaved": 2, "zb_h1": 1, "zbv": 2, "dualpipe_v": 2, "breadth_first": 1,
     }  # fmt: skip

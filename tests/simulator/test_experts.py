@@ -1,4 +1,4 @@
-"""Mixtures of experts and host memory, played: what they add to a block, and that the closed form says the same."""
+"""Simulated mixtures of experts and offload to host memory: effects on a block, and agreement with the closed form."""
 
 from __future__ import annotations
 
@@ -35,45 +35,47 @@ def plan(mesh: dict[str, int], expert: int | None = None, accumulate: int = 2, *
     )
 
 
-def job(given: Plan) -> TrainSpec:
-    return TrainSpec(steps=1, global_batch=given.batch.global_batch, seq_len=4096)
+def job(chosen_plan: Plan) -> TrainSpec:
+    return TrainSpec(steps=1, global_batch=chosen_plan.batch.global_batch, seq_len=4096)
 
 
-def costs(model: ModelSpec, given: Plan) -> UnitCosts:
-    priced = pricing(model, job(given), given, NODES)
+def costs(model: ModelSpec, chosen_plan: Plan) -> UnitCosts:
+    priced = pricing(model, job(chosen_plan), chosen_plan, NODES)
     assert priced is not None
-    return UnitCosts(model, given, priced)
+    return UnitCosts(model, chosen_plan, priced)
 
 
-def test_tokens_travel_to_their_experts_inside_compute() -> None:
-    together, spread = (plan({"replicate": 2, "shard": 8}, expert) for expert in (1, 8))
-    assert "expert" not in exposed_in_compute(MIXTRAL, job(together), together, NODES)
-    inside = exposed_in_compute(MIXTRAL, job(spread), spread, NODES)
-    assert inside["expert"] > 0
-    block = costs(MIXTRAL, spread).compute(0)
-    assert block.exposed["expert"] * MIXTRAL.layers * spread.batch.accumulate == pytest.approx(inside["expert"])
+def test_expert_exchange_is_part_of_block_compute() -> None:
+    single_rank, distributed = (plan({"replicate": 2, "shard": 8}, expert) for expert in (1, 8))
+    assert "expert" not in exposed_in_compute(MIXTRAL, job(single_rank), single_rank, NODES)
+    exposed = exposed_in_compute(MIXTRAL, job(distributed), distributed, NODES)
+    assert exposed["expert"] > 0
+    block = costs(MIXTRAL, distributed).compute(0)
+    assert block.exposed["expert"] * MIXTRAL.layers * distributed.batch.accumulate == pytest.approx(exposed["expert"])
     assert block.exposed["expert"] < block.forward + block.backward_input + block.backward_weight
 
 
-def test_spread_experts_need_not_be_gathered() -> None:
-    """Eight ranks with an eighth of the experts gather attention alone; with every expert cut in eight they gather all of it."""
-    cut, spread = (costs(MIXTRAL, plan({"replicate": 2, "shard": 8}, expert)) for expert in (1, 8))
-    rows = list(layer_parameters(MIXTRAL, 0))
-    experts = sum(row.count for row in rows if row.expert)
-    block, block_spread = cut.parameters(0), spread.parameters(0)
-    assert block.count == sum(row.count for row in rows)
-    assert block.count - block_spread.count == experts * 7 // 8
-    assert block.shard == block_spread.shard == block.count / 8
-    assert cut.gather(0) > 20 * spread.gather(0)
+def test_experts_of_expert_ranks_are_not_gathered() -> None:
+    """With 8 expert ranks only attention is gathered; with every expert sharded over 8 ranks, the whole block is."""
+    sharded, distributed = (costs(MIXTRAL, plan({"replicate": 2, "shard": 8}, expert)) for expert in (1, 8))
+    block_parameters_list = list(layer_parameters(MIXTRAL, 0))
+    experts = sum(parameter.count for parameter in block_parameters_list if parameter.expert)
+    block, distributed_block = sharded.parameters(0), distributed.parameters(0)
+    assert block.count == sum(parameter.count for parameter in block_parameters_list)
+    assert block.count - distributed_block.count == experts * 7 // 8
+    assert block.shard == distributed_block.shard == block.count / 8
+    assert sharded.gather(0) > 20 * distributed.gather(0)
 
 
 @pytest.mark.parametrize("expert", [2, 8])
-def test_a_mixture_played_is_near_its_closed_form(expert: int) -> None:
-    given = plan({"shard": 8}, expert, accumulate=8)
+def test_simulated_mixture_is_near_its_closed_form(expert: int) -> None:
+    chosen_plan = plan({"shard": 8}, expert, accumulate=8)
     node = replace(NODES, nodes=1)
-    closed = plan_time(MIXTRAL, job(given), given, node)
+    closed = plan_time(MIXTRAL, job(chosen_plan), chosen_plan, node)
     assert closed is not None
-    assert simulate_plan(MIXTRAL, job(given), given, node).step_seconds == pytest.approx(closed.seconds, rel=0.06)
+    assert simulate_plan(MIXTRAL, job(chosen_plan), chosen_plan, node).step_seconds == pytest.approx(
+        closed.seconds, rel=0.06
+    )
 
 
 def test_dense_first_layers_are_priced_as_dense() -> None:
@@ -82,51 +84,56 @@ def test_dense_first_layers_are_priced_as_dense() -> None:
     assert priced.compute(0).exposed["expert"] == 0 < priced.compute(2).exposed["expert"]
     assert (
         priced.compute(2).forward > 1.5 * priced.compute(0).forward
-    )  # a token passes two experts as wide as the dense network
+    )  # each token uses two experts, each as wide as the dense network
     assert priced.parameters(2).count != priced.parameters(0).count
 
 
-def test_copies_that_a_slow_host_link_does_not_hide_show() -> None:
-    given, away = (plan({"shard": 8}, offload=kept) for kept in ("none", "activations"))
-    slow = costs(LLAMA, away)
-    slow = UnitCosts(LLAMA, away, replace(slow.cost_inputs, machine=replace(slow.cost_inputs.machine, host=2e9)))
-    plain = costs(LLAMA, given).compute(0)
-    shown = slow.compute(0).exposed["host link"]
-    assert plain.exposed["host link"] == 0 < shown
-    total = [one.forward + one.backward_input + one.backward_weight for one in (slow.compute(0), plain)]
-    assert total[0] - total[1] == pytest.approx(shown)
+def test_copies_over_a_slow_host_link_are_exposed() -> None:
+    chosen_plan, offloaded = (plan({"shard": 8}, offload=offload) for offload in ("none", "activations"))
+    slow = costs(LLAMA, offloaded)
+    slow = UnitCosts(LLAMA, offloaded, replace(slow.cost_inputs, machine=replace(slow.cost_inputs.machine, host=2e9)))
+    on_device = costs(LLAMA, chosen_plan).compute(0)
+    exposed = slow.compute(0).exposed["host link"]
+    assert on_device.exposed["host link"] == 0 < exposed
+    total = [
+        compute.forward + compute.backward_input + compute.backward_weight for compute in (slow.compute(0), on_device)
+    ]
+    assert total[0] - total[1] == pytest.approx(exposed)
 
 
-def test_an_optimizer_in_host_memory_takes_its_time_and_leaves_the_device() -> None:
-    given, away = (plan({"shard": 8}, offload=kept) for kept in ("none", "optimizer"))
-    here, there = (timing_of(LLAMA, job(one), one, NODES).optim_seconds[0] for one in (given, away))
-    owned = sum(costs(LLAMA, given).parameters(unit).shard for unit in ("embed", *range(32), "head"))
-    assert there > 10 * here
-    assert there == pytest.approx(owned * 12 / 13e9, rel=0.02)
-    kinds = memory_of(LLAMA, job(away), away, cpu=False)[0]
-    assert kinds["optimizer"] == STAGING_BUFFERS * 3 * STAGED_ELEMENTS * 4
+def test_an_offloaded_optimizer_takes_its_transfer_time_and_no_device_memory() -> None:
+    chosen_plan, offloaded = (plan({"shard": 8}, offload=offload) for offload in ("none", "optimizer"))
+    on_device_seconds, offloaded_seconds = (
+        timing_of(LLAMA, job(update_plan), update_plan, NODES).optim_seconds[0]
+        for update_plan in (chosen_plan, offloaded)
+    )
+    owned = sum(costs(LLAMA, chosen_plan).parameters(unit).shard for unit in ("embed", *range(32), "head"))
+    assert offloaded_seconds > 10 * on_device_seconds
+    assert offloaded_seconds == pytest.approx(owned * 12 / 13e9, rel=0.02)
+    memory = memory_of(LLAMA, job(offloaded), offloaded, cpu=False)[0]
+    assert memory["optimizer"] == STAGING_BUFFERS * 3 * STAGED_ELEMENTS * 4
 
 
-def test_a_plan_of_two_strategies_lies_between_the_two() -> None:
-    given = plan({"shard": 8}, accumulate=8)
-    mixed = replace(given, layers=(LayerStrategy(range="0-7", recompute="full"), LayerStrategy(range="8-31")))
-    ends = [
-        plan_time(LLAMA, job(given), plan({"shard": 8}, accumulate=8, recompute=mode), NODES)
+def test_time_of_a_plan_with_two_strategies_is_their_weighted_mean() -> None:
+    chosen_plan = plan({"shard": 8}, accumulate=8)
+    mixed = replace(chosen_plan, layers=(LayerStrategy(range="0-7", recompute="full"), LayerStrategy(range="8-31")))
+    single_times = [
+        plan_time(LLAMA, job(chosen_plan), plan({"shard": 8}, accumulate=8, recompute=mode), NODES)
         for mode in ("none", "full")
     ]
-    found = plan_time(LLAMA, job(given), mixed, NODES)
-    assert found is not None and ends[0] is not None and ends[1] is not None
-    assert found.seconds == pytest.approx(ends[0].seconds * 3 / 4 + ends[1].seconds / 4)
-    assert sum(found.breakdown.values()) == pytest.approx(found.seconds, rel=0.02)
+    mixed_time = plan_time(LLAMA, job(chosen_plan), mixed, NODES)
+    assert mixed_time is not None and single_times[0] is not None and single_times[1] is not None
+    assert mixed_time.seconds == pytest.approx(single_times[0].seconds * 3 / 4 + single_times[1].seconds / 4)
+    assert sum(mixed_time.breakdown.values()) == pytest.approx(mixed_time.seconds, rel=0.02)
 
 
 @pytest.mark.parametrize("tensor, expert", [(1, 1), (2, 1), (2, 2), (1, 4)])
 def test_copies_of_experts_count_the_parameters_of_one_rank(tensor: int, expert: int) -> None:
     """The closed form divides experts by their ranks once: its copies equal the sum over units of exact parameters."""
-    given = plan({"tensor": tensor, "shard": 8 // tensor}, expert)
-    priced = pricing(MIXTRAL, job(given), given, replace(NODES, nodes=1))
+    chosen_plan = plan({"tensor": tensor, "shard": 8 // tensor}, expert)
+    priced = pricing(MIXTRAL, job(chosen_plan), chosen_plan, replace(NODES, nodes=1))
     assert priced is not None
-    exact = UnitCosts(MIXTRAL, given, priced)
+    exact = UnitCosts(MIXTRAL, chosen_plan, priced)
     units: list[Unit] = ["embed", *range(MIXTRAL.layers), "head"]
     per_unit = sum(2 * exact.copy_out(unit) + exact.copy_in(unit) for unit in units)
     per_micro_batch, per_step = copy_seconds(priced.shape, priced.machine, priced.layout, priced.constants)

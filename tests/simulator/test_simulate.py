@@ -1,4 +1,4 @@
-"""The simulator against durations worked out by hand, and against a slower one that knows only the rules."""
+"""The simulator against durations worked out by hand, and against a slow reference that iterates all constraints."""
 
 from collections import Counter
 from dataclasses import replace
@@ -17,26 +17,26 @@ from meshwright.simulator.durations import end_with_slowdown
 from meshwright.simulator.simulate import simulate
 from meshwright.simulator.timing import Link, Timing, uniform_timing
 from meshwright.spec.errors import BadInput
-from tests.schedules.test_validity import GOOD, written
+from tests.schedules.test_validity import GOOD, schedule_of
 
 
 def spans_of(timeline, op, rank=0):
     return [(start, end) for r, _, a, start, end in timeline.records if a.op == op and r == rank]
 
 
-def test_a_message_takes_latency_and_bytes_over_bandwidth_and_is_exposed_where_nothing_runs():
+def test_a_message_takes_latency_plus_bytes_over_bandwidth_and_is_exposed_without_compute():
     timing = replace(uniform_timing(2, backward_weight=0), boundary_bytes=[6.0], link=Link(0.5, 4.0))
     timeline = simulate(build("gpipe", 2, 1), timing)
     assert spans_of(timeline, "forward", 1) == [(3.0, 4.0)]
     assert timeline.step_seconds == 1 + 2 + 1 + 1 + 2 + 1
-    assert [mine["pipeline"] for mine in timeline.exposed_seconds] == [2.0, 2.0]
+    assert [exposed["pipeline"] for exposed in timeline.exposed_seconds] == [2.0, 2.0]
     assert timeline.bubble == pytest.approx(1 - 2 / 8)
 
 
 def test_a_link_may_differ_by_pair_and_direction():
     timing = replace(uniform_timing(2, backward_weight=0), boundary_bytes=[1.0], links={(1, 0): Link(3.0)})
     timeline = simulate(build("gpipe", 2, 1), timing)
-    assert [mine["pipeline"] for mine in timeline.exposed_seconds] == [3.0, 0.0]
+    assert [exposed["pipeline"] for exposed in timeline.exposed_seconds] == [3.0, 0.0]
 
 
 def test_messages_of_one_channel_follow_one_another():
@@ -46,12 +46,12 @@ def test_messages_of_one_channel_follow_one_another():
     assert spans_of(timeline, "forward", 1) == [(5, 6), (9, 10), (13, 14)]
 
 
-def test_gathers_run_one_unit_ahead_and_the_rest_is_exposed():
+def test_gathers_run_one_unit_ahead_and_excess_time_is_exposed():
     """Units of 1 s forward and 2 s backward, gathered in 1.5 s."""
     schedule = expand(build("gpipe", 1, 1), 3, gather="stretch", reduce="never")
     timing = Timing(forward=[[1.0] * 3], backward_input=[[1.0] * 3], backward_weight=[[1.0] * 3], unshard=[[1.5] * 3])
     timeline = simulate(schedule, timing)
-    # The first two are issued together, each later one when the stretch before it begins; the last unit turns around.
+    # The first two are issued together, each later one when the previous unit starts; the last unit stays gathered.
     assert spans_of(timeline, "unshard") == [(0, 1.5), (1.5, 3.0), (3.0, 4.5), (4.5, 6.0), (7.5, 9.0)]
     assert spans_of(timeline, "forward") == [(1.5, 2.5), (3.0, 4.0), (4.5, 5.5)]
     assert spans_of(timeline, "backward") == [(5.5, 7.5), (7.5, 9.5), (9.5, 11.5)]
@@ -68,9 +68,9 @@ def test_layered_order_hides_gathers_under_all_micro_batches():
 
 def test_reductions_hide_under_later_backwards_and_the_last_is_exposed_by_axis():
     schedule = expand(build("gpipe", 1, 1), 2, gather="never")
-    ones = [[1.0, 1.0]]
+    unit_seconds = [[1.0, 1.0]]
     timing = Timing(
-        forward=ones, backward_input=ones, backward_weight=ones, reduce=[[0.75, 0.75]], replicate=[[0.5, 0.5]],
+        forward=unit_seconds, backward_input=unit_seconds, backward_weight=unit_seconds, reduce=[[0.75, 0.75]], replicate=[[0.5, 0.5]],
         norm_seconds=0.125, optim_seconds=[0.25],
     )  # fmt: skip
     timeline = simulate(schedule, timing)
@@ -83,41 +83,51 @@ def test_one_communicator_makes_gathers_wait_for_reductions():
     schedule = expand(build("1f1b", 1, 2), 4, gather="stretch", reduce="stretch")
     table = [[1.0] * 4]
     timing = Timing(forward=table, backward_input=table, backward_weight=table, unshard=table, reduce=[[2.5] * 4])
-    together = simulate(schedule, timing)
-    apart = simulate(schedule, replace(timing, shared_communicator=False))
-    assert together.step_seconds > apart.step_seconds
+    shared = simulate(schedule, timing)
+    separate = simulate(schedule, replace(timing, shared_communicator=False))
+    assert shared.step_seconds > separate.step_seconds
 
 
 def test_collectives_slow_compute_down_while_they_run():
     schedule = expand(build("gpipe", 1, 1), 2, gather="never")
-    ones = [[1.0, 1.0]]
-    timing = Timing(forward=ones, backward_input=ones, backward_weight=ones, reduce=[[1.5, 0.0]], reduce_slowdown=1.5)
+    unit_seconds = [[1.0, 1.0]]
+    timing = Timing(
+        forward=unit_seconds,
+        backward_input=unit_seconds,
+        backward_weight=unit_seconds,
+        reduce=[[1.5, 0.0]],
+        reduce_slowdown=1.5,
+    )
     assert spans_of(simulate(schedule, replace(timing, reduce=[[0.0, 1.5]])), "backward") == [(2, 4), (4, 6.5)]
     assert spans_of(simulate(schedule, timing), "backward") == [(2, 4), (4, 6)], (
-        "no compute is left beside the last one"
+        "no compute runs during the last reduction"
     )
 
 
-def test_sums_over_replicas_slow_compute_down_by_a_factor_of_their_own():
+def test_replica_sums_slow_compute_by_a_separate_factor():
     schedule = expand(build("gpipe", 1, 1), 2, gather="never")
-    ones = [[1.0, 1.0]]
+    unit_seconds = [[1.0, 1.0]]
     timing = Timing(
-        forward=ones, backward_input=ones, backward_weight=ones, replicate=[[0.0, 1.5]], replicate_slowdown=3.0
+        forward=unit_seconds,
+        backward_input=unit_seconds,
+        backward_weight=unit_seconds,
+        replicate=[[0.0, 1.5]],
+        replicate_slowdown=3.0,
     )
     assert spans_of(simulate(schedule, timing), "backward") == [(2, 4), (4, 7)]
     assert simulate(schedule, replace(timing, replicate_slowdown=1.0)).step_seconds == 6
 
 
-def test_a_reduction_may_have_to_wait_for_the_one_before_and_compute_with_it():
+def test_with_a_single_reduce_buffer_compute_waits_for_the_previous_reduction():
     """Units of 1 s forward and 2 s backward, reduced in 5 s."""
     schedule = expand(build("gpipe", 1, 1), 3, gather="never")
-    ones = [[1.0] * 3]
-    timing = Timing(forward=ones, backward_input=ones, backward_weight=ones, reduce=[[5.0] * 3])
+    unit_seconds = [[1.0] * 3]
+    timing = Timing(forward=unit_seconds, backward_input=unit_seconds, backward_weight=unit_seconds, reduce=[[5.0] * 3])
     assert spans_of(simulate(schedule, timing), "backward") == [(3, 5), (5, 7), (7, 9)]
-    one = simulate(schedule, replace(timing, single_reduce_buffer=True))
-    assert spans_of(one, "backward") == [(3, 5), (5, 7), (10, 12)]
-    assert spans_of(one, "reduce_grad") == [(5, 10), (10, 15), (15, 20)]
-    assert one.exposed["shard"] == 3.0 + 3.0 + 5.0
+    single_buffer = simulate(schedule, replace(timing, single_reduce_buffer=True))
+    assert spans_of(single_buffer, "backward") == [(3, 5), (5, 7), (10, 12)]
+    assert spans_of(single_buffer, "reduce_grad") == [(5, 10), (10, 15), (15, 20)]
+    assert single_buffer.exposed["shard"] == 3.0 + 3.0 + 5.0
 
 
 COPIED = Timing(
@@ -127,32 +137,32 @@ COPIED = Timing(
 
 
 @pytest.mark.parametrize("gather, gathers", [("never", 0), ("step", 1), ("stretch", 6)])
-def test_compute_copies_what_was_gathered_once_a_gather(gather, gathers):
+def test_compute_includes_one_copy_out_per_gather(gather, gathers):
     schedule = expand(build("1f1b", 1, 3), 2, gather=gather, reduce="never")
-    plain = simulate(schedule, replace(COPIED, copy_out=(), accumulate=())).step_seconds
-    copied = simulate(schedule, replace(COPIED, accumulate=())).step_seconds
+    without_copies = simulate(schedule, replace(COPIED, copy_out=(), accumulate=())).step_seconds
+    with_copies = simulate(schedule, replace(COPIED, accumulate=())).step_seconds
     count = Counter(action.unit for action in schedule.actions[0] if action.op == "unshard")
     assert sum(count.values()) >= gathers
-    assert copied - plain == 0.25 * count[0] + 0.5 * count[1]
+    assert with_copies - without_copies == 0.25 * count[0] + 0.5 * count[1]
 
 
-def test_gradients_are_added_up_only_where_several_are_reduced_together():
+def test_gradients_are_accumulated_only_if_several_micro_batches_are_reduced_together():
     def seconds(batches, reduce):
         return simulate(expand(build("1f1b", 1, batches), 2, gather="never", reduce=reduce), COPIED).step_seconds
 
-    assert seconds(1, "once") == 6 + 6, "one micro-batch: copied in as it is"
-    assert seconds(3, "stretch") == 3 * (6 + 6), "each by itself"
+    assert seconds(1, "once") == 6 + 6, "one micro-batch: copied in without a sum"
+    assert seconds(3, "stretch") == 3 * (6 + 6), "each reduced separately"
     assert seconds(3, "once") == 3 * 6 + 6 + 3 * 24
 
 
-def test_the_loss_makes_its_gradients_in_its_forward():
+def test_forward_of_the_loss_unit_accumulates_its_gradients():
     schedule = expand(build("gpipe", 1, 2), 2, gather="never", reduce="once")
     timeline = simulate(schedule, replace(COPIED, copy_in=()))
     assert [end - start for start, end in spans_of(timeline, "forward")] == [1, 17, 1, 17]
     assert sorted(end - start for start, end in spans_of(timeline, "backward")) == [2, 2, 10, 10]
 
 
-def test_a_slow_rank_holds_up_the_pipeline():
+def test_a_slow_rank_lengthens_the_pipeline():
     schedule = build("1f1b", 2, 8)
     usual = simulate(schedule, uniform_timing(2))
     times = [[1.0], [2.0]]
@@ -162,11 +172,13 @@ def test_a_slow_rank_holds_up_the_pipeline():
     assert slow.bubble > usual.bubble
 
 
-def test_an_overlap_hides_the_part_of_its_shorter_side_that_it_is_told_to():
+def test_overlap_hides_the_configured_share_of_its_shorter_action():
     schedule = build("dualpipe_v", 1, 3)
     pairs = sum(action.op == "overlap" for action in schedule.actions[0])
-    apart, together = (simulate(schedule, replace(uniform_timing(2), overlap_hidden=hidden)) for hidden in (0.0, 1.0))
-    assert apart.step_seconds - together.step_seconds == pytest.approx(pairs * 1.0)
+    nothing_hidden, all_hidden = (
+        simulate(schedule, replace(uniform_timing(2), overlap_hidden=hidden)) for hidden in (0.0, 1.0)
+    )
+    assert nothing_hidden.step_seconds - all_hidden.step_seconds == pytest.approx(pairs * 1.0)
 
 
 def test_ranks_wait_for_each_other_before_the_optimizer():
@@ -177,7 +189,7 @@ def test_ranks_wait_for_each_other_before_the_optimizer():
     assert timeline.step_seconds == 11.5
 
 
-def test_a_pass_without_backward():
+def test_bubble_of_a_forward_only_pass():
     timeline = simulate(forward_only(looped(4), 8), uniform_timing(4))
     assert timeline.step_seconds == 11
     assert timeline.bubble == pytest.approx(3 / 11)
@@ -186,11 +198,12 @@ def test_a_pass_without_backward():
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_parts_of_a_step_add_up_and_compute_never_overlaps(name):
     schedule = expand(build(name, 3, 7), 2)
-    ones = [[0.5, 0.5]] * schedule.stages
+    collective_seconds = [[0.5, 0.5]] * schedule.stages
     slow = [[0.65, 0.65] if rank == 1 else [0.5, 0.5] for rank in schedule.rank_of]
     timing = replace(
-        uniform_timing(schedule.stages, 2), forward=slow, backward_input=slow, backward_weight=slow, unshard=ones, reduce=ones,
-        replicate=ones, boundary_bytes=[0.3] * (schedule.stages - 1),
+        uniform_timing(schedule.stages, 2), forward=slow, backward_input=slow, backward_weight=slow,
+        unshard=collective_seconds, reduce=collective_seconds,
+        replicate=collective_seconds, boundary_bytes=[0.3] * (schedule.stages - 1),
         link=Link(0.0, 1.0), gather_slowdown=1.2, reduce_slowdown=1.2, optim_seconds=[1.0] * 3,
     )  # fmt: skip
     timeline = simulate(schedule, timing)
@@ -198,15 +211,15 @@ def test_parts_of_a_step_add_up_and_compute_never_overlaps(name):
     assert all(seconds >= -1e-9 for seconds in timeline.breakdown.values())
     assert timeline.peak_in_flight == simulate(build(name, 3, 7), uniform_timing(schedule.stages)).peak_in_flight
     for rank in range(3):
-        mine = [(start, end) for r, lane, _, start, end in timeline.records if (r, lane) == (rank, "compute")]
-        assert all(first[1] <= second[0] + 1e-9 for first, second in pairwise(mine))
+        spans = [(start, end) for r, lane, _, start, end in timeline.records if (r, lane) == (rank, "compute")]
+        assert all(first[1] <= second[0] + 1e-9 for first, second in pairwise(spans))
 
 
-def test_a_deadlock_is_told_and_a_mismatch_too():
+def test_deadlocks_and_mismatched_messages_are_refused():
     with pytest.raises(BadInput, match="deadlocks: rank 0 at B0.0, rank 1 at F1.0"):
-        simulate(written("RG0.0<1 B0.0 F0.0 SA0.0>1", GOOD[1]), uniform_timing(2))
+        simulate(schedule_of("RG0.0<1 B0.0 F0.0 SA0.0>1", GOOD[1]), uniform_timing(2))
     with pytest.raises(BadInput, match="rank 0 sends SA0.0>1 where rank 1 expects RA1.1<0"):
-        simulate(written(GOOD[0], "RA1.1<0 F1.0 B1.0 SG1.0>0"), uniform_timing(2))
+        simulate(schedule_of(GOOD[0], "RA1.1<0 F1.0 B1.0 SG1.0>0"), uniform_timing(2))
 
 
 @pytest.mark.parametrize(
@@ -227,7 +240,7 @@ def test_a_timing_that_does_not_fit_is_refused(wrong, reason):
 def test_work_slows_down_only_inside_busy_intervals():
     assert end_with_slowdown(0.0, 2.0, []) == 2.0
     assert end_with_slowdown(0.0, 2.0, [(1.0, 5.0, 2.0)]) == 3.0
-    assert end_with_slowdown(0.0, 2.0, [(1.0, 2.0, 2.0), (1.5, 2.0, 2.0)]) == 2.5, "two at once count once"
+    assert end_with_slowdown(0.0, 2.0, [(1.0, 2.0, 2.0), (1.5, 2.0, 2.0)]) == 2.5, "two intervals at once count once"
     assert end_with_slowdown(0.0, 2.0, [(0.0, 2.0, 2.0), (1.0, 4.0, 4.0)]) == 4.75, "the slower of two counts"
     assert end_with_slowdown(3.0, 2.0, [(0.0, 1.0, 4.0), (3.5, 4.5, 4.0)]) == 5.75
 
@@ -237,7 +250,7 @@ seconds = st.integers(0, 40).map(lambda quarters: quarters / 4)
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 4), st.integers(1, 9), st.booleans(), st.data())
-def test_any_durations_give_the_times_that_the_rules_give(name, ranks, batches, cut, data):
+def test_times_equal_those_of_an_iterative_reference(name, ranks, batches, cut, data):
     if refusal(name, ranks, batches, SCHEDULES[name].stages_per_rank.start):
         return
     schedule = build(name, ranks, batches)
@@ -250,25 +263,29 @@ def test_any_durations_give_the_times_that_the_rules_give(name, ranks, batches, 
         shared_communicator=False,
     )  # fmt: skip
     timeline = simulate(schedule, timing)
-    expected = _by_the_rules(schedule, timing)
+    expected = _times_by_iteration(schedule, timing)
     for rank in range(ranks):
-        mine = [(start, end) for r, lane, a, start, end in timeline.records if r == rank and a.op in COMPUTE]
-        assert mine == [pytest.approx(one) for one in expected[rank]]
+        spans = [(start, end) for r, lane, a, start, end in timeline.records if r == rank and a.op in COMPUTE]
+        assert spans == [pytest.approx(span) for span in expected[rank]]
 
 
-def _by_the_rules(schedule: Schedule, timing: Timing) -> list[list[tuple[float, float]]]:
-    """(start, end) of each rank's compute: every constraint applied over and over until nothing moves."""
-    rows, held, last_unit = schedule.actions, schedule.rank_of, [n - 1 for n in schedule.units or [1] * schedule.stages]
-    ends = [[0.0] * len(row) for row in rows]
-    starts = [[0.0] * len(row) for row in rows]
+def _times_by_iteration(schedule: Schedule, timing: Timing) -> list[list[tuple[float, float]]]:
+    """(start, end) of each rank's compute actions: applies every constraint until no time changes."""
+    actions_by_rank, rank_of, last_unit = (
+        schedule.actions,
+        schedule.rank_of,
+        [n - 1 for n in schedule.units or [1] * schedule.stages],
+    )
+    ends = [[0.0] * len(rank_actions) for rank_actions in actions_by_rank]
+    starts = [[0.0] * len(rank_actions) for rank_actions in actions_by_rank]
     messages = {}
-    moved = True
-    while moved:
-        moved = False
+    changed = True
+    while changed:
+        changed = False
         channels = {}
-        for rank, row in enumerate(rows):
+        for rank, rank_actions in enumerate(actions_by_rank):
             compute_end, lane_end, gathered = 0.0, {"unshard": 0.0, "reduce_grad": 0.0}, {}
-            for place, action in enumerate(row):
+            for index, action in enumerate(rank_actions):
                 start = end = compute_end
                 if action.op in COMPUTE:
                     for part in action.parts:
@@ -282,21 +299,21 @@ def _by_the_rules(schedule: Schedule, timing: Timing) -> list[list[tuple[float, 
                     if action.op == "unshard":
                         gathered[action.stage, action.unit] = end
                 elif action.op == "send":
-                    channels.setdefault((rank, held[action.peer]), ([], []))[0].append((action, compute_end))
+                    channels.setdefault((rank, rank_of[action.peer]), ([], []))[0].append((action, compute_end))
                 elif action.op == "recv":
-                    channels.setdefault((held[action.peer], rank), ([], []))[1].append((action, compute_end))
-                moved |= (starts[rank][place], ends[rank][place]) != (start, end)
-                starts[rank][place], ends[rank][place] = start, end
+                    channels.setdefault((rank_of[action.peer], rank), ([], []))[1].append((action, compute_end))
+                changed |= (starts[rank][index], ends[rank][index]) != (start, end)
+                starts[rank][index], ends[rank][index] = start, end
         for sends, receives in channels.values():
             free = 0.0
             for (send, sent), (receive, posted) in zip(sends, receives, strict=True):
                 free = max(sent, posted, free) + timing.link.seconds(timing.boundary_bytes[min(send.stage, send.peer)])
                 key = receive.payload, receive.stage, receive.micro_batch
-                moved |= messages.get(key) != free
+                changed |= messages.get(key) != free
                 messages[key] = free
     return [
-        [(starts[rank][place], ends[rank][place]) for place, action in enumerate(row) if action.op in COMPUTE]
-        for rank, row in enumerate(rows)
+        [(starts[rank][index], ends[rank][index]) for index, action in enumerate(rank_actions) if action.op in COMPUTE]
+        for rank, rank_actions in enumerate(actions_by_rank)
     ]
 
 
@@ -312,5 +329,7 @@ def _seconds(action, timing):
     if action.pair:
         return sum(_seconds(part, timing) for part in action.pair)
     names = ("backward_input", "backward_weight") if action.op == "backward" else (action.op,)
-    rows = [getattr(timing, name)[action.stage] for name in names]
-    return sum(sum(row) if action.unit is None else row[action.unit] for row in rows)
+    unit_seconds = [getattr(timing, name)[action.stage] for name in names]
+    return sum(
+        sum(stage_seconds) if action.unit is None else stage_seconds[action.unit] for stage_seconds in unit_seconds
+    )

@@ -1,4 +1,4 @@
-"""Unlike nodes: each stage takes its own chips' time and its own links, ports and fabric."""
+"""Clusters with different nodes: each stage has the rates of its own chips, links, ports and fabric."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ H100 = ClusterSpec(gpu="H100", nodes=4, gpus_per_node=8, network=NetworkSpec(fab
 A100 = replace(H100, gpu="A100", network=NetworkSpec(fabric="infiniband", port_gb_per_s=25, link_gb_per_s=300))
 MIXED = replace(H100, groups=(NodeGroup(nodes=2, gpu="A100", port_gb_per_s=25, link_gb_per_s=300),))
 STAGES = plan({"pipeline": 2, "replicate": 2, "shard": 8})
-"""Each stage on two nodes of one kind."""
+"""Each stage on two equal nodes."""
 FLAT = plan({"shard": 16, "pipeline": 2})
 """Both stages on all nodes."""
 
 
-def timing(given: Plan, cluster: ClusterSpec) -> Timing:
-    return timing_of(NARROW, job(given), given, cluster)
+def timing(chosen_plan: Plan, cluster: ClusterSpec) -> Timing:
+    return timing_of(NARROW, job(chosen_plan), chosen_plan, cluster)
 
 
 @pytest.mark.parametrize("table", ["forward", "backward_weight", "unshard", "reduce", "replicate"])
-def test_a_stage_takes_what_it_takes_on_a_cluster_of_its_own_kind(table: str) -> None:
+def test_a_stage_takes_the_time_of_a_cluster_of_its_own_nodes(table: str) -> None:
     mixed, fast, slow = (getattr(timing(STAGES, cluster), table) for cluster in (MIXED, H100, A100))
     assert mixed[0][1:] == fast[0][1:] and mixed[1][:-1] == slow[1][:-1]
     assert mixed[1][0] > mixed[0][1]
 
 
-def test_a_stage_on_all_nodes_takes_what_the_slowest_do() -> None:
+def test_a_stage_on_all_nodes_takes_the_time_of_the_slowest_nodes() -> None:
     mixed, slow = timing(FLAT, MIXED), timing(FLAT, A100)
     assert (mixed.forward, mixed.unshard) == (slow.forward, slow.unshard)
     assert simulate_plan(NARROW, job(FLAT), FLAT, MIXED).step_seconds == pytest.approx(
@@ -44,8 +44,8 @@ def test_a_stage_on_all_nodes_takes_what_the_slowest_do() -> None:
     )
 
 
-def test_only_the_slow_group_s_collectives_suffer() -> None:
-    """Ports a tenth as fast: replicas of the second stage sum ten times as long, the first stage's and all gathers as before."""
+def test_a_slow_node_group_slows_only_its_own_collectives() -> None:
+    """Ports a tenth as fast lengthen only the replica sums of the second stage; gathers stay inside nodes."""
     slow = replace(H100, groups=(NodeGroup(nodes=2, port_gb_per_s=5),))
     even, mixed = timing(STAGES, H100), timing(STAGES, slow)
     assert mixed.replicate[0] == even.replicate[0] and mixed.unshard == even.unshard and mixed.forward == even.forward
@@ -53,29 +53,32 @@ def test_only_the_slow_group_s_collectives_suffer() -> None:
     assert mixed.between(0, 1).bytes_per_second == pytest.approx(even.between(0, 1).bytes_per_second / 10)
 
 
-def test_between_fabrics_only_tcp_goes() -> None:
-    """Each stage keeps its fabric; the boundary goes over the bridge, which the 8 senders of a node fill together."""
+def test_ranks_on_different_fabrics_communicate_over_tcp() -> None:
+    """Each stage keeps its fabric; stage boundaries use the TCP bridge, whose rate the 8 senders of a node share."""
     network = NetworkSpec(fabric="infiniband", port_gb_per_s=25, bridge_gb_per_s=0.5)
     cluster = replace(H100, network=network, groups=(NodeGroup(nodes=2, fabric="roce", port_gb_per_s=25),))
-    alone = timing(STAGES, replace(cluster, groups=()))
+    same_fabric = timing(STAGES, replace(cluster, groups=()))
     mixed = timing(STAGES, cluster)
-    assert mixed.replicate[0] == alone.replicate[0]
-    assert mixed.between(0, 1).bytes_per_second == pytest.approx(alone.between(0, 1).bytes_per_second / 50)
-    assert mixed.between(0, 1).latency_seconds > alone.between(0, 1).latency_seconds
+    assert mixed.replicate[0] == same_fabric.replicate[0]
+    assert mixed.between(0, 1).bytes_per_second == pytest.approx(same_fabric.between(0, 1).bytes_per_second / 50)
+    assert mixed.between(0, 1).latency_seconds > same_fabric.between(0, 1).latency_seconds
     over_all = timing(FLAT, cluster)
     assert over_all.unshard[0][1] > 5 * timing(FLAT, replace(cluster, groups=())).unshard[0][1]
 
 
 def test_a_tcp_group_shares_its_ports_at_a_boundary() -> None:
-    """Four of a node's devices send across; over TCP they may fill the ports of all eight."""
-    given = plan({"pipeline": 4, "shard": 4})
+    """Four of eight devices send between nodes; over TCP they can use the ports of all eight."""
+    chosen_plan = plan({"pipeline": 4, "shard": 4})
     two = replace(H100, nodes=2)
     slow = replace(two, network=NetworkSpec(fabric="tcp", port_gb_per_s=50))
-    tcp, all_send = timing(given, slow).between(1, 2), timing(plan({"pipeline": 2, "shard": 8}), slow).between(0, 1)
+    tcp, all_send = (
+        timing(chosen_plan, slow).between(1, 2),
+        timing(plan({"pipeline": 2, "shard": 8}), slow).between(0, 1),
+    )
     assert tcp.bytes_per_second == pytest.approx(2 * all_send.bytes_per_second)
     grouped = replace(two, groups=(NodeGroup(nodes=1, fabric="tcp"),))
-    assert timing(given, grouped).between(1, 2).bytes_per_second == pytest.approx(tcp.bytes_per_second)
-    assert timing(given, grouped).between(0, 1) == timing(given, two).between(0, 1)
+    assert timing(chosen_plan, grouped).between(1, 2).bytes_per_second == pytest.approx(tcp.bytes_per_second)
+    assert timing(chosen_plan, grouped).between(0, 1) == timing(chosen_plan, two).between(0, 1)
 
 
 def test_speeds_follow_the_chips_and_even_out_the_stages() -> None:
@@ -85,15 +88,17 @@ def test_speeds_follow_the_chips_and_even_out_the_stages() -> None:
     assert slow == 1 and 2 < fast < 3.5
     assert rank_speeds(speeds, MIXED, Layout.of(FLAT, 8)) == (1, 1)
     table = balanced_stages("1f1b", 2, NARROW.layers, 0.0, None, (fast, slow))
-    texts = tuple(tuple(f"{held.start}-{held.stop - 1}" for held in row) for row in table)
-    cut = replace(STAGES, schedule=SchedulePlan(stages=texts))
-    uneven, even = (simulate_plan(NARROW, job(STAGES), one, MIXED) for one in (cut, STAGES))
+    texts = tuple(tuple(f"{stage.start}-{stage.stop - 1}" for stage in stages) for stages in table)
+    balanced = replace(STAGES, schedule=SchedulePlan(stages=texts))
+    uneven, even = (
+        simulate_plan(NARROW, job(STAGES), balanced_or_even, MIXED) for balanced_or_even in (balanced, STAGES)
+    )
     busy = uneven.compute_seconds
     assert max(busy) / min(busy) < 1.25  # a layer is a tenth of the slower stage
     assert uneven.step_seconds < 0.75 * even.step_seconds
 
 
-def test_nodes_alike_share_one_price_and_unknown_ones_have_none() -> None:
+def test_equal_nodes_share_cost_inputs_and_unknown_chips_have_none() -> None:
     prices = rank_cost_inputs(NARROW, job(STAGES), STAGES, H100)
     assert prices[0] is prices[1] is not None
     assert node_type_speeds(NARROW, job(STAGES), ClusterSpec(gpu="V100", nodes=4, gpus_per_node=8)) == {}
@@ -103,9 +108,9 @@ def test_nodes_alike_share_one_price_and_unknown_ones_have_none() -> None:
         timing(STAGES, replace(H100, groups=(NodeGroup(nodes=1, gpu="V100"),)))
 
 
-def test_communication_inside_compute_is_each_stage_s_own() -> None:
-    given = plan({"pipeline": 2, "replicate": 2, "tensor": 8})
+def test_communication_inside_compute_differs_by_stage() -> None:
+    chosen_plan = plan({"pipeline": 2, "replicate": 2, "tensor": 8})
     mixed, fast, slow = (
-        exposed_in_compute(NARROW, job(given), given, cluster)["tensor"] for cluster in (MIXED, H100, A100)
+        exposed_in_compute(NARROW, job(chosen_plan), chosen_plan, cluster)["tensor"] for cluster in (MIXED, H100, A100)
     )
     assert mixed == pytest.approx((fast + slow) / 2)

@@ -1,4 +1,4 @@
-"""Random plans: the columns of a search, and what is derived from them, against what each plan says by itself."""
+"""Random plans: columns of a search and values derived from them equal those of each single plan."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from meshwright.workload.step_shape import StepShape
 MODELS = {name: from_plain(ModelSpec, MODEL_PRESETS[name]) for name in ("llama3-8b", "gpt3-13b", "qwen3-30b-a3b")}
 TRAIN = TrainSpec(steps=1, global_batch=1, seq_len=4096)
 HEAD = 1.5
-"""Layers that the head takes as long as."""
+"""Time of the head, in layers."""
 AXES: tuple[AxisName, ...] = ("pipeline", "replicate", "shard", "context_ring", "context_ulysses", "tensor")
 
 
@@ -80,41 +80,43 @@ strategies = st.builds(
 
 @given(st.data(), st.sampled_from(sorted(MODELS)), strategies)
 @settings(max_examples=40, deadline=None)
-def test_a_search_and_each_of_its_plans_have_the_same_columns_and_step(
+def test_search_columns_and_step_times_equal_those_of_single_plans(
     data: st.DataObject, name: str, strategy: LayerStrategy
 ) -> None:
     model = MODELS[name]
-    found = data.draw(st.lists(plans(model, strategy), min_size=2, max_size=6))
-    alone = [layout_of(model, TRAIN, plan) for plan in found]
+    drawn = data.draw(st.lists(plans(model, strategy), min_size=2, max_size=6))
+    single = [layout_of(model, TRAIN, plan) for plan in drawn]
 
     def column(axis: str) -> np.ndarray:
-        return np.array([plan.axis_size(axis) for plan in found])
+        return np.array([plan.axis_size(axis) for plan in drawn])
 
-    schedule = np.array([NAMES.index(plan.schedule.name) for plan in found])
-    virtual = np.array([len(plan.schedule.stages[0]) if plan.schedule.stages else 1 for plan in found])
-    vee = np.array([layout.vee for layout in alone])
+    schedule = np.array([NAMES.index(plan.schedule.name) for plan in drawn])
+    virtual = np.array([len(plan.schedule.stages[0]) if plan.schedule.stages else 1 for plan in drawn])
+    vee = np.array([layout.vee for layout in single])
     strides = [field.name for field in fields(Layouts) if field.name.endswith("_stride")]
-    together = layouts_of(
-        model, TRAIN, found[0].precision, column, schedule=schedule, virtual=np.where(column("pipeline") > 1, virtual, 1),
-        expert=np.array([plan.experts.expert if plan.experts else 1 for plan in found]),
-        micro_batch=np.array([plan.batch.micro_batch for plan in found]),
-        accumulate=np.array([plan.batch.accumulate for plan in found]),
+    batched = layouts_of(
+        model, TRAIN, drawn[0].precision, column, schedule=schedule, virtual=np.where(column("pipeline") > 1, virtual, 1),
+        expert=np.array([plan.experts.expert if plan.experts else 1 for plan in drawn]),
+        micro_batch=np.array([plan.batch.micro_batch for plan in drawn]),
+        accumulate=np.array([plan.batch.accumulate for plan in drawn]),
         layers=balanced_layers(model.layers, HEAD, column("pipeline"), virtual, vee),
-        **{stride: np.array([getattr(layout, stride) for layout in alone]) for stride in strides}, **strategy_columns(strategy),
+        **{stride: np.array([getattr(layout, stride) for layout in single]) for stride in strides}, **strategy_columns(strategy),
     )  # fmt: skip
     for field in fields(Layouts):
-        values = np.broadcast_to(getattr(together, field.name), len(found))
-        assert values == pytest.approx([getattr(layout, field.name) for layout in alone]), field.name
-    priced = [pricing(model, TRAIN, plan, ClusterSpec(gpu="H200", nodes=64, gpus_per_node=8)) for plan in found]
+        values = np.broadcast_to(getattr(batched, field.name), len(drawn))
+        assert values == pytest.approx([getattr(layout, field.name) for layout in single]), field.name
+    priced = [pricing(model, TRAIN, plan, ClusterSpec(gpu="H200", nodes=64, gpus_per_node=8)) for plan in drawn]
     assert priced[0] is not None
-    seconds = step_cost(priced[0].shape, priced[0].machine, together, priced[0].constants).seconds
-    each = [step_cost(p.shape, p.machine, p.layout, p.constants).seconds for p in priced if p is not None]
-    assert np.asarray(seconds) == pytest.approx(np.concatenate([np.atleast_1d(one) for one in each]), rel=1e-9)
+    seconds = step_cost(priced[0].shape, priced[0].machine, batched, priced[0].constants).seconds
+    single_seconds = [step_cost(p.shape, p.machine, p.layout, p.constants).seconds for p in priced if p is not None]
+    assert np.asarray(seconds) == pytest.approx(
+        np.concatenate([np.atleast_1d(seconds_of_plan) for seconds_of_plan in single_seconds]), rel=1e-9
+    )
 
 
 @given(st.data(), strategies)
 @settings(max_examples=40, deadline=None)
-def test_weights_are_gathered_and_reduced_as_often_as_the_schedule_does(
+def test_numbers_of_gathers_and_reductions_equal_those_of_the_schedule(
     data: st.DataObject, strategy: LayerStrategy
 ) -> None:
     model = MODELS["llama3-8b"]

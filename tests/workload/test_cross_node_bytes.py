@@ -1,4 +1,4 @@
-"""Bytes across nodes against sums by hand."""
+"""Bytes that a step sends between nodes, against sums by hand."""
 
 from __future__ import annotations
 
@@ -47,60 +47,60 @@ def plan(*axes: tuple[AxisName, int], schedule: ScheduleName = "1f1b", accumulat
     )
 
 
-def played(chosen: Plan) -> Schedule:
-    """The plan's schedule in units, as the executor plays it."""
-    table = stage_table(chosen.schedule, chosen.axis_size("pipeline"), MODEL.layers)
-    stages = sorted((stage for row in table for stage in row), key=lambda stage: stage.start)
+def unit_schedule(plan_given: Plan) -> Schedule:
+    """The plan's schedule in actions of FSDP units, as the executor runs it."""
+    table = stage_table(plan_given.schedule, plan_given.axis_size("pipeline"), MODEL.layers)
+    stages = sorted((stage for stages in table for stage in stages), key=lambda stage: stage.start)
     return expand(
-        build(chosen.schedule.name, len(table), chosen.batch.accumulate, len(table[0])),
+        build(plan_given.schedule.name, len(table), plan_given.batch.accumulate, len(table[0])),
         [len(stage) + (stage.start == 0) + (stage.stop == MODEL.layers) for stage in stages],
-        order="layered" if chosen.layered else "depth_first",
-        gather="stretch" if chosen.layers[0].reshard else "step",
-        reduce="stretch" if chosen.layers[0].gradients == "shard" else "once",
+        order="layered" if plan_given.layered else "depth_first",
+        gather="stretch" if plan_given.layers[0].reshard else "step",
+        reduce="stretch" if plan_given.layers[0].gradients == "shard" else "once",
     )
 
 
-def crossing(model: ModelSpec, chosen: Plan, per_node: int = 4) -> dict[str, float]:
-    layout = Layout.of(chosen, per_node)
-    return vars(cross_node_bytes(model, chosen, layout, SEQ, collective_counts(played(chosen))))
+def bytes_across(model: ModelSpec, plan_given: Plan, per_node: int = 4) -> dict[str, float]:
+    layout = Layout.of(plan_given, per_node)
+    return vars(cross_node_bytes(model, plan_given, layout, SEQ, collective_counts(unit_schedule(plan_given))))
 
 
 def test_one_node_sends_nothing() -> None:
-    for chosen in (plan(("shard", 4)), plan(("pipeline", 2), ("shard", 2)), plan(("replicate", 2), ("shard", 2))):
-        assert set(crossing(TIED, chosen).values()) == {0.0}
+    for plan_given in (plan(("shard", 4)), plan(("pipeline", 2), ("shard", 2)), plan(("replicate", 2), ("shard", 2))):
+        assert set(bytes_across(TIED, plan_given).values()) == {0.0}
 
 
 def test_a_sharded_layered_step_gathers_twice_and_reduces_once() -> None:
-    """Over a ring of eight ranks on two nodes each byte crosses twice; the head alone stays gathered from forward to backward."""
-    found = crossing(MODEL, plan(("shard", 8), schedule="breadth_first"))
+    """In a ring of eight ranks on two nodes each byte crosses twice; only the head stays gathered until its backward."""
+    sent = bytes_across(MODEL, plan(("shard", 8), schedule="breadth_first"))
     head = MODEL.vocab_size * MODEL.hidden + MODEL.hidden
-    assert found["gather"] == 2 * 7 / 8 * 2 * (2 * COUNT - head)
-    assert found["reduce"] == 2 * 7 / 8 * 4 * COUNT
-    assert found["replicas"] == found["pipeline"] == 0
-    kept = crossing(MODEL, plan(("shard", 8), schedule="breadth_first", reshard=False))
-    assert kept["gather"] == 2 * 7 / 8 * 2 * COUNT
+    assert sent["gather"] == 2 * 7 / 8 * 2 * (2 * COUNT - head)
+    assert sent["reduce"] == 2 * 7 / 8 * 4 * COUNT
+    assert sent["replicas"] == sent["pipeline"] == 0
+    without_reshard = bytes_across(MODEL, plan(("shard", 8), schedule="breadth_first", reshard=False))
+    assert without_reshard["gather"] == 2 * 7 / 8 * 2 * COUNT
 
 
 def test_depth_first_gathers_and_reduces_for_every_micro_batch() -> None:
-    layered = crossing(MODEL, plan(("shard", 8), schedule="breadth_first", accumulate=16))
-    depth_first = crossing(MODEL, plan(("shard", 8), accumulate=16))
+    layered = bytes_across(MODEL, plan(("shard", 8), schedule="breadth_first", accumulate=16))
+    depth_first = bytes_across(MODEL, plan(("shard", 8), accumulate=16))
     assert depth_first["reduce"] == 16 * layered["reduce"]
-    # 32 gathers, but 16 of the head, which turns round, and 17 of the embedding, where one micro-batch ends and the next begins.
+    # 32 gathers of each block, 16 of the head, whose backward follows its forward, and 17 of the embedding.
     ends = MODEL.vocab_size * MODEL.hidden
     assert depth_first["gather"] == 2 * 7 / 8 * 2 * (32 * COUNT - 16 * (ends + MODEL.hidden) - 15 * ends)
-    assert crossing(MODEL, plan(("shard", 8), gradients="whole"))["reduce"] == layered["reduce"]
+    assert bytes_across(MODEL, plan(("shard", 8), gradients="whole"))["reduce"] == layered["reduce"]
 
 
-def test_replicas_on_two_nodes_send_each_shard_there_and_back() -> None:
-    found = crossing(MODEL, plan(("replicate", 2), ("shard", 4)))
-    assert found["replicas"] == 2 * COUNT * 2
-    assert found["gather"] == found["reduce"] == 0
+def test_replicas_on_two_nodes_send_each_shard_in_both_directions() -> None:
+    sent = bytes_across(MODEL, plan(("replicate", 2), ("shard", 4)))
+    assert sent["replicas"] == 2 * COUNT * 2
+    assert sent["gather"] == sent["reduce"] == 0
 
 
 def test_a_pipeline_sends_activations_down_and_gradients_up() -> None:
     message = 2 * SEQ * MODEL.hidden * 2
     two_nodes = plan(("pipeline", 2), ("shard", 4))
-    assert crossing(MODEL, two_nodes) == {
+    assert bytes_across(MODEL, two_nodes) == {
         "gather": 0,
         "reduce": 0,
         "replicas": 0,
@@ -110,56 +110,62 @@ def test_a_pipeline_sends_activations_down_and_gradients_up() -> None:
         "expert": 0,
         "context": 0,
     }
-    assert crossing(TIED, two_nodes)["tied"] == 2 * TIED.vocab_size * TIED.hidden * 4
+    assert bytes_across(TIED, two_nodes)["tied"] == 2 * TIED.vocab_size * TIED.hidden * 4
     four_stages = plan(("pipeline", 4), ("shard", 2))
-    assert crossing(MODEL, four_stages)["pipeline"] == 2 * 8 * 2 * message  # one border of three is a node's
+    assert (
+        bytes_across(MODEL, four_stages)["pipeline"] == 2 * 8 * 2 * message
+    )  # one of three stage boundaries is between nodes
     looped = plan(("pipeline", 2), ("shard", 4), schedule="interleaved")
-    assert crossing(MODEL, looped)["pipeline"] == 3 * 2 * 8 * 4 * message
+    assert bytes_across(MODEL, looped)["pipeline"] == 3 * 2 * 8 * 4 * message
     vee = plan(("pipeline", 2), ("shard", 4), schedule="zbv")
-    assert crossing(TIED, vee)["pipeline"] == 2 * 2 * 8 * 4 * message
-    assert crossing(TIED, vee)["tied"] == 0
+    assert bytes_across(TIED, vee)["pipeline"] == 2 * 2 * 8 * 4 * message
+    assert bytes_across(TIED, vee)["tied"] == 0
 
 
 def test_a_shard_axis_outside_the_pipeline_crosses_nodes_in_every_stage() -> None:
-    found = crossing(MODEL, plan(("shard", 2), ("pipeline", 4), gradients="whole"))
-    assert found["reduce"] == 2 * 1 / 2 * 4 * COUNT
-    assert found["pipeline"] == 0
+    sent = bytes_across(MODEL, plan(("shard", 2), ("pipeline", 4), gradients="whole"))
+    assert sent["reduce"] == 2 * 1 / 2 * 4 * COUNT
+    assert sent["pipeline"] == 0
 
 
 def test_context_ranks_shard_weights_and_send_keys_and_heads() -> None:
-    """Eight ranks, four to a node. Neighbours of a ring of two are on either node, and so are the two that exchange heads."""
-    inside = crossing(MODEL, plan(("shard", 4), ("context_ring", 2), gradients="whole"))
-    assert inside["context"] == 0
-    padded = crossing(MODEL, plan(("shard", 8), gradients="whole"))
-    assert (inside["reduce"], inside["gather"]) == (padded["reduce"], padded["gather"])
+    """Eight ranks, four per node. With context outermost, the two context ranks are on different nodes."""
+    in_node = bytes_across(MODEL, plan(("shard", 4), ("context_ring", 2), gradients="whole"))
+    assert in_node["context"] == 0
+    padded = bytes_across(MODEL, plan(("shard", 8), gradients="whole"))
+    assert (in_node["reduce"], in_node["gather"]) == (padded["reduce"], padded["gather"])
     tokens, query, kv = 2 * SEQ / 2, MODEL.heads * MODEL.head_dim, 2 * MODEL.kv_heads * MODEL.head_dim
-    ring = crossing(MODEL, plan(("context_ring", 2), ("shard", 4)))
+    ring = bytes_across(MODEL, plan(("context_ring", 2), ("shard", 4)))
     passed = (
         2 * tokens * kv * (2 * 2 + 2 * 4)
-    )  # both ways: keys and values forward and backward, sums in fp32 and home again
+    )  # both directions: keys and values in forward and backward, then fp32 gradient sums
     assert ring["context"] == 4 * 8 * 8 * passed
-    heads = crossing(MODEL, plan(("context_ulysses", 2), ("shard", 4)))
+    heads = bytes_across(MODEL, plan(("context_ulysses", 2), ("shard", 4)))
     assert heads["context"] == 4 * 8 * 8 * 2 * tokens * (2 * query + kv) / 2 * 2 * 2
 
 
-def test_tensor_ranks_divide_weights_and_messages_and_send_tokens_inside_of_layers() -> None:
-    """Eight ranks, four to a node, tensor 2 innermost: shards of each tensor rank cross nodes by themselves."""
-    whole = ("attention_norm", "mlp_norm", "norm")
-    held = sum(row.count // (1 if row.name.split(".")[-2] in whole else 2) for row in parameters(MODEL))
-    inside = crossing(MODEL, plan(("shard", 4), ("tensor", 2), gradients="whole"))
-    assert inside["reduce"] == 2 * (2 * 3 / 4 * 4 * held)
-    assert inside["tensor"] == 0
-    staged = crossing(MODEL, plan(("pipeline", 2), ("shard", 2), ("tensor", 2)))
+def test_tensor_ranks_divide_weights_and_exchange_tokens() -> None:
+    """Eight ranks, four per node, tensor 2 innermost: the shard group of each tensor rank crosses nodes."""
+    undivided = ("attention_norm", "mlp_norm", "norm")
+    rank_parameters = sum(
+        parameter.count // (1 if parameter.name.split(".")[-2] in undivided else 2) for parameter in parameters(MODEL)
+    )
+    in_node = bytes_across(MODEL, plan(("shard", 4), ("tensor", 2), gradients="whole"))
+    assert in_node["reduce"] == 2 * (2 * 3 / 4 * 4 * rank_parameters)
+    assert in_node["tensor"] == 0
+    staged = bytes_across(MODEL, plan(("pipeline", 2), ("shard", 2), ("tensor", 2)))
     message = 2 * SEQ * MODEL.hidden * 2
     assert staged["pipeline"] == 2 * 8 * 4 * message / 2
-    across = crossing(MODEL, plan(("tensor", 2), ("shard", 4), recompute="full"))
+    across_nodes = bytes_across(MODEL, plan(("tensor", 2), ("shard", 4), recompute="full"))
     collectives = 8 * (4 + 6 + 4) + 2 + 2
-    assert across["tensor"] == 8 * 4 * 2 * (1 / 2 * message) * collectives
-    beside = crossing(replace(MODEL, parallel_block=True), plan(("tensor", 2), ("shard", 4), recompute="full"))
-    assert beside["tensor"] == 8 * 4 * 2 * (1 / 2 * message) * (8 * (2 + 3 + 2) + 2 + 2)
+    assert across_nodes["tensor"] == 8 * 4 * 2 * (1 / 2 * message) * collectives
+    parallel_block = bytes_across(
+        replace(MODEL, parallel_block=True), plan(("tensor", 2), ("shard", 4), recompute="full")
+    )
+    assert parallel_block["tensor"] == 8 * 4 * 2 * (1 / 2 * message) * (8 * (2 + 3 + 2) + 2 + 2)
 
 
-def test_tokens_travel_to_experts_and_their_weights_among_those_that_hold_the_same() -> None:
+def test_expert_ranks_exchange_tokens_and_reduce_weights_with_ranks_of_the_same_experts() -> None:
     """Eight ranks on two nodes of four, with four or eight expert ranks.
 
     With four, all in one node, each expert's two halves lie on two nodes. With eight, half of all routed tokens cross
@@ -167,54 +173,59 @@ def test_tokens_travel_to_experts_and_their_weights_among_those_that_hold_the_sa
     shards.
     """
     model = replace(MODEL, experts=16, experts_per_token=2, expert_hidden=16)
-    rows = [row for row in parameters(model) if row.expert]
-    routed, rest = sum(row.count for row in rows), parameter_count(model) - sum(row.count for row in rows)
+    expert_parameters = [parameter for parameter in parameters(model) if parameter.expert]
+    expert_count, other_count = (
+        sum(parameter.count for parameter in expert_parameters),
+        parameter_count(model) - sum(parameter.count for parameter in expert_parameters),
+    )
     gathered = {}
-    for expert, rows_across in ((4, 0.0), (8, 0.5)):
+    for expert, crossing_share in ((4, 0.0), (8, 0.5)):
         for axes in ((("shard", 8),), (("shard", 4), ("tensor", 2)), (("shard", 4), ("context_ring", 2))):
-            chosen = plan(*axes, gradients="whole", recompute="selective")
-            tensor, ring = chosen.axis_size("tensor"), chosen.axis_size("context_ring")
+            plan_given = plan(*axes, gradients="whole", recompute="selective")
+            tensor, ring = plan_given.axis_size("tensor"), plan_given.axis_size("context_ring")
             size = expert // tensor
             fold = ExpertPlan(expert=size, expert_shard=8 // tensor // size)
-            found = crossing(model, replace(chosen, experts=fold))
-            row_bytes = 2 * SEQ * 2 * model.hidden * 2 / tensor / ring
-            assert found["expert"] == 8 * model.layers * 4 * 8 * row_bytes * rows_across
-            gathered[expert, axes[-1][0]] = found["reduce"]
-    assert gathered[8, "shard"] == 2 * (7 / 8 * 4 * rest)
+            sent = bytes_across(model, replace(plan_given, experts=fold))
+            token_bytes = 2 * SEQ * 2 * model.hidden * 2 / tensor / ring
+            assert sent["expert"] == 8 * model.layers * 4 * 8 * token_bytes * crossing_share
+            gathered[expert, axes[-1][0]] = sent["reduce"]
+    assert gathered[8, "shard"] == 2 * (7 / 8 * 4 * other_count)
     for axis in ("shard", "tensor", "context_ring"):
-        assert gathered[4, axis] - gathered[8, axis] == 4 * 2 * (1 / 2 * 4 * routed / 4)
+        assert gathered[4, axis] - gathered[8, axis] == 4 * 2 * (1 / 2 * 4 * expert_count / 4)
 
 
-def test_tied_ends_are_one_unit_on_one_rank_and_two_on_two() -> None:
-    """On one rank either end gathers both ends' weights unless they are there, and one reduction serves both."""
+def test_tied_ends_are_one_unit_on_a_single_rank_and_two_units_on_two_ranks() -> None:
+    """On one rank a single unit has embedding and head, with one reduction; on two ranks each has a unit."""
     count, end = parameter_count(TIED), TIED.vocab_size * TIED.hidden
-    kept = crossing(TIED, plan(("shard", 8), schedule="breadth_first", reshard=False))
-    assert kept["gather"] == 2 * 7 / 8 * 2 * count
-    assert kept["reduce"] == 2 * 7 / 8 * 4 * count
-    dropped = crossing(TIED, plan(("shard", 8), schedule="breadth_first"))
-    assert dropped["gather"] == 2 * 7 / 8 * 2 * (2 * count + end + TIED.hidden)  # forward, both at the head, backward
-    two = crossing(TIED, plan(("shard", 4), ("pipeline", 2), reshard=False, gradients="whole"))
-    assert two["gather"] == 2 * 3 / 4 * 2 * (count + end)
-    assert two["reduce"] == 2 * two["gather"]
+    without_reshard = bytes_across(TIED, plan(("shard", 8), schedule="breadth_first", reshard=False))
+    assert without_reshard["gather"] == 2 * 7 / 8 * 2 * count
+    assert without_reshard["reduce"] == 2 * 7 / 8 * 4 * count
+    resharded = bytes_across(TIED, plan(("shard", 8), schedule="breadth_first"))
+    assert resharded["gather"] == 2 * 7 / 8 * 2 * (
+        2 * count + end + TIED.hidden
+    )  # forward and backward of the blocks, and one more gather of the tied unit
+    pipelined = bytes_across(TIED, plan(("shard", 4), ("pipeline", 2), reshard=False, gradients="whole"))
+    assert pipelined["gather"] == 2 * 3 / 4 * 2 * (count + end)
+    assert pipelined["reduce"] == 2 * pipelined["gather"]
 
 
-def test_replicas_are_sent_what_is_stored_unless_the_plan_narrows_it() -> None:
-    """The format of the sum inside a replica changes nothing there."""
+def test_replica_sums_use_the_stored_dtype_by_default() -> None:
+    """`precision.reduce`, the dtype of reductions over shards, has no effect on replica sums."""
     narrow = plan(("replicate", 2), ("shard", 4))
     wide = replace(narrow, precision=Precision(reduce="bf16"))
-    assert crossing(MODEL, wide)["replicas"] == 2 * crossing(MODEL, narrow)["replicas"] > 0
+    assert bytes_across(MODEL, wide)["replicas"] == 2 * bytes_across(MODEL, narrow)["replicas"] > 0
 
 
-def test_blocks_gathered_in_fp8_send_half() -> None:
-    """A byte less for each element of the eight blocks, each time one is gathered; two of eight neighbours face another node."""
+def test_blocks_gathered_in_fp8_send_half_the_bytes() -> None:
+    """A byte less per element and gather of the eight blocks; two of eight ring neighbours are on another node."""
     wide = plan(("shard", 8))
     low = replace(wide, precision=replace(wide.precision, linear="fp8_tensorwise", gather="fp8"))
-    counts, block = collective_counts(played(wide)), (COUNT - 2 * 64 * 32 - 32) / 8
+    counts, block = collective_counts(unit_schedule(wide)), (COUNT - 2 * 64 * 32 - 32) / 8
     gathers = sum(counts[0, unit][0] for unit in range(1, 9))
-    both, ours = crossing(MODEL, wide), crossing(MODEL, low)
-    assert both["gather"] - ours["gather"] == 2 * 7 / 8 * gathers * block
-    assert {**ours, "gather": 0} == {**both, "gather": 0}
+    bf16_bytes, fp8_bytes = bytes_across(MODEL, wide), bytes_across(MODEL, low)
+    assert bf16_bytes["gather"] - fp8_bytes["gather"] == 2 * 7 / 8 * gathers * block
+    assert {**fp8_bytes, "gather": 0} == {**bf16_bytes, "gather": 0}
     ranges = (LayerStrategy(range="0-1", linear="compute"), LayerStrategy(range="2-7"))
-    as_they_are = sum(counts[0, unit][0] for unit in (1, 2))
-    part = crossing(MODEL, replace(low, layers=ranges))
-    assert part["gather"] - ours["gather"] == 2 * 7 / 8 * as_they_are * block
+    bf16_gathers = sum(counts[0, unit][0] for unit in (1, 2))
+    partly_fp8 = bytes_across(MODEL, replace(low, layers=ranges))
+    assert partly_fp8["gather"] - fp8_bytes["gather"] == 2 * 7 / 8 * bf16_gathers * block

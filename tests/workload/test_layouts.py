@@ -1,4 +1,4 @@
-"""Where a layout's groups lie: by default tensor, context, shards, replicas, pipeline from the innermost outward."""
+"""Strides of a layout's groups. The default axis order is tensor, context, shard, replicate, pipeline, innermost first."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DEFAULT: tuple[AxisName, ...] = ("pipeline", "replicate", "shard", "context_ring
 STRIDES = ("tensor_stride", "ring_stride", "ulysses_stride", "shard_stride", "replicate_stride", "pipeline_stride")
 
 
-def laid(sizes: dict[AxisName, int], order: tuple[AxisName, ...] = DEFAULT) -> Layouts:
+def layout_with(sizes: dict[AxisName, int], order: tuple[AxisName, ...] = DEFAULT) -> Layouts:
     mesh = tuple(MeshAxis(axis=axis, size=sizes.get(axis, 1)) for axis in order)
     batch = BatchPlan(global_batch=8 * sizes.get("replicate", 1) * sizes.get("shard", 1), micro_batch=1, accumulate=8)
     train = TrainSpec(steps=1, global_batch=batch.global_batch, seq_len=4096)
@@ -43,40 +43,47 @@ def seconds(layout: Layouts) -> float:
 
 @given(st.tuples(*[st.sampled_from((1, 2, 4))] * 5), st.sampled_from((0.0, 1.0, 3.0)))
 @settings(deadline=None)  # the first example loads the constants
-def test_in_the_default_order_strides_change_nothing(sizes: tuple[int, ...], zero: float) -> None:
-    placed = replace(laid(dict(zip(DEFAULT, sizes, strict=True))), zero=zero)
-    unsaid = replace(placed, **dict.fromkeys(STRIDES, 0.0))
-    assert seconds(placed) == seconds(unsaid)
+def test_strides_of_the_default_axis_order_are_the_default(sizes: tuple[int, ...], zero: float) -> None:
+    with_strides = replace(layout_with(dict(zip(DEFAULT, sizes, strict=True))), zero=zero)
+    without_strides = replace(with_strides, **dict.fromkeys(STRIDES, 0.0))
+    assert seconds(with_strides) == seconds(without_strides)
 
 
-def test_copies_inside_and_shards_across() -> None:
-    """Gathers go by ports where shards lie across nodes, and sums over copies by links where these share a node."""
+def test_axis_order_decides_whether_gathers_or_replica_sums_cross_nodes() -> None:
+    """Gathers use network ports if shards are on several nodes, and replica sums use links if replicas share a node."""
     sizes = {"replicate": 8, "shard": 8}
-    outside, inside = laid(sizes), laid(sizes, ("shard", "replicate"))
-    assert (outside.shard_step, outside.replicate_step, inside.shard_step, inside.replicate_step) == (1, 8, 8, 1)
-    cost, turned = (step_cost(SHAPE, MACHINE, layout, K).exposed for layout in (outside, inside))
-    assert turned["shard"] > 3 * cost["shard"]
-    assert turned["data"] < cost["data"]
-    assert inside.data_step == outside.data_step == 1
+    shards_inside, replicas_inside = layout_with(sizes), layout_with(sizes, ("shard", "replicate"))
+    assert (
+        shards_inside.shard_step,
+        shards_inside.replicate_step,
+        replicas_inside.shard_step,
+        replicas_inside.replicate_step,
+    ) == (1, 8, 8, 1)
+    default, swapped = (step_cost(SHAPE, MACHINE, layout, K).exposed for layout in (shards_inside, replicas_inside))
+    assert swapped["shard"] > 3 * default["shard"]
+    assert swapped["data"] < default["data"]
+    assert replicas_inside.data_step == shards_inside.data_step == 1
 
 
-def test_a_boundary_goes_by_what_it_crosses() -> None:
+def test_stage_boundaries_across_nodes_are_slower() -> None:
     sizes = {"pipeline": 8, "shard": 8}
-    across, beside = laid(sizes), laid(sizes, ("shard", "pipeline"))
-    edges = [float(step_cost(SHAPE, MACHINE, layout, K).exposed["pipeline"]) for layout in (across, beside)]
+    across, in_node = layout_with(sizes), layout_with(sizes, ("shard", "pipeline"))
+    edges = [float(step_cost(SHAPE, MACHINE, layout, K).exposed["pipeline"]) for layout in (across, in_node)]
     assert edges[0] > edges[1]
 
 
 def test_tensor_ranks_across_nodes_are_slow() -> None:
     sizes = {"shard": 8, "tensor": 8}
-    inner, outer = laid(sizes), laid(sizes, ("tensor", "shard"))
+    inner, outer = layout_with(sizes), layout_with(sizes, ("tensor", "shard"))
     assert (inner.tensor_step, outer.tensor_step, outer.shard_step) == (1, 8, 1)
-    cost, turned = (float(step_cost(SHAPE, MACHINE, layout, K).exposed["tensor"]) for layout in (inner, outer))
-    assert turned > 3 * cost
+    inner_seconds, outer_seconds = (
+        float(step_cost(SHAPE, MACHINE, layout, K).exposed["tensor"]) for layout in (inner, outer)
+    )
+    assert outer_seconds > 3 * inner_seconds
 
 
-def test_shards_with_copies_between_them_and_their_context_ranks() -> None:
-    """Eight hold a copy: two context ranks side by side, four such pairs two pairs apart."""
-    layout = laid({"shard": 4, "replicate": 2, "context_ring": 2}, ("shard", "replicate", "context_ring"))
+def test_strides_of_shards_with_replicas_and_context_ranks() -> None:
+    """Eight ranks share a replica: two adjacent context ranks, and four such pairs with one pair of the other replica between."""
+    layout = layout_with({"shard": 4, "replicate": 2, "context_ring": 2}, ("shard", "replicate", "context_ring"))
     assert (layout.shard_step, layout.ring_step, layout.replicate_step) == (2, 1, 2)
     assert layout.data_step == pytest.approx(1)

@@ -1,4 +1,4 @@
-"""One attempt at one checkpoint: a hidden folder that becomes visible only when everything in it is durable.
+"""Attempts: an attempt writes a checkpoint into a hidden folder and renames the folder when all files are durable.
 
     .step-00000100.<attempt>.partial/   every file is written here and fsynced, manifest.json and COMMITTED last
     step-00000100/                      the same folder, fsynced and renamed; then the parent is fsynced
@@ -48,19 +48,19 @@ _DELETED = re.compile(r"\.deleted-step-\d{8,12}\.[0-9a-f]+")
 _REPLACED = re.compile(r"\.replaced-(step-\d{8,12})\.[0-9a-f]+")
 
 IDLE_SECONDS, AWAIT_POLL_SECONDS = 10.0, 0.05
-"""How long a start waits for the writer of an earlier one that makes no progress, and between two looks at it."""
+"""Seconds that `await_writers` waits for a writer without progress, and seconds between two checks."""
 
 log = logging.getLogger(__name__)
 
 
 def new_attempt(lease: Lease | None = None) -> str:
-    """A name no other attempt has; it begins with the epoch of the lease."""
+    """A random name for an attempt; with a lease it begins with its epoch, the number of the run's start."""
     return secrets.token_hex(4) if lease is None else f"{lease.epoch}-{secrets.token_hex(4)}"
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """What a manifest says of the ranks that wrote it; see `Manifest`."""
+    """The fields of a manifest that describe the job that wrote it; see `Manifest`."""
 
     ranks: int
     torch_version: str
@@ -70,8 +70,9 @@ class Provenance:
 
 
 class Attempt:
-    """The folder of one attempt. Every rank may compute `folder`; `create`, `commit` and `abandon` are the first
-    rank's. With a `lease` of the run's folder it is committed only while that owns the folder.
+    """The folder of one attempt. Every rank may use `folder`; only the first rank calls `create`, `commit`, `abandon`.
+
+    With a `lease` (the file that names the start that owns the run's folder), commit fails once another start owns it.
     """
 
     def __init__(self, checkpoints: Path, step: int, name: str, lease: Lease | None = None) -> None:
@@ -94,8 +95,10 @@ class Attempt:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the lock on the folder that `await_writers` looks for, for a `with` block.
-        Does nothing on a file system without locks."""
+        """Hold a lock on the folder for a `with` block, so that `await_writers` sees that a writer works on it.
+
+        Does nothing on a file system without locks.
+        """
         descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             with suppress(OSError):
@@ -111,11 +114,12 @@ class Attempt:
         plain: dict[str, bytes],
         provenance: Provenance,
     ) -> Manifest:
-        """Make the checkpoint visible: `shards`, durable already, what they hold, and the files of `plain`.
+        """Write the remaining files and make the checkpoint visible.
 
-        A checkpoint already at the target is moved aside first and removed after; `recover` undoes that after a crash
-        in between. Raises Damaged when the shards do not make up whole tensors, and BadInput when another start of the run has the lease;
-        then nothing becomes visible.
+        `shards` are the records of the tensor files, which are durable already, and `contents` the tensors in them.
+        `plain` has further files by name. An existing checkpoint of the step is renamed before and removed afterwards;
+        `recover` renames it back after a crash in between. Raises Damaged when the shards do not cover a tensor, and
+        BadInput when another start of the run has the lease; then nothing becomes visible.
         """
         try:
             return self._commit(shards, contents, plain, provenance)
@@ -160,7 +164,7 @@ class Attempt:
         return manifest
 
     def abandon(self) -> None:
-        """Remove what was written, after a failure. What cannot be removed now, `remove_stale` removes later.
+        """Remove the attempt's folder after a failure. If that fails too, `remove_stale` removes it later.
 
         The folder is renamed first, so that writers of other ranks can add nothing to it any more.
         """
@@ -176,11 +180,14 @@ class Attempt:
 
 
 def candidates(checkpoints: Path) -> list[Path]:
-    """The folders to resume from, newest first: `step-` ones, and any a crash left moved aside without successor."""
-    found = {path.name: path for path in steps_in(checkpoints)}
+    """The folders to resume from, newest first.
+
+    Includes a checkpoint that was renamed for its replacement when a crash prevented the replacement.
+    """
+    path_of = {path.name: path for path in steps_in(checkpoints)}
     for path, match in _matching(checkpoints, _REPLACED):
-        found.setdefault(match[1], path)
-    return [found[name] for name in sorted(found, key=lambda name: step_of(name) or 0, reverse=True)]
+        path_of.setdefault(match[1], path)
+    return [path_of[name] for name in sorted(path_of, key=lambda name: step_of(name) or 0, reverse=True)]
 
 
 def candidate_step(path: Path) -> int:
@@ -191,7 +198,10 @@ def candidate_step(path: Path) -> int:
 
 
 def recover(checkpoints: Path) -> None:
-    """Put back what a crash left moved aside. Only the one writer of a folder may call this, between saves."""
+    """Rename back, or remove, checkpoints that a crash left renamed for their replacement.
+
+    Only the writer of the folder may call this, between saves.
+    """
     for path, match in _matching(checkpoints, _REPLACED):
         target = checkpoints / match[1]
         if os.path.lexists(target):
@@ -202,24 +212,22 @@ def recover(checkpoints: Path) -> None:
 
 
 def delete_beyond(checkpoints: Path, keep: int, protected: Path | None) -> list[Path]:
-    """Delete the oldest committed checkpoints until `keep` are left; `protected` is never among them. Returns what is
-    gone.
-    """
+    """Delete and return the committed checkpoints older than the newest `keep`, except `protected`."""
     if keep < 1:
         raise BadInput(f"checkpoint.keep is {keep}; at least 1 must be kept")
     committed = [path for path in steps_in(checkpoints) if has_commit(path)]
-    doomed = [path for path in committed[:-keep] if path != protected]
-    for path in doomed:
+    outdated = [path for path in committed[:-keep] if path != protected]
+    for path in outdated:
         hidden = checkpoints / f".deleted-{path.name}.{new_attempt()}"
         rename(path, hidden)
         _remove(hidden)
-    return doomed
+    return outdated
 
 
 def await_writers(checkpoints: Path, idle_seconds: float = IDLE_SECONDS) -> None:
-    """Wait while a process that outlived its job still writes an attempt here and makes progress; what it commits is not lost.
+    """Wait while a writer process of an earlier start writes an attempt here and makes progress, so that it can commit.
 
-    A process that writes nothing for `idle_seconds` was stopped, or its storage hangs: nobody waits for it.
+    Stops waiting for a process that writes nothing for `idle_seconds`: it was stopped, or its storage hangs.
     """
     for folder, _ in _matching(checkpoints, _PARTIAL):
         before, since = -1, time.monotonic()
@@ -253,12 +261,10 @@ def _bytes_in(folder: Path) -> int:
 
 
 def remove_stale(checkpoints: Path, epoch: int | None = None) -> None:
-    """Remove dead attempts of epochs up to `epoch` (None: all) and interrupted deletions.
+    """Remove unfinished attempts of epochs up to `epoch` (None: all), and folders whose deletion was interrupted.
 
-    Only the one writer of a folder may call this, between saves.
-
-        An attempt is renamed first: a process that was stopped before its commit's rename finds nothing to rename, not half
-    of it.
+    Only the writer of the folder may call this, between saves. An attempt is renamed before it is removed: if its
+    stopped process continues, its commit finds no folder instead of a partly removed one.
     """
     for path, match in _matching(checkpoints, _PARTIAL):
         if epoch is None or int(match[2] or 0) <= epoch:
@@ -276,7 +282,7 @@ def _matching(checkpoints: Path, pattern: re.Pattern[str]) -> list[tuple[Path, r
 
 
 def _remove(path: Path) -> None:
-    """Remove a hidden folder; nothing reads it, so a failure costs space only and is reported, not raised."""
+    """Remove a hidden folder. Nothing reads it, so a failure only wastes disk space: log it and go on."""
     try:
         shutil.rmtree(path)
     except FileNotFoundError:

@@ -145,7 +145,7 @@ class BackgroundSaver:
             if self._failure is not None:
                 raise self._failure
 
-        self._ranks.together("preparing checkpoints", check)
+        self._ranks.run_on_all("preparing checkpoints", check)
 
     @property
     def in_flight(self) -> bool:
@@ -324,7 +324,7 @@ def memory_obstacle(rank_bytes: int, ranks: Ranks, local_ranks: int) -> str | No
         missing = max(0, rank_bytes - allocated_bytes())
         return missing * local_ranks, int(available_host_memory() * (1 - RESERVED_SHARE))
 
-    for need, available in ranks.together("planning checkpoints", look):
+    for need, available in ranks.run_on_all("planning checkpoints", look):
         if need > available:
             return f"{need / 1e9:.1f} GB of arenas on a host with {available / 1e9:.1f} GB of memory left"
     return None

@@ -33,7 +33,7 @@ class BlockFiles:
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path, self.manifest = path, manifest
         self._descriptors: dict[str, int] = {}
-        self._heads: dict[str, bytes] = {}
+        self._headers: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
     def close(self) -> None:
@@ -44,13 +44,16 @@ class BlockFiles:
     def block_bytes(self, file: str, index: int) -> int:
         return min(BLOCK_BYTES, self.manifest.files[file].bytes - index * BLOCK_BYTES)
 
-    def read_head(self, file: str, head: Callable[[int, Path], bytes]) -> bytes:
-        """The first bytes of a file, as `head(descriptor, path)` reads them; `read` does not read them again, but digests them."""
+    def read_header(self, file: str, read: Callable[[int, Path], bytes]) -> bytes:
+        """The first bytes of a file, as `read(descriptor, path)` returns them, not yet verified.
+
+        They are kept: the `read` method of this class verifies them with their block and does not read them again.
+        """
         try:
-            self._heads[file] = head(self._descriptor(file), self.path / file)
+            self._headers[file] = read(self._descriptor(file), self.path / file)
         except (OSError, Damaged) as error:
             raise self._damage(file, 0, error) from error
-        return self._heads[file]
+        return self._headers[file]
 
     def read(self, file: str, index: int, target: memoryview) -> None:
         """Fill `target` with block `index` of `file`. Raises DamagedCheckpoint unless the block is what was written."""
@@ -60,10 +63,10 @@ class BlockFiles:
     def read_unverified(self, file: str, index: int, target: memoryview) -> None:
         """Fill `target` with block `index` of `file`, in one read: with a few threads Python's lock would limit many small ones."""
         offset = index * BLOCK_BYTES
-        head = self._heads.get(file, b"")[offset : offset + len(target)]
-        target[: len(head)] = head
+        header = self._headers.get(file, b"")[offset : offset + len(target)]
+        target[: len(header)] = header
         try:
-            read_range(self._descriptor(file), target[len(head) :], offset + len(head), self.path / file)
+            read_range(self._descriptor(file), target[len(header) :], offset + len(header), self.path / file)
         except (OSError, Damaged) as error:
             raise self._damage(file, offset, error) from error
 

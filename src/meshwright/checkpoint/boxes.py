@@ -1,4 +1,7 @@
-"""Checks on boxes of elements of a tensor: whether one exceeds the tensor and whether two overlap. Torch-free."""
+"""Arithmetic on boxes: whether a box exceeds its tensor, and whether two boxes of a tensor overlap. Torch-free.
+
+A box is a rectangular part of a tensor: the index of its first element and its size in each dimension.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,10 @@ from typing import Protocol, TypeVar
 
 
 class Box(Protocol):
-    """A rectangular part of a tensor; `offsets` and `sizes` count elements per dimension."""
+    """A rectangular part of a tensor.
+
+    `offsets` is the index of its first element and `sizes` its shape, both in elements per dimension.
+    """
 
     @property
     def offsets(self) -> tuple[int, ...]: ...
@@ -18,41 +24,49 @@ class Box(Protocol):
     def sizes(self) -> tuple[int, ...]: ...
 
 
-B = TypeVar("B", bound=Box)
+BoxT = TypeVar("BoxT", bound=Box)
 
 
-def volume(boxes: Sequence[Box]) -> int:
-    """Elements of all boxes together, counted once for each box they are in."""
+def count_elements(boxes: Sequence[Box]) -> int:
+    """Total number of elements; an element in two boxes counts twice."""
     return sum(math.prod(box.sizes) for box in boxes)
 
 
-def exceeds(box: Box, shape: tuple[int, ...]) -> bool:
+def exceeds_shape(box: Box, shape: tuple[int, ...]) -> bool:
     """Whether part of the box lies outside a tensor of this shape."""
-    ends = (start + size for start, size in zip(box.offsets, box.sizes, strict=True))
+    ends = (offset + size for offset, size in zip(box.offsets, box.sizes, strict=True))
     return any(end > size for end, size in zip(ends, shape, strict=True))
 
 
-def overlapping(boxes: Sequence[B]) -> tuple[B, B] | None:
-    """Two boxes that share an element, or None: a sweep along the dimension most of them differ in."""
-    full = [box for box in boxes if math.prod(box.sizes)]
-    if len(full) < 2:
+def find_overlap(boxes: Sequence[BoxT]) -> tuple[BoxT, BoxT] | None:
+    """Two boxes that share an element, or None.
+
+    Sorts the boxes along the dimension in which they have the most distinct offsets, and compares each box only with
+    those that have begun and not yet ended there. This avoids comparing all pairs.
+    """
+    nonempty = [box for box in boxes if math.prod(box.sizes)]
+    if len(nonempty) < 2:
         return None
-    starts = [len({box.offsets[dim] for box in full}) for dim in range(len(full[0].offsets))]
-    if not starts:
-        return full[0], full[1]
-    along = starts.index(max(starts))
-    full.sort(key=lambda box: box.offsets[along])
+    distinct_offsets = [len({box.offsets[dim] for box in nonempty}) for dim in range(len(nonempty[0].offsets))]
+    if not distinct_offsets:  # scalars: every box is the one element
+        return nonempty[0], nonempty[1]
+    sweep_dim = distinct_offsets.index(max(distinct_offsets))
+    nonempty.sort(key=lambda box: box.offsets[sweep_dim])
     open_boxes: list[tuple[int, int]] = []
-    for index, box in enumerate(full):
-        while open_boxes and open_boxes[0][0] <= box.offsets[along]:
+    """(end along `sweep_dim`, index) of the boxes that have not ended yet, by end."""
+    for index, box in enumerate(nonempty):
+        while open_boxes and open_boxes[0][0] <= box.offsets[sweep_dim]:
             open_boxes.pop(0)
-        overlap_index = next((other for _, other in open_boxes if _overlap(box, full[other])), None)
-        if overlap_index is not None:
-            return full[overlap_index], box
-        insort(open_boxes, (box.offsets[along] + box.sizes[along], index))
+        overlap = next((nonempty[other] for _, other in open_boxes if _overlap(box, nonempty[other])), None)
+        if overlap is not None:
+            return overlap, box
+        insort(open_boxes, (box.offsets[sweep_dim] + box.sizes[sweep_dim], index))
     return None
 
 
-def _overlap(first: Box, second: Box) -> bool:
-    pairs = zip(first.offsets, first.sizes, second.offsets, second.sizes, strict=True)
-    return all(a < b + b_size and b < a + a_size for a, a_size, b, b_size in pairs)
+def _overlap(a: Box, b: Box) -> bool:
+    dimensions = zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
+    return all(
+        a_offset < b_offset + b_size and b_offset < a_offset + a_size
+        for a_offset, a_size, b_offset, b_size in dimensions
+    )

@@ -1,4 +1,4 @@
-"""Between our checkpoints and Hugging Face folders: one process, part of a tensor in memory at a time."""
+"""Converts checkpoints to Hugging Face folders and back, in one process with part of a tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from meshwright.checkpoint.attempt import Attempt, Provenance, new_attempt, recover
 from meshwright.checkpoint.contents import Chunk, TensorRecord
-from meshwright.checkpoint.files import room_for
+from meshwright.checkpoint.files import disk_space_error
 from meshwright.checkpoint.header import TensorHeader
 from meshwright.checkpoint.hf import export_hf, import_hf
 from meshwright.checkpoint.manifest import step_name
@@ -35,9 +35,9 @@ _SHARD = "tensors-00000.safetensors"
 def export_checkpoint(source: Path, out: Path, *, dtype: str = "bf16") -> Path:
     """Write the weights of a checkpoint as a Hugging Face folder at `out`, and return the checkpoint they came from.
 
-    `source` is a checkpoint, or a run folder, whose newest good one is taken. The run folder's `tokenizer.json` goes
-    along. Raises Damaged when the checkpoint is not what was written, BadInput when it says nothing of its model or
-    when the family cannot express it.
+    `source` is a checkpoint or a run folder; of a run folder, the newest undamaged checkpoint is exported. The run
+    folder's `tokenizer.json` is copied too. Raises Damaged when the checkpoint differs from what was written, and
+    BadInput when it has no model configuration or when the Hugging Face class of its family cannot represent it.
     """
     path = newest_checkpoint(source)
     with CheckpointReader(path) as reader:
@@ -48,7 +48,7 @@ def export_checkpoint(source: Path, out: Path, *, dtype: str = "bf16") -> Path:
         export_hf(
             out,
             spec,
-            _Weights(reader),
+            _CheckpointWeights(reader),
             tokenizer=tokenizer,
             run_note=_note(config, reader),
             dtype=dtype,
@@ -61,42 +61,45 @@ def export_checkpoint(source: Path, out: Path, *, dtype: str = "bf16") -> Path:
 def import_checkpoint(source: Path, out: Path) -> Path:
     """Write the weights of a Hugging Face folder as a committed checkpoint of step 0 in `out`, and return its path.
 
-    Weights become fp32, as training keeps them; there is no optimizer state. `out/tokenizer.json` is the folder's, when
-    it has one and `out` has none. Raises BadInput when `out` holds a step 0 already or the folder is no model we know.
+    Weights are stored in fp32, as training stores them; there is no optimizer state. The folder's `tokenizer.json` is
+    copied to `out` unless `out` has one. Raises BadInput when `out` already has a checkpoint of step 0, or when the
+    model is of an unknown family.
     """
     spec, weights = import_hf(source)
     checkpoints = out if out.name == "checkpoints" else out / "checkpoints"
     attempt = Attempt(checkpoints, 0, new_attempt())
     if attempt.target.exists():
-        raise BadInput(f"{attempt.target} is already there; choose another folder or remove it")
+        raise BadInput(f"{attempt.target} already exists; choose another folder or remove it")
     recover(checkpoints)
-    specs = {f"model.{parameter.name}": parameter for parameter in parameters(spec)}
-    table = [TensorHeader(name, "F32", parameter.shape) for name, parameter in specs.items()]
-    contents = {header.key: _whole(header) for header in table}
+    parameter_of = {f"model.{parameter.name}": parameter for parameter in parameters(spec)}
+    headers = [TensorHeader(name, "F32", parameter.shape) for name, parameter in parameter_of.items()]
+    contents = {header.key: _single_chunk_record(header) for header in headers}
     state = {"step": 0, "samples": 0, "tokens": 0}
-    plain = encode_plain(state, {"config.yaml": _run_of(spec, checkpoints.absolute().parent.name)})
+    plain = encode_plain(state, {"config.yaml": _run_yaml(spec, checkpoints.absolute().parent.name)})
     checkpoints.parent.mkdir(parents=True, exist_ok=True)
     attempt.create()
     try:
-        short = room_for(checkpoints, sum(header.bytes for header in table))
-        if short is not None:
-            raise OutOfResources(short)
+        space_error = disk_space_error(checkpoints, sum(header.bytes for header in headers))
+        if space_error is not None:
+            raise OutOfResources(space_error)
         shard = write_shard(
-            attempt.folder / _SHARD, table, lambda index: weights.read(specs[table[index].key]).to(torch.float32)
+            attempt.folder / _SHARD,
+            headers,
+            lambda index: weights.read(parameter_of[headers[index].key]).to(torch.float32),
         )
         attempt.commit({_SHARD: shard}, contents, plain, Provenance(1, str(torch.__version__)))
     except BaseException:
         attempt.abandon()
         raise
-    kept = checkpoints.parent / "tokenizer.json"
-    if (source / "tokenizer.json").is_file() and not kept.exists():
-        write_durable(kept, (source / "tokenizer.json").read_bytes())
+    tokenizer = checkpoints.parent / "tokenizer.json"
+    if (source / "tokenizer.json").is_file() and not tokenizer.exists():
+        write_durable(tokenizer, (source / "tokenizer.json").read_bytes())
     return attempt.target
 
 
 @dataclass(frozen=True)
-class _Weights:
-    """The weights of a checkpoint, read by rows."""
+class _CheckpointWeights:
+    """The weights of a checkpoint as a `RowSource` (`checkpoint.hf`), which reads rows of dimension 0."""
 
     reader: CheckpointReader
 
@@ -108,13 +111,13 @@ class _Weights:
 
 
 def _config(reader: CheckpointReader) -> dict[str, Any]:
-    """The resolved run that the checkpoint carries."""
+    """The contents of the checkpoint's `config.yaml`: the run file with all defaults filled in."""
     try:
         config = yaml.safe_load(reader.text("config.yaml"))
     except yaml.YAMLError as error:
         raise BadInput(f"{reader.path / 'config.yaml'} is not YAML: {error}") from error
     if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
-        raise BadInput(f"{reader.path / 'config.yaml'} has no section `model` to tell the dimensions")
+        raise BadInput(f"{reader.path / 'config.yaml'} has no section `model` with the model's dimensions")
     return config
 
 
@@ -122,32 +125,34 @@ def _model(config: dict[str, Any], path: Path) -> ModelSpec:
     try:
         return from_plain(ModelSection, config["model"])
     except (TypeError, KeyError, ValueError) as error:
-        raise BadInput(f"{path / 'config.yaml'}: model: not the dimensions of a model: {error}") from error
+        raise BadInput(f"{path / 'config.yaml'}: model: expected the dimensions of a model: {error}") from error
 
 
-def _run_of(spec: ModelSpec, name: str) -> str:
-    """A resolved configuration for weights that no run of ours produced: their dimensions, and one step of nothing."""
+def _run_yaml(spec: ModelSpec, name: str) -> str:
+    """A valid `config.yaml` for imported weights: the model's dimensions, and placeholders in section `train`."""
     model = from_plain(ModelSection, to_plain(spec))
     train = TrainSpec(steps=1, global_batch=1, seq_len=min(TrainSpec.seq_len, spec.max_seq_len))
     return resolved_yaml(RunSpec(name=name or step_name(0), model=model, train=train))
 
 
-def _whole(header: TensorHeader) -> TensorRecord:
+def _single_chunk_record(header: TensorHeader) -> TensorRecord:
+    """The record of a tensor that is stored undivided."""
     return TensorRecord(
         header.shape, header.dtype, (Chunk((0,) * len(header.shape), header.shape, _SHARD, header.key),)
     )
 
 
 def _end_of_text(tokenizer: Path | None) -> str | None:
+    """The tokenizer's end-of-text token, if it has a known one."""
     if tokenizer is None:
         return None
-    found = Tokenizer.from_file(str(tokenizer)).get_vocab()
-    return next((name for name in KNOWN_ENDS if name in found), None)
+    vocabulary = Tokenizer.from_file(str(tokenizer)).get_vocab()
+    return next((token for token in KNOWN_ENDS if token in vocabulary), None)
 
 
 def _note(config: dict[str, Any], reader: CheckpointReader) -> str:
-    """What the model card says of the training."""
+    """The sentence of the model card about the training."""
     state, step = reader.state(), reader.manifest.step
     tokens = state.get("tokens")
-    seen = f" over {tokens:,} tokens" if isinstance(tokens, int) and tokens else ""
-    return f"Run `{config.get('name', 'unnamed')}`, checkpoint of step {step:,}{seen}."
+    token_note = f" over {tokens:,} tokens" if isinstance(tokens, int) and tokens else ""
+    return f"Run `{config.get('name', 'unnamed')}`, checkpoint of step {step:,}{token_note}."

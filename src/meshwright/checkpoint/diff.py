@@ -1,4 +1,4 @@
-"""Compare the tensors of two checkpoints, however each is sharded, a few rows at a time."""
+"""Compares the tensors of two checkpoints, which may be sharded differently, a few rows at a time."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SLICE_BYTES = 32 << 20
 class TensorDifference:
     """How one tensor differs between checkpoints A and B.
 
-    `max_abs` is the largest absolute difference of two elements: 0 for equal tensors; None where there is none, because only one side has
-    the tensor, shape or dtype differ, or a difference is not a number.
+    `max_abs` is the largest absolute difference of two elements, 0 for equal tensors. It is None when only one
+    checkpoint has the tensor, when shape or dtype differ, or when a difference is not finite.
     """
 
     name: str
@@ -32,8 +32,10 @@ class TensorDifference:
 
 
 def compare_checkpoints(a: Path, b: Path) -> Iterator[TensorDifference]:
-    """Every tensor of either checkpoint, by name, with whether both are equal bit for bit.
-    Raises Damaged if a checkpoint is not as it was written."""
+    """The differences of all tensors of both checkpoints, sorted by name; `equal` means bit for bit.
+
+    Raises Damaged if a checkpoint differs from what was written.
+    """
     with CheckpointReader(a) as reader_a, CheckpointReader(b) as reader_b:
         for name in sorted(reader_a.tensors.keys() | reader_b.tensors.keys()):
             if name not in reader_b.tensors:
@@ -50,16 +52,19 @@ def _compare(name: str, a: CheckpointReader, b: CheckpointReader) -> TensorDiffe
         return TensorDifference(name, "changed", None)
     equal, largest = True, 0.0
     for start, stop in _slices(record):
-        ours, theirs = (reader.read_rows(name, start, stop) if record.shape else reader.read(name) for reader in (a, b))
-        if not torch.equal(_bytes(ours), _bytes(theirs)):
+        rows_a, rows_b = (
+            reader.read_rows(name, start, stop) if record.shape else reader.read(name) for reader in (a, b)
+        )
+        if not torch.equal(_bytes(rows_a), _bytes(rows_b)):
             equal = False
-            largest = max(largest, _largest_difference(ours, theirs), key=lambda value: (math.isnan(value), value))
+            largest = max(largest, _largest_difference(rows_a, rows_b), key=lambda value: (math.isnan(value), value))
     if equal:
         return TensorDifference(name, "equal", 0.0)
     return TensorDifference(name, "changed", largest if math.isfinite(largest) else None)
 
 
 def _slices(record: TensorRecord) -> Iterator[tuple[int, int]]:
+    """Ranges [start, stop) of rows of about `SLICE_BYTES` each."""
     if not record.shape:
         return iter([(0, 0)])
     rows = record.shape[0]

@@ -1,7 +1,7 @@
-"""xxh3_64 of file blocks, computed without Python's global lock so that several threads digest at once. Torch-free.
+"""Computes the xxh3_64 digest of file blocks without holding the GIL, so that several threads run at once. Torch-free.
 
-`xxhash` keeps the lock while it digests (measured with 4.1: two threads are no faster than one). Its compiled module exports the C
-functions of libxxhash; `ctypes` releases the lock around a call.
+The Python functions of `xxhash` hold the GIL (measured with 4.1: two threads are no faster than one). Its compiled
+module exports the C functions of libxxhash, and `ctypes` releases the GIL around a call.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import xxhash
 
 
 def block_digest(data: memoryview) -> str:
-    """The xxh3_64 of a writable, contiguous view, in hexadecimal."""
+    """The xxh3_64 digest of a writable, contiguous view, in hexadecimal."""
     function = _c_function()
     if function is None or not len(data):
         return xxhash.xxh3_64(data).hexdigest()
@@ -24,7 +24,7 @@ def block_digest(data: memoryview) -> str:
 
 @lru_cache(maxsize=1)
 def _c_function() -> Callable[[int, int], int] | None:
-    """`XXH3_64bits` of `xxhash`'s compiled module; None where that does not export it."""
+    """The function `XXH3_64bits` of `xxhash`'s compiled module; None if that does not export it."""
     try:
         function = ctypes.CDLL(str(import_module("xxhash._xxhash").__file__)).XXH3_64bits
     except (ImportError, OSError, AttributeError):

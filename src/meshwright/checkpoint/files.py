@@ -1,6 +1,6 @@
-"""Files that survive: written once with digests taken on the way, made durable, and read back without trusting them.
+"""Writes files with digests and makes them durable (fsync); reads files with checks on type and size. Torch-free.
 
-Torch-free. `spec.failures` turns every operating-system error a user can meet into one of the project's own.
+Operating-system errors pass through; `spec.failures` converts them into the project's error classes.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from meshwright.durable.writes import sync_open_file
 from meshwright.spec.errors import Damaged
 
 BLOCK_BYTES = 16 << 20
-"""A file's digest is also kept per block of this size, so that damage is located and verified in parallel."""
+"""Size of a block (16 MiB). Each block has a digest of its own, so threads and ranks can verify a file in parallel and
+report the position of damage."""
 
 Bytes = bytes | bytearray | memoryview
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _UNREADABLE = {
-    errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN, errno.ESTALE,  # the medium or its server failed
+    errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN, errno.ESTALE,  # the disk or the file server failed
     errno.EACCES, errno.EPERM,  # another user's file
-    errno.ENXIO, errno.ENODEV, errno.ENOTDIR, errno.EISDIR, errno.ELOOP,  # a socket, device, folder or link where a file should be
+    errno.ENXIO, errno.ENODEV, errno.ENOTDIR, errno.EISDIR, errno.ELOOP,  # a socket, device, folder or link instead of a file
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file must be: its length, the xxh3_128 of all of it, and the xxh3_64 of each block, in hexadecimal."""
+    """A file's size, the xxh3_128 digest of its contents, and the xxh3_64 digest of each block, in hexadecimal."""
 
     bytes: int
     digest: str
@@ -46,16 +47,16 @@ class FileRecord:
 class FileWriter:
     """A new file, written front to back; `finish` makes it durable and returns its record.
 
-    Leaving the `with` block without `finish` closes the file and promises nothing. Raises FileExistsError when `path`
-    is there.
+    Without `finish`, leaving the `with` block only closes the file; its contents may be incomplete and not durable.
+    Raises FileExistsError when `path` exists.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._bytes = 0
-        self._whole = xxhash.xxh3_128()
-        self._block = xxhash.xxh3_64()
-        self._blocks: list[str] = []
+        self._file_digest = xxhash.xxh3_128()
+        self._block_digest = xxhash.xxh3_64()
+        self._block_digests: list[str] = []
         self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
     def __enter__(self) -> FileWriter:
@@ -69,24 +70,24 @@ class FileWriter:
             self._descriptor = None
 
     def write(self, data: Bytes) -> None:
-        """Digest and append."""
+        """Append `data` and add it to the digests."""
         self.digest(data)
         self.append(data)
 
     def digest(self, data: Bytes) -> None:
-        """Take `data` into the digests; the same bytes must be appended, in the same order."""
+        """Add `data` to the digests; the caller must append the same bytes in the same order."""
         view = memoryview(data).cast("B")
-        self._whole.update(view)
+        self._file_digest.update(view)
         while view:
             part = view[: BLOCK_BYTES - self._bytes % BLOCK_BYTES]
-            self._block.update(part)
+            self._block_digest.update(part)
             self._bytes += len(part)
             if self._bytes % BLOCK_BYTES == 0:
                 self._close_block()
             view = view[len(part) :]
 
     def append(self, data: Bytes) -> None:
-        """Write all of `data`; a short write is continued. May run in another thread than `digest`."""
+        """Write all of `data`, also if the system writes it in parts. May run in another thread than `digest`."""
         assert self._descriptor is not None
         view = memoryview(data).cast("B")
         try:
@@ -97,32 +98,31 @@ class FileWriter:
             raise
 
     def finish(self) -> FileRecord:
-        """Make the contents durable and close."""
+        """Make the contents durable, close the file and return its record."""
         assert self._descriptor is not None
         sync_open_file(self._descriptor, self.path)
         os.close(self._descriptor)
         self._descriptor = None
         if self._bytes % BLOCK_BYTES:
             self._close_block()
-        return FileRecord(self._bytes, self._whole.hexdigest(), tuple(self._blocks))
+        return FileRecord(self._bytes, self._file_digest.hexdigest(), tuple(self._block_digests))
 
     def _close_block(self) -> None:
-        self._blocks.append(self._block.hexdigest())
-        self._block.reset()
+        self._block_digests.append(self._block_digest.hexdigest())
+        self._block_digest.reset()
 
 
 def write_file(path: Path, data: bytes) -> FileRecord:
-    """A small file, durable."""
+    """Write a small new file; it is durable on return."""
     with FileWriter(path) as out:
         out.write(data)
         return out.finish()
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor of an existing regular file.
+    """Open an existing regular file for reading and return its descriptor.
 
-    A link, pipe or device raises Damaged: a checkpoint holds plain files only, so nothing outside its folder is ever
-    read.
+    Raises Damaged for a symbolic link, pipe or device, so that no file outside the checkpoint's folder is read.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -137,7 +137,7 @@ def open_regular(path: Path) -> int:
 
 
 def read_small(path: Path, limit: int) -> bytes:
-    """All of a small file; more than `limit` bytes raise Damaged before anything is read."""
+    """The contents of a small file. Raises Damaged, before reading, if it has more than `limit` bytes."""
     descriptor = open_regular(path)
     try:
         size = os.fstat(descriptor).st_size
@@ -161,34 +161,34 @@ def read_range(descriptor: int, target: Bytes, offset: int, path: Path) -> None:
 
 
 def parse_json(data: bytes, path: Path) -> Any:
-    """JSON from a file nobody vouches for; raises Damaged naming where it stops making sense."""
+    """Parse JSON from an untrusted file. Raises Damaged with the position of the first syntax error."""
     try:
         return json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise Damaged(f"{path} is not readable JSON: {error}") from error
 
 
-def with_reserve(tensor_bytes: int) -> int:
-    """Bytes to ask of a disk for a checkpoint of `tensor_bytes`: 1% and 1 MB more, for headers, metadata, manifest and texts."""
+def add_reserve(tensor_bytes: int) -> int:
+    """Disk space in bytes for a checkpoint of `tensor_bytes`: 1% and 1 MB more, for headers, JSON files and texts."""
     return tensor_bytes + tensor_bytes // 100 + 10**6
 
 
-def room_for(folder: Path, tensor_bytes: int) -> str | None:
-    """Why a checkpoint of `tensor_bytes` does not fit on the disk of `folder`, or None when it does."""
-    need, have = with_reserve(tensor_bytes), shutil.disk_usage(folder).free
-    if need <= have:
+def disk_space_error(folder: Path, tensor_bytes: int) -> str | None:
+    """The error message if a checkpoint of `tensor_bytes` does not fit on the disk of `folder`; None if it fits."""
+    needed, free = add_reserve(tensor_bytes), shutil.disk_usage(folder).free
+    if needed <= free:
         return None
     return (
-        f"{folder}: a checkpoint needs {need:,} bytes and {have:,} are free; free some, lower checkpoint.keep, or "
+        f"{folder}: a checkpoint needs {needed:,} bytes and {free:,} are free; free some, lower checkpoint.keep, or "
         "place the run elsewhere with --runs"
     )
 
 
 def plain_name(name: object) -> str | None:
-    """`name` if it is a file name without separators, leading dots or odd characters, else None."""
+    """`name` if it is a file name of letters, digits, `.`, `_` and `-` that begins with a letter or digit, else None."""
     return name if isinstance(name, str) and _PLAIN_NAME.fullmatch(name) else None
 
 
 def unreadable(error: OSError) -> bool:
-    """Whether an error is the file's own, so that the checkpoint counts as damaged, and not a lack of memory or descriptors."""
+    """Whether an error concerns this file, so that the checkpoint counts as damaged; a lack of memory, say, does not."""
     return error.errno in _UNREADABLE

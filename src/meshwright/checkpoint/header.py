@@ -1,8 +1,8 @@
-"""The safetensors header, written and read by hand: 8 bytes of length, a JSON table, then raw little-endian tensors
-without gaps.
+"""Writes and parses the header of a safetensors file: its length in 8 bytes, then a JSON table of the tensors.
 
-Format: https://github.com/huggingface/safetensors. Writing it ourselves lets shards stream to disk one tensor at a
-time; reading it ourselves lets every number be checked before it is used. Torch-free.
+The tensors follow as raw little-endian bytes without gaps. Format: https://github.com/huggingface/safetensors. Our own
+writer lets a shard be written to disk one tensor at a time. Our own parser checks every number before it is used.
+Torch-free.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,17 @@ ITEM_BYTES = {
 """Bytes of one element by safetensors' dtype name."""
 
 HEADER_LIMIT = 16 << 20
+"""Largest JSON table that is read or written, in bytes."""
 ENTRY_LIMIT = 200_000
+"""Most tensors in a file that is read."""
 _DIMENSION_LIMIT = 16
 _SIZE_LIMIT = 1 << 60
+"""Upper bound of an offset, a size and the number of elements of a tensor."""
 
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """One tensor to be stored: its key in the file, dtype name and shape."""
+    """A tensor to be stored: its key in the file, safetensors' dtype name such as `F32`, and its shape."""
 
     key: str
     dtype: str
@@ -45,7 +48,7 @@ class TensorHeader:
 
 @dataclass(frozen=True)
 class Entry:
-    """One stored tensor: dtype name, shape, and its bytes `start` to `end` counted from the start of the file."""
+    """A stored tensor: safetensors' dtype name, shape, and its bytes [start, end), counted from the start of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -54,9 +57,9 @@ class Entry:
 
 
 def encode_header(headers: Sequence[TensorHeader]) -> bytes:
-    """Everything before the first tensor's bytes, for tensors stored in the order of `headers`.
+    """All bytes before the first tensor's, for tensors stored in the order of `headers`.
 
-    Wide elements should come first, so that every tensor is aligned to its own element size.
+    Pass dtypes with larger elements first, so that every tensor is aligned to its element size.
     """
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -76,72 +79,74 @@ def encode_header(headers: Sequence[TensorHeader]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def read_header(descriptor: int, path: Path, vouch: Callable[[int, int], None]) -> dict[str, Entry]:
-    """The table of the safetensors file open at `descriptor`; raises Damaged when any of it is not as the format says.
-
-    `vouch(start, end)` is called before bytes are used, and raises when they are known to be wrong.
-    """
-    size = os.fstat(descriptor).st_size
-    vouch(0, min(8, size))
-    return parse_header(header_bytes(descriptor, path, lambda length: vouch(8, length)), size, path)
+def read_header(descriptor: int, path: Path) -> dict[str, Entry]:
+    """The entries by key of the safetensors file open at `descriptor`; raises Damaged if it violates the format."""
+    return parse_header(read_header_bytes(descriptor, path), os.fstat(descriptor).st_size, path)
 
 
-def header_bytes(descriptor: int, path: Path, vouch: Callable[[int], None] = lambda length: None) -> bytes:
-    """All bytes before the first tensor. `vouch` is called with the length before more than 8 bytes are read."""
+def read_header_bytes(descriptor: int, path: Path) -> bytes:
+    """All bytes before the first tensor's. Raises Damaged when the length exceeds the file or `HEADER_LIMIT`."""
     size = os.fstat(descriptor).st_size
     prefix = bytearray(8)
     read_range(descriptor, prefix, 0, path)
     length = int.from_bytes(prefix, "little")
     if length > min(HEADER_LIMIT, size - 8):
         raise Damaged(f"{path}: a header of {length} bytes does not fit (file: {size} bytes, limit: {HEADER_LIMIT})")
-    vouch(8 + length)
     text = bytearray(length)
     read_range(descriptor, text, 8, path)
     return bytes(prefix + text)
 
 
-def parse_header(head: bytes, size: int, path: Path) -> dict[str, Entry]:
-    """The table in `head`, the `header_bytes` of a file of `size` bytes; raises Damaged if it violates the format."""
-    if len(head) < 8 or len(head) != 8 + int.from_bytes(head[:8], "little") or len(head) > 8 + HEADER_LIMIT:
-        raise Damaged(f"{path}: the header does not fit (file: {size} bytes, limit: {HEADER_LIMIT})")
-    table = parse_json(head[8:], path)
+def parse_header(header: bytes, file_bytes: int, path: Path) -> dict[str, Entry]:
+    """The entries by key in `header`, the first bytes of a file of `file_bytes` bytes as `read_header_bytes` gives them.
+
+    Raises Damaged if they violate the format; `path` is the file that the message names.
+    """
+    if len(header) < 8 or len(header) != 8 + int.from_bytes(header[:8], "little") or len(header) > 8 + HEADER_LIMIT:
+        raise Damaged(f"{path}: the header does not fit (file: {file_bytes} bytes, limit: {HEADER_LIMIT})")
+    table = parse_json(header[8:], path)
     if not isinstance(table, dict) or len(table) > ENTRY_LIMIT:
         raise Damaged(f"{path}: the header is not a table of at most {ENTRY_LIMIT} tensors")
-    entries = {key: _entry(key, value, len(head), path) for key, value in table.items() if key != "__metadata__"}
-    _check_offsets(entries, len(head), size, path)
+    entries = {
+        key: _parse_entry(key, value, len(header), path) for key, value in table.items() if key != "__metadata__"
+    }
+    _check_no_gaps(entries, len(header), file_bytes, path)
     return entries
 
 
-def whole_numbers(value: Any) -> tuple[int, ...] | None:
-    """`value` as offsets read from JSON, or None when it is not a short list of whole numbers."""
+def parse_offsets(value: Any) -> tuple[int, ...] | None:
+    """Offsets from a JSON value; None unless it is a list of at most 16 whole numbers below 2^60."""
     if not isinstance(value, list) or len(value) > _DIMENSION_LIMIT:
         return None
-    good = all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < _SIZE_LIMIT for each in value)
-    return tuple(value) if good else None
+    valid = all(
+        isinstance(number, int) and not isinstance(number, bool) and 0 <= number < _SIZE_LIMIT for number in value
+    )
+    return tuple(value) if valid else None
 
 
-def sizes(value: Any) -> tuple[int, ...] | None:
-    """`value` as a shape read from JSON, or None when it is not whole numbers whose product is sane."""
-    numbers = whole_numbers(value)
+def parse_shape(value: Any) -> tuple[int, ...] | None:
+    """A shape from a JSON value; None unless `parse_offsets` accepts it and it has fewer than 2^60 elements."""
+    numbers = parse_offsets(value)
     return numbers if numbers is not None and math.prod(numbers) < _SIZE_LIMIT else None
 
 
-def _entry(key: str, value: Any, data: int, path: Path) -> Entry:
+def _parse_entry(key: str, value: Any, data_start: int, path: Path) -> Entry:
+    """The entry in a JSON value, whose offsets count from byte `data_start` of the file, the end of the header."""
     value = value if isinstance(value, dict) else {}
-    shape, span, dtype = sizes(value.get("shape")), whole_numbers(value.get("data_offsets")), value.get("dtype")
+    shape, span, dtype = parse_shape(value.get("shape")), parse_offsets(value.get("data_offsets")), value.get("dtype")
     if shape is None or span is None or len(span) != 2 or not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise Damaged(f"{path}: {key!r:.80} lacks a known dtype, a shape or its offsets")
     if span[1] - span[0] != math.prod(shape) * ITEM_BYTES[dtype]:
         raise Damaged(f"{path}: {key!r:.80} has shape {shape} of {dtype} but {span[1] - span[0]} bytes")
-    return Entry(dtype, shape, data + span[0], data + span[1])
+    return Entry(dtype, shape, data_start + span[0], data_start + span[1])
 
 
-def _check_offsets(entries: dict[str, Entry], data: int, size: int, path: Path) -> None:
-    """Tensors follow each other without gap or overlap from the header's end to the file's."""
-    at = data
+def _check_no_gaps(entries: dict[str, Entry], data_start: int, file_bytes: int, path: Path) -> None:
+    """Raise Damaged unless the tensors follow each other without gap or overlap up to the end of the file."""
+    expected = data_start
     for key, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
-        if entry.start != at:
-            raise Damaged(f"{path}: {key!r:.80} starts at byte {entry.start}, where {at} was expected")
-        at = entry.end
-    if at != size:
-        raise Damaged(f"{path}: the tensors end at byte {at}, the file at {size}")
+        if entry.start != expected:
+            raise Damaged(f"{path}: {key!r:.80} starts at byte {entry.start}; expected {expected}")
+        expected = entry.end
+    if expected != file_bytes:
+        raise Damaged(f"{path}: the tensors end at byte {expected}, the file at {file_bytes}")

@@ -1,7 +1,7 @@
-"""Hugging Face folders: one written whole from our weights, one read as ours; a tensor at a time, never through pickle.
+"""Writes weights as a Hugging Face folder and reads them from one, part of a tensor at a time and without pickle.
 
-What the tensors are called and what config.json says is the family's business (`models/families.py`); bytes and files
-are handled here. The format of the weights is safetensors (github.com/huggingface/safetensors, "Format").
+`models/families.py` has the tensor names and the fields of config.json of each model family; this module reads and
+writes the files. The weights are in safetensors format (github.com/huggingface/safetensors, "Format").
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RowSource(Protocol):
 
 Source = Callable[[str], Tensor] | Iterable[tuple[str, Tensor]] | RowSource
 DTYPES = {"bf16": (torch.bfloat16, "BF16"), "fp32": (torch.float32, "F32")}
-"""Number formats a folder can be written in: torch's name and safetensors' name."""
+"""dtypes in which weights can be exported: torch's and safetensors' name."""
 FLOATS = ("F64", "F32", "F16", "BF16")
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -60,12 +60,12 @@ def export_hf(
 ) -> None:
     """Write a folder that transformers, vLLM and others load: weights, config, generation config, tokenizer, card.
 
-    tensors gives each of `parameters(spec)` whole, by name or as pairs in any order, or by rows; one, or 32 MiB of rows, is in memory at a
-    time. tokenizer
-    is a tokenizer.json; `eos` its end-of-text token; `run_note` Markdown for the model card, headed `title` (else the
-    folder's name). No file of weights exceeds `shard_bytes` unless one tensor does. The folder appears under its name
-    when complete. Raises BadInput when it exists with something in it, when the family cannot express the model, or
-    when tokenizer and model disagree; OutOfResources when the disk is too full.
+    `tensors` returns each of `parameters(spec)` by name, or yields (name, tensor) pairs in any order, or reads rows
+    (`RowSource`). One tensor, or 32 MiB of rows, is in memory at a time. `tokenizer` is the path of a tokenizer.json and
+    `eos` its end-of-text token. `run_note` is Markdown for the model card, whose title is `title` or else the folder's
+    name. No file of weights exceeds `shard_bytes` unless a single tensor does. The folder gets its name when it is
+    complete. Raises BadInput when it exists and is not empty, when the Hugging Face class of the family cannot represent
+    the model, or when tokenizer and model disagree; OutOfResources when the disk is too full.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise BadInput(f"{folder}: already there and not empty; choose another folder or remove it")
@@ -95,8 +95,8 @@ def export_hf(
 def import_hf(folder: Path) -> tuple[ModelSpec, HFReader]:
     """The model that a Hugging Face folder holds, and a reader of its weights.
 
-    Raises BadInput for a model the decoder does not compute, for weights that are not safetensors and for tensors the
-    model has no place for; Damaged for files that are unreadable or do not match each other.
+    Raises BadInput for a model that this program cannot compute, for weights that are not safetensors and for tensors
+    that the model does not have; Damaged for files that are unreadable or do not match each other.
     """
     where = folder / "config.json"
     fields, notes = from_hf_config(read_json(where), str(where))
@@ -108,14 +108,14 @@ def import_hf(folder: Path) -> tuple[ModelSpec, HFReader]:
 
 @dataclass
 class HFReader:
-    """Our parameters, read from a Hugging Face folder a slice at a time."""
+    """Reads parameters, named and shaped as in this program, from a Hugging Face folder by rows."""
 
     folder: Path
     spec: ModelSpec
     files: dict[str, str]
     """File of each tensor in the folder."""
     notes: tuple[str, ...] = ()
-    """Sentences on what config.json says and this decoder leaves aside; worth printing."""
+    """Sentences for the user about settings in config.json that this program ignores."""
     _open: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -129,10 +129,13 @@ class HFReader:
         return self.read_rows(parameter, 0, parameter.shape[0])
 
     def read_rows(self, parameter: ParameterSpec, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) of dimension 0, reading little else of the files."""
-        pieces, deep = [], math.prod(parameter.shape[1:-1])
+        """Rows [start, stop) of dimension 0."""
+        pieces, rows_per_index = [], math.prod(parameter.shape[1:-1])
         for part in self._parts[parameter.name]:
-            first, last = max(start * deep - part.first_row, 0), min(stop * deep - part.first_row, part.row_count)
+            first, last = (
+                max(start * rows_per_index - part.first_row, 0),
+                min(stop * rows_per_index - part.first_row, part.row_count),
+            )
             if first < last:
                 pieces.append(self._slice(part, first, last))
         if not pieces:
@@ -141,14 +144,14 @@ class HFReader:
 
     def check(self) -> None:
         """Compare names, shapes and dtypes of every tensor with what the model needs, without reading any."""
-        needed = {self._named(part): part for parts in self._parts.values() for part in parts}
+        needed = {self._stored_name(part): part for parts in self._parts.values() for part in parts}
         for name, part in needed.items():
             if name not in self.files:
                 near = nearest(name, self.files)
                 hint = f" (nearest: {near})" if near else ""
                 raise Damaged(f"{self.folder}: no tensor {name}, which config.json calls for{hint}")
             self._check_tensor(name, part)
-        spare = [name for name in self.files if name not in needed and not self._unused(name)]
+        spare = [name for name in self.files if name not in needed and not self._is_unused(name)]
         if spare:
             near = nearest(spare[0], needed)
             hint = f" (nearest: {near})" if near else ""
@@ -159,16 +162,18 @@ class HFReader:
 
     def _check_tensor(self, name: str, part: HFTensor) -> None:
         stored = self._stored(name)
-        shape, kind = tuple(stored.get_shape()), stored.get_dtype()
+        shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
         if shape != part.shape:
             raise Damaged(
                 f"{self.folder / self.files[name]}: {name}: expected shape {part.shape} by config.json, got {shape}"
             )
-        if kind not in FLOATS:
-            raise BadInput(f"{self.folder / self.files[name]}: {name}: expected one of {', '.join(FLOATS)}, got {kind}")
+        if dtype not in FLOATS:
+            raise BadInput(
+                f"{self.folder / self.files[name]}: {name}: expected one of {', '.join(FLOATS)}, got {dtype}"
+            )
 
     def _slice(self, part: HFTensor, first: int, last: int) -> Tensor:
-        stored = self._stored(self._named(part))
+        stored = self._stored(self._stored_name(part))
         return stored[:, first:last].t().contiguous() if part.transposed else stored[first:last]
 
     def _stored(self, name: str) -> Any:
@@ -181,16 +186,16 @@ class HFReader:
         except (SafetensorError, OSError) as error:
             raise Damaged(f"{path}: tensor {name} cannot be read ({error}); copy the file again") from error
 
-    def _named(self, part: HFTensor) -> str:
+    def _stored_name(self, part: HFTensor) -> str:
         return part.name.removeprefix(self._base)
 
-    def _unused(self, name: str) -> bool:
+    def _is_unused(self, name: str) -> bool:
         tied_head = self.spec.tied and name == "lm_head.weight"
         return tied_head or name.endswith(FAMILIES[self.spec.family].unused)
 
 
 def _weight_files(folder: Path) -> dict[str, str]:
-    """File of each tensor, from the index or from the one file's own header."""
+    """File of each tensor by name: from the index, or from the header if there is a single file."""
     if (folder / INDEX).is_file():
         listed = read_json(folder / INDEX).get("weight_map")
         if not isinstance(listed, dict) or not listed:
@@ -225,7 +230,7 @@ def _check_file_name(folder: Path, name: str, file: Any) -> None:
 
 @dataclass(frozen=True)
 class _Shard:
-    """One file to write: its name, its header, where each tensor's bytes begin, and its size."""
+    """A file to write: its name, header, first byte of each tensor (`offsets`), and size in bytes (`total`)."""
 
     file: str
     header: bytes
@@ -257,56 +262,65 @@ def _shard(file: str, entries: dict[str, dict[str, Any]]) -> _Shard:
 
 
 def _write_weights(folder: Path, spec: ModelSpec, tensors: Source, shards: list[_Shard], dtype: torch.dtype) -> None:
-    places = {name: (shard.file, offset) for shard in shards for name, offset in shard.offsets.items()}
+    locations = {name: (shard.file, offset) for shard in shards for name, offset in shard.offsets.items()}
     for shard in shards:
         with open(folder / shard.file, "wb") as file:
             file.write(shard.header)
             file.truncate(shard.total)
     for part, first_row, rows in _slices(tensors, spec):
-        file, offset = places[part.name]
+        file, offset = locations[part.name]
         row_bytes = math.prod(rows.shape[1:]) * dtype.itemsize
         _write_tensor(folder / file, offset + first_row * row_bytes, rows, part.transposed, dtype)
     for shard in shards:
         sync_file(folder / shard.file)
     if len(shards) > 1:
         total = sum(shard.total - len(shard.header) for shard in shards)
-        weight_map = {name: file for name, (file, _) in places.items()}
+        weight_map = {name: file for name, (file, _) in locations.items()}
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _slices(tensors: Source, spec: ModelSpec) -> Iterator[tuple[HFTensor, int, Tensor]]:
-    """Each part of each parameter in pieces: the first row of a piece within its part, and its rows."""
-    parts, waiting = hf_tensors(spec), {parameter.name: parameter for parameter in parameters(spec)}
+    """(part, first row within the part, rows) for each part of each parameter.
+
+    A part is the slice of a parameter that Hugging Face stores as one tensor (`HFTensor`).
+    """
+    parts, missing = hf_tensors(spec), {parameter.name: parameter for parameter in parameters(spec)}
     if isinstance(tensors, RowSource):
-        for name, parameter in waiting.items():
+        for name, parameter in missing.items():
             _check_parameter(name, parameter, tensors.shape(name))
             for part in parts[name]:
                 yield from _row_slices(tensors, parameter, part)
         return
-    pairs = ((name, tensors(name)) for name in tuple(waiting)) if callable(tensors) else iter(tensors)
+    pairs = ((name, tensors(name)) for name in tuple(missing)) if callable(tensors) else iter(tensors)
     for name, tensor in pairs:
-        _check_parameter(name, waiting.pop(name, None), tuple(tensor.shape))
+        _check_parameter(name, missing.pop(name, None), tuple(tensor.shape))
         if tensor.dim() > 2:
             tensor = tensor.flatten(0, -2)  # as HFTensor counts rows
         for part in parts[name]:
             yield part, 0, tensor[part.first_row : part.first_row + part.row_count]
-    if waiting:
+    if missing:
         raise Damaged(
-            f"weights to export: {len(waiting)} of the model's parameters are missing, {next(iter(waiting))} first"
+            f"weights to export: {len(missing)} of the model's parameters are missing, {next(iter(missing))} first"
         )
 
 
 def _row_slices(source: RowSource, parameter: ParameterSpec, part: HFTensor) -> Iterator[tuple[HFTensor, int, Tensor]]:
-    """A part's rows, 32 MiB at a time; a transposed part whole, and experts one at a time."""
-    deep, width = math.prod(parameter.shape[1:-1]), math.prod(parameter.shape[1:][-1:])
-    step = part.row_count if part.transposed else deep if deep > 1 else max(1, SLICE_BYTES // (4 * width))
+    """The rows of a part, `SLICE_BYTES` at a time; a transposed part at once, and experts one by one."""
+    rows_per_index, width = math.prod(parameter.shape[1:-1]), math.prod(parameter.shape[1:][-1:])
+    step = (
+        part.row_count
+        if part.transposed
+        else rows_per_index
+        if rows_per_index > 1
+        else max(1, SLICE_BYTES // (4 * width))
+    )
     end = part.first_row + part.row_count
     for start in range(part.first_row, end, step):
         stop = min(start + step, end)
-        first, last = start // deep, -(-stop // deep)
+        first, last = start // rows_per_index, -(-stop // rows_per_index)
         rows = source.read_rows(parameter.name, first, last)
         rows = rows.flatten(0, -2) if rows.dim() > 2 else rows
-        yield part, start - part.first_row, rows[start - first * deep : stop - first * deep]
+        yield part, start - part.first_row, rows[start - first * rows_per_index : stop - first * rows_per_index]
 
 
 def _check_parameter(name: str, parameter: ParameterSpec | None, shape: tuple[int, ...]) -> None:
@@ -335,7 +349,7 @@ def _check_space(folder: Path, needed: int) -> None:
 
 
 def _check_tokenizer(path: Path | None, spec: ModelSpec, eos: str | None) -> int | None:
-    """The number of the end-of-text token, after making sure that the tokenizer belongs to the model."""
+    """The id of the end-of-text token. Raises BadInput if the tokenizer has more tokens than the model."""
     if path is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Initial weights from a Hugging Face folder or another run, located and compared with the model before reading."""
+"""Initial weights (`model.init`) from a Hugging Face folder or another run's checkpoint, compared with the model first."""
 
 from __future__ import annotations
 
@@ -22,52 +22,52 @@ Weights = TypeVar("Weights")
 
 @dataclass(frozen=True)
 class Initial:
-    """Weights of the model that was asked about; `read_rows` gives rows [first, last) of dimension 0 of a parameter."""
+    """The model's initial weights; `read_rows(parameter, start, stop)` returns rows [start, stop) of dimension 0."""
 
     read_rows: Callable[[ParameterSpec, int, int], torch.Tensor]
     notes: tuple[str, ...] = ()
-    """What their folder says that the model does without."""
+    """Sentences for the user about settings in the folder's config.json that this program ignores."""
 
 
 @contextmanager
 def initial_weights(spec: ModelSpec, init: str) -> Iterator[Initial | None]:
-    """The weights that `init` (a run's `model.init`) names, open for the length of a `with` block; None for `scratch`.
+    """The weights that `init` (a run's `model.init`) names, open within a `with` block; None for `scratch`.
 
-    Raises BadInput when they are not there or not this model's, and Damaged as their readers do.
+    Raises BadInput when they do not exist or do not fit the model, and Damaged when a file is damaged.
     """
-    kind, _, folder = init.partition(":")
-    if kind == "hf":
-        found, weights = _find_weights(init, import_hf, folder)
-        _check_shapes(init, spec, {row.name: row.shape for row in parameters(found)})
+    source, _, folder = init.partition(":")
+    if source == "hf":
+        stored_spec, weights = _find_weights(init, import_hf, folder)
+        _check_shapes(init, spec, {parameter.name: parameter.shape for parameter in parameters(stored_spec)})
         yield Initial(weights.read_rows, tuple(f"{folder}: {note}" for note in weights.notes))
-    elif kind == "checkpoint":
+    elif source == "checkpoint":
         newest = _find_weights(init, partial(newest_checkpoint, contents=False), folder)
         with CheckpointReader(newest) as reader:
             names = reader.names("model.")
             _check_shapes(init, spec, {name.removeprefix("model."): reader.tensors[name].shape for name in names})
-            yield Initial(lambda row, first, last: reader.read_rows(f"model.{row.name}", first, last))
+            yield Initial(lambda parameter, start, stop: reader.read_rows(f"model.{parameter.name}", start, stop))
     else:
         yield None
 
 
 def check_initial(spec: ModelSpec, init: str) -> None:
-    """Raise what `initial_weights` would."""
+    """Raise the error that `initial_weights` would raise, before training starts."""
     with initial_weights(spec, init):
         pass
 
 
 def _find_weights(init: str, find: Callable[[Path], Weights], folder: str) -> Weights:
-    """What is found in the folder; where it is of no use, the message says which key named it."""
+    """Call `find` with the folder; add the key `model.init` to the message of a BadInput."""
     try:
         return find(Path(folder))
     except BadInput as error:
         raise BadInput(f"model.init {init}: {error}") from error
 
 
-def _check_shapes(init: str, spec: ModelSpec, theirs: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise BadInput for the first weight that only one side has, or that has another shape."""
-    ours = {row.name: row.shape for row in parameters(spec)}
-    wrong = next((name for name in [*ours, *theirs] if ours.get(name) != theirs.get(name)), None)
+def _check_shapes(init: str, spec: ModelSpec, stored: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise BadInput for the first parameter that only the model or only the stored weights have, or of another shape."""
+    expected = {parameter.name: parameter.shape for parameter in parameters(spec)}
+    wrong = next((name for name in [*expected, *stored] if expected.get(name) != stored.get(name)), None)
     if wrong is not None:
-        there, here = theirs.get(wrong, "missing"), ours.get(wrong, "missing")
+        there, here = stored.get(wrong, "missing"), expected.get(wrong, "missing")
         raise BadInput(f"model.init {init}: {wrong} is {there} there and {here} in this run's model")

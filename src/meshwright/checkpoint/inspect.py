@@ -38,7 +38,7 @@ def choose_checkpoint(folder: Path, step: int | None) -> Path:
 
 
 def describe_checkpoint(path: Path) -> dict[str, Any]:
-    """Step, whether it is committed, the Plan that wrote it, versions, files with sizes, and the seconds of the save by phase.
+    """A checkpoint's step, whether it is committed, its Plan, versions, files with sizes, and seconds of the save by phase.
 
     A checkpoint without a commit has no manifest: plan, versions and seconds are None. Raises Damaged when manifest or Plan is not what was
     written.
@@ -73,7 +73,7 @@ def describe_checkpoint(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PruneResult:
-    """Checkpoints that `prune_checkpoints` deleted, and those that are left."""
+    """The checkpoints that `prune_checkpoints` deleted, and those that it kept."""
 
     deleted: tuple[Path, ...]
     kept: tuple[Path, ...]

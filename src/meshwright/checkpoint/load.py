@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from meshwright.checkpoint.block_reader import BlockFiles, BlockReader
 from meshwright.checkpoint.contents import Contents, parse_contents
 from meshwright.checkpoint.files import BLOCK_BYTES
-from meshwright.checkpoint.fill import Destination, boxes_in
+from meshwright.checkpoint.fill import Destination, intersect
 from meshwright.checkpoint.fit import check_complete, check_fit
-from meshwright.checkpoint.header import Entry, header_bytes, parse_header
+from meshwright.checkpoint.header import Entry, parse_header, read_header_bytes
 from meshwright.checkpoint.manifest import (
     COMMITTED,
     CONTENTS,
@@ -33,8 +33,8 @@ from meshwright.checkpoint.manifest import (
     read_committed,
 )
 from meshwright.checkpoint.ranks import Ranks
-from meshwright.checkpoint.read_plan import BlockTransfer, header_readers, merge_ranges, plan_transfers
-from meshwright.checkpoint.shards import entry_of
+from meshwright.checkpoint.read_plan import BlockTransfer, assign_header_readers, merge_ranges, plan_transfers
+from meshwright.checkpoint.shards import find_entry
 from meshwright.checkpoint.state import decode_state
 from meshwright.checkpoint.verify import check_sizes, read_verified
 from meshwright.events.span import Recorder
@@ -42,12 +42,12 @@ from meshwright.spec.errors import BadInput, Damaged
 from meshwright.state.parts import StateParts
 
 PLAIN_LIMIT = 1 << 30
-"""Bytes of a file that is not one of tensors."""
+"""Largest JSON or text file that is read, in bytes."""
 
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """What a checkpoint says about itself, as the first rank read it; equal on all ranks."""
+    """The manifest, tensor records and state of a checkpoint, as the first rank read them; equal on all ranks."""
 
     path: Path
     manifest: Manifest
@@ -55,30 +55,31 @@ class OpenCheckpoint:
     state: dict[str, Any]
 
 
-def open_checkpoint(ranks: Ranks, path: Path, run_id: str | None, doing: str) -> OpenCheckpoint:
-    """Read and verify everything but the tensors on the first rank, and give it to all ranks. Collective.
+def open_checkpoint(ranks: Ranks, path: Path, run_id: str | None, activity: str) -> OpenCheckpoint:
+    """Read and verify all files but the tensors on the first rank, and send them to all ranks. Collective.
 
-    Raises Damaged when any of it is not what was written or another run's (`run_id`), and BadInput when a rank sees another folder.
+    Raises Damaged when a file differs from what was written or the checkpoint is of another run than `run_id`, and
+    BadInput when a rank sees another folder than the first rank.
     """
-    plain = ranks.from_first(doing, lambda: _read_plain(path, run_id))
+    plain = ranks.run_on_first(activity, lambda: _read_plain(path, run_id))
 
     def parse() -> OpenCheckpoint:
-        if not ranks.first:
+        if not ranks.is_first:
             _check_same_folder(path, plain[MANIFEST], ranks.rank)
         manifest = parse_manifest(path, plain[MANIFEST])
         contents = parse_contents(plain[CONTENTS], path / CONTENTS, manifest)
         return OpenCheckpoint(path, manifest, contents, decode_state(plain[STATE], path / STATE))
 
-    mine: list[OpenCheckpoint] = []
-    ranks.together(doing, lambda: mine.append(parse()))
-    return mine[0]
+    opened: list[OpenCheckpoint] = []
+    ranks.run_on_all(activity, lambda: opened.append(parse()))  # the result is not sent: it is the same on all ranks
+    return opened[0]
 
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Collect no garbage within a `with` block.
+    """Disable garbage collection within a `with` block.
 
-    A collection goes through all of torch's objects and takes 0.15 s (measured on an H100 host), in which no thread reads.
+    A collection takes 0.15 s (measured on an H100 host) because torch has many objects; no thread reads meanwhile.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -98,7 +99,7 @@ def load_tensors(
     *,
     prefix: str,
     convert: bool,
-    doing: str,
+    activity: str,
     files: BlockFiles | None = None,
     owners: Mapping[str, int] | None = None,
 ) -> None:
@@ -107,26 +108,26 @@ def load_tensors(
     `files` reads the blocks, by default from storage. `owners` names the only rank that can read each file; by default all can.
     """
     contents = opened.contents
-    given = set().union(*ranks.together(doing, lambda: check_fit(contents, tensors, prefix, convert)))
-    check_complete(contents, given, prefix, doing)
+    requested = set().union(*ranks.run_on_all(activity, lambda: check_fit(contents, tensors, prefix, convert)))
+    check_complete(contents, requested, prefix, activity)
     files = files or BlockFiles(opened.path, opened.manifest)
     try:
-        pieces: list[_Piece] = []
-        ranks.together(doing, lambda: pieces.extend(_pieces(contents, tensors)))
-        entries, headers = _read_headers(ranks, files, sorted({piece.file for piece in pieces}), doing, owners)
+        parts: list[_ChunkPart] = []
+        ranks.run_on_all(activity, lambda: parts.extend(_chunk_parts(contents, tensors)))
+        entries, headers = _read_headers(ranks, files, sorted({part.file for part in parts}), activity, owners)
         destinations: dict[tuple[str, int], list[Destination]] = defaultdict(list)
 
         def assign() -> dict[str, list[tuple[int, int]]]:
             ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
-            for piece in pieces:
-                entry = entry_of(entries[piece.file], piece.key, piece.dtype, piece.shape, opened.path / piece.file)
-                destination = Destination(entry, piece.offsets, piece.target)
-                ranges[piece.file].append((destination.start, destination.end))
+            for part in parts:
+                entry = find_entry(entries[part.file], part.key, part.dtype, part.shape, opened.path / part.file)
+                destination = Destination(entry, part.offsets, part.target)
+                ranges[part.file].append((destination.start, destination.end))
                 for index in range(destination.start // BLOCK_BYTES, -(-destination.end // BLOCK_BYTES)):
-                    destinations[piece.file, index].append(destination)
+                    destinations[part.file, index].append(destination)
             return {file: merge_ranges(needed) for file, needed in ranges.items()}
 
-        transfers = plan_transfers(ranks.together(doing, assign), headers, owners)
+        transfers = plan_transfers(ranks.run_on_all(activity, assign), headers, owners)
 
         def fill(file: str, index: int, block: Tensor) -> None:
             for destination in destinations.get((file, index), ()):
@@ -134,20 +135,23 @@ def load_tensors(
 
         reader = BlockReader(files, ranks, device_of(tensors), fill)
         with recorder.span("read", lane="checkpoint"), torch.no_grad():
-            _run(ranks, reader, transfers, doing)
+            _run(ranks, reader, transfers, activity)
     finally:
         files.close()
 
 
 def device_of(tensors: Mapping[str, Tensor | StateParts]) -> torch.device:
-    """Where most of the bytes are: this rank's GPU if any tensor is on it."""
+    """This rank's GPU if any of the tensors is on it, else the CPU."""
     devices = (tensor.device for tensor in tensors.values())
     return next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """Part of a stored chunk, and the local elements that it fills."""
+class _ChunkPart:
+    """The part of a stored chunk at `offsets`, and the local tensor `target` that it fills.
+
+    `file`, `key`, `dtype` and `shape` are those of the whole chunk: a box of a tensor, stored as one safetensors entry.
+    """
 
     file: str
     key: str
@@ -157,22 +161,22 @@ class _Piece:
     target: Tensor
 
 
-def _pieces(contents: Contents, tensors: Mapping[str, Tensor | StateParts]) -> Iterator[_Piece]:
+def _chunk_parts(contents: Contents, tensors: Mapping[str, Tensor | StateParts]) -> Iterator[_ChunkPart]:
     for name, tensor in tensors.items():
         record = contents[name]
         for offsets, elements in _local_boxes(tensor):
             for chunk in record.chunks:
-                meeting = boxes_in(chunk, offsets, tuple(elements.shape))
-                if meeting is not None:
-                    in_chunk, in_box, sizes = meeting
+                intersection = intersect(chunk, offsets, tuple(elements.shape))
+                if intersection is not None:
+                    chunk_offsets, box_offsets, sizes = intersection
                     target = elements
-                    for dim, (first, size) in enumerate(zip(in_box, sizes, strict=True)):
-                        target = target.narrow(dim, first, size)
-                    yield _Piece(chunk.file, chunk.key, record.dtype, chunk.sizes, in_chunk, target)
+                    for dim, (offset, size) in enumerate(zip(box_offsets, sizes, strict=True)):
+                        target = target.narrow(dim, offset, size)
+                    yield _ChunkPart(chunk.file, chunk.key, record.dtype, chunk.sizes, chunk_offsets, target)
 
 
 def _local_boxes(tensor: Tensor | StateParts) -> Iterable[tuple[tuple[int, ...], Tensor]]:
-    """Where each piece that this rank holds of a tensor begins, and its elements, without gradients."""
+    """(offsets in the whole tensor, elements) of each box that this rank holds of a tensor, detached from autograd."""
     if isinstance(tensor, StateParts):
         return ((box.offsets, elements.detach()) for box, elements in tensor.pieces())
     if isinstance(tensor, DTensor):
@@ -182,13 +186,16 @@ def _local_boxes(tensor: Tensor | StateParts) -> Iterable[tuple[tuple[int, ...],
 
 
 def _read_plain(path: Path, run_id: str | None) -> dict[str, bytes]:
-    """The manifest and all files without tensors; raises DamagedCheckpoint for errors that names, sizes and these files show."""
+    """The contents of manifest.json, metadata.json and state.json by file name.
+
+    Raises DamagedCheckpoint with the damage that file names, sizes and the contents of these and the text files show.
+    """
     data = read_committed(path)
     manifest = parse_manifest(path, data)
     check_run(path, manifest, run_id)
     damage = check_sizes(path, manifest)
     plain = {MANIFEST: data}
-    for name in sorted(manifest.files.keys() - {each.file for each in damage}):
+    for name in sorted(manifest.files.keys() - {entry.file for entry in damage}):
         if not name.endswith(".safetensors"):
             try:
                 plain[name] = read_verified(path, manifest, name, PLAIN_LIMIT)
@@ -203,7 +210,7 @@ def _read_plain(path: Path, run_id: str | None) -> dict[str, bytes]:
 
 
 def _check_same_folder(path: Path, manifest: bytes, rank: int) -> None:
-    """Raise BadInput when this rank sees no such checkpoint, or another one. Reads COMMITTED, 33 bytes, again."""
+    """Raise BadInput unless this rank sees the same checkpoint as the first rank, by its COMMITTED file (33 bytes)."""
     try:
         same = (path / COMMITTED).read_bytes() == commit_line(manifest)
     except OSError:
@@ -215,50 +222,52 @@ def _check_same_folder(path: Path, manifest: bytes, rank: int) -> None:
 
 
 def _read_headers(
-    ranks: Ranks, files: BlockFiles, needed: list[str], doing: str, owners: Mapping[str, int] | None
+    ranks: Ranks, files: BlockFiles, needed: list[str], activity: str, owners: Mapping[str, int] | None
 ) -> tuple[dict[str, dict[str, Entry]], dict[str, tuple[int, int]]]:
-    """The entries of the files that this rank needs, and for each file the rank that read its header and the header's bytes.
+    """Read the safetensors headers of the files that this rank needs (`needed`), each by one rank. Collective.
 
-    A header is verified with its block, before the load ends.
+    Returns the entries by file and key, and for each file the rank that read its header and the header's size in bytes.
+    The header is verified with its block, before the load ends.
     """
-    files_of_ranks = ranks.together(doing, lambda: needed)
-    readers = header_readers(files_of_ranks)
+    files_of_ranks = ranks.run_on_all(activity, lambda: needed)
+    readers = assign_header_readers(files_of_ranks)
     if owners is not None:
         readers = {file: owners[file] for file in readers}
     shared = {
         file
         for file, reader in readers.items()
-        if any(file in theirs for rank, theirs in enumerate(files_of_ranks) if rank != reader)
+        if any(file in rank_files for rank, rank_files in enumerate(files_of_ranks) if rank != reader)
     }
-    heads: dict[str, bytes] = {}
+    header_of: dict[str, bytes] = {}
 
     def read() -> dict[str, tuple[int, bytes | None]]:
         for file, reader in readers.items():
             if reader == ranks.rank:
-                heads[file] = files.read_head(file, header_bytes)
-        return {file: (len(head), head if file in shared else None) for file, head in heads.items()}
+                header_of[file] = files.read_header(file, read_header_bytes)
+        return {file: (len(header), header if file in shared else None) for file, header in header_of.items()}
 
     headers: dict[str, tuple[int, int]] = {}
-    for rank, answers in enumerate(ranks.together(doing, read)):
-        for file, (size, head) in answers.items():
+    for rank, headers_of_rank in enumerate(ranks.run_on_all(activity, read)):
+        for file, (size, header) in headers_of_rank.items():
             headers[file] = (rank, size)
-            if head is not None:
-                heads[file] = head
+            if header is not None:
+                header_of[file] = header
 
     def parse() -> dict[str, dict[str, Entry]]:
         manifest = files.manifest
-        return {file: parse_header(heads[file], manifest.files[file].bytes, files.path / file) for file in needed}
+        return {file: parse_header(header_of[file], manifest.files[file].bytes, files.path / file) for file in needed}
 
     entries: list[dict[str, dict[str, Entry]]] = []
-    ranks.together(doing, lambda: entries.append(parse()))
+    ranks.run_on_all(activity, lambda: entries.append(parse()))
     return entries[0], headers
 
 
-def _run(ranks: Ranks, reader: BlockReader, transfers: list[BlockTransfer], doing: str) -> None:
-    ranks.communicate(doing, lambda: reader.run(transfers))
+def _run(ranks: Ranks, reader: BlockReader, transfers: list[BlockTransfer], activity: str) -> None:
+    """Run the transfers on all ranks, then raise the failure of any rank on all of them."""
+    ranks.run_communication(activity, lambda: reader.run(transfers))
 
     def report() -> None:
         if reader.failure is not None:
             raise reader.failure
 
-    ranks.together(doing, report)
+    ranks.run_on_all(activity, report)

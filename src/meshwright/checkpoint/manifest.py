@@ -1,6 +1,7 @@
-"""The record that makes a folder a checkpoint: names, `manifest.json` and the `COMMITTED` file that vouches for it.
+"""Reads and writes the record that makes a folder a checkpoint: `manifest.json` and `COMMITTED`, its digest.
 
-Torch-free: the launcher and the command line read these without loading anything heavy.
+The manifest has the size and digests of every other file. Torch-free, so that the launcher and the command line start
+quickly.
 """
 
 from __future__ import annotations
@@ -22,22 +23,24 @@ from meshwright.spec.errors import BadInput, Damaged
 FORMAT = 1
 """Version of the folder's contents; a reader refuses any other."""
 MANIFEST, COMMITTED, CONTENTS, STATE = "manifest.json", "COMMITTED", "metadata.json", "state.json"
+"""Files of a checkpoint; CONTENTS lists its tensors, and STATE has step, samples and tokens."""
 
 _MANIFEST_LIMIT = 1 << 30
 _STEP_NAME = re.compile(r"step-(\d{8,12})")
 _COMMIT_LINE = re.compile(rb"[0-9a-f]{32}\n")
-_HEX = {"digest": re.compile(r"[0-9a-f]{32}"), "block": re.compile(r"[0-9a-f]{16}")}
-
+_FILE_DIGEST, _BLOCK_DIGEST = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{16}")
 
 DamageType = Literal["missing", "truncated", "digest", "extra", "manifest", "commit", "foreign"]
+"""`digest`: contents differ from what was written; `extra`: more bytes or files than written; `manifest`, `commit`: the
+file manifest.json or COMMITTED is invalid; `foreign`: the checkpoint is another run's."""
 
 
 @dataclass(frozen=True)
 class Damage:
-    """One thing wrong in a checkpoint.
+    """A file of a checkpoint that differs from what was written, and how.
 
-    `offset` is the byte where it starts: the file's end for `truncated`, the first block that differs for `digest`,
-    None when the whole file is missing or extra.
+    `offset` is the first byte concerned: the file's end for `truncated`, the begin of the first 16 MiB block that
+    differs for `digest`, None when the whole file is missing or extra.
     """
 
     file: str
@@ -46,24 +49,27 @@ class Damage:
     note: str = ""
 
     def __str__(self) -> str:
-        place = f"in the {BLOCK_BYTES >> 20} MiB from byte" if self.kind == "digest" else "at byte"
-        at = "" if self.offset is None else f" {place} {self.offset:,}"
-        return f"{self.file}: {self.kind}{at}" + (f" ({self.note})" if self.note else "")
+        prefix = f"in the {BLOCK_BYTES >> 20} MiB from byte" if self.kind == "digest" else "at byte"
+        position = "" if self.offset is None else f" {prefix} {self.offset:,}"
+        return f"{self.file}: {self.kind}{position}" + (f" ({self.note})" if self.note else "")
 
 
 class DamagedCheckpoint(Damaged):
-    """A checkpoint that does not match its own record; `damage` lists how."""
+    """A checkpoint does not match its manifest; `damage` lists the differences."""
 
     def __init__(self, path: Path, damage: Sequence[Damage]) -> None:
         self.damage = tuple(damage)
         more = f" and {len(self.damage) - 5} more" if len(self.damage) > 5 else ""
-        state = "does not belong here" if all(each.kind == "foreign" for each in self.damage) else "is damaged"
+        state = "does not belong here" if all(entry.kind == "foreign" for entry in self.damage) else "is damaged"
         super().__init__(f"checkpoint {path} {state}: {'; '.join(map(str, self.damage[:5]))}{more}")
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a committed checkpoint holds: every file but the manifest and COMMITTED."""
+    """The contents of `manifest.json`: records of all files except itself and COMMITTED, and what wrote them.
+
+    `attempt` is the name of the save (`checkpoint.attempt`), and `written` its time (UTC, ISO 8601).
+    """
 
     step: int
     world_size: int
@@ -72,8 +78,9 @@ class Manifest:
     versions: dict[str, str]
     files: dict[str, FileRecord]
     run_id: str | None = None
-    """The run that wrote it, and the epoch of its start (`durable.lease`); None for checkpoints without a lease."""
+    """The run that wrote it; None in a run folder without a lease (`durable.lease`)."""
     epoch: int | None = None
+    """The number of the start (launch) of the run that wrote it; None without a lease."""
     parent: int | None = None
     """Step of the checkpoint that the writing start continued from; None for a run's first start and in older manifests."""
     finite: bool | None = None
@@ -91,26 +98,26 @@ class Manifest:
 
 
 def step_name(step: int) -> str:
-    """The folder of a step: `step-00000100`."""
+    """The name of a step's checkpoint folder: `step-00000100`."""
     return f"step-{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """The step a folder name stands for, or None when it is not a checkpoint's name."""
+    """The step in a checkpoint folder's name, or None for another name."""
     match = _STEP_NAME.fullmatch(name)
     return int(match[1]) if match and step_name(int(match[1])) == name else None
 
 
 def steps_in(folder: Path) -> list[Path]:
-    """The checkpoint folders in `folder`, committed or not, oldest step first; empty when there is no such folder."""
+    """The checkpoint folders in `folder`, committed or not, by step; empty when `folder` does not exist."""
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if step_of(path.name) is not None and path.is_dir()]
-    return sorted(found, key=lambda path: step_of(path.name) or 0)
+    paths = [path for path in folder.iterdir() if step_of(path.name) is not None and path.is_dir()]
+    return sorted(paths, key=lambda path: step_of(path.name) or 0)
 
 
 def has_commit(path: Path) -> bool:
-    """Whether the folder claims to be committed, or may not be searched for the claim; only `verify` says whether it is good."""
+    """Whether the folder has a COMMITTED file; also true if it cannot be looked up. `verify` checks whether it is right."""
     try:
         os.lstat(path / COMMITTED)
     except OSError as error:
@@ -119,21 +126,21 @@ def has_commit(path: Path) -> bool:
 
 
 def commit_line(manifest: bytes) -> bytes:
-    """The contents of COMMITTED for these bytes of `manifest.json`: their xxh3_128 in hexadecimal."""
+    """The contents of COMMITTED for these bytes of `manifest.json`: their xxh3_128 digest in hexadecimal."""
     return xxhash.xxh3_128(manifest).hexdigest().encode() + b"\n"
 
 
 def read_manifest(path: Path) -> Manifest:
     """The manifest of the checkpoint in folder `path`.
 
-    Raises DamagedCheckpoint when COMMITTED or manifest.json is missing, unreadable, or one does not match the other,
-    and BadInput when `path` is no folder.
+    Raises DamagedCheckpoint when COMMITTED or manifest.json is missing or unreadable or they do not match, and BadInput
+    when `path` is not a folder.
     """
     return parse_manifest(path, read_committed(path))
 
 
 def read_committed(path: Path) -> bytes:
-    """The bytes of `manifest.json`, which COMMITTED vouches for; raises as `read_manifest` does."""
+    """The bytes of `manifest.json`, compared with the digest in COMMITTED; raises as `read_manifest` does."""
     if not path.is_dir():
         raise BadInput(f"{path} is not a folder; expected a checkpoint such as RUN/checkpoints/{step_name(100)}")
     commit = _read(path, COMMITTED, 64, "commit")
@@ -146,15 +153,14 @@ def read_committed(path: Path) -> bytes:
 
 
 def parse_manifest(path: Path, data: bytes) -> Manifest:
-    """The manifest in `data`, which is `manifest.json` of the folder `path`; raises DamagedCheckpoint."""
+    """Parse `data`, the contents of `manifest.json` in the folder `path`. Raises DamagedCheckpoint if it is invalid."""
     try:
         manifest = _parse(parse_json(data, path / MANIFEST), path / MANIFEST)
     except Damaged as error:
         raise DamagedCheckpoint(path, [Damage(MANIFEST, 0, "manifest", str(error))]) from error
-    named = step_of(
-        path.name.removeprefix(".replaced-").partition(".")[0]
-    )  # a folder that a crash left moved aside has its name too
-    if named not in (None, manifest.step):
+    # The folder may still have the name that `Attempt.commit` gives a checkpoint before it is replaced.
+    step_in_name = step_of(path.name.removeprefix(".replaced-").partition(".")[0])
+    if step_in_name not in (None, manifest.step):
         raise DamagedCheckpoint(path, [Damage(MANIFEST, 0, "manifest", f"is that of step {manifest.step}")])
     return manifest
 
@@ -178,6 +184,7 @@ def check_run(path: Path, manifest: Manifest, run_id: str | None) -> None:
 
 
 def _read(path: Path, name: str, limit: int, damage_type: DamageType) -> bytes:
+    """The file `name` of at most `limit` bytes; raises DamagedCheckpoint of `damage_type` if it is unreadable."""
     try:
         return read_small(path / name, limit)
     except FileNotFoundError as error:
@@ -191,49 +198,50 @@ def _read(path: Path, name: str, limit: int, damage_type: DamageType) -> bytes:
 
 
 def _parse(data: Any, path: Path) -> Manifest:
-    """The manifest in `data`, every field checked: the file is vouched for by a digest, not by a signature."""
+    """The manifest in the JSON value `data`. Checks every field, because a digest does not prove who wrote the file."""
     if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("block_bytes") != BLOCK_BYTES:
-        found = data.get("format") if isinstance(data, dict) else data
-        raise Damaged(f"{path}: format {found!r:.40} is not one this version reads (expected {FORMAT})")
+        version = data.get("format") if isinstance(data, dict) else data
+        raise Damaged(f"{path}: this version cannot read format {version!r:.40} (expected {FORMAT})")
     step, world_size, file_entries, versions = (data.get(key) for key in ("step", "world_size", "files", "versions"))
     attempt, written, run_id, epoch = (data.get(key) for key in ("attempt", "written", "run_id", "epoch"))
-    good = _whole(step) and _whole(world_size) and isinstance(file_entries, dict) and isinstance(versions, dict)
-    if not good or not isinstance(attempt, str) or not isinstance(written, str):
+    numbers_valid = _is_whole_number(step) and _is_whole_number(world_size)
+    tables_valid = isinstance(file_entries, dict) and isinstance(versions, dict)
+    if not (numbers_valid and tables_valid and isinstance(attempt, str) and isinstance(written, str)):
         raise Damaged(f"{path}: step, world_size, attempt, written, versions or files is missing or of the wrong type")
-    if not (run_id is None or plain_name(run_id)) or not (epoch is None or _whole(epoch)):
+    if not (run_id is None or plain_name(run_id)) or not (epoch is None or _is_whole_number(epoch)):
         raise Damaged(f"{path}: run_id is not a plain name, or epoch not a whole number")
     parent, finite, seconds = (data.get(key) for key in ("parent", "finite", "seconds"))
-    if not (parent is None or _whole(parent)) or not (finite is None or isinstance(finite, bool)):
+    if not (parent is None or _is_whole_number(parent)) or not (finite is None or isinstance(finite, bool)):
         raise Damaged(f"{path}: parent is not a step, or finite not a boolean")
-    if not (seconds is None or _durations(seconds)):
+    if not (seconds is None or _is_duration_table(seconds)):
         raise Damaged(f"{path}: seconds is not a table of durations")
-    files = {name: _record(name, entry, path) for name, entry in file_entries.items()}
+    files = {name: _parse_record(name, entry, path) for name, entry in file_entries.items()}
     return Manifest(step, world_size, attempt, written, versions, files, run_id, epoch, parent, finite, seconds)
 
 
-def _record(name: str, entry: Any, path: Path) -> FileRecord:
+def _parse_record(name: str, entry: Any, path: Path) -> FileRecord:
     if plain_name(name) is None or name in (MANIFEST, COMMITTED):
         raise Damaged(f"{path}: {name!r:.80} is not a plain file name")
     size, digest, blocks = (
         entry.get(key) if isinstance(entry, dict) else None for key in ("bytes", "digest", "blocks")
     )
-    if not _whole(size) or not _hexadecimal(digest, "digest") or not isinstance(blocks, list):
+    if not _is_whole_number(size) or not _is_digest(digest, _FILE_DIGEST) or not isinstance(blocks, list):
         raise Damaged(f"{path}: the record of {name} lacks bytes, digest or blocks")
-    if len(blocks) != -(-size // BLOCK_BYTES) or not all(_hexadecimal(block, "block") for block in blocks):
+    if len(blocks) != -(-size // BLOCK_BYTES) or not all(_is_digest(block, _BLOCK_DIGEST) for block in blocks):
         raise Damaged(f"{path}: the blocks of {name} do not fit its {size} bytes")
     return FileRecord(size, digest, tuple(blocks))
 
 
-def _whole(value: Any) -> TypeGuard[int]:
+def _is_whole_number(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
 
 
-def _durations(value: Any) -> TypeGuard[dict[str, float]]:
+def _is_duration_table(value: Any) -> TypeGuard[dict[str, float]]:
     return isinstance(value, dict) and all(
-        isinstance(each, (int, float)) and not isinstance(each, bool) and 0 <= each < math.inf
-        for each in value.values()
+        isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and 0 <= seconds < math.inf
+        for seconds in value.values()
     )
 
 
-def _hexadecimal(value: Any, digest_name: str) -> TypeGuard[str]:
-    return isinstance(value, str) and _HEX[digest_name].fullmatch(value) is not None
+def _is_digest(value: Any, pattern: re.Pattern[str]) -> TypeGuard[str]:
+    return isinstance(value, str) and pattern.fullmatch(value) is not None

@@ -63,7 +63,7 @@ class MemorySnapshot:
         owners = {shard_name(rank): rank for rank in range(ranks.size)}
         try:
             load_tensors(
-                ranks, opened, tensors, recorder, prefix="", convert=False, doing=f"loading {blocks.path}", files=blocks, owners=owners
+                ranks, opened, tensors, recorder, prefix="", convert=False, activity=f"loading {blocks.path}", files=blocks, owners=owners
             )  # fmt: skip
         except Damaged:
             self.arena.begin_snapshot()
@@ -80,7 +80,7 @@ class MemorySnapshot:
                 blocks.read(file, index, memoryview(buffer)[: blocks.block_bytes(file, index)])
 
         try:
-            ranks.together(f"verifying {blocks.path}", check)
+            ranks.run_on_all(f"verifying {blocks.path}", check)
         except Damaged:
             self.arena.begin_snapshot()
             raise
@@ -99,22 +99,22 @@ class MemorySnapshot:
 
 def find_snapshot(ranks: Ranks, run_id: str | None) -> MemorySnapshot | None:
     """The snapshot that the arenas of all ranks hold; None if any of them has none, or that of another save. Collective."""
-    doing = "looking for a snapshot in host memory"
+    activity = "looking for a snapshot in host memory"
     arena = Arena.of_last_process()
     record = None if arena is None else _own_record(arena, ranks, run_id)
 
     def offer() -> tuple[str, int, int | None] | None:
         return None if record is None else (record.attempt, record.step, record.file.bytes if record.file else None)
 
-    offers = ranks.together(doing, offer)
+    offers = ranks.run_on_all(activity, offer)
     complete = [offer for offer in offers if offer is not None]
     if arena is None or record is None or len({offer[:2] for offer in complete}) != 1 or len(complete) < ranks.size:
-        if complete and ranks.first:
+        if complete and ranks.is_first:
             log.info("%d of %d ranks have a snapshot in host memory; it is not used", len(complete), ranks.size)
         if arena is not None:
             arena.close()
         return None
-    contents, text = ranks.from_first(doing, lambda: (record.contents, record.state or "{}"))
+    contents, text = ranks.run_on_first(activity, lambda: (record.contents, record.state or "{}"))
     state = decode_state(text.encode(), Path(STATE))
     return MemorySnapshot(arena, record, tuple(size for _, _, size in complete), contents, state)
 
@@ -145,13 +145,13 @@ class _ArenaFile(BlockFiles):
         self._arena = arena
         self._header = encode_header([TensorHeader(key, dtype, tuple(shape)) for key, dtype, shape in headers])
 
-    def read_head(self, file: str, head: Callable[[int, Path], bytes]) -> bytes:
-        del file, head
+    def read_header(self, file: str, read: Callable[[int, Path], bytes]) -> bytes:
+        del file, read
         return self._header
 
     def read_unverified(self, file: str, index: int, target: memoryview) -> None:
         first = index * BLOCK_BYTES
-        head = self._header[first : first + len(target)]
-        target[: len(head)] = head
-        start = first + len(head) - len(self._header)
-        target[len(head) :] = self._arena.data[start : start + len(target) - len(head)]
+        header = self._header[first : first + len(target)]
+        target[: len(header)] = header
+        start = first + len(header) - len(self._header)
+        target[len(header) :] = self._arena.data[start : start + len(target) - len(header)]

@@ -1,4 +1,4 @@
-"""A run's checkpoints in an object store: complete copies, each found through one index object. Torch-free.
+"""Copies a run's checkpoints to an object store and back; an index object lists the complete copies. Torch-free.
 
     <mirror>/<run's name>/checkpoints.json              run id, epoch, and the complete checkpoints; written last
     <mirror>/<run's name>/step-00000100.<attempt>/…     the files of a checkpoint; manifest.json and COMMITTED after all others
@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from meshwright.checkpoint.files import parse_json, plain_name, room_for
+from meshwright.checkpoint.files import disk_space_error, parse_json, plain_name
 from meshwright.checkpoint.manifest import (
     COMMITTED,
     MANIFEST,
@@ -51,7 +51,7 @@ class MirrorEntry:
 
 @dataclass(frozen=True)
 class MirrorIndex:
-    """What the index object says; `checkpoints` is ordered by step."""
+    """The contents of the index object; `checkpoints` is ordered by step."""
 
     run_id: str | None
     epoch: int | None
@@ -59,12 +59,12 @@ class MirrorIndex:
 
 
 def mirror_url(mirror: str, run_folder: Path) -> str:
-    """Where the checkpoints of the run in `run_folder` are under `checkpoint.mirror`."""
+    """The URL of the copies of a run's checkpoints below `mirror`, the run's key `checkpoint.mirror`."""
     return f"{mirror.rstrip('/')}/{run_folder.absolute().name}"
 
 
 def read_index(store: ObjectStore) -> MirrorIndex | None:
-    """The index of a run in the store; None where there is none. Raises Damaged when it makes no sense."""
+    """The index of a run in the store, or None if it does not exist. Raises Damaged when it is invalid."""
     data = store.get_bytes(INDEX)
     if data is None:
         return None
@@ -117,7 +117,7 @@ def download_checkpoint(store: ObjectStore, entry: MirrorEntry, checkpoints: Pat
     if committed is None or data is None or committed != commit_line(data):
         raise Damaged(f"{store.url}/{entry.folder}: {MANIFEST} or {COMMITTED} is missing or not what was written")
     manifest = parse_manifest(target, data)
-    short = room_for(checkpoints, manifest.total_bytes)
+    short = disk_space_error(checkpoints, manifest.total_bytes)
     if short is not None:
         raise OutOfResources(short)
     partial = checkpoints / f".{target.name}.{manifest.attempt}.partial"
@@ -190,7 +190,7 @@ def fetch_newest(
 
 
 def _owned_index(store: ObjectStore, manifest: Manifest) -> MirrorIndex:
-    """The index, once it is sure that the run of `manifest` may write it."""
+    """The index, or an empty one. Raises BadInput if another run or a later start of this run wrote it."""
     index = read_index(store)
     if index is None:
         return MirrorIndex(manifest.run_id, manifest.epoch)
@@ -204,7 +204,7 @@ def _owned_index(store: ObjectStore, manifest: Manifest) -> MirrorIndex:
 
 
 def _delete(store: ObjectStore, entry: MirrorEntry) -> None:
-    """Delete a checkpoint that the index names no more; what cannot be deleted costs space only."""
+    """Delete a checkpoint that is no longer in the index. A failure only wastes space: log it and go on."""
     try:
         data = store.get_bytes(f"{entry.folder}/{MANIFEST}")
         names = parse_manifest(Path(step_name(entry.step)), data).files if data is not None else {}

@@ -1,7 +1,7 @@
-"""A process that copies committed checkpoints to the mirror beside training. Torch-free.
+"""A process that copies committed checkpoints to the mirror (an object store) while training goes on. Torch-free.
 
-It reads paths from stdin and writes one JSON line for each upload to stdout. It works on the newest path it was given: a store that is
-slower than the run makes checkpoints drops those between, and never holds training up.
+It reads paths from stdin and writes a JSON line to stdout for each upload. It uploads the newest path and skips older
+ones: if the store is slower than the run's saves, some checkpoints are not copied, and training never waits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshwright.spec.errors import MeshwrightError
 
 log = logging.getLogger(__name__)
 PATIENCE = 3600.0
-"""Seconds that an upload is tried for."""
+"""Seconds after which an upload that keeps failing is given up."""
 
 
 class MirrorUploader:
@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def _newest_lines() -> Iterator[Path]:
-    """The paths on stdin; when several are there, the newest alone."""
+    """Yield the paths from stdin; if several have arrived, only the newest."""
     newest: list[Path] = []
     arrived, ended = threading.Condition(), threading.Event()
 

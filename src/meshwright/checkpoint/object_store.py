@@ -99,7 +99,7 @@ class ObjectStore:
         if not self._s3:  # object stores have no folders
             self._files.makedirs(self._key(name).rpartition("/")[0], exist_ok=True)
 
-    def _retry(self, doing: str, work: Callable[[], T]) -> T:
+    def _retry(self, activity: str, work: Callable[[], T]) -> T:
         deadline, pause = time.monotonic() + self._patience, 0.5
         while True:
             try:
@@ -107,7 +107,7 @@ class ObjectStore:
             except FileNotFoundError:
                 raise  # an answer of the store, which callers read
             except Exception as error:
-                reason = f"{self.url}: {doing}: {type(error).__name__}: {str(error)[:300]}"
+                reason = f"{self.url}: {activity}: {type(error).__name__}: {str(error)[:300]}"
                 if isinstance(error, _PERMANENT):
                     raise BadInput(reason, key="checkpoint.mirror") from error
                 if time.monotonic() + pause > deadline:

@@ -1,8 +1,8 @@
-"""The few things ranks say to each other while they save or load: one word from the first rank, one word from
-everybody.
+"""Runs a function on all ranks or on the first rank, and gives all ranks the results or the same error.
 
-A failure on any rank becomes the same error on all of them, so nobody waits for a rank that has given up. Messages go
-through the group's object collectives: pass a CPU (Gloo) group on GPU jobs.
+Saving and loading use it so that a failure on one rank becomes the same error on all; otherwise the other ranks would
+wait for it in a collective. Messages go through the object collectives of `torch.distributed`: pass a Gloo group on
+GPU jobs.
 """
 
 from __future__ import annotations
@@ -25,12 +25,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Failure:
+    """An error of one rank as it is sent to the others; `exit_code` identifies its class."""
+
     exit_code: int
     message: str
 
 
 class Ranks:
-    """The ranks of `group`, of the default group when that is None, or this process alone when no job was joined."""
+    """The ranks of `group`, or of the default group if it is None; this process alone without `torch.distributed`.
+
+    `activity` is the phrase that begins an error's message, such as "saving step 100".
+    """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         joined = dist.is_available() and dist.is_initialized()
@@ -39,84 +44,88 @@ class Ranks:
         self.size = dist.get_world_size(group) if joined else 1
 
     @property
-    def alone(self) -> bool:
+    def is_single(self) -> bool:
+        """Whether there is only this rank."""
         return self.size == 1
 
     @property
-    def first(self) -> bool:
+    def is_first(self) -> bool:
+        """Whether this is rank 0 of the group."""
         return self.rank == 0
 
-    def together(self, doing: str, work: Callable[[], T]) -> list[T]:
-        """Run `work` on every rank and return every rank's result, in rank order.
+    def run_on_all(self, activity: str, function: Callable[[], T]) -> list[T]:
+        """Call `function`, which must not communicate, on every rank; return the results of all ranks in rank order.
 
-        When it fails anywhere, all ranks raise the same error: the class of the lowest failing rank's, its message, and
-        who else failed. `doing` is the phrase before the message, such as "saving step 100".
+        If it fails on some ranks, all ranks raise the same error. It has the class and message of the lowest failing
+        rank's error, and the number of other ranks that failed.
         """
-        outcome, cause = self._attempt(doing, work)
-        outcomes = self._gather(doing, outcome) if not self.alone else [outcome]
-        failures = {rank: each for rank, each in enumerate(outcomes) if isinstance(each, _Failure)}
+        outcome, cause = self._call(activity, function)
+        outcomes = self._gather(activity, outcome) if not self.is_single else [outcome]
+        failures = {rank: outcome for rank, outcome in enumerate(outcomes) if isinstance(outcome, _Failure)}
         if failures:
             raise self._error(failures) from cause
         return outcomes
 
-    def from_first(self, doing: str, work: Callable[[], T]) -> T:
-        """Run `work` on the first rank and return its result on all; its failure is raised on all."""
-        outcome, cause = self._attempt(doing, work) if self.first else (None, None)
-        outcome = self._broadcast(doing, outcome) if not self.alone else outcome
+    def run_on_first(self, activity: str, function: Callable[[], T]) -> T:
+        """Call `function` on the first rank; return its result on all ranks, or raise its error on all."""
+        outcome, cause = self._call(activity, function) if self.is_first else (None, None)
+        outcome = self._broadcast(activity, outcome) if not self.is_single else outcome
         if isinstance(outcome, _Failure):
             raise self._error({0: outcome}) from cause
         return cast(T, outcome)
 
-    def common(self, doing: str, work: Callable[[], T]) -> T:
-        """Run `work`, which holds collectives of its own and fails on all ranks alike, as DCP's calls do."""
+    def run_collective(self, activity: str, function: Callable[[], T]) -> T:
+        """Call `function`, which runs collectives of its own and reports a failure to all ranks, as DCP's calls do."""
         try:
-            return self._collective(doing, work)
+            return self.run_communication(activity, function)
         except CheckpointException as error:
-            failures = {rank: _failure(each[0], doing) for rank, each in sorted(error.failures.items())}
+            failures = {rank: _failure_of(pair[0], activity) for rank, pair in sorted(error.failures.items())}
             raise self._error(failures) from error
 
-    def communicate(self, doing: str, work: Callable[[], T]) -> T:
-        """Run `work`, which sends to other ranks and receives from them; a lost rank is a CommunicationFailure."""
-        return self._collective(doing, work)
+    def run_communication(self, activity: str, function: Callable[[], T]) -> T:
+        """Call `function`, which communicates with other ranks, and convert its RuntimeError.
 
-    def _collective(self, doing: str, work: Callable[[], T]) -> T:
-        """Run `work`, which communicates. `as_meshwright_error` turns a RuntimeError into lost peers or this rank's own failure."""
+        torch reports a lost peer as a RuntimeError; that becomes a CommunicationFailure. Other RuntimeErrors become the
+        class that `as_meshwright_error` gives them. The error is raised on this rank only.
+        """
         try:
-            return work()
+            return function()
         except RuntimeError as error:
-            failure = _failure(error, doing)
+            failure = _failure_of(error, activity)
             if failure.exit_code == CommunicationFailure.exit_code:
                 failure = replace(failure, message=f"lost the others: {failure.message}")
             raise self._error({self.rank: failure}) from error
 
-    def _attempt(self, doing: str, work: Callable[[], T]) -> tuple[Any, BaseException | None]:
+    def _call(self, activity: str, function: Callable[[], T]) -> tuple[Any, BaseException | None]:
+        """(result, None), or (_Failure, exception) if `function` raises."""
         try:
-            return work(), None
+            return function(), None
         except Exception as error:
-            return _failure(error, doing), error
+            return _failure_of(error, activity), error
 
     def _error(self, failures: dict[int, _Failure]) -> MeshwrightError:
+        """The error that all ranks raise for `failures` by rank."""
         rank, failure = next(iter(failures.items()))
         message = failure.message
-        if not self.alone:
+        if not self.is_single:
             others = f" (so did {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
             message = f"rank {rank} of {self.size}{others}: {message}"
         return ERROR_CLASS_BY_EXIT_CODE[failure.exit_code](message)
 
-    def _gather(self, doing: str, value: Any) -> list[Any]:
+    def _gather(self, activity: str, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
-        self._collective(doing, lambda: dist.all_gather_object(values, value, group=self.group))
+        self.run_communication(activity, lambda: dist.all_gather_object(values, value, group=self.group))
         return values
 
-    def _broadcast(self, doing: str, value: Any) -> Any:
+    def _broadcast(self, activity: str, value: Any) -> Any:
         values = [value]
-        self._collective(doing, lambda: dist.broadcast_object_list(values, group=self.group, group_src=0))
+        self.run_communication(activity, lambda: dist.broadcast_object_list(values, group=self.group, group_src=0))
         return values[0]
 
 
-def _failure(error: BaseException, doing: str) -> _Failure:
-    """Whatever went wrong, in a form that travels: the message, and the exit code that names the error's class."""
-    found = as_meshwright_error(error, doing)
-    if found.exit_code == MeshwrightError.exit_code:
-        log.error("%s failed", doing, exc_info=error)
-    return _Failure(found.exit_code, str(found))
+def _failure_of(error: BaseException, activity: str) -> _Failure:
+    """Convert an exception into its exit code and message; log the traceback of an internal error."""
+    converted = as_meshwright_error(error, activity)
+    if converted.exit_code == MeshwrightError.exit_code:
+        log.error("%s failed", activity, exc_info=error)
+    return _Failure(converted.exit_code, str(converted))

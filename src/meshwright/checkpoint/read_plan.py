@@ -1,6 +1,7 @@
-"""Which rank reads which block of a checkpoint, and which ranks it passes the block on to. Torch-free.
+"""Plans which rank reads each block of a checkpoint, and to which ranks it sends the block. Torch-free.
 
-Every rank knows the byte ranges that all ranks need and computes the same plan: a block is read once, by one of the ranks that need it.
+A block is a consecutive part of a file (16 MiB, `files.BLOCK_BYTES`) with a digest of its own. Every rank knows the
+byte ranges that all ranks need and computes the same plan: one of the ranks that need a block reads it, once.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from itertools import groupby
 
 from meshwright.checkpoint.files import BLOCK_BYTES
 
-FILES_AT_ONCE = 8
+PARALLEL_FILES = 8
 """Files that a rank reads in parallel, each from its first block on."""
 
 Ranges = Mapping[str, Sequence[tuple[int, int]]]
@@ -20,7 +21,7 @@ Ranges = Mapping[str, Sequence[tuple[int, int]]]
 
 @dataclass(frozen=True)
 class BlockTransfer:
-    """Block `index` of `file`: the rank that reads it, and the ranks that get it from there."""
+    """Block `index` of `file`: the rank that reads it, and the ranks to which that rank sends it."""
 
     file: str
     index: int
@@ -29,7 +30,7 @@ class BlockTransfer:
 
 
 def merge_ranges(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same bytes as whole blocks, in order: ranges that share or border on a block become one."""
+    """Extend byte ranges [start, end) of a file to whole blocks, and merge those that overlap or touch; sorted."""
     merged: list[tuple[int, int]] = []
     for start, end in sorted(ranges):
         first, last = start // BLOCK_BYTES * BLOCK_BYTES, -(-end // BLOCK_BYTES) * BLOCK_BYTES
@@ -40,60 +41,68 @@ def merge_ranges(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def header_readers(files_of_ranks: Sequence[Sequence[str]]) -> dict[str, int]:
-    """The rank that reads the header of each file: one of those that need the file, in turn."""
-    ranks: dict[str, list[int]] = {}
+def assign_header_readers(files_of_ranks: Sequence[Sequence[str]]) -> dict[str, int]:
+    """Choose the rank that reads the header of each file, among the ranks that need the file, in round-robin order.
+
+    `files_of_ranks` has the files that each rank needs.
+    """
+    ranks_of_file: dict[str, list[int]] = {}
     for rank, files in enumerate(files_of_ranks):
         for file in files:
-            ranks.setdefault(file, []).append(rank)
-    return {file: needing[number % len(needing)] for number, (file, needing) in enumerate(sorted(ranks.items()))}
+            ranks_of_file.setdefault(file, []).append(rank)
+    return {file: ranks[number % len(ranks)] for number, (file, ranks) in enumerate(sorted(ranks_of_file.items()))}
 
 
 def plan_transfers(
-    needs: Sequence[Ranges], headers: Mapping[str, tuple[int, int]], owners: Mapping[str, int] | None = None
+    ranges_of_ranks: Sequence[Ranges],
+    headers: Mapping[str, tuple[int, int]],
+    owners: Mapping[str, int] | None = None,
 ) -> list[BlockTransfer]:
     """All block transfers of a load, in the order in which every rank works through them.
 
-    `needs` are the byte ranges of each rank. `headers` gives for each file the rank that has read its header and the header's bytes;
-    that rank reads the blocks of the header. Among the ranks that need the same consecutive blocks, each reads an equal run.
-    With `owners`, the owner of a file reads all blocks of it.
+    `ranges_of_ranks` has the byte ranges that each rank needs. `headers` has, for each file, the rank that has read its
+    header and the header's size in bytes; that rank also reads the header's blocks. If several ranks need the same
+    consecutive blocks, each of them reads an equal share of consecutive blocks. `owners` maps a file to the only rank
+    that can read it; by default every rank can.
     """
     transfers: list[BlockTransfer] = []
     for number, (file, (header_reader, header_bytes)) in enumerate(sorted(headers.items())):
         header_blocks = -(-header_bytes // BLOCK_BYTES)
-        ranks_of: dict[int, list[int]] = {index: [header_reader] for index in range(header_blocks)}
-        for rank, ranges in enumerate(needs):
+        ranks_of_block: dict[int, list[int]] = {index: [header_reader] for index in range(header_blocks)}
+        for rank, ranges in enumerate(ranges_of_ranks):
             for start, end in ranges.get(file, ()):
                 for index in range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
-                    ranks = ranks_of.setdefault(index, [])
+                    ranks = ranks_of_block.setdefault(index, [])
                     if rank not in ranks[-1:] and not (index < header_blocks and rank == header_reader):
                         ranks.append(rank)
-        for (_, ranks), group in groupby(sorted(ranks_of), key=lambda index: (index < header_blocks, ranks_of[index])):
-            run = list(group)
-            for position, index in enumerate(run):
-                turn = (position * len(ranks) // len(run) + number) % len(ranks)
-                reader = header_reader if index < header_blocks else ranks[turn]
+        by_ranks = groupby(sorted(ranks_of_block), key=lambda index: (index < header_blocks, ranks_of_block[index]))
+        for (_, ranks), group in by_ranks:
+            indices = list(group)
+            for position, index in enumerate(indices):
+                # `number` rotates the shares from file to file, so that different ranks read the first blocks.
+                share = (position * len(ranks) // len(indices) + number) % len(ranks)
+                reader = header_reader if index < header_blocks else ranks[share]
                 reader = reader if owners is None else owners[file]
                 transfers.append(BlockTransfer(file, index, reader, tuple(rank for rank in ranks if rank != reader)))
-    return _in_order(transfers)
+    return _interleave_readers(transfers)
 
 
-def _in_order(transfers: Sequence[BlockTransfer]) -> list[BlockTransfer]:
-    """Readers take turns, and each reads a few files at a time from front to back.
+def _interleave_readers(transfers: Sequence[BlockTransfer]) -> list[BlockTransfer]:
+    """Order transfers so that readers alternate and each reads `PARALLEL_FILES` files at a time from front to back.
 
-    Every rank reads and receives in this one order, so the first transfer that is not complete can always proceed.
+    Every rank reads and receives in this order, so the first incomplete transfer can always proceed.
     """
-    queues: dict[int, dict[str, list[BlockTransfer]]] = {}
+    transfers_of_reader: dict[int, dict[str, list[BlockTransfer]]] = {}
     for transfer in transfers:
-        queues.setdefault(transfer.reader, {}).setdefault(transfer.file, []).append(transfer)
-    placed: list[tuple[int, int, BlockTransfer]] = []
-    for reader, files in queues.items():
+        transfers_of_reader.setdefault(transfer.reader, {}).setdefault(transfer.file, []).append(transfer)
+    ordered: list[tuple[int, int, BlockTransfer]] = []
+    for reader, files in transfers_of_reader.items():
         keyed = [
-            ((number // FILES_AT_ONCE, position, number), transfer)
-            for number, queue in enumerate(files.values())
-            for position, transfer in enumerate(queue)
+            ((number // PARALLEL_FILES, position, number), transfer)
+            for number, file_transfers in enumerate(files.values())
+            for position, transfer in enumerate(file_transfers)
         ]
         keyed.sort(key=lambda pair: pair[0])
-        placed += [(turn, reader, transfer) for turn, (_, transfer) in enumerate(keyed)]
-    placed.sort(key=lambda each: each[:2])
-    return [transfer for _, _, transfer in placed]
+        ordered += [(turn, reader, transfer) for turn, (_, transfer) in enumerate(keyed)]
+    ordered.sort(key=lambda entry: entry[:2])
+    return [transfer for _, _, transfer in ordered]

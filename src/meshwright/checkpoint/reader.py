@@ -1,5 +1,7 @@
-"""Whole tensors out of a checkpoint, in one process and without a process group: for export, evaluation and fresh
-starts.
+"""Reads whole tensors or rows of a checkpoint in one process without a process group: for export, evaluation and init.
+
+A block is a consecutive part of a file (16 MiB, `files.BLOCK_BYTES`) with a digest of its own. A chunk is a box
+(rectangular part) of a tensor, stored as one entry of a safetensors file.
 """
 
 from __future__ import annotations
@@ -14,28 +16,28 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.block_reader import BlockFiles
-from meshwright.checkpoint.contents import Chunk, TensorRecord, parse_contents
+from meshwright.checkpoint.contents import CONTENTS_LIMIT, Chunk, TensorRecord, parse_contents
 from meshwright.checkpoint.files import BLOCK_BYTES, plain_name
 from meshwright.checkpoint.fill import Destination
 from meshwright.checkpoint.header import Entry, parse_header
 from meshwright.checkpoint.manifest import CONTENTS, STATE, DamagedCheckpoint, read_manifest
-from meshwright.checkpoint.shards import DTYPES, entry_of
+from meshwright.checkpoint.shards import DTYPES, find_entry
 from meshwright.checkpoint.state import decode_state
 from meshwright.checkpoint.verify import check_sizes, read_verified
 from meshwright.spec.errors import BadInput, Damaged, nearest
 
 _TEXT_LIMIT = 256 << 20
-_CONTENTS_LIMIT = 1 << 30
+"""Largest text or `state.json` that is read, in bytes."""
 CACHED_BLOCKS = 4
-"""Blocks of 16 MiB that an open reader keeps."""
+"""Number of blocks that an open reader keeps in memory."""
 
 
 class CheckpointReader:
     """A committed checkpoint opened for reading; use it as a context manager, or `close` it.
 
-    Whatever is read is verified first, block by block, so a rank that needs a few rows pays for a few rows. The last few blocks stay in
-    memory (`CACHED_BLOCKS`), so reading rows in order reads each block once. Not thread-safe. Raises Damaged when something does not match
-    what was written, BadInput when `path` is not a folder.
+    It reads and verifies only the blocks that hold the rows requested. The last few blocks stay in memory
+    (`CACHED_BLOCKS`), so reading rows in order reads each block once. Not thread-safe. Raises Damaged when a file
+    differs from what was written, and BadInput when `path` is not a folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,7 +49,7 @@ class CheckpointReader:
         self._files = BlockFiles(path, self.manifest)
         self._entries: dict[str, dict[str, Entry]] = {}
         self._blocks: OrderedDict[tuple[str, int], Tensor] = OrderedDict()
-        text = read_verified(path, self.manifest, CONTENTS, _CONTENTS_LIMIT) if CONTENTS in self.manifest.files else b""
+        text = read_verified(path, self.manifest, CONTENTS, CONTENTS_LIMIT) if CONTENTS in self.manifest.files else b""
         self.tensors: dict[str, TensorRecord] = parse_contents(text, path / CONTENTS, self.manifest)
 
     def __enter__(self) -> CheckpointReader:
@@ -63,7 +65,7 @@ class CheckpointReader:
         self._blocks.clear()
 
     def names(self, prefix: str = "") -> Iterator[str]:
-        """The tensors whose name starts with `prefix`."""
+        """Names of the tensors whose name starts with `prefix`."""
         return (name for name in self.tensors if name.startswith(prefix))
 
     def read(self, name: str) -> Tensor:
@@ -77,7 +79,7 @@ class CheckpointReader:
         return target
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows `start` to `stop` of dimension 0, on the CPU, in the stored dtype; only these are read from disk."""
+        """Rows [start, stop) of dimension 0, on the CPU, in the stored dtype; only these are read from disk."""
         record = self.record(name)
         if not record.shape or not 0 <= start <= stop <= record.shape[0]:
             raise BadInput(f"{self.path}: {name} has shape {record.shape}; rows {start} to {stop} are not in it")
@@ -93,17 +95,17 @@ class CheckpointReader:
         return target
 
     def state(self) -> dict[str, Any]:
-        """What `state.json` holds."""
-        return decode_state(self._bytes(STATE), self.path / STATE)
+        """The contents of `state.json`: step, samples, tokens and other plain values."""
+        return decode_state(self._read_file(STATE), self.path / STATE)
 
     def text(self, name: str) -> str:
-        """One of the texts saved beside the tensors, such as `config.yaml`."""
+        """The contents of a text file saved with the tensors, such as `config.yaml`."""
         try:
-            return self._bytes(name).decode("utf-8")
+            return self._read_file(name).decode("utf-8")
         except UnicodeDecodeError as error:
             raise Damaged(f"{self.path / name} is not UTF-8: {error}") from error
 
-    def _bytes(self, name: str) -> bytes:
+    def _read_file(self, name: str) -> bytes:
         if plain_name(name) is None or name not in self.manifest.files:
             raise BadInput(f"{self.path} holds no {name}; it has {', '.join(self.manifest.files)}")
         return read_verified(self.path, self.manifest, name, _TEXT_LIMIT)
@@ -118,7 +120,7 @@ class CheckpointReader:
     def _fill(self, record: TensorRecord, chunk: Chunk, offsets: tuple[int, ...], box: Tensor) -> None:
         if not box.numel():
             return
-        entry = entry_of(self._header(chunk.file), chunk.key, record.dtype, chunk.sizes, self.path / chunk.file)
+        entry = find_entry(self._header(chunk.file), chunk.key, record.dtype, chunk.sizes, self.path / chunk.file)
         destination = Destination(entry, offsets, box)
         for index in range(destination.start // BLOCK_BYTES, -(-destination.end // BLOCK_BYTES)):
             destination.fill(self._block(chunk.file, index), index * BLOCK_BYTES)
@@ -128,12 +130,12 @@ class CheckpointReader:
             size = self.manifest.files[file].bytes
             length = int.from_bytes(self._block(file, 0)[:8].numpy().tobytes(), "little") if size else 0
             blocks = range(-(-min(8 + length, size) // BLOCK_BYTES))
-            head = b"".join(self._block(file, index).numpy().tobytes() for index in blocks)[: 8 + length]
-            self._entries[file] = parse_header(head, size, self.path / file)
+            header = b"".join(self._block(file, index).numpy().tobytes() for index in blocks)[: 8 + length]
+            self._entries[file] = parse_header(header, size, self.path / file)
         return self._entries[file]
 
     def _block(self, file: str, index: int) -> Tensor:
-        """A verified block, from memory if it is among the last used."""
+        """A verified block (uint8), from memory if it is among the last used."""
         if (file, index) not in self._blocks:
             if len(self._blocks) >= CACHED_BLOCKS:
                 self._blocks.popitem(last=False)

@@ -1,7 +1,7 @@
-"""Tensors to and from one safetensors file: streamed out through a small host buffer, read back by byte range.
+"""Writes tensors to a safetensors file through two small host buffers, and reads boxes (rectangular parts) of them.
 
-A shard larger than memory's spare room must still be writable, so at most two buffers of `PIECE_BYTES` exist at a time:
-while one is written, the next is filled from the device.
+A shard is the file of one rank. It may be larger than the free host memory, so only two buffers of `PIECE_BYTES`
+exist: while one is written to disk, the next is filled from the device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshwright.checkpoint.header import ITEM_BYTES, Entry, TensorHeader, encode
 from meshwright.spec.errors import BadInput, Damaged
 
 PIECE_BYTES = 64 << 20
-"""Bytes moved at a time: large enough for the disk, small enough for the host."""
+"""Bytes that are copied and written at a time: large enough for the disk's full rate, small beside host memory."""
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -33,11 +33,9 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name safetensors gives a dtype; raises BadInput for one it cannot store."""
+    """Safetensors' name of a dtype; raises BadInput for a dtype that it cannot store."""
     if dtype not in _NAMES:
-        raise BadInput(
-            f"{dtype} cannot be stored in a checkpoint; expected one of {', '.join(str(each) for each in _NAMES)}"
-        )
+        raise BadInput(f"{dtype} cannot be stored in a checkpoint; expected one of {', '.join(map(str, _NAMES))}")
     return _NAMES[dtype]
 
 
@@ -49,10 +47,11 @@ def write_shard(
     pinned: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> FileRecord:
-    """Write a new safetensors file holding `headers`, durable on return.
+    """Write a new safetensors file with the tensors of `headers`; it is durable on return.
 
-    `resolve(i)` gives the tensor of `headers[i]`, on any device; it is called once each, in order, and not kept. `pinned`
-    stages through page-locked memory (CUDA tensors). `progress` is called with the bytes of each piece written.
+    `resolve(i)` returns the tensor of `headers[i]`, on any device. It is called once for each, in order; no reference
+    to the tensor is kept. `pinned` copies through page-locked memory (for CUDA tensors). `progress` is called with the
+    number of bytes of each piece written.
     """
     size = min(PIECE_BYTES, sum(header.bytes for header in headers))
     buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
@@ -73,17 +72,13 @@ def write_shard(
 
 
 class ShardFile:
-    """An existing safetensors file, its header checked. Reading is thread-safe. Raises Damaged when it is not what it
-    should be.
-    """
+    """An existing safetensors file with a checked header. Reading is thread-safe. Raises Damaged if it is malformed."""
 
-    def __init__(self, path: Path, vouch: Callable[[int, int], None] | None = None) -> None:
-        """`vouch(start, end)` is called before bytes of the file are used and raises when they are not good."""
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._vouch = vouch or (lambda start, end: None)
         self._descriptor = open_regular(path)
         try:
-            self.entries = read_header(self._descriptor, path, self._vouch)
+            self.entries = read_header(self._descriptor, path)
         except BaseException:
             self.close()
             raise
@@ -102,14 +97,14 @@ class ShardFile:
             self._descriptor = -1
 
     def entry(self, key: str, dtype: str, shape: tuple[int, ...]) -> Entry:
-        """The entry under `key`, which must be of this dtype and shape."""
-        return entry_of(self.entries, key, dtype, shape, self.path)
+        """The entry under `key`; raises Damaged unless it has this dtype and shape."""
+        return find_entry(self.entries, key, dtype, shape, self.path)
 
     def read_box(self, entry: Entry, offsets: Sequence[int], target: Tensor) -> None:
-        """Fill `target`, of any device, dtype and stride, with the box of `entry` that starts at `offsets` and has its
-        shape.
+        """Fill `target` with the box of `entry` that begins at `offsets` and has the shape of `target`.
 
-        Only the rows (dimension 0) of the box are read from disk, in pieces; other dimensions are narrowed in memory.
+        `target` may have any device, dtype and stride. Whole rows (dimension 0) are read from disk, `PIECE_BYTES` at a
+        time; the other dimensions are narrowed in memory.
         """
         if target.numel() == 0:
             return
@@ -129,17 +124,17 @@ class ShardFile:
         row_bytes = (entry.end - entry.start) // (entry.shape[0] if entry.shape else 1)
         buffer = torch.empty(count * row_bytes, dtype=torch.uint8, pin_memory=pinned)
         start = entry.start + first * row_bytes
-        self._vouch(start, start + buffer.numel())
+
         read_range(self._descriptor, buffer.numpy().data, start, self.path)
         return buffer.view(DTYPES[entry.dtype]).view(shape)
 
 
-def entry_of(entries: Mapping[str, Entry], key: str, dtype: str, shape: tuple[int, ...], path: Path) -> Entry:
-    """The entry under `key` of the file `path`, which must be of this dtype and shape."""
+def find_entry(entries: Mapping[str, Entry], key: str, dtype: str, shape: tuple[int, ...], path: Path) -> Entry:
+    """The entry under `key` of the file `path`; raises Damaged unless it has this dtype and shape."""
     entry = entries.get(key)
     if entry is None or entry.dtype != dtype or entry.shape != shape:
-        held = "nothing" if entry is None else f"{entry.dtype} {entry.shape}"
-        raise Damaged(f"{path}: {key!r:.80} should be {dtype} of shape {shape}, the file holds {held}")
+        stored = "nothing" if entry is None else f"{entry.dtype} {entry.shape}"
+        raise Damaged(f"{path}: {key!r:.80} should be {dtype} of shape {shape}, the file holds {stored}")
     return entry
 
 
@@ -153,9 +148,9 @@ def _checked(header: TensorHeader, tensor: Tensor) -> Tensor:
 
 
 def _pieces(tensors: Iterator[Tensor], buffers: Sequence[Tensor]) -> Iterator[memoryview]:
-    """The tensors' bytes one after another, packed into the buffers in turn.
+    """Copy the tensors' bytes one after another into the two buffers, and yield each full buffer.
 
-    A yielded piece must be done with when the one after the next is asked for.
+    The next piece is copied into the other buffer; the one after that overwrites this piece.
     """
     turn, used = 0, 0
     for tensor in tensors:

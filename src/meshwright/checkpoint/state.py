@@ -1,4 +1,4 @@
-"""Plain state as JSON, and texts: the parts of a checkpoint that are not tensors. Torch-free."""
+"""Encodes the parts of a checkpoint that are not tensors: `state.json` (step, samples, tokens) and text files. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RESERVED = {MANIFEST, COMMITTED, CONTENTS, STATE}
 
 
 def encode_plain(state: dict[str, Any], texts: dict[str, str]) -> dict[str, bytes]:
-    """The files for `state` and `texts` by name; raises BadInput for what cannot be kept as it is."""
+    """The bytes of the files for `state` and `texts`, by file name; raises BadInput for values that JSON would change."""
     return {STATE: encode_state(state), **encode_texts(texts)}
 
 
@@ -29,7 +29,7 @@ def encode_state(state: dict[str, Any]) -> bytes:
 
 
 def decode_state(data: bytes, path: Path) -> dict[str, Any]:
-    """What `encode_state` was given; raises Damaged when the bytes are something else."""
+    """The inverse of `encode_state`; raises Damaged when `data` is not a JSON object. `path` is for the message."""
     state = parse_json(data, path)
     if not isinstance(state, dict):
         raise Damaged(f"{path} is not a mapping")
@@ -37,7 +37,7 @@ def decode_state(data: bytes, path: Path) -> dict[str, Any]:
 
 
 def encode_texts(texts: dict[str, str]) -> dict[str, bytes]:
-    """Files of the given names; raises BadInput for a name that is not a plain one or is the checkpoint's own."""
+    """The bytes of text files by name; raises BadInput for a path, a name of a tensor file and a reserved name."""
     for name in texts:
         if plain_name(name) is None or name in _RESERVED or name.endswith(".safetensors"):
             raise BadInput(
@@ -48,13 +48,13 @@ def encode_texts(texts: dict[str, str]) -> dict[str, bytes]:
 
 def _check(value: Any, where: str) -> None:
     if isinstance(value, dict):
-        for key, each in value.items():
+        for key, item in value.items():
             if not isinstance(key, str):
                 raise BadInput(f"{where}: key {key!r} is not text, and would be after a reload")
-            _check(each, f"{where}.{key}")
+            _check(item, f"{where}.{key}")
     elif isinstance(value, list):
-        for index, each in enumerate(value):
-            _check(each, f"{where}[{index}]")
+        for index, item in enumerate(value):
+            _check(item, f"{where}[{index}]")
     elif isinstance(value, float) and not math.isfinite(value):
         raise BadInput(f"{where} is {value}, which JSON cannot hold; expected a finite number or null")
     elif value is not None and type(value) not in (bool, int, float, str):

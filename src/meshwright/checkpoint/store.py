@@ -1,7 +1,7 @@
-"""The checkpoints of one run: save, find the newest good one, load it in any layout, keep the last few.
+"""`CheckpointStore`: saves, finds, loads and deletes the checkpoints of one run.
 
-This is the interface the trainer knows. What lies behind it (DCP's planning over our safetensors files) can change
-without it noticing.
+A checkpoint is loaded in any layout of ranks, whatever layout wrote it. The trainer uses this interface only; DCP
+(`torch.distributed.checkpoint`), which plans a save, and the file format are hidden behind it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from meshwright.checkpoint.attempt import (
     recover,
     remove_stale,
 )
-from meshwright.checkpoint.boxed import Boxed
 from meshwright.checkpoint.contents import Contents
+from meshwright.checkpoint.dcp_parts import DCPParts
 from meshwright.checkpoint.files import FileRecord
 from meshwright.checkpoint.fit import check_storable
 from meshwright.checkpoint.load import device_of, load_tensors, open_checkpoint
@@ -55,14 +55,14 @@ from meshwright.spec.run import Lease
 from meshwright.state.parts import StateParts
 
 log = logging.getLogger(__name__)
-_STATE_LIMIT = 256 << 20
-Held = Tensor | StateParts
-"""How a rank gives its part of a tensor."""
+
+LocalTensor = Tensor | StateParts
+"""A rank's part of a tensor: a DTensor, a plain tensor that is the whole, or StateParts."""
 
 
 @dataclass(frozen=True)
-class Saved:
-    """A checkpoint on disk. `written` is false when the step was there already, and nothing was done."""
+class SaveOutcome:
+    """The checkpoint that `save` wrote; `written` is false if an undamaged one of the step existed and was kept."""
 
     path: Path
     bytes: int
@@ -73,14 +73,16 @@ class Saved:
 class CheckpointStore:
     """The checkpoints in one folder, normally `RUN/checkpoints`.
 
-    Every method is collective: all ranks of `group` (the default group when None; this process alone when no job was
-    joined) call it with the same arguments, and all return the same or raise the same error. On GPU jobs pass a Gloo
-    group. `progress(bytes)` hears of each piece this rank writes. A folder has one writer at a time: with the `lease` of the run's folder
-    (`folder`'s parent), saving and retention raise BadInput once another start of the run has taken it.
+    Every method is collective: all ranks of `group` call it with the same arguments, except tensors, and all return the
+    same or raise the same error. `group` is by default the default group, or this process alone without
+    `torch.distributed`; on GPU jobs pass a Gloo group. `progress` is called with the number of bytes of each piece that
+    this rank writes. `lease` is the file that names the start (launch) that owns the run's folder, the parent of
+    `folder`; with it, saving and deleting raise BadInput once another start has taken the folder.
 
-    Tensors alone may differ: each rank passes those it holds a part of, which may be none, under names that mean the
-    same tensor everywhere. They are DTensors, each on a mesh of any of the ranks, plain tensors, or StateParts. What several ranks
-    hold, such as replicas or an embedding tied across two pipeline stages, is equal on all of them, in the same pieces.
+    Each rank passes the tensors of which it holds a part, possibly none. A name means the same tensor on all ranks. A
+    DTensor may have a mesh of any of the ranks. If several ranks hold the same elements (replicas, or an embedding that
+    two pipeline stages share), they must hold equal values in the same boxes. A checkpoint is good if it is committed
+    and every byte matches its digest.
     """
 
     def __init__(
@@ -98,44 +100,45 @@ class CheckpointStore:
         self._ranks = Ranks(group)
         self._recorder = recorder or NullRecorder()
         self._progress = progress
-        self._good: set[Path] = set()
-        """Written or verified by this store; retention takes them for good without reading them again."""
+        self._verified: set[Path] = set()
+        """Checkpoints that this store wrote or verified; `retain` does not read them again."""
         self._reported: set[Path] = set()
 
     def save(
         self,
         step: int,
-        tensors: Mapping[str, Held],
+        tensors: Mapping[str, LocalTensor],
         state: dict[str, Any],
         texts: dict[str, str],
         *,
         overwrite: bool = False,
         parent: int | None = None,
         finite: bool | None = None,
-    ) -> Saved:
+    ) -> SaveOutcome:
         """Write the checkpoint of `step` and make it visible, whole and durable, or raise and leave nothing visible.
 
-        `state` is plain values (JSON) and `texts` are files to keep beside the tensors, such as the resolved
-        configuration; both are taken from the first rank. `parent` and `finite` are the manifest's. A step that is there and good is left
-        alone unless `overwrite`. Raises OutOfResources when the disk is or becomes full (earlier checkpoints stay), BadInput for what
-        cannot be stored and for a tensor of which the ranks together hold a part twice, in unlike pieces, or not at all,
-        CommunicationFailure when a rank is lost.
+        `state` has plain values (JSON). `texts` has further files by name, such as the resolved configuration. Both are
+        taken from the first rank. `parent` and `finite` go into the manifest (`checkpoint.manifest.Manifest`). A good
+        checkpoint of the step is kept unless `overwrite`. Raises OutOfResources when the disk is or becomes full
+        (earlier checkpoints stay), BadInput for values that cannot be stored and for a tensor whose pieces on the ranks
+        overlap without being the same or leave elements out, and CommunicationFailure when a rank is lost.
         """
         started = time.perf_counter()
-        doing = f"saving step {step}"
-        there = None if overwrite else self._already(doing, step)
-        if there is not None:
-            return Saved(there, read_manifest(there).total_bytes, time.perf_counter() - started, written=False)
+        activity = f"saving step {step}"
+        existing = None if overwrite else self._existing_checkpoint(activity, step)
+        if existing is not None:
+            size = read_manifest(existing).total_bytes
+            return SaveOutcome(existing, size, time.perf_counter() - started, written=False)
 
         def check() -> dict[str, bytes]:
             check_storable(tensors)
-            return encode_plain(state, texts) if self._ranks.first else {}
+            return encode_plain(state, texts) if self._ranks.is_first else {}
 
-        plain = self._ranks.together(doing, check)[0]
-        attempt = self._ranks.from_first(doing, lambda: self._begin(step))
+        plain = self._ranks.run_on_all(activity, check)[0]
+        attempt = self._ranks.run_on_first(activity, lambda: self._begin(step))
         try:
             with self._recorder.span("write", lane="checkpoint"):
-                shards, contents = self._write(doing, attempt, tensors)
+                shards, contents = self._write(activity, attempt, tensors)
 
             def commit() -> int:
                 seconds = {"writing": time.perf_counter() - started}
@@ -143,75 +146,74 @@ class CheckpointStore:
                 return attempt.commit(shards, contents, plain, provenance).total_bytes
 
             with self._recorder.span("commit", lane="checkpoint"):
-                size = self._ranks.from_first(doing, commit)
+                size = self._ranks.run_on_first(activity, commit)
         except BaseException:
-            if self._ranks.first:
+            if self._ranks.is_first:
                 attempt.abandon()
             raise
-        self._good.add(attempt.target)
-        return Saved(attempt.target, size, time.perf_counter() - started)
+        self._verified.add(attempt.target)
+        return SaveOutcome(attempt.target, size, time.perf_counter() - started)
 
     def newest_good(self) -> Path | None:
-        """The newest checkpoint that is committed and whose every byte is what was written, or None.
+        """The newest good checkpoint, or None.
 
-        Ranks verify a share each. One that is damaged or not committed is reported once, with the files concerned, and
-        the next older is tried.
+        Each rank verifies a share of the blocks. A checkpoint that is damaged or not committed is reported once, with
+        the files concerned, and the next older one is tried.
         """
-        doing = f"looking for checkpoints in {self.folder}"
-        names = self._ranks.from_first(doing, lambda: [path.name for path in candidates(self.folder)])
+        activity = f"looking for checkpoints in {self.folder}"
+        names = self._ranks.run_on_first(activity, lambda: [path.name for path in candidates(self.folder)])
         for path in (self.folder / name for name in names):
-            damage = self._damage(doing, path)
+            damage = self._damage(activity, path)
             if not damage:
                 return path
-            if path not in self._reported and self._ranks.first:
+            if path not in self._reported and self._ranks.is_first:
                 log.warning("%s; trying the next older one", DamagedCheckpoint(path, damage))
             self._reported.add(path)
         return None
 
     def load(
-        self, path: Path, tensors: Mapping[str, Held], *, prefix: str = "", convert: bool = False
+        self, path: Path, tensors: Mapping[str, LocalTensor], *, prefix: str = "", convert: bool = False
     ) -> dict[str, Any]:
-        """Fill `tensors` in place from the checkpoint at `path`, written in whatever layout, and return its state.
+        """Fill `tensors` in place from the checkpoint at `path`, which any layout may have written; return its state.
 
-        The names given by all ranks together must be exactly those in the checkpoint that start with `prefix`:
-        `prefix="model."` loads the weights alone. Shapes must agree, and dtypes too unless `convert`. What is read is
-        verified first. Raises Damaged when it is not what was written (some tensors may have been filled by then),
-        BadInput when it does not fit the tensors.
+        The names that all ranks pass must be those in the checkpoint that start with `prefix`: `prefix="model."` loads
+        the weights only. Shapes must agree, and dtypes too unless `convert`. Raises Damaged when a block differs from
+        what was written (some tensors may be filled by then), BadInput when names, shapes or dtypes do not fit.
         """
-        doing = f"loading {path}"
-        opened = open_checkpoint(self._ranks, path, None, doing)
-        load_tensors(self._ranks, opened, tensors, self._recorder, prefix=prefix, convert=convert, doing=doing)
+        activity = f"loading {path}"
+        opened = open_checkpoint(self._ranks, path, None, activity)
+        load_tensors(self._ranks, opened, tensors, self._recorder, prefix=prefix, convert=convert, activity=activity)
         return opened.state
 
     def newest_step(self, at_most: int | None = None) -> int | None:
         """The step of the newest checkpoint folder of at most that step, whether or not it is good; None without any."""
         looking = f"looking for checkpoints in {self.folder}"
-        steps = self._ranks.from_first(looking, lambda: [candidate_step(path) for path in candidates(self.folder)])
+        steps = self._ranks.run_on_first(looking, lambda: [candidate_step(path) for path in candidates(self.folder)])
         return next((step for step in steps if at_most is None or step <= at_most), None)
 
     def load_newest(
-        self, tensors: Mapping[str, Held], at_most: int | None = None
+        self, tensors: Mapping[str, LocalTensor], at_most: int | None = None
     ) -> tuple[Path, dict[str, Any]] | None:
         """Fill `tensors` from the newest good checkpoint; return its path and state, or None when there is no checkpoint at all.
 
-        Checkpoints of steps beyond `at_most` do not count. Every byte is read once and verified on the way. On
-        damage all ranks turn to the next older checkpoint together, after one
-        warning with file and byte offset. Raises Damaged when all are damaged; then the tensors hold values of none.
+        Skips checkpoints of steps beyond `at_most`. Every byte is read once and verified. On damage all ranks continue
+        with the next older checkpoint, after one warning with file and byte offset. Returns None also when all are
+        damaged; the tensors' values are then undefined.
         """
         looking = f"looking for checkpoints in {self.folder}"
-        names = self._ranks.from_first(looking, lambda: _names_up_to(at_most, candidates(self.folder)))
+        names = self._ranks.run_on_first(looking, lambda: _names_up_to(at_most, candidates(self.folder)))
         for path in (self.folder / name for name in names):
-            doing = f"loading {path}"
+            activity = f"loading {path}"
             try:
-                opened = open_checkpoint(self._ranks, path, self._run_id, doing)
+                opened = open_checkpoint(self._ranks, path, self._run_id, activity)
                 if opened.manifest.finite is False:
                     raise Damaged(f"checkpoint {path} has values that are not finite")
-                load_tensors(self._ranks, opened, tensors, self._recorder, prefix="", convert=False, doing=doing)
+                load_tensors(self._ranks, opened, tensors, self._recorder, prefix="", convert=False, activity=activity)
             except Damaged as error:
-                if self._ranks.first:
+                if self._ranks.is_first:
                     log.warning("%s; trying the next older one", error)
                 continue
-            self._good.add(path)
+            self._verified.add(path)
             return path, opened.state
         return None
 
@@ -220,20 +222,20 @@ class CheckpointStore:
 
         The newest good one is never deleted, even when `keep` newer ones turn out to be damaged.
         """
-        deleted = self._ranks.from_first(f"deleting old checkpoints in {self.folder}", lambda: self._retain(keep))
-        self._good.difference_update(deleted)
+        deleted = self._ranks.run_on_first(f"deleting old checkpoints in {self.folder}", lambda: self._retain(keep))
+        self._verified.difference_update(deleted)
         return deleted
 
-    def _already(self, doing: str, step: int) -> Path | None:
-        """The checkpoint of `step` if it is there and good."""
+    def _existing_checkpoint(self, activity: str, step: int) -> Path | None:
+        """The checkpoint of `step` if there is a good one."""
         target = self.folder / step_name(step)
 
         def look() -> bool:
             self._check_owner()
             return has_commit(target)
 
-        committed = self._ranks.from_first(doing, look)
-        return target if committed and not self._damage(doing, target) else None
+        committed = self._ranks.run_on_first(activity, look)
+        return target if committed and not self._damage(activity, target) else None
 
     def _check_owner(self) -> None:
         if self._lease is not None:
@@ -247,14 +249,14 @@ class CheckpointStore:
         return attempt
 
     def _write(
-        self, doing: str, attempt: Attempt, tensors: Mapping[str, Held]
+        self, activity: str, attempt: Attempt, tensors: Mapping[str, LocalTensor]
     ) -> tuple[dict[str, FileRecord], Contents]:
-        """Make every rank's tensors durable: the files of all ranks, and (on the first rank) what they hold."""
+        """Write every rank's tensors, durable on return; the records of all files, and on the first rank their tensors."""
         writer = ShardWriter(
             attempt.folder, self._ranks.rank, pinned=device_of(tensors).type == "cuda", progress=self._progress
         )
-        self._plan_and(
-            doing,
+        self._run_dcp(
+            activity,
             lambda options: dcp.save(_detached(tensors), storage_writer=writer, planner=PiecePlanner(), **options),
         )
 
@@ -264,11 +266,11 @@ class CheckpointStore:
             _reraise(writer.failure)
             return writer.files
 
-        shares = self._ranks.together(doing, report)
+        shares = self._ranks.run_on_all(activity, report)
         return {name: record for share in shares for name, record in share.items()}, writer.contents
 
-    def _damage(self, doing: str, path: Path) -> list[Damage]:
-        """What is wrong with a checkpoint: every rank looks at names and sizes, and reads its share of the blocks."""
+    def _damage(self, activity: str, path: Path) -> list[Damage]:
+        """The damage of a checkpoint: every rank checks names and sizes, and reads its share of the blocks."""
 
         def check() -> tuple[str, list[Damage]]:
             if not path.is_dir():
@@ -286,30 +288,32 @@ class CheckpointStore:
             return manifest.attempt, damage + check_blocks(path, manifest, blocks[mine])
 
         with self._recorder.span("verify", lane="checkpoint"):
-            found = self._ranks.together(doing, check)
-        if len({attempt for attempt, _ in found}) > 1:
-            blind = next(rank for rank, (attempt, _) in enumerate(found) if attempt != found[0][0])
+            results = self._ranks.run_on_all(activity, check)
+        if len({attempt for attempt, _ in results}) > 1:
+            other = next(rank for rank, (attempt, _) in enumerate(results) if attempt != results[0][0])
             raise BadInput(
-                f"{doing}: rank {blind} does not see the {path} that rank 0 sees; "
+                f"{activity}: rank {other} does not see the {path} that rank 0 sees; "
                 "the run folder must be on storage that all hosts share"
             )
-        damage = list(dict.fromkeys(each for _, share in found for each in share))
+        damage = list(dict.fromkeys(entry for _, share in results for entry in share))
         if not damage:
-            self._good.add(path)
+            self._verified.add(path)
         return damage
 
-    def _plan_and(self, doing: str, work: Callable[[dict[str, Any]], object]) -> None:
-        """Let DCP plan and move the bytes; what fails in our reader or writer is kept there, for the ranks to share."""
-        options = {"no_dist": True} if self._ranks.alone else {"process_group": self._ranks.group}
+    def _run_dcp(self, activity: str, work: Callable[[dict[str, Any]], object]) -> None:
+        """Call `work` with DCP's options for this group; our storage writer keeps its own errors in `failure`."""
+        options = {"no_dist": True} if self._ranks.is_single else {"process_group": self._ranks.group}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            self._ranks.common(doing, lambda: work(options))
+            self._ranks.run_collective(activity, lambda: work(options))
 
     def _retain(self, keep: int) -> list[Path]:
         self._check_owner()
         recover(self.folder)
         committed = [path for path in reversed(steps_in(self.folder)) if has_commit(path)]
-        newest_good = next((path for path in committed if path in self._good or not verify(path, self._run_id)), None)
+        newest_good = next(
+            (path for path in committed if path in self._verified or not verify(path, self._run_id)), None
+        )
         deleted = delete_beyond(self.folder, keep, newest_good)
         remove_stale(self.folder, None if self._lease is None else self._lease.epoch)
         return deleted
@@ -319,9 +323,11 @@ def _names_up_to(at_most: int | None, paths: Sequence[Path]) -> list[str]:
     return [path.name for path in paths if at_most is None or candidate_step(path) <= at_most]
 
 
-def _detached(tensors: Mapping[str, Held]) -> dict[str, Any]:
-    """The same memory without gradients, so that filling it in place is no operation of autograd's."""
-    return {name: tensor.detach() if isinstance(tensor, Tensor) else Boxed(tensor) for name, tensor in tensors.items()}
+def _detached(tensors: Mapping[str, LocalTensor]) -> dict[str, Any]:
+    """The same memory without autograd, in the form that DCP accepts."""
+    return {
+        name: tensor.detach() if isinstance(tensor, Tensor) else DCPParts(tensor) for name, tensor in tensors.items()
+    }
 
 
 def _reraise(failure: Exception | None) -> None:

@@ -1,6 +1,8 @@
-"""Is this checkpoint what was written? Names and sizes at once, contents block by block in parallel.
+"""Finds and verifies checkpoints: file names and sizes, then the contents block by block in parallel. Torch-free.
 
-Torch-free: `checkpoint verify`, the launcher and every loading rank use the same few functions.
+A block is a consecutive part of a file (16 MiB, `files.BLOCK_BYTES`); the manifest has a digest of each. The command
+`checkpoint verify`, the launcher and loading ranks use these functions. A checkpoint is good if it is committed and
+every byte checked matches its digest.
 """
 
 from __future__ import annotations
@@ -33,13 +35,14 @@ from meshwright.durable.lease import LEASE, read_lease
 from meshwright.spec.errors import BadInput, Damaged, nearest
 
 MAX_THREADS = 8
-"""Readers of one process; more gain nothing on the disks we know and take memory (one block each)."""
+"""Threads that read in one process. More were not faster on the disks measured; each takes memory for one block."""
 
 
 def verify(path: Path, run_id: str | None = None) -> list[Damage]:
-    """Everything wrong with the checkpoint in `path`; empty means every byte is what was written.
+    """The damage of the checkpoint in folder `path`; an empty list means that every byte matches its digest.
 
-    With `run_id`, a checkpoint of another run is `foreign`. Raises BadInput when `path` is not a folder.
+    If `run_id` is given, a checkpoint of another run counts as damaged (`foreign`). Raises BadInput when `path` is not
+    a folder.
     """
     try:
         manifest = read_own_manifest(path, run_id)
@@ -50,28 +53,31 @@ def verify(path: Path, run_id: str | None = None) -> list[Damage]:
 
 
 def list_checkpoints(folder: Path, *, contents: bool = True) -> list[dict[str, Any]]:
-    """The checkpoints a run folder, its `checkpoints` folder or one checkpoint's own folder holds, oldest first.
+    """Records of the checkpoints in `folder`, oldest first.
 
-    Each as `{path, step, committed, ok, damaged: [{file, offset, kind}]}`. `contents=False` trusts the digests and
-    looks at names, sizes and the manifest only, which is quick. `ok` is false for a folder that was never committed:
-    nothing loads it.
+    `folder` is a run folder, its `checkpoints` folder or a single checkpoint. A record is
+    `{path, step, committed, ok, damaged: [{file, offset, kind}]}`. `contents=False` checks only names, sizes and the
+    manifest, which is quick. `ok` is false for a folder that was never committed: nothing loads it.
     """
     run_id = run_id_of(folder)
     return [_checkpoint_record(path, contents, run_id) for path in find_checkpoints(folder)]
 
 
 def run_id_of(folder: Path) -> str | None:
-    """The run that a run folder or its `checkpoints` folder belongs to, by its lease; None for a checkpoint's own folder."""
+    """The run id in the lease of a run folder, given that folder or its `checkpoints` folder; None without a lease.
+
+    The lease is the file that names the start (one launch of the run) that owns the folder.
+    """
     run = folder.parent if folder.name == "checkpoints" else folder
     lease = read_lease(run) if (run / LEASE).is_file() else None
     return None if lease is None else lease.run_id
 
 
 def newest_checkpoint(folder: Path, *, contents: bool = True) -> Path:
-    """The newest good checkpoint that a run folder, a `checkpoints` folder or a checkpoint's own folder stands for.
+    """The newest good checkpoint in a run folder or `checkpoints` folder, or `folder` itself if it is a checkpoint.
 
-    `contents=False` looks at names and sizes only; reading verifies what it reads anyway. Raises BadInput when there is
-    none, Damaged when all of them are.
+    `contents=False` checks names and sizes only; a reader verifies the blocks that it reads anyway. Raises BadInput
+    when no checkpoint is committed, and Damaged when all committed ones are damaged.
     """
     records = list_checkpoints(folder, contents=contents)
     for record in reversed(records):
@@ -83,12 +89,15 @@ def newest_checkpoint(folder: Path, *, contents: bool = True) -> Path:
 
 
 def newest_step(folder: Path) -> int:
-    """The step of the newest checkpoint in a run's folder whose names and sizes are right; 0 where there is none."""
+    """The step of the newest checkpoint in a run folder whose file names and sizes are right; 0 without one."""
     return max((record["step"] for record in list_checkpoints(folder, contents=False) if record["ok"]), default=0)
 
 
 def newest_commit(checkpoints: Path) -> tuple[str, int] | None:
-    """Run id and epoch of the newest checkpoint whose manifest is readable and names them; None where there is none."""
+    """(run id, epoch) from the newest manifest that has both; None without one.
+
+    The epoch is the number of the run's start that wrote the checkpoint.
+    """
     for path in reversed(steps_in(checkpoints)):
         with suppress(DamagedCheckpoint):
             manifest = read_manifest(path)
@@ -97,20 +106,21 @@ def newest_commit(checkpoints: Path) -> tuple[str, int] | None:
     return None
 
 
-def where_it_continues(folder: Path) -> str:
-    """What the same command does next with the run in `folder`, for people."""
+def describe_continuation(folder: Path) -> str:
+    """A sentence for the user: from which step the same command continues the run in `folder`."""
     if step := newest_step(folder):
         return f"the same command (without --fresh) continues after step {step}, from {folder / 'checkpoints' / step_name(step)}"
     return f"there is no checkpoint in {folder} yet; the same command begins at step 1"
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoint folders that `folder` stands for, oldest first: see `list_checkpoints`. Raises BadInput when it is
-    no folder.
+    """The checkpoint folders in `folder`, which is as in `list_checkpoints`, oldest first.
+
+    Raises BadInput when it is not a folder.
     """
     if not folder.is_dir():
-        beside = [entry.name for entry in folder.parent.iterdir()] if folder.parent.is_dir() else []
-        hint = nearest(folder.name, beside)
+        siblings = [entry.name for entry in folder.parent.iterdir()] if folder.parent.is_dir() else []
+        hint = nearest(folder.name, siblings)
         raise BadInput(f"{folder} is not a folder" + (f"; nearest: {folder.parent / hint}" if hint else ""))
     if has_commit(folder) or step_of(folder.name) is not None:
         return [folder]
@@ -118,17 +128,17 @@ def find_checkpoints(folder: Path) -> list[Path]:
 
 
 def check_sizes(path: Path, manifest: Manifest) -> list[Damage]:
-    """Files missing, too short, too long, or not in the manifest."""
+    """The files that are missing, too short, too long, or not in the manifest."""
     damage: list[Damage] = []
     try:
         with os.scandir(path) as entries:
-            found = {entry.name: entry for entry in entries}
+            unexpected = {entry.name: entry for entry in entries}
     except OSError as error:
         if not unreadable(error):
             raise
         return [Damage(".", None, "missing", f"the folder cannot be listed: {error.strerror}")]
     for name, record in manifest.files.items():
-        entry = found.pop(name, None)
+        entry = unexpected.pop(name, None)
         if entry is None or not entry.is_file(follow_symlinks=False):
             damage.append(Damage(name, None, "missing", "" if entry is None else "not a regular file"))
             continue
@@ -138,68 +148,44 @@ def check_sizes(path: Path, manifest: Manifest) -> list[Damage]:
         elif size > record.bytes:
             damage.append(Damage(name, record.bytes, "extra", f"{size - record.bytes} bytes more than were written"))
     return damage + [
-        Damage(name, None, "extra", "not in the manifest") for name in found if name not in (MANIFEST, COMMITTED)
+        Damage(name, None, "extra", "not in the manifest") for name in unexpected if name not in (MANIFEST, COMMITTED)
     ]
 
 
 @dataclass(frozen=True)
 class Block:
-    """Block `index` of a file: the unit of verification, and of sharing it among ranks."""
+    """Block `index` of a file, the unit in which ranks and threads divide the verification."""
 
     file: str
     index: int
 
 
-def blocks_to_check(manifest: Manifest, known: Sequence[Damage] = ()) -> list[Block]:
-    """Every block of every file that is not already known to be damaged, in file order."""
-    skipped = {damage.file for damage in known}
+def blocks_to_check(manifest: Manifest, known_damage: Sequence[Damage] = ()) -> list[Block]:
+    """All blocks of the files without `known_damage`, in the order of the manifest."""
+    skipped = {damage.file for damage in known_damage}
     files = ((name, record) for name, record in manifest.files.items() if name not in skipped)
     return [Block(name, index) for name, record in files for index in range(len(record.blocks))]
 
 
 def check_blocks(path: Path, manifest: Manifest, blocks: Sequence[Block]) -> list[Damage]:
-    """The first wrong block of each file among `blocks`, read by several threads."""
+    """Read `blocks` with several threads; return the first damaged block of each file."""
 
     def check(block: Block) -> Damage | None:
         return _check_block(path, manifest, block)
 
     with ThreadPoolExecutor(max(1, min(MAX_THREADS, len(blocks), os.cpu_count() or 1))) as pool:
-        found = [damage for damage in pool.map(check, blocks) if damage is not None]
-    first: dict[str, Damage] = {}
-    for damage in sorted(found, key=lambda each: each.offset or 0):
-        first.setdefault(damage.file, damage)
-    return list(first.values())
-
-
-class Vouched:
-    """The blocks of a checkpoint, each verified the first time it is about to be used. Thread-safe; keeps a few bytes
-    per block.
-    """
-
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        self.path, self.manifest = path, manifest
-        self._good: set[Block] = set()
-
-    def need(self, file: str, start: int, end: int) -> None:
-        """Bytes `start` to `end` of `file` are about to be used: raises DamagedCheckpoint unless they are what was
-        written.
-        """
-        for index in range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
-            block = Block(file, index)
-            if block in self._good:
-                continue
-            damage = _check_block(self.path, self.manifest, block)
-            if damage is not None:
-                raise DamagedCheckpoint(self.path, [damage])
-            self._good.add(block)
-
-    def small(self, file: str, limit: int) -> bytes:
-        """All of a small file, verified."""
-        return read_verified(self.path, self.manifest, file, limit)
+        damaged_blocks = [damage for damage in pool.map(check, blocks) if damage is not None]
+    first_of_file: dict[str, Damage] = {}
+    for damage in sorted(damaged_blocks, key=lambda damage: damage.offset or 0):
+        first_of_file.setdefault(damage.file, damage)
+    return list(first_of_file.values())
 
 
 def read_verified(path: Path, manifest: Manifest, file: str, limit: int) -> bytes:
-    """All of a small file, read once; raises DamagedCheckpoint unless it is what was written, and Damaged above `limit` bytes."""
+    """Read all of a small file of the checkpoint at `path` and compare it with its digests.
+
+    Raises DamagedCheckpoint if it differs from what was written, and Damaged if it has more than `limit` bytes.
+    """
     try:
         data = read_small(path / file, limit)
     except FileNotFoundError as error:
@@ -247,8 +233,8 @@ def _checkpoint_record(path: Path, contents: bool, run_id: str | None) -> dict[s
             damage = check_sizes(path, read_own_manifest(path, run_id))
         except DamagedCheckpoint as error:
             damage = list(error.damage)
-    plain = [{"file": each.file, "offset": each.offset, "kind": each.kind} for each in damage]
+    damaged = [{"file": entry.file, "offset": entry.offset, "kind": entry.kind} for entry in damage]
     step, committed = step_of(path.name), has_commit(path)
     if step is None and not damage:
         step = read_manifest(path).step
-    return {"path": str(path), "step": step, "committed": committed, "ok": not damage, "damaged": plain}
+    return {"path": str(path), "step": step, "committed": committed, "ok": not damage, "damaged": damaged}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from meshwright.cli.effective_time import effective_answer
 from meshwright.costs.plan_costs import products
 from meshwright.costs.sources import sources
 from meshwright.launch.machine import is_here
@@ -22,6 +23,7 @@ from meshwright.planner.candidate import Answer as SearchAnswer
 from meshwright.planner.candidate import Candidate, untrainable
 from meshwright.planner.checkpoint_cost import checkpoint_cost
 from meshwright.planner.devices import Idle
+from meshwright.planner.effective_time import predict_effective_time
 from meshwright.planner.explain import limits, reason_against
 from meshwright.planner.finalists import same_layout
 from meshwright.planner.fixes import choose_or_suggest_fixes
@@ -227,6 +229,8 @@ def as_plain(answer: Answer, *, explain: bool) -> dict[str, Any]:
     }
     if (cost := checkpoint_cost(answer.run, answer.plan)) is not None:
         body["checkpoint"] = to_plain(cost)
+    if (effective := predict_effective_time(answer.run, answer.plan)) is not None:
+        body["effective_time"] = effective_answer(effective, played=False)
     if over := answer.does_not_fit:
         body["does_not_fit"] = over
     if answer.idle:

@@ -27,6 +27,7 @@ from meshwright.launch.probe import Probe
 from meshwright.observe import number_text
 from meshwright.planner.candidate import untrainable
 from meshwright.planner.checkpoint_cost import checkpoint_cost, checkpoint_sentences
+from meshwright.planner.effective_time import effective_sentence, predict_effective_time
 from meshwright.planner.explain import limits, parts_of
 from meshwright.planner.finalists import same_layout
 from meshwright.planner.objectives import Point
@@ -64,6 +65,8 @@ def show(answer: Answer) -> None:
     _time(console, answer)
     cost = checkpoint_cost(answer.run, answer.plan)
     _sentences(console, "checkpoints", [] if cost is None else checkpoint_sentences(answer.run, cost))
+    effective = predict_effective_time(answer.run, answer.plan)
+    _sentences(console, "effective training time", [] if effective is None else [effective_sentence(effective)])
     _sentences(console, "why this plan", answer.plan.why)
     _runner_ups(console, answer)
     _sentences(console, "what limits the step", [limit.text for limit in limits(answer.run, answer.plan)])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from meshwright.cli.effective_time import effective_answer, show_effective
 from meshwright.cli.options import Json, Runs, Words, check_writable, load, say
 
 if TYPE_CHECKING:
@@ -39,6 +40,14 @@ def simulate(
         int | None,
         typer.Option("--width", metavar="N", help="Characters in a row of the picture; the terminal's when left out."),
     ] = None,
+    failures: Annotated[
+        bool,
+        typer.Option("--failures", help="Also play the run through failures: effective training time, spare hosts."),
+    ] = False,
+    assume: Annotated[
+        list[str] | None,
+        typer.Option("--assume", metavar="KEY=VALUE", help="An assumption about failures, e.g. restart_seconds=60."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Play one step of a run's plan on its cluster, and write the timeline as a trace.
@@ -54,13 +63,17 @@ def simulate(
         meshwright simulate model=llama3-8b cluster=dgx-h100-16 train.global_batch=512 plan.pipeline=4
 
         meshwright simulate run.yaml plan.pipeline=2 plan.schedule=zbv --trace zbv.json.gz --json
+
+        meshwright simulate run.yaml supervision.spares=2 --failures --assume restart_seconds=60
     """
     from meshwright.cli.plan_words import remarks
     from meshwright.launch.prepare import plan_for, with_vocabulary
+    from meshwright.planner.effective_time import Assumptions, predict_effective_time
     from meshwright.simulator.step_simulation import simulate_plan
     from meshwright.simulator.trace import write_trace
 
     check_writable("--trace", trace)
+    assumed = Assumptions.parse(assume or [])
     run = with_vocabulary(load(words, runs))
     for remark in remarks(run):
         say(remark)
@@ -70,10 +83,13 @@ def simulate(
     file.parent.mkdir(parents=True, exist_ok=True)
     write_trace(timeline, file, _rank_names(run, plan))
     answer = _answer(run, plan, timeline, chosen=bool(candidates), trace=file)
+    effective = predict_effective_time(run, plan, timeline.step_seconds, assumed)
+    answer["effective_time"] = effective_answer(effective, played=failures)
     if as_json:
         print(json.dumps(answer))
     else:
         _show(run, timeline, answer, width)
+        show_effective(effective, played=failures)
 
 
 def _answer(run: RunSpec, plan: Plan, timeline: Timeline, *, chosen: bool, trace: Path) -> dict[str, Any]:

@@ -19,14 +19,15 @@ FORMATS = {"bf16": 0.0, "fp16": 0.0, "fp32": 0.0, "fp64": 0.0, "fp8": 1.0, "mxfp
 """Number format of matrix products → Machine.low."""
 KERNEL_US = 10.0
 """Microseconds that a CPU spends per operation outside its arithmetic and bytes: a guess."""
-GUESSED_SPREAD, MEASURED_SPREAD, CORRECTED_SPREAD = (-1.1, 1.1), (-0.3, 0.9), (-0.2, 0.2)
+GUESSED_BAND, MEASURED_BAND, CORRECTED_BAND = (-1.1, 1.1), (-0.3, 0.9), (-0.2, 0.2)
+"""Logarithms of the ends of the 80% band: device rates guessed, measured, or corrected by a run on the device."""
 
 
 def chip_of(cluster: ClusterSpec) -> Chip | None:
     """The device of `cluster`: from the chip table, with measured rates, or guessed; None if nothing is known.
 
-    A processor, and a device of stated memory, are guessed. A guessed processor has this host's cores, shared by the node's
-    ranks. Raises BadInput if the profile cannot be read.
+    Rates are guessed for a CPU, and for a device of which the cluster states the memory only. A guessed CPU has this host's
+    cores, shared by the node's ranks. Raises BadInput if the profile cannot be read.
     """
     if cluster.gpu in CHIPS:
         return CHIPS[cluster.gpu]
@@ -52,7 +53,7 @@ def unpredicted(cluster: ClusterSpec) -> str:
     return f"rates of {cluster.gpu} are not known (`meshwright profile --out FILE` on it measures them)"
 
 
-def spread(cluster: ClusterSpec) -> tuple[float, float] | None:
+def hand_set_band(cluster: ClusterSpec) -> tuple[float, float] | None:
     """Logarithms of the ends of the 80% band for a device without fitted runs; None for devices of the chip table.
 
     The bands are set by hand and wide: a guessed rate may be off by a factor of three, and a step's many small operations may not
@@ -61,8 +62,8 @@ def spread(cluster: ClusterSpec) -> tuple[float, float] | None:
     if cluster.gpu in CHIPS:
         return None
     if cluster.profile is None:
-        return GUESSED_SPREAD
-    return CORRECTED_SPREAD if load_profile(cluster.profile).corrections else MEASURED_SPREAD
+        return GUESSED_BAND
+    return CORRECTED_BAND if load_profile(cluster.profile).corrections else MEASURED_BAND
 
 
 def fast_domain(cluster: ClusterSpec) -> int:
@@ -84,13 +85,13 @@ def machine_of(cluster: ClusterSpec, number_format: str = "bf16") -> Machine:
     links = [node.link_gb_per_s * 1e9 if node.link_gb_per_s else _chip(cluster, node.gpu).link for node in nodes]
     ports = [node.port_gb_per_s * 1e9 if node.port_gb_per_s else _chip(cluster, node.gpu).nic for node in nodes]
     stated_memory = cluster.memory_bytes()
-    others = [chip.memory_bytes for chip in chips[1:]]
+    other_memories = [chip.memory_bytes for chip in chips[1:]]
     return Machine(
         peak=min(chip.peak_flops[number_format] for chip in chips),
-        half_peak=min(_half(chip, number_format) for chip in chips),
+        half_peak=min(_half_peak(chip, number_format) for chip in chips),
         low=FORMATS[number_format],
         hbm=min(chip.hbm for chip in chips),
-        memory=min([stated_memory or first.memory_bytes, *others]),
+        memory=min([stated_memory or first.memory_bytes, *other_memories]),
         link=min(links),
         nic=min(ports),
         host=min(chip.host for chip in chips),
@@ -171,7 +172,7 @@ def _chip(cluster: ClusterSpec, name: str) -> Chip:
     return chip
 
 
-def _half(chip: Chip, number_format: str) -> float:
+def _half_peak(chip: Chip, number_format: str) -> float:
     """Peak rate of attention and head: in 16 bit if products are narrower, else in the format of the products."""
     if number_format in ("fp32", "fp64"):
         return chip.peak_flops[number_format]

@@ -15,7 +15,7 @@ from meshwright.workload.arrays import Array
 from meshwright.workload.layouts import Layouts
 from meshwright.workload.model_shape import Shape
 
-HOST_SHARE, SHARERS = 0.4, 8
+HOST_SHARE, HOST_SHARE_DEVICES = 0.4, 8
 """Share of its host link that a device reaches while all devices of the node copy, and the number of devices of that node.
 
 Measured on 8×H200: 20 of 50 GB/s, limited by host memory. Fewer devices reach more, up to the full link: a guess.
@@ -30,7 +30,7 @@ Measured on 8×H200: 13 of 50 GB/s each way when all copy; 43.5 of 50 GB/s alone
 
 def host_share(devices: Array) -> Array:
     """Share of its host link that a device reaches while `devices` of its node copy."""
-    return np.clip(HOST_SHARE * SHARERS / np.maximum(1.0, devices), HOST_SHARE, 1.0)
+    return np.clip(HOST_SHARE * HOST_SHARE_DEVICES / np.maximum(1.0, devices), HOST_SHARE, 1.0)
 
 
 def host_rate(machine: Machine) -> Array:
@@ -41,7 +41,7 @@ def host_rate(machine: Machine) -> Array:
 def rate_both_ways(machine: Machine) -> Array:
     """Bytes/s of a device in each direction while all devices of the node copy in both directions."""
     devices = np.maximum(1.0, machine.per_node)
-    return machine.host * np.clip(BOTH_WAYS * SHARERS / devices, BOTH_WAYS, BOTH_WAYS_ALONE)
+    return machine.host * np.clip(BOTH_WAYS * HOST_SHARE_DEVICES / devices, BOTH_WAYS, BOTH_WAYS_ALONE)
 
 
 def host_memory_bytes(shape: Shape, layout: Layouts, owned: Array) -> Array:
@@ -53,8 +53,8 @@ def host_memory_bytes(shape: Shape, layout: Layouts, owned: Array) -> Array:
 def exposed_copies(shape: Shape, machine: Machine, layout: Layouts, forward: Array, backward: Array) -> Array:
     """Exposed seconds of one micro-batch's copies if every layer were offloaded.
 
-    `forward` and `backward` are the compute seconds over all layers. Each layer's exposed share is that with `offload_activations`
-    of the layers offloaded.
+    `forward` and `backward` are the compute seconds over all layers. The exposed seconds are computed for the layout's share of
+    offloaded layers and divided by that share.
     """
     all_copies = shape.layers * offloaded_bytes(shape, layout) / host_rate(machine)
     offloaded = np.asarray(layout.offload_activations)

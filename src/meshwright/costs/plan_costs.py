@@ -18,12 +18,12 @@ from meshwright.costs.constants import OWN, Constants, at_release, constant_arra
 from meshwright.costs.device_rates import ROWWISE, Machine
 from meshwright.costs.machine_rates import (
     FORMATS,
-    GUESSED_SPREAD,
+    GUESSED_BAND,
     as_measured,
     chip_of,
+    hand_set_band,
     machine_of,
     measured_port,
-    spread,
 )
 from meshwright.costs.step import StepCost, step_cost
 from meshwright.spec.chips import CHIPS
@@ -177,22 +177,26 @@ def band_and_source(cluster: ClusterSpec, plan: Plan) -> tuple[tuple[float, floa
     factor of three.
     """
     bands = table()["bands"]
-    if (wide := spread(cluster)) is not None:
-        return wide, "set by hand: the device is in no table"
+    if (hand_set := hand_set_band(cluster)) is not None:
+        return hand_set, "set by hand: the device is in no table"
     unmeasured_features = ", ".join(never_measured(cluster, plan))
     chips = [CHIPS[name] for name in (cluster.gpu, *(group.gpu for group in cluster.groups)) if name in CHIPS]
     generation = next((chip.generation for chip in chips if not is_measured(chip.generation)), chips[0].generation)
     if generation not in table()["generations"]:
-        return GUESSED_SPREAD, f"set by hand: no run on {generation} devices was fitted"
+        return GUESSED_BAND, f"set by hand: no run on {generation} devices was fitted"
     if not unmeasured_features and (is_measured(generation) or cluster.profile is not None):
         return _symmetric(bands[OWN]), f"{table()['own_runs']} runs of {OWN}, of devices, axes and networks like these"
     if is_measured(generation):
         width, runs = bands.get(generation, bands["default"]), f"on {generation} devices"
     else:
-        width, runs, unmeasured_features = bands["default"], "of stacks that few sources know", f"{generation} devices"
+        width, runs, unmeasured_features = (
+            bands["default"],
+            "of stacks with few published sources",
+            f"{generation} devices",
+        )
     return _symmetric(
         width
-    ), f"published runs {runs}, left out of the fit: {OWN} was not measured with {unmeasured_features}"
+    ), f"published runs {runs}, excluded from the fit, because {OWN} was not measured with {unmeasured_features}"
 
 
 def _symmetric(width: float) -> tuple[float, float]:

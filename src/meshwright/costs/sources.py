@@ -19,7 +19,7 @@ GROUPS = (
 No profile measures `software`: element-wise passes, host time, fixed cost of a step.
 """
 OF_STACK = ("optimizer", "overlap", "software")
-"""Groups that no datasheet describes."""
+"""Groups whose numbers depend on the software stack, so that no datasheet has them."""
 STATED = {"links inside a node": "link_gb_per_s", "network": "port_gb_per_s"}
 """Keys of `cluster.network` that replace the datasheet's bandwidth."""
 MEASURE = "guess; `meshwright profile --out FILE` measures it"
@@ -57,15 +57,13 @@ def _unmeasured(cluster: ClusterSpec, group: str) -> str:
         return _share(cluster, of_stack=True)
     stated = getattr(cluster.network, STATED[group]) if cluster.network and group in STATED else None
     if stated:
-        return f"{stated:.4g} GB/s as the cluster says, share {_share(cluster)}"
+        return f"{stated:.4g} GB/s as cluster.network states, share {_share(cluster)}"
     if cluster.gpu not in CHIPS:
         return MEASURE
     if group == "network" and cluster.emulate_nodes > 1:
         return "measured on another host's loopback"
     if group == "network" and cluster.network and cluster.network.fabric == "tcp":
-        return (
-            "guess: the datasheet's ports, which TCP hardly fills; cluster.network.port_gb_per_s says what it reaches"
-        )
+        return "guess: the datasheet's ports, which TCP rarely fills; set cluster.network.port_gb_per_s to the measured rate"
     return "datasheet" if group == "host link" else f"datasheet, share {_share(cluster)}"
 
 

@@ -156,7 +156,7 @@ class WeightQueue:
 
 
 class WeightGradientSink:
-    """Receives the factors of weight gradients: adds their product by `add` at once, or defers it inside `deferring`.
+    """Receives the factors of weight gradients: adds their product by `add` at once, or defers it inside `defer_to`.
 
     Autograd runs the backward of CUDA tensors on a thread of its own, so the mode is an attribute, not a context variable.
     """
@@ -172,7 +172,7 @@ class WeightGradientSink:
             self._queue.append(factors)
 
     @contextmanager
-    def deferring(self, queue: WeightQueue) -> Iterator[None]:
+    def defer_to(self, queue: WeightQueue) -> Iterator[None]:
         """Context in which every backward defers its weight gradients to `queue`.
 
         RuntimeError if the queue holds gradients that were never drained, or if another queue is active.

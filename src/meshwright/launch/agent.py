@@ -28,18 +28,21 @@ class Agent:
     def __init__(
         self,
         host: str,
-        start: Callable[[], Ranks],
+        start: Callable[[bool], Ranks],
         *,
         address: str = "127.0.0.1",
         listener: Listener | None = None,
         spares: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`start` starts processes that wait; without `spares` they are started only when an attempt needs them."""
+        """`start(spare)` starts processes that wait; those that are no spares open the device at once.
+
+        Without `spares` no processes are started while others run.
+        """
         self._host, self._address, self._start, self._spares = host, address, start, spares
         self._listener, self._clock = listener, clock
         self._running: Ranks | None = None
-        self._waiting: Ranks | None = start()
+        self._waiting: Ranks | None = start(False)
         self._attempt = 0
         self._checkpoints: list[int] = []
         self._trained_at: float | None = None
@@ -77,7 +80,7 @@ class Agent:
         elif directive.order == "end" and directive.attempt == self._attempt:
             self._end(directive)
         if directive.order in ("wait", "end") or self._wants_spares():
-            self._waiting = self._waiting or self._start()
+            self._waiting = self._waiting or self._start(True)
 
     def stop(self, number: int) -> None:
         """Pass a stop signal on to the ranks, now or when they begin."""
@@ -106,7 +109,7 @@ class Agent:
         """Let the waiting processes begin an attempt, in place of those of the attempt before."""
         if self._running is not None:
             self._running.discard()
-        self._running = self._waiting or self._start()
+        self._running = self._waiting or self._start(False)
         self._waiting, self._trained_at, self._kill_at = None, None, None
         self._attempt, self._checkpoints = directive.attempt, []
         self._running.begin(Path(directive.assignment), directive.first_rank, self._variables(directive))

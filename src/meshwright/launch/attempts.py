@@ -11,6 +11,7 @@ from meshwright.durable.writes import write_durable
 from meshwright.launch.coordinator import read_state
 from meshwright.launch.folder import take_over
 from meshwright.launch.prepare import Prepared
+from meshwright.policies.hang import CPU_SECONDS, GPU_SECONDS
 from meshwright.policies.restart import RestartPolicy
 from meshwright.policies.supervision import Rules, State
 from meshwright.spec.fields import to_plain
@@ -21,6 +22,11 @@ def rules_of(run: RunSpec) -> Rules:
     """The settings of a run that decide about its restarts."""
     policy = RestartPolicy(run.supervision.restarts, run.supervision.on_repeated_failure)
     return Rules(run.cluster.nodes, run.train.global_batch, policy)
+
+
+def hang_seconds(run: RunSpec) -> float:
+    """Least seconds without progress that count as a hang."""
+    return run.supervision.hang_seconds or (CPU_SECONDS if run.cluster.is_cpu else GPU_SECONDS)
 
 
 def opening_state(folder: Path) -> State:

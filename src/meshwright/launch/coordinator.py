@@ -17,6 +17,7 @@ from meshwright.durable.writes import append_durable
 from meshwright.events.terminal import write_line
 from meshwright.launch.outcome import RankState, cause, exit_codes, outcome_lines, progress_text
 from meshwright.launch.reports import Directive, Report
+from meshwright.policies.hang import GPU_SECONDS, HangWatch
 from meshwright.policies.job_end import GRACE_SECONDS, culprit, next_action
 from meshwright.policies.restart import Incident, Stop
 from meshwright.policies.supervision import (
@@ -38,12 +39,15 @@ from meshwright.policies.supervision import (
     Trained,
     decide,
 )
+from meshwright.spec.errors import EXIT_COMMUNICATION
 from meshwright.spec.failures import as_meshwright_error
 from meshwright.spec.fields import from_plain, to_plain
 
 STATE_FILE = "supervision.jsonl"
 SILENT_SECONDS = 8.0
 """Seconds without a report after which an agent counts as lost."""
+STOPPED_SECONDS = 2.0
+"""A longer time between two calls of `tick` means that this process was stopped."""
 RESTART_GRACE_SECONDS = 2.0
 """Seconds that ranks may take to end before a restart; their reports are not needed then."""
 
@@ -72,12 +76,15 @@ class Coordinator:
         prepare: Callable[[State], Path],
         *,
         state: State | None = None,
+        hang_seconds: float = GPU_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`prepare` writes the files of the state's attempt, in a thread, and returns the assignment."""
         self.state = state or State()
         self._folder, self._rules, self._per_host = folder, rules, ranks_per_host
-        self._prepare, self._clock = prepare, clock
+        self._prepare, self._clock, self._hang_seconds = prepare, clock, hang_seconds
+        self._watch = HangWatch(hang_seconds)
+        self._ticked = clock()
         self._attempt = Attempt(self.state.attempt)
         self._reports: dict[str, Report] = {}
         self._seen: dict[str, float] = {}
@@ -93,13 +100,17 @@ class Coordinator:
         """Take an agent's report and return what the agent does now."""
         now = self._clock()
         self._reports[report.host], self._seen[report.host] = report, now
-        for event in self._events_of(report):
+        for event in self._events_of(report, now):
             self._apply(event, now)
         return self._directive(report.host)
 
     def tick(self) -> None:
         """Decide what follows from the passing of time. Called several times a second."""
         now = self._clock()
+        if now - self._ticked > STOPPED_SECONDS:  # this process was stopped, and reports could not arrive
+            self._watch.resume(now)
+            self._seen = dict.fromkeys(self._seen, now)
+        self._ticked = now
         for host in [host for host, seen in self._seen.items() if now - seen > SILENT_SECONDS]:
             del self._seen[host], self._reports[host]
             self._apply(Lost(host, f"host {host} has not answered for {SILENT_SECONDS:g} s"), now)
@@ -113,7 +124,7 @@ class Coordinator:
         """Wait for the preparation of an attempt that still runs."""
         self._thread.shutdown()
 
-    def _events_of(self, report: Report) -> Iterable[Event]:
+    def _events_of(self, report: Report, now: float) -> Iterable[Event]:
         """What is new in a report."""
         state = self.state
         stale = report.host in state.members and state.status == "running" and report.attempt != state.attempt
@@ -126,6 +137,7 @@ class Coordinator:
             return
         for rank in report.ranks:
             self._attempt.ranks[rank.rank] = rank
+            self._follow(rank, now)
         if not state.trained and any(rank.last_step for rank in report.ranks):
             yield Trained()
         for step in report.checkpoints:
@@ -148,16 +160,36 @@ class Coordinator:
                 first = culprit(codes)
                 assert first is not None, "a rank has failed"
                 yield Failed(state.attempt, self._incident(ranks[first]))
+        elif state.status == "running" and (hung := self._watch.hung(now)) is not None:
+            yield Failed(state.attempt, self._hang(*hung))
         if state.status in ("running", "ending"):
             for host in ended:
                 if host not in state.ended:
                     yield Ended(state.attempt, host)
 
+    def _follow(self, rank: RankState, now: float) -> None:
+        """Watch the progress of a rank while it runs."""
+        if rank.code is not None or rank.progress is None:
+            self._watch.forget(rank.rank)
+        else:
+            progress = rank.progress
+            self._watch.update(rank.rank, progress.phase, progress.step, progress.action, rank.progress_count, now)
+
+    def _hang(self, rank: int, seconds: float) -> Incident:
+        progress = self._attempt.ranks[rank].progress
+        assert progress is not None, "the watch has its progress"
+        where = f"in step {progress.step} ({progress.phase}, action {progress.action})"
+        text = f"rank {rank} has made no progress for {seconds:.0f} s {where}"
+        return Incident(EXIT_COMMUNICATION, text, rank, self._host_of(rank), progress.step)
+
+    def _host_of(self, rank: int) -> str:
+        return self.state.members[rank // self._per_host]
+
     def _incident(self, rank: RankState) -> Incident:
         code = rank.exit_code
         assert code is not None, "the rank has ended"
-        step = rank.progress.step if rank.progress else rank.last_step and rank.last_step + 1
-        return Incident(code, cause(rank), rank.rank, self.state.members[rank.rank // self._per_host], step)
+        step = rank.progress.step or None if rank.progress else None
+        return Incident(code, cause(rank), rank.rank, self._host_of(rank.rank), step)
 
     def _take_preparation(self, preparation: Future[Path], now: float) -> None:
         self._preparation = None
@@ -180,6 +212,7 @@ class Coordinator:
                 case Prepare():
                     first = self._reports[state.members[0]]
                     self._attempt = Attempt(state.attempt, address=first.address, port=first.port)
+                    self._watch = HangWatch(self._hang_seconds)
                     self._preparation = self._thread.submit(self._prepare, state)
                 case End(incident):
                     self._attempt.cause = incident.cause

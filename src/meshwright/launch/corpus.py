@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.checkpoint.manifest import STATE, read_manifest
 from meshwright.checkpoint.state import decode_state
-from meshwright.checkpoint.verify import Vouched, list_checkpoints, newest_checkpoint
+from meshwright.checkpoint.verify import list_checkpoints, newest_checkpoint, read_verified
 from meshwright.data.source import DataSource
 from meshwright.data.vocabulary import Vocabulary, read_vocabulary
 from meshwright.spec.errors import BadInput, Damaged
@@ -90,7 +90,7 @@ def recorded_corpus(folder: Path) -> tuple[Path | None, dict[str, Any] | None]:
             continue
         path = Path(entry["path"])
         try:
-            state = Vouched(path, read_manifest(path)).small(STATE, STATE_BYTES)
+            state = read_verified(path, read_manifest(path), STATE, STATE_BYTES)
             return path, decode_state(state, path / STATE).get("data")
         except Damaged:  # the ranks report it and load an older checkpoint
             continue

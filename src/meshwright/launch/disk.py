@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from meshwright.checkpoint.files import with_reserve
+from meshwright.checkpoint.files import add_reserve
 from meshwright.checkpoint.manifest import steps_in
 from meshwright.checkpoint.verify import newest_step
 from meshwright.observe.number_text import size
@@ -34,7 +34,7 @@ def check_disk(run: RunSpec, folder: Path, step_seconds: float | None = None) ->
     planned = planned_checkpoints(run.checkpoint, run.train.steps, newest_step(folder) if existing else 0, step_seconds)
     count = min(planned, max(1, run.checkpoint.keep + 1 - len(existing)))
     disk = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    checkpoint_size, free = with_reserve(checkpoint_bytes(run.model)), shutil.disk_usage(disk).free
+    checkpoint_size, free = add_reserve(checkpoint_bytes(run.model)), shutil.disk_usage(disk).free
     if count * checkpoint_size > free:
         need_text = (
             f"{count} checkpoints of {checkpoint_size:,} bytes need {count * checkpoint_size:,}"

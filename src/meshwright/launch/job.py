@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.checkpoint.verify import where_it_continues
+from meshwright.checkpoint.verify import describe_continuation
 from meshwright.events.messages import Message
 from meshwright.events.terminal import write_line
 from meshwright.launch.agent import Agent
 from meshwright.launch.coordinator import Coordinator
 from meshwright.launch.folder import folder_lock
-from meshwright.launch.local import POLL_SECONDS, Listener, forward_signals, rank_threads, start_ranks
+from meshwright.launch.local import POLL_SECONDS, Listener, Ranks, forward_signals, rank_threads, start_ranks
 from meshwright.launch.machine import check_devices
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_REPEATED, BadInput, Interrupted
 from meshwright.spec.run import RunSpec
@@ -56,9 +56,13 @@ def run_job(
     check_devices(run.cluster)
     device, folder = "cpu" if run.cluster.is_cpu else "cuda", runs / run.name
     guard = _Guard(listener)
-    start = partial(
-        start_ranks, "meshwright.training.rank", [device], cluster=run.cluster, threads=rank_threads(run.cluster)
-    )
+
+    def start(spare: bool) -> Ranks:
+        arguments = [device, "spare"] if spare else [device]
+        return start_ranks(
+            "meshwright.training.rank", arguments, cluster=run.cluster, threads=rank_threads(run.cluster)
+        )
+
     with folder_lock(folder), closing(Agent(HOST, start, listener=guard, spares=run.supervision.restarts > 0)) as agent:
         guard.agent = agent
         from meshwright.launch.prepare import prepare_run  # during the imports of the ranks
@@ -70,21 +74,26 @@ def run_job(
         try:
             code = _supervise(agent, prepared)
         except Interrupted as end:
-            raise Interrupted(f"{end}; {where_it_continues(folder)}") from None
+            raise Interrupted(f"{end}; {describe_continuation(folder)}") from None
         if guard.error is not None:
             raise guard.error
     if code in (EXIT_COMMUNICATION, EXIT_REPEATED):
-        write_line(f"meshwright: {where_it_continues(folder)}")
+        write_line(f"meshwright: {describe_continuation(folder)}")
     return code
 
 
 def _supervise(agent: Agent, prepared: Prepared) -> int:
     """Run the attempts of a prepared run until one is done or no further one follows; returns the exit code."""
-    from meshwright.launch.attempts import opening_state, rules_of, write_attempt
+    from meshwright.launch.attempts import hang_seconds, opening_state, rules_of, write_attempt
 
     run, folder = prepared.assignment.run, prepared.folder
     coordinator = Coordinator(
-        folder, rules_of(run), run.cluster.gpus_per_node, partial(write_attempt, prepared), state=opening_state(folder)
+        folder,
+        rules_of(run),
+        run.cluster.gpus_per_node,
+        partial(write_attempt, prepared),
+        state=opening_state(folder),
+        hang_seconds=hang_seconds(run),
     )
     with closing(coordinator), forward_signals(agent.stop, agent.kill_at_once):
         while coordinator.code is None:

@@ -22,7 +22,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, MappingProxyType
 
-from meshwright.events.messages import CHANNEL, Begin, End, Failure, Message, MessageReader, Progress, Step, encode
+from meshwright.events.messages import CHANNEL, Begin, End, Failure, Message, MessageReader, Step, encode
+from meshwright.events.progress import PROGRESS, ProgressPage
 from meshwright.events.start import START_TIME_VARIABLE, process_start_time
 from meshwright.events.terminal import write_line
 from meshwright.launch.outcome import RankState, cause, exit_codes, outcome_lines
@@ -106,7 +107,10 @@ def start_ranks(
             ranks.port = listener.getsockname()[1]
             for rank in range(cluster.gpus_per_node):
                 env = {**_environment(rank, cluster, listener, threads), **variables}
-                ranks.add(_start(module, arguments, rank, env, listener, logs if rank or quiet else None))
+                page = ProgressPage.create()
+                env[PROGRESS] = page.path
+                started = _start(module, arguments, rank, env, listener, logs if rank or quiet else None)
+                ranks.add(*started, page)
     except BaseException:
         ranks.discard()
         raise
@@ -122,12 +126,14 @@ class Ranks:
         self.port = 0
         """Port of the store socket that the first process holds."""
         self._readers: list[MessageReader] = []
+        self._pages: list[ProgressPage] = []
 
-    def add(self, started: tuple[subprocess.Popen[bytes], MessageReader]) -> None:
-        """Add a process and the reader of its channel."""
+    def add(self, process: subprocess.Popen[bytes], reader: MessageReader, page: ProgressPage) -> None:
+        """Add a process, the reader of its channel, and the page to which it writes its progress."""
         self.states.append(RankState(len(self.processes)))
-        self.processes.append(started[0])
-        self._readers.append(started[1])
+        self.processes.append(process)
+        self._readers.append(reader)
+        self._pages.append(page)
 
     @property
     def ended(self) -> bool:
@@ -212,9 +218,10 @@ class Ranks:
                     os.killpg(process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Close the pipes of ranks that have ended."""
-        for process, reader in zip(self.processes, self._readers, strict=True):
+        """Close the pipes and pages of ranks that have ended."""
+        for process, reader, page in zip(self.processes, self._readers, self._pages, strict=True):
             reader.close()
+            page.close()
             assert process.stdin is not None, "ranks are started with a pipe"
             process.stdin.close()
 
@@ -267,12 +274,11 @@ class Ranks:
         poll.poll(seconds * 1000)
 
     def _read(self, listener: Listener | None) -> None:
-        for state, reader in zip(self.states, self._readers, strict=True):
+        for state, reader, page in zip(self.states, self._readers, self._pages, strict=True):
+            state.progress, state.progress_count = page.read(), page.count
             for message in reader.read():
                 if isinstance(message, Step):
                     state.last_step = message.step
-                elif isinstance(message, Progress):
-                    state.progress = message
                 elif isinstance(message, Failure):
                     state.failure = message
                 if listener is not None:

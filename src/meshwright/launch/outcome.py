@@ -21,6 +21,8 @@ class RankState:
     failure: Failure | None = None
     last_step: int | None = None
     progress: Progress | None = None
+    progress_count: int = 0
+    """Number of progress marks that the rank has stored."""
 
     @property
     def failed(self) -> bool:

@@ -1,1 +1,1 @@
-"""What applies a Plan to a model from outside: the mesh, FSDP, recompute, compilation."""
+"""Applies a Plan to a single-device model: mesh, parallelism, recompute, offload, compilation, executor."""

@@ -1,8 +1,8 @@
-"""Applies a Plan to a model; the only place that fixes the order of the steps.
+"""Applies a Plan to a model; `build_engine` alone decides the order of the transforms.
 
-Cut into stages, divide over tensor ranks, then context ranks, distribute experts, number formats, recompute, compile,
-split the backward, shard, materialise, initialise. Model code has no part in it: a block's `forward` is wrapped, its
-name and parameters stay.
+The order: remove other stages, divide over tensor ranks, over context ranks, distribute experts, use fp8 products, recompute, compile,
+split the backward, shard, allocate memory, initialise. The model code does not change: a transform replaces modules or wraps `forward`
+of a block, and parameter names stay the same.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from meshwright.models.decoder import Block, Decoder
 from meshwright.models.initial_values import initial_values
 from meshwright.parallel.channels import open_channels
 from meshwright.parallel.context import divide_sequences
-from meshwright.parallel.copy_engine import gather_by_copies
+from meshwright.parallel.copy_engine import use_copy_engines
 from meshwright.parallel.executor import Executor
-from meshwright.parallel.experts import count_whole_sequences, spread_experts
+from meshwright.parallel.experts import distribute_experts, use_whole_sequence_loads
 from meshwright.parallel.fp8_weights import WeightScales, use_fp8_products
 from meshwright.parallel.fsdp import DTYPES, CommunicationStreams
 from meshwright.parallel.gradient_sums import GradientSums
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.offload import HostMemory
-from meshwright.parallel.recompute import recomputing
+from meshwright.parallel.recompute import with_recompute
 from meshwright.parallel.replicas import ReplicaSums
-from meshwright.parallel.routing import Routing
+from meshwright.parallel.routing import RoutingStatistics
 from meshwright.parallel.sharded_unit import ShardedUnit
-from meshwright.parallel.stages import RankModel, keep_only, make_units, shrink_to_local_parts
-from meshwright.parallel.tensor import CopySums, divide_over_tensor_ranks, rows_of
-from meshwright.parallel.tied import TiedSum
+from meshwright.parallel.stages import RankModel, make_units, remove_other_modules, shrink_to_local_parts
+from meshwright.parallel.tensor import TensorCopySums, divide_over_tensor_ranks, rows_of
+from meshwright.parallel.tied import TiedGradientSum
 from meshwright.schedules.plan_schedule import evaluation_schedule, training_schedule
 from meshwright.schedules.registry import entry_of
 from meshwright.schedules.schedule import Schedule
@@ -47,8 +47,8 @@ from meshwright.workload.dtypes import accumulated_by_products
 COMPILER_OPTIONS: dict[str, Any] = {"unroll_reductions_threshold": 17}
 """Compiler options of blocks.
 
-Sums over a token's experts, up to 16, are unrolled to additions, which torch does below 8 by default: as a reduction
-over 8 copies a kernel read single numbers of distant rows, at 0.7 TB/s on an H200, where a copy reaches 4.2.
+The sum over a token's experts is unrolled to additions for up to 16 experts; torch's default is fewer than 8. With 8 experts torch would
+generate a reduction kernel that loads single elements of distant rows: 0.7 TB/s on an H200, where a copy reaches 4.2 TB/s.
 """
 
 
@@ -56,11 +56,12 @@ over 8 copies a kernel read single numbers of distant rows, at 0.7 TB/s on an H2
 class Engine:
     """One rank's part of a model under a plan, and the executor that runs it.
 
-    `training` is the schedule of a step; `evaluation_schedule(n)` that of a pass without backward over n micro-batches. `weights` has this
-    rank's pieces of each parameter, on the device; `AdamW.state` has the ones in host memory. `duplicate_rows` lists by parameter the rows
-    whose gradient another rank adds to the norm: the last stage's copy of a tied weight, and on all tensor ranks but the first the
-    parameters that tensor ranks do not divide. `host_offloaded` maps each parameter whose optimizer state is in host memory to the
-    function that releases its master weight from the device, or to None.
+    `training` is the schedule of a step; `evaluation_schedule(n)` returns that of n micro-batches without backward. `weights` has this
+    rank's part of each parameter on the device (of master weights in host memory, `AdamW.state` has the part). `duplicate_rows` has, by
+    parameter, the rows of this rank's part that the gradient norm must not count, because another rank counts its copy: the last stage's
+    copy of a tied weight, and on all tensor ranks but the first the parameters that tensor ranks do not divide. `host_offloaded` maps
+    each parameter whose optimizer state is in host memory to the function that releases its master weight on the device, or to None if the
+    plan has no separate master weights.
     """
 
     model: Decoder
@@ -78,7 +79,7 @@ class Engine:
 
 
 def _ignore_phase(phase: str) -> None:
-    """Do nothing at the end of a phase: the default of `build_engine`."""
+    """Do nothing at the end of a phase; the default of `build_engine`."""
 
 
 def build_engine(
@@ -92,28 +93,27 @@ def build_engine(
     balance_loss: float = 0.0,
     on_phase_end: Callable[[str], None] = _ignore_phase,
 ) -> Engine:
-    """This rank's part of a decoder with its initial values, ready to train.
+    """Build this rank's part of a decoder with its initial values, ready to train. Collective over all ranks of the job.
 
-    `plain` uses PyTorch operations instead of our kernels (the reference of the equality tests); `balance_loss` is the weight of the
-    experts' balance losses. `on_phase_end` is called with the name of each phase of the start that has ended (events.start). Raises
-    BadInput when the schedule cannot be built for the plan's sizes.
+    `loss_chunk` is the number of tokens whose logits are in memory at a time. `plain` uses PyTorch operations instead of our kernels (the
+    reference of the equality tests); `balance_loss` is the weight of the experts' balance losses. `on_phase_end` is called with the name of
+    each completed phase of the start (`events.start`). Raises BadInput if the schedule does not exist for the plan's sizes.
     """
-    pipeline_rank, table = (
-        mesh.coordinate("pipeline"),
-        stage_table(plan.schedule, mesh.axis_size("pipeline"), spec.layers),
-    )
+    pipeline_rank = mesh.coordinate("pipeline")
+    # By pipeline rank, the layers of its stages.
+    table = stage_table(plan.schedule, mesh.axis_size("pipeline"), spec.layers)
     training = training_schedule(plan, spec.layers)
     with torch.device("meta"):
         model = Decoder(spec, loss_chunk=loss_chunk, plain=plain)
     if plan.precision.compute == "fp64":
         model.to(torch.float64)
-    keep_only(model, rank_parameters(spec, table, pipeline_rank))
+    remove_other_modules(model, rank_parameters(spec, table, pipeline_rank))
     division = mesh.division
     shrink_to_local_parts(model, division)
     divide_over_tensor_ranks(model, mesh, plan.tensor_engine)
     context = divide_sequences(model, plan, mesh)
-    spread_experts(model, mesh)
-    count_whole_sequences(model, mesh)
+    distribute_experts(model, mesh)
+    use_whole_sequence_loads(model, mesh)
     use_fp8_products(model, plan, mesh.device)
     wrap_blocks(model, plan)
     for number, block in model.layers.items():
@@ -125,15 +125,16 @@ def build_engine(
     initialise_shards(model, seed, division)
     on_phase_end("weights")
     tied = _tied_sum(model, table, mesh)
+    # A box is the rectangular region of a parameter that a rank has; a fused weight may have several.
     boxes_by_parameter = {name: parts.boxes for name, parts in local_weights(model, division).items()}
-    copies = CopySums(model, boxes_by_parameter, mesh) if division.tensor.count > 1 else None
+    copies = TensorCopySums(model, boxes_by_parameter, mesh) if division.tensor.count > 1 else None
     sharded = list(dict.fromkeys(unit.sharded for stage_units in units for unit in stage_units))
     streams = CommunicationStreams((group for unit in sharded for group in unit.groups), mesh.device)
     if plan.gather_engine == "copy":
-        # The copy engines gather the last group only: NCCL kernels gather experts that have a group of their own.
-        last = {unit.sharded.groups[-1]: unit.layer is not None for stage_units in units for unit in stage_units}
-        blocks, ends = ([group for group, is_block in last.items() if is_block is wanted] for wanted in (True, False))
-        gather_by_copies(blocks, ends, mesh)
+        # Experts with a parameter group of their own, the first of their unit, are gathered by NCCL kernels.
+        is_block = {unit.sharded.groups[-1]: unit.layer is not None for stage_units in units for unit in stage_units}
+        blocks, ends = ([group for group in is_block if is_block[group] is wanted] for wanted in (True, False))
+        use_copy_engines(blocks, ends, mesh)
     rank_model = RankModel(
         model,
         dict(zip(training.placement[pipeline_rank], units, strict=True)),
@@ -142,7 +143,7 @@ def build_engine(
         device=mesh.device,
         tensor_ranks=division.tensor.count,
         context=context,
-        routing=Routing(spec, balance_loss, plan.batch.global_batch, mesh.device) if spec.experts else None,
+        routing=RoutingStatistics(spec, balance_loss, plan.batch.global_batch, mesh.device) if spec.experts else None,
     )
     executor = Executor(
         rank_model,
@@ -166,6 +167,7 @@ def build_engine(
 def _host_offloaded(
     model: Decoder, plan: Plan, units: Sequence[ShardedUnit]
 ) -> dict[str, Callable[[], torch.Tensor] | None]:
+    """See `Engine.host_offloaded`."""
     releases = {
         id(parameter.shard): parameter.release_master_weight
         for unit in units
@@ -181,11 +183,12 @@ def _host_offloaded(
 
 
 def _duplicate_rows(
-    boxes_by_parameter: Mapping[str, Sequence[Box]], tied: TiedSum | None
+    boxes_by_parameter: Mapping[str, Sequence[Box]], tied: TiedGradientSum | None
 ) -> dict[str, tuple[range, ...]]:
-    second_end = "embed.weight" if tied is not None and not tied.in_norm else None
+    """See `Engine.duplicate_rows`."""
+    tied_copy = "embed.weight" if tied is not None and not tied.in_norm else None
     rows_by_parameter = {
-        name: tuple(rows_of(box) for box in boxes if not box.primary or name == second_end)
+        name: tuple(rows_of(box) for box in boxes if not box.primary or name == tied_copy)
         for name, boxes in boxes_by_parameter.items()
     }
     return {name: rows for name, rows in rows_by_parameter.items() if rows}
@@ -199,8 +202,8 @@ def _replica_sums(plan: Plan, mesh: Mesh) -> ReplicaSums | None:
     return ReplicaSums(group, DTYPES[reduce] if reduce else None, mesh.device)
 
 
-def _tied_sum(model: Decoder, table: tuple[tuple[range, ...], ...], mesh: Mesh) -> TiedSum | None:
-    """The sum over the two ends of the pipeline, when they share a weight and live on different ranks."""
+def _tied_sum(model: Decoder, table: tuple[tuple[range, ...], ...], mesh: Mesh) -> TiedGradientSum | None:
+    """The gradient sum over the first and last stage, if they share a weight and are on different ranks; collective."""
     first = next(rank for rank, stages in enumerate(table) if any(stage.start == 0 for stage in stages))
     last = next(rank for rank, stages in enumerate(table) if any(stage.stop == model.spec.layers for stage in stages))
     if not model.spec.tied or first == last:
@@ -208,44 +211,48 @@ def _tied_sum(model: Decoder, table: tuple[tuple[range, ...], ...], mesh: Mesh) 
     group = mesh.pair(first, last)
     if group is None:
         return None
-    return TiedSum(model.embed.weight, group, in_norm=mesh.coordinate("pipeline") == first)
+    return TiedGradientSum(model.embed.weight, group, in_norm=mesh.coordinate("pipeline") == first)
 
 
 def wrap_blocks(model: Decoder, plan: Plan) -> None:
-    """Give every block its recompute mode, then compile it.
+    """Wrap `forward` of every block for its recompute mode, then compile it if the plan compiles.
 
-    Compiling around the recompute lets the compiler see which activations are saved. All blocks share one compiled function. Without
+    The compiled function includes the recompute, so that the compiler knows which activations are saved. All blocks share it. Without
     compilation `torch.compile` is not accessed, as the access imports the compiler.
     """
-    compiled = torch.compile(_call, fullgraph=True, dynamic=False, options=COMPILER_OPTIONS) if plan.compile else None
+    compiled = (
+        torch.compile(_forward_with_recompute, fullgraph=True, dynamic=False, options=COMPILER_OPTIONS)
+        if plan.compile
+        else None
+    )
     for layer, block in model.layers.items():
         assert isinstance(block, Block)
         mode = plan.strategy(int(layer), model.spec.layers).recompute
         if compiled is not None:
             block.forward = partial(compiled, type(block).forward, mode, block)
         else:
-            block.forward = recomputing(block.forward, mode, block.routed)
+            block.forward = with_recompute(block.forward, mode, block.routed)
 
 
-def _call(forward: Callable[..., Any], mode: Recompute, block: Block, *inputs: Any) -> Any:
-    return recomputing(partial(forward, block), mode, block.routed)(*inputs)
+def _forward_with_recompute(forward: Callable[..., Any], mode: Recompute, block: Block, *inputs: Any) -> Any:
+    return with_recompute(partial(forward, block), mode, block.routed)(*inputs)
 
 
 def local_weights(model: Decoder, division: Division = UNDIVIDED) -> dict[str, StateParts]:
-    """This rank's part of each parameter by name; the model may be divided and sharded, or whole."""
+    """This rank's part of each parameter by name, of a whole model or of one divided by `division` and sharded."""
     specs = {parameter.name: parameter for parameter in parameters(model.spec)}
     return {name: _local_weight(model.spec, specs[name], weight, division) for name, weight in model.named_parameters()}
 
 
 def _local_weight(spec: ModelSpec, parameter: ParameterSpec, weight: torch.Tensor, division: Division) -> StateParts:
-    local, shard = local_part(weight.detach())
+    local, shard = _local_shard(weight.detach())
     return StateParts(
         weight_name(parameter.name), parameter.shape, local_boxes(spec, parameter, division, shard), local
     )
 
 
-def local_part(parameter: torch.Tensor) -> tuple[torch.Tensor, Part]:
-    """This rank's rows of a parameter as a plain tensor, and which of how many shards they are."""
+def _local_shard(parameter: torch.Tensor) -> tuple[torch.Tensor, Part]:
+    """This rank's shard of a parameter as a plain tensor, with its index and the number of shards."""
     if not isinstance(parameter, DTensor):
         return parameter, WHOLE
     mesh = parameter.device_mesh
@@ -258,13 +265,13 @@ def initialise_shards(model: Decoder, seed: int, division: Division = UNDIVIDED)
     """Fill this rank's part of every parameter; the values do not depend on how the model is sharded."""
     parts_by_parameter = local_weights(model, division)
     for parameter in parameters(model.spec):
-        for box, elements in (
-            parts_by_parameter[parameter.name].pieces() if parameter.name in parts_by_parameter else ()
-        ):
-            _fill(elements, parameter, seed, box)
+        if parameter.name in parts_by_parameter:
+            for box, elements in parts_by_parameter[parameter.name].pieces():
+                _fill(elements, parameter, seed, box)
 
 
 def _fill(local: torch.Tensor, parameter: ParameterSpec, seed: int, box: Box) -> None:
+    """Fill `local` with the initial values of the region `box` of a parameter."""
     if parameter.fill != "normal":
         local.fill_(1.0 if parameter.fill == "ones" else 0.0)
         return
@@ -272,7 +279,7 @@ def _fill(local: torch.Tensor, parameter: ParameterSpec, seed: int, box: Box) ->
     step = max(1, (1 << 26) // width)
     for start in range(0, local.shape[0], step):
         part = local[start : start + step]
-        # `initial_values` draws contiguous elements only: draw whole rows, then keep this rank's columns.
+        # `initial_values` computes contiguous elements only, so compute whole rows and keep this rank's columns.
         values = initial_values(seed, parameter, (box.offsets[0] + start) * width, part.shape[0] * width, local.device)
         values = values.view(part.shape[0], *parameter.shape[1:])
         part.copy_(values if values.shape == part.shape else values.narrow(1, box.offsets[1], box.sizes[1]))

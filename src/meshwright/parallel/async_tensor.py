@@ -1,12 +1,13 @@
-"""Tensor-parallel products that overlap with the transfer of their tokens, variants of the operators in `products`.
+"""Asynchronous variants of the operators in `products`: matrix products that overlap with the transfer of their tokens.
 
-A gathered product is computed in pieces of a few ranks' tokens each. This rank's own tokens come first, while the copies of the others'
-run. A scattered product is computed in the opposite order, this rank's own tokens last, while finished pieces are copied to the ranks that
-add them (Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition"; PyTorch's asynchronous tensor
-parallelism). The backward of a gathered product needs no pieces: the gather overlaps with its first product, and the sum of that product
-overlaps with the second.
+An all-gather followed by a product is divided into pieces, each with the tokens of a few ranks. The product of this rank's own tokens comes
+first, while the tokens of other ranks are copied. A product followed by a reduce-scatter has the opposite order, this rank's own tokens
+last, while finished pieces are copied to the ranks that add them (Wang et al. 2023, "Overlap Communication with Dependent Computation via
+Decomposition"; PyTorch's asynchronous tensor parallelism). The backward of the former needs no pieces: the all-gather overlaps with the
+product for the input gradient, and the reduce-scatter of that gradient overlaps with the product for the weight gradient.
 
-Parts are added in rank order, in fp32 or wider, and rounded once. Shapes and names are those of `products`; peers are `peers.Peers`.
+Parts are added in rank order, in fp32 or wider, and rounded once. Shapes and names are those of `products`. `Peers` (`parallel.peers`)
+copy the tokens.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ A piece takes the tokens of several ranks if one rank has fewer.
 """
 
 
-def gathered_products(peers: Peers, x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
+def all_gather_matmul(peers: Peers, x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
     """all-gather(x) · weightᵀ + bias for each weight."""
     return _TokenGather(peers, x).products([weight.t() for weight in weights], biases)
 
 
-def gathered_gradients(
+def all_gather_matmul_backward(
     peers: Peers, x: Tensor, weights: list[Tensor], grads: list[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Gradients of x and of the weights of gathered products, from their output gradients."""
+    """Gradients of x and of the weights of `all_gather_matmul`, from its output gradients."""
     tokens, sums = _TokenGather(peers, x), _TokenSums(peers, x.shape, x)
     x_grads = sum_of_products(grads, weights)  # overlaps with the gather
     for sequence, x_grad in enumerate(x_grads):
@@ -45,22 +46,24 @@ def gathered_gradients(
     return sums.total(), weight_grads
 
 
-def gathered_input_gradient(
+def all_gather_matmul_input_backward(
     peers: Peers, x: Tensor, weights: list[Tensor], grads: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of x, and the gathered tokens from which the weight gradients are computed."""
+    """Gradient of x of `all_gather_matmul`, and the gathered tokens, from which the weight gradients are computed later."""
     tokens = _TokenGather(peers, x)
-    return scattered_products(peers, grads, weights), tokens.whole()
+    return matmul_reduce_scatter(peers, grads, weights), tokens.whole()
 
 
-def scattered_input_gradients(peers: Peers, grad: Tensor, weights: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """Gradients of the inputs of scattered products, and the gathered output gradient, which the weight gradients need."""
+def matmul_reduce_scatter_input_backward(
+    peers: Peers, grad: Tensor, weights: list[Tensor]
+) -> tuple[list[Tensor], Tensor]:
+    """Gradients of the inputs of `matmul_reduce_scatter`, and the gathered output gradient, which the weight gradients need."""
     tokens = _TokenGather(peers, grad)
     return tokens.products(weights, [None] * len(weights)), tokens.whole()
 
 
-def scattered_products(peers: Peers, xs: list[Tensor], factors: list[Tensor]) -> Tensor:
-    """This rank's tokens of Σ x · factor over all xs and all ranks."""
+def matmul_reduce_scatter(peers: Peers, xs: list[Tensor], factors: list[Tensor]) -> Tensor:
+    """This rank's tokens `(batch, seq / ranks, out)` of Σ x · factor over all xs and all ranks, with factors `(in, out)`."""
     batch, part = xs[0].shape[0], xs[0].shape[1] // peers.ranks
     sums = _TokenSums(peers, torch.Size((batch, part, factors[0].shape[1])), xs[0])
     own, *others = pieces(peers, part)
@@ -85,10 +88,10 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def pieces(peers: Peers, rank_tokens: int) -> list[range]:
-    """Groups of ranks whose tokens are multiplied together, this rank's group first; a rank has `rank_tokens` tokens.
+    """Ranges of ranks whose tokens are multiplied in one product, this rank's range first; a rank has `rank_tokens` tokens.
 
-    The group size is the smallest divisor of the number of ranks with enough rows. There are at least two pieces, so that
-    one can be transferred while another is multiplied.
+    The range size is the smallest divisor of the number of ranks that gives at least `PIECE_ROWS` rows. There are at least
+    two pieces, so that one can be transferred while another is multiplied.
     """
     sizes = [size for size in range(1, peers.ranks) if peers.ranks % size == 0]
     size = next((size for size in sizes if size * rank_tokens >= PIECE_ROWS), sizes[-1])
@@ -98,7 +101,7 @@ def pieces(peers: Peers, rank_tokens: int) -> list[range]:
 
 
 def peers_in_turn(peers: Peers, ranks: range) -> Iterator[int]:
-    """The peers among `ranks` in cyclic order from this rank's position, so that every rank serves one peer at a time."""
+    """Yield the peers among `ranks` in cyclic order, from another start on each rank, to avoid copies from one peer."""
     for step in range(len(ranks)):
         peer = ranks[(peers.rank + step) % len(ranks)]
         if peer != peers.rank:
@@ -106,7 +109,7 @@ def peers_in_turn(peers: Peers, ranks: range) -> Iterator[int]:
 
 
 class _TokenGather:
-    """A gather of all tokens that overlaps with the products of those tokens."""
+    """All-gather of the tokens x `(batch, part, width)` that overlaps with products of them."""
 
     def __init__(self, peers: Peers, x: Tensor) -> None:
         self._peers, self._x = peers, x.contiguous()
@@ -131,7 +134,7 @@ class _TokenGather:
         return outputs
 
     def whole(self) -> Tensor:
-        """All tokens, in sequence order."""
+        """All tokens `(batch, ranks × part, width)`, in sequence order."""
         for peer in range(self._peers.ranks):
             if peer != self._peers.rank:
                 self._gather.wait(peer)
@@ -155,7 +158,7 @@ class _TokenGather:
 
 
 class _TokenSums:
-    """Sum over ranks, of which each rank gets its part of the sequence, `(batch, part, width)`."""
+    """Reduce-scatter in parts: the sum over ranks, of which this rank gets its part of the sequence, `(batch, part, width)`."""
 
     def __init__(self, peers: Peers, shape: torch.Size, like: Tensor) -> None:
         self._peers, self._part = peers, shape[1]
@@ -163,7 +166,7 @@ class _TokenSums:
         self._sum = peers.start_sum(shape, like)
 
     def output_buffer(self, sequence: int, ranks: range) -> Tensor:
-        """Buffer for a product with the tokens of `ranks`; a product for this rank alone needs no copy afterwards."""
+        """Buffer for a product of the tokens of `ranks`; this rank's own part is computed into its final memory."""
         if len(ranks) == 1 and self._peers.rank in ranks:
             return self._own[sequence]
         return self._own.new_empty((len(ranks) * self._part, self._own.shape[2]))
@@ -177,7 +180,7 @@ class _TokenSums:
             self._own[sequence].copy_(own)
 
     def total(self) -> Tensor:
-        """The sum over all ranks; called after every part was sent."""
+        """The sum over all ranks `(batch, part, width)`; called after every part was sent."""
         self._sum.wait()
         add = compile_once(_sum_in_rank_order) if self._own.is_cuda else _sum_in_rank_order
         return add(self._sum.received, self._own, self._peers.rank)

@@ -1,8 +1,9 @@
-"""Pipeline transfers: a communicator of two ranks for each neighbour and direction.
+"""Channels between pipeline ranks: a communicator of two ranks for each neighbour and direction.
 
 NCCL transfers the messages of one communicator in order. Activations and gradients therefore have separate communicators, and so have
-different neighbours. One split of the world creates the communicators of all pairs that share no rank, so a schedule needs at most six
-splits for any number of pipeline ranks: even to odd, odd to even, and the closing pair of an odd ring, for each direction.
+different neighbours. One split of the world communicator creates the communicators of all pairs that share no rank. A schedule thus needs
+at most six splits for any number of pipeline ranks. Per direction these are: from even to odd ranks, from odd to even ranks, and the pair
+of last and first rank, if stages wrap around an odd number of ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Transfer:
-    """A send or receive that may still run. It holds a reference to the buffer until the caller drops the transfer."""
+    """A send or receive that may still run. It references the buffer, whose memory therefore stays allocated."""
 
     tensor: torch.Tensor
     work: dist.Work
@@ -37,7 +38,7 @@ class Transfer:
 
 @dataclass
 class HostTiming:
-    """`MessageTransfer` with Gloo: the duration is known to the receiver after its wait, and not to the sender."""
+    """`events.span.MessageTransfer` for Gloo: a receiver measures from its call to the end of its wait; a sender reports 0."""
 
     receives: bool
     timed_from_posting = True
@@ -54,10 +55,10 @@ class HostTiming:
 
 @dataclass(frozen=True)
 class DeviceTiming:
-    """`MessageTransfer` with NCCL: the duration between NCCL's own events on the channel's stream.
+    """`events.span.MessageTransfer` for NCCL: the duration between NCCL's own events on the channel's stream.
 
-    An event on another stream would have to wait for the message on that stream. Streams share the device's few hardware queues, so work
-    behind it in the same queue would wait too, including compute that the other end needs to send its message.
+    An event on another stream would need a wait for the message on that stream. Streams share the device's few hardware queues. The wait
+    would block later work in the same queue, possibly the compute on which the other rank's message depends: a deadlock.
     """
 
     work: dist.Work
@@ -71,10 +72,10 @@ class DeviceTiming:
 
 
 def open_channels(mesh: Mesh, pairs: Sequence[Pair]) -> Channels:
-    """Open the channels of `pairs` (`Schedule.channels`); collective over all ranks.
+    """Open the channels of `pairs` of pipeline ranks (`Schedule.channels`); collective over all ranks.
 
-    Each channel sends one message here: NCCL connects two ranks at their first message and blocks both, which could deadlock a cycle of
-    ranks inside a step.
+    Sends one message in each channel: NCCL connects two ranks at their first message and blocks both, which could deadlock a cycle of ranks
+    inside a step.
     """
     channels = Channels(mesh)
     for number, matching in enumerate(matchings(pairs, mesh.axis_size("pipeline"))):
@@ -88,7 +89,7 @@ def open_channels(mesh: Mesh, pairs: Sequence[Pair]) -> Channels:
 class Channels:
     """This rank's channels, by the pipeline rank at the other end.
 
-    Sends and receives of one channel match in the order in which the two ends issue them.
+    The first send of a channel matches the first receive at its other end, and so on.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -98,7 +99,7 @@ class Channels:
         self._timed = False
 
     def connect(self, sender: int, receiver: int, group: dist.ProcessGroup) -> None:
-        """Use `group` for messages from `sender` to `receiver`, and send the first one; no effect on other pipeline ranks."""
+        """Use `group` for messages from `sender` to `receiver`, and send a first message; no effect on other pipeline ranks."""
         if self._mesh.coordinate("pipeline") == sender:
             self._outgoing[receiver] = group
             _send(torch.tensor([sender], device=self._mesh.device), group).wait()
@@ -126,19 +127,20 @@ class Channels:
 
 
 def matchings(pairs: Sequence[Pair], ranks: int) -> list[list[Pair]]:
-    """Divides `pairs` into few lists in which no rank occurs twice.
+    """Divide `pairs` into few lists in which no rank occurs twice.
 
-    The result has 4 lists for a line of ranks or an even ring and 6 for an odd ring. Pairs of different distances are in
-    different lists; each pair is added to the first list of its distance that has neither of its ranks.
+    There are 4 lists for a line of ranks or a ring of an even number of ranks, and 6 for a ring of an odd number. Pairs with
+    different distances of their ranks are in different lists; each pair is added to the first list of its distance that has
+    neither of its ranks.
     """
     by_distance: dict[int, list[list[Pair]]] = {}
     for pair in sorted(set(pairs)):
         lists = by_distance.setdefault((pair[1] - pair[0]) % ranks, [])
-        fitting = next((pairs for pairs in lists if not {*pair} & {rank for other in pairs for rank in other}), None)
-        if fitting is None:
+        matching = next((pairs for pairs in lists if not {*pair} & {rank for other in pairs for rank in other}), None)
+        if matching is None:
             lists.append([pair])
         else:
-            fitting.append(pair)
+            matching.append(pair)
     return [matching for distance in sorted(by_distance) for matching in by_distance[distance]]
 
 

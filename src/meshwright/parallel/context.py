@@ -1,13 +1,13 @@
 """Context parallelism for a decoder: every rank has a part of every sequence; only attention is replaced.
 
-There are two axes, which can be combined. Along `context_ulysses` ranks exchange heads for tokens around attention, so
-each rank has all tokens of some heads (Jacobs et al. 2023). Along `context_ring` keys and values are sent round the ring
-while attention is computed (parallel/ring.py). With a document mask they are all-gathered instead, because the blocks of
-documents are small (Grattafiori et al. 2024, §3.3.2). With both axes, the Ulysses exchange first collects all tokens of a
-ring rank. `spec.layout.local_tokens` defines which rank has which tokens.
+There are two mesh axes, which can be combined. Along `context_ulysses` ranks exchange heads for tokens around attention,
+so each rank has all tokens of some heads (Jacobs et al. 2023). Along `context_ring` keys and values are sent round a ring
+of ranks while attention is computed (`parallel.ring`). With a mask of documents or a sliding window they are all-gathered
+instead, because each query then attends to few keys (Grattafiori et al. 2024, §3.3.2). With both axes, the Ulysses exchange
+first collects all tokens of a ring rank. `spec.layout.local_tokens` returns the tokens of each rank.
 
 For parameters a context rank is like a data rank: it shards weights and sums gradients (`Mesh.shards`). In a mixture of
-experts only the balance loss needs counts over whole sequences (`parallel.experts.count_whole_sequences`).
+experts only the balance loss needs counts over whole sequences (`parallel.experts.use_whole_sequence_loads`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch import Tensor
 from meshwright.data.loader import MicroBatch
 from meshwright.kernels.attention import AttentionMask, attention
 from meshwright.models.decoder import Block, Decoder, SharedInputs
-from meshwright.parallel.exchanges import exchanged_heads, exchanged_tokens, gathered_sequence
+from meshwright.parallel.exchanges import gather_heads, gather_sequence, scatter_heads
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.recompute import recomputing
+from meshwright.parallel.recompute import with_recompute
 from meshwright.parallel.ring import ring_attention
 from meshwright.spec.errors import BadInput
 from meshwright.spec.layout import Part, context_split_error, local_tokens
@@ -56,13 +56,13 @@ def divide_sequences(model: Decoder, plan: Plan, mesh: Mesh) -> SplitSequences |
 
 
 class SplitSequences:
-    """Cuts micro-batches into the parts of context ranks, and joins their logits."""
+    """Divides micro-batches over context ranks, and gathers their logits."""
 
     def __init__(self, model: Decoder, mesh: Mesh, group: dist.ProcessGroup, ring: Part, ulysses: Part) -> None:
         self._model, self._mesh, self._group, self._ring, self._ulysses = model, mesh, group, ring, ulysses
 
-    def part_of(self, batch: MicroBatch) -> MicroBatch:
-        """This rank's tokens of a micro-batch of whole sequences, whose targets are already shifted by one token."""
+    def local_batch(self, batch: MicroBatch) -> MicroBatch:
+        """This rank's tokens of a micro-batch of whole sequences, with their targets (already shifted by one) and positions."""
         seq = batch.tokens.shape[1]
         ranges = local_tokens(seq, self._ring, self._ulysses)
 
@@ -74,8 +74,11 @@ class SplitSequences:
             positions = _token_positions(ranges, batch.tokens.device).expand(len(batch.tokens), -1)
         return replace(batch, tokens=local(batch.tokens), targets=targets, positions=positions)
 
-    def shared(self, batch: MicroBatch, dtype: torch.dtype) -> SharedInputs:
-        """Rotary tables and mask for all blocks; `batch` is this rank's part, but its document numbers are of whole sequences."""
+    def shared_inputs(self, batch: MicroBatch, dtype: torch.dtype) -> SharedInputs:
+        """The inputs that all blocks share, for this rank's tokens; `batch` is from `local_batch`.
+
+        Its document numbers are those of whole sequences, because the mask needs those of all keys.
+        """
         assert batch.positions is not None
         seq = batch.tokens.shape[1] * self._ring.count * self._ulysses.count
         device, queries = batch.tokens.device, None
@@ -84,8 +87,8 @@ class SplitSequences:
         mask = self._model.mask(batch.documents, seq, device, dtype, queries=queries)
         return SharedInputs(batch.positions, self._model.rope(batch.positions, dtype), mask)
 
-    def joined(self, logits: Tensor) -> Tensor:
-        """`(batch, seq, vocab)` of every rank's `(batch, seq / ranks, vocab)`. Collective over context ranks."""
+    def gather_logits(self, logits: Tensor) -> Tensor:
+        """All-gather logits `(batch, seq / ranks, vocab)` to `(batch, seq, vocab)`. Collective over context ranks."""
         ranks = dist.get_process_group_ranks(self._group)
         parts = [torch.empty_like(logits) for _ in ranks]
         dist.all_gather(parts, logits.contiguous(), group=self._group)
@@ -123,21 +126,24 @@ class SplitAttention:
     ring: AxisRanks | None
     ulysses: AxisRanks | None
     regather: Recompute = "none"
-    """selective: gather keys and values again in backward instead of saving the gathered ones."""
+    """Recompute mode of attention: `selective` gathers keys and values again in backward instead of saving the gathered ones."""
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None = None, *, plain: bool = False
     ) -> Tensor:
-        """Attention of this rank's tokens. `mask` is for the queries that the rank has after the Ulysses exchange."""
+        """Attention of this rank's tokens: q `(batch, seq / ranks, heads, head_dim)`, k and v with `kv_heads`; shaped like q.
+
+        `mask` is for the queries that the rank has after the Ulysses exchange.
+        """
         if self.ulysses is None:
             return self._over_ring(q, k, v, mask, plain)
         group, ranks = self.ulysses.group, self.ulysses.part.count
         widths = [q.shape[2] // ranks, *[-(-k.shape[2] // ranks)] * 2]
-        # With fewer key/value heads than ranks, neighbouring ranks get the same head. One message carries q, k and v.
+        # With fewer key/value heads than ranks, neighbouring ranks get the same head. One all-to-all sends q, k and v.
         k, v = (heads.repeat_interleave(max(1, ranks // k.shape[2]), dim=2) for heads in (k, v))
         joined = torch.cat([heads.unflatten(2, (ranks, -1)) for heads in (q, k, v)], dim=3).flatten(2, 3)
-        q, k, v = exchanged_heads(joined, group, ranks).split(widths, dim=2)
-        return exchanged_tokens(self._over_ring(q, k, v, mask, plain), group, ranks)
+        q, k, v = scatter_heads(joined, group, ranks).split(widths, dim=2)
+        return gather_heads(self._over_ring(q, k, v, mask, plain), group, ranks)
 
     def _over_ring(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, plain: bool) -> Tensor:
         if self.ring is None:
@@ -147,7 +153,7 @@ class SplitAttention:
             return ring_attention(q, k, v, group, part.index, part.count, plain=plain)
 
         def over_all_keys(q: Tensor, joined: Tensor) -> Tensor:
-            k, v = gathered_sequence(joined, group, part.count).chunk(2, dim=2)
+            k, v = gather_sequence(joined, group, part.count).chunk(2, dim=2)
             return attention(q, k, v, mask, plain=plain)
 
-        return recomputing(over_all_keys, self.regather)(q, torch.cat((k, v), dim=2))
+        return with_recompute(over_all_keys, self.regather)(q, torch.cat((k, v), dim=2))

@@ -1,10 +1,11 @@
-"""Weights gathered by the devices' copy engines, which leaves their multiprocessors to compute.
+"""All-gathers of weights by the devices' copy engines, which leave the multiprocessors free for compute.
 
-Under its zero-CTA policy NCCL moves an all-gather by copies between devices instead of a kernel, where the ranks of the communicator map
-each other's memory and the buffers lie in a window that all of them registered. So gathers get a communicator of their own with that
-policy, and a few slots in one window, which are made once: what a rank lays a unit into must lie at the same place of the window on all
-ranks, and only the order of calls, alike on all of them, says which slot is next. A unit that finds no slot is gathered from ordinary
-memory, by a kernel. (NCCL 2.28, zero-CTA policy; PyTorch, "Copy Engine Collectives".)
+With its zero-CTA policy NCCL executes an all-gather by copies between devices instead of a kernel. The ranks of the communicator must map
+each other's memory, and the buffers must be in a window, a memory range that all of them have registered. So gathers have a communicator of
+their own with that policy, and a window that is allocated once and divided into a few slots; a slot holds the gathered weights of one unit
+(a block, the embedding or the head). A buffer must have the same offset in the window on all ranks. All ranks make the same calls in the
+same order, so each of them selects the same slot. If no slot is free, the gather uses ordinary memory and a kernel. (NCCL 2.28, zero-CTA
+policy; PyTorch, "Copy Engine Collectives".)
 """
 
 from __future__ import annotations
@@ -26,71 +27,75 @@ from meshwright.spec.plan import SHARD_AXES
 from meshwright.workload.buffers import BLOCK_SLOTS
 
 ALIGNED = 4096
-"""Bytes: where a slot begins; NCCL asks it of windows."""
+"""Alignment of a slot in bytes, which NCCL requires of windows."""
 
 
-def gather_by_copies(blocks: Iterable[ParameterGroup], ends: Iterable[ParameterGroup], mesh: Mesh) -> None:
-    """Gather parameter groups by copy engines: two slots for blocks, one for the ends.
+def use_copy_engines(blocks: Iterable[ParameterGroup], ends: Iterable[ParameterGroup], mesh: Mesh) -> None:
+    """Make parameter groups gather by copy engines, with slots for two groups of `blocks` and one of `ends` (embedding, head).
 
-    Call it once `CommunicationStreams` exist. Collective over all ranks of the job. Does nothing on one rank; CPU ranks
-    gather into the same slots by Gloo.
+    Call it after `CommunicationStreams` are created. Collective over all ranks of the job. No effect if the parameters are
+    not sharded; CPU ranks gather into the same slots by Gloo.
 
     Raises BadInput if the shard and context ranks are on several nodes, if devices cannot map each other's memory, or if
     NCCL has no zero-CTA policy.
     """
     blocks, ends = list(blocks), list(ends)
-    group = _group(mesh)
+    group = _gather_group(mesh)
     if group is None:
         return
     sizes = BLOCK_SLOTS * [max(block.gathered_bytes for block in blocks)]
     sizes += [max(end.gathered_bytes for end in ends)] if ends else []
     gather = CopyGather(group, sizes, mesh.device)
     for parameters in (*blocks, *ends):
-        parameters.gather_with(gather)
+        parameters.use_copy_gather(gather)
 
 
 @dataclass
 class Slot:
-    """A part of the window; `copied` is the event after which its last contents are no longer needed."""
+    """A part of the window; `last_read` is the event after which the previous contents are no longer read (None on a CPU)."""
 
     memory: Tensor
-    given: bool = False
-    copied: Any = None
+    in_use: bool = False
+    last_read: Any = None
 
 
 class CopyGather:
-    """FSDP2's all-gather on `group`, into slots of `sizes` bytes."""
+    """Replaces FSDP2's all-gather (`AllGather`): gathers over `group` into slots of `sizes` bytes."""
 
     def __init__(self, group: dist.ProcessGroup, sizes: Sequence[int], device: torch.device) -> None:
         self._group, self._cuda = group, device.type == "cuda"
-        room = [-(-size // ALIGNED) * ALIGNED for size in sorted(sizes)]
-        memory, self._pool = _registered(group, sum(room), device)
-        self._slots = [Slot(part) for part in memory.split(room)]
+        aligned_sizes = [-(-size // ALIGNED) * ALIGNED for size in sorted(sizes)]
+        memory, self._pool = _allocate_window(group, sum(aligned_sizes), device)
+        self._slots = [Slot(part) for part in memory.split(aligned_sizes)]
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The smallest slot that is free, which the current stream may write from here on; ordinary memory when there is none."""
+        """A buffer for a gather in the smallest free slot, or in ordinary memory if no slot is free.
+
+        The current stream may write to it at once.
+        """
         count = math.prod(size) * dtype.itemsize
-        slot = next((slot for slot in self._slots if not slot.given and len(slot.memory) >= count), None)
+        slot = next((slot for slot in self._slots if not slot.in_use and len(slot.memory) >= count), None)
         if slot is None:
             return torch.empty(*size, dtype=dtype, device=device)
-        slot.given = True
-        if slot.copied is not None:
-            torch.cuda.current_stream().wait_event(slot.copied)
+        slot.in_use = True
+        if slot.last_read is not None:
+            torch.cuda.current_stream().wait_event(slot.last_read)
         return slot.memory[:count].view(dtype).view(*size)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
-        """Fill `output_tensor` `(ranks × n,)` with every rank's `input_tensor` `(n,)`, which is its own part of it."""
+        """All-gather every rank's `input_tensor` `(n,)` into `output_tensor` `(ranks × n,)`, whose part for this rank it is."""
         return ALL_GATHER(output_tensor, input_tensor, group=self._group, async_op=async_op)
 
-    def copied_out(self, output: Tensor) -> None:
-        """Take back what `allocate` gave: the current stream has copied it out when it comes to here."""
+    def release_buffer(self, output: Tensor) -> None:
+        """Make the slot of a buffer from `allocate` free again, after the work launched so far on the current stream."""
         for slot in self._slots:
             if slot.memory.data_ptr() == output.data_ptr():
-                slot.given = False
-                slot.copied = torch.cuda.current_stream().record_event() if self._cuda else None
+                slot.in_use = False
+                slot.last_read = torch.cuda.current_stream().record_event() if self._cuda else None
 
 
-def _group(mesh: Mesh) -> dist.ProcessGroup | None:
+def _gather_group(mesh: Mesh) -> dist.ProcessGroup | None:
+    """A communicator over the ranks that shard parameters, with the zero-CTA policy; None if parameters are not sharded."""
     shards = mesh.group_over(SHARD_AXES)
     if shards is None:
         return None
@@ -104,14 +109,14 @@ def _group(mesh: Mesh) -> dist.ProcessGroup | None:
         raise BadInput("plan.gather_engine = copy: this NCCL has no zero-CTA policy; expected NCCL 2.28 or later")
     options = library.Options()
     options.config.cta_policy = library.NCCL_CTA_POLICY_ZERO
-    return mesh.world.split(mesh.layout.groups(*SHARD_AXES), "gathers by copies", options)
+    return mesh.world.split(mesh.layout.groups(*SHARD_AXES), "gathers by copy engines", options)
 
 
-def _registered(group: dist.ProcessGroup, size: int, device: torch.device) -> tuple[Tensor, Any]:
-    """`size` bytes in a window of the group's communicator, and the pool that keeps them."""
+def _allocate_window(group: dist.ProcessGroup, size: int, device: torch.device) -> tuple[Tensor, Any]:
+    """Allocate `size` bytes in a window of the group's communicator; returns them and the memory pool that owns them."""
     if device.type == "cpu":
         return torch.empty(size, dtype=torch.uint8), None
-    dist.all_reduce(torch.zeros(1, device=device), group=group)  # a window needs its communicator to be there
+    dist.all_reduce(torch.zeros(1, device=device), group=group)  # creates the communicator, which the window needs
     backend: Any = group._get_backend(device)
     pool = torch.cuda.MemPool(backend.mem_allocator)
     with torch.cuda.use_mem_pool(pool):

@@ -1,8 +1,9 @@
-"""The executor of every plan: it runs one rank's actions of a schedule on the rank's stages, in their order.
+"""Runs the actions of a schedule on one rank; every plan trains with this executor, with or without a pipeline.
 
-Each unit of a stage runs as an autograd graph of its own: the executor detaches its input from the unit before and passes the gradient of
-that input on explicitly. So the schedule alone decides the order, down to single units, with or without a pipeline. The host never waits
-for the device here.
+A schedule lists the actions of each pipeline rank in order: forwards, backwards, sends, receives, gathers (`schedules.action`). A stage
+consists of units: embedding, block, or head with loss. Each unit runs as an autograd graph of its own: the executor detaches its input
+from the unit before, and passes the gradient of that input to that unit's backward. Therefore the schedule alone decides the order of all
+units. The host only launches work here and does not synchronise with the device.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from meshwright.events.span import Recorder
 from meshwright.kernels.linear import WeightQueue
 from meshwright.models.decoder import SharedInputs
 from meshwright.models.moe import RoutedOutput
-from meshwright.parallel.channels import Channels, Transfer
+from meshwright.parallel.channels import Channels
 from meshwright.parallel.fp8_weights import WeightScales
 from meshwright.parallel.fsdp import CommunicationStreams, Span
 from meshwright.parallel.gradient_sums import GradientSums
@@ -29,20 +30,20 @@ from meshwright.parallel.offload import ActivationOffload, HostMemory, leaf_with
 from meshwright.parallel.sharded_unit import ShardedUnit
 from meshwright.parallel.stages import RankModel, Unit
 from meshwright.parallel.timetable import Visit
-from meshwright.schedules.action import COMPUTE, Action, Op
+from meshwright.parallel.unit_exchange import UnitExchange
+from meshwright.schedules.action import COMPUTE, FORWARD, Action, Op
 from meshwright.schedules.schedule import Schedule
 
-StageBatch = tuple[int, int]
-"""(stage, micro-batch)."""
-Closing = Mapping[Op, Callable[[], None]]
-"""Functions that run at the actions norm_barrier and optim."""
+StepEndCallbacks = Mapping[Op, Callable[[], None]]
+"""Functions that run at the actions `norm_barrier` and `optim`, at the end of a training step."""
 
 
 class Executor:
-    """Runs steps of one rank on `rank_model`, its part of the model.
+    """Runs the steps of one rank on `rank_model`, its part of the model.
 
-    `streams` run the collectives of weights, `sums` add gradients beyond each unit's own reduction. The others are None where the plan does
-    not need them: `scales` of weights gathered in fp8, `channels` between pipeline ranks, `host` memory for offloaded activations.
+    `streams` run the gathers and reductions of parameters. `sums` adds gradients over ranks that a unit's own reduction does not include
+    (replicas, tied weights). The others are None if the plan does not need them: `scales` of weights that are gathered in fp8, `channels`
+    between pipeline ranks, `host` buffers for offloaded activations.
     """
 
     def __init__(
@@ -67,22 +68,24 @@ class Executor:
         batches: Sequence[MicroBatch],
         recorder: Recorder,
         valid: Tensor | None = None,
-        closing: Closing | None = None,
+        callbacks: StepEndCallbacks | None = None,
     ) -> Tensor:
-        """Run this rank's actions of an expanded schedule and return its share of the loss (float64; 0 without the last stage).
+        """Run this rank's actions of a schedule and return its share of the loss (float64 scalar; 0 without the last stage).
 
-        `batches` are the step's micro-batches by number, of whole sequences. `valid` is the number of valid tokens over all ranks, by
-        which losses are divided; without it they are sums. Collective over every rank that the schedule or the mesh joins this one with.
+        The stages of `schedule` are already divided into units. `batches` are the step's micro-batches by number, with whole sequences.
+        Losses are divided by `valid`, the number of valid tokens over all ranks, or summed if it is None. Collective: every rank of the
+        job makes the same call.
         The first training step posts each message only when it is needed, because lazy kernel loading can deadlock otherwise.
         """
         if schedule.trains and not self._has_trained:
             schedule, self._has_trained = schedule.in_turns(), True
-        return _Step(self, schedule, batches, recorder, valid, closing or {}).run()
+        return _Step(self, schedule, batches, recorder, valid, callbacks or {}).run()
 
     def logits(self, schedule: Schedule, batches: Sequence[MicroBatch], recorder: Recorder) -> dict[int, Tensor]:
         """Run this rank's actions of a forward-only schedule on micro-batches without targets, which may differ in shape.
 
-        Returns the logits `(batch, seq, vocab)` by micro-batch on the ranks of the last stage, nothing elsewhere. Collective as `play` is.
+        Returns the logits `(batch, seq, vocab)` by micro-batch on the ranks of the last stage; an empty dictionary on other ranks.
+        Collective, as `play` is.
         """
         step = _Step(self, schedule, batches, recorder, None, {})
         step.run()
@@ -90,7 +93,7 @@ class Executor:
 
 
 class _Step:
-    """One step in progress: the tensors kept between forward and backward, and the messages in flight."""
+    """One step in progress: the tensors between forward and backward, and `exchange`, the tensors between units."""
 
     def __init__(
         self,
@@ -99,29 +102,24 @@ class _Step:
         batches: Sequence[MicroBatch],
         recorder: Recorder,
         valid: Tensor | None,
-        closing: Closing,
+        callbacks: StepEndCallbacks,
     ) -> None:
         self.executor, self.rank_model, self.recorder = executor, executor.rank_model, recorder
         self.batches = [self.rank_model.local_batch(batch) for batch in batches]
-        self.valid, self.closing = valid, closing
+        self.valid, self.callbacks = valid, callbacks
         self.rank_of = schedule.rank_of
         self.rank_actions = schedule.actions[self.rank_model.pipeline_rank]
         self.logits: dict[int, Tensor] = {}
         self.loss = torch.zeros((), dtype=torch.float64, device=self.rank_model.device)
         self.shared: dict[int, SharedInputs] = {}
         self.forwards_left = Counter(
-            action.micro_batch for action in self.compute_actions() if action.op in ("forward", "forward_only")
+            part.micro_batch for action in self.rank_actions for part in action.parts if part.op in FORWARD
         )
-        self.inputs: dict[StageBatch, Tensor] = {}
-        self.gradients: dict[StageBatch, Tensor] = {}
-        self.loss_gradients: dict[int, Tensor] = {}
+        self.exchange = UnitExchange(self.rank_model, self.rank_of, executor.channels, recorder)
         # (input, edge of the output, balance loss) of each forward. The edge and not the output: the output's memory belongs to the next
         # unit, which may free it.
         self.kept: dict[Visit, tuple[Tensor | None, GradientEdge, Tensor | None]] = {}
         self.deferred: dict[Visit, WeightQueue] = {}
-        self.receiving: dict[tuple[str, int, int], Transfer] = {}
-        self.to_send: dict[tuple[str, int, int], Tensor] = {}
-        self.sending: list[Transfer] = []
         visits = {} if executor.host is None else dict(enumerate(map(self.visits, self.rank_actions)))
         self.visits_at = {index: visits_here for index, visits_here in visits.items() if visits_here}
         units = {visit: self.unit_of(visit) for visits_here in self.visits_at.values() for visit in visits_here}
@@ -151,8 +149,7 @@ class _Step:
             for part in action.parts:
                 self.run_action(part, skip_accumulate=index in reduced_next)
         self.recorder.gap()
-        for transfer in self.sending:
-            transfer.wait()
+        self.exchange.finish_sends()
         return self.loss
 
     def run_action(self, action: Action, *, skip_accumulate: bool) -> None:
@@ -166,20 +163,17 @@ class _Step:
             with self.recorder.span(action.label, "compute"):  # the sum is part of the backward's time
                 sharded.accumulate()
 
-    def compute_actions(self) -> list[Action]:
-        return [part for action in self.rank_actions for part in action.parts]
-
     def span(self, action: Action, lane: str) -> Span | None:
         """Profiler span around a collective, in steps whose communication is recorded."""
         return _communication_span(self.recorder, action.label, lane)
 
     def visits(self, action: Action) -> tuple[Visit, ...]:
-        """The (stage, micro-batch, unit) whose forward or backward the action runs.
+        """The (stage, micro-batch, unit) whose forward or backward the action runs; a visit is one micro-batch in one unit.
 
-        The loss's backward is not one, because it runs in the loss's forward; nor is the weight half of a split backward.
+        Two actions have none: the backward of the loss, which runs in the loss's forward, and the weight half of a split backward.
         """
         return tuple(
-            (part.stage, part.micro_batch, part.unit or 0)
+            _visit_of(part)
             for part in action.parts
             if part.op == "forward"
             or (part.op in ("backward", "backward_input") and not self.is_loss(part.stage, part.unit or 0))
@@ -196,31 +190,34 @@ class _Step:
         return action.op in ops
 
     def reduced_next(self) -> set[int]:
-        """Indices of actions whose gradients are reduced before their unit computes more; the reduction reads them in place."""
+        """Indices of actions after which the unit's gradients are reduced before the unit computes again.
+
+        The reduction reads these gradients in place, so they are not first added to a sum over micro-batches.
+        """
         indices: set[int] = set()
         latest: dict[ShardedUnit, int] = {}
         for index, action in enumerate(self.rank_actions):
-            # Tied weights have two users, and the reduction for the first waits for the gradients of the second.
+            # Tied weights have two users, embedding and head; the reduction waits until both have added their gradients.
             if action.op == "reduce_grad" and self.unit(action).sharded.uses == 1:
                 indices.add(latest[self.unit(action).sharded])
             latest |= {self.unit(part).sharded: index for part in action.parts if self.makes_weight_gradients(part)}
         return indices
 
     def unit(self, action: Action) -> Unit:
-        return self.rank_model.stages[action.stage][action.unit or 0]
+        return self.unit_of(_visit_of(action))
 
     def unit_of(self, visit: Visit) -> Unit:
         return self.rank_model.stages[visit[0]][visit[2]]
 
     def forward(self, action: Action) -> None:
-        stage, number, unit_index = visit = action.stage, action.micro_batch, action.unit or 0
-        unit, batch, shared = self.unit(action), self.batches[number], self.shared_inputs(number)
+        stage, number, unit_index = visit = _visit_of(action)
+        unit, batch, shared = self.unit_of(visit), self.batches[number], self.shared_inputs(number)
         self.forwards_left[number] -= 1
         if not self.forwards_left[number]:
-            del self.shared[number]  # autograd keeps what a backward needs of it
+            del self.shared[number]  # autograd holds the tensors that a backward needs
         unit.sharded.wait_for_gather()
         trains = action.op == "forward"
-        x = None if stage == unit_index == 0 else self.input(stage, number, unit_index, trains)
+        x = None if stage == unit_index == 0 else self.exchange.take("activation", visit).requires_grad_(trains)
         saved = (
             self.offload.saved_activations(visit, self.excluded_storages(unit, shared))
             if unit.offloads and trains
@@ -230,7 +227,7 @@ class _Step:
         with (
             self.recorder.span(action.label, "compute"),
             torch.set_grad_enabled(trains),
-            saved.collecting() if saved else nullcontext(),
+            saved.collect() if saved else nullcontext(),
         ):
             y = unit.run(x, batch, shared)
             if self.is_loss(stage, unit_index):
@@ -238,18 +235,13 @@ class _Step:
                 if batch.targets is None:
                     self.logits[number] = y
                 else:
-                    self.add_loss(y, x, number)
+                    self.add_loss(y, x, visit)
                 return
             y, balance = self.output_and_balance(y, unit, trains)
         if trains:
             self.kept[visit] = leaf, get_gradient_edge(y), balance
             self.offload.end_forward(visit)
-        if unit_index + 1 < len(self.rank_model.stages[stage]):
-            self.inputs[stage, number] = y.detach()
-        elif self.rank_of[stage + 1] == self.rank_model.pipeline_rank:
-            self.inputs[stage + 1, number] = y.detach()
-        else:
-            self.to_send["activation", stage, number] = y.detach()
+        self.exchange.pass_on("activation", visit, y.detach())
 
     def excluded_storages(self, unit: Unit, shared: SharedInputs) -> frozenset[int]:
         """Addresses of storages that are not offloaded: the unit's weights, and rotary tables that all blocks share."""
@@ -264,30 +256,20 @@ class _Step:
             return y.x, None
         assert unit.layer is not None, "only blocks route"
         routing.add(unit.layer, y)
-        return y.x, y.balance if routing.slope else None
+        return y.x, y.balance if routing.balance_gradient else None
 
-    def add_loss(self, y: Tensor, x: Tensor | None, number: int) -> None:
-        """Add a micro-batch's summed loss; in training run its backward at once.
+    def add_loss(self, y: Tensor, x: Tensor | None, visit: Visit) -> None:
+        """Add a micro-batch's summed loss `y`; in training run its backward at once.
 
-        The loss computes its gradients in forward, chunk by chunk, so its backward computes nothing. Running it later would keep one
-        gradient of the whole vocabulary for every micro-batch in flight.
+        The loss computes its gradients in forward, chunk by chunk, so its backward only multiplies them. A later backward would keep the
+        head's weight gradient, `(vocab, hidden)`, for every micro-batch in flight.
         """
         y = y if self.valid is None else y / self.valid.to(y.dtype)
         self.loss += y.detach()
         if y.requires_grad:
             assert x is not None
             y.backward()
-            self.loss_gradients[number] = _gradient_of(x)
-
-    def input(self, stage: int, number: int, unit_index: int, trains: bool) -> Tensor:
-        """A unit's input as a leaf, from the unit before or from the rank of the stage before."""
-        transfer = self.receiving.pop(("activation", stage, number), None) if unit_index == 0 else None
-        x = self.wait_for(transfer) if transfer else self.inputs.pop((stage, number))
-        return x.requires_grad_(trains)
-
-    def wait_for(self, transfer: Transfer) -> Tensor:
-        self.recorder.gap()
-        return transfer.wait()
+            self.exchange.pass_on("gradient", visit, _gradient_of(x))
 
     def shared_inputs(self, number: int) -> SharedInputs:
         if number not in self.shared:
@@ -296,72 +278,43 @@ class _Step:
 
     def backward(self, action: Action, queue: WeightQueue | None = None) -> None:
         """Run a unit's backward. With `queue` the gradients of its linear weights are deferred to it."""
-        stage, number, unit_index = visit = action.stage, action.micro_batch, action.unit or 0
+        stage, _, unit_index = visit = _visit_of(action)
         if self.is_loss(stage, unit_index):
             with self.recorder.span(action.label, "compute"):
-                self.gradients[stage, number] = self.loss_gradients.pop(number)
-            return
-        sharded = self.unit(action).sharded
+                return  # `add_loss` has run it; the span shows the action in timelines
+        sharded = self.unit_of(visit).sharded
         sharded.wait_for_gather()
         x, y, balance = self.kept.pop(visit)
-        y_gradient = self.output_gradient(stage, number, unit_index)
+        y_gradient = self.exchange.take("gradient", visit)
         with (
             self.offload.backward(visit),
             self.recorder.span(action.label, "compute"),
-            nullcontext() if queue is None else sharded.gradient_sink.deferring(queue),
+            nullcontext() if queue is None else sharded.gradient_sink.defer_to(queue),
         ):
             if balance is None:
                 torch.autograd.backward(y, y_gradient)
             else:
                 assert self.rank_model.routing is not None
-                slope = torch.full_like(balance, self.rank_model.routing.slope)
-                torch.autograd.backward((y, get_gradient_edge(balance)), (y_gradient, slope))
-        if x is None:
-            return
-        gradient = _gradient_of(x)
-        if unit_index:
-            self.gradients[stage, number] = gradient
-        elif self.rank_of[stage - 1] == self.rank_model.pipeline_rank:
-            self.gradients[stage - 1, number] = gradient
-        else:
-            self.to_send["gradient", stage, number] = gradient
-
-    def output_gradient(self, stage: int, number: int, unit_index: int) -> Tensor:
-        """The gradient of a unit's output, from the unit after or from the rank of the stage after."""
-        is_last = unit_index + 1 == len(self.rank_model.stages[stage])
-        transfer = self.receiving.pop(("gradient", stage, number), None) if is_last else None
-        return self.wait_for(transfer) if transfer else self.gradients.pop((stage, number))
+                balance_gradient = torch.full_like(balance, self.rank_model.routing.balance_gradient)
+                torch.autograd.backward((y, get_gradient_edge(balance)), (y_gradient, balance_gradient))
+        if x is not None:
+            self.exchange.pass_on("gradient", visit, _gradient_of(x))
 
     def backward_input(self, action: Action) -> None:
-        queue = self.deferred[action.stage, action.micro_batch, action.unit or 0] = WeightQueue()
+        queue = self.deferred[_visit_of(action)] = WeightQueue()
         self.backward(action, queue)
 
     def backward_weight(self, action: Action) -> None:
-        queue = self.deferred.pop((action.stage, action.micro_batch, action.unit or 0))
+        queue = self.deferred.pop(_visit_of(action))
         sharded = self.unit(action).sharded
         with self.recorder.span(action.label, "compute"):
             queue.drain(sharded.gathered_weights, add=sharded.add_product)
 
     def send(self, action: Action) -> None:
-        assert self.executor.channels is not None and action.payload is not None
-        tensor = self.to_send.pop((action.payload, action.stage, action.micro_batch))
-        self.sending = [
-            transfer for transfer in self.sending if not transfer.work.is_completed()
-        ]  # frees their buffers
-        transfer = self.executor.channels.send(self.rank_of[action.peer], tensor)
-        self.sending.append(transfer)
-        self.record_message(action, transfer)
+        self.exchange.send(action)
 
     def receive(self, action: Action) -> None:
-        assert self.executor.channels is not None and action.payload is not None
-        shape = self.rank_model.message_shape(self.batches[action.micro_batch])
-        transfer = self.executor.channels.recv(self.rank_of[action.peer], shape, self.rank_model.dtype)
-        self.receiving[action.payload, action.stage, action.micro_batch] = transfer
-        self.record_message(action, transfer)
-
-    def record_message(self, action: Action, transfer: Transfer) -> None:
-        if self.recorder.detail:
-            self.recorder.message(action.label, f"{action.op} {self.rank_of[action.peer]}", transfer.timing)
+        self.exchange.receive(action, self.rank_model.message_shape(self.batches[action.micro_batch]))
 
     def unshard(self, action: Action) -> None:
         self.unit(action).sharded.gather(self.span(action, "unshard"))
@@ -384,15 +337,19 @@ class _Step:
                 for unit in units:
                     unit.sharded.finish_reductions()
             self.executor.sums.finish()
-            self.closing.get("norm_barrier", _nothing)()
+            self.run_callback(action)
 
     def optim(self, action: Action) -> None:
         with self.recorder.span(action.label, "compute"):
-            self.closing.get("optim", _nothing)()
+            self.run_callback(action)
+
+    def run_callback(self, action: Action) -> None:
+        if action.op in self.callbacks:
+            self.callbacks[action.op]()
 
 
-def _nothing() -> None:
-    pass
+def _visit_of(action: Action) -> Visit:
+    return action.stage, action.micro_batch, action.unit or 0
 
 
 def _ignore(index: int) -> None:
@@ -409,7 +366,8 @@ def _communication_span(recorder: Recorder, name: str, lane: str) -> Span | None
     return recorder.concurrent_span(name, lane) if recorder.detail else None
 
 
-# Not an attribute of the step: a step that referred to itself would keep its tensors until Python collects garbage, many steps later.
+# A table of functions, not of bound methods in an attribute: a step that refers to itself would keep its tensors until Python collects
+# garbage, many steps later.
 _RUN: dict[Op, Callable[[_Step, Action], None]] = {
     "forward": _Step.forward,
     "forward_only": _Step.forward,

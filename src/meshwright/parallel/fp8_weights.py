@@ -1,8 +1,8 @@
-"""What a plan's fp8 asks of a model: which layers multiply in it, and the scales of weights that travel in it.
+"""Applies a plan's fp8 settings to a model: fp8 products of linear layers, and scales of weights that are gathered in fp8.
 
-A weight's scale comes from its largest magnitude over all ranks that hold a part of it. All weights of a rank are measured at once, before
-the first gather after an update, and one all-reduce brings their maxima together, so a gather itself waits for nobody but its collective.
-(torchao, which did this first for FSDP2, calls it precomputed scales.)
+The scale of a weight depends on its largest magnitude over all ranks that shard it. Once per step, before the first gather, each rank
+computes the largest magnitudes of all its shards, and one all-reduce takes the maxima over ranks. So a gather needs no collective for its
+scale. (torchao calls this method, which it introduced for FSDP2, precomputed scales.)
 """
 
 from __future__ import annotations
@@ -25,28 +25,29 @@ from meshwright.spec.fp8_limits import fp8_conflict
 from meshwright.spec.plan import Plan
 
 CAPABILITY = (8, 9)
-"""The first NVIDIA GPUs that multiply fp8 numbers: Ada; Hopper is 9.0."""
-SLOT = 4
-"""Numbers between one scale and the next: compiled code takes its inputs as they are only where they begin on 16 bytes."""
+"""Lowest CUDA compute capability with fp8 products: Ada; Hopper has 9.0."""
+SCALE_STRIDE = 4
+"""fp32 elements from one scale to the next: compiled code copies inputs that are not aligned to 16 bytes."""
 
 
 def use_fp8_products(model: Decoder, plan: Plan, device: torch.device) -> None:
-    """Let the linear layers of every block multiply in the format that the plan has for its layer.
+    """Make the linear layers of every block multiply in fp8 if the plan has fp8 for the block's layer.
 
-    Raises BadInput on a GPU that cannot multiply in fp8. A processor gives the same numbers, slowly.
+    Raises BadInput on a GPU that cannot multiply in fp8. On a CPU the rounded values are multiplied in fp32.
     """
     formats = {layer: plan.linear(int(layer), model.spec.layers) for layer in model.layers}
-    if any(kind != "compute" for kind in formats.values()):
-        if beside := fp8_conflict(plan, experts=model.spec.experts > 0):
-            raise BadInput(f"plan.linear: fp8 does not go with {beside} in this release; leave it out")
-        _refuse_other_devices(device)
+    if any(number_format != "compute" for number_format in formats.values()):
+        if conflict := fp8_conflict(plan, experts=model.spec.experts > 0):
+            raise BadInput(f"plan.linear: fp8 does not go with {conflict} in this release; leave it out")
+        _check_device(device)
     for layer, block in model.layers.items():
         for module in block.modules():
             if isinstance(module, Linear) and formats[layer] != "compute":
                 module.scaling = "tensorwise" if formats[layer] == "fp8_tensorwise" else "rowwise"
 
 
-def _refuse_other_devices(device: torch.device) -> None:
+def _check_device(device: torch.device) -> None:
+    """Raise BadInput if the device has no correct fp8 products."""
     if device.type == "cpu":
         return
     name = torch.cuda.get_device_name(device)
@@ -55,28 +56,28 @@ def _refuse_other_devices(device: torch.device) -> None:
             f"plan.linear: {name} has no fp8 products as this release uses them: expected an NVIDIA GPU of compute capability 8.9 "
             "or more (Ada, Hopper and later); leave plan.linear and plan.gather out, or use such a GPU"
         )
-    if wrong := find_miscompiled_kernel(device):
+    if kernel := find_miscompiled_kernel(device):
         raise BadInput(
-            f"plan.linear: {wrong} gives wrong bytes as {os.environ.get(VARIABLE, 'the ptxas of Triton')} assembles it; "
+            f"plan.linear: {kernel} gives wrong bytes as {os.environ.get(VARIABLE, 'the ptxas of Triton')} assembles it; "
             f"expected {VARIABLE} to name the ptxas of a later CUDA, or plan.linear left out"
         )
 
 
 class WeightScales:
-    """The scales of one rank's fp8 weights, kept on the device."""
+    """The scales of one rank's weights that are gathered in fp8, on the device. `mesh` has the ranks that shard them."""
 
     def __init__(self, units: Iterable[ShardedUnit], mesh: DeviceMesh, device: torch.device) -> None:
         linear_weights = (weight for unit in units for weight in unit.linear_weights)
         weights = [weight for weight in linear_weights if weight.linear and weight.linear.scaling == "tensorwise"]
         self._shards = [weight.flat_shard for weight in weights]
-        self._scales = torch.ones(2, len(weights), SLOT, device=device)
+        self._scales = torch.ones(2, len(weights), SCALE_STRIDE, device=device)  # scales, then inverses
         self._group = mesh.get_group() if mesh.size() > 1 else None
         for number, weight in enumerate(weights):
             weight.gather_in_fp8(self._scales[0, number, 0], self._scales[1, number, 0])
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Measure the weights as they are now. Collective over the ranks that share them; nothing waits for the device."""
+        """Compute the scales of the current weights. Collective over the ranks that shard them; the host does not wait."""
         if not self._shards:
             return
         largest = torch.stack(torch._foreach_norm(self._shards, ord=float("inf")))

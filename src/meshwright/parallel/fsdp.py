@@ -1,8 +1,10 @@
-"""Adapter over FSDP2 that gathers, frees and reduces the parameters of one unit; the only user of FSDP2's internals.
+"""Adapter to FSDP2 that gathers, frees and reduces the parameters of one unit; no other module uses FSDP2's internals.
 
-FSDP2's parameter groups hold the shards, the gathered weights and the streams. Its hooks are removed: the executor
-calls each operation, because hooks cannot express a schedule that keeps parameters over several micro-batches or splits
-the backward.
+A unit is a part of the model whose parameters are gathered and reduced together: embedding, block, or head.
+
+FSDP2's parameter groups own the shards, the gathered weights and the streams. Its hooks are removed and the executor
+calls each operation, because hooks cannot express a schedule that keeps gathered parameters over several micro-batches
+or splits the backward.
 
 Gradients are summed, never averaged: the loss is already divided by the step's valid tokens over all ranks, so the sum
 is the gradient of the global mean for any number of ranks. (FSDP2 divides by default, and on Gloo a factor of 1 needs
@@ -38,7 +40,7 @@ Span = AbstractContextManager[None]
 
 
 class ParameterGroup:
-    """The parameters of some modules, sharded over the ranks of a mesh, except those in the group of an inner module."""
+    """The parameters of some modules, sharded over the ranks of a mesh; without those of inner modules that have a group."""
 
     def __init__(self, modules: Sequence[nn.Module], mesh: DeviceMesh, precision: Precision) -> None:
         policy = MixedPrecisionPolicy(
@@ -84,7 +86,7 @@ class ParameterGroup:
         with self._group.use_training_state(TrainingState.FORWARD):
             self._group.wait_for_unshard()
         if gather is not None and self._copy_gather is not None:
-            self._copy_gather.copied_out(gather.all_gather_output)
+            self._copy_gather.release_buffer(gather.all_gather_output)
 
     def free_gathered(self) -> None:
         """Free the gathered weights."""
@@ -100,7 +102,7 @@ class ParameterGroup:
         The gradients are the sums set by `ShardedParameter.set_gradient_sum`, else those of the gathered weights. Their
         memory is freed.
         """
-        packed = _replaced(_fsdp_collectives, "foreach_reduce_scatter_copy_in", pack)
+        packed = _replace_attribute(_fsdp_collectives, "foreach_reduce_scatter_copy_in", pack)
         with self._output_memory(), packed, _in_span(self._group, "_reduce_scatter_comm", span):
             self._group.post_backward()
         self._group._training_state = TrainingState.IDLE
@@ -119,7 +121,7 @@ class ParameterGroup:
         if group.device.type != "cuda" or added or group._reduce_dtype != group._orig_dtype:
             return nullcontext()
         compute = torch.cuda.stream(torch.cuda.current_stream())
-        return _replaced(
+        return _replace_attribute(
             group, "_reduce_scatter_comm", _CollectiveInContext(group._reduce_scatter_comm, allocating=compute)
         )
 
@@ -135,20 +137,20 @@ class ParameterGroup:
 
     @property
     def gathered_bytes(self) -> int:
-        """Size of the buffer that the weights are gathered into, at most; uneven shards are padded."""
+        """Largest size of the buffer of the gathered weights, in bytes; uneven shards are padded."""
         shard = sum(parameter.padded_shard_elements for parameter in self.parameters)
         return shard * self._group._all_gather_process_group.size() * self._itemsize
 
-    def gather_with(self, copy_gather: Any) -> None:
-        """Use `copy_gather` instead of FSDP2's `AllGather`; its `copied_out` is called when a buffer is no longer needed."""
+    def use_copy_gather(self, copy_gather: Any) -> None:
+        """Use `copy_gather` instead of FSDP2's `AllGather`; its `release_buffer` is called when a buffer is no longer read."""
         self._group._all_gather_comm = self._copy_gather = copy_gather
 
 
 class UnsharedParameterGroup(ParameterGroup):
-    """A parameter group that one rank has to itself: one cast per weight, and no copies of gradients.
+    """A parameter group on a single rank: gathers by one cast per weight, and does not copy gradients.
 
-    FSDP2 casts the weights and then copies the result, and it casts the gradients, divides them by one and copies the quotient: 26 bytes
-    more per parameter, 4% of a 3B model's step on an H200.
+    FSDP2 casts the weights and then copies the result; it casts the gradients, divides them by one and copies the quotient. This moves 26
+    more bytes per parameter, 4% of a 3B model's step on an H200.
     """
 
     @torch.no_grad()
@@ -170,7 +172,7 @@ class UnsharedParameterGroup(ParameterGroup):
         self._group._all_gather_result = None
 
     def record_reduction(self) -> None:
-        """Set `reduced_event` to the work that the compute stream has been given so far."""
+        """Set `reduced_event` to an event after the work launched so far on the compute stream."""
         if self._group.device.type == "cuda":
             self._group._post_reduce_event = torch.cuda.current_stream().record_event()
 
@@ -220,16 +222,16 @@ class ShardedParameter:
         return None if gradient is None else gradient.to_local()
 
     def set_shard_gradient(self, gradient: torch.Tensor) -> None:
-        """Make `gradient`, the gradient of the whole parameter on its only rank, that of the shard."""
+        """Set the shard's gradient to that of the whole parameter, on a single rank."""
         self._parameter.sharded_param.grad_dtype = gradient.dtype
         self._parameter.sharded_param.grad = self._parameter.to_sharded_dtensor(gradient)
 
     def set_gradient_sum(self, total: torch.Tensor) -> None:
-        """Give the next `reduce_scatter` a sum of gradients of the gathered weight."""
+        """Set the sum of gradients of the gathered weight that the next `reduce_scatter` reduces."""
         self._parameter.unsharded_accumulated_grad = total
 
     def gather_sources(self) -> list[tuple[torch.Tensor, torch.dtype]]:
-        """The tensors that the gathered weight is made of on its only rank, each with its dtype when gathered."""
+        """The tensors from which the gathered weight is cast on a single rank, each with its dtype when gathered."""
         if hasattr(self._parameter._sharded_local_tensor, "fsdp_pre_all_gather"):  # fp8, see `gather_in_fp8`
             return [(rounded, rounded.dtype) for rounded in self._parameter.all_gather_inputs]
         return [(self.flat_shard, self._parameter.param_dtype or self._parameter.orig_dtype)]
@@ -237,8 +239,8 @@ class ShardedParameter:
     def gather_in_fp8(self, scale: torch.Tensor, inverse: torch.Tensor) -> None:
         """Round the shard of a linear layer's weight to fp8 with `scale` `()` and its `inverse` before each gather.
 
-        Compute finds the gathered weight in the layer's `fp8_weight`. `weight` keeps its shape and receives the gradient, but has no
-        memory. Both objects stay the same over all gathers. FSDP2 calls two functions of the shard's own tensor.
+        The layer computes with the gathered values in its `fp8_weight`. `weight` keeps its shape and receives the gradient, but has no
+        memory. Both objects stay the same over all gathers. FSDP2 calls two functions that are attributes of the shard's tensor.
         """
         self._scale, self._inverse = scale, inverse
         local = self._parameter._sharded_local_tensor
@@ -254,7 +256,7 @@ class ShardedParameter:
         del mesh, size, stride, module, policy
         shard = self.flat_shard.view(self._parameter.padded_sharded_param_size)
         rounded = round_with_factor(shard, self._inverse, E4M3)
-        return (rounded.view(torch.uint8),), None  # collectives know bytes, not every fp8 dtype
+        return (rounded.view(torch.uint8),), None  # as bytes, because collectives do not support every fp8 dtype
 
     def _store_gathered(
         self, outputs: tuple[torch.Tensor], metadata: None, dtype: torch.dtype, *, out: torch.Tensor
@@ -278,7 +280,7 @@ class ShardedParameter:
         assert rounded is not whole, (
             "the weight is gathered in its stored dtype, so there is no master weight to release"
         )
-        # Gathers read this copy from now on; padded as the master was (torch 2.11 to 2.13 read nothing else of it).
+        # Later gathers read this copy, which has the same padding; torch 2.11 to 2.13 read no other tensor of the shard.
         self._parameter._sharded_param_data = rounded
         whole.untyped_storage().resize_(0)
         return rounded[: part.numel()].view(part.shape)
@@ -307,7 +309,7 @@ class CommunicationStreams:
             group._group.lazy_init()
 
     def follow_compute(self) -> None:
-        """Make later gathers wait for what the compute stream has been given so far: the optimizer's update."""
+        """Make later gathers wait for the work launched so far on the compute stream, which includes the optimizer's update."""
         if self._device.type == "cuda":
             current = torch.cuda.current_stream()
             self._context.all_gather_copy_in_stream.wait_stream(current)
@@ -315,9 +317,9 @@ class CommunicationStreams:
 
 
 class _CollectiveInContext:
-    """A collective of FSDP2 that allocates its buffers inside one context and runs inside another.
+    """Wraps a collective of FSDP2: it allocates its buffers inside the context `allocating` and runs inside `calling`.
 
-    The call runs on the collective's stream, after everything that stream waits for.
+    FSDP2 calls it on the collective's stream, after the waits of that stream.
     """
 
     def __init__(
@@ -339,15 +341,17 @@ class _CollectiveInContext:
 
 
 def _in_span(group: Any, name: str, span: Span | None) -> AbstractContextManager[None]:
+    """Context in which the group's collective `name` runs inside `span`."""
     return (
         nullcontext()
         if span is None
-        else _replaced(group, name, _CollectiveInContext(getattr(group, name), calling=span))
+        else _replace_attribute(group, name, _CollectiveInContext(getattr(group, name), calling=span))
     )
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+def _replace_attribute(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+    """Context in which an attribute of `owner` is replaced."""
     original = getattr(owner, name)
     setattr(owner, name, replacement)
     try:

@@ -1,4 +1,4 @@
-"""Process groups of the Plan's mesh, created from the layout and passed to whatever communicates.
+"""Process groups along the axes of a Plan's mesh, for all modules that communicate between ranks.
 
 Each set of groups is a partition of all ranks, created by one split of the world's communicator without a barrier. A rank therefore makes
 O(axes) splits for any number of ranks (MegaScale, Jiang et al. 2024, §3.5, measures the cost of creating each group separately). The
@@ -84,7 +84,7 @@ class Mesh:
 
     @property
     def division(self) -> Division:
-        """This rank's part of the weights that tensor ranks divide, and of those that expert ranks divide."""
+        """This rank's index and the number of ranks, for weights divided over tensor ranks and over expert ranks."""
         expert_group = next(group for group in self.layout.expert_groups() if self.rank in group)
         return Division(self.part("tensor"), Part(expert_group.index(self.rank), len(expert_group)))
 
@@ -94,11 +94,11 @@ class Mesh:
         return self._group_of_several(self.layout.expert_groups(), "experts")
 
     @property
-    def one_copy(self) -> dist.ProcessGroup | None:
-        """The group of ranks that together have one copy of the model: all axes but `replicate`."""
+    def model_copy_group(self) -> dist.ProcessGroup | None:
+        """The group of ranks that together have one copy of the model: those along all axes but `replicate`."""
         return self.group_over([axis for axis, _ in self.layout.axes if axis != "replicate"])
 
-    def neighbours(self, axis: str, count: int) -> dist.ProcessGroup:
+    def consecutive_group(self, axis: str, count: int) -> dist.ProcessGroup:
         """This rank's group of `count` consecutive ranks along `axis`, whose size `count` divides. Collective over all ranks."""
         blocks: dict[tuple[tuple[str, int], ...], list[int]] = {}
         for rank in range(self.layout.ranks):
@@ -108,17 +108,17 @@ class Mesh:
         return self.split(tuple(map(tuple, blocks.values())), f"{count} along {axis}")
 
     def pair(self, pipeline_a: int, pipeline_b: int) -> dist.ProcessGroup | None:
-        """Group of this rank and its counterpart on the other of two pipeline ranks, which share tied weights.
+        """Group of the two ranks on these pipeline ranks that have this rank's other coordinates, for tied weights.
 
-        The two ranks differ along the pipeline axis only. Collective over all ranks; None on other pipeline ranks.
+        None if this rank is on another pipeline rank. Collective over all ranks.
         """
         group = self.split(pairs_along_pipeline(self.layout, ((pipeline_a, pipeline_b),)), "pair")
         return group if self.coordinate("pipeline") in (pipeline_a, pipeline_b) else None
 
-    def split(self, parts: Parts, what: str) -> dist.ProcessGroup:
+    def split(self, parts: Parts, description: str) -> dist.ProcessGroup:
         """This rank's group in the partition `parts`; created once, then cached. Collective over all ranks."""
         if parts not in self._groups_by_parts:
-            self._groups_by_parts[parts] = world_group() if len(parts) == 1 else self.world.split(parts, what)
+            self._groups_by_parts[parts] = world_group() if len(parts) == 1 else self.world.split(parts, description)
         return self._groups_by_parts[parts]
 
     @property
@@ -137,9 +137,9 @@ class Mesh:
             )
         return self._expert_shards
 
-    def _group_of_several(self, parts: Parts, what: str) -> dist.ProcessGroup | None:
+    def _group_of_several(self, parts: Parts, description: str) -> dist.ProcessGroup | None:
         """As `split`; None if every part is a single rank."""
-        return self.split(parts, what) if len(parts) < self.layout.ranks else None
+        return self.split(parts, description) if len(parts) < self.layout.ranks else None
 
     def _device_mesh(self, group: dist.ProcessGroup | None) -> DeviceMesh:
         return DeviceMesh.from_group(group or self._group_of_one(), self.device.type, mesh_dim_names=("shard",))

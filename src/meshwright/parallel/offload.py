@@ -1,11 +1,11 @@
 """Offload of activations: saved tensors are copied to host memory after a block's forward and back before its backward.
 
-A visit is one micro-batch in one unit. Autograd's hooks collect its saved tensors, and whole storages are copied as bytes, so that views of
-one storage stay views of one storage and every bit is preserved. Copies run on two streams beside compute, one for each direction.
-`parallel.timetable` computes before the step at which positions compute waits for them.
+A visit is one micro-batch in one unit, here a block of the model. Autograd's saved-tensor hooks collect its tensors. Whole storages are
+copied as bytes, so that views of one storage stay views of one storage and every bit is preserved. Copies run on two streams beside
+compute, one for each direction. `parallel.timetable` computes before the step when device memory is freed and when it is copied back.
 
-Streams wait for events; the host never waits. Memory that another stream reads or writes is referenced until compute has waited for the
-copy, so that the allocator cannot reuse it earlier.
+Streams wait for events; the host does not wait. Memory that a copy stream reads or writes is referenced until the compute stream has waited
+for the copy, so that the allocator cannot reuse it earlier.
 
 Gathered weights, fp8 weights and tensors that all blocks share (rotary tables, masks) stay on the device. Method: Rhu et al. 2016 (vDNN).
 """
@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshwright.kernels.pinned import allocate_pinned
-from meshwright.parallel.timetable import Visit, timetable
+from meshwright.parallel.timetable import Visit, build_timetable
 
 MIN_BYTES = 1 << 20
-"""Smaller storages are not offloaded from a GPU: the launches cost more than the memory is worth.
+"""Smaller storages are not offloaded from a GPU, as they save little memory for the time of their kernel launches.
 
 On a CPU, for tests, all storages are offloaded.
 """
@@ -46,7 +46,7 @@ class HostMemory:
         self._free: dict[int, deque[tuple[Tensor, Any]]] = defaultdict(deque)
 
     def acquire(self, size: int) -> Tensor:
-        """Return a buffer of `size` bytes that the stream `offload_stream` may write to. Raises OutOfResources as `pinned` does."""
+        """Return a buffer of `size` bytes that `offload_stream` may write to. Raises OutOfResources as `allocate_pinned` does."""
         if not self._free[size]:
             self.host_bytes += size
             return (
@@ -60,7 +60,7 @@ class HostMemory:
         return buffer
 
     def release(self, buffer: Tensor, read: Any) -> None:
-        """Make a buffer available again after the event `read`, until which a stream reads it (None: at once)."""
+        """Make a buffer available again after the event `read`, which ends the last read of it (None: at once)."""
         self._free[buffer.numel()].append((buffer, read))
 
 
@@ -72,7 +72,7 @@ class _Storage:
     device: Tensor | None
     host: Tensor | None = None
     unread: int = 0
-    """Number of its saved tensors that the backward has not read yet; at 0 the device memory is freed, as without hooks."""
+    """Number of saved tensors of this storage that the backward has not read yet; at 0 the device memory is freed."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class SavedActivations:
         self._offloaded: Any = None
         self._fetched: Any = None
 
-    def collecting(self) -> AbstractContextManager[Any]:
+    def collect(self) -> AbstractContextManager[Any]:
         """Collect the tensors that autograd saves inside this context."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
@@ -162,7 +162,7 @@ class SavedActivations:
         if isinstance(saved, Tensor):
             return saved
         storage = saved.storage
-        if storage.device is None:  # an autograd node that reads it a second time
+        if storage.device is None:  # an autograd node reads the tensor a second time
             assert storage.host is not None
             storage.device = storage.host.to(self._memory.device, non_blocking=True)
         tensor = torch.empty(0, dtype=saved.dtype, device=self._memory.device)
@@ -196,9 +196,9 @@ def storage_addresses(tensors: Iterable[Tensor]) -> frozenset[int]:
 
 
 def leaf_without_memory(x: Tensor) -> tuple[Tensor, Tensor]:
-    """A leaf with the shape of x and no memory, and x to compute with, whose gradient becomes the leaf's.
+    """Return an autograd leaf with the shape of x and no memory, and x itself as a function of the leaf.
 
-    A graph references its leaves, so x as a leaf would stay on the device.
+    The gradient of x becomes that of the leaf. An autograd graph references its leaves, so x as a leaf could not be freed.
     """
     leaf = x.new_empty(()).expand(x.shape).requires_grad_()
     return leaf, _LeafWithoutMemory.apply(leaf, x)
@@ -218,9 +218,10 @@ class _LeafWithoutMemory(torch.autograd.Function):
 
 
 class ActivationOffload:
-    """Offloads the activations of one step's visits by the timetable.
+    """Offloads the activations of one step's visits at the positions of its timetable.
 
-    `computes`, `sizes` and `candidates` as in `timetable`. `concurrent_span` makes the span of a copy from its name and its lane, or None.
+    `computes`, `sizes` and `candidates` as in `build_timetable`. `concurrent_span` returns the profiler span of a copy for its name and its
+    lane in the timeline, or None.
     """
 
     def __init__(
@@ -232,12 +233,12 @@ class ActivationOffload:
         concurrent_span: Callable[[str, str], AbstractContextManager[None] | None],
     ) -> None:
         self._memory, self._span_of = memory, concurrent_span
-        self._timetable = timetable(tuple(computes), tuple(sizes.items()), frozenset(candidates))
+        self._timetable = build_timetable(tuple(computes), tuple(sizes.items()), frozenset(candidates))
         self._index = -1
         self._saved: dict[Visit, SavedActivations] = {}
 
     def begin_compute(self) -> None:
-        """Free device memory and start copies back, as the timetable has them before the next forward or backward."""
+        """Free device memory and start copies back that the timetable has before the next forward or backward."""
         self._index += 1
         for visit in self._timetable.frees.get(self._index, ()):
             self._saved[visit].free_device_memory()
@@ -265,7 +266,7 @@ class ActivationOffload:
 
     @contextmanager
     def backward(self, visit: Visit) -> Iterator[None]:
-        """Context of the visit's backward: makes compute wait for the copies back, and releases the buffers afterwards."""
+        """Context of the visit's backward: first makes compute wait for the copies back, finally releases the host buffers."""
         saved = self._saved.get(visit)
         if saved is None:
             yield

@@ -1,8 +1,9 @@
-"""All-gather and reduce-scatter of tokens between tensor ranks that overlap with matrix products, without a kernel.
+"""All-gather and reduce-scatter of tokens between tensor ranks by copies, which overlap with matrix products.
 
-In a gather each rank copies the other ranks' parts of the sequence (`start_gather`). In a sum each rank writes one part into the memory of
-each other rank, which adds the parts (`start_sum`). On CUDA the devices' copy engines do this, over memory that the ranks of a node map
-(`PeerMemory`). On a CPU sends and receives do it in the same order, so the results are equal (`MessagePeers`).
+In an all-gather each rank copies the other ranks' parts of the sequence (`start_gather`). In a reduce-scatter each rank writes one part
+into the memory of each other rank, which adds the parts (`start_sum`). On CUDA the devices' copy engines execute the copies, in memory that
+all ranks of a node map (`PeerMemory`). On a CPU sends and receives replace them in the same order, so the results are equal
+(`MessagePeers`).
 
 All ranks of a group make the same calls in the same order. Shapes: a rank's part `(batch, part, width)`, all tokens `(batch, ranks × part,
 width)`, with `part` tokens of a sequence on each rank.
@@ -25,14 +26,14 @@ from meshwright.parallel.stream_memory import wait_at_least, write
 from meshwright.workload.buffers import TOKEN_SLOTS
 
 ALIGNED = 256
-"""Bytes: alignment of a slot, so that copies run at full width."""
+"""Alignment of a slot in bytes, so that copies use the full width of the link."""
 
 
 def open_peers(mesh: Mesh, axis: str, option: str) -> Peers:
-    """Peers for the ranks along `axis`, of which there are at least two.
+    """Open and register the peers of the ranks along `axis`, of which there are at least two.
 
-    Operators look them up by their group's name (`peers_of`) while the caller holds a reference. Raises BadInput if the
-    ranks are on several nodes or their devices cannot map each other's memory; the message names `option`.
+    Operators look them up by their group's name (`peers_of`) as long as the caller references the result. Raises BadInput if
+    the ranks are on several nodes or their devices cannot map each other's memory; the message names `option`.
     """
     group = mesh.group(axis)
     assert group is not None, f"one rank along {axis} has no peers"
@@ -48,7 +49,7 @@ def open_peers(mesh: Mesh, axis: str, option: str) -> Peers:
 
 
 def register(group: str, peers: Peers) -> None:
-    """Make the group's operators exchange tokens through `peers`, while the caller holds a reference to them."""
+    """Make the group's operators exchange tokens through `peers`, as long as the caller references them."""
     _peers_by_group[group] = peers
 
 
@@ -62,7 +63,7 @@ def peers_of(group: str) -> Peers | None:
     return _peers_by_group.get(group)
 
 
-# Custom operators take a group's name, so they look the peers up here. The entry does not keep the peers alive.
+# Custom operators get a group's name as argument and look the peers up here. An entry does not keep the peers alive.
 _peers_by_group: WeakValueDictionary[str, Peers] = WeakValueDictionary()
 
 
@@ -88,7 +89,7 @@ class PendingGather(ABC):
     def wait(self, peer: int) -> None:
         """Make the current stream wait for the part of `peer`.
 
-        The caller waits for every part before it starts the second exchange after this one, which reuses the slot.
+        Call it for every part before the next exchange but one starts, which reuses the memory of this one.
         """
 
 
@@ -144,6 +145,8 @@ def _require_work(work: dist.Work | None) -> dist.Work:
 
 
 class _GatherByMessages(PendingGather):
+    """Receives by peer (`works`), and the sends with the tensors that they read."""
+
     def __init__(self, works: dict[int, list[dist.Work]], sent: list[tuple[dist.Work, Tensor]]) -> None:
         self._works, self._sent = works, sent
 
@@ -171,11 +174,11 @@ class _SumByMessages(PendingSum):
 class PeerMemory(Peers):
     """Exchanges tokens by the devices' copy engines, on a stream of its own, through slots that all ranks of the group map.
 
-    An exchange has one barrier between its ranks. In a gather a rank writes its part into its own slot before the barrier and copies the
-    others' slots after it; in a sum it copies into the others' slots before the barrier and adds its own slot after it. Exchanges alternate
-    between two slots. The last read of a slot was two exchanges earlier, and the barrier of the exchange between follows it, so no rank
-    overwrites data that another rank has yet to read. A barrier is a set of flags in the same memory, written by small copies and awaited
-    by the driver's stream memory operations (CUDA driver API): the host does not wait, and no kernel occupies a multiprocessor.
+    A slot is a buffer on each rank; a window has two slots. An exchange has one barrier between its ranks. In a gather a rank writes its
+    part into its own slot before the barrier and copies from the others' slots after it. In a sum it copies into the others' slots before
+    the barrier and adds the parts in its own slot after it. Exchanges alternate between the two slots. So the barrier of the exchange in
+    between separates the last reads of a slot from the next writes to it. A barrier consists of flags in the same memory. Small copies
+    write the flags, and stream memory operations (CUDA driver API) wait for them, without the host and without a kernel.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -242,7 +245,7 @@ class _SumByCopies(PendingSum):
             for peer, part in parts.items():
                 self._targets[peer][sequence].copy_(part, non_blocking=True)
             self._remaining -= len(parts)
-            # Before this rank's own product, so that its peers do not wait for it.
+            # Now, and not in `wait`: peers would wait for this rank's own product, which is launched in between.
             if not self._remaining:
                 self._window.barrier(self._number)
 

@@ -1,4 +1,4 @@
-"""Matrix products of tensor-parallel linear layers, with an all-gather before or a reduce-scatter after.
+"""Matrix products of tensor-parallel linear layers, after an all-gather or before a reduce-scatter of tokens.
 
 Between products a tensor rank has its part of every sequence; inside them it has all tokens and its part of the
 features (Shoeybi et al. 2019, Korthikanti et al. 2022). Each product is one custom operator together with its
@@ -8,9 +8,9 @@ with the product that does not depend on it. If the group has peers (`parallel.p
 asynchronous variant (`parallel.async_tensor`).
 
 Products with the same input share one all-gather, and products whose outputs are added share one reduce-scatter, so the
-operators take lists.
+operators have lists as arguments.
 
-Shapes: a gathered product maps x `(batch, seq / ranks, in)` to `(batch, seq, out)`; a scattered product maps
+Shapes: `all_gather_matmul` maps x `(batch, seq / ranks, in)` to `(batch, seq, out)`; `matmul_reduce_scatter` maps
 `(batch, seq, in)` to `(batch, seq / ranks, out)`.
 """
 
@@ -37,9 +37,9 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 class GroupedLinear(Linear):
-    """This tensor rank's part of a linear layer, with that layer's weight and bias. `group` is the tensor group's name.
+    """This tensor rank's part of a linear layer. `group` is the name of the tensor ranks' process group.
 
-    The layer holds a reference to `peers`, which the group's operators look up by name.
+    The layer references `peers`, which the group's operators look up by name.
     """
 
     def __init__(self, linear: nn.Linear, group: str, ranks: int, peers: Peers | None = None) -> None:
@@ -51,7 +51,7 @@ class GroupedLinear(Linear):
 
 
 class GatheredLinear(GroupedLinear):
-    """A linear layer cut by output features: gathers the ranks' parts of the sequence before the product."""
+    """A linear layer divided by output features: all-gathers the ranks' parts of the sequence before the product."""
 
     def forward(self, x: Tensor) -> Tensor:
         """`(batch, seq, out)` of x `(batch, seq / ranks, in)`."""
@@ -59,7 +59,7 @@ class GatheredLinear(GroupedLinear):
 
 
 class ScatteredLinear(GroupedLinear):
-    """A linear layer cut by input features: sums the ranks' products and keeps this rank's part of the sequence.
+    """A linear layer divided by input features: reduce-scatters the products along the sequence.
 
     Every rank has the whole bias.
     """
@@ -70,35 +70,36 @@ class ScatteredLinear(GroupedLinear):
 
 
 def gather_and_multiply(linears: Sequence[GroupedLinear], x: Tensor) -> Sequence[Tensor]:
-    """The output `(batch, seq, out)` of each layer for x `(batch, seq / ranks, in)`, with one all-gather."""
+    """Return the output `(batch, seq, out)` of each layer for x `(batch, seq / ranks, in)`, with one all-gather."""
     group, ranks = linears[0].group, linears[0].tokens_per_input_token
     if not torch.is_grad_enabled():
         weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
-        return gathered_products(x, weights, biases, group, ranks)
+        return all_gather_matmul(x, weights, biases, group, ranks)
     parts = ((linear.weight, linear.bias, *(linear.taps or (None, None))) for linear in linears)
-    return _GatheredProducts.apply(x, group, ranks, *chain.from_iterable(parts))
+    return _AllGatherMatmul.apply(x, group, ranks, *chain.from_iterable(parts))
 
 
 def multiply_and_scatter(linears: Sequence[GroupedLinear], xs: Sequence[Tensor]) -> Tensor:
-    """The sum `(batch, seq / ranks, out)` of the layers' outputs, layer i of xs[i] `(batch, seq, in)`.
+    """Return the sum `(batch, seq / ranks, out)` of the layers' outputs, with one reduce-scatter.
 
-    Uses one reduce-scatter.
+    The input of layer i is xs[i] `(batch, seq, in)`.
     """
     group, ranks = linears[0].group, linears[0].tokens_per_input_token
     if torch.is_grad_enabled():
         parts = ((x, linear.weight, *(linear.taps or (None, None))) for linear, x in zip(linears, xs, strict=True))
-        y = _ScatteredProducts.apply(group, ranks, *chain.from_iterable(parts))
+        y = _MatmulReduceScatter.apply(group, ranks, *chain.from_iterable(parts))
     else:
-        y = scattered_products(list(xs), [linear.weight for linear in linears], group, ranks)
+        y = matmul_reduce_scatter(list(xs), [linear.weight for linear in linears], group, ranks)
     for linear in linears:
         y = y if linear.bias is None else y + linear.bias
     return y
 
 
-class _GatheredProducts(torch.autograd.Function):
+class _AllGatherMatmul(torch.autograd.Function):
     """Autograd of `gather_and_multiply`; `parts` are weight, bias, output tap and input tap of each product.
 
-    With taps (`kernels.linear`) backward returns dY and the gathered tokens as the taps' gradients, and no weight gradient.
+    Taps are extra inputs (`kernels.linear`): with them backward returns the output gradient and the gathered tokens as the gradients of the
+    taps, from which the executor computes the weight gradient later, instead of the weight gradient.
     """
 
     @staticmethod
@@ -106,7 +107,7 @@ class _GatheredProducts(torch.autograd.Function):
         weights, biases = parts[::4], parts[1::4]
         ctx.save_for_backward(x, *weights)
         ctx.tapped, ctx.biased, ctx.group, ctx.ranks = parts[2] is not None, biases[0] is not None, group, ranks
-        return tuple(gathered_products(x, list(weights), list(biases), group, ranks))
+        return tuple(all_gather_matmul(x, list(weights), list(biases), group, ranks))
 
     @staticmethod
     # pyrefly: ignore [bad-override]  # torch's declaration takes any gradients
@@ -114,15 +115,15 @@ class _GatheredProducts(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         bias_grads = [grad.flatten(0, -2).sum(0) if ctx.biased else None for grad in grads]
         if ctx.tapped:
-            x_grad, tokens = gathered_input_gradient(x, weights, list(grads), ctx.group, ctx.ranks)
+            x_grad, tokens = all_gather_matmul_input_backward(x, weights, list(grads), ctx.group, ctx.ranks)
             parts = [(None, bias, grad, tokens) for bias, grad in zip(bias_grads, grads, strict=True)]
         else:
-            x_grad, weight_grads = gathered_gradients(x, weights, list(grads), ctx.group, ctx.ranks)
+            x_grad, weight_grads = all_gather_matmul_backward(x, weights, list(grads), ctx.group, ctx.ranks)
             parts = [(weight, bias, None, None) for weight, bias in zip(weight_grads, bias_grads, strict=True)]
         return x_grad, None, None, *chain.from_iterable(parts)
 
 
-class _ScatteredProducts(torch.autograd.Function):
+class _MatmulReduceScatter(torch.autograd.Function):
     """Autograd of `multiply_and_scatter`; `parts` are x, weight, output tap and input tap of each product."""
 
     @staticmethod
@@ -130,14 +131,14 @@ class _ScatteredProducts(torch.autograd.Function):
         xs, weights = parts[::4], parts[1::4]
         ctx.save_for_backward(*chain.from_iterable(zip(xs, weights, strict=True)))
         ctx.tapped, ctx.group, ctx.ranks = parts[2] is not None, group, ranks
-        return scattered_products(list(xs), list(weights), group, ranks)
+        return matmul_reduce_scatter(list(xs), list(weights), group, ranks)
 
     @staticmethod
     # pyrefly: ignore [bad-override]  # torch's declaration takes any gradients
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # read once: activation checkpointing returns a recomputed tensor only once
         xs, weights = saved[::2], saved[1::2]
-        x_grads, whole_grad = scattered_input_gradients(grad, list(weights), ctx.group, ctx.ranks)
+        x_grads, whole_grad = matmul_reduce_scatter_input_backward(grad, list(weights), ctx.group, ctx.ranks)
         if ctx.tapped:
             parts = [(x_grad, None, whole_grad, x) for x_grad, x in zip(x_grads, xs, strict=True)]
         else:
@@ -147,51 +148,51 @@ class _ScatteredProducts(torch.autograd.Function):
         return None, None, *chain.from_iterable(parts)
 
 
-@torch.library.custom_op("meshwright::gathered_tokens", mutates_args=())
-def gathered_tokens(x: Tensor, group: str, ranks: int) -> Tensor:
-    """All-gathers x `(batch, seq / ranks, …)` along the sequence: `(batch, seq, …)`."""
+@torch.library.custom_op("meshwright::all_gather_tokens", mutates_args=())
+def all_gather_tokens(x: Tensor, group: str, ranks: int) -> Tensor:
+    """All-gather x `(batch, seq / ranks, …)` along the sequence: `(batch, seq, …)`."""
     return _gather(x, group, ranks).wait()
 
 
-@gathered_tokens.register_fake
+@all_gather_tokens.register_fake
 def _(x: Tensor, group: str, ranks: int) -> Tensor:
     return _empty_gathered(x, x.shape[-1], ranks)
 
 
-@torch.library.custom_op("meshwright::scattered_sum", mutates_args=())
-def scattered_sum(x: Tensor, group: str, ranks: int) -> Tensor:
-    """Reduce-scatters x `(batch, seq, …)` along the sequence: `(batch, seq / ranks, …)`."""
+@torch.library.custom_op("meshwright::reduce_scatter_tokens", mutates_args=())
+def reduce_scatter_tokens(x: Tensor, group: str, ranks: int) -> Tensor:
+    """Reduce-scatter x `(batch, seq, …)` along the sequence: `(batch, seq / ranks, …)`."""
     return _scatter(x, group, ranks).wait()
 
 
-@scattered_sum.register_fake
+@reduce_scatter_tokens.register_fake
 def _(x: Tensor, group: str, ranks: int) -> Tensor:
     return _empty_scattered(x, x.shape[-1], ranks)
 
 
-@torch.library.custom_op("meshwright::gathered_products", mutates_args=())
-def gathered_products(
+@torch.library.custom_op("meshwright::all_gather_matmul", mutates_args=())
+def all_gather_matmul(
     x: Tensor, weights: list[Tensor], biases: list[Tensor | None], group: str, ranks: int
 ) -> list[Tensor]:
     """all-gather(x) · weightᵀ + bias for each weight."""
     if peers := peers_of(group):
-        return async_tensor.gathered_products(peers, x, weights, biases)
+        return async_tensor.all_gather_matmul(peers, x, weights, biases)
     tokens = _gather(x, group, ranks).wait()
     return [F.linear(tokens, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
-@gathered_products.register_fake
+@all_gather_matmul.register_fake
 def _(x: Tensor, weights: list[Tensor], biases: list[Tensor | None], group: str, ranks: int) -> list[Tensor]:
     return [_empty_gathered(x, weight.shape[0], ranks) for weight in weights]
 
 
-@torch.library.custom_op("meshwright::gathered_gradients", mutates_args=())
-def gathered_gradients(
+@torch.library.custom_op("meshwright::all_gather_matmul_backward", mutates_args=())
+def all_gather_matmul_backward(
     x: Tensor, weights: list[Tensor], grads: list[Tensor], group: str, ranks: int
 ) -> tuple[Tensor, list[Tensor]]:
-    """Gradients of x and of the weights of gathered products, from their output gradients."""
+    """Gradients of x and of the weights of `all_gather_matmul`, from its output gradients."""
     if peers := peers_of(group):
-        return async_tensor.gathered_gradients(peers, x, weights, grads)
+        return async_tensor.all_gather_matmul_backward(peers, x, weights, grads)
     tokens = _gather(x, group, ranks, asynchronous=True)
     x_grad_sum = sum_of_products(grads, weights)  # overlaps with the all-gather
     x_grad = _scatter(x_grad_sum, group, ranks, asynchronous=True)
@@ -200,55 +201,55 @@ def gathered_gradients(
     return x_grad.wait(), weight_grads
 
 
-@gathered_gradients.register_fake
+@all_gather_matmul_backward.register_fake
 def _(x: Tensor, weights: list[Tensor], grads: list[Tensor], group: str, ranks: int) -> tuple[Tensor, list[Tensor]]:
     weight_grads = [torch.empty_like(weight, memory_format=torch.contiguous_format) for weight in weights]
     return _empty_scattered(grads[0], x.shape[-1], ranks), weight_grads
 
 
-@torch.library.custom_op("meshwright::gathered_input_gradient", mutates_args=())
-def gathered_input_gradient(
+@torch.library.custom_op("meshwright::all_gather_matmul_input_backward", mutates_args=())
+def all_gather_matmul_input_backward(
     x: Tensor, weights: list[Tensor], grads: list[Tensor], group: str, ranks: int
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of x, and the gathered tokens from which the weight gradients are computed."""
+    """Gradient of x of `all_gather_matmul`, and the gathered tokens, from which the weight gradients are computed later."""
     if peers := peers_of(group):
-        return async_tensor.gathered_input_gradient(peers, x, weights, grads)
+        return async_tensor.all_gather_matmul_input_backward(peers, x, weights, grads)
     tokens = _gather(x, group, ranks, asynchronous=True)
     x_grad = _scatter(sum_of_products(grads, weights), group, ranks)
     return x_grad.wait(), tokens.wait()
 
 
-@gathered_input_gradient.register_fake
+@all_gather_matmul_input_backward.register_fake
 def _(x: Tensor, weights: list[Tensor], grads: list[Tensor], group: str, ranks: int) -> tuple[Tensor, Tensor]:
     return _empty_scattered(grads[0], x.shape[-1], ranks), _empty_gathered(x, x.shape[-1], ranks)
 
 
-@torch.library.custom_op("meshwright::scattered_products", mutates_args=())
-def scattered_products(xs: list[Tensor], weights: list[Tensor], group: str, ranks: int) -> Tensor:
+@torch.library.custom_op("meshwright::matmul_reduce_scatter", mutates_args=())
+def matmul_reduce_scatter(xs: list[Tensor], weights: list[Tensor], group: str, ranks: int) -> Tensor:
     """This rank's tokens of Σ x · weightᵀ over all xs and all ranks."""
     transposed = [weight.t() for weight in weights]
     if peers := peers_of(group):
-        return async_tensor.scattered_products(peers, xs, transposed)
+        return async_tensor.matmul_reduce_scatter(peers, xs, transposed)
     return _scatter(sum_of_products(xs, transposed), group, ranks).wait()
 
 
-@scattered_products.register_fake
+@matmul_reduce_scatter.register_fake
 def _(xs: list[Tensor], weights: list[Tensor], group: str, ranks: int) -> Tensor:
     return _empty_scattered(xs[0], weights[0].shape[0], ranks)
 
 
-@torch.library.custom_op("meshwright::scattered_input_gradients", mutates_args=())
-def scattered_input_gradients(
+@torch.library.custom_op("meshwright::matmul_reduce_scatter_input_backward", mutates_args=())
+def matmul_reduce_scatter_input_backward(
     grad: Tensor, weights: list[Tensor], group: str, ranks: int
 ) -> tuple[list[Tensor], Tensor]:
-    """Gradients of the inputs of scattered products, and the gathered output gradient, which the weight gradients need."""
+    """Gradients of the inputs of `matmul_reduce_scatter`, and the gathered output gradient, which the weight gradients need."""
     if peers := peers_of(group):
-        return async_tensor.scattered_input_gradients(peers, grad, weights)
+        return async_tensor.matmul_reduce_scatter_input_backward(peers, grad, weights)
     whole_grad = _gather(grad, group, ranks).wait()
     return [whole_grad @ weight for weight in weights], whole_grad
 
 
-@scattered_input_gradients.register_fake
+@matmul_reduce_scatter_input_backward.register_fake
 def _(grad: Tensor, weights: list[Tensor], group: str, ranks: int) -> tuple[list[Tensor], Tensor]:
     return [_empty_gathered(grad, weight.shape[1], ranks) for weight in weights], _empty_gathered(
         grad, grad.shape[-1], ranks

@@ -1,10 +1,14 @@
-"""Activation recompute: what a block's forward keeps for backward, and what backward computes again.
+"""Activation recompute: which results of a block's forward are saved, and which the backward computes again.
 
-selective keeps the results of matrix products, attention and exchanges between ranks, which are dear to compute; it recomputes the
-element-wise rest (Korthikanti et al. 2022). full keeps the block's input only (Chen et al. 2016). all_but_attention keeps what attention
-gave besides: its cost grows with the square of the sequence, that of the rest does not (Li et al. 2023, arXiv 2310.03294). Routers' choices
-are always kept: made again from other roundings, they could send a token elsewhere, and with spread experts ranks would wait for rows that
-never come.
+- `none` saves what autograd saves.
+- `selective` saves the results of matrix products, of attention and of exchanges between ranks, which cost most to compute, and recomputes
+  element-wise operations (Korthikanti et al. 2022).
+- `all_but_attention` saves the block's input and the result of attention: the cost of attention grows with the square of the sequence
+  length, that of other operations linearly (Li et al. 2023, arXiv 2310.03294).
+- `full` saves the block's input only (Chen et al. 2016).
+
+In all modes the choices of routers are saved. A recomputed choice could differ by rounding. A token would then go to another expert, and
+with expert parallelism the ranks would expect different numbers of rows from each other and deadlock.
 """
 
 from __future__ import annotations
@@ -18,58 +22,58 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshwright.kernels.grouped import GROUPED_OPERATOR
-from meshwright.parallel import exchanges, experts, products, ring  # noqa: F401  # make the operators named below
+from meshwright.parallel import exchanges, experts, products, ring  # noqa: F401  # register the operators named below
 from meshwright.spec.plan import Recompute
 
 Forward = Callable[..., Any]
 
 
-def recomputing(forward: Forward, mode: Recompute, chooses: bool = False) -> Forward:
-    """`forward` with its activations kept according to `mode`; `chooses` says that routers in it choose."""
+def with_recompute(forward: Forward, mode: Recompute, routed: bool = False) -> Forward:
+    """Return `forward` with the recompute `mode`; `routed` tells whether it contains a router of a mixture of experts."""
     if mode == "none":
         return forward
-    again = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+    checkpointed = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
     if mode == "full":
-        return partial(again, context_fn=_choosing_contexts) if chooses else again
-    return partial(again, context_fn=_selective_contexts if mode == "selective" else _attention_contexts)
+        return partial(checkpointed, context_fn=_routing_contexts) if routed else checkpointed
+    return partial(checkpointed, context_fn=_selective_contexts if mode == "selective" else _attention_contexts)
 
 
-def _tells(record: logging.LogRecord) -> bool:
-    """Disables the compiler's check that selectively recomputed blocks contain no in-place operations; they contain none."""
+def _keeps_log_record(record: logging.LogRecord) -> bool:
+    """Logging filter that drops the compiler's warning about in-place operations in checkpointed blocks, which have none."""
     return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 
 
-def _choosing_contexts() -> Any:
-    return create_selective_checkpoint_contexts(_keep_choices)
-
-
-def _keep_choices(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _CHOICES else CheckpointPolicy.MUST_RECOMPUTE
+def _routing_contexts() -> Any:
+    return create_selective_checkpoint_contexts(_save_routing)
 
 
 def _selective_contexts() -> Any:
-    return create_selective_checkpoint_contexts(_keep_products)
+    return create_selective_checkpoint_contexts(_save_selected)
 
 
 def _attention_contexts() -> Any:
-    return create_selective_checkpoint_contexts(_keep_attention)
+    return create_selective_checkpoint_contexts(_save_attention)
 
 
-def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = operator in _ATTENTION or operator in _CHOICES
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
+def _save_routing(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _ROUTING else CheckpointPolicy.MUST_RECOMPUTE
 
 
-def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+def _save_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    saved = operator in _ATTENTION or operator in _ROUTING
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _save_selected(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _SELECTED else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 _aten = torch.ops.aten
-_CHOICES = {
+_ROUTING = {
     _aten.topk.default,
     _aten.sort.stable,
-    torch.ops.meshwright.exchanged_loads.default,
-    torch.ops.meshwright.summed_loads.default,
+    torch.ops.meshwright.exchange_loads.default,
+    torch.ops.meshwright.sum_loads.default,
 }
 _ATTENTION = {
     _aten._scaled_dot_product_cudnn_attention.default,
@@ -79,15 +83,15 @@ _ATTENTION = {
     torch.ops.higher_order.flex_attention,
     torch.ops.meshwright.ring_forward.default,
 }
-_KEPT = {
-    *_CHOICES,
+_SELECTED = {
+    *_ROUTING,
     *_ATTENTION,
     _aten.mm.default,
     _aten.addmm.default,
     _aten._scaled_mm.default,
     GROUPED_OPERATOR,
-    torch.ops.meshwright.exchanged_rows.default,
-    torch.ops.meshwright.gathered_products.default,
-    torch.ops.meshwright.scattered_products.default,
+    torch.ops.meshwright.exchange_rows.default,
+    torch.ops.meshwright.all_gather_matmul.default,
+    torch.ops.meshwright.matmul_reduce_scatter.default,
 }
-logging.getLogger("torch._higher_order_ops.wrap").addFilter(_tells)
+logging.getLogger("torch._higher_order_ops.wrap").addFilter(_keeps_log_record)

@@ -1,6 +1,7 @@
-"""Reaching the other ranks for the first time: open files, rank 0's address, and one sentence when they are missing.
+"""Checks before the ranks connect: the limit of open files, and whether rank 0 accepts connections. Needs no torch.
 
-torch writes C++ stack frames to stderr when its store cannot be reached, so a plain socket tries first. Torch-free.
+torch writes C++ stack frames to stderr if it cannot connect to its store, so a plain socket connects first and a failure is one clear
+error.
 """
 
 from __future__ import annotations
@@ -14,25 +15,26 @@ from meshwright.spec.errors import CommunicationFailure, OutOfResources
 from meshwright.spec.rank_environment import RankEnvironment
 
 BASE_FILES, FILES_PER_RANK = 64, 2
-"""Descriptors that a rank needs: libraries, data and logs; and for each other rank its connections in Gloo's groups."""
+"""File descriptors of a rank: for libraries, data and logs; and for its Gloo connections to each other rank."""
 RETRY_SECONDS = 0.2
+"""Time between two attempts to connect."""
 
 
 def raise_file_limit(ranks: int) -> None:
-    """Raise the soft limit of open files to the hard limit. Raises OutOfResources if that is too low for so many ranks."""
+    """Raise the soft limit of open files to the hard limit; raises OutOfResources if that is too low for `ranks` ranks."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     need = BASE_FILES + FILES_PER_RANK * ranks
     if hard != resource.RLIM_INFINITY and hard < need:
         raise OutOfResources(
-            f"a process may open {hard} files here, and a rank of {ranks} needs about {need}; raise the limit (ulimit -n {need}) and "
-            "start again"
+            f"a process may open {hard} files here, and each rank of a job of {ranks} ranks needs about {need}; "
+            f"raise the limit (ulimit -n {need}) and start again"
         )
 
 
 def reach(environment: RankEnvironment, limit: timedelta) -> None:
-    """Return once rank 0 accepts connections at its address. Raises CommunicationFailure when it does not within `limit`."""
+    """Return once rank 0 accepts connections at its address. Raises CommunicationFailure if it does not within `limit`."""
     deadline = time.monotonic() + limit.total_seconds()
     while True:
         try:

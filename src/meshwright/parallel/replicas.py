@@ -1,7 +1,8 @@
-"""Gradient sums over replicas: the part of a hierarchical reduction that crosses nodes.
+"""Gradient sums over the `replicate` axis of HSDP, the part of a hierarchical reduction that crosses nodes.
 
-A unit's gradients are first reduce-scattered over its shards, inside a node when the plan can; then each rank sums its shard with the ranks
-that hold the same shard of other replicas, once a step and unit. The shards of a unit lie in one buffer, so that this is one large message.
+A unit's gradients are first reduce-scattered over the ranks that shard its parameters, inside a node if the mesh permits it. Then each rank
+all-reduces its shard with the ranks that have the same shard of other replicas, once per step and unit. The shards of a unit are parts of
+one buffer, so one large message sums them.
 """
 
 from __future__ import annotations
@@ -15,42 +16,44 @@ import torch.distributed as dist
 
 
 class ReplicaSums:
-    """Sums over `group`, begun unit by unit on a stream of their own; `finish` waits for all of them.
+    """Sums gradients over `group`, one unit after another, on a stream of its own.
 
-    `dtype` is the format that travels: half the bytes in bf16, at the price of one rounding (docs/design/networks.md).
+    `dtype` is the dtype of the messages, or None for that of the gradients. bf16 halves the bytes of fp32 and adds one rounding
+    (docs/design/networks.md).
     """
 
     def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype | None, device: torch.device) -> None:
         self._group, self._dtype = group, dtype
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._travelling: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._buffers_in_use: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def begin(
-        self, shards: Sequence[torch.Tensor], after: Any, around: AbstractContextManager[None] | None = None
+    def start(
+        self, shards: Sequence[torch.Tensor], ready: Any, span: AbstractContextManager[None] | None = None
     ) -> None:
-        """Sum `shards` in place over the group; `after` is the event they are complete at (None: now).
+        """Start to sum the buffers of `shards` in place over the group.
 
-        `around` is entered on the stream of the sums just before them and left just behind them.
+        `ready` is the event after which the shards are complete; None on a CPU. `span` is entered on the stream of the sums just before the
+        first collective and left just after the last.
         """
         buffers = {shard.untyped_storage().data_ptr(): shard for shard in shards if shard.numel()}
         if not buffers:
             return
         if self.stream is not None:
-            self.stream.wait_event(after)
-        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream), around or nullcontext():
+            self.stream.wait_event(ready)
+        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream), span or nullcontext():
             for shard in buffers.values():
                 self._sum(torch.empty(0, dtype=shard.dtype, device=shard.device).set_(shard.untyped_storage()))
 
     def finish(self) -> None:
-        """Let compute wait for the sums."""
+        """Make the compute stream wait for the sums."""
         if self.stream is not None:
             torch.cuda.current_stream().wait_stream(self.stream)
-        self._travelling.clear()
+        self._buffers_in_use.clear()
 
-    def _sum(self, flat: torch.Tensor) -> None:
-        narrow = flat if self._dtype in (None, flat.dtype) else flat.to(self._dtype)
-        dist.all_reduce(narrow, group=self._group)
-        if narrow is not flat:
-            flat.copy_(narrow)
-        # Made on this stream and read on it, but freed by the host: kept until compute has waited.
-        self._travelling.append((flat, narrow))
+    def _sum(self, buffer: torch.Tensor) -> None:
+        message = buffer if self._dtype in (None, buffer.dtype) else buffer.to(self._dtype)
+        dist.all_reduce(message, group=self._group)
+        if message is not buffer:
+            buffer.copy_(message)
+        # The host would free the message while the stream still uses it, so it is referenced until compute has waited.
+        self._buffers_in_use.append((buffer, message))

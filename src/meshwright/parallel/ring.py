@@ -1,8 +1,8 @@
 """Causal ring attention; each rank has two chunks of the sequence (Liu et al. 2023; zigzag order, Zhu 2024).
 
-Each rank sends keys and values to the next rank while it computes attention with them, so a rank stores those of at most
-two ranks. Backward sends them round again, followed by their gradient sums, which reach their owner in the last turn.
-Forward and backward are one custom operator each, so a compiled block stays one graph.
+In each turn a rank sends keys and values to the next rank while it computes attention with them, so it stores those of at
+most two ranks. Backward sends them around the ring again, followed by their gradient sums, which reach the rank of these
+keys and values in the last turn. Forward and backward are one custom operator each, so a compiled block stays one graph.
 
 Shapes: q `(batch, seq / ranks, heads, head_dim)`, k and v `(batch, seq / ranks, kv_heads, head_dim)`.
 """
@@ -22,7 +22,10 @@ from meshwright.parallel.products import group_by_name
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: str, rank: int, ranks: int, *, plain: bool) -> Tensor:
-    """This rank's part of causal attention over the ring `group`, shaped like q. Collective."""
+    """Causal attention of this rank's queries over the keys of all ranks in `group`, shaped like q. Collective.
+
+    `plain` computes scores explicitly instead of calling an attention kernel.
+    """
     if not torch.is_grad_enabled():
         return ring_forward(q, k, v, group, rank, ranks, plain)[0]
     return _Ring.apply(q, k, v, group, rank, ranks, plain)
@@ -46,7 +49,7 @@ class _Ring(torch.autograd.Function):
 def ring_forward(
     q: Tensor, k: Tensor, v: Tensor, group: str, rank: int, ranks: int, plain: bool
 ) -> tuple[Tensor, Tensor]:
-    """This rank's part of attention, and its log-sum-exps `(batch, heads, seq / ranks)`."""
+    """Attention of this rank's queries, and the log-sum-exps of their scores `(batch, heads, seq / ranks)`."""
     ring, combined = _RingGroup(group, rank, ranks), None
     keys_values = torch.stack((k, v))
     for turn in range(ranks):
@@ -94,9 +97,8 @@ def ring_backward(
         q_sum[:, queries] += gradients[0]
         sums[0, :, keys] += gradients[1]
         sums[1, :, keys] += gradients[2]
-        pending_sums = ring.start_exchange(
-            sums
-        )  # in the last turn each rank receives the sums of its own keys and values
+        # In the last turn each rank receives the sums of its own keys and values.
+        pending_sums = ring.start_exchange(sums)
         if next_keys_values is not None:
             keys_values = next_keys_values.wait()
     assert pending_sums is not None
@@ -129,6 +131,8 @@ class _PendingExchange:
 
 @dataclass(frozen=True)
 class _RingGroup:
+    """The ranks of a ring, by the name of their process group."""
+
     group: str
     rank: int
     ranks: int

@@ -1,7 +1,7 @@
-"""What the routers of a step did, summed on the device; and how much their balance losses weigh against the tokens'.
+"""Statistics of the routers of a step's mixture-of-experts blocks, and the weight of their balance losses.
 
-A block with experts hands out its balance loss beside its output. The executor runs every unit as a graph of its own, so it gives both
-outputs their gradients by hand, and no trick is needed to join a loss that arises in the middle of the model to the one at its end.
+A block with experts returns its balance loss beside its output. The executor runs each block as an autograd graph of its own, so it passes
+a gradient to both outputs: that of the next block to the output, and `RoutingStatistics.balance_gradient` to the balance loss.
 """
 
 from __future__ import annotations
@@ -12,33 +12,35 @@ from meshwright.models.moe import RoutedOutput
 from meshwright.spec.model import ModelSpec
 
 
-class Routing:
-    """Sums over one rank's micro-batches of one step. Taken when a block runs forward, so recompute does not count again.
+class RoutingStatistics:
+    """Sums over one rank's micro-batches of one step, kept on the device. Forwards add to them; recomputed forwards do not.
 
-    `weight` is the balance loss's coefficient and `global_batch` the step's sequences: the loss is a mean over them, whoever has them.
+    `weight` is the coefficient of the balance loss, and `global_batch` the number of sequences in a step over all ranks: the step's loss
+    includes `weight` times the mean balance loss of these sequences.
     """
 
     def __init__(self, spec: ModelSpec, weight: float, global_batch: int, device: torch.device) -> None:
-        self.slope = weight / global_batch
-        self._mixtures = sum(spec.routed(layer) for layer in range(spec.layers))
-        self._sequences = global_batch
+        self.balance_gradient = weight / global_batch
+        """Gradient of the step's loss with respect to the balance loss of each sequence and layer."""
+        self._routed_layers = sum(spec.routed(layer) for layer in range(spec.layers))
+        self._global_batch = global_batch
         self.sums = torch.zeros(spec.layers, 1 + spec.experts, dtype=torch.float64, device=device)
-        """By layer: the balance losses, then the tokens of each expert."""
+        """`(layers, 1 + experts)`: by layer the sum of balance losses, then the number of tokens of each expert."""
 
     def begin_step(self) -> None:
+        """Set all sums to 0."""
         self.sums.zero_()
 
     def add(self, layer: int, routed: RoutedOutput) -> None:
+        """Add the balance loss and the expert loads of one block's forward."""
         self.sums[layer, 0] += routed.balance.detach()
         self.sums[layer, 1:] += routed.load
 
     def figures(self) -> torch.Tensor:
-        """[mean balance loss, tokens of the busiest expert over its layer's mean, in the worst layer] from sums over all ranks.
+        """The mean balance loss, and the load of the busiest expert over the mean load, in the layer where it is largest.
 
-        Both are 1 if every expert has the same number of tokens.
-
-        Both are 1 when every expert has as many tokens as any other.
+        `(2,)`; to be called once `sums` are summed over all ranks. Both are 1 if every expert has the same number of tokens.
         """
         load = self.sums[:, 1:]
         busiest = (load.amax(1) / load.mean(1).clamp_min(1)).amax()
-        return torch.stack([self.sums[:, 0].sum() / (self._mixtures * self._sequences), busiest])
+        return torch.stack([self.sums[:, 0].sum() / (self._routed_layers * self._global_batch), busiest])

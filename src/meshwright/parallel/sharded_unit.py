@@ -1,16 +1,17 @@
-"""The weights and gradients of one unit: gathered, freed, summed over micro-batches and reduced together.
+"""Gathers and frees the parameters of one unit, sums their gradients over micro-batches and reduces them over ranks.
 
-A unit's gradient has one owner at a time:
+A unit is a part of the model whose parameters are gathered and reduced together: embedding, block, or head. At each time one object holds
+the unit's gradient:
 
-| when | owner | dtype |
+| when | holder | dtype |
 |---|---|---|
 | during a backward | `.grad` of the gathered weight | compute dtype |
 | between the halves of a split backward | the executor's `WeightQueue`, as two factors | compute dtype or fp8 |
-| between micro-batches, before the reduction | `GradientAccumulator`, or `.grad` where nothing widens it | `plan.reduce` |
+| between micro-batches, before the reduction | `GradientAccumulator`, or `.grad` if the dtypes are equal | `plan.reduce` |
 | during the reduction | FSDP2's buffer | `plan.reduce` |
 | after the reduction, until the optimizer's update | `.grad` of the shard | dtype of the master weight |
 
-On one rank the reduction moves nothing, and a gradient that no other is added to keeps the compute dtype up to the update.
+On one rank the reduction sends nothing, and the gradient of a single backward keeps the compute dtype until the update.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from meshwright.parallel.fsdp import ParameterGroup, ShardedParameter, Span, Uns
 class GradientAccumulator:
     """Sums the gradients of a parameter group's gathered weights over micro-batches and hands the sums to the reduction.
 
-    `skip_accumulate` is set for a backward whose gradients are reduced before the unit makes more: they are not widened to the dtype of
-    the sum, because the reduction reads them as they are.
+    `skip_accumulate` is set for a backward whose gradients are reduced before the unit's next backward. They are not cast to the wider
+    dtype of the sum, because the reduction reads them directly.
     """
 
     def __init__(self, group: ParameterGroup) -> None:
@@ -46,7 +47,7 @@ class GradientAccumulator:
         return {id(parameter.gathered): parameter for parameter in self.group.parameters}
 
     def owns(self, weight: torch.Tensor) -> bool:
-        """Whether a gathered weight is one of this group's."""
+        """Whether a gathered weight belongs to this group."""
         return id(weight) in self._by_gathered_weight
 
     def add_product(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -61,7 +62,7 @@ class GradientAccumulator:
             add_product(total, a, b)
 
     def accumulate(self) -> None:
-        """Add the gradients that a backward left in `.grad` of the gathered weights to the sums; nothing with `skip_accumulate`."""
+        """Add `.grad` of the gathered weights to the sums, after a backward; no effect with `skip_accumulate`."""
         if self.skip_accumulate:
             return
         for parameter in self.group.parameters:
@@ -79,20 +80,20 @@ class GradientAccumulator:
 
     @property
     def whole_gradients(self) -> list[torch.Tensor]:
-        """The gradients of whole weights: sums over micro-batches, and what backwards left in `.grad`."""
+        """The gradients of gathered weights that are not reduced yet: sums over micro-batches, and `.grad`."""
         gradients = (parameter.gathered.grad for parameter in self.group.parameters)
         return [*self._sums.values(), *(gradient for gradient in gradients if gradient is not None)]
 
     def _hand_over_sums(self) -> None:
-        # A function of its own: a reference left here would keep a sum's memory until the end of the reduction.
+        # A function of its own, because a local variable of the caller would keep a sum's memory until the end of the reduction.
         for parameter in self.group.parameters:
-            self._add_to_sum(parameter)  # FSDP2 would too, but slowly where dtypes differ
+            self._add_to_sum(parameter)  # FSDP2 would add it too, but slowly if dtypes differ
             total = self._sums.pop(parameter, None)
             if total is not None:
                 parameter.set_gradient_sum(total)
 
     def _add_to_sum(self, parameter: ShardedParameter) -> None:
-        """Add the gathered weight's `.grad` to the sum, where a sum exists."""
+        """Add the gathered weight's `.grad` to the sum, if a sum exists."""
         total, gradient = self._sums.get(parameter), parameter.gathered.grad
         if total is not None and gradient is not None:
             add(total, gradient)
@@ -100,9 +101,10 @@ class GradientAccumulator:
 
 
 class UnsharedGradientAccumulator(GradientAccumulator):
-    """The same on the only rank of a group: the first gradient becomes the shard's, later ones are added to it.
+    """A `GradientAccumulator` on one rank: the first gradient becomes that of the shard, later ones are added to it.
 
-    With `final` no gradient is added to that of one backward, so it keeps its dtype: a wider one would hold the same values.
+    `final` tells that each step has a single backward. Its gradient then keeps the compute dtype, because a wider dtype would have the same
+    values.
     """
 
     def __init__(self, group: UnsharedParameterGroup, *, final: bool) -> None:
@@ -111,26 +113,27 @@ class UnsharedGradientAccumulator(GradientAccumulator):
 
     def add_product(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         """Add a @ b to the shard's gradient once a reduction has set it, else as in the base class."""
-        kept = self._by_gathered_weight[id(weight)].shard_gradient
-        if kept is None:
+        shard_gradient = self._by_gathered_weight[id(weight)].shard_gradient
+        if shard_gradient is None:
             super().add_product(weight, a, b)
         else:
-            add_product(kept, a, b)
+            add_product(shard_gradient, a, b)
 
     @torch.no_grad()
     def start_reduction(self, span: Span | None) -> None:
-        del span  # nothing is sent
+        """Move the gradients to the shards; without a collective, so `span` is not used."""
+        del span
         outputs: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         for parameter in self.group.parameters:
             self._add_to_sum(parameter)
-            total, single = self._sums.pop(parameter, None), parameter.gathered.grad
+            total, latest = self._sums.pop(parameter, None), parameter.gathered.grad
             parameter.gathered.grad = None
-            gradient, kept = single if total is None else total, parameter.shard_gradient
+            gradient, shard_gradient = latest if total is None else total, parameter.shard_gradient
             if gradient is None:
                 continue
-            if kept is not None:
-                add(kept, gradient)
+            if shard_gradient is not None:
+                add(shard_gradient, gradient)
                 continue
             dtype = gradient.dtype if self._final else parameter.stored_dtype
             if gradient.dtype != dtype or not gradient.is_contiguous():
@@ -144,11 +147,12 @@ class UnsharedGradientAccumulator(GradientAccumulator):
 
 
 class ShardedUnit:
-    """The parameters of one unit in one or several groups, gathered, freed and reduced together.
+    """The parameters of one unit in one or several FSDP groups.
 
-    A block whose experts are spread over ranks has two groups: the experts, then the other weights, which have the most ranks. `uses` is
-    the number of units of the schedule that share it: 2 for the two ends of a model with tied weights. It is freed when all of them have
-    freed it, and reduced when all have asked for it since the last reduction. `final` as in `UnsharedGradientAccumulator`.
+    A block whose experts are distributed over ranks has two groups: the experts, then the other weights, which have more ranks. `uses` is
+    the number of units of the schedule that share the parameters: 2 for embedding and head with a tied weight on one rank. The gathered
+    weights are freed when all users have freed them, and the gradients are reduced when all users have called `reduce`. `final` as in
+    `UnsharedGradientAccumulator`.
     """
 
     def __init__(self, groups: Sequence[ParameterGroup], *, uses: int = 1, final: bool = False) -> None:
@@ -159,10 +163,10 @@ class ShardedUnit:
             else GradientAccumulator(group)
             for group in groups
         ]
-        self._communicating = [group for group in groups if group.ranks > 1]
-        self._holders = 0
+        self._sharded_groups = [group for group in groups if group.ranks > 1]
+        self._current_users = 0
         self._ready_users: set[Hashable] = set()
-        self.gradient_sink = WeightGradientSink(_weak(self.add_product))
+        self.gradient_sink = WeightGradientSink(_weak_method(self.add_product))
         """Receives the weight gradients of the unit's linear layers."""
         for parameter in self.linear_weights:
             assert parameter.linear is not None
@@ -173,7 +177,7 @@ class ShardedUnit:
 
         `span` is entered on that stream just before the first collective and left just after the last.
         """
-        self._holders += 1
+        self._current_users += 1
         spans = self._spans(span)
         for group in self.groups:
             group.gather(spans.get(group))
@@ -184,9 +188,9 @@ class ShardedUnit:
             group.wait_for_gather()
 
     def free_gathered(self) -> None:
-        """Free the gathered weights, once every user has called this."""
-        self._holders -= 1
-        if self._holders == 0:
+        """Free the gathered weights, once this was called as often as `gather`."""
+        self._current_users -= 1
+        if self._current_users == 0:
             for group in self.groups:
                 group.free_gathered()
 
@@ -200,15 +204,15 @@ class ShardedUnit:
         self._accumulator_of(weight).add_product(weight, a, b)
 
     def accumulate(self) -> None:
-        """Add the gradients that a backward left to those of earlier micro-batches."""
+        """Add the gradients of a backward to those of earlier micro-batches."""
         for accumulator in self._accumulators:
             accumulator.accumulate()
 
     def reduce(self, span: Span | None = None, *, user: Hashable = None, last: bool = True) -> bool:
-        """Start to sum the whole gradients over ranks; each rank adds its part to its shard's gradient. `span` as in `gather`.
+        """Start to sum the gradients over ranks; each rank adds its part to the gradient of its shard. `span` as in `gather`.
 
-        False, and nothing starts, when another user of the unit has yet to add its part. The `last` call of a step starts in any case, as
-        users may reduce at different rhythms.
+        Returns False, without a reduction, if another user of the unit has not called this since the last reduction. The `last` call of a
+        step always starts it, because users may reduce after different numbers of micro-batches.
         """
         self._ready_users.add(user)
         if len(self._ready_users) < self.uses and not last:
@@ -226,19 +230,19 @@ class ShardedUnit:
 
     @property
     def reduced_event(self) -> Any:
-        """The event of the last group, whose reduction starts after the others on the same stream."""
+        """The event after which all gradients are reduced: that of the last group, whose reduction is last on the stream."""
         return self.groups[-1].reduced_event
 
     @property
     def gathered_weights(self) -> list[nn.Parameter]:
-        """The gathered weights. They exist from the first gather on, also while their memory is freed."""
+        """The gathered weights. The tensors exist from the first gather on; their memory may be freed."""
         return [parameter.gathered for group in self.groups for parameter in group.parameters]
 
     @property
     def gathered_tensors(self) -> list[torch.Tensor]:
-        """Every tensor that a gather fills: the gathered weights, and in fp8 the values that stand for those without memory."""
-        low = (parameter.linear.fp8_weight for parameter in self.linear_weights if parameter.linear is not None)
-        return [*self.gathered_weights, *(weight.values for weight in low if weight is not None)]
+        """Every tensor that a gather fills: the gathered weights, and the fp8 values of weights that are gathered in fp8."""
+        fp8_weights = (parameter.linear.fp8_weight for parameter in self.linear_weights if parameter.linear is not None)
+        return [*self.gathered_weights, *(weight.values for weight in fp8_weights if weight is not None)]
 
     @property
     def linear_weights(self) -> list[ShardedParameter]:
@@ -247,7 +251,7 @@ class ShardedUnit:
 
     @property
     def whole_gradients(self) -> list[torch.Tensor]:
-        """Gradients of whole weights that are not reduced yet."""
+        """Gradients of gathered weights that are not reduced yet."""
         return [gradient for accumulator in self._accumulators for gradient in accumulator.whole_gradients]
 
     @property
@@ -260,29 +264,29 @@ class ShardedUnit:
         return next(accumulator for accumulator in self._accumulators if accumulator.owns(weight))
 
     def _spans(self, span: Span | None) -> dict[ParameterGroup, Span]:
-        """The context of each group's collective, so that `span` covers all of them."""
-        if span is None or not self._communicating:
+        """By group the context manager around its collective: `span` is entered before the first and left after the last."""
+        if span is None or not self._sharded_groups:
             return {}
-        if len(self._communicating) == 1:
-            return {self._communicating[0]: span}
-        opened = ExitStack()
-        return {self._communicating[0]: _entering(span, opened), self._communicating[-1]: _leaving(opened)}
+        if len(self._sharded_groups) == 1:
+            return {self._sharded_groups[0]: span}
+        stack = ExitStack()
+        return {self._sharded_groups[0]: _enter_span(span, stack), self._sharded_groups[-1]: _exit_span(stack)}
 
 
 @contextmanager
-def _entering(span: Span, opened: ExitStack) -> Iterator[None]:
-    opened.enter_context(span)
+def _enter_span(span: Span, stack: ExitStack) -> Iterator[None]:
+    stack.enter_context(span)
     yield
 
 
 @contextmanager
-def _leaving(opened: ExitStack) -> Iterator[None]:
+def _exit_span(stack: ExitStack) -> Iterator[None]:
     yield
-    opened.close()
+    stack.close()
 
 
-def _weak(add: AddProduct) -> AddProduct:
-    """The bound method `add` without a reference to its object.
+def _weak_method(add: AddProduct) -> AddProduct:
+    """Return a function that calls the bound method `add` and has no strong reference to its object.
 
     A layer refers to its sink, and a unit to its layers. With a strong reference back, an engine would stay in memory until Python
     collects garbage.
@@ -291,7 +295,7 @@ def _weak(add: AddProduct) -> AddProduct:
 
     def call(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         bound = method()
-        assert bound is not None, "the executor keeps the unit for as long as backwards run"
+        assert bound is not None, "the executor references the unit while backwards run"
         bound(weight, a, b)
 
     return call

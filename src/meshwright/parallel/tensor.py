@@ -1,12 +1,12 @@
 """Tensor and sequence parallelism: replaces the modules of a decoder; parameter names stay the same.
 
-`spec.layout.TENSOR_SPLITS` says how each weight is cut. A module whose weight is cut by rows all-gathers the tokens before its product; a
-module cut by columns reduce-scatters after it. So each rank has its part of every sequence between modules, and all tokens inside attention
-and the feed-forward network (Shoeybi et al. 2019, Korthikanti et al. 2022). The two branches of a parallel block share one gather and one
-scatter (Jiang et al. 2024, MegaScale §3.1).
+`spec.layout.TENSOR_SPLITS` tells how each weight is divided. A module whose weight is divided by rows all-gathers the tokens before its
+product; a module divided by columns reduce-scatters after it. So each rank has a part of every sequence between modules, and all tokens
+inside attention and the feed-forward network (Shoeybi et al. 2019, Korthikanti et al. 2022). The two branches of a parallel block share one
+gather and one scatter (Jiang et al. 2024, MegaScale §3.1).
 
 Some parameters are replicated on several ranks: norms, biases after a reduce-scatter, learned positions, and key/value heads if there are
-fewer heads than ranks. Each rank computes their gradients from its own tokens or heads, and `CopySums` adds them once a step.
+fewer heads than ranks. Each rank computes their gradients from its own tokens or heads, and `TensorCopySums` adds them once a step.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from meshwright.spec.errors import BadInput
 from meshwright.spec.layout import TENSOR_SPLITS, Box, check_tensor, even_rows
 from meshwright.spec.plan import Engine
 
-PRODUCTS = {"rows": GatheredLinear, "columns": ScatteredLinear}
+LAYER_CLASSES = {"rows": GatheredLinear, "columns": ScatteredLinear}
 
 
 def divide_over_tensor_ranks(model: Decoder, mesh: Mesh, engine: Engine = "kernel") -> None:
-    """Make each module compute this tensor rank's part; no effect on one tensor rank.
+    """Make each module compute this tensor rank's part; no effect on a single tensor rank.
 
-    The model's memory is not allocated yet. `engine` moves the tokens of the blocks' products. Raises BadInput if the ranks
-    cannot divide the model, or copy engines cannot reach all peers.
+    The model is on the meta device. `engine` tells whether kernels or copy engines transfer the tokens of the blocks'
+    products. Raises BadInput if the ranks cannot divide the model, or devices cannot map each other's memory.
     """
     group, part = mesh.group("tensor"), mesh.part("tensor")
     if group is None:
@@ -64,9 +64,9 @@ def divide_over_tensor_ranks(model: Decoder, mesh: Mesh, engine: Engine = "kerne
 def _divide_block(block: Block, group: str, ranks: int, peers: Peers | None) -> None:
     for name, linear in list(block.named_modules()):
         if isinstance(linear, Linear) and name in TENSOR_SPLITS:
-            owner, _, last = name.rpartition(".")
-            product = PRODUCTS[TENSOR_SPLITS[name]](linear, group, ranks, peers)
-            setattr(block.get_submodule(owner), last, product)
+            module, _, attribute = name.rpartition(".")
+            layer = LAYER_CLASSES[TENSOR_SPLITS[name]](linear, group, ranks, peers)
+            setattr(block.get_submodule(module), attribute, layer)
     _divide_heads(block.attention, ranks)
     block.add_branches = _sum_of_branches
 
@@ -87,11 +87,12 @@ def _divide_heads(attention: Attention, ranks: int) -> None:
     attention.kv_heads = max(1, attention.kv_heads // ranks)
 
 
-class CopySums:
+class TensorCopySums:
     """Sums the gradients of parameters that are replicated on neighbouring tensor ranks, once a step.
 
-    Sends one message for each number of copies. Gradients are summed in their stored dtype after the reduction over shards,
-    and every copy gets the same bits. `boxes` maps a parameter's name to the rank's boxes of it.
+    Parameters with the same number of copies share one all-reduce. Gradients are summed in their stored dtype after the
+    reduction over shards, and every copy gets the same bits. `boxes` maps a parameter's name to its rectangular regions that
+    this rank has.
     """
 
     def __init__(self, model: Decoder, boxes: Mapping[str, Sequence[Box]], mesh: Mesh) -> None:
@@ -100,7 +101,7 @@ class CopySums:
         self._replicated: dict[int, list[tuple[nn.Parameter, range]]] = {}
         # Creating a group is collective over all ranks of the job, also those without such parameters.
         for copies in sorted({ranks, max(1, ranks // kv_heads)} - {1}):
-            self._groups[copies] = mesh.neighbours("tensor", copies)
+            self._groups[copies] = mesh.consecutive_group("tensor", copies)
             self._replicated[copies] = [
                 (parameter, rows_of(box))
                 for name, parameter in model.named_parameters()
@@ -122,7 +123,7 @@ class CopySums:
 
 
 def rows_of(box: Box) -> range:
-    """A box's rows in the rank's own tensor."""
+    """The rows of the rank's own tensor that contain `box`, a rectangular region of the parameter."""
     return range(box.first_row, box.first_row + box.sizes[0])
 
 

@@ -1,7 +1,7 @@
-"""Tied embedding of a pipeline: first and last stage hold equal copies and sum their gradients.
+"""Sums the gradients of a tied embedding in a pipeline, where the first and the last stage have a copy of the weight each.
 
-The sum runs once a step, before the norm. Both copies then take the same update and stay equal; the norm counts the
-first one only.
+The sum runs once a step, before the gradient norm. Both copies then get the same update and stay equal; the norm
+includes the first copy only.
 """
 
 from __future__ import annotations
@@ -11,13 +11,17 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 
-class TiedSum:
-    """Adds the gradients of the two copies of a sharded weight; `in_norm` is true for the copy that the norm includes."""
+class TiedGradientSum:
+    """Sums the gradients of the two copies of a sharded weight over `group`, which has one rank of each stage.
+
+    `in_norm` is true on the rank whose copy the gradient norm includes.
+    """
 
     def __init__(self, weight: torch.Tensor, group: dist.ProcessGroup, in_norm: bool) -> None:
         self._weight, self._group = weight, group
         self.in_norm = in_norm
 
     def sum(self) -> None:
+        """All-reduce the gradient's shards in place. Collective over the group."""
         assert isinstance(self._weight.grad, DTensor), "a unit's gradients are shards"
         dist.all_reduce(self._weight.grad.to_local(), group=self._group)

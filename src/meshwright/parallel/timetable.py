@@ -1,9 +1,12 @@
 """Computes when offloaded activations are freed on the device, and when they are copied back.
 
-Compute waits for a copy to host memory only when another layer needs the device memory. A copy back starts as soon as
-the memory account has space for it. If only some layers are offloaded, their copies can overlap with the whole forward
-and the whole backward; if all are, each copy overlaps with the compute of one other layer. Activations that fit on the
-device all the time are not offloaded.
+The device memory of activations is freed, after a wait for the copy to host memory, only when another layer needs it. A
+copy back starts as soon as the predicted memory has space for it. If only some layers are offloaded, their copies can
+overlap with the whole forward and the whole backward; if all are, each copy overlaps with the compute of one other layer.
+Activations that fit on the device all the time are not offloaded.
+
+A position is the index of a forward or backward among all of the step. A visit is one micro-batch in one unit of a stage:
+its forward and its backward.
 """
 
 from __future__ import annotations
@@ -32,20 +35,20 @@ class Timetable:
     fetches: Mapping[int, Sequence[Visit]]
     """Visits whose copy back starts at the position."""
     offloaded: frozenset[Visit]
-    """The visits in the timetable: those of the plan's offloaded visits that do not fit on the device all the time."""
+    """The visits in `frees` and `fetches`. The plan may offload more; those fit on the device all the time."""
 
 
 @lru_cache(maxsize=4)  # nearly all steps of a run have the same schedule
-def timetable(
+def build_timetable(
     computes: tuple[tuple[Visit, ...], ...], sizes: tuple[tuple[Visit, float], ...], candidates: frozenset[Visit]
 ) -> Timetable:
-    """The copy positions of the `candidates`, the visits to offload, for the forwards and backwards `computes` in order.
+    """Return the positions at which the `candidates`, the visits that the plan offloads, are freed and copied back.
 
-    A visit with a backward occurs twice in `computes`. `sizes` is the memory between its forward and its backward, in any
-    unit. A candidate is on the device while it computes, during the compute after its forward, and during the compute
-    before its backward. It is freed later than that, the oldest first, while the total does not exceed the maximum of the
-    other visits plus the largest `DEVICE_LAYERS` candidates, which is what the memory account counts. A candidate that is
-    never freed is not offloaded.
+    `computes` has the visits of each forward and backward in order; a visit with a backward occurs twice. `sizes` is the
+    memory of a visit between its forward and its backward, in any unit. A candidate is on the device during its forward and
+    the next compute, and during its backward and the compute before it. Beyond this it stays on the device while the total
+    does not exceed the limit: the peak of the other visits plus the largest `DEVICE_LAYERS` candidates, as the planner's
+    memory estimate has it. The oldest candidates are freed first. A candidate that is never freed is not offloaded.
     """
     if not candidates:
         return Timetable({}, {}, candidates)
@@ -58,11 +61,11 @@ def timetable(
     required += [_Allocation(first[visit], first[visit] + 2, size[visit]) for visit in freeable]
     required += [_Allocation(last[visit] - 1, last[visit] + 1, size[visit]) for visit in freeable]
     load = _load(length, [*others, *required])
-    account = max(_load(length, others)) + sum(sorted(size[visit] for visit in candidates)[-DEVICE_LAYERS:])
-    capacity = max(account, *load) * ROUNDING
+    limit = max(_load(length, others)) + sum(sorted(size[visit] for visit in candidates)[-DEVICE_LAYERS:])
+    capacity = max(limit, *load) * ROUNDING
     optional = {visit: _Allocation(first[visit] + 2, last[visit] - 1, size[visit]) for visit in freeable}
     frees = _free_positions(load, capacity, optional)
-    # With time reversed, the start of a copy back is a free.
+    # In reversed order of time the start of a copy back frees memory, so the same function computes it.
     reversed_optional = {
         visit: _Allocation(length + 1 - last[visit], length - frees[visit], size[visit])
         for visit in freeable

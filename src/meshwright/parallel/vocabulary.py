@@ -18,29 +18,29 @@ from meshwright.kernels.loss import compile_once
 from meshwright.kernels.norm import accumulate_dtype
 from meshwright.kernels.sums import add_product, matmul, scale
 from meshwright.models.decoder import Embedding, Head
-from meshwright.parallel.products import ALL_GATHER, gathered_tokens, group_by_name, scattered_sum
+from meshwright.parallel.products import ALL_GATHER, all_gather_tokens, group_by_name, reduce_scatter_tokens
 
 
 class VocabularyEmbedding(Embedding):
-    """Rows [first, …) of the token embedding; returns this rank's part of the sequence."""
+    """This rank's rows of the token embedding, from row `first` of the vocabulary on."""
 
     def __init__(self, weight: nn.Parameter, first: int, group: str, ranks: int) -> None:
         super().__init__(weight)
         self.first, self.group, self.ranks = first, group, ranks
 
     def forward(self, indices: Tensor) -> Tensor:
-        """`(batch, seq / ranks, hidden)` of tokens `(batch, seq)`."""
+        """Embeddings `(batch, seq / ranks, hidden)` of this rank's part of the sequence, for tokens `(batch, seq)`."""
         rows, local_rows = indices - self.first, self.weight.shape[0]
         not_local = (rows < 0) | (rows >= local_rows)
-        # Tokens of other ranks read an arbitrary row: `remainder` spreads their zero gradients, whose atomic adds to one row
-        # would be serialised.
+        # Tokens of other ranks need some row; their gradient is zero. `remainder` selects different rows, because atomic adds
+        # of many gradients to one row would be serialised.
         embedded = F.embedding(rows.remainder(local_rows), self.weight)
         # One rank has the token and the others add zeros, so the sum is exact.
-        return _Scattered.apply(embedded.masked_fill(not_local[..., None], 0.0), self.group, self.ranks)
+        return _ReduceScatterTokens.apply(embedded.masked_fill(not_local[..., None], 0.0), self.group, self.ranks)
 
 
 class PositionEmbedding(Embedding):
-    """Learned position embedding, replicated on every rank; looks up this rank's part of the sequence."""
+    """Learned position embedding, replicated on every rank; embeds this rank's part of the sequence."""
 
     def __init__(self, weight: nn.Parameter, rank: int, ranks: int) -> None:
         super().__init__(weight)
@@ -64,12 +64,12 @@ class VocabularyHead(Head):
         self.sizes, self.rank, self.group = sizes, rank, group
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
-        """Logits `(batch, seq, vocab)` of hidden `(batch, seq / ranks, hidden)`; with targets, this rank's summand of the loss."""
+        """Logits `(batch, seq, vocab)` of hidden `(batch, seq / ranks, hidden)`; with targets, the loss of this rank's tokens."""
         weight = self.weight if tied is None else tied
         assert weight is not None, "a tied head receives the embedding's weight as `tied`"
         if targets is None:
             return self._logits(hidden, weight)
-        # Ordered by rank, like the gathered tokens of a chunk.
+        # (ranks, batch · seq / ranks): the order of the gathered tokens of a chunk.
         ranked = targets.unflatten(1, (len(self.sizes), -1)).transpose(0, 1).flatten(1)
         return _LinearCrossEntropy.apply(
             hidden.flatten(0, 1),
@@ -84,26 +84,26 @@ class VocabularyHead(Head):
 
     def _logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         ranks, longest = len(self.sizes), max(self.sizes)
-        logits = F.pad(F.linear(gathered_tokens(hidden, self.group, ranks), weight), (0, longest - weight.shape[0]))
+        logits = F.pad(F.linear(all_gather_tokens(hidden, self.group, ranks), weight), (0, longest - weight.shape[0]))
         parts = [torch.empty_like(logits) for _ in range(ranks)]
         dist.all_gather(parts, logits, group=group_by_name(self.group))
         return torch.cat([part[..., :size] for part, size in zip(parts, self.sizes, strict=True)], dim=-1)
 
 
-class _Scattered(torch.autograd.Function):
+class _ReduceScatterTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, ranks: int) -> Tensor:
         ctx.group, ctx.ranks = group, ranks
-        return scattered_sum(x, group, ranks)
+        return reduce_scatter_tokens(x, group, ranks)
 
     @staticmethod
     # pyrefly: ignore [bad-override]  # torch's declaration takes any gradients
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return gathered_tokens(grad, ctx.group, ctx.ranks), None, None
+        return all_gather_tokens(grad, ctx.group, ctx.ranks), None, None
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """`kernels.loss` over a divided vocabulary; forward computes both gradients while a chunk's logits exist.
+    """`kernels.loss` with a divided vocabulary; forward computes both gradients while a chunk's logits exist.
 
     A chunk consists of the same slice of every rank's tokens. Without `trains` forward computes the loss only.
     """
@@ -120,7 +120,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         part = max(1, chunk // ranks)
         for start in range(0, hidden.shape[0], part):
             local_tokens = slice(start, start + part)
-            tokens = gathered_tokens(hidden[None, local_tokens], group, ranks)[0]
+            tokens = all_gather_tokens(hidden[None, local_tokens], group, ranks)[0]
             target = targets[:, local_tokens]
             logits = tokens @ weight.t()
             own_total, own_target_logit = _run(_log_sum_and_target, logits, target.flatten() - first)
@@ -130,7 +130,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if hidden_grad is None:
                 continue
             slope = _run(_gradient, logits, target.flatten(), total, first)
-            hidden_grad[local_tokens] = scattered_sum((slope @ weight)[None], group, ranks)[0]
+            hidden_grad[local_tokens] = reduce_scatter_tokens((slope @ weight)[None], group, ranks)[0]
             if weight_grad is not None:
                 add_product(weight_grad, slope.t(), tokens)
             elif ctx.needs_input_grad[1]:
@@ -144,13 +144,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
     # pyrefly: ignore [bad-override]  # torch's decorator hides the name of the first argument
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
-        by, dtype = grad_outputs[0], hidden_grad.dtype
-        scaled_weight = None if weight_grad is None else scale(weight_grad, by, dtype)
-        return scale(hidden_grad, by, dtype), scaled_weight, *[None] * 6
+        loss_grad, dtype = grad_outputs[0], hidden_grad.dtype
+        scaled_weight = None if weight_grad is None else scale(weight_grad, loss_grad, dtype)
+        return scale(hidden_grad, loss_grad, dtype), scaled_weight, *[None] * 6
 
 
 def _combine_over_ranks(total: Tensor, target_logit: Tensor, group: str, ranks: int) -> tuple[Tensor, Tensor]:
-    """The log-sum-exp over the whole vocabulary and the target's logit, from each rank's `(tokens,)`."""
+    """The log-sum-exp over the whole vocabulary and the target's logit, `(tokens,)`, from those of each rank."""
     local = torch.stack((total, target_logit))
     gathered = local.new_empty((ranks * 2, local.shape[1]))
     ALL_GATHER(gathered, local, group=group_by_name(group))
@@ -172,7 +172,10 @@ def _log_sum_and_target(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor
 
 
 def _gradient(logits: Tensor, targets: Tensor, total: Tensor, first: int) -> Tensor:
-    """Gradient of the loss by logits `(tokens, rows)`, written over them; `first` is their first row of the vocabulary."""
+    """Gradient of the loss with respect to logits `(tokens, rows)`, which it overwrites.
+
+    `total` `(tokens,)` is the log-sum-exp over the whole vocabulary, `first` the first row of the vocabulary on this rank.
+    """
     wide = logits.to(accumulate_dtype(logits.dtype))
     is_target = torch.arange(logits.shape[-1], device=logits.device) + first == targets[:, None]
     slope = torch.exp(wide - total[:, None]) - is_target.to(wide.dtype)

@@ -1,4 +1,4 @@
-"""Joins a job: sets this rank's device and node, and connects the ranks by a store and process groups.
+"""Joins a job: selects this rank's device, determines its node, and connects the ranks by a store and process groups.
 
 A local launch passes rank 0 a socket that already listens on 127.0.0.1, so no socket listens beyond loopback. Under torchrun, Slurm or
 Kubernetes the usual environment variables apply.
@@ -34,10 +34,10 @@ STORE_BIND = "MESHWRIGHT_STORE_BIND"
 
 @dataclass(frozen=True)
 class World:
-    """A joined job.
+    """The ranks of a job, as this rank sees them.
 
     `control` is a Gloo group over all ranks for small CPU messages; the default group communicates tensors. `node_ranks` is the number of
-    ranks on a node if it differs from the launcher's ranks per host (emulated nodes).
+    ranks on a node if it differs from the launcher's ranks per host: nodes can be emulated, several on a host.
     """
 
     environment: RankEnvironment
@@ -93,10 +93,10 @@ class World:
                 )
 
     def split(self, parts: Sequence[Sequence[int]], description: str, options: Any = None) -> dist.ProcessGroup:
-        """Create the groups of `parts`, a partition of all ranks, and return this rank's; collective over all ranks.
+        """Create one group for each of `parts`, a partition of all ranks, and return this rank's; collective over all ranks.
 
-        One split of NCCL's world communicator creates all groups, without the store and without a barrier. `description` is the groups'
-        description in logs; `options` are NCCL's, by default the world's.
+        One split of NCCL's world communicator creates all groups, without the store and without a barrier. `description` names the groups
+        in logs; `options` are those of the new NCCL communicators, by default the world's.
         """
         if self.device.type == "cuda":
             partition = [list(part) for part in parts]
@@ -134,9 +134,9 @@ def join(environment: RankEnvironment, cluster: ClusterSpec, *, timeout_seconds:
     try:
         store = _store(environment, limit)
     except dist.DistError as error:
-        at = f"{environment.address}:{environment.port}"
+        address = f"{environment.address}:{environment.port}"
         raise CommunicationFailure(
-            f"rank {environment.rank}, rendezvous at {at}: {str(error).splitlines()[0]}"
+            f"rank {environment.rank}, rendezvous at {address}: {str(error).splitlines()[0]}"
         ) from error
     if device.type == "cpu":
         dist.init_process_group("gloo", store=store, rank=environment.rank, world_size=environment.ranks, timeout=limit)
@@ -163,10 +163,10 @@ def _ranks_per_node(environment: RankEnvironment, control: dist.ProcessGroup) ->
 
 
 def block_size(nodes: Sequence[int]) -> int:
-    """Ranks per node, from the node names of all ranks.
+    """Ranks per node, from the node numbers of all ranks.
 
-    If nodes have different numbers of ranks, the largest common divisor: 6, 6 and 4 ranks on three nodes are laid out as
-    eight nodes of 2. Raises BadInput if the ranks of a node are not consecutive, which the layout assumes.
+    If nodes have different numbers of ranks, the largest common divisor: 6, 6 and 4 ranks on three nodes count as eight nodes
+    of 2 ranks. Raises BadInput if the ranks of a node are not consecutive, which the layout of the mesh assumes.
     """
     blocks = [(node, len(list(ranks))) for node, ranks in groupby(nodes)]
     order = list(dict.fromkeys(nodes))
@@ -183,7 +183,7 @@ def world_group() -> dist.ProcessGroup:
 
 
 def _present(group: object) -> dist.ProcessGroup:
-    """Narrow the type: torch returns another object on ranks outside a group, and these groups contain this rank."""
+    """Narrow the type: torch returns another object on ranks outside a group, but these groups contain this rank."""
     assert isinstance(group, dist.ProcessGroup)
     return group
 

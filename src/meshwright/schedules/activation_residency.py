@@ -11,10 +11,10 @@ from meshwright.schedules.schedule import ComputeOrder, Schedule
 def peak_in_flight(
     schedule: Schedule, stage_sizes: Sequence[float] | None = None, kept_for_weights: Sequence[float] | None = None
 ) -> tuple[float, ...]:
-    """By rank, the peak of the activations that forwards store for backwards.
+    """By rank, the largest size of activations that forwards have saved and backwards have not freed.
 
     `stage_sizes`: size of one forward's activations by stage (default 1 each: the peak counts stage forwards).
-    `kept_for_weights`: the part of it that a split backward frees only after its weight half (default: all of it). In a
+    `kept_for_weights`: the part of that size that a split backward frees only after its weight half (default: all of it). In a
     schedule of units, a stage's forward counts from its first unit, and its backward frees it at its last unit.
     """
     stage_sizes = stage_sizes or [1.0] * schedule.stages
@@ -48,7 +48,7 @@ ForwardCounts = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 def peak_candidates(order: ComputeOrder) -> ForwardCounts:
-    """By rank, counts of forwards in flight; for any sizes of the stages' activations one of them is the peak."""
+    """By rank, all numbers of forwards in flight (one per stage) that can be the peak, whatever the stages' activation sizes."""
     return tuple(map(_rank_candidates, *order))
 
 

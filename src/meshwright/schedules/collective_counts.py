@@ -1,4 +1,4 @@
-"""Counts gathers and reductions of each unit in one step."""
+"""Counts how often each FSDP unit is gathered and reduced in one step."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ from meshwright.schedules.schedule import Schedule
 
 
 def collective_counts(schedule: Schedule) -> dict[tuple[int, int], tuple[int, int]]:
-    """By (stage, unit) of an expanded schedule: gathers of its parameters and reductions of its gradients in one step."""
-    counts = Counter((a.op, a.stage, a.unit or 0) for rank_actions in schedule.actions for a in rank_actions)
+    """(gathers of parameters, reductions of gradients) in one step, by (stage, unit).
+
+    `schedule` has unit actions (`schedules.expand`).
+    """
+    counts = Counter(
+        (action.op, action.stage, action.unit or 0) for rank_actions in schedule.actions for action in rank_actions
+    )
     units = schedule.units or (1,) * schedule.stages
     return {
         (stage, unit): (counts["unshard", stage, unit], counts["reduce_grad", stage, unit])

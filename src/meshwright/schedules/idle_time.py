@@ -8,19 +8,19 @@ import numpy.typing as npt
 from meshwright.schedules.in_flight import NAMES
 
 
-def fill(schedule: npt.ArrayLike, ranks: npt.ArrayLike, micro_batches: npt.ArrayLike) -> np.ndarray:
+def relative_idle_time(schedule: npt.ArrayLike, ranks: npt.ArrayLike, micro_batches: npt.ArrayLike) -> np.ndarray:
     """Idle time of a step relative to 1F1B with as many virtual stages, for equal forward and backward halves.
 
-    `schedule` indexes `NAMES`; arguments broadcast. Schedules that split the backward idle less (Qi et al. 2024, arXiv
+    `schedule` is an index into `NAMES`; arguments broadcast. Schedules that split the backward idle less (Qi et al. 2024, arXiv
     2401.10241 and 2405.15362); ZB-V needs one and a half micro-batches a rank for its minimum. With fewer micro-batches
     than ranks there are fewer weight halves to fill the idle time.
     """
-    number, p, m = np.broadcast_arrays(schedule, ranks, micro_batches)
+    index, p, m = np.broadcast_arrays(schedule, ranks, micro_batches)
     factors = {
         "zb_h1": (2 - np.minimum(1.0, m / p)) / 3,
         "zbv": np.where(m < 1.5 * p, 2 / 3, 1 / 3),
         "dualpipe_v": 2 / 3,
     }
     return np.choose(
-        np.asarray(number, dtype=np.int64), [np.broadcast_to(factors.get(name, 1.0), p.shape) for name in NAMES]
+        np.asarray(index, dtype=np.int64), [np.broadcast_to(factors.get(name, 1.0), p.shape) for name in NAMES]
     )

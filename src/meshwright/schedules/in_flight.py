@@ -12,18 +12,20 @@ from meshwright.spec.plan import ScheduleName
 NAMES = get_args(ScheduleName)
 """Schedule names by index."""
 Numbers = npt.ArrayLike
+"""A number or an array of numbers."""
 
 
 def in_flight(
     schedule: Numbers, ranks: Numbers, micro_batches: Numbers, virtual: Numbers, rank: Numbers = 0
 ) -> np.ndarray:
-    """Maximum micro-batches in flight on a pipeline rank, in units of all stages of the rank.
+    """Most micro-batches in flight on a pipeline rank: their forwards are done, their backwards are not.
 
-    `schedule` indexes `NAMES`, `virtual` is the number of stages per rank; arguments broadcast. On one rank every schedule
+    A forward of one of the rank's `virtual` stages counts 1 / `virtual`. `schedule` is an index into `NAMES`, `virtual` the number
+    of stages per rank, `rank` the pipeline rank; arguments broadcast. On one rank every schedule
     but gpipe and breadth_first runs micro-batches one by one. As in `peak_in_flight`, a micro-batch of a split backward
     counts until its weight half.
     """
-    number, p, m, v, r = np.broadcast_arrays(
+    index, p, m, v, r = np.broadcast_arrays(
         schedule, *(np.asarray(x, float) for x in (ranks, micro_batches, virtual, rank))
     )
     v = np.maximum(v, 1.0)
@@ -36,7 +38,7 @@ def in_flight(
         "dualpipe_v": np.minimum(2 * m, 2 * p + 1) / 2,
         "breadth_first": m,
     }
-    return np.choose(np.asarray(number, dtype=np.int64), [by_name[name] for name in NAMES])
+    return np.choose(np.asarray(index, dtype=np.int64), [by_name[name] for name in NAMES])
 
 
 def _group(ranks: np.ndarray, micro_batches: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""Schedules as phrases: `F0 I1 W1` is a forward of the first stage, then both backward halves of the second.
+"""A short notation for the compute order of one rank, used to write schedules.
 
-A word takes the next micro-batch of its direction and stage, so a phrase reads like one rank of the schedule's
-timeline.
+A phrase is a sequence of words, one per compute action: `F0 I1 W1` is a forward of the rank's first stage, then the input half
+and the weight half of a backward of its second stage. Each word takes the next micro-batch of its direction and stage.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from meshwright.schedules.action import Action, overlap
 class ComputeWriter:
     """Builds one rank's compute actions from phrases.
 
-    A word is a letter and the index of the stage on the rank: F forward, B whole backward, I input half and W weight half of a backward.
-    `W` alone is the oldest pending weight half of any stage. `F0&B1` is a pair that overlaps.
+    A word is a letter and the index of the stage on the rank: F forward, B whole backward, I input half and W weight half of a
+    backward. `W` without an index is the oldest weight half, of any stage, whose input half was written. `F0&B1` is a forward
+    and a backward that overlap.
     """
 
     def __init__(self, stages: Sequence[int]) -> None:
@@ -26,8 +27,9 @@ class ComputeWriter:
         self._pending_weights: deque[tuple[int, int]] = deque()
 
     def write(self, phrase: str, times: int = 1) -> None:
+        """Append the actions of `phrase`, `times` times; not at all for 0 or fewer."""
         for _ in range(times):
-            self.actions += [self._read(word) for word in phrase.split()]
+            self.actions += [self._action(word) for word in phrase.split()]
 
     def write_pending_weights(self) -> None:
         """Write every pending weight half, oldest first."""
@@ -37,14 +39,14 @@ class ComputeWriter:
         """The number of forwards written so far for the rank's stage `index`."""
         return self._next_micro_batch["forward", index]
 
-    def _read(self, word: str) -> Action:
+    def _action(self, word: str) -> Action:
         if "&" in word:
             forward, _, backward = word.partition("&")
-            return overlap(self._read(forward), self._read(backward))
+            return overlap(self._action(forward), self._action(backward))
         if word[0] == "W":
-            return self._weight(word[1:])
+            return self._oldest_weight_half(word[1:])
         letter, index = word[0], int(word[1])
-        stage, micro_batch = self._stages[index], self._take("forward" if letter == "F" else "backward", index)
+        stage, micro_batch = self._stages[index], self._next_index("forward" if letter == "F" else "backward", index)
         if letter == "F":
             return Action("forward", stage, micro_batch)
         if letter == "B":
@@ -52,19 +54,20 @@ class ComputeWriter:
         self._pending_weights.append((stage, micro_batch))
         return Action("backward_input", stage, micro_batch)
 
-    def _take(self, direction: str, index: int) -> int:
+    def _next_index(self, direction: str, index: int) -> int:
+        """The next micro-batch of the rank's stage `index` in this direction; counts it as written."""
         self._next_micro_batch[direction, index] += 1
         return self._next_micro_batch[direction, index] - 1
 
-    def _weight(self, index: str) -> Action:
-        """The oldest pending weight half, of the rank's stage `index` unless that is empty."""
+    def _oldest_weight_half(self, index: str) -> Action:
+        """The oldest pending weight half: of the rank's stage `index`, or of any stage if `index` is empty."""
         pending = next(half for half in self._pending_weights if not index or half[0] == self._stages[int(index)])
         self._pending_weights.remove(pending)
         return Action("backward_weight", *pending)
 
 
 def warm_then_alternate(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> list[Action]:
-    """`warm_up` forwards, then a forward and a backward in turn, then the backwards left."""
+    """`warm_up` forwards, then alternately a forward and a backward, then the remaining backwards."""
     order = list(forwards[:warm_up])
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
         order += (forward, backward)
@@ -72,7 +75,7 @@ def warm_then_alternate(forwards: Sequence[Action], backwards: Sequence[Action],
 
 
 def truncate(rank_actions: Sequence[Action], micro_batches: int) -> list[Action]:
-    """`rank_actions` of the first `micro_batches` micro-batches. An overlap with one such action becomes that action."""
+    """The actions of the first `micro_batches` micro-batches; an overlap with one such action becomes that action."""
     truncated = []
     for action in rank_actions:
         parts = [part for part in action.parts if part.micro_batch < micro_batches]

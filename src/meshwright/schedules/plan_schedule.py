@@ -1,8 +1,8 @@
-"""The schedule of a Plan, for the simulator and the executor.
+"""Builds the schedule of a Plan for the simulator and the executor.
 
-Units of a stage are the embedding (beside the first layer), each block, and norm with head and loss (beside the last layer);
-`breadth_first` runs all micro-batches of a unit before the next unit; gathers and reductions follow the plan's layer strategies, those of
-the model's ends the strategy of the layer beside them.
+The FSDP units of a stage are its blocks, before the first block the embedding, and after the last block the final norm with
+head and loss. Layer strategies of the plan set when a unit is gathered and reduced; embedding and head follow the strategy of
+the adjacent block. `breadth_first` runs all micro-batches of a unit before the next unit.
 """
 
 from __future__ import annotations
@@ -20,29 +20,32 @@ from meshwright.spec.plan import LayerStrategy, Plan
 
 T = TypeVar("T")
 ByUnit = tuple[tuple[T, ...], ...]
-"""By stage and unit."""
+"""Values by stage and unit."""
 
 
 def training_schedule(plan: Plan, layers: int) -> Schedule:
-    """A step of a model of `layers` blocks, in unit actions. Raises BadInput when it cannot be made for the plan's sizes."""
+    """A training step of a model of `layers` blocks, in actions of FSDP units.
+
+    Raises BadInput if the schedule does not support the plan's sizes.
+    """
     strategies = unit_strategies(plan, layers)
     gather = tuple(tuple(map(_gather, stage)) for stage in strategies)
     reduce = tuple(tuple(map(_reduce, stage)) for stage in strategies)
-    return _expanded(*schedule_key(plan, layers), _order(plan), gather, reduce)
+    return _cached_expand(*schedule_key(plan, layers), _order(plan), gather, reduce)
 
 
 def evaluation_schedule(plan: Plan, layers: int, micro_batches: int) -> Schedule:
-    """A pass without backward over the same stages, in unit actions."""
+    """A forward-only pass over the same stages, in actions of FSDP units."""
     strategies = unit_strategies(plan, layers)
     gather = [list(map(_gather, stage)) for stage in strategies]
-    placed = forward_only(stage_schedule(plan, layers).placement, micro_batches)
-    passes = expand(placed, list(map(len, strategies)), order=_order(plan), gather=gather, reduce="never")
-    return passes.in_turns()
+    stage_passes = forward_only(stage_schedule(plan, layers).placement, micro_batches)
+    unit_passes = expand(stage_passes, list(map(len, strategies)), order=_order(plan), gather=gather, reduce="never")
+    return unit_passes.in_turns()
 
 
 def stage_schedule(plan: Plan, layers: int) -> Schedule:
-    """A step in stage actions, before it is cut into units."""
-    return _built(*schedule_key(plan, layers))
+    """A step whose compute actions are whole stages, without gathers and reductions."""
+    return _cached_build(*schedule_key(plan, layers))
 
 
 def stages_of(plan: Plan, layers: int) -> tuple[range, ...]:
@@ -58,7 +61,7 @@ def schedule_key(plan: Plan, layers: int) -> tuple[str, int, int, int]:
 
 
 def unit_strategies(plan: Plan, layers: int) -> list[list[LayerStrategy]]:
-    """By stage and unit."""
+    """The layer strategy of every unit, by stage and unit."""
     by_stage = []
     for stage in stages_of(plan, layers):
         blocks = list(plan.strategies(layers)[stage.start : stage.stop])
@@ -85,12 +88,12 @@ def cached_compute_order(name: str, ranks: int, micro_batches: int, stages_per_r
 
 
 @lru_cache(maxsize=32)
-def _built(name: str, ranks: int, micro_batches: int, stages_per_rank: int) -> Schedule:
+def _cached_build(name: str, ranks: int, micro_batches: int, stages_per_rank: int) -> Schedule:
     return build(name, ranks, micro_batches, stages_per_rank)
 
 
 @lru_cache(maxsize=16)  # consecutive plans of the planner often have the same schedule
-def _expanded(
+def _cached_expand(
     name: str,
     ranks: int,
     micro_batches: int,
@@ -99,5 +102,5 @@ def _expanded(
     gather: ByUnit[Gather],
     reduce: ByUnit[Reduce],
 ) -> Schedule:
-    built = _built(name, ranks, micro_batches, stages_per_rank)
-    return expand(built, list(map(len, gather)), order=order, gather=gather, reduce=reduce)
+    schedule = _cached_build(name, ranks, micro_batches, stages_per_rank)
+    return expand(schedule, list(map(len, gather)), order=order, gather=gather, reduce=reduce)

@@ -1,7 +1,7 @@
 """A schedule as data: the stages of each rank, and the actions of each rank in order.
 
-The functions of this package return only the compute of each rank; `trained` and `evaluated` add the transfers between
-ranks and the end of the step.
+The functions that build schedules return only the compute order of each rank; `trained` and `evaluated` add the transfers
+between ranks and the end of the step.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Schedule:
         return tuple(action for action in self.actions[rank] if action.op in COMPUTE)
 
     def in_turns(self) -> Schedule:
-        """The same step with each message exchanged only when it is needed, for the first step of a run (see `transfers`)."""
+        """The same step, but each message is exchanged only when its receiver needs it: for a run's first step (`transfers`)."""
         return replace(self, actions=in_turns(self.rank_of, self.actions))
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ def looped(ranks: int, stages_per_rank: int = 1) -> Placement:
 
 
 def vee(ranks: int) -> Placement:
-    """Two stages a rank, down the ranks and up again: the last rank holds the two middle stages, rank 0 both ends."""
+    """V-shaped placement, two stages per rank: stages go from rank 0 to the last rank and back, so rank 0 has both ends."""
     return tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks))
 
 

@@ -3,8 +3,8 @@
 A pair of ranks has one channel for each direction. A channel transfers its messages in the order in which they are
 issued, as an NCCL communicator does, so both ranks must issue them in the same order: the sender's. A send follows the
 compute that produced its payload; nothing waits for it, and its buffer exists until it completes. The receiver posts its
-receives in the same order, each before the compute that precedes its consumer. A deadlock can come only from the order of
-compute; transfers add none.
+receives in the same order, each before the compute that precedes its consumer. So transfers add no deadlock to a compute
+order that has none.
 
 This assumes that a host can enqueue compute while a message is pending. In the first step it may not: when CUDA loads a
 kernel it can wait for the whole device. That step uses `in_turns`.
@@ -23,8 +23,10 @@ Input = tuple[bool, int, int]
 _CONSUMES = FORWARD | GRADIENT
 _CLOSING = ("norm_barrier", "optim")
 AHEAD = 1
-"""Compute actions a receive is posted before the one that consumes it. More would hold buffers, and on NCCL a waiting
-receive occupies multiprocessors."""
+"""Number of compute actions between a posted receive and the compute that consumes it.
+
+A larger number would need more buffers, and a pending NCCL receive occupies multiprocessors.
+"""
 
 
 def with_transfers(rank_of: Sequence[int], compute: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:

@@ -1,4 +1,8 @@
-"""Inserts gathers of parameters and reductions of gradients into one rank's unit actions."""
+"""Inserts gathers of parameters and reductions of gradients into one rank's unit actions.
+
+A unit is a set of parameters that FSDP gathers and reduces together: the embedding, a block, or norm and head. A stretch is a
+run of consecutive compute actions that use the same unit.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +16,17 @@ Gather = Literal["never", "step", "stretch"]
 """When a unit's parameters are gathered.
 
 never: every rank has them whole. step: gathered at the first use and kept until the last (FSDP without resharding,
-ZeRO-2). stretch: freed after every run of consecutive uses and gathered again (FSDP with resharding, ZeRO-3).
+ZeRO-2). stretch: freed after every stretch and gathered again (FSDP with resharding, ZeRO-3).
 """
 Reduce = Literal["never", "once", "stretch"]
 """When a unit's gradients are reduced.
 
 never: there is one replica. once: after the unit's last backward of the step; the rank keeps the whole gradient until
-then. stretch: after every run of consecutive backwards; the rank keeps only its shard of the gradient in between.
+then. stretch: after every run of consecutive backwards of the unit; the rank keeps only its shard of the gradient in between.
 """
 
 Unit = tuple[int, int]
-"""(stage, unit)."""
+"""(stage, index of the unit in the stage)."""
 
 
 def with_collectives(
@@ -53,7 +57,7 @@ def _gathers(
     """By action index: the unshards to issue before the action, and the reshards after it."""
     uses = [(index, units) for index, action in enumerate(actions) if (units := _units_read(action))]
     stretches = _stretches([units for _, units in uses])
-    begin = _begins(stretches, len(uses))
+    stretch_starts = _stretch_starts(stretches, len(uses))
     gathered = [
         (first, last, unit)
         for unit, spans in stretches.items()
@@ -61,13 +65,13 @@ def _gathers(
     ]
     before: dict[int, list[Action]] = defaultdict(list)
     after: dict[int, list[Action]] = defaultdict(list)
-    freed_from: dict[Unit, int] = defaultdict(int)
+    free_since: dict[Unit, int] = defaultdict(int)
     for first, last, (stage, unit) in sorted(gathered):
         # An overlap uses two units, so the previous stretch may begin while this unit is still gathered.
-        issue = uses[max(begin[first - 1], freed_from[stage, unit])][0] if first else 0
+        issue = uses[max(stretch_starts[first - 1], free_since[stage, unit])][0] if first else 0
         before[issue].append(Action("unshard", stage, unit=unit))
         after[uses[last][0]].append(Action("reshard", stage, unit=unit))
-        freed_from[stage, unit] = last + 1
+        free_since[stage, unit] = last + 1
     return before, after
 
 
@@ -79,15 +83,15 @@ def _gathered_spans(spans: list[tuple[int, int]], gather: Gather) -> list[tuple[
 
 
 def _reductions(actions: Sequence[Action], reduce: Sequence[Sequence[Reduce]]) -> list[tuple[int, Unit]]:
-    """(index of the backward that a reduction follows, unit) of every reduction."""
+    """(index of the backward action before the reduction, unit) of every reduction."""
     writes = [(index, units) for index, action in enumerate(actions) if (units := _units_written(action))]
     stretches = _stretches([units for _, units in writes])
     ends = {unit: [last for _, last in spans] for unit, spans in stretches.items()}
-    chosen = {"never": slice(0), "once": slice(-1, None), "stretch": slice(None)}
+    reduced_uses = {"never": slice(0), "once": slice(-1, None), "stretch": slice(None)}
     return [
         (writes[last][0], (stage, unit))
         for (stage, unit), lasts in ends.items()
-        for last in lasts[chosen[reduce[stage][unit]]]
+        for last in lasts[reduced_uses[reduce[stage][unit]]]
     ]
 
 
@@ -102,7 +106,7 @@ def _units_written(action: Action) -> tuple[Unit, ...]:
     """Units whose gradients the action adds to."""
     if action.op not in COMPUTE:
         return ()
-    return tuple((p.stage, p.unit or 0) for p in action.parts if p.op in ("backward", "backward_weight"))
+    return tuple((part.stage, part.unit or 0) for part in action.parts if part.op in ("backward", "backward_weight"))
 
 
 def _stretches(uses: Sequence[tuple[Unit, ...]]) -> dict[Unit, list[tuple[int, int]]]:
@@ -118,11 +122,11 @@ def _stretches(uses: Sequence[tuple[Unit, ...]]) -> dict[Unit, list[tuple[int, i
     return stretches
 
 
-def _begins(stretches: dict[Unit, list[tuple[int, int]]], count: int) -> list[int]:
-    """By use, the index at which its stretch begins; the later one where a use reads two units."""
-    begin = [0] * count
+def _stretch_starts(stretches: dict[Unit, list[tuple[int, int]]], count: int) -> list[int]:
+    """By use, the index of the first use of its stretch; the later index if a use reads two units."""
+    starts = [0] * count
     for spans in stretches.values():
         for first, last in spans:
             for index in range(first, last + 1):
-                begin[index] = max(begin[index], first)
-    return begin
+                starts[index] = max(starts[index], first)
+    return starts

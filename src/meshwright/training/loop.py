@@ -59,7 +59,7 @@ def train(session: Session, reporter: Reporter, stop: StopRequest) -> Trained:
             roll_back(session, reporter, saver, request)
     saver.close()
     account = _account(session, reporter, [wire, accounting.waiting], accounting, timelines)
-    Ranks(session.world.control).together(f"ended after step {session.step}", reporter.check)
+    Ranks(session.world.control).run_on_all(f"ended after step {session.step}", reporter.check)
     return Trained(last, account)
 
 
@@ -262,7 +262,7 @@ def _stop(session: Session, flag: int, reporter: Reporter, saver: Saver) -> None
     else:
         where += ", without a checkpoint, as checkpoint.every is 0 and checkpoint.at_end is false"
     if flag >= FAILED:
-        Ranks(session.world.control).together(f"ended {where}", reporter.check)
+        Ranks(session.world.control).run_on_all(f"ended {where}", reporter.check)
     if flag >= INTERRUPT:
         raise Interrupted(f"interrupted {where}")
     raise Preempted(f"preempted {where}")

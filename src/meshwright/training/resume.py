@@ -52,7 +52,7 @@ def _from_memory(session: Session, at_most: int | None) -> dict[str, Any] | None
             snapshot.verify(ranks)
         return snapshot.load(ranks, session.state(), session.recorder)
     except Damaged as error:
-        if ranks.first:
+        if ranks.is_first:
             log.warning("%s; %s", error, "the run begins again" if stored is None else "storage is used")
         return None
     finally:

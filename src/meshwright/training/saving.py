@@ -121,7 +121,9 @@ class Saver:
             optimizer.allocate_second_buffers,
         )  # fmt: skip
         largest = max(
-            ranks.together("planning checkpoints", lambda: sum(parts.local.nbytes for parts in state.tensors.values()))
+            ranks.run_on_all(
+                "planning checkpoints", lambda: sum(parts.local.nbytes for parts in state.tensors.values())
+            )
         )
         if spec.mode == "auto" and largest < ASYNC_BYTES:
             log.info("checkpoints are written while training waits: a rank's state is small (%d bytes)", largest)
@@ -265,7 +267,7 @@ class Saver:
         def check() -> bool:
             return all(bool(parts.local.isfinite().all()) for parts in self._session.state().values())
 
-        return all(self._ranks.together("checking the state", check))
+        return all(self._ranks.run_on_all("checking the state", check))
 
     def _busy(self, flags: StopFlags) -> bool:
         """Whether a save is in flight as far as all ranks know, until the first rank has reported its end."""
@@ -319,13 +321,13 @@ class Saver:
         if not self._wait(background, step, deadline):
             return False
         self.report()
-        committed = self._ranks.from_first(f"saving step {step}", lambda: self._committed)
+        committed = self._ranks.run_on_first(f"saving step {step}", lambda: self._committed)
         if committed == step:
             return True
         self._begin(background, step, urgent=True)
         if not self._wait(background, step, deadline):
             return False
-        result = self._ranks.from_first(f"saving step {step}", lambda: _raise_failure(background.result()))
+        result = self._ranks.run_on_first(f"saving step {step}", lambda: _raise_failure(background.result()))
         if result is not None:
             self._report_commit(result)
         return True
@@ -334,7 +336,7 @@ class Saver:
         """Wait until the first rank has no save in flight; False when that is so at the deadline no more. Collective."""
         while True:
             left = WAIT_SECONDS if deadline is None else min(WAIT_SECONDS, deadline - time.monotonic())
-            ended, more = self._ranks.from_first(
+            ended, more = self._ranks.run_on_first(
                 f"saving step {step}", lambda left=left: (background.wait(max(0.0, left)), left > 0)
             )
             if ended or not more:

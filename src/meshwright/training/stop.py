@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from meshwright.checkpoint.verify import where_it_continues
+from meshwright.checkpoint.verify import describe_continuation
 from meshwright.events.terminal import write_line
 from meshwright.spec.errors import EXIT_INTERRUPTED
 from meshwright.spec.rank_environment import stop_signals
@@ -93,7 +93,7 @@ class StopRequest:
         before = self.flag
         self.flag = max(before, INTERRUPT if number == signal.SIGINT else PREEMPT)
         if number == signal.SIGINT and before == INTERRUPT:
-            self.show("ended at once" + (f"; {where_it_continues(self.folder)}" if self.folder else ""))
+            self.show("ended at once" + (f"; {describe_continuation(self.folder)}" if self.folder else ""))
             os._exit(EXIT_INTERRUPTED)
         if number == signal.SIGINT:
             self.show(

@@ -19,7 +19,7 @@ from meshwright.optim.adamw import AdamW
 from meshwright.optim.clip import clip_factor, gradient_norm
 from meshwright.optim.shards import local_gradients
 from meshwright.parallel.apply import Engine
-from meshwright.parallel.executor import Closing
+from meshwright.parallel.executor import StepEndCallbacks
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.plan import DATA_AXES
 
@@ -57,7 +57,9 @@ def train_step(
     norm = torch.zeros((), dtype=torch.float64, device=mesh.device)
 
     def measure() -> None:
-        norm.copy_(gradient_norm(local_gradients(engine.model, engine.duplicate_rows), mesh.one_copy, mesh.device))
+        norm.copy_(
+            gradient_norm(local_gradients(engine.model, engine.duplicate_rows), mesh.model_copy_group, mesh.device)
+        )
 
     def update() -> None:
         checked = norm if math.isinf(norm_limit) else torch.where(norm > norm_limit, torch.nan, norm)
@@ -68,8 +70,8 @@ def train_step(
             recorder.concurrent_span if recorder.detail else None,
         )
 
-    closing: Closing = {"norm_barrier": measure, "optim": update}
-    loss = engine.executor.play(engine.training, micro_batches, recorder, valid[0], closing)
+    callbacks: StepEndCallbacks = {"norm_barrier": measure, "optim": update}
+    loss = engine.executor.play(engine.training, micro_batches, recorder, valid[0], callbacks)
     routing = engine.executor.rank_model.routing
     routed = [] if routing is None else [routing.sums.flatten()]
     sums = mesh.sum_over_all(torch.cat([loss[None], torch.full_like(loss, stop_flag())[None], *routed]))

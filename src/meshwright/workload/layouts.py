@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from meshwright.schedules.idle_time import fill
+from meshwright.schedules.idle_time import relative_idle_time
 from meshwright.schedules.in_flight import NAMES, in_flight
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import V_SCHEDULES, Layout, stage_table
@@ -225,7 +225,7 @@ def layouts_of(
         sequence=np.where(tensor > 1, 1.0, 0.0), layered=np.where(np.equal(schedule, NAMES.index("breadth_first")), 1.0, 0.0),
         vee=np.where(np.isin(schedule, [NAMES.index(name) for name in V_SCHEDULES]), 1.0, 0.0),
         fullest_layers=layers[0], head_layers=layers[1], in_flight=in_flight(*order),
-        in_flight_last=in_flight(*order, pipeline - 1), fill=fill(schedule, pipeline, accumulate),
+        in_flight_last=in_flight(*order, pipeline - 1), fill=relative_idle_time(schedule, pipeline, accumulate),
         loss_chunk=float(train.loss_chunk), gathered_bytes=gathered_bytes(precision), state_bytes=state_bytes(precision),
         replica_bytes=float(bytes_of(precision.reduce_replicas or precision.stored)), **columns,
     )  # fmt: skip

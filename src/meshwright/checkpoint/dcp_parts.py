@@ -1,6 +1,7 @@
-"""`StateParts` as DCP's planner wants to hear of it.
+"""Adapter that lets DCP (`torch.distributed.checkpoint`) save `StateParts`, a rank's parts of one state tensor.
 
-A DTensor says where one box lies. A tensor rank's part of a fused projection is several: rows of the queries, of the keys, of the values.
+DCP accepts a DTensor, which describes one box (rectangular part) per rank. With tensor parallelism a rank can hold
+several boxes of a fused projection: rows of the queries, of the keys and of the values.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from meshwright.state.parts import StateParts
 
 
 @dataclass(frozen=True)
-class Boxed:
-    """What torch asks of tensors that hold parts (`torch.distributed.checkpoint.planner_helpers`, alike in 2.11 and 2.13)."""
+class DCPParts:
+    """`StateParts` with the methods that DCP's save planner calls on distributed tensors.
+
+    Source: `torch/distributed/checkpoint/planner_helpers.py`, which is the same in torch 2.11 and 2.13.
+    """
 
     parts: StateParts
 

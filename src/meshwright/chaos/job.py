@@ -1,0 +1,164 @@
+"""A `meshwright train` under observation: its steps, its attempts and its output, each with the time they were seen."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from meshwright.chaos.processes import TOKEN, training_ranks
+from meshwright.spec.errors import MeshwrightError
+
+POLL_SECONDS = 0.01
+LONGEST_SECONDS = 180.0
+"""Seconds that a job may take to reach an awaited point or its end."""
+
+
+class NotReached(MeshwrightError):
+    """A job ended, or took too long, before it reached the point of an injection."""
+
+    exit_code = 1
+
+
+class Tail:
+    """New lines of a file that grows, and that may be replaced by another file of its name."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._inode, self._offset = 0, 0
+        self._seen: set[str] = set()
+
+    def read(self) -> list[str]:
+        """Complete lines that were in no earlier answer."""
+        try:
+            status = self._path.stat()
+            if status.st_ino != self._inode or status.st_size < self._offset:
+                self._inode, self._offset = status.st_ino, 0
+            if status.st_size == self._offset:
+                return []
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            return []
+        complete = data[: data.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        lines = [line for line in complete.decode(errors="replace").splitlines() if line not in self._seen]
+        self._seen.update(lines)
+        return lines
+
+
+class Job:
+    """A running command. Times are seconds of `time.monotonic`; nothing is observed unless a method is called."""
+
+    def __init__(
+        self, words: Sequence[str], run: Path, output: Path, token: str, env: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """`run` is the folder of the run, `output` the file for what the command prints, `env` further variables."""
+        self.run, self.output_file = run, output
+        self.steps: list[tuple[float, int]] = []
+        """Time and number of each finished step."""
+        self.states: list[tuple[float, dict[str, Any]]] = []
+        """Time and content of each line of the run's supervision.jsonl."""
+        self.lines: list[tuple[float, str]] = []
+        """Time and text of each line that the command printed."""
+        output.parent.mkdir(parents=True, exist_ok=True)
+        self._tails = [Tail(run / "metrics.jsonl"), Tail(run / "supervision.jsonl"), Tail(output)]
+        for tail in self._tails:
+            tail.read()  # what an earlier job wrote
+        self.started = time.monotonic()
+        with output.open("ab") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "meshwright", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env={**os.environ, TOKEN: token, **env},
+                start_new_session=True,
+            )
+
+    @property
+    def output(self) -> str:
+        """Everything that the command has printed so far."""
+        self.poll()
+        return "\n".join(line for _, line in self.lines)
+
+    @property
+    def last_step(self) -> int:
+        """The step that was finished last; 0 before the first."""
+        return self.steps[-1][1] if self.steps else 0
+
+    @property
+    def attempt(self) -> int:
+        """Number of the attempt that runs, or of the last one."""
+        return self.states[-1][1]["attempt"] if self.states else 0
+
+    def ranks(self) -> dict[int, int]:
+        """Process id by rank of the ranks that train."""
+        return training_ranks(self.process.pid)
+
+    def poll(self) -> None:
+        """Take the lines that were written since the last call."""
+        metrics, states, output = (tail.read() for tail in self._tails)
+        now = time.monotonic()
+        for record in _records(metrics):
+            if record.get("kind") == "step":
+                self.steps.append((now, record["step"]))
+        self.states += [(now, record) for record in _records(states)]
+        self.lines += [(now, line) for line in output]
+
+    def until(self, reached: Callable[[], bool], what: str, seconds: float = LONGEST_SECONDS) -> None:
+        """Wait until `reached`. Raises NotReached if the job ends before, or after `seconds`."""
+        deadline = time.monotonic() + seconds
+        while True:
+            self.poll()
+            if reached():
+                return
+            if self.process.poll() is not None:
+                raise NotReached(
+                    f"the job ended with code {self.process.returncode} before {what}: {self._last_line()}"
+                )
+            if time.monotonic() > deadline:
+                raise NotReached(f"{what} did not occur within {seconds:g} s: {self._last_line()}")
+            time.sleep(POLL_SECONDS)
+
+    def until_step(self, step: int) -> None:
+        """Wait until a step is finished."""
+        self.until(lambda: self.last_step >= step, f"step {step}")
+
+    def until_printed(self, text: str, seconds: float = LONGEST_SECONDS) -> None:
+        """Wait until the command has printed a line with `text`."""
+        self.until(lambda: any(text in line for _, line in self.lines), f"the line {text!r}", seconds)
+
+    def wait(self, seconds: float = LONGEST_SECONDS) -> int:
+        """Observe the job until it ends; returns its exit code. Raises NotReached after `seconds`."""
+        deadline = time.monotonic() + seconds
+        while (code := self.process.poll()) is None:
+            self.poll()
+            if time.monotonic() > deadline:
+                raise NotReached(f"the job did not end within {seconds:g} s: {self._last_line()}")
+            time.sleep(POLL_SECONDS)
+        self.poll()
+        return code
+
+    def _last_line(self) -> str:
+        return self.lines[-1][1] if self.lines else "it printed nothing"
+
+
+def _records(lines: Sequence[str]) -> list[dict[str, Any]]:
+    """The JSON objects among lines."""
+    records = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records

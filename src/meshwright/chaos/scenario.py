@@ -1,0 +1,239 @@
+"""A scenario of fault injection: what is promised, what disturbs the job, and how the promise is checked."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from meshwright.chaos.job import Job
+from meshwright.chaos.processes import kill_all, processes_with, send
+from meshwright.observe.metrics import scan_metrics
+
+ORPHAN_SECONDS = 3.0
+"""Seconds after the end of a job in which its last processes may end."""
+
+
+@dataclass(frozen=True)
+class Template:
+    """The training command that scenarios disturb."""
+
+    words: tuple[str, ...]
+    """Run file and overrides."""
+    name: str
+    """Name of the run."""
+    steps: int
+    """Steps of the run."""
+    ranks: int
+    """Ranks of the run."""
+    every: int
+    """Steps between its checkpoints."""
+
+
+class Stage:
+    """The jobs of one scenario in a folder of their own, and the moment of the injection."""
+
+    def __init__(self, template: Template, folder: Path, overrides: Sequence[str] = ()) -> None:
+        self.template, self.folder = template, folder
+        self.run = folder / template.name
+        """Folder of the run."""
+        self.jobs: list[Job] = []
+        self.notes: list[str] = []
+        """What else was observed, for the verdict."""
+        self.violations: list[str] = []
+        """Parts of the promise that the injection itself saw broken."""
+        self.injected: float | None = None
+        self._attempt = 0
+        self._overrides = tuple(overrides)
+        self._token = secrets.token_hex(8)
+
+    def start(self, *overrides: str, env: Mapping[str, str] = MappingProxyType({})) -> Job:
+        """Start the training command, with further overrides and environment variables."""
+        template = self.template
+        words = ["train", *template.words, *self._overrides, *overrides, "--runs", str(self.folder)]
+        job = Job(words, self.run, self.folder / f"output-{len(self.jobs) + 1}.txt", self._token, env)
+        self.jobs.append(job)
+        return job
+
+    def mark(self) -> None:
+        """The disturbance begins now."""
+        job = self.jobs[-1]
+        job.poll()
+        self.injected, self._attempt = time.monotonic(), job.attempt
+
+    def signal(self, pid: int, number: int) -> None:
+        """Disturb the job by a signal to one of its processes."""
+        self.mark()
+        send(pid, number)
+
+    @property
+    def job(self) -> Job:
+        """The job that was started last."""
+        return self.jobs[-1]
+
+    def losses(self) -> list[tuple[int, float | None]]:
+        """Step and loss of each step in the run's metrics."""
+        return losses(self.run)
+
+    def orphans(self) -> list[int]:
+        """Processes of the jobs that still run a few seconds after the jobs ended; they are killed."""
+        deadline = time.monotonic() + ORPHAN_SECONDS
+        while processes_with(self._token) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return kill_all(self._token)
+
+    def close(self) -> None:
+        """Kill what still runs."""
+        kill_all(self._token)
+        for job in self.jobs:
+            job.process.wait()
+
+    def detected_seconds(self, text: str | None = None) -> float | None:
+        """Seconds from the injection to the coordinator's decision, or to a printed line with `text`; None without either."""
+        if self.injected is None:
+            return None
+        for job in self.jobs:
+            times = [moment for moment, line in job.lines if text is not None and text in line]
+            if text is None:
+                times = [moment for moment, state in job.states if state["status"] == "ending"]
+            for moment in times:
+                if moment >= self.injected:
+                    return moment - self.injected
+        return None
+
+    def recovery(self) -> tuple[float, int] | None:
+        """Seconds from the injection to the first step of a later attempt or job, and the steps trained again; None without one."""
+        if self.injected is None:
+            return None
+        before = 0
+        for job in self.jobs:
+            begun = [
+                moment
+                for moment, state in job.states
+                if state["status"] == "running" and state["attempt"] > self._attempt
+            ]
+            later = (
+                job.started
+                if job.started > self.injected
+                else min((m for m in begun if m > self.injected), default=None)
+            )
+            for moment, step in job.steps:
+                if later is not None and moment > later:
+                    return moment - self.injected, max(0, before - step + 1)
+                before = max(before, step)
+        return None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a scenario promised and what was observed."""
+
+    scenario: str
+    promise: str
+    observed: str
+    ok: bool
+    detected_seconds: float | None = None
+    recovered_seconds: float | None = None
+    lost_steps: int | None = None
+
+    def as_plain(self) -> dict[str, Any]:
+        """The verdict as values of JSON, seconds rounded to hundredths."""
+        plain = dict(self.__dict__)
+        for name in ("detected_seconds", "recovered_seconds"):
+            plain[name] = None if plain[name] is None else round(plain[name], 2)
+        return plain
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """One disturbance of a short run. The defaults check what most scenarios promise."""
+
+    name: str
+    promise: str
+    """One sentence."""
+    play: Callable[[Stage], None]
+    """Starts the job, disturbs it at its trigger, and waits for its end."""
+    overrides: tuple[str, ...] = ()
+    """Keys of the run that the disturbance needs."""
+    code: int = 0
+    """Exit code of the last job."""
+    detected_by: str | None = None
+    """Text of the printed line that counts as detection; None takes the coordinator's decision."""
+    detect_within: float | None = None
+    """Most seconds from the injection to its detection; None requires none."""
+    recover_within: float | None = None
+    """Most seconds from the injection to the first step of a later attempt or job; None requires none."""
+    same_losses: bool = True
+    """Whether every loss equals that of an undisturbed run bit for bit."""
+    unavailable: Callable[[], str | None] = field(default=lambda: None)
+    """Why this machine cannot run the scenario; None if it can."""
+
+
+def run_scenario(scenario: Scenario, template: Template, folder: Path, undisturbed: Callable[[], object]) -> Verdict:
+    """Run a scenario in an empty `folder`. `undisturbed` returns the losses of an undisturbed run."""
+    stage = Stage(template, folder, scenario.overrides)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        scenario.play(stage)
+        orphans = stage.orphans()
+    finally:
+        stage.close()
+    violations = [*stage.violations, *_violations(scenario, stage, orphans, undisturbed)]
+    recovery = stage.recovery()
+    observed = "; ".join([*_observations(scenario, stage), *stage.notes, *(f"BROKEN: {text}" for text in violations)])
+    return Verdict(
+        scenario.name,
+        scenario.promise,
+        observed,
+        not violations,
+        stage.detected_seconds(scenario.detected_by),
+        recovery and recovery[0],
+        recovery and recovery[1],
+    )
+
+
+def _violations(
+    scenario: Scenario, stage: Stage, orphans: Sequence[int], undisturbed: Callable[[], object]
+) -> list[str]:
+    """Sentences about the parts of the promise that were not kept."""
+    broken = []
+    code = stage.job.process.returncode
+    if code != scenario.code:
+        broken.append(f"exit code {code} instead of {scenario.code}")
+    detected, recovery = stage.detected_seconds(scenario.detected_by), stage.recovery()
+    recovered = recovery and recovery[0]
+    for what, seconds, limit in (
+        ("detected", detected, scenario.detect_within),
+        ("training again", recovered, scenario.recover_within),
+    ):
+        if limit is not None and (seconds is None or seconds > limit):
+            broken.append(f"{what} {'never' if seconds is None else f'after {seconds:.1f} s'}, allowed are {limit:g} s")
+    if orphans:
+        broken.append(f"{len(orphans)} processes still ran after the end")
+    if scenario.same_losses and stage.losses() != undisturbed():
+        broken.append("losses differ from those of the undisturbed run")
+    return broken
+
+
+def _observations(scenario: Scenario, stage: Stage) -> list[str]:
+    """What was measured, in words."""
+    detected, recovery = stage.detected_seconds(scenario.detected_by), stage.recovery()
+    texts = [] if detected is None else [f"detected after {detected:.2f} s"]
+    if recovery is not None:
+        texts.append(f"training again after {recovery[0]:.1f} s with {recovery[1]} steps repeated")
+    last = stage.losses()[-1:]
+    return [*texts, f"exit code {stage.job.process.returncode} after step {last[0][0] if last else 0}"]
+
+
+def losses(run: Path) -> list[tuple[int, float | None]]:
+    """Step and loss of each step in the metrics of a run's folder; empty without metrics."""
+    file = run / "metrics.jsonl"
+    records = scan_metrics(file)[0] if os.path.exists(file) else []
+    return [(record["step"], record["loss"]) for record in records if record["kind"] == "step"]

@@ -1,0 +1,65 @@
+"""Runs scenarios on a user's run, shortened, and their undisturbed reference once for each set of overrides."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from meshwright.chaos.job import NotReached
+from meshwright.chaos.scenario import Scenario, Stage, Template, Verdict, run_scenario
+from meshwright.chaos.scenarios import SCENARIOS
+from meshwright.spec.errors import BadInput, CommunicationFailure, nearest
+from meshwright.spec.run import RunSpec
+
+CHECKPOINTS = 6
+"""Checkpoints in a disturbed run."""
+
+
+class Suite:
+    """Scenarios on one run. Their folders are in `folder`, each named by its scenario."""
+
+    def __init__(self, run: RunSpec, words: list[str], folder: Path, steps: int) -> None:
+        """`words` describe `run` on the command line; it is shortened to `steps` steps with a few checkpoints."""
+        every = max(1, steps // CHECKPOINTS)
+        shortened = (f"train.steps={steps}", f"checkpoint.every={every}", f"checkpoint.keep={CHECKPOINTS + 4}")
+        self._template = Template((*words, *shortened), run.name, steps, run.cluster.ranks, every)
+        self._folder = folder
+        self._undisturbed: dict[tuple[str, ...], object] = {}
+
+    def run(self, scenario: Scenario) -> Verdict:
+        """Run a scenario. If this machine cannot, the verdict is not ok and says why."""
+        reason = scenario.unavailable()
+        if reason is not None:
+            return Verdict(scenario.name, scenario.promise, f"not run: {reason}", False)
+        try:
+            return run_scenario(
+                scenario, self._template, self._folder / scenario.name, lambda: self.undisturbed(scenario.overrides)
+            )
+        except NotReached as error:
+            return Verdict(scenario.name, scenario.promise, f"BROKEN: {error}", False)
+
+    def undisturbed(self, overrides: tuple[str, ...]) -> object:
+        """Losses of a run with `overrides` that nothing disturbs."""
+        if overrides not in self._undisturbed:
+            folder = self._folder / "undisturbed"
+            shutil.rmtree(folder, ignore_errors=True)
+            stage = Stage(self._template, folder, overrides)
+            try:
+                code = stage.start().wait(24 * 3600)
+            finally:
+                stage.close()
+            if code:
+                raise CommunicationFailure(f"the undisturbed run ended with code {code}:\n{stage.job.output[-2000:]}")
+            self._undisturbed[overrides] = stage.losses()
+        return self._undisturbed[overrides]
+
+
+def scenario_named(name: str) -> Scenario:
+    """The scenario of a name. Raises BadInput naming the nearest."""
+    scenarios = {scenario.name: scenario for scenario in SCENARIOS}
+    if name not in scenarios:
+        near = nearest(name, scenarios)
+        raise BadInput(
+            f"--scenario {name}: there is no such scenario" + (f"; nearest: {near}" if near else "; --list names all")
+        )
+    return scenarios[name]

@@ -1,0 +1,56 @@
+"""`meshwright chaos`: disturbs a short run on purpose and says whether the promise about that disturbance was kept."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshwright.cli.options import Json, Runs, load
+from meshwright.spec.errors import BadInput
+
+
+def chaos(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN.yaml] [KEY=VALUE]...", help="A run file, and values that replace its own.", show_default=False
+        ),
+    ] = None,
+    scenario: Annotated[str | None, typer.Option("--scenario", metavar="NAME", help="What disturbs the run.")] = None,
+    list_all: Annotated[bool, typer.Option("--list", help="Print all scenarios with what they promise.")] = False,
+    steps: Annotated[int, typer.Option("--steps", min=12, help="The run is shortened to this number of steps.")] = 60,
+    runs: Runs = Path("runs"),
+    as_json: Json = False,
+) -> None:
+    """Disturb a short run on purpose, and check that the system keeps its promise.
+
+    Trains the run twice for --steps steps in RUNS/chaos/: undisturbed, and with the disturbance. Exit code 0 if the promise was kept,
+    else 1.
+
+    Examples:
+
+        meshwright chaos --list
+
+        meshwright chaos run.yaml --scenario kill-rank
+    """
+    from meshwright.chaos.scenarios import SCENARIOS
+    from meshwright.chaos.suite import Suite, scenario_named
+
+    if list_all:
+        entries = [{"scenario": entry.name, "promise": entry.promise} for entry in SCENARIOS]
+        print(json.dumps(entries) if as_json else "\n".join(f"{e['scenario']:22}{e['promise']}" for e in entries))
+        return
+    if not words or scenario is None:
+        raise BadInput("name a run file (or KEY=VALUE words) and --scenario NAME; --list names all scenarios")
+    chosen = scenario_named(scenario)
+    verdict = Suite(load(words, runs), words, runs / "chaos", steps).run(chosen)
+    if as_json:
+        print(json.dumps(verdict.as_plain()))
+    else:
+        print(f"{verdict.scenario}: {'kept' if verdict.ok else 'NOT KEPT'}")
+        print(f"  promise:  {verdict.promise}\n  observed: {verdict.observed}\n  files:    {runs / 'chaos'}")
+    sys.exit(0 if verdict.ok else 1)

@@ -1,0 +1,72 @@
+"""The effective training time of `meshwright simulate` and `meshwright plan`, for a terminal and as JSON."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshwright.planner.effective_time import EffectiveTime
+
+NO_PREDICTION = "not predicted: it needs periodic checkpoints (checkpoint.every) and a known step time"
+
+
+def effective_answer(prediction: EffectiveTime | None, *, played: bool) -> dict[str, Any] | None:
+    """The prediction as plain values; `played` adds a simulation and other answers to a lost host."""
+    from meshwright.spec.fields import to_plain
+
+    if prediction is None:
+        return None
+    plain: dict[str, Any] = to_plain(prediction)
+    plain["inputs"] = plain.pop("model")
+    if played:
+        plain["simulated"], plain["hosts"] = _played(prediction)
+    return plain
+
+
+def show_effective(prediction: EffectiveTime | None, *, played: bool) -> None:
+    """Print the prediction; `played` adds formula, inputs, a simulation and other answers to a lost host."""
+    from rich.console import Console
+
+    from meshwright.planner.effective_time import effective_sentence
+
+    console = Console(highlight=False)
+    if prediction is None:
+        console.print(f"effective training time: {NO_PREDICTION}")
+        return
+    console.print(f"effective training time: {effective_sentence(prediction)}")
+    if played:
+        _show_inputs(console, prediction)
+
+
+def _show_inputs(console: Any, prediction: EffectiveTime) -> None:
+    from rich.table import Table
+
+    model = prediction.model
+    console.print(f"  {prediction.effective:.4f} = {prediction.formula}")
+    console.print(f"  {prediction.first_order:.4f} = {prediction.first_order_formula}")
+    console.print(
+        f"  T = {model.interval_seconds:,.1f} s between checkpoints, δ = {model.cost_seconds:.2f} s each, M = {model.mttf_seconds:,.0f} s "
+        f"between failures of {model.hosts:,} hosts; a lost host is replaced after {model.replace_seconds:,.0f} s"
+    )
+    table = Table("failure", "share p", "detection", "restart", "loading", "lag L", box=None, padding=(0, 2, 0, 2))
+    for failure in model.classes:
+        parts = (failure.detect_seconds, failure.restart_seconds, failure.load_seconds, failure.lag_seconds)
+        table.add_row(failure.name, f"{failure.share:.0%}", *(f"{seconds:.1f} s" for seconds in parts))
+    console.print(table)
+    simulated, hosts = _played(prediction)
+    console.print(f"  simulated: {simulated:.2%}")
+    for option in hosts:
+        console.print(f"  {option['name']}: {option['effective']:.2%}, simulated {option['simulated']:.2%}")
+
+
+def _played(prediction: EffectiveTime) -> tuple[float, list[dict[str, Any]]]:
+    """The simulated effective time, and that of other answers to a lost host beside the closed form."""
+    from meshwright.planner.effective_time import with_hosts
+    from meshwright.policies.effective_time import effective_time
+    from meshwright.simulator.failures import simulate_failures
+
+    hosts = [
+        {"name": name, "effective": effective_time(model), "simulated": simulate_failures(model)}
+        for name, model in with_hosts(prediction.model)
+    ]
+    return simulate_failures(prediction.model), hosts

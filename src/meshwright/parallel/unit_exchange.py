@@ -1,0 +1,84 @@
+"""Passes activations and gradients between units: inside a stage, between stages of one rank, or between ranks.
+
+A unit is a part of a stage with parameters of its own (`parallel.stages`). Its output is the next unit's input; the gradient of its input
+is the gradient of the previous unit's output. If the other unit is on another pipeline rank, send and receive actions of the schedule
+transfer the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from meshwright.events.span import Recorder
+from meshwright.parallel.channels import Channels, Transfer
+from meshwright.parallel.stages import RankModel
+from meshwright.parallel.timetable import Visit
+from meshwright.schedules.action import Action, Payload
+
+Message = tuple[Payload, int, int]
+"""(payload, stage, micro-batch): an activation or gradient, and the stage that sends it or, on its receiver, uses it."""
+
+
+class UnitExchange:
+    """The tensors between units of one rank in one step, and the messages that may still run.
+
+    `rank_of` has the pipeline rank of each stage. `channels` is None if the step has one pipeline rank.
+    """
+
+    def __init__(
+        self, rank_model: RankModel, rank_of: Sequence[int], channels: Channels | None, recorder: Recorder
+    ) -> None:
+        self._rank_model, self._rank_of, self._recorder = rank_model, rank_of, recorder
+        self._channels = channels
+        self._local: dict[Message, Tensor] = {}
+        self._to_send: dict[Message, Tensor] = {}
+        self._sending: list[Transfer] = []
+        self._receiving: dict[Message, Transfer] = {}
+
+    def pass_on(self, payload: Payload, visit: Visit, tensor: Tensor) -> None:
+        """Keep the output of a unit for the next unit, or the gradient of its input for the previous unit."""
+        stage, micro_batch, unit = visit
+        step = 1 if payload == "activation" else -1
+        if 0 <= unit + step < len(self._rank_model.stages[stage]):
+            self._local[payload, stage, micro_batch] = tensor
+        elif self._rank_of[stage + step] == self._rank_model.pipeline_rank:
+            self._local[payload, stage + step, micro_batch] = tensor
+        else:
+            self._to_send[payload, stage, micro_batch] = tensor
+
+    def take(self, payload: Payload, visit: Visit) -> Tensor:
+        """Return and forget a unit's input, or the gradient of its output. Compute waits for it if another rank sends it."""
+        stage, micro_batch, _ = visit
+        transfer = self._receiving.pop((payload, stage, micro_batch), None)
+        if transfer is None:
+            return self._local.pop((payload, stage, micro_batch))
+        self._recorder.gap()
+        return transfer.wait()
+
+    def send(self, action: Action) -> None:
+        """Start to send the tensor of a send action to the rank of its peer stage."""
+        assert self._channels is not None and action.payload is not None
+        tensor = self._to_send.pop((action.payload, action.stage, action.micro_batch))
+        # Dropping a completed transfer frees its buffer.
+        self._sending = [transfer for transfer in self._sending if not transfer.work.is_completed()]
+        transfer = self._channels.send(self._rank_of[action.peer], tensor)
+        self._sending.append(transfer)
+        self._record(action, transfer)
+
+    def receive(self, action: Action, shape: Sequence[int]) -> None:
+        """Start to receive the tensor of a receive action, of this shape, from the rank of its peer stage."""
+        assert self._channels is not None and action.payload is not None
+        transfer = self._channels.recv(self._rank_of[action.peer], shape, self._rank_model.dtype)
+        self._receiving[action.payload, action.stage, action.micro_batch] = transfer
+        self._record(action, transfer)
+
+    def finish_sends(self) -> None:
+        """Make compute wait until every message has been sent."""
+        for transfer in self._sending:
+            transfer.wait()
+
+    def _record(self, action: Action, transfer: Transfer) -> None:
+        if self._recorder.detail:
+            self._recorder.message(action.label, f"{action.op} {self._rank_of[action.peer]}", transfer.timing)

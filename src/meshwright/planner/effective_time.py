@@ -1,0 +1,179 @@
+"""Predicted effective training time of a run and plan: failures, detection, restart, loading, lost steps, spare hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+
+from meshwright.costs.machine_rates import machine_of
+from meshwright.costs.offload_costs import host_rate
+from meshwright.costs.plan_costs import as_nodes, number, products
+from meshwright.planner.checkpoint_cost import HOST_COPY_RATE, STATE_BYTES, WRITE_RATE, checkpoint_cost
+from meshwright.policies.checkpoint_times import auto_interval
+from meshwright.policies.effective_time import (
+    FIRST_ORDER_FORMULA,
+    FORMULA,
+    FailureClass,
+    FailureModel,
+    effective_time,
+    first_order,
+    losses,
+    spares_needed,
+)
+from meshwright.spec.errors import BadInput, nearest
+from meshwright.spec.model import parameter_count
+from meshwright.spec.plan import Plan
+from meshwright.spec.run import RunSpec
+
+READ_RATE = 2e9
+"""Bytes a second that one rank reads from storage: a guess."""
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What a run file does not say about failures; `--assume KEY=VALUE` replaces values."""
+
+    detect_seconds: float = 1.0
+    """Until a dead process is detected."""
+    host_detect_seconds: float = 10.0
+    """Until a dead host is detected."""
+    hang_detect_seconds: float = 30.0
+    """Least time until a hang is detected; 3 steps and 5 s if that is longer."""
+    restart_seconds: float = 30.0
+    """From detection until ranks can load their state: a guess for warm spare processes."""
+    replace_seconds: float = 600.0
+    """Until the cluster supplies another host: ByteRobust's requeue takes 454 to 768 s (arXiv 2509.16293, table 7)."""
+    hang_share: float = 0.15
+    """Hangs among all failures."""
+    host_share: float = 0.78
+    """Failures of hardware, which lose a host, among the others: Llama 3's (arXiv 2407.21783, section 3.3.4)."""
+
+    @classmethod
+    def parse(cls, words: Sequence[str]) -> Assumptions:
+        """The assumptions with `KEY=VALUE` words in place. Raises BadInput naming the nearest key."""
+        known = [field.name for field in fields(cls)]
+        values: dict[str, float] = {}
+        for word in words:
+            key, _, text = word.partition("=")
+            if key not in known:
+                near = nearest(key, known)
+                raise BadInput(
+                    f"--assume {word}: expected KEY=NUMBER with a key of {', '.join(known)}"
+                    + (f" (nearest: {near})" if near else "")
+                )
+            most = 1.0 if key.endswith("_share") else float("inf")
+            try:
+                values[key] = float(text)
+            except ValueError:
+                raise BadInput(f"--assume {word}: expected a number, e.g. {key}={getattr(cls, key):g}") from None
+            if not 0 <= values[key] <= most or values[key] == float("inf"):
+                limits = "from 0 to 1" if most == 1 else "of at least 0"
+                raise BadInput(f"--assume {word}: expected a number {limits}, e.g. {key}={getattr(cls, key):g}")
+        return replace(cls(), **values)
+
+
+@dataclass(frozen=True)
+class EffectiveTime:
+    """The prediction and its inputs."""
+
+    effective: float
+    first_order: float
+    losses: dict[str, float]
+    """Shares of wall-clock time by cause, to first order."""
+    spares_needed: int
+    """Spare hosts that suffice 99% of the time."""
+    formula: str
+    first_order_formula: str
+    model: FailureModel
+
+
+def predict_effective_time(
+    run: RunSpec, plan: Plan, step_seconds: float | None = None, assumed: Assumptions | None = None
+) -> EffectiveTime | None:
+    """The prediction for a run; None if it writes no periodic checkpoints or its step time is not known."""
+    model = failure_model(run, plan, step_seconds, assumed or Assumptions())
+    return None if model is None else predict_for(model)
+
+
+def predict_for(model: FailureModel) -> EffectiveTime:
+    """The prediction for a model of failures."""
+    return EffectiveTime(
+        effective_time(model),
+        first_order(model),
+        losses(model),
+        spares_needed(model),
+        FORMULA,
+        FIRST_ORDER_FORMULA,
+        model,
+    )
+
+
+def failure_model(run: RunSpec, plan: Plan, step_seconds: float | None, assumed: Assumptions) -> FailureModel | None:
+    """The run's failures by class.
+
+    A process or hang restarts from the copy in host memory if snapshots are written beside training, else from storage.
+    A lost host takes its memory with it: all ranks load from storage what was durable.
+    """
+    step = step_seconds or (plan.predicted.step_seconds if plan.predicted is not None else None)
+    cost = checkpoint_cost(run, plan, step)
+    if cost is None or step is None:
+        return None
+    cluster = as_nodes(run.cluster)
+    rank_bytes = parameter_count(run.model) * STATE_BYTES / plan.ranks
+    copy_rate = HOST_COPY_RATE
+    if not cluster.is_cpu:
+        copy_rate = number(host_rate(machine_of(cluster, products(plan.precision, cluster))))
+    from_memory = rank_bytes / copy_rate
+    from_storage = rank_bytes / READ_RATE + from_memory
+    copy = cost.copy_seconds if cost.copy_seconds is not None else from_memory
+    save = copy + rank_bytes / WRITE_RATE
+    stall = cost.cost_seconds if cost.cost_seconds is not None else save
+    interval = cost.interval_seconds or auto_interval(stall, save, cluster.nodes, cluster.host_mtbf_hours)
+    memory = (from_memory, copy) if cost.beside_training else (from_storage, 0.0)
+    storage = (from_storage, save if cost.beside_training else 0.0)
+    crash_share = 1 - assumed.hang_share
+    hang = run.supervision.hang_seconds or assumed.hang_detect_seconds
+    restart = assumed.restart_seconds
+    return FailureModel(
+        hosts=cluster.nodes,
+        mttf_seconds=cluster.host_mtbf_hours * 3600 / cluster.nodes,
+        interval_seconds=interval,
+        cost_seconds=stall,
+        classes=(
+            FailureClass("process", crash_share * (1 - assumed.host_share), assumed.detect_seconds, restart, *memory),
+            FailureClass("hang", assumed.hang_share, max(3 * step + 5, hang), restart, *memory),
+            FailureClass(
+                "host", crash_share * assumed.host_share, assumed.host_detect_seconds, restart, *storage, True
+            ),
+        ),
+        spares=run.supervision.spares,
+        replace_seconds=assumed.replace_seconds,
+        wait_seconds=run.supervision.wait_seconds,
+        resize_seconds=restart + from_storage,
+    )
+
+
+def with_hosts(model: FailureModel) -> Iterator[tuple[str, FailureModel]]:
+    """The same run with other answers to a lost host: no spares, enough spares, and fewer hosts meanwhile."""
+    enough = max(1, spares_needed(model))
+    yield "no spares, wait for a host", replace(model, spares=0, wait_seconds=None)
+    yield "no spares, continue on fewer hosts", replace(model, spares=0, wait_seconds=0.0)
+    yield f"{enough} spare{'s' * (enough > 1)}, wait beyond", replace(model, spares=enough, wait_seconds=None)
+
+
+def effective_sentence(prediction: EffectiveTime) -> str:
+    """The prediction in a sentence."""
+    model = prediction.model
+    parts = ", ".join(f"{share:.2%} {name}" for name, share in prediction.losses.items() if share >= 0.00005)
+    return (
+        f"{prediction.effective:.2%} of the time with a failure every {duration_text(model.mttf_seconds)}"
+        f"{f' (lost: {parts})' if parts else ''}"
+    )
+
+
+def duration_text(seconds: float) -> str:
+    """A duration in the unit that suits it."""
+    for unit, size in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.1f} {unit}"
+    return f"{seconds:,.1f} s"

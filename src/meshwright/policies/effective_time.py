@@ -1,0 +1,195 @@
+"""Effective training time: the share of wall-clock time that advances a run which fails now and then, in closed form.
+
+One checkpoint follows T seconds of training and costs δ seconds. Failures are a Poisson process with mean time M between
+them (wall-clock time; a failure may interrupt a recovery, which then starts again). Class c has the share p_c of all
+failures and the recovery R_c = detection + restart + loading. Its newest copy of the state becomes usable L_c seconds
+after it was taken. The expected cycle (Daly 2006, here for several classes) gives
+
+    effective = T/M · Σ p_c e^(−R_c/M) · Σ p_c e^(−L_c/M) / (e^((T+δ)/M) − 1) · hosts
+
+where `hosts` is the mean speed with hosts that are replaced only after a while, see `host_factor`. For short recoveries
+it is close to the familiar 1 − δ/T − (detection + restart + T/2)/M, which `first_order` returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import exp, expm1
+
+FORMULA = "T/M · Σ p·e^(−R/M) · Σ p·e^(−L/M) / (e^((T+δ)/M) − 1) · hosts"
+FIRST_ORDER_FORMULA = "1 − δ/T − Σ p·(detection + restart + loading + L + T/2)/M − (1 − hosts)"
+
+
+@dataclass(frozen=True)
+class FailureClass:
+    """Failures that are detected and repaired alike."""
+
+    name: str
+    share: float
+    """Of all failures."""
+    detect_seconds: float
+    restart_seconds: float
+    """From detection until the ranks can load their state."""
+    load_seconds: float
+    lag_seconds: float = 0.0
+    """From the moment a copy of the state is taken until this class of failures can use it."""
+    loses_host: bool = False
+
+    @property
+    def recovery_seconds(self) -> float:
+        return self.detect_seconds + self.restart_seconds + self.load_seconds
+
+
+@dataclass(frozen=True)
+class FailureModel:
+    """A run's checkpoints, its failures, and the replacement of its hosts."""
+
+    hosts: int
+    mttf_seconds: float
+    """Mean time between failures of the whole job."""
+    interval_seconds: float
+    """Training between two checkpoints."""
+    cost_seconds: float
+    """What one checkpoint costs training."""
+    classes: tuple[FailureClass, ...]
+    spares: int = 0
+    replace_seconds: float = 0.0
+    """Mean time until the cluster supplies another host for a lost one."""
+    wait_seconds: float | None = None
+    """Wait for a host before the run continues on the remaining ones; None waits until it has all."""
+    resize_seconds: float = 0.0
+    """Restart of the run at a checkpoint when a host returns to it."""
+
+    @property
+    def host_share(self) -> float:
+        """Share of failures that lose a host."""
+        return sum(failure.share for failure in self.classes if failure.loses_host)
+
+    def mean(self, value: Callable[[FailureClass], float]) -> float:
+        """Mean of `value` over failures."""
+        return sum(failure.share * value(failure) for failure in self.classes)
+
+
+def effective_time(model: FailureModel) -> float:
+    """Share of wall-clock time that advances the run, from 0 to 1."""
+    mttf = model.mttf_seconds
+    recovered = model.mean(lambda failure: exp(-failure.recovery_seconds / mttf))
+    kept = model.mean(lambda failure: exp(-failure.lag_seconds / mttf))
+    cycle = expm1((model.interval_seconds + model.cost_seconds) / mttf)
+    return model.interval_seconds / mttf * recovered * kept / cycle * host_factor(model)
+
+
+def losses(model: FailureModel) -> dict[str, float]:
+    """Shares of wall-clock time by cause, each to first order: their sum is 1 − `first_order`."""
+    mttf = model.mttf_seconds
+    return {
+        "checkpoints": model.cost_seconds / model.interval_seconds,
+        "detection": model.mean(lambda failure: failure.detect_seconds) / mttf,
+        "restart": model.mean(lambda failure: failure.restart_seconds) / mttf,
+        "loading": model.mean(lambda failure: failure.load_seconds) / mttf,
+        "lost steps": (model.mean(lambda failure: failure.lag_seconds) + model.interval_seconds / 2) / mttf,
+        "missing hosts": 1 - host_factor(model),
+    }
+
+
+def first_order(model: FailureModel) -> float:
+    """`effective_time` to first order in (recovery + interval) / MTTF."""
+    return 1 - sum(losses(model).values())
+
+
+def host_factor(model: FailureModel) -> float:
+    """Mean speed, from 0 to 1, of a run whose hosts are lost and replaced; 1 if no failure loses a host.
+
+    Hosts in replacement are the customers of an M/G/∞ queue: their number is Poisson distributed with mean host_share ·
+    replace / MTTF. The first `spares` of them cost nothing. For a further one the run waits, at most `wait_seconds` from
+    its loss, and then continues on the remaining hosts at a speed in proportion to them, until a restart at a checkpoint
+    adds the host that returned.
+    """
+    mean_missing = model.host_share * model.replace_seconds / model.mttf_seconds
+    if mean_missing == 0:
+        return 1.0
+    if model.wait_seconds is None:
+        return poisson_cdf(model.spares, mean_missing)
+    no_spare = 1 - poisson_cdf(model.spares - 1, mean_missing)
+    # E[max(0, missing − spares)] of a Poisson variable
+    excess = mean_missing * (1 - poisson_cdf(model.spares - 2, mean_missing)) - model.spares * no_spare
+    return_rate = (model.spares + 1) / model.replace_seconds
+    detection = sum(f.share * f.detect_seconds for f in model.classes if f.loses_host) / model.host_share
+    outwaited = exp(-return_rate * model.wait_seconds)
+    waiting = max(0.0, exp(-return_rate * detection) - outwaited) / return_rate
+    per_loss = waiting + outwaited * model.resize_seconds
+    # Losses that begin a wait fall into training time, which the waits shorten.
+    return (1 - excess / model.hosts) / (1 + model.host_share / model.mttf_seconds * no_spare * per_loss)
+
+
+def poisson_cdf(most: int, mean: float) -> float:
+    """Probability that a Poisson variable is at most `most`, 0 if that is negative."""
+    term, total = exp(-mean), 0.0
+    for count in range(most + 1):
+        total += term
+        term *= mean / (count + 1)
+    return min(1.0, total)
+
+
+def spares_needed(model: FailureModel, quantile: float = 0.99) -> int:
+    """Fewest spare hosts that suffice, with probability `quantile`, for the hosts in replacement at one time."""
+    mean_missing = model.host_share * model.replace_seconds / model.mttf_seconds
+    spares = 0
+    while poisson_cdf(spares, mean_missing) < quantile:
+        spares += 1
+    return spares
+
+
+@dataclass(frozen=True)
+class MeasuredFailure:
+    """One failure of a real run, with its measured times."""
+
+    name: str
+    """Its class, such as crash or hang."""
+    detected_seconds: float
+    """From the failure until it was detected."""
+    restarted_seconds: float
+    """From detection until the first new step began."""
+    lost_seconds: float
+    """Training that was repeated: lost steps × step time."""
+
+
+@dataclass(frozen=True)
+class ScaledTime:
+    """The effective training time of a short run's failures at another failure rate."""
+
+    effective: float
+    formula: str
+    """The formula with its numbers."""
+    seconds_per_failure: float
+    """Mean over failures, weighted by the shares of their classes."""
+
+
+def scale_measured(
+    failures: Sequence[MeasuredFailure], shares: dict[str, float], mttf_seconds: float, checkpoint_share: float
+) -> ScaledTime:
+    """Effective training time if failures as measured came once in `mttf_seconds`.
+
+    `shares` is the share of each class among all failures, and sums to 1. `checkpoint_share` is the share of undisturbed
+    training time that checkpoints took. Every failure takes its mean measured time, whatever the rate:
+    1 − checkpoints − Σ share · (detected + restarted + lost) / MTTF, at least 0.
+
+    Raises ValueError if the shares do not sum to 1, or a class with a share was not measured.
+    """
+    if abs(sum(shares.values()) - 1) > 1e-9:
+        raise ValueError(f"shares of failure classes must sum to 1, got {shares}")
+    terms, total = [], 0.0
+    for name, share in shares.items():
+        measured = [failure for failure in failures if failure.name == name]
+        if not measured:
+            raise ValueError(f"no failure of class {name} was measured; measured: {sorted({f.name for f in failures})}")
+        detected, restarted, lost = (
+            sum(getattr(failure, f"{part}_seconds") for failure in measured) / len(measured)
+            for part in ("detected", "restarted", "lost")
+        )
+        total += share * (detected + restarted + lost)
+        terms.append(f"{share:g} × ({detected:.2f} + {restarted:.2f} + {lost:.2f}) s [{name}]")
+    effective = max(0.0, 1 - checkpoint_share - total / mttf_seconds)
+    formula = f"1 − {checkpoint_share:.4f} − ({' + '.join(terms)}) / {mttf_seconds:,.0f} s = {effective:.4f}"
+    return ScaledTime(effective, formula, total)

@@ -1,0 +1,93 @@
+"""When a rank that makes no progress counts as hung: limits learned from the run's own steps, and by phase.
+
+A pure state with an abstract clock: the caller gives the time in seconds with each report of progress.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from dataclasses import dataclass
+
+STEPS_WITHOUT_PROGRESS, EXTRA_SECONDS = 3.0, 5.0
+"""A training rank hangs after this many typical steps and seconds without progress."""
+GPU_SECONDS, CPU_SECONDS = 30.0, 5.0
+"""Least limit of a training rank."""
+PHASE_SECONDS = {"start": 1800.0, "compile": 1800.0, "validate": 600.0, "save": 1800.0, "end": 600.0}
+"""Limits of the phases other than `train`, whose duration a run cannot learn before."""
+COUNTED_STEPS, FEWEST_STEPS = 64, 3
+"""Steps whose median counts as the step time: the last of all ranks at most, and at least."""
+
+
+@dataclass
+class RankProgress:
+    """The last progress of a rank."""
+
+    phase: str
+    step: int
+    action: int
+    count: int
+    """Number of progress marks so far; it changes whenever the rank makes progress."""
+    changed: float
+    """Time of the last change."""
+    step_began: float | None = None
+    """Time at which the rank was first seen in its step; None in the first step that was seen."""
+
+
+class HangWatch:
+    """Progress of the ranks of one attempt."""
+
+    def __init__(self, least_seconds: float) -> None:
+        self._least = least_seconds
+        self._ranks: dict[int, RankProgress] = {}
+        self._steps: deque[float] = deque(maxlen=COUNTED_STEPS)
+        self._first: float | None = None
+
+    def update(self, rank: int, phase: str, step: int, action: int, count: int, now: float) -> None:
+        """Take the progress of a rank that runs."""
+        last = self._ranks.get(rank)
+        if last is None:
+            self._ranks[rank] = RankProgress(phase, step, action, count, now)
+        elif count != last.count or phase != last.phase:
+            began = last.step_began
+            if step != last.step or phase != last.phase:
+                if began is not None and step > last.step and phase == "train":
+                    self._learn(last.phase, (now - began) / (step - last.step))
+                began = now
+            self._ranks[rank] = RankProgress(phase, step, action, count, now, began)
+
+    def _learn(self, phase: str, seconds: float) -> None:
+        """Take the duration of a step; one with compilation is an upper limit until others are known."""
+        if phase == "train":
+            self._steps.append(seconds)
+        elif phase == "compile":
+            self._first = max(self._first or 0.0, seconds)
+
+    def forget(self, rank: int) -> None:
+        """A rank has ended."""
+        self._ranks.pop(rank, None)
+
+    def resume(self, now: float) -> None:
+        """Count from `now`: the watch itself was stopped, and does not know what ranks did meanwhile."""
+        for progress in self._ranks.values():
+            progress.changed, progress.step_began = now, None
+
+    def limit(self, phase: str) -> float:
+        """Seconds without progress after which a rank in `phase` hangs."""
+        if phase != "train":
+            return max(PHASE_SECONDS.get(phase, 0.0), self._least)
+        typical = statistics.median(self._steps) if len(self._steps) >= FEWEST_STEPS else self._first
+        if typical is None:
+            return PHASE_SECONDS["compile"]
+        return max(STEPS_WITHOUT_PROGRESS * typical + EXTRA_SECONDS, self._least)
+
+    def hung(self, now: float) -> tuple[int, float] | None:
+        """The rank that holds the others up and its seconds without progress; None if all ranks make progress.
+
+        Ranks that wait for a peer stop too. The first in the order of step and action is the one that they wait for.
+        """
+        stalled = [rank for rank, last in self._ranks.items() if now - last.changed > self.limit(last.phase)]
+        if not stalled:
+            return None
+        rank = min(stalled, key=lambda rank: (self._ranks[rank].step, self._ranks[rank].action, rank))
+        return rank, now - self._ranks[rank].changed

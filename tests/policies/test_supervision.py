@@ -1,0 +1,128 @@
+"""Properties of the state machine under random events."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.policies.restart import Incident, RestartPolicy
+from meshwright.policies.supervision import (
+    Action,
+    Begin,
+    Committed,
+    End,
+    Ended,
+    Event,
+    Failed,
+    Finish,
+    Lost,
+    Prepare,
+    Prepared,
+    Ready,
+    Rules,
+    State,
+    StopRequested,
+    Tick,
+    Trained,
+    decide,
+)
+
+HOSTS = ("a", "b", "c", "d")
+RULES = Rules(hosts=2, global_batch=8, policy=RestartPolicy(3))
+host, attempt = st.sampled_from(HOSTS), st.integers(1, 6)
+incident = st.builds(
+    Incident, st.sampled_from([1, 3, 5, -9, 75]), st.just("it failed"), st.just(0), host, st.integers(1, 3)
+)
+EVENTS: st.SearchStrategy[list[Event]] = st.lists(
+    st.one_of(
+        st.builds(Ready, host, st.booleans()),
+        st.builds(Lost, host, st.just("silent")),
+        st.builds(Prepared, attempt),
+        st.builds(Trained),
+        st.builds(Committed, st.integers(1, 9)),
+        st.builds(Failed, attempt, incident),
+        st.builds(Ended, attempt, host),
+        st.builds(StopRequested, st.sampled_from([75, 130])),
+        st.builds(Tick),
+    ),
+    max_size=80,
+)
+
+
+def run(events: list[Event], rules: Rules = RULES) -> list[tuple[Event, State, tuple[Action, ...]]]:
+    """Each event with the state and the actions after it; ten seconds pass between events."""
+    state, trace = State(), []
+    for number, event in enumerate(events):
+        state, actions = decide(state, event, 10.0 * number, rules)
+        trace.append((event, state, actions))
+    return trace
+
+
+@given(EVENTS)
+def test_attempts_never_overlap(events: list[Event]) -> None:
+    running: set[str] = set()
+    for event, state, actions in run(events):
+        if isinstance(event, Ended) and event.attempt == state.attempt:
+            running.discard(event.host)
+        if isinstance(event, Lost):
+            running.discard(event.host)
+        for action in actions:
+            if isinstance(action, Prepare):
+                assert not running, "ranks of the attempt before still run"
+                assert len(set(state.members)) == RULES.hosts
+            elif isinstance(action, Begin):
+                running = set(state.members)
+
+
+@given(EVENTS)
+def test_each_attempt_is_decided_at_most_once_and_the_job_finishes_once(events: list[Event]) -> None:
+    ended: list[int] = []
+    finished = 0
+    for _, state, actions in run(events):
+        ended += [state.attempt for action in actions if isinstance(action, End)]
+        finished += sum(isinstance(action, Finish) for action in actions)
+        assert len(state.incidents) <= RULES.policy.restarts + 1
+        if finished:
+            assert state.status == "finished" and state.stop is not None
+    assert len(ended) == len(set(ended)) and finished <= 1
+
+
+@given(EVENTS)
+def test_a_failure_of_a_running_attempt_leads_to_exactly_one_decision(events: list[Event]) -> None:
+    state = State()
+    for number, event in enumerate(events):
+        before, (state, actions) = state, decide(state, event, 10.0 * number, RULES)
+        if isinstance(event, Failed) and event.attempt == before.attempt and before.status in ("preparing", "running"):
+            assert sum(isinstance(action, End) for action in actions) == 1
+            assert (state.stop is not None) != (state.status in ("gathering", "preparing") or state.stop is None)
+
+
+@given(EVENTS)
+def test_a_state_survives_its_file(events: list[Event]) -> None:
+    from meshwright.spec.fields import from_plain, to_plain
+
+    for _, state, _ in run(events):
+        assert from_plain(State, to_plain(state)) == state
+
+
+def begun(*more: Event) -> list[tuple[Event, State, tuple[Action, ...]]]:
+    return run([Ready("a"), Ready("b"), Ready("c"), Prepared(1), Trained(), *more])
+
+
+def test_a_lost_host_is_replaced_by_a_spare() -> None:
+    trace = begun(Lost("a", "silent"), Ready("b"), Ended(1, "b"), Tick())
+    assert [type(action) for _, _, actions in trace for action in actions] == [Prepare, Begin, End, Prepare]
+    assert trace[-1][1].members == ("b", "c") and trace[-1][1].attempt == 2
+
+
+def test_back_off_delays_the_second_restart() -> None:
+    failed = [Failed(n, Incident(5, "lost", 0, "a", n)) for n in (1, 2)]
+    again = [Ready("a"), Ready("b")]
+    trace = begun(failed[0], Ended(1, "a"), Ended(1, "b"), *again, Prepared(2), failed[1])
+    assert trace[-1][1].not_before == 10.0 * (len(trace) - 1) + 2.0
+
+
+def test_a_done_job_ends_with_0_and_a_stop_request_between_attempts_with_its_own_code() -> None:
+    assert begun(Ended(1, "a"), Ended(1, "b"))[-1][2] == (Finish(0),)
+    failed = Failed(1, Incident(5, "lost", 0, "a", 1))
+    assert begun(failed, StopRequested(75), Ended(1, "a"), Ended(1, "b"))[-1][2] == (Finish(75),)
