@@ -7,7 +7,8 @@ Prints JSON lines (and appends them to --out):
 
   run    one run with `checkpoint.mode` async or sync. `stall_seconds`: for async the longest step between the begin of a save and its
          commit, minus the median of the steps without a save in flight; for sync the time that training waited. `beside_percent`: how much
-         slower the mean step with a save in flight is than the mean step without.
+         slower the mean step with a save in flight is than the mean step without; `copy_step_percent` is that of the steps beside the
+         copies (the first of each save), `writing_percent` that of the others, so the first has the stall and the second the writer.
   write  bytes per second from an arena to the folder --runs with digests and fsync, and of a plain copy with as many threads.
   load   seconds to load a checkpoint to the device, and to read its files in pieces with as many threads and copy them there.
 
@@ -164,7 +165,8 @@ def figures(records: list[Line], save_interval: int, mode: str) -> Line:
     In a run folder's metrics the event of a committed checkpoint follows the steps that ran during its save.
     """
     without_save: list[float] = []
-    during_save: list[float] = []
+    copying: list[float] = []
+    writing: list[float] = []
     saves: list[Line] = []
     save_step, steps_since_save = 0, []
     for record in records:
@@ -178,7 +180,8 @@ def figures(records: list[Line], save_interval: int, mode: str) -> Line:
                 save_figures(record["text"])
                 | {"longest": max(steps_since_save, default=None), "steps": len(steps_since_save)}
             )
-            during_save += steps_since_save
+            copying += steps_since_save[:1]
+            writing += steps_since_save[1:]
             save_step, steps_since_save = 0, []
     without_save += steps_since_save  # the save was not committed before the run ended
     median = statistics.median(without_save)
@@ -186,14 +189,20 @@ def figures(records: list[Line], save_interval: int, mode: str) -> Line:
     line: Line = {"steps": len(without_save), "median_step_seconds": median, "step_seconds": every_step, "saves": saves}
     if mode == "sync":
         return line | {"stall_seconds": [save.get("waited") for save in saves]}
+    during_save = copying + writing
     return line | {
         "stall_seconds": [round(save["longest"] - median, 5) for save in saves if save["longest"] is not None],
-        "beside_percent": round(100 * (statistics.mean(during_save) / statistics.mean(without_save) - 1), 3)
-        if during_save
-        else None,
+        "beside_percent": slower_percent(during_save, without_save),
+        "copy_step_percent": slower_percent(copying, without_save),
+        "writing_percent": slower_percent(writing, without_save),
         "mean_step_free": statistics.mean(without_save),
         "mean_step_beside": statistics.mean(during_save) if during_save else None,
     }
+
+
+def slower_percent(steps: list[float], without_save: list[float]) -> float | None:
+    """How much longer the mean of `steps` is than that of the steps without a save; None if there are none."""
+    return round(100 * (statistics.mean(steps) / statistics.mean(without_save) - 1), 3) if steps else None
 
 
 def save_figures(text: str) -> Line:

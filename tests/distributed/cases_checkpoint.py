@@ -1,4 +1,4 @@
-"""What ranks do in the checkpoint tests: each body runs on every rank of a Gloo job and returns plain values."""
+"""Functions that the ranks of a Gloo job run in the checkpoint tests; each returns plain values."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from meshwright.checkpoint.block_exchange import DeviceExchange, HostExchange
 from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.storage import PiecePlanner
 from meshwright.checkpoint.store import CheckpointStore
-from meshwright.parallel.world import World
+from meshwright.parallel.world import World, world_group
 from meshwright.spec.errors import MeshwrightError
 from tests.checkpoint.reads import counted_reads
 
@@ -93,11 +94,15 @@ def save_large(world: World, folder: str, layout: str, step: int = 1) -> str:
     return str(store.save(step, laid_out(layout, large_values()), {}, {}).path)
 
 
-def load_large(world: World, folder: str, layout: str) -> dict[str, Any]:
-    """What of several large files this rank got right, and how many bytes it read of each."""
-    store = CheckpointStore(Path(folder), group=world.control)
+def load_large(world: World, folder: str, layout: str, device_exchange: bool = False) -> dict[str, Any]:
+    """What of several large files this rank got right, and how many bytes it read of each.
+
+    With `device_exchange` the ranks exchange blocks as GPUs do, through a Gloo group.
+    """
+    store = CheckpointStore(Path(folder), group=world.control, device_group=world_group() if device_exchange else None)
     found = laid_out(layout, {name: torch.zeros(shape) for name, shape in LARGE.items()})
-    with counted_reads() as read:
+    unused = HostExchange if device_exchange else DeviceExchange
+    with counted_reads() as read, patch.object(unused, "__init__", side_effect=AssertionError("another exchange")):
         loaded = store.load_newest(found)
     expected = laid_out(layout, large_values())
     assert loaded is not None
@@ -224,8 +229,8 @@ def _part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(_part(one.detach()), _part(other.detach()))
+def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return torch.equal(_part(left.detach()), _part(right.detach()))
 
 
 ENOSPC, EIO = errno.ENOSPC, errno.EIO

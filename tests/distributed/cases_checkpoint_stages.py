@@ -1,5 +1,7 @@
-"""What ranks do in the tests of checkpoints under pipeline plans: each rank holds its stages' tensors only, sharded over the ranks of its
-pipeline coordinate. The DTensors are made by hand, so that no collective helps to lay them out.
+"""Functions that ranks run in the tests of checkpoints with pipeline plans.
+
+Each rank has the tensors of its stages only, sharded over the ranks of its pipeline coordinate. The DTensors are constructed from local
+tensors, without a collective.
 """
 
 from __future__ import annotations
@@ -96,7 +98,7 @@ def held(world: World, layout: str, whole: dict[str, torch.Tensor]) -> dict[str,
     for coordinate, grid in enumerate(stages.ranks):
         mesh = _mesh(world, grid)
         if mesh is not None:
-            found = {name: rows(whole[name], mesh) for name in stages.names(coordinate)}
+            found = {name: shard_over(whole[name], mesh) for name in stages.names(coordinate)}
     return found
 
 
@@ -110,7 +112,7 @@ def _mesh(world: World, grid: tuple[tuple[int, ...], ...]) -> DeviceMesh | None:
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("rows",)) if world.rank in grid[0] else None
 
 
-def rows(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+def shard_over(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """This rank's rows of `whole`, sharded along the last axis of `mesh` and replicated along the others."""
     mine = shard_rows(whole.shape[0], mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1))
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
@@ -139,7 +141,7 @@ def save_model(world: World, folder: str, spec: ModelSpec, config: str) -> str:
     mine = [f".layers.{layer}." for layer in range(coordinate * half, (coordinate + 1) * half)]
     mine += [".embed.", ".norm."] if coordinate else [".embed."]
     tensors: dict[str, torch.Tensor] = {
-        name: rows(whole, mesh)
+        name: shard_over(whole, mesh)
         for name, whole in model_values(spec).items()
         if any(name.startswith(f"{kind}{part}") for kind in ("model", *MOMENTS) for part in mine)
     }
@@ -152,7 +154,7 @@ def load(world: World, path: str, layout: str) -> dict[str, Any]:
     store = CheckpointStore(Path(path).parent, group=world.control)
     found = held(world, layout, {name: torch.full_like(tensor, torch.nan) for name, tensor in values(0).items()})
     seed = step_of(Path(path).name) or 0
-    expected = {name: rows(values(seed)[name], tensor.device_mesh) for name, tensor in found.items()}
+    expected = {name: shard_over(values(seed)[name], tensor.device_mesh) for name, tensor in found.items()}
     with counted_reads() as read:
         assert store.load(Path(path), found) == {"seed": seed}
     with CheckpointReader(Path(path)) as reader:
@@ -194,7 +196,7 @@ def _with(ranks: tuple[int, ...], name: str, made: Callable[[], Any]) -> Callabl
 def _on(ranks: list[int], whole: torch.Tensor) -> Any:
     mesh = DeviceMesh("cpu", ranks)
     if mesh.get_coordinate() is not None:
-        return rows(whole, mesh)
+        return shard_over(whole, mesh)
     return DTensor.from_local(
         torch.empty(0), mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
     )
@@ -253,7 +255,7 @@ def _error(work: Callable[[], object]) -> str:
 def messages(world: World, folder: str) -> int:
     """The most elements this rank hands to one collective of a save and a load of 8 MB of tensors under two stages."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "shard"))["shard"]
-    tensors: dict[str, torch.Tensor] = {f"stage.{world.rank // 2}": rows(torch.ones(1024, 1024), mesh)}
+    tensors: dict[str, torch.Tensor] = {f"stage.{world.rank // 2}": shard_over(torch.ones(1024, 1024), mesh)}
     store = CheckpointStore(Path(folder), group=world.control)
     with torch.profiler.profile(record_shapes=True) as profiled:
         store.load(store.save(1, tensors, {}, {}).path, tensors)

@@ -75,7 +75,10 @@ def _arena() -> Arena:
 
 
 def restarted(world: World, assignment: Assignment, change: Change, at_most: int | None = None) -> tuple[Any, ...]:
-    """(tier, step, whether all state equals the trained, at step 0 the initial one, bit for bit) of a start after a run and a `change`."""
+    """(tier, step, equal) of a start after a run and a `change`.
+
+    `equal` tells whether all state has the trained bits, or at step 0 the initial ones.
+    """
     with mock.patch.dict(os.environ, {ARENA: f"/proc/self/fd/{empty_memory()}"}):
         session = open_session(assignment, world)
         initial = {name: parts.local.clone() for name, parts in session.state().items()}

@@ -1,4 +1,4 @@
-"""What ranks do in the training tests: whole runs of the trainer in a process group of the pool, and what they saw and left behind."""
+"""Functions that ranks run in the training tests: whole training runs in a process group of the pool, and their results."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from tests.distributed.test_equality import whole as assembled
 
 @dataclass
 class Seen:
-    """What one rank saw of a run.
+    """Results of a run on one rank.
 
-    `place` tells apart the ranks that read the same samples; `tensors` are the whole weights and moments of its stages, on the first
-    data rank only.
+    `began` is the step from which the run started. `model_rank` is the rank's index among the ranks that read the same samples. `tensors`
+    are the whole weights and moments of its stages, on the first data rank only.
     """
 
     began: int
-    place: int
+    model_rank: int
     error: tuple[str, str] | None
     steps: list[dict[str, Any]]
     validations: list[tuple[int, Evaluation]]
@@ -59,7 +59,7 @@ class Seen:
 
 
 class Watching(Reporter):
-    """Keeps what a run reports, step by step."""
+    """Records the metrics and validations that a run reports."""
 
     def __init__(self, session: Session) -> None:
         path = session.folder / "metrics.jsonl"
@@ -85,9 +85,10 @@ def run(
     poison: str = "",
     poison_rank: int = 1,
 ) -> Seen:
-    """The run from where its folder is, to its end or (asked on `stop_rank` alone, in the midst of it) to the end of step `stop_at`.
+    """Continue the run from the newest checkpoint in its folder, to its end or to the end of step `stop_at`.
 
-    `poison` names a weight of which `poison_rank` makes one element not a number before the first step.
+    The stop is requested on `stop_rank` only, during that step, with the value `flag`. `poison` names a weight of which `poison_rank` sets
+    one element to NaN before the first step.
     """
     session = open_session(assignment, world)
     stop, began = StopRequest(), session.step
@@ -112,44 +113,44 @@ def run(
             error = (type(raised).__name__, str(raised))
     tensors = _whole(session) if session.mesh.data_rank == 0 else _whole(session, keep=False)
     steps = assignment.plan.batch.accumulate * len(reporter.steps)
-    place = 0
+    model_rank = 0
     for axis, size in session.mesh.layout.axes:
-        place = place if axis in DATA_AXES else place * size + session.mesh.coordinate(axis)
-    return Seen(began, place, error, reporter.steps, reporter.validations, indices[:steps], tensors)
+        model_rank = model_rank if axis in DATA_AXES else model_rank * size + session.mesh.coordinate(axis)
+    return Seen(began, model_rank, error, reporter.steps, reporter.validations, indices[:steps], tensors)
 
 
 def opened(world: World, assignment: Assignment) -> tuple[int, dict[str, torch.Tensor]]:
-    """The step a run resumes from and what this rank's stages then hold, whole."""
+    """Open a run; returns the step from which it resumes, and the whole tensors of this rank's stages."""
     session = open_session(assignment, world)
     return session.step, _whole(session)
 
 
 def initial(world: World, assignment: Assignment) -> tuple[Seen, list[tuple[str, int, int]]]:
-    """The run, and the rows of each tensor that this rank read to begin with."""
+    """Run with initial weights from a folder; returns the results and (tensor, first row, last row) of each read of this rank."""
     from meshwright.checkpoint.hf import HFReader
     from meshwright.checkpoint.reader import CheckpointReader
 
     read: list[tuple[str, int, int]] = []
-    kept = {kind: kind.read_rows for kind in (HFReader, CheckpointReader)}
+    originals = {reader_class: reader_class.read_rows for reader_class in (HFReader, CheckpointReader)}
 
-    def noting(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def read_rows(reader: Any, what: Any, first: int, last: int) -> torch.Tensor:
-            read.append((str(getattr(what, "name", what)).removeprefix("model."), first, last))
-            return original(reader, what, first, last)
+    def recording(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def read_rows(reader: Any, tensor: Any, first: int, last: int) -> torch.Tensor:
+            read.append((str(getattr(tensor, "name", tensor)).removeprefix("model."), first, last))
+            return original(reader, tensor, first, last)
 
         return read_rows
 
-    for kind, original in kept.items():
-        kind.read_rows = noting(original)
+    for reader_class, original in originals.items():
+        reader_class.read_rows = recording(original)
     try:
         return run(world, assignment), read
     finally:
-        for kind, original in kept.items():
-            kind.read_rows = original
+        for reader_class, original in originals.items():
+            reader_class.read_rows = original
 
 
 def refusal(world: World, spec: ModelSpec, init: str) -> str:
-    """What `load_initial` says to weights that are not the model's."""
+    """The error of `load_initial` for weights that do not fit the model."""
     try:
         load_initial(local_weights(Decoder(spec)), spec, init)
     except MeshwrightError as error:
@@ -171,7 +172,7 @@ def validated(world: World, assignment: Assignment) -> tuple[list[bool], list[bo
 
 
 def agreed(world: World, assignment: Assignment | None, full_disk: bool = False) -> Any:
-    """What `agreed_assignment` returns or raises when rank 0 prepares `assignment`, or fails to."""
+    """What `agreed_assignment` returns or raises if rank 0 prepares `assignment`, or fails to prepare it."""
 
     def prepare() -> Assignment:
         if full_disk:
@@ -187,14 +188,14 @@ def agreed(world: World, assignment: Assignment | None, full_disk: bool = False)
 
 
 def traced(world: World, assignment: Assignment) -> list[str]:
-    """A profiled run: the traces in its folder once all ranks are done."""
+    """Run with profiling; returns the names of the trace files after all ranks have finished."""
     run(world, assignment)
     torch.distributed.barrier()
     return sorted(path.name for path in (Path(assignment.folder) / "traces").iterdir())
 
 
 def _recorded(session: Session) -> list[list[int]]:
-    """The global sample indices of every micro-batch the session's loader reads from now on, in order."""
+    """A list that collects the global sample indices of every micro-batch that the session's loader reads later, in order."""
     seen: list[list[int]] = []
     original = session.data.samples
 
@@ -207,7 +208,7 @@ def _recorded(session: Session) -> list[list[int]]:
 
 
 def _whole(session: Session, *, keep: bool = True) -> dict[str, torch.Tensor]:
-    """Weights and moments of this rank's stages, gathered over its shards and tensor ranks; collective, also where they are not kept."""
+    """Weights and moments of this rank's stages, gathered over shard and tensor ranks; empty unless `keep`. Collective."""
     state = as_dtensors(session).items()
     whole = {name: assembled(name, tensor, session.run.model, session.mesh) for name, tensor in state}
     return whole if keep else {}
@@ -229,7 +230,7 @@ def as_dtensors(session: Session) -> dict[str, torch.Tensor]:
 
 
 def saved_both_ways(world: World, assignment: Assignment, folder: str) -> dict[str, list[bytes]]:
-    """The files that a checkpoint has of the session's state as it is, and of the same tensors as DTensors; collective."""
+    """File contents of two checkpoints by name: of the session's state, and of the same tensors as DTensors. Collective."""
     session = open_session(assignment, world)
     files: dict[str, list[bytes]] = {}
     for name, tensors in (("parts", session.state()), ("dtensors", as_dtensors(session))):

@@ -1,6 +1,6 @@
-"""Plans drawn at random from all that a run may be asked for, so that features meet that nobody thought of together.
+"""Random models and plans, so that tests combine features that no list of cases combines.
 
-A seed is always the same model, plan and packing.
+A seed always gives the same model, plan and document mask.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ SIZES: dict[AxisName, tuple[int, ...]] = {
 
 
 class Drawn(NamedTuple):
-    """What a seed stands for; without `masked` documents each row is one."""
+    """The case of a seed; unless `masked`, each sequence is one document."""
 
     spec: ModelSpec
     plan: Plan
@@ -63,8 +63,10 @@ class Drawn(NamedTuple):
 
 
 def drawn(seed: int, precision: Precision, *, compile: bool = False, of: ModelSpec | None = None) -> Drawn:
-    """A plan in that precision that is not refused, for 2 to 8 ranks, to 4 where each compiles, `of` a model or one that is drawn too. Sums
-    over replicas in a format of their own come where there are some."""
+    """Draw a trainable plan with this precision for 2 to 8 ranks (2 to 4 with `compile`), for the model `of` or a random one.
+
+    With `precision.reduce_replicas` the plan has replicas.
+    """
     draw = Random(seed)
     models = DENSE if precision.linear != "compute" else [*DENSE, *MIXTURES]
     while True:
@@ -97,7 +99,7 @@ def _plan(draw: Random, spec: ModelSpec, precision: Precision, compile: bool) ->
 
 
 def _layers(draw: Random, layers: int) -> Iterator[LayerStrategy]:
-    """Up to three ranges; the optimizer waits in host memory for all or for none."""
+    """Strategies of up to three ranges of layers; optimizer state is in host memory for all or for none."""
     cuts = sorted(draw.sample(range(1, layers), draw.choice((0, 0, 1, 2))))
     kinds = draw.choice((("none", "activations"), ("none", "none"), ("optimizer", "both")))
     for first, behind in pairwise([0, *cuts, layers]):
@@ -111,7 +113,7 @@ def _layers(draw: Random, layers: int) -> Iterator[LayerStrategy]:
 
 
 def _refused(plan: Plan, spec: ModelSpec) -> bool:
-    """Whether a run's checks would refuse it."""
+    """Whether training would refuse the plan."""
     pipeline, accumulate = plan.axis_size("pipeline"), plan.batch.accumulate
     try:
         stages = len(stage_table(plan.schedule, pipeline, spec.layers)[0])

@@ -1,8 +1,9 @@
-"""Gloo workers for the tests: started once per session, one thread each, reused by every case. They are forked from a server that has
-imported what ranks import, so that a pool that begins again costs little.
+"""A pool of Gloo worker processes for the tests, with one thread each, started once per session and used by all tests.
 
-`pool.run(body, ranks, *arguments)` calls `body(world, *arguments)` on that many ranks at once, each in a process group made for the case,
-and returns the results in rank order. `body` must be a module-level function.
+They are forked from a server process that has imported the modules of a rank, so that a restart of the pool is fast.
+
+`pool.run(body, ranks, *arguments)` calls `body(world, *arguments)` on `ranks` workers at the same time, in a new process group, and returns
+the results in rank order. `body` must be a module-level function.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ IMPORTED = ["torch._dynamo", "torch.distributed.fsdp", "meshwright.training.loop
 
 
 class CaseFailed(AssertionError):
-    """A rank's body raised; the message is its traceback."""
+    """A function raised on a rank; the message is the traceback."""
 
 
 class Pool:
@@ -38,7 +39,7 @@ class Pool:
             answers = [self._answer(rank) for rank in range(ranks)]
         failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
         if failures:
-            # A failed rank may leave its peers inside a collective: begin again with fresh processes.
+            # The other ranks may still wait inside a collective, so the next run starts new processes.
             self.close()
             raise CaseFailed("\n".join(failures))
         return [value for _, value in answers]
@@ -52,7 +53,7 @@ class Pool:
         return False, f"no answer within {LIMIT_SECONDS} s"
 
     def _start(self, ranks: int) -> None:
-        """Have at least as many workers as ranks."""
+        """Start workers until there are at least `ranks`."""
         os.environ["OMP_NUM_THREADS"] = "1"
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(IMPORTED)
@@ -81,10 +82,12 @@ def _serve(pipe: Connection) -> None:
             body, rank, ranks, store, arguments = pipe.recv()
         except EOFError:
             return
-        pipe.send(_one(body, rank, ranks, store, arguments))
+        pipe.send(_run_on_rank(body, rank, ranks, store, arguments))
 
 
-def _one(body: Callable[..., Any], rank: int, ranks: int, store: str, arguments: tuple[Any, ...]) -> tuple[bool, Any]:
+def _run_on_rank(
+    body: Callable[..., Any], rank: int, ranks: int, store: str, arguments: tuple[Any, ...]
+) -> tuple[bool, Any]:
     import torch
     import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -97,7 +100,7 @@ def _one(body: Callable[..., Any], rank: int, ranks: int, store: str, arguments:
         )
         world = World(RankEnvironment(rank, ranks, rank, ranks, "127.0.0.1", 0), torch.device("cpu"), dist.group.WORLD)
         answer = body(world, *arguments)
-        # A rank that has made its groups may have nothing more to say. Were it to leave, those still connecting to it would fail.
+        # A rank that returns early would close its connections, and ranks that still connect to it would fail.
         dist.barrier()
         return True, answer
     except BaseException:
@@ -105,9 +108,9 @@ def _one(body: Callable[..., Any], rank: int, ranks: int, store: str, arguments:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        # DTensor keeps what it worked out for a mesh, group names included, and takes a later case's mesh of the same ranks for it.
+        # DTensor caches results by mesh, with group names, and would use them for a later test's mesh of the same ranks.
         _clear_sharding_prop_cache()
-        # A case's groups hang in reference cycles: their sockets and threads end now, and not in the middle of the next case. What is
-        # left after it stays: modules, which need not be looked at each time.
+        # Process groups are in reference cycles; collect them now, so that their sockets and threads do not end during the next test.
+        # The remaining objects are modules; `freeze` excludes them from later collections.
         gc.collect()
         gc.freeze()

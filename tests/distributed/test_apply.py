@@ -16,8 +16,8 @@ from tests.distributed.test_equality import LLAMA, plan
 from tests.slow import quick_first
 
 
-def rows(world: World, chosen: Plan) -> list[tuple[str, int, int, bool]]:
-    """Name, first row, number of rows of each parameter here, and whether they are those of the whole one."""
+def local_rows(world: World, chosen: Plan) -> list[tuple[str, int, int, bool]]:
+    """For each parameter: name, first row, number of rows on this rank, and whether they equal those of the whole weight."""
     model = build_engine(LLAMA, chosen, build_mesh(chosen, world), loss_chunk=8, seed=1).model
     found = []
     held = local_weights(model)
@@ -33,7 +33,7 @@ def rows(world: World, chosen: Plan) -> list[tuple[str, int, int, bool]]:
 @pytest.mark.parametrize(("replicate", "shard"), quick_first(2, [(2, 2), (1, 4), (4, 1)], unpack=True))
 def test_ranks_hold_the_rows_they_say(pool: Pool, replicate: int, shard: int) -> None:
     chosen = plan(replicate, shard, 1)
-    answers = pool.run(rows, 4, chosen)
+    answers = pool.run(local_rows, 4, chosen)
     for rank, found in enumerate(answers):
         assert all(same for *_, same in found)
         assert found == answers[rank % shard]  # ranks along the shard axis are the innermost; replicas hold the same

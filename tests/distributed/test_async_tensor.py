@@ -1,6 +1,6 @@
-"""Products whose tokens travel beside them equal those that wait for their collectives, and runs made of them equal one device.
+"""Asynchronous tensor-parallel products equal those with blocking collectives, and runs that use them equal one device.
 
-On processors tokens travel as messages; pieces, their order and the sums are the same as on GPUs (tests/gpu/test_async_tensor.py).
+On CPUs messages transfer the tokens; pieces, their order and the sums are the same as on GPUs (tests/gpu/test_async_tensor.py).
 """
 
 from __future__ import annotations

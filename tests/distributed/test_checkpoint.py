@@ -54,15 +54,15 @@ def test_copies_are_written_once_and_shared_out(pool: Pool, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("rank", "number", "kind", "code"), [(1, cases.ENOSPC, "OutOfResources", 3), (0, cases.EIO, "Damaged", 4)]
+    ("rank", "number", "error_type", "code"), [(1, cases.ENOSPC, "OutOfResources", 3), (0, cases.EIO, "Damaged", 4)]
 )
 def test_one_ranks_disk_failure_is_every_ranks_error(
-    pool: Pool, tmp_path: Path, rank: int, number: int, kind: str, code: int
+    pool: Pool, tmp_path: Path, rank: int, number: int, error_type: str, code: int
 ):
     pool.run(cases.save, 2, str(tmp_path), "rows2", 1)
     answers = pool.run(cases.failing_save, 2, str(tmp_path), rank, OSError(number, os.strerror(number)))
     assert answers[0] == answers[1]
-    assert answers[0][:2] == (kind, code) and answers[0][2].startswith(f"rank {rank} of 2: saving step 2")
+    assert answers[0][:2] == (error_type, code) and answers[0][2].startswith(f"rank {rank} of 2: saving step 2")
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     assert pool.run(cases.newest, 2, str(tmp_path)) == ["step-00000001"] * 2
 
@@ -135,12 +135,21 @@ def test_fsdp_parameters_and_moments_come_back_exactly(pool: Pool, tmp_path: Pat
     assert pool.run(cases.fsdp, ranks, str(tmp_path), hidden) == [True] * ranks
 
 
-@pytest.mark.parametrize(("written", "read"), [("rows2", "copies2"), ("one", "grid2x2"), ("columns4", "hsdp2x2")])
+@pytest.mark.parametrize(
+    ("written", "read", "device_exchange"),
+    [
+        ("rows2", "copies2", False),
+        ("one", "grid2x2", False),
+        ("columns4", "hsdp2x2", False),
+        ("rows2", "copies2", True),
+        ("columns4", "hsdp2x2", True),
+    ],
+)
 def test_every_byte_of_files_of_several_blocks_is_read_once_and_passed_on(
-    pool: Pool, tmp_path: Path, written: str, read: str
+    pool: Pool, tmp_path: Path, written: str, read: str, device_exchange: bool
 ):
     (path, *_) = pool.run(cases.save_large, cases.LAYOUTS[written][0], str(tmp_path), written)
-    answers = pool.run(cases.load_large, cases.LAYOUTS[read][0], str(tmp_path), read)
+    answers = pool.run(cases.load_large, cases.LAYOUTS[read][0], str(tmp_path), read, device_exchange)
     assert all(answer["equal"] for answer in answers)
     total = sum((Counter(answer["read"]) for answer in answers), Counter())
     assert total == {file.name: file.stat().st_size for file in Path(path).iterdir()}
@@ -148,8 +157,12 @@ def test_every_byte_of_files_of_several_blocks_is_read_once_and_passed_on(
     assert max(shares) - min(shares) <= 3 * BLOCK_BYTES  # files, not only blocks, are shared out
 
 
-@pytest.mark.parametrize("offset", [100, 20 << 20, 40 << 20])
-def test_damage_that_one_rank_reads_turns_all_ranks_to_the_older_one(pool: Pool, tmp_path: Path, offset: int):
+@pytest.mark.parametrize(
+    ("offset", "device_exchange"), [(100, False), (20 << 20, False), (40 << 20, False), (20 << 20, True)]
+)
+def test_damage_that_one_rank_reads_turns_all_ranks_to_the_older_one(
+    pool: Pool, tmp_path: Path, offset: int, device_exchange: bool
+):
     for step in (1, 2):
         pool.run(cases.save_large, 2, str(tmp_path), "rows2", step)
     file = tmp_path / "step-00000002" / "tensors-00001.safetensors"
@@ -158,5 +171,5 @@ def test_damage_that_one_rank_reads_turns_all_ranks_to_the_older_one(pool: Pool,
         byte = stream.read(1)
         stream.seek(offset)
         stream.write(bytes([byte[0] ^ 4]))
-    answers = pool.run(cases.load_large, 2, str(tmp_path), "copies2")
+    answers = pool.run(cases.load_large, 2, str(tmp_path), "copies2", device_exchange)
     assert [(answer["path"], answer["equal"]) for answer in answers] == [("step-00000001", True)] * 2

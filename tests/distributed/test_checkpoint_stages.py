@@ -1,4 +1,4 @@
-"""Checkpoints under pipeline plans: ranks hold different tensors, together each tensor once, and any plan loads any other's."""
+"""Checkpoints with pipeline plans: ranks have different tensors, and any plan loads the checkpoint of any other plan."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_weights_travel_in_fp8(pool: Pool) -> None:
 
 
 def counted(world, chosen: Plan, early: bool) -> tuple[list[dict[str, Any]], int, int]:
-    """A run's steps, how many buffers it took and how many of them were slots; `early` gives slots back before they were copied out."""
+    """Run one step; returns it, the number of gather buffers and of those in slots. `early` frees slots while they are in use."""
     plain = CopyGather.allocate
     found = [0, 0]
 

@@ -1,6 +1,6 @@
-"""Plans drawn at random equal one device, in fp8 one rank, and with sums over replicas in bf16 those in fp32: `drawn` says from what.
+"""Random plans (`drawn`) equal one device, in fp8 one rank; bf16 sums over replicas equal fp32 sums within a bound.
 
-The lists that come before these take features one by one and two by two; here several meet at once, with ranges of layers that differ.
+Other tests cover features one by one and in pairs; these combine several, with different strategies of layer ranges.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SEEDS_LOW = [
 SEEDS_NARROW = [
     259, 1809, 3725, 2065, 2138, 152, 2760, 651, 280, 395, 415, 310, 681, 1082, 1228, 388, 631, 1526, 59, 76, 176, 3998,
 ]  # fmt: skip
-"""Such as `tests.docs.seeds` finds them: their plans have, but for the lists' ends, every pair of features that goes together."""
+"""Seeds from `tests.docs.seeds`: together their plans contain every possible pair of features."""
 FP8 = [*((seed, False) for seed in SEEDS_LOW), *((seed, True) for seed in range(4))]
 SUMS = [
     *((seed, NARROW, False) for seed in SEEDS_NARROW),
@@ -68,8 +68,10 @@ def test_compiled(pool: Pool, seed: int) -> None:
 
 @pytest.mark.parametrize(("seed", "compile"), quick_first(2, FP8, unpack=True))
 def test_fp8_equals_one_rank(pool: Pool, seed: int, compile: bool) -> None:
-    """Of as many sequences a micro-batch: their activations have one scale. Context ranks, and a compiler, sum in another order, which may
-    make of an activation the next fp8 number."""
+    """The reference has the same micro-batch size, because the activations of a micro-batch share a scale.
+
+    Context ranks and a compiler sum in another order, which may round an activation to the next fp8 number.
+    """
     spec, plan, masked = drawn(seed, LOW, compile=compile)
     alone = replace(plan_of(1, 1, plan.batch.micro_batch), precision=plan.precision)
     one = pool.run(sharded, 1, spec, alone, 1.0, 1, masked)
@@ -98,7 +100,7 @@ def test_sums_over_replicas_in_bf16_round_and_nothing_else(
 
 @pytest.mark.parametrize("seed", quick_first(1, SEEDS_RESUMED))
 def test_a_run_goes_on_under_any_plan(pool: Pool, tmp_path: Path, seed: int) -> None:
-    """Two steps under each of three plans of one model: what one wrote the next holds bit for bit, and all are the run of one rank."""
+    """Three plans of a model train two steps each: each loads the exact state of the one before, and all equal one rank."""
     tiny, spec = make_tiny(tmp_path / "data"), drawn(seed, FLOAT64).spec
     words = [f"model.{key}={value}" for key, value in vars(spec).items() if key != "vocab_size" and value is not None]
     chain = [drawn(seed + number, FLOAT64, of=spec).plan for number in range(3)]

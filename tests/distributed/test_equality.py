@@ -42,7 +42,7 @@ GPT = ModelSpec(
 )  # fmt: skip
 TRAIN = TrainSpec(steps=STEPS, global_batch=BATCH, seq_len=SEQ, learning_rate=RATE, clip_norm=CLIP, balance_loss=0.3)
 BF16_BOUND = 0.15
-"""Relative error of a bf16 gradient against fp64. The worst is the query and key weights', where softmax cancels most of it."""
+"""Relative error of a bf16 gradient against fp64; largest for query and key weights, whose terms cancel in the softmax."""
 BF16_LAYOUT_BOUND = 1e-5
 """Relative error of a bf16 gradient between layouts: the same bf16 products, summed in fp32 in another order."""
 
@@ -51,7 +51,7 @@ BF16_SUM_BOUND = 2**-8
 
 
 def batch(step: int, spec: ModelSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """tokens, targets, positions, documents `(BATCH, spec.max_seq_len)`; later rows have fewer valid targets, documents begin anywhere."""
+    """Tokens, targets, positions, documents `(BATCH, spec.max_seq_len)`; later sequences have fewer valid targets."""
     seq = spec.max_seq_len
     draw = torch.Generator().manual_seed(step)
     tokens = torch.randint(spec.vocab_size, (BATCH, seq), generator=draw)
@@ -65,17 +65,19 @@ def batch(step: int, spec: ModelSpec) -> tuple[torch.Tensor, torch.Tensor, torch
 
 @cache
 def one_device(spec: ModelSpec, masked: bool = True) -> list[dict[str, Any]]:
-    """What every step should give, in float64 on one device; without `masked` documents, each row is one."""
+    """The reference results of every step, in float64 on one device; unless `masked`, each sequence is one document."""
     model = Decoder(spec, plain=True).double()
-    rows = {row.name: row for row in parameters(spec)}
+    specs = {parameter.name: parameter for parameter in parameters(spec)}
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            row = rows[name]
-            fills = {"ones": torch.ones(row.count), "zeros": torch.zeros(row.count)}
-            values = fills[row.fill] if row.fill in fills else initial_values(0, row, 0, row.count, torch.device("cpu"))
-            weight.copy_(values.view(row.shape))
-    decayed = [weight for name, weight in model.named_parameters() if rows[name].decay]
-    plain = [weight for name, weight in model.named_parameters() if not rows[name].decay]
+            parameter = specs[name]
+            fills = {"ones": torch.ones(parameter.count), "zeros": torch.zeros(parameter.count)}
+            values = fills.get(parameter.fill)
+            if values is None:
+                values = initial_values(0, parameter, 0, parameter.count, torch.device("cpu"))
+            weight.copy_(values.view(parameter.shape))
+    decayed = [weight for name, weight in model.named_parameters() if specs[name].decay]
+    plain = [weight for name, weight in model.named_parameters() if not specs[name].decay]
     groups = [{"params": decayed, "weight_decay": TRAIN.weight_decay}, {"params": plain, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(TRAIN.beta1, TRAIN.beta2), eps=TRAIN.epsilon)
     seen = []
@@ -134,7 +136,7 @@ def sharded(
 
 
 def whole(name: str, mine: Any, spec: ModelSpec, mesh: Any) -> torch.Tensor:
-    """The parameter that all shards, tensor and expert ranks hold together; what several hold must be the same, bit for bit."""
+    """The whole parameter, gathered over shard, tensor and expert ranks; replicated parts must be equal, bit for bit."""
     experts = ".moe.experts." in name
     group, part = mesh.experts if experts else mesh.group("tensor"), mine.full_tensor().clone()
     if group is None:
@@ -158,7 +160,7 @@ def whole(name: str, mine: Any, spec: ModelSpec, mesh: Any) -> torch.Tensor:
 
 
 def distinct(parts: Sequence[torch.Tensor], number: int) -> Sequence[torch.Tensor]:
-    """`number` parts, each of which neighbours hold alike where there are more."""
+    """The `number` different parts among `parts`, in which neighbours are copies of each other."""
     share = max(1, len(parts) // number)
     assert all(torch.equal(one, parts[index - index % share]) for index, one in enumerate(parts))
     return parts[::share]
@@ -191,7 +193,7 @@ def worst(ours: torch.Tensor, truth: torch.Tensor) -> float:
 def compare(
     results: list[list[dict[str, Any]]], truth: list[dict[str, Any]], bound: float, *, weights: bool = True
 ) -> None:
-    """Every rank has the loss and the norm; every gradient and weight is on some rank, and right wherever it is."""
+    """Assert that loss and norm of every rank, and every gradient and weight, equal the reference; each is on some rank."""
     seen = set()
     for steps in results:
         assert steps[-1]["weights"] or not weights, "a run tells the weights it ends with"

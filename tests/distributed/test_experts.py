@@ -1,4 +1,4 @@
-"""Mixtures of experts under every plan equal one device: loss, balance loss, gradient norm, every gradient and every updated weight.
+"""Mixtures of experts equal one device with every plan: loss, balance loss, gradient norm, gradients and updated weights.
 
 The oracle is that of test_equality, whose balance loss weighs enough to be seen. A layer's experts are one stacked weight of its block's
 unit, or lie on ranks of their own; ranks hold different numbers of valid tokens, and some experts get none.
@@ -54,7 +54,7 @@ EVEN = replace(MIXTRAL, experts=8)
 SHARED = replace(QWEN3_MOE, experts=8, heads=4, kv_heads=2, head_dim=2)
 TIED = replace(EVEN, tied=True)
 LATE = replace(SHARED, tied=True, first_dense_layers=2)
-"""Of its layers the first pipeline rank of two has dense ones only, and makes the groups of expert ranks with the others all the same."""
+"""The first of two pipeline ranks has dense layers only, but takes part in the creation of the expert groups."""
 SPREAD = [
     (EVEN, Case("1f1b", shard=2, expert=2, micro=4)),
     (EVEN, Case("1f1b", shard=4, expert=4, reshard=False)),
@@ -122,12 +122,12 @@ def test_experts_on_ranks_of_their_own_equal_one_device(pool: Pool, spec: ModelS
     compare(results, one_device(spec)[:STEPS], 1e-9)
 
 
-def lopsided_values(seed: int, row: ParameterSpec, first: int, count: int, device: torch.device) -> torch.Tensor:
+def lopsided_values(seed: int, parameter: ParameterSpec, first: int, count: int, device: torch.device) -> torch.Tensor:
     """Routers that send every token to two of the first four experts, whichever of them its direction asks for."""
-    if not row.name.endswith("router.weight"):
-        return initial_values(seed, row, first, count, device)
+    if not parameter.name.endswith("router.weight"):
+        return initial_values(seed, parameter, first, count, device)
     scales = torch.tensor([4.0, -4.0, 3.0, -3.0, 0.1, -0.1, 0.0, 0.0], dtype=torch.float64)
-    direction = initial_values(seed, row, 0, row.shape[1], device).double()
+    direction = initial_values(seed, parameter, 0, parameter.shape[1], device).double()
     return (scales[:, None] * direction).flatten()[first : first + count]
 
 
@@ -161,7 +161,7 @@ def test_experts_and_ranks_without_tokens(pool: Pool, monkeypatch: pytest.Monkey
 
 
 def doubly_counted(world: Any, case: Case) -> list[dict[str, Any]]:
-    """Gradients of spread experts, and of nothing else, a thousandth off."""
+    """A step whose gradients of distributed experts, and no others, have an error of a thousandth."""
     from meshwright.parallel import stages
 
     kept = stages._shard_block
@@ -214,7 +214,7 @@ def test_a_wrong_weight_of_the_balance_loss_is_noticed(pool: Pool) -> None:
 
 
 def routed(world: Any, case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """By layer and summed over ranks: balance losses and tokens of each expert, and the figures of the step, after two steps of one."""
+    """After two equal steps: balance losses and tokens of each expert, by layer and summed over ranks, and the step's figures."""
     from meshwright.data.loader import MicroBatch
     from meshwright.events.span import NullRecorder
     from meshwright.optim.adamw import AdamW

@@ -16,15 +16,17 @@ from meshwright.spec.plan import Precision
 from tests.distributed.pool import Pool
 from tests.distributed.test_equality import plan
 
-ROWS, COLUMNS = 5, 3  # five rows on two ranks: uneven shards
+OUT_FEATURES, IN_FEATURES = 5, 3  # five rows on two ranks: uneven shards
 
 
 def unit_of(world, uses: int = 1, precision: Precision | None = None) -> tuple[nn.Linear, ShardedUnit]:
     from meshwright.parallel.mesh import build_mesh
 
-    layer = nn.Linear(COLUMNS, ROWS, bias=False)
+    layer = nn.Linear(IN_FEATURES, OUT_FEATURES, bias=False)
     with torch.no_grad():
-        layer.weight.copy_(torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS))
+        layer.weight.copy_(
+            torch.arange(OUT_FEATURES * IN_FEATURES, dtype=torch.float32).view(OUT_FEATURES, IN_FEATURES)
+        )
     mesh = build_mesh(plan(1, world.ranks, 1), world)
     group = ParameterGroup([layer], mesh.shards, precision or Precision(compute="fp32"))
     CommunicationStreams([group], world.device)
@@ -67,7 +69,7 @@ def reduce_twice(world, uses: int, precision: Precision) -> dict[str, Any]:
     unit.wait_for_gather()
     dtype = layer.weight.dtype
     for factor in (1.0, 2.0):  # two micro-batches, summed before the reduce-scatter
-        layer(torch.full((1, COLUMNS), factor * (world.rank + 1), dtype=dtype)).sum().backward()
+        layer(torch.full((1, IN_FEATURES), factor * (world.rank + 1), dtype=dtype)).sum().backward()
         unit.accumulate()
     unit.free_gathered()
     started = [unit.reduce(user=user, last=False) for user in range(uses)]
@@ -75,7 +77,7 @@ def reduce_twice(world, uses: int, precision: Precision) -> dict[str, Any]:
     once = layer.weight.grad.to_local().clone()
     unit.gather()
     unit.wait_for_gather()
-    layer(torch.ones(1, COLUMNS, dtype=dtype)).sum().backward()
+    layer(torch.ones(1, IN_FEATURES, dtype=dtype)).sum().backward()
     unit.free_gathered()
     for user in range(uses):
         unit.reduce(user=user, last=user + 1 == uses)
@@ -90,8 +92,8 @@ def test_gradients_are_summed_and_added_to_the_shard(pool: Pool, uses: int, prec
         assert seen["started"] == [False] * (uses - 1) + [True]
         rows = (3, 2)[rank]
         # (1 + 2) of rank 0, twice that of rank 1: a sum, not a mean.
-        assert torch.equal(seen["once"], torch.full((rows, COLUMNS), 9.0))
-        assert torch.equal(seen["twice"], torch.full((rows, COLUMNS), 11.0))
+        assert torch.equal(seen["once"], torch.full((rows, IN_FEATURES), 9.0))
+        assert torch.equal(seen["twice"], torch.full((rows, IN_FEATURES), 11.0))
         assert seen["grad type"] == torch.float32
 
 

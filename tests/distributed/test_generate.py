@@ -32,7 +32,7 @@ CASES = [
     Case("1f1b", pipeline=2, stages=(("0-4",), ("5-7",))),
 ]
 TENSOR = [Case("1f1b", tensor=2), Case("zbv", pipeline=2, tensor=2, reshard=False)]
-"""Texts are filled up to a multiple of the tensor ranks; positions are, so the first text moves on where one device's does."""
+"""Texts are padded to a multiple of the tensor ranks; the positions of their tokens are those on one device."""
 CONTEXT = [Case("1f1b", ring=2, pipeline=2), Case("1f1b", ulysses=2, shard=2)]
 """The same, and a text's last token is on one of the context ranks."""
 

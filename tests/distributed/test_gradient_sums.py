@@ -1,4 +1,4 @@
-"""Gradients of several micro-batches: which are added up by the products that make them, and in which format."""
+"""Sums of gradients over micro-batches: how many are added inside the matrix products, and in which dtype."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.distributed.test_equality import SEQ
 from tests.distributed.test_schedules import DEEP
 
 TIMES, PRODUCTS = 3, 4
-"""Micro-batches, and products with a weight in a block: query-key-value, output, gate-up, down."""
+"""Number of micro-batches, and of weight products in a block: query-key-value, output, gate-up, down."""
 
 
 def plan(axis: Any, size: int, times: int = TIMES, schedule: str = "1f1b", **strategy: Any) -> Plan:
@@ -31,7 +31,7 @@ def plan(axis: Any, size: int, times: int = TIMES, schedule: str = "1f1b", **str
 
 
 def added(world: World, plan: Plan) -> tuple[Counter[str], set[torch.dtype]]:
-    """How often gradients were added up in one step by each way, and the dtypes in which whole sums of blocks' products were seen in."""
+    """Run one step; returns the number of additions inside a product and in a separate pass, and the dtypes of the sums."""
     from meshwright.data.loader import MicroBatch
     from meshwright.events.span import NullRecorder
     from meshwright.parallel import sharded_unit

@@ -1,4 +1,4 @@
-"""Training with the optimizer in host memory gives the bits of training without, under everything it goes with, over stops and changes."""
+"""Training with optimizer state in host memory equals training without, bit for bit, with all features and over restarts."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_float64_equals_one_device(pool: Pool, spec: ModelSpec, case: Case) -> N
 
 
 def steps(world: World, spec: ModelSpec, chosen: Plan) -> tuple[dict[str, torch.Tensor], int]:
-    """What a few steps with clipping leave on this rank: figures, weights and moments; and bytes of weights that are on the device."""
+    """Run some steps; returns this rank's figures, weights and moments, and the bytes of its weights on the device."""
     from meshwright.data.loader import MicroBatch
     from meshwright.events.span import NullRecorder
     from meshwright.optim.adamw import AdamW
@@ -100,7 +100,7 @@ def steps(world: World, spec: ModelSpec, chosen: Plan) -> tuple[dict[str, torch.
 
 
 def differing(world: World, spec: ModelSpec, chosen: Plan, lose: str = "") -> tuple[set[str], list[int]]:
-    """What a few steps under the plan leave otherwise than the same without offload; `lose` is a kind of state that never comes back."""
+    """Names of results that differ from steps without offload; state of the name `lose` is not copied back on purpose."""
     from meshwright.optim.host import HostAdamW
 
     plain = replace(chosen, layers=tuple(replace(layer, offload="none") for layer in chosen.layers))
@@ -134,7 +134,7 @@ def test_state_that_is_lost_is_noticed(pool: Pool, lose: str) -> None:
     assert "figures 0" not in found and {"figures 2", "model.layers.3.mlp.up.weight"} <= found
 
 
-AWAY, HERE = "plan.offload=optimizer", "plan.offload=none"
+OFFLOADED, ON_DEVICE = "plan.offload=optimizer", "plan.offload=none"
 IN_BF16 = [*ranks(2), "plan.compute=bf16"]
 
 
@@ -144,7 +144,10 @@ def plain(pool: Pool, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> l
     return trained(pool, tiny, tmp_path_factory.mktemp("whole"), *IN_BF16)
 
 
-@pytest.mark.parametrize("order", [(AWAY, HERE), (HERE, AWAY), pytest.param((AWAY, AWAY), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "order",
+    [(OFFLOADED, ON_DEVICE), (ON_DEVICE, OFFLOADED), pytest.param((OFFLOADED, OFFLOADED), marks=pytest.mark.slow)],
+)
 def test_a_run_goes_on_with_or_without(
     pool: Pool, tiny: Path, tmp_path: Path, plain: list[Seen], order: tuple[str, str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""Real groups and channels: the right members, messages in both directions and round the ring, and nothing else between nodes."""
+"""Process groups have the right members; channels send in both directions and around the ring, and nothing between nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training with activations in host memory equals one device, under everything it goes with; and they are there, and not on the device."""
+"""Training with activations in host memory equals one device, with all features, and their device memory is freed."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_backward_reads_what_came_back(pool: Pool, recompute: str) -> None:
 
 
 def moved(world: World, spec: ModelSpec, plan: Plan, steps: int) -> dict[str, float]:
-    """Of some steps: bytes of a visit, the most of those that go which were on the device at once, and bytes of all host buffers."""
+    """Run some steps; returns the bytes of a visit, the peak device bytes of offloaded activations, and the host bytes."""
     from meshwright.data.loader import MicroBatch
     from meshwright.events.span import NullRecorder
     from meshwright.parallel.apply import build_engine

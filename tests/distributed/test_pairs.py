@@ -1,4 +1,4 @@
-"""Features two and more at a time, where test_schedules and test_equality leave a pair out: the same comparison with one device.
+"""Pairs of features that test_schedules and test_equality do not cover, compared with one device.
 
 docs/design/executor.md has the table; tests/docs/test_features.py makes it from these lists.
 """

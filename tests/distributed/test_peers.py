@@ -1,4 +1,6 @@
-"""Token exchange through mapped memory, on CPU processes with shared memory. Streams run in program order; all other code is that of GPUs.
+"""Token exchange through mapped memory, on CPU processes with shared memory instead of GPUs.
+
+Streams run in program order; all other code is that of GPUs.
 
 One rank is as late as possible: after every barrier it waits until the other ranks have reached their next barrier. By then they have
 overwritten every slot that they may overwrite.

@@ -1,4 +1,4 @@
-"""Every schedule, pipeline or layered, equals one device: loss, gradient norm, every gradient and every updated weight, over several steps.
+"""Every schedule equals one device: loss, gradient norm, gradients and updated weights, over several steps.
 
 The oracle is that of test_equality: a plain decoder, torch's own AdamW and clipping. Ranks hold different numbers of valid tokens,
 documents begin anywhere, gradients are clipped.

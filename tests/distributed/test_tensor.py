@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism equal one device, alone and with everything else: loss, gradient norm, every gradient and weight.
+"""Tensor and sequence parallelism, alone and with other axes, equal one device: loss, gradient norm, gradients, weights.
 
 The oracle is that of test_equality. Heads, documents and the vocabulary divide unevenly where they may.
 """
@@ -116,7 +116,7 @@ def test_copies_must_be_summed(pool: Pool) -> None:
 
 
 def copies_differ(world: World, spec: ModelSpec, plan: Plan, unsummed: str) -> bool:
-    """Whether gradients that tensor ranks hold alike differ when those whose name has `unsummed` in it are left out of the sum."""
+    """Whether gradients of replicated parameters differ if the sum omits those whose name contains `unsummed`."""
     from meshwright.parallel import apply
 
     class Leaving(apply.TensorCopySums):
@@ -252,7 +252,7 @@ def test_a_parallel_block_exchanges_once_where_another_does_twice(pool: Pool, en
 
 @pytest.mark.parametrize("spec", [LLAMA, GATED], ids=["one after another", "beside each other"])
 def test_a_block_keeps_its_own_part_of_the_sequence(pool: Pool, spec: ModelSpec) -> None:
-    """The stream is kept as this rank's tokens; all tokens only as this rank's features (its queries are 8 wide, its gates 12)."""
+    """Saved hidden states have this rank's tokens only; saved tensors of all tokens have this rank's features only (8 or 12)."""
     for shapes in pool.run(kept_by_a_block, 2, spec, Case("1f1b", tensor=2).plan):
         assert (2, 6, 16) in shapes
         assert not {shape for shape in shapes if shape[:2] == (2, 12) and shape[2:] == (16,)}

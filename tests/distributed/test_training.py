@@ -57,9 +57,9 @@ def trained(
     return pool.run(cases.run, assignment.plan.ranks, assignment, stop_at, stop_rank, flag, poison, poison_rank)
 
 
-def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    assert one.keys() == other.keys() and one
-    return all(torch.equal(one[name], other[name]) for name in one)
+def same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    assert left.keys() == right.keys() and left
+    return all(torch.equal(left[name], right[name]) for name in left)
 
 
 def held(ranks_seen: list[Seen]) -> dict[str, torch.Tensor]:
@@ -144,7 +144,8 @@ def compare(parts: list[list[Seen]], truth: Seen) -> None:
 def samples_by_step(ranks_seen: list[Seen]) -> list[list[int]]:
     """The global indices all data ranks together read in each step, sorted. Every pipeline rank reads the same."""
     first, *others = [
-        [seen for seen in ranks_seen if seen.place == rank] for rank in sorted({seen.place for seen in ranks_seen})
+        [seen for seen in ranks_seen if seen.model_rank == rank]
+        for rank in sorted({seen.model_rank for seen in ranks_seen})
     ]
     for stage in others:
         assert [seen.indices for seen in stage] == [seen.indices for seen in first]

@@ -1,4 +1,4 @@
-"""ZeRO's stages by layer range: one model whose layers are sharded each in its own way equals one device, and holds what the account says.
+"""ZeRO stages by layer range: layers with different sharding equal one device, and memory equals the planner's estimate.
 
 docs/design/sharding.md says which fields of a plan are which stage.
 """
@@ -73,7 +73,7 @@ def test_a_wrong_factor_is_noticed(pool: Pool) -> None:
 
 
 class Watching(NullRecorder):
-    """Looks at the blocks' memory where the third micro-batch begins: all that stays between micro-batches is there, and little else."""
+    """Records the memory of blocks at the start of the third micro-batch, when it has what stays between micro-batches."""
 
     def __init__(self, engine: Any) -> None:
         self.units = [unit for unit in engine.executor.rank_model.stages[0] if unit.layer is not None]

@@ -47,8 +47,10 @@ def trained(folder: Path, text: str, name: str, gpus: int, overrides: Iterable[s
 
 
 def figures(records: Sequence[Record]) -> list[float]:
-    """The loss of every step and of the validation behind them, and the norm of the first step's gradients: clipping and the optimizer's
-    own scale take a factor common to all gradients out of everything else."""
+    """The loss of every step and of the final validation, and the gradient norm of the first step.
+
+    The norm shows a factor common to all gradients, which clipping and Adam's normalisation remove from the other figures.
+    """
     losses = [record["loss"] for record in records if record["kind"] in ("step", "validation")]
     return [*losses, steps(records)[0]["grad_norm"]]
 

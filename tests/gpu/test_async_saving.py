@@ -1,4 +1,4 @@
-"""On a real GPU updates wait for the copies of a snapshot group by group, and a run continues from a checkpoint written beside it."""
+"""GPU: updates wait for the copies of a snapshot, group by group, and a run continues from an asynchronous checkpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.gpu.runs import RUNS_LIMIT, steps, trained
+from tests.gpu.runs import RUNS_LIMIT, needs, steps, trained
 from tests.gpu.test_offload import BOUND, RUN
 
 from meshwright.checkpoint.arena import Arena
@@ -60,3 +60,15 @@ def test_a_run_goes_on_from_a_checkpoint_written_beside_it(tmp_path: Path, offlo
     again = steps(trained(tmp_path, RUN, "run", 1, words))
     assert [step["step"] for step in again] == list(range(1, 7))
     assert [step["loss"] for step in again] == pytest.approx([step["loss"] for step in beside], rel=BOUND)
+
+
+def test_replicas_exchange_the_blocks_of_a_checkpoint_over_nccl(tmp_path: Path) -> None:
+    """A checkpoint of one rank is loaded by two replicas, each of which reads half."""
+    needs(2)
+    words = ["checkpoint.every=2", "checkpoint.keep=5", "plan.compute=bf16"]
+    alone = steps(trained(tmp_path, RUN, "run", 1, words))
+    for step in (4, 6):
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{step:08d}", ignore_errors=step == 6)
+    again = steps(trained(tmp_path, RUN, "run", 2, (*words, "plan.replicate=2")))
+    assert [step["step"] for step in again] == list(range(1, 7))
+    assert [step["loss"] for step in again] == pytest.approx([step["loss"] for step in alone], rel=BOUND)

@@ -1,4 +1,4 @@
-"""Tokens copied beside the products of tensor ranks, on two GPUs: every operator against its plain twin, under delays, and whole runs."""
+"""Asynchronous tensor-parallel products on two GPUs: operators against blocking ones, with delays, and whole runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(RUNS_LIMIT)]
 GPUS = 2
 ROUNDS = 40
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
-"""Largest error over the largest number: the same products, cut and added up otherwise. In bf16 each rank's product is rounded by both."""
+"""Largest error over the largest value: the same products in pieces; in bf16 each rank's product is rounded."""
 FP32_BOUND = 1e-4
 """Relative difference of fp32 losses over six steps, twenty times closer than bf16's."""
 CASES = {

@@ -1,4 +1,4 @@
-"""Mixtures of experts on real GPUs: the block against its plain twin, no waiting for the device, and runs that agree in every layout."""
+"""Mixtures of experts on GPUs: the block against its plain version, no host synchronisation, runs equal in all layouts."""
 
 from __future__ import annotations
 
@@ -100,11 +100,11 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("kind", MIXTURES)
-def test_the_fast_path_equals_the_plain_one_and_never_waits(kind: str, compiled: bool) -> None:
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_the_fast_path_equals_the_plain_one_and_never_waits(mixture: str, compiled: bool) -> None:
     """Given the same choices: x is such that bf16 decides as fp64 does for all but a few tokens, which are left out."""
-    exact = built(MIXTURES[kind], plain=True).layers["1"].moe.cuda()
-    fast = built(MIXTURES[kind]).layers["1"].moe.bfloat16().cuda()
+    exact = built(MIXTURES[mixture], plain=True).layers["1"].moe.cuda()
+    fast = built(MIXTURES[mixture]).layers["1"].moe.bfloat16().cuda()
     run = torch.compile(fast, fullgraph=True, dynamic=False, options=COMPILER_OPTIONS) if compiled else fast
     x = torch.randn(2, 256, 64, generator=torch.Generator().manual_seed(0)).cuda()
     run(x.bfloat16().requires_grad_()).x.sum().backward()  # compiles, and makes cuBLAS's workspaces

@@ -1,5 +1,6 @@
-"""On a GPU that multiplies fp8 numbers: the Triton kernels round to the bits of their plain twins, products and layers agree with them, and
-runs train alike. The twins run on the processor, from copies of the same numbers.
+"""fp8 on a GPU: Triton kernels, products and layers against the plain implementation, and whole runs.
+
+The kernels round to the same bits. The plain implementation runs on the CPU with copies of the same inputs.
 """
 
 from __future__ import annotations
@@ -41,9 +42,11 @@ TOKENS, IN, OUT = 208, 336, 272
 EXACT, FAST = 5e-3, 2e-2
 """Relative error of a product against one summed in fp32: rounding the result to bf16, and sums kept narrower."""
 FLIPPED = {E4M3: (EXACT / 2**3) ** 0.5, E5M2: (EXACT / 2**2) ** 0.5}
-"""The same of results behind another matmul, by the format that one's result is rounded to. Where two numbers differ by a share d, a
-rounding falls to either side of them with a chance of d over the format's spacing, and then they differ by the spacing: sqrt(d · spacing)
-in the mean square. Behind several products two right results are as far apart as either is from the exact one."""
+"""Relative error of a product after another product whose result is rounded to this fp8 dtype.
+
+Two inputs with relative difference d are rounded to different fp8 numbers with probability d / spacing, and then differ by the spacing of
+the dtype: sqrt(d · spacing) in the root mean square. After several products two correct results differ as much as each from the exact one.
+"""
 NO_WORSE = 1.1
 """How far a network may be from the exact one, over how far its twin is."""
 
@@ -70,15 +73,17 @@ def same(ours: Fp8Matrix, theirs: Fp8Matrix) -> bool:
     return values and torch.equal(ours.scale.cpu(), theirs.scale.cpu())
 
 
-@pytest.mark.parametrize(("kind", "dtype"), list(pairs((E4M3, E5M2), (torch.bfloat16, torch.float32))))
+@pytest.mark.parametrize(("fp8_dtype", "dtype"), list(pairs((E4M3, E5M2), (torch.bfloat16, torch.float32))))
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
-def test_matrices_are_rounded_to_the_bits_of_the_twin(scaling: Any, kind: torch.dtype, dtype: torch.dtype) -> None:
+def test_matrices_are_rounded_to_the_bits_of_the_twin(scaling: Any, fp8_dtype: torch.dtype, dtype: torch.dtype) -> None:
     x = numbers(0, TOKENS, IN, dtype=dtype)
-    for ours, theirs in zip(quantize_both(x.cuda(), scaling, kind), quantize_both(x, scaling, kind), strict=True):
+    for ours, theirs in zip(
+        quantize_both(x.cuda(), scaling, fp8_dtype), quantize_both(x, scaling, fp8_dtype), strict=True
+    ):
         assert same(ours, theirs)
-    assert same(quantize_transposed(x.cuda(), scaling, kind), quantize_transposed(x, scaling, kind))
-    compiled = torch.compile(quantize_both, fullgraph=True, dynamic=False)(x.cuda(), scaling, kind)
-    for ours, theirs in zip(compiled, quantize_both(x, scaling, kind), strict=True):
+    assert same(quantize_transposed(x.cuda(), scaling, fp8_dtype), quantize_transposed(x, scaling, fp8_dtype))
+    compiled = torch.compile(quantize_both, fullgraph=True, dynamic=False)(x.cuda(), scaling, fp8_dtype)
+    for ours, theirs in zip(compiled, quantize_both(x, scaling, fp8_dtype), strict=True):
         assert same(ours, theirs)
 
 
@@ -274,8 +279,8 @@ def test_runs_train_like_bf16(name: str, tmp_path: Path) -> None:
     needs(gpus)
     bf16 = [word for word in overrides if not word.startswith(("plan.linear", "plan.gather"))]
     found, expected = (
-        figures(trained(tmp_path, LLAMA, kind, gpus, [*WORDS, *words]))
-        for kind, words in (("fp8", overrides), ("bf16", bf16))
+        figures(trained(tmp_path, LLAMA, name, gpus, [*WORDS, *words]))
+        for name, words in (("fp8", overrides), ("bf16", bf16))
     )
     *found, norm = found
     *expected, wanted = expected

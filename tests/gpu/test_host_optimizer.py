@@ -1,5 +1,7 @@
-"""On a real GPU an optimizer in host memory gives the same bits, copies both ways at once, and leaves the device's memory to others: a
-minute on one H200."""
+"""GPU: optimizer state in host memory gives the same bits, copies in both directions at once, and frees device memory.
+
+Takes a minute on one H200.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On real GPUs every layout of one small run gives the same losses; each case is one `meshwright train` with its own ranks."""
+"""On GPUs every layout of a small run gives the same losses; each case is one `meshwright train` with its own ranks."""
 
 from __future__ import annotations
 

@@ -11,19 +11,19 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("rows", "columns"), [(1, 7), (333, 1000), (300, 8192), (40, 50257), (150, 128256)])
-def test_the_kernel_equals_its_twin(rows: int, columns: int, dtype: torch.dtype) -> None:
-    slopes_agree(rows, columns, dtype, "cuda")
+@pytest.mark.parametrize(("tokens", "columns"), [(1, 7), (333, 1000), (300, 8192), (40, 50257), (150, 128256)])
+def test_the_kernel_equals_its_twin(tokens: int, columns: int, dtype: torch.dtype) -> None:
+    slopes_agree(tokens, columns, dtype, "cuda")
 
 
-def slopes_agree(rows: int, columns: int, dtype: torch.dtype, device: str) -> None:
+def slopes_agree(tokens: int, columns: int, dtype: torch.dtype, device: str) -> None:
     """Of random logits, a fifth of them minus infinity and every fifth target left out."""
     from meshwright.kernels.loss_triton import gradient_in_place
 
     torch.manual_seed(0)
-    logits = (4 * torch.randn(rows, columns, device=device)).to(dtype)
+    logits = (4 * torch.randn(tokens, columns, device=device)).to(dtype)
     logits[:, columns - columns // 5 :] = -torch.inf  # what an unaligned vocabulary is padded with
-    targets = torch.randint(0, columns - columns // 5, (rows,), device=device)
+    targets = torch.randint(0, columns - columns // 5, (tokens,), device=device)
     targets[::5] = -1
     loss, slope = _gradient_eager(logits, targets)
     losses = gradient_in_place(logits, targets)

@@ -14,13 +14,13 @@ SHAPES = [(1025, 33), (64, 3, 5), (4096,), (1, 7), (3,), (512, 4096)]
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 64])
 @pytest.mark.parametrize(
-    ("made", "kind"),
+    ("made", "out_dtype"),
     [(torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)],
 )
-def test_equals_its_plain_twin(ranks: int, made: torch.dtype, kind: torch.dtype) -> None:
+def test_equals_its_plain_twin(ranks: int, made: torch.dtype, out_dtype: torch.dtype) -> None:
     gradients = [torch.randn(shape, device="cuda").to(made) for shape in SHAPES]
     count = sum(-(-gradient.shape[0] // ranks) * gradient[0].numel() for gradient in gradients)
-    mine, plain = (torch.full((ranks * count,), torch.nan, device="cuda", dtype=kind) for _ in range(2))
+    mine, plain = (torch.full((ranks * count,), torch.nan, device="cuda", dtype=out_dtype) for _ in range(2))
     pack(gradients, mine, ranks)
     pack(gradients, plain, ranks, plain=True)
     assert torch.equal(mine, plain)

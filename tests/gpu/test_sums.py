@@ -1,4 +1,4 @@
-"""On a real GPU gradients are added up and scaled by Triton kernels to the bits of torch's own operators, and by products to their sum."""
+"""GPU: Triton kernels sum and scale gradients to the bits of torch's operators; products add to sums in a wider dtype."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ PAIRS = [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torc
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("made", "kind"), PAIRS)
-def test_equals_its_plain_twin(size: int, made: torch.dtype, kind: torch.dtype) -> None:
+@pytest.mark.parametrize(("made", "sum_dtype"), PAIRS)
+def test_equals_its_plain_twin(size: int, made: torch.dtype, sum_dtype: torch.dtype) -> None:
     part, total = (torch.randn(size, device="cuda") for _ in range(2))
-    part, mine, plain = part.to(made), total.to(kind), total.to(kind)
+    part, mine, plain = part.to(made), total.to(sum_dtype), total.to(sum_dtype)
     add(mine, part)
     add(plain, part, plain=True)
     assert torch.equal(mine, plain)
     by = torch.tensor(1 / 3, device="cuda")
-    assert torch.equal(scale(part, by, kind), scale(part, by, kind, plain=True))
-    assert not torch.equal(scale(part, 3 * by, kind), scale(part, by, kind, plain=True))
+    assert torch.equal(scale(part, by, sum_dtype), scale(part, by, sum_dtype, plain=True))
+    assert not torch.equal(scale(part, 3 * by, sum_dtype), scale(part, by, sum_dtype, plain=True))
 
 
 def test_places_off_the_grid_and_rows_apart() -> None:

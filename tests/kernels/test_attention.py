@@ -68,20 +68,22 @@ def test_no_mask_when_causality_says_it_all():
     assert make_mask(None, 7, 8, CPU) is not None
 
 
-def documents_of(kind, batch, seq):
+def documents_of(document_order, batch, seq):
     draw = torch.Generator().manual_seed(1)
     rising = torch.randint(0, 20, (batch, seq), generator=draw).eq(0).cumsum(1)
-    return {"none": None, "rising": rising, "any order": torch.randint(0, 3, (batch, seq), generator=draw) // 2}[kind]
+    return {"none": None, "rising": rising, "any order": torch.randint(0, 3, (batch, seq), generator=draw) // 2}[
+        document_order
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-@pytest.mark.parametrize("kind", ["none", "rising", "any order"])
+@pytest.mark.parametrize("document_order", ["none", "rising", "any order"])
 @pytest.mark.parametrize("window", [None, 1, 100, 300])
 @pytest.mark.parametrize("seq", [128, 500])
-def test_block_mask_gives_the_same_as_the_dense_one(kind, window, seq):
-    if kind == "none" and window is None:
+def test_block_mask_gives_the_same_as_the_dense_one(document_order, window, seq):
+    if document_order == "none" and window is None:
         return
-    documents = documents_of(kind, 2, seq)
+    documents = documents_of(document_order, 2, seq)
     q, k, v = (t.detach().float() for t in inputs(seq=seq, head_dim=16))
     expected = attention(q, k, v, make_mask(documents, window, seq, CPU, plain=True), plain=True)
     blocks = block_mask(documents, window, seq, CPU)
@@ -97,9 +99,9 @@ QUERIES = torch.cat((torch.arange(70, 200), torch.arange(340, 470)))
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-@pytest.mark.parametrize(("kind", "window"), [("rising", None), ("any order", 100), ("none", 100)])
-def test_a_mask_for_some_queries_has_their_rows(kind, window):
-    documents = documents_of(kind, 2, 500)
+@pytest.mark.parametrize(("document_order", "window"), [("rising", None), ("any order", 100), ("none", 100)])
+def test_a_mask_for_some_queries_has_their_rows(document_order, window):
+    documents = documents_of(document_order, 2, 500)
     dense = make_mask(documents, window, 500, CPU, plain=True).dense
     mine = make_mask(documents, window, 500, CPU, queries=QUERIES, plain=True)
     assert torch.equal(mine.dense, dense[..., QUERIES, :])

@@ -1,4 +1,4 @@
-"""The plain twin against an emulation that shares nothing with it: fp8 numbers as arithmetic on float64, scales by logarithm."""
+"""The plain fp8 products against an independent emulation in float64, which computes scales by logarithms."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ SCALINGS = get_args(fp8.Scaling)
 DIGITS, SMALLEST_EXPONENT, LARGEST = {E4M3: 3, E5M2: 2}, {E4M3: -6, E5M2: -14}, {E4M3: 448.0, E5M2: 57344.0}
 TOKENS, IN, OUT = 32, 64, 48
 OUTPUT_BOUND = 0.05
-"""Relative error of the output of a product of normal random numbers: two roundings of at most 2^-4 each, 2^-5.5 in the mean."""
+"""Relative error of a product of normal random numbers: two roundings of at most 2^-4 each, 2^-5.5 in the mean."""
 GRADIENT_BOUND = {"tensorwise": 0.08, "rowwise": 0.05}
 """The same of gradients, one of whose factors has one digit fewer where a tensor has one scale."""
 
 
-def emulated_scale(largest: Tensor, kind: torch.dtype) -> Tensor:
-    ratio = largest.double() / LARGEST[kind]
+def emulated_scale(largest: Tensor, fp8_dtype: torch.dtype) -> Tensor:
+    ratio = largest.double() / LARGEST[fp8_dtype]
     return torch.where(ratio > 0, 2.0 ** torch.ceil(torch.log2(ratio.clamp(min=1e-300))), 1.0)
 
 
-def emulated_rounding(x: Tensor, kind: torch.dtype) -> Tensor:
+def emulated_rounding(x: Tensor, fp8_dtype: torch.dtype) -> Tensor:
     """float64 numbers rounded to those that fp8 has, ties to even."""
-    exponent = torch.floor(torch.log2(x.abs().clamp(min=1e-300))).clamp(min=SMALLEST_EXPONENT[kind])
-    step = 2.0 ** (exponent - DIGITS[kind])
+    exponent = torch.floor(torch.log2(x.abs().clamp(min=1e-300))).clamp(min=SMALLEST_EXPONENT[fp8_dtype])
+    step = 2.0 ** (exponent - DIGITS[fp8_dtype])
     return torch.round(x / step) * step
 
 
-def emulated_matrix(x: Tensor, scaling: str, kind: torch.dtype, dim: int) -> Tensor:
+def emulated_matrix(x: Tensor, scaling: str, fp8_dtype: torch.dtype, dim: int) -> Tensor:
     """x as its fp8 copy has it, for a product that sums over `dim`."""
     x = x.double()
     largest = x.abs().amax(dim, keepdim=True) if scaling == "rowwise" else x.abs().max()
-    scale = emulated_scale(largest, kind)
-    return emulated_rounding(x / scale, kind) * scale
+    scale = emulated_scale(largest, fp8_dtype)
+    return emulated_rounding(x / scale, fp8_dtype) * scale
 
 
 class Emulated(torch.autograd.Function):
@@ -72,10 +72,12 @@ class Emulated(torch.autograd.Function):
     # pyrefly: ignore [bad-override]  # torch's declaration takes any gradients
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), scaling = ctx.saved_tensors, ctx.scaling
-        kind = E5M2 if scaling == "tensorwise" else E4M3
+        fp8_dtype = E5M2 if scaling == "tensorwise" else E4M3
         rows = grad.flatten(0, -2)
-        x_grad = emulated_matrix(rows, scaling, kind, 1) @ emulated_matrix(weight, scaling, E4M3, 0)
-        weight_grad = emulated_matrix(rows, scaling, kind, 0).t() @ emulated_matrix(x.flatten(0, -2), scaling, E4M3, 0)
+        x_grad = emulated_matrix(rows, scaling, fp8_dtype, 1) @ emulated_matrix(weight, scaling, E4M3, 0)
+        weight_grad = emulated_matrix(rows, scaling, fp8_dtype, 0).t() @ emulated_matrix(
+            x.flatten(0, -2), scaling, E4M3, 0
+        )
         bias_grad = rows.sum(0) if ctx.biased else None
         return x_grad.to(x.dtype).view_as(x), weight_grad.to(weight.dtype), bias_grad, None
 
@@ -87,23 +89,23 @@ def numbers(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=draw) * torch.exp(spread)
 
 
-@pytest.mark.parametrize("kind", [E4M3, E5M2])
-def test_scales_are_the_smallest_powers_of_two_that_fit(kind: torch.dtype) -> None:
-    top = LARGEST[kind]
+@pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2])
+def test_scales_are_the_smallest_powers_of_two_that_fit(fp8_dtype: torch.dtype) -> None:
+    top = LARGEST[fp8_dtype]
     near = torch.tensor([top, math.nextafter(top, 2 * top), top / 2, 1.0, 1.75, 1.7500001, 3.1e-5, 7.7e20])
-    assert torch.equal(scale_of(near, kind).double(), emulated_scale(near, kind))
+    assert torch.equal(scale_of(near, fp8_dtype).double(), emulated_scale(near, fp8_dtype))
     random = torch.exp(20 * torch.randn(1000, generator=torch.Generator().manual_seed(0)))
-    assert torch.equal(scale_of(random, kind).double(), emulated_scale(random, kind))
-    assert torch.equal(scale_of(random, kind) * inverse(scale_of(random, kind)), torch.ones(1000))
+    assert torch.equal(scale_of(random, fp8_dtype).double(), emulated_scale(random, fp8_dtype))
+    assert torch.equal(scale_of(random, fp8_dtype) * inverse(scale_of(random, fp8_dtype)), torch.ones(1000))
 
 
-@pytest.mark.parametrize(("scaling", "kind"), list(pairs(SCALINGS, (E4M3, E5M2))))
+@pytest.mark.parametrize(("scaling", "fp8_dtype"), list(pairs(SCALINGS, (E4M3, E5M2))))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_matrices_hold_what_the_emulation_holds(scaling: Any, kind: torch.dtype, dtype: torch.dtype) -> None:
+def test_matrices_hold_what_the_emulation_holds(scaling: Any, fp8_dtype: torch.dtype, dtype: torch.dtype) -> None:
     x = numbers(0, TOKENS, IN).to(dtype)
-    by_rows, by_columns = emulated_matrix(x, scaling, kind, 1), emulated_matrix(x, scaling, kind, 0)
-    both = quantize_both(x, scaling, kind)
-    for made, transposed in (both, (quantize(x, scaling, kind), quantize_transposed(x, scaling, kind))):
+    by_rows, by_columns = emulated_matrix(x, scaling, fp8_dtype, 1), emulated_matrix(x, scaling, fp8_dtype, 0)
+    both = quantize_both(x, scaling, fp8_dtype)
+    for made, transposed in (both, (quantize(x, scaling, fp8_dtype), quantize_transposed(x, scaling, fp8_dtype))):
         assert made.values.shape == (TOKENS, IN) and transposed.values.shape == (IN, TOKENS)
         assert made.values.is_contiguous() and transposed.values.is_contiguous()
         assert torch.equal(made.values.double() * made.scale, by_rows)

@@ -46,18 +46,18 @@ def checked(product: Tensor, x: Tensor, weight: Tensor, groups: Tensor, bound: f
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("kind", SIZES)
-def test_the_plain_twin_multiplies_every_row_with_its_group_s_matrix(kind: str, dtype: torch.dtype) -> None:
-    x, weight, offsets, groups = some_rows(SIZES[kind], dtype)
+@pytest.mark.parametrize("case", SIZES)
+def test_the_plain_twin_multiplies_every_row_with_its_group_s_matrix(case: str, dtype: torch.dtype) -> None:
+    x, weight, offsets, groups = some_rows(SIZES[case], dtype)
     checked(
         grouped_linear(x, weight, offsets, plain=True), x, weight, groups, 1e-14 if dtype == torch.float64 else 1e-6
     )
 
 
-@pytest.mark.parametrize("kind", SIZES)
-def test_the_fast_path_s_gradients(kind: str) -> None:
+@pytest.mark.parametrize("case", SIZES)
+def test_the_fast_path_s_gradients(case: str) -> None:
     """torch's grouped product also runs on a processor, slowly: the same calls, the same formats."""
-    x, weight, offsets, groups = some_rows(SIZES[kind], torch.bfloat16)
+    x, weight, offsets, groups = some_rows(SIZES[case], torch.bfloat16)
     slope = torch.randn(len(groups), 24, generator=torch.Generator().manual_seed(1)).bfloat16()
     with torch.no_grad():
         found = grouped_gradients(slope, x, weight, offsets)
@@ -68,11 +68,11 @@ def test_the_fast_path_s_gradients(kind: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("kind", SIZES)
-def test_the_fast_path_on_a_gpu(kind: str, compiled: bool) -> None:
+@pytest.mark.parametrize("case", SIZES)
+def test_the_fast_path_on_a_gpu(case: str, compiled: bool) -> None:
     junk = torch.full((1 << 24,), torch.nan, device="cuda")  # an empty group must not see what memory was left with
     del junk
-    x, weight, offsets, groups = some_rows(SIZES[kind], torch.bfloat16, "cuda")
+    x, weight, offsets, groups = some_rows(SIZES[case], torch.bfloat16, "cuda")
     product = torch.compile(grouped_linear, fullgraph=True) if compiled else grouped_linear
     checked(product(x, weight, offsets), x, weight, groups, 1e-2)
 

@@ -14,12 +14,12 @@ def tensors(dtype):
     return [t.to(dtype).requires_grad_() for t in (x * 3 + 1, weight, bias)]
 
 
-@pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_fast_equals_plain_with_gradients(kind):
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_fast_equals_plain_with_gradients(norm):
     x, weight, bias = tensors(torch.float64)
     results = []
     for plain in (True, False):
-        if kind == "rms":
+        if norm == "rms":
             out = rms_norm(x, weight, 1e-5, plain=plain)
             results.append([out, *torch.autograd.grad(out.pow(3).sum(), (x, weight))])
         else:

@@ -10,7 +10,7 @@ from meshwright.kernels.pack import pack
 SHAPES = [(7, 3), (8, 2, 2), (1, 5), (2,), (4, 1)]
 
 
-def laid_out(gradients: list[torch.Tensor], ranks: int, kind: torch.dtype) -> torch.Tensor:
+def laid_out(gradients: list[torch.Tensor], ranks: int, out_dtype: torch.dtype) -> torch.Tensor:
     """The same row by row."""
     found = []
     for rank in range(ranks):
@@ -18,16 +18,16 @@ def laid_out(gradients: list[torch.Tensor], ranks: int, kind: torch.dtype) -> to
             each = -(-len(gradient) // ranks)
             rows = gradient[rank * each : (rank + 1) * each]
             missing = torch.zeros((each - len(rows), *gradient.shape[1:]), dtype=gradient.dtype)
-            found.append(torch.cat([rows, missing]).flatten().to(kind))
+            found.append(torch.cat([rows, missing]).flatten().to(out_dtype))
     return torch.cat(found)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-@pytest.mark.parametrize("made", [torch.bfloat16, torch.float32, torch.float64])
-def test_each_rank_has_its_rows(ranks: int, made: torch.dtype) -> None:
-    kind = torch.float32 if made == torch.bfloat16 else made
-    gradients = [torch.randn(shape).to(made) for shape in SHAPES]
-    wanted = laid_out(gradients, ranks, kind)
+@pytest.mark.parametrize("gradient_dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_each_rank_has_its_rows(ranks: int, gradient_dtype: torch.dtype) -> None:
+    out_dtype = torch.float32 if gradient_dtype == torch.bfloat16 else gradient_dtype
+    gradients = [torch.randn(shape).to(gradient_dtype) for shape in SHAPES]
+    wanted = laid_out(gradients, ranks, out_dtype)
     into = torch.full_like(wanted, torch.nan)
     pack(gradients, into, ranks)
     assert torch.equal(into, wanted)

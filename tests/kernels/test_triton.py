@@ -1,6 +1,6 @@
-"""Every Triton kernel of ours against its plain twin, in Triton's interpreter: what it computes, on a machine without a GPU.
+"""Every Triton kernel against its plain implementation, in Triton's interpreter, which needs no GPU.
 
-What a compiler and an assembler make of the kernels only a GPU shows: `tests/gpu`, where the sizes are also those of models.
+The tests in `tests/gpu` run the compiled kernels, with the sizes of models.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
 
 def next_to(ours: Tensor, theirs: Tensor) -> bool:
     """Not apart by more than one step of their format: the interpreter cuts off where a GPU rounds to nearest."""
-    kind = torch.finfo(theirs.dtype)
-    step = kind.eps * theirs.double().abs().clamp(min=kind.smallest_normal)
+    out_dtype = torch.finfo(theirs.dtype)
+    step = out_dtype.eps * theirs.double().abs().clamp(min=out_dtype.smallest_normal)
     return ours.dtype == theirs.dtype and bool(((ours.double() - theirs.double()).abs() <= step).all())
 
 
 @pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize(("made", "kind"), PAIRS)
-def test_sums(count: int, made: torch.dtype, kind: torch.dtype) -> None:
+@pytest.mark.parametrize(("made", "out_dtype"), PAIRS)
+def test_sums(count: int, made: torch.dtype, out_dtype: torch.dtype) -> None:
     from meshwright.kernels.sums_triton import fused_add, fused_scale
 
     part, total = (torch.randn(count) for _ in range(2))
-    part, mine, plain = part.to(made), total.to(kind), total.to(kind)
+    part, mine, plain = part.to(made), total.to(out_dtype), total.to(out_dtype)
     fused_add(mine, part)
     add(plain, part, plain=True)
     assert next_to(mine, plain)
-    by, out = torch.tensor(1 / 3), torch.empty(count, dtype=kind)
+    by, out = torch.tensor(1 / 3), torch.empty(count, dtype=out_dtype)
     fused_scale(out, part, by)
-    assert next_to(out, scale(part, by, kind, plain=True))
+    assert next_to(out, scale(part, by, out_dtype, plain=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -99,13 +99,13 @@ def test_fp8(shape: tuple[int, int], dtype: torch.dtype) -> None:
     """All but the rounding, which the interpreter gets wrong: what is made is asked for in fp32."""
     from meshwright.kernels.fp8_triton import round_both, round_flat, round_transposed, transpose
 
-    x, kind = numbers(0, *shape).to(dtype), torch.float32
+    x, out_dtype = numbers(0, *shape).to(dtype), torch.float32
     one, by_column = torch.tensor(2.0**-7), torch.randn(shape[1], 1)
-    straight, transposed = round_both(x, one, kind)
+    straight, transposed = round_both(x, one, out_dtype)
     wanted = x.float() * one
     assert same(straight, wanted) and same(transposed, wanted.t())
-    assert same(round_transposed(x, one, kind), transposed) and same(round_flat(x, one, kind), straight)
-    assert same(round_transposed(x, by_column, kind), x.float().t() * by_column)
+    assert same(round_transposed(x, one, out_dtype), transposed) and same(round_flat(x, one, out_dtype), straight)
+    assert same(round_transposed(x, by_column, out_dtype), x.float().t() * by_column)
     narrow = x.to(E4M3)
     assert same(transpose(narrow), narrow.t())
 
@@ -118,10 +118,13 @@ def test_gated(shape: tuple[int, int], dtype: torch.dtype) -> None:
 
     tokens, width = shape
     projected, slope = numbers(0, tokens, 2 * width).to(dtype), numbers(1, tokens, width).to(dtype)
-    factor, kind = torch.tensor(2.0**-7), torch.float32
+    factor, out_dtype = torch.tensor(2.0**-7), torch.float32
     for (straight, transposed), theirs in (
-        (round_swiglu(projected, factor, kind), _swiglu(projected)),
-        (round_swiglu_gradient(projected, slope, factor, kind), torch.cat(_swiglu_gradient(projected, slope), dim=1)),
+        (round_swiglu(projected, factor, out_dtype), _swiglu(projected)),
+        (
+            round_swiglu_gradient(projected, slope, factor, out_dtype),
+            torch.cat(_swiglu_gradient(projected, slope), dim=1),
+        ),
     ):
         assert same(transposed, straight.t())
         torch.testing.assert_close(straight, theirs * factor, rtol=1e-5, atol=1e-7)

@@ -12,18 +12,21 @@ from meshwright.parallel.apply import local_weights
 from meshwright.spec.job import TrainSpec
 
 TRAIN = TrainSpec(steps=4, global_batch=4, seq_len=8)
-AWAY = ("embed.weight", "layers.0.mlp.down.weight")
+HOST_OFFLOADED = ("embed.weight", "layers.0.mlp.down.weight")
 
 
 def model_and_optimizer(seed: int, *, releases: bool = True) -> tuple[Decoder, AdamW]:
-    """A model, of which two parameters are stepped in host memory, and their master weights kept there too if it `releases` them."""
+    """A model whose two HOST_OFFLOADED parameters have their state in host memory; with `releases` also the master weights."""
     torch.manual_seed(seed)
     model = Decoder(LLAMA)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
     named = dict(model.named_parameters())
-    away = {name: (lambda name=name: named[name].detach().to(torch.bfloat16)) if releases else None for name in AWAY}
-    return model, AdamW(model, LLAMA, TRAIN, local_weights(model), away)
+    host_offloaded = {
+        name: (lambda name=name: named[name].detach().to(torch.bfloat16)) if releases else None
+        for name in HOST_OFFLOADED
+    }
+    return model, AdamW(model, LLAMA, TRAIN, local_weights(model), host_offloaded)
 
 
 def step(model: Decoder, optimizer: AdamW) -> None:
@@ -43,10 +46,10 @@ def test_every_weight_and_moment_is_listed_with_the_memory_it_is_in() -> None:
     assert set(before) == set(state) == {f"{kind}.{name}" for kind in kinds for name in names}
     for kind in kinds:
         for name in names:
-            parts, away = state[f"{kind}.{name}"], name in AWAY
+            parts, host_offloaded = state[f"{kind}.{name}"], name in HOST_OFFLOADED
             assert parts.shape == tuple(model.get_parameter(name).shape) == parts.boxes[0].sizes
-            assert parts.memory == ("host" if away else "device") and parts.dtype == torch.float32
-            assert before[parts.name] == ("host" if away and kind != "model" else "device")
+            assert parts.memory == ("host" if host_offloaded else "device") and parts.dtype == torch.float32
+            assert before[parts.name] == ("host" if host_offloaded and kind != "model" else "device")
 
 
 def test_state_that_is_copied_from_one_optimizer_to_another_is_stepped_alike() -> None:

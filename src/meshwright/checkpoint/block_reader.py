@@ -1,18 +1,30 @@
-"""Reads each block of a checkpoint's files once: verifies it, copies it to its destinations, sends it to other ranks."""
+"""Reads each block of a checkpoint once, verifies it, copies it to its destinations, and has it sent to other ranks.
+
+A block is a consecutive part of a file (16 MiB, `files.BLOCK_BYTES`); the manifest has a digest of each.
+"""
 
 from __future__ import annotations
 
 import os
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.checkpoint.block_exchange import (
+    BlockBuffer,
+    BlockUse,
+    DeviceExchange,
+    Fill,
+    HostExchange,
+    SendQueue,
+    copied,
+)
 from meshwright.checkpoint.digests import block_digest
 from meshwright.checkpoint.files import BLOCK_BYTES, open_regular, read_range, unreadable
 from meshwright.checkpoint.manifest import Damage, DamagedCheckpoint, Manifest
@@ -21,10 +33,6 @@ from meshwright.checkpoint.read_plan import BlockTransfer
 from meshwright.spec.errors import Damaged
 
 READ_THREADS = max(2, min(16, os.cpu_count() or 1))
-RECEIVE_AHEAD = 4
-
-Fill = Callable[[str, int, Tensor], None]
-"""Takes a file's name, the position of a block in it, and the block's bytes."""
 
 
 class BlockFiles:
@@ -89,125 +97,89 @@ class BlockFiles:
 
 
 class BlockReader:
-    """Works through a rank's part of a plan of transfers.
+    """Carries out a rank's part of the transfers that `read_plan` plans for all ranks.
 
-    What fails on this rank is kept in `failure` and the transfers go on, so that no other rank waits for one that gave up; then `fill` is
-    not called any more.
+    The first error of this rank is kept in `failure`, and the transfers go on without calls of `fill`; otherwise other
+    ranks would wait for blocks that this rank does not send. Blocks are sent
+    from device to device through `device_group` if it is given, else through the CPU group of `ranks`.
     """
 
-    def __init__(self, files: BlockFiles, ranks: Ranks, device: torch.device, fill: Fill) -> None:
+    def __init__(
+        self,
+        files: BlockFiles,
+        ranks: Ranks,
+        device: torch.device,
+        fill: Fill,
+        device_group: dist.ProcessGroup | None = None,
+    ) -> None:
         self.failure: Exception | None = None
         self._files, self._ranks, self._device, self._fill = files, ranks, device, fill
-        self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+        self._device_group = device_group
+        self._free: queue.SimpleQueue[BlockBuffer] = queue.SimpleQueue()
 
     def run(self, transfers: Sequence[BlockTransfer]) -> None:
         """Read, receive and send what `transfers`, the plan of all ranks in its order, assigns to this rank.
 
         Raises RuntimeError when another rank is lost.
         """
-        numbers = {transfer: number for number, transfer in enumerate(transfers)}
         mine = [transfer for transfer in transfers if transfer.reader == self._ranks.rank]
-        incoming = [transfer for transfer in transfers if self._ranks.rank in transfer.receivers]
+        sends = self._device_group is not None and any(transfer.receivers for transfer in mine)
         for _ in range(min(READ_THREADS + 2, len(mine))):
-            self._free.put(self._buffer())
-        sending: queue.SimpleQueue[tuple[BlockTransfer, Tensor, Future[None]] | None] = queue.SimpleQueue()
-        on_device = {"initializer": _use, "initargs": (self._device,)}
-        with ThreadPoolExecutor(READ_THREADS, **on_device) as readers, ThreadPoolExecutor(2, **on_device) as talkers:
-            received = talkers.submit(self._receive, incoming, numbers)
-            sent = talkers.submit(self._send, sending, numbers)
+            self._free.put(BlockBuffer.allocate(self._device, on_device=sends))
+        sending: SendQueue = queue.SimpleQueue()
+        use = BlockUse(self._files.block_bytes, self._fill_received, self._free.put)
+        on_device = {"initializer": _set_device, "initargs": (self._device,)}
+        with (
+            ThreadPoolExecutor(READ_THREADS, **on_device) as readers,
+            ThreadPoolExecutor(2, **on_device) as communicators,
+        ):
+            if self._device_group is not None:
+                exchange = DeviceExchange(self._device_group, self._ranks.rank, self._device, use)
+                talking = [communicators.submit(exchange.run, transfers, sending)]
+            else:
+                host_exchange = HostExchange(self._ranks, self._device, use)
+                talking = [
+                    communicators.submit(host_exchange.receive, transfers),
+                    communicators.submit(host_exchange.send, transfers, sending),
+                ]
             for transfer in mine:  # buffers go out in the order of the plan, so the next block to send always has one
                 buffer = self._free.get()
                 done = readers.submit(self._read, transfer, buffer)
                 if transfer.receivers:
                     sending.put((transfer, buffer, done))
             sending.put(None)
-            for future in (received, sent):
+            for future in talking:
                 future.result()
 
-    def _read(self, transfer: BlockTransfer, buffer: Tensor) -> None:
+    def _read(self, transfer: BlockTransfer, buffer: BlockBuffer) -> None:
         try:
             if self.failure is None:
-                block = buffer[: self._files.block_bytes(transfer.file, transfer.index)]
+                block = buffer.host[: self._files.block_bytes(transfer.file, transfer.index)]
                 data = block.numpy().data
                 self._files.read_unverified(transfer.file, transfer.index, data)
                 # The copy to a device runs while the block is verified; a wrong block fails the load, whatever it filled.
-                self._use_block(transfer, block, lambda: self._files.verify(transfer.file, transfer.index, data))
+                if transfer.receivers and buffer.device is not None:
+                    buffer.device[: block.numel()].copy_(block, non_blocking=True)
+                else:
+                    self._fill(transfer.file, transfer.index, block)
+                with copied(self._device):
+                    self._files.verify(transfer.file, transfer.index, data)
         except Exception as error:
             self.failure = self.failure or error
         finally:
             if not transfer.receivers:
                 self._free.put(buffer)
 
-    def _use_block(
-        self, transfer: BlockTransfer, block: Tensor, meanwhile: Callable[[], object] = lambda: None
-    ) -> None:
-        self._fill(transfer.file, transfer.index, block)
-        event = None
-        if self._device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record()
+    def _fill_received(self, transfer: BlockTransfer, block: Tensor) -> None:
+        """Fill this rank's tensors from a block that another rank or another thread has verified, unless the load has failed."""
         try:
-            meanwhile()
-        finally:
-            if event is not None:  # the buffer is used again
-                event.synchronize()
-
-    def _send(
-        self,
-        sending: queue.SimpleQueue[tuple[BlockTransfer, Tensor, Future[None]] | None],
-        numbers: Mapping[BlockTransfer, int],
-    ) -> None:
-        lost: Exception | None = None
-        while (entry := sending.get()) is not None:
-            transfer, buffer, done = entry
-            done.result()
-            try:
-                if lost is None:
-                    block = buffer[: self._files.block_bytes(transfer.file, transfer.index)]
-                    works = [
-                        dist.isend(block, group=self._ranks.group, tag=numbers[transfer], group_dst=rank)
-                        for rank in transfer.receivers
-                    ]
-                    for work in works:
-                        _wait(work)
-            except Exception as error:  # the reading thread still needs its buffers back
-                lost = error
-            finally:
-                self._free.put(buffer)
-        if lost is not None:
-            raise lost
-
-    def _receive(self, incoming: Sequence[BlockTransfer], numbers: Mapping[BlockTransfer, int]) -> None:
-        buffers = [self._buffer() for _ in range(min(RECEIVE_AHEAD, len(incoming)))]
-
-        def begin(position: int) -> tuple[dist.Work | None, Tensor]:
-            transfer = incoming[position]
-            block = buffers[position % RECEIVE_AHEAD][: self._files.block_bytes(transfer.file, transfer.index)]
-            work = dist.irecv(block, group=self._ranks.group, tag=numbers[transfer], group_src=transfer.reader)
-            return work, block
-
-        pending = [begin(position) for position in range(len(buffers))]
-        for position, transfer in enumerate(incoming):
-            work, block = pending.pop(0)
-            _wait(work)
-            try:
-                if self.failure is None:
-                    self._use_block(transfer, block)
-            except Exception as error:
-                self.failure = self.failure or error
-            if position + RECEIVE_AHEAD < len(incoming):
-                pending.append(begin(position + RECEIVE_AHEAD))
-
-    def _buffer(self) -> Tensor:
-        return torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+            if self.failure is None:
+                self._fill(transfer.file, transfer.index, block)
+        except Exception as error:
+            self.failure = self.failure or error
 
 
-def _wait(work: dist.Work | None) -> None:
-    if work is not None:
-        work.wait()
-
-
-def _use(device: torch.device) -> None:
-    """A new thread starts on device 0; make it use the rank's own, so that no stray context appears there."""
+def _set_device(device: torch.device) -> None:
+    """Make a new thread use the rank's device; it starts on device 0 and would create a CUDA context there."""
     if device.type == "cuda":
         torch.cuda.set_device(device)

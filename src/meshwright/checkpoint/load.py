@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -100,12 +101,14 @@ def load_tensors(
     prefix: str,
     convert: bool,
     activity: str,
+    device_group: dist.ProcessGroup | None = None,
     files: BlockFiles | None = None,
     owners: Mapping[str, int] | None = None,
 ) -> None:
     """Fill `tensors` in place. Collective; raises as `CheckpointStore.load` does.
 
-    `files` reads the blocks, by default from storage. `owners` names the only rank that can read each file; by default all can.
+    Blocks that several ranks need are sent through `device_group` if it is given and every rank has tensors on its devices. `files` reads
+    the blocks, by default from storage. `owners` names the only rank that can read each file; by default all can.
     """
     contents = opened.contents
     requested = set().union(*ranks.run_on_all(activity, lambda: check_fit(contents, tensors, prefix, convert)))
@@ -117,7 +120,9 @@ def load_tensors(
         entries, headers = _read_headers(ranks, files, sorted({part.file for part in parts}), activity, owners)
         destinations: dict[tuple[str, int], list[Destination]] = defaultdict(list)
 
-        def assign() -> dict[str, list[tuple[int, int]]]:
+        device = device_of(tensors)
+
+        def assign() -> tuple[dict[str, list[tuple[int, int]]], str]:
             ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
             for part in parts:
                 entry = find_entry(entries[part.file], part.key, part.dtype, part.shape, opened.path / part.file)
@@ -125,19 +130,28 @@ def load_tensors(
                 ranges[part.file].append((destination.start, destination.end))
                 for index in range(destination.start // BLOCK_BYTES, -(-destination.end // BLOCK_BYTES)):
                     destinations[part.file, index].append(destination)
-            return {file: merge_ranges(needed) for file, needed in ranges.items()}
+            return {file: merge_ranges(needed) for file, needed in ranges.items()}, device.type
 
-        transfers = plan_transfers(ranks.run_on_all(activity, assign), headers, owners)
+        assigned = ranks.run_on_all(activity, assign)
+        transfers = plan_transfers([needs for needs, _ in assigned], headers, owners)
 
         def fill(file: str, index: int, block: Tensor) -> None:
             for destination in destinations.get((file, index), ()):
                 destination.fill(block, index * BLOCK_BYTES)
 
-        reader = BlockReader(files, ranks, device_of(tensors), fill)
+        usable = device_group is not None and {_device_type(device_group)} == {
+            device_type for _, device_type in assigned
+        }
+        reader = BlockReader(files, ranks, device, fill, device_group if usable else None)
         with recorder.span("read", lane="checkpoint"), torch.no_grad():
             _run(ranks, reader, transfers, activity)
     finally:
         files.close()
+
+
+def _device_type(group: dist.ProcessGroup) -> str:
+    """The type of the devices whose memory a group sends."""
+    return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
 
 
 def device_of(tensors: Mapping[str, Tensor | StateParts]) -> torch.device:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.checkpoint.arena import Arena
@@ -53,8 +54,14 @@ class MemorySnapshot:
     def step(self) -> int:
         return self.record.step
 
-    def load(self, ranks: Ranks, tensors: Mapping[str, Tensor | StateParts], recorder: Recorder) -> dict[str, Any]:
-        """Fill `tensors` and return the run's state. Collective over `ranks`.
+    def load(
+        self,
+        ranks: Ranks,
+        tensors: Mapping[str, Tensor | StateParts],
+        recorder: Recorder,
+        device_group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """Fill `tensors` and return the run's state. Collective over `ranks`; `device_group` as in `load_tensors`.
 
         Raises Damaged on all ranks if a block on any does not match its digest; then no rank offers this snapshot again.
         """
@@ -63,7 +70,8 @@ class MemorySnapshot:
         owners = {shard_name(rank): rank for rank in range(ranks.size)}
         try:
             load_tensors(
-                ranks, opened, tensors, recorder, prefix="", convert=False, activity=f"loading {blocks.path}", files=blocks, owners=owners
+                ranks, opened, tensors, recorder, prefix="", convert=False, activity=f"loading {blocks.path}",
+                device_group=device_group, files=blocks, owners=owners,
             )  # fmt: skip
         except Damaged:
             self.arena.begin_snapshot()

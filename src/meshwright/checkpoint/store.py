@@ -33,7 +33,7 @@ from meshwright.checkpoint.contents import Contents
 from meshwright.checkpoint.dcp_parts import DCPParts
 from meshwright.checkpoint.files import FileRecord
 from meshwright.checkpoint.fit import check_storable
-from meshwright.checkpoint.load import device_of, load_tensors, open_checkpoint
+from meshwright.checkpoint.load import OpenCheckpoint, device_of, load_tensors, open_checkpoint
 from meshwright.checkpoint.manifest import (
     COMMITTED,
     Damage,
@@ -75,8 +75,9 @@ class CheckpointStore:
 
     Every method is collective: all ranks of `group` call it with the same arguments, except tensors, and all return the
     same or raise the same error. `group` is by default the default group, or this process alone without
-    `torch.distributed`; on GPU jobs pass a Gloo group. `progress` is called with the number of bytes of each piece that
-    this rank writes. `lease` is the file that names the start (launch) that owns the run's folder, the parent of
+    `torch.distributed`; on GPU jobs pass a Gloo group, and as `device_group` the NCCL group of the same ranks: loads
+    send through it what several ranks need. `progress` is called with the number of bytes of each piece that this rank
+    writes. `lease` is the file that names the start (launch) that owns the run's folder, the parent of
     `folder`; with it, saving and deleting raise BadInput once another start has taken the folder.
 
     Each rank passes the tensors of which it holds a part, possibly none. A name means the same tensor on all ranks. A
@@ -90,6 +91,7 @@ class CheckpointStore:
         folder: Path,
         *,
         group: dist.ProcessGroup | None = None,
+        device_group: dist.ProcessGroup | None = None,
         recorder: Recorder | None = None,
         progress: Callable[[int], None] | None = None,
         lease: Lease | None = None,
@@ -97,7 +99,7 @@ class CheckpointStore:
         self.folder = folder
         self._lease = lease
         self._run_id = None if lease is None else lease.run_id
-        self._ranks = Ranks(group)
+        self._ranks, self._device_group = Ranks(group), device_group
         self._recorder = recorder or NullRecorder()
         self._progress = progress
         self._verified: set[Path] = set()
@@ -182,7 +184,7 @@ class CheckpointStore:
         """
         activity = f"loading {path}"
         opened = open_checkpoint(self._ranks, path, None, activity)
-        load_tensors(self._ranks, opened, tensors, self._recorder, prefix=prefix, convert=convert, activity=activity)
+        self._fill(opened, tensors, prefix=prefix, convert=convert, activity=activity)
         return opened.state
 
     def newest_step(self, at_most: int | None = None) -> int | None:
@@ -208,7 +210,7 @@ class CheckpointStore:
                 opened = open_checkpoint(self._ranks, path, self._run_id, activity)
                 if opened.manifest.finite is False:
                     raise Damaged(f"checkpoint {path} has values that are not finite")
-                load_tensors(self._ranks, opened, tensors, self._recorder, prefix="", convert=False, activity=activity)
+                self._fill(opened, tensors, prefix="", convert=False, activity=activity)
             except Damaged as error:
                 if self._ranks.is_first:
                     log.warning("%s; trying the next older one", error)
@@ -225,6 +227,14 @@ class CheckpointStore:
         deleted = self._ranks.run_on_first(f"deleting old checkpoints in {self.folder}", lambda: self._retain(keep))
         self._verified.difference_update(deleted)
         return deleted
+
+    def _fill(
+        self, opened: OpenCheckpoint, tensors: Mapping[str, LocalTensor], *, prefix: str, convert: bool, activity: str
+    ) -> None:
+        load_tensors(
+            self._ranks, opened, tensors, self._recorder, prefix=prefix, convert=convert, activity=activity,
+            device_group=self._device_group,
+        )  # fmt: skip
 
     def _existing_checkpoint(self, activity: str, step: int) -> Path | None:
         """The checkpoint of `step` if there is a good one."""

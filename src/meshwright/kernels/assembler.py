@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 VARIABLE = "TRITON_PTXAS_PATH"
-"""Triton reads it whenever it assembles a kernel. A value that the user has set is not changed."""
+"""Environment variable that Triton reads whenever it assembles a kernel. A value that the user has set is not changed."""
 
 
 def use_torch_ptxas() -> None:

@@ -119,7 +119,7 @@ def _round(
     if scaled:
         if by_column:
             factors = tl.load(factor + column, mask=column < columns, other=0.0)[None, :]
-        else:  # loaded again for a second rounding (see `gated_triton`)
+        else:  # loaded a second time, so that the compiler does not merge the two roundings (see `gated_triton`)
             factors = tl.load(factor, volatile=True)
         tile = (tile.to(tl.float32) * factors).to(transposed.dtype.element_ty)
     tl.store(transposed + column[:, None] * row_count + row[None, :], tl.trans(tile), mask=tl.trans(inside))

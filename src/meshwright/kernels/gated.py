@@ -1,9 +1,9 @@
 """The gated feed-forward network, down(silu(gate) · up) (Shazeer 2020), fused around its two fp8 matrix products.
 
-With separate layers the activation is written in bf16, only to be read for its largest magnitude and for the rounding to fp8; the same
-holds for its gradient, which is twice as wide. The fused network computes both twice from the projection, once for the largest magnitude
-and once for the rounding, and never writes them in bf16. Bytes moved per element of the activation: 10 in forward (separate layers: 12)
-and 16 in backward (22); 6 fewer are kept for backward.
+With separate layers the activation is written in bf16 and read again for its largest magnitude and for the rounding to fp8; the same holds
+for the gradient of the layer before, which is twice as wide. The fused network computes both twice from the projection, once for the
+largest magnitude and once for the rounding, and never writes them in bf16. Bytes moved per element of the activation: 10 in forward
+(separate layers: 12) and 16 in backward (22); 6 fewer are kept for backward.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class _Gated(torch.autograd.Function):
 
 
 def _activation(projected: Tensor) -> tuple[Fp8Matrix, Fp8Matrix]:
-    """silu(gate) · up of `(tokens, 2 · width)` in fp8, straight and transposed."""
+    """silu(gate) · up `(tokens, width)` of `projected` `(tokens, 2 · width)` in fp8, and its transpose."""
     activation = _swiglu(projected)
     scale = fp8.scale_of(activation.abs().amax(dim=1).amax(), E4M3)
     if projected.is_cuda:
@@ -135,7 +135,7 @@ def _activation(projected: Tensor) -> tuple[Fp8Matrix, Fp8Matrix]:
 
 
 def _activation_gradient(projected: Tensor, slope: Tensor, fp8_dtype: torch.dtype) -> tuple[Fp8Matrix, Fp8Matrix]:
-    """The gradient of `(tokens, 2 · width)` in fp8, straight and transposed, from that of the activation `(tokens, width)`."""
+    """The gradient of `projected` `(tokens, 2 · width)` in fp8, and its transpose, from `slope`, that of the activation."""
     halves = _swiglu_gradient(projected, slope)
     largest = torch.maximum(halves[0].abs().amax(dim=1), halves[1].abs().amax(dim=1)).amax()
     scale = fp8.scale_of(largest, fp8_dtype)

@@ -1,8 +1,8 @@
 """The Triton kernels of `kernels.gated`; imported only with a CUDA device.
 
 Each program computes a tile of the activation, or of both halves of its gradient, in fp32 and writes it in fp8, straight and transposed.
-The transposed tile is rounded separately: the kernel loads the factor transposed_tile (volatile), so that the compiler cannot merge the two
-roundings. Where they are merged, ptxas of CUDA 12 stores wrong bytes (Triton issue 11111).
+The transposed tile is rounded separately: the kernel loads the factor a second time (volatile), so that the compiler cannot merge the two
+roundings. If they are merged, ptxas of CUDA 12 stores wrong bytes (Triton issue 11111).
 """
 
 from __future__ import annotations

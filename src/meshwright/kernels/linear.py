@@ -1,8 +1,9 @@
 """A linear layer with a split backward: gradients of the inputs immediately, gradients of the weights later.
 
-Zero-bubble pipelines (Qi et al. 2024) fill idle time with weight gradients. Where the gradients of several micro-batches are summed, the
-matrix product of a weight gradient can add to the sum directly, without rounding and without a separate pass (gradient accumulation fusion
-in Megatron-LM). Both need the factors of the product: the layer's input X and the gradient dY of its output.
+A split backward has two uses. Zero-bubble pipelines (Qi et al. 2024) fill idle time with weight gradients. And where the gradients of
+several micro-batches are summed, the matrix product of a weight gradient can add to the sum directly, without rounding and without a
+separate pass (gradient accumulation fusion in Megatron-LM). Both need the factors of that product: the layer's input X and the gradient dY
+of its output.
 
 The layer returns the factors as the gradients of two extra inputs, the taps. So a compiled backward has no side effect: X and dY are among
 its outputs, which the compiler may neither overwrite nor reuse. (An operator that stored them from inside the graph would return memory
@@ -118,7 +119,7 @@ class GradientFactors(NamedTuple):
 
 
 class WeightQueue:
-    """Deferred weight gradients of one backward, as factors. An executor keeps one per unit and micro-batch in flight."""
+    """Deferred weight gradients of one backward, as factors. The executor has a queue per unit and micro-batch in flight."""
 
     def __init__(self) -> None:
         self._deferred: deque[GradientFactors] = deque()

@@ -41,7 +41,7 @@ def scale(x: Tensor, factor: Tensor, dtype: torch.dtype, *, plain: bool = False)
 
 
 def matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a @ b as `dtype`; a GPU does not round the sum to the dtype of `a` first."""
+    """Return a @ b in `dtype`; on a GPU without rounding the sum to the dtype of `a` first."""
     if dtype == a.dtype:
         return a @ b
     return torch.mm(a, b, out_dtype=dtype) if a.is_cuda else (a @ b).to(dtype)

@@ -37,9 +37,9 @@ class SharedInputs(NamedTuple):
 class Decoder(nn.Module):
     """Token embedding, blocks, final norm, head.
 
-    `plain` selects the reference implementation of all kernels; `loss_chunk` is the number of tokens whose logits are in memory
-    at a time in training. Create it under `torch.device("meta")` and allocate its memory with `to_empty`; it has no
-    buffers. Raises BadInput for dimensions that do not match.
+    `plain` selects the reference implementation of all kernels, which uses PyTorch operators only; `loss_chunk` is the number of tokens
+    whose logits are in memory at a time in training. Create it under `torch.device("meta")` and allocate its memory with `to_empty`; it has
+    no buffers. Raises BadInput for dimensions that do not match.
     """
 
     def __init__(self, spec: ModelSpec, *, plain: bool = False, loss_chunk: int = 4096) -> None:
@@ -66,8 +66,8 @@ class Decoder(nn.Module):
         """Logits `(batch, seq, vocab)` of tokens `(batch, seq)`, or with targets the sum of their losses.
 
         The sum is fp32 (fp64 in fp64). `targets` `(batch, seq)`: the token to predict at each position; negative targets are
-        ignored. `positions` `(batch, seq)`: from 0 in each row if None. `documents` `(batch, seq)`: document numbers, beyond
-        which no token attends; None means one document per row.
+        ignored. `positions` `(batch, seq)`: from 0 in each sequence if None. `documents` `(batch, seq)`: document numbers; a token
+        attends only to its own document; None means one document per sequence.
         """
         return self.logits_or_loss(self._run_blocks(tokens, positions, documents)[0], targets)
 

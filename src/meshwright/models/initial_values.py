@@ -1,4 +1,4 @@
-"""Initial weights as a function of (seed, parameter name, element index) alone.
+"""Initial weights, computed from (seed, parameter name, element index) only.
 
 Every element is drawn by integer arithmetic (the SplitMix64 finaliser, Steele et al. 2014) and one fp32 product, so any
 slice, on any device and in any layout, has exactly the values of the same elements in the whole parameter.
@@ -56,12 +56,12 @@ def _sums(seed: int, name: str, start: int, count: int, device: torch.device | s
     steps = torch.arange(start, start + count, dtype=torch.int64, device=device).mul_(_signed(0x9E3779B97F4A7C15))
     lanes = torch.zeros_like(steps)
     for key in (digest[:8], digest[8:]):
-        word = _mixed(steps + int.from_bytes(key, "little", signed=True))
+        word = _mix(steps + int.from_bytes(key, "little", signed=True))
         lanes += (word & _HALF) + ((word >> 16) & _HALF)
     return (lanes & _WORD) + (lanes >> 32)
 
 
-def _mixed(x: Tensor) -> Tensor:
+def _mix(x: Tensor) -> Tensor:
     """SplitMix64's finaliser, in place, on int64 as 64-bit words (products wrap; a mask makes shifts logical)."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x ^= (x >> shift) & ((1 << (64 - shift)) - 1)

@@ -12,7 +12,8 @@ from meshwright.kernels.norm import accumulate_dtype
 def gradient_norm(gradients: list[torch.Tensor], group: dist.ProcessGroup | None, device: torch.device) -> torch.Tensor:
     """The norm of all gradients of `group`, an fp64 scalar on `device`.
 
-    `gradients` are this rank's parts. Every element belongs to exactly one rank of `group`; replicas have equal copies and are not summed.
+    `gradients` are this rank's parts, and every element is on exactly one rank of `group`. Replicas have equal gradients, so `group` has
+    the ranks of one copy of the model.
     """
     non_empty = [gradient for gradient in gradients if gradient.numel()]
     squares = torch.zeros((), dtype=torch.float64, device=device)

@@ -145,7 +145,7 @@ class HostAdamW:
         self._starts = {s.name: entry.start + s.offset for entry in self._chunks for s in entry.segments if not s.first}
         self._counts = {name: new_count(self._device) for name in parts}
         self._resident: dict[str, Tensor] = {}
-        self._links = _Links(self._device, len(self._staging))
+        self._copy_streams = _CopyStreams(self._device, len(self._staging))
 
     @property
     def host_bytes(self) -> int:
@@ -174,7 +174,7 @@ class HostAdamW:
 
         Beside `copies` of a snapshot it writes to the second buffers; without these each chunk waits for copies of its parameters' state.
         """
-        self._links.begin()
+        self._copy_streams.begin()
         results = self._buffers if copies is None or self._second_buffers is None else self._second_buffers
         for number in range(min(len(self._staging), len(self._chunks))):
             self._fetch(number, concurrent_span)
@@ -194,7 +194,7 @@ class HostAdamW:
 
         Waits for the copies to the host.
         """
-        self._links.finish()
+        self._copy_streams.finish()
         return self._host_tensor(state_name, name)
 
     def allocate_second_buffers(self) -> None:
@@ -212,7 +212,7 @@ class HostAdamW:
 
     def host_state(self) -> HostBuffers:
         """The state as the updates given to the device so far leave it."""
-        return HostBuffers(self._first_buffers, self._buffers, self._links.record_end())
+        return HostBuffers(self._first_buffers, self._buffers, self._copy_streams.record_end())
 
     def set_steps(self, steps: int) -> None:
         """Set the number of updates so far, for the bias correction of the moments."""
@@ -231,7 +231,7 @@ class HostAdamW:
 
     def _fetch(self, number: int, concurrent_span: SpanFactory | None) -> None:
         chunk = self._chunks[number]
-        with self._links.copy_in(number, _span(concurrent_span, f"optimizer {number}", "fetch")):
+        with self._copy_streams.copy_in(number, _span(concurrent_span, f"optimizer {number}", "fetch")):
             for state, buffer in enumerate(self._buffers):
                 staged = self._staging_buffer(number, state)
                 for part in self._slices(state, chunk):
@@ -239,7 +239,7 @@ class HostAdamW:
 
     def _send(self, number: int, results: Tensor, concurrent_span: SpanFactory | None) -> None:
         chunk = self._chunks[number]
-        with self._links.copy_out(number, _span(concurrent_span, f"optimizer {number}", "offload")):
+        with self._copy_streams.copy_out(number, _span(concurrent_span, f"optimizer {number}", "offload")):
             for state, buffer in enumerate(results):
                 staged = self._staging_buffer(number, state)
                 for part in self._slices(state, chunk):
@@ -255,7 +255,7 @@ class HostAdamW:
         return self._staging[number % len(self._staging), state, : self._chunks[number].size]
 
     def _update(self, number: int, chunk: Chunk, gradients: Mapping[str, Tensor], inputs: StepInputs) -> None:
-        self._links.wait_for_chunk(number)
+        self._copy_streams.wait_for_chunk(number)
         segments = [segment for segment in chunk.segments if segment.name in gradients]
         if not segments:
             return
@@ -284,8 +284,8 @@ def _span(concurrent_span: SpanFactory | None, name: str, lane: str) -> Abstract
     return None if concurrent_span is None else concurrent_span(name, lane)
 
 
-class _Links:
-    """The two copy streams, and their synchronisation per staging buffer.
+class _CopyStreams:
+    """The two copy streams, and the events that synchronise them per staging buffer.
 
     On a CPU all operations run in order, without streams.
     """

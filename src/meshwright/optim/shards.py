@@ -20,15 +20,15 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_gradients(
-    model: nn.Module, copied: Mapping[str, Sequence[range]] = MappingProxyType({})
+    model: nn.Module, duplicate_rows: Mapping[str, Sequence[range]] = MappingProxyType({})
 ) -> list[torch.Tensor]:
-    """This rank's part of every gradient, without the rows that `copied` lists by parameter (copies of another rank's rows)."""
+    """This rank's part of every gradient, without `duplicate_rows`: by parameter, the rows that another rank counts."""
     parts: list[torch.Tensor] = []
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
             continue
         part, start = local(parameter.grad), 0
-        for rows in copied.get(name, ()):
+        for rows in duplicate_rows.get(name, ()):
             parts.append(part[start : rows.start])
             start = rows.stop
         parts.append(part[start:])

@@ -61,6 +61,11 @@ class World:
         return self.environment.rank == 0
 
     @property
+    def device_group(self) -> dist.ProcessGroup | None:
+        """NCCL's group of all ranks; None for CPU ranks."""
+        return world_group() if self.device.type == "cuda" else None
+
+    @property
     def ranks_per_node(self) -> int:
         return self.node_ranks or self.environment.local_ranks
 

@@ -50,7 +50,7 @@ def _from_memory(session: Session, at_most: int | None) -> dict[str, Any] | None
     try:
         if stored is None:  # a load that fails overwrites initial weights, which no checkpoint would replace
             snapshot.verify(ranks)
-        return snapshot.load(ranks, session.state(), session.recorder)
+        return snapshot.load(ranks, session.state(), session.recorder, session.world.device_group)
     except Damaged as error:
         if ranks.is_first:
             log.warning("%s; %s", error, "the run begins again" if stored is None else "storage is used")

@@ -13,6 +13,7 @@ from meshwright.checkpoint.background import BackgroundSaver, RankState, SaveRes
 from meshwright.checkpoint.manifest import step_name
 from meshwright.checkpoint.mirror_process import MirrorUploader
 from meshwright.checkpoint.ranks import Ranks
+from meshwright.checkpoint.staging import Copies
 from meshwright.checkpoint.state import encode_plain
 from meshwright.costs.machine_rates import machine_of
 from meshwright.costs.offload_costs import host_rate
@@ -147,6 +148,8 @@ class Saver:
             background.second_buffers = obstacle is None
             if obstacle is not None:
                 reporter.say(f"updates of state in host memory wait for copies of snapshots: {obstacle}")
+        # The first step updates in groups, so that what this loads and compiles does not delay the step beside the first save.
+        optimizer.protect(Copies([tuple(group) for group in state.groups]))
         reporter.say(
             f"checkpoints are written beside training, from {background.layout.bytes / 1e9:.2f} GB of host memory a rank"
         )
