@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -248,7 +247,6 @@ class _SaveInFlight:
     def __init__(self, save: Save, copies: Copies, arena: Arena, writer: WriterProcess) -> None:
         self.save = save
         self._copies, self._arena, self._writer = copies, arena, writer
-        self._began = time.perf_counter()
         self._described = threading.Event()
         self._plain: Callable[[], Mapping[str, bytes]] = dict
         self._given_up = False
@@ -288,7 +286,7 @@ class _SaveInFlight:
         try:
             self._copies.join()
             self.device_seconds = self._copies.device_seconds
-            staging = time.perf_counter() - self._began
+            staging = self._copies.seconds
             self._arena.complete_snapshot()
             self._described.wait()
             if self._given_up:
