@@ -1,4 +1,4 @@
-"""Small checkpoints for the tests of this room."""
+"""Small checkpoints for the tests of `meshwright.checkpoint`: seven tensors whose values follow from the step."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ TEXTS = {"config.yaml": "name: tiny\n", "plan.yaml": "mesh: []\n"}
 
 def tensors(seed: int) -> dict[str, torch.Tensor]:
     """Weights and moments of several shapes and dtypes, different for every seed."""
-    chance = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     return {
-        "model.embed.weight": torch.randn(7, 4, generator=chance),
-        "model.norm.weight": torch.randn(5, generator=chance).to(torch.bfloat16),
-        "model.scale": torch.randn((), generator=chance, dtype=torch.float64),
+        "model.embed.weight": torch.randn(7, 4, generator=generator),
+        "model.norm.weight": torch.randn(5, generator=generator).to(torch.bfloat16),
+        "model.scale": torch.randn((), generator=generator, dtype=torch.float64),
         "model.nothing": torch.empty(0, 3),
-        "optimizer.exp_avg.embed.weight": torch.randn(7, 4, generator=chance),
-        "optimizer.count": torch.randint(0, 100, (3,), generator=chance),
-        "optimizer.mask": torch.rand(9, generator=chance) > 0.5,
+        "optimizer.exp_avg.embed.weight": torch.randn(7, 4, generator=generator),
+        "optimizer.count": torch.randint(0, 100, (3,), generator=generator),
+        "optimizer.mask": torch.rand(9, generator=generator) > 0.5,
     }
 
 

@@ -99,7 +99,10 @@ def test_what_a_start_lacks_is_said_before_it_and_leaves_no_folder(
 
 @pytest.mark.parametrize(
     ("gpus", "output"),
-    [(0, "on 1 × cpu (no GPU found here)"), (2, "on 1 × cpu (2 GPUs idle: cluster=auto takes what is here)")],
+    [
+        (0, "on 1 × cpu (no GPU found here)"),
+        (2, "on 1 × cpu (2 GPUs idle: cluster=auto uses the devices of this machine)"),
+    ],
 )
 def test_a_start_says_what_it_trains_on(
     finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gpus: int, output: str

@@ -1,4 +1,4 @@
-"""Write a large file from memory by blocks, with several threads, and take its digests on the way. Torch-free."""
+"""Writes a large file from memory by blocks (16 MiB) with several threads, and computes its digests. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.checkpoint.files import BLOCK_BYTES, FileRecord
 from meshwright.durable.writes import sync_open_file
 
 PIECE_BYTES = 1 << 20
-"""Bytes digested and written at a time: as much as stays in a core's cache in between."""
+"""Bytes that are digested and then written at a time: few enough to stay in the processor's cache in between."""
 
 
 def write_blocks(
@@ -74,7 +74,7 @@ def _write_at(descriptor: int, piece: memoryview, offset: int) -> int:
 
 
 def _digest(parts: Sequence[memoryview]) -> str:
-    """xxh3_128 of all parts, taken by blocks so that other threads run between them."""
+    """The xxh3_128 digest of all parts, updated block by block so that other threads can run in between."""
     digest = xxhash.xxh3_128()
     for part in parts:
         for start in range(0, len(part), BLOCK_BYTES):

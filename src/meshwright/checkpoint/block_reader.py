@@ -1,4 +1,7 @@
-"""Reads each block of a checkpoint once, verifies it, copies it to its destinations, and has it sent to other ranks."""
+"""Reads each block of a checkpoint once, verifies it, copies it to its destinations, and has it sent to other ranks.
+
+A block is a consecutive part of a file (16 MiB, `files.BLOCK_BYTES`); the manifest has a digest of each.
+"""
 
 from __future__ import annotations
 
@@ -94,10 +97,11 @@ class BlockFiles:
 
 
 class BlockReader:
-    """Works through a rank's part of a plan of transfers.
+    """Carries out a rank's part of the transfers that `read_plan` plans for all ranks.
 
-    What fails on this rank is kept in `failure` and the transfers go on, so that no other rank waits for one that gave up; then `fill` is
-    not called any more. Blocks are sent from device to device through `device_group` if it is given, else through the CPU group of `ranks`.
+    The first error of this rank is kept in `failure`, and the transfers go on without calls of `fill`; otherwise other
+    ranks would wait for blocks that this rank does not send. Blocks are sent
+    from device to device through `device_group` if it is given, else through the CPU group of `ranks`.
     """
 
     def __init__(
@@ -124,16 +128,19 @@ class BlockReader:
             self._free.put(BlockBuffer.allocate(self._device, on_device=sends))
         sending: SendQueue = queue.SimpleQueue()
         use = BlockUse(self._files.block_bytes, self._fill_received, self._free.put)
-        on_device = {"initializer": _use, "initargs": (self._device,)}
-        with ThreadPoolExecutor(READ_THREADS, **on_device) as readers, ThreadPoolExecutor(2, **on_device) as talkers:
+        on_device = {"initializer": _set_device, "initargs": (self._device,)}
+        with (
+            ThreadPoolExecutor(READ_THREADS, **on_device) as readers,
+            ThreadPoolExecutor(2, **on_device) as communicators,
+        ):
             if self._device_group is not None:
                 exchange = DeviceExchange(self._device_group, self._ranks.rank, self._device, use)
-                talking = [talkers.submit(exchange.run, transfers, sending)]
+                talking = [communicators.submit(exchange.run, transfers, sending)]
             else:
                 host_exchange = HostExchange(self._ranks, self._device, use)
                 talking = [
-                    talkers.submit(host_exchange.receive, transfers),
-                    talkers.submit(host_exchange.send, transfers, sending),
+                    communicators.submit(host_exchange.receive, transfers),
+                    communicators.submit(host_exchange.send, transfers, sending),
                 ]
             for transfer in mine:  # buffers go out in the order of the plan, so the next block to send always has one
                 buffer = self._free.get()
@@ -172,7 +179,7 @@ class BlockReader:
             self.failure = self.failure or error
 
 
-def _use(device: torch.device) -> None:
-    """A new thread starts on device 0; make it use the rank's own, so that no stray context appears there."""
+def _set_device(device: torch.device) -> None:
+    """Make a new thread use the rank's device; it starts on device 0 and would create a CUDA context there."""
     if device.type == "cuda":
         torch.cuda.set_device(device)

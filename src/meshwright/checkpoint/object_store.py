@@ -1,6 +1,6 @@
-"""Objects under one URL of any store that fsspec knows: whole files in and out, retried with back-off. Torch-free.
+"""Stores and reads whole objects below a URL, with any store that fsspec supports; retries with back-off. Torch-free.
 
-Nothing here lists a store: callers know the names they need, so a listing that lags behind cannot mislead them.
+It never lists objects, because the listings of some stores lag behind; callers know the names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 PART_BYTES = 64 << 20
 """Bytes of a part of a multipart upload."""
 ANSWER_SECONDS = 30.0
-"""A store that does not answer for so long counts as failed; the request is tried again."""
+"""Seconds after which a request without an answer has failed; it is repeated."""
 LONGEST_PAUSE = 30.0
 _PERMANENT = (PermissionError, ImportError, TypeError, ValueError, NotImplementedError)
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}

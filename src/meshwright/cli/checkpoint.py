@@ -1,4 +1,4 @@
-"""`meshwright checkpoint`: what a run has saved, whether it is intact, and the way to and from Hugging Face folders."""
+"""`meshwright checkpoint`: list, verify, compare and prune checkpoints, convert them from and to Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def list_(folder: CheckpointFolder, as_json: Json = False) -> None:
 def verify(folder: CheckpointFolder, as_json: Json = False) -> None:
     """Read every byte of every checkpoint and compare it with its digest.
 
-    Ends with code 4 when a committed one is damaged, naming each file and its first bad block of 16 MiB. A folder that
-    was never committed is shown, but is no damage: nothing loads it.
+    Ends with code 4 if a committed checkpoint is damaged, and names each damaged file and its first bad block of 16 MiB. A
+    checkpoint that was never committed is listed, but it is no error, because no run loads it.
 
     Examples:
 
@@ -73,9 +73,9 @@ def verify(folder: CheckpointFolder, as_json: Json = False) -> None:
 
 @app.command()
 def diff(a: CheckpointFolder, b: CheckpointFolder, as_json: Json = False) -> None:
-    """Compare the tensors of two checkpoints bit for bit, however each is sharded; of a run's folder the newest good one.
+    """Compare the tensors of two checkpoints bit for bit; they may be sharded differently.
 
-    Ends with code 0 whether they differ or not; with --json, `equal` says it.
+    A run folder stands for its newest undamaged checkpoint. Ends with code 0 also if they differ; --json has the result in `equal`.
 
     Example:
 
@@ -101,11 +101,11 @@ def diff(a: CheckpointFolder, b: CheckpointFolder, as_json: Json = False) -> Non
 def show(
     folder: CheckpointFolder,
     step: Annotated[
-        int | None, typer.Argument(metavar="[STEP]", help="Its step; the newest committed one if left out.")
+        int | None, typer.Argument(metavar="[STEP]", help="Step of the checkpoint; default: the newest committed.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show what one checkpoint holds: its files, the Plan and versions that wrote it, and how long the save took.
+    """Show a checkpoint's files, the Plan and versions that wrote it, and how long the save took.
 
     Example:
 
@@ -134,12 +134,12 @@ def show(
 @app.command()
 def prune(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder or its `checkpoints` folder.")],
-    keep: Annotated[int, typer.Option(min=1, help="How many of the newest stay.")] = 3,
+    keep: Annotated[int, typer.Option(min=1, help="Number of newest checkpoints to keep.")] = 3,
     as_json: Json = False,
 ) -> None:
-    """Delete all but the newest committed checkpoints of a run that no job works in, and what broken-off saves left.
+    """Delete all but the newest committed checkpoints of a run, and files of interrupted saves. No job may use the run.
 
-    The newest good checkpoint always stays, also when newer ones are damaged.
+    The newest undamaged checkpoint is always kept, also if newer ones are damaged.
 
     Example:
 
@@ -162,7 +162,7 @@ def prune(
 @app.command("to-hf")
 def to_hf(
     checkpoint: Annotated[
-        Path, typer.Argument(help="A checkpoint's folder, or a run folder: its newest good checkpoint is taken.")
+        Path, typer.Argument(help="A checkpoint folder, or a run folder for its newest undamaged checkpoint.")
     ],
     out: Annotated[Path, typer.Argument(help="The Hugging Face folder to write; it must not exist or be empty.")],
     dtype: Annotated[Format, typer.Option(help="Number format of the weights; training keeps fp32.")] = Format.bf16,
@@ -184,7 +184,8 @@ def to_hf(
 def from_hf(
     folder: Annotated[Path, typer.Argument(metavar="HF_DIR", help="A Hugging Face folder with safetensors weights.")],
     out: Annotated[
-        Path, typer.Argument(metavar="RUN_OR_OUT", help="Folder that gets `checkpoints/step-00000000`, weights only.")
+        Path,
+        typer.Argument(metavar="RUN_OR_OUT", help="Folder to create, with `checkpoints/step-00000000`: weights only."),
     ],
 ) -> None:
     """Write the weights of a Hugging Face folder as a checkpoint of step 0, to start runs from.

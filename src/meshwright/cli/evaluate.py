@@ -27,13 +27,13 @@ Model = Annotated[
 def evaluate(
     model: Model,
     data: Annotated[
-        str | None, typer.Option(help="Prepared data directory; a run's own held-out text when left out.")
+        str | None, typer.Option(help="Prepared data directory; default: the held-out text of the run.")
     ] = None,
     seq_len: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Tokens in one sequence; a run's own when left out, else 2048 or the model's context if shorter.",
+            help="Tokens per sequence; default: that of the run, else 2048 or the model's context if shorter.",
         ),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences read at a time.")] = 8,
@@ -43,7 +43,7 @@ def evaluate(
 ) -> None:
     """Measure a model on held-out text: loss in nats per token, perplexity, and bits per byte of the text.
 
-    Runs on one device (a GPU when there is one), or spread by a plan.
+    Runs on one device (a GPU if there is one), or over several devices with --plan.
 
     Examples:
 

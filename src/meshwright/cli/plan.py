@@ -42,7 +42,7 @@ Tokens = Annotated[
     typer.Option(
         "--tokens",
         metavar="N",
-        help="Tokens of the whole training, for days and GPU-hours; else train.steps' if given.",
+        help="Tokens of the whole training, for days and GPU-hours; default: those of train.steps, if set.",
     ),
 ]
 Price = Annotated[

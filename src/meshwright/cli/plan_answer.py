@@ -96,10 +96,12 @@ class PlanQuestion:
             if value is not None and not value > 0:
                 raise BadInput(f"{name} {value:g}: expected a number above 0")
         if probe and (gpus or objective != "time"):
-            raise BadInput("--probe measures seconds of a step on this machine; it goes without --gpus and --objective")
+            raise BadInput(
+                "--probe measures seconds of a step on this machine; it cannot be combined with --gpus or --objective"
+            )
         if include_untrainable and (probe or gpus or objective != "time"):
             raise BadInput(
-                "--include-untrainable adds a note to a single plan; it goes without --probe, --gpus and --objective"
+                "--include-untrainable adds a note to a single plan; it cannot be combined with --probe, --gpus or --objective"
             )
         if objective == "training" and tokens is None and steps_assumed:
             raise BadInput(

@@ -28,7 +28,7 @@ def profile(
         list[str] | None,
         typer.Argument(
             metavar="[RUN.yaml] [cluster.KEY=VALUE]...",
-            help="A run file whose cluster is measured, and what replaces it. Without either: all that is found here, `cluster=auto`.",
+            help="A run file whose cluster is measured, and values that replace its own. Default: this machine (`cluster=auto`).",
             show_default=False,
         ),
     ] = None,
@@ -46,7 +46,7 @@ def profile(
         typer.Option(
             "--from-run",
             metavar="FOLDER",
-            help="Measure nothing: hold a finished run against its prediction, and keep the difference as a correction.",
+            help="Measure nothing: compare a finished run with its prediction, and store the difference as a correction.",
             show_default=False,
         ),
     ] = None,
@@ -55,7 +55,7 @@ def profile(
         typer.Option(
             "--shapes-of",
             metavar="FOLDER",
-            help="Measure what this run's model needs, at its own shapes and on its devices, in place of a choice for all models.",
+            help="Measure the matrix and attention shapes of this run on its devices, instead of shapes typical of all models.",
             show_default=False,
         ),
     ] = None,
@@ -65,15 +65,15 @@ def profile(
             "--seconds",
             metavar="S",
             min=0.1,
-            help="About how long to measure, start of the ranks not counted; 100 on GPUs and 20 on a CPU when left out.",
+            help="Approximate seconds of measurement, without the start of the ranks; default: 100 on GPUs, 20 on a CPU.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Measure the machine that this runs on, so that plans are priced by what it does rather than by datasheets.
+    """Measure this machine, so that predictions use its measured rates instead of datasheets.
 
-    Measured are matrix products and attention by shape, device memory, the optimizer, collectives by size and group, links to the host,
-    and how communication slows compute down. Every device works; nothing is trained. It takes about two minutes on GPUs and half a minute
+    It measures matrix products and attention by shape, device memory, the optimizer, collectives by size and group, links to the host,
+    and how communication slows compute down. It uses every device and trains nothing. It takes about two minutes on GPUs and half a minute
     on a CPU. A run or question then names the file.
 
     Examples:
@@ -98,7 +98,7 @@ def profile(
         _correct(from_run, out)
         return
     if out is None:
-        raise BadInput("--out FILE is missing: where to write what is measured, e.g. --out machine.json")
+        raise BadInput("--out FILE is missing: the file for the measurements, e.g. --out machine.json")
     check_writable("--out", out)
     if shapes_of is not None and words:
         raise BadInput(f"{words[0]}: with --shapes-of the run determines what is measured; leave it out")

@@ -20,7 +20,7 @@ def report(
     json: Annotated[
         bool,
         typer.Option(
-            "--json", help="Print one JSON object: the path, steps, predicted beside measured, and what is missing."
+            "--json", help="Print one JSON object: the path, steps, predicted and measured figures, and missing parts."
         ),
     ] = False,
 ) -> None:

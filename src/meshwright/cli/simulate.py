@@ -32,17 +32,19 @@ def simulate(
         typer.Option(
             "--trace",
             metavar="FILE",
-            help="Where to write the timeline; compressed when the name ends in .gz. RUN/timelines/simulated.json.gz when left out.",
+            help="File for the timeline, compressed if its name ends in .gz; default: RUN/timelines/simulated.json.gz.",
             show_default=False,
         ),
     ] = None,
     width: Annotated[
         int | None,
-        typer.Option("--width", metavar="N", help="Characters in a row of the picture; the terminal's when left out."),
+        typer.Option(
+            "--width", metavar="N", help="Characters per line of the picture; default: the width of the terminal."
+        ),
     ] = None,
     failures: Annotated[
         bool,
-        typer.Option("--failures", help="Also play the run through failures: effective training time, spare hosts."),
+        typer.Option("--failures", help="Also simulate failures of the run: effective training time, spare hosts."),
     ] = False,
     assume: Annotated[
         list[str] | None,
@@ -50,11 +52,11 @@ def simulate(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Play one step of a run's plan on its cluster, and write the timeline as a trace.
+    """Simulate one step of a run's plan on its cluster, and write the timeline as a trace.
 
-    The plan is the one the run names (`plan: FILE`), or the planner's choice round its pins (`plan.pipeline=2 plan.schedule=zbv`), or
-    without either the planner's own. Prints step time, tokens per second, bubble, where the time goes, and what each pipeline rank
-    computes and holds; the trace opens in ui.perfetto.dev. Nothing is trained.
+    The plan is that of the run file (`plan: FILE`), or the planner's choice with the run's pins (`plan.pipeline=2
+    plan.schedule=zbv`), or without pins the planner's choice. Prints step time, tokens per second, bubble, the parts of the step
+    time, and compute and memory of each pipeline rank; the trace opens in ui.perfetto.dev. Nothing is trained.
 
     Examples:
 

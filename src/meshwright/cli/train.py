@@ -161,7 +161,7 @@ def _prepared(
 
 
 def announce(prepared: Prepared) -> None:
-    """Print what is about to run."""
+    """Print the run, its devices and its plan before the start."""
     from meshwright.cli.plan_words import axes_line, layers_line
     from meshwright.launch.disk import checkpoints_line
     from meshwright.observe.number_text import short
@@ -201,7 +201,7 @@ def _devices(cluster: ClusterSpec) -> str:
         return devices
     idle = visible_gpus()
     return (
-        f"{devices} ({idle} GPU{'s' * (idle > 1)} idle: cluster=auto takes what is here)"
+        f"{devices} ({idle} GPU{'s' * (idle > 1)} idle: cluster=auto uses the devices of this machine)"
         if idle
         else f"{devices} (no GPU found here)"
     )

@@ -173,7 +173,8 @@ class Coordinator:
             self._watch.forget(rank.rank)
         else:
             progress = rank.progress
-            self._watch.update(rank.rank, progress.phase, progress.step, progress.action, rank.progress_count, now)
+            phase, step, action = progress.phase, progress.step, progress.action
+            self._watch.update(rank.rank, phase, step, action, rank.progress_count, now, stopped=rank.stopped)
 
     def _hang(self, rank: int, seconds: float) -> Incident:
         progress = self._attempt.ranks[rank].progress

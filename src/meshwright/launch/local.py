@@ -274,7 +274,10 @@ class Ranks:
         poll.poll(seconds * 1000)
 
     def _read(self, listener: Listener | None) -> None:
-        for state, reader, page in zip(self.states, self._readers, self._pages, strict=True):
+        ranks = zip(self.states, self.processes, self._readers, self._pages, strict=True)
+        for state, process, reader, page in ranks:
+            if page.count == state.progress_count:
+                state.stopped = _is_stopped(process.pid)
             state.progress, state.progress_count = page.read(), page.count
             for message in reader.read():
                 if isinstance(message, Step):
@@ -283,6 +286,14 @@ class Ranks:
                     state.failure = message
                 if listener is not None:
                     listener(state.rank, message)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal or a debugger has stopped a process; False where the kernel does not say."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1] in (b"T", b"t")
+    except OSError:
+        return False
 
 
 def _send(process: subprocess.Popen[bytes], message: Message) -> None:

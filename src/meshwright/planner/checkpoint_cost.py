@@ -36,9 +36,9 @@ class CheckpointCost:
     bytes: int
     """One checkpoint."""
     beside_training: bool
-    """Whether it is written while training goes on."""
+    """Whether a checkpoint is written while training continues."""
     reason: str
-    """Why training waits for it; empty where it does not."""
+    """Why training waits for a save; empty if it does not."""
     host_bytes: int
     """Memory of one host for snapshots and, where there is room, for second buffers of an optimizer in host memory."""
     copy_seconds: float | None = None
@@ -130,11 +130,11 @@ def _in_groups(count: float) -> list[float]:
 
 
 def checkpoint_sentences(run: RunSpec, cost: CheckpointCost) -> Iterator[str]:
-    """The prediction in words."""
+    """Sentences that state the prediction."""
     if not cost.beside_training:
         yield f"{_gigabytes(cost.bytes)} each, written while training waits: {cost.reason}"
         return
-    yield f"{_gigabytes(cost.bytes)} each, written beside training from {_gigabytes(cost.host_bytes)} of host memory a host"
+    yield f"{_gigabytes(cost.bytes)} each, written during training from {_gigabytes(cost.host_bytes)} of host memory per host"
     if cost.copy_seconds is not None and cost.stall_seconds is not None:
         hidden = (
             f"stalls training {cost.stall_seconds:.2f} s"
@@ -149,12 +149,13 @@ def checkpoint_sentences(run: RunSpec, cost: CheckpointCost) -> Iterator[str]:
         yield f"the copy of a rank's state to host memory takes {cost.copy_seconds:.2f} s{first}, {hidden}"
     if run.checkpoint.every == "auto" and cost.interval_seconds is not None and cost.cost_seconds is not None:
         yield (
-            f"checkpoint.every auto: {cost.interval_seconds:,.0f} s between two, the Young-Daly interval √(2 · cost · MTBF) within 1 and "
-            f"30 minutes; one costs training {cost.cost_seconds:.2f} s, and a host runs {run.cluster.host_mtbf_hours:,.0f} hours between "
-            "failures (cluster.host_mtbf_hours); a run goes on by the cost that it measures"
+            f"checkpoint.every auto: {cost.interval_seconds:,.0f} s between two saves, the Young-Daly interval √(2 · cost · MTBF) "
+            f"within 1 and 30 minutes; a save costs training {cost.cost_seconds:.2f} s, and a host runs "
+            f"{run.cluster.host_mtbf_hours:,.0f} hours between failures "
+            "(cluster.host_mtbf_hours); a run then adjusts the interval to the cost that it measures"
         )
     if cost.storage_bytes_per_second is not None:
-        yield f"storage takes {cost.storage_bytes_per_second / 1e9:.2f} GB/s on average"
+        yield f"saves write {cost.storage_bytes_per_second / 1e9:.2f} GB/s to storage on average"
 
 
 def _reason_to_wait(run: RunSpec, plan: Plan, spec: CheckpointSpec, rank_bytes: float) -> str:
@@ -165,7 +166,7 @@ def _reason_to_wait(run: RunSpec, plan: Plan, spec: CheckpointSpec, rank_bytes: 
     snapshots = rank_bytes * as_nodes(run.cluster).gpus_per_node
     left = _host_memory_left(run, plan)
     if snapshots > left:
-        return f"snapshots need {_gigabytes(snapshots)} of host memory on each host, and {_gigabytes(max(0.0, left))} are left"
+        return f"snapshots need {_gigabytes(snapshots)} of host memory on each host, and {_gigabytes(max(0.0, left))} are free"
     return ""
 
 

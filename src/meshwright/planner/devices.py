@@ -29,7 +29,7 @@ from meshwright.spec.plan import PlanPins
 from meshwright.spec.run import RunSpec
 
 GAIN = 1.02
-"""A part is taken if a step on all devices takes more than this many times as long."""
+"""The planner uses a part of the devices if a step on all of them takes more than this many times as long."""
 MAX_BOUNDS, MAX_SEARCHES, MAX_PLANS = 6, 4, 2
 """Most parts of which the lower bound is computed, which are searched, and of which a plan is found."""
 MAX_INNER_RANKS = 64
@@ -73,7 +73,7 @@ class Choice:
 def choose_devices(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = True) -> Choice:
     """The best plan for `run` on all devices, or on a part of them that is more than 2% faster or alone has a plan.
 
-    Raises as `search` does on all devices where no part has a plan either.
+    Raises as `search` does on all devices if no part has a plan either.
     """
     whole, failure = None, None
     try:
@@ -347,7 +347,7 @@ def _idle_devices(run: RunSpec, part: RunSpec, whole: Answer | None, failure: Me
     keys = settings(run.cluster, part.cluster)
     start = f"to train it: {keys}"
     if run.cluster.nodes == 1:
-        start = f"`train` starts {part.cluster.ranks} ranks by itself; beside a plan file it needs {keys}"
+        start = f"`train` starts only {part.cluster.ranks} ranks; with a plan file it needs {keys}"
     elif len(by_node) > 1:
         start += f", and a launcher that starts {nodes_in_words(by_node)}"
     return Idle(part.cluster.ranks, devices, "; ".join(clauses), seconds, by_node, keys, start)

@@ -1,0 +1,221 @@
+"""Kubernetes objects of a run: a JobSet (v1alpha2), or a TrainJob of Kubeflow Trainer v2 with its runtime."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from textwrap import indent
+from typing import Any
+
+from meshwright.config.yaml_positions import dump_yaml
+from meshwright.launch.scheduler_job import (
+    COORDINATOR_VARIABLE,
+    KEPT_FILES,
+    REQUEUE_CODES,
+    STOP_CODES,
+    TOKEN_VARIABLE,
+    SchedulerJob,
+)
+from meshwright.spec.errors import BadInput
+
+PORT = 29400
+"""Port of the coordinator."""
+TOKEN_FOLDER = "/etc/meshwright-token"
+STORAGE_FOLDER = "/workspace"
+JOBSET_NAME_LABEL = "jobset.sigs.k8s.io/jobset-name"
+LONGEST_NAME = 63
+"""Characters of an object's name as part of a DNS name."""
+LARGEST_CONFIG_MAP = 1 << 20
+REPLICATED_JOB = "node"
+"""Name of the replicated job and of its container; Kubeflow's trainer expects it."""
+
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Container:
+    """Image and storage of the pods."""
+
+    image: str
+    claim: str
+    """PersistentVolumeClaim that all pods mount; data and run folders lie on it."""
+
+
+def jobset_yaml(job: SchedulerJob, container: Container) -> str:
+    """The JobSet, its run file and the network policy, as YAML documents."""
+    name = object_name(job)
+    jobset = {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": name},
+        "spec": _jobset_spec(job, container, name),
+    }
+    return _documents(job, name, [_network_policy(name), jobset])
+
+
+def trainjob_yaml(job: SchedulerJob, container: Container) -> str:
+    """The TrainJob, its TrainingRuntime, the run file and the network policy, as YAML documents."""
+    name = object_name(job)
+    spec = _jobset_spec(job, container, name, labels={"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"})
+    runtime = {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainingRuntime",
+        "metadata": {"name": name},
+        "spec": {"mlPolicy": {"numNodes": job.hosts}, "template": {"spec": spec}},
+    }
+    trainjob = {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": {"name": name},
+        "spec": {
+            "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": name},
+            "trainer": {"numNodes": job.hosts},
+        },
+    }
+    return _documents(job, name, [_network_policy(name), runtime, trainjob])
+
+
+def object_name(job: SchedulerJob) -> str:
+    """The run's name as a DNS label that leaves space for the suffix of its pods' names."""
+    longest = LONGEST_NAME - len(f"-{REPLICATED_JOB}-0-{job.hosts - 1}-abcde")
+    label = re.sub(r"[^a-z0-9]+", "-", job.run.name.lower()).strip("-")
+    if not label[:1].isalpha():
+        label = f"run-{label}" if label else "run"
+    return label[:longest].rstrip("-")
+
+
+def _jobset_spec(job: SchedulerJob, container: Container, name: str, labels: dict[str, str] | None = None) -> Object:
+    metadata = {"metadata": {"labels": labels}} if labels else {}
+    template = metadata | {"spec": _job_spec(job, container, name)}
+    return {
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+        "failurePolicy": {
+            "maxRestarts": job.run.supervision.restarts,
+            "restartStrategy": "BlockingRecreate",
+            "rules": [
+                _rule("stop", "FailJobSet", index=0),
+                _rule("requeue", "RestartJobSetAndIgnoreMaxRestarts", index=1),
+            ],
+        },
+        "replicatedJobs": [{"name": REPLICATED_JOB, "replicas": 1, "template": template}],
+    }
+
+
+def _rule(name: str, action: str, index: int) -> Object:
+    """The action for jobs that ended by rule `index` of their podFailurePolicy, which the message names at its end."""
+    return {
+        "name": name,
+        "action": action,
+        "onJobFailureReasons": ["PodFailurePolicy"],
+        "onJobFailureMessagePatterns": [f"rule at index {index}$"],
+    }
+
+
+def _job_spec(job: SchedulerJob, container: Container, name: str) -> Object:
+    """One pod per host. A pod that fails with another code is created again, and its agent joins the run again."""
+    return {
+        "completionMode": "Indexed",
+        "completions": job.hosts,
+        "parallelism": job.hosts,
+        "backoffLimit": job.hosts * job.run.supervision.restarts,
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": {
+            "rules": [
+                _exit_rule("FailJob", STOP_CODES),
+                _exit_rule("FailJob", REQUEUE_CODES),
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            ]
+        },
+        "template": {"spec": _pod_spec(job, container, name)},
+    }
+
+
+def _exit_rule(action: str, codes: tuple[int, ...]) -> Object:
+    return {
+        "action": action,
+        "onExitCodes": {"containerName": REPLICATED_JOB, "operator": "In", "values": sorted(codes)},
+    }
+
+
+def _pod_spec(job: SchedulerJob, container: Container, name: str) -> Object:
+    one_pod_per_host = {
+        "labelSelector": {"matchLabels": {JOBSET_NAME_LABEL: name}},
+        "topologyKey": "kubernetes.io/hostname",
+    }
+    return {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": job.stop_seconds,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [one_pod_per_host]}},
+        "containers": [_container(job, container, name)],
+        "volumes": [
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},
+            {"name": "run-file", "configMap": {"name": f"{name}-run"}},
+            {"name": "token", "secret": {"secretName": f"{name}-token", "defaultMode": 0o440}},
+            {"name": "storage", "persistentVolumeClaim": {"claimName": container.claim}},
+        ],
+    }
+
+
+def _container(job: SchedulerJob, container: Container, name: str) -> Object:
+    cluster = job.run.cluster
+    limits: Object = (
+        {f"{job.gpu_vendor}/gpu": cluster.gpus_per_node} if job.gpu_vendor else {"cpu": cluster.gpus_per_node}
+    )
+    if cluster.host_memory_gib is not None:
+        limits["memory"] = f"{int(cluster.host_memory_gib * 1024)}Mi"
+    return {
+        "name": REPLICATED_JOB,
+        "image": container.image,
+        "command": ["meshwright", "train", f"{KEPT_FILES}/run.yaml", "--runs", str(job.runs), "--agent"],
+        "workingDir": STORAGE_FOLDER,
+        "env": [
+            {"name": COORDINATOR_VARIABLE, "value": f"{name}-{REPLICATED_JOB}-0-0.{name}:{PORT}"},
+            {"name": TOKEN_VARIABLE, "value": f"{TOKEN_FOLDER}/token"},
+        ],
+        "resources": {"limits": limits},
+        "securityContext": {"allowPrivilegeEscalation": False},
+        "volumeMounts": [
+            {"name": "shm", "mountPath": "/dev/shm"},
+            {"name": "run-file", "mountPath": KEPT_FILES, "readOnly": True},
+            {"name": "token", "mountPath": TOKEN_FOLDER, "readOnly": True},
+            {"name": "storage", "mountPath": STORAGE_FOLDER},
+        ],
+    }
+
+
+def _config_map(job: SchedulerJob, name: str) -> str:
+    """The run's files as literal blocks, which can be read and edited."""
+    files = job.files()
+    size = sum(len(text.encode()) for text in files.values())
+    if size > LARGEST_CONFIG_MAP:
+        raise BadInput(
+            f"run file, plan and profile have {size:,} bytes; expected at most {LARGEST_CONFIG_MAP:,}, the limit of a "
+            "ConfigMap; leave out cluster.profile"
+        )
+    head = dump_yaml({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": f"{name}-run"}})
+    blocks = [f"  {file}: |2\n{indent(text.rstrip(), ' ' * 4)}\n" for file, text in files.items()]
+    return "".join([head, "data:\n", *blocks])
+
+
+def _network_policy(name: str) -> Object:
+    """Only pods of the run reach each other: stores and NCCL listen on all addresses of a pod, without a token."""
+    pods = {"matchLabels": {JOBSET_NAME_LABEL: name}}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {"name": name},
+        "spec": {"podSelector": pods, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": pods}]}]},
+    }
+
+
+def _documents(job: SchedulerJob, name: str, objects: list[Object]) -> str:
+    """The objects as YAML, below the commands that start the run."""
+    header = [
+        f"# {job.summary}",
+        "# Before the first start, a token that the pods share:",
+        f'#   kubectl create secret generic {name}-token --from-literal=token="$(openssl rand -hex 32)"',
+        "# Then: kubectl apply -f FILE",
+    ]
+    return "\n".join([*header, "---\n".join(["", _config_map(job, name), *map(dump_yaml, objects)])])

@@ -1,0 +1,102 @@
+"""The batch script of a run for Slurm's `sbatch`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+
+from meshwright.launch.scheduler_job import (
+    COORDINATOR_VARIABLE,
+    LONGEST_NOTICE,
+    REQUEUE_CODES,
+    STOP_CODES,
+    TOKEN_VARIABLE,
+    SchedulerJob,
+)
+from meshwright.spec.errors import EXIT_INTERRUPTED
+
+LEAST_NOTICE = 120
+"""Seconds before the time limit at which the run is asked to stop, at least."""
+AGENT_STARTS = 4
+"""Starts of an agent that signals end, within one start of the job."""
+
+
+def slurm_script(job: SchedulerJob) -> str:
+    """The script, one task per node. `sbatch`'s own arguments take precedence over its options."""
+    return "\n".join([*_options(job), "", *_environment(job), "", *_agents(job), "", *_ending(job), ""])
+
+
+def _options(job: SchedulerJob) -> Iterator[str]:
+    notice = min(LONGEST_NOTICE, max(LEAST_NOTICE, job.stop_seconds))
+    yield "#!/bin/bash"
+    yield f"# {job.summary}"
+    yield "# Submit in the folder of the run file, which all nodes share: sbatch --time=HH:MM:SS --partition=NAME FILE"
+    yield f"#SBATCH --job-name={job.run.name}"
+    yield f"#SBATCH --nodes={job.hosts}"
+    yield "#SBATCH --ntasks-per-node=1"
+    if job.gpu_vendor is not None:
+        yield f"#SBATCH --gpus-per-node={job.run.cluster.gpus_per_node}"
+    yield "#SBATCH --exclusive"
+    yield "#SBATCH --mem=0"
+    yield "#SBATCH --requeue"
+    yield "#SBATCH --open-mode=append"
+    yield "#SBATCH --output=%x-%j.log"
+    yield f"#SBATCH --signal=USR1@{notice}"
+    if job.survives_host_loss:
+        yield "# The run continues without a lost node."
+        yield "#SBATCH --no-kill"
+
+
+def _environment(job: SchedulerJob) -> Iterator[str]:
+    yield "set -u"
+    yield 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)'
+    yield f'export {COORDINATOR_VARIABLE}="$head:$((20000 + SLURM_JOB_ID % 10000))"'
+    yield f'export {TOKEN_VARIABLE}="$PWD/.meshwright-token.$SLURM_JOB_ID"'
+    yield 'retries_file="$PWD/.meshwright-retries.$SLURM_JOB_ID"'
+    yield f'if [ ! -s "${TOKEN_VARIABLE}" ]; then'
+    yield f"  (umask 077 && od -An -N32 -tx1 /dev/urandom | tr -d ' \\n' > \"${TOKEN_VARIABLE}\")"
+    yield "fi"
+
+
+def _agents(job: SchedulerJob) -> Iterator[str]:
+    command = shlex.join(["meshwright", "train", *job.words, "--runs", str(job.runs), "--agent"])
+    yield "# Slurm signals every process of a step. This shell survives that, and starts an agent again that a signal killed."
+    yield "read -r -d '' agent <<'AGENT' || true"
+    yield "trap : USR1 TERM"
+    yield f"for start in {' '.join(map(str, range(1, AGENT_STARTS + 1)))}; do"
+    yield f"  {command}"
+    yield "  code=$?"
+    yield f'  [ "$code" -gt 128 ] && [ "$code" -ne {EXIT_INTERRUPTED} ] || break'
+    yield "done"
+    yield 'exit "$code"'
+    yield "AGENT"
+    no_kill = "--no-kill " if job.survives_host_loss else ""
+    yield "code=0"
+    yield (
+        f"srun --nodes={job.hosts} --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 {no_kill}--cpu-bind=none "
+        'bash -c "$agent" || code=$?'
+    )
+
+
+def _ending(job: SchedulerJob) -> Iterator[str]:
+    yield "# docs/reference/exit-codes.md"
+    yield "requeue=no"
+    yield 'case "$code" in'
+    yield "  0) ;;"
+    yield f'  {_pattern(REQUEUE_CODES)}) rm -f "$retries_file"; requeue=yes ;;'
+    yield f'  {_pattern(STOP_CODES)}) echo "exit code $code: another start would not help" >&2 ;;'
+    yield "  *)"
+    yield '    retries=$(($(cat "$retries_file" 2>/dev/null || echo 0) + 1))'
+    yield '    echo "$retries" > "$retries_file"'
+    yield f'    if [ "$retries" -le {job.run.supervision.restarts} ]; then requeue=yes; fi ;;'
+    yield "esac"
+    yield 'if [ "$requeue" = yes ]; then'
+    yield '  scontrol requeue "$SLURM_JOB_ID"'
+    yield "else"
+    yield f'  rm -f "$retries_file" "${TOKEN_VARIABLE}"'
+    yield "fi"
+    yield 'exit "$code"'
+
+
+def _pattern(codes: tuple[int, ...]) -> str:
+    return "|".join(map(str, codes))

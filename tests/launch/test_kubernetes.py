@@ -1,0 +1,180 @@
+"""JobSet and TrainJob: fields that the published definitions have, and the policy for each exit code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.launch.scheduler import PLAN, WORDS, job_of, mistakes, published_fields, run_of
+
+from meshwright.config.load import load_run, plan_yaml
+from meshwright.launch.kubernetes import JOBSET_NAME_LABEL, Container, jobset_yaml, object_name, trainjob_yaml
+from meshwright.launch.scheduler_job import KEPT_FILES, REQUEUE_CODES, STOP_CODES, SchedulerJob, scheduler_job
+from meshwright.spec.errors import BadInput
+
+CONTAINER = Container("registry.example/meshwright:1", "shared")
+
+
+def objects(text: str) -> dict[str, Any]:
+    """The objects of a rendered file by kind."""
+    return {document["kind"]: document for document in yaml.safe_load_all(text)}
+
+
+def jobset_of(job: SchedulerJob) -> Any:
+    return objects(jobset_yaml(job, CONTAINER))["JobSet"]
+
+
+def job_spec(job: SchedulerJob) -> Any:
+    return jobset_of(job)["spec"]["replicatedJobs"][0]["template"]["spec"]
+
+
+def pod_spec(job: SchedulerJob) -> Any:
+    return job_spec(job)["template"]["spec"]
+
+
+@pytest.mark.parametrize("words", [(), ("cluster.host_memory_gib=500.5", "supervision.spares=1"), ("cluster.gpu=cpu",)])
+def test_every_field_is_published_and_of_its_type(words: tuple[str, ...]) -> None:
+    for text in (jobset_yaml(job_of(*words), CONTAINER), trainjob_yaml(job_of(*words), CONTAINER)):
+        found = [kind for kind in objects(text) if kind in published_fields()]
+        assert found
+        for kind in found:
+            assert list(mistakes(objects(text)[kind], published_fields()[kind], kind)) == []
+
+
+def test_the_comparison_finds_mistakes() -> None:
+    jobset = jobset_of(job_of())
+    jobset["spec"]["failurePolicy"]["maxRestart"] = 3
+    jobset["spec"]["failurePolicy"]["restartStrategy"] = "recreate"
+    jobset["spec"]["replicatedJobs"][0]["replicas"] = "1"
+    del jobset["spec"]["replicatedJobs"][0]["name"]
+    assert list(mistakes(jobset, published_fields()["JobSet"], "JobSet")) == [
+        "JobSet.spec.failurePolicy.restartStrategy: recreate is not one of Recreate|BlockingRecreate|InPlaceRestart",
+        "JobSet.spec.failurePolicy: there is no field maxRestart",
+        "JobSet.spec.replicatedJobs[0]: name is missing",
+        "JobSet.spec.replicatedJobs[0].replicas: '1' is not of type integer",
+    ]
+
+
+def outcome(jobset: Any, code: int) -> str:
+    """What Kubernetes does after a pod ended with `code`: the JobSet's action, or `retry` for one more pod.
+
+    A podFailurePolicy's first matching rule decides. FailJob fails the job with reason PodFailurePolicy and a message
+    that ends with the rule's index; the JobSet's first rule that matches both decides then.
+    """
+    spec = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
+    for index, rule in enumerate(spec["podFailurePolicy"]["rules"]):
+        if code in rule.get("onExitCodes", {}).get("values", ()):
+            message = f"Container node for pod default/x failed with exit code {code} matching {rule['action']} rule at index {index}"
+            for policy in jobset["spec"]["failurePolicy"]["rules"]:
+                patterns = policy["onJobFailureMessagePatterns"]
+                if policy["onJobFailureReasons"] == ["PodFailurePolicy"] and any(
+                    re.search(p, message) for p in patterns
+                ):
+                    return policy["action"]
+    return "retry"
+
+
+def test_exit_codes_are_mapped_to_stop_requeue_and_retry() -> None:
+    jobset = jobset_of(job_of())
+    assert {code: outcome(jobset, code) for code in STOP_CODES} == dict.fromkeys(STOP_CODES, "FailJobSet")
+    assert [outcome(jobset, code) for code in REQUEUE_CODES] == ["RestartJobSetAndIgnoreMaxRestarts"]
+    assert {outcome(jobset, code) for code in (1, 5, 137, 139)} == {"retry"}
+
+
+def test_retries_are_limited_and_disruptions_do_not_count() -> None:
+    job = job_of("supervision.restarts=2", "supervision.spares=1")
+    spec = job_spec(job)
+    assert jobset_of(job)["spec"]["failurePolicy"]["maxRestarts"] == 2
+    assert spec["backoffLimit"] == 2 * 5 and spec["completions"] == spec["parallelism"] == 5
+    assert spec["podFailurePolicy"]["rules"][-1] == {
+        "action": "Ignore",
+        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+    }
+    assert spec["template"]["spec"]["restartPolicy"] == "Never", "a podFailurePolicy requires it"
+
+
+@pytest.mark.parametrize("grace", [0, 25, 600])
+def test_the_grace_period_fits_the_last_checkpoint(grace: int) -> None:
+    assert pod_spec(job_of(f"checkpoint.grace_seconds={grace}"))["terminationGracePeriodSeconds"] >= grace + 45
+
+
+def test_pods_share_a_token_and_a_coordinator_and_only_they_reach_each_other() -> None:
+    found = objects(jobset_yaml(job_of(), CONTAINER))
+    pod = pod_spec(job_of())
+    (container,) = pod["containers"]
+    env = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert env["MESHWRIGHT_COORDINATOR"] == "nightly-8b-node-0-0.nightly-8b:29400"
+    token = next(volume["secret"] for volume in pod["volumes"] if volume["name"] == "token")
+    assert token == {"secretName": "nightly-8b-token", "defaultMode": 0o440}
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert env["MESHWRIGHT_TOKEN_FILE"] == f"{mounts['token']}/token" and mounts["shm"] == "/dev/shm"
+    assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in pod["volumes"]
+    assert set(mounts) == {volume["name"] for volume in pod["volumes"]}
+    policy = found["NetworkPolicy"]["spec"]
+    assert policy["podSelector"] == policy["ingress"][0]["from"][0]["podSelector"]
+    assert policy["podSelector"] == {"matchLabels": {JOBSET_NAME_LABEL: "nightly-8b"}} and policy["policyTypes"] == [
+        "Ingress"
+    ]
+    assert "Secret" not in found, "the file has no token"
+
+
+@pytest.mark.parametrize(
+    ("words", "limits"),
+    [
+        ((), {"nvidia.com/gpu": 8}),
+        (("cluster.gpu=MI300X",), {"amd.com/gpu": 8}),
+        (("cluster.gpu=cpu", "cluster.host_memory_gib=1.5"), {"cpu": 8, "memory": "1536Mi"}),
+    ],
+)
+def test_a_pod_has_the_devices_of_a_host(words: tuple[str, ...], limits: dict[str, Any]) -> None:
+    assert pod_spec(job_of(*words))["containers"][0]["resources"]["limits"] == limits
+
+
+def test_the_config_map_has_the_run_with_its_plan(tmp_path: Path) -> None:
+    plan = tmp_path / "my plan.yaml"
+    plan.write_text(plan_yaml(PLAN) + "# edited\n")
+    run = run_of(f"plan={plan}")
+    found = objects(jobset_yaml(scheduler_job(run, PLAN, WORDS, Path("runs")), CONTAINER))["ConfigMap"]["data"]
+    assert found["plan.yaml"] == plan.read_text()
+    assert yaml.safe_load(found["run.yaml"])["plan"] == f"{KEPT_FILES}/plan.yaml"
+    plan.unlink()
+    with pytest.raises(BadInput, match=r"plan: .*my plan.yaml cannot be read"):
+        scheduler_job(run, PLAN, WORDS, Path("runs")).files()
+
+
+def test_the_run_of_the_config_map_is_the_rendered_run(tmp_path: Path) -> None:
+    data = objects(trainjob_yaml(job_of("observe.tensorboard=true"), CONTAINER))["ConfigMap"]["data"]
+    (tmp_path / "run.yaml").write_text(data["run.yaml"])
+    assert load_run(tmp_path / "run.yaml") == run_of("observe.tensorboard=true")
+
+
+def test_a_train_job_names_its_runtime_whose_job_is_the_trainer() -> None:
+    found = objects(trainjob_yaml(job_of("supervision.spares=2"), CONTAINER))
+    runtime, train_job = found["TrainingRuntime"], found["TrainJob"]
+    assert train_job["spec"]["runtimeRef"] == {
+        "apiGroup": "trainer.kubeflow.org", "kind": runtime["kind"], "name": runtime["metadata"]["name"],
+    }  # fmt: skip
+    assert train_job["spec"]["trainer"]["numNodes"] == runtime["spec"]["mlPolicy"]["numNodes"] == 6
+    (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    labels = node["template"].pop("metadata")["labels"]
+    assert labels == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    jobset = jobset_of(job_of("supervision.spares=2"))
+    assert runtime["spec"]["template"]["spec"] == jobset["spec"], "the same JobSet otherwise"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("Llama.3_8B", "llama-3-8b"), ("70b", "run-70b"), ("_._", "run"), ("a" * 90, "a" * 48)],
+)
+def test_names_are_dns_labels_with_space_for_the_names_of_pods(name: str, expected: str) -> None:
+    assert object_name(job_of(f"name={name}")) == expected
+    assert len(f"{expected}-node-0-3-abcde") <= 63
+
+
+def test_emulated_nodes_are_refused() -> None:
+    run = run_of("cluster.nodes=1", "cluster.emulate_nodes=2")
+    with pytest.raises(BadInput, match=r"use cluster.nodes=2 cluster.emulate_nodes=1"):
+        scheduler_job(run, PLAN, WORDS, Path("runs"))
