@@ -70,7 +70,7 @@ def test_room_in_device_memory_hides_a_copy_that_takes_longer_than_the_step(tmp_
 
 
 def test_an_optimizer_in_host_memory_has_second_buffers_where_memory_allows_and_otherwise_waits(tmp_path: Path) -> None:
-    """State of 14.8 GB on one host; the snapshot needs as much again, and so do the second buffers."""
+    """State of 14.8 GB on one host: a snapshot needs as much again, and so do second buffers."""
     offload = ("plan.offload=optimizer", "plan.compute=bf16")
     roomy, tight = (cost_of(tmp_path, *offload, f"cluster.host_memory_gib={gib}") for gib in (200, 50))
     assert roomy.host_bytes == pytest.approx(2 * roomy.bytes, rel=1e-3) and tight.host_bytes == tight.bytes
@@ -129,7 +129,7 @@ def test_predictions_agree_with_measured_saves(tmp_path: Path, name: str) -> Non
 
 
 def test_the_stall_predicted_for_the_measured_runs_is_within_the_variation_of_steps(tmp_path: Path) -> None:
-    """Predicted is none. The longest steps beside saves exceed the median less than the longest steps of a run that waits for saves do."""
+    """No stall is predicted. Steps beside saves exceed the median by less than steps of a run that waits for saves."""
     asynchronous, waiting = measured_saves("2026-11-24-checkpoint-saves-H200.json")
     run, plan = planned(tmp_path, "cluster={gpu: H200, gpus_per_node: 1}", "train.global_batch=4")
     cost = checkpoint_cost(run, plan, step_seconds=asynchronous["median_step_seconds"])

@@ -201,7 +201,7 @@ class BackgroundSaver:
             self.writer.close()
 
     def _fit_device_copies(self, stager: Stager, times: StepTimes) -> None:
-        """Have as many groups copied within device memory as `times` and the last save's copies require; never fewer than before."""
+        """Have as many groups copied on the device first as `times` and the last save's copies require, or as before."""
         sequence = stager.from_device
         if not sequence:
             return

@@ -26,7 +26,10 @@ WRITE_RATE = 2.4e9
 Measured by `benchmarks/checkpoint_stall.py` on an H200 host with 16 cores, to tmpfs: 2.3 to 2.7 GB/s. Storage that is slower is not known.
 """
 SLOWDOWN = 0.01
-"""Slow-down of steps while a save is copied and written, an upper bound: on one H200 it is within the variation of steps (-0.6%)."""
+"""Slow-down of steps while a save is copied and written, an upper bound.
+
+On one H200 it was within the variation of steps (-0.6%).
+"""
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ def checkpoint_cost(run: RunSpec, plan: Plan, step_seconds: float | None = None)
 
 @dataclass(frozen=True)
 class _Copies:
-    """Copies of a rank's state: their duration, the bytes that are first copied on the device, and how long the update waits."""
+    """Copies of a rank's state: duration, bytes that are first copied on the device, and how long the update waits."""
 
     seconds: float | None = None
     device_copy_bytes: int | None = None
