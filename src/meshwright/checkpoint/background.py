@@ -187,6 +187,11 @@ class BackgroundSaver:
         if self._current is not None and self._current.save.step == step:
             self._current.describe(plain)
 
+    def give_up(self) -> None:
+        """End the save in flight, if there is one, without a checkpoint; its copies complete first."""
+        if self._current is not None:
+            self._current.give_up()
+
     def result(self) -> SaveResult | None:
         """The result of the last save, once; None while there is none."""
         return None if self._current is None else self._current.take_result()
