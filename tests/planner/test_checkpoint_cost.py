@@ -105,7 +105,7 @@ def test_training_waits_for_a_reason(tmp_path: Path, override: str, reason: str)
 
 
 def measured_saves(name: str) -> list[dict[str, Any]]:
-    """The runs of llama3-1b on one H200 in a file of results, with `checkpoint.every=16`: first asynchronous, then synchronous."""
+    """The runs of llama3-1b on one H200 in a file of results, `checkpoint.every=16`: asynchronous, synchronous."""
     lines = json.loads((RESULTS / name).read_text(encoding="utf-8"))["lines"]
     return [line for line in lines if line["kind"] == "run"]
 
