@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from meshwright.chaos.host_faults import HOST_FAULTS
 from meshwright.chaos.process_faults import PROCESS_FAULTS
 from meshwright.chaos.storage_faults import STORAGE_FAULTS
 
-SCENARIOS = (*PROCESS_FAULTS, *STORAGE_FAULTS)
+SCENARIOS = (*PROCESS_FAULTS, *STORAGE_FAULTS, *HOST_FAULTS)
