@@ -16,6 +16,15 @@ FLAP_SECONDS, PARTITION_SECONDS = 3.0, 20.0
 TWO_HOSTS = ("cluster.nodes=2",)
 
 
+def training_host(stage: Stage) -> int:
+    """A host of the running attempt, other than the coordinator's; agents are named HOST/PID."""
+    stage.job.poll()
+    members = {int(name.rpartition("/")[2]) for name in stage.job.states[-1][1]["members"]}
+    hosts = [host for host, agent in enumerate(stage.job.processes) if host and agent.pid in members]
+    stage.require(bool(hosts), "only the coordinator's host trains")
+    return hosts[0]
+
+
 def kill_agent(stage: Stage) -> None:
     """Kill the agent of the second host, and start it again as a scheduler does."""
     agent = stage.job.processes[1]
@@ -37,12 +46,13 @@ def kill_coordinator(stage: Stage) -> None:
 
 
 def lose_host(stage: Stage) -> None:
-    """End all processes of the second host at once, and cut its link where there is one."""
+    """End all processes of a host at once, and cut its link where there is one."""
     assert stage.hosts is not None
-    agent = stage.job.processes[1]
+    host = training_host(stage)
+    agent = stage.job.processes[host]
     stage.mark()
     if namespace_obstacle() is None:
-        stage.hosts.set_link(1, False)
+        stage.hosts.set_link(host, False)
     for pid in [agent.pid, *children(agent.pid)]:
         send(pid, signal.SIGKILL)
     stage.job.forget(agent)
@@ -54,16 +64,17 @@ def lose_store(stage: Stage) -> None:
 
 
 def cut_link(seconds: float | None) -> Callable[[Stage], None]:
-    """Disturb by cutting the second host's link, for some seconds or, with None, until the others have finished."""
+    """Disturb by cutting a host's link, for some seconds or, with None, until the others have finished."""
 
     def disturb(stage: Stage) -> None:
         assert stage.hosts is not None
-        agent = stage.job.processes[1]
+        host = training_host(stage)
+        agent = stage.job.processes[host]
         stage.mark()
-        stage.hosts.set_link(1, False)
+        stage.hosts.set_link(host, False)
         if seconds is not None:
             stage.pause(seconds)
-            stage.hosts.set_link(1, True)
+            stage.hosts.set_link(host, True)
             return
         stage.job.forget(agent)
         stage.job.wait()
