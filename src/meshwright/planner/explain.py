@@ -139,9 +139,8 @@ def reason_for(best: Plan, other: Plan) -> str:
 def why_not_distinguished(best: Candidate, other: Candidate) -> str:
     """Why the prediction does not show that `other` takes longer than `best`; empty where it does.
 
-    Plans within `SAME_TIME_TOLERANCE` of each other cannot be told apart, and the simplest is taken. Where `other` is predicted
-    faster by more than that,
-    the sentence names why it was not chosen.
+    Plans within `SAME_TIME_TOLERANCE` of each other cannot be told apart, and the simplest is taken.
+    Where `other` is predicted faster by more than that, the sentence says why it was not chosen.
     """
     behind, least = other.behind(best), SAME_TIME_TOLERANCE * best.seconds
     if behind > least:
