@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from meshwright.chaos.job import Job
+from meshwright.chaos.job import Job, NotReached
 from meshwright.chaos.processes import kill_all, processes_with, send
 from meshwright.observe.metrics import scan_metrics
 
@@ -50,6 +50,7 @@ class Stage:
         """Parts of the promise that the injection itself saw broken."""
         self.injected: float | None = None
         self._attempt = 0
+        self._closing: list[Callable[[], object]] = []
         self._overrides = tuple(overrides)
         self._token = secrets.token_hex(8)
 
@@ -72,6 +73,20 @@ class Stage:
         self.mark()
         send(pid, number)
 
+    def expect(self, kept: bool, violation: str) -> None:
+        """Record a part of the promise that is broken unless `kept`."""
+        if not kept:
+            self.violations.append(violation)
+
+    def require(self, reached: bool, violation: str) -> None:
+        """Raise NotReached unless the scenario can go on."""
+        if not reached:
+            raise NotReached(violation)
+
+    def on_close(self, action: Callable[[], object]) -> None:
+        """Undo a change of this machine when the stage closes; the last one added is undone first."""
+        self._closing.append(action)
+
     @property
     def job(self) -> Job:
         """The job that was started last."""
@@ -89,10 +104,12 @@ class Stage:
         return kill_all(self._token)
 
     def close(self) -> None:
-        """Kill what still runs."""
+        """Kill what still runs, and undo changes of this machine."""
         kill_all(self._token)
         for job in self.jobs:
             job.process.wait()
+        while self._closing:
+            self._closing.pop()()
 
     def detected_seconds(self, text: str | None = None) -> float | None:
         """Seconds from the injection to the coordinator's decision, or to a printed line with `text`; None without either."""
@@ -169,14 +186,21 @@ class Scenario:
     """Most seconds from the injection to its detection; None requires none."""
     recover_within: float | None = None
     """Most seconds from the injection to the first step of a later attempt or job; None requires none."""
+    restarts: bool = True
+    """Whether the job may restart its ranks."""
     same_losses: bool = True
     """Whether every loss equals that of an undisturbed run bit for bit."""
     unavailable: Callable[[], str | None] = field(default=lambda: None)
     """Why this machine cannot run the scenario; None if it can."""
 
 
-def run_scenario(scenario: Scenario, template: Template, folder: Path, undisturbed: Callable[[], object]) -> Verdict:
-    """Run a scenario in an empty `folder`. `undisturbed` returns the losses of an undisturbed run."""
+def run_scenario(
+    scenario: Scenario, template: Template, folder: Path, undisturbed: Callable[[], object], patience: float = 1.0
+) -> Verdict:
+    """Run a scenario in an empty `folder`. `undisturbed` returns the losses of an undisturbed run.
+
+    All limits in seconds are multiplied by `patience`.
+    """
     stage = Stage(template, folder, scenario.overrides)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -185,7 +209,7 @@ def run_scenario(scenario: Scenario, template: Template, folder: Path, undisturb
         orphans = stage.orphans()
     finally:
         stage.close()
-    violations = [*stage.violations, *_violations(scenario, stage, orphans, undisturbed)]
+    violations = [*stage.violations, *_violations(scenario, stage, orphans, undisturbed, patience)]
     recovery = stage.recovery()
     observed = "; ".join([*_observations(scenario, stage), *stage.notes, *(f"BROKEN: {text}" for text in violations)])
     return Verdict(
@@ -200,7 +224,7 @@ def run_scenario(scenario: Scenario, template: Template, folder: Path, undisturb
 
 
 def _violations(
-    scenario: Scenario, stage: Stage, orphans: Sequence[int], undisturbed: Callable[[], object]
+    scenario: Scenario, stage: Stage, orphans: Sequence[int], undisturbed: Callable[[], object], patience: float = 1.0
 ) -> list[str]:
     """Sentences about the parts of the promise that were not kept."""
     broken = []
@@ -213,8 +237,12 @@ def _violations(
         ("detected", detected, scenario.detect_within),
         ("training again", recovered, scenario.recover_within),
     ):
-        if limit is not None and (seconds is None or seconds > limit):
-            broken.append(f"{what} {'never' if seconds is None else f'after {seconds:.1f} s'}, allowed are {limit:g} s")
+        if limit is not None and (seconds is None or seconds > limit * patience):
+            broken.append(
+                f"{what} {'never' if seconds is None else f'after {seconds:.1f} s'}, allowed are {limit * patience:g} s"
+            )
+    if not scenario.restarts and any(state["attempt"] > 1 for job in stage.jobs for _, state in job.states):
+        broken.append("the job restarted its ranks")
     if orphans:
         broken.append(f"{len(orphans)} processes still ran after the end")
     if scenario.same_losses and stage.losses() != undisturbed():

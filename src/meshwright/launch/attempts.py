@@ -15,7 +15,7 @@ from meshwright.policies.hang import CPU_SECONDS, GPU_SECONDS
 from meshwright.policies.restart import RestartPolicy
 from meshwright.policies.supervision import Rules, State
 from meshwright.spec.fields import to_plain
-from meshwright.spec.run import RunSpec
+from meshwright.spec.run import Assignment, RunSpec
 
 
 def rules_of(run: RunSpec) -> Rules:
@@ -33,6 +33,21 @@ def opening_state(folder: Path) -> State:
     """The state of a job that starts in a run's folder: nothing is done, but skipped samples stay skipped."""
     earlier = read_state(folder)
     return State(checkpoints=checkpoint_steps(folder), skipped=earlier.skipped if earlier else ())
+
+
+def job_state(folder: Path) -> State:
+    """The state of the job in a run's folder that is not over, for a coordinator that is started again; else an opening state."""
+    earlier = read_state(folder)
+    if earlier is None or earlier.status == "finished" or not earlier.attempt:
+        return opening_state(folder)
+    if earlier.status == "preparing":  # its ranks have not begun
+        earlier = replace(earlier, status="gathering", attempt=earlier.attempt - 1)
+    return replace(earlier, checkpoints=checkpoint_steps(folder), ready=())
+
+
+def prepared_before(folder: Path) -> Prepared:
+    """The run of a job that goes on, as its first attempt was prepared."""
+    return Prepared(Assignment.read(folder / "assignment.json"), folder, resumes=True)
 
 
 def checkpoint_steps(folder: Path) -> tuple[int, ...]:

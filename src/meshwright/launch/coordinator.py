@@ -18,7 +18,7 @@ from meshwright.events.terminal import write_line
 from meshwright.launch.outcome import RankState, cause, exit_codes, outcome_lines, progress_text
 from meshwright.launch.reports import Directive, Report
 from meshwright.policies.hang import GPU_SECONDS, HangWatch
-from meshwright.policies.job_end import GRACE_SECONDS, culprit, next_action
+from meshwright.policies.job_end import GRACE_SECONDS, STOP_EXIT_CODES, culprit, next_action
 from meshwright.policies.restart import Incident, Stop
 from meshwright.policies.supervision import (
     Begin,
@@ -85,9 +85,11 @@ class Coordinator:
         self._prepare, self._clock, self._hang_seconds = prepare, clock, hang_seconds
         self._watch = HangWatch(hang_seconds)
         self._ticked = clock()
+        self._informed: set[str] = set()
+        self._stop = 0
         self._attempt = Attempt(self.state.attempt)
         self._reports: dict[str, Report] = {}
-        self._seen: dict[str, float] = {}
+        self._seen: dict[str, float] = dict.fromkeys(self.state.members, clock()) if state is not None else {}
         self._preparation: Future[Path] | None = None
         self._thread = ThreadPoolExecutor(1, "prepare")
 
@@ -95,6 +97,20 @@ class Coordinator:
     def code(self) -> int | None:
         """The job's exit code once it is over."""
         return self.state.stop.code if self.state.status == "finished" and self.state.stop else None
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Agents that answer."""
+        return tuple(self._seen)
+
+    @property
+    def uninformed(self) -> bool:
+        """Whether an agent has not learnt yet that the job is over."""
+        return bool(set(self._seen) - self._informed)
+
+    def request_stop(self, number: int) -> None:
+        """Handle a stop signal of the coordinator's own process: the ranks end after the running step."""
+        self._stop = number
 
     def receive(self, report: Report) -> Directive:
         """Take an agent's report and return what the agent does now."""
@@ -112,8 +128,11 @@ class Coordinator:
             self._seen = dict.fromkeys(self._seen, now)
         self._ticked = now
         for host in [host for host, seen in self._seen.items() if now - seen > SILENT_SECONDS]:
-            del self._seen[host], self._reports[host]
+            del self._seen[host]
+            self._reports.pop(host, None)
             self._apply(Lost(host, f"host {host} has not answered for {SILENT_SECONDS:g} s"), now)
+        if self._stop:
+            self._apply(StopRequested(STOP_EXIT_CODES[self._stop]), now)
         if self._preparation is not None and self._preparation.done():
             self._take_preparation(self._preparation, now)
         for event in self._events_of_ranks(now):
@@ -128,6 +147,8 @@ class Coordinator:
         """What is new in a report."""
         state = self.state
         stale = report.host in state.members and state.status == "running" and report.attempt != state.attempt
+        if stale and not self._attempt.address:  # this coordinator is new, and does not know the store of the attempt
+            yield Lost(report.host, f"host {report.host} had not begun when the coordinator was started again")
         ready = report.port != 0 and not stale
         if ready != (report.host in state.ready):
             yield Ready(report.host, ready)
@@ -173,7 +194,8 @@ class Coordinator:
             self._watch.forget(rank.rank)
         else:
             progress = rank.progress
-            self._watch.update(rank.rank, progress.phase, progress.step, progress.action, rank.progress_count, now)
+            phase, step, action = progress.phase, progress.step, progress.action
+            self._watch.update(rank.rank, phase, step, action, rank.progress_count, now, stopped=rank.stopped)
 
     def _hang(self, rank: int, seconds: float) -> Incident:
         progress = self._attempt.ranks[rank].progress
@@ -229,12 +251,14 @@ class Coordinator:
         state, attempt = self.state, self._attempt
         if state.status == "finished":
             assert state.stop is not None
+            self._informed.add(host)
             return Directive("exit", state.attempt, code=state.stop.code)
         if host not in state.members or state.status not in ("running", "ending"):
-            return Directive("wait", state.attempt)
+            busy = state.status in ("running", "ending") and len(state.ready) > 0
+            return Directive("wait", state.attempt, heartbeat=1.0 if busy else 0.2)
         if state.status == "ending":
             grace = GRACE_SECONDS if state.stop else RESTART_GRACE_SECONDS
-            return Directive("end", state.attempt, cause=attempt.cause, grace=grace, heartbeat=0.5)
+            return Directive("end", state.attempt, cause=attempt.cause, grace=grace, heartbeat=0.2)
         return Directive(
             "run",
             state.attempt,
@@ -243,6 +267,7 @@ class Coordinator:
             address=attempt.address,
             port=attempt.port,
             assignment=attempt.assignment,
+            stop=self._stop,
         )
 
     def _report_incident(self, incident: Incident) -> None:
