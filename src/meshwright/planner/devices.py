@@ -31,11 +31,11 @@ from meshwright.spec.run import RunSpec
 MIN_SPEEDUP = 1.02
 """The planner uses a part of the devices only if its step is faster than a step on all devices by more than this factor."""
 MAX_BOUNDS, MAX_SEARCHES, MAX_PLANS = 6, 4, 2
-"""Most parts for which the planner computes a lower bound, most that it searches, and most for which it needs to find a plan."""
+"""Most parts whose lower bound the planner computes, most that it searches, and most plans that it needs to find."""
 MAX_INNER_RANKS = 64
 """Most devices per data rank (tensor × context × pipeline ranks) in the parts that are tried."""
 MAX_NODE_TYPES = 4
-"""Node types up to which the planner tries every subset of them; also, nodes up to which a sentence lists each node's devices."""
+"""Node types up to which the planner tries every subset; also, nodes up to which a sentence lists each one."""
 
 
 @dataclass(frozen=True)

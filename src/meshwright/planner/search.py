@@ -57,7 +57,9 @@ The limit allows for errors of the closed form that differ between families. It 
 MIN_ESTIMATES, MAX_PER_FAMILY = 24, 8
 """Fewest plans that are simulated by whole stages (`estimated`), and most of them in one family."""
 MAX_EFFORT, ACTIONS_PER_EFFORT = 240.0, 400.0
-"""Limit on the total effort of stage simulations. A plan costs 1, and 1 more for every `ACTIONS_PER_EFFORT` schedule actions.
+"""Limit on the total effort of stage simulations.
+
+A plan costs 1, and 1 more for every `ACTIONS_PER_EFFORT` schedule actions.
 """
 MARGINS = (1.05, 0.97, 0.9, 0.8)
 """Factors on the usable memory in the closed form, whose memory deviates slightly from the exact computation of a plan.

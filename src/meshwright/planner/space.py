@@ -52,9 +52,9 @@ MIN_TOKENS = 512
 VIRTUAL_STAGES = (2, 3, 4, 6, 8)
 """Stages per rank that the search tries for the interleaved schedule, unless the stages are pinned."""
 WIDE_DOMAIN, FEW_SEQUENCES = 8, 2
-"""Most tensor × Ulysses ranks where a step has fewer than `FEW_SEQUENCES` sequences per fast domain, even if the domain is smaller.
+"""Most tensor × Ulysses ranks where a step has fewer than `FEW_SEQUENCES` sequences per fast domain.
 
-With so few sequences there is little data parallelism to use instead.
+The fast domain may have fewer ranks. With so few sequences there is little data parallelism to use instead.
 """
 MAX_ANY_DIVISOR = 64
 """Sequences per data rank up to which the search tries every divisor as micro-batch size; above, only powers of two."""
@@ -179,7 +179,7 @@ def _mesh_columns(run: RunSpec, meshes: Sequence[Mesh]) -> dict[str, np.ndarray]
 
 
 def _copies_weights(run: RunSpec, mesh: Mesh) -> bool:
-    """Whether copy engines gather weights: as pinned, else wherever possible, because they slow compute less than NCCL kernels."""
+    """Whether copy engines gather weights: as pinned, else wherever possible. They slow compute less than NCCL kernels."""
     pinned = GATHERS.pin(pins_of(run))
     if mesh.size("shard") * mesh.context == 1 or pinned:
         return pinned == "copy"

@@ -1,4 +1,4 @@
-"""Lists the strategies that the search tries: pairs of a high-memory and a low-memory setting of reshard, recompute and offload."""
+"""Lists the strategies that the search tries: a high-memory and a low-memory setting of reshard, recompute, offload."""
 
 from __future__ import annotations
 
