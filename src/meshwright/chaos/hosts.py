@@ -1,4 +1,4 @@
-"""Several hosts on one machine: network namespaces joined by a switch, whose links are cut and restored (root), else loopback."""
+"""Several hosts on one machine: network namespaces with links to a switch; without root, processes on loopback."""
 
 from __future__ import annotations
 

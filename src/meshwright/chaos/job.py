@@ -55,7 +55,7 @@ class Tail:
 
 
 class Job:
-    """A running command, on one or several hosts. Times are seconds of `time.monotonic`; nothing is observed unless a method is called."""
+    """A running command, on one or several hosts. Its methods observe it; times are seconds of `time.monotonic`."""
 
     def __init__(self, words: Sequence[str], run: Path, output: Path, token: str) -> None:
         """`run` is the folder of the run, `output` the file for what the command prints. `launch` starts the command."""
