@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -207,7 +206,7 @@ class BackgroundSaver:
             self.writer.close()
 
     def _fit_device_copies(self, stager: Stager, times: StepTimes) -> None:
-        """Have as many groups copied within device memory as `times` and the last save's copies require; never fewer than before."""
+        """Have as many groups copied on the device first as `times` and the last save's copies require, or as before."""
         sequence = stager.from_device
         if not sequence:
             return
@@ -253,7 +252,6 @@ class _SaveInFlight:
     def __init__(self, save: Save, copies: Copies, arena: Arena, writer: WriterProcess) -> None:
         self.save = save
         self._copies, self._arena, self._writer = copies, arena, writer
-        self._began = time.perf_counter()
         self._described = threading.Event()
         self._plain: Callable[[], Mapping[str, bytes]] = dict
         self._given_up = False
@@ -293,7 +291,7 @@ class _SaveInFlight:
         try:
             self._copies.join()
             self.device_seconds = self._copies.device_seconds
-            staging = time.perf_counter() - self._began
+            staging = self._copies.seconds
             self._arena.complete_snapshot()
             self._described.wait()
             if self._given_up:
