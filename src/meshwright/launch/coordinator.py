@@ -39,7 +39,7 @@ from meshwright.policies.supervision import (
     Trained,
     decide,
 )
-from meshwright.spec.errors import EXIT_COMMUNICATION
+from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE
 from meshwright.spec.failures import as_meshwright_error
 from meshwright.spec.fields import from_plain, to_plain
 
@@ -61,6 +61,7 @@ class Attempt:
     assignment: str = ""
     address: str = ""
     port: int = 0
+    failed: bool = False
     failed_at: float | None = None
     cause: str = ""
 
@@ -158,6 +159,7 @@ class Coordinator:
             return
         for rank in report.ranks:
             self._attempt.ranks[rank.rank] = rank
+            self._attempt.failed |= rank.failed
             self._follow(rank, now)
         if not state.trained and any(rank.last_step for rank in report.ranks):
             yield Trained()
@@ -172,8 +174,8 @@ class Coordinator:
         ended = [
             report.host for report in reports if report is not None and report.ended and report.attempt == state.attempt
         ]
-        ranks = [attempt.ranks[rank] for rank in sorted(attempt.ranks)]
-        if state.status == "running" and any(rank.failed for rank in ranks):
+        if state.status == "running" and attempt.failed:
+            ranks = [attempt.ranks[rank] for rank in sorted(attempt.ranks)]
             attempt.failed_at = attempt.failed_at or now
             codes = exit_codes(ranks)
             over = len(ended) == len(state.members)
@@ -235,6 +237,9 @@ class Coordinator:
                     first = self._reports[state.members[0]]
                     self._attempt = Attempt(state.attempt, address=first.address, port=first.port)
                     self._watch = HangWatch(self._hang_seconds)
+                    if len(state.members) < self._rules.hosts:
+                        count = f"{len(state.members)} of {self._rules.hosts} hosts"
+                        write_line(f"meshwright: the run continues on {count}, with a new plan")
                     self._preparation = self._thread.submit(self._prepare, state)
                 case End(incident):
                     self._attempt.cause = incident.cause
@@ -282,6 +287,9 @@ class Coordinator:
         source = f"from the checkpoint of step {newest}" if newest else "from the start, as there is no checkpoint yet"
         if state.restart.skip_step is not None:
             source += f", without the samples of step {state.restart.skip_step}"
+        if incident.code == EXIT_DONE:
+            write_line(f"meshwright: {incident.cause}; the run continues on them {source}")
+            return
         parts.append(f"restart {len(state.incidents)} of {self._rules.policy.restarts} {source}")
         write_line(f"meshwright: {'; '.join(parts)}")
 
