@@ -155,6 +155,7 @@ class Coordinator:
             yield Ready(report.host, ready)
         if report.stop:
             yield StopRequested(report.stop)
+        state = self.state  # the events above may have begun the preparation of another attempt
         if report.attempt != state.attempt or report.host not in state.members:
             return
         for rank in report.ranks:
