@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import sys
 from pathlib import Path
 
 from meshwright.chaos.job import NotReached
@@ -13,6 +15,11 @@ from meshwright.spec.run import RunSpec
 
 CHECKPOINTS = 6
 """Checkpoints in a disturbed run."""
+
+
+def undo_on_sigterm() -> None:
+    """Let SIGTERM raise SystemExit in this process, so that processes, mounts and namespaces of a scenario are removed."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 class Suite:
