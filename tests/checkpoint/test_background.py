@@ -35,6 +35,7 @@ def test_snapshots_are_committed_and_old_ones_deleted(tmp_path: Path) -> None:
         result = rank.save(step)
         assert result.failure is None and result.path == tmp_path / "checkpoints" / step_name(step)
         assert result.seconds is not None and set(result.seconds) == {"staging", "writing", "waiting", "commit"}
+        assert 0 < result.seconds["staging"] < 10
         assert newest(tmp_path) == step
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {step_name(20), step_name(30)}
     manifest = read_manifest(result.path)

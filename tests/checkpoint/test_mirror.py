@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -122,6 +124,69 @@ def test_requests_are_repeated_with_growing_pauses(tmp_path: Path, monkeypatch: 
     with pytest.raises(CommunicationFailure, match="503 Slow Down; tried for 100 s"):
         store.get_bytes("x")
     assert max(pauses) == 30.0 and clock[0] < 210
+
+
+class FailingStore:
+    """Makes every call of an `ObjectStore` fail until its clock, which only its pauses advance, has reached `seconds`."""
+
+    def __init__(self, store: ObjectStore, fault: str, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._fault, self._seconds, self.clock, self.failures = fault, seconds, 0.0, 0
+        monkeypatch.setattr(object_store.time, "sleep", self._pause)
+        monkeypatch.setattr(object_store.time, "monotonic", lambda: self.clock)
+        for name in ("put_file", "pipe_file", "cat_file", "info", "makedirs"):
+            monkeypatch.setattr(store._files, name, self._failing(getattr(store._files, name), store._files))
+
+    def _pause(self, seconds: float) -> None:
+        self.clock += seconds
+
+    def _failing(self, call: Callable[..., Any], files: Any) -> Callable[..., Any]:
+        def fail_or_call(*arguments: Any, **options: Any) -> Any:
+            if self.clock >= self._seconds:
+                return call(*arguments, **options)
+            self.failures += 1
+            if self._fault == "hangs":  # until the client's own time limit
+                self.clock += object_store.ANSWER_SECONDS
+                raise TimeoutError("Read timeout on endpoint")
+            if self._fault == "drops" and call.__name__ == "put_file":  # within the file
+                source, target = arguments
+                Path(target).parent.mkdir(parents=True, exist_ok=True)
+                data = Path(source).read_bytes()
+                Path(target).write_bytes(data[: len(data) // 2])
+                raise ConnectionResetError("Connection was closed")
+            raise OSError("503 Slow Down")
+
+        return fail_or_call
+
+
+@pytest.mark.parametrize("fault", ["answers 503", "hangs", "drops"])
+def test_a_store_that_fails_for_a_minute_gets_the_checkpoint_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Without a server and by a clock of its own; `test_mirror_s3` has the real ones."""
+    paths = run_with_steps(tmp_path / "a" / "run", 1, 2)
+    upload_checkpoint(store_of(tmp_path), paths[0], keep=3)
+    store = ObjectStore(f"{mirror_of(tmp_path)}/run", patience=3600.0)
+    with monkeypatch.context() as context:
+        failing = FailingStore(store, fault, 60.0, context)
+        upload_checkpoint(store, paths[1], keep=3)
+        assert failing.failures > 1 and 60 <= failing.clock < 200
+    fetched = fetch_newest(mirror_of(tmp_path), tmp_path / "b" / "run", lambda text: None)
+    assert fetched is not None and holds(fetched, 2)
+
+
+@pytest.mark.parametrize("fault", ["answers 503", "hangs", "drops"])
+def test_a_store_that_does_not_recover_keeps_its_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    paths = run_with_steps(tmp_path / "a" / "run", 1, 2)
+    upload_checkpoint(store_of(tmp_path), paths[0], keep=3)
+    store = ObjectStore(f"{mirror_of(tmp_path)}/run", patience=300.0)
+    with monkeypatch.context() as context:
+        FailingStore(store, fault, float("inf"), context)
+        with pytest.raises(CommunicationFailure, match="tried for 300 s"):
+            upload_checkpoint(store, paths[1], keep=3)
+    fetched = fetch_newest(mirror_of(tmp_path), tmp_path / "b" / "run", lambda text: None)
+    assert fetched is not None and holds(fetched, 1)
 
 
 def test_the_uploading_process_copies_the_requested_checkpoints(tmp_path: Path) -> None:

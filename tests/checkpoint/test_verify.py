@@ -4,6 +4,7 @@ import errno
 import os
 import random
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -103,7 +104,15 @@ def replaced_by_pipe(file: Path) -> None:
     os.mkfifo(file)
 
 
-@pytest.mark.parametrize("replace", [replaced_by_socket, replaced_by_folder, replaced_by_pipe])
+def replaced_by_device(file: Path) -> None:
+    """/dev/zero, which gives as many bytes as one reads; only root may make one."""
+    if os.geteuid():
+        pytest.skip("needs root")
+    file.unlink()
+    os.mknod(file, stat.S_IFCHR | 0o600, os.makedev(1, 5))
+
+
+@pytest.mark.parametrize("replace", [replaced_by_socket, replaced_by_folder, replaced_by_pipe, replaced_by_device])
 @pytest.mark.parametrize("name", [COMMITTED, MANIFEST, SHARD, "config.yaml"])
 def test_an_entry_that_is_not_a_regular_file_is_damage(tmp_path: Path, replace: Callable[[Path], None], name: str):
     older, path = save(tmp_path, 1), save(tmp_path, 2)

@@ -189,6 +189,20 @@ def test_host_memory_that_changes_while_it_is_written_is_never_loaded(
     assert writers.save(2)["event"] == "committed" and newest(tmp_path) == 1
 
 
+@pytest.mark.parametrize("byte", range(8))
+def test_an_arena_whose_header_is_corrupted_before_it_is_written_costs_that_save(tmp_path: Path, byte: int) -> None:
+    """The writer finds another generation than the save names; the next snapshot sets a new one."""
+    writers = new_writers(tmp_path, 2, keep=5)
+    writers.save(1)
+    save = writers.stage(2)
+    writers.arenas[byte % 2].memory[byte] ^= 0x10
+    reply = writers.carry_out(save)
+    assert reply["event"] == "failed" and reply["step"] == 2
+    assert newest(tmp_path) == 1
+    writers.arenas[byte % 2].memory[byte] ^= 0x10
+    assert writers.save(3)["event"] == "committed" and newest(tmp_path) == 3
+
+
 def test_a_reply_is_not_lost_behind_heartbeats() -> None:
     """A rank reads nothing between two saves, so that heartbeats fill the pipe."""
     reading, written = os.pipe()

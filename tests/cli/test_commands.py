@@ -64,7 +64,7 @@ JSON_COMMANDS: dict[str, tuple[Words, set[str]]] = {
             "tokens_per_second",
             "bubble",
         }
-        | {"breakdown", "ranks", "trace", "checkpoint"},
+        | {"breakdown", "ranks", "trace", "checkpoint", "effective_time"},
     ),
     "check": (lambda tiny, run, tmp: [tiny, "--runs", tmp], {"ok", "errors"}),
     "data prepare": (

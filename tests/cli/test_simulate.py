@@ -180,6 +180,9 @@ def test_failures_are_predicted_and_played_with_formula_and_inputs() -> None:
     assert all(failure["restart_seconds"] == 60 for failure in result["inputs"]["classes"])
     assert result["first_order"] == pytest.approx(1 - sum(result["losses"].values()))
     assert len(result["hosts"]) == 3
+    assert result["supervised"]["effective"] == pytest.approx(result["effective"], abs=0.01)
+    shrinking = meshwright(*question, *options, "supervision.wait_seconds=0", "--json").json["effective_time"]
+    assert shrinking["supervised"] is None and shrinking["effective"] > result["effective"]
     shown = " ".join(meshwright(*question, *options).out.split())
     assert f"effective training time: {result['effective']:.2%} of the time with a failure every 2.5 hours" in shown
     assert result["formula"] in shown and result["first_order_formula"] in shown

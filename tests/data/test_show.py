@@ -35,6 +35,15 @@ def test_show_names_the_samples_that_the_loader_reads(prepared: Path) -> None:
         assert list(sample) == ["global_index", "source", "documents", "tokens", "text"]
 
 
+def test_show_and_the_loader_leave_out_the_same_samples(prepared: Path) -> None:
+    source, skipped = open_data(DataSpec(mix={str(prepared): 1.0}), seq_len=24, seed=5), ((4, 8), (8, 12))
+    shown = [show_step(source, step, global_batch=4, skipped=skipped)["samples"] for step in (1, 2)]
+    assert [[sample["global_index"] for sample in samples] for samples in shown] == [[0, 1, 2, 3], [12, 13, 14, 15]]
+    with Loader(source, global_batch=4, data_rank=0, data_ranks=1, micro_batch=4, skipped=skipped) as loader:
+        second = [next(loader)[0].tokens for _ in range(2)][1]
+    assert second.tolist() == source.samples(range(12, 16)).tokens.tolist()
+
+
 def test_show_refuses_invalid_questions(prepared: Path, tmp_path: Path) -> None:
     megatron.write(tmp_path / "foreign", [[[1, 2, 3, 4, 5]]], code=8)
     foreign = open_data(DataSpec(mix={str(tmp_path): 1.0}), seq_len=2, seed=0)

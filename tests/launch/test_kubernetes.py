@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import yaml
 from tests.launch.scheduler import PLAN, WORDS, job_of, mistakes, published_fields, run_of
+from typer.main import get_command
 
+from meshwright.cli.main import app_for
 from meshwright.config.load import load_run, plan_yaml
+from meshwright.launch.control import COORDINATOR_VARIABLE, TOKEN_VARIABLE, coordinator_address, job_token
 from meshwright.launch.kubernetes import JOBSET_NAME_LABEL, Container, jobset_yaml, object_name, trainjob_yaml
 from meshwright.launch.scheduler_job import KEPT_FILES, REQUEUE_CODES, STOP_CODES, SchedulerJob, scheduler_job
 from meshwright.spec.errors import BadInput
@@ -180,3 +183,16 @@ def test_emulated_nodes_are_refused() -> None:
     run = run_of("cluster.nodes=1", "cluster.emulate_nodes=2")
     with pytest.raises(BadInput, match=r"use cluster.nodes=2 cluster.emulate_nodes=1"):
         scheduler_job(run, PLAN, WORDS, Path("runs"))
+
+
+def test_the_agent_reads_the_rendered_coordinator_and_token(tmp_path: Path) -> None:
+    (container,) = pod_spec(job_of())["containers"]
+    env = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert coordinator_address(env[COORDINATOR_VARIABLE]) == ("nightly-8b-node-0-0.nightly-8b", 29400)
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef" * 4)
+    token.chmod(next(v["secret"]["defaultMode"] for v in pod_spec(job_of())["volumes"] if "secret" in v))
+    assert job_token({TOKEN_VARIABLE: str(token)}) == "0123456789abcdef" * 4
+    train = get_command(app_for(["train"])).commands["train"]  # type: ignore[attr-defined]
+    options = {option for parameter in train.params for option in parameter.opts}
+    assert {word for word in container["command"] if word.startswith("--")} <= options

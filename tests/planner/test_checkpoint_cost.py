@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
+from typing import Any
 
 import pytest
 
 from meshwright.config.load import load_run
 from meshwright.launch.prepare import plan_for
-from meshwright.planner.checkpoint_cost import HOST_COPY_RATE, CheckpointCost, checkpoint_cost, checkpoint_sentences
+from meshwright.planner.checkpoint_cost import (
+    HOST_COPY_RATE,
+    WRITE_RATE,
+    CheckpointCost,
+    checkpoint_cost,
+    checkpoint_sentences,
+)
 from meshwright.spec.model import parameter_count
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def planned(tmp_path: Path, *overrides: str) -> tuple[RunSpec, Plan]:
@@ -59,7 +70,7 @@ def test_room_in_device_memory_hides_a_copy_that_takes_longer_than_the_step(tmp_
 
 
 def test_an_optimizer_in_host_memory_has_second_buffers_where_memory_allows_and_otherwise_waits(tmp_path: Path) -> None:
-    """State of 14.8 GB on one host; the snapshot needs as much again, and so do the second buffers."""
+    """State of 14.8 GB on one host: a snapshot needs as much again, and so do second buffers."""
     offload = ("plan.offload=optimizer", "plan.compute=bf16")
     roomy, tight = (cost_of(tmp_path, *offload, f"cluster.host_memory_gib={gib}") for gib in (200, 50))
     assert roomy.host_bytes == pytest.approx(2 * roomy.bytes, rel=1e-3) and tight.host_bytes == tight.bytes
@@ -91,6 +102,40 @@ def test_the_interval_shrinks_with_the_number_of_hosts(tmp_path: Path) -> None:
 def test_training_waits_for_a_reason(tmp_path: Path, override: str, reason: str) -> None:
     cost = cost_of(tmp_path, override)
     assert not cost.beside_training and cost.host_bytes == 0 and reason in cost.reason
+
+
+def measured_saves(name: str) -> list[dict[str, Any]]:
+    """The runs of llama3-1b on one H200 in a file of results, `checkpoint.every=16`: asynchronous, synchronous."""
+    lines = json.loads((RESULTS / name).read_text(encoding="utf-8"))["lines"]
+    return [line for line in lines if line["kind"] == "run"]
+
+
+@pytest.mark.parametrize("name", ["2026-11-24-checkpoint-stall-H200.json", "2026-11-24-checkpoint-saves-H200.json"])
+def test_predictions_agree_with_measured_saves(tmp_path: Path, name: str) -> None:
+    """Bytes, host memory, time to storage and its bandwidth within 10%.
+
+    The measured `staging` includes the wait for the end of the step on the device, so the time of the copy alone is not compared.
+    """
+    asynchronous, _ = measured_saves(name)
+    one_h200 = ("cluster={gpu: H200, gpus_per_node: 1}", "train.global_batch=4", "checkpoint.every=16")
+    cost = checkpoint_cost(*planned(tmp_path, *one_h200), step_seconds=asynchronous["median_step_seconds"])
+    assert cost is not None and cost.beside_training
+    saves = asynchronous["saves"]
+    for save in saves:
+        assert cost.bytes == cost.host_bytes == pytest.approx(save["megabytes"] * 1e6, rel=0.01)
+    assert cost.bytes / WRITE_RATE == pytest.approx(mean(save["writing"] for save in saves), rel=0.1)
+    bandwidth = saves[0]["megabytes"] * 1e6 / (16 * asynchronous["mean_step_beside"])
+    assert cost.storage_bytes_per_second == pytest.approx(bandwidth, rel=0.1)
+
+
+def test_the_stall_predicted_for_the_measured_runs_is_within_the_variation_of_steps(tmp_path: Path) -> None:
+    """No stall is predicted. Steps beside saves exceed the median by less than steps of a run that waits for saves."""
+    asynchronous, waiting = measured_saves("2026-11-24-checkpoint-saves-H200.json")
+    run, plan = planned(tmp_path, "cluster={gpu: H200, gpus_per_node: 1}", "train.global_batch=4")
+    cost = checkpoint_cost(run, plan, step_seconds=asynchronous["median_step_seconds"])
+    assert cost is not None and cost.stall_seconds == 0
+    variation = max(waiting["step_seconds"][6:]) - waiting["median_step_seconds"]
+    assert all(0 < stall < variation < 0.03 for stall in asynchronous["stall_seconds"])
 
 
 def test_a_run_without_checkpoints_has_no_cost(tmp_path: Path) -> None:

@@ -114,3 +114,13 @@ def test_a_watch_that_was_stopped_counts_anew() -> None:
     play(watch, [0.1] * 8)
     watch.resume(100.0)
     assert watch.hung(104.0) is None and watch.hung(106.0) is not None
+
+
+def test_of_ranks_in_the_same_action_the_stopped_one_hangs() -> None:
+    watch = HangWatch(CPU_SECONDS)
+    play(watch, [0.1] * 8)
+    for rank, stopped in enumerate((False, True, False)):
+        watch.update(rank, "train", 9, 3, 99, 1.0)
+        watch.update(rank, "train", 9, 3, 99, 1.5, stopped=stopped)
+    hung = watch.hung(7.0)
+    assert hung is not None and hung[0] == 1

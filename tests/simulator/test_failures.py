@@ -6,6 +6,7 @@ import pytest
 
 from meshwright.policies.effective_time import FailureClass, FailureModel, effective_time
 from meshwright.simulator.failures import simulate_failures
+from meshwright.simulator.supervised import simulate_supervised
 
 CLASSES = (
     FailureClass("process", 0.19, 1, 45, 1, 1),
@@ -37,3 +38,20 @@ def test_the_same_seed_gives_the_same_result() -> None:
     model = FailureModel(100, 3600.0, 60.0, 0.1, CLASSES, 1, 600.0)
     assert simulate_failures(model, 500, seed=3) == simulate_failures(model, 500, seed=3)
     assert simulate_failures(model, 500, seed=3) != simulate_failures(model, 500, seed=4)
+
+
+@pytest.mark.parametrize(("hosts", "mttf_hours"), [(1536, 2.78), (16_384, 0.23)])
+@pytest.mark.parametrize("spares", [0, 1, 4])
+def test_the_supervisor_s_decisions_and_closed_form_agree(hosts: int, mttf_hours: float, spares: int) -> None:
+    model = FailureModel(hosts, mttf_hours * 3600, 60.0, 0.1, CLASSES, spares, 600.0)
+    assert simulate_supervised(model).effective == pytest.approx(effective_time(model), abs=0.01)
+
+
+def test_a_run_without_restarts_is_requeued_after_each_failure_of_a_process() -> None:
+    """A failure every ten hours ends the job: 10 s until it is detected, 600 s of the scheduler, 30 s of start, lost steps."""
+    crash = (FailureClass("process", 1.0, 10, 30, 0),)
+    model = FailureModel(2, 36_000.0, 60.0, 0.0, crash)
+    ended = simulate_supervised(model, restarts=0, failures=2_000)
+    assert ended.requeues == pytest.approx(2_000, rel=0.05)
+    assert ended.effective == pytest.approx(1 - (10 + 600 + 30 + 60 / 2) / 36_000, abs=0.002)
+    assert simulate_supervised(model, restarts=3, failures=2_000).requeues == 0

@@ -12,7 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from meshwright.chaos.job import Job
+from meshwright.chaos.hosts import Hosts
+from meshwright.chaos.job import POLL_SECONDS, Job, NotReached
 from meshwright.chaos.processes import kill_all, processes_with, send
 from meshwright.observe.metrics import scan_metrics
 
@@ -39,7 +40,8 @@ class Template:
 class Stage:
     """The jobs of one scenario in a folder of their own, and the moment of the injection."""
 
-    def __init__(self, template: Template, folder: Path, overrides: Sequence[str] = ()) -> None:
+    def __init__(self, template: Template, folder: Path, overrides: Sequence[str] = (), hosts: int = 1) -> None:
+        """With several `hosts` each has an agent; those beyond the hosts of the run are spares."""
         self.template, self.folder = template, folder
         self.run = folder / template.name
         """Folder of the run."""
@@ -50,16 +52,40 @@ class Stage:
         """Parts of the promise that the injection itself saw broken."""
         self.injected: float | None = None
         self._attempt = 0
+        self._closing: list[Callable[[], object]] = []
         self._overrides = tuple(overrides)
-        self._token = secrets.token_hex(8)
+        self.token = secrets.token_hex(8)
+        """Value of the variable `processes.TOKEN` of all processes of the jobs."""
+        self._host_count = hosts
+        self.hosts: Hosts | None = None
+        """The emulated hosts, if there are several."""
 
-    def start(self, *overrides: str, env: Mapping[str, str] = MappingProxyType({})) -> Job:
-        """Start the training command, with further overrides and environment variables."""
-        template = self.template
-        words = ["train", *template.words, *self._overrides, *overrides, "--runs", str(self.folder)]
-        job = Job(words, self.run, self.folder / f"output-{len(self.jobs) + 1}.txt", self._token, env)
+    def start(self, env: Mapping[str, str] = MappingProxyType({})) -> Job:
+        """Start the training command, on all hosts, with further environment variables."""
+        words = ["train", *self.template.words, *self._overrides, "--runs", str(self.folder)]
+        if self._host_count > 1:
+            words.append("--agent")
+            if self.hosts is None:
+                self.hosts = Hosts(self._host_count, self.folder)
+                self.on_close(self.hosts.close)
+                self.notes.append(f"{self._host_count} hosts as {self.hosts.emulation}")
+        job = Job(words, self.run, self.folder / f"output-{len(self.jobs) + 1}.txt", self.token)
         self.jobs.append(job)
+        for host in range(self._host_count):
+            self.launch(host, env)
         return job
+
+    def launch(self, host: int, env: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Start the command of the last job on one host."""
+        hosts = self.hosts
+        self.job.launch(hosts.prefix(host) if hosts else (), {**(hosts.environment() if hosts else {}), **env})
+
+    def pause(self, seconds: float) -> None:
+        """Observe the last job for some seconds."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.job.poll()
+            time.sleep(POLL_SECONDS)
 
     def mark(self) -> None:
         """The disturbance begins now."""
@@ -71,6 +97,20 @@ class Stage:
         """Disturb the job by a signal to one of its processes."""
         self.mark()
         send(pid, number)
+
+    def expect(self, kept: bool, violation: str) -> None:
+        """Record a part of the promise that is broken unless `kept`."""
+        if not kept:
+            self.violations.append(violation)
+
+    def require(self, reached: bool, violation: str) -> None:
+        """Raise NotReached unless the scenario can go on."""
+        if not reached:
+            raise NotReached(violation)
+
+    def on_close(self, action: Callable[[], object]) -> None:
+        """Undo a change of this machine when the stage closes; the last one added is undone first."""
+        self._closing.append(action)
 
     @property
     def job(self) -> Job:
@@ -84,15 +124,18 @@ class Stage:
     def orphans(self) -> list[int]:
         """Processes of the jobs that still run a few seconds after the jobs ended; they are killed."""
         deadline = time.monotonic() + ORPHAN_SECONDS
-        while processes_with(self._token) and time.monotonic() < deadline:
+        while processes_with(self.token) and time.monotonic() < deadline:
             time.sleep(0.05)
-        return kill_all(self._token)
+        return kill_all(self.token)
 
     def close(self) -> None:
-        """Kill what still runs."""
-        kill_all(self._token)
+        """Kill what still runs, and undo changes of this machine."""
+        kill_all(self.token)
         for job in self.jobs:
-            job.process.wait()
+            for process in job.processes:
+                process.wait()
+        while self._closing:
+            self._closing.pop()()
 
     def detected_seconds(self, text: str | None = None) -> float | None:
         """Seconds from the injection to the coordinator's decision, or to a printed line with `text`; None without either."""
@@ -159,6 +202,8 @@ class Scenario:
     """One sentence."""
     play: Callable[[Stage], None]
     """Starts the job, disturbs it at its trigger, and waits for its end."""
+    hosts: int = 1
+    """Hosts with an agent, spares included; with one there is no agent besides the launcher."""
     overrides: tuple[str, ...] = ()
     """Keys of the run that the disturbance needs."""
     code: int = 0
@@ -169,15 +214,22 @@ class Scenario:
     """Most seconds from the injection to its detection; None requires none."""
     recover_within: float | None = None
     """Most seconds from the injection to the first step of a later attempt or job; None requires none."""
+    restarts: bool = True
+    """Whether the job may restart its ranks."""
     same_losses: bool = True
     """Whether every loss equals that of an undisturbed run bit for bit."""
     unavailable: Callable[[], str | None] = field(default=lambda: None)
     """Why this machine cannot run the scenario; None if it can."""
 
 
-def run_scenario(scenario: Scenario, template: Template, folder: Path, undisturbed: Callable[[], object]) -> Verdict:
-    """Run a scenario in an empty `folder`. `undisturbed` returns the losses of an undisturbed run."""
-    stage = Stage(template, folder, scenario.overrides)
+def run_scenario(
+    scenario: Scenario, template: Template, folder: Path, undisturbed: Callable[[], object], patience: float = 1.0
+) -> Verdict:
+    """Run a scenario in an empty `folder`. `undisturbed` returns the losses of an undisturbed run.
+
+    All limits in seconds are multiplied by `patience`.
+    """
+    stage = Stage(template, folder, scenario.overrides, scenario.hosts)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
@@ -185,7 +237,7 @@ def run_scenario(scenario: Scenario, template: Template, folder: Path, undisturb
         orphans = stage.orphans()
     finally:
         stage.close()
-    violations = [*stage.violations, *_violations(scenario, stage, orphans, undisturbed)]
+    violations = [*stage.violations, *_violations(scenario, stage, orphans, undisturbed, patience)]
     recovery = stage.recovery()
     observed = "; ".join([*_observations(scenario, stage), *stage.notes, *(f"BROKEN: {text}" for text in violations)])
     return Verdict(
@@ -200,11 +252,11 @@ def run_scenario(scenario: Scenario, template: Template, folder: Path, undisturb
 
 
 def _violations(
-    scenario: Scenario, stage: Stage, orphans: Sequence[int], undisturbed: Callable[[], object]
+    scenario: Scenario, stage: Stage, orphans: Sequence[int], undisturbed: Callable[[], object], patience: float = 1.0
 ) -> list[str]:
     """Sentences about the parts of the promise that were not kept."""
     broken = []
-    code = stage.job.process.returncode
+    code = stage.job.code
     if code != scenario.code:
         broken.append(f"exit code {code} instead of {scenario.code}")
     detected, recovery = stage.detected_seconds(scenario.detected_by), stage.recovery()
@@ -213,8 +265,12 @@ def _violations(
         ("detected", detected, scenario.detect_within),
         ("training again", recovered, scenario.recover_within),
     ):
-        if limit is not None and (seconds is None or seconds > limit):
-            broken.append(f"{what} {'never' if seconds is None else f'after {seconds:.1f} s'}, allowed are {limit:g} s")
+        if limit is not None and (seconds is None or seconds > limit * patience):
+            broken.append(
+                f"{what} {'never' if seconds is None else f'after {seconds:.1f} s'}, allowed are {limit * patience:g} s"
+            )
+    if not scenario.restarts and any(state["attempt"] > 1 for job in stage.jobs for _, state in job.states):
+        broken.append("the job restarted its ranks")
     if orphans:
         broken.append(f"{len(orphans)} processes still ran after the end")
     if scenario.same_losses and stage.losses() != undisturbed():
@@ -229,7 +285,7 @@ def _observations(scenario: Scenario, stage: Stage) -> list[str]:
     if recovery is not None:
         texts.append(f"training again after {recovery[0]:.1f} s with {recovery[1]} steps repeated")
     last = stage.losses()[-1:]
-    return [*texts, f"exit code {stage.job.process.returncode} after step {last[0][0] if last else 0}"]
+    return [*texts, f"exit code {stage.job.code} after step {last[0][0] if last else 0}"]
 
 
 def losses(run: Path) -> list[tuple[int, float | None]]:

@@ -18,12 +18,15 @@ CHECKPOINTS = 6
 class Suite:
     """Scenarios on one run. Their folders are in `folder`, each named by its scenario."""
 
-    def __init__(self, run: RunSpec, words: list[str], folder: Path, steps: int) -> None:
-        """`words` describe `run` on the command line; it is shortened to `steps` steps with a few checkpoints."""
+    def __init__(self, run: RunSpec, words: list[str], folder: Path, steps: int, patience: float = 1.0) -> None:
+        """`words` describe `run` on the command line; it is shortened to `steps` steps with a few checkpoints.
+
+        Limits in seconds are multiplied by `patience`, for machines that do other work at the same time.
+        """
         every = max(1, steps // CHECKPOINTS)
         shortened = (f"train.steps={steps}", f"checkpoint.every={every}", f"checkpoint.keep={CHECKPOINTS + 4}")
         self._template = Template((*words, *shortened), run.name, steps, run.cluster.ranks, every)
-        self._folder = folder
+        self._folder, self._patience = folder, patience
         self._undisturbed: dict[tuple[str, ...], object] = {}
 
     def run(self, scenario: Scenario) -> Verdict:
@@ -33,17 +36,22 @@ class Suite:
             return Verdict(scenario.name, scenario.promise, f"not run: {reason}", False)
         try:
             return run_scenario(
-                scenario, self._template, self._folder / scenario.name, lambda: self.undisturbed(scenario.overrides)
+                scenario,
+                self._template,
+                self._folder / scenario.name,
+                lambda: self.undisturbed(scenario.overrides, min(scenario.hosts, 2)),
+                self._patience,
             )
         except NotReached as error:
             return Verdict(scenario.name, scenario.promise, f"BROKEN: {error}", False)
 
-    def undisturbed(self, overrides: tuple[str, ...]) -> object:
-        """Losses of a run with `overrides` that nothing disturbs."""
+    def undisturbed(self, overrides: tuple[str, ...], hosts: int) -> object:
+        """Losses of a run with `overrides` on so many hosts that nothing disturbs."""
         if overrides not in self._undisturbed:
             folder = self._folder / "undisturbed"
             shutil.rmtree(folder, ignore_errors=True)
-            stage = Stage(self._template, folder, overrides)
+            folder.mkdir(parents=True)
+            stage = Stage(self._template, folder, overrides, hosts)
             try:
                 code = stage.start().wait(24 * 3600)
             finally:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -188,6 +187,11 @@ class BackgroundSaver:
         if self._current is not None and self._current.save.step == step:
             self._current.describe(plain)
 
+    def give_up(self) -> None:
+        """End the save in flight, if there is one, without a checkpoint; its copies complete first."""
+        if self._current is not None:
+            self._current.give_up()
+
     def result(self) -> SaveResult | None:
         """The result of the last save, once; None while there is none."""
         return None if self._current is None else self._current.take_result()
@@ -202,7 +206,7 @@ class BackgroundSaver:
             self.writer.close()
 
     def _fit_device_copies(self, stager: Stager, times: StepTimes) -> None:
-        """Have as many groups copied within device memory as `times` and the last save's copies require; never fewer than before."""
+        """Have as many groups copied on the device first as `times` and the last save's copies require, or as before."""
         sequence = stager.from_device
         if not sequence:
             return
@@ -248,7 +252,6 @@ class _SaveInFlight:
     def __init__(self, save: Save, copies: Copies, arena: Arena, writer: WriterProcess) -> None:
         self.save = save
         self._copies, self._arena, self._writer = copies, arena, writer
-        self._began = time.perf_counter()
         self._described = threading.Event()
         self._plain: Callable[[], Mapping[str, bytes]] = dict
         self._given_up = False
@@ -288,7 +291,7 @@ class _SaveInFlight:
         try:
             self._copies.join()
             self.device_seconds = self._copies.device_seconds
-            staging = time.perf_counter() - self._began
+            staging = self._copies.seconds
             self._arena.complete_snapshot()
             self._described.wait()
             if self._given_up:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -189,6 +190,7 @@ class Stager:
         try:
             if host_state is not None:
                 host_state.wait()
+            copies.start_host_copies()
             self.from_host.run(copy, copies.release_host_group)
         except BaseException as error:
             copies.failure = error
@@ -206,6 +208,7 @@ class Copies:
         self._device_span: list[torch.cuda.Event] = []
         self._host_flags: dict[int, threading.Event] = {}
         self._host_end: threading.Event | None = None
+        self._host_start, self._host_seconds = 0.0, 0.0
         self.failure: BaseException | None = None
 
     def begin_device_copies(self) -> None:
@@ -225,6 +228,10 @@ class Copies:
         self._host_flags = {number: threading.Event() for number in groups}
         self._host_end = threading.Event()
 
+    def start_host_copies(self) -> None:
+        """The copies of host memory begin: the state is complete there."""
+        self._host_start = time.perf_counter()
+
     def release_host_group(self, group: int) -> None:
         """The state of `group` in host memory may change."""
         if group in self._host_flags:
@@ -234,6 +241,7 @@ class Copies:
         """All copies of host memory have ended, or one has failed."""
         for flag in self._host_flags.values():
             flag.set()
+        self._host_seconds = time.perf_counter() - self._host_start
         assert self._host_end is not None
         self._host_end.set()
 
@@ -253,6 +261,11 @@ class Copies:
             event.synchronize()
         if self.failure is not None:
             raise self.failure
+
+    @property
+    def seconds(self) -> float:
+        """Duration of the longer of the copies from the device and from the host, after `join`."""
+        return max(self._host_seconds, self.device_seconds or 0.0)
 
     @property
     def device_seconds(self) -> float | None:

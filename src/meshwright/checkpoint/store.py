@@ -208,6 +208,8 @@ class CheckpointStore:
             activity = f"loading {path}"
             try:
                 opened = open_checkpoint(self._ranks, path, self._run_id, activity)
+                if opened.manifest.finite is False:
+                    raise Damaged(f"checkpoint {path} has values that are not finite")
                 self._fill(opened, tensors, prefix="", convert=False, activity=activity)
             except Damaged as error:
                 if self._ranks.is_first:

@@ -138,9 +138,11 @@ def show_command(
     Example: meshwright data show runs/quickstart --step 120 --text
     """
     from meshwright.data.show import show_step
+    from meshwright.launch.corpus import skipped_samples
 
     source, batch = _open_target(target, seq_len, global_batch, seed)
-    shown = show_step(source, step, batch, text)
+    skipped = skipped_samples(target) if (target / "config.yaml").is_file() else ()
+    shown = show_step(source, step, batch, text, skipped)
     print(json.dumps(shown) if as_json else _step_lines(shown))
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshwright.planner.effective_time import EffectiveTime
+    from meshwright.simulator.supervised import SupervisedTime
 
 NO_PREDICTION = "not predicted: it needs periodic checkpoints (checkpoint.every) and a known step time"
 
@@ -20,6 +21,8 @@ def effective_answer(prediction: EffectiveTime | None, *, played: bool) -> dict[
     plain["inputs"] = plain.pop("model")
     if played:
         plain["simulated"], plain["hosts"] = _played(prediction)
+        supervised = _supervised(prediction)
+        plain["supervised"] = None if supervised is None else to_plain(supervised)
     return plain
 
 
@@ -55,6 +58,10 @@ def _show_inputs(console: Any, prediction: EffectiveTime) -> None:
     console.print(table)
     simulated, hosts = _played(prediction)
     console.print(f"  simulated: {simulated:.2%}")
+    if (supervised := _supervised(prediction)) is not None:
+        console.print(
+            f"  simulated with the supervisor's decisions: {supervised.effective:.2%}, restarts exhausted {supervised.requeues} times"
+        )
     for option in hosts:
         console.print(f"  {option['name']}: {option['effective']:.2%}, simulated {option['simulated']:.2%}")
 
@@ -70,3 +77,11 @@ def _played(prediction: EffectiveTime) -> tuple[float, list[dict[str, Any]]]:
         for name, model in with_hosts(prediction.model)
     ]
     return simulate_failures(prediction.model), hosts
+
+
+def _supervised(prediction: EffectiveTime) -> SupervisedTime | None:
+    """The simulation with the supervisor's decisions; None for a run that continues on fewer hosts."""
+    from meshwright.simulator.supervised import simulate_supervised
+
+    model = prediction.model
+    return simulate_supervised(model, prediction.restarts) if model.wait_seconds is None else None

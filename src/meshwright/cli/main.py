@@ -20,8 +20,8 @@ from meshwright.spec.failures import as_meshwright_error
 COMMANDS = {
     name: name
     for name in (
-        "quickstart", "train", "launch", "chaos", "plan", "simulate", "predict", "profile", "check", "data", "tokenizer", "checkpoint",
-        "eval", "generate", "report", "schema",
+        "quickstart", "train", "launch", "coordinate", "chaos", "plan", "simulate", "predict", "profile", "check", "data", "tokenizer",
+        "checkpoint", "eval", "generate", "report", "schema",
     )
 } | {"eval": "evaluate"}  # fmt: skip
 """Command → its module in this package. It has a function of the same name, or an `app` with several commands."""

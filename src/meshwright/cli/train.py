@@ -46,6 +46,13 @@ def train(
     ] = False,
     profile_steps: ProfileSteps = None,
     timeline: Timeline = None,
+    agent: Annotated[
+        bool,
+        typer.Option(
+            "--agent",
+            help="Be the agent of this host in a run on several hosts: start its ranks, and restart them after failures.",
+        ),
+    ] = False,
 ) -> None:
     """Train a model from a run file, or continue a run that was stopped.
 
@@ -59,6 +66,8 @@ def train(
         meshwright train run.yaml train.steps=200 cluster.gpus_per_node=4
 
         torchrun --nproc-per-node 8 -m meshwright train run.yaml
+
+        MESHWRIGHT_COORDINATOR=10.0.0.1:29400 MESHWRIGHT_TOKEN_FILE=token meshwright train run.yaml --agent
 
     Ctrl-C ends the run after the running step, with a checkpoint and code 130; a second one ends it at once. SIGTERM or SIGUSR1 (a
     scheduler's warning) does as the first, with code 75.
@@ -75,6 +84,12 @@ def train(
         for option, span in (("--profile-steps", steps), ("--timeline", drawn)):
             if span and span[1] > run.train.steps:
                 raise BadInput(f"{option} {span[0]}:{span[1]}: the run ends with step {run.train.steps}")
+        if agent:
+            sys.exit(
+                start_agent(
+                    run, words or [], runs, refused={"--fresh": fresh, "--profile-steps": steps, "--timeline": drawn}
+                )
+            )
         if started_by_launcher():
             join_ranks(run, runs, fresh, steps, drawn, report)
         run = renamed(run, runs) if fresh else run
@@ -91,6 +106,16 @@ def start_ranks(
     from meshwright.launch.job import run_job
 
     return run_job(run, runs, profile=profile, timeline=timeline, note=print_now, announce=announce)
+
+
+def start_agent(run: RunSpec, words: list[str], runs: Path, refused: dict[str, object]) -> int:
+    """Be the agent of this host; returns the job's exit code. Raises BadInput for options that agents do not take."""
+    from meshwright.launch.hosts import run_agent
+
+    for option, value in refused.items():
+        if value:
+            raise BadInput(f"{option} and --agent exclude each other")
+    return run_agent(run, words, runs)
 
 
 def join_ranks(

@@ -30,7 +30,7 @@ from meshwright.spec.run import RunSpec
 _COMPARED_SECTIONS = ("seed", "model", "data", "train")
 _NOT_COMPARED = {
     "model.preset", "data.validation", "data.tokenizer_mismatch", "data.changed", "train.validate_every",
-    "train.validate_batches", "train.gc_every",
+    "train.validate_batches", "train.gc_every", "train.on_nonfinite", "train.on_spike", "train.spike_factor",
     "train.keep_cores", "train.timeout_seconds", "train.loss_chunk",
 }  # fmt: skip
 

@@ -19,6 +19,7 @@ import torch
 
 from meshwright.data.source import Batch, DataSource, has_validation, open_data
 from meshwright.policies.sample_order import rank_samples
+from meshwright.policies.skipped_samples import SampleRange, skip_forward
 from meshwright.spec.errors import BadInput
 
 __all__ = ["Batch", "DataSource", "Loader", "MicroBatch", "has_validation", "open_data"]
@@ -66,8 +67,9 @@ class Loader:
     """Endless iterator over steps; each item is this data rank's list of micro-batches for one step.
 
     A thread prefetches `prefetch` steps. For a CUDA device it also copies them there on its own stream, so that `next`
-    returns device tensors: the current stream waits for the copy, the host does not. Close it, or use it in a `with`
-    block. Raises BadInput if `global_batch` does not divide evenly; `next` raises the errors of the thread.
+    returns device tensors: the current stream waits for the copy, the host does not. The samples of `skipped` are left
+    out. Close it, or use it in a `with` block. Raises BadInput if `global_batch` does not divide evenly; `next` raises
+    the errors of the thread.
     """
 
     def __init__(
@@ -79,12 +81,14 @@ class Loader:
         data_ranks: int,
         micro_batch: int,
         start_sample: int = 0,
+        skipped: Sequence[SampleRange] = (),
         prefetch: int = 2,
         device: torch.device | str | None = None,
     ) -> None:
         _check_division(global_batch, data_ranks, micro_batch)
         self.source, self.global_batch, self.micro_batch = source, global_batch, micro_batch
         self.data_rank, self.data_ranks = data_rank, data_ranks
+        self._skipped = tuple(skipped)
         self.device = _with_index(torch.device(device or "cpu"))
         self.consumed = start_sample
         """Global samples consumed by all ranks; the complete state of the data."""
@@ -131,7 +135,7 @@ class Loader:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)  # otherwise pinning memory would also open a context on device 0
             while self._offer(self._copy_to_device(self._read_step(sample))):
-                sample += self.global_batch
+                sample = skip_forward(sample + self.global_batch, self._skipped)
         except BaseException as error:  # the consumer raises it
             self._offer(error)
 

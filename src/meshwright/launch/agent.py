@@ -21,6 +21,8 @@ from meshwright.spec.rank_environment import ATTEMPT_VARIABLE
 SPARE_SECONDS = 3.0
 """Seconds of training after which an attempt gets spares: a short run needs none, and a start needs the processor."""
 
+DEAD_SPARES = 2
+
 
 class Agent:
     """The ranks of this host: those that run, and those that wait."""
@@ -47,7 +49,7 @@ class Agent:
         self._checkpoints: list[int] = []
         self._trained_at: float | None = None
         self._kill_at: float | None = None
-        self._stop = 0
+        self._stop = self._dead_spares = 0
 
     def poll(self, seconds: float) -> None:
         """Wait up to `seconds` for a message of a rank, and take what has arrived."""
@@ -62,6 +64,7 @@ class Agent:
     def report(self) -> Report:
         """The state of this host."""
         running = self._running
+        self._drop_dead_spares()
         return Report(
             host=self._host,
             address=self._address,
@@ -77,7 +80,9 @@ class Agent:
         """Do what the coordinator decided."""
         if directive.order == "run" and directive.attempt > self._attempt:
             self._begin(directive)
-        elif directive.order == "end" and directive.attempt == self._attempt:
+        if directive.stop and not self._stop:
+            self.stop(directive.stop)
+        if directive.order == "end" and directive.attempt == self._attempt:
             self._end(directive)
         if directive.order in ("wait", "end") or self._wants_spares():
             self._waiting = self._waiting or self._start(True)
@@ -105,11 +110,21 @@ class Agent:
             if ranks is not None:
                 ranks.discard()
 
+    def _drop_dead_spares(self) -> None:
+        """Discard spares that have ended while they waited. After `DEAD_SPARES` sets the next one begins and shows why."""
+        if self._waiting is None or not self._attempt or self._dead_spares >= DEAD_SPARES:
+            return
+        self._waiting.poll()
+        if any(state.code is not None for state in self._waiting.states):
+            self._waiting.discard()
+            self._waiting, self._dead_spares = None, self._dead_spares + 1
+
     def _begin(self, directive: Directive) -> None:
         """Let the waiting processes begin an attempt, in place of those of the attempt before."""
         if self._running is not None:
             self._running.discard()
         self._running = self._waiting or self._start(False)
+        self._dead_spares = 0
         self._waiting, self._trained_at, self._kill_at = None, None, None
         self._attempt, self._checkpoints = directive.attempt, []
         self._running.begin(Path(directive.assignment), directive.first_rank, self._variables(directive))

@@ -18,7 +18,7 @@ from meshwright.events.terminal import write_line
 from meshwright.launch.outcome import RankState, cause, exit_codes, outcome_lines, progress_text
 from meshwright.launch.reports import Directive, Report
 from meshwright.policies.hang import GPU_SECONDS, HangWatch
-from meshwright.policies.job_end import GRACE_SECONDS, culprit, next_action
+from meshwright.policies.job_end import GRACE_SECONDS, STOP_EXIT_CODES, culprit, next_action
 from meshwright.policies.restart import Incident, Stop
 from meshwright.policies.supervision import (
     Begin,
@@ -39,7 +39,7 @@ from meshwright.policies.supervision import (
     Trained,
     decide,
 )
-from meshwright.spec.errors import EXIT_COMMUNICATION
+from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE
 from meshwright.spec.failures import as_meshwright_error
 from meshwright.spec.fields import from_plain, to_plain
 
@@ -61,6 +61,7 @@ class Attempt:
     assignment: str = ""
     address: str = ""
     port: int = 0
+    failed: bool = False
     failed_at: float | None = None
     cause: str = ""
 
@@ -85,9 +86,11 @@ class Coordinator:
         self._prepare, self._clock, self._hang_seconds = prepare, clock, hang_seconds
         self._watch = HangWatch(hang_seconds)
         self._ticked = clock()
+        self._informed: set[str] = set()
+        self._stop = 0
         self._attempt = Attempt(self.state.attempt)
         self._reports: dict[str, Report] = {}
-        self._seen: dict[str, float] = {}
+        self._seen: dict[str, float] = dict.fromkeys(self.state.members, clock()) if state is not None else {}
         self._preparation: Future[Path] | None = None
         self._thread = ThreadPoolExecutor(1, "prepare")
 
@@ -95,6 +98,20 @@ class Coordinator:
     def code(self) -> int | None:
         """The job's exit code once it is over."""
         return self.state.stop.code if self.state.status == "finished" and self.state.stop else None
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Agents that answer."""
+        return tuple(self._seen)
+
+    @property
+    def uninformed(self) -> bool:
+        """Whether an agent has not learnt yet that the job is over."""
+        return bool(set(self._seen) - self._informed)
+
+    def request_stop(self, number: int) -> None:
+        """Handle a stop signal of the coordinator's own process: the ranks end after the running step."""
+        self._stop = number
 
     def receive(self, report: Report) -> Directive:
         """Take an agent's report and return what the agent does now."""
@@ -112,8 +129,11 @@ class Coordinator:
             self._seen = dict.fromkeys(self._seen, now)
         self._ticked = now
         for host in [host for host, seen in self._seen.items() if now - seen > SILENT_SECONDS]:
-            del self._seen[host], self._reports[host]
+            del self._seen[host]
+            self._reports.pop(host, None)
             self._apply(Lost(host, f"host {host} has not answered for {SILENT_SECONDS:g} s"), now)
+        if self._stop:
+            self._apply(StopRequested(STOP_EXIT_CODES[self._stop]), now)
         if self._preparation is not None and self._preparation.done():
             self._take_preparation(self._preparation, now)
         for event in self._events_of_ranks(now):
@@ -128,6 +148,8 @@ class Coordinator:
         """What is new in a report."""
         state = self.state
         stale = report.host in state.members and state.status == "running" and report.attempt != state.attempt
+        if stale and not self._attempt.address:  # this coordinator is new, and does not know the store of the attempt
+            yield Lost(report.host, f"host {report.host} had not begun when the coordinator was started again")
         ready = report.port != 0 and not stale
         if ready != (report.host in state.ready):
             yield Ready(report.host, ready)
@@ -137,6 +159,7 @@ class Coordinator:
             return
         for rank in report.ranks:
             self._attempt.ranks[rank.rank] = rank
+            self._attempt.failed |= rank.failed
             self._follow(rank, now)
         if not state.trained and any(rank.last_step for rank in report.ranks):
             yield Trained()
@@ -151,8 +174,8 @@ class Coordinator:
         ended = [
             report.host for report in reports if report is not None and report.ended and report.attempt == state.attempt
         ]
-        ranks = [attempt.ranks[rank] for rank in sorted(attempt.ranks)]
-        if state.status == "running" and any(rank.failed for rank in ranks):
+        if state.status == "running" and attempt.failed:
+            ranks = [attempt.ranks[rank] for rank in sorted(attempt.ranks)]
             attempt.failed_at = attempt.failed_at or now
             codes = exit_codes(ranks)
             over = len(ended) == len(state.members)
@@ -173,7 +196,8 @@ class Coordinator:
             self._watch.forget(rank.rank)
         else:
             progress = rank.progress
-            self._watch.update(rank.rank, progress.phase, progress.step, progress.action, rank.progress_count, now)
+            phase, step, action = progress.phase, progress.step, progress.action
+            self._watch.update(rank.rank, phase, step, action, rank.progress_count, now, stopped=rank.stopped)
 
     def _hang(self, rank: int, seconds: float) -> Incident:
         progress = self._attempt.ranks[rank].progress
@@ -213,6 +237,9 @@ class Coordinator:
                     first = self._reports[state.members[0]]
                     self._attempt = Attempt(state.attempt, address=first.address, port=first.port)
                     self._watch = HangWatch(self._hang_seconds)
+                    if len(state.members) < self._rules.hosts:
+                        count = f"{len(state.members)} of {self._rules.hosts} hosts"
+                        write_line(f"meshwright: the run continues on {count}, with a new plan")
                     self._preparation = self._thread.submit(self._prepare, state)
                 case End(incident):
                     self._attempt.cause = incident.cause
@@ -229,12 +256,14 @@ class Coordinator:
         state, attempt = self.state, self._attempt
         if state.status == "finished":
             assert state.stop is not None
+            self._informed.add(host)
             return Directive("exit", state.attempt, code=state.stop.code)
         if host not in state.members or state.status not in ("running", "ending"):
-            return Directive("wait", state.attempt)
+            busy = state.status in ("running", "ending") and len(state.ready) > 0
+            return Directive("wait", state.attempt, heartbeat=1.0 if busy else 0.2)
         if state.status == "ending":
             grace = GRACE_SECONDS if state.stop else RESTART_GRACE_SECONDS
-            return Directive("end", state.attempt, cause=attempt.cause, grace=grace, heartbeat=0.5)
+            return Directive("end", state.attempt, cause=attempt.cause, grace=grace, heartbeat=0.2)
         return Directive(
             "run",
             state.attempt,
@@ -243,6 +272,7 @@ class Coordinator:
             address=attempt.address,
             port=attempt.port,
             assignment=attempt.assignment,
+            stop=self._stop,
         )
 
     def _report_incident(self, incident: Incident) -> None:
@@ -257,6 +287,9 @@ class Coordinator:
         source = f"from the checkpoint of step {newest}" if newest else "from the start, as there is no checkpoint yet"
         if state.restart.skip_step is not None:
             source += f", without the samples of step {state.restart.skip_step}"
+        if incident.code == EXIT_DONE:
+            write_line(f"meshwright: {incident.cause}; the run continues on them {source}")
+            return
         parts.append(f"restart {len(state.incidents)} of {self._rules.policy.restarts} {source}")
         write_line(f"meshwright: {'; '.join(parts)}")
 

@@ -15,8 +15,9 @@ from meshwright.events.terminal import write_line
 from meshwright.launch.agent import Agent
 from meshwright.launch.coordinator import Coordinator
 from meshwright.launch.folder import folder_lock
-from meshwright.launch.local import POLL_SECONDS, Listener, Ranks, forward_signals, rank_threads, start_ranks
+from meshwright.launch.local import POLL_SECONDS, Listener, forward_signals, rank_starter
 from meshwright.launch.machine import check_devices
+from meshwright.launch.orphans import end_orphans
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_REPEATED, BadInput, Interrupted
 from meshwright.spec.run import RunSpec
 
@@ -54,17 +55,12 @@ def run_job(
 
         run = on_used_devices(run, note)
     check_devices(run.cluster)
-    device, folder = "cpu" if run.cluster.is_cpu else "cuda", runs / run.name
+    folder = runs / run.name
     guard = _Guard(listener)
-
-    def start(spare: bool) -> Ranks:
-        arguments = [device, "spare"] if spare else [device]
-        return start_ranks(
-            "meshwright.training.rank", arguments, cluster=run.cluster, threads=rank_threads(run.cluster)
-        )
-
+    start = rank_starter(run.cluster, folder)
     with folder_lock(folder), closing(Agent(HOST, start, listener=guard, spares=run.supervision.restarts > 0)) as agent:
         guard.agent = agent
+        end_orphans(folder)
         from meshwright.launch.prepare import prepare_run  # during the imports of the ranks
 
         prepared = prepare_run(run, runs, profile=profile, note=note, timeline=timeline)

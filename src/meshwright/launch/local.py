@@ -20,8 +20,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType, MappingProxyType
+from types import FrameType
 
+from meshwright.checkpoint.arena import ARENA, empty_memory
 from meshwright.events.messages import CHANNEL, Begin, End, Failure, Message, MessageReader, Step, encode
 from meshwright.events.progress import PROGRESS, ProgressPage
 from meshwright.events.start import START_TIME_VARIABLE, process_start_time
@@ -34,6 +35,8 @@ from meshwright.spec.folders import compiler_cache
 from meshwright.spec.network import network_environment
 from meshwright.spec.rank_environment import stop_signals
 
+RUN_VARIABLE = "MESHWRIGHT_RUN"
+"""Environment variable of ranks with the folder of their run."""
 LOOPBACK = "127.0.0.1"
 KILL_SECONDS = 30.0
 """Seconds that the kernel may take to end a killed process."""
@@ -93,20 +96,20 @@ def start_ranks(
     logs: Path | None = None,
     quiet: bool = False,
     address: str = LOOPBACK,
-    variables: Mapping[str, str] = MappingProxyType({}),
+    variables: Sequence[Mapping[str, str]] = (),
 ) -> Ranks:
     """Start one process for each device of a host, and a store socket at `address` for the case that rank 0 is among them.
 
     Without `logs` all ranks write to this terminal until they redirect their output themselves. Ranks start with stop
-    signals blocked, so that no signal is lost before they install their handlers. `variables` are added to their
-    environment.
+    signals blocked, so that no signal is lost before they install their handlers. `variables` are added to the
+    environment of each.
     """
     ranks = Ranks()
     try:
         with listening_socket(address) as listener, _blocked():
             ranks.port = listener.getsockname()[1]
             for rank in range(cluster.gpus_per_node):
-                env = {**_environment(rank, cluster, listener, threads), **variables}
+                env = _environment(rank, cluster, listener, threads) | dict(variables[rank] if variables else {})
                 page = ProgressPage.create()
                 env[PROGRESS] = page.path
                 started = _start(module, arguments, rank, env, listener, logs if rank or quiet else None)
@@ -115,6 +118,24 @@ def start_ranks(
         ranks.discard()
         raise
     return ranks
+
+
+def rank_starter(cluster: ClusterSpec, folder: Path, address: str = LOOPBACK) -> Callable[[bool], Ranks]:
+    """A function that starts the processes of this host for a run in `folder`; its argument says whether they are spares.
+
+    This process keeps the memory in which ranks snapshot their state, so that the next attempt finds it.
+    """
+    device = "cpu" if cluster.is_cpu else "cuda"
+    arenas = [f"/proc/{os.getpid()}/fd/{empty_memory()}" for _ in range(cluster.gpus_per_node)]
+    variables = [{RUN_VARIABLE: os.path.abspath(folder), ARENA: arena} for arena in arenas]
+    return lambda spare: start_ranks(
+        "meshwright.training.rank",
+        [device, "spare"] if spare else [device],
+        cluster=cluster,
+        threads=rank_threads(cluster),
+        address=address,
+        variables=variables,
+    )
 
 
 class Ranks:
@@ -274,7 +295,10 @@ class Ranks:
         poll.poll(seconds * 1000)
 
     def _read(self, listener: Listener | None) -> None:
-        for state, reader, page in zip(self.states, self._readers, self._pages, strict=True):
+        ranks = zip(self.states, self.processes, self._readers, self._pages, strict=True)
+        for state, process, reader, page in ranks:
+            if page.count == state.progress_count:
+                state.stopped = _is_stopped(process.pid)
             state.progress, state.progress_count = page.read(), page.count
             for message in reader.read():
                 if isinstance(message, Step):
@@ -283,6 +307,14 @@ class Ranks:
                     state.failure = message
                 if listener is not None:
                     listener(state.rank, message)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal or a debugger has stopped a process; False where the kernel does not say."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1] in (b"T", b"t")
+    except OSError:
+        return False
 
 
 def _send(process: subprocess.Popen[bytes], message: Message) -> None:
@@ -315,15 +347,17 @@ def forward_signals(stop: Callable[[int], None], kill: Callable[[], None]) -> It
 def _environment(rank: int, cluster: ClusterSpec, listener: socket.socket, threads: int) -> dict[str, str]:
     """The environment of one rank.
 
-    The rank's own variables take precedence over the user's, and those over the cluster file's. Ranks of one host use
-    loopback by default.
+    The rank's own variables take precedence over the user's, and those over the cluster file's. Ranks use the loopback
+    interface by default if their store does.
     """
-    network = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} | network_environment(cluster, rank)
+    address = listener.getsockname()[0]
+    local = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if address.startswith("127.") else {}
+    network = local | network_environment(cluster, rank)
     own = {"RANK": rank, "WORLD_SIZE": cluster.gpus_per_node, "LOCAL_RANK": rank}
     own |= {"LOCAL_WORLD_SIZE": cluster.gpus_per_node}
     own |= {"MASTER_PORT": listener.getsockname()[1], "MESHWRIGHT_PARENT": os.getpid(), "OMP_NUM_THREADS": threads}
     own |= {START_TIME_VARIABLE: process_start_time()}
-    env = {**_torch_defaults(threads), **network, **os.environ, "MASTER_ADDR": "127.0.0.1"}
+    env = {**_torch_defaults(threads), **network, **os.environ, "MASTER_ADDR": address}
     return env | {name: str(value) for name, value in own.items()}
 
 

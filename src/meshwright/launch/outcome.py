@@ -23,6 +23,8 @@ class RankState:
     progress: Progress | None = None
     progress_count: int = 0
     """Number of progress marks that the rank has stored."""
+    stopped: bool = False
+    """Whether a signal has stopped the rank's process."""
 
     @property
     def failed(self) -> bool:

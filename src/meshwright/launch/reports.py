@@ -28,6 +28,12 @@ class Report:
     stop: int = 0
     """Exit code of a stop request that this agent received."""
 
+    @property
+    def urgency(self) -> tuple[object, ...]:
+        """What the coordinator is told at once when it changes; progress of ranks is not part of it."""
+        ends = tuple((rank.code, rank.failure) for rank in self.ranks)
+        return (self.port, self.attempt, self.ended, ends, self.checkpoints, self.stop)
+
 
 Order = Literal["wait", "run", "end", "exit"]
 
@@ -50,5 +56,7 @@ class Directive:
     grace: float = 0.0
     """Seconds that ranks may take to end before they are killed."""
     code: int = 0
+    stop: int = 0
+    """Stop signal that the ranks get; 0 for none."""
     heartbeat: float = 3.0
     """Seconds until the next report, unless something happens."""

@@ -43,6 +43,7 @@ OPTIONAL_STEP_KEYS: dict[str, str] = {
     "expert_load": "mixtures of experts: tokens of the busiest expert over the mean of its layer, where that is most; 1 is even",
     "data_wait_seconds": "time the loop waited for its batch",
     "phases": "seconds by phase (events.span.Phase)",
+    "update_skipped": "true if the update was left out (train.on_nonfinite, train.on_spike); absent otherwise",
 }
 """Optional keys of a step line."""
 
@@ -85,6 +86,12 @@ class MetricsWriter:
     def write_account(self, step: int, figures: Mapping[str, Any]) -> None:
         """Write measured and predicted figures (observe.prediction_account) after `step`."""
         self._append({"kind": "account", "step": step, **figures})
+
+    def rewind(self, step: int) -> None:
+        """Remove the lines after `step`: the run continues from there again."""
+        self._file.close()
+        _truncate(self._path, step)
+        self._file = self._path.open("ab", buffering=0)
 
     def close(self) -> None:
         self._file.close()

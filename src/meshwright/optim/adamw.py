@@ -62,6 +62,11 @@ class AdamW:
         if self._host is not None:
             self._host.release_master_weights()
 
+    def reload_weights(self) -> None:
+        """Bring master weights in host memory, which were overwritten, to the weights that the device computes with."""
+        if self._host is not None:
+            self._host.reload_weights()
+
     def step(
         self, learning_rate: float, norm: torch.Tensor, factor: torch.Tensor, concurrent_span: SpanFactory | None = None
     ) -> None:

@@ -158,6 +158,11 @@ class HostAdamW:
             self._host_tensor(MASTER, name).copy_(self._parts[name])
             self._resident[name] = release().view(-1)
 
+    def reload_weights(self) -> None:
+        """Copy the master weights in host memory, which were overwritten, to the weights that the device computes with."""
+        for name, weight in self._resident.items():
+            weight.copy_(self._host_tensor(MASTER, name).view(-1))
+
     def step(
         self,
         gradients: Mapping[str, Tensor],

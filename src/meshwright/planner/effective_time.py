@@ -85,6 +85,8 @@ class EffectiveTime:
     formula: str
     first_order_formula: str
     model: FailureModel
+    restarts: int
+    """`supervision.restarts`."""
 
 
 def predict_effective_time(
@@ -92,19 +94,17 @@ def predict_effective_time(
 ) -> EffectiveTime | None:
     """The prediction for a run; None if it writes no periodic checkpoints or its step time is not known."""
     model = failure_model(run, plan, step_seconds, assumed or Assumptions())
-    return None if model is None else predict_for(model)
-
-
-def predict_for(model: FailureModel) -> EffectiveTime:
-    """The prediction for a model of failures."""
+    if model is None:
+        return None
     return EffectiveTime(
-        effective_time(model),
-        first_order(model),
-        losses(model),
-        spares_needed(model),
-        FORMULA,
-        FIRST_ORDER_FORMULA,
-        model,
+        effective=effective_time(model),
+        first_order=first_order(model),
+        losses=losses(model),
+        spares_needed=spares_needed(model),
+        formula=FORMULA,
+        first_order_formula=FIRST_ORDER_FORMULA,
+        model=model,
+        restarts=run.supervision.restarts,
     )
 
 

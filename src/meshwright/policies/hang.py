@@ -32,6 +32,8 @@ class RankProgress:
     """Time of the last change."""
     step_began: float | None = None
     """Time at which the rank was first seen in its step; None in the first step that was seen."""
+    stopped: bool = False
+    """Whether a signal has stopped the process."""
 
 
 class HangWatch:
@@ -43,8 +45,10 @@ class HangWatch:
         self._steps: deque[float] = deque(maxlen=COUNTED_STEPS)
         self._first: float | None = None
 
-    def update(self, rank: int, phase: str, step: int, action: int, count: int, now: float) -> None:
-        """Take the progress of a rank that runs."""
+    def update(
+        self, rank: int, phase: str, step: int, action: int, count: int, now: float, *, stopped: bool = False
+    ) -> None:
+        """Take the progress of a rank that runs; `stopped` by a signal if it does not."""
         last = self._ranks.get(rank)
         if last is None:
             self._ranks[rank] = RankProgress(phase, step, action, count, now)
@@ -55,6 +59,7 @@ class HangWatch:
                     self._learn(last.phase, (now - began) / (step - last.step))
                 began = now
             self._ranks[rank] = RankProgress(phase, step, action, count, now, began)
+        self._ranks[rank].stopped = stopped
 
     def _learn(self, phase: str, seconds: float) -> None:
         """Take the duration of a step; one with compilation is an upper limit until others are known."""
@@ -84,10 +89,12 @@ class HangWatch:
     def hung(self, now: float) -> tuple[int, float] | None:
         """The rank that holds the others up and its seconds without progress; None if all ranks make progress.
 
-        Ranks that wait for a peer stop too. The first in the order of step and action is the one that they wait for.
+        Ranks that wait for a peer make none either. They wait for the first in the order of step and action; of several in
+        the same action, for one that a signal has stopped.
         """
         stalled = [rank for rank, last in self._ranks.items() if now - last.changed > self.limit(last.phase)]
         if not stalled:
             return None
-        rank = min(stalled, key=lambda rank: (self._ranks[rank].step, self._ranks[rank].action, rank))
-        return rank, now - self._ranks[rank].changed
+        ranks = self._ranks
+        rank = min(stalled, key=lambda rank: (ranks[rank].step, ranks[rank].action, not ranks[rank].stopped, rank))
+        return rank, now - ranks[rank].changed

@@ -20,6 +20,24 @@ def samples_of_step(step: int, global_batch: int, skipped: Sequence[SampleRange]
     return first, first + global_batch
 
 
+def skip_forward(sample: int, skipped: Sequence[SampleRange]) -> int:
+    """The first sample from `sample` on that is not skipped."""
+    for begin, end in sorted(skipped):
+        if begin <= sample < end:
+            sample = end
+    return sample
+
+
+def merge_skips(first: Sequence[SampleRange], second: Sequence[SampleRange]) -> tuple[SampleRange, ...]:
+    """The ranges of both, each once, ascending."""
+    return tuple(sorted({*map(_as_range, first), *map(_as_range, second)}))
+
+
+def _as_range(pair: Sequence[int]) -> SampleRange:
+    begin, end = pair
+    return begin, end
+
+
 def skip_step(step: int, global_batch: int, skipped: Sequence[SampleRange]) -> tuple[SampleRange, ...]:
     """`skipped` with the samples that `step` would read."""
     return tuple(sorted((*skipped, samples_of_step(step, global_batch, skipped))))

@@ -21,7 +21,7 @@ The update reads and writes the state and reads the gradient.
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of a step's forward and backward passes and of its update, and the rate of copies to the host that is expected."""
+    """Seconds of a step's forward and backward passes and of its update, and the expected rate of copies to the host."""
 
     compute_seconds: float
     update_seconds: float

@@ -63,6 +63,14 @@ class TrainSpec:
     """Weight of the load-balancing loss, for each layer with experts; 0 disables it. A dense model has none."""
     loss_chunk: Positive = 4096
     """Tokens whose logits are computed at a time."""
+    on_nonfinite: Literal["stop", "skip", "rollback", "rollback_skip"] = "stop"
+    """When a loss or gradient norm is not finite: stop (exit code 6), skip the update, go back to the newest checkpoint, or go
+    back and leave out the samples of the step."""
+    on_spike: Literal["ignore", "stop", "skip", "rollback", "rollback_skip"] = "ignore"
+    """When a loss or gradient norm exceeds `spike_factor` times its median over the last 128 good steps; skip looks at the
+    gradient norm only, which is known before the update."""
+    spike_factor: Annotated[float, Bound(more_than=1)] = 10.0
+    """Factor of the median above which a value is a spike."""
     validate_every: NotNegative = 0
     """Steps between validations; 0 validates only at the end."""
     validate_batches: Positive = 8

@@ -61,7 +61,7 @@ class RankEnvironment:
             local_rank = _number(env, "SLURM_LOCALID", 0, ranks - 1, "below SLURM_NTASKS")
         else:
             rank, ranks, local_rank, local_ranks = 0, 1, 0, 1
-        if ranks > 1:
+        if ranks > 1 and ATTEMPT_VARIABLE not in env:  # an agent gives an address that its hosts reach
             _check_meeting_point(rank, ranks, local_ranks, env.get("MASTER_ADDR"), env.get("MASTER_PORT"))
         port = _number(env, "MASTER_PORT", 0, HIGHEST_PORT, "a port", default=0)
         return cls(rank, ranks, local_rank, local_ranks, env.get("MASTER_ADDR") or "127.0.0.1", port)

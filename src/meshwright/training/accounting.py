@@ -38,7 +38,7 @@ class Accounting:
     """Passes step lines to the reporter and keeps the newest of this start, on every rank."""
 
     def __init__(self, session: Session, reporter: Reporter) -> None:
-        self._session, self._reporter = session, reporter
+        self._session, self.reporter = session, reporter
         self._cold = session.step + WARM_UP
         self._enough = self._cold + COMPARED_STEPS
         self._steps: deque[dict[str, Any]] = deque(maxlen=KEPT_STEPS)
@@ -50,7 +50,7 @@ class Accounting:
         self.waiting.step(record)
         if record["step"] > self._cold:
             self._steps.append(record)
-        self._reporter.step(record)
+        self.reporter.step(record)
 
     def end_step(self, step: int, timeline: Summary | None) -> None:
         """Step `step` was launched. Reports the comparison once, after the first steps behind the warm-up. Collective then."""
@@ -73,7 +73,7 @@ class Accounting:
             timeline = None
         comparison = compare_with_prediction(predicted, measured, timeline)
         lines = account_lines(comparison, str(self._session.folder))
-        self._reporter.account(self._session.step, comparison, lines)
+        self.reporter.account(self._session.step, comparison, lines)
         return comparison
 
 

@@ -12,13 +12,17 @@ from meshwright.checkpoint.ranks import Ranks
 from meshwright.data.loader import Loader
 from meshwright.observe.prediction_account import Account
 from meshwright.optim.schedule import learning_rate
+from meshwright.policies.numerics import update_is_skipped
+from meshwright.policies.skipped_samples import samples_of_step
 from meshwright.spec.errors import Interrupted, MeshwrightError, Preempted
 from meshwright.training.accounting import Accounting
 from meshwright.training.evaluate import Evaluation, evaluate
+from meshwright.training.numerics import Rollback
 from meshwright.training.reporting import Reporter
+from meshwright.training.rollback import roll_back
 from meshwright.training.saving import Saver
 from meshwright.training.session import Session
-from meshwright.training.step_record import FigureReader, check_finite
+from meshwright.training.step_record import FigureReader
 from meshwright.training.stop import FAILED, INTERRUPT, StopRequest
 from meshwright.training.timelines import StepTimelines
 from meshwright.training.tracing import step_trace
@@ -43,18 +47,39 @@ def train(session: Session, reporter: Reporter, stop: StopRequest) -> Trained:
     Raises Preempted or Interrupted on a request to stop, after writing a checkpoint if the run has any; NumericalFailure when a loss is
     not finite; and the error of `as_meshwright_error` when metrics cannot be written, after a checkpoint if the disk has space for it.
     """
-    run, wire = session.run, wire_count(session)
+    wire, last = wire_count(session), None
     session.start.end("report")
-    figures = FigureReader(run, session.plan, session.world.device, session.tokens, wire)
-    last: Evaluation | None = None
     timelines, accounting = StepTimelines(session, reporter), Accounting(session, reporter)
     saver = Saver.open(session, reporter)
+    _note_new_length(session, reporter)
+    while session.step < session.run.train.steps:
+        try:
+            last = _train_steps(session, reporter, stop, saver, accounting, timelines, wire)
+        except Rollback as request:
+            roll_back(session, reporter, saver, request)
+    saver.close()
+    account = _account(session, reporter, [wire, accounting.waiting], accounting, timelines)
+    Ranks(session.world.control).run_on_all(f"ended after step {session.step}", reporter.check)
+    return Trained(last, account)
+
+
+def _train_steps(
+    session: Session,
+    reporter: Reporter,
+    stop: StopRequest,
+    saver: Saver,
+    accounting: Accounting,
+    timelines: StepTimelines,
+    wire: WireCount | None,
+) -> Evaluation | None:
+    """Run the remaining steps and return the last validation. Raises Rollback where the run has to go back."""
+    run, last = session.run, None
+    figures = FigureReader(run, session.plan, session.world.device, session.tokens, wire)
 
     def flag() -> int:
         """This rank's flag for all ranks at the end of the current step."""
         return (FAILED if reporter.failure else stop.flag) + saver.flag()
 
-    _note_new_length(session, reporter)
     with _loader(session) as loader, _planned_collections(run.train.gc_every), step_trace(session, reporter) as trace:
         for step in range(session.step + 1, run.train.steps + 1):
             _one_step(session, loader, figures, accounting, saver, step, flag)
@@ -80,10 +105,7 @@ def train(session: Session, reporter: Reporter, stop: StopRequest) -> Trained:
             if pauses:
                 figures.pause()
             saver.report()
-    saver.close()
-    account = _account(session, reporter, [wire, accounting.waiting], accounting, timelines)
-    Ranks(session.world.control).run_on_all(f"ended after step {session.step}", reporter.check)
-    return Trained(last, account)
+    return last
 
 
 def _account(
@@ -121,14 +143,15 @@ def _due(every: int, step: int) -> bool:
 
 @contextmanager
 def _loader(session: Session) -> Iterator[Loader]:
-    batch = session.plan.batch
+    batch, skipped = session.plan.batch, session.numerics.skip_samples
     loader = Loader(
         session.data,
         global_batch=batch.global_batch,
         data_rank=session.mesh.data_rank,
         data_ranks=session.mesh.data_ranks,
         micro_batch=batch.micro_batch,
-        start_sample=session.step * batch.global_batch,
+        start_sample=samples_of_step(session.step + 1, batch.global_batch, skipped)[0],
+        skipped=skipped,
         device=session.world.device,
     )
     with loader:
@@ -170,6 +193,7 @@ def _one_step(
         micro_batches,
         learning_rate=rate,
         clip_norm=session.run.train.clip_norm,
+        norm_limit=session.numerics.norm_limit(step),
         recorder=recorder,
         stop_flag=flag,
     )
@@ -188,10 +212,17 @@ def _read(session: Session, figures: FigureReader, accounting: Accounting, saver
 
 
 def _report(session: Session, accounting: Accounting, saver: Saver, record: dict) -> None:
+    step, numerics = record["step"], session.numerics
     session.tokens = record["tokens"]
-    accounting.step({**record, "phases": session.recorder.step_times(record["step"])})
-    check_finite(record)
-    saver.read(record)
+    if update_is_skipped(record["grad_norm"], numerics.norm_limit(step)):
+        record["update_skipped"] = True
+    accounting.step({**record, "phases": session.recorder.step_times(step)})
+    skipped = numerics.check(record)
+    if skipped is None:
+        saver.read(record)
+    else:
+        accounting.reporter.event(step, skipped)
+        saver.skip(record)
 
 
 def _validate(session: Session, reporter: Reporter) -> Evaluation | None:

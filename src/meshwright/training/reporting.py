@@ -139,6 +139,12 @@ class Reporter:
         if self._leads:
             self._channel.send(Checkpoint(step, str(path)))
 
+    def rewind(self, step: int) -> None:
+        """Remove the records after `step`: the run continues from there again."""
+        if self._metrics:
+            with self.writing():
+                self._metrics.rewind(step)
+
     def account(self, step: int, comparison: Account, lines: Sequence[str]) -> None:
         """Report the comparison with the prediction after `step`: `lines` for people, the figures in the metrics."""
         if self._metrics:

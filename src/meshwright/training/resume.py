@@ -55,11 +55,14 @@ def _from_memory(session: Session, at_most: int | None) -> dict[str, Any] | None
         if ranks.is_first:
             log.warning("%s; %s", error, "the run begins again" if stored is None else "storage is used")
         return None
+    finally:
+        snapshot.arena.close()
 
 
 def _continue_from(session: Session, state: dict[str, Any]) -> None:
     session.step, session.tokens, session.steps_before = state["step"], state["tokens"], state.get("train_steps")
-    session.optimizer.set_steps(session.step)
+    session.numerics.restore(state)
+    session.optimizer.set_steps(session.numerics.updates(session.step))
     session.data.restore_order(state.get("data"))
     if session.held_out is not None:
         session.held_out.source.restore_order(state.get("data"))

@@ -20,10 +20,15 @@ from meshwright.state.parts import StateParts
 log = logging.getLogger("meshwright")
 
 
-def run_state(step: int, train: TrainSpec, tokens: int, data: dict[str, Any]) -> dict[str, Any]:
-    """Plain values of a checkpoint: steps, sequences and tokens done, length of the schedule, record of the corpus."""
+def run_state(
+    step: int, train: TrainSpec, tokens: int, data: dict[str, Any], numerics: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Plain values of a checkpoint: steps, sequences and tokens done, length of the schedule, record of the corpus.
+
+    `numerics` adds what was skipped and the history of numerical policies.
+    """
     samples = step * train.global_batch
-    return {"step": step, "samples": samples, "tokens": tokens, "train_steps": train.steps, "data": data}
+    return {"step": step, "samples": samples, "tokens": tokens, "train_steps": train.steps, "data": data, **numerics}
 
 
 def load_initial(weights: Mapping[str, StateParts], spec: ModelSpec, init: str) -> None:

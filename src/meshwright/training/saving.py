@@ -198,6 +198,31 @@ class Saver:
             self._background.prepare()
             self._describe()
 
+    def skip(self, record: Mapping[str, Any]) -> None:
+        """A step's line was read whose update was skipped. A save that began after it is given up; the next one follows soon."""
+        self._read, self._tokens = record["step"], record["tokens"]
+        if self._background is None:
+            return
+        self._background.prepare()
+        if self._began == self._read:
+            self._background.give_up()
+            self._reported, self._delayed = self._began, True
+
+    def settle(self, step: int) -> None:
+        """Before the run goes back behind `step`: give up a save that began there, wait for an earlier one. Collective."""
+        if self._background is None:
+            return
+        if self._began >= step:
+            self._background.give_up()
+        elif self._wait(self._background, step, None):
+            self.report()
+
+    def restart_from(self, step: int) -> None:
+        """The run continues from `step` again."""
+        self._began = self._reported = self._read = step
+        self._committed, self._parent, self._tokens, self._delayed = 0, step, self._session.tokens, False
+        self._timer.restart()
+
     def save(self, step: int, *, waits: bool = False, limit: float | None = None) -> bool:
         """Save the state after `step`, the current one, unless that is done; then keep the newest checkpoints only. Collective.
 
@@ -205,6 +230,9 @@ class Saver:
         `limit` is given and the commit takes more seconds. Otherwise it returns once the save has begun.
         """
         self._timer.restart()
+        if step in self._session.numerics.skipped_steps and not self._state_is_finite():
+            self._reporter.event(step, f"no checkpoint of step {step}: weights or moments are not finite")
+            return True
         if self._background is not None and not self._ready and not waits:
             self._make_ready()
         if self._background is None or not self._ready:
@@ -235,6 +263,14 @@ class Saver:
             self._background.close()
         if self._mirror is not None:
             self._mirror.close(self._session.run.checkpoint.grace_seconds)
+
+    def _state_is_finite(self) -> bool:
+        """Whether all weights and moments of all ranks are finite. Collective; reads the whole state."""
+
+        def check() -> bool:
+            return all(bool(parts.local.isfinite().all()) for parts in self._session.state().values())
+
+        return all(self._ranks.run_on_all("checking the state", check))
 
     def _busy(self, flags: StopFlags) -> bool:
         """Whether a save is in flight as far as all ranks know, until the first rank has reported its end."""
@@ -279,7 +315,7 @@ class Saver:
         run, session = self._session.run, self._session
         if not session.world.leads:
             return dict
-        state = run_state(step, run.train, tokens, session.data.record())
+        state = run_state(step, run.train, tokens, session.data.record(), session.numerics.state(step))
         return lambda: encode_plain(state, _texts(session))
 
     def _finish(self, background: BackgroundSaver, step: int, limit: float | None) -> bool:
@@ -328,9 +364,10 @@ class Saver:
         """Write a checkpoint while training waits."""
         started, session = time.perf_counter(), self._session
         self._began = step
-        state = run_state(step, session.run.train, session.tokens, session.data.record())
+        numerics = session.numerics.state(step)
+        state = run_state(step, session.run.train, session.tokens, session.data.record(), numerics)
         with session.recorder.span("checkpoint"):
-            # Every step was read before: `check_finite` ends a run whose loss or gradient norm is not finite.
+            # Every step was read before: its loss and gradient norm are finite, or the state was checked.
             saved = session.store.save(step, session.state(), state, _texts(session), parent=self._parent, finite=True)
             session.store.retain(session.run.checkpoint.keep)
         self._reported = step

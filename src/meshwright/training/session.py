@@ -24,6 +24,7 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.run import Assignment, Lease, RunSpec
 from meshwright.state.parts import StateParts
 from meshwright.training.evaluate import HeldOut
+from meshwright.training.numerics import NumericalPolicy
 from meshwright.training.resume import Tier, resume
 from meshwright.training.run_state import load_initial
 
@@ -54,6 +55,7 @@ class Session:
     timeline: tuple[int, int] | None = None
     attempt: int = 1
     resumed_from: Tier | None = None
+    numerics: NumericalPolicy = field(init=False)
     step: int = 0
     tokens: int = 0
     steps_before: int | None = None
@@ -111,6 +113,7 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
         timeline=assignment.timeline,
         attempt=assignment.attempt,
     )
+    session.numerics = NumericalPolicy(run.train, assignment.skip_samples)
     session.resumed_from = resume(session, assignment.resume_at_most)
     if session.resumed_from is None:
         load_initial(engine.weights, run.model, run.model.init)

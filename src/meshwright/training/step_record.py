@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from meshwright.observe.recorder import Clock, clock_of
-from meshwright.spec.errors import NumericalFailure
 from meshwright.spec.model import flops_per_token
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
@@ -109,15 +108,3 @@ def memory_peak(device: torch.device) -> dict[str, int]:
         allocated = torch.cuda.max_memory_allocated(device)
         return {"memory_peak_bytes": torch.cuda.max_memory_reserved(device), "memory_allocated_peak_bytes": allocated}
     return {"memory_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
-
-
-def check_finite(record: dict[str, Any]) -> None:
-    """Raise NumericalFailure if a step's loss or gradient norm is not finite; its update was skipped."""
-    bad = [key for key in ("loss", "grad_norm") if not abs(record[key]) < float("inf")]
-    if bad:
-        raise NumericalFailure(
-            f"step {record['step']}: {' and '.join(bad)} not finite (loss {record['loss']}, gradient norm {record['grad_norm']}); the "
-            f"update was not applied. `meshwright data show RUN --step {record['step']}` names what the step read. The same command would "
-            "come to the same step: start another run from the last checkpoint (name=… model.init=checkpoint:RUN) with a lower "
-            "train.learning_rate or a longer train.warmup_steps"
-        )

@@ -7,6 +7,7 @@ also when ranks hold different numbers of valid tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -43,11 +44,13 @@ def train_step(
     *,
     learning_rate: float,
     clip_norm: float | None,
+    norm_limit: float = math.inf,
     recorder: Recorder,
     stop_flag: Callable[[], int] = lambda: 0,
 ) -> StepFigures:
     """Run one step on this rank's micro-batches. Collective; nothing waits for the device.
 
+    The update is skipped on the device if the gradient norm is not finite or above `norm_limit`.
     `stop_flag` is called at the step's end, and its values are summed over ranks.
     """
     valid = count_valid(micro_batches, mesh)
@@ -59,8 +62,12 @@ def train_step(
         )
 
     def update() -> None:
+        checked = norm if math.isinf(norm_limit) else torch.where(norm > norm_limit, torch.nan, norm)
         optimizer.step(
-            learning_rate, norm, clip_factor(norm, clip_norm), recorder.concurrent_span if recorder.detail else None
+            learning_rate,
+            checked,
+            clip_factor(checked, clip_norm),
+            recorder.concurrent_span if recorder.detail else None,
         )
 
     callbacks: StepEndCallbacks = {"norm_barrier": measure, "optim": update}

@@ -1,0 +1,114 @@
+"""All scenarios of fault injection on a tiny model: promise, observed, verdict. `make test-faults`.
+
+    python benchmarks/faults.py [SCENARIO...] [--out FILE] [--runs DIR] [--steps N] [--patience X]
+
+Exit code 0 if every promise was kept. `--out` writes the verdicts as JSON with the machine and the version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from meshwright import __version__
+from meshwright.chaos.scenario import Verdict
+from meshwright.chaos.scenarios import SCENARIOS
+from meshwright.chaos.suite import Suite, scenario_named
+from meshwright.config.load import load_run
+from meshwright.data.prepare import prepare
+
+RUN_FILE = """\
+model:
+  {{family: llama, layers: 2, hidden: 16, heads: 4, kv_heads: 2, head_dim: 4, ffn_hidden: 32, max_seq_len: 16, init_std: 0.1}}
+data: {{mix: {{"{data}": 1}}}}
+train: {{steps: 60, global_batch: 8, seq_len: 16, learning_rate: 1e-2, warmup_steps: 2, validate_batches: 2, timeout_seconds: 60}}
+cluster: {{gpu: cpu, gpus_per_node: 2}}
+"""
+
+
+def make_run(folder: Path) -> Path:
+    """A run file in `folder` with a corpus beside it; its steps take milliseconds."""
+    words, generator = (
+        [
+            "the",
+            "quick",
+            "brown",
+            "fox",
+            "jumps",
+            "over",
+            "a",
+            "lazy",
+            "dog",
+            "while",
+            "wizards",
+            "mix",
+            "ink",
+            "and",
+            "eat",
+            "grapes",
+        ],
+        random.Random(1),
+    )
+    source = folder / "source"
+    source.mkdir(parents=True)
+    for number in range(60):
+        text = " ".join(generator.choice(words) for _ in range(50))
+        (source / f"{number}.txt").write_text(f"Story {number}. {text}.\n", encoding="utf-8")
+    prepare([str(source)], "train:300", folder / "data", held_out=0.2)
+    file = folder / "faults.yaml"
+    file.write_text(RUN_FILE.format(data=folder / "data"), encoding="utf-8")
+    return file
+
+
+def print_verdict(verdict: Verdict, seconds: float) -> None:
+    print(f"{verdict.scenario:22}{'kept' if verdict.ok else 'NOT KEPT':10}{seconds:5.0f} s  {verdict.promise}")
+    print(f"{'':40}{verdict.observed}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("scenarios", nargs="*", default=[scenario.name for scenario in SCENARIOS])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--runs", type=Path)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--patience", type=float, default=1.0)
+    arguments = parser.parse_args()
+    began, verdicts = time.monotonic(), []
+    with tempfile.TemporaryDirectory() as folder:
+        file = make_run(Path(folder) / "tiny")
+        runs = arguments.runs or Path(folder) / "runs"
+        suite = Suite(load_run(file, []), [str(file)], runs, arguments.steps, arguments.patience)
+        for name in arguments.scenarios:
+            started = time.monotonic()
+            verdicts.append(suite.run(scenario_named(name)))
+            print_verdict(verdicts[-1], time.monotonic() - started)
+    kept = sum(verdict.ok for verdict in verdicts)
+    print(f"{kept} of {len(verdicts)} promises were kept; {time.monotonic() - began:.0f} s")
+    if arguments.out:
+        machine = {"cores": os.cpu_count(), "processor": platform.machine(), "torch": torch.__version__}
+        record = {
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "version": __version__,
+            **machine,
+            "steps": arguments.steps,
+        }
+        record["patience"] = arguments.patience
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(
+            json.dumps({**record, "verdicts": [verdict.as_plain() for verdict in verdicts]}, indent=1) + "\n"
+        )
+    sys.exit(0 if kept == len(verdicts) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Disturbances of the storage of checkpoints: full, read-only, stalled, and with a flipped bit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from meshwright.chaos.process_faults import RESUMES, middle
+from meshwright.chaos.scenario import Scenario, Stage
+from meshwright.checkpoint.verify import list_checkpoints
+
+STALL_SECONDS = 6.0
+"""How long a stalled disk completes no write."""
+BESIDE_TRAINING = ("checkpoint.mode=async",)
+FAILED_SAVE = "o checkpoint of step"
+
+
+def mount_obstacle() -> str | None:
+    """Why this process cannot mount file systems; None if it can."""
+    if os.geteuid() != 0:
+        return "needs root to mount a file system"
+    missing = [name for name in ("mount", "umount", "mkfs.ext4", "fsfreeze") if shutil.which(name) is None]
+    return f"there is no command {missing[0]}" if missing else None
+
+
+def mount(stage: Stage, *arguments: str) -> Path:
+    """Mount a file system at the folder of the run's checkpoints until the stage closes."""
+    folder = stage.run / "checkpoints"
+    folder.mkdir(parents=True)
+    subprocess.run(["mount", *arguments, str(folder)], check=True)
+    stage.on_close(lambda: subprocess.run(["umount", "--lazy", str(folder)], check=True))
+    return folder
+
+
+def remount(folder: Path, options: str) -> None:
+    """Change the options of a mounted file system, once no file prevents it."""
+    for _ in range(200):
+        done = subprocess.run(["mount", "-o", f"remount,{options}", str(folder)], capture_output=True, check=False)
+        if done.returncode == 0:
+            return
+        time.sleep(0.02)
+    done.check_returncode()
+
+
+def fail_one_save(broken: str, repaired: str) -> Callable[[Stage], None]:
+    """Play: remount the checkpoints' file system with `broken` options until a save fails, then with `repaired` ones."""
+
+    def play(stage: Stage) -> None:
+        folder = mount(stage, "-t", "tmpfs", "-o", "size=50%", "none")
+        job = stage.start()
+        job.until_step(middle(stage))
+        status = os.statvfs(folder)
+        used = (status.f_blocks - status.f_bfree) * status.f_frsize
+        stage.mark()
+        remount(folder, broken.format(used=used))
+        job.until_printed(FAILED_SAVE)
+        remount(folder, repaired)
+        job.wait()
+        good = [record["step"] for record in list_checkpoints(stage.run) if record["ok"]]
+        stage.expect(
+            good[-1:] == [stage.template.steps], f"the newest good checkpoint is {good[-1:]}, not the last step's"
+        )
+        stage.notes.append(f"good checkpoints: {', '.join(map(str, good))}")
+
+    return play
+
+
+def stall(stage: Stage) -> None:
+    """Freeze the checkpoints' file system for some seconds, in which a save begins."""
+    image = stage.folder / "disk.img"
+    with image.open("wb") as file:
+        file.truncate(256 << 20)
+    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
+    folder = mount(stage, "-o", "loop", str(image))
+    shutil.rmtree(folder / "lost+found")
+    job = stage.start()
+    job.until_step(middle(stage))
+    stage.mark()
+    subprocess.run(["fsfreeze", "--freeze", str(folder)], check=True)
+    try:
+        end = time.monotonic() + STALL_SECONDS
+        while time.monotonic() < end:
+            job.poll()
+            time.sleep(0.02)
+    finally:
+        subprocess.run(["fsfreeze", "--unfreeze", str(folder)], check=True)
+    job.wait()
+    records = list_checkpoints(stage.run)
+    stage.expect(all(record["ok"] for record in records), "a checkpoint is damaged")
+
+
+def corrupt_newest(stage: Stage) -> None:
+    """End the run, flip one bit in the newest checkpoint, and start the command again."""
+    job = stage.start()
+    job.until_step(middle(stage))
+    job.process.send_signal(signal.SIGTERM)
+    job.wait()
+    newest = Path(list_checkpoints(stage.run)[-1]["path"])
+    file = max(newest.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    with file.open("r+b") as data:
+        data.seek(file.stat().st_size - 100)
+        byte = data.read(1)
+        data.seek(-1, os.SEEK_CUR)
+        data.write(bytes([byte[0] ^ 4]))
+    stage.mark()
+    again = stage.start()
+    again.wait()
+    stage.expect(
+        newest.name in again.output and "damaged" in again.output, f"no line says that {newest.name} is damaged"
+    )
+
+
+STORAGE_FAULTS = (
+    Scenario(
+        name="corrupt-newest",
+        promise=f"One flipped bit in the newest checkpoint is found before it is used; from the checkpoint before it {RESUMES}.",
+        play=corrupt_newest,
+    ),
+    Scenario(
+        name="disk-full",
+        promise="A save that finds the disk full is reported, training goes on with the same losses, and later saves succeed.",
+        play=fail_one_save("size={used}", "size=50%"),
+        overrides=BESIDE_TRAINING,
+        detected_by=FAILED_SAVE,
+        restarts=False,
+        unavailable=mount_obstacle,
+    ),
+    Scenario(
+        name="disk-readonly",
+        promise="A save on a read-only file system is reported, training goes on with the same losses, and later saves succeed.",
+        play=fail_one_save("ro", "rw"),
+        overrides=BESIDE_TRAINING,
+        detected_by=FAILED_SAVE,
+        restarts=False,
+        unavailable=mount_obstacle,
+    ),
+    Scenario(
+        name="disk-slow",
+        promise=f"A disk that completes no write for {STALL_SECONDS:g} s is no hang: no restart, the same losses, undamaged checkpoints.",
+        play=stall,
+        restarts=False,
+        unavailable=mount_obstacle,
+    ),
+)

@@ -1,0 +1,62 @@
+"""What counts as a numerical failure of a step: a value that is not finite, or a spike above a running median.
+
+Every decision is a function of reduced values, which all ranks have. The limits of step n follow from good steps up to
+n - 2, because a rank reads the values of a step when the next one is already launched.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+WINDOW_STEPS, FEWEST_STEPS = 128, 20
+"""Good steps whose median counts: at most, and at least; with fewer nothing is a spike."""
+LAG_STEPS = 2
+"""A step's limits follow from the steps up to this many before it."""
+MOST_SKIPS, MOST_ROLLBACKS = 10, 3
+"""Skipped updates in a row, and rollbacks to one step, after which the run ends."""
+
+Verdict = Literal["good", "nonfinite", "spike"]
+
+
+@dataclass(frozen=True)
+class GoodStep:
+    """Loss and gradient norm of a step that was neither skipped nor rolled back."""
+
+    step: int
+    loss: float
+    norm: float
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Values above which a loss or a gradient norm is a spike."""
+
+    loss: float = math.inf
+    norm: float = math.inf
+
+
+def spike_limits(history: Sequence[GoodStep], step: int, factor: float) -> Limits:
+    """`factor` times the medians over the last `WINDOW_STEPS` good steps up to `step` - `LAG_STEPS`."""
+    window = [good for good in history if good.step <= step - LAG_STEPS][-WINDOW_STEPS:]
+    if len(window) < FEWEST_STEPS:
+        return Limits()
+    return Limits(
+        factor * statistics.median(good.loss for good in window),
+        factor * statistics.median(good.norm for good in window),
+    )
+
+
+def judge(loss: float, norm: float, limits: Limits) -> Verdict:
+    """The verdict on a step."""
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        return "nonfinite"
+    return "spike" if loss > limits.loss or norm > limits.norm else "good"
+
+
+def update_is_skipped(norm: float, limit: float) -> bool:
+    """Whether the optimizer left out the update of a step with this gradient norm, as the device decides it."""
+    return not math.isfinite(norm) or norm > limit

@@ -1,0 +1,163 @@
+"""Plays failures against the supervisor's own decisions (`policies.supervision`) in abstract time."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from math import floor
+from random import Random
+
+from meshwright.policies.effective_time import FailureClass, FailureModel
+from meshwright.policies.restart import Incident, RestartPolicy
+from meshwright.policies.supervision import (
+    Action,
+    Begin,
+    Committed,
+    Ended,
+    Event,
+    Failed,
+    Finish,
+    Lost,
+    Prepare,
+    Prepared,
+    Ready,
+    Rules,
+    State,
+    Tick,
+    Trained,
+    decide,
+)
+from meshwright.spec.errors import EXIT_COMMUNICATION
+
+MOST_HOSTS = 8
+"""Hosts played at most. The rate of failures is the whole job's, so further hosts would not change the result."""
+REQUEUE_SECONDS = 600.0
+"""From the end of a job whose restarts are exhausted until a scheduler starts it again."""
+
+
+@dataclass(frozen=True)
+class SupervisedTime:
+    """The outcome of a simulation."""
+
+    effective: float
+    requeues: int
+    """Ends of the job because its restarts were exhausted."""
+
+
+def simulate_supervised(model: FailureModel, restarts: int = 3, failures: int = 5_000, seed: int = 0) -> SupervisedTime:
+    """The effective training time over `failures` failures of a run that waits for lost hosts."""
+    job = _Job(model, Rules(min(model.hosts, MOST_HOSTS), 1, RestartPolicy(restarts)), Random(seed))
+    job.gather(job.alive)
+    for _ in range(failures):
+        job.play_until_failure()
+    return SupervisedTime(job.trained / job.now, job.requeues)
+
+
+@dataclass
+class _Job:
+    model: FailureModel
+    rules: Rules
+    random: Random
+    now: float = 0.0
+    trained: float = 0.0
+    requeues: int = 0
+    state: State = field(default_factory=State)
+    alive: set[str] = field(default_factory=set)
+    failed: FailureClass | None = None
+    """The slowest failure to recover from since the run trained."""
+    training_from: float = 0.0
+    failing: bool = False
+    """Whether the attempt has failed, detected or not."""
+    steps: int = 0
+    timers: list[tuple[float, int, Event]] = field(default_factory=list)
+    """Events to come, as a heap by time."""
+
+    def __post_init__(self) -> None:
+        self.alive = {f"host-{index}" for index in range(self.rules.hosts + self.model.spares)}
+
+    def after(self, seconds: float, event: Event) -> None:
+        """Let an event happen later."""
+        self.steps += 1
+        heapq.heappush(self.timers, (self.now + seconds, self.steps, event))
+
+    def gather(self, hosts: set[str]) -> None:
+        """The processes of these hosts wait to begin."""
+        for host in sorted(hosts):
+            self.take(Ready(host))
+
+    def take(self, event: Event) -> None:
+        """Decide about an event and follow the decision."""
+        self.state, actions = decide(self.state, event, self.now, self.rules)
+        for action in actions:
+            self.follow(action)
+
+    def follow(self, action: Action) -> None:
+        if isinstance(action, Prepare):
+            self.take(Prepared(self.state.attempt))
+        elif isinstance(action, Begin):
+            recovery = self.failed.restart_seconds + self.failed.load_seconds if self.failed else 0.0
+            self.training_from, self.failing = self.now + recovery, False
+            if not self.alive.issuperset(self.state.members):  # a member died before its loss was detected
+                self.failing = True
+        elif isinstance(action, Finish):
+            self.requeues += 1
+            self.state = State()
+            for host in sorted(self.alive):
+                self.after(REQUEUE_SECONDS, Ready(host))
+
+    def play_until_failure(self) -> None:
+        """Let events happen until the next failure strikes."""
+        strike = self.now + self.random.expovariate(1 / self.model.mttf_seconds)
+        while self.timers and self.timers[0][0] <= strike:
+            self.now, _, event = heapq.heappop(self.timers)
+            self.happen(event)
+        self.now = strike
+        self.strike(self.random.choices(self.model.classes, [c.share for c in self.model.classes])[0])
+
+    def happen(self, event: Event) -> None:
+        """A host returns, or a failure is detected: then the ranks of the other members end and wait again."""
+        if isinstance(event, Ready):
+            self.alive.add(event.host)
+        self.take(event)
+        if isinstance(event, Failed | Lost) and self.state.status == "ending":
+            attempt, members, requeues = self.state.attempt, self.state.members, self.requeues
+            for host in members:
+                if host in self.alive:
+                    self.take(Ended(attempt, host))
+            if self.requeues == requeues:
+                self.gather(self.alive - set(self.state.ready) - self._running())
+        if self.state.status == "gathering" and self.state.not_before > self.now:
+            self.after(self.state.not_before - self.now, Tick())
+
+    def _running(self) -> set[str]:
+        return set(self.state.members) if self.state.status in ("preparing", "running") else set()
+
+    def strike(self, failure: FailureClass) -> None:
+        """A failure: count what the run keeps, and schedule its detection and the return of a lost host."""
+        running = self.state.status == "running"
+        if running and not self.failing and self.now > self.training_from:
+            self._count(failure)
+            self.failed = None
+        if running and (self.failed is None or failure.recovery_seconds > self.failed.recovery_seconds):
+            self.failed = failure
+        if failure.loses_host:
+            candidates = sorted(self.alive & set(self.state.members if running else self.state.ready))
+            if candidates:
+                host = self.random.choice(candidates)
+                self.alive.discard(host)
+                self.after(failure.detect_seconds, Lost(host, failure.name))
+                returns = self.random.expovariate(1 / self.model.replace_seconds) if self.model.replace_seconds else 0.0
+                self.after(max(returns, failure.detect_seconds), Ready(host))
+        elif running and not self.failing:
+            incident = Incident(EXIT_COMMUNICATION, failure.name, step=self.steps)
+            self.after(failure.detect_seconds, Failed(self.state.attempt, incident))
+        self.failing = self.failing or running
+
+    def _count(self, failure: FailureClass) -> None:
+        segment = self.model.interval_seconds + self.model.cost_seconds
+        saved = max(0, floor((self.now - self.training_from - failure.lag_seconds) / segment))
+        self.trained += saved * self.model.interval_seconds
+        self.take(Trained())
+        if saved:
+            self.steps += 1
+            self.take(Committed(self.steps))

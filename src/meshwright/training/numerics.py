@@ -1,0 +1,128 @@
+"""Numerical policies of a run: what happens after a step whose loss or gradient norm is not finite or spikes."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from meshwright.policies.numerics import (
+    LAG_STEPS,
+    MOST_ROLLBACKS,
+    MOST_SKIPS,
+    WINDOW_STEPS,
+    GoodStep,
+    Limits,
+    Verdict,
+    judge,
+    spike_limits,
+    update_is_skipped,
+)
+from meshwright.policies.skipped_samples import SampleRange, merge_skips, skip_step
+from meshwright.spec.errors import NumericalFailure
+from meshwright.spec.job import TrainSpec
+
+
+class Rollback(Exception):
+    """The run goes back to the newest good checkpoint before `step`; `cause` says why."""
+
+    def __init__(self, step: int, cause: str, *, skips_samples: bool) -> None:
+        super().__init__(cause)
+        self.step, self.cause, self.skips_samples = step, cause, skips_samples
+
+
+class NumericalPolicy:
+    """The history on which decisions rest, and what was skipped so far. Equal on all ranks."""
+
+    def __init__(self, train: TrainSpec, skip_samples: tuple[SampleRange, ...] = ()) -> None:
+        self._train = train
+        self.skip_samples = skip_samples
+        """Global samples that the run leaves out (`policies.skipped_samples`)."""
+        self.skipped_steps: list[int] = []
+        """Steps without an update, ascending."""
+        self._history: deque[GoodStep] = deque(maxlen=WINDOW_STEPS + LAG_STEPS)
+        self._rollbacks: Counter[int] = Counter()
+
+    def state(self, step: int) -> dict[str, Any]:
+        """What a checkpoint of `step` keeps: nothing if nothing was skipped and no spike is looked for."""
+        skipped = [each for each in self.skipped_steps if each <= step]
+        state: dict[str, Any] = {"skipped_steps": skipped} if skipped else {}
+        if self.skip_samples:
+            state["skip_samples"] = [list(span) for span in self.skip_samples]
+        if self._train.on_spike != "ignore":
+            state["history"] = [list(asdict(good).values()) for good in self._history if good.step <= step]
+        return state
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint's state; samples to leave out that are given beside it are kept."""
+        self.skipped_steps = list(state.get("skipped_steps", []))
+        self.skip_samples = merge_skips(
+            self.skip_samples, [(first, end) for first, end in state.get("skip_samples", [])]
+        )
+        self._history.clear()
+        self._history.extend(GoodStep(step, loss, norm) for step, loss, norm in state.get("history", []))
+
+    def updates(self, step: int) -> int:
+        """Number of updates that the weights contain after `step`."""
+        return step - sum(skipped <= step for skipped in self.skipped_steps)
+
+    def norm_limit(self, step: int) -> float:
+        """Gradient norm above which the update of `step` is skipped on the device; that of a spike if these are skipped."""
+        return self._limits(step).norm if self._train.on_spike == "skip" else math.inf
+
+    def check(self, record: Mapping[str, Any]) -> str | None:
+        """Decide on a step whose record was read; returns a sentence if its update was skipped.
+
+        Raises Rollback, or NumericalFailure where the run ends.
+        """
+        step, loss, norm = record["step"], record["loss"], record["grad_norm"]
+        verdict = judge(loss, norm, self._limits(step))
+        if verdict == "good":
+            self._history.append(GoodStep(step, loss, norm))
+            return None
+        action, cause = self._action(verdict), _cause(record, verdict)
+        if action in ("rollback", "rollback_skip"):
+            raise Rollback(step, cause, skips_samples=action == "rollback_skip")
+        skipped = update_is_skipped(norm, self.norm_limit(step))
+        if action == "skip" and (skipped or verdict == "spike"):
+            return self._skip(step, cause) if skipped else None
+        raise NumericalFailure(
+            f"{cause}; the update was {'not applied' if skipped else 'applied'}. `meshwright data show RUN --step {step}` names what the "
+            f"step read. The same command would come to the same step: set train.on_{verdict}=rollback_skip to leave out these samples, or "
+            "start another run from the last checkpoint (name=… model.init=checkpoint:RUN) with a lower train.learning_rate or a longer "
+            "train.warmup_steps"
+        )
+
+    def count_rollback(self, target: int, cause: str) -> None:
+        """Count a rollback to step `target`. Raises NumericalFailure after `MOST_ROLLBACKS`."""
+        self._rollbacks[target] += 1
+        if self._rollbacks[target] > MOST_ROLLBACKS:
+            raise NumericalFailure(f"{cause}; {MOST_ROLLBACKS} rollbacks to step {target} did not help")
+
+    def skip_samples_of(self, step: int, global_batch: int) -> None:
+        """Leave out the samples that `step` reads, from now on."""
+        self.skip_samples = skip_step(step, global_batch, self.skip_samples)
+
+    def _limits(self, step: int) -> Limits:
+        if self._train.on_spike == "ignore":
+            return Limits()
+        return spike_limits(self._history, step, self._train.spike_factor)
+
+    def _action(self, verdict: Verdict) -> str:
+        return self._train.on_nonfinite if verdict == "nonfinite" else self._train.on_spike
+
+    def _skip(self, step: int, cause: str) -> str:
+        self.skipped_steps.append(step)
+        if self.skipped_steps[-MOST_SKIPS:] == list(range(step - MOST_SKIPS + 1, step + 1)):
+            raise NumericalFailure(f"{cause}; the updates of {MOST_SKIPS} steps in a row were skipped")
+        return f"{cause}; the update was skipped"
+
+
+def _cause(record: Mapping[str, Any], verdict: Verdict) -> str:
+    values = f"loss {record['loss']}, gradient norm {record['grad_norm']}"
+    if verdict == "spike":
+        return f"step {record['step']}: spike ({values})"
+    bad = [key for key in ("loss", "grad_norm") if not math.isfinite(record[key])]
+    return f"step {record['step']}: {' and '.join(bad)} not finite ({values})"

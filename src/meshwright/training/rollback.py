@@ -1,0 +1,33 @@
+"""Return of a running job to its newest good checkpoint, without new processes."""
+
+from __future__ import annotations
+
+from meshwright.spec.errors import NumericalFailure
+from meshwright.training.numerics import Rollback
+from meshwright.training.reporting import Reporter
+from meshwright.training.resume import resume
+from meshwright.training.saving import Saver
+from meshwright.training.session import Session
+
+
+def roll_back(session: Session, reporter: Reporter, saver: Saver, request: Rollback) -> None:
+    """Load the newest good state before the failed step into the session. Collective; all ranks have the same `request`.
+
+    Raises NumericalFailure if there is none, or if rollbacks to it did not help.
+    """
+    session.progress.begin("start", request.step)
+    session.recorder.wait()
+    saver.settle(request.step)
+    samples = ""
+    if request.skips_samples:
+        session.numerics.skip_samples_of(request.step, session.plan.batch.global_batch)
+        first, end = session.numerics.skip_samples[-1]
+        samples = f"; samples {first} to {end - 1} are left out"
+    tier = resume(session, request.step - 1)
+    if tier is None:
+        raise NumericalFailure(f"{request.cause}; there is no checkpoint to go back to")
+    session.optimizer.reload_weights()
+    session.numerics.count_rollback(session.step, request.cause)
+    saver.restart_from(session.step)
+    reporter.rewind(session.step)
+    reporter.event(session.step, f"{request.cause}; back to step {session.step} from {tier}{samples}")

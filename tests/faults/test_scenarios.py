@@ -1,0 +1,24 @@
+"""The short form of `make test-faults`: a few scenarios on a tiny model, all compared with the same undisturbed run."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.chaos.suite import Suite, scenario_named
+from tests.training.tiny import make_tiny, tiny_run
+
+PATIENCE = 10.0
+"""Factor for all limits in seconds: other tests run at the same time."""
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> Suite:
+    file = make_tiny(tmp_path_factory.getbasetemp() / "tiny")
+    return Suite(tiny_run(file), [str(file)], tmp_path_factory.mktemp("runs"), 36, PATIENCE)
+
+
+@pytest.mark.xdist_group("scenarios")
+@pytest.mark.parametrize("name", ["kill-rank0", "stop-rank", "corrupt-newest", "double-start"])
+def test_a_promise_is_kept(suite: Suite, name: str) -> None:
+    verdict = suite.run(scenario_named(name))
+    assert verdict.ok, verdict.observed
