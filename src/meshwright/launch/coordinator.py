@@ -131,7 +131,10 @@ class Coordinator:
         for host in [host for host, seen in self._seen.items() if now - seen > SILENT_SECONDS]:
             del self._seen[host]
             self._reports.pop(host, None)
-            self._apply(Lost(host, f"host {host} has not answered for {SILENT_SECONDS:g} s"), now)
+            text = f"host {host} has not answered for {SILENT_SECONDS:g} s"
+            if self.state.status == "ending" and host in self.state.members:  # its peers failed first
+                write_line(f"meshwright: {text}; it is lost")
+            self._apply(Lost(host, text), now)
         if self._stop:
             self._apply(StopRequested(STOP_EXIT_CODES[self._stop]), now)
         if self._preparation is not None and self._preparation.done():
@@ -155,6 +158,7 @@ class Coordinator:
             yield Ready(report.host, ready)
         if report.stop:
             yield StopRequested(report.stop)
+        state = self.state  # the events above may have begun the preparation of another attempt
         if report.attempt != state.attempt or report.host not in state.members:
             return
         for rank in report.ranks:
