@@ -12,7 +12,7 @@ from tests.distributed.test_schedules import UNEVEN, UNEVEN_V, Case, check
 from tests.slow import quick_first
 
 UNEVEN_LOOPED = (("0-1", "5-6"), ("2-4", "7"))
-CROWDED = [
+LITTLE_MEMORY = [  # gradients="whole": every rank has all gradients of its layers, else they are sharded
     Case("gpipe", pipeline=2, replicate=2, recompute="full", stages=UNEVEN),
     Case("1f1b", pipeline=2, replicate=2, recompute="selective", stages=UNEVEN, reshard=False, gradients="whole"),
     Case("interleaved", pipeline=2, replicate=2, recompute="full", stages=UNEVEN_LOOPED),
@@ -31,7 +31,7 @@ COMPILED = [
 ]
 
 
-@pytest.mark.parametrize("case", quick_first(4, CROWDED), ids=str)
+@pytest.mark.parametrize("case", quick_first(4, LITTLE_MEMORY), ids=str)
 def test_little_device_memory(pool: Pool, case: Case) -> None:
     check(pool, case, tied=True)
 

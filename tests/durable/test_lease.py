@@ -65,7 +65,8 @@ def test_without_a_readable_lease_nothing_is_committed(tmp_path: Path, content: 
     (tmp_path / LEASE).unlink() if content is None else (tmp_path / LEASE).write_bytes(content)
     with pytest.raises(BadInput, match="missing or damaged"):
         check_lease(tmp_path, mine)
-    again = take_lease(tmp_path, lambda: ("run", 6))
+    # The run id and the epoch of the newest checkpoint.
+    again = take_lease(tmp_path, newest_commit=lambda: ("run", 6))
     assert (again.run_id, again.epoch) == ("run", 7)
 
 
@@ -136,7 +137,7 @@ def test_epochs_grow_whatever_happens_to_the_file(actions: list[str], data: st.D
             return take_lease(folder, lambda: commits[-1])
 
         calls = len(count(take, WRITES))
-        highest = 1
+        highest = 1  # counting the writes has taken the first epoch
         for action in actions:
             if action == "take":
                 epoch = take().epoch

@@ -14,11 +14,12 @@ PATIENCE = 10.0
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory: pytest.TempPathFactory) -> Suite:
     file = make_tiny(tmp_path_factory.getbasetemp() / "tiny")
-    return Suite(tiny_run(file), [str(file)], tmp_path_factory.mktemp("runs"), 36, PATIENCE)
+    return Suite(tiny_run(file), [str(file)], tmp_path_factory.mktemp("runs"), steps=36, patience=PATIENCE)
 
 
 @pytest.mark.xdist_group("scenarios")
 @pytest.mark.parametrize("name", ["kill-rank0", "stop-rank", "corrupt-newest", "double-start"])
-def test_a_promise_is_kept(suite: Suite, name: str) -> None:
+def test_the_promise_of_a_scenario_is_kept(suite: Suite, name: str) -> None:
+    """The promise of a scenario is what the system does after its disturbance (`Scenario.promise`)."""
     verdict = suite.run(scenario_named(name))
     assert verdict.ok, verdict.observed

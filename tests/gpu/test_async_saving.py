@@ -31,7 +31,8 @@ def test_updates_behind_the_copies_do_not_reach_the_snapshot() -> None:
     arena = Arena.create(layout.bytes)
     buffer = StagingBuffer(arena, device)
     buffer.prepare()
-    stager = Stager(layout, buffer, [["a", "b"], ["d"], ["c"]], {name: name for name in sizes})
+    parameter_of = {name: name for name in sizes}  # every stored tensor is a parameter itself
+    stager = Stager(layout, buffer, [["a", "b"], ["d"], ["c"]], parameter_of)
     for step in range(1, 6):
         for tensor in tensors.values():
             tensor.fill_(step)
@@ -51,15 +52,15 @@ def test_updates_behind_the_copies_do_not_reach_the_snapshot() -> None:
 
 
 @pytest.mark.parametrize("offload", ["none", "optimizer"])
-def test_a_run_goes_on_from_a_checkpoint_written_beside_it(tmp_path: Path, offload: str) -> None:
+def test_a_run_continues_from_an_asynchronous_checkpoint(tmp_path: Path, offload: str) -> None:
     common = ["checkpoint.every=3", f"plan.offload={offload}"]
-    waited = steps(trained(tmp_path, RUN, "sync", 1, (*common, "checkpoint.mode=sync")))
-    beside = steps(trained(tmp_path, RUN, "run", 1, (*common, "checkpoint.mode=async")))
-    assert [step["loss"] for step in beside] == pytest.approx([step["loss"] for step in waited], rel=BOUND)
+    synchronous = steps(trained(tmp_path, RUN, "sync", 1, (*common, "checkpoint.mode=sync")))
+    asynchronous = steps(trained(tmp_path, RUN, "run", 1, (*common, "checkpoint.mode=async")))
+    assert [step["loss"] for step in asynchronous] == pytest.approx([step["loss"] for step in synchronous], rel=BOUND)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
     again = steps(trained(tmp_path, RUN, "run", 1, common))
     assert [step["step"] for step in again] == list(range(1, 7))
-    assert [step["loss"] for step in again] == pytest.approx([step["loss"] for step in beside], rel=BOUND)
+    assert [step["loss"] for step in again] == pytest.approx([step["loss"] for step in asynchronous], rel=BOUND)
 
 
 def test_replicas_exchange_the_blocks_of_a_checkpoint_over_nccl(tmp_path: Path) -> None:
@@ -67,6 +68,7 @@ def test_replicas_exchange_the_blocks_of_a_checkpoint_over_nccl(tmp_path: Path) 
     needs(2)
     common = ["checkpoint.every=2", "checkpoint.keep=5", "plan.compute=bf16"]
     alone = steps(trained(tmp_path, RUN, "run", 1, common))
+    # Only the checkpoint of step 2 remains; that of the last step is removed if the run wrote one.
     for step in (4, 6):
         shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{step:08d}", ignore_errors=step == 6)
     again = steps(trained(tmp_path, RUN, "run", 2, (*common, "plan.replicate=2")))

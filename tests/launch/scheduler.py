@@ -61,7 +61,11 @@ def published_fields() -> dict[str, Any]:
 
 
 def mistakes(value: Any, fields: Any, path: str) -> Iterator[str]:
-    """Differences between a rendered object and the published fields."""
+    """Differences between a rendered object and the published fields.
+
+    The format of `fields` is that of kubernetes_fields.yaml: a type name, `one of A|B`, `[item]`, or an object. `=A.b` refers to
+    field b of the object A, and a field `name!` is required.
+    """
     if isinstance(fields, str) and fields.startswith("="):
         first, *remaining = fields[1:].split(".")
         fields = published_fields()[first]

@@ -38,7 +38,7 @@ def ran(plan: Plan, seconds: float) -> Probe:
             tokens_per_second_per_gpu=None,
             mfu=None,
             memory_bytes=1,
-            resident=True,
+            resident=True,  # memory_bytes is the resident set of a CPU process
             phases={},
         ),
     )
@@ -52,8 +52,8 @@ ANSWER = Answer(
         Candidate(probed_plan("pipeline")),
         Candidate(probed_plan("shard", micro_batch=4)),
     ),
-    9,
-    0.1,
+    considered=9,
+    seconds=0.1,
 )
 
 

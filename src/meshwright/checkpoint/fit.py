@@ -14,7 +14,11 @@ from meshwright.state.parts import StateParts
 
 
 def check_storable(tensors: Mapping[str, Tensor | StateParts]) -> None:
-    """Raise BadInput unless all values are materialised tensors of a dtype that safetensors knows."""
+    """Raise BadInput unless all values are materialised tensors of a dtype that safetensors knows.
+
+    A `StateParts` is this rank's pieces of a tensor that the engine itself shards, such as optimizer state; a user's
+    sharded tensor is a DTensor.
+    """
     for name, tensor in tensors.items():
         if not isinstance(tensor, (Tensor, StateParts)):
             raise BadInput(

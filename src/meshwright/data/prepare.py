@@ -136,6 +136,7 @@ def _run(
     try:
         _write_shards(preparation, files, tokenizer, writers, bad, passed, workers, shown)
     finally:
+        # After an error this closes the unfinished shards; after success no shard is open.
         for writer in writers.values():
             writer.abandon()
     for split, writer in writers.items():
@@ -212,6 +213,7 @@ def _tokenizer(preparation: Preparation, files: list[InputFile], shown: bool) ->
         )
     else:
         content, where = tokenizer_file(Path(preparation.tokenizer)).read_bytes(), preparation.tokenizer
+    # The first directory last: a later attempt reads the tokenizer there, so all the others must have it by then.
     for directory in reversed(directories):
         directory.mkdir(exist_ok=True)
         write_durable(directory / TOKENIZER, content)
@@ -219,6 +221,7 @@ def _tokenizer(preparation: Preparation, files: list[InputFile], shown: bool) ->
 
 
 def _commit(preparation: Preparation, manifests: dict[str, Manifest]) -> None:
+    # The training split last: once its manifest exists, so do those of the other splits.
     for split in reversed(manifests):
         manifests[split].write(preparation.directories()[split])
     (preparation.out / UNFINISHED).unlink()

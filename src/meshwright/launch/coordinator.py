@@ -59,8 +59,10 @@ class Attempt:
     number: int = 0
     ranks: dict[int, RankState] = field(default_factory=dict)
     assignment: str = ""
+    """Path of the file that tells the attempt's ranks what to run; empty until it is written."""
     address: str = ""
     port: int = 0
+    """Address and port of the store through which the ranks meet; empty and 0 for an attempt that an earlier coordinator began."""
     failed: bool = False
     failed_at: float | None = None
     cause: str = ""
@@ -80,7 +82,11 @@ class Coordinator:
         hang_seconds: float = GPU_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`prepare` writes the files of the state's attempt, in a thread, and returns the assignment."""
+        """`prepare` writes the files of the state's attempt, in a thread, and returns the path of the assignment.
+
+        The assignment is the file that tells the ranks of an attempt what to run. A training rank without progress for
+        `hang_seconds` or more, depending on its usual step time, counts as hung (policies/hang.py).
+        """
         self.state = state or State()
         self._folder, self._rules, self._per_host = folder, rules, ranks_per_host
         self._prepare, self._clock, self._hang_seconds = prepare, clock, hang_seconds
@@ -151,9 +157,11 @@ class Coordinator:
         """What is new in a report."""
         state = self.state
         stale = report.host in state.members and state.status == "running" and report.attempt != state.attempt
-        if stale and not self._attempt.address:  # this coordinator is new, and does not know the store of the attempt
+        # Without the address of the attempt's store this coordinator cannot tell the host where to join: an earlier
+        # coordinator began the attempt, and the address is not in the stored state.
+        if stale and not self._attempt.address:
             yield Lost(report.host, f"host {report.host} had not begun when the coordinator was started again")
-        ready = report.port != 0 and not stale
+        ready = report.port != 0 and not stale  # processes that wait to begin report the port of their store
         if ready != (report.host in state.ready):
             yield Ready(report.host, ready)
         if report.stop:
@@ -166,7 +174,7 @@ class Coordinator:
             self._attempt.failed |= rank.failed
             self._follow(rank, now)
         if not state.trained and any(rank.last_step for rank in report.ranks):
-            yield Trained()
+            yield Trained()  # the first finished step of the job
         for step in report.checkpoints:
             if step not in state.checkpoints:
                 yield Committed(step)
@@ -183,7 +191,8 @@ class Coordinator:
             attempt.failed_at = attempt.failed_at or now
             codes = exit_codes(ranks)
             over = len(ended) == len(state.members)
-            if over or next_action(codes, now - attempt.failed_at, None) == "request end":
+            # Before the end is requested, other ranks have time to report too: the first that failed may not be the cause.
+            if over or next_action(codes, now - attempt.failed_at, since_request=None) == "request end":
                 first = culprit(codes)
                 assert first is not None, "a rank has failed"
                 yield Failed(state.attempt, self._incident(ranks[first]))
@@ -263,8 +272,9 @@ class Coordinator:
             self._informed.add(host)
             return Directive("exit", state.attempt, code=state.stop.code)
         if host not in state.members or state.status not in ("running", "ending"):
-            busy = state.status in ("running", "ending") and len(state.ready) > 0
-            return Directive("wait", state.attempt, heartbeat=1.0 if busy else 0.2)
+            # While an attempt runs and a spare host is ready already, nothing depends on a quick report of this one.
+            spare_is_ready = state.status in ("running", "ending") and len(state.ready) > 0
+            return Directive("wait", state.attempt, heartbeat=1.0 if spare_is_ready else 0.2)
         if state.status == "ending":
             grace = GRACE_SECONDS if state.stop else RESTART_GRACE_SECONDS
             return Directive("end", state.attempt, cause=attempt.cause, grace=grace, heartbeat=0.2)
@@ -287,11 +297,12 @@ class Coordinator:
         rank = None if incident.rank is None else self._attempt.ranks.get(incident.rank)
         parts = [incident.cause + (f" (host {incident.host})" if len(state.members) > 1 else "")]
         parts += [progress_text(rank)] if rank is not None else []
+        # `resume_at_most` is set if the newest checkpoint is left out, as the same failure has occurred twice after it.
         newest = state.restart.resume_at_most or max(state.checkpoints, default=0)
         source = f"from the checkpoint of step {newest}" if newest else "from the start, as there is no checkpoint yet"
         if state.restart.skip_step is not None:
             source += f", without the samples of step {state.restart.skip_step}"
-        if incident.code == EXIT_DONE:
+        if incident.code == EXIT_DONE:  # no failure: as many hosts as the run is to have are ready again
             write_line(f"meshwright: {incident.cause}; the run continues on them {source}")
             return
         parts.append(f"restart {len(state.incidents)} of {self._rules.policy.restarts} {source}")

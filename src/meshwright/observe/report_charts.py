@@ -165,7 +165,7 @@ def _positions(steps: Sequence[Record]) -> Table:
 
 
 def _axes(whole: Table) -> tuple[Axis, ...]:
-    """The x axes along which the run progresses; always steps."""
+    """The x axes: steps always, tokens and time if they grow in this run."""
     named = {"step": "Steps", "tokens": "Tokens", "time": "Time"}
     return tuple(_axis(key, label, whole[key]) for key, label in named.items() if key == "step" or whole[key][-1] > 0)
 

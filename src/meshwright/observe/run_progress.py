@@ -89,7 +89,8 @@ class Progress:
             console=self._console,
             get_renderable=self._picture,
             refresh_per_second=4,
-            redirect_stderr=sys.stderr.isatty(),  # else warnings would leave the file that stderr leads to
+            # If stderr is redirected to a file, warnings must go on to that file, not to the terminal.
+            redirect_stderr=sys.stderr.isatty(),
             vertical_overflow="crop",
         )
         live.start()

@@ -29,11 +29,11 @@ class Recording:
     marks: tuple[float, ...]
 
     @classmethod
-    def of(cls, windows: Iterable[StepSpans]) -> Recording:
-        """The recording of the steps returned by `StepRecorder.take`."""
-        windows = tuple(windows)
-        marks = (s.start for window in windows for s in window.spans if s.lane == "mark" and s.name == ALIGNED)
-        return cls(tuple(window for window in windows if window.step), tuple(marks))
+    def of(cls, recorded: Iterable[StepSpans]) -> Recording:
+        """The recording of what `StepRecorder.take` returned: steps, and as step 0 the spans between steps."""
+        recorded = tuple(recorded)
+        marks = (s.start for step in recorded for s in step.spans if s.lane == "mark" and s.name == ALIGNED)
+        return cls(tuple(step for step in recorded if step.step > 0), tuple(marks))
 
     def shifted(self, seconds: float) -> Recording:
         steps = (
@@ -102,7 +102,10 @@ def pipeline_groups(layout: Layout) -> tuple[tuple[int, ...], ...]:
 
 
 def trace_spans(measured: Measured, predicted: Timeline | None) -> Iterator[Span]:
-    """Spans of every rank's steps; the predicted pipeline ranks come first, their steps begin with the measured ones."""
+    """Spans of every rank's steps; the predicted pipeline ranks have the lowest numbers.
+
+    A predicted step begins when the measured step begins.
+    """
     above = measured.layout.size("pipeline") if predicted else 0
     for number, (step, timelines) in enumerate(zip(measured.steps, measured.timelines, strict=True)):
         if predicted is not None:
@@ -147,7 +150,7 @@ def summary(measured: Measured, predicted: Timeline | None, why_not: str | None)
 
 
 def figures(timeline: Timeline) -> dict[str, float]:
-    """The figures of a timeline, measured or predicted."""
+    """The figures of a timeline, measured or predicted; `closing` is the gradient norm and the optimizer."""
     exposed = {f"exposed_{axis}": seconds for axis, seconds in timeline.exposed.items()}
     parts = {name: timeline.breakdown[name] for name in ("compute", "closing", "idle")}
     return {"step_seconds": timeline.step_seconds, "bubble": timeline.bubble, **parts, **exposed}

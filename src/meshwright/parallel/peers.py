@@ -89,7 +89,8 @@ class PendingGather(ABC):
     def wait(self, peer: int) -> None:
         """Make the current stream wait for the part of `peer`.
 
-        Call it for every part before the next exchange but one starts, which reuses the memory of this one.
+        Exchanges alternate between two pieces of memory: call it for every part before the second exchange after this
+        one starts, which reuses the memory of this one.
         """
 
 
@@ -164,6 +165,7 @@ class _SumByMessages(PendingSum):
         self._sent: list[tuple[dist.Work, Tensor]] = []
 
     def send(self, parts: Mapping[int, Tensor], sequence: int) -> None:
+        # `sequence` is not sent: messages between two ranks arrive in the order of the calls.
         self._sent += [self._messages._send(part, peer) for peer, part in parts.items()]
 
     def wait(self) -> None:
@@ -245,7 +247,8 @@ class _SumByCopies(PendingSum):
             for peer, part in parts.items():
                 self._targets[peer][sequence].copy_(part, non_blocking=True)
             self._remaining -= len(parts)
-            # Now, and not in `wait`: peers would wait for this rank's own product, which is launched in between.
+            # After the last part and not in `wait`: the caller launches the product of its own part between the last
+            # `send` and `wait`, and the peers would wait for that product too.
             if not self._remaining:
                 self._window.barrier(self._number)
 

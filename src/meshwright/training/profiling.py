@@ -1,7 +1,8 @@
 """A rank of `meshwright profile`; the package `profile` has the measurements.
 
-`python -m meshwright.training.profiling JOB ANSWER` is one rank of a local launch; under torchrun and similar launchers
-`meshwright profile` calls `run_profile_job` itself.
+`python -m meshwright.training.profiling JOB ANSWER` is one rank of a local launch: JOB is a file with a `ProfileJob` as JSON,
+ANSWER the file that rank 0 writes the profile to. Under torchrun and similar launchers `meshwright profile` calls
+`run_profile_job` itself.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ class ProfileJob:
 
 
 def run_profile_job(job: ProfileJob, environment: RankEnvironment) -> MachineProfile:
-    """Run one rank of the job, from joining to leaving; a single rank joins no group."""
+    """Run one rank of the job, from joining to leaving; a single rank joins no group.
+
+    A `Team` is a rank's device with its world, the group of all ranks; the world is None for a single rank.
+    """
     if environment.ranks == 1:
         device = torch.device("cpu") if job.cluster.is_cpu else torch.device("cuda", 0)
         return measure(Team(device), job.cluster, _versions(), job.seconds, _work(job))
@@ -67,8 +71,8 @@ def _versions() -> dict[str, str]:
 def main() -> None:
     """Main function of a locally launched rank; rank 0 writes the answer."""
 
-    def answer(question: str, environment: RankEnvironment) -> str:
-        return to_json(run_profile_job(from_plain(ProfileJob, json.loads(question)), environment))
+    def answer(job: str, environment: RankEnvironment) -> str:
+        return to_json(run_profile_job(from_plain(ProfileJob, json.loads(job)), environment))
 
     answer_as_rank(answer)
 

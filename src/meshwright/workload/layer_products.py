@@ -30,10 +30,11 @@ class Product:
 def layer_products(shape: Shape, step: StepShape, width: Array) -> Iterator[Product]:
     """The products of one micro-batch in the forward of all layers on one of `width` tensor ranks."""
     tokens, gated = step.tokens, 1 + shape.gated
-    inner = shape.attention_params / shape.hidden - shape.value_width
-    yield Product("linear", tokens, shape.hidden, inner / width, shape.attention_layers)
+    # All of an attention layer's matrices but the output projection, which has value_width × hidden weights.
+    query_key_value = shape.attention_params / shape.hidden - shape.value_width
+    yield Product("linear", tokens, shape.hidden, query_key_value / width, shape.attention_layers)
     yield Product("linear", tokens, shape.value_width / width, shape.hidden, shape.attention_layers)
-    if np.any(shape.mixer_layers):
+    if np.any(shape.mixer_layers):  # state-space or linear-attention layers
         yield Product("linear", tokens, shape.hidden, shape.mixer_params / shape.hidden / width, shape.mixer_layers)
     for ffn, layers in ((shape.ffn, shape.dense_layers), (shape.shared_ffn, shape.moe_layers)):
         if np.any(ffn * layers):
@@ -41,6 +42,7 @@ def layer_products(shape: Shape, step: StepShape, width: Array) -> Iterator[Prod
             yield Product("linear", tokens, ffn / width, shape.hidden, layers)
     layers = np.where(np.asarray(shape.experts) > 0, shape.moe_layers, 0.0)
     if np.any(layers):
+        # `expert_in` is `hidden`, unless the model's experts work in a smaller space.
         yield Product("router", tokens / width, shape.hidden, shape.experts, layers)
         yield Product("expert", step.expert_rows, shape.expert_in, gated * shape.expert_ffn, layers, step.experts)
         yield Product("expert", step.expert_rows, shape.expert_ffn, shape.expert_in, layers, step.experts)
