@@ -23,7 +23,7 @@ import torch
 from meshwright import __version__
 from meshwright.chaos.scenario import Verdict
 from meshwright.chaos.scenarios import SCENARIOS
-from meshwright.chaos.suite import Suite, scenario_named
+from meshwright.chaos.suite import Suite, scenario_named, undo_on_sigterm
 from meshwright.config.load import load_run
 from meshwright.data.prepare import prepare
 
@@ -83,6 +83,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--patience", type=float, default=1.0)
     arguments = parser.parse_args()
+    undo_on_sigterm()
     began, verdicts = time.monotonic(), []
     with tempfile.TemporaryDirectory() as folder:
         file = make_run(Path(folder) / "tiny")

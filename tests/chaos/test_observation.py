@@ -40,8 +40,7 @@ def test_a_tail_reads_new_complete_lines_and_follows_a_replaced_file(tmp_path: P
 def observed(tmp_path: Path, job: dict[str, Any], injected: float = 10.0) -> Stage:
     """A stage whose job saw `steps`, `states` and `lines`."""
     stage = Stage(TEMPLATE, tmp_path)
-    process = SimpleNamespace(returncode=job.get("code", 0), wait=lambda: 0)
-    values = {"steps": [], "states": [], "lines": [], "started": 0.0, **job, "process": process}
+    values = {"steps": [], "states": [], "lines": [], "started": 0.0, "code": 0, "processes": [], **job}
     stage.jobs.append(SimpleNamespace(**values))  # type: ignore[arg-type]
     stage.injected, stage._attempt = injected, 1
     return stage

@@ -56,8 +56,8 @@ def kill_once(run: Path, seed: int) -> str:
         os.kill(parent, signal.SIGKILL)
         os.waitpid(parent, 0)
     _await_no_attempt(run)
-    found = newest(run, SCALE)
-    assert found in (reported, reported + 1), (victim, found, reported)
+    newest_step = newest(run, SCALE)
+    assert newest_step in (reported, reported + 1), (victim, newest_step, reported)
     shutil.rmtree(run, ignore_errors=True)  # a writer may still remove an attempt there
     return victim
 
@@ -106,12 +106,12 @@ def _await_no_attempt(run: Path) -> None:
 
 def _entries(run: Path) -> dict[str, int]:
     """Every file and folder of the checkpoints with its time of change."""
-    found: dict[str, int] = {}
+    entries: dict[str, int] = {}
     for folder, names, files in os.walk(run / "checkpoints"):
         for name in (*names, *files):
             with suppress(FileNotFoundError):  # renamed meanwhile
-                found[f"{folder}/{name}"] = Path(folder, name).stat().st_mtime_ns
-    return found
+                entries[f"{folder}/{name}"] = Path(folder, name).stat().st_mtime_ns
+    return entries
 
 
 class _Lines:

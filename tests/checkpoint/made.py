@@ -1,4 +1,4 @@
-"""Small checkpoints for the tests of `meshwright.checkpoint`: seven tensors whose values follow from the step."""
+"""Creates small checkpoints for the tests of `meshwright.checkpoint`: seven tensors whose values follow from the step."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def save(folder: Path, step: int, store: CheckpointStore | None = None) -> Path:
 
 def holds(path: Path, step: int) -> bool:
     """Whether the checkpoint at `path` loads as `save` wrote it."""
-    found = blank()
-    state = CheckpointStore(path.parent).load(path, found)
-    return state == {"step": step, "samples": 8 * step} and same(found, tensors(step))
+    loaded = blank()
+    state = CheckpointStore(path.parent).load(path, loaded)
+    return state == {"step": step, "samples": 8 * step} and same(loaded, tensors(step))
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

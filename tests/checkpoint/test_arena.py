@@ -25,15 +25,15 @@ def test_an_inherited_descriptor_shows_the_same_snapshot() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "used", "inactive", "left"), [("1000", 700, 200, 500), ("max", 700, 200, None), (None, 0, 0, None)]
+    ("limit", "used", "inactive", "expected"), [("1000", 700, 200, 500), ("max", 700, 200, None), (None, 0, 0, None)]
 )
 def test_a_containers_limit_bounds_the_host_memory_that_is_left(
-    tmp_path: Path, limit: str | None, used: int, inactive: int, left: int | None
+    tmp_path: Path, limit: str | None, used: int, inactive: int, expected: int | None
 ) -> None:
     if limit is not None:
         (tmp_path / "memory.max").write_text(f"{limit}\n")
         (tmp_path / "memory.current").write_text(f"{used}\n")
         (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {inactive}\n")
-    found = available_host_memory(tmp_path)
-    assert found == left if left is not None else found > 1 << 20
+    available = available_host_memory(tmp_path)
+    assert available == expected if expected is not None else available > 1 << 20
     assert arenas.DATA_OFFSET % 4096 == 0

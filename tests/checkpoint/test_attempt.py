@@ -94,7 +94,7 @@ def test_death_at_any_call_of_retention_leaves_the_newest_good(tmp_path: Path):
         (errno.EROFS, BadInput, ("mkdir", "rename")),
     ],
 )
-def test_failure_at_any_call_is_told_and_leaves_nothing_half_written(
+def test_failure_at_any_call_is_reported_and_leaves_no_partial_files(
     tmp_path: Path, number: int, error_class: type[MeshwrightError], names: tuple[str, ...]
 ):
     save(tmp_path, 1)
@@ -120,7 +120,7 @@ def test_failure_at_any_call_is_told_and_leaves_nothing_half_written(
     save(tmp_path, 2)
 
 
-def test_everything_is_durable_before_the_rename_and_the_manifest_vouches_last(tmp_path: Path):
+def test_all_files_are_durable_before_the_rename_and_the_manifest_is_written_last(tmp_path: Path):
     events: list[tuple[str, str]] = []
 
     def note(_: int, name: str, arguments: tuple[Any, ...]) -> None:

@@ -55,8 +55,8 @@ def test_a_file_is_that_of_a_synchronous_save(tmp_path: Path) -> None:
     assert {name: (path / name).read_bytes() == (sync / name).read_bytes() for name in names} == dict.fromkeys(
         names, True
     )
-    one, other = read_manifest(path), read_manifest(sync)
-    assert one.files == other.files and len(one.files["tensors-00000.safetensors"].blocks) > 2
+    asynchronous, synchronous = read_manifest(path), read_manifest(sync)
+    assert asynchronous.files == synchronous.files and len(asynchronous.files["tensors-00000.safetensors"].blocks) > 2
 
 
 @pytest.mark.parametrize("buffered", [0, 1, len(GROUPS)])

@@ -119,10 +119,10 @@ def test_a_dtype_that_the_shard_contradicts_is_damage(tmp_path: Path):
     contents = read_contents(path)
     contents["tensors"][NAME]["dtype"] = "I32"
     forge(path, contents)
-    wanted = blank()
-    wanted[NAME] = wanted[NAME].int()
+    tensors = blank()
+    tensors[NAME] = tensors[NAME].int()
     with pytest.raises(Damaged, match="holds F32"):
-        CheckpointStore(tmp_path).load(path, wanted)
+        CheckpointStore(tmp_path).load(path, tensors)
     with pytest.raises(BadInput, match="stored as I32"):
         load_all(path)
 
@@ -158,7 +158,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def grid(cuts: list[list[int]]) -> tuple[Chunk, ...]:
-    spans = [list(itertools.pairwise(each)) for each in cuts]
+    spans = [list(itertools.pairwise(dimension_cuts)) for dimension_cuts in cuts]
     return tuple(
         Chunk(tuple(a for a, _ in box), tuple(b - a for a, b in box), "f", str(box))
         for box in itertools.product(*spans)

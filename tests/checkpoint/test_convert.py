@@ -34,7 +34,7 @@ SPEC = ModelSpec(
 
 def weights(seed: int) -> dict[str, torch.Tensor]:
     chance = torch.Generator().manual_seed(seed)
-    return {f"model.{row.name}": torch.randn(row.shape, generator=chance) for row in parameters(SPEC)}
+    return {f"model.{parameter.name}": torch.randn(parameter.shape, generator=chance) for parameter in parameters(SPEC)}
 
 
 @pytest.fixture
@@ -52,8 +52,8 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def call(*words: Any) -> Result:
-    return CliRunner().invoke(app, [str(word) for word in words])
+def call(*arguments: Any) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in arguments])
 
 
 def corrupt(path: Path) -> None:
@@ -67,7 +67,9 @@ def test_a_run_exports_its_newest_good_checkpoint_whole(run: Path, tmp_path: Pat
     assert export_checkpoint(run, tmp_path / "hf", dtype="fp32") == run / "checkpoints" / step_name(20)
     spec, reader = import_hf(tmp_path / "hf")
     assert spec == SPEC
-    assert all(torch.equal(reader.read(row), weights(20)[f"model.{row.name}"]) for row in parameters(SPEC))
+    assert all(
+        torch.equal(reader.read(parameter), weights(20)[f"model.{parameter.name}"]) for parameter in parameters(SPEC)
+    )
     assert (tmp_path / "hf" / "tokenizer.json").read_bytes() == (run / "tokenizer.json").read_bytes()
     assert json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())["eos_token"] == END_OF_TEXT
     card = (tmp_path / "hf" / "README.md").read_text()
@@ -80,10 +82,10 @@ def test_an_imported_folder_is_a_committed_step_zero_that_any_reader_takes(run: 
     export_checkpoint(run, tmp_path / "hf", dtype="fp32")
     path = import_checkpoint(tmp_path / "hf", tmp_path / "base")
     assert path == tmp_path / "base" / "checkpoints" / step_name(0) and verify(path) == []
-    found = {name: torch.zeros_like(tensor) for name, tensor in weights(20).items()}
-    state = CheckpointStore(path.parent).load(path, found)
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in weights(20).items()}
+    state = CheckpointStore(path.parent).load(path, loaded)
     assert state == {"step": 0, "samples": 0, "tokens": 0}
-    assert all(torch.equal(found[name], tensor) for name, tensor in weights(20).items())
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in weights(20).items())
     assert (tmp_path / "base" / "tokenizer.json").read_bytes() == (run / "tokenizer.json").read_bytes()
     model = load_run(path / "config.yaml").model
     assert (
@@ -118,7 +120,7 @@ def test_a_failed_import_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: 
     assert list((tmp_path / "base" / "checkpoints").iterdir()) == []
 
 
-def test_a_checkpoint_that_tells_nothing_of_its_model_is_refused(tmp_path: Path):
+def test_a_checkpoint_without_a_model_description_is_refused(tmp_path: Path):
     with pytest.raises(BadInput, match="no section `model`"):
         export_checkpoint(save(tmp_path, 1), tmp_path / "hf")
     for text, says in (
@@ -134,11 +136,14 @@ def test_a_checkpoint_that_tells_nothing_of_its_model_is_refused(tmp_path: Path)
 
 def test_list_and_verify_print_one_object_and_end_with_the_code_of_damage(run: Path):
     good = call("verify", run, "--json")
-    rows = json.loads(good.stdout)["checkpoints"]
-    assert good.exit_code == 0 and [row["ok"] for row in rows] == [True, True]
-    assert set(rows[0]) == {"path", "step", "committed", "ok", "damaged"}
+    checkpoints = json.loads(good.stdout)["checkpoints"]
+    assert good.exit_code == 0 and [checkpoint["ok"] for checkpoint in checkpoints] == [True, True]
+    assert set(checkpoints[0]) == {"path", "step", "committed", "ok", "damaged"}
     corrupt(run / "checkpoints" / step_name(20))
-    assert [row["ok"] for row in json.loads(call("list", run, "--json").stdout)["checkpoints"]] == [True, True]
+    assert [checkpoint["ok"] for checkpoint in json.loads(call("list", run, "--json").stdout)["checkpoints"]] == [
+        True,
+        True,
+    ]
     bad = call("verify", run, "--json")
     assert bad.exit_code == 4 and step_name(20) in bad.stderr
     assert json.loads(bad.stdout)["checkpoints"][1]["damaged"] == [
@@ -146,7 +151,7 @@ def test_list_and_verify_print_one_object_and_end_with_the_code_of_damage(run: P
     ]
 
 
-def test_people_get_a_line_for_each_checkpoint_and_each_damage(run: Path):
+def test_text_output_has_a_line_for_each_checkpoint_and_each_damage(run: Path):
     (run / "checkpoints" / step_name(10) / "COMMITTED").unlink()
     corrupt(run / "checkpoints" / step_name(20))
     printed = call("verify", run).stdout
@@ -180,4 +185,6 @@ def test_an_export_has_few_rows_in_memory_at_a_time(run: Path, tmp_path: Path, m
     export_checkpoint(run, tmp_path / "hf", dtype="fp32")
     assert 0 < max(sizes) <= 100 and sum(sizes) == sum(tensor.nbytes for tensor in weights(20).values())
     _, reader = import_hf(tmp_path / "hf")
-    assert all(torch.equal(reader.read(row), weights(20)[f"model.{row.name}"]) for row in parameters(SPEC))
+    assert all(
+        torch.equal(reader.read(parameter), weights(20)[f"model.{parameter.name}"]) for parameter in parameters(SPEC)
+    )

@@ -98,7 +98,7 @@ class Scene:
 
         return corrupt
 
-    def byte_changes(self, chance: random.Random, flips: int, others: int) -> Iterator[Corruption]:
+    def byte_changes(self, chance: random.Random, flips: int, other_changes: int) -> Iterator[Corruption]:
         for name in self.names:
             size = (self.target / name).stat().st_size
             content = (self.target / name).read_bytes()
@@ -109,7 +109,7 @@ class Scene:
                     f"bit flipped in byte {at}",
                     self.change(name, lambda data, at=at, bit=bit: _flip(data, at, bit)),
                 )
-            for at in sorted({0, size - 1, *(chance.randrange(size) for _ in range(others))}):
+            for at in sorted({0, size - 1, *(chance.randrange(size) for _ in range(other_changes))}):
                 yield name, f"truncated to {at}", self.change(name, lambda data, at=at: data[:at])
                 page = slice(at // PAGE * PAGE, min(size, at // PAGE * PAGE + PAGE))
                 if any(content[page]):
@@ -146,13 +146,13 @@ class Scene:
         if os.geteuid() == 0:
             makers["a device"] = lambda path: os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero
         for name in self.names:
-            for what, make in makers.items():
+            for file_type, make in makers.items():
 
                 def corrupt(name: str = name, make: Callable[[Path], object] = make) -> None:
                     (self.target / name).unlink()
                     make(self.target / name)
 
-                yield name, what, corrupt
+                yield name, file_type, corrupt
         yield "extra.safetensors", "a file too many", lambda: (self.target / "extra.safetensors").write_bytes(b"x")
 
     def _replace_folder(self, source: Path) -> None:
@@ -161,26 +161,26 @@ class Scene:
 
 
 @pytest.mark.parametrize(
-    ("flips", "others"), [(6, 3), pytest.param(140, 40, marks=[pytest.mark.slow, pytest.mark.crash])]
+    ("flips", "other_changes"), [(6, 3), pytest.param(140, 40, marks=[pytest.mark.slow, pytest.mark.crash])]
 )
 def test_no_corruption_is_accepted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, flips: int, others: int
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, flips: int, other_changes: int
 ) -> None:
     monkeypatch.chdir(tmp_path)  # a socket's path must be short
     scene = Scene(tmp_path)
     assert scene.loaded() == "step-00000002"
-    cases = [*scene.byte_changes(random.Random(5), flips, others), *scene.swaps(), *scene.no_files()]
+    cases = [*scene.byte_changes(random.Random(5), flips, other_changes), *scene.swaps(), *scene.no_files()]
     assert len(cases) >= (1000 if flips > 100 else 150)
-    for name, what, corrupt in cases:
+    for name, target, corrupt in cases:
         corrupt()
         caplog.clear()
-        assert scene.loaded() == "step-00000001", f"{name}: {what}"
+        assert scene.loaded() == "step-00000001", f"{name}: {target}"
         (message,) = [record.message for record in caplog.records if record.name.startswith("meshwright.checkpoint")]
         named = re.search(
             r"step-00000002.*?(COMMITTED|manifest\.json|" + re.escape(name or "manifest.json") + ")", message
         )
-        assert named and message.count("\n") == 0, f"{name}: {what}: {message}"
-        assert verify(scene.target, scene.lease.run_id), f"{name}: {what}"
+        assert named and message.count("\n") == 0, f"{name}: {target}: {message}"
+        assert verify(scene.target, scene.lease.run_id), f"{name}: {target}"
         scene.restore()
     assert scene.loaded() == "step-00000002"
 

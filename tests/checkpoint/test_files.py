@@ -20,7 +20,7 @@ from meshwright.spec.errors import Damaged
 
 
 @pytest.mark.parametrize("size", [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, 2 * BLOCK_BYTES + 5])
-def test_record_is_what_xxhash_says_of_the_file(tmp_path: Path, size: int):
+def test_record_has_the_xxhash_digest_of_the_file(tmp_path: Path, size: int):
     data = os.urandom(size)
     with FileWriter(tmp_path / "a") as out:
         for start in range(0, size, 5_000_011):
@@ -67,7 +67,7 @@ def test_reading_past_the_end_and_beyond_the_limit_is_damage(tmp_path: Path):
     os.close(descriptor)
 
 
-def test_room_is_asked_for_with_a_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_disk_space_check_includes_a_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     free = files.add_reserve(1000)
     assert free == 1000 + 10 + 10**6
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10 * free, 9 * free, free))  # type: ignore[attr-defined]

@@ -36,7 +36,7 @@ def test_a_step_folder_of_another_run_is_passed_over_with_one_message(
     (message,) = [record.message for record in caplog.records if record.name.startswith("meshwright")]
     ids = [read_manifest(folder).run_id for folder in (theirs / "step-00000002", ours / "step-00000001")]
     assert f"written by run {ids[0]}, this folder is that of run {ids[1]}" in message and "does not belong" in message
-    assert [row["ok"] for row in list_checkpoints(tmp_path / "ours")] == [True, False]
+    assert [checkpoint["ok"] for checkpoint in list_checkpoints(tmp_path / "ours")] == [True, False]
     assert list_checkpoints(tmp_path / "ours")[1]["damaged"] == [
         {"file": "manifest.json", "offset": 0, "kind": "foreign"}
     ]

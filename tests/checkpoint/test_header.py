@@ -34,26 +34,26 @@ def entries(tmp_path: Path, content: bytes) -> dict[str, Any]:
 
 def test_other_programs_read_what_we_write_in_every_dtype(tmp_path: Path):
     names = sorted(DTYPES, key=lambda name: -ITEM_BYTES[name])
-    made = {f"{name}.x": torch.arange(6).reshape(2, 3).to(DTYPES[name]) for name in names}
-    made["empty"], made["scalar"] = torch.empty(0, 4, dtype=torch.int8), torch.tensor(3, dtype=torch.int8)
-    rows = [TensorHeader(name, _name(tensor), tuple(tensor.shape)) for name, tensor in made.items()]
-    write_shard(tmp_path / "a.safetensors", rows, lambda index: made[rows[index].key])
-    found = safetensors.torch.load_file(tmp_path / "a.safetensors")
-    assert found.keys() == made.keys()
-    for name, tensor in made.items():
-        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
+    tensors = {f"{name}.x": torch.arange(6).reshape(2, 3).to(DTYPES[name]) for name in names}
+    tensors["empty"], tensors["scalar"] = torch.empty(0, 4, dtype=torch.int8), torch.tensor(3, dtype=torch.int8)
+    headers = [TensorHeader(name, _name(tensor), tuple(tensor.shape)) for name, tensor in tensors.items()]
+    write_shard(tmp_path / "a.safetensors", headers, lambda index: tensors[headers[index].key])
+    loaded = safetensors.torch.load_file(tmp_path / "a.safetensors")
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype == tensor.dtype and loaded[name].shape == tensor.shape
         assert (
-            torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8))
+            torch.equal(loaded[name].view(torch.uint8), tensor.view(torch.uint8))
             if tensor.dim()
-            else found[name] == tensor
+            else loaded[name] == tensor
         )
 
 
 def test_we_read_what_other_programs_write(tmp_path: Path):
-    made = {"x": torch.randn(6, 5), "y": torch.randn(3).half(), "z": torch.tensor(2.0)}
-    safetensors.torch.save_file(made, tmp_path / "a.safetensors")
+    tensors = {"x": torch.randn(6, 5), "y": torch.randn(3).half(), "z": torch.tensor(2.0)}
+    safetensors.torch.save_file(tensors, tmp_path / "a.safetensors")
     with ShardFile(tmp_path / "a.safetensors") as file:
-        for name, tensor in made.items():
+        for name, tensor in tensors.items():
             target = torch.zeros_like(tensor)
             file.read_box(file.entries[name], (0,) * tensor.dim(), target)
             assert torch.equal(target, tensor)
@@ -79,12 +79,12 @@ def test_a_box_is_read_into_any_stride_and_dtype(tmp_path: Path, monkeypatch: py
 
 def test_pieces_smaller_than_a_tensor_and_larger_than_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("meshwright.checkpoint.shards.PIECE_BYTES", 33)
-    made = [torch.randn(n) for n in (1, 40, 2, 3, 17)]
+    tensors = [torch.randn(n) for n in (1, 40, 2, 3, 17)]
     heard: list[int] = []
-    rows = [TensorHeader(str(index), "F32", tuple(tensor.shape)) for index, tensor in enumerate(made)]
-    record = write_shard(tmp_path / "a.safetensors", rows, lambda index: made[index], progress=heard.append)
-    found = safetensors.torch.load_file(tmp_path / "a.safetensors")
-    assert all(torch.equal(found[str(index)], tensor) for index, tensor in enumerate(made))
+    headers = [TensorHeader(str(index), "F32", tuple(tensor.shape)) for index, tensor in enumerate(tensors)]
+    record = write_shard(tmp_path / "a.safetensors", headers, lambda index: tensors[index], progress=heard.append)
+    loaded = safetensors.torch.load_file(tmp_path / "a.safetensors")
+    assert all(torch.equal(loaded[str(index)], tensor) for index, tensor in enumerate(tensors))
     assert sum(heard) == 4 * 63 and max(heard) <= 33
     assert record.bytes == (tmp_path / "a.safetensors").stat().st_size
 

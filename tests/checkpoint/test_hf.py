@@ -58,8 +58,8 @@ def loaded_by_transformers(folder, dtype=torch.float32):
 def filled_from(reader, spec, dtype=torch.float32):
     model = built(spec, dtype=dtype)
     with torch.no_grad():
-        for row in parameters(spec):
-            model.get_parameter(row.name).copy_(reader.read(row))
+        for parameter in parameters(spec):
+            model.get_parameter(parameter.name).copy_(reader.read(parameter))
     return model
 
 
@@ -153,16 +153,16 @@ def test_theirs_imported_gives_the_same_logits(model_name, tmp_path):
 
 
 @pytest.mark.parametrize("spec", [LLAMA, GPT2, MIXTRAL], ids=["llama", "gpt2", "mixtral"])
-def test_rows_are_those_rows_of_the_whole(spec, tmp_path):
+def test_read_rows_equal_the_rows_of_the_full_tensor(spec, tmp_path):
     model = built(spec, dtype=torch.float32)
     export(model, tmp_path / "out", shard_bytes=40_000)
     _, reader = import_hf(tmp_path / "out")
-    for row in parameters(spec):
-        weight = model.get_parameter(row.name)
+    for parameter in parameters(spec):
+        weight = model.get_parameter(parameter.name)
         for part in range(3):
-            rows = shard_rows(row.shape[0], 3, part)
-            assert torch.equal(reader.read_rows(row, rows.start, rows.stop), weight[rows.start : rows.stop])
-        assert reader.read_rows(row, 5, 5).shape == (0, *row.shape[1:])
+            rows = shard_rows(parameter.shape[0], 3, part)
+            assert torch.equal(reader.read_rows(parameter, rows.start, rows.stop), weight[rows.start : rows.stop])
+        assert reader.read_rows(parameter, 5, 5).shape == (0, *parameter.shape[1:])
 
 
 def test_shards_and_index_agree_with_each_other_and_with_one_file(tmp_path):
@@ -172,15 +172,15 @@ def test_shards_and_index_agree_with_each_other_and_with_one_file(tmp_path):
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
     assert files == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
-    whole, parts = load_file(tmp_path / "one" / "model.safetensors"), {}
+    single, parts = load_file(tmp_path / "one" / "model.safetensors"), {}
     for file in files:
-        held = load_file(tmp_path / "many" / file)
-        assert all(index["weight_map"][name] == file for name in held)
-        assert sum(t.nbytes for t in held.values()) <= 50_000 or len(held) == 1
-        parts.update(held)
-    assert index["metadata"]["total_size"] == sum(t.nbytes for t in whole.values())
-    assert parts.keys() == whole.keys() == index["weight_map"].keys()
-    assert all(torch.equal(parts[name], whole[name]) for name in whole)
+        shard = load_file(tmp_path / "many" / file)
+        assert all(index["weight_map"][name] == file for name in shard)
+        assert sum(t.nbytes for t in shard.values()) <= 50_000 or len(shard) == 1
+        parts.update(shard)
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in single.values())
+    assert parts.keys() == single.keys() == index["weight_map"].keys()
+    assert all(torch.equal(parts[name], single[name]) for name in single)
     assert not (tmp_path / "one" / "model.safetensors.index.json").exists()
     with safe_open(tmp_path / "one" / "model.safetensors", framework="pt") as stored:
         assert stored.metadata() == {"format": "pt"}
@@ -191,8 +191,8 @@ def test_pairs_in_any_order_and_bfloat16(tmp_path):
     pairs = list(model.named_parameters())[::-1]
     export_hf(tmp_path / "out", LLAMA, iter(pairs), tokenizer=None, run_note="", dtype="bf16")
     _, reader = import_hf(tmp_path / "out")
-    for row in parameters(LLAMA):
-        assert torch.equal(reader.read(row), model.get_parameter(row.name).bfloat16())
+    for parameter in parameters(LLAMA):
+        assert torch.equal(reader.read(parameter), model.get_parameter(parameter.name).bfloat16())
     assert loaded_by_transformers(tmp_path / "out", dtype="auto").dtype == torch.bfloat16
 
 
@@ -248,7 +248,7 @@ def test_a_tokenizer_of_another_model_is_refused(tokenizer, tmp_path):
         export(model, tmp_path / "out", tokenizer=tmp_path / "broken.json")
 
 
-def test_a_folder_with_something_in_it_is_left_alone(tmp_path):
+def test_export_into_a_folder_that_is_not_empty_is_refused(tmp_path):
     (tmp_path / "out").mkdir()
     export(built(LLAMA), tmp_path / "out")
     with pytest.raises(BadInput, match="already there and not empty"):
@@ -305,7 +305,7 @@ def test_a_missing_tensor_is_named_with_its_nearest(folder):
         import_hf(folder)
 
 
-def test_a_tensor_without_a_place_is_named(folder):
+def test_an_unexpected_tensor_is_named(folder):
     rewrite(folder, lambda t: t.update({"model.layers.0.self_attn.q_norm.weight": torch.ones(16)}))
     with pytest.raises(BadInput, match=r"q_norm\.weight has no place in this llama model"):
         import_hf(folder)
@@ -339,8 +339,8 @@ def test_gpt2_without_prefix_and_with_masks_is_read(tmp_path):
 
     rewrite(tmp_path / "out", as_openai)
     _, reader = import_hf(tmp_path / "out")
-    for row in parameters(GPT2):
-        assert torch.equal(reader.read(row), model.get_parameter(row.name))
+    for parameter in parameters(GPT2):
+        assert torch.equal(reader.read(parameter), model.get_parameter(parameter.name))
 
 
 @pytest.mark.parametrize(
@@ -371,7 +371,7 @@ def test_a_truncated_shard_is_named(folder, cut):
         import_hf(folder)
 
 
-def test_pickled_weights_are_refused_unread(folder, monkeypatch):
+def test_pickled_weights_are_refused_without_reading_them(folder, monkeypatch):
     for file in folder.glob("model*"):
         file.unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"a": 1}))

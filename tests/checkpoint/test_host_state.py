@@ -87,8 +87,8 @@ def test_no_update_reaches_a_snapshot(monkeypatch: pytest.MonkeyPatch, second_bu
         if step % 2:  # a step without a snapshot between two with one
             optimizer.step(gradients(step, torch.float32), inputs)
         else:
-            taken = snapshots.step_beside(step, step // 2, waits=not second_buffers)
-            assert all(torch.equal(data, bytes_of(before[name])) for name, data in taken.items()) and taken
+            snapshot = snapshots.step_beside(step, step // 2, waits=not second_buffers)
+            assert all(torch.equal(data, bytes_of(before[name])) for name, data in snapshot.items()) and snapshot
         reference.step(gradients(step, torch.float32), inputs)
     assert all(torch.equal(tensor, state_of(reference)[name]) for name, tensor in state_of(optimizer).items())
     assert all(torch.equal(on_device[name], expected_on_device[name]) for name in SHAPES)

@@ -22,8 +22,8 @@ from tests.checkpoint.made import save
 from tests.checkpoint.test_reader import WHOLE, save_grid
 
 
-def answer(*words: object) -> dict[str, Any]:
-    result = CliRunner().invoke(app, [*map(str, words), "--json"])
+def answer(*arguments: object) -> dict[str, Any]:
+    result = CliRunner().invoke(app, [*map(str, arguments), "--json"])
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
@@ -32,7 +32,7 @@ def saved(folder: Path, **tensors: torch.Tensor) -> Path:
     return CheckpointStore(folder).save(1, tensors, {}, {}).path
 
 
-def test_diff_says_of_each_tensor_whether_and_by_how_much_it_changed(tmp_path: Path) -> None:
+def test_diff_reports_for_each_tensor_whether_and_by_how_much_it_changed(tmp_path: Path) -> None:
     a = saved(tmp_path / "a", same=torch.arange(6.0), moved=torch.zeros(4, 3), gone=torch.ones(1), dtype=torch.ones(2))
     moved = torch.zeros(4, 3)
     moved[2, 1], moved[3, 0] = -0.75, 0.5
@@ -55,8 +55,10 @@ def test_diff_is_bit_for_bit(tmp_path: Path) -> None:
     nan = torch.tensor([float("nan"), 1.0])
     a = saved(tmp_path / "a", zero=torch.zeros(3), nan=nan, nans=nan)
     b = saved(tmp_path / "b", zero=-torch.zeros(3), nan=nan, nans=nan.flip(0))
-    found = {each.name: (each.status, each.max_abs) for each in compare_checkpoints(a, b)}
-    assert found == {"nan": ("equal", 0.0), "nans": ("changed", None), "zero": ("changed", 0.0)}
+    status_by_name = {
+        difference.name: (difference.status, difference.max_abs) for difference in compare_checkpoints(a, b)
+    }
+    assert status_by_name == {"nan": ("equal", 0.0), "nans": ("changed", None), "zero": ("changed", 0.0)}
 
 
 def test_diff_reads_differently_sharded_tensors_in_small_slices(
@@ -64,13 +66,15 @@ def test_diff_reads_differently_sharded_tensors_in_small_slices(
 ) -> None:
     monkeypatch.setattr(diff, "SLICE_BYTES", 96)  # two rows of WHOLE
     a, b = save_grid(tmp_path / "a", [0, 3, 7], [0, 1, 6]), save_grid(tmp_path / "b", [0, 5, 6, 7], [0, 6])
-    assert [each.status for each in compare_checkpoints(a, b)] == ["equal"]
+    assert [difference.status for difference in compare_checkpoints(a, b)] == ["equal"]
     WHOLE[6, 5, 1] += 5
     try:
         changed = save_grid(tmp_path / "c", [0, 7], [0, 2, 6])
     finally:
         WHOLE[6, 5, 1] -= 5
-    assert [(each.status, each.max_abs) for each in compare_checkpoints(a, changed)] == [("changed", 5.0)]
+    assert [(difference.status, difference.max_abs) for difference in compare_checkpoints(a, changed)] == [
+        ("changed", 5.0)
+    ]
 
 
 def test_diff_of_a_damaged_checkpoint_is_an_error(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def damage_of(path: Path) -> tuple[str, str]:
 RECORD = {"bytes": 3, "digest": "0" * 32, "blocks": ["0" * 16]}
 
 
-def test_names_and_steps_are_each_others_inverse():
+def test_step_folder_names_and_step_numbers_are_inverse():
     assert [step_of(step_name(step)) for step in (0, 100, 99_999_999, 123_456_789)] == [0, 100, 99_999_999, 123_456_789]
     for name in (
         "step-1",
@@ -60,13 +60,13 @@ def test_steps_are_listed_in_order_and_nothing_else(tmp_path: Path):
     assert steps_in(tmp_path / "absent") == []
 
 
-def test_a_manifest_says_what_was_saved(tmp_path: Path):
+def test_a_manifest_lists_the_saved_files_and_tensors(tmp_path: Path):
     path = save(tmp_path, 7)
     manifest = read_manifest(path)
     assert (manifest.step, manifest.world_size) == (7, 1)
-    found = {file.name: file.stat().st_size for file in path.iterdir() if file.name not in (MANIFEST, COMMITTED)}
-    assert {name: record.bytes for name, record in manifest.files.items()} == found
-    assert manifest.total_bytes == sum(found.values())
+    file_sizes = {file.name: file.stat().st_size for file in path.iterdir() if file.name not in (MANIFEST, COMMITTED)}
+    assert {name: record.bytes for name, record in manifest.files.items()} == file_sizes
+    assert manifest.total_bytes == sum(file_sizes.values())
 
 
 def test_a_copy_under_another_name_is_good_but_a_swapped_step_is_not(tmp_path: Path):
@@ -82,7 +82,7 @@ def test_without_either_file_nothing_is_committed(tmp_path: Path, name: str):
     assert damage_of(path) == (name, "missing")
 
 
-def test_a_commit_that_is_no_digest_or_another_manifests(tmp_path: Path):
+def test_a_commit_file_with_a_wrong_or_invalid_digest_is_damage(tmp_path: Path):
     path = save(tmp_path, 7)
     (path / COMMITTED).write_bytes(b"")
     assert damage_of(path) == (COMMITTED, "commit")
@@ -131,6 +131,6 @@ def test_a_manifest_that_is_no_json_is_damage(tmp_path: Path, data: bytes):
     assert damage_of(path) == (MANIFEST, "manifest")
 
 
-def test_what_is_no_folder_is_the_users_mistake(tmp_path: Path):
+def test_a_path_that_is_not_a_folder_is_bad_input(tmp_path: Path):
     with pytest.raises(BadInput, match="is not a folder"):
         read_manifest(tmp_path / "absent")

@@ -88,7 +88,7 @@ def test_another_run_and_an_earlier_start_do_not_write(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", [b"{", b"[]", b'{"run_id": null, "epoch": 1, "checkpoints": [{"step": 1, "folder": "../x"}]}']
 )
-def test_an_index_that_makes_no_sense_is_refused(tmp_path: Path, text: bytes) -> None:
+def test_an_invalid_index_is_refused(tmp_path: Path, text: bytes) -> None:
     store_of(tmp_path).put_bytes(text, INDEX)
     with pytest.raises(Damaged, match=INDEX.replace(".", r"\.")):
         read_index(store_of(tmp_path))
@@ -189,17 +189,17 @@ def test_a_store_that_does_not_recover_keeps_its_last_checkpoint(
     assert fetched is not None and holds(fetched, 1)
 
 
-def test_the_uploading_process_copies_what_it_is_offered(tmp_path: Path) -> None:
-    said: list[str] = []
+def test_the_uploading_process_copies_the_requested_checkpoints(tmp_path: Path) -> None:
+    messages: list[str] = []
     paths = run_with_steps(tmp_path / "a" / "run", 1, 2)
-    uploader = MirrorUploader(mirror_of(tmp_path), tmp_path / "a" / "run", 3, said.append)
+    uploader = MirrorUploader(mirror_of(tmp_path), tmp_path / "a" / "run", 3, messages.append)
     uploader.offer(paths[1])
     uploader.close(60.0)
-    assert said == []
+    assert messages == []
     index = read_index(store_of(tmp_path))
     assert index is not None and [entry.step for entry in index.checkpoints] == [2]
-    uploader = MirrorUploader(mirror_of(tmp_path), tmp_path / "a" / "run", 3, said.append)
+    uploader = MirrorUploader(mirror_of(tmp_path), tmp_path / "a" / "run", 3, messages.append)
     uploader.offer(tmp_path / "step-00000007")
     uploader.close(60.0)
-    (sentence,) = said
+    (sentence,) = messages
     assert sentence.startswith("step 7 is not in the mirror: ")

@@ -123,7 +123,7 @@ def test_a_store_that_fails_for_a_while_gets_the_checkpoint_later(
     assert_resumes(tmp_path / "b" / "run", 4)
 
 
-def test_a_broken_off_upload_is_not_seen(proxy: FaultProxy, tmp_path: Path) -> None:
+def test_an_interrupted_upload_is_ignored(proxy: FaultProxy, tmp_path: Path) -> None:
     paths = run_with_steps(tmp_path / "a" / "run", 1, 2)
     upload_checkpoint(store(), paths[0], keep=3)
     proxy.mode = "drop"
@@ -133,16 +133,16 @@ def test_a_broken_off_upload_is_not_seen(proxy: FaultProxy, tmp_path: Path) -> N
     assert_resumes(tmp_path / "b" / "run", 1)
 
 
-def test_an_absent_store_holds_nothing_up(proxy: FaultProxy, tmp_path: Path) -> None:
+def test_an_unreachable_store_does_not_delay_training(proxy: FaultProxy, tmp_path: Path) -> None:
     """The uploading process is beside the run: offering and closing return at once, and nothing secret is printed."""
     (path,) = run_with_steps(tmp_path / "a" / "run", 1)
     proxy.mode = "hang"
-    said: list[str] = []
+    messages: list[str] = []
     started = time.monotonic()
-    uploader = MirrorUploader(MIRROR, tmp_path / "a" / "run", 3, said.append)
+    uploader = MirrorUploader(MIRROR, tmp_path / "a" / "run", 3, messages.append)
     uploader.offer(path)
     uploader.close(0.5)
-    assert time.monotonic() - started < 3 and "is not done after 0 s" in said[-1]
+    assert time.monotonic() - started < 3 and "is not done after 0 s" in messages[-1]
     proxy.mode = "pass"  # the process goes on by itself
     deadline = time.monotonic() + 60
     while read_index(store(patience=20.0)) is None:

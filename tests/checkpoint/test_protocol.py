@@ -65,7 +65,7 @@ class Protocol(RuleBasedStateMachine):
         """The host dies at some call of a save, and the run is started again."""
         step = max([self.step, *self.committed]) + ahead
         save, lock, dead = self.writers.stage(step), threading.Lock(), threading.Event()
-        made = [0]
+        call_count = [0]
 
         def act(number: int, name: str, arguments: tuple[Any, ...]) -> None:
             with lock:
@@ -73,8 +73,8 @@ class Protocol(RuleBasedStateMachine):
                     raise Crash
                 if name in WAITING:
                     return
-                made[0] += 1
-                if made[0] > call:
+                call_count[0] += 1
+                if call_count[0] > call:
                     dead.set()
                     # What it wrote to a file before is lost. An arena, which has no name, is not on the disk.
                     if name in ("write", "pwrite") and os.fstat(arguments[0]).st_nlink:

@@ -1,4 +1,4 @@
-"""What fails inside a collective gets the class of its cause."""
+"""An error inside a collective of a save gets the error class of its cause."""
 
 from __future__ import annotations
 

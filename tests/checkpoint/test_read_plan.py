@@ -33,35 +33,35 @@ needs_of_ranks = st.lists(
 @given(needs_of_ranks)
 def test_every_needed_block_is_read_once_by_a_rank_that_needs_it_and_reaches_all_that_do(drawn) -> None:
     needs = [
-        {file: merge_ranges([(start, start + size) for start, size in ranges]) for file, ranges in each.items()}
-        for each in drawn
+        {file: merge_ranges([(start, start + size) for start, size in ranges]) for file, ranges in rank_ranges.items()}
+        for rank_ranges in drawn
     ]
-    readers = assign_header_readers([sorted(each) for each in needs])
+    readers = assign_header_readers([sorted(files) for files in needs])
     plan = plan_transfers(needs, {file: (rank, 100) for file, rank in readers.items()})
     expected: dict[tuple[str, int], set[int]] = {(file, 0): {rank} for file, rank in readers.items()}
-    for rank, each in enumerate(drawn):
-        for file, ranges in each.items():
+    for rank, rank_ranges in enumerate(drawn):
+        for file, ranges in rank_ranges.items():
             for start, size in ranges:
                 for index in range(start // BLOCK_BYTES, -(-(start + size) // BLOCK_BYTES)):
                     expected.setdefault((file, index), set()).add(rank)
-    assert len(plan) == len({(each.file, each.index) for each in plan})
-    assert {(each.file, each.index): {each.reader, *each.receivers} for each in plan} == expected
-    for each in plan:
-        assert len({each.reader, *each.receivers}) == 1 + len(each.receivers)
-        assert each.index > 0 or each.reader == readers[each.file]
+    assert len(plan) == len({(block.file, block.index) for block in plan})
+    assert {(block.file, block.index): {block.reader, *block.receivers} for block in plan} == expected
+    for block in plan:
+        assert len({block.reader, *block.receivers}) == 1 + len(block.receivers)
+        assert block.index > 0 or block.reader == readers[block.file]
     for rank in range(len(needs)):
         for file in "abc":
-            mine = [each.index for each in plan if (each.reader, each.file) == (rank, file)]
-            assert mine == sorted(mine)
+            block_indices = [block.index for block in plan if (block.reader, block.file) == (rank, file)]
+            assert block_indices == sorted(block_indices)
 
 
 def test_replicas_share_the_blocks_of_a_file_in_equal_runs() -> None:
     needs = [{"a": [(0, BLOCKS * BLOCK_BYTES)]}] * 4
     plan = plan_transfers(needs, {"a": (2, 100)})
-    assert {rank: sum(each.reader == rank for each in plan) for rank in range(4)} == pytest.approx(
+    assert {rank: sum(block.reader == rank for block in plan) for rank in range(4)} == pytest.approx(
         {0: 3, 1: 3, 2: 3, 3: 3}, abs=1
     )
-    assert [each.reader for each in plan[:4]] == [0, 1, 2, 3]  # all read from the start
+    assert [block.reader for block in plan[:4]] == [0, 1, 2, 3]  # all read from the start
 
 
 @settings(max_examples=150, deadline=None)
@@ -71,15 +71,15 @@ def test_any_cut_of_an_entry_fills_any_box_of_it(data: st.DataObject) -> None:
     offsets = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
     sizes = tuple(data.draw(st.integers(1, size - offset)) for size, offset in zip(shape, offsets, strict=True))
     dtype, name = data.draw(st.sampled_from([(torch.float32, "F32"), (torch.bfloat16, "BF16"), (torch.int64, "I64")]))
-    wanted = data.draw(st.sampled_from([dtype, torch.float64]))
-    whole = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape).to(dtype)
-    stored = whole.reshape(-1).view(torch.uint8)
+    target_dtype = data.draw(st.sampled_from([dtype, torch.float64]))
+    full = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape).to(dtype)
+    stored = full.reshape(-1).view(torch.uint8)
     start = data.draw(st.sampled_from([0, 8, 3]))  # 3: not aligned to its elements
     item = dtype.itemsize
-    target = torch.full(sizes[::-1], -1, dtype=wanted).permute(
+    target = torch.full(sizes[::-1], -1, dtype=target_dtype).permute(
         tuple(range(len(sizes)))[::-1]
     )  # with strides of its own
-    box = whole
+    box = full
     for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         box = box.narrow(dim, offset, size)
     destination = Destination(Entry(name, shape, start, start + len(stored)), offsets, target)
@@ -87,7 +87,7 @@ def test_any_cut_of_an_entry_fills_any_box_of_it(data: st.DataObject) -> None:
     pieces = list(itertools.pairwise(cuts))
     for first, last in data.draw(st.permutations(pieces)):
         destination.fill(stored[first:last].clone(), start + first)
-    assert torch.equal(target, box.to(wanted))
+    assert torch.equal(target, box.to(target_dtype))
 
 
 @pytest.mark.parametrize("compiled", [True, False])

@@ -43,8 +43,8 @@ def test_every_tensor_is_read_whole(tmp_path: Path):
         assert list(reader.names()) == sorted(tensors(6))
         assert list(reader.names("optimizer.c")) == ["optimizer.count"]
         for name, tensor in tensors(6).items():
-            found = reader.read(name)
-            assert found.dtype == tensor.dtype and torch.equal(found, tensor)
+            loaded = reader.read(name)
+            assert loaded.dtype == tensor.dtype and torch.equal(loaded, tensor)
         assert reader.state() == {"step": 6, "samples": 48}
         assert reader.text("plan.yaml") == "mesh: []\n"
 
@@ -55,9 +55,9 @@ def test_boxes_in_a_grid_are_put_together(tmp_path: Path):
         assert torch.equal(reader.read("x"), WHOLE)
         for start, stop in itertools.combinations_with_replacement(range(8), 2):
             assert torch.equal(reader.read_rows("x", start, stop), WHOLE[start:stop])
-    found = torch.zeros_like(WHOLE)
-    CheckpointStore(tmp_path).load(path, {"x": found})
-    assert torch.equal(found, WHOLE)
+    loaded = torch.zeros_like(WHOLE)
+    CheckpointStore(tmp_path).load(path, {"x": loaded})
+    assert torch.equal(loaded, WHOLE)
 
 
 @settings(max_examples=25, deadline=None)

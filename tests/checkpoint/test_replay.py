@@ -34,12 +34,12 @@ def save_recorded(run: Path, ranks: int, *, replaces: bool = False) -> list[Disk
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_power_cut_before_any_call_leaves_the_old_step_or_the_new_one(tmp_path: Path, ranks: int) -> None:
     disks = save_recorded(tmp_path / "run", ranks)
-    found: dict[str, list[int | None]] = {name: [] for name in LOST}
+    steps_by_folder: dict[str, list[int | None]] = {name: [] for name in LOST}
     for number, disk in enumerate(disks):
         for name, (names, content) in LOST.items():
             disk.build(tmp_path / f"{number}-{name}", names, content)
-            found[name].append(newest(tmp_path / f"{number}-{name}"))
-    for name, steps in found.items():
+            steps_by_folder[name].append(newest(tmp_path / f"{number}-{name}"))
+    for name, steps in steps_by_folder.items():
         assert steps == sorted(steps) and set(steps) == {1, 2}, (name, steps)
         assert steps[-1] == 2, "the commit that was reported is durable"
     assert len(disks) > 20
@@ -53,9 +53,13 @@ def test_a_power_cut_that_loses_any_part_of_what_was_not_flushed(tmp_path: Path,
     chance = random.Random(0)
     for trial in range(count):
         for number, disk in enumerate(disks):
-            kept = {inode: (chance.random() < 0.5, chance.random() < 0.5) for inode in _inodes(disk)}
+            flushed = {inode: (chance.random() < 0.5, chance.random() < 0.5) for inode in _inodes(disk)}
             target = tmp_path / f"{trial}-{number}"
-            disk.build(target, lambda inode, kept=kept: kept[inode][0], lambda inode, kept=kept: kept[inode][1])
+            disk.build(
+                target,
+                lambda inode, flushed=flushed: flushed[inode][0],
+                lambda inode, flushed=flushed: flushed[inode][1],
+            )
             assert newest(target) in (1, 2), (trial, number)
 
 

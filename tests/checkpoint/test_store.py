@@ -26,7 +26,7 @@ def damage(path: Path) -> None:
     (path / SHARD).write_bytes(data)
 
 
-def test_a_run_folder_that_is_gone_is_not_made_again(tmp_path: Path):
+def test_a_deleted_run_folder_is_not_created_again(tmp_path: Path):
     """Its disk may be unmounted: what is written there now would lie on another."""
     store = CheckpointStore(tmp_path / "run" / "checkpoints")
     with pytest.raises(
@@ -36,7 +36,7 @@ def test_a_run_folder_that_is_gone_is_not_made_again(tmp_path: Path):
     assert not (tmp_path / "run").exists()
 
 
-def test_what_is_saved_is_what_is_loaded(tmp_path: Path):
+def test_loaded_tensors_equal_the_saved_tensors(tmp_path: Path):
     (tmp_path / "run").mkdir()
     store = CheckpointStore(tmp_path / "run" / "checkpoints")
     assert store.newest_good() is None
@@ -49,9 +49,9 @@ def test_what_is_saved_is_what_is_loaded(tmp_path: Path):
         - 33
         - (saved.path / "manifest.json").stat().st_size
     )
-    found = blank()
-    assert store.load(saved.path, found) == state
-    assert same(found, tensors(1))
+    loaded = blank()
+    assert store.load(saved.path, loaded) == state
+    assert same(loaded, tensors(1))
     assert (saved.path / "config.yaml").read_text() == TEXTS["config.yaml"]
     assert store.newest_good() == saved.path
 
@@ -69,7 +69,7 @@ def test_parameters_with_gradients_and_views_are_filled_in_place(tmp_path: Path)
     assert torch.equal(parameter.detach(), torch.arange(6.0).reshape(2, 3))
 
 
-def test_a_step_that_is_there_and_good_is_left_alone(tmp_path: Path):
+def test_an_intact_checkpoint_of_the_same_step_is_not_rewritten(tmp_path: Path):
     store = CheckpointStore(tmp_path)
     path = save(tmp_path, 1, store)
     again = store.save(1, tensors(2), {"other": 1}, {})
@@ -100,9 +100,9 @@ def test_the_newest_good_one_is_taken_and_each_damaged_one_reported_once(
     with caplog.at_level(logging.WARNING, logger="meshwright"):
         assert store.newest_good() == paths[0]
         assert store.newest_good() == paths[0]
-    told = [record.getMessage() for record in caplog.records if record.name.startswith("meshwright")]
-    assert len(told) == 3
-    assert [name for name, text in zip((COMMITTED, "plan.yaml", SHARD), told, strict=True) if name in text] == [
+    messages = [record.getMessage() for record in caplog.records if record.name.startswith("meshwright")]
+    assert len(messages) == 3
+    assert [name for name, text in zip((COMMITTED, "plan.yaml", SHARD), messages, strict=True) if name in text] == [
         COMMITTED,
         "plan.yaml",
         SHARD,
@@ -135,27 +135,27 @@ def test_nothing_is_pickled_or_unpickled(tmp_path: Path, monkeypatch: pytest.Mon
         assert torch.equal(reader.read("model.embed.weight"), tensors(5)["model.embed.weight"])
 
 
-def test_names_that_are_missing_or_left_over_are_told(tmp_path: Path):
+def test_missing_and_unexpected_names_are_reported(tmp_path: Path):
     store = CheckpointStore(tmp_path)
     path = save(tmp_path, 1, store)
-    wanted = blank()
-    wanted["model.embed.weigth"] = wanted.pop("model.embed.weight")
+    tensors = blank()
+    tensors["model.embed.weigth"] = tensors.pop("model.embed.weight")
     with pytest.raises(BadInput, match=r"no model\.embed\.weigth; nearest to the first: model\.embed\.weight"):
-        store.load(path, wanted)
-    wanted = blank()
-    del wanted["optimizer.mask"], wanted["optimizer.count"]
+        store.load(path, tensors)
+    tensors = blank()
+    del tensors["optimizer.mask"], tensors["optimizer.count"]
     with pytest.raises(BadInput, match=r"optimizer\.count, optimizer\.mask too"):
-        store.load(path, wanted)
+        store.load(path, tensors)
 
 
 def test_the_models_part_alone_is_loaded_by_prefix(tmp_path: Path):
     store = CheckpointStore(tmp_path)
     path = save(tmp_path, 1, store)
-    wanted = {name: tensor for name, tensor in blank().items() if name.startswith("model.")}
+    model_tensors = {name: tensor for name, tensor in blank().items() if name.startswith("model.")}
     with pytest.raises(BadInput, match="for which no rank gave a tensor"):
-        store.load(path, wanted)
-    store.load(path, wanted, prefix="model.")
-    assert same(wanted, {name: tensors(1)[name] for name in wanted})
+        store.load(path, model_tensors)
+    store.load(path, model_tensors, prefix="model.")
+    assert same(model_tensors, {name: tensors(1)[name] for name in model_tensors})
     with pytest.raises(BadInput, match="does not start with 'model.', the prefix"):
         store.load(path, blank(), prefix="model.")
 
@@ -176,7 +176,7 @@ def test_shapes_and_dtypes_must_agree(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("given", "state", "texts", "says"),
+    ("tensors", "state", "texts", "message"),
     [
         ({"w": 3}, {}, {}, "w is a int"),
         ({"w": b"bytes"}, {}, {}, "w is a bytes"),
@@ -190,15 +190,15 @@ def test_shapes_and_dtypes_must_agree(tmp_path: Path):
         ({}, {}, {"x.safetensors": ""}, "plain file name"),
     ],
 )
-def test_what_cannot_be_kept_is_refused_before_anything_is_written(
-    tmp_path: Path, given: dict[str, Any], state: dict[str, Any], texts: dict[str, str], says: str
+def test_unsupported_state_is_refused_before_anything_is_written(
+    tmp_path: Path, tensors: dict[str, Any], state: dict[str, Any], texts: dict[str, str], message: str
 ):
-    with pytest.raises(BadInput, match=says):
-        CheckpointStore(tmp_path / "run").save(1, given, state, texts)
+    with pytest.raises(BadInput, match=message):
+        CheckpointStore(tmp_path / "run").save(1, tensors, state, texts)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_disk_too_small_is_told_before_writing_with_both_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_disk_too_small_is_reported_before_writing_with_both_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     save(tmp_path, 1)
     usage = shutil._ntuple_diskusage(10**9, 10**9 - 12345, 12345)  # type: ignore[attr-defined]  # disk_usage's own type
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
@@ -207,7 +207,7 @@ def test_a_disk_too_small_is_told_before_writing_with_both_figures(tmp_path: Pat
     assert [path.name for path in tmp_path.iterdir()] == [step_name(1)]
 
 
-def test_retention_keeps_the_newest_and_clears_what_died(tmp_path: Path):
+def test_retention_keeps_the_newest_and_deletes_unfinished_saves(tmp_path: Path):
     store = CheckpointStore(tmp_path)
     for step in range(1, 6):
         save(tmp_path, step, store)

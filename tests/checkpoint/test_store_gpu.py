@@ -16,17 +16,17 @@ pytestmark = pytest.mark.gpu
 def test_gpu_tensors_come_back_bit_for_bit_wherever_they_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("meshwright.checkpoint.shards.PIECE_BYTES", 100_000)
     device = torch.device("cuda", torch.cuda.device_count() - 1)
-    there = {name: tensor.to(device) for name, tensor in tensors(3).items()}
-    there |= {"large": torch.randn(700, 333, device=device), "strided": torch.randn(50, 70, device=device).t()}
-    there |= {
+    saved = {name: tensor.to(device) for name, tensor in tensors(3).items()}
+    saved |= {"large": torch.randn(700, 333, device=device), "strided": torch.randn(50, 70, device=device).t()}
+    saved |= {
         "on.host": torch.arange(5),
         "fp8": torch.randn(64, device=device).to(torch.float8_e4m3fn).view(torch.uint8),
     }
     store = CheckpointStore(tmp_path)
-    path = store.save(1, there, {}, {}).path
-    back = {name: torch.zeros_like(tensor) for name, tensor in there.items()}
-    store.load(path, back)
-    assert same(back, there)
-    host = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in there.items()}
+    path = store.save(1, saved, {}, {}).path
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
+    store.load(path, loaded)
+    assert same(loaded, saved)
+    host = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in saved.items()}
     store.load(path, host)
-    assert same(host, {name: tensor.cpu() for name, tensor in there.items()})
+    assert same(host, {name: tensor.cpu() for name, tensor in saved.items()})

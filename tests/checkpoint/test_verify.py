@@ -68,12 +68,12 @@ def test_a_flip_in_a_large_file_is_located_to_its_block(tmp_path: Path):
 
 def test_truncation_is_found_at_every_length(tmp_path: Path):
     path = save(tmp_path, 1)
-    whole = (path / SHARD).read_bytes()
-    for length in (0, 1, len(whole) // 2, len(whole) - 1):
-        (path / SHARD).write_bytes(whole[:length])
+    content = (path / SHARD).read_bytes()
+    for length in (0, 1, len(content) // 2, len(content) - 1):
+        (path / SHARD).write_bytes(content[:length])
         assert plain(path) == [(SHARD, length, "truncated")]
-    (path / SHARD).write_bytes(whole + b"\0")
-    assert plain(path) == [(SHARD, len(whole), "extra")]
+    (path / SHARD).write_bytes(content + b"\0")
+    assert plain(path) == [(SHARD, len(content), "extra")]
 
 
 def test_every_missing_file_is_named(tmp_path: Path):
@@ -89,8 +89,8 @@ def test_every_missing_file_is_named(tmp_path: Path):
 def replaced_by_socket(file: Path) -> None:
     file.unlink()
     folder = os.open(file.parent, os.O_RDONLY)
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind(f"/proc/self/fd/{folder}/{file.name}")  # a socket's path may have 107 bytes at most
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"/proc/self/fd/{folder}/{file.name}")  # a socket's path may have 107 bytes at most
     os.close(folder)
 
 
@@ -114,12 +114,14 @@ def replaced_by_device(file: Path) -> None:
 
 @pytest.mark.parametrize("replace", [replaced_by_socket, replaced_by_folder, replaced_by_pipe, replaced_by_device])
 @pytest.mark.parametrize("name", [COMMITTED, MANIFEST, SHARD, "config.yaml"])
-def test_what_is_no_file_is_damage(tmp_path: Path, replace: Callable[[Path], None], name: str):
+def test_an_entry_that_is_not_a_regular_file_is_damage(tmp_path: Path, replace: Callable[[Path], None], name: str):
     older, path = save(tmp_path, 1), save(tmp_path, 2)
     replace(path / name)
     assert [damage.file for damage in verify(path)] == [name]
     assert CheckpointStore(tmp_path).newest_good() == older
-    assert [row["committed"] for row in list_checkpoints(tmp_path)] == [True, True]  # a run does not begin anew over it
+    # Both stay listed as committed, so that a run does not start anew over them.
+    assert all(checkpoint["committed"] for checkpoint in list_checkpoints(tmp_path))
+    assert len(list_checkpoints(tmp_path)) == 2
 
 
 @pytest.mark.parametrize("name", [COMMITTED, MANIFEST, SHARD, "config.yaml", ""])
@@ -140,7 +142,7 @@ def test_a_file_or_folder_that_may_not_be_read_is_damage(
     assert [(damage.file, "Permission denied" in damage.note) for damage in verify(path)] == [(name or ".", True)]
     assert CheckpointStore(tmp_path).newest_good() == older
     assert f"{name or '.'}: " in caplog.text and "Permission denied" in caplog.text
-    assert [row["ok"] for row in list_checkpoints(tmp_path)] == [True, False]
+    assert [checkpoint["ok"] for checkpoint in list_checkpoints(tmp_path)] == [True, False]
 
 
 def test_a_folder_that_may_not_be_searched_may_be_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -170,7 +172,7 @@ def test_extra_files_and_folders_are_named(tmp_path: Path):
     assert sorted(plain(path)) == [("folder", None, "extra"), ("notes.txt", None, "extra")]
 
 
-def test_several_damages_are_all_told(tmp_path: Path):
+def test_several_damages_are_all_reported(tmp_path: Path):
     path = save(tmp_path, 1)
     (path / "plan.yaml").unlink()
     (path / "config.yaml").write_bytes(b"name")
@@ -196,8 +198,8 @@ def test_the_list_tells_committed_and_good_apart(tmp_path: Path):
     ]
     assert list_checkpoints(tmp_path) == expected
     assert list_checkpoints(tmp_path / "checkpoints") == expected
-    assert [row for path in (good, bad, never) for row in list_checkpoints(path)] == expected
-    assert [row["ok"] for row in list_checkpoints(tmp_path, contents=False)] == [True, True, False]
+    assert [checkpoint for path in (good, bad, never) for checkpoint in list_checkpoints(path)] == expected
+    assert [checkpoint["ok"] for checkpoint in list_checkpoints(tmp_path, contents=False)] == [True, True, False]
     assert newest_checkpoint(tmp_path) == good
     assert newest_checkpoint(tmp_path, contents=False) == bad
 

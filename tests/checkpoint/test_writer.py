@@ -37,7 +37,7 @@ def names(run: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, 3), (errno.EROFS, 2), (errno.EIO, 4)])
-def test_what_the_storage_refuses_at_any_call_costs_that_save(tmp_path: Path, number: int, code: int) -> None:
+def test_a_storage_error_at_any_call_fails_only_that_save(tmp_path: Path, number: int, code: int) -> None:
     writers, calls = new_writers(tmp_path, keep=1000), []
     assert writers.save(1)["event"] == "committed"
     with intercept_calls(lambda k, name, arguments: calls.append(name), WRITES):
@@ -125,7 +125,7 @@ def test_a_writer_of_an_earlier_start_commits_and_deletes_nothing(tmp_path: Path
     assert names(tmp_path) == {step_name(1), step_name(2)} and newest(tmp_path) == 2
 
 
-def test_commands_survive_their_lines(tmp_path: Path) -> None:
+def test_commands_are_equal_after_encoding_and_decoding(tmp_path: Path) -> None:
     save = new_writers(tmp_path).stage(7)
     assert decode(encode(save)) == save and b"\n" not in encode(save)[:-1]
 

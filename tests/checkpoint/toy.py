@@ -30,8 +30,8 @@ class ToyRank:
             lease = take_over(run)
         self.lease = lease
         self.tensors = {
-            f"{kind}.{name}": torch.zeros(shape[0] * scale, *shape[1:])
-            for kind in ("model", "optimizer.exp_avg")
+            f"{prefix}.{name}": torch.zeros(shape[0] * scale, *shape[1:])
+            for prefix in ("model", "optimizer.exp_avg")
             for name, shape in SIZES.items()
         }
         parts = {name: StateParts.of_whole(name, tensor) for name, tensor in self.tensors.items()}
@@ -80,15 +80,15 @@ def newest(run: Path, scale: int = 1) -> int | None:
     path = CheckpointStore(run / "checkpoints").newest_good()
     if path is None:
         return None
-    found = {
-        f"{kind}.{name}": torch.zeros(shape[0] * scale, *shape[1:])
-        for kind in ("model", "optimizer.exp_avg")
+    loaded = {
+        f"{prefix}.{name}": torch.zeros(shape[0] * scale, *shape[1:])
+        for prefix in ("model", "optimizer.exp_avg")
         for name, shape in SIZES.items()
     }
-    step = CheckpointStore(path.parent).load(path, found)["step"]
+    step = CheckpointStore(path.parent).load(path, loaded)["step"]
     assert (
         path.name.removeprefix(".replaced-").partition(".")[0] == f"step-{step:08d}"
     )  # a crash may leave it moved aside
-    for name, tensor in found.items():
+    for name, tensor in loaded.items():
         assert torch.equal(tensor, value(name, step, tensor.shape)), (name, step)
     return step

@@ -31,7 +31,7 @@ class Replies:
         self.events.append({"event": event, **fields})
 
     def last(self, event: str) -> dict[str, Any] | None:
-        return next((each for each in reversed(self.events) if each["event"] == event), None)
+        return next((reply for reply in reversed(self.events) if reply["event"] == event), None)
 
 
 class Writers:
@@ -45,21 +45,23 @@ class Writers:
             [TensorHeader(name, "F32", SIZES[name.rpartition(".")[2]]) for name in names] for names in self.names
         ]
         contents = {
-            row.key: TensorRecord(
-                row.shape, "F32", (Chunk((0,) * len(row.shape), row.shape, f"tensors-{rank:05d}.safetensors", row.key),)
+            header.key: TensorRecord(
+                header.shape,
+                "F32",
+                (Chunk((0,) * len(header.shape), header.shape, f"tensors-{rank:05d}.safetensors", header.key),),
             )
-            for rank, own in enumerate(headers)
-            for row in own
+            for rank, rank_headers in enumerate(headers)
+            for header in rank_headers
         }
-        self.arenas = [Arena.create(sum(row.bytes for row in own)) for own in headers]
+        self.arenas = [Arena.create(sum(header.bytes for header in rank_headers)) for rank_headers in headers]
         self.writers = [Writer(arena, reply) for arena, reply in zip(self.arenas, self.replies, strict=True)]
-        for rank, (each, own) in enumerate(zip(self.writers, headers, strict=True)):
-            plain = [[row.key, row.dtype, list(row.shape)] for row in own]
+        for rank, (writer, rank_headers) in enumerate(zip(self.writers, headers, strict=True)):
+            plain = [[header.key, header.dtype, list(header.shape)] for header in rank_headers]
             setup = Setup(
                 str(run / "checkpoints"), rank, ranks, plain, {} if rank else encoded_contents(contents), asdict(lease),
                 keep, 1, "2.0", peer_seconds=peer_seconds, folder_seconds=1.0,
             )  # fmt: skip
-            each.do(setup)
+            writer.do(setup)
 
     def stage(self, step: int) -> Save:
         """Bring the values of `step` into the arenas; returns the command that saves them."""
@@ -81,7 +83,8 @@ class Writers:
 
     def carry_out(self, save: Save) -> dict[str, Any]:
         threads = [
-            threading.Thread(target=_quietly, args=(lambda each=each: each.do(save),)) for each in self.writers[1:]
+            threading.Thread(target=_quietly, args=(lambda writer=writer: writer.do(save),))
+            for writer in self.writers[1:]
         ]
         for thread in threads:
             thread.start()
@@ -90,7 +93,7 @@ class Writers:
         finally:
             for thread in threads:
                 thread.join()
-        replies = [each for each in self.replies[0].events if each["event"] in ("committed", "failed")]
+        replies = [reply for reply in self.replies[0].events if reply["event"] in ("committed", "failed")]
         return replies[-1]
 
 

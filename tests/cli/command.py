@@ -1,4 +1,4 @@
-"""The command line in this process: what a person would type, and the exit code and output they would get."""
+"""Runs the command line in this process and returns its exit code and output."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Answer:
         return answer
 
 
-def meshwright(*words: object, env: dict[str, str] | None = None) -> Answer:
+def meshwright(*arguments: object, env: dict[str, str] | None = None) -> Answer:
     """`meshwright WORDS…` through its real entry; `env` is laid over the environment."""
     from meshwright.cli.main import main
 
     out, err, code = io.StringIO(), io.StringIO(), 0
-    argv = ["meshwright", *map(str, words)]
+    argv = ["meshwright", *map(str, arguments)]
     with (
         mock.patch.object(sys, "argv", argv),
         mock.patch.dict(os.environ, env or {}),
@@ -51,10 +51,10 @@ def meshwright(*words: object, env: dict[str, str] | None = None) -> Answer:
     return Answer(code, out.getvalue(), err.getvalue())
 
 
-def train_here(*words: object) -> Answer:
+def train_here(*arguments: object) -> Answer:
     """`meshwright train WORDS…` as a launcher's only rank: the whole trainer, in this process."""
     with mock.patch("meshwright.training.lifecycle.end_process", sys.exit):
-        return meshwright("train", *words, env={"RANK": "0", "WORLD_SIZE": "1"})
+        return meshwright("train", *arguments, env={"RANK": "0", "WORLD_SIZE": "1"})
 
 
 @contextlib.contextmanager
@@ -63,7 +63,7 @@ def _tidy() -> Iterator[None]:
     import torch.distributed as dist
 
     log = logging.getLogger("meshwright")
-    kept = log.handlers[:], log.level, log.propagate
+    previous = log.handlers[:], log.level, log.propagate
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
         yield
@@ -72,8 +72,8 @@ def _tidy() -> Iterator[None]:
             os.close(pipe)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for handler in set(log.handlers) - set(kept[0]):
+        for handler in set(log.handlers) - set(previous[0]):
             handler.close()
-        log.handlers[:], log.level, log.propagate = kept
+        log.handlers[:], log.level, log.propagate = previous
         if dist.is_initialized():
             dist.destroy_process_group()

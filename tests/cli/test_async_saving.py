@@ -1,4 +1,4 @@
-"""What `meshwright train` says of saves beside training, and what it does where host memory does not hold a snapshot."""
+"""Messages of `meshwright train` about asynchronous saves, and its fallback if host memory cannot hold a snapshot."""
 
 from __future__ import annotations
 
@@ -70,6 +70,6 @@ def test_a_save_that_is_due_before_the_arena_is_ready_begins_later(tiny: Path, t
         answer = train_here(
             tiny, *WORDS, "train.steps=120", "checkpoint.every=50", "checkpoint.keep=9", "--runs", tmp_path
         )
-    first, *others = steps(tmp_path / "tiny")
-    assert answer.code == 0 and others[-1] == 120
+    first, *later = steps(tmp_path / "tiny")
+    assert answer.code == 0 and later[-1] == 120
     assert "beside training (seconds" in answer.out and first >= 50

@@ -1,4 +1,4 @@
-"""Every command: its help teaches, its --json is one object, and a name that is not there brings the nearest."""
+"""Every command: its help has an example, --json prints one object, and an unknown name brings the nearest."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from tests.training.tiny import WORDS
 def commands() -> Iterator[tuple[str, click.Command]]:
     """Every command that does something, by the words that call it."""
 
-    def below(words: tuple[str, ...], command: Any) -> Iterator[tuple[str, click.Command]]:
+    def below(command_path: tuple[str, ...], command: Any) -> Iterator[tuple[str, click.Command]]:
         inner = getattr(command, "commands", None)
         if inner is None:
-            yield " ".join(words), command
-        for name, each in (inner or {}).items():
-            yield from below((*words, name), each)
+            yield " ".join(command_path), command
+        for name, subcommand in (inner or {}).items():
+            yield from below((*command_path, name), subcommand)
 
     yield from below((), typer.main.get_command(app_for(())))
 
@@ -95,8 +95,8 @@ def test_every_command_with_json_is_asked() -> None:
 
 @pytest.mark.parametrize("name", sorted(JSON_COMMANDS))
 def test_json_is_one_object_on_stdout(name: str, tiny: Path, finished: Path, tmp_path: Path) -> None:
-    words, keys = JSON_COMMANDS[name]
-    answer = meshwright(*name.split(), *words(tiny, finished, tmp_path), "--json")
+    arguments, keys = JSON_COMMANDS[name]
+    answer = meshwright(*name.split(), *arguments(tiny, finished, tmp_path), "--json")
     assert answer.code == 0, answer.err
     assert set(answer.json) == keys
 
@@ -144,8 +144,8 @@ def test_check_lists_every_mistake(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_check_accepts_what_train_would_run(tiny: Path, finished: Path) -> None:
-    for words in ([tiny], [tiny, ONE_RANK, "--runs", finished.parent]):
-        answer = meshwright("check", *words, "--json")
+    for arguments in ([tiny], [tiny, ONE_RANK, "--runs", finished.parent]):
+        answer = meshwright("check", *arguments, "--json")
         assert (answer.code, answer.json) == (0, {"ok": True, "errors": []})
 
 
@@ -174,9 +174,9 @@ def test_a_plan_file_that_copies_across_nodes_is_refused_before_ranks_start(
         f"mesh: [{{axis: {axis}, size: 2}}]\nbatch: {{global_batch: 8, micro_batch: 1, accumulate: {many}}}\n"
         f"{engine}: copy\ncompile: false\nprecision: {{compute: fp32}}\n"
     )
-    words = [tiny, f"plan={file}", "cluster.emulate_nodes=2", "--runs", tmp_path / "runs"]
+    arguments = [tiny, f"plan={file}", "cluster.emulate_nodes=2", "--runs", tmp_path / "runs"]
     for command in ("check", "train"):
-        answer = meshwright(command, *words)
+        answer = meshwright(command, *arguments)
         assert answer.code == 2 and f"{file}: plan.{engine} = copy: the 2 ranks of the {axis} axis" in answer.err
         assert "run " not in answer.err and not (tmp_path / "runs").exists()
     assert meshwright("check", tiny, f"plan={file}").code == 0
@@ -190,14 +190,16 @@ def test_what_of_a_plan_gains_nothing_on_its_mesh_is_said_and_no_mistake(tiny: P
         "schedule: {name: gpipe}\nlayers: [{gradients: whole}]\nprecision: {compute: fp32, reduce_replicas: fp32}\n"
         "gather_engine: copy\ntensor_engine: copy\n"
     )
-    words = [tiny, "cluster.gpus_per_node=1", "--runs", tmp_path / "runs"]
-    checked, planned = (meshwright(*which, f"plan={file}") for which in (("check", *words), ("plan", *words[:2])))
+    arguments = [tiny, "cluster.gpus_per_node=1", "--runs", tmp_path / "runs"]
+    checked, planned = (
+        meshwright(*which, f"plan={file}") for which in (("check", *arguments), ("plan", *arguments[:2]))
+    )
     output = [line for line in planned.err.splitlines() if "has no effect" in line]
     idle = {"schedule = gpipe": "pipeline rank", "gradients = whole": "shard", "gather_engine = copy": "shard",
             "reduce_replicas = fp32": "replica", "tensor_engine = copy": "tensor rank"}  # fmt: skip
     assert output == [f"plan.{key} has no effect: the mesh has one {axis}" for key, axis in idle.items()]
     assert checked.code == 0 and [*checked.err.splitlines()] == [*output, "ok"]
-    pinned = meshwright("check", tiny, "plan.shard=2", "plan.reduce_replicas=fp32", *words[2:])
+    pinned = meshwright("check", tiny, "plan.shard=2", "plan.reduce_replicas=fp32", *arguments[2:])
     assert pinned.code == 0 and pinned.err == f"{copies}ok\n", "two shards, and one copy of them"
     heard: list[str] = []
     run = load_run(tiny, ["plan.shard=2", "plan.reduce_replicas=fp32"])
@@ -210,12 +212,12 @@ def test_a_plan_file_that_does_not_fit_is_refused_before_ranks_start(tiny: Path,
         "mesh: [{axis: shard, size: 2}]\nbatch: {global_batch: 8, micro_batch: 4, accumulate: 1}\ncompile: false\n"
         "precision: {compute: fp32}\n"
     )
-    words = [tiny, f"plan={file}", "--runs", tmp_path / "runs"]
+    arguments = [tiny, f"plan={file}", "--runs", tmp_path / "runs"]
     for command in ("check", "train"):
-        answer = meshwright(command, *words, "cluster.memory_gib=0.01")
+        answer = meshwright(command, *arguments, "cluster.memory_gib=0.01")
         assert answer.code == 3 and f"{file}: does not fit: a rank needs" in answer.err
         assert not (tmp_path / "runs").exists()
-    assert meshwright("check", *words).code == 0
+    assert meshwright("check", *arguments).code == 0
 
 
 def test_plan_says_mesh_batch_memory_and_why(tiny: Path, tmp_path: Path) -> None:
@@ -240,14 +242,14 @@ def test_eval_is_the_runs_own_validation(finished: Path) -> None:
 
 
 def test_an_exported_model_is_the_same_model(finished: Path, tiny: Path, tmp_path: Path) -> None:
-    run, exported, back = tmp_path / "run", tmp_path / "hf", tmp_path / "back"
+    run, exported, reimported = tmp_path / "run", tmp_path / "hf", tmp_path / "back"
     shutil.copytree(finished, run)  # read without document masks, as a folder that knows of no run is
     config = run / "config.yaml"
     config.write_text(config.read_text().replace("document_mask: true", "document_mask: false"))
     assert meshwright("checkpoint", "to-hf", run, exported, "--dtype", "fp32").code == 0
-    assert meshwright("checkpoint", "from-hf", exported, back).code == 0
+    assert meshwright("checkpoint", "from-hf", exported, reimported).code == 0
     options = ["--data", tiny.parent / "data", "--seq-len", 16, "--json"]
-    losses = [meshwright("eval", model, *options).json["loss"] for model in (run, exported, back)]
+    losses = [meshwright("eval", model, *options).json["loss"] for model in (run, exported, reimported)]
     assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-6)
     assert (
         meshwright("eval", exported, *options[:2], "--json").json["loss"] == losses[1]
@@ -260,15 +262,15 @@ def test_an_exported_model_is_the_same_model(finished: Path, tiny: Path, tmp_pat
 
 
 def test_generate_depends_on_the_seed_alone(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["-p", "the quick", "-p", "seven", "--tokens", 12, "--temperature", 2, "--json"]
+    arguments = ["-p", "the quick", "-p", "seven", "--tokens", 12, "--temperature", 2, "--json"]
     first, again, other = (
-        meshwright("generate", finished, *words, "--seed", seed).json["samples"] for seed in (1, 1, 2)
+        meshwright("generate", finished, *arguments, "--seed", seed).json["samples"] for seed in (1, 1, 2)
     )
     assert first == again != other
     assert [sample["prompt"] for sample in first] == ["the quick", "seven"]
     monkeypatch.chdir(tmp_path)
     Path("runs").symlink_to(finished.parent)
-    assert meshwright("generate", "tiny", *words, "--seed", 1).json["samples"] == first
+    assert meshwright("generate", "tiny", *arguments, "--seed", 1).json["samples"] == first
 
 
 def test_a_text_is_shown_while_it_is_made(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +278,7 @@ def test_a_text_is_shown_while_it_is_made(finished: Path, monkeypatch: pytest.Mo
     shown: list[tuple[int, str]] = []
     draw = _Text.draw
     monkeypatch.setattr(_Text, "draw", lambda text, logits: drawn.append(draw(text, logits)) or drawn[-1])
-    (made,) = generate.sample(
+    (continuation,) = generate.sample(
         finished,
         ["seven é"],
         tokens=12,
@@ -285,7 +287,7 @@ def test_a_text_is_shown_while_it_is_made(finished: Path, monkeypatch: pytest.Mo
         seed=1,
         show=lambda piece: shown.append((len(drawn), piece)),
     )
-    assert shown[0] == (0, "seven é") and "".join(piece for _, piece in shown) == f"seven é{made['text']}\n"
+    assert shown[0] == (0, "seven é") and "".join(piece for _, piece in shown) == f"seven é{continuation['text']}\n"
     assert len({count for count, _ in shown}) > 4
 
 
@@ -313,7 +315,7 @@ def test_damage_is_named_with_file_and_byte(finished: Path, tmp_path: Path) -> N
     file.write_bytes(data)
     listed, verified = (meshwright("checkpoint", verb, run, "--json") for verb in ("list", "verify"))
     assert (listed.code, verified.code) == (0, 4)
-    assert [row["ok"] for row in listed.json["checkpoints"]] == [True, True]  # sizes agree
+    assert [checkpoint["ok"] for checkpoint in listed.json["checkpoints"]] == [True, True]  # sizes agree
     good, bad = verified.json["checkpoints"]
     assert set(good) == {"path", "step", "committed", "ok", "damaged"} and good["ok"] and good["damaged"] == []
     assert (bad["step"], bad["committed"], bad["ok"]) == (6, True, False)
@@ -332,9 +334,9 @@ def test_generate_says_that_it_passes_the_model_s_context(finished: Path, tokens
     assert ("pass the model's context of 16;" in answer.err) is warned and answer.err.count("\n") == warned
 
 
-@pytest.mark.parametrize("words", [[], ["train"], ["checkpoint"], ["checkpoint", "verify"]], ids=" ".join)
-def test_h_is_help(words: list[str]) -> None:
-    short, long = meshwright(*words, "-h"), meshwright(*words, "--help")
+@pytest.mark.parametrize("arguments", [[], ["train"], ["checkpoint"], ["checkpoint", "verify"]], ids=" ".join)
+def test_h_is_help(arguments: list[str]) -> None:
+    short, long = meshwright(*arguments, "-h"), meshwright(*arguments, "--help")
     assert short.code == 0 and short.out == long.out and "Usage: meshwright" in short.out
 
 
@@ -352,8 +354,12 @@ def test_a_shell_completes_commands_and_options(
     """A line with a whole command loads only that command's module."""
     modules: list[str] = []
     monkeypatch.setattr(main, "import_module", lambda name: modules.append(name) or import_module(name))
-    asked = {"_MESHWRIGHT_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
-    answer = meshwright(env=asked)
+    environment = {
+        "_MESHWRIGHT_COMPLETE": "complete_bash",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(line.split()) - 1),
+    }
+    answer = meshwright(env=environment)
     assert answer.code == 0 and answer.out.split() == proposals
     assert set(modules) == {f"meshwright.cli.{COMMAND_MODULES[name]}" for name in loaded}
 

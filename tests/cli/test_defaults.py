@@ -1,4 +1,4 @@
-"""What a command assumes where its words leave something open, what it says of that, and what `check` asks before a start."""
+"""Values that commands assume, the messages about them, and the checks of `check` before a start."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ GPUS = ["NVIDIA H100 80GB HBM3"] * 2
 CANNOT = "model.qk_norm: a LlamaForCausalLM folder supports only False, got True (model.family: qwen3 can)"
 
 
-@pytest.mark.parametrize("words", [["train"], ["train", "--fresh"], ["plan"], ["check", "--json"], ["simulate"]])
+@pytest.mark.parametrize("arguments", [["train"], ["train", "--fresh"], ["plan"], ["check", "--json"], ["simulate"]])
 def test_a_command_without_a_run_prints_its_usage(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    answer = meshwright(*words)
+    answer = meshwright(*arguments)
     assert (
         answer.code == 2
-        and f"meshwright {words[0]} [OPTIONS] [RUN.yaml]" in answer.err
+        and f"meshwright {arguments[0]} [OPTIONS] [RUN.yaml]" in answer.err
         and "model=llama3-1b" in answer.err
     )
     assert not answer.out and not list(tmp_path.iterdir())
@@ -95,12 +95,12 @@ def test_a_model_that_no_folder_of_its_family_can_hold_is_named_at_the_start(tin
     assert "cannot be exported" not in meshwright("check", tiny, "--runs", tmp_path / "other").err
 
 
-def refused(tiny: Path, runs: Path, key: str, output: str, *words: str, code: int = 2) -> None:
+def refused(tiny: Path, runs: Path, key: str, output: str, *arguments: str, code: int = 2) -> None:
     """`check` and `train` refuse the run with the same words, and no folder is made."""
-    checked = meshwright("check", tiny, ONE_RANK, *words, "--runs", runs, "--json")
+    checked = meshwright("check", tiny, ONE_RANK, *arguments, "--runs", runs, "--json")
     (mistake,) = checked.json["errors"]
     assert (checked.code, mistake["key"]) == (code, key) and output in mistake["got"]
-    trained = train_here(tiny, ONE_RANK, *words, "--runs", runs)
+    trained = train_here(tiny, ONE_RANK, *arguments, "--runs", runs)
     assert trained.code == code and mistake["got"] in trained.err and not runs.exists()
 
 

@@ -108,9 +108,9 @@ def test_variables_of_a_launcher_that_are_wrong_end_train(nano: Path) -> None:
 @pytest.mark.parametrize("key", [*COUNTS, *RATES])
 def test_no_number_is_an_internal_error(nano: Path, key: str) -> None:
     values = (0, -1, 10**6, 10**12, 10**30) if key in COUNTS else (0, -1, ".inf", ".nan", "1e308", "-1e308")
-    words = MIXTURE if "expert" in key else []
+    overrides = MIXTURE if "expert" in key else []
     for value in values:
-        for mistake in read_run(nano, [*words, f"{key}={value}"]).mistakes:
+        for mistake in read_run(nano, [*overrides, f"{key}={value}"]).mistakes:
             assert mistake.expected
 
 
@@ -122,7 +122,7 @@ def test_the_largest_dimension_gets_an_answer(nano: Path, key: str) -> None:
 
 
 def test_a_fresh_run_is_not_held_against_an_earlier_one_of_its_name(finished: Path, tiny: Path) -> None:
-    words = [str(tiny), "cluster.gpus_per_node=1", "train.seq_len=8", "model.init=checkpoint:nowhere"]
+    arguments = [str(tiny), "cluster.gpus_per_node=1", "train.seq_len=8", "model.init=checkpoint:nowhere"]
     for fresh, keys in ((False, ["name", "model.init"]), (True, ["model.init"])):
-        mistakes, code = find_mistakes(words, finished.parent, fresh=fresh)
+        mistakes, code = find_mistakes(arguments, finished.parent, fresh=fresh)
         assert code == 2 and sorted(mistake.key for mistake in mistakes) == sorted(keys)

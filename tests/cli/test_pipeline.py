@@ -1,4 +1,4 @@
-"""A pipeline as a person meets it: `meshwright train` with real ranks, and `generate` and `eval` by its plan."""
+"""Pipeline plans from the command line: `meshwright train` with real ranks, then `generate` and `eval` by its plan."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ def test_the_run_is_whole_and_its_report_shows_the_pipeline(run: Path) -> None:
     report = (run / "report.html").read_text()
     assert "pipeline 2 = 2 ranks" in report
     answer = meshwright("checkpoint", "verify", run, "--json")
-    assert answer.code == 0 and all(row["ok"] for row in answer.json["checkpoints"])
+    assert answer.code == 0 and all(checkpoint["ok"] for checkpoint in answer.json["checkpoints"])
 
 
 @pytest.mark.parametrize(
     "drawn", quick_first(1, [["--temperature", 2, "--seed", 3], ["--temperature", 0]]), ids=["drawn", "greedy"]
 )
 def test_generate_by_the_plan_is_that_of_one_device(run: Path, drawn: list[object]) -> None:
-    words = [run, "-p", "the quick", "-p", "seven wizards", "--tokens", 12, "--json", *drawn]
-    one, spread = (meshwright("generate", *words, *by) for by in ([], ["--plan", run / "plan.yaml"]))
+    arguments = [run, "-p", "the quick", "-p", "seven wizards", "--tokens", 12, "--json", *drawn]
+    one_device, spread = (meshwright("generate", *arguments, *by) for by in ([], ["--plan", run / "plan.yaml"]))
     assert spread.code == 0, spread.err
-    assert spread.json == one.json
+    assert spread.json == one_device.json
 
 
 def test_eval_by_the_plan_is_that_of_one_device(run: Path) -> None:
-    one, spread = (meshwright("eval", run, "--json", *by) for by in ([], ["--plan", run / "plan.yaml"]))
+    one_device, spread = (meshwright("eval", run, "--json", *by) for by in ([], ["--plan", run / "plan.yaml"]))
     assert spread.code == 0, spread.err
-    assert spread.json["loss"] == pytest.approx(one.json["loss"], rel=1e-5)
-    assert spread.json["tokens"] == one.json["tokens"]
+    assert spread.json["loss"] == pytest.approx(one_device.json["loss"], rel=1e-5)
+    assert spread.json["tokens"] == one_device.json["tokens"]
 
 
 def test_generate_joins_under_a_launcher(run: Path, tmp_path: Path) -> None:
@@ -54,10 +54,10 @@ def test_generate_joins_under_a_launcher(run: Path, tmp_path: Path) -> None:
     file = tmp_path / "one.yaml"
     file.write_text("mesh: [{axis: shard, size: 1}]\nbatch: {global_batch: 1, micro_batch: 1, accumulate: 1}\n"
                     "precision: {compute: fp32}\n")  # fmt: skip
-    words = ["generate", run, "-p", "the quick", "--tokens", 5, "--json"]
-    launched = meshwright(*words, "--plan", file, env={"RANK": "0", "WORLD_SIZE": "1"})
+    arguments = ["generate", run, "-p", "the quick", "--tokens", 5, "--json"]
+    launched = meshwright(*arguments, "--plan", file, env={"RANK": "0", "WORLD_SIZE": "1"})
     assert launched.code == 0, launched.err
-    assert launched.json == meshwright(*words).json
+    assert launched.json == meshwright(*arguments).json
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_layers_with_a_number_format_of_their_own_say_so() -> None:
 
 
 def test_many_layer_ranges_are_a_row_for_each_strategy() -> None:
-    kinds = [LayerStrategy(range=text, recompute=kind) for text, kind in (
+    kinds = [LayerStrategy(range=text, recompute=recompute) for text, recompute in (
         ("0", "full"), ("1-3", "none"), ("4", "full"), ("5", "full"), ("6", "none"), ("7", "full"),
     )]  # fmt: skip
     plan = Plan(
@@ -112,9 +112,9 @@ def test_what_cannot_be_trained_is_marked_and_left_out_for_train(tmp_path: Path)
 
 def test_for_train_is_what_train_takes(tiny: Path, tmp_path: Path) -> None:
     """The data's vocabulary counts, and not a guess of it: memory to the byte."""
-    asked = meshwright("plan", tiny, "--json").json["plan"]
+    unrestricted = meshwright("plan", tiny, "--json").json["plan"]
     run = prepare_run(load_run(tiny), tmp_path, profile=None, note=print)
-    assert run and asked == to_plain(run.assignment.plan)
+    assert run and unrestricted == to_plain(run.assignment.plan)
 
 
 @pytest.mark.parametrize(("gpu", "gib"), [("H100", 700), ("H200", None)])
@@ -173,17 +173,17 @@ def test_a_plan_file_s_borders_are_those_of_the_cluster(tmp_path: Path) -> None:
 def test_a_plan_file_that_does_not_fit_is_priced_and_said_not_to(tmp_path: Path) -> None:
     file, page = tmp_path / "plan.yaml", tmp_path / "plan.html"
     file.write_text("mesh: [{axis: replicate, size: 2}]\nbatch: {global_batch: 16, micro_batch: 8, accumulate: 1}\n")
-    words = [*ONE_RANK, f"plan={file}", "cluster.memory_gib=20"]
+    arguments = [*ONE_RANK, f"plan={file}", "cluster.memory_gib=20"]
     over = r"does not fit: a rank needs [\d.]+ GB, [\d.]+ GB more than the usable 21.5 GB"
-    text, plain = meshwright("plan", *words, "--html", page), meshwright("plan", *words, "--json")
+    text, plain = meshwright("plan", *arguments, "--html", page), meshwright("plan", *arguments, "--json")
     assert (text.code, plain.code) == (0, 0)
     assert re.search(over, " ".join(text.out.split())) and '<span class="status part">does not fit' in page.read_text()
     assert (
         re.search(over, f"does not fit: {plain.json['does_not_fit']}") and plain.json["predicted"]["step_seconds"] > 0
     )
     for command in (
-        ["plan", *words, "--for", "train"],
-        ["check", *words, "--runs", tmp_path, "checkpoint.at_end=false"],
+        ["plan", *arguments, "--for", "train"],
+        ["check", *arguments, "--runs", tmp_path, "checkpoint.at_end=false"],
     ):
         refused = meshwright(*command)
         assert refused.code == 3 and re.search(rf"{file}: {over}", refused.err)
@@ -248,27 +248,30 @@ def test_the_page_stands_alone(tmp_path: Path) -> None:
 
 
 def test_scaling_by_doubling(tmp_path: Path) -> None:
-    words = [*ONE_RANK, "train.steps=100", "--gpus", "1..4", "--objective", "cost", "--price", 2, "--tokens", "1e9"]
-    result = meshwright("plan", *words, "--html", tmp_path / "scaling.html", "--json").json
+    arguments = [*ONE_RANK, "train.steps=100", "--gpus", "1..4", "--objective", "cost", "--price", 2, "--tokens", "1e9"]
+    result = meshwright("plan", *arguments, "--html", tmp_path / "scaling.html", "--json").json
     assert set(result) == KEYS | {"objective"}
     points = result["objective"]["points"]
     assert [point["gpus"] for point in points] == [1, 2, 4]
-    known = [point for point in points if point["step_seconds"]]
-    assert all(point["cost"] == pytest.approx(2 * point["gpu_hours"]) for point in known)
+    estimated = [point for point in points if point["step_seconds"]]
+    assert all(point["cost"] == pytest.approx(2 * point["gpu_hours"]) for point in estimated)
     assert all(
-        point["gpu_hours"] == pytest.approx(point["gpus"] * 1e9 / point["tokens_per_second"] / 3600) for point in known
+        point["gpu_hours"] == pytest.approx(point["gpus"] * 1e9 / point["tokens_per_second"] / 3600)
+        for point in estimated
     )
-    least = min(point["gpu_hours"] for point in known)
-    (taken,) = (point for point in known if point["gpus"] == result["objective"]["gpus"])
-    assert taken["gpu_hours"] <= 1.001 * least
+    least = min(point["gpu_hours"] for point in estimated)
+    (chosen,) = (point for point in estimated if point["gpus"] == result["objective"]["gpus"])
+    assert chosen["gpu_hours"] <= 1.001 * least
     text = (tmp_path / "scaling.html").read_text()
     assert Page(text).open == [] and "Throughput" in text and "Efficiency" in text
     shown = meshwright("plan", *ONE_RANK, "--gpus", "1..2", "plan.tensor=1", "plan.context_ring=1").out
     assert re.search(r"^ 2 +(shard|replicate) 2.* [\d.]+ m?s ", shown, re.MULTILINE) and "◀" in shown
     assert "GPU-hours need the tokens of the whole training" in " ".join(shown.split())
-    asked = meshwright("plan", *ONE_RANK, "--gpus", "2", "--tokens", "1e12", "--json").json["objective"]["points"][0]
+    single_point = meshwright("plan", *ONE_RANK, "--gpus", "2", "--tokens", "1e12", "--json").json["objective"][
+        "points"
+    ][0]
     shown = meshwright("plan", *ONE_RANK, "--gpus", "2", "--tokens", "1e12").out
-    assert two_digits(asked["gpu_hours"]) in shown and two_digits(asked["days"]) in shown
+    assert two_digits(single_point["gpu_hours"]) in shown and two_digits(single_point["days"]) in shown
 
 
 @pytest.mark.parametrize(("number", "text"), [(12345, "12,000"), (35.4, "35"), (4.26, "4.3"), (0.0421, "0.042")])
@@ -277,25 +280,25 @@ def test_a_prediction_has_two_digits(number: float, text: str) -> None:
 
 
 def test_a_faster_plan_that_cannot_be_trained_is_a_note() -> None:
-    words = [*ONE_RANK, "plan.pipeline=2", "plan.offload=activations", "--include-untrainable"]
-    result = meshwright("plan", *words, "--json").json
-    plain = meshwright("plan", *words[:-1], "--json").json
+    arguments = [*ONE_RANK, "plan.pipeline=2", "plan.offload=activations", "--include-untrainable"]
+    result = meshwright("plan", *arguments, "--json").json
+    plain = meshwright("plan", *arguments[:-1], "--json").json
     assert result["plan"]["schedule"]["name"] == plain["plan"]["schedule"]["name"] and "untrainable" not in plain
     other = result["untrainable"]
     assert "cannot train" in other["cannot_train"]
     assert other["plan"]["predicted"]["step_seconds"] < result["predicted"]["step_seconds"]
-    assert "cannot train" in " ".join(meshwright("plan", *words).out.split())
+    assert "cannot train" in " ".join(meshwright("plan", *arguments).out.split())
 
 
 def test_idle_devices_are_named() -> None:
-    words = [*MODEL, "cluster.gpus_per_node=7", "train.global_batch=8"]
-    result, text = meshwright("plan", *words, "--json").json, " ".join(meshwright("plan", *words).out.split())
+    arguments = [*MODEL, "cluster.gpus_per_node=7", "train.global_batch=8"]
+    result, text = meshwright("plan", *arguments, "--json").json, " ".join(meshwright("plan", *arguments).out.split())
     assert set(result) == KEYS | {"idle"} and result["idle"]["used"] < result["idle"]["devices"] == 7
     assert "on 1 × 7 H100" in text and f"uses {result['idle']['used']} of 7 devices" in text
 
 
 def test_the_shortest_training() -> None:
-    words = [
+    arguments = [
         *ONE_RANK,
         "cluster.gpus_per_node=1",
         "--objective",
@@ -305,11 +308,11 @@ def test_the_shortest_training() -> None:
         "--tokens",
         "1e9",
     ]
-    answer = meshwright("plan", *words, "--json").json
-    result, rows = answer["objective"], answer["objective"]["trainings"]
+    answer = meshwright("plan", *arguments, "--json").json
+    result, trainings = answer["objective"], answer["objective"]["trainings"]
     assert result["name"] == "training" and result["tokens"] == 1e9
-    assert [row["seconds"] for row in rows] == sorted(row["seconds"] for row in rows)
-    assert answer["plan"]["batch"]["global_batch"] == rows[0]["global_batch"]
+    assert [training["seconds"] for training in trainings] == sorted(training["seconds"] for training in trainings)
+    assert answer["plan"]["batch"]["global_batch"] == trainings[0]["global_batch"]
 
 
 @pytest.mark.parametrize(
@@ -377,24 +380,24 @@ def test_probes_measure_the_leading_plans_here_and_take_the_fastest(tiny: Path, 
 
 def test_seconds_of_a_cpu_are_predicted_with_a_profile_only(tiny: Path, tmp_path: Path) -> None:
     """Without it plans are compared by a guess, which is no prediction."""
-    asked = ["plan", tiny, "cluster.gpus_per_node=2", "--json", "--explain"]
-    guessed = meshwright(*asked).json
+    arguments = ["plan", tiny, "cluster.gpus_per_node=2", "--json", "--explain"]
+    guessed = meshwright(*arguments).json
     for plan in (guessed["plan"], *(other["plan"] for other in guessed["alternatives"])):
         assert plan["predicted"]["memory_peak_bytes"] > 0
         assert all(plan["predicted"][key] is None for key in ("step_seconds", "tokens_per_second", "breakdown"))
     assert "needs a profile" in guessed["plan"]["why"][0]
     assert guessed["alternatives"] and all("+" not in other["why_not"] for other in guessed["alternatives"])
     assert guessed["limits"] == guessed["changes"] == [] and "80% band" not in guessed["sources"]
-    shown = " ".join(meshwright(*asked[:3]).out.split())
+    shown = " ".join(meshwright(*arguments[:3]).out.split())
     assert "CPU times are not predicted without a profile" in shown and "a step" not in shown
 
-    measured = meshwright(*asked, f"cluster.profile={cpu_profile(tmp_path / 'cpu.json')}").json
+    measured = meshwright(*arguments, f"cluster.profile={cpu_profile(tmp_path / 'cpu.json')}").json
     assert measured["predicted"]["step_seconds"] > 0 and "needs a profile" not in measured["plan"]["why"][0]
 
 
 def test_a_chip_of_which_only_the_memory_is_known_gets_memory_answers(tmp_path: Path) -> None:
-    words = [*ONE_RANK, "cluster.gpu=X9000", "cluster.memory_gib=40"]
-    shown = meshwright("plan", *words, "--html", tmp_path / "plan.html")
+    arguments = [*ONE_RANK, "cluster.gpu=X9000", "cluster.memory_gib=40"]
+    shown = meshwright("plan", *arguments, "--html", tmp_path / "plan.html")
     output = " ".join(shown.out.split())
     assert (
         shown.code == 0
@@ -402,7 +405,7 @@ def test_a_chip_of_which_only_the_memory_is_known_gets_memory_answers(tmp_path: 
         and "GB of 43 GB on the fullest" in output
     )
     assert " a step" not in output and "tokens/s" not in output and not re.search(r"\d m?s longer", output)
-    result = meshwright("plan", *words, "--json", "--explain").json
+    result = meshwright("plan", *arguments, "--json", "--explain").json
     assert result["predicted"]["memory_peak_bytes"] > 0 and result["predicted"]["step_seconds"] is None
     assert result["sources"]["matrix products"].startswith("guess") and result["changes"] == []
     too_small = meshwright("plan", *ONE_RANK, "cluster.gpu=X9000", "cluster.memory_gib=4", "plan.offload=none")
@@ -410,13 +413,13 @@ def test_a_chip_of_which_only_the_memory_is_known_gets_memory_answers(tmp_path: 
 
 
 def test_a_chip_without_bf16_is_planned_in_fp32_and_in_fp16_only_planned() -> None:
-    words = [*MODEL, "cluster.gpu=V100", "cluster.gpus_per_node=4"]
-    usual = meshwright("plan", *words, "--json")
+    arguments = [*MODEL, "cluster.gpu=V100", "cluster.gpus_per_node=4"]
+    usual = meshwright("plan", *arguments, "--json")
     assert (
         usual.json["plan"]["precision"]["compute"] == "fp32"
         and "V100 has no bf16, so plans compute in fp32" in usual.err
     )
-    pinned = meshwright("plan", *words, "plan.compute=fp16", "--json")
+    pinned = meshwright("plan", *arguments, "plan.compute=fp16", "--json")
     assert "no bf16" not in pinned.err and pinned.json["plan"]["precision"]["compute"] == "fp16"
     assert pinned.json["predicted"]["step_seconds"] < usual.json["predicted"]["step_seconds"] / 3
     assert "computation in fp16" in pinned.json["plan"]["why"][-2] + pinned.json["plan"]["why"][-1]
@@ -435,7 +438,7 @@ def test_another_machine_is_not_probed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cluster", "words"),
+    ("cluster", "expected"),
     [
         ("mixed-h100-a100", "8 × 8 H100 and 8 × 8 A100"),
         ("ib-roce-a100", "4 × 8 A100 on infiniband, 25 GB/s a port and 4 × 8 A100 on roce, 25 GB/s a port"),
@@ -443,16 +446,16 @@ def test_another_machine_is_not_probed() -> None:
         ("a100-tcp-4", "4 × 8 A100"),
     ],
 )
-def test_the_header_names_nodes_that_differ(cluster: str, words: str, tmp_path: Path) -> None:
+def test_the_header_names_nodes_that_differ(cluster: str, expected: str, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(f"model: llama3-8b\ntrain: {{steps: 1, global_batch: 64, seq_len: 4096}}\ncluster: {cluster}\n")
-    assert machines_line(load_run(file, []).cluster) == words
+    assert machines_line(load_run(file, []).cluster) == expected
     assert machines_line(ClusterSpec(gpu="H200", gpus_per_node=8, emulate_nodes=2)) == "1 × 8 H200, emulating 2 nodes"
 
 
-def test_what_a_question_leaves_open_is_said(tiny: Path) -> None:
-    asked = meshwright("plan", "model=llama3-1b", "cluster.gpu=H100", "train.global_batch=16", "--json")
-    assert asked.err == (
+def test_assumed_values_are_reported(tiny: Path) -> None:
+    answer = meshwright("plan", "model=llama3-1b", "cluster.gpu=H100", "train.global_batch=16", "--json")
+    assert answer.err == (
         "no run file: name=quickstart data.mix=stdlib train.steps=140 train.seq_len=8192 train.learning_rate=0.0004 "
         "train.warmup_steps=20 train.validate_every=50 cluster.gpus_per_node=8 assumed\n"
     )
@@ -460,7 +463,7 @@ def test_what_a_question_leaves_open_is_said(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["plan", "simulate"])
-def test_what_is_not_priced_is_said_beside_the_step(
+def test_costs_that_are_not_estimated_are_named_beside_the_step_time(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # simulate leaves its timeline where it is called
@@ -470,8 +473,8 @@ def test_what_is_not_priced_is_said_beside_the_step(
 
 
 def test_a_node_that_is_not_sold_is_remarked_upon() -> None:
-    for words, output in (([], True), (["cluster.network.domain=8"], False)):
-        answer = meshwright("plan", *MODEL, "cluster.gpus_per_node=16", *words, "--json")
+    for overrides, output in (([], True), (["cluster.network.domain=8"], False)):
+        answer = meshwright("plan", *MODEL, "cluster.gpus_per_node=16", *overrides, "--json")
         assert ("16 H100 per node: vendors build hosts with 8" in answer.err) is output
 
 
@@ -480,7 +483,7 @@ def test_tcp_without_a_rate_is_priced_by_a_guess() -> None:
     assert result["sources"]["network"].startswith("guess") and "port_gb_per_s" in result["sources"]["network"]
 
 
-def test_small_memory_is_told_in_its_own_unit_and_every_letter_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_memory_has_its_own_unit_and_every_letter_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     out = meshwright("plan", "cluster.gpu=cpu").out.replace("\u00a0", " ")
     assert re.search(r"llama-nano, \d\.\d+M parameters", out) and re.search(r"W weights [\d.]+ MB", out)

@@ -1,4 +1,4 @@
-"""`meshwright predict` as it is typed."""
+"""`meshwright predict` from the command line."""
 
 from __future__ import annotations
 

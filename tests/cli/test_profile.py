@@ -1,4 +1,4 @@
-"""`meshwright profile`: measures here, writes a file that plans read, and takes a run's word for what it got wrong."""
+"""`meshwright profile`: measures this machine, writes a file that plans read, and corrects it from a measured run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_measured_machine_prices_plans(capfd: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize(
-    ("words", "output"),
+    ("arguments", "output"),
     [
         ([], "--out FILE is missing"),
         (["--out", "not/there.json"], "there is no folder not"),
@@ -60,8 +60,8 @@ def test_a_measured_machine_prices_plans(capfd: pytest.CaptureFixture[str]) -> N
         (["--from-run", "."], "config.yaml"),
     ],
 )
-def test_mistakes_are_said_before_anything_is_measured(words: list[str], output: str) -> None:
-    answer = meshwright("profile", *words)
+def test_mistakes_are_reported_before_anything_is_measured(arguments: list[str], output: str) -> None:
+    answer = meshwright("profile", *arguments)
     assert answer.code == 2 and output in answer.err
 
 
@@ -90,7 +90,7 @@ def test_a_run_corrects_its_machine_and_predictions_meet_it(tmp_path: Path) -> N
     assert answer.code == 0, answer.err
     assert "device time × 1.300" in answer.out
     result = load_profile("h200.json")
-    assert [row.run for row in result.corrections] == ["mine"] and result.products
+    assert [correction.run for correction in result.corrections] == ["mine"] and result.products
     (tmp_path / "run.yaml").write_text(resolved_yaml(replace(RUN, plan=str(tmp_path / "runs" / "mine" / "plan.yaml"))))
     again = meshwright("simulate", "run.yaml", "cluster.profile=h200.json", "--json")
     assert again.code == 0, again.err

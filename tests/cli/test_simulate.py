@@ -1,4 +1,4 @@
-"""`meshwright simulate`: what it prints, the trace it writes, and what only simulation takes."""
+"""`meshwright simulate`: its output, the trace file, and plans that can be simulated but not trained."""
 
 from __future__ import annotations
 
@@ -61,18 +61,18 @@ def test_a_plan_file_is_played_as_it_stands(tmp_path: Path) -> None:
 def test_it_prints_a_summary_a_picture_and_where_the_trace_is() -> None:
     answer = meshwright("simulate", *PIPELINE, "name=mine")
     assert answer.code == 0, answer.err
-    for words in (
+    for text in (
         "plan: pipeline 2 × ",
         "1f1b, 8 micro-batches of 1 × 4096 tokens",
         "the planner's choice",
         "bubble",
     ):
-        assert words in answer.out
+        assert text in answer.out
     assert f"runs of {STACK}, of devices" in " ".join(answer.out.split())
     file = Path("runs/mine/timelines/simulated.json.gz")
     assert f"trace: {file} " in answer.out
-    rows = [line for line in answer.out.splitlines() if line.startswith(("0  F0", "1  ."))]
-    assert len(rows) == 2 and "B0-" in rows[0] and max(map(len, rows)) <= 150
+    rank_lines = [line for line in answer.out.splitlines() if line.startswith(("0  F0", "1  ."))]
+    assert len(rank_lines) == 2 and "B0-" in rank_lines[0] and max(map(len, rank_lines)) <= 150
     events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
     assert any(event["name"] == "forward 1.7/3" for event in events)
 
@@ -152,8 +152,8 @@ def test_what_only_simulation_takes_is_not_trained(tiny: Path, tmp_path: Path) -
 def test_plan_shows_schedule_and_stages() -> None:
     answer = meshwright("plan", *NODE, "plan.pipeline=2", "plan.schedule=zbv")
     assert answer.code == 0, answer.err
-    for words in ("pipeline 2", "zbv", "rank 0: layers 0-8, 26-31", "rank 1: layers 9-17, 18-25", "node 0"):
-        assert words in answer.out
+    for text in ("pipeline 2", "zbv", "rank 0: layers 0-8, 26-31", "rank 1: layers 9-17, 18-25", "node 0"):
+        assert text in answer.out
 
 
 def test_a_processor_s_band_is_said_to_be_a_guess_and_no_rank_computes_longer_than_its_window() -> None:

@@ -46,15 +46,15 @@ def test_the_run_folder_holds_what_is_promised(finished: Path) -> None:
 
 
 @pytest.mark.parametrize("launched", [False, True], ids=["here", "by a launcher"])
-def test_a_finished_run_is_left_as_it_is(finished: Path, tiny: Path, launched: bool) -> None:
+def test_a_finished_run_is_not_changed(finished: Path, tiny: Path, launched: bool) -> None:
     """Whatever plan it is asked to run by now."""
 
     def contents() -> dict[Path, bytes]:
         return {file: file.read_bytes() for file in finished.rglob("*") if file.is_file()}
 
     before = contents()
-    words = ["train", tiny, ONE_RANK, "checkpoint.every=3", "plan.micro_batch=2", "--runs", finished.parent]
-    answer = train_here(*words[1:]) if launched else meshwright(*words)
+    arguments = ["train", tiny, ONE_RANK, "checkpoint.every=3", "plan.micro_batch=2", "--runs", finished.parent]
+    answer = train_here(*arguments[1:]) if launched else meshwright(*arguments)
     assert answer.code == 0
     assert answer.out.splitlines()[0] == f"{finished} is finished: 6 of 6 steps; nothing is changed in it"
     assert contents() == before
@@ -115,19 +115,19 @@ def test_a_start_says_what_it_trains_on(
 def test_one_host_trains_on_the_devices_that_the_batch_divides_over(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words, heard = [tiny, "cluster.gpus_per_node=3", "plan.pipeline=1", "plan.tensor=1"], list[str]()
-    used = on_used_devices(load_run(tiny, words[1:]), heard.append)
-    assert used.cluster.ranks == 2 and heard[0].startswith("uses 2 of 3 devices")
-    made = prepare_run(used, tmp_path, profile=None, note=heard.append)
-    assert made is not None and made.assignment.plan.ranks == 2
-    assert meshwright("check", *words, "--runs", tmp_path / "other").code == 0
+    overrides, notes = [tiny, "cluster.gpus_per_node=3", "plan.pipeline=1", "plan.tensor=1"], list[str]()
+    used = on_used_devices(load_run(tiny, overrides[1:]), notes.append)
+    assert used.cluster.ranks == 2 and notes[0].startswith("uses 2 of 3 devices")
+    assignment = prepare_run(used, tmp_path, profile=None, note=notes.append)
+    assert assignment is not None and assignment.assignment.plan.ranks == 2
+    assert meshwright("check", *overrides, "--runs", tmp_path / "other").code == 0
     monkeypatch.setenv("RANK", "0")  # a launcher started its ranks
-    assert on_used_devices(load_run(tiny, words[1:]), heard.append).cluster.ranks == 3
+    assert on_used_devices(load_run(tiny, overrides[1:]), notes.append).cluster.ranks == 3
 
 
 @pytest.mark.parametrize("launched", [False, True], ids=["here", "by a launcher"])
 def test_another_configuration_is_not_resumed(finished: Path, tiny: Path, launched: bool) -> None:
-    words = [
+    arguments = [
         tiny,
         ONE_RANK,
         "train.learning_rate=1e-3",
@@ -136,7 +136,7 @@ def test_another_configuration_is_not_resumed(finished: Path, tiny: Path, launch
         "--runs",
         finished.parent,
     ]
-    answer = train_here(*words) if launched else meshwright("train", *words)
+    answer = train_here(*arguments) if launched else meshwright("train", *arguments)
     assert answer.code == 2
     for line in (
         "train.learning_rate: 0.01 there, 0.001 now",
@@ -162,28 +162,28 @@ def test_a_run_on_a_cpu_without_a_profile_says_once_that_its_step_time_was_not_p
     assert [line["step"] for line in lines] == [17]
     assert plan.predicted is not None and plan.predicted.step_seconds is None and plan.predicted.breakdown is None
     assert lines[0]["memory_bytes"]["predicted"] == plan.predicted.memory_peak_bytes
-    kept = read_account(lines[-1])
-    assert json.loads((run / "summary.json").read_text())["account"] == to_plain(kept)
+    account = read_account(lines[-1])
+    assert json.loads((run / "summary.json").read_text())["account"] == to_plain(account)
     steps = [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "step"]
-    assert kept.step_seconds.measured == pytest.approx(median(line["step_seconds"] for line in steps[5:]))
+    assert account.step_seconds.measured == pytest.approx(median(line["step_seconds"] for line in steps[5:]))
     page = (run / "report.html").read_text()
     assert "Predicted and measured" in page and "CPU times are not predicted without a profile" in page
-    assert meshwright("report", run, "--json").json["account"] == to_plain(kept)
+    assert meshwright("report", run, "--json").json["account"] == to_plain(account)
 
 
-def test_a_run_of_a_few_steps_is_held_to_nothing(finished: Path) -> None:
+def test_a_run_of_a_few_steps_has_no_account(finished: Path) -> None:
     assert not [line for line in read_metrics(finished / "metrics.jsonl") if line["kind"] == "account"]
     assert "account" not in json.loads((finished / "summary.json").read_text())
     assert meshwright("report", finished, "--json").json["account"] is None
 
 
-def test_a_plan_file_s_own_figures_bind_nothing(finished: Path, tiny: Path, tmp_path: Path) -> None:
+def test_predictions_stored_in_a_plan_file_are_not_used(finished: Path, tiny: Path, tmp_path: Path) -> None:
     plan = load_plan(finished / "plan.yaml")
     file = tmp_path / "plan.yaml"
     file.write_text(plan_yaml(replace(plan, predicted=Predicted(memory_peak_bytes=1, step_seconds=1e-9))))
-    made = prepare_run(load_run(tiny, [ONE_RANK, f"plan={file}"]), tmp_path, profile=None, note=print)
-    assert made
-    written = load_plan(made.folder / "plan.yaml")
+    assignment = prepare_run(load_run(tiny, [ONE_RANK, f"plan={file}"]), tmp_path, profile=None, note=print)
+    assert assignment
+    written = load_plan(assignment.folder / "plan.yaml")
     assert written.predicted == plan.predicted and written.why == (f"as {os.path.relpath(file)} says",)
 
 

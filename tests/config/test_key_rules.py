@@ -24,8 +24,8 @@ def mistakes(tmp_path: Path, *overrides: str, text: str = BASE) -> list[Mistake]
 
 
 def test_a_chip_may_be_written_in_any_letters() -> None:
-    words = ["cluster={gpu: h200, nodes: 2, groups: [{nodes: 1, gpu: mi300x}]}", "model=llama-nano"]
-    cluster = load_run(None, words).cluster
+    overrides = ["cluster={gpu: h200, nodes: 2, groups: [{nodes: 1, gpu: mi300x}]}", "model=llama-nano"]
+    cluster = load_run(None, overrides).cluster
     assert (cluster.gpu, cluster.groups[0].gpu) == ("H200", "MI300X")
     assert load_run(None, ["cluster.gpu=CPU"]).cluster.is_cpu
 
@@ -142,7 +142,7 @@ def test_a_broken_rule(tmp_path: Path, overrides: list[str], key: str, expected:
         ["name=A-1_b.c"],
     ],
 )
-def test_what_is_allowed(tmp_path: Path, overrides: list[str]) -> None:
+def test_valid_key_combinations_pass(tmp_path: Path, overrides: list[str]) -> None:
     assert mistakes(tmp_path, *overrides) == []
 
 
@@ -202,13 +202,16 @@ def test_pinned_stages_say_how_deep_the_pipeline_is(tmp_path: Path) -> None:
     assert "the cluster's 4 ranks ÷ plan.stages 2 rows" in mistake.expected
 
 
-def test_the_place_is_the_offending_token(tmp_path: Path) -> None:
+def test_the_position_is_that_of_the_offending_token(tmp_path: Path) -> None:
     text = (
         "model: llama-nano\ntrain:\n  steps: 10\n  warmup_steps: 20\n  global_batch: 3\ncluster: {gpus_per_node: 4}\n"
         "plan: {shard: 4}\n"
     )
-    found = mistakes(tmp_path, text=text)
-    assert [(m.key, m.line, m.column) for m in found] == [("train.warmup_steps", 4, 17), ("train.global_batch", 5, 17)]
+    reported = mistakes(tmp_path, text=text)
+    assert [(m.key, m.line, m.column) for m in reported] == [
+        ("train.warmup_steps", 4, 17),
+        ("train.global_batch", 5, 17),
+    ]
 
 
 def test_a_length_that_comes_from_a_preset_is_placed_where_the_preset_is_named(tmp_path: Path) -> None:
@@ -242,8 +245,8 @@ def test_a_plan_file_s_fold_fits_its_mesh_and_its_model(tmp_path: Path, fold: st
     plan = tmp_path / "plan.yaml"
     batch = "batch: {global_batch: 8, micro_batch: 2, accumulate: 1}"
     plan.write_text(f"mesh: [{{axis: shard, size: 4}}]\n{batch}\nexperts: {fold}\n")
-    words = ["model.experts=6", "model.experts_per_token=2", "model.expert_hidden=64", f"plan={plan}"]
-    (mistake,) = mistakes(tmp_path, *words)
+    overrides = ["model.experts=6", "model.experts_per_token=2", "model.expert_hidden=64", f"plan={plan}"]
+    (mistake,) = mistakes(tmp_path, *overrides)
     assert (mistake.key, Path(mistake.file).name) == (key, "plan.yaml")
     assert expected in mistake.expected
 
@@ -253,10 +256,10 @@ def test_a_plan_file_s_experts_are_divided_by_its_tensor_ranks_too(tmp_path: Pat
     batch = "batch: {global_batch: 8, micro_batch: 2, accumulate: 2}"
     mesh = "mesh: [{axis: shard, size: 2}, {axis: tensor, size: 2}]"
     plan.write_text(f"{mesh}\n{batch}\nexperts: {{expert: 2, expert_shard: 1}}\n")
-    words = ["model.experts_per_token=2", "model.expert_hidden=64", f"plan={plan}"]
-    (mistake,) = mistakes(tmp_path, "model.experts=6", *words)
+    overrides = ["model.experts_per_token=2", "model.expert_hidden=64", f"plan={plan}"]
+    (mistake,) = mistakes(tmp_path, "model.experts=6", *overrides)
     assert mistake.key == "experts.expert" and "a divisor of model.experts = 6 ÷ 2 tensor ranks" in mistake.expected
-    assert mistakes(tmp_path, "model.experts=8", *words) == []
+    assert mistakes(tmp_path, "model.experts=8", *overrides) == []
 
 
 @pytest.mark.parametrize("key", ["compute", "reduce", "reduce_replicas"])

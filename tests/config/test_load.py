@@ -109,8 +109,8 @@ def test_a_cluster_that_names_no_devices_is_this_machine_s() -> None:
 
 
 def test_a_family_without_a_preset_has_its_own_dimensions_and_values() -> None:
-    words = ["model.family=gpt2", "model.hidden=3072", "model.layers=20", "model.heads=24"]
-    run, notes = notes_of(None, *words, "cluster.gpu=H100")
+    overrides = ["model.family=gpt2", "model.hidden=3072", "model.layers=20", "model.heads=24"]
+    run, notes = notes_of(None, *overrides, "cluster.gpu=H100")
     model = run.model
     assert (model.preset, model.ffn_hidden, model.kv_heads, model.head_dim) == (None, 12288, 24, 128)
     assert (model.positions, model.norm, model.mlp, model.bias, model.tied) == (
@@ -125,11 +125,11 @@ def test_a_family_without_a_preset_has_its_own_dimensions_and_values() -> None:
         "ffn_hidden 12288 = 4 × hidden, kv_heads 24 = heads, head_dim 128 = hidden / heads"
     )
     llama, notes = notes_of(
-        None, *words, "model.family=llama", "model.hidden=4096", "model.heads=32", "model.kv_heads=8"
+        None, *overrides, "model.family=llama", "model.hidden=4096", "model.heads=32", "model.kv_heads=8"
     )
     assert (llama.model.ffn_hidden, llama.model.mlp, llama.model.tied) == (11008, "swiglu", False)  # Llama 2 7B
     assert notes[-2].startswith("model: llama; ffn_hidden 11008 = 8/3 × hidden") and "kv_heads" not in notes[-2]
-    assert load_run(None, [*words, "model.bias=false"]).model.bias is False
+    assert load_run(None, [*overrides, "model.bias=false"]).model.bias is False
     assert load_run(None, ["model=llama-nano", "model.family=qwen3"]).model.qk_norm
 
 
@@ -160,7 +160,7 @@ def test_heads_and_lengths_follow_when_left_out() -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_numbers_as_people_write_them() -> None:
+def test_number_notations() -> None:
     run = run_of("model: llama-nano", "train.learning_rate=3e-4", "train.epsilon=1e-8", "train.clip_norm=2")
     assert (run.train.learning_rate, run.train.epsilon, run.train.clip_norm) == (3e-4, 1e-8, 2.0)
     assert isinstance(run.train.clip_norm, float)
@@ -253,12 +253,13 @@ def test_mistakes_of_every_file_of_a_chain_name_their_file() -> None:
 
 @pytest.mark.usefixtures("here")
 def test_cluster_auto_file_and_section() -> None:
-    found = {"gpu": "H200", "nodes": 1, "gpus_per_node": 8}
-    run = run_of("model: llama-nano\ncluster: auto", detect=lambda: found)
+    detected = {"gpu": "H200", "nodes": 1, "gpus_per_node": 8}
+    run = run_of("model: llama-nano\ncluster: auto", detect=lambda: detected)
     assert (run.cluster.gpu, run.cluster.ranks) == ("H200", 8)
     assert run_of("model: llama-nano\ncluster: auto").cluster.ranks == 1
     assert (
-        run_of("model: llama-nano\ncluster: auto", "cluster.gpus_per_node=4", detect=lambda: found).cluster.ranks == 4
+        run_of("model: llama-nano\ncluster: auto", "cluster.gpus_per_node=4", detect=lambda: detected).cluster.ranks
+        == 4
     )
     write("sites/big.yaml", "gpu: H100\nnodes: 2\ngpus_per_node: 4")
     write("sites/run.yaml", "model: llama-nano\ntrain: {steps: 1, global_batch: 8}\ncluster: big.yaml")
@@ -270,17 +271,17 @@ def test_cluster_auto_file_and_section() -> None:
 
 @pytest.mark.usefixtures("here")
 def test_dimensions_come_from_the_weights_when_not_given() -> None:
-    asked: list[Path] = []
+    requested: list[Path] = []
 
     def reader(folder: Path) -> dict[str, Any]:
-        asked.append(folder)
+        requested.append(folder)
         return {**SMALL, "kv_heads": 2, "head_dim": 8, "rope_scaling": RopeScaling(factor=2.0)}
 
     run = run_of("model: {init: 'hf:weights/tiny'}", model_reader=reader)
     assert (run.model.hidden, run.model.kv_heads, run.model.rope_scaling) == (32, 2, RopeScaling(factor=2.0))
-    assert asked == [Path("weights/tiny")]
+    assert requested == [Path("weights/tiny")]
     assert run_of("model: {init: 'hf:weights/tiny', preset: llama-nano}", model_reader=reader).model.hidden == 256
-    assert len(asked) == 1
+    assert len(requested) == 1
     assert load_run(None, ["model.init=hf:weights/tiny"], model_reader=reader).model.hidden == 32
 
     def refusing(folder: Path) -> dict[str, Any]:

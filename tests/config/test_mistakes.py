@@ -97,30 +97,30 @@ def mistakes_in(file: Path, text: str, *overrides: str) -> list[Mistake]:
 
 
 def test_thirty_mistakes_at_once_each_at_its_token(tmp_path: Path) -> None:
-    found = mistakes_in(tmp_path / "run.yaml", MANY)
+    reported = mistakes_in(tmp_path / "run.yaml", MANY)
     lines = MANY.splitlines()
     for key, token, expected, nearest in EXPECTED_MISTAKES:
         shown = "train.global_batch" if key == "train" else key
-        matching = [m for m in found if m.key == shown and expected in m.expected]
-        assert len(matching) == 1, (key, expected, [str(m) for m in found])
+        matching = [m for m in reported if m.key == shown and expected in m.expected]
+        assert len(matching) == 1, (key, expected, [str(m) for m in reported])
         (mistake,) = matching
         assert mistake.file == str(tmp_path / "run.yaml")
         assert mistake.line is not None
         assert mistake.column is not None
         assert lines[mistake.line - 1][mistake.column - 1 :].startswith(token), str(mistake)
         assert mistake.nearest == nearest, str(mistake)
-    assert len(found) == len(EXPECTED_MISTAKES), [str(m) for m in found]
-    places = [(m.line, m.column) for m in found]
-    assert places == sorted(places, key=lambda place: (place[0] or 0, place[1] or 0))
+    assert len(reported) == len(EXPECTED_MISTAKES), [str(m) for m in reported]
+    positions = [(m.line, m.column) for m in reported]
+    assert positions == sorted(positions, key=lambda position: (position[0] or 0, position[1] or 0))
 
 
 def test_the_message_and_the_json_say_the_same(tmp_path: Path) -> None:
-    found = mistakes_in(tmp_path / "run.yaml", "model: llama-nano\ntrain: {stepz: 3, global_batch: 4}\n")
-    (mistake,) = found
+    reported = mistakes_in(tmp_path / "run.yaml", "model: llama-nano\ntrain: {stepz: 3, global_batch: 4}\n")
+    (mistake,) = reported
     assert (
         str(mistake) == f"{tmp_path}/run.yaml:2:9: train.stepz: expected a key of train, got 'stepz' (nearest: steps)"
     )
-    assert mistakes_as_json(found) == {
+    assert mistakes_as_json(reported) == {
         "ok": False,
         "errors": [
             {
@@ -148,21 +148,21 @@ def test_a_model_without_dimensions_says_what_it_needs(tmp_path: Path) -> None:
 
 def test_everything_that_a_model_lacks_is_in_one_mistake() -> None:
     """Also without a file, where nothing comes from the quick start's model, and of a mixture's experts."""
-    for words, got in (
+    for overrides, got in (
         (["model.family=gpt2", "model.hidden=64"], "no layers, heads"),
         (["model.layers=2"], "no family, hidden, heads"),
         (["model={family: mixtral, layers: 2, hidden: 64}"], "no heads, experts, experts_per_token, expert_hidden"),
         (["model.family=qwen3_moe", "model.experts=4"], "no layers, hidden, heads, experts_per_token, expert_hidden"),
     ):
         with pytest.raises(BadConfig) as caught:
-            load_run(None, words)
+            load_run(None, overrides)
         (mistake,) = caught.value.mistakes
         assert (mistake.file, mistake.key, mistake.got) == ("command line", "model", got)
 
 
 def test_a_misspelt_section_is_not_also_missing(tmp_path: Path) -> None:
-    found = mistakes_in(tmp_path / "run.yaml", "model: llama-nano\ntrian: {steps: 1, global_batch: 1}\n")
-    assert [(m.key, m.nearest) for m in found] == [("trian", "train")]
+    reported = mistakes_in(tmp_path / "run.yaml", "model: llama-nano\ntrian: {steps: 1, global_batch: 1}\n")
+    assert [(m.key, m.nearest) for m in reported] == [("trian", "train")]
 
 
 def test_a_hundred_mistakes_are_listed_and_the_rest_counted(tmp_path: Path) -> None:
@@ -374,8 +374,8 @@ def test_every_typo_of_every_key_is_rejected_at_its_place(
     wrong = typo_of(key, edit, at, letter)
     if wrong == key or not wrong:
         return
-    found = report_of(tmp_path_factory.getbasetemp() / "typo.yaml", line, key, wrong)
-    assert any((m.line, m.column) == (line + 1, column + 1) and wrong in m.got + m.key for m in found), found
+    reported = report_of(tmp_path_factory.getbasetemp() / "typo.yaml", line, key, wrong)
+    assert any((m.line, m.column) == (line + 1, column + 1) and wrong in m.got + m.key for m in reported), reported
 
 
 def test_a_plan_in_a_run_file_s_place_is_one_mistake(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_it_comes_back_as_written_to_six_digits(file: Path) -> None:
     file.write_text(to_json(once), encoding="utf-8")
     assert load_profile(file) == once
     assert once.products[0].seconds == pytest.approx(made_profile().products[0].seconds, rel=1e-5)
-    assert [row.crosses for row in once.collectives if row.ranks == 16][:1] == ["node"]
+    assert [collective.crosses for collective in once.collectives if collective.ranks == 16][:1] == ["node"]
 
 
 def test_a_file_that_changed_is_read_again(file: Path) -> None:
@@ -55,14 +55,14 @@ def test_a_file_that_changed_is_read_again(file: Path) -> None:
         ({"host_links": [{"devices": 1, "to_host": 1.0, "to_device": 1.0, "x": 1}]}, "host_links.0.x: expected a key"),
     ],
 )
-def test_what_is_wrong_in_it_is_said_with_its_key(file: Path, change: dict[str, Any], output: str) -> None:
+def test_mistakes_in_a_profile_name_their_key(file: Path, change: dict[str, Any], output: str) -> None:
     file.write_text(json.dumps({**plain(file), **change}), encoding="utf-8")
     with pytest.raises(BadInput, match=re.escape(f"{file}: {output}")):
         load_profile(file)
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{", "\x00"])
-def test_what_is_no_profile_at_all_is_refused(file: Path, text: str) -> None:
+def test_a_file_that_is_not_a_profile_is_refused(file: Path, text: str) -> None:
     file.write_text(text, encoding="utf-8")
     with pytest.raises(BadInput, match="meshwright profile --out FILE"):
         load_profile(file)
@@ -110,8 +110,8 @@ def test_mistakes_name_the_place_in_the_run(file: Path, tmp_path: Path, monkeypa
 
 
 def test_the_cluster_alone_is_loaded_without_its_profile(tmp_path: Path) -> None:
-    found = load_cluster(None, ["cluster=auto", "cluster.profile=not-there.json"], detect=lambda: {"gpu": "H200"})
-    assert found.gpu == "H200" and str(found.profile).endswith("not-there.json")
+    cluster = load_cluster(None, ["cluster=auto", "cluster.profile=not-there.json"], detect=lambda: {"gpu": "H200"})
+    assert cluster.gpu == "H200" and str(cluster.profile).endswith("not-there.json")
     path = tmp_path / "run.yaml"
     path.write_text("model: none-such\ncluster: {gpu: cpu, gpus_per_node: 3}\n")
     assert load_cluster(path).gpus_per_node == 3

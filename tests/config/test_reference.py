@@ -35,18 +35,18 @@ def sections(cls: type, key: str) -> list[tuple[str, type]]:
 
 @pytest.mark.parametrize(("top", "start"), [(RunSpec, ""), (Plan, "Plan: ")])
 def test_every_field_stands_in_its_table_with_its_meaning(top: type, start: str) -> None:
-    found = {head.replace("`", "").replace("[]", ""): rows for head, rows in tables().items()}
+    lines_by_heading = {head.replace("`", "").replace("[]", ""): lines for head, lines in tables().items()}
     for key, cls in sections(top, ""):
-        rows = found[start + (key or ("top level" if start else "Top level"))]
+        lines = lines_by_heading[start + (key or ("top level" if start else "Top level"))]
         for field in dataclasses.fields(cls):
-            (row,) = [row for row in rows if row.startswith(f"{field.name}`")]
-            assert docs_of(cls)[field.name].replace("|", "\\|") in row
-            assert len(re.split(r"(?<!\\)\|", row)) == 4
+            (line,) = [line for line in lines if line.startswith(f"{field.name}`")]
+            assert docs_of(cls)[field.name].replace("|", "\\|") in line
+            assert len(re.split(r"(?<!\\)\|", line)) == 4
 
 
 def test_presets_have_their_published_sizes() -> None:
-    rows = {row.split("`")[0]: row for row in tables()["Model presets"]}
-    assert rows.keys() == MODEL_PRESETS.keys()
+    lines = {line.split("`")[0]: line for line in tables()["Model presets"]}
+    assert lines.keys() == MODEL_PRESETS.keys()
     sizes = {
         "gpt2-124m": "124.4 M",
         "llama3-8b": "8.03 B",
@@ -55,7 +55,7 @@ def test_presets_have_their_published_sizes() -> None:
         "gpt-1t": "1.008 T",
     }
     for name, size in sizes.items():
-        assert f"| {size} |" in rows[name]
+        assert f"| {size} |" in lines[name]
 
 
 def test_the_example_is_a_run(tmp_path: Path) -> None:

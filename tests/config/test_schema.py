@@ -73,11 +73,11 @@ def fits(value: Any, schema: dict[str, Any], root: dict[str, Any]) -> bool:
     ):
         return False
     if isinstance(value, dict) and ("properties" in schema or "additionalProperties" in schema):
-        known, rest = schema.get("properties", {}), schema.get("additionalProperties", True)
+        properties, additional = schema.get("properties", {}), schema.get("additionalProperties", True)
         return all(
-            fits(inner, known[key], root)
-            if key in known
-            else (rest if isinstance(rest, bool) else fits(inner, rest, root))
+            fits(inner, properties[key], root)
+            if key in properties
+            else (additional if isinstance(additional, bool) else fits(inner, additional, root))
             for key, inner in value.items()
         )
     return not isinstance(value, list) or all(fits(item, schema.get("items", {}), root) for item in value)
@@ -146,11 +146,11 @@ def test_types_are_strict(cls: type, key: str, value: Any) -> None:
     assert [wrong.problem for wrong in wrongs if wrong.path == (key,)] == ["value"]
 
 
-def test_what_is_coerced() -> None:
-    given, wrongs = validate(TrainSpec, {"steps": 1, "global_batch": 1, "learning_rate": 1, "clip_norm": "none"})
+def test_accepted_conversions_of_values() -> None:
+    values, wrongs = validate(TrainSpec, {"steps": 1, "global_batch": 1, "learning_rate": 1, "clip_norm": "none"})
     assert not wrongs
-    assert given == {"steps": 1, "global_batch": 1, "learning_rate": 1.0, "clip_norm": None}
-    assert isinstance(given["learning_rate"], float)
+    assert values == {"steps": 1, "global_batch": 1, "learning_rate": 1.0, "clip_norm": None}
+    assert isinstance(values["learning_rate"], float)
     assert validate(PlanPins, {"recompute": "none", "shard": "none"})[0] == {"recompute": "none", "shard": None}
 
 
@@ -168,7 +168,7 @@ def test_what_is_coerced() -> None:
         (("observe", "wandb", "entity"), "text, or none"),
     ],
 )
-def test_what_a_field_takes_in_words(path: tuple[str | int, ...], text: str) -> None:
+def test_descriptions_of_accepted_values(path: tuple[str | int, ...], text: str) -> None:
     assert expected_text(annotation_at(RunSpec, path)) == text
 
 
@@ -177,7 +177,7 @@ def test_what_a_field_takes_in_words(path: tuple[str | int, ...], text: str) -> 
     [(0, True), (5, True), ("auto", True), (-1, False), (1.5, False), ("often", False), (None, False), (True, False)],
 )
 def test_a_number_may_stand_beside_a_word(value: object, good: bool) -> None:
-    given, wrong = validate(CheckpointSpec, {"every": value})
-    assert given == ({"every": value} if good else {})
-    assert [each.path for each in wrong] == ([] if good else [("every",)])
+    values, wrong = validate(CheckpointSpec, {"every": value})
+    assert values == ({"every": value} if good else {})
+    assert [mistake.path for mistake in wrong] == ([] if good else [("every",)])
     assert expected_text(hints_of(CheckpointSpec)["every"]) == "integer (≥ 0) or auto"

@@ -1,4 +1,4 @@
-"""A small corpus with a tokenizer, prepared once for all tests of this room."""
+"""A small corpus with a tokenizer, prepared once for all tests of this folder."""
 
 from __future__ import annotations
 

@@ -62,12 +62,12 @@ def test_bad_lines_are_named_by_file_and_line(tmp_path: Path) -> None:
     path.write_bytes(b"\n".join(lines))
     stream = documents(path)
     assert good(stream) == [(1, "fine"), (10, "fine too")]
-    places = [line.removeprefix(f"{path}:") for line in bad(stream)]
-    assert [place.split(":")[0] for place in places] == ["2", "4", "5", "6", "7", "8", "9"]
+    messages = [line.removeprefix(f"{path}:") for line in bad(stream)]
+    assert [message.split(":")[0] for message in messages] == ["2", "4", "5", "6", "7", "8", "9"]
     expected = ["not JSON", "no key 'text'; keys: 'txt' (nearest: 'txt')", "expected a JSON object, got list"]
     expected += ["expected text, got int", "empty", "not utf-8", "surrogate"]
-    for place, words in zip(places, expected, strict=True):
-        assert words in place
+    for message, fragment in zip(messages, expected, strict=True):
+        assert fragment in message
 
 
 def test_a_truncated_gzip_gives_what_it_has_and_says_where_it_ends(tmp_path: Path) -> None:
@@ -113,10 +113,10 @@ def test_a_file_named_by_the_user_may_not_be_empty_or_binary(tmp_path: Path) -> 
 
 def test_keys_do_not_change_when_the_input_moves(tmp_path: Path) -> None:
     keys = []
-    for place in ("here", "there/deep"):
-        (tmp_path / place / "sub").mkdir(parents=True)
-        (tmp_path / place / "sub" / "r.jsonl").write_bytes(LINES)
-        keys.append([d.key for d in documents(tmp_path / place) if isinstance(d, Document)])
+    for folder in ("here", "there/deep"):
+        (tmp_path / folder / "sub").mkdir(parents=True)
+        (tmp_path / folder / "sub" / "r.jsonl").write_bytes(LINES)
+        keys.append([d.key for d in documents(tmp_path / folder) if isinstance(d, Document)])
     assert keys[0] == keys[1] and len(set(keys[0])) == 3
 
 

@@ -108,8 +108,8 @@ def test_one_line_of_20_mb_is_prepared_in_bounded_memory(tokenizer_file: Path, t
     line = " ".join(story(i).strip() for i in range(300))
     source = tmp_path / "line.jsonl"
     source.write_text(json.dumps({"text": line * (20_000_000 // len(line))}) + "\n", encoding="utf-8")
-    asked = str(tokenizer_file) if tokenizer == "file" else tokenizer
-    arguments = [sys.executable, "-c", PEAK, str(source), asked, str(tmp_path / "out")]
+    tokenizer_option = str(tokenizer_file) if tokenizer == "file" else tokenizer
+    arguments = [sys.executable, "-c", PEAK, str(source), tokenizer_option, str(tmp_path / "out")]
     answer = subprocess.run(arguments, capture_output=True, text=True, check=True)
     assert int(answer.stdout) < 400, "MiB; the text itself, its line and its record take 80"
 

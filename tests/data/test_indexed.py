@@ -137,6 +137,6 @@ def test_multimodal_modes_behind_the_index_are_passed_over(tmp_path: Path) -> No
     assert IndexedFile(stem).read(0, 3).tolist() == [1, 2, 3]
 
 
-def test_every_error_is_for_people(tmp_path: Path) -> None:
+def test_every_error_has_a_readable_message(tmp_path: Path) -> None:
     with pytest.raises(MeshwrightError, match="must lie side by side"):
         IndexedFile(tmp_path / "nothing")

@@ -54,8 +54,8 @@ def steps_of_all_ranks(
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(1, 8), (1, 1), (2, 2), (4, 2), (4, 1), (8, 1)])
 def test_every_layout_reads_the_same_samples(source: DataSource, ranks: int, micro_batch: int) -> None:
     expected = [torch.from_numpy(source.samples(range(t * 8, t * 8 + 8)).tokens) for t in range(3)]
-    got = steps_of_all_ranks(source, ranks, micro_batch, steps=3)
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    actual = steps_of_all_ranks(source, ranks, micro_batch, steps=3)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 @given(
@@ -63,11 +63,11 @@ def test_every_layout_reads_the_same_samples(source: DataSource, ranks: int, mic
 )
 @settings(max_examples=15, deadline=None)
 def test_any_series_of_resizes_reads_what_one_run_reads(parts: list[tuple[int, int, int]]) -> None:
-    seen: list[int] = []
+    first_tokens: list[int] = []
     for ranks, micro_batch, steps in parts:
-        tokens = steps_of_all_ranks(Counting(), ranks, micro_batch, steps, start=len(seen))
-        seen += torch.cat(tokens)[:, 0].tolist()
-    assert seen == list(range(len(seen)))
+        tokens = steps_of_all_ranks(Counting(), ranks, micro_batch, steps, start=len(first_tokens))
+        first_tokens += torch.cat(tokens)[:, 0].tolist()
+    assert first_tokens == list(range(len(first_tokens)))
 
 
 def test_micro_batches_have_shape_type_and_a_count_of_valid_targets(source: DataSource) -> None:

@@ -22,17 +22,17 @@ def naive_window(
 ) -> list[tuple[int, int, int, int]]:
     """(token, target, position, document) for each input, one token at a time."""
     stream = [(token, number) for number, document in enumerate(documents) for token in document]
-    rows: list[tuple[int, int, int, int]] = []
+    entries: list[tuple[int, int, int, int]] = []
     position, seen = 0, 0
     for at in range(window * seq_len, (window + 1) * seq_len):
         (token, owner), (following, next_owner) = stream[at], stream[at + 1]
         if not masked:
-            rows.append((token, following, at - window * seq_len, 0))
+            entries.append((token, following, at - window * seq_len, 0))
             continue
-        rows.append((token, following if owner == next_owner else IGNORED, position, seen))
+        entries.append((token, following if owner == next_owner else IGNORED, position, seen))
         same = owner == next_owner
         position, seen = (position + 1, seen) if same else (0, seen + 1)
-    return rows
+    return entries
 
 
 def open_shards(folder: str, shards: list[list[list[list[int]]]]) -> TokenStream:
@@ -57,8 +57,8 @@ def test_every_window_equals_a_reference_that_walks_token_by_token(
             packed = pack(stream.read(start, stop), stream.begins(start, stop), masked)
             columns = (packed.tokens, packed.targets, packed.positions, packed.documents)
             assert all(column.shape == (seq_len,) and column.dtype == np.int64 for column in columns)
-            got = list(zip(*(column.tolist() for column in columns), strict=True))
-            assert got == naive_window(documents, window, seq_len, masked)
+            actual = list(zip(*(column.tolist() for column in columns), strict=True))
+            assert actual == naive_window(documents, window, seq_len, masked)
 
 
 @given(SHARDS, st.data())
@@ -74,8 +74,8 @@ def test_parts_name_the_document_and_the_tokens_within_it(
     stop = data.draw(st.integers(start + 1, len(stream_tokens)))
     with TemporaryDirectory() as folder:
         parts = open_shards(folder, shards).parts(start, stop)
-    found = [token for part in parts for token in flat[part.shard][part.document][part.start : part.stop]]
-    assert found == stream_tokens[start:stop]
+    part_tokens = [token for part in parts for token in flat[part.shard][part.document][part.start : part.stop]]
+    assert part_tokens == stream_tokens[start:stop]
     assert [part.offset for part in parts] == list(np.cumsum([start] + [p.stop - p.start for p in parts[:-1]]))
 
 

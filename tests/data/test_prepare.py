@@ -34,12 +34,12 @@ class Killed(BaseException):
 def test_shards_hold_the_encoded_documents_each_with_its_end(
     corpus: Path, tokenizer_file: Path, tmp_path: Path
 ) -> None:
-    made = prepare([str(corpus)], str(tokenizer_file), tmp_path / "out", shard_tokens=2000)
+    result = prepare([str(corpus)], str(tokenizer_file), tmp_path / "out", shard_tokens=2000)
     tokenizer = load_tokenizer(tokenizer_file).tokenizer
     expected = [[*tokenizer.encode(story(i)).ids, 0] for i in range(120)]
-    manifest = made.manifests["train"]
-    found = [d for shard in manifest.shards for d in megatron.read(tmp_path / "out" / shard.name)]
-    assert found == [[document] for document in expected]
+    manifest = result.manifests["train"]
+    stored_documents = [d for shard in manifest.shards for d in megatron.read(tmp_path / "out" / shard.name)]
+    assert stored_documents == [[document] for document in expected]
     assert len(manifest.shards) >= 3
     assert (manifest.documents, manifest.tokens) == (120, sum(map(len, expected)))
     assert manifest.text_bytes == sum(len(story(i).encode()) for i in range(120))
@@ -55,18 +55,18 @@ def test_a_killed_preparation_continues_to_the_same_bytes(
     corpus: Path, tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kill_at: str, tokenizer: str
 ) -> None:
     arguments: dict[str, Any] = {"held_out": 0.1, "shard_tokens": 1500}
-    asked = ([str(corpus)], str(tokenizer_file) if tokenizer == "file" else tokenizer)
-    prepare(*asked, tmp_path / "whole", **arguments)
+    request = ([str(corpus)], str(tokenizer_file) if tokenizer == "file" else tokenizer)
+    prepare(*request, tmp_path / "whole", **arguments)
     with monkeypatch.context() as patch:
         break_at(patch, kill_at)
         with pytest.raises(Killed):
-            prepare(*asked, tmp_path / "killed", workers=1, **arguments)
+            prepare(*request, tmp_path / "killed", workers=1, **arguments)
     assert "train/manifest.json" not in contents(tmp_path / "killed")
     if kill_at == "journal":
         journal = tmp_path / "killed" / "journal.jsonl"
         journal.write_bytes(journal.read_bytes()[:-30])
-    made = prepare(*asked, tmp_path / "killed", workers=3, **arguments)
-    assert not made.reused
+    result = prepare(*request, tmp_path / "killed", workers=3, **arguments)
+    assert not result.reused
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
 
 
@@ -88,10 +88,10 @@ def test_a_kill_inside_a_journal_line_does_not_spoil_the_lines_after_it(
 
 
 def test_a_trained_tokenizer_has_not_seen_the_held_out_text(tmp_path: Path, corpus: Path) -> None:
-    made = prepare([str(corpus)], "train:290", tmp_path / "out", held_out=0.3)
+    result = prepare([str(corpus)], "train:290", tmp_path / "out", held_out=0.3)
     lines = [
         json.loads(line)[1]
-        for shard in made.manifests["train"].shards
+        for shard in result.manifests["train"].shards
         for line in (tmp_path / "out" / "train" / f"{shard.name}.documents.jsonl").open()
     ]
     alone = train_tokenizer([story(int(name[1:])) for name in lines], 290)
@@ -179,12 +179,12 @@ def test_changed_inputs_are_noticed_on_the_way(
         prepare([str(source)], str(tokenizer_file), tmp_path / "out", shard_tokens=500)
 
 
-def test_an_attempt_that_finished_nothing_does_not_stand_in_the_way(corpus: Path, tmp_path: Path) -> None:
+def test_an_attempt_without_finished_shards_does_not_block_the_next(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(BadInput, match="no usable document for train; the bad ones"):
         prepare([str(corpus)], "train:280", out, text_key="body", held_out=0.1)
-    made = prepare([str(corpus)], "train:280", out)
-    assert made.manifests["train"].documents == 120
+    result = prepare([str(corpus)], "train:280", out)
+    assert result.manifests["train"].documents == 120
     assert {name.split(".")[0] for name in contents(out)} == {"manifest", "tokenizer", "shard-00000"}
 
 
@@ -220,11 +220,11 @@ def with_bad_lines(folder: Path) -> Path:
 
 def test_bad_documents_are_skipped_and_named(tokenizer_file: Path, tmp_path: Path) -> None:
     source = with_bad_lines(tmp_path)
-    made = prepare([str(source)], str(tokenizer_file), tmp_path / "out")
-    assert made.bad.count == 30 and len(made.bad.first) == 20
-    assert made.bad.first[1].startswith(f"{source}:4: not JSON")
-    assert str(made.bad).endswith("... and 10 more")
-    assert made.manifests["train"].documents == 60 and made.manifests["train"].skipped == 30
+    result = prepare([str(source)], str(tokenizer_file), tmp_path / "out")
+    assert result.bad.count == 30 and len(result.bad.first) == 20
+    assert result.bad.first[1].startswith(f"{source}:4: not JSON")
+    assert str(result.bad).endswith("... and 10 more")
+    assert result.manifests["train"].documents == 60 and result.manifests["train"].skipped == 30
 
 
 def test_bad_documents_are_refused_before_any_work(tokenizer_file: Path, tmp_path: Path) -> None:
@@ -241,10 +241,10 @@ def test_files_without_text_are_counted_by_extension(tokenizer_file: Path, tmp_p
         (source / f"{number}.txt").write_text(story(number))
     for name, content in {"a.png": b"\x89PNG\0", "b.png": b"\0", "core": b"\x7fELF\0", "empty.py": b""}.items():
         (source / name).write_bytes(content)
-    made = prepare([str(source)], str(tokenizer_file), tmp_path / "out", held_out=0.1)
-    assert made.passed == {".png": 2, "no extension": 1, ".py": 1} and made.bad.count == 0
-    assert "  passed over 4 binary or empty files: 2 .png, 1 " in _sentences(made)
-    assert _summary(made)["passed_over"] == made.passed
+    result = prepare([str(source)], str(tokenizer_file), tmp_path / "out", held_out=0.1)
+    assert result.passed == {".png": 2, "no extension": 1, ".py": 1} and result.bad.count == 0
+    assert "  passed over 4 binary or empty files: 2 .png, 1 " in _sentences(result)
+    assert _summary(result)["passed_over"] == result.passed
 
 
 def test_other_peoples_files_are_not_overwritten(corpus: Path, tokenizer_file: Path, tmp_path: Path) -> None:
@@ -279,7 +279,9 @@ def test_a_disk_that_fills_up_is_out_of_resources(
     assert prepare([str(corpus)], str(tokenizer_file), tmp_path / "out").manifests["train"].documents == 120
 
 
-def test_two_at_once_in_one_place(corpus: Path, tokenizer_file: Path, tmp_path: Path) -> None:
+def test_two_preparations_into_one_folder_run_one_after_the_other(
+    corpus: Path, tokenizer_file: Path, tmp_path: Path
+) -> None:
     """One works and the other waits for it; without waiting it is refused."""
     results, out = [], tmp_path / "out"
 
@@ -338,7 +340,9 @@ def flip(path: Path, offset: int) -> None:
     ("arguments", "message"),
     [({"held_out": 1.0}, "held-out fraction 1.0"), ({"shard_tokens": 0}, "shard size 0")],
 )
-def test_impossible_arguments(corpus: Path, tokenizer_file: Path, tmp_path: Path, arguments: Any, message: str) -> None:
+def test_invalid_arguments_are_refused(
+    corpus: Path, tokenizer_file: Path, tmp_path: Path, arguments: Any, message: str
+) -> None:
     with pytest.raises(BadInput, match=message):
         prepare([str(corpus)], str(tokenizer_file), tmp_path / "out", **arguments)
     assert not (tmp_path / "out").exists()

@@ -46,8 +46,8 @@ def test_a_terminal_gets_a_live_bar_with_the_same_figures(
         report(0, 0, 0)
         seconds[0] += 10
         report(100_000_000, 77, 5_000_000)
-    for words in ("100.0/400.0 MB", "77 documents", "5.0 M tokens", "10.0 MB/s", "500,000 tokens/s", "0:00:30 left"):
-        assert words in terminal.getvalue()
+    for text in ("100.0/400.0 MB", "77 documents", "5.0 M tokens", "10.0 MB/s", "500,000 tokens/s", "0:00:30 left"):
+        assert text in terminal.getvalue()
 
 
 def test_prepare_reports_documents_and_tokens(
@@ -63,7 +63,7 @@ def test_prepare_reports_documents_and_tokens(
             pass
 
     monkeypatch.setattr(prepare_module, "progress", lambda title, total, shown: Recorded())
-    made = prepare([str(corpus)], str(tokenizer_file), tmp_path / "out", held_out=0.1, shard_tokens=2000)
+    result = prepare([str(corpus)], str(tokenizer_file), tmp_path / "out", held_out=0.1, shard_tokens=2000)
     assert [documents for _, documents, _ in reports] == list(range(1, 121))
     size = sum(file.stat().st_size for file in corpus.iterdir())
-    assert reports[-1] == (size, 120, sum(manifest.tokens for manifest in made.manifests.values()))
+    assert reports[-1] == (size, 120, sum(manifest.tokens for manifest in result.manifests.values()))

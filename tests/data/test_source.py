@@ -55,9 +55,9 @@ def test_a_sample_is_made_of_the_documents_it_says(prepared: Path) -> None:
         assert (described["global_index"], described["source"], described["tokens"]) == (index, str(prepared), 32)
         tokens: list[int] = []
         for part in described["documents"]:
-            whole = [*tokenizer.encode(story(int(part["id"][1:]))).ids, 0]
+            document_tokens = [*tokenizer.encode(story(int(part["id"][1:]))).ids, 0]
             assert part["file"].endswith(f"part-{int(part['id'][1:]) // 60}.jsonl")
-            tokens += whole[part["start"] : part["end"]]
+            tokens += document_tokens[part["start"] : part["end"]]
         assert tokens == batch.tokens[index].tolist()
         numbers = [n for n, part in enumerate(described["documents"]) for _ in range(part["start"], part["end"])]
         assert numbers == batch.documents[index].tolist()
@@ -196,15 +196,15 @@ def test_foreign_pairs_are_read_and_their_documents_numbered(tmp_path: Path) -> 
         assert open_data(DataSpec(mix={str(tmp_path / name): 1.0}), seq_len=4, seed=0).windows == 1
 
 
-@pytest.mark.parametrize(("vocab_size", "words"), [(9, "below model.vocab_size 9"), (None, "that is not negative")])
+@pytest.mark.parametrize(("vocab_size", "expected"), [(9, "below model.vocab_size 9"), (None, "that is not negative")])
 def test_a_token_outside_the_vocabulary_is_named_by_file_and_offset(
-    tmp_path: Path, vocab_size: int | None, words: str
+    tmp_path: Path, vocab_size: int | None, expected: str
 ) -> None:
     wrong = 9 if vocab_size else -3
     megatron.write(tmp_path / "a", [[[1, 2, 3, 4]]], code=4)
     megatron.write(tmp_path / "b", [[[5, 6, wrong]]], code=4)
     source = open_data(DataSpec(mix={str(tmp_path): 1.0}), seq_len=6, seed=0, vocab_size=vocab_size)
-    with pytest.raises(Damaged, match=rf"b.bin: offset 8: expected an id {words}, found token {wrong}"):
+    with pytest.raises(Damaged, match=rf"b.bin: offset 8: expected an id {expected}, found token {wrong}"):
         source.samples([0])
 
 

@@ -27,14 +27,14 @@ def small_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_library")
 def test_the_standard_library_is_prepared_once_whoever_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs, original = [], stdlib.prepare
-    monkeypatch.setattr(stdlib, "prepare", lambda *a, **k: (runs.append(made := original(*a, **k)), made)[1])
+    monkeypatch.setattr(stdlib, "prepare", lambda *a, **k: (runs.append(result := original(*a, **k)), result)[1])
     folder = tmp_path / "stdlib"
     threads = [threading.Thread(target=ensure_stdlib, args=(folder, 400)) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(made.reused for made in runs) == [False, True]
+    assert sorted(result.reused for result in runs) == [False, True]
     assert ensure_stdlib(folder, 400) == folder and len(runs) == 2
     train, held_out = Manifest.read(folder / "train"), Manifest.read(folder / "held_out")
     assert train.tokenizer.vocab_size == 400 and train.skipped == 0

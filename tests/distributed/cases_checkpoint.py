@@ -47,13 +47,13 @@ def values(seed: int) -> dict[str, torch.Tensor]:
     return sharded | {"plain.step": torch.tensor(seed), "plain.table": torch.randn(4, generator=chance)}
 
 
-def laid_out(layout: str, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def laid_out(layout: str, full_tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """`whole` as DTensors in the layout; what is called plain stays an ordinary tensor on every rank."""
     _, shape, placements = LAYOUTS[layout]
     mesh = init_device_mesh("cpu", shape)
     return {
         name: tensor if name.startswith("plain.") else distribute_tensor(tensor, mesh, placements)
-        for name, tensor in whole.items()
+        for name, tensor in full_tensors.items()
     }
 
 
@@ -69,15 +69,15 @@ def load(world: World, folder: str, layout: str) -> dict[str, Any]:
     newest = store.newest_good()
     assert newest is not None
     blank = {name: torch.zeros_like(tensor) for name, tensor in values(0).items()}
-    found = laid_out(layout, blank)
-    state = store.load(newest, found)
+    loaded = laid_out(layout, blank)
+    state = store.load(newest, loaded)
     expected = laid_out(layout, values(state["seed"]))
     with CheckpointReader(newest) as reader:
-        whole = all(torch.equal(reader.read(name), tensor) for name, tensor in values(state["seed"]).items())
+        full_equal = all(torch.equal(reader.read(name), tensor) for name, tensor in values(state["seed"]).items())
     return {
         "seed": state["seed"],
-        "equal": all(_same(found[name], expected[name]) for name in expected),
-        "whole": whole,
+        "equal": all(_same(loaded[name], expected[name]) for name in expected),
+        "whole": full_equal,
     }
 
 
@@ -119,8 +119,8 @@ def failing_save(
     """A save in which one rank meets `failure` as it writes, or as it lists its tensors: the error every rank raises."""
     store = CheckpointStore(Path(folder), group=world.control)
     tensors = laid_out("rows2", values(2))
-    place, name = (PiecePlanner, "create_local_plan") if planning else (os, "write")
-    with patch.object(place, name, side_effect=failure) if world.rank == rank else nullcontext():
+    owner, name = (PiecePlanner, "create_local_plan") if planning else (os, "write")
+    with patch.object(owner, name, side_effect=failure) if world.rank == rank else nullcontext():
         try:
             store.save(2, tensors, {"seed": 2}, {})
         except MeshwrightError as error:
@@ -142,15 +142,15 @@ def unequal_state(world: World, folder: str) -> str:
 def own_names(world: World, folder: str) -> bool:
     """Ranks hold different tensors, as pipeline stages do; together they are the checkpoint."""
     store = CheckpointStore(Path(folder), group=world.control)
-    mine = {f"layer.{world.rank}": torch.full((3, 2), float(world.rank))}
-    path = store.save(1, mine, {}, {}).path
-    found = {f"layer.{world.rank}": torch.zeros(3, 2)}
-    store.load(path, found)
+    own_tensors = {f"layer.{world.rank}": torch.full((3, 2), float(world.rank))}
+    path = store.save(1, own_tensors, {}, {}).path
+    loaded = {f"layer.{world.rank}": torch.zeros(3, 2)}
+    store.load(path, loaded)
     dist.barrier()
     swapped = {f"layer.{1 - world.rank}": torch.zeros(3, 2)}
     store.load(path, swapped)
     return bool(
-        (found[f"layer.{world.rank}"] == world.rank).all()
+        (loaded[f"layer.{world.rank}"] == world.rank).all()
         and (swapped[f"layer.{1 - world.rank}"] == 1 - world.rank).all()
     )
 
@@ -163,8 +163,8 @@ def one_row(world: World, folder: str) -> list[str]:
 
 
 def newest(world: World, folder: str) -> str | None:
-    found = CheckpointStore(Path(folder), group=world.control).newest_good()
-    return found and found.name
+    checkpoint = CheckpointStore(Path(folder), group=world.control).newest_good()
+    return checkpoint and checkpoint.name
 
 
 def load_error(world: World, folder: str, step: str) -> str:
@@ -229,8 +229,8 @@ def _part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return torch.equal(_part(left.detach()), _part(right.detach()))
+def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return torch.equal(_part(first.detach()), _part(second.detach()))
 
 
 ENOSPC, EIO = errno.ENOSPC, errno.EIO

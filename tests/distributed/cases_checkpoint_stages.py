@@ -58,7 +58,7 @@ class Stages:
         names = [f"layers.{layer}.{part}" for layer in self.layers[coordinate] for part in ("weight", "bias")]
         names += ["embed.weight"] if coordinate in (0, last) else []
         names += ["norm.weight"] if coordinate == last else []
-        return [f"{kind}.{name}" for name in names for kind in ("model", *MOMENTS)]
+        return [f"{prefix}.{name}" for name in names for prefix in ("model", *MOMENTS)]
 
 
 # "apart": replicas whose meshes do not know of each other.
@@ -85,21 +85,21 @@ def values(seed: int) -> dict[str, torch.Tensor]:
     shapes |= {f"layers.{layer}.weight": (3 + 2 * layer, 5) for layer in range(LAYERS)}
     shapes |= {f"layers.{layer}.bias": (3,) for layer in range(LAYERS)}
     return {
-        f"{kind}.{name}": torch.randn(shape, generator=chance)
-        for kind in ("model", *MOMENTS)
+        f"{prefix}.{name}": torch.randn(shape, generator=chance)
+        for prefix in ("model", *MOMENTS)
         for name, shape in shapes.items()
     }
 
 
-def held(world: World, layout: str, whole: dict[str, torch.Tensor]) -> dict[str, Any]:
+def held(world: World, layout: str, full_tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     """What this rank holds of `whole`, as DTensors over the ranks of its pipeline coordinate."""
-    stages, found = LAYOUTS[layout], {}
+    stages, rank_tensors = LAYOUTS[layout], {}
     assert stages.size == world.ranks
     for coordinate, grid in enumerate(stages.ranks):
         mesh = _mesh(world, grid)
         if mesh is not None:
-            found = {name: shard_over(whole[name], mesh) for name in stages.names(coordinate)}
-    return found
+            rank_tensors = {name: shard_over(full_tensors[name], mesh) for name in stages.names(coordinate)}
+    return rank_tensors
 
 
 def _mesh(world: World, grid: tuple[tuple[int, ...], ...]) -> DeviceMesh | None:
@@ -112,12 +112,12 @@ def _mesh(world: World, grid: tuple[tuple[int, ...], ...]) -> DeviceMesh | None:
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("rows",)) if world.rank in grid[0] else None
 
 
-def shard_over(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+def shard_over(full: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """This rank's rows of `whole`, sharded along the last axis of `mesh` and replicated along the others."""
-    mine = shard_rows(whole.shape[0], mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1))
+    local_rows = shard_rows(full.shape[0], mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1))
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
-    part = whole[mine.start : mine.stop].clone()
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+    part = full[local_rows.start : local_rows.stop].clone()
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
 
 
 def save(world: World, folder: str, layout: str, seed: int) -> str:
@@ -130,7 +130,11 @@ def save(world: World, folder: str, layout: str, seed: int) -> str:
 def model_values(spec: ModelSpec) -> dict[str, torch.Tensor]:
     """Weights and moments of a whole model, equal on every rank."""
     chance = torch.Generator().manual_seed(3)
-    names = [(f"{kind}.{row.name}", row.shape) for kind in ("model", *MOMENTS) for row in parameters(spec)]
+    names = [
+        (f"{prefix}.{parameter.name}", parameter.shape)
+        for prefix in ("model", *MOMENTS)
+        for parameter in parameters(spec)
+    ]
     return {name: torch.randn(shape, generator=chance) for name, shape in names}
 
 
@@ -138,12 +142,12 @@ def save_model(world: World, folder: str, spec: ModelSpec, config: str) -> str:
     """A whole model's weights and moments under pipeline 2 × shard 2, its tied embedding on both stages."""
     coordinate, half = world.rank // 2, spec.layers // 2
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "shard"))["shard"]
-    mine = [f".layers.{layer}." for layer in range(coordinate * half, (coordinate + 1) * half)]
-    mine += [".embed.", ".norm."] if coordinate else [".embed."]
+    stage_parts = [f".layers.{layer}." for layer in range(coordinate * half, (coordinate + 1) * half)]
+    stage_parts += [".embed.", ".norm."] if coordinate else [".embed."]
     tensors: dict[str, torch.Tensor] = {
         name: shard_over(whole, mesh)
         for name, whole in model_values(spec).items()
-        if any(name.startswith(f"{kind}{part}") for kind in ("model", *MOMENTS) for part in mine)
+        if any(name.startswith(f"{prefix}{part}") for prefix in ("model", *MOMENTS) for part in stage_parts)
     }
     store = CheckpointStore(Path(folder), group=world.control)
     return str(store.save(5, tensors, {"step": 5, "samples": 20, "tokens": 320}, {"config.yaml": config}).path)
@@ -152,17 +156,17 @@ def save_model(world: World, folder: str, spec: ModelSpec, config: str) -> str:
 def load(world: World, path: str, layout: str) -> dict[str, Any]:
     """Whether this rank got exactly its rows, and how many bytes it read of each file."""
     store = CheckpointStore(Path(path).parent, group=world.control)
-    found = held(world, layout, {name: torch.full_like(tensor, torch.nan) for name, tensor in values(0).items()})
+    loaded = held(world, layout, {name: torch.full_like(tensor, torch.nan) for name, tensor in values(0).items()})
     seed = step_of(Path(path).name) or 0
-    expected = {name: shard_over(values(seed)[name], tensor.device_mesh) for name, tensor in found.items()}
+    expected = {name: shard_over(values(seed)[name], tensor.device_mesh) for name, tensor in loaded.items()}
     with counted_reads() as read:
-        assert store.load(Path(path), found) == {"seed": seed}
+        assert store.load(Path(path), loaded) == {"seed": seed}
     with CheckpointReader(Path(path)) as reader:
-        whole = set(reader.names()) == set(values(seed))
-        whole &= all(torch.equal(reader.read(name), tensor) for name, tensor in values(seed).items())
+        full_equal = set(reader.names()) == set(values(seed))
+        full_equal &= all(torch.equal(reader.read(name), tensor) for name, tensor in values(seed).items())
     return {
-        "equal": all(torch.equal(local(found[name]), local(expected[name])) for name in expected),
-        "whole": whole,
+        "equal": all(torch.equal(local(loaded[name]), local(expected[name])) for name in expected),
+        "whole": full_equal,
         "read": dict(read),
     }
 
@@ -182,24 +186,24 @@ def _without(rank: int, name: str) -> Callable[[int, dict[str, torch.Tensor]], N
     return change
 
 
-def _with(ranks: tuple[int, ...], name: str, made: Callable[[], Any]) -> Callable[[int, dict[str, torch.Tensor]], None]:
+def _with(
+    ranks: tuple[int, ...], name: str, create: Callable[[], Any]
+) -> Callable[[int, dict[str, torch.Tensor]], None]:
     """`made()` under `name` on some ranks; it is called on all, for it may make a mesh."""
 
-    def change(mine: int, tensors: dict[str, torch.Tensor]) -> None:
-        each = made()
-        if mine in ranks:
-            tensors[name] = each
+    def change(rank: int, tensors: dict[str, torch.Tensor]) -> None:
+        value = create()
+        if rank in ranks:
+            tensors[name] = value
 
     return change
 
 
-def _on(ranks: list[int], whole: torch.Tensor) -> Any:
+def _on(ranks: list[int], full: torch.Tensor) -> Any:
     mesh = DeviceMesh("cpu", ranks)
     if mesh.get_coordinate() is not None:
-        return shard_over(whole, mesh)
-    return DTensor.from_local(
-        torch.empty(0), mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
-    )
+        return shard_over(full, mesh)
+    return DTensor.from_local(torch.empty(0), mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride())
 
 
 BREAKAGES: dict[str, Callable[[int, dict[str, torch.Tensor]], None]] = {
@@ -280,10 +284,10 @@ def fsdp_stages(world: World, folder: str) -> bool:
     expected = both[0] | both[2]
     model, optimizer = _stage(list(range(LAYERS)), init_device_mesh("cpu", (4,)))
     optimizer.step()
-    found = _state(model, optimizer)
-    store.load(path, found)
-    return found.keys() == expected.keys() and all(
-        torch.equal(tensor.full_tensor(), expected[name]) for name, tensor in found.items()
+    loaded = _state(model, optimizer)
+    store.load(path, loaded)
+    return loaded.keys() == expected.keys() and all(
+        torch.equal(tensor.full_tensor(), expected[name]) for name, tensor in loaded.items()
     )
 
 

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of saving: runs whose clock or disk changes in their midst."""
+"""Functions that ranks run in the tests of saving: runs whose clock or disk changes during training."""
 
 from __future__ import annotations
 

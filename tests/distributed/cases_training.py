@@ -218,15 +218,15 @@ def as_dtensors(session: Session) -> dict[str, torch.Tensor]:
     """The session's state, each tensor with the layout of its parameter; they share the state's memory."""
     parameters = dict(session.engine.model.named_parameters())
     prefixes = ["model.", *(f"optimizer.{moment}." for moment in MOMENTS)]
-    found = {}
+    dtensors = {}
     for name, parts in session.state().items():
-        prefix = next(each for each in prefixes if name.startswith(each))
-        whole, part = parameters[name.removeprefix(prefix)].detach(), parts.local
-        if isinstance(whole, DTensor):
-            layout = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
-            part = DTensor.from_local(part, whole.device_mesh, whole.placements, **layout)
-        found[name] = part
-    return found
+        prefix = next(candidate for candidate in prefixes if name.startswith(candidate))
+        full, part = parameters[name.removeprefix(prefix)].detach(), parts.local
+        if isinstance(full, DTensor):
+            layout = {"run_check": False, "shape": full.shape, "stride": full.stride()}
+            part = DTensor.from_local(part, full.device_mesh, full.placements, **layout)
+        dtensors[name] = part
+    return dtensors
 
 
 def saved_both_ways(world: World, assignment: Assignment, folder: str) -> dict[str, list[bytes]]:

@@ -80,16 +80,16 @@ def drawn(seed: int, precision: Precision, *, compile: bool = False, of: ModelSp
 def _plan(draw: Random, spec: ModelSpec, precision: Precision, compile: bool) -> Plan:
     sizes = {axis: draw.choice(few) for axis, few in SIZES.items()}
     order = draw.sample(list(sizes), len(sizes)) if draw.random() < 0.5 else list(sizes)
-    held = sizes["shard"] * sizes["context_ring"] * sizes["context_ulysses"]
+    shard_ranks = sizes["shard"] * sizes["context_ring"] * sizes["context_ulysses"]
     share = BATCH // (sizes["replicate"] * sizes["shard"])
     micro = draw.choice([size for size in (1, 2, 4) if size <= share])
     pipelined: tuple[ScheduleName, ...] = get_args(ScheduleName)
-    expert = draw.choice([size for size in (1, 2, 4) if size <= held])
+    expert = draw.choice([size for size in (1, 2, 4) if size <= shard_ranks])
     return Plan(
         mesh=tuple(MeshAxis(axis=axis, size=sizes[axis]) for axis in order if sizes[axis] > 1 or axis == "shard"),
         batch=BatchPlan(global_batch=BATCH, micro_batch=micro, accumulate=share // micro),
         schedule=SchedulePlan(name=draw.choice(pipelined if sizes["pipeline"] > 1 else ("1f1b", "breadth_first"))),
-        experts=ExpertPlan(expert=expert, expert_shard=held // expert) if spec.experts and expert > 1 else None,
+        experts=ExpertPlan(expert=expert, expert_shard=shard_ranks // expert) if spec.experts and expert > 1 else None,
         layers=tuple(_layers(draw, spec.layers)),
         precision=precision,
         gather_engine=draw.choice(("kernel", "kernel", "copy")),

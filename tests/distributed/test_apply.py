@@ -1,4 +1,4 @@
-"""Which rows of a parameter a rank holds, on every kind of mesh."""
+"""The rows of a parameter that each rank stores, on meshes of all axes."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ from tests.slow import quick_first
 def local_rows(world: World, chosen: Plan) -> list[tuple[str, int, int, bool]]:
     """For each parameter: name, first row, number of rows on this rank, and whether they equal those of the whole weight."""
     model = build_engine(LLAMA, chosen, build_mesh(chosen, world), loss_chunk=8, seed=1).model
-    found = []
-    held = local_weights(model)
+    rows_by_parameter = []
+    weights = local_weights(model)
     for name, parameter in model.named_parameters():
-        part, boxes = held[name].local, held[name].boxes
+        part, boxes = weights[name].local, weights[name].boxes
         first = boxes[0].offsets[0] if boxes else len(parameter)
         assert isinstance(parameter, DTensor)
-        whole = parameter.full_tensor()
-        found.append((name, first, len(part), torch.equal(part, whole[first : first + len(part)])))
-    return found
+        full = parameter.full_tensor()
+        rows_by_parameter.append((name, first, len(part), torch.equal(part, full[first : first + len(part)])))
+    return rows_by_parameter
 
 
 @pytest.mark.parametrize(("replicate", "shard"), quick_first(2, [(2, 2), (1, 4), (4, 1)], unpack=True))
 def test_ranks_hold_the_rows_they_say(pool: Pool, replicate: int, shard: int) -> None:
     chosen = plan(replicate, shard, 1)
     answers = pool.run(local_rows, 4, chosen)
-    for rank, found in enumerate(answers):
-        assert all(same for *_, same in found)
-        assert found == answers[rank % shard]  # ranks along the shard axis are the innermost; replicas hold the same
+    for rank, rank_rows in enumerate(answers):
+        assert all(same for *_, same in rank_rows)
+        # The shard axis is innermost, and replicas store the same rows.
+        assert rank_rows == answers[rank % shard]
     for parts in zip(*answers[:shard], strict=True):
         name, total = parts[0][0], sum(count for _, _, count, _ in parts)
         assert total == dict(WHOLE)[name]

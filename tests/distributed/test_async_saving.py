@@ -1,4 +1,4 @@
-"""Runs on several ranks that write their checkpoints beside training."""
+"""Runs on several ranks with asynchronous saves."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def test_a_checkpoint_written_beside_training_is_that_of_a_save_that_training_wa
     beside = trained(pool, tiny, tmp_path / "async", *PLANS[name], "checkpoint.every=3", ASYNC)
     assert steps_on_disk(tmp_path / "async") == [3, STEPS]
     assert all(files(tmp_path / "async", step) == files(tmp_path / "sync", step) != {} for step in (3, STEPS))
-    assert [seen.losses for seen in beside] == [seen.losses for seen in sync] and same_bits(held(beside), held(sync))
+    assert [result.losses for result in beside] == [result.losses for result in sync] and same_bits(
+        held(beside), held(sync)
+    )
     events = [
         line["text"] for line in read_metrics(tmp_path / "async" / "tiny" / "metrics.jsonl") if line["kind"] == "event"
     ]
@@ -53,11 +55,11 @@ def test_a_checkpoint_written_beside_training_is_that_of_a_save_that_training_wa
 
 
 def test_a_run_that_is_asked_to_stop_waits_for_its_checkpoint(pool: Pool, tiny: Path, tmp_path: Path) -> None:
-    whole = trained(pool, tiny, tmp_path / "whole", *ranks(2))
+    uninterrupted = trained(pool, tiny, tmp_path / "whole", *ranks(2))
     first = trained(pool, tiny, tmp_path / "parts", *ranks(2), "checkpoint.every=2", ASYNC, stop_at=5)
-    assert steps_on_disk(tmp_path / "parts")[-1] == 5 and {seen.error for seen in first} == {first[0].error}
+    assert steps_on_disk(tmp_path / "parts")[-1] == 5 and {result.error for result in first} == {first[0].error}
     second = trained(pool, tiny, tmp_path / "parts", *ranks(2), "checkpoint.every=2", ASYNC)
-    assert [seen.began for seen in second] == [5, 5] and same_bits(held(second), held(whole))
+    assert [result.began for result in second] == [5, 5] and same_bits(held(second), held(uninterrupted))
     parts = list_checkpoints(tmp_path / "parts" / "tiny")
     assert [entry["step"] for entry in parts][-2:] == [5, STEPS] and all(entry["ok"] for entry in parts)
 
@@ -66,8 +68,8 @@ def test_saves_that_are_due_while_one_is_in_flight_are_skipped_and_counted(
     pool: Pool, tiny: Path, tmp_path: Path
 ) -> None:
     longer = [*ranks(2), "train.steps=40", "checkpoint.every=1", "checkpoint.keep=50", ASYNC]
-    seen = trained(pool, tiny, tmp_path, *longer)
-    assert [each.error for each in seen] == [None, None] and [each.last for each in seen] == [40, 40]
+    results = trained(pool, tiny, tmp_path, *longer)
+    assert [result.error for result in results] == [None, None] and [result.last for result in results] == [40, 40]
     steps = steps_on_disk(tmp_path)
     lines = read_metrics(tmp_path / "tiny" / "metrics.jsonl")
     texts = [line["text"] for line in lines if line["kind"] == "event" and "beside training" in line["text"]]

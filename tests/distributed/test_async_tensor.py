@@ -71,8 +71,8 @@ def every_operator(rank: int, group: str, ranks: int, batch: int) -> dict[str, t
     two_columns = [columns, normal(wide, 4)]
 
     def backward(weights: list[torch.Tensor], grads: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        summed, made = products.all_gather_matmul_backward(x, weights, grads, *name)
-        return summed, *made
+        summed, gathered = products.all_gather_matmul_backward(x, weights, grads, *name)
+        return summed, *gathered
 
     y_grads, whole = products.matmul_reduce_scatter_input_backward(x_grad, two_columns, *name)
     return {
@@ -99,18 +99,18 @@ def both_ways(world: World, ranks: int, piece_rows: int, batch: int) -> dict[str
     group = mesh.group("tensor")
     assert group is not None
     plain = every_operator(world.rank, group.group_name, ranks, batch)
-    kept, async_tensor.PIECE_ROWS = async_tensor.PIECE_ROWS, piece_rows
+    previous_rows, async_tensor.PIECE_ROWS = async_tensor.PIECE_ROWS, piece_rows
     try:
         peers = open_peers(mesh, "tensor", "a test")
         again = [every_operator(world.rank, group.group_name, ranks, batch) for _ in range(3)]
     finally:
         close_peers(group.group_name)
-        async_tensor.PIECE_ROWS = kept
+        async_tensor.PIECE_ROWS = previous_rows
     assert peers.ranks == ranks
     errors = {}
     for name, truths in plain.items():
-        for found in again:
-            for a, b in zip(found[name], truths, strict=True):
+        for repeated in again:
+            for a, b in zip(repeated[name], truths, strict=True):
                 assert a.is_contiguous() and a.shape == b.shape
                 errors[name] = max(errors.get(name, 0.0), float((a - b).abs().max()))
     return errors
@@ -119,8 +119,8 @@ def both_ways(world: World, ranks: int, piece_rows: int, batch: int) -> dict[str
 @pytest.mark.parametrize(("ranks", "piece_rows", "batch"), [(4, 1, 2), (4, 12, 1), (2, 1, 1)])
 def test_every_operator_equals_its_plain_twin(pool: Pool, ranks: int, piece_rows: int, batch: int) -> None:
     """With pieces of one rank's tokens, and of two ranks'."""
-    for found in pool.run(both_ways, ranks, ranks, piece_rows, batch):
-        assert max(found.values()) < 1e-12, found
+    for differences in pool.run(both_ways, ranks, ranks, piece_rows, batch):
+        assert max(differences.values()) < 1e-12, differences
 
 
 def refused(world: World) -> str:

@@ -33,21 +33,23 @@ PAIRS = [
 @pytest.mark.parametrize(("written", "read"), PAIRS)
 def test_any_layout_loads_into_any_other_bit_for_bit(pool: Pool, tmp_path: Path, written: str, read: str):
     saved = pool.run(cases.save, cases.LAYOUTS[written][0], str(tmp_path), written, 7)
-    assert all(each == saved[0] for each in saved)
+    assert all(checkpoint == saved[0] for checkpoint in saved)
     assert pool.run(cases.load, cases.LAYOUTS[read][0], str(tmp_path), read) == [
         {"seed": 7, "equal": True, "whole": True} for _ in range(cases.LAYOUTS[read][0])
     ]
 
 
 def test_copies_are_written_once_and_shared_out(pool: Pool, tmp_path: Path):
-    (one, *_) = pool.run(cases.save, 1, str(tmp_path / "one"), "one", 7)
+    (single, *_) = pool.run(cases.save, 1, str(tmp_path / "one"), "one", 7)
     (copies, *_) = pool.run(cases.save, 2, str(tmp_path / "copies"), "copies2", 7)
     (hsdp, *_) = pool.run(cases.save, 4, str(tmp_path / "hsdp"), "hsdp2x2", 7)
-    shards = [[name for name in each["files"] if name.endswith(".safetensors")] for each in (one, copies, hsdp)]
-    assert [len(each) for each in shards] == [1, 2, 4]
+    shards = [
+        [name for name in checkpoint["files"] if name.endswith(".safetensors")] for checkpoint in (single, copies, hsdp)
+    ]
+    assert [len(checkpoint) for checkpoint in shards] == [1, 2, 4]
     bytes_of = [
-        sum((Path(each["path"]) / name).stat().st_size for name in names)
-        for each, names in zip((one, copies, hsdp), shards, strict=True)
+        sum((Path(checkpoint["path"]) / name).stat().st_size for name in names)
+        for checkpoint, names in zip((single, copies, hsdp), shards, strict=True)
     ]
     assert max(bytes_of) < 1.7 * min(bytes_of)  # headers aside, nothing is stored twice
     assert (Path(copies["path"]) / "config.yaml").read_text() == "rank: 0"
@@ -118,7 +120,7 @@ def test_damage_in_any_ranks_file_turns_all_ranks_to_the_older_one(pool: Pool, t
     assert pool.run(cases.newest, 2, str(tmp_path)) == ["step-00000002"] * 2
 
 
-def test_a_folder_that_hosts_do_not_share_is_told(pool: Pool, tmp_path: Path):
+def test_a_folder_that_hosts_do_not_share_is_reported(pool: Pool, tmp_path: Path):
     pool.run(cases.save, 2, str(tmp_path / "0"), "rows2", 1)
     answers = pool.run(cases.unseen, 2, str(tmp_path))
     for answer in answers:

@@ -42,10 +42,10 @@ def test_every_plan_loads_every_other_bit_for_bit_and_reads_each_byte_once(pool:
 
 
 def test_a_tied_embedding_is_written_once_by_the_same_ranks_each_time(pool: Pool, tmp_path: Path):
-    (one, *_) = pool.run(cases.save, 1, str(tmp_path / "one"), "one", 7)
+    (single, *_) = pool.run(cases.save, 1, str(tmp_path / "one"), "one", 7)
     paths = [pool.run(cases.save, 4, str(tmp_path / part), "pipeline2_shard2", 7)[0] for part in "ab"]
     first, second = (read_checkpoint(Path(path)) for path in paths)
-    assert first == second and first.keys() == read_checkpoint(Path(one)).keys()
+    assert first == second and first.keys() == read_checkpoint(Path(single)).keys()
     assert [(chunk.offsets, chunk.sizes) for chunk in first[cases.EMBED].chunks] == [((0, 0), (7, 5)), ((7, 0), (6, 5))]
     files = [file.read_bytes() for file in Path(paths[0]).glob("*.safetensors")]
     data = [len(file) - 8 - int.from_bytes(file[:8], "little") for file in files]
@@ -94,7 +94,7 @@ def test_one_stages_full_disk_is_every_ranks_error(pool: Pool, tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
-def test_names_that_one_rank_asks_in_vain_or_nobody_asks_are_told(pool: Pool, tmp_path: Path):
+def test_names_that_are_missing_on_one_rank_or_requested_by_no_rank_are_reported(pool: Pool, tmp_path: Path):
     (path, *_) = pool.run(cases.save, 4, str(tmp_path), "pipeline2_shard2", 1)
     answers = pool.run(cases.load_other_names, 4, path, 2, "model.layers.9.weight", None)
     assert len(set(answers)) == 1 and answers[0].startswith("BadInput: rank 2 of 4: ")
@@ -127,7 +127,9 @@ def test_what_stages_wrote_is_read_from_files_alone(pool: Pool, tmp_path: Path):
     assert export_checkpoint(run, tmp_path / "hf", dtype="fp32") == Path(saved)
     exported, reader = import_hf(tmp_path / "hf")
     assert exported == spec
-    assert all(torch.equal(reader.read(row), weights[f"model.{row.name}"]) for row in parameters(spec))
+    assert all(
+        torch.equal(reader.read(parameter), weights[f"model.{parameter.name}"]) for parameter in parameters(spec)
+    )
     model = Decoder(spec)
     load_initial(local_weights(model), spec, f"checkpoint:{run}")
-    assert all(torch.equal(each.detach(), weights[f"model.{name}"]) for name, each in model.named_parameters())
+    assert all(torch.equal(weight.detach(), weights[f"model.{name}"]) for name, weight in model.named_parameters())

@@ -111,8 +111,8 @@ def test_compiled(pool: Pool, spec: ModelSpec, case: Case, masked: bool) -> None
 def check(pool: Pool, spec: ModelSpec, case: Case) -> None:
     documents = (False, True) if case.pipeline == 1 else (case.ulysses > 1,)
     results = pool.run(with_and_without_documents, case.plan.ranks, spec, case.plan, documents)
-    for masked, found in zip(documents, zip(*results, strict=True), strict=True):
-        compare(list(found), one_device(spec, masked)[:STEPS], 1e-9)
+    for masked, result in zip(documents, zip(*results, strict=True), strict=True):
+        compare(list(result), one_device(spec, masked)[:STEPS], 1e-9)
 
 
 def with_and_without_documents(
@@ -151,16 +151,16 @@ def test_any_plan_goes_on_with_any_other_bit_for_bit(pool: Pool, tiny: Path, tmp
     alone = trained(pool, tiny, tmp_path / "one", *ranks(1), *options)
     first = trained(pool, tiny, tmp_path, *CHAIN[0], *options, stop_at=3)
     second = trained(pool, tiny, tmp_path, *CHAIN[1], *options)
-    assert [seen[0].began for seen in (first, second)] == [0, 3]
+    assert [results[0].began for results in (first, second)] == [0, 3]
     same_run([first, second], alone[0])
     ((_, truth),) = alone[0].validations
-    for each in second:
-        ((_, got),) = each.validations
-        assert got.loss == pytest.approx(truth.loss, rel=1e-9) and got.tokens == truth.tokens
-    found: dict[str, torch.Tensor] = {}
+    for result in second:
+        ((_, actual),) = result.validations
+        assert actual.loss == pytest.approx(truth.loss, rel=1e-9) and actual.tokens == truth.tokens
+    final_tensors: dict[str, torch.Tensor] = {}
     for _, tensors in pool.run(cases.opened, 2, prepared(tiny, tmp_path, *CHAIN[2], *options).assignment):
-        found |= tensors
-    assert same_bits(found, held(second))
+        final_tensors |= tensors
+    assert same_bits(final_tensors, held(second))
 
 
 def kept_by_a_block(world: World, plan: Plan) -> set[tuple[int, ...]]:

@@ -1,6 +1,6 @@
-"""Gathers into slots that are used again, against one device.
+"""Gathers by copy engines into reused slots (buffers for gathered parameters) equal one device.
 
-On processors the copies are Gloo's; slots, their order and what is refused are the same.
+On CPUs Gloo copies the data; slots, their order and refused plans are the same as on GPUs.
 """
 
 from __future__ import annotations
@@ -52,28 +52,28 @@ def test_weights_travel_in_fp8(pool: Pool) -> None:
 def counted(world, chosen: Plan, early: bool) -> tuple[list[dict[str, Any]], int, int]:
     """Run one step; returns it, the number of gather buffers and of those in slots. `early` frees slots while they are in use."""
     plain = CopyGather.allocate
-    found = [0, 0]
+    counts = [0, 0]
 
     def counting(self: CopyGather, *args: Any, **options: Any) -> torch.Tensor:
         output = plain(self, *args, **options)
-        found[0] += 1
+        counts[0] += 1
         for slot in self._slots:
-            found[1] += slot.memory.data_ptr() == output.data_ptr()
+            counts[1] += slot.memory.data_ptr() == output.data_ptr()
             slot.in_use = slot.in_use and not early
         return output
 
     CopyGather.allocate = counting  # type: ignore[method-assign]
     try:
-        return sharded(world, LLAMA, chosen, 1.0, 1), *found
+        return sharded(world, LLAMA, chosen, 1.0, 1), *counts
     finally:
         CopyGather.allocate = plain  # type: ignore[method-assign]
 
 
 def test_every_gather_finds_a_slot_and_none_is_taken_early(pool: Pool) -> None:
     chosen = copying(plan(1, 2, 4))
-    seen = pool.run(counted, 2, chosen, False)
-    compare([steps for steps, _, _ in seen], one_device(LLAMA)[:1], 1e-9)
-    assert all(taken == slots > 0 for _, taken, slots in seen)
+    counts = pool.run(counted, 2, chosen, False)
+    compare([steps for steps, _, _ in counts], one_device(LLAMA)[:1], 1e-9)
+    assert all(used_slots == slots > 0 for _, used_slots, slots in counts)
     with pytest.raises(AssertionError):
         compare([steps for steps, _, _ in pool.run(counted, 2, chosen, True)], one_device(LLAMA)[:1], 1e-9)
 

@@ -1,4 +1,4 @@
-"""What two ranks, each a node, really send over loopback in a step is what is predicted."""
+"""The bytes that two ranks, each on its own emulated node, send over loopback in a step equal the prediction."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ def counted_and_predicted(world: World, chosen: Plan, tries: int) -> tuple[int, 
         dist.barrier()
         assert counting is not None
         counts.append(counting.bytes())
-    found = cross_node_bytes(MODEL, chosen, mesh.layout, SEQ, collective_counts(engine.training))
-    return min(counts), found.total + found.reduce  # Gloo's reduce-scatter sends twice the bytes of NCCL's ring
+    predicted_bytes = cross_node_bytes(MODEL, chosen, mesh.layout, SEQ, collective_counts(engine.training))
+    # Gloo's reduce-scatter sends twice the bytes of NCCL's ring, for which the prediction is made.
+    return min(counts), predicted_bytes.total + predicted_bytes.reduce
 
 
 @pytest.mark.skipif(not traffic.COUNTERS.exists(), reason="the kernel has no /proc/net/dev")

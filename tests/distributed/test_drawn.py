@@ -74,10 +74,10 @@ def test_fp8_equals_one_rank(pool: Pool, seed: int, compile: bool) -> None:
     """
     spec, plan, masked = drawn(seed, LOW, compile=compile)
     alone = replace(plan_of(1, 1, plan.batch.micro_batch), precision=plan.precision)
-    one = pool.run(sharded, 1, spec, alone, 1.0, 1, masked)
+    single_rank = pool.run(sharded, 1, spec, alone, 1.0, 1, masked)
     context = plan.axis_size("context_ring") * plan.axis_size("context_ulysses")
     bound = LAYOUT_BOUND if context == 1 and not compile else EMULATION_BOUND
-    compare(pool.run(sharded, plan.ranks, spec, plan, 1.0, 1, masked), as_truth(one), bound, weights=False)
+    compare(pool.run(sharded, plan.ranks, spec, plan, 1.0, 1, masked), as_truth(single_rank), bound, weights=False)
 
 
 @pytest.mark.parametrize(("seed", "precision", "compile"), quick_first(2, SUMS, unpack=True))
@@ -87,12 +87,12 @@ def test_sums_over_replicas_in_bf16_round_and_nothing_else(
     """First-step gradients against those of the same plan that sums its replicas in fp32."""
     spec, plan, masked = drawn(seed, precision, compile=compile)
     wide = replace(plan, precision=replace(precision, reduce_replicas=None))
-    exact, rounded = (pool.run(sharded, plan.ranks, spec, one, 1.0, 1, masked) for one in (wide, plan))
-    for right, found in zip(exact, rounded, strict=True):
-        assert found[0]["loss"] == right[0]["loss"]
-        clip = found[0]["norm"] / right[0]["norm"]
+    exact, rounded = (pool.run(sharded, plan.ranks, spec, variant, 1.0, 1, masked) for variant in (wide, plan))
+    for right, actual in zip(exact, rounded, strict=True):
+        assert actual[0]["loss"] == right[0]["loss"]
+        clip = actual[0]["norm"] / right[0]["norm"]
         errors = {
-            name: worst(found[0]["gradients"][name] * clip, exactly.double())
+            name: worst(actual[0]["gradients"][name] * clip, exactly.double())
             for name, exactly in right[0]["gradients"].items()
         }
         assert 1e-4 < max(errors.values()) < CANCELLED, max(errors, key=errors.__getitem__)
@@ -102,20 +102,28 @@ def test_sums_over_replicas_in_bf16_round_and_nothing_else(
 def test_a_run_goes_on_under_any_plan(pool: Pool, tmp_path: Path, seed: int) -> None:
     """Three plans of a model train two steps each: each loads the exact state of the one before, and all equal one rank."""
     tiny, spec = make_tiny(tmp_path / "data"), drawn(seed, FLOAT64).spec
-    words = [f"model.{key}={value}" for key, value in vars(spec).items() if key != "vocab_size" and value is not None]
+    model_overrides = [
+        f"model.{key}={value}" for key, value in vars(spec).items() if key != "vocab_size" and value is not None
+    ]
     chain = [drawn(seed + number, FLOAT64, of=spec).plan for number in range(3)]
     parts: list[list[Seen]] = []
     for number, plan in enumerate(chain):
         file = tmp_path / f"{number}.yaml"
         file.write_text(plan_yaml(plan), encoding="utf-8")
-        asked = [*words, f"plan={file}", f"cluster.gpus_per_node={plan.ranks}"]
+        overrides = [*model_overrides, f"plan={file}", f"cluster.gpus_per_node={plan.ranks}"]
         if parts:
-            assignment = prepared(tiny, tmp_path, *asked).assignment
+            assignment = prepared(tiny, tmp_path, *overrides).assignment
             opened = pool.run(cases.opened, plan.ranks, assignment)
-            found = {name: tensor for _, tensors in opened for name, tensor in tensors.items()}
-            assert same_bits(found, held(parts[-1]))
-        parts.append(trained(pool, tiny, tmp_path, *asked, stop_at=2 * number + 2))
-    one = trained(
-        pool, tiny, tmp_path / "one", *words, "cluster.gpus_per_node=1", "plan.compute=fp64", "plan.reduce=fp64"
+            initial = {name: tensor for _, tensors in opened for name, tensor in tensors.items()}
+            assert same_bits(initial, held(parts[-1]))
+        parts.append(trained(pool, tiny, tmp_path, *overrides, stop_at=2 * number + 2))
+    single_rank = trained(
+        pool,
+        tiny,
+        tmp_path / "one",
+        *model_overrides,
+        "cluster.gpus_per_node=1",
+        "plan.compute=fp64",
+        "plan.reduce=fp64",
     )
-    same_run(parts, one[0])
+    same_run(parts, single_rank[0])

@@ -80,7 +80,7 @@ def one_device(spec: ModelSpec, masked: bool = True) -> list[dict[str, Any]]:
     plain = [weight for name, weight in model.named_parameters() if not specs[name].decay]
     groups = [{"params": decayed, "weight_decay": TRAIN.weight_decay}, {"params": plain, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(TRAIN.beta1, TRAIN.beta2), eps=TRAIN.epsilon)
-    seen = []
+    steps = []
     for step in range(STEPS):
         tokens, targets, *packed = batch(step, spec)
         positions, documents = packed if masked else (None, None)
@@ -92,8 +92,8 @@ def one_device(spec: ModelSpec, masked: bool = True) -> list[dict[str, Any]]:
         gradients = {name: weight.grad.clone() for name, weight in model.named_parameters()}
         optimizer.step()
         weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-        seen.append({"loss": loss.item(), "norm": norm.item(), "gradients": gradients, "weights": weights})
-    return seen
+        steps.append({"loss": loss.item(), "norm": norm.item(), "gradients": gradients, "weights": weights})
+    return steps
 
 
 def sharded(
@@ -115,11 +115,13 @@ def sharded(
     engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=plain, balance_loss=TRAIN.balance_loss)
     model, optimizer = engine.model, AdamW(engine.model, spec, TRAIN, engine.weights, engine.host_offloaded)
     micro, share = plan.batch.micro_batch, BATCH // mesh.data_ranks
-    seen = []
+    step_results = []
     for step in range(steps):
         first = mesh.data_rank * share
-        mine = [tensor[first : first + share].split(micro) for tensor in batch(step, spec)]
-        batches = [MicroBatch(*parts, valid_tokens=int((parts[1] >= 0).sum())) for parts in zip(*mine, strict=True)]
+        micro_batches = [tensor[first : first + share].split(micro) for tensor in batch(step, spec)]
+        batches = [
+            MicroBatch(*parts, valid_tokens=int((parts[1] >= 0).sum())) for parts in zip(*micro_batches, strict=True)
+        ]
         if not masked:
             batches = [replace(batch, positions=None, documents=None) for batch in batches]
         valid = count_valid(batches, mesh)[0] * factor
@@ -131,21 +133,21 @@ def sharded(
         # The last ones alone: a wrong update shows in them and in the gradients between.
         last = {name: weight.detach() for name, weight in model.named_parameters()} if step + 1 == steps else {}
         weights = {name: whole(name, weight, spec, mesh) for name, weight in last.items()}
-        seen.append({"loss": loss.item(), "norm": norm.item(), "gradients": gradients, "weights": weights})
-    return seen
+        step_results.append({"loss": loss.item(), "norm": norm.item(), "gradients": gradients, "weights": weights})
+    return step_results
 
 
-def whole(name: str, mine: Any, spec: ModelSpec, mesh: Any) -> torch.Tensor:
+def whole(name: str, local: Any, spec: ModelSpec, mesh: Any) -> torch.Tensor:
     """The whole parameter, gathered over shard, tensor and expert ranks; replicated parts must be equal, bit for bit."""
     experts = ".moe.experts." in name
-    group, part = mesh.experts if experts else mesh.group("tensor"), mine.full_tensor().clone()
+    group, part = mesh.experts if experts else mesh.group("tensor"), local.full_tensor().clone()
     if group is None:
         return part
     parts: list[Any] = [None] * group.size()
     torch.distributed.all_gather_object(parts, part, group=group)
     if experts:
         return torch.cat(parts)
-    module, kind = name.split(".")[-2:]
+    module, parameter_name = name.split(".")[-2:]
     if module == "qkv":
         kv = max(1, spec.kv_heads // len(parts)) * spec.head_dim
         q, k, v = zip(*(one.split((len(one) - 2 * kv, kv, kv)) for one in parts), strict=True)
@@ -154,7 +156,7 @@ def whole(name: str, mine: Any, spec: ModelSpec, mesh: Any) -> torch.Tensor:
         return torch.cat([half for halves in zip(*(one.chunk(2) for one in parts), strict=True) for half in halves])
     if module in ("up", "embed", "head"):
         return torch.cat(parts)
-    if module in ("out", "down") and kind == "weight":
+    if module in ("out", "down") and parameter_name == "weight":
         return torch.cat(parts, dim=1)
     return distinct(parts, 1)[0]
 
@@ -162,7 +164,7 @@ def whole(name: str, mine: Any, spec: ModelSpec, mesh: Any) -> torch.Tensor:
 def distinct(parts: Sequence[torch.Tensor], number: int) -> Sequence[torch.Tensor]:
     """The `number` different parts among `parts`, in which neighbours are copies of each other."""
     share = max(1, len(parts) // number)
-    assert all(torch.equal(one, parts[index - index % share]) for index, one in enumerate(parts))
+    assert all(torch.equal(part, parts[index - index % share]) for index, part in enumerate(parts))
     return parts[::share]
 
 
@@ -194,17 +196,21 @@ def compare(
     results: list[list[dict[str, Any]]], truth: list[dict[str, Any]], bound: float, *, weights: bool = True
 ) -> None:
     """Assert that loss and norm of every rank, and every gradient and weight, equal the reference; each is on some rank."""
-    seen = set()
+    compared = set()
     for steps in results:
         assert steps[-1]["weights"] or not weights, "a run tells the weights it ends with"
-        for got, want in zip(steps, truth, strict=True):
-            assert got["loss"] == pytest.approx(want["loss"], rel=bound)
-            assert got["norm"] == pytest.approx(want["norm"], rel=bound)
-            for kind in ("gradients", "weights") if weights and got["weights"] else ("gradients",):
-                errors = {name: worst(found, want[kind][name]) for name, found in got[kind].items()}
-                assert max(errors.values()) < bound, (kind, max(errors, key=errors.__getitem__), max(errors.values()))
-                seen.update(errors)
-    assert seen == set(truth[0]["gradients"])
+        for actual, want in zip(steps, truth, strict=True):
+            assert actual["loss"] == pytest.approx(want["loss"], rel=bound)
+            assert actual["norm"] == pytest.approx(want["norm"], rel=bound)
+            for quantity in ("gradients", "weights") if weights and actual["weights"] else ("gradients",):
+                errors = {name: worst(value, want[quantity][name]) for name, value in actual[quantity].items()}
+                assert max(errors.values()) < bound, (
+                    quantity,
+                    max(errors, key=errors.__getitem__),
+                    max(errors.values()),
+                )
+                compared.update(errors)
+    assert compared == set(truth[0]["gradients"])
 
 
 MIXED = (LayerStrategy(range="0", reshard=False, recompute="full"), LayerStrategy(range="1", recompute="selective"))
@@ -257,9 +263,9 @@ def test_sums_over_replicas_in_bf16_round_and_are_the_same_on_all(pool: Pool, sh
     """First-step gradients of the plan's option, against those of a run that sums its replicas in fp32."""
     wide, narrow = WIDE[shard], narrowed(WIDE[shard])
     exact = pool.run(sharded, wide.ranks, LLAMA, wide, 1.0, 1)[0][0]["gradients"]
-    first, *others = (steps[0]["gradients"] for steps in pool.run(sharded, narrow.ranks, LLAMA, narrow, 1.0, 1))
+    first, *other_ranks = (steps[0]["gradients"] for steps in pool.run(sharded, narrow.ranks, LLAMA, narrow, 1.0, 1))
     for name, gradient in first.items():
-        assert all(torch.equal(gradient, other[name]) for other in others), name
+        assert all(torch.equal(gradient, other[name]) for other in other_ranks), name
         assert 1e-4 < worst(gradient, exact[name].double()) < BF16_SUM_BOUND, name
 
 

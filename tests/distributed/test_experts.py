@@ -164,10 +164,10 @@ def doubly_counted(world: Any, case: Case) -> list[dict[str, Any]]:
     """A step whose gradients of distributed experts, and no others, have an error of a thousandth."""
     from meshwright.parallel import stages
 
-    kept = stages._shard_block
+    original = stages._shard_block
 
-    def wrong(*given: Any) -> Any:
-        unit = kept(*given)
+    def wrong(*arguments: Any) -> Any:
+        unit = original(*arguments)
         unit.groups[0]._group.gradient_divide_factor = 0.999
         return unit
 
@@ -175,7 +175,7 @@ def doubly_counted(world: Any, case: Case) -> list[dict[str, Any]]:
     try:
         return sharded(world, EVEN, case.plan, 1.0, 1)
     finally:
-        stages._shard_block = kept
+        stages._shard_block = original
 
 
 def test_a_wrong_factor_of_the_experts_gradients_is_noticed(pool: Pool) -> None:
@@ -183,9 +183,12 @@ def test_a_wrong_factor_of_the_experts_gradients_is_noticed(pool: Pool) -> None:
     truth = one_device(EVEN)[:1]
     with pytest.raises(AssertionError):
         compare(results, truth, 1e-9)
-    for got in (rank[0] for rank in results):
-        factor = (got["norm"] + 1e-6) / (truth[0]["norm"] + 1e-6)  # what clipping has made of it
-        errors = {name: worst(found * factor, truth[0]["gradients"][name]) for name, found in got["gradients"].items()}
+    for actual in (rank[0] for rank in results):
+        factor = (actual["norm"] + 1e-6) / (truth[0]["norm"] + 1e-6)  # what clipping has made of it
+        errors = {
+            name: worst(gradient * factor, truth[0]["gradients"][name])
+            for name, gradient in actual["gradients"].items()
+        }
         assert {name for name, error in errors.items() if error > 1e-9} == {
             name for name in errors if ".moe.experts." in name
         }
@@ -194,12 +197,12 @@ def test_a_wrong_factor_of_the_experts_gradients_is_noticed(pool: Pool) -> None:
 def slightly_wrong(world: Any, case: Case) -> list[dict[str, Any]]:
     from tests.distributed import test_equality
 
-    kept = test_equality.TRAIN
-    test_equality.TRAIN = replace(kept, balance_loss=kept.balance_loss * 1.001)
+    original = test_equality.TRAIN
+    test_equality.TRAIN = replace(original, balance_loss=original.balance_loss * 1.001)
     try:
         return sharded(world, MIXTRAL, case.plan, 1.0, 1)
     finally:
-        test_equality.TRAIN = kept
+        test_equality.TRAIN = original
 
 
 def test_a_wrong_weight_of_the_balance_loss_is_noticed(pool: Pool) -> None:
@@ -228,8 +231,10 @@ def routed(world: Any, case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     engine = build_engine(SHARED, plan, mesh, loss_chunk=5, seed=0, plain=True, balance_loss=0.3)
     optimizer, share = AdamW(engine.model, SHARED, TRAIN, engine.weights), BATCH // mesh.data_ranks
     first = mesh.data_rank * share
-    mine = [tensor[first : first + share].split(plan.batch.micro_batch) for tensor in batch(0, SHARED)]
-    batches = [MicroBatch(*parts, valid_tokens=int((parts[1] >= 0).sum())) for parts in zip(*mine, strict=True)]
+    micro_batches = [tensor[first : first + share].split(plan.batch.micro_batch) for tensor in batch(0, SHARED)]
+    batches = [
+        MicroBatch(*parts, valid_tokens=int((parts[1] >= 0).sum())) for parts in zip(*micro_batches, strict=True)
+    ]
     for _ in range(2):
         figures = train_step(
             engine, optimizer, mesh, batches, learning_rate=0.0, clip_norm=None, recorder=NullRecorder()
@@ -285,7 +290,9 @@ SMALL = [
         (["plan.tensor=2", "model.shared_expert_hidden=3"], "a divisor of model.shared_expert_hidden = 3"),
     ],
 )
-def test_what_ranks_cannot_divide_is_refused_before_start(tmp_path: Path, pins: list[str], says: str) -> None:
+def test_sizes_that_ranks_cannot_divide_are_refused_before_the_start(
+    tmp_path: Path, pins: list[str], says: str
+) -> None:
     tiny = make_tiny(tmp_path / "data")
     with pytest.raises(BadConfig, match=says):
         prepared(tiny, tmp_path / "runs", "cluster.gpus_per_node=2", *SMALL, *pins)
@@ -326,13 +333,13 @@ def test_experts_change_ranks_between_two_starts(
     """Bit for bit."""
     tiny, runs = make_tiny(tmp_path / "data"), tmp_path / "runs"
     final: dict[str, torch.Tensor] = {}
-    for number, (name, others) in enumerate(chain):
+    for number, (name, other_names) in enumerate(chain):
         final = held(trained(pool, tiny, runs, *LAID[name], *SMALL, stop_at=3 + 2 * number))
-        for other in others:
+        for other in other_names:
             assert same_bits(opened_under(pool, tiny, runs, *LAID[other], *SMALL), final)
     export_checkpoint(runs / "tiny", tmp_path / "hf", dtype="fp32")
     spec, reader = import_hf(tmp_path / "hf")
-    assert all(torch.equal(reader.read(row), final[f"model.{row.name}"]) for row in parameters(spec))
+    assert all(torch.equal(reader.read(parameter), final[f"model.{parameter.name}"]) for parameter in parameters(spec))
 
 
 def test_a_run_learns_resumes_under_another_plan_and_leaves_as_a_folder(pool: Pool, tmp_path: Path) -> None:
@@ -340,10 +347,10 @@ def test_a_run_learns_resumes_under_another_plan_and_leaves_as_a_folder(pool: Po
     first = trained(pool, tiny, runs, *ranks(2), "plan.recompute=full", *SMALL, stop_at=10)
     pipeline = [*staged(2, "zbv"), *SMALL]
     opened = pool.run(cases.opened, 2, prepared(tiny, runs, *pipeline).assignment)
-    found = {name: tensor for step, tensors in opened for name, tensor in tensors.items() if step == 10}
+    resumed = {name: tensor for step, tensors in opened for name, tensor in tensors.items() if step == 10}
     exact = held(first)
-    assert found.keys() == exact.keys() and any(".moe.experts." in name for name in exact)
-    assert all(torch.equal(found[name], exact[name]) for name in exact), "weights and moments, bit for bit"
+    assert resumed.keys() == exact.keys() and any(".moe.experts." in name for name in exact)
+    assert all(torch.equal(resumed[name], exact[name]) for name in exact), "weights and moments, bit for bit"
     second = trained(pool, tiny, runs, *pipeline)
     losses = first[0].losses + second[0].losses
     assert len(losses) == 20 and sum(losses[15:]) / 5 < sum(losses[:5]) / 5 - 0.5
@@ -352,5 +359,5 @@ def test_a_run_learns_resumes_under_another_plan_and_leaves_as_a_folder(pool: Po
     export_checkpoint(runs / "tiny", tmp_path / "hf", dtype="fp32")
     spec, reader = import_hf(tmp_path / "hf")
     final = held(second)
-    for row in parameters(spec):
-        assert torch.equal(reader.read(row), final[f"model.{row.name}"])
+    for parameter in parameters(spec):
+        assert torch.equal(reader.read(parameter), final[f"model.{parameter.name}"])

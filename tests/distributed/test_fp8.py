@@ -99,8 +99,8 @@ LAYOUTS = {
 @pytest.mark.parametrize("linear", quick_first(1, ["fp8_tensorwise", "fp8_rowwise"]))
 def test_layouts_agree(pool: Pool, linear: str, name: str) -> None:
     gather = "fp8" if linear == "fp8_tensorwise" else "compute"
-    one = first_step(pool, LLAMA, low(plan(1, 1, MICRO), linear, gather))
-    compare(first_step(pool, LLAMA, low(LAYOUTS[name], linear, gather)), as_truth(one), LAYOUT_BOUND, weights=False)
+    single = first_step(pool, LLAMA, low(plan(1, 1, MICRO), linear, gather))
+    compare(first_step(pool, LLAMA, low(LAYOUTS[name], linear, gather)), as_truth(single), LAYOUT_BOUND, weights=False)
 
 
 def test_the_bounds_notice_products_that_are_not_in_fp8(pool: Pool) -> None:
@@ -127,16 +127,16 @@ SCHEDULES = [
 
 @pytest.mark.parametrize("case", quick_first(4, SCHEDULES), ids=str)
 def test_schedules_agree_also_where_the_backward_is_split(pool: Pool, case: Case) -> None:
-    one = first_step(pool, DEEP, low(replace(plan(1, 1, MICRO), schedule=SchedulePlan())))
-    compare(first_step(pool, DEEP, low(case.plan)), as_truth(one), LAYOUT_BOUND, weights=False)
+    single = first_step(pool, DEEP, low(replace(plan(1, 1, MICRO), schedule=SchedulePlan())))
+    compare(first_step(pool, DEEP, low(case.plan)), as_truth(single), LAYOUT_BOUND, weights=False)
 
 
 @pytest.mark.slow
 def test_compiled_blocks_gather_and_split_too(pool: Pool) -> None:
     """Inductor may round an activation to the next fp8 number, as it sums norms in another order."""
     case = Case("zbv", pipeline=2, micro=MICRO, compile=True)
-    one = first_step(pool, DEEP, low(plan(1, 1, MICRO)))
-    compare(first_step(pool, DEEP, low(case.plan)), as_truth(one), EMULATION_BOUND, weights=False)
+    single = first_step(pool, DEEP, low(plan(1, 1, MICRO)))
+    compare(first_step(pool, DEEP, low(case.plan)), as_truth(single), EMULATION_BOUND, weights=False)
 
 
 def gathered(world: Any, chosen: Plan) -> dict[str, tuple[Tensor, Tensor, Tensor, int]]:
@@ -149,7 +149,7 @@ def gathered(world: Any, chosen: Plan) -> dict[str, tuple[Tensor, Tensor, Tensor
     masters = {name: weight.detach().full_tensor() for name, weight in engine.model.named_parameters()}
     assert engine.executor.scales is not None
     engine.executor.scales.refresh()
-    found = {}
+    gathered_weights = {}
     for unit in engine.executor.rank_model.stages[0]:
         unit.sharded.gather()
         unit.sharded.wait_for_gather()
@@ -158,26 +158,26 @@ def gathered(world: Any, chosen: Plan) -> dict[str, tuple[Tensor, Tensor, Tensor
         for linear in linears:
             name = next(name for name, module in engine.model.named_modules() if module is linear) + ".weight"
             values, scale = (part.clone() for part in linear.fp8_weight)
-            found[name] = masters[name], values, scale, linear.weight.untyped_storage().nbytes()
+            gathered_weights[name] = masters[name], values, scale, linear.weight.untyped_storage().nbytes()
         unit.sharded.free_gathered()
         assert not any(linear.fp8_weight.values.untyped_storage().nbytes() for linear in linears)
-    return found
+    return gathered_weights
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_gathered_weights_are_the_whole_weight_rounded_with_one_scale(pool: Pool, ranks: int) -> None:
-    seen = pool.run(gathered, ranks, low(plan(1, ranks, MICRO)))
-    for found in seen:
-        assert len(found) == 4 * LLAMA.layers
-        for name, (master, values, scale, held) in found.items():
-            whole = quantize_whole(master, "tensorwise")
-            assert torch.equal(values.view(torch.uint8), whole.values.view(torch.uint8)), name
-            assert torch.equal(scale, whole.scale)
-            assert held == 4, "the weight beside its fp8 copy is a shape over one number"
+    weights_by_rank = pool.run(gathered, ranks, low(plan(1, ranks, MICRO)))
+    for rank_weights in weights_by_rank:
+        assert len(rank_weights) == 4 * LLAMA.layers
+        for name, (master, values, scale, stored_bytes) in rank_weights.items():
+            expected = quantize_whole(master, "tensorwise")
+            assert torch.equal(values.view(torch.uint8), expected.values.view(torch.uint8)), name
+            assert torch.equal(scale, expected.scale)
+            assert stored_bytes == 4, "the weight beside its fp8 copy is a shape over one number"
 
 
 def test_layers_can_be_left_out(pool: Pool) -> None:
     chosen = low(plan(1, 2, MICRO))
-    kept = LayerStrategy(range="0", linear="compute")
-    found = pool.run(gathered, 2, replace(chosen, layers=(kept, LayerStrategy(range="1"))))[0]
-    assert {name.split(".")[1] for name in found} == {"1"}
+    unquantized = LayerStrategy(range="0", linear="compute")
+    weights = pool.run(gathered, 2, replace(chosen, layers=(unquantized, LayerStrategy(range="1"))))[0]
+    assert {name.split(".")[1] for name in weights} == {"1"}

@@ -43,12 +43,12 @@ def gather_and_free(world) -> dict[str, Any]:
     unit.gather()
     unit.gather()
     unit.wait_for_gather()
-    whole = layer.weight.detach().clone()
+    full = layer.weight.detach().clone()
     unit.free_gathered()
     freed_too_early = is_freed(unit)
     unit.free_gathered()
     return {
-        "whole": whole,
+        "whole": full,
         "freed too early": freed_too_early,
         "freed": is_freed(unit),
         "shard": len(layer.weight.to_local()),
@@ -56,11 +56,11 @@ def gather_and_free(world) -> dict[str, Any]:
 
 
 def test_gather_wait_free(pool: Pool) -> None:
-    for rank, seen in enumerate(pool.run(gather_and_free, 2)):
-        assert torch.equal(seen["whole"], torch.arange(15.0).view(5, 3))
-        assert not seen["freed too early"], "the memory is freed only after as many frees as gathers"
-        assert seen["freed"]
-        assert seen["shard"] == (3, 2)[rank]
+    for rank, observed in enumerate(pool.run(gather_and_free, 2)):
+        assert torch.equal(observed["whole"], torch.arange(15.0).view(5, 3))
+        assert not observed["freed too early"], "the memory is freed only after as many frees as gathers"
+        assert observed["freed"]
+        assert observed["shard"] == (3, 2)[rank]
 
 
 def reduce_twice(world, uses: int, precision: Precision) -> dict[str, Any]:
@@ -88,13 +88,13 @@ def reduce_twice(world, uses: int, precision: Precision) -> dict[str, Any]:
 @pytest.mark.parametrize("precision", [Precision(compute="fp32"), Precision(compute="bf16"), Precision(reduce="bf16")])
 @pytest.mark.parametrize("uses", [1, 2])
 def test_gradients_are_summed_and_added_to_the_shard(pool: Pool, uses: int, precision: Precision) -> None:
-    for rank, seen in enumerate(pool.run(reduce_twice, 2, uses, precision)):
-        assert seen["started"] == [False] * (uses - 1) + [True]
-        rows = (3, 2)[rank]
+    for rank, observed in enumerate(pool.run(reduce_twice, 2, uses, precision)):
+        assert observed["started"] == [False] * (uses - 1) + [True]
+        row_count = (3, 2)[rank]
         # (1 + 2) of rank 0, twice that of rank 1: a sum, not a mean.
-        assert torch.equal(seen["once"], torch.full((rows, IN_FEATURES), 9.0))
-        assert torch.equal(seen["twice"], torch.full((rows, IN_FEATURES), 11.0))
-        assert seen["grad type"] == torch.float32
+        assert torch.equal(observed["once"], torch.full((row_count, IN_FEATURES), 9.0))
+        assert torch.equal(observed["twice"], torch.full((row_count, IN_FEATURES), 11.0))
+        assert observed["grad type"] == torch.float32
 
 
 def sum_replicas(world, dtype: torch.dtype | None) -> list[torch.Tensor]:
@@ -127,8 +127,10 @@ def tied_sums(world, ranks: int, micro: int) -> tuple[torch.Tensor, int]:
     chosen = plan(1, ranks, micro, compute="bf16")
     engine = build_engine(GPT, chosen, build_mesh(chosen, world), loss_chunk=5, seed=0)
     share = BATCH // ranks
-    mine = [tensor[world.rank * share : (world.rank + 1) * share].split(micro) for tensor in batch(0, GPT)]
-    batches = [MicroBatch(*parts, valid_tokens=int((parts[1] >= 0).sum())) for parts in zip(*mine, strict=True)]
+    micro_batches = [tensor[world.rank * share : (world.rank + 1) * share].split(micro) for tensor in batch(0, GPT)]
+    batches = [
+        MicroBatch(*parts, valid_tokens=int((parts[1] >= 0).sum())) for parts in zip(*micro_batches, strict=True)
+    ]
     step = executor._Step(engine.executor, engine.training, batches, NullRecorder(), torch.tensor(9.0), {})
     step.rank_actions = tuple(action for action in step.rank_actions if action.op not in ("norm_barrier", "optim"))
     step.run()

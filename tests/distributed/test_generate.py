@@ -1,4 +1,4 @@
-"""A model spread over ranks says what one device would say, token for token."""
+"""A model sharded over ranks generates the same tokens as one device."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def spread(world: World, spec: ModelSpec, plan: Plan, how: Sampling) -> list[lis
     mesh = build_mesh(plan, world)
     engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=plan.precision.compute == "fp64")
     progress: list[int] = []
-    made = generate_under_plan(engine, mesh, PROMPTS, how, progress=progress.append)
-    assert set(progress) == set(range(1, max(map(len, made)) + 1))
-    return made
+    generated = generate_under_plan(engine, mesh, PROMPTS, how, progress=progress.append)
+    assert set(progress) == set(range(1, max(map(len, generated)) + 1))
+    return generated
 
 
 @pytest.mark.parametrize("spec", [LLAMA, pytest.param(GPT, marks=pytest.mark.slow)], ids=["llama", "gpt2-tied"])
@@ -75,7 +75,7 @@ def test_tokens_are_those_of_one_device(pool: Pool, spec: ModelSpec, case: Case)
     assert alone(spec, GREEDY) != alone(spec, DRAWN)
 
 
-def test_texts_end_one_by_one(pool: Pool) -> None:
+def test_each_text_ends_at_its_own_end_token(pool: Pool) -> None:
     """The pipeline goes on with those that have not ended."""
     free = alone(LLAMA, DRAWN)
     stop = free[1][3]

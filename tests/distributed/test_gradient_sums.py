@@ -76,7 +76,7 @@ ENDS = 2 * (TIMES - 1)
     ],
     ids=["whole", "whole, recomputed", "layered", "one rank", "reduced each time", "one micro-batch"],
 )
-def test_products_add_up_what_they_make(pool: Pool, plan: Plan, products: int, passes: int) -> None:
+def test_matrix_products_accumulate_their_gradients(pool: Pool, plan: Plan, products: int, passes: int) -> None:
     for ways, dtypes in pool.run(added, plan.ranks, plan):
         assert ways == Counter({"product": products, "pass": passes}) - Counter()
         assert dtypes <= {torch.float32}

@@ -87,16 +87,18 @@ def steps(world: World, spec: ModelSpec, chosen: Plan) -> tuple[dict[str, torch.
     optimizer = AdamW(engine.model, spec, TRAIN, engine.weights, engine.host_offloaded)
     optimizer.release_master_weights()
     share = BATCH // mesh.data_ranks
-    left: dict[str, torch.Tensor] = {}
+    final_state: dict[str, torch.Tensor] = {}
     for step in range(STEPS):
         first = mesh.data_rank * share
-        mine = [tensor[first : first + share].split(chosen.batch.micro_batch) for tensor in batch(step, spec)]
-        batches = [MicroBatch(*parts, valid_tokens=int((parts[1] >= 0).sum())) for parts in zip(*mine, strict=True)]
+        micro_batches = [tensor[first : first + share].split(chosen.batch.micro_batch) for tensor in batch(step, spec)]
+        batches = [
+            MicroBatch(*parts, valid_tokens=int((parts[1] >= 0).sum())) for parts in zip(*micro_batches, strict=True)
+        ]
         options = {"learning_rate": RATE, "clip_norm": CLIP, "recorder": NullRecorder()}
-        left[f"figures {step}"] = train_step(engine, optimizer, mesh, batches, **options).values
-    left |= {parts.name: parts.local.clone() for parts in optimizer.state()}
-    here = sum(local(weight).untyped_storage().nbytes() for weight in engine.model.parameters())
-    return left, here
+        final_state[f"figures {step}"] = train_step(engine, optimizer, mesh, batches, **options).values
+    final_state |= {parts.name: parts.local.clone() for parts in optimizer.state()}
+    device_bytes = sum(local(weight).untyped_storage().nbytes() for weight in engine.model.parameters())
+    return final_state, device_bytes
 
 
 def differing(world: World, spec: ModelSpec, chosen: Plan, lose: str = "") -> tuple[set[str], list[int]]:
@@ -104,7 +106,7 @@ def differing(world: World, spec: ModelSpec, chosen: Plan, lose: str = "") -> tu
     from meshwright.optim.host import HostAdamW
 
     plain = replace(chosen, layers=tuple(replace(layer, offload="none") for layer in chosen.layers))
-    truth, whole = steps(world, spec, plain)
+    truth, full_bytes = steps(world, spec, plain)
     staged = HostAdamW._staging_buffer
 
     def lost(self: HostAdamW, number: int, state: int) -> torch.Tensor:
@@ -112,26 +114,26 @@ def differing(world: World, spec: ModelSpec, chosen: Plan, lose: str = "") -> tu
         return buffer.clone() if self._state_names[state] == lose else buffer
 
     with mock.patch.object(HostAdamW, "_staging_buffer", lost):
-        found, here = steps(world, spec, chosen)
-    assert found.keys() == truth.keys()
-    return {name for name, value in found.items() if not torch.equal(value, truth[name])}, [here, whole]
+        actual, device_bytes = steps(world, spec, chosen)
+    assert actual.keys() == truth.keys()
+    return {name for name, value in actual.items() if not torch.equal(value, truth[name])}, [device_bytes, full_bytes]
 
 
 @pytest.mark.parametrize("name", quick_first(3, BITS))
 def test_same_bits_as_without(pool: Pool, name: str) -> None:
     spec, chosen = BITS[name]
     for rank in pool.run(differing, chosen.ranks, spec, chosen):
-        found, (here, whole) = rank
-        assert found == set()
+        differences, (device_bytes, full_bytes) = rank
+        assert differences == set()
         if name not in ("fp8", "fp32"):
-            assert here < (0.6 if name == "some layers" else 0.01) * whole, "masters are not on the device"
+            assert device_bytes < (0.6 if name == "some layers" else 0.01) * full_bytes, "masters are not on the device"
 
 
 @pytest.mark.parametrize("lose", quick_first(1, ["exp_avg_sq", "weight", "exp_avg"]))
 def test_state_that_is_lost_is_noticed(pool: Pool, lose: str) -> None:
     spec, chosen = BITS["one rank, layered"]
-    ((found, _),) = pool.run(differing, 1, spec, chosen, lose)
-    assert "figures 0" not in found and {"figures 2", "model.layers.3.mlp.up.weight"} <= found
+    ((differences, _),) = pool.run(differing, 1, spec, chosen, lose)
+    assert "figures 0" not in differences and {"figures 2", "model.layers.3.mlp.up.weight"} <= differences
 
 
 OFFLOADED, ON_DEVICE = "plan.offload=optimizer", "plan.offload=none"
@@ -151,10 +153,10 @@ def plain(pool: Pool, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> l
 def test_a_run_goes_on_with_or_without(
     pool: Pool, tiny: Path, tmp_path: Path, plain: list[Seen], order: tuple[str, str]
 ) -> None:
-    whole = plain
+    uninterrupted = plain
     first = trained(pool, tiny, tmp_path / "parts", *IN_BF16, order[0], stop_at=3)
     second = trained(pool, tiny, tmp_path / "parts", *IN_BF16, order[1])
-    assert [seen.began for seen in second] == [3, 3]
+    assert [result.began for result in second] == [3, 3]
     for rank in range(2):
-        assert first[rank].losses + second[rank].losses == whole[rank].losses
-    assert same_bits(held(second), held(whole)) and not same_bits(held(first), held(whole))
+        assert first[rank].losses + second[rank].losses == uninterrupted[rank].losses
+    assert same_bits(held(second), held(uninterrupted)) and not same_bits(held(first), held(uninterrupted))

@@ -48,75 +48,80 @@ def members(group: dist.ProcessGroup | None, rank: int) -> tuple[list[int], int]
 
 def groups_of(world: World, axes: tuple[tuple[str, int], ...]) -> dict[str, Any]:
     mesh = build_mesh(plan(axes), world)
-    found: dict[str, Any] = {axis: members(mesh.group(axis), world.rank) for axis, _ in axes}
-    found["all"] = members(mesh.group_over([axis for axis, _ in axes]), world.rank)
+    members_by_axis: dict[str, Any] = {axis: members(mesh.group(axis), world.rank) for axis, _ in axes}
+    members_by_axis["all"] = members(mesh.group_over([axis for axis, _ in axes]), world.rank)
     pipeline, shard = mesh.axis_size("pipeline"), mesh.axis_size("shard")
     pair = mesh.pair(0, pipeline - 1) if pipeline > 1 else None
-    found["pair"] = members(pair, world.rank) if pair is not None else None
+    members_by_axis["pair"] = members(pair, world.rank) if pair is not None else None
     shards = mesh.shards
-    found["shards"] = (members(shards.get_group(), world.rank), shards.size(), shards.get_local_rank())
-    found["names"] = shards.mesh_dim_names
-    found["devices"] = shards.mesh.tolist()
-    found["place"] = (mesh.coordinate("pipeline"), mesh.coordinate("shard"), pipeline, shard)
-    found["data"] = members(mesh.group_over(DATA_AXES), world.rank)[0]
-    found["sum"] = float(mesh.sum_over_all(torch.tensor([2.0**mesh.rank])))
-    return found
+    members_by_axis["shards"] = (members(shards.get_group(), world.rank), shards.size(), shards.get_local_rank())
+    members_by_axis["names"] = shards.mesh_dim_names
+    members_by_axis["devices"] = shards.mesh.tolist()
+    members_by_axis["place"] = (mesh.coordinate("pipeline"), mesh.coordinate("shard"), pipeline, shard)
+    members_by_axis["data"] = members(mesh.group_over(DATA_AXES), world.rank)[0]
+    members_by_axis["sum"] = float(mesh.sum_over_all(torch.tensor([2.0**mesh.rank])))
+    return members_by_axis
 
 
 @pytest.mark.parametrize("name", AXES)
 def test_groups_have_the_members_the_layout_says(pool: Pool, name: str) -> None:
     layout = Layout(AXES[name], 4)
-    for rank, found in enumerate(pool.run(groups_of, 4, AXES[name])):
-        place = layout.coordinates(rank)
+    for rank, members_by_axis in enumerate(pool.run(groups_of, 4, AXES[name])):
+        coordinates = layout.coordinates(rank)
         for axis, _ in layout.axes:
             group = list(layout.group(axis, rank))
-            assert found[axis] == (group, sum(group))
-        assert found["all"] == ([0, 1, 2, 3], 6)
+            assert members_by_axis[axis] == (group, sum(group))
+        assert members_by_axis["all"] == ([0, 1, 2, 3], 6)
         shard = list(layout.group("shard", rank))
-        assert found["shards"] == ((shard, sum(shard)), layout.size("shard"), place.get("shard", 0))
-        assert found["names"] == ("shard",)
-        assert found["devices"] == shard
-        assert found["place"][:2] == (place.get("pipeline", 0), place.get("shard", 0))
-        data = [r for r in range(4) if layout.coordinates(r).get("pipeline", 0) == place.get("pipeline", 0)]
-        assert found["data"] == data
-        assert found["sum"] == 15
+        assert members_by_axis["shards"] == ((shard, sum(shard)), layout.size("shard"), coordinates.get("shard", 0))
+        assert members_by_axis["names"] == ("shard",)
+        assert members_by_axis["devices"] == shard
+        assert members_by_axis["place"][:2] == (coordinates.get("pipeline", 0), coordinates.get("shard", 0))
+        data = [r for r in range(4) if layout.coordinates(r).get("pipeline", 0) == coordinates.get("pipeline", 0)]
+        assert members_by_axis["data"] == data
+        assert members_by_axis["sum"] == 15
         last = layout.size("pipeline") - 1
-        if last and place["pipeline"] in (0, last):
-            ends = sorted({layout.rank({**place, "pipeline": 0}), layout.rank({**place, "pipeline": last})})
-            assert found["pair"] == (ends, sum(ends))
+        if last and coordinates["pipeline"] in (0, last):
+            ends = sorted({layout.rank({**coordinates, "pipeline": 0}), layout.rank({**coordinates, "pipeline": last})})
+            assert members_by_axis["pair"] == (ends, sum(ends))
         else:
-            assert found["pair"] is None
+            assert members_by_axis["pair"] is None
 
 
 def stages_in_turn(world: World, shape: str, ranks: int, stages_per_rank: int) -> tuple[list[float], int]:
     """A number through all stages and back, twice, each stage adding its own; then how many messages this rank sent."""
     mesh = build_mesh(plan((("pipeline", ranks), ("shard", world.ranks // ranks))), replace(world, node_ranks=2))
     placement = vee(ranks) if shape == "vee" else looped(ranks, stages_per_rank)
-    held, here = rank_of(placement), mesh.coordinate("pipeline")
-    path = [*range(len(held)), *reversed(range(len(held)))]
-    hops = [(held[a], held[b]) for a, b in pairwise(path)]
+    stage_ranks, coordinate = rank_of(placement), mesh.coordinate("pipeline")
+    path = [*range(len(stage_ranks)), *reversed(range(len(stage_ranks)))]
+    hops = [(stage_ranks[a], stage_ranks[b]) for a, b in pairwise(path)]
     channels = open_channels(mesh, [hop for hop in hops if hop[0] != hop[1]])
     values: list[float] = []
-    sent = 2 * sum(a == here != b for a, b in hops)
+    sent = 2 * sum(a == coordinate != b for a, b in hops)
     start = torch.tensor([[0.5 + mesh.coordinate("shard")]])
     for _ in range(2):
-        x = _round(channels, path, hops, held, here, start)
+        x = _round(channels, path, hops, stage_ranks, coordinate, start)
         values.append(float(x))
     return values, sent
 
 
 def _round(
-    channels: Channels, path: list[int], hops: list[tuple[int, int]], held: tuple[int, ...], here: int, x: torch.Tensor
+    channels: Channels,
+    path: list[int],
+    hops: list[tuple[int, int]],
+    stage_ranks: tuple[int, ...],
+    coordinate: int,
+    x: torch.Tensor,
 ) -> torch.Tensor:
-    arriving = {n: channels.recv(a, (1, 1), torch.float32) for n, (a, b) in enumerate(hops) if b == here != a}
+    arriving = {n: channels.recv(a, (1, 1), torch.float32) for n, (a, b) in enumerate(hops) if b == coordinate != a}
     leaving = []
     for number, stage in enumerate(path):
-        if held[stage] != here:
+        if stage_ranks[stage] != coordinate:
             continue
         if number - 1 in arriving:
             x = arriving[number - 1].wait()
         x = x + stage
-        if number < len(hops) and hops[number][1] != here:
+        if number < len(hops) and hops[number][1] != coordinate:
             leaving.append(channels.send(hops[number][1], x))
     for transfer in leaving:
         transfer.wait()
@@ -155,14 +160,14 @@ def attempts(world: World, name: str) -> dict[str, str]:
     world = replace(world, node_ranks=2)
     mesh = build_mesh(plan((("replicate", 2), ("shard", 2))), world)
     everyone, node = list(range(4)), dist.get_process_group_ranks(mesh.group("shard"))  # type: ignore[arg-type]
-    found = {}
+    errors = {}
     for path in (symmetric_memory, cuda_ipc, shared_host_memory):
         for where, ranks in (("all", everyone), ("node", node)):
             try:
-                found[f"{path.__name__} {where}"] = path(mesh, ranks, f"{name}-{ranks[0]}")
+                errors[f"{path.__name__} {where}"] = path(mesh, ranks, f"{name}-{ranks[0]}")
             except BadInput as error:
-                found[f"{path.__name__} {where}"] = str(error)
-    return found
+                errors[f"{path.__name__} {where}"] = str(error)
+    return errors
 
 
 def symmetric_memory(mesh: Mesh, ranks: list[int], name: str) -> str:
@@ -196,22 +201,22 @@ def shared_host_memory(mesh: Mesh, ranks: list[int], name: str) -> str:
     dist.barrier(group=group)
     if not first:
         memory = SharedMemory(name, track=False) if hasattr(SharedMemory, "_track") else SharedMemory(name)
-    seen = memory.buf[0]
+    value = memory.buf[0]
     dist.barrier(group=group)
     memory.close()
     if first:
         memory.unlink()
-    return f"read {seen}"
+    return f"read {value}"
 
 
 def test_nothing_but_nccl_and_sockets_joins_emulated_nodes(pool: Pool, tmp_path: Any) -> None:
     answers = pool.run(attempts, 4, f"meshwright-{tmp_path.name}-{id(tmp_path)}")
-    for rank, found in enumerate(answers):
+    for rank, rank_errors in enumerate(answers):
         for path in ("symmetric memory", "CUDA IPC", "shared host memory"):
             expected = f"{path} between rank 0 (node 0) and rank 2 (node 1): nodes share no memory; keep it to the 2 ranks of one node"
-            assert found[f"{path.replace(' ', '_').lower()} all"] == expected
-        assert found["shared_host_memory node"] == f"read {7 + rank // 2 * 2}"
-        assert "node 1" not in found["symmetric_memory node"] + found["cuda_ipc node"]
+            assert rank_errors[f"{path.replace(' ', '_').lower()} all"] == expected
+        assert rank_errors["shared_host_memory node"] == f"read {7 + rank // 2 * 2}"
+        assert "node 1" not in rank_errors["symmetric_memory node"] + rank_errors["cuda_ipc node"]
 
 
 def node_ranks(world: World, names: list[str], local_ranks: int) -> int | str:

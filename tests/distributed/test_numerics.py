@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from meshwright.checkpoint.verify import list_checkpoints
+from meshwright.launch.corpus import skipped_samples
 from meshwright.observe.metrics import read_metrics
 from tests.distributed import cases_numerics as cases
 from tests.distributed.pool import Pool
@@ -96,6 +97,7 @@ def test_skipped_samples_give_the_run_that_never_read_them(pool: Pool, tiny: Pat
     answers = run(pool, tiny, tmp_path / "a", *words)
     others = run(pool, tiny, tmp_path / "b", *words, skip=(24, 32))
     assert [step for step, _ in answers[0][1]] == [6] and same(answers, others)
+    assert skipped_samples(tmp_path / "a" / "tiny") == ((24, 32),)
 
 
 def test_a_failure_that_returns_ends_the_run(pool: Pool, tiny: Path, tmp_path: Path) -> None:

@@ -60,10 +60,12 @@ LOW = [Case("1f1b", shard=2, micro=2), Case("breadth_first", shard=2, micro=2)]
 
 @pytest.mark.parametrize("case", LOW, ids=str)
 def test_fp8_comes_back_bit_for_bit(pool: Pool, case: Case) -> None:
-    here, away = (first_step(pool, DEEP, low(replace(case, offload=kind).plan)) for kind in ("none", "activations"))
-    for mine, other in zip(away, here, strict=True):
-        assert mine[0]["loss"] == other[0]["loss"]
-        assert all(torch.equal(mine[0]["gradients"][name], truth) for name, truth in other[0]["gradients"].items())
+    on_device, offloaded = (
+        first_step(pool, DEEP, low(replace(case, offload=offload).plan)) for offload in ("none", "activations")
+    )
+    for actual, expected in zip(offloaded, on_device, strict=True):
+        assert actual[0]["loss"] == expected[0]["loss"]
+        assert all(torch.equal(actual[0]["gradients"][name], truth) for name, truth in expected[0]["gradients"].items())
 
 
 def check(pool: Pool, spec: ModelSpec, plan: Plan) -> None:

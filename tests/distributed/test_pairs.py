@@ -32,7 +32,7 @@ COMPILED = [
 
 
 @pytest.mark.parametrize("case", quick_first(4, CROWDED), ids=str)
-def test_crowded(pool: Pool, case: Case) -> None:
+def test_little_device_memory(pool: Pool, case: Case) -> None:
     check(pool, case, tied=True)
 
 

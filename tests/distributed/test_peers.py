@@ -68,8 +68,8 @@ def shared_window(folder: Path, late: int) -> type:
 
         def wait_for_flags(self, number: int) -> None:
             end = time.monotonic() + 20
-            others = [rank for rank in range(self._ranks) if rank != self._rank]
-            while any(self._flags[self._rank][other] < number for other in others):
+            other_ranks = [rank for rank in range(self._ranks) if rank != self._rank]
+            while any(self._flags[self._rank][other] < number for other in other_ranks):
                 assert time.monotonic() < end, f"barrier {number} timed out: {self._flags[self._rank]}"
                 os.sched_yield()
 
@@ -120,5 +120,5 @@ def test_no_rank_overwrites_data_that_a_late_rank_has_yet_to_read(
     assert max(pool.run(largest_error, ranks, ranks, late, 2, batch, tmp_path)) < 1e-12
 
 
-def test_one_slot_would_not_do(pool: Pool, tmp_path: Path) -> None:
+def test_a_single_slot_gives_wrong_results(pool: Pool, tmp_path: Path) -> None:
     assert max(pool.run(largest_error, 2, 2, 1, 1, 1, tmp_path)) > 1e-3

@@ -1,4 +1,4 @@
-"""Whole runs under pipelines: resumed under other plans, validated, stopped, and failing as one."""
+"""Training runs with pipeline plans: resume under other plans, validation, stop signals and failures."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ def stopped(pool: Pool, tiny: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def test_all_stages_stop_after_the_same_step(stopped: tuple[Path, list[Seen]]) -> None:
-    runs, seen = stopped
-    assert [each.last for each in seen] == [STOP] * 4
-    assert {each.error and each.error[0] for each in seen} == {"Preempted"}
+    runs, results = stopped
+    assert [result.last for result in results] == [STOP] * 4
+    assert {result.error and result.error[0] for result in results} == {"Preempted"}
     assert steps_on_disk(runs) == [STOP]
 
 
 def test_a_checkpoint_holds_every_stage_bit_for_bit(stopped: tuple[Path, list[Seen]]) -> None:
-    runs, seen = stopped
+    runs, results = stopped
     with CheckpointReader(runs / "tiny" / "checkpoints" / f"step-{STOP:08d}") as reader:
         saved = {name: reader.read(name) for name in reader.tensors}
-    assert same_bits(saved, held(seen))
+    assert same_bits(saved, held(results))
 
 
 @pytest.mark.parametrize("name", quick_first(2, OTHERS))
@@ -67,14 +67,14 @@ def test_any_plan_goes_on_with_a_pipelines_run(
     runs, first = stopped
     shutil.copytree(runs / "tiny", tmp_path / "tiny")
     assignment = prepared(tiny, tmp_path, *OTHERS[name]).assignment
-    found: dict[str, torch.Tensor] = {}
+    resumed: dict[str, torch.Tensor] = {}
     for step, tensors in pool.run(cases.opened, assignment.plan.ranks, assignment):
         assert step == STOP
-        found |= tensors
-    assert same_bits(found, held(first))
-    rest = trained(pool, tiny, tmp_path, *OTHERS[name])
-    assert {each.began for each in rest} == {STOP}
-    compare([first, rest], one_rank)
+        resumed |= tensors
+    assert same_bits(resumed, held(first))
+    results = trained(pool, tiny, tmp_path, *OTHERS[name])
+    assert {result.began for result in results} == {STOP}
+    compare([first, results], one_rank)
 
 
 def test_a_plan_file_may_order_its_axes(
@@ -88,10 +88,10 @@ def test_a_plan_file_may_order_its_axes(
     batch = "{global_batch: 8, micro_batch: 1, accumulate: 4}"
     precision = "{compute: fp32, reduce: fp32}"
     file.write_text(f"mesh: {mesh}\nbatch: {batch}\nschedule: {{name: 1f1b}}\nprecision: {precision}\ncompile: false\n")
-    rest = trained(pool, tiny, tmp_path, "cluster.gpus_per_node=4", f"plan={file}", DEEP)
-    layers = [{part for name in each.tensors for part in name.split(".") if part.isdigit()} for each in rest]
+    results = trained(pool, tiny, tmp_path, "cluster.gpus_per_node=4", f"plan={file}", DEEP)
+    layers = [{part for name in result.tensors for part in name.split(".") if part.isdigit()} for result in results]
     assert layers == [{"0", "1"}, {"2", "3"}, set(), set()]  # the first copy alone writes
-    compare([first, rest], one_rank)
+    compare([first, results], one_rank)
 
 
 def test_a_pipeline_goes_on_with_any_plans_run(pool: Pool, tiny: Path, tmp_path: Path, one_rank: Seen) -> None:
@@ -129,11 +129,11 @@ def test_validation_is_that_of_one_rank(
     if (key := tuple(size)) not in validated_alone:
         validated_alone[key] = trained(pool, tiny, tmp_path / "one", *ranks(1), DEEP, *precise)[0].validations
     alone = validated_alone[key]
-    seen = trained(pool, tiny, tmp_path / "pipeline", *plan, *precise)
-    assert all(each.validations == seen[0].validations for each in seen)
-    assert [step for step, _ in seen[0].validations] == [1, 2]
-    for (_, got), (_, truth) in zip(seen[0].validations, alone, strict=True):
-        assert got.loss == pytest.approx(truth.loss, rel=1e-12) and got.tokens == truth.tokens
+    results = trained(pool, tiny, tmp_path / "pipeline", *plan, *precise)
+    assert all(result.validations == results[0].validations for result in results)
+    assert [step for step, _ in results[0].validations] == [1, 2]
+    for (_, actual), (_, truth) in zip(results[0].validations, alone, strict=True):
+        assert actual.loss == pytest.approx(truth.loss, rel=1e-12) and actual.tokens == truth.tokens
 
 
 def test_validation_does_not_touch_the_training(pool: Pool, tiny: Path, tmp_path: Path) -> None:
@@ -151,11 +151,11 @@ def test_one_stage_that_is_not_a_number_ends_all_and_changes_nothing(
     shutil.copytree(runs / "tiny", tmp_path / "tiny")
     name = "model.layers.2.mlp.down.weight"
     poison = name.removeprefix("model.")
-    seen = trained(pool, tiny, tmp_path, *ZBV, "checkpoint.every=1", poison=poison, poison_rank=2)
-    for each in seen:
-        assert each.error and each.error[0] == "NumericalFailure" and f"step {STOP + 1}" in each.error[1]
-        assert [record["step"] for record in each.steps] == [STOP + 1]
-    healthy, after = held(before), {key: tensor for each in seen for key, tensor in each.tensors.items()}
+    results = trained(pool, tiny, tmp_path, *ZBV, "checkpoint.every=1", poison=poison, poison_rank=2)
+    for result in results:
+        assert result.error and result.error[0] == "NumericalFailure" and f"step {STOP + 1}" in result.error[1]
+        assert [record["step"] for record in result.steps] == [STOP + 1]
+    healthy, after = held(before), {key: tensor for result in results for key, tensor in result.tensors.items()}
     changed = (after.pop(name) != healthy.pop(name)).flatten().nonzero().flatten().tolist()
     assert changed == [0] and same_bits(after, healthy)
     assert steps_on_disk(tmp_path) == [STOP]

@@ -1,4 +1,4 @@
-"""The workers of the multi-process tests: who fails says why, and nobody leaves before all are done."""
+"""The workers of the multi-process tests: a failure is reported with its reason, and all workers end together."""
 
 from __future__ import annotations
 

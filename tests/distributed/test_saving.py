@@ -27,7 +27,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def intact(runs: Path) -> list[int]:
-    return [row["step"] for row in list_checkpoints(runs / "tiny") if row["committed"] and row["ok"]]
+    return [
+        checkpoint["step"]
+        for checkpoint in list_checkpoints(runs / "tiny")
+        if checkpoint["committed"] and checkpoint["ok"]
+    ]
 
 
 def test_by_the_clock_the_first_rank_decides_for_all(pool: Pool, tiny: Path, tmp_path: Path) -> None:
@@ -49,8 +53,8 @@ def test_a_disk_that_takes_no_more_metrics_ends_the_run_on_all_ranks_with_a_chec
     assignment = prepared(tiny, tmp_path, *ranks(2)).assignment
     answers = pool.run(cases.disturbed, 2, assignment, 2, cases.full_for_metrics)
     assert answers[0] == answers[1]
-    step, kind, code, text = answers[0]
-    assert (kind, code) == ("OutOfResources", 3) and intact(tmp_path) == [step] and 2 <= step <= 3
+    step, outcome, code, text = answers[0]
+    assert (outcome, code) == ("OutOfResources", 3) and intact(tmp_path) == [step] and 2 <= step <= 3
     assert text.startswith(f"rank 0 of 2: ended after step {step}; run it again (without --fresh) to continue")
     assert "metrics.jsonl: No space left on device" in text
     pool.run(cases.disturbed, 2, prepared(tiny, tmp_path, *ranks(2)).assignment, 0, cases.deleted)
@@ -58,14 +62,14 @@ def test_a_disk_that_takes_no_more_metrics_ends_the_run_on_all_ranks_with_a_chec
 
 
 @pytest.mark.parametrize("happens", [cases.full, cases.deleted])
-def test_where_no_checkpoint_fits_the_run_ends_without(
+def test_a_run_ends_without_a_checkpoint_if_none_fits_on_the_disk(
     pool: Pool, tiny: Path, tmp_path: Path, happens: Callable[..., None]
 ) -> None:
     assignment = prepared(tiny, tmp_path, *ranks(2)).assignment
     answers = pool.run(cases.disturbed, 2, assignment, 2, happens)
     assert answers[0] == answers[1]
-    step, kind, code, text = answers[0]
-    assert (kind, code) == ("OutOfResources", 3) and 2 <= step <= 3
+    step, outcome, code, text = answers[0]
+    assert (outcome, code) == ("OutOfResources", 3) and 2 <= step <= 3
     why = "No space left on device" if happens is cases.full else "no longer exists: it was deleted or moved"
     assert f"ended after step {step}, without a checkpoint: " in text and why in text
     assert (tmp_path / "tiny").exists() == (happens is cases.full)
@@ -82,15 +86,15 @@ def test_a_failure_in_the_last_step_counts_too(pool: Pool, tiny: Path, tmp_path:
 def test_a_checkpoint_needs_the_estimated_bytes_and_no_file_of_the_run_folder(
     pool: Pool, tiny: Path, tmp_path: Path, tied: bool
 ) -> None:
-    made = prepared(tiny, tmp_path, *ranks(2), "checkpoint.every=3", f"model.tied={str(tied).lower()}")
-    texts = {name: (made.folder / name).read_text() for name in ("config.yaml", "plan.yaml")}
-    answers = pool.run(cases.disturbed, 2, made.assignment, 2, cases.without_config)
-    assert [kind for _, kind, _, _ in answers] == ["nothing"] * 2 and intact(tmp_path) == [3, STEPS]
-    kept = made.folder / "checkpoints" / f"step-{STEPS:08d}"
-    assert {name: (kept / name).read_text() for name in texts} == texts
-    model = made.assignment.run.model
-    assert sum(record.bytes for record in read_checkpoint(kept).values()) == checkpoint_bytes(model)
-    assert sum(file.stat().st_size for file in kept.iterdir()) <= add_reserve(checkpoint_bytes(model))
+    prepared_run = prepared(tiny, tmp_path, *ranks(2), "checkpoint.every=3", f"model.tied={str(tied).lower()}")
+    texts = {name: (prepared_run.folder / name).read_text() for name in ("config.yaml", "plan.yaml")}
+    answers = pool.run(cases.disturbed, 2, prepared_run.assignment, 2, cases.without_config)
+    assert [outcome for _, outcome, _, _ in answers] == ["nothing"] * 2 and intact(tmp_path) == [3, STEPS]
+    last_checkpoint = prepared_run.folder / "checkpoints" / f"step-{STEPS:08d}"
+    assert {name: (last_checkpoint / name).read_text() for name in texts} == texts
+    model = prepared_run.assignment.run.model
+    assert sum(record.bytes for record in read_checkpoint(last_checkpoint).values()) == checkpoint_bytes(model)
+    assert sum(file.stat().st_size for file in last_checkpoint.iterdir()) <= add_reserve(checkpoint_bytes(model))
 
 
 def test_a_finished_run_is_continued_when_its_steps_are_raised(pool: Pool, tiny: Path, tmp_path: Path) -> None:
@@ -106,8 +110,8 @@ def test_a_finished_run_is_continued_when_its_steps_are_raised(pool: Pool, tiny:
     assert steps[:STEPS] == before and [line["step"] for line in steps] == list(range(1, 10))
     old, new = first.run.train, longer.assignment.run.train
     assert [line["lr"] for line in steps[STEPS:]] == [learning_rate(new, step) for step in (7, 8, 9)]
-    said = [line["text"] for line in lines if line["kind"] == "event" and "raised" in line["text"]]
-    assert said == [
+    texts = [line["text"] for line in lines if line["kind"] == "event" and "raised" in line["text"]]
+    assert texts == [
         "train.steps raised from 6 to 9: from here on the learning rate follows the longer schedule; "
         f"at step 6 it is {learning_rate(new, 6):.3g} there and was {learning_rate(old, 6):.3g}"
     ]

@@ -62,7 +62,7 @@ class Case:
             "pipeline": self.pipeline, "replicate": self.replicate, "shard": self.shard, "context_ring": self.ring,
             "context_ulysses": self.ulysses, "tensor": self.tensor,
         }  # fmt: skip
-        data, held = self.replicate * self.shard, self.shard * self.ring * self.ulysses
+        data, shard_ranks = self.replicate * self.shard, self.shard * self.ring * self.ulysses
         axes = [MeshAxis(axis=name, size=sizes[name]) for name in self.order]  # type: ignore[arg-type]
         return Plan(
             mesh=tuple(axis for axis in axes if axis.size > 1 or axis.axis == "shard"),
@@ -74,7 +74,9 @@ class Case:
                 ),
             ),
             precision=Precision(compute="fp64", reduce="fp64"),
-            experts=ExpertPlan(expert=self.expert, expert_shard=held // self.expert) if self.expert > 1 else None,
+            experts=ExpertPlan(expert=self.expert, expert_shard=shard_ranks // self.expert)
+            if self.expert > 1
+            else None,
             compile=self.compile,
         )
 
@@ -223,8 +225,12 @@ def left_to_the_collector(world, plan: Plan) -> list[str]:
     optimizer = AdamW(engine.model, DEEP, TRAIN, engine.weights, engine.host_offloaded)
 
     def one_step(number: int) -> None:
-        mine = [tensor[: BATCH // mesh.data_ranks].split(plan.batch.micro_batch) for tensor in batch(number, DEEP)]
-        batches = [MicroBatch(*parts, valid_tokens=int((parts[1] >= 0).sum())) for parts in zip(*mine, strict=True)]
+        micro_batches = [
+            tensor[: BATCH // mesh.data_ranks].split(plan.batch.micro_batch) for tensor in batch(number, DEEP)
+        ]
+        batches = [
+            MicroBatch(*parts, valid_tokens=int((parts[1] >= 0).sum())) for parts in zip(*micro_batches, strict=True)
+        ]
         train_step(
             engine, optimizer, mesh, batches, learning_rate=RATE, clip_norm=1.0, recorder=NullRecorder(), stop_flag=lambda: 0
         )  # fmt: skip
@@ -236,7 +242,7 @@ def left_to_the_collector(world, plan: Plan) -> list[str]:
         one_step(1)
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
-        return [str(tuple(found.shape)) for found in gc.garbage if isinstance(found, torch.Tensor)]
+        return [str(tuple(garbage.shape)) for garbage in gc.garbage if isinstance(garbage, torch.Tensor)]
     finally:
         gc.set_debug(0)
         gc.garbage.clear()

@@ -23,10 +23,10 @@ LAYOUTS = {
 def test_a_checkpoint_of_parts_is_that_of_dtensors_byte_for_byte(
     pool: Pool, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, layout: str
 ) -> None:
-    words = LAYOUTS[layout]
+    overrides = LAYOUTS[layout]
     tiny = make_tiny(tmp_path_factory.getbasetemp() / "tiny")
-    assignment = prepared(tiny, tmp_path, *words, "train.global_batch=8").assignment
-    count = int(words[0].partition("=")[2])
+    assignment = prepared(tiny, tmp_path, *overrides, "train.global_batch=8").assignment
+    count = int(overrides[0].partition("=")[2])
     files, *_ = pool.run(cases.saved_both_ways, count, assignment, str(tmp_path))
     assert len(files) == count + 1
     for name, (parts, dtensors) in files.items():

@@ -121,16 +121,16 @@ def copies_differ(world: World, spec: ModelSpec, plan: Plan, unsummed: str) -> b
 
     class Leaving(apply.TensorCopySums):
         def __init__(self, model: Any, boxes: Any, mesh: Any) -> None:
-            without = {name: () if unsummed in name else held for name, held in boxes.items()}
+            without = {name: () if unsummed in name else parameter_boxes for name, parameter_boxes in boxes.items()}
             super().__init__(model, without, mesh)
 
-    kept, apply.TensorCopySums = apply.TensorCopySums, Leaving  # type: ignore[misc]
+    original, apply.TensorCopySums = apply.TensorCopySums, Leaving  # type: ignore[misc]
     try:
         sharded(world, spec, plan, 1.0, 1)
     except AssertionError:
         return True
     finally:
-        apply.TensorCopySums = kept  # type: ignore[misc]
+        apply.TensorCopySums = original  # type: ignore[misc]
     return False
 
 
@@ -150,13 +150,13 @@ def test_any_plan_goes_on_with_any_other_bit_for_bit(pool: Pool, tiny: Path, tmp
     for number, plan in enumerate(CHAIN):
         if parts:
             assignment = prepared(tiny, tmp_path, *plan, *deep).assignment
-            found: dict[str, torch.Tensor] = {}
+            final_tensors: dict[str, torch.Tensor] = {}
             for _, tensors in pool.run(cases.opened, 4, assignment):
-                found |= tensors
-            assert same_bits(found, held(parts[-1]))
+                final_tensors |= tensors
+            assert same_bits(final_tensors, held(parts[-1]))
         if len(parts) < 3:
             parts.append(trained(pool, tiny, tmp_path, *plan, *deep, stop_at=(2, 4, 0)[number]))
-    assert [seen[0].began for seen in parts] == [0, 2, 4]
+    assert [results[0].began for results in parts] == [0, 2, 4]
     same_run(parts, alone[0])
     with CheckpointReader(tmp_path / "tiny" / "checkpoints" / f"step-{STEPS_OF_A_RUN:08d}") as reader:
         saved = {name: reader.read(name) for name in reader.tensors}
@@ -170,11 +170,11 @@ def test_validation_and_initial_weights_are_those_of_one_rank(pool: Pool, tiny: 
     first = trained(pool, tiny, tmp_path / "first", *ranks(1), *precise)
     precise.append(f"model.init=checkpoint:{tmp_path / 'first' / 'tiny'}")
     alone = trained(pool, tiny, tmp_path / "one", *ranks(1), *precise)[0].validations
-    seen = trained(pool, tiny, tmp_path / "tensor", *ranks(4), "plan.tensor=2", "plan.shard=2", *precise)
+    results = trained(pool, tiny, tmp_path / "tensor", *ranks(4), "plan.tensor=2", "plan.shard=2", *precise)
     assert alone != first[0].validations
-    assert all(each.validations == seen[0].validations for each in seen)
-    for (_, got), (_, truth) in zip(seen[0].validations, alone, strict=True):
-        assert got.loss == pytest.approx(truth.loss, rel=1e-9) and got.tokens == truth.tokens
+    assert all(result.validations == results[0].validations for result in results)
+    for (_, actual), (_, truth) in zip(results[0].validations, alone, strict=True):
+        assert actual.loss == pytest.approx(truth.loss, rel=1e-9) and actual.tokens == truth.tokens
 
 
 def kept_by_a_block(world: World, spec: ModelSpec, plan: Plan) -> set[tuple[int, ...]]:

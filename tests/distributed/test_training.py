@@ -57,24 +57,24 @@ def trained(
     return pool.run(cases.run, assignment.plan.ranks, assignment, stop_at, stop_rank, flag, poison, poison_rank)
 
 
-def same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    assert left.keys() == right.keys() and left
-    return all(torch.equal(left[name], right[name]) for name in left)
+def same_bits(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    assert first.keys() == second.keys() and first
+    return all(torch.equal(first[name], second[name]) for name in first)
 
 
-def held(ranks_seen: list[Seen]) -> dict[str, torch.Tensor]:
+def held(results: list[Seen]) -> dict[str, torch.Tensor]:
     """All weights and moments at the end of a run, from the ranks of all stages. What two of them hold must be equal."""
-    found: dict[str, torch.Tensor] = {}
-    for seen in ranks_seen:
-        for name, tensor in seen.tensors.items():
-            assert torch.equal(found.setdefault(name, tensor), tensor), name
-    return found
+    tensors: dict[str, torch.Tensor] = {}
+    for result in results:
+        for name, tensor in result.tensors.items():
+            assert torch.equal(tensors.setdefault(name, tensor), tensor), name
+    return tensors
 
 
 def steps_on_disk(runs: Path) -> list[int]:
     """The committed, intact checkpoints of the run."""
-    rows = list_checkpoints(runs / "tiny")
-    return [row["step"] for row in rows if row["committed"] and row["ok"]]
+    checkpoints = list_checkpoints(runs / "tiny")
+    return [checkpoint["step"] for checkpoint in checkpoints if checkpoint["committed"] and checkpoint["ok"]]
 
 
 PLANS = {
@@ -90,19 +90,19 @@ PLANS = {
 
 @pytest.mark.parametrize("name", quick_first(3, PLANS))
 def test_k_and_k_steps_equal_2k_bit_for_bit(pool: Pool, tiny: Path, tmp_path: Path, name: str) -> None:
-    whole = trained(pool, tiny, tmp_path / "whole", *PLANS[name])
+    uninterrupted = trained(pool, tiny, tmp_path / "whole", *PLANS[name])
     first = trained(pool, tiny, tmp_path / "parts", *PLANS[name], stop_at=3)
     assert steps_on_disk(tmp_path / "parts") == [3]
     second = trained(pool, tiny, tmp_path / "parts", *PLANS[name])
-    assert [seen.began for seen in second] == [3, 3]
+    assert [result.began for result in second] == [3, 3]
     for rank in range(2):
-        assert first[rank].losses + second[rank].losses == whole[rank].losses
-        norms = [[record["grad_norm"] for record in seen[rank].steps] for seen in (whole, first, second)]
+        assert first[rank].losses + second[rank].losses == uninterrupted[rank].losses
+        norms = [[record["grad_norm"] for record in result[rank].steps] for result in (uninterrupted, first, second)]
         assert norms[1] + norms[2] == norms[0]
-    assert same_bits(held(second), held(whole))
-    assert not same_bits(held(first), held(whole))
+    assert same_bits(held(second), held(uninterrupted))
+    assert not same_bits(held(first), held(uninterrupted))
     lines = [line for line in read_metrics(tmp_path / "parts" / "tiny" / "metrics.jsonl") if line["kind"] == "step"]
-    assert [(line["step"], line["loss"]) for line in lines] == list(enumerate(whole[0].losses, start=1))
+    assert [(line["step"], line["loss"]) for line in lines] == list(enumerate(uninterrupted[0].losses, start=1))
 
 
 @pytest.mark.parametrize("linear", quick_first(1, ["fp8_tensorwise", "fp8_rowwise"]))
@@ -110,9 +110,9 @@ def test_products_in_fp8_train_as_well(pool: Pool, tiny: Path, tmp_path: Path, l
     longer = [*ranks(2), "train.steps=40"]
     wide = trained(pool, tiny, tmp_path / "wide", *longer)[0]
     low = trained(pool, tiny, tmp_path / "low", *longer, "plan.compute=bf16", f"plan.linear={linear}")[0]
-    found, wanted = low.validations[-1][1].loss, wide.validations[-1][1].loss
-    assert wanted < 0.5 * wide.losses[0]
-    assert found == pytest.approx(wanted, rel=0.01)
+    fp8_loss, wide_loss = low.validations[-1][1].loss, wide.validations[-1][1].loss
+    assert wide_loss < 0.5 * wide.losses[0]
+    assert fp8_loss == pytest.approx(wide_loss, rel=0.01)
     assert low.losses != wide.losses
 
 
@@ -137,22 +137,22 @@ def compare(parts: list[list[Seen]], truth: Seen) -> None:
     weights = {name: tensor for name, tensor in ours.items() if name.startswith("model.")}
     for name, tensor in weights.items():
         # Of the whole tensor: where a gradient is next to nothing, Adam makes of its rounding a step as large as any other.
-        wanted = truth.tensors[name]
-        assert (tensor - wanted).norm() <= 1e-3 * wanted.norm(), name
+        expected = truth.tensors[name]
+        assert (tensor - expected).norm() <= 1e-3 * expected.norm(), name
 
 
-def samples_by_step(ranks_seen: list[Seen]) -> list[list[int]]:
+def samples_by_step(results: list[Seen]) -> list[list[int]]:
     """The global indices all data ranks together read in each step, sorted. Every pipeline rank reads the same."""
-    first, *others = [
-        [seen for seen in ranks_seen if seen.model_rank == rank]
-        for rank in sorted({seen.model_rank for seen in ranks_seen})
+    first, *other_stages = [
+        [result for result in results if result.model_rank == rank]
+        for rank in sorted({result.model_rank for result in results})
     ]
-    for stage in others:
-        assert [seen.indices for seen in stage] == [seen.indices for seen in first]
+    for stage in other_stages:
+        assert [result.indices for result in stage] == [result.indices for result in first]
     accumulate = len(first[0].indices) // len(first[0].steps)
     steps: list[list[int]] = [[] for _ in first[0].steps]
-    for seen in first:
-        for number, micro_batch in enumerate(seen.indices):
+    for result in first:
+        for number, micro_batch in enumerate(result.indices):
             steps[number // accumulate] += micro_batch
     return [sorted(step) for step in steps]
 
@@ -178,10 +178,10 @@ def test_a_resize_in_mid_run_changes_nothing(pool: Pool, tiny: Path, tmp_path: P
 def test_one_rank_that_is_asked_to_stop_stops_all_after_the_same_step(
     pool: Pool, tiny: Path, tmp_path: Path, count: int, flag: int, error: str
 ) -> None:
-    seen = trained(pool, tiny, tmp_path, *ranks(count), stop_at=4, stop_rank=1, flag=flag)
-    assert [each.last for each in seen] == [4] * count
-    assert {each.error and each.error[0] for each in seen} == {error}
-    assert all(each.error and "after step 4" in each.error[1] for each in seen)
+    results = trained(pool, tiny, tmp_path, *ranks(count), stop_at=4, stop_rank=1, flag=flag)
+    assert [result.last for result in results] == [4] * count
+    assert {result.error and result.error[0] for result in results} == {error}
+    assert all(result.error and "after step 4" in result.error[1] for result in results)
     assert steps_on_disk(tmp_path) == [4]
 
 
@@ -190,16 +190,16 @@ def test_a_step_that_is_not_a_number_is_not_applied(pool: Pool, tiny: Path, tmp_
     trained(pool, tiny, tmp_path, *ranks(2), stop_at=2)
     healthy = trained(pool, tiny, tmp_path / "copy", *ranks(2), stop_at=2)[0].tensors
     name = "layers.1.mlp.down.weight"
-    seen = trained(pool, tiny, tmp_path, *ranks(2), "checkpoint.every=1", poison=name)
-    for each in seen:
-        assert each.error and each.error[0] == "NumericalFailure" and "step 3" in each.error[1]
-        assert [record["step"] for record in each.steps] == [3]
-    after = seen[0].tensors
+    results = trained(pool, tiny, tmp_path, *ranks(2), "checkpoint.every=1", poison=name)
+    for result in results:
+        assert result.error and result.error[0] == "NumericalFailure" and "step 3" in result.error[1]
+        assert [record["step"] for record in result.steps] == [3]
+    after = results[0].tensors
     poisoned = after[f"model.{name}"]
     changed = (poisoned != healthy[f"model.{name}"]).flatten().nonzero().flatten().tolist()
     assert changed == [poisoned.numel() // 2] and poisoned.isnan().sum() == 1
-    rest = [key for key in healthy if key != f"model.{name}"]
-    assert same_bits({key: after[key] for key in rest}, {key: healthy[key] for key in rest})
+    other_keys = [key for key in healthy if key != f"model.{name}"]
+    assert same_bits({key: after[key] for key in other_keys}, {key: healthy[key] for key in other_keys})
     assert steps_on_disk(tmp_path) == [2]
     last = read_metrics(tmp_path / "tiny" / "metrics.jsonl")[-1]
     assert last["step"] == 3 and last["loss"] is None and last["nonfinite"]["loss"] == "nan"
@@ -214,16 +214,16 @@ def test_validation_is_the_same_for_any_number_of_ranks(
     pool: Pool, tiny: Path, tmp_path: Path, size: list[str], samples: int
 ) -> None:
     precise = ["plan.compute=fp64", "train.steps=2", "train.warmup_steps=0", "train.validate_every=1", *size]
-    found = {}
+    validations = {}
     for count in (1, 2, 4):
-        seen = trained(pool, tiny, tmp_path / str(count), *ranks(count), *precise)
-        assert all(each.validations == seen[0].validations for each in seen)
-        found[count] = seen[0].validations
-    assert [step for step, _ in found[1]] == [1, 2]
-    assert found[1][0][1].tokens == valid_tokens(tiny_run(tiny, *size), samples, "validation")
+        results = trained(pool, tiny, tmp_path / str(count), *ranks(count), *precise)
+        assert all(result.validations == results[0].validations for result in results)
+        validations[count] = results[0].validations
+    assert [step for step, _ in validations[1]] == [1, 2]
+    assert validations[1][0][1].tokens == valid_tokens(tiny_run(tiny, *size), samples, "validation")
     for count in (2, 4):
-        for (_, got), (_, truth) in zip(found[count], found[1], strict=True):
-            assert got.loss == pytest.approx(truth.loss, rel=1e-12) and got.tokens == truth.tokens
+        for (_, actual), (_, truth) in zip(validations[count], validations[1], strict=True):
+            assert actual.loss == pytest.approx(truth.loss, rel=1e-12) and actual.tokens == truth.tokens
 
 
 @pytest.mark.parametrize("layout", [ranks(2), [*staged(2, "1f1b"), "plan.micro_batch=2"]], ids=["shards", "stages"])
@@ -231,18 +231,20 @@ def test_a_mixture_s_validation_names_each_source_s_loss(
     pool: Pool, tiny: Path, tmp_path: Path, layout: list[str]
 ) -> None:
     mix = {str(tiny.parent / "data"): 2, str(other_data(tiny, tmp_path)): 1}
-    words = [f"data.mix={json.dumps(mix)}", "data.document_mask=true", "train.validate_batches=3"]
-    words += ["plan.compute=fp64", "train.steps=1", "train.warmup_steps=0", *layout]
-    seen = trained(pool, tiny, tmp_path, *words)
-    ((_, got),) = seen[0].validations
-    assert all(each.validations == seen[0].validations for each in seen)
-    rows = losses_by_source(tmp_path / "tiny", tiny_run(tiny, *words))
-    assert set(rows) == set(mix) and rows[str(tmp_path / "other")][1] != rows[str(tiny.parent / "data")][1]
-    assert got.by_source == pytest.approx({name: loss / tokens for name, (loss, tokens) in rows.items()}, rel=1e-9)
-    losses, tokens = zip(*rows.values(), strict=True)
-    assert got.loss == pytest.approx(sum(losses) / sum(tokens), rel=1e-9) and got.tokens == sum(tokens)
-    (line,) = (one for one in read_metrics(tmp_path / "tiny" / "metrics.jsonl") if one["kind"] == "validation")
-    assert line["by_source"] == got.by_source
+    overrides = [f"data.mix={json.dumps(mix)}", "data.document_mask=true", "train.validate_batches=3"]
+    overrides += ["plan.compute=fp64", "train.steps=1", "train.warmup_steps=0", *layout]
+    results = trained(pool, tiny, tmp_path, *overrides)
+    ((_, actual),) = results[0].validations
+    assert all(result.validations == results[0].validations for result in results)
+    expected = losses_by_source(tmp_path / "tiny", tiny_run(tiny, *overrides))
+    assert set(expected) == set(mix) and expected[str(tmp_path / "other")][1] != expected[str(tiny.parent / "data")][1]
+    assert actual.by_source == pytest.approx(
+        {name: loss / tokens for name, (loss, tokens) in expected.items()}, rel=1e-9
+    )
+    losses, tokens = zip(*expected.values(), strict=True)
+    assert actual.loss == pytest.approx(sum(losses) / sum(tokens), rel=1e-9) and actual.tokens == sum(tokens)
+    (line,) = (record for record in read_metrics(tmp_path / "tiny" / "metrics.jsonl") if record["kind"] == "validation")
+    assert line["by_source"] == actual.by_source
 
 
 def other_data(tiny: Path, folder: Path) -> Path:
@@ -259,15 +261,15 @@ def losses_by_source(folder: Path, run: RunSpec) -> dict[str, tuple[float, int]]
     """Summed loss and valid tokens of each source's held-out samples, sample by sample by the plain model of a finished run."""
     model = load_model(folder, torch.device("cpu"), torch.float64)
     source = open_data(run.data, seq_len=run.train.seq_len, seed=run.seed, split="validation")
-    found: dict[str, tuple[float, int]] = {}
+    sums: dict[str, tuple[float, int]] = {}
     for index in range(HeldOut.of(source, run.train.global_batch * run.train.validate_batches).samples):
-        row, name = source.samples([index]), source.describe(index)["source"]
-        tensors = [torch.from_numpy(part) for part in (row.tokens, row.targets, row.positions, row.documents)]
+        batch, name = source.samples([index]), source.describe(index)["source"]
+        tensors = [torch.from_numpy(part) for part in (batch.tokens, batch.targets, batch.positions, batch.documents)]
         with torch.no_grad():
             loss = plain_loss(model, MicroBatch(*tensors, valid_tokens=0)).item()
-        before, tokens = found.get(name, (0.0, 0))
-        found[name] = before + loss, tokens + int((row.targets >= 0).sum())
-    return found
+        before, tokens = sums.get(name, (0.0, 0))
+        sums[name] = before + loss, tokens + int((batch.targets >= 0).sum())
+    return sums
 
 
 def valid_tokens(run: RunSpec, samples: int, split: Split = "train") -> int:
@@ -309,7 +311,9 @@ def test_a_run_starts_from_other_weights(
     assert first == pytest.approx(loss_of_first_batch(source, assignment), rel=1e-5)
     assert first < one_rank.losses[0] - 0.1 and answers[1][0].losses == [first]
     for rank, (_, read) in enumerate(answers):
-        expected = {row.name: shard_rows(row.shape[0], 2, rank) for row in parameters(assignment.run.model)}
+        expected = {
+            parameter.name: shard_rows(parameter.shape[0], 2, rank) for parameter in parameters(assignment.run.model)
+        }
         assert {name: range(first_row, last) for name, first_row, last in read} == expected
 
 
@@ -343,7 +347,7 @@ def test_ranks_agree_on_the_first_ones_assignment(pool: Pool, tiny: Path, tmp_pa
     assert "rank 0 could not prepare the run: /runs/x/config.yaml: No space left on device" in other[1]
 
 
-def test_metrics_hold_what_the_issue_promises(tiny: Path, pool: Pool, tmp_path: Path) -> None:
+def test_metrics_have_all_documented_keys(tiny: Path, pool: Pool, tmp_path: Path) -> None:
     run = tiny_run(tiny)
     trained(pool, tiny, tmp_path, *ranks(2), "train.validate_every=3")
     lines = read_metrics(tmp_path / "tiny" / "metrics.jsonl")

@@ -92,11 +92,11 @@ class Watching(NullRecorder):
 
     def gradients(self) -> list[int]:
         """Bytes of each block's gradients: the rank's own whole sum, or its shard of the ranks'."""
-        found = []
+        observed = []
         for unit in self.units:
-            kept = (*unit.sharded.whole_gradients, *unit.sharded.gradient_shards)
-            found.append(sum(gradient.numel() * gradient.element_size() for gradient in kept))
-        return found
+            buffers = (*unit.sharded.whole_gradients, *unit.sharded.gradient_shards)
+            observed.append(sum(gradient.numel() * gradient.element_size() for gradient in buffers))
+        return observed
 
 
 def held(world: World, plan: Plan) -> dict[str, list[int]]:
@@ -110,8 +110,8 @@ def held(world: World, plan: Plan) -> dict[str, list[int]]:
     batches = [MicroBatch(tokens, tokens, None, None, tokens.numel())] * plan.batch.accumulate
     watching = Watching(engine)
     engine.executor.play(engine.training, batches, watching, torch.tensor(float(tokens.numel())))
-    (seen,) = watching.seen
-    return seen
+    (observed,) = watching.seen
+    return observed
 
 
 @pytest.mark.parametrize("stages", quick_first(3, [*ALONE, *MIXED]), ids=str)
@@ -121,16 +121,18 @@ def test_between_micro_batches_a_rank_holds_what_its_stages_say(pool: Pool, stag
     by_text = zip(RANGES, stages * 3 if len(stages) == 1 else stages, strict=True)
     of_layer = [stage for text, stage in by_text for _ in layer_range(text, DEEP.layers)]
     block = 8 * sum(parameter.count for parameter in block_parameters(DEEP, routed=False))
-    for seen in pool.run(held, 2, plan):
+    for observed in pool.run(held, 2, plan):
         # The first block's may be on their way again.
-        assert seen["weights"][1:] == [block if stage < 3 else 0 for stage in of_layer[1:]]
-        assert seen["gradients"] == [block if stage == 1 else block // 2 for stage in of_layer]
-    mine, third = counted(plan), counted(by_range(OVER_SHARDS, (3,)))
-    kept, whole = sum(stage < 3 for stage in of_layer), sum(stage == 1 for stage in of_layer)
+        assert observed["weights"][1:] == [block if stage < 3 else 0 for stage in of_layer[1:]]
+        assert observed["gradients"] == [block if stage == 1 else block // 2 for stage in of_layer]
+    expected, third = counted(plan), counted(by_range(OVER_SHARDS, (3,)))
+    kept_layers, full_gradients = sum(stage < 3 for stage in of_layer), sum(stage == 1 for stage in of_layer)
     table, ends = 8 * DEEP.vocab_size * DEEP.hidden, 8 * (2 * DEEP.vocab_size + 1) * DEEP.hidden
-    assert mine["gathered"] - third["gathered"] == max(0, kept - 2) * block + (of_layer[-1] < 3) * table
-    assert mine["gradients"] - third["gradients"] == pytest.approx(whole * block // 2 + (of_layer[-1] == 1) * ends // 2)
-    assert (mine["weights"], mine["optimizer"]) == (third["weights"], third["optimizer"])
+    assert expected["gathered"] - third["gathered"] == max(0, kept_layers - 2) * block + (of_layer[-1] < 3) * table
+    assert expected["gradients"] - third["gradients"] == pytest.approx(
+        full_gradients * block // 2 + (of_layer[-1] == 1) * ends // 2
+    )
+    assert (expected["weights"], expected["optimizer"]) == (third["weights"], third["optimizer"])
 
 
 def counted(plan: Plan) -> dict[str, int]:

@@ -181,7 +181,7 @@ def compared(*, slow: bool = True) -> Iterator[Tested]:
         (test_schedules.test_four_ranks_tied, True),
         (test_schedules.test_eight_ranks, True),
         (test_schedules.test_compiled, False),
-        (test_pairs.test_crowded, True),
+        (test_pairs.test_little_device_memory, True),
         (test_pairs.test_compiled, True),
         (test_tensor.test_up_to_four_ranks, None),
         (test_tensor.test_eight_ranks, None),

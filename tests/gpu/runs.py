@@ -1,4 +1,4 @@
-"""A `meshwright train` in processes of its own, as the tests of whole runs on GPUs make them, and what its metrics say."""
+"""Starts `meshwright train` as a separate process for tests of complete runs on GPUs, and reads its metrics."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def trained(folder: Path, text: str, name: str, gpus: int, overrides: Iterable[s
     """The metrics of the run `name` of the run file `text` on so many GPUs of this host, with `overrides` laid over it."""
     file = folder / "run.yaml"
     file.write_text(text)
-    words = [f"name={name}", f"cluster.gpus_per_node={gpus}", *overrides]
-    command = [sys.executable, "-m", "meshwright", "train", str(file), "--runs", str(folder), *words]
+    arguments = [f"name={name}", f"cluster.gpus_per_node={gpus}", *overrides]
+    command = [sys.executable, "-m", "meshwright", "train", str(file), "--runs", str(folder), *arguments]
     subprocess.run(command, check=True, timeout=LIMIT)
     return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
 

@@ -52,12 +52,12 @@ def test_updates_behind_the_copies_do_not_reach_the_snapshot() -> None:
 
 @pytest.mark.parametrize("offload", ["none", "optimizer"])
 def test_a_run_goes_on_from_a_checkpoint_written_beside_it(tmp_path: Path, offload: str) -> None:
-    words = ["checkpoint.every=3", f"plan.offload={offload}"]
-    waited = steps(trained(tmp_path, RUN, "sync", 1, (*words, "checkpoint.mode=sync")))
-    beside = steps(trained(tmp_path, RUN, "run", 1, (*words, "checkpoint.mode=async")))
+    common = ["checkpoint.every=3", f"plan.offload={offload}"]
+    waited = steps(trained(tmp_path, RUN, "sync", 1, (*common, "checkpoint.mode=sync")))
+    beside = steps(trained(tmp_path, RUN, "run", 1, (*common, "checkpoint.mode=async")))
     assert [step["loss"] for step in beside] == pytest.approx([step["loss"] for step in waited], rel=BOUND)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
-    again = steps(trained(tmp_path, RUN, "run", 1, words))
+    again = steps(trained(tmp_path, RUN, "run", 1, common))
     assert [step["step"] for step in again] == list(range(1, 7))
     assert [step["loss"] for step in again] == pytest.approx([step["loss"] for step in beside], rel=BOUND)
 
@@ -65,10 +65,10 @@ def test_a_run_goes_on_from_a_checkpoint_written_beside_it(tmp_path: Path, offlo
 def test_replicas_exchange_the_blocks_of_a_checkpoint_over_nccl(tmp_path: Path) -> None:
     """A checkpoint of one rank is loaded by two replicas, each of which reads half."""
     needs(2)
-    words = ["checkpoint.every=2", "checkpoint.keep=5", "plan.compute=bf16"]
-    alone = steps(trained(tmp_path, RUN, "run", 1, words))
+    common = ["checkpoint.every=2", "checkpoint.keep=5", "plan.compute=bf16"]
+    alone = steps(trained(tmp_path, RUN, "run", 1, common))
     for step in (4, 6):
         shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{step:08d}", ignore_errors=step == 6)
-    again = steps(trained(tmp_path, RUN, "run", 2, (*words, "plan.replicate=2")))
+    again = steps(trained(tmp_path, RUN, "run", 2, (*common, "plan.replicate=2")))
     assert [step["step"] for step in again] == list(range(1, 7))
     assert [step["loss"] for step in again] == pytest.approx([step["loss"] for step in alone], rel=BOUND)

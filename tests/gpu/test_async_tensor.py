@@ -45,19 +45,19 @@ def test_operators_equal_their_plain_twins_however_late_a_rank_is(tmp_path: Path
         for rank in range(GPUS)
     ]  # fmt: skip
     try:
-        said = [rank.communicate(timeout=240)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * GPUS, "\n".join(said)
+    assert [rank.returncode for rank in ranks] == [0] * GPUS, "\n".join(outputs)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_runs_train_alike(name: str, tmp_path: Path) -> None:
     needs_mapped_gpus()
-    words = ["plan.tensor=2", *CASES[name]]
+    common = ["plan.tensor=2", *CASES[name]]
     plain, beside = (
-        figures(trained(tmp_path, LLAMA, engine, GPUS, [*words, f"plan.tensor_engine={engine}"]))
+        figures(trained(tmp_path, LLAMA, engine, GPUS, [*common, f"plan.tensor_engine={engine}"]))
         for engine in ("kernel", "copy")
     )
     assert beside == pytest.approx(plain, rel=LAYOUT_BOUND)
@@ -66,9 +66,9 @@ def test_runs_train_alike(name: str, tmp_path: Path) -> None:
 def test_runs_train_alike_in_fp32(tmp_path: Path) -> None:
     """Tight: over six steps nothing but the order of sums differs."""
     needs_mapped_gpus()
-    words = ["plan.tensor=2", "plan.compute=fp32", "plan.micro_batch=2"]
+    common = ["plan.tensor=2", "plan.compute=fp32", "plan.micro_batch=2"]
     plain, beside = (
-        figures(trained(tmp_path, LLAMA, engine, GPUS, [*words, f"plan.tensor_engine={engine}"]))
+        figures(trained(tmp_path, LLAMA, engine, GPUS, [*common, f"plan.tensor_engine={engine}"]))
         for engine in ("kernel", "copy")
     )
     assert beside == pytest.approx(plain, rel=FP32_BOUND)
@@ -97,16 +97,16 @@ def be_rank(store: str, rank: int) -> None:
         rounds = []
         for number in range(ROUNDS):
             # Sizes change, and grow beyond the window.
-            given = numbers(number, dtype, device, batch=1 + number % 2, part=160 if number > ROUNDS // 2 else 96)
-            plain = all_of(given, name)
+            inputs = numbers(number, dtype, device, batch=1 + number % 2, part=160 if number > ROUNDS // 2 else 96)
+            plain = all_of(inputs, name)
             register(name, peers)
-            rounds.append((plain, all_of(given, name, late)))
+            rounds.append((plain, all_of(inputs, name, late)))
             close_peers(name)
         for plain, beside in rounds:
-            for what in plain:
-                for a, b in zip(beside[what], plain[what], strict=True):
+            for operator_name in plain:
+                for a, b in zip(beside[operator_name], plain[operator_name], strict=True):
                     error = float((a - b).abs().max() / b.abs().max())
-                    worst[what] = max(worst.get(what, 0.0), error)
+                    worst[operator_name] = max(worst.get(operator_name, 0.0), error)
         print(dtype, worst, flush=True)  # shown when the test fails
         assert max(worst.values()) < bound, (dtype, worst)
     dist.destroy_process_group()
@@ -127,15 +127,15 @@ def numbers(seed: int, dtype: torch.dtype, device: torch.device, batch: int, par
 
 
 def all_of(
-    given: dict[str, torch.Tensor], name: str, before: Callable[[], None] = lambda: None
+    tensors: dict[str, torch.Tensor], name: str, before: Callable[[], None] = lambda: None
 ) -> dict[str, tuple[torch.Tensor, ...]]:
     """What every operator gives, by its name; `before` is called before each."""
     from meshwright.parallel import products
 
-    x, y, rows, columns = (given[key] for key in ("x", "y", "rows", "columns"))
-    found: dict[str, tuple[torch.Tensor, ...]] = {}
-    biases, pair = [given["bias"], None], [rows, rows.flip(0)]
-    for what, operator, inputs in (
+    x, y, rows, columns = (tensors[key] for key in ("x", "y", "rows", "columns"))
+    results: dict[str, tuple[torch.Tensor, ...]] = {}
+    biases, pair = [tensors["bias"], None], [rows, rows.flip(0)]
+    for operator_name, operator, inputs in (
         ("gathered", products.all_gather_matmul, (x, [rows], biases[:1])),
         ("gathered backward", products.all_gather_matmul_backward, (x, [rows], [y])),
         ("scattered", products.matmul_reduce_scatter, ([y], [columns])),
@@ -146,12 +146,12 @@ def all_of(
         ("sum of two scattered", products.matmul_reduce_scatter, ([y, y], [columns, columns.flip(1)])),
     ):
         before()
-        found[what] = tuple(leaves(operator(*inputs, name, GPUS)))
-    return found
+        results[operator_name] = tuple(leaves(operator(*inputs, name, GPUS)))
+    return results
 
 
-def leaves(made: Any) -> list[torch.Tensor]:
-    return [made] if isinstance(made, torch.Tensor) else [leaf for part in made for leaf in leaves(part)]
+def leaves(result: Any) -> list[torch.Tensor]:
+    return [result] if isinstance(result, torch.Tensor) else [leaf for part in result for leaf in leaves(part)]
 
 
 if __name__ == "__main__":

@@ -22,17 +22,17 @@ CASES = {
 def test_runs_train_alike(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.device_count() < 2 or not torch.cuda.can_device_access_peer(0, 1):
         pytest.skip("needs 2 GPUs that map each other's memory")
-    words = ["plan.shard=2", *CASES[name]]
-    kernels = figures(trained(tmp_path, LLAMA, "kernel", 2, [*words, "plan.gather_engine=kernel"]))
+    overrides = ["plan.shard=2", *CASES[name]]
+    kernels = figures(trained(tmp_path, LLAMA, "kernel", 2, [*overrides, "plan.gather_engine=kernel"]))
     for key, value in (
         ("NCCL_DEBUG", "INFO"),
         ("NCCL_DEBUG_SUBSYS", "TUNING,COLL"),
         ("NCCL_DEBUG_FILE", f"{tmp_path}/nccl.%p"),
     ):
         monkeypatch.setenv(key, value)
-    copies = figures(trained(tmp_path, LLAMA, "copy", 2, [*words, "plan.gather_engine=copy"]))
+    copies = figures(trained(tmp_path, LLAMA, "copy", 2, [*overrides, "plan.gather_engine=copy"]))
     assert copies[0] == kernels[0], "the first loss is made of gathered weights alone"
     assert copies == pytest.approx(kernels, rel=LAYOUT_BOUND)
-    said = "\n".join(file.read_text(errors="replace") for file in tmp_path.glob("nccl.*"))
-    by_kernel = [line for line in said.splitlines() if "AllGather" in line and "RING" in line]
-    assert "AllGather" in said and not by_kernel, by_kernel[:2]
+    nccl_log = "\n".join(file.read_text(errors="replace") for file in tmp_path.glob("nccl.*"))
+    by_kernel = [line for line in nccl_log.splitlines() if "AllGather" in line and "RING" in line]
+    assert "AllGather" in nccl_log and not by_kernel, by_kernel[:2]

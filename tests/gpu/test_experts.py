@@ -88,15 +88,15 @@ def test_a_tokens_experts_are_summed_at_a_copys_rate() -> None:
 
 def seconds(run: Callable[[], object]) -> float:
     """Of the fastest of several."""
-    found = []
+    durations = []
     for _ in range(10):
         begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begun.record()
         run()
         ended.record()
         ended.synchronize()
-        found.append(begun.elapsed_time(ended) / 1e3)
-    return min(found)
+        durations.append(begun.elapsed_time(ended) / 1e3)
+    return min(durations)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -111,8 +111,8 @@ def test_the_fast_path_equals_the_plain_one_and_never_waits(mixture: str, compil
     fast.zero_grad()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        given = x.bfloat16().requires_grad_()
-        routed = run(given)
+        fast_input = x.bfloat16().requires_grad_()
+        routed = run(fast_input)
         torch.autograd.backward(
             (routed.x, routed.balance), (torch.ones_like(routed.x), torch.ones_like(routed.balance))
         )
@@ -123,4 +123,6 @@ def test_the_fast_path_equals_the_plain_one_and_never_waits(mixture: str, compil
     errors = (routed.x.double() - truth.x).norm(dim=-1) / truth.x.norm(dim=-1)
     assert errors.median() < 0.02 and (errors > 0.1).float().mean() < 0.05
     assert routed.load.sum() == truth.load.sum()
-    assert given.grad is not None and all(w.grad is not None and w.grad.isfinite().all() for w in fast.parameters())
+    assert fast_input.grad is not None and all(
+        w.grad is not None and w.grad.isfinite().all() for w in fast.parameters()
+    )

@@ -100,7 +100,7 @@ def test_weights_are_rounded_and_turned_to_the_bits_of_the_twin() -> None:
     assert torch.equal(transpose(ours).cpu().view(torch.uint8), theirs.t().contiguous().view(torch.uint8))
 
 
-def test_what_is_not_finite_shows() -> None:
+def test_values_that_are_not_finite_reach_the_result() -> None:
     for value in (torch.nan, torch.inf):
         x = numbers(0, TOKENS, IN).cuda()
         x[3, 5] = value
@@ -143,10 +143,10 @@ def test_the_activation_is_rounded_as_the_twin_rounds_it() -> None:
             gated._activation_gradient(projected, slope, E5M2),
         ),
     ):
-        for mine, other in zip(ours, theirs, strict=True):
-            assert torch.equal(mine.scale.cpu(), other.scale)
+        for actual, expected in zip(ours, theirs, strict=True):
+            assert torch.equal(actual.scale.cpu(), expected.scale)
             # The exponential differs in its last bits, which may decide a rounding.
-            assert relative(mine.values.float(), other.values.float()) < 1e-3
+            assert relative(actual.values.float(), expected.values.float()) < 1e-3
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -162,8 +162,10 @@ def test_either_assembler_gives_the_same_bytes_both_ways_round(own: bool, tmp_pa
         "import torch; from meshwright.kernels.gated import find_miscompiled_kernel as find; "
         "print(find(torch.device('cuda')))"
     )
-    told = subprocess.run([sys.executable, "-c", script], env=environment, check=True, text=True, capture_output=True)
-    assert told.stdout.split() == ["None"]
+    completed = subprocess.run(
+        [sys.executable, "-c", script], env=environment, check=True, text=True, capture_output=True
+    )
+    assert completed.stdout.split() == ["None"]
 
 
 class Network(nn.Module):
@@ -220,16 +222,16 @@ def agreeing(plain: nn.Module, x: Tensor, out: int, compiled: bool) -> dict[str,
     """Relative errors of a copy on the GPU against `plain`: its output's, and the gradients' of its input and parameters."""
     fast = deepcopy(plain).cuda()
     grad = torch.randn(*x.shape[:-1], out).bfloat16()
-    here, there = x.clone().requires_grad_(), x.cuda().requires_grad_()
+    cpu_input, gpu_input = x.clone().requires_grad_(), x.cuda().requires_grad_()
     run = torch.compile(fast, fullgraph=True, dynamic=False) if compiled else fast
-    theirs, ours = plain(here), run(there)
+    theirs, ours = plain(cpu_input), run(gpu_input)
     theirs.backward(grad)
     ours.backward(grad.cuda())
     weights = {
-        name: relative(mine.grad, other.grad)
-        for (name, mine), other in zip(fast.named_parameters(), plain.parameters(), strict=True)
+        name: relative(parameter.grad, plain_parameter.grad)
+        for (name, parameter), plain_parameter in zip(fast.named_parameters(), plain.parameters(), strict=True)
     }
-    return {"output": relative(ours, theirs), "input": relative(there.grad, here.grad), **weights}
+    return {"output": relative(ours, theirs), "input": relative(gpu_input.grad, cpu_input.grad), **weights}
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -240,16 +242,16 @@ def test_a_network_is_as_near_the_exact_one_as_its_twin(scaling: Any, compiled: 
     fast, exact = deepcopy(plain).cuda(), deepcopy(plain).float()
     exact.into.scaling = exact.gate_up.scaling = exact.down.scaling = None
     x, grad = torch.randn(2, 96, 256).bfloat16(), torch.randn(2, 96, 256).bfloat16()
-    found = []
-    for network, place in ((exact, x.float()), (plain, x.clone()), (fast, x.cuda())):
+    errors = []
+    for network, network_input in ((exact, x.float()), (plain, x.clone()), (fast, x.cuda())):
         run = torch.compile(network, fullgraph=True, dynamic=False) if compiled and network is fast else network
-        entered = place.requires_grad_()
+        entered = network_input.requires_grad_()
         output = run(entered)
         output.backward(grad.to(output))
-        found.append(
+        errors.append(
             {"output": output - entered, "input": entered.grad, **{n: p.grad for n, p in network.named_parameters()}}
         )
-    right, theirs, ours = found
+    right, theirs, ours = errors
     for name, value in right.items():
         assert relative(ours[name], value) < NO_WORSE * relative(theirs[name], value), name
 
@@ -278,11 +280,11 @@ def test_runs_train_like_bf16(name: str, tmp_path: Path) -> None:
     gpus, overrides = CASES[name]
     needs(gpus)
     bf16 = [word for word in overrides if not word.startswith(("plan.linear", "plan.gather"))]
-    found, expected = (
-        figures(trained(tmp_path, LLAMA, name, gpus, [*WORDS, *words]))
-        for name, words in (("fp8", overrides), ("bf16", bf16))
+    fp8_losses, expected = (
+        figures(trained(tmp_path, LLAMA, name, gpus, [*WORDS, *arguments]))
+        for name, arguments in (("fp8", overrides), ("bf16", bf16))
     )
-    *found, norm = found
-    *expected, wanted = expected
-    assert found == pytest.approx(expected, rel=RUN_BOUND)
-    assert norm == pytest.approx(wanted, rel=NORM_BOUND)
+    *fp8_losses, norm = fp8_losses
+    *expected, expected_norm = expected
+    assert fp8_losses == pytest.approx(expected, rel=RUN_BOUND)
+    assert norm == pytest.approx(expected_norm, rel=NORM_BOUND)

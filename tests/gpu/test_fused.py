@@ -1,4 +1,4 @@
-"""On a real GPU the update's one launch equals its plain twin, whatever the tensors' sizes, places and formats."""
+"""GPU: the fused AdamW update, one kernel launch, equals its plain implementation for all sizes, alignments and dtypes."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ BOUND = 2e-6
 def drawn(seed: int, dtype: torch.dtype, shift: int) -> list[Tensor]:
     """Each begins `shift` elements behind the place that an allocation begins at."""
     draw = torch.Generator("cuda").manual_seed(seed)
-    found = []
+    tensors = []
     for shape in SHAPES:
         size = torch.Size(shape).numel()
-        found.append(torch.randn(shift + size, generator=draw, device="cuda").to(dtype)[shift:].view(shape))
-    return found
+        tensors.append(torch.randn(shift + size, generator=draw, device="cuda").to(dtype)[shift:].view(shape))
+    return tensors
 
 
-def trained(step: Callable[..., None], made: torch.dtype, shift: int, skipped: int) -> list[list[Tensor]]:
+def trained(step: Callable[..., None], gradient_dtype: torch.dtype, shift: int, skipped: int) -> list[list[Tensor]]:
     """Weights and both moments after some steps; every parameter has seen another number of them."""
     weights = drawn(0, torch.float32, shift)
     moments = [[torch.zeros_like(weight) for weight in weights] for _ in range(2)]
     counts = [new_count(torch.device("cuda")) for _ in weights]
-    torch._foreach_add_(counts, [torch.full((), float(row), device="cuda") for row in range(len(counts))])
+    torch._foreach_add_(counts, [torch.full((), float(index), device="cuda") for index in range(len(counts))])
     for number in range(STEPS):
         factor = torch.full((), 0.3 + number, device="cuda", dtype=torch.float64)
         inputs = StepInputs(1e-2, factor, torch.full((), float(number == skipped), device="cuda"))
         with count_updates(counts, inputs.skip):
-            gradients = drawn(number + 1, made, shift)
+            gradients = drawn(number + 1, gradient_dtype, shift)
             step(
                 weights,
                 gradients,
@@ -52,33 +52,37 @@ def trained(step: Callable[..., None], made: torch.dtype, shift: int, skipped: i
     return [weights, *moments]
 
 
-def apart(mine: list[list[Tensor]], theirs: list[list[Tensor]]) -> float:
-    pairs = [(a, b) for kind, other in zip(mine, theirs, strict=True) for a, b in zip(kind, other, strict=True)]
+def apart(ours: list[list[Tensor]], theirs: list[list[Tensor]]) -> float:
+    pairs = [
+        (a, b)
+        for our_tensors, their_tensors in zip(ours, theirs, strict=True)
+        for a, b in zip(our_tensors, their_tensors, strict=True)
+    ]
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs if a.numel())
 
 
-@pytest.mark.parametrize("made", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gradient_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shift", [0, 3])
 @pytest.mark.parametrize("skipped", [-1, 2])
-def test_one_launch_equals_its_plain_twin(made: torch.dtype, shift: int, skipped: int) -> None:
-    plain = trained(fused._plain, made, shift, skipped)
-    assert apart(trained(fused.update, made, shift, skipped), plain) < BOUND
-    assert apart(trained(fused.update, made, shift, 0), plain) > 1e-3, "another step is left out"
+def test_one_launch_equals_its_plain_twin(gradient_dtype: torch.dtype, shift: int, skipped: int) -> None:
+    plain = trained(fused._plain, gradient_dtype, shift, skipped)
+    assert apart(trained(fused.update, gradient_dtype, shift, skipped), plain) < BOUND
+    assert apart(trained(fused.update, gradient_dtype, shift, 0), plain) > 1e-3, "another step is left out"
 
 
-def test_nothing_is_read_back() -> None:
+def test_the_update_copies_nothing_to_the_host() -> None:
     """The host waits for nothing, and gives the device one kernel for all tensors."""
     trained(fused.update, torch.bfloat16, 0, -1)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             weights = [torch.zeros(100, device="cuda") for _ in range(300)]
-            rest = [[torch.zeros_like(weight) for weight in weights] for _ in range(3)]
+            state = [[torch.zeros_like(weight) for weight in weights] for _ in range(3)]
             counts = [new_count(torch.device("cuda")) for _ in weights]
             one = torch.ones((), device="cuda")
             fused.update(
                 weights,
-                *rest,
+                *state,
                 counts,
                 coefficients=Coefficients((0.9, 0.95), 1e-8),
                 weight_decay=0.1,
@@ -86,4 +90,4 @@ def test_nothing_is_read_back() -> None:
             )
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert sum("_adamw" in event.name for event in seen.events()) == 1
+    assert sum("_adamw" in event.name for event in profile.events()) == 1

@@ -38,12 +38,14 @@ def drawn(seed: int) -> dict[str, torch.Tensor]:
 def test_same_bits_as_on_the_device(masters: bool, chunk: int | None) -> None:
     """Over many steps one behind another, none waited for, of which one is skipped."""
     truth, parts = drawn(0), drawn(0)
-    here = {name: part.to(torch.bfloat16) for name, part in parts.items()} if masters else parts
-    held = {moment: {name: torch.zeros_like(weight) for name, weight in truth.items()} for moment in MOMENTS}
+    weights = {name: part.to(torch.bfloat16) for name, part in parts.items()} if masters else parts
+    moments = {moment: {name: torch.zeros_like(weight) for name, weight in truth.items()} for moment in MOMENTS}
     counts = [new_count(torch.device("cuda")) for _ in truth]
-    release = {name: (lambda copy=copy: copy) for name, copy in here.items()} if masters else {}
-    made = HostAdamW(parts, dict.fromkeys(parts, 0.1), release, chunk=chunk, coefficients=Coefficients(BETAS, EPSILON))
-    made.release_master_weights()
+    release = {name: (lambda copy=copy: copy) for name, copy in weights.items()} if masters else {}
+    optimizer = HostAdamW(
+        parts, dict.fromkeys(parts, 0.1), release, chunk=chunk, coefficients=Coefficients(BETAS, EPSILON)
+    )
+    optimizer.release_master_weights()
     if masters:
         for part in parts.values():
             part.fill_(torch.nan)  # nothing reads what has left
@@ -52,18 +54,18 @@ def test_same_bits_as_on_the_device(masters: bool, chunk: int | None) -> None:
         skipped = step == 5
         factor, skip = (torch.full((), value, device="cuda") for value in (0.3, float(skipped)))
         inputs = StepInputs(1e-3, factor, skip)
-        made.step(gradients, inputs)
+        optimizer.step(gradients, inputs)
         with count_updates(counts, skip):
-            both = (list(held[moment].values()) for moment in MOMENTS)
+            both = (list(moments[moment].values()) for moment in MOMENTS)
             update(
                 list(truth.values()), list(gradients.values()), *both, counts, coefficients=Coefficients(BETAS, EPSILON),
                 weight_decay=0.1, inputs=inputs,
             )  # fmt: skip
     for name, weight in truth.items():
         for moment in MOMENTS:
-            assert torch.equal(made.state(moment, name), held[moment][name].cpu()), (moment, name)
-        assert torch.equal(here[name], weight.to(here[name].dtype)), name
-        assert not masters or torch.equal(made.state(MASTER, name), weight.cpu()), name
+            assert torch.equal(optimizer.state(moment, name), moments[moment][name].cpu()), (moment, name)
+        assert torch.equal(weights[name], weight.to(weights[name].dtype)), name
+        assert not masters or torch.equal(optimizer.state(MASTER, name), weight.cpu()), name
 
 
 class SecondBuffersOnly:
@@ -110,9 +112,9 @@ def test_steps_beside_snapshots_leave_the_state_to_them(chunk: int | None) -> No
     assert all(torch.equal(optimizer.state(*key), reference.state(*key)) for key in first)
 
 
-def test_chunks_come_while_others_leave() -> None:
+def test_chunks_are_copied_in_both_directions_at_the_same_time() -> None:
     parts = {"weight": torch.zeros(24 * STAGED_ELEMENTS, device="cuda")}
-    made = HostAdamW(parts, {"weight": 0.1}, {}, coefficients=Coefficients(BETAS, EPSILON))
+    optimizer = HostAdamW(parts, {"weight": 0.1}, {}, coefficients=Coefficients(BETAS, EPSILON))
     start, spans = torch.cuda.Event(enable_timing=True), []
 
     @contextmanager
@@ -124,42 +126,42 @@ def test_chunks_come_while_others_leave() -> None:
         spans.append((lane, begun, ended))
 
     gradient, one = torch.ones_like(parts["weight"]), torch.ones((), device="cuda")
-    made.step({"weight": gradient}, StepInputs(1e-3, one, 0 * one))
+    optimizer.step({"weight": gradient}, StepInputs(1e-3, one, 0 * one))
     torch.cuda.synchronize()
     start.record()
-    made.step({"weight": gradient}, StepInputs(1e-3, one, 0 * one), concurrent_span)
+    optimizer.step({"weight": gradient}, StepInputs(1e-3, one, 0 * one), concurrent_span)
     torch.cuda.synchronize()
-    seen = {
+    intervals = {
         wanted: [
             (start.elapsed_time(begun), start.elapsed_time(ended)) for lane, begun, ended in spans if lane == wanted
         ]
         for wanted in ("fetch", "offload")
     }
-    assert [len(rows) for rows in seen.values()] == [24, 24]
-    beside = [any(f[0] < o[1] and o[0] < f[1] for f in seen["fetch"]) for o in seen["offload"]]
+    assert [len(rows) for rows in intervals.values()] == [24, 24]
+    beside = [any(f[0] < o[1] and o[0] < f[1] for f in intervals["fetch"]) for o in intervals["offload"]]
     # All but those that leave when everything has come.
-    assert sum(beside) >= 24 - STAGING_BUFFERS - 1, seen
+    assert sum(beside) >= 24 - STAGING_BUFFERS - 1, intervals
 
 
 def ran(folder: Path, name: str, *overrides: str) -> list[Record]:
     return steps(trained(folder, RUN, name, 1, overrides))
 
 
-def test_memory_is_let_go_and_losses_stay(tmp_path: Path) -> None:
-    here, away = (ran(tmp_path, kind, f"plan.offload={kind}") for kind in ("none", "optimizer"))
-    assert away[0]["loss"] == here[0]["loss"]
-    assert away[0]["grad_norm"] == pytest.approx(here[0]["grad_norm"], rel=BOUND)
-    assert [step["loss"] for step in away] == pytest.approx([step["loss"] for step in here], rel=BOUND)
+def test_device_memory_is_freed_and_losses_are_equal(tmp_path: Path) -> None:
+    on_device, offloaded = (ran(tmp_path, offload, f"plan.offload={offload}") for offload in ("none", "optimizer"))
+    assert offloaded[0]["loss"] == on_device[0]["loss"]
+    assert offloaded[0]["grad_norm"] == pytest.approx(on_device[0]["grad_norm"], rel=BOUND)
+    assert [step["loss"] for step in offloaded] == pytest.approx([step["loss"] for step in on_device], rel=BOUND)
     count = parameter_count(load_resolved(tmp_path / "optimizer" / "config.yaml").model)
     # Master weights and moments go, weights in bf16 and the chunks come.
     gone = 10 * count - STAGING_BUFFERS * 3 * 4 * STAGED_ELEMENTS
-    assert gone > 0 and peak(here) - peak(away) == pytest.approx(gone, rel=0.1)
+    assert gone > 0 and peak(on_device) - peak(offloaded) == pytest.approx(gone, rel=0.1)
 
 
 def test_a_run_goes_on_without(tmp_path: Path) -> None:
     """Saved with the optimizer away, read with it on the device: the loss goes on as it would have."""
-    away = ran(tmp_path, "run", "checkpoint.every=3", "plan.offload=optimizer")
+    offloaded = ran(tmp_path, "run", "checkpoint.every=3", "plan.offload=optimizer")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
     again = ran(tmp_path, "run", "checkpoint.every=3", "plan.offload=none")
-    assert [step["step"] for step in again] == [step["step"] for step in away] == list(range(1, 7))
-    assert [step["loss"] for step in again] == pytest.approx([step["loss"] for step in away], rel=BOUND)
+    assert [step["step"] for step in again] == [step["step"] for step in offloaded] == list(range(1, 7))
+    assert [step["loss"] for step in again] == pytest.approx([step["loss"] for step in offloaded], rel=BOUND)

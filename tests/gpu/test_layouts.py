@@ -67,9 +67,9 @@ def test_layouts_agree(name: str, one_gpu: list[float], tmp_path: Path) -> None:
 def test_stages_in_a_v_agree_with_one_gpu(tmp_path: Path) -> None:
     """Both ranks send to each other at the same time; the schedule decides the order."""
     needs(2)
-    words = ["model.layers=4", "plan.micro_batch=1"]
-    one_gpu = figures(trained(tmp_path, LLAMA, "alone", 1, words))
-    in_a_v = figures(trained(tmp_path, LLAMA, "v", 2, [*words, "plan.pipeline=2", "plan.schedule=zbv"]))
+    common = ["model.layers=4", "plan.micro_batch=1"]
+    one_gpu = figures(trained(tmp_path, LLAMA, "alone", 1, common))
+    in_a_v = figures(trained(tmp_path, LLAMA, "v", 2, [*common, "plan.pipeline=2", "plan.schedule=zbv"]))
     assert in_a_v == pytest.approx(one_gpu, rel=LAYOUT_BOUND)
 
 

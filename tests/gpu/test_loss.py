@@ -33,7 +33,7 @@ def slopes_agree(tokens: int, columns: int, dtype: torch.dtype, device: str) -> 
     assert ((logits - slope).float().abs() <= step * slope.float().abs() + 1e-7).all()
 
 
-def test_what_is_not_finite_shows() -> None:
+def test_values_that_are_not_finite_reach_the_result() -> None:
     from meshwright.kernels.loss_triton import gradient_in_place
 
     logits = torch.randn(3, 20000, device="cuda", dtype=torch.bfloat16)

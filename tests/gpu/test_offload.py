@@ -39,13 +39,13 @@ def test_locked_memory_is_its_owners() -> None:
         pass
 
     owner, size = Owner(), 3 * 2**20 + 1
-    given = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")
+    source = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")
     for _ in range(8):  # a buffer that is dropped stays locked, and no other gets its pages
         line = allocate_pinned(owner, size, "a test")
         assert line.is_pinned()
-        line.copy_(given, non_blocking=True)
+        line.copy_(source, non_blocking=True)
         torch.cuda.synchronize()
-        assert torch.equal(line, given.cpu())
+        assert torch.equal(line, source.cpu())
 
 
 FIRST = LAYERS // 2
@@ -53,7 +53,7 @@ LAYERS_AWAY = f"plan.layers=[{{range: 0-{FIRST - 1}, offload: activations}}, {{r
 
 
 @pytest.mark.parametrize(
-    ("recompute", "words"),
+    ("recompute", "overrides"),
     [
         ("none", ["plan.offload=activations", "plan.recompute=none"]),
         ("full", ["plan.offload=activations", "plan.recompute=full"]),
@@ -61,12 +61,14 @@ LAYERS_AWAY = f"plan.layers=[{{range: 0-{FIRST - 1}, offload: activations}}, {{r
     ],
     ids=["all, recompute none", "all, recompute full", "the first half"],
 )
-def test_memory_is_let_go_and_losses_stay(tmp_path: Path, recompute: str, words: list[str]) -> None:
+def test_device_memory_is_freed_and_losses_are_equal(tmp_path: Path, recompute: str, overrides: list[str]) -> None:
     plain = ["plan.offload=none", f"plan.recompute={recompute}"]
-    here, away = (steps(trained(tmp_path, RUN, name, 1, given)) for name, given in (("here", plain), ("away", words)))
-    assert away[0]["loss"] == here[0]["loss"]
-    assert away[0]["grad_norm"] == pytest.approx(here[0]["grad_norm"], rel=BOUND)
-    assert [step["loss"] for step in away] == pytest.approx([step["loss"] for step in here], rel=BOUND)
-    told = foretold(tmp_path / "here") - foretold(tmp_path / "away")
-    print(f"let go {peak(here) - peak(away)}, foretold {told}")
-    assert told > 0 and peak(here) - peak(away) == pytest.approx(told, rel=0.15)
+    on_device, offloaded = (
+        steps(trained(tmp_path, RUN, name, 1, arguments)) for name, arguments in (("here", plain), ("away", overrides))
+    )
+    assert offloaded[0]["loss"] == on_device[0]["loss"]
+    assert offloaded[0]["grad_norm"] == pytest.approx(on_device[0]["grad_norm"], rel=BOUND)
+    assert [step["loss"] for step in offloaded] == pytest.approx([step["loss"] for step in on_device], rel=BOUND)
+    predicted_saving = foretold(tmp_path / "here") - foretold(tmp_path / "away")
+    print(f"let go {peak(on_device) - peak(offloaded)}, foretold {predicted_saving}")
+    assert predicted_saving > 0 and peak(on_device) - peak(offloaded) == pytest.approx(predicted_saving, rel=0.15)

@@ -14,13 +14,13 @@ PAIRS = [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torc
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("made", "sum_dtype"), PAIRS)
-def test_equals_its_plain_twin(size: int, made: torch.dtype, sum_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("gradient_dtype", "sum_dtype"), PAIRS)
+def test_equals_its_plain_twin(size: int, gradient_dtype: torch.dtype, sum_dtype: torch.dtype) -> None:
     part, total = (torch.randn(size, device="cuda") for _ in range(2))
-    part, mine, plain = part.to(made), total.to(sum_dtype), total.to(sum_dtype)
-    add(mine, part)
+    part, fused, plain = part.to(gradient_dtype), total.to(sum_dtype), total.to(sum_dtype)
+    add(fused, part)
     add(plain, part, plain=True)
-    assert torch.equal(mine, plain)
+    assert torch.equal(fused, plain)
     by = torch.tensor(1 / 3, device="cuda")
     assert torch.equal(scale(part, by, sum_dtype), scale(part, by, sum_dtype, plain=True))
     assert not torch.equal(scale(part, 3 * by, sum_dtype), scale(part, by, sum_dtype, plain=True))

@@ -15,7 +15,7 @@ LAYERS = {
     "config": 1, "workload": 1, "costs": 1, "schedules": 1, "events": 1, "policies": 1, "models": 1, "kernels": 1, "data": 1, "state": 1,
     "simulator": 2, "parallel": 2, "optim": 2, "calibration": 2,
     "planner": 3, "profile": 3, "checkpoint": 3, "observe": 3,
-    "training": 4, "serve": 4,
+    "training": 4,
     "launch": 5, "chaos": 5,
     "cli": 6,
 }  # fmt: skip

@@ -37,8 +37,8 @@ def test_choice_of_ptxas(
 
 
 def test_a_miscompiled_kernel_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = torch.device("cpu")
-    assert gated.find_miscompiled_kernel(here) is None
+    cpu = torch.device("cpu")
+    assert gated.find_miscompiled_kernel(cpu) is None
     correct = gated._activation_gradient
 
     def wrong(*arguments: Any) -> tuple[Fp8Matrix, Fp8Matrix]:
@@ -47,4 +47,4 @@ def test_a_miscompiled_kernel_is_detected(monkeypatch: pytest.MonkeyPatch) -> No
         return quantised, transposed
 
     monkeypatch.setattr(gated, "_activation_gradient", wrong)
-    assert gated.find_miscompiled_kernel(here) == "fp8_swiglu_gradient"
+    assert gated.find_miscompiled_kernel(cpu) == "fp8_swiglu_gradient"

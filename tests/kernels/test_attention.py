@@ -27,11 +27,11 @@ def token_by_token(q, k, v, documents, window):
     share = q.shape[2] // k.shape[2]
     for b in range(q.shape[0]):
         for i in range(q.shape[1]):
-            seen = [j for j in range(i + 1) if window is None or i - j < window]
-            seen = [j for j in seen if documents is None or documents[b, i] == documents[b, j]]
+            visible = [j for j in range(i + 1) if window is None or i - j < window]
+            visible = [j for j in visible if documents is None or documents[b, i] == documents[b, j]]
             for h in range(q.shape[2]):
-                scores = torch.stack([q[b, i, h] @ k[b, j, h // share] for j in seen]) / math.sqrt(q.shape[3])
-                out[b, i, h] = torch.softmax(scores, 0) @ torch.stack([v[b, j, h // share] for j in seen])
+                scores = torch.stack([q[b, i, h] @ k[b, j, h // share] for j in visible]) / math.sqrt(q.shape[3])
+                out[b, i, h] = torch.softmax(scores, 0) @ torch.stack([v[b, j, h // share] for j in visible])
     return out
 
 
@@ -88,10 +88,10 @@ def test_block_mask_gives_the_same_as_the_dense_one(document_order, window, seq)
     expected = attention(q, k, v, make_mask(documents, window, seq, CPU, plain=True), plain=True)
     blocks = block_mask(documents, window, seq, CPU)
     with torch.no_grad():
-        got = flex_attention(
+        actual = flex_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), block_mask=blocks, enable_gqa=True
         )
-    assert torch.allclose(got.transpose(1, 2), expected, rtol=0, atol=2e-6)
+    assert torch.allclose(actual.transpose(1, 2), expected, rtol=0, atol=2e-6)
 
 
 QUERIES = torch.cat((torch.arange(70, 200), torch.arange(340, 470)))
@@ -103,22 +103,22 @@ QUERIES = torch.cat((torch.arange(70, 200), torch.arange(340, 470)))
 def test_a_mask_for_some_queries_has_their_rows(document_order, window):
     documents = documents_of(document_order, 2, 500)
     dense = make_mask(documents, window, 500, CPU, plain=True).dense
-    mine = make_mask(documents, window, 500, CPU, queries=QUERIES, plain=True)
-    assert torch.equal(mine.dense, dense[..., QUERIES, :])
+    part_mask = make_mask(documents, window, 500, CPU, queries=QUERIES, plain=True)
+    assert torch.equal(part_mask.dense, dense[..., QUERIES, :])
     q, k, v = (t.detach().float() for t in inputs(seq=500, head_dim=16))
     expected = attention(q, k, v, make_mask(documents, window, 500, CPU, plain=True), plain=True)[:, QUERIES]
     blocks = block_mask(documents, window, 500, CPU, QUERIES)
     with torch.no_grad():
-        asked = q[:, QUERIES].transpose(1, 2)
-        got = flex_attention(asked, k.transpose(1, 2), v.transpose(1, 2), block_mask=blocks, enable_gqa=True)
-    assert torch.allclose(got.transpose(1, 2), expected, rtol=0, atol=2e-6)
-    assert torch.allclose(attention(q[:, QUERIES], k, v, mine, plain=True), expected, rtol=0, atol=2e-6)
+        part_queries = q[:, QUERIES].transpose(1, 2)
+        actual = flex_attention(part_queries, k.transpose(1, 2), v.transpose(1, 2), block_mask=blocks, enable_gqa=True)
+    assert torch.allclose(actual.transpose(1, 2), expected, rtol=0, atol=2e-6)
+    assert torch.allclose(attention(q[:, QUERIES], k, v, part_mask, plain=True), expected, rtol=0, atol=2e-6)
 
 
 def test_block_mask_skips_what_no_pair_needs():
     documents = torch.arange(4).repeat_interleave(256)[None]
-    whole = torch.zeros(1, 1024, dtype=torch.long)
-    assert block_mask(documents, None, 1024, CPU).sparsity() > block_mask(whole, None, 1024, CPU).sparsity() + 25
+    one_document = torch.zeros(1, 1024, dtype=torch.long)
+    assert block_mask(documents, None, 1024, CPU).sparsity() > block_mask(one_document, None, 1024, CPU).sparsity() + 25
 
 
 @pytest.mark.gpu

@@ -105,14 +105,14 @@ def test_matrices_hold_what_the_emulation_holds(scaling: Any, fp8_dtype: torch.d
     x = numbers(0, TOKENS, IN).to(dtype)
     by_rows, by_columns = emulated_matrix(x, scaling, fp8_dtype, 1), emulated_matrix(x, scaling, fp8_dtype, 0)
     both = quantize_both(x, scaling, fp8_dtype)
-    for made, transposed in (both, (quantize(x, scaling, fp8_dtype), quantize_transposed(x, scaling, fp8_dtype))):
-        assert made.values.shape == (TOKENS, IN) and transposed.values.shape == (IN, TOKENS)
-        assert made.values.is_contiguous() and transposed.values.is_contiguous()
-        assert torch.equal(made.values.double() * made.scale, by_rows)
+    for quantized, transposed in (both, (quantize(x, scaling, fp8_dtype), quantize_transposed(x, scaling, fp8_dtype))):
+        assert quantized.values.shape == (TOKENS, IN) and transposed.values.shape == (IN, TOKENS)
+        assert quantized.values.is_contiguous() and transposed.values.is_contiguous()
+        assert torch.equal(quantized.values.double() * quantized.scale, by_rows)
         assert torch.equal(transposed.values.double() * transposed.scale, by_columns.t())
 
 
-def test_zeros_stay_zeros_and_what_is_not_finite_shows() -> None:
+def test_zeros_stay_zeros_and_values_that_are_not_finite_reach_the_result() -> None:
     x = torch.zeros(TOKENS, IN)
     assert not matmul(quantize(x, "tensorwise"), quantize(x, "tensorwise"), torch.float32).any()
     for scaling in SCALINGS:
@@ -125,27 +125,27 @@ def test_zeros_stay_zeros_and_what_is_not_finite_shows() -> None:
 
 
 def layer(scaling: Any, dtype: torch.dtype) -> tuple[Linear, Tensor, Tensor]:
-    made = Linear(IN, OUT).to(dtype)
-    made.scaling = scaling
+    linear = Linear(IN, OUT).to(dtype)
+    linear.scaling = scaling
     with torch.no_grad():
-        made.weight.copy_(numbers(1, OUT, IN))
+        linear.weight.copy_(numbers(1, OUT, IN))
     x = numbers(2, 2, TOKENS // 2, IN).to(dtype).requires_grad_()
-    return made, x, numbers(3, 2, TOKENS // 2, OUT).to(dtype)
+    return linear, x, numbers(3, 2, TOKENS // 2, OUT).to(dtype)
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_layer_equals_the_emulation(scaling: Any, dtype: torch.dtype) -> None:
-    made, x, grad = layer(scaling, dtype)
-    out = made(x)
+    linear, x, grad = layer(scaling, dtype)
+    out = linear(x)
     out.backward(grad)
-    found = (out.detach(), x.grad, made.weight.grad, made.bias.grad)
-    x.grad = made.weight.grad = made.bias.grad = None
-    wanted = Emulated.apply(x, made.weight, made.bias, scaling)
-    wanted.backward(grad)
+    actual = (out.detach(), x.grad, linear.weight.grad, linear.bias.grad)
+    x.grad = linear.weight.grad = linear.bias.grad = None
+    expected = Emulated.apply(x, linear.weight, linear.bias, scaling)
+    expected.backward(grad)
     # The same fp8 numbers multiplied, their sum rounded once to the layer's format.
     bound = 1e-6 if dtype == torch.float32 else 5e-3
-    for ours, theirs in zip(found, (wanted.detach(), x.grad, made.weight.grad, made.bias.grad), strict=True):
+    for ours, theirs in zip(actual, (expected.detach(), x.grad, linear.weight.grad, linear.bias.grad), strict=True):
         assert ours.dtype == theirs.dtype == dtype
         assert relative(ours, theirs) < bound
 
@@ -155,17 +155,17 @@ def test_the_error_against_exact_products_is_bounded(scaling: Any) -> None:
     draw = torch.Generator().manual_seed(4)
     weight, x = torch.randn(256, 512, generator=draw), torch.randn(1024, 512, generator=draw)
     grad = torch.randn(1024, 256, generator=draw)
-    made = Linear(512, 256, bias=False)
-    made.scaling = scaling
-    made.weight = nn.Parameter(weight.clone())
+    linear = Linear(512, 256, bias=False)
+    linear.scaling = scaling
+    linear.weight = nn.Parameter(weight.clone())
     x.requires_grad_()
-    out = made(x)
+    out = linear(x)
     out.backward(grad)
     exact = x.detach().double(), weight.double(), grad.double()
     errors = (
         relative(out.detach(), exact[0] @ exact[1].t()),
         relative(x.grad, exact[2] @ exact[1]),
-        relative(made.weight.grad, exact[2].t() @ exact[0]),
+        relative(linear.weight.grad, exact[2].t() @ exact[0]),
     )
     assert errors[0] < OUTPUT_BOUND and max(errors[1:]) < GRADIENT_BOUND[scaling], errors
     assert min(errors) > 0.01, "an error this small was not made in fp8"
@@ -181,17 +181,17 @@ def test_one_scale_a_row_saves_small_rows_that_one_scale_a_tensor_loses(scaling:
 
 
 def test_a_weight_that_came_in_fp8_is_used_as_it_came() -> None:
-    made, x, grad = layer("tensorwise", torch.float32)
-    wanted = made(x)
-    wanted.backward(grad)
-    x_grad, weight_grad = x.grad, made.weight.grad
+    linear, x, grad = layer("tensorwise", torch.float32)
+    expected = linear(x)
+    expected.backward(grad)
+    x_grad, weight_grad = x.grad, linear.weight.grad
     x.grad = None
     shape_only = nn.Parameter(torch.full((), math.nan).expand(OUT, IN))
-    came = quantize(made.weight.detach(), "tensorwise")
-    made.weight, made.fp8_weight = shape_only, Fp8Matrix(came.values, came.scale)
-    out = made(x)
+    came = quantize(linear.weight.detach(), "tensorwise")
+    linear.weight, linear.fp8_weight = shape_only, Fp8Matrix(came.values, came.scale)
+    out = linear(x)
     out.backward(grad)
-    assert torch.equal(out, wanted) and torch.equal(x.grad, x_grad) and torch.equal(made.weight.grad, weight_grad)
+    assert torch.equal(out, expected) and torch.equal(x.grad, x_grad) and torch.equal(linear.weight.grad, weight_grad)
 
 
 def step(compiler: str | None, mode: Recompute, scaling: Any, *, split: bool, deferred: bool) -> dict[str, Tensor]:
@@ -223,15 +223,15 @@ MODES = [(scaling, mode) for mode in get_args(Recompute) for scaling in SCALINGS
 def test_compiled_recomputed_and_split_give_the_same(scaling: Any, compiler: str | None, mode: Recompute) -> None:
     plain = step(None, "none", scaling, split=False, deferred=False)
     for split, deferred in ((False, False), (True, False), (True, True)):
-        found = step(compiler, mode, scaling, split=split, deferred=deferred)
+        actual = step(compiler, mode, scaling, split=split, deferred=deferred)
         # Inductor sums a norm in another order; an activation may then round to the next fp8 number.
         bound = 1e-2 if compiler == "inductor" else 1e-6
-        assert max(relative(found[name], grad) for name, grad in plain.items()) < bound
+        assert max(relative(actual[name], grad) for name, grad in plain.items()) < bound
 
 
-def test_what_is_parked_is_in_fp8() -> None:
-    made, x, grad = layer("tensorwise", torch.float32)
-    block = nn.Sequential(made)
+def test_saved_activations_are_in_fp8() -> None:
+    linear, x, grad = layer("tensorwise", torch.float32)
+    block = nn.Sequential(linear)
     wrap([block], None, "none")
     queue, sink = WeightQueue(), with_sink(block)
     with sink.defer_to(queue):

@@ -1,4 +1,4 @@
-"""The gated network in one piece equals its layers apart, whatever compiles, recomputes or splits the block around it."""
+"""The fused gated network equals its separate layers, also with compilation, recomputation or a split backward."""
 
 from __future__ import annotations
 
@@ -55,21 +55,24 @@ def step(together: bool, compiler: str | None, mode: Recompute, *, split: bool, 
 
 @pytest.mark.parametrize("mode", get_args(Recompute))
 @pytest.mark.parametrize("compiler", SLOWLY)
-def test_together_equals_apart(compiler: str | None, mode: Recompute) -> None:
+def test_the_fused_network_equals_separate_layers(compiler: str | None, mode: Recompute) -> None:
     apart = step(False, None, "none", split=False, deferred=False)
     for split, deferred in ((False, False), (True, False), (True, True)):
-        found = step(True, compiler, mode, split=split, deferred=deferred)
-        assert max(relative(found[name], grad) for name, grad in apart.items()) < ROUNDED
+        actual = step(True, compiler, mode, split=split, deferred=deferred)
+        assert max(relative(actual[name], grad) for name, grad in apart.items()) < ROUNDED
 
 
 def test_what_is_rounded_is_the_activation_and_its_gradient() -> None:
     projected, slope = numbers(0, TOKENS, 2 * HIDDEN).requires_grad_(), numbers(1, TOKENS, HIDDEN)
-    made = swiglu(projected, plain=True)
-    made.backward(slope)
-    here, transposed = gated._activation(projected.detach())
-    there, there_transposed = gated._activation_gradient(projected.detach(), slope, E4M3)
-    wanted, wanted_grad = quantize(made.detach(), "tensorwise"), quantize(projected.grad, "tensorwise")
-    for ours, ours_transposed, theirs in ((here, transposed, wanted), (there, there_transposed, wanted_grad)):
+    activation = swiglu(projected, plain=True)
+    activation.backward(slope)
+    rounded, transposed = gated._activation(projected.detach())
+    rounded_gradient, transposed_gradient = gated._activation_gradient(projected.detach(), slope, E4M3)
+    expected, expected_gradient = quantize(activation.detach(), "tensorwise"), quantize(projected.grad, "tensorwise")
+    for ours, ours_transposed, theirs in (
+        (rounded, transposed, expected),
+        (rounded_gradient, transposed_gradient, expected_gradient),
+    ):
         assert torch.equal(ours.scale, theirs.scale) and torch.equal(ours_transposed.scale, theirs.scale)
         assert (
             torch.equal(ours.values.t().float(), ours_transposed.values.float())
@@ -79,7 +82,7 @@ def test_what_is_rounded_is_the_activation_and_its_gradient() -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_it_is_taken_apart_where_it_must_be(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
+def test_the_gated_network_uses_separate_layers_where_required(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
     used: list[Any] = []
     monkeypatch.setattr(gated._Gated, "apply", lambda *inputs: used.append(inputs) or inputs[0])
     network = Network(together=True, bias=bias)
@@ -93,12 +96,12 @@ def test_it_is_taken_apart_where_it_must_be(monkeypatch: pytest.MonkeyPatch, bia
 def test_weights_that_came_in_fp8_are_used_as_they_came() -> None:
     network, x = Network(together=True), numbers(2, TOKENS, WIDTH).requires_grad_()
     network(x).sum().backward()
-    wanted = {"x": x.grad, "gate_up": network.gate_up.weight.grad, "down": network.down.weight.grad}
+    expected = {"x": x.grad, "gate_up": network.gate_up.weight.grad, "down": network.down.weight.grad}
     x.grad = None
     for layer in (network.gate_up, network.down):
         came = quantize(layer.weight.detach(), "tensorwise")
         layer.fp8_weight = Fp8Matrix(came.values, came.scale)
         layer.weight = nn.Parameter(torch.full((), torch.nan).expand(layer.weight.shape))
     network(x).sum().backward()
-    found = {"x": x.grad, "gate_up": network.gate_up.weight.grad, "down": network.down.weight.grad}
-    assert all(torch.equal(found[name], grad) for name, grad in wanted.items())
+    actual = {"x": x.grad, "gate_up": network.gate_up.weight.grad, "down": network.down.weight.grad}
+    assert all(torch.equal(actual[name], grad) for name, grad in expected.items())

@@ -37,11 +37,11 @@ def some_rows(sizes: list[int], dtype: torch.dtype, device: str = "cpu") -> tupl
 def checked(product: Tensor, x: Tensor, weight: Tensor, groups: Tensor, bound: float) -> None:
     """Output and both gradients against a matrix of its own for every row."""
     slope = torch.randn(product.shape, generator=torch.Generator().manual_seed(1)).to(product)
-    found = (product, *torch.autograd.grad(product, (x, weight), slope))
+    actual = (product, *torch.autograd.grad(product, (x, weight), slope))
     wide_x, wide_weight = (tensor.detach().double().requires_grad_() for tensor in (x, weight))
     dense = (wide_weight[groups] @ wide_x[..., None])[..., 0]
     exact = (dense, *torch.autograd.grad(dense, (wide_x, wide_weight), slope.double()))
-    for ours, theirs in zip(found, exact, strict=True):
+    for ours, theirs in zip(actual, exact, strict=True):
         assert (ours.double() - theirs).norm() <= bound * theirs.norm()
 
 
@@ -60,9 +60,9 @@ def test_the_fast_path_s_gradients(case: str) -> None:
     x, weight, offsets, groups = some_rows(SIZES[case], torch.bfloat16)
     slope = torch.randn(len(groups), 24, generator=torch.Generator().manual_seed(1)).bfloat16()
     with torch.no_grad():
-        found = grouped_gradients(slope, x, weight, offsets)
+        actual = grouped_gradients(slope, x, weight, offsets)
         exact = grouped_gradients_loop(slope.double(), x.double(), weight.double(), offsets)
-    for ours, theirs in zip(found, exact, strict=True):
+    for ours, theirs in zip(actual, exact, strict=True):
         assert (ours.double() - theirs).norm() <= 1e-2 * theirs.norm()
 
 

@@ -1,4 +1,4 @@
-"""A split backward gives every gradient that the ordinary one gives, whatever compiles or recomputes the block around it."""
+"""A split backward gives the gradients of an ordinary one, also with compilation or recomputation."""
 
 from __future__ import annotations
 
@@ -89,10 +89,12 @@ def batches(count: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
 
 
 def gradients(model: nn.Module, inputs: list[Tensor]) -> dict[str, Tensor]:
-    found = {name: weight.grad for name, weight in model.named_parameters()}
-    found |= {f"input {index}": x.grad for index, x in enumerate(inputs)}
-    assert all(grad is not None for grad in found.values()), [name for name, grad in found.items() if grad is None]
-    return found
+    gradients_by_name = {name: weight.grad for name, weight in model.named_parameters()}
+    gradients_by_name |= {f"input {index}": x.grad for index, x in enumerate(inputs)}
+    assert all(grad is not None for grad in gradients_by_name.values()), [
+        name for name, grad in gradients_by_name.items() if grad is None
+    ]
+    return gradients_by_name
 
 
 def ordinary(model: nn.Module, inputs: list[Tensor]) -> dict[str, Tensor]:
@@ -229,8 +231,8 @@ def test_what_is_not_split_traces_to_the_graph_of_nn_linear() -> None:
         graphs.append(graph.code)
         return graph.forward
 
-    for kind in (nn.Linear, Linear):
-        model = stack(kind)
+    for layer_class in (nn.Linear, Linear):
+        model = stack(layer_class)
         wrap(model, keep, "none", split=False)  # type: ignore[arg-type]
         model(batches(1)[0]).sum().backward()
     assert len(graphs) == 2
@@ -344,11 +346,11 @@ def test_the_queue_is_seen_from_autograds_own_threads() -> None:
 @needs_compiler
 def test_inductor_writes_over_what_a_graph_parks_behind_its_back() -> None:
     """Why X and dY leave as outputs: the same comparison fails for an operator that keeps its arguments."""
-    kept: list[tuple[Tensor, Tensor]] = []
+    saved_pairs: list[tuple[Tensor, Tensor]] = []
 
     @torch.library.custom_op("meshwright_test::park", mutates_args=())
     def park(grad: Tensor) -> Tensor:
-        kept.append((grad, grad.clone()))
+        saved_pairs.append((grad, grad.clone()))
         return grad.sum()
 
     @park.register_fake
@@ -362,5 +364,5 @@ def test_inductor_writes_over_what_a_graph_parks_behind_its_back() -> None:
         return (y.cos() @ y.exp()) * total
 
     graph(torch.randn(64, 64, dtype=torch.float64))
-    ((parked, before),) = kept
+    ((parked, before),) = saved_pairs
     assert not torch.equal(parked, before)

@@ -29,34 +29,34 @@ def value_and_gradients(hidden, weight, targets, chunk, *, plain=False, scale=1.
 @pytest.mark.parametrize("chunk", [1, 7, TOKENS, 4096])
 def test_equals_plain_in_value_and_both_gradients(chunk):
     h, w, targets = tensors()
-    for got, expected in zip(
+    for actual, expected in zip(
         value_and_gradients(h, w, targets, chunk, scale=0.37),
         value_and_gradients(h, w, targets, chunk, plain=True, scale=0.37),
         strict=True,
     ):
-        assert got.dtype == torch.float64
-        assert torch.allclose(got, expected, rtol=1e-12, atol=1e-13)
+        assert actual.dtype == torch.float64
+        assert torch.allclose(actual, expected, rtol=1e-12, atol=1e-13)
 
 
 def test_fp32_in_fp32_out():
     h, w, targets = tensors(torch.float32)
-    for got, expected in zip(
+    for actual, expected in zip(
         value_and_gradients(h, w, targets, 8), value_and_gradients(h, w, targets, 8, plain=True), strict=True
     ):
-        assert got.dtype == torch.float32
-        assert torch.allclose(got, expected, rtol=1e-5, atol=1e-5)
+        assert actual.dtype == torch.float32
+        assert torch.allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def bfloat16_errors(device, **shape):
     """Relative errors of loss, hidden gradient and weight gradient against fp64 on the same rounded inputs."""
     h, w, targets = tensors(torch.bfloat16, device, **shape)
-    got = value_and_gradients(h, w, targets, 8, scale=1 / 3)
+    actual = value_and_gradients(h, w, targets, 8, scale=1 / 3)
     exact = value_and_gradients(
         h.detach().double().requires_grad_(), w.detach().double().requires_grad_(), targets, 8, plain=True, scale=1 / 3
     )
-    assert got[0].dtype == torch.float32
-    assert got[1].dtype == got[2].dtype == torch.bfloat16
-    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, exact, strict=True)]
+    assert actual[0].dtype == torch.float32
+    assert actual[1].dtype == actual[2].dtype == torch.bfloat16
+    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(actual, exact, strict=True)]
 
 
 def test_bfloat16_within_its_rounding():
@@ -68,9 +68,9 @@ def test_bfloat16_within_its_rounding():
 
 def test_many_chunks_do_not_wear_the_bfloat16_weight_gradient_down():
     h, w, targets = tensors(torch.bfloat16, tokens=512)
-    one = value_and_gradients(h, w, targets, 512)[2].double()
+    one_chunk = value_and_gradients(h, w, targets, 512)[2].double()
     many = value_and_gradients(h, w, targets, 4)[2].double()
-    assert (many - one).norm() / one.norm() < 6e-3
+    assert (many - one_chunk).norm() / one_chunk.norm() < 6e-3
 
 
 def test_an_aligned_weight_is_not_copied():
@@ -91,9 +91,9 @@ def test_any_vocabulary_equals_plain(vocab, dtype):
         h[2] = -40 * w.sum(0)
     bound = 1e-12 if dtype == torch.float64 else 1e-5
     expected = value_and_gradients(h, w, targets, 8, plain=True)
-    for got, wanted in zip(value_and_gradients(h, w, targets, 8), expected, strict=True):
-        assert got.shape == wanted.shape and got.is_contiguous()
-        assert torch.allclose(got, wanted, rtol=bound, atol=bound)
+    for actual, reference in zip(value_and_gradients(h, w, targets, 8), expected, strict=True):
+        assert actual.shape == reference.shape and actual.is_contiguous()
+        assert torch.allclose(actual, reference, rtol=bound, atol=bound)
     with torch.no_grad():
         assert torch.allclose(linear_cross_entropy(h, w, targets, 8), expected[0], rtol=bound)
 
@@ -101,7 +101,7 @@ def test_any_vocabulary_equals_plain(vocab, dtype):
 def test_the_weight_is_padded_once_per_call(monkeypatch):
     calls = []
     pad = kernels.F.pad
-    monkeypatch.setattr(kernels.F, "pad", lambda *given: calls.append(given) or pad(*given))
+    monkeypatch.setattr(kernels.F, "pad", lambda *arguments: calls.append(arguments) or pad(*arguments))
     h, w, targets = tensors()
     value_and_gradients(h, w, targets, 4)
     assert len(calls) == 1

@@ -32,19 +32,19 @@ def test_fast_equals_plain_with_gradients(norm):
 @pytest.mark.parametrize("plain", [True, False])
 def test_statistics_are_wider_than_bfloat16(plain):
     x, weight, bias = tensors(torch.bfloat16)
-    for got, exact in (
+    for actual, exact in (
         (rms_norm(x, weight, 1e-5, plain=plain), rms_norm(x.double(), weight.double(), 1e-5, plain=True)),
         (
             layer_norm(x, weight, bias, 1e-5, plain=plain),
             layer_norm(x.double(), weight.double(), bias.double(), 1e-5, plain=True),
         ),
     ):
-        assert got.dtype == torch.bfloat16
-        assert torch.allclose(got.double(), exact, rtol=2**-7, atol=2**-8)
+        assert actual.dtype == torch.bfloat16
+        assert torch.allclose(actual.double(), exact, rtol=2**-7, atol=2**-8)
 
 
 def test_norm_of_a_known_vector():
     x = torch.tensor([3.0, 4.0])
-    ones = torch.ones(2)
-    assert torch.allclose(rms_norm(x, ones, 0.0), x / 12.5**0.5)
-    assert torch.allclose(layer_norm(x, ones, torch.zeros(2), 0.0), torch.tensor([-1.0, 1.0]))
+    vector = torch.ones(2)
+    assert torch.allclose(rms_norm(x, vector, 0.0), x / 12.5**0.5)
+    assert torch.allclose(layer_norm(x, vector, torch.zeros(2), 0.0), torch.tensor([-1.0, 1.0]))

@@ -1,4 +1,4 @@
-"""Gradients laid out rank by rank equal the rows of the whole ones, with zeros where there are no more."""
+"""Gradients packed rank by rank equal the rows of the full gradients, padded with zeros."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ SHAPES = [(7, 3), (8, 2, 2), (1, 5), (2,), (4, 1)]
 
 def laid_out(gradients: list[torch.Tensor], ranks: int, out_dtype: torch.dtype) -> torch.Tensor:
     """The same row by row."""
-    found = []
+    packed = []
     for rank in range(ranks):
         for gradient in gradients:
-            each = -(-len(gradient) // ranks)
-            rows = gradient[rank * each : (rank + 1) * each]
-            missing = torch.zeros((each - len(rows), *gradient.shape[1:]), dtype=gradient.dtype)
-            found.append(torch.cat([rows, missing]).flatten().to(out_dtype))
-    return torch.cat(found)
+            rows_per_rank = -(-len(gradient) // ranks)
+            rank_rows = gradient[rank * rows_per_rank : (rank + 1) * rows_per_rank]
+            missing = torch.zeros((rows_per_rank - len(rank_rows), *gradient.shape[1:]), dtype=gradient.dtype)
+            packed.append(torch.cat([rank_rows, missing]).flatten().to(out_dtype))
+    return torch.cat(packed)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
@@ -27,7 +27,7 @@ def laid_out(gradients: list[torch.Tensor], ranks: int, out_dtype: torch.dtype) 
 def test_each_rank_has_its_rows(ranks: int, gradient_dtype: torch.dtype) -> None:
     out_dtype = torch.float32 if gradient_dtype == torch.bfloat16 else gradient_dtype
     gradients = [torch.randn(shape).to(gradient_dtype) for shape in SHAPES]
-    wanted = laid_out(gradients, ranks, out_dtype)
-    into = torch.full_like(wanted, torch.nan)
+    expected = laid_out(gradients, ranks, out_dtype)
+    into = torch.full_like(expected, torch.nan)
     pack(gradients, into, ranks)
-    assert torch.equal(into, wanted)
+    assert torch.equal(into, expected)

@@ -23,13 +23,13 @@ def part_of(x, rank, ranks):
 
 def whole_of(parts):
     """The sequence of which each rank has two chunks."""
-    whole = torch.empty(parts[0].shape[0], len(parts) * parts[0].shape[1], *parts[0].shape[2:], dtype=parts[0].dtype)
+    sequence = torch.empty(parts[0].shape[0], len(parts) * parts[0].shape[1], *parts[0].shape[2:], dtype=parts[0].dtype)
     for rank, part in enumerate(parts):
         start = 0
-        for chunk in local_tokens(whole.shape[1], Part(rank, len(parts))):
-            whole[:, chunk.start : chunk.stop] = part[:, start : start + len(chunk)]
+        for chunk in local_tokens(sequence.shape[1], Part(rank, len(parts))):
+            sequence[:, chunk.start : chunk.stop] = part[:, start : start + len(chunk)]
             start += len(chunk)
-    return whole
+    return sequence
 
 
 def ring(q, k, v, grad, ranks, logsumexp_of=lambda logsumexp: logsumexp):

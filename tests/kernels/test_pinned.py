@@ -1,4 +1,4 @@
-"""Locked host memory: whole pages of its own for as long as its owner lives, by the rules of CUDA's runtime."""
+"""Page-locked host memory: complete pages stay locked until their owner is deleted, by the rules of CUDA's runtime."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Runtime:
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         first, last = address // PAGE, (address + size - 1) // PAGE
-        taken = any(first <= (at + length - 1) // PAGE and at // PAGE <= last for at, length in self.locked.items())
-        if taken or sum(self.locked.values()) + size > self.most:
+        overlaps = any(first <= (at + length - 1) // PAGE and at // PAGE <= last for at, length in self.locked.items())
+        if overlaps or sum(self.locked.values()) + size > self.most:
             return 712
         self.locked[address] = size
         return 0
@@ -37,9 +37,9 @@ class Owner:
 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    made = Runtime(most=1 << 26)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
-    return made
+    cuda_runtime = Runtime(most=1 << 26)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda_runtime)
+    return cuda_runtime
 
 
 def test_pages_are_locked_while_the_owner_lives(runtime: Runtime) -> None:
@@ -56,7 +56,7 @@ def test_pages_are_locked_while_the_owner_lives(runtime: Runtime) -> None:
     assert not runtime.locked
 
 
-def test_what_cannot_be_locked_is_told(runtime: Runtime) -> None:
+def test_memory_that_cannot_be_locked_is_an_error(runtime: Runtime) -> None:
     with pytest.raises(
         OutOfResources, match=r"0.1 GiB of host memory could not be pinned for the optimizer of one rank.*ulimit -l"
     ):
@@ -64,7 +64,7 @@ def test_what_cannot_be_locked_is_told(runtime: Runtime) -> None:
     assert not runtime.locked
 
 
-def test_more_than_there_is_is_told_alike(runtime: Runtime) -> None:
+def test_a_request_above_the_available_memory_is_the_same_error(runtime: Runtime) -> None:
     with pytest.raises(OutOfResources, match="could not be pinned for activations of one rank"):
         allocate_pinned(Owner(), 1 << 60, "activations")
 

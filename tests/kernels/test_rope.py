@@ -16,14 +16,14 @@ HEAD_DIM = 16
 def test_rotation_is_a_complex_product():
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(2, 7, 3, HEAD_DIM, generator=draw, dtype=torch.float64)
-    got = rotate(x, rotary_tables(torch.arange(7), HEAD_DIM, 10000.0, None, torch.float64))
+    actual = rotate(x, rotary_tables(torch.arange(7), HEAD_DIM, 10000.0, None, torch.float64))
     pairs = torch.complex(x[..., : HEAD_DIM // 2], x[..., HEAD_DIM // 2 :])
     for position in range(7):
         for i in range(HEAD_DIM // 2):
             angle = position * 10000.0 ** (-2 * i / HEAD_DIM)
             turned = pairs[:, position, :, i] * complex(math.cos(angle), math.sin(angle))
-            assert torch.allclose(got[:, position, :, i], turned.real, rtol=0, atol=1e-13)
-            assert torch.allclose(got[:, position, :, i + HEAD_DIM // 2], turned.imag, rtol=0, atol=1e-13)
+            assert torch.allclose(actual[:, position, :, i], turned.real, rtol=0, atol=1e-13)
+            assert torch.allclose(actual[:, position, :, i + HEAD_DIM // 2], turned.imag, rtol=0, atol=1e-13)
 
 
 def test_scores_depend_on_distance_only():

@@ -39,15 +39,15 @@ def next_to(ours: Tensor, theirs: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize(("made", "out_dtype"), PAIRS)
-def test_sums(count: int, made: torch.dtype, out_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("gradient_dtype", "out_dtype"), PAIRS)
+def test_sums(count: int, gradient_dtype: torch.dtype, out_dtype: torch.dtype) -> None:
     from meshwright.kernels.sums_triton import fused_add, fused_scale
 
     part, total = (torch.randn(count) for _ in range(2))
-    part, mine, plain = part.to(made), total.to(out_dtype), total.to(out_dtype)
-    fused_add(mine, part)
+    part, kernel_sum, plain = part.to(gradient_dtype), total.to(out_dtype), total.to(out_dtype)
+    fused_add(kernel_sum, part)
     add(plain, part, plain=True)
-    assert next_to(mine, plain)
+    assert next_to(kernel_sum, plain)
     by, out = torch.tensor(1 / 3), torch.empty(count, dtype=out_dtype)
     fused_scale(out, part, by)
     assert next_to(out, scale(part, by, out_dtype, plain=True))
@@ -60,18 +60,18 @@ def test_loss(columns: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 8])
-@pytest.mark.parametrize("made", [torch.bfloat16, torch.float32])
-def test_pack(ranks: int, made: torch.dtype) -> None:
+@pytest.mark.parametrize("gradient_dtype", [torch.bfloat16, torch.float32])
+def test_pack(ranks: int, gradient_dtype: torch.dtype) -> None:
     from meshwright.kernels.pack_triton import copy_rows
 
-    gradients = [torch.randn(shape).to(made) for shape in [(7, 300), (64, 3, 5), (1030,), (1, 7), (2,)]]
-    whole = sum(-(-gradient.shape[0] // ranks) * gradient[0].numel() for gradient in gradients)
-    mine, plain = (torch.full((ranks * whole,), torch.nan) for _ in range(2))
+    gradients = [torch.randn(shape).to(gradient_dtype) for shape in [(7, 300), (64, 3, 5), (1030,), (1, 7), (2,)]]
+    elements_per_rank = sum(-(-gradient.shape[0] // ranks) * gradient[0].numel() for gradient in gradients)
+    packed, plain = (torch.full((ranks * elements_per_rank,), torch.nan) for _ in range(2))
     offset = 0
     for gradient in gradients:
-        offset += copy_rows(gradient, mine, ranks, offset, whole)
+        offset += copy_rows(gradient, packed, ranks, offset, elements_per_rank)
     pack(gradients, plain, ranks, plain=True)
-    assert offset == whole and same(mine, plain)
+    assert offset == elements_per_rank and same(packed, plain)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -80,13 +80,13 @@ def test_swiglu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     from meshwright.kernels.swiglu_triton import fused_swiglu
 
     x, slope = torch.randn(shape).to(dtype), torch.randn(*shape[:-1], shape[-1] // 2).to(dtype)
-    here, there = x.clone().requires_grad_(), x.double().requires_grad_()
-    ours, theirs = fused_swiglu(here), swiglu(there, plain=True)
+    actual_input, exact_input = x.clone().requires_grad_(), x.double().requires_grad_()
+    ours, theirs = fused_swiglu(actual_input), swiglu(exact_input, plain=True)
     ours.backward(slope)
     theirs.backward(slope.double())
     bound = torch.finfo(dtype).eps
     torch.testing.assert_close(ours.double(), theirs, rtol=bound, atol=bound)
-    torch.testing.assert_close(here.grad.double(), there.grad, rtol=2 * bound, atol=2 * bound)
+    torch.testing.assert_close(actual_input.grad.double(), exact_input.grad, rtol=2 * bound, atol=2 * bound)
 
 
 SHAPES = [(160, 96), (128, 64), (16, 48)]
@@ -100,11 +100,11 @@ def test_fp8(shape: tuple[int, int], dtype: torch.dtype) -> None:
     from meshwright.kernels.fp8_triton import round_both, round_flat, round_transposed, transpose
 
     x, out_dtype = numbers(0, *shape).to(dtype), torch.float32
-    one, by_column = torch.tensor(2.0**-7), torch.randn(shape[1], 1)
-    straight, transposed = round_both(x, one, out_dtype)
-    wanted = x.float() * one
-    assert same(straight, wanted) and same(transposed, wanted.t())
-    assert same(round_transposed(x, one, out_dtype), transposed) and same(round_flat(x, one, out_dtype), straight)
+    scale, by_column = torch.tensor(2.0**-7), torch.randn(shape[1], 1)
+    straight, transposed = round_both(x, scale, out_dtype)
+    expected = x.float() * scale
+    assert same(straight, expected) and same(transposed, expected.t())
+    assert same(round_transposed(x, scale, out_dtype), transposed) and same(round_flat(x, scale, out_dtype), straight)
     assert same(round_transposed(x, by_column, out_dtype), x.float().t() * by_column)
     narrow = x.to(E4M3)
     assert same(transpose(narrow), narrow.t())
@@ -130,24 +130,24 @@ def test_gated(shape: tuple[int, int], dtype: torch.dtype) -> None:
         torch.testing.assert_close(straight, theirs * factor, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("made", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gradient_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("skip", [False, True])
-def test_adamw(skip: bool, made: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adamw(skip: bool, gradient_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, tensor = torch.device("cpu"), torch.tensor
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=1))
-    monkeypatch.setattr(torch, "tensor", lambda rows, pin_memory: tensor(rows))
+    monkeypatch.setattr(torch, "tensor", lambda values, pin_memory: tensor(values))
 
     def stepped(how) -> list[Tensor]:
         draw = torch.Generator().manual_seed(0)
         shapes = [(1000, 21), (37,), (0, 8), (1024,), (1025,)]
         weights, gradients, first, second = ([torch.randn(shape, generator=draw) for shape in shapes] for _ in range(4))
-        second = [one.square() for one in second]
-        counts = [fused.new_count(cpu) + row for row in range(len(shapes))]
+        second = [gradient.square() for gradient in second]
+        counts = [fused.new_count(cpu) + index for index in range(len(shapes))]
         inputs = fused.StepInputs(1e-2, torch.full((), 0.3), torch.full((), float(skip)))
         with fused.count_updates(counts, inputs.skip):
             how(
                 weights,
-                [one.to(made) for one in gradients],
+                [gradient.to(gradient_dtype) for gradient in gradients],
                 first,
                 second,
                 counts,

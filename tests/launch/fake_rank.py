@@ -1,4 +1,4 @@
-"""A rank for the launcher's tests: does what its first argument says."""
+"""A rank for the launcher's tests; its first argument selects the behaviour."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from meshwright.events.messages import Begin, Channel, End, Failure, Step, decod
 
 
 def main() -> None:
-    what, folder = sys.argv[1], Path(sys.argv[2])
+    behaviour, folder = sys.argv[1], Path(sys.argv[2])
     rank, channel = int(os.environ["RANK"]), Channel.from_environment()
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
-    if what == "succeed":
+    if behaviour == "succeed":
         print("rank", rank, "of", os.environ["WORLD_SIZE"])
-    elif what == "begin":
+    elif behaviour == "begin":
         message = decode(sys.stdin.buffer.readline())
         assert isinstance(message, Begin)
         sys.stdout.write(f"rank {rank}: {message.assignment}\n")
-    elif what == "end":
+    elif behaviour == "end":
         # Rank 1 fails; rank 0 ends as soon as the launcher says so, and writes what it was told.
         if rank == 1:
             channel.send(Failure(4, "torn"))
@@ -30,24 +30,24 @@ def main() -> None:
         assert isinstance(message, End)
         (folder / "cause").write_text(message.cause)
         sys.exit(5)
-    elif what == "steps":
+    elif behaviour == "steps":
         for step in range(1, 6):
             channel.send(Step(step, {"loss": 1.0 / step} if rank == 0 else {}))
-    elif what == "one-fails":
+    elif behaviour == "one-fails":
         if rank == 1:
             sys.exit(3)
         time.sleep(60)
-    elif what == "victim-first":
+    elif behaviour == "victim-first":
         # Rank 0 notices that a peer is gone before the peer's own exit code is there.
         if rank == 0:
             sys.exit(5)
         time.sleep(0.3)
         sys.exit(4)
-    elif what == "killed":
+    elif behaviour == "killed":
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60)
-    elif what == "hangs":
+    elif behaviour == "hangs":
         # Rank 0 gives up waiting for rank 1, which had finished four steps.
         if rank == 1:
             channel.send(Step(4))
@@ -56,7 +56,7 @@ def main() -> None:
         while not (folder / "sent").exists():
             time.sleep(0.02)
         sys.exit(5)
-    elif what == "wait":
+    elif behaviour == "wait":
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda *_: sys.exit(75))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM, signal.SIGHUP])

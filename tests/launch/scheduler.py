@@ -28,13 +28,13 @@ PLAN = Plan(
 )
 
 
-def run_of(*words: str) -> RunSpec:
-    return load_run(None, [*WORDS, *words])
+def run_of(*overrides: str) -> RunSpec:
+    return load_run(None, [*WORDS, *overrides])
 
 
-def job_of(*words: str) -> SchedulerJob:
+def job_of(*overrides: str) -> SchedulerJob:
     """The job of the run with further values."""
-    return scheduler_job(run_of(*words), PLAN, [*WORDS, *words], Path("runs"))
+    return scheduler_job(run_of(*overrides), PLAN, [*WORDS, *overrides], Path("runs"))
 
 
 def without_prediction(job: SchedulerJob) -> SchedulerJob:
@@ -63,9 +63,9 @@ def published_fields() -> dict[str, Any]:
 def mistakes(value: Any, fields: Any, path: str) -> Iterator[str]:
     """Differences between a rendered object and the published fields."""
     if isinstance(fields, str) and fields.startswith("="):
-        first, *others = fields[1:].split(".")
+        first, *remaining = fields[1:].split(".")
         fields = published_fields()[first]
-        for name in others:
+        for name in remaining:
             fields = fields[name]
     if isinstance(fields, list):
         if not isinstance(value, list):
@@ -86,13 +86,13 @@ def _mistakes_of_object(value: Any, fields: dict[str, Any], path: str) -> Iterat
     if not isinstance(value, dict):
         yield f"{path}: expected an object"
         return
-    known = {name.rstrip("!"): inner for name, inner in fields.items()}
+    published = {name.rstrip("!"): inner for name, inner in fields.items()}
     for name in fields:
         if name.endswith("!") and name[:-1] not in value:
             yield f"{path}: {name[:-1]} is missing"
     for name, inner in value.items():
-        if name in known or "*" in known:
-            yield from mistakes(inner, known.get(name, known.get("*")), f"{path}.{name}")
+        if name in published or "*" in published:
+            yield from mistakes(inner, published.get(name, published.get("*")), f"{path}.{name}")
         else:
             yield f"{path}: there is no field {name}"
 

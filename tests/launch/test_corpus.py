@@ -1,4 +1,4 @@
-"""A run is held to the tokenizer of its weights when it starts, and to the text of its checkpoints when it resumes."""
+"""A start checks that the corpus has the tokenizer of the weights; a resumed run, that it has the text of the checkpoint."""
 
 from __future__ import annotations
 
@@ -80,10 +80,10 @@ def resume(file: Path, *overrides: str) -> list[str]:
 
 def stopped_run(file: Path, *, recorded: bool = True) -> Path:
     """A run's folder with a checkpoint of step 1."""
-    made = prepared(file, file.parent / "runs")
-    state = {"step": 1} | ({"data": open_run_data(made.assignment.run).record()} if recorded else {})
-    CheckpointStore(made.folder / "checkpoints").save(1, {"model.a": torch.zeros(1)}, state, {})
-    return made.folder
+    prepared_run = prepared(file, file.parent / "runs")
+    state = {"step": 1} | ({"data": open_run_data(prepared_run.assignment.run).record()} if recorded else {})
+    CheckpointStore(prepared_run.folder / "checkpoints").save(1, {"model.a": torch.zeros(1)}, state, {})
+    return prepared_run.folder
 
 
 def prepare_other_text(file: Path) -> None:
@@ -101,18 +101,18 @@ def prepare_other_tokenizer(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "what"),
+    ("change", "difference"),
     [(prepare_other_text, r"content \(digest"), (prepare_other_tokenizer, r"content .*tokenizer \(digest")],
 )
 def test_a_corpus_that_changed_since_the_checkpoint_is_refused_or_accepted(
-    file: Path, change: Callable[[Path], None], what: str
+    file: Path, change: Callable[[Path], None], difference: str
 ) -> None:
     folder = stopped_run(file)
     assert not any("data.mix" in note for note in resume(file))
     tokenizer = (folder / "tokenizer.json").read_bytes()
     change(file)
     with pytest.raises(
-        BadInput, match=rf"data.mix: .*/data: changed since .*step-00000001: {what}.*data.changed=accept"
+        BadInput, match=rf"data.mix: .*/data: changed since .*step-00000001: {difference}.*data.changed=accept"
     ):
         resume(file)
     assert (folder / "tokenizer.json").read_bytes() == tokenizer

@@ -1,4 +1,4 @@
-"""The folder of a run: one job at a time works in it, and what an attempt left that never began stands in nobody's way."""
+"""The folder of a run: one job at a time may use it, and a failed start leaves nothing that blocks the next."""
 
 from __future__ import annotations
 
@@ -183,9 +183,9 @@ def test_a_run_continues_once_it_has_begun(tmp_path: Path) -> None:
 def begun(tmp_path: Path) -> tuple[RunSpec, Path]:
     """A run of 6 steps whose third is in a checkpoint, and its folder."""
     run = replace(tiny_run(make_tiny(tmp_path / "tiny")), name="run")
-    kept = tmp_path / "run" / "checkpoints" / "step-00000003"
-    kept.mkdir(parents=True)
-    for folder in (tmp_path / "run", kept):
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000003"
+    checkpoint.mkdir(parents=True)
+    for folder in (tmp_path / "run", checkpoint):
         (folder / "config.yaml").write_text(resolved_yaml(run), encoding="utf-8")
     return run, tmp_path / "run"
 

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import yaml
 from tests.launch.scheduler import PLAN, WORDS, job_of, mistakes, published_fields, run_of
+from typer.main import get_command
 
+from meshwright.cli.main import app_for
 from meshwright.config.load import load_run, plan_yaml
+from meshwright.launch.control import COORDINATOR_VARIABLE, TOKEN_VARIABLE, coordinator_address, job_token
 from meshwright.launch.kubernetes import JOBSET_NAME_LABEL, Container, jobset_yaml, object_name, trainjob_yaml
 from meshwright.launch.scheduler_job import KEPT_FILES, REQUEUE_CODES, STOP_CODES, SchedulerJob, scheduler_job
 from meshwright.spec.errors import BadInput
@@ -35,12 +38,14 @@ def pod_spec(job: SchedulerJob) -> Any:
     return job_spec(job)["template"]["spec"]
 
 
-@pytest.mark.parametrize("words", [(), ("cluster.host_memory_gib=500.5", "supervision.spares=1"), ("cluster.gpu=cpu",)])
-def test_every_field_is_published_and_of_its_type(words: tuple[str, ...]) -> None:
-    for text in (jobset_yaml(job_of(*words), CONTAINER), trainjob_yaml(job_of(*words), CONTAINER)):
-        found = [kind for kind in objects(text) if kind in published_fields()]
-        assert found
-        for kind in found:
+@pytest.mark.parametrize(
+    "overrides", [(), ("cluster.host_memory_gib=500.5", "supervision.spares=1"), ("cluster.gpu=cpu",)]
+)
+def test_every_field_is_published_and_of_its_type(overrides: tuple[str, ...]) -> None:
+    for text in (jobset_yaml(job_of(*overrides), CONTAINER), trainjob_yaml(job_of(*overrides), CONTAINER)):
+        published_kinds = [kind for kind in objects(text) if kind in published_fields()]
+        assert published_kinds
+        for kind in published_kinds:
             assert list(mistakes(objects(text)[kind], published_fields()[kind], kind)) == []
 
 
@@ -102,7 +107,7 @@ def test_the_grace_period_fits_the_last_checkpoint(grace: int) -> None:
 
 
 def test_pods_share_a_token_and_a_coordinator_and_only_they_reach_each_other() -> None:
-    found = objects(jobset_yaml(job_of(), CONTAINER))
+    rendered = objects(jobset_yaml(job_of(), CONTAINER))
     pod = pod_spec(job_of())
     (container,) = pod["containers"]
     env = {entry["name"]: entry["value"] for entry in container["env"]}
@@ -113,33 +118,33 @@ def test_pods_share_a_token_and_a_coordinator_and_only_they_reach_each_other() -
     assert env["MESHWRIGHT_TOKEN_FILE"] == f"{mounts['token']}/token" and mounts["shm"] == "/dev/shm"
     assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in pod["volumes"]
     assert set(mounts) == {volume["name"] for volume in pod["volumes"]}
-    policy = found["NetworkPolicy"]["spec"]
+    policy = rendered["NetworkPolicy"]["spec"]
     assert policy["podSelector"] == policy["ingress"][0]["from"][0]["podSelector"]
     assert policy["podSelector"] == {"matchLabels": {JOBSET_NAME_LABEL: "nightly-8b"}} and policy["policyTypes"] == [
         "Ingress"
     ]
-    assert "Secret" not in found, "the file has no token"
+    assert "Secret" not in rendered, "the file has no token"
 
 
 @pytest.mark.parametrize(
-    ("words", "limits"),
+    ("overrides", "limits"),
     [
         ((), {"nvidia.com/gpu": 8}),
         (("cluster.gpu=MI300X",), {"amd.com/gpu": 8}),
         (("cluster.gpu=cpu", "cluster.host_memory_gib=1.5"), {"cpu": 8, "memory": "1536Mi"}),
     ],
 )
-def test_a_pod_has_the_devices_of_a_host(words: tuple[str, ...], limits: dict[str, Any]) -> None:
-    assert pod_spec(job_of(*words))["containers"][0]["resources"]["limits"] == limits
+def test_a_pod_has_the_devices_of_a_host(overrides: tuple[str, ...], limits: dict[str, Any]) -> None:
+    assert pod_spec(job_of(*overrides))["containers"][0]["resources"]["limits"] == limits
 
 
 def test_the_config_map_has_the_run_with_its_plan(tmp_path: Path) -> None:
     plan = tmp_path / "my plan.yaml"
     plan.write_text(plan_yaml(PLAN) + "# edited\n")
     run = run_of(f"plan={plan}")
-    found = objects(jobset_yaml(scheduler_job(run, PLAN, WORDS, Path("runs")), CONTAINER))["ConfigMap"]["data"]
-    assert found["plan.yaml"] == plan.read_text()
-    assert yaml.safe_load(found["run.yaml"])["plan"] == f"{KEPT_FILES}/plan.yaml"
+    config_data = objects(jobset_yaml(scheduler_job(run, PLAN, WORDS, Path("runs")), CONTAINER))["ConfigMap"]["data"]
+    assert config_data["plan.yaml"] == plan.read_text()
+    assert yaml.safe_load(config_data["run.yaml"])["plan"] == f"{KEPT_FILES}/plan.yaml"
     plan.unlink()
     with pytest.raises(BadInput, match=r"plan: .*my plan.yaml cannot be read"):
         scheduler_job(run, PLAN, WORDS, Path("runs")).files()
@@ -152,8 +157,8 @@ def test_the_run_of_the_config_map_is_the_rendered_run(tmp_path: Path) -> None:
 
 
 def test_a_train_job_names_its_runtime_whose_job_is_the_trainer() -> None:
-    found = objects(trainjob_yaml(job_of("supervision.spares=2"), CONTAINER))
-    runtime, train_job = found["TrainingRuntime"], found["TrainJob"]
+    rendered = objects(trainjob_yaml(job_of("supervision.spares=2"), CONTAINER))
+    runtime, train_job = rendered["TrainingRuntime"], rendered["TrainJob"]
     assert train_job["spec"]["runtimeRef"] == {
         "apiGroup": "trainer.kubeflow.org", "kind": runtime["kind"], "name": runtime["metadata"]["name"],
     }  # fmt: skip
@@ -178,3 +183,16 @@ def test_emulated_nodes_are_refused() -> None:
     run = run_of("cluster.nodes=1", "cluster.emulate_nodes=2")
     with pytest.raises(BadInput, match=r"use cluster.nodes=2 cluster.emulate_nodes=1"):
         scheduler_job(run, PLAN, WORDS, Path("runs"))
+
+
+def test_the_agent_reads_the_rendered_coordinator_and_token(tmp_path: Path) -> None:
+    (container,) = pod_spec(job_of())["containers"]
+    env = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert coordinator_address(env[COORDINATOR_VARIABLE]) == ("nightly-8b-node-0-0.nightly-8b", 29400)
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef" * 4)
+    token.chmod(next(v["secret"]["defaultMode"] for v in pod_spec(job_of())["volumes"] if "secret" in v))
+    assert job_token({TOKEN_VARIABLE: str(token)}) == "0123456789abcdef" * 4
+    train = get_command(app_for(["train"])).commands["train"]  # type: ignore[attr-defined]
+    options = {option for parameter in train.params for option in parameter.opts}
+    assert {word for word in container["command"] if word.startswith("--")} <= options

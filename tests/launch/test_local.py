@@ -29,9 +29,11 @@ def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-def launch(what: str, folder: Path, ranks: int = 2) -> int:
+def launch(behaviour: str, folder: Path, ranks: int = 2) -> int:
     cluster = ClusterSpec(gpus_per_node=ranks)
-    return run_ranks("tests.launch.fake_rank", [what, str(folder)], cluster=cluster, logs=folder / "logs", threads=1)
+    return run_ranks(
+        "tests.launch.fake_rank", [behaviour, str(folder)], cluster=cluster, logs=folder / "logs", threads=1
+    )
 
 
 def until(done: Callable[[], bool]) -> None:
@@ -42,9 +44,9 @@ def until(done: Callable[[], bool]) -> None:
 
 
 @pytest.mark.usefixtures("short_grace")
-@pytest.mark.parametrize(("what", "code"), [("succeed", 0), ("one-fails", 3), ("victim-first", 4), ("killed", 5)])
-def test_exit_code_of_the_job(what: str, code: int, tmp_path: Path) -> None:
-    assert launch(what, tmp_path) == code
+@pytest.mark.parametrize(("behaviour", "code"), [("succeed", 0), ("one-fails", 3), ("victim-first", 4), ("killed", 5)])
+def test_exit_code_of_the_job(behaviour: str, code: int, tmp_path: Path) -> None:
+    assert launch(behaviour, tmp_path) == code
 
 
 @pytest.fixture
@@ -55,7 +57,7 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("short_grace")
 @pytest.mark.parametrize(
-    ("what", "printed"),
+    ("behaviour", "printed"),
     [
         ("hangs", "rank 1 did not answer while others waited for it; the last step it finished is 4; the"),
         (
@@ -66,9 +68,9 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_rank_without_a_last_word_is_named(
-    what: str, printed: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    behaviour: str, printed: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    launch(what, tmp_path)
+    launch(behaviour, tmp_path)
     err = capfd.readouterr().err
     assert err.startswith(f"meshwright: {printed}") and err.count("\n") == 1
 
@@ -217,9 +219,9 @@ def test_ranks_talk_over_loopback_unless_the_cluster_or_the_user_says_otherwise(
 def test_a_rank_gets_its_place_and_its_emulated_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "7")
     monkeypatch.delenv("NCCL_HOSTID", raising=False)
-    found = environments(ClusterSpec(gpus_per_node=4, emulate_nodes=2))
-    assert [env["NCCL_HOSTID"] for env in found] == ["node0", "node0", "node1", "node1"]
-    assert [(env["RANK"], env["LOCAL_WORLD_SIZE"], env["OMP_NUM_THREADS"]) for env in found] == [
+    rank_environments = environments(ClusterSpec(gpus_per_node=4, emulate_nodes=2))
+    assert [env["NCCL_HOSTID"] for env in rank_environments] == ["node0", "node0", "node1", "node1"]
+    assert [(env["RANK"], env["LOCAL_WORLD_SIZE"], env["OMP_NUM_THREADS"]) for env in rank_environments] == [
         (str(rank), "4", "3") for rank in range(4)
     ]
 
@@ -231,8 +233,8 @@ def test_torch_keeps_what_it_compiled_where_the_user_says_or_in_the_users_cache(
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"):
         monkeypatch.delenv(name, raising=False)
     (env,) = environments(ClusterSpec(gpus_per_node=1))
-    kept = tmp_path / "meshwright" / "compiled"
-    assert env["TORCHINDUCTOR_CACHE_DIR"] == str(kept) and kept.stat().st_mode & 0o777 == 0o700
+    cache_folder = tmp_path / "meshwright" / "compiled"
+    assert env["TORCHINDUCTOR_CACHE_DIR"] == str(cache_folder) and cache_folder.stat().st_mode & 0o777 == 0o700
     assert env["TORCHINDUCTOR_COMPILE_THREADS"] == "3"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
     assert environments(ClusterSpec(gpus_per_node=1))[0]["TORCHINDUCTOR_CACHE_DIR"] == "/elsewhere"

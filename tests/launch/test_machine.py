@@ -77,7 +77,7 @@ def test_auto_under_a_launcher_is_the_whole_job(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("cluster", "here"),
+    ("cluster", "is_this_machine"),
     [
         (ClusterSpec(gpu="H200", gpus_per_node=8), True),
         (ClusterSpec(gpu="H200", gpus_per_node=2), True),
@@ -88,9 +88,11 @@ def test_auto_under_a_launcher_is_the_whole_job(monkeypatch: pytest.MonkeyPatch)
         (ClusterSpec(nodes=2), False),
     ],
 )
-def test_which_clusters_are_this_machine(cluster: ClusterSpec, here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_clusters_are_this_machine(
+    cluster: ClusterSpec, is_this_machine: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(machine, "_query", lambda field: ["NVIDIA H200"] * 8)
-    assert machine.is_here(cluster) is here
+    assert machine.is_here(cluster) is is_this_machine
 
 
 def test_host_memory_is_plausible() -> None:

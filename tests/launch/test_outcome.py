@@ -1,4 +1,4 @@
-"""The lines about a job's end, from what the launcher knows of its ranks."""
+"""The lines about a job's end, made from the messages and exit codes of its ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_the_same_failure_of_several_ranks_is_one_line() -> None:
     assert lines(RankState(0, 3, full), RankState(1, 3, full)) == ["saving step 4: no space left"]
 
 
-def test_the_culprit_speaks_and_its_victims_do_not() -> None:
+def test_the_failed_rank_is_reported_and_ranks_that_failed_because_of_it_are_not() -> None:
     torn = Failure(4, "shard 3 is torn")
     assert lines(RankState(0, 5, LOST), RankState(1, 4, torn)) == ["rank 1: shard 3 is torn"]
     assert cause(RankState(1, 4, torn)) == "rank 1 failed: shard 3 is torn"

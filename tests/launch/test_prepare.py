@@ -1,4 +1,4 @@
-"""What a run needs of its host is asked before anything starts."""
+"""Memory, plan and data of a run are checked before any process starts."""
 
 from __future__ import annotations
 
@@ -38,32 +38,32 @@ def test_an_optimizer_that_host_memory_cannot_hold_is_refused(monkeypatch: pytes
         prepare.check_host_memory(run, plan)
 
 
-def file_run(folder: Path, plan: Plan, *words: str) -> RunSpec:
+def file_run(folder: Path, plan: Plan, *overrides: str) -> RunSpec:
     """A run of the plan, which is written in `folder`."""
     (folder / "plan.yaml").write_text(prepare.plan_yaml(plan), encoding="utf-8")
-    return load_run(None, [*words, f"plan={folder / 'plan.yaml'}", f"train.global_batch={plan.batch.global_batch}"])
+    return load_run(None, [*overrides, f"plan={folder / 'plan.yaml'}", f"train.global_batch={plan.batch.global_batch}"])
 
 
 def test_a_plan_file_that_devices_cannot_hold_is_refused(tmp_path: Path) -> None:
-    words = ["model=llama3-8b", "model.vocab_size=128256", "cluster.gpu=H100", "cluster.gpus_per_node=8"]
+    overrides = ["model=llama3-8b", "model.vocab_size=128256", "cluster.gpu=H100", "cluster.gpus_per_node=8"]
     batch = BatchPlan(global_batch=8, micro_batch=1, accumulate=1)
     copies, shards = (Plan(mesh=(MeshAxis(axis=axis, size=8),), batch=batch) for axis in ("replicate", "shard"))
-    assert prepare.training_plan(file_run(tmp_path, shards, *words), print).mesh == shards.mesh
+    assert prepare.training_plan(file_run(tmp_path, shards, *overrides), print).mesh == shards.mesh
     over = r"plan.yaml: does not fit: a rank needs [\d.]+ GB, [\d.]+ GB more than the usable 85.9 GB \(optimizer 64.2.*batch.micro_batch"
     with pytest.raises(OutOfResources, match=over):
-        prepare.training_plan(file_run(tmp_path, copies, *words), print)
-    prepare.training_plan(file_run(tmp_path, copies, *words, "cluster.memory_gib=192"), print)
+        prepare.training_plan(file_run(tmp_path, copies, *overrides), print)
+    prepare.training_plan(file_run(tmp_path, copies, *overrides, "cluster.memory_gib=192"), print)
 
 
 def test_a_plan_file_with_a_refused_schedule_is_named(tmp_path: Path) -> None:
     axes = (MeshAxis(axis="pipeline", size=2), MeshAxis(axis="shard", size=1))
     batch = BatchPlan(global_batch=8, micro_batch=2, accumulate=4)
     plan = Plan(mesh=axes, batch=batch, schedule=SchedulePlan(name="dualpipe_v"), precision=Precision(compute="fp32"))
-    words = ["model=llama-nano", "model.vocab_size=512", "cluster.gpus_per_node=2"]
+    overrides = ["model=llama-nano", "model.vocab_size=512", "cluster.gpus_per_node=2"]
     with pytest.raises(BadInput, match=r"plan.yaml:\d+:\d+: schedule.name: .*dualpipe_v.*nearest: zbv"):
-        prepare.training_plan(file_run(tmp_path, plan, *words), print)
+        prepare.training_plan(file_run(tmp_path, plan, *overrides), print)
     trained = replace(plan, schedule=SchedulePlan(name="zbv"))
-    assert prepare.training_plan(file_run(tmp_path, trained, *words), print).schedule == trained.schedule
+    assert prepare.training_plan(file_run(tmp_path, trained, *overrides), print).schedule == trained.schedule
 
 
 def test_a_processor_s_plan_file_is_held_to_its_rank_s_share_of_the_host(
@@ -79,24 +79,24 @@ def test_a_processor_s_plan_file_is_held_to_its_rank_s_share_of_the_host(
 
 
 def test_what_a_plan_file_lets_wait_must_fit_the_host(tmp_path: Path) -> None:
-    words = ["model=llama3-8b", "model.vocab_size=128256", "cluster.gpu=H200", "cluster.gpus_per_node=4"]
+    overrides = ["model=llama3-8b", "model.vocab_size=128256", "cluster.gpu=H200", "cluster.gpus_per_node=4"]
     axes = (MeshAxis(axis="replicate", size=2), MeshAxis(axis="shard", size=2))
     batch = BatchPlan(global_batch=8, micro_batch=1, accumulate=2)
     plan = Plan(mesh=axes, batch=batch, layers=(LayerStrategy(offload="optimizer"),))
-    assert prepare.misfit(file_run(tmp_path, plan, *words, "cluster.host_memory_gib=256"), plan) is None
-    over = prepare.misfit(file_run(tmp_path, plan, *words, "cluster.host_memory_gib=200"), plan)
+    assert prepare.misfit(file_run(tmp_path, plan, *overrides, "cluster.host_memory_gib=256"), plan) is None
+    over = prepare.misfit(file_run(tmp_path, plan, *overrides, "cluster.host_memory_gib=200"), plan)
     assert over and "exceed host memory by 20.9 GB of 171.8" in over  # 192.7 GB needed
 
 
 def test_a_plan_is_made_for_the_vocabulary_of_the_data_once_that_is_there(tmp_path: Path) -> None:
     """As training takes it, rounded up; the built-in tokenizer's where no data says it, and what the run says before all."""
-    made = make_tiny(tmp_path)  # 300 tokens
-    run = load_run(made)
+    corpus = make_tiny(tmp_path)  # 300 tokens
+    run = load_run(corpus)
     assert prepare.with_vocabulary(run).model.vocab_size == 384
     assert prepare.with_vocabulary(run) == prepare.resolve_data(run, print)
     for absent in (["data.mix=nowhere"], [f"data.mix={tmp_path / 'source'}"]):
-        assert prepare.with_vocabulary(load_run(made, absent)).model.vocab_size == VOCABULARY
-    assert prepare.with_vocabulary(load_run(made, ["model.vocab_size=500"])).model.vocab_size == 500
+        assert prepare.with_vocabulary(load_run(corpus, absent)).model.vocab_size == VOCABULARY
+    assert prepare.with_vocabulary(load_run(corpus, ["model.vocab_size=500"])).model.vocab_size == 500
 
 
 def test_death_at_any_call_of_a_start_leaves_a_run_that_can_be_continued(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_death_at_any_call_of_a_start_leaves_a_run_that_can_be_continued(tmp_pat
         runs = tmp_path / str(k)
         shutil.copytree(tmp_path / "begun", runs)
         assert die_at(k, lambda runs=runs: start(runs), names)
-        made = start(runs)
-        assert made.resumes and load_resolved(made.folder / "config.yaml") == made.assignment.run
-        assert made.assignment.lease == read_lease(made.folder) and made.assignment.lease.epoch in (2, 3)
-        assert not list(made.folder.glob("*.partial"))
+        started = start(runs)
+        assert started.resumes and load_resolved(started.folder / "config.yaml") == started.assignment.run
+        assert started.assignment.lease == read_lease(started.folder) and started.assignment.lease.epoch in (2, 3)
+        assert not list(started.folder.glob("*.partial"))

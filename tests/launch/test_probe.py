@@ -1,4 +1,4 @@
-"""Plans measured on this machine: which are run, when one is ended early, and that the fastest is with_fastest_probe."""
+"""Probes (short runs that measure plans): which plans are run, when a probe ends early, and that the fastest is chosen."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ ANSWER = Answer(
 )
 
 
-def test_the_best_comes_first_then_other_kinds_then_the_next() -> None:
-    plans = [one.plan for one in leading(ANSWER, 4)]
+def test_the_best_plan_comes_first_then_other_plan_types_then_the_next_best() -> None:
+    plans = [candidate.plan for candidate in leading(ANSWER, 4)]
     assert plans == [
         probed_plan("shard"),
         probed_plan("pipeline"),
         probed_plan("shard", micro_batch=2),
         probed_plan("shard", micro_batch=4),
     ]
-    assert [one.plan for one in leading(ANSWER, 2)] == plans[:2]
+    assert [candidate.plan for candidate in leading(ANSWER, 2)] == plans[:2]
 
 
 def test_the_fastest_measured_is_taken_and_says_so() -> None:
@@ -74,14 +74,14 @@ def test_the_fastest_measured_is_taken_and_says_so() -> None:
         ran(probed_plan("pipeline"), 1.2),
         Probe(probed_plan("shard", micro_batch=2), ended="out of memory"),
     ]
-    found = with_fastest_probe(ANSWER, probes)
-    assert found.best.plan.axis_size("pipeline") == 2
-    assert found.best.plan.why[0] == (
+    answer = with_fastest_probe(ANSWER, probes)
+    assert answer.best.plan.axis_size("pipeline") == 2
+    assert answer.best.plan.why[0] == (
         "measured on this machine: 1.2 s a step over steps 6 to 15, the fastest of 2 plans that ran (the others 1.3 s)"
     )
-    assert [one.plan for one in found.others] == [
+    assert [candidate.plan for candidate in answer.others] == [
         ANSWER.best.plan,
-        *(one.plan for one in ANSWER.others if one.plan != probed_plan("pipeline")),
+        *(candidate.plan for candidate in ANSWER.others if candidate.plan != probed_plan("pipeline")),
     ]
     assert probes[0].error == pytest.approx(0.3)
 
@@ -96,7 +96,8 @@ def test_no_plan_ran() -> None:
 
 def write(file: Path, seconds: list[float]) -> None:
     lines = [
-        {"kind": "step", "step": at, "step_seconds": each, "memory_peak_bytes": 5} for at, each in enumerate(seconds, 1)
+        {"kind": "step", "step": at, "step_seconds": step_seconds, "memory_peak_bytes": 5}
+        for at, step_seconds in enumerate(seconds, 1)
     ]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -126,7 +127,7 @@ def test_long_steps_need_fewer(tmp_path: Path) -> None:
         assert watch.enough() is enough
 
 
-def test_a_wide_band_is_believed() -> None:
+def test_a_plan_within_its_wide_band_is_not_ended_early() -> None:
     assert too_slow(PREDICTED) == 1.5
     assert too_slow(replace(PREDICTED, high_seconds=3.0)) == 3.0
     assert too_slow(None) is None and too_slow(Predicted(memory_peak_bytes=1)) is None
@@ -143,15 +144,15 @@ def test_a_wide_band_is_believed() -> None:
 def test_only_the_machine_it_runs_on_is_probed(
     cluster: ClusterSpec, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = {"gpu": "H200", "gpus_per_node": 4}
+    local_cluster = {"gpu": "H200", "gpus_per_node": 4}
     with pytest.raises(BadInput, match=says):
-        check_here(cluster, here)
-    check_here(ClusterSpec(gpu="H200", gpus_per_node=2), here)
-    check_here(ClusterSpec(gpu="cpu", gpus_per_node=64), here)
+        check_here(cluster, local_cluster)
+    check_here(ClusterSpec(gpu="H200", gpus_per_node=2), local_cluster)
+    check_here(ClusterSpec(gpu="cpu", gpus_per_node=64), local_cluster)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(BadInput, match="outside of the launcher"):
-        check_here(ClusterSpec(gpu="cpu"), here)
+        check_here(ClusterSpec(gpu="cpu"), local_cluster)
 
 
 def test_a_failed_probe_says_why_in_its_ranks_words() -> None:

@@ -24,7 +24,7 @@ def srun_words(script: str) -> list[str]:
     return shlex.split(line)
 
 
-def run_script(folder: Path, *codes: int, words: tuple[str, ...] = ()) -> tuple[int, list[str]]:
+def run_script(folder: Path, *codes: int, overrides: tuple[str, ...] = ()) -> tuple[int, list[str]]:
     """Run the script with an agent that ends with each of `codes` in turn.
 
     Returns the script's exit code, and a line for each call of `meshwright` and for each requeue.
@@ -44,7 +44,7 @@ def run_script(folder: Path, *codes: int, words: tuple[str, ...] = ()) -> tuple[
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / name).chmod(0o755)
     script = folder / "run.sbatch"
-    script.write_text(slurm_script(job_of(*words)))
+    script.write_text(slurm_script(job_of(*overrides)))
     env = {"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "node-[a-b]"}
     ended = subprocess.run(["bash", script], cwd=folder, env=env, capture_output=True, text=True, check=False)
     lines = calls.read_text().splitlines()
@@ -52,9 +52,9 @@ def run_script(folder: Path, *codes: int, words: tuple[str, ...] = ()) -> tuple[
     return ended.returncode, lines
 
 
-@pytest.mark.parametrize("words", [(), ("supervision.spares=2",), ("cluster.gpu=cpu",), ("data.mix={it's: 1}",)])
-def test_it_is_valid_bash_and_all_options_are_slurm_s(words: tuple[str, ...]) -> None:
-    script = slurm_script(job_of(*words))
+@pytest.mark.parametrize("overrides", [(), ("supervision.spares=2",), ("cluster.gpu=cpu",), ("data.mix={it's: 1}",)])
+def test_it_is_valid_bash_and_all_options_are_slurm_s(overrides: tuple[str, ...]) -> None:
+    script = slurm_script(job_of(*overrides))
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     assert set(options_of(script)) <= slurm_options()["sbatch"]
     used = [word.partition("=")[0] for word in srun_words(script) if word.startswith("--")]
@@ -107,17 +107,20 @@ def test_a_failure_that_would_repeat_is_not_requeued(tmp_path: Path, code: int) 
 
 @pytest.mark.parametrize("code", [1, 5])
 def test_other_failures_are_requeued_as_often_as_the_run_restarts(tmp_path: Path, code: int) -> None:
-    words = ("supervision.restarts=2",)
-    assert run_script(tmp_path, code, words=words)[1][1:] == ["requeue 4711"]
-    assert run_script(tmp_path, code, words=words)[1][1:] == ["requeue 4711"]
-    assert run_script(tmp_path, code, words=words) == (code, run_script(tmp_path, code, words=words)[1][:1])
+    overrides = ("supervision.restarts=2",)
+    assert run_script(tmp_path, code, overrides=overrides)[1][1:] == ["requeue 4711"]
+    assert run_script(tmp_path, code, overrides=overrides)[1][1:] == ["requeue 4711"]
+    assert run_script(tmp_path, code, overrides=overrides) == (
+        code,
+        run_script(tmp_path, code, overrides=overrides)[1][:1],
+    )
 
 
 def test_a_preemption_starts_the_count_of_retries_again(tmp_path: Path) -> None:
-    words = ("supervision.restarts=1",)
+    overrides = ("supervision.restarts=1",)
     for code in (5, 75, 5):
-        assert run_script(tmp_path, code, words=words)[1][1:] == ["requeue 4711"]
-    assert run_script(tmp_path, 5, words=words)[1][1:] == []
+        assert run_script(tmp_path, code, overrides=overrides)[1][1:] == ["requeue 4711"]
+    assert run_script(tmp_path, 5, overrides=overrides)[1][1:] == []
 
 
 def test_a_killed_agent_is_started_again_on_its_node(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.config.load import load_run
 from meshwright.planner.candidate import pins_of
-from meshwright.planner.finalists import ALIKE, most_promising_first
+from meshwright.planner.finalists import SAME_TIME_TOLERANCE, most_promising_first
 from meshwright.planner.search import search
 from meshwright.spec.errors import OutOfResources
 from meshwright.spec.plan import Plan
@@ -54,26 +54,26 @@ def test_no_pin_makes_the_answer_faster(name: str) -> None:
                 beside = search(load_run(None, [*words.split(), f"plan.{key}={pinned}"]), trainable=trainable)
             except OutOfResources:
                 continue
-            assert answer.best.seconds <= (1 + ALIKE) * beside.best.seconds, f"plan.{key}={pinned}"
+            assert answer.best.seconds <= (1 + SAME_TIME_TOLERANCE) * beside.best.seconds, f"plan.{key}={pinned}"
 
 
 def test_a_kind_that_is_guessed_too_slow_is_tried_in_time() -> None:
-    guesses = [1.0, 1.01, 1.02, 1.03, 1.1, 1.12]
+    estimates = [1.0, 1.01, 1.02, 1.03, 1.1, 1.12]
     families = [("slow", "a")] * 4 + [("quick", "b")] * 2
     seconds = [1.2, 1.21, 1.22, 1.23, 0.95, 0.97]
 
     def tried(untried_ratio: float) -> Iterator[int]:
-        return most_promising_first(guesses, families, seconds.__getitem__, untried_ratio)
+        return most_promising_first(estimates, families, seconds.__getitem__, untried_ratio)
 
     assert [*tried(0.9)] == [0, 4, 5, 1, 2, 3]
     assert [*tried(1.2)][:2] == [0, 1]  # without hope of it
 
 
 def test_a_wider_kind_tells_of_the_others_unless_it_was_slow() -> None:
-    guesses = [1.0, 1.05, 1.06, 1.2]
+    estimates = [1.0, 1.05, 1.06, 1.2]
     families = [("deep", "v"), ("flat", "plain"), ("flat", "plain"), ("shallow", "v")]
-    assert [*most_promising_first(guesses, families, [0.8, 1.05, 1.06, 0.97].__getitem__, 1.0)] == [0, 3, 1, 2]
-    assert [*most_promising_first(guesses, families, [1.5, 1.05, 1.06, 0.97].__getitem__, 1.0)] == [0, 1, 2, 3]
+    assert [*most_promising_first(estimates, families, [0.8, 1.05, 1.06, 0.97].__getitem__, 1.0)] == [0, 3, 1, 2]
+    assert [*most_promising_first(estimates, families, [1.5, 1.05, 1.06, 0.97].__getitem__, 1.0)] == [0, 1, 2, 3]
 
 
 def test_what_does_not_fit_is_left_out() -> None:

@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from meshwright.config.load import load_run
-from meshwright.planner.devices import GAIN, Choice, choose_devices, nodes_in_words, settings
+from meshwright.planner.devices import MIN_SPEEDUP, Choice, choose_devices, describe_nodes, settings
 from meshwright.planner.search import search, seconds_bound
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.run import RunSpec
@@ -42,7 +42,9 @@ def test_a_part_is_faster_than_all_devices(words: str, used: int | None) -> None
     part, whole = idle_of(choice)
     assert part < whole == run.cluster.ranks and used in (None, part)
     assert choice.answer.best.plan.ranks == choice.run.cluster.ranks == part == sum(choice.idle.ranks_by_node)
-    assert choice.idle.seconds_with_all is None or choice.answer.best.seconds * GAIN < choice.idle.seconds_with_all
+    assert (
+        choice.idle.seconds_with_all is None or choice.answer.best.seconds * MIN_SPEEDUP < choice.idle.seconds_with_all
+    )
     assert choice.idle.sentence in choice.answer.best.plan.why
 
 
@@ -97,7 +99,7 @@ def test_shares_of_nodes_are_counted_by_node() -> None:
     choice = choose_devices(run)
     assert idle_of(choice) == (16, 21) and choice.idle.ranks_by_node == (6, 6, 4)
     assert (choice.run.cluster.nodes, choice.run.cluster.gpus_per_node) == (8, 2)
-    assert nodes_in_words((6, 6, 4)) == "6, 6 and 4 on 3 nodes"
+    assert describe_nodes((6, 6, 4)) == "6, 6 and 4 on 3 nodes"
 
 
 def test_the_bound_is_below_the_answer() -> None:

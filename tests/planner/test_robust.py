@@ -10,7 +10,7 @@ from meshwright.config.load import load_run
 from meshwright.costs.plan_costs import as_nodes
 from meshwright.planner.candidate import Candidate
 from meshwright.planner.finalists import simplest
-from meshwright.planner.robust import FRAGILE, SLOWER, losses, slowed, why_robust
+from meshwright.planner.robust import FRAGILE, SLOWER_NETWORK_SHARE, slowdown_function, why_robust, with_slower_network
 from meshwright.planner.search import search
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.network import NetworkSpec, NodeGroup
@@ -22,15 +22,17 @@ QUESTION = "model=llama3-8b cluster.gpu=H100 cluster.nodes=4 cluster.network.por
 def test_every_port_is_slowed() -> None:
     groups = (NodeGroup(nodes=1, gpu="A100"), NodeGroup(nodes=1, port_gb_per_s=10.0))
     cluster = ClusterSpec(gpu="H100", nodes=4, gpus_per_node=8, groups=groups)
-    result = slowed(cluster)
-    assert result.network and result.network.port_gb_per_s == pytest.approx(SLOWER * 50)
-    assert [group.port_gb_per_s for group in result.groups] == pytest.approx([SLOWER * 25, SLOWER * 10])
+    result = with_slower_network(cluster)
+    assert result.network and result.network.port_gb_per_s == pytest.approx(SLOWER_NETWORK_SHARE * 50)
+    assert [group.port_gb_per_s for group in result.groups] == pytest.approx(
+        [SLOWER_NETWORK_SHARE * 25, SLOWER_NETWORK_SHARE * 10]
+    )
     emulated = ClusterSpec(gpu="H200", gpus_per_node=8, emulate_nodes=2)
-    ports = [as_nodes(nodes).network for nodes in (emulated, slowed(emulated))]
+    ports = [as_nodes(nodes).network for nodes in (emulated, with_slower_network(emulated))]
     assert ports[0] and ports[1] and ports[0].port_gb_per_s and ports[1].port_gb_per_s
-    assert ports[1].port_gb_per_s == pytest.approx(SLOWER * ports[0].port_gb_per_s)
-    bridged = slowed(replace(cluster, network=NetworkSpec(bridge_gb_per_s=5.0)))
-    assert bridged.network and bridged.network.bridge_gb_per_s == pytest.approx(SLOWER * 5)
+    assert ports[1].port_gb_per_s == pytest.approx(SLOWER_NETWORK_SHARE * ports[0].port_gb_per_s)
+    bridged = with_slower_network(replace(cluster, network=NetworkSpec(bridge_gb_per_s=5.0)))
+    assert bridged.network and bridged.network.bridge_gb_per_s == pytest.approx(SLOWER_NETWORK_SHARE * 5)
 
 
 def test_a_plan_loses_what_its_network_carries() -> None:
@@ -38,8 +40,8 @@ def test_a_plan_loses_what_its_network_carries() -> None:
     sharded = search(load_run(None, [*QUESTION.split(), "plan.pipeline=1", "plan.replicate=1"])).best.plan
     one_node = "model=llama3-8b cluster.gpu=H200 cluster.gpus_per_node=8 train.seq_len=4096 train.global_batch=64"
     alone = load_run(None, one_node.split())
-    assert 0 < losses(run)(sharded) <= 1 / SLOWER - 1 + 1e-9
-    assert losses(alone)(search(alone).best.plan) == 0
+    assert 0 < slowdown_function(run)(sharded) <= 1 / SLOWER_NETWORK_SHARE - 1 + 1e-9
+    assert slowdown_function(alone)(search(alone).best.plan) == 0
 
 
 def test_the_fragile_of_two_that_cannot_be_told_apart_is_left() -> None:
@@ -64,11 +66,11 @@ def test_the_fragile_of_two_that_cannot_be_told_apart_is_left() -> None:
 @pytest.mark.parametrize("port", [6, 12, 25])
 def test_no_fragile_plan_wins_by_less_than_a_hundredth(port: int) -> None:
     run = load_run(None, [*QUESTION.split(), f"cluster.network.port_gb_per_s={port}"])
-    answer, loss = search(run, trainable=True), losses(run)
-    if loss(answer.best.plan) > FRAGILE:
+    answer, slowdown = search(run, trainable=True), slowdown_function(run)
+    if slowdown(answer.best.plan) > FRAGILE:
         near = [
             candidate
             for candidate in answer.others
             if candidate.simulated and candidate.seconds <= 1.01 * answer.best.seconds
         ]
-        assert all(loss(candidate.plan) > FRAGILE for candidate in near)
+        assert all(slowdown(candidate.plan) > FRAGILE for candidate in near)

@@ -8,7 +8,7 @@ from tests.slow import quick_first
 from meshwright.config.load import load_run
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.planner.candidate import HEADROOM, fits, memory_budget, moves_activations, peak_bytes, untrainable
-from meshwright.planner.finalists import ALIKE, plan_at, simplest
+from meshwright.planner.finalists import SAME_TIME_TOLERANCE, plan_at, simplest
 from meshwright.planner.reprice import reprice
 from meshwright.planner.search import search, with_untrainable
 from meshwright.planner.space import points
@@ -214,7 +214,7 @@ def test_the_answer_is_the_fastest_of_all_simulated(layers: int, batch: int, tcp
         for index in range(len(space)) for end in ends for gradients in ("shard", "whole")
     ]  # fmt: skip
     fastest = min(step_seconds(reprice(question, plan)) for plan in plans if fits(question, plan, budget))
-    assert search(question, trainable=True).best.seconds <= fastest * (1 + ALIKE) * 1.001
+    assert search(question, trainable=True).best.seconds <= fastest * (1 + SAME_TIME_TOLERANCE) * 1.001
 
 
 def step_seconds(plan: Plan) -> float:
@@ -250,7 +250,7 @@ def test_training_moves_activations_where_memory_is_short() -> None:
     assert {layer.offload for layer in plan.layers} <= {"activations", "none"} and moves_activations(plan)
     assert len({layer.recompute for layer in plan.layers}) == 1 and untrainable(plan) is None
     everywhere = chosen(replace(long, plan=replace(pins, offload="activations")))
-    assert step_seconds(plan) <= (1 + ALIKE) * step_seconds(everywhere)
+    assert step_seconds(plan) <= (1 + SAME_TIME_TOLERANCE) * step_seconds(everywhere)
     assert step_seconds(plan) < step_seconds(chosen(replace(long, plan=replace(pins, offload="none"))))
 
 

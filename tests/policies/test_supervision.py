@@ -126,3 +126,14 @@ def test_a_done_job_ends_with_0_and_a_stop_request_between_attempts_with_its_own
     assert begun(Ended(1, "a"), Ended(1, "b"))[-1][2] == (Finish(0),)
     failed = Failed(1, Incident(5, "lost", 0, "a", 1))
     assert begun(failed, StopRequested(75), Ended(1, "a"), Ended(1, "b"))[-1][2] == (Finish(75),)
+
+
+def test_without_a_spare_the_job_continues_on_fewer_hosts_after_a_wait_and_grows_at_a_checkpoint() -> None:
+    rules = Rules(hosts=2, global_batch=8, policy=RestartPolicy(3), wait_seconds=25.0)
+    lost: list[Event] = [Ready("a"), Ready("b"), Prepared(1), Trained(), Lost("b", "silent"), Ended(1, "a"), Ready("a")]
+    trace = run([*lost, Tick(), Tick(), Tick()], rules)
+    assert [bool(actions) for _, _, actions in trace[5:]] == [False, False, False, True, False]
+    assert trace[-1][1].members == ("a",) and trace[-1][1].attempt == 2
+    back: list[Event] = [Tick(), Tick(), Tick(), Prepared(2), Ready("b"), Committed(4), Ended(2, "a"), Ready("a")]
+    state = run([*lost, *back], rules)[-1][1]
+    assert state.members == ("a", "b") and state.attempt == 3 and not state.incidents

@@ -1,4 +1,4 @@
-"""What tensor ranks and their shards hold of a model: together every element, with one primary copy of each."""
+"""Boxes (index ranges) of parameters on tensor ranks and shards: they cover every element, one copy being primary."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ def test_expert_ranks_and_their_shards_hold_every_expert_once(expert: int, shard
         experts_per_token=2, expert_hidden=6,
     )  # fmt: skip
     for parameter in (parameter for parameter in parameters(spec) if parameter.expert):
-        held, sizes = np.zeros(parameter.shape, int), []
+        holders, sizes = np.zeros(parameter.shape, int), []
         for expert_rank, shard in np.ndindex(expert, shards):
             division = Division(expert=Part(expert_rank, expert))
             boxes = local_boxes(spec, parameter, division, Part(shard, shards))
             for box in boxes:
-                held[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))] += 1
+                holders[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))] += 1
             sizes.append(sum(int(np.prod(box.sizes)) for box in boxes))
             assert local_shape(spec, parameter, division) == (8 // expert, *parameter.shape[1:])
-        assert (held == 1).all()
+        assert (holders == 1).all()
         if (8 // expert) % shards == 0 or parameter.shape[1] % shards == 0:
             assert len(set(sizes)) == 1
 
@@ -83,7 +83,10 @@ def test_fused_weights_are_cut_block_by_block() -> None:
 
     def parts(name: str, dim: int) -> list[list[int]]:
         boxes = [local_boxes(spec, parameter_by_name[name], Division(Part(rank, 2))) for rank in range(2)]
-        return [[at for b in held for at in range(b.offsets[dim], b.offsets[dim] + b.sizes[dim])] for held in boxes]
+        return [
+            [at for b in rank_boxes for at in range(b.offsets[dim], b.offsets[dim] + b.sizes[dim])]
+            for rank_boxes in boxes
+        ]
 
     assert parts("qkv", 0) == [[0, 1, 2, 3, 8, 9, 12, 13], [4, 5, 6, 7, 10, 11, 14, 15]]
     assert parts("gate_up", 0) == [[0, 1, 2, 6, 7, 8], [3, 4, 5, 9, 10, 11]]

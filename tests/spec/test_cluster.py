@@ -1,4 +1,4 @@
-"""Chips by name, and what is said of a chip that is not in the table."""
+"""Chips by name, and the message for a chip that is not in the table."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from meshwright.spec.network import NodeGroup
         ("", None),
     ],
 )
-def test_what_a_driver_calls_a_chip(device: str, chip: str | None) -> None:
+def test_driver_names_map_to_chips(device: str, chip: str | None) -> None:
     assert chip_from_device_name(device) == chip
 
 
-@pytest.mark.parametrize(("words", "chip"), [("h100", "H100"), ("rtx 4090", "RTX4090"), ("A100 40GB", "A100-40GB")])
-def test_a_chip_may_be_spelled_as_people_do(words: str, chip: str) -> None:
-    asked = ["model=llama3-1b", f"cluster.gpu={words}", "train.global_batch=8"]
-    assert load_run(None, asked).cluster.gpu == chip
+@pytest.mark.parametrize(("spelling", "chip"), [("h100", "H100"), ("rtx 4090", "RTX4090"), ("A100 40GB", "A100-40GB")])
+def test_common_spellings_of_a_chip_are_accepted(spelling: str, chip: str) -> None:
+    overrides = ["model=llama3-1b", f"cluster.gpu={spelling}", "train.global_batch=8"]
+    assert load_run(None, overrides).cluster.gpu == chip
 
 
 def test_an_unknown_chip_has_no_peak_and_only_the_memory_it_is_given() -> None:

@@ -1,4 +1,4 @@
-"""Spec objects survive the way through JSON."""
+"""Spec objects are equal after conversion to JSON and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes with products in fp8."""
+"""Features and sizes that matrix products in fp8 support."""
 
 from __future__ import annotations
 

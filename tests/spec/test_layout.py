@@ -37,15 +37,15 @@ LAYOUTS = st.builds(
 @given(LAYOUTS)
 def test_rank_and_coordinates_are_inverse(layout: Layout) -> None:
     assert [layout.rank(layout.coordinates(rank)) for rank in range(layout.ranks)] == list(range(layout.ranks))
-    places = {tuple(layout.coordinates(rank).items()) for rank in range(layout.ranks)}
-    assert len(places) == layout.ranks
+    coordinates = {tuple(layout.coordinates(rank).items()) for rank in range(layout.ranks)}
+    assert len(coordinates) == layout.ranks
 
 
 @given(LAYOUTS)
 def test_the_last_axis_is_innermost(layout: Layout) -> None:
     sizes = [range(size) for _, size in layout.axes]
     names = [name for name, _ in layout.axes]
-    expected = [dict(zip(names, place, strict=True)) for place in itertools.product(*sizes)]
+    expected = [dict(zip(names, indices, strict=True)) for indices in itertools.product(*sizes)]
     assert [layout.coordinates(rank) for rank in range(layout.ranks)] == expected
 
 
@@ -115,9 +115,9 @@ def test_members_of_an_axis_are_a_stride_apart(layout: Layout, axis: str) -> Non
 @given(ORDERED, st.sets(st.sampled_from(AXES), min_size=1))
 def test_members_of_several_axes_are_a_stride_apart_on_average(layout: Layout, axes: set[str]) -> None:
     """Distance between consecutive groups of the outermost axis; uniform if no other axis lies between."""
-    place = layout.coordinates(0)
+    coordinates = layout.coordinates(0)
     members = [
-        layout.rank(place | dict(zip(axes, at, strict=True)))
+        layout.rank(coordinates | dict(zip(axes, at, strict=True)))
         for at in itertools.product(*(range(layout.size(axis)) for axis in axes))
     ]
     long = [layout.stride(axis) * layout.size(axis) for axis in axes if layout.size(axis) > 1]
@@ -128,7 +128,10 @@ def test_members_of_several_axes_are_a_stride_apart_on_average(layout: Layout, a
 
 def sizes_of(table: tuple[tuple[range, ...], ...]) -> list[int]:
     """Layers by stage, in the order of a micro-batch."""
-    return [len(held) for held in sorted((held for stages in table for held in stages), key=lambda held: held.start)]
+    return [
+        len(layers)
+        for layers in sorted((layers for stages in table for layers in stages), key=lambda layers: layers.start)
+    ]
 
 
 def owners_of(name: str, pipeline: int, per_rank: int) -> list[int]:
@@ -179,9 +182,11 @@ def test_equal_ranks_get_equal_layers_but_the_last(pipeline: int, layers: int, h
         range(1, layers - pipeline + 2),
         key=lambda size: (max(size + head, -(-(layers - size) // max(1, pipeline - 1))), -size),
     )
-    others = pipeline - 1
-    expected = [(layers - last) // others + (at < (layers - last) % others) for at in range(others)] + [last]
-    assert sizes_of(balanced_stages("1f1b", pipeline, layers, head)) == (expected if others else [layers])
+    earlier_ranks = pipeline - 1
+    expected = [
+        (layers - last) // earlier_ranks + (at < (layers - last) % earlier_ranks) for at in range(earlier_ranks)
+    ] + [last]
+    assert sizes_of(balanced_stages("1f1b", pipeline, layers, head)) == (expected if earlier_ranks else [layers])
     assert balanced_stages("1f1b", pipeline, layers, head, None, (3.0,) * pipeline) == balanced_stages(
         "1f1b", pipeline, layers, head
     )
@@ -205,15 +210,17 @@ def test_experts_are_folded_from_the_ranks_of_one_copy() -> None:
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
 def test_context_ranks_hold_every_token_once_in_rising_order(ring: int, ulysses: int, times: int) -> None:
     seq = 2 * ring * ulysses * times
-    held = {
+    tokens_by_rank = {
         (r, u): [token for part in local_tokens(seq, Part(r, ring), Part(u, ulysses)) for token in part]
         for r in range(ring)
         for u in range(ulysses)
     }
-    assert sorted(token for mine in held.values() for token in mine) == list(range(seq))
-    assert all(mine == sorted(mine) and len(mine) == seq // (ring * ulysses) for mine in held.values())
+    assert sorted(token for tokens in tokens_by_rank.values() for token in tokens) == list(range(seq))
+    assert all(
+        tokens == sorted(tokens) and len(tokens) == seq // (ring * ulysses) for tokens in tokens_by_rank.values()
+    )
     for r in range(ring):
-        together = [token for u in range(ulysses) for token in held[r, u]]
+        together = [token for u in range(ulysses) for token in tokens_by_rank[r, u]]
         assert together == [token for part in local_tokens(seq, Part(r, ring)) for token in part]
         if ring > 1:  # as many scores under the causal mask as any other
             assert sum(token + 1 for token in together) * ring == seq * (seq + 1) / 2
@@ -230,5 +237,5 @@ def test_what_context_ranks_cannot_divide_is_named() -> None:
         ((4, 1, 1, 8, 2, 28), "context_ring", "a multiple of 8"),
         ((1, 2, 2, 8, 2, 6), "context_ulysses", "a multiple of 4"),
     ):
-        found = context_split_error(*wrong)
-        assert found is not None and found[0] == axis and expected in found[1]
+        message = context_split_error(*wrong)
+        assert message is not None and message[0] == axis and expected in message[1]

@@ -75,13 +75,13 @@ def test_a_token_s_flops_are_those_of_the_experts_it_passes() -> None:
 def test_a_layer_s_experts_are_one_tensor() -> None:
     """Experts along dimension 0; dense layers come first, and the expert of all tokens lies beside the routed ones."""
     spec = dataclasses.replace(preset("mixtral-8x7b"), layers=2, first_dense_layers=1, shared_expert_hidden=512)
-    rows = {row.name: row.shape for row in parameters(spec)}
-    assert rows["layers.0.mlp.gate_up.weight"] == (2 * 14336, 4096)
-    assert rows["layers.1.moe.router.weight"] == (8, 4096)
-    assert rows["layers.1.moe.experts.gate_up"] == (8, 2 * 14336, 4096)
-    assert rows["layers.1.moe.experts.down"] == (8, 4096, 14336)
-    assert rows["layers.1.moe.shared.gate_up.weight"] == (1024, 4096)
-    assert [row.name for row in parameters(spec) if row.expert] == [
+    shapes = {parameter.name: parameter.shape for parameter in parameters(spec)}
+    assert shapes["layers.0.mlp.gate_up.weight"] == (2 * 14336, 4096)
+    assert shapes["layers.1.moe.router.weight"] == (8, 4096)
+    assert shapes["layers.1.moe.experts.gate_up"] == (8, 2 * 14336, 4096)
+    assert shapes["layers.1.moe.experts.down"] == (8, 4096, 14336)
+    assert shapes["layers.1.moe.shared.gate_up.weight"] == (1024, 4096)
+    assert [parameter.name for parameter in parameters(spec) if parameter.expert] == [
         "layers.1.moe.experts.gate_up",
         "layers.1.moe.experts.down",
     ]
@@ -90,7 +90,7 @@ def test_a_layer_s_experts_are_one_tensor() -> None:
 def test_flops_of_llama3_8b_in_both_conventions() -> None:
     spec, seq_len = preset("llama3-8b"), 8192
     embedding = spec.vocab_size * spec.hidden
-    norms = sum(row.count for row in parameters(spec) if len(row.shape) == 1)
+    norms = sum(parameter.count for parameter in parameters(spec) if len(parameter.shape) == 1)
     matrices = 6 * (parameter_count(spec) - embedding - norms)
     attention = 12 * spec.layers * spec.hidden * seq_len
     assert flops_per_token(spec, seq_len, causal=False) == matrices + attention
@@ -120,11 +120,11 @@ def test_attention_flops_count_the_positions_a_window_leaves(window: int) -> Non
 
 def test_fused_blocks_add_up_and_names_are_unique() -> None:
     for name in MODEL_PRESETS:
-        rows = parameters(preset(name))
-        assert len({row.name for row in rows}) == len(rows)
-        for row in rows:
-            assert not row.blocks or sum(size for _, size in row.blocks) == row.shape[0]
-            assert row.decay == (len(row.shape) > 1)
+        all_parameters = parameters(preset(name))
+        assert len({parameter.name for parameter in all_parameters}) == len(all_parameters)
+        for parameter in all_parameters:
+            assert not parameter.blocks or sum(size for _, size in parameter.blocks) == parameter.shape[0]
+            assert parameter.decay == (len(parameter.shape) > 1)
 
 
 def test_every_preset_starts_within_its_own_length() -> None:

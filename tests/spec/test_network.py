@@ -12,7 +12,7 @@ from meshwright.spec.errors import BadConfig
 from meshwright.spec.network import NetworkSpec, network_environment
 
 
-def test_what_is_not_said_is_left_to_nccl() -> None:
+def test_unset_network_fields_leave_the_choice_to_nccl() -> None:
     assert network_environment(ClusterSpec(nodes=2, gpus_per_node=8), 3) == {}
     assert network_environment(ClusterSpec(network=NetworkSpec(fabric="tcp")), 0) == {}
 

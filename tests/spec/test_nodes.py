@@ -1,4 +1,4 @@
-"""Unlike nodes: on which of them a pipeline rank lies, and what it then is as slow as."""
+"""Clusters with different nodes: the nodes of each pipeline rank, and the slowest rates that it then has."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ ACROSS = Layout((("shard", 4), ("pipeline", 2), ("tensor", 4)), 8)
 
 
 def test_groups_stand_behind_the_rest_in_their_order() -> None:
-    (first, nodes), (second, others) = node_type_runs(MIXED)
-    assert (first.gpu, nodes, second.gpu, others) == ("H100", 2, "A100-40GB", 2)
+    (first, nodes), (second, group_nodes) = node_type_runs(MIXED)
+    assert (first.gpu, nodes, second.gpu, group_nodes) == ("H100", 2, "A100-40GB", 2)
     assert (first.port, second.port) == (50e9, 25e9)
     assert (first.link, second.link) == (CHIPS["H100"].link, 200e9)
 
@@ -44,8 +44,8 @@ def test_a_rank_lies_on_the_nodes_of_its_devices(order: list[str], sizes: tuple[
     groups = tuple(NodeGroup(nodes=1, port_gb_per_s=float(at + 1)) for at in range(nodes))
     cluster = ClusterSpec(gpu="H100", nodes=nodes, gpus_per_node=per_node, groups=groups)
     for rank, kinds in enumerate(node_types_by_rank(cluster, layout)):
-        mine = {layout.node(r) for r in range(layout.ranks) if layout.coordinates(r)["pipeline"] == rank}
-        assert [kind.port_gb_per_s for kind in kinds] == [node + 1 for node in sorted(mine)]
+        rank_nodes = {layout.node(r) for r in range(layout.ranks) if layout.coordinates(r)["pipeline"] == rank}
+        assert [node_type.port_gb_per_s for node_type in kinds] == [node + 1 for node in sorted(rank_nodes)]
 
 
 def test_each_stage_has_its_own_nodes_rates_or_the_slowest_of_all() -> None:
@@ -65,8 +65,8 @@ def test_only_tcp_joins_nodes_of_different_fabrics() -> None:
     """A stage that lies on both kinds talks over the bridge; stages on one kind each keep their fabric."""
     network = NetworkSpec(fabric="infiniband", port_gb_per_s=25, bridge_gb_per_s=0.4)
     cluster = replace(MIXED, network=network, groups=(NodeGroup(nodes=2, fabric="roce", port_gb_per_s=12),))
-    told = [one.network for one in rank_clusters(cluster, HALVES)]
-    assert [(one.fabric, one.port_gb_per_s, one.port_us) for one in told if one] == [
+    networks = [one.network for one in rank_clusters(cluster, HALVES)]
+    assert [(one.fabric, one.port_gb_per_s, one.port_us) for one in networks if one] == [
         ("infiniband", 25, None),  # the cluster's own network, whose latency its fabric gives
         ("roce", 12, FABRIC_US["roce"]),
     ]

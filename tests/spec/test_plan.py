@@ -1,4 +1,4 @@
-"""Layer ranges as people write them."""
+"""Notations of layer ranges."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def test_a_range_names_both_ends(layers: int, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "-", "-3", "a-b", "1-2-3", "3-1", "0-4", "4", "1.5", "All", " 1", "0x1"])
-def test_what_is_not_a_range_of_four_layers(text: str) -> None:
+def test_invalid_ranges_of_four_layers_are_refused(text: str) -> None:
     with pytest.raises(ValueError):
         layer_range(text, 4)

@@ -39,15 +39,15 @@ def plan_on(schedule: ScheduleName = "1f1b", layers: tuple[LayerStrategy, ...] =
         (plan_on("breadth_first", shard=4), "FSDP4 (ZeRO-3), layered accumulation (breadth_first)"),
     ],
 )
-def test_the_name_is_that_of_papers(plan: Plan, name: str) -> None:
+def test_plan_names_use_the_terms_of_papers(plan: Plan, name: str) -> None:
     assert plan_name(plan) == f"{name}, micro-batch 2"
 
 
 def test_experts_on_several_ranks_are_named() -> None:
     plan = plan_on(shard=16)
-    for expert, said in ((8, ", EP8"), (1, "")):
+    for expert, suffix in ((8, ", EP8"), (1, "")):
         mixture = replace(plan, experts=ExpertPlan(expert=expert, expert_shard=16 // expert))
-        assert plan_name(mixture) == f"FSDP16 (ZeRO-3){said}, micro-batch 2"
+        assert plan_name(mixture) == f"FSDP16 (ZeRO-3){suffix}, micro-batch 2"
 
 
 def test_every_schedule_has_a_name() -> None:

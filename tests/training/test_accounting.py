@@ -1,4 +1,4 @@
-"""When a start is held to its plan and over which steps, and what all ranks together make of their figures."""
+"""The account, which compares measured with predicted figures: when it is reported, over which steps and ranks."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class Kept:
 
 def start(monkeypatch: pytest.MonkeyPatch, predicted: Predicted | None = PREDICTED) -> tuple[Accounting, Kept, Any]:
     """A run that goes on after step `FIRST_STEP`, on one rank."""
-    monkeypatch.setattr(accounting, "over_ranks", lambda found, world: found)
+    monkeypatch.setattr(accounting, "over_ranks", lambda rank_step, world: rank_step)
     session = SimpleNamespace(
         step=FIRST_STEP, plan=SimpleNamespace(predicted=predicted), world=None, folder=Path("runs/demo")
     )
-    kept = Kept()
-    return Accounting(session, kept), kept, session  # type: ignore[arg-type]
+    recorder = Kept()
+    return Accounting(session, recorder), recorder, session  # type: ignore[arg-type]
 
 
 def play(accounting: Accounting, session: Any, steps: int, timeline: Any = None, late: int = 1) -> None:
@@ -64,51 +64,49 @@ def line(step: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_it_speaks_once_behind_the_warm_up_of_this_start_and_at_the_end(
-    monkeypatch: pytest.MonkeyPatch, late: int
-) -> None:
-    held, kept, session = start(monkeypatch)
-    play(held, session, 30, late=late)
-    ((step, first),) = kept.accounts
+def test_the_account_is_reported_once_after_warm_up_and_at_the_end(monkeypatch: pytest.MonkeyPatch, late: int) -> None:
+    account, recorder, session = start(monkeypatch)
+    play(account, session, 30, late=late)
+    ((step, first),) = recorder.accounts
     assert (step, first.steps, first.step_seconds.measured) == (116, (106, 115), 110.5)
-    last = held.close(None)
-    assert last is not None and last.steps == (106, 130) and kept.accounts[1] == (130, last)
-    assert kept.steps == list(range(101, 131))
-    assert kept.lines[0].startswith("steps 106 to 115: step 1m 50s, predicted 500 ms")
+    last = account.close(None)
+    assert last is not None and last.steps == (106, 130) and recorder.accounts[1] == (130, last)
+    assert recorder.steps == list(range(101, 131))
+    assert recorder.lines[0].startswith("steps 106 to 115: step 1m 50s, predicted 500 ms")
 
 
-def test_a_short_start_speaks_at_its_end_alone_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_start_reports_the_account_at_its_end_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     for steps, speaks in ((7, False), (8, True)):
-        held, kept, session = start(monkeypatch)
-        play(held, session, steps)
-        assert not kept.accounts
-        assert (held.close(None) is not None) == speaks
+        account, recorder, session = start(monkeypatch)
+        play(account, session, steps)
+        assert not recorder.accounts
+        assert (account.close(None) is not None) == speaks
 
 
-def test_without_a_predicted_step_time_it_speaks_at_the_end_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    held, kept, session = start(monkeypatch, Predicted(memory_peak_bytes=9))
-    play(held, session, 30)
-    assert not kept.accounts and held.close(None) is not None and len(kept.lines) == 1
+def test_without_a_predicted_step_time_the_account_is_reported_at_the_end_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    account, recorder, session = start(monkeypatch, Predicted(memory_peak_bytes=9))
+    play(account, session, 30)
+    assert not recorder.accounts and account.close(None) is not None and len(recorder.lines) == 1
 
 
-def test_nothing_is_said_where_nothing_was_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    held, kept, session = start(monkeypatch, None)
-    play(held, session, 20)
-    assert held.close(None) is None and not kept.lines and len(kept.steps) == 20
+def test_no_account_is_reported_without_a_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    account, recorder, session = start(monkeypatch, None)
+    play(account, session, 20)
+    assert account.close(None) is None and not recorder.lines and len(recorder.steps) == 20
 
 
-def test_a_timeline_of_cold_steps_says_nothing_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timeline_of_warm_up_steps_does_not_affect_the_account(monkeypatch: pytest.MonkeyPatch) -> None:
     figures = {"compute": 1.0, "closing": 0.0, "idle": 0.0}
     for first, used in ((105, False), (106, True)):
-        held, kept, session = start(monkeypatch)
-        play(held, session, 20, {"steps": [first, 107], "measured": figures})
-        assert (kept.accounts[0][1].recorded == (first, 107)) == used
+        account, recorder, session = start(monkeypatch)
+        play(account, session, 20, {"steps": [first, 107], "measured": figures})
+        assert (recorder.accounts[0][1].recorded == (first, 107)) == used
 
 
 def test_a_long_run_keeps_the_newest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    held, _, session = start(monkeypatch)
-    play(held, session, KEPT_STEPS + 50)
-    last = held.close(None)
+    account, _, session = start(monkeypatch)
+    play(account, session, KEPT_STEPS + 50)
+    last = account.close(None)
     assert last is not None and last.steps == (FIRST_STEP + 51, FIRST_STEP + KEPT_STEPS + 50)
 
 
@@ -117,7 +115,7 @@ def together(world: World) -> TypicalStep:
     return over_ranks(replace(MINE, memory_bytes=[5, 1 << 40, 7][world.rank], phases=phases[world.rank]), world)
 
 
-def test_ranks_give_the_mean_of_their_phases_and_the_fullest_memory(pool: Any) -> None:
+def test_ranks_combine_to_mean_phase_times_and_maximum_memory(pool: Any) -> None:
     """One of three has no phases to give."""
-    for found in pool.run(together, 3):
-        assert found == replace(MINE, memory_bytes=1 << 40, phases={"forward": 2.0, "optim": 0.5, "host": 0.25})
+    for combined in pool.run(together, 3):
+        assert combined == replace(MINE, memory_bytes=1 << 40, phases={"forward": 2.0, "optim": 0.5, "host": 0.25})

@@ -1,4 +1,4 @@
-"""Ranks that keep to processor cores of their own, near their devices."""
+"""Each rank binds its threads to processor cores of its own, near its device."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def sysfs(tmp_path: Path) -> Path:
 
 
 def test_ranks_share_the_cores_near_their_device_by_whole_cores(sysfs: Path) -> None:
-    found = [own_cores(rank, GPUS, set(range(16)), sysfs) for rank in range(4)]
-    assert found == [{0, 8, 1, 9}, {2, 10, 3, 11}, {4, 12, 5, 13}, {6, 14, 7, 15}]
+    cores_by_rank = [own_cores(rank, GPUS, set(range(16)), sysfs) for rank in range(4)]
+    assert cores_by_rank == [{0, 8, 1, 9}, {2, 10, 3, 11}, {4, 12, 5, 13}, {6, 14, 7, 15}]
 
 
-def test_a_rank_stays_within_what_it_may_use(sysfs: Path) -> None:
+def test_a_rank_uses_only_the_cores_it_is_allowed_to_use(sysfs: Path) -> None:
     """A container that has cores 2 to 5: two a processor, and none for a device whose cores are all elsewhere."""
     assert [own_cores(rank, GPUS, {2, 3, 4, 5}, sysfs) for rank in range(4)] == [{2}, {3}, {4}, {5}]
     assert own_cores(2, GPUS[:3], {0, 1}, sysfs) == {0, 1}
 
 
-def test_where_the_system_says_nothing_all_cores_are_near(tmp_path: Path) -> None:
+def test_without_topology_information_all_cores_count_as_near(tmp_path: Path) -> None:
     assert [own_cores(rank, ["0000:00:06.0", None], {0, 1, 2, 3, 4}, tmp_path) for rank in range(2)] == [
         {0, 1},
         {2, 3, 4},

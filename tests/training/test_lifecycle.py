@@ -1,4 +1,4 @@
-"""How a rank ends: the exit code of what went wrong, what it says where, and never outliving its launcher."""
+"""How a rank ends: exit codes, where messages are written, and that a rank ends when its launcher does."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from meshwright.training.stop import INTERRUPT, NO_REQUEST, PREEMPT, StopRequest
 def logger() -> Iterator[logging.Logger]:
     """meshwright's logger, given back as it was."""
     logger = logging.getLogger("meshwright")
-    kept = logger.handlers[:], logger.level, logger.propagate
+    previous = logger.handlers[:], logger.level, logger.propagate
     yield logger
     for handler in logger.handlers:
         handler.close()
-    logger.handlers[:], logger.level, logger.propagate = kept
+    logger.handlers[:], logger.level, logger.propagate = previous
 
 
 @pytest.fixture
@@ -216,19 +216,19 @@ def test_a_log_that_cannot_be_written_is_reported_once(
 
 
 def test_a_hangup_asks_to_stop_unless_it_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = signal.getsignal(signal.SIGHUP)
+    previous = signal.getsignal(signal.SIGHUP)
     try:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
         assert signal.SIGHUP in stop_signals()
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
         assert signal.SIGHUP not in stop_signals()
     finally:
-        signal.signal(signal.SIGHUP, kept)
+        signal.signal(signal.SIGHUP, previous)
 
 
 def test_signals_set_a_flag_and_are_answered_by_a_thread_of_their_own() -> None:
     """So that they are while the main thread waits in native code."""
-    kept = {number: signal.getsignal(number) for number in stop_signals()}
+    previous = {number: signal.getsignal(number) for number in stop_signals()}
     shown: queue.Queue[tuple[str, str]] = queue.Queue()
     try:
         stop = StopRequest(lambda text: shown.put((text, threading.current_thread().name)))
@@ -243,7 +243,7 @@ def test_signals_set_a_flag_and_are_answered_by_a_thread_of_their_own() -> None:
         assert stop.flag == INTERRUPT and shown.empty()
     finally:
         os.close(signal.set_wakeup_fd(-1))
-        for number, handler in kept.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
     assert 100_000 * PREEMPT < INTERRUPT  # flags are summed over ranks
 

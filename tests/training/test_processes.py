@@ -42,20 +42,20 @@ class End:
 class Job:
     """A running `meshwright train`."""
 
-    def __init__(self, words: list[object], run: Path, env: dict[str, str] | None = None) -> None:
+    def __init__(self, arguments: list[object], run: Path, env: dict[str, str] | None = None) -> None:
         self.run = run
         self._output = run.parent / f"said-{time.monotonic_ns()}"
-        command = [sys.executable, "-m", "meshwright", *map(str, words)]
+        command = [sys.executable, "-m", "meshwright", *map(str, arguments)]
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, **(env or {})})
 
     def ranks(self) -> dict[int, int]:
         """Process id by rank."""
-        found = {}
+        pids = {}
         for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
             env = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            found.update({int(entry[5:]): int(pid) for entry in env if entry.startswith(b"RANK=")})
-        return found
+            pids.update({int(entry[5:]): int(pid) for entry in env if entry.startswith(b"RANK=")})
+        return pids
 
     def end(self, act: Callable[[dict[int, int]], None]) -> End:
         """Do something to the job (given its ranks' process ids) and wait for its end."""
@@ -83,7 +83,7 @@ def last_step(run: Path) -> int:
 
 
 def intact(run: Path) -> list[int]:
-    return [row["step"] for row in list_checkpoints(run) if row["committed"] and row["ok"]]
+    return [checkpoint["step"] for checkpoint in list_checkpoints(run) if checkpoint["committed"] and checkpoint["ok"]]
 
 
 def alive(pid: int) -> bool:
@@ -99,8 +99,12 @@ def listening(pids: list[int]) -> list[str]:
     links = [link for pid in pids for link in Path(f"/proc/{pid}/fd").iterdir()]
     sockets = {os.readlink(link) for link in links if link.is_symlink()}
     tables = [Path(f"/proc/net/{table}").read_text().splitlines()[1:] for table in ("tcp", "tcp6")]
-    rows = [line.split() for lines in tables for line in lines]
-    return [row[1].split(":")[0] for row in rows if row[3] == LISTENING and f"socket:[{row[9]}]" in sockets]
+    connections = [line.split() for lines in tables for line in lines]
+    return [
+        connection[1].split(":")[0]
+        for connection in connections
+        if connection[3] == LISTENING and f"socket:[{connection[9]}]" in sockets
+    ]
 
 
 def stopped(pid: int) -> bool:
@@ -141,17 +145,17 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     runs = tmp_path_factory.mktemp("runs")
     jobs: list[Job] = []
     try:
-        words = ["train", tiny, f"train.steps={STEPS}", "supervision.restarts=0", "--runs", runs]
-        return tell(words, runs / "tiny", jobs)
+        arguments = ["train", tiny, f"train.steps={STEPS}", "supervision.restarts=0", "--runs", runs]
+        return tell(arguments, runs / "tiny", jobs)
     finally:
         for job in jobs:
             job.process.kill()  # nothing, unless the story broke off
             job.process.wait()
 
 
-def tell(words: list[object], run: Path, jobs: list[Job]) -> Story:
+def tell(arguments: list[object], run: Path, jobs: list[Job]) -> Story:
     def start(env: dict[str, str] | None = None) -> Job:
-        jobs.append(Job(words, run, env))
+        jobs.append(Job(arguments, run, env))
         return jobs[-1]
 
     def begin() -> Job:
@@ -180,7 +184,9 @@ def tell(words: list[object], run: Path, jobs: list[Job]) -> Story:
     killed = job.end(lambda pids: interrupt_twice(job, pids))
     newest = run / "checkpoints" / f"step-{killed.checkpoints[-1]:08d}"
     damage(newest / "tensors-00001.safetensors")
-    finished = [job.end(lambda pids: None) for job in [start(place) for place in places_of_a_launcher()]]
+    finished = [
+        job.end(lambda pids: None) for job in [start(rank_environment) for rank_environment in places_of_a_launcher()]
+    ]
     return Story(run, sockets, preempted, interrupted, lost, killed, newest.name, finished)
 
 
@@ -190,19 +196,19 @@ def test_a_job_that_was_stopped_commits_nothing_once_another_took_over(
     """The lock of a stopped process is removed by hand; the second job's rank is started by a launcher."""
     tiny, run = make_tiny(tmp_path_factory.getbasetemp() / "tiny"), tmp_path / "tiny"
     checkpoints = ["checkpoint.every=20", "checkpoint.keep=3"]
-    words = ["train", tiny, "cluster.gpus_per_node=1", "train.steps=200", *checkpoints, "--runs", tmp_path]
-    jobs = [Job(words, run)]
+    arguments = ["train", tiny, "cluster.gpus_per_node=1", "train.steps=200", *checkpoints, "--runs", tmp_path]
+    jobs = [Job(arguments, run)]
     try:
         until(lambda: last_step(run) >= 25, jobs[0])
         stopping = [jobs[0].process.pid, *jobs[0].ranks().values()]
         for pid in stopping:
             os.kill(pid, signal.SIGSTOP)
         until(lambda: all(stopped(pid) for pid in stopping), jobs[0])
-        kept = intact(run)
+        steps_before = intact(run)
         (run / ".lock").unlink()
-        jobs.append(Job(words, run, {"RANK": "0", "WORLD_SIZE": "1"}))
+        jobs.append(Job(arguments, run, {"RANK": "0", "WORLD_SIZE": "1"}))
         second = jobs[1].end(lambda pids: None)
-        assert second.code == 0 and f"resumed after step {kept[-1]}" in second.output
+        assert second.code == 0 and f"resumed after step {steps_before[-1]}" in second.output
         metrics = (run / "metrics.jsonl").read_bytes()
         for pid in stopping:
             os.kill(pid, signal.SIGCONT)

@@ -40,9 +40,9 @@ class Node:
 
 def circle() -> weakref.ref[Node]:
     """What only the collector ends."""
-    one, two = Node(), Node()
-    one.other, two.other = two, one
-    return weakref.ref(one)
+    first, second = Node(), Node()
+    first.other, second.other = second, first
+    return weakref.ref(first)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def thawed():
 
 
 @pytest.mark.usefixtures("thawed")
-def test_what_is_made_uncollected_stays_and_what_comes_after_goes() -> None:
+def test_objects_created_without_collection_stay_and_later_garbage_is_collected() -> None:
     with pytest.raises(ZeroDivisionError), uncollected():
         assert not gc.isenabled()
         early = circle()
@@ -66,6 +66,6 @@ def test_what_is_made_uncollected_stays_and_what_comes_after_goes() -> None:
 def test_a_rank_imports_without_collections_and_one_that_compiles_nothing_without_the_compiler() -> None:
     answer = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=False, timeout=120)
     assert answer.returncode == 0, answer.stderr
-    found = json.loads(answer.stdout)
-    assert found["during"] == 0 and found["frozen"] > 100_000
-    assert found["enabled"] and found["compiler"] == []
+    report = json.loads(answer.stdout)
+    assert report["during"] == 0 and report["frozen"] > 100_000
+    assert report["enabled"] and report["compiler"] == []

@@ -1,4 +1,4 @@
-"""What a rank writes of its steps: to the launcher every one, to its log a few."""
+"""Reports of steps: every step goes to the launcher, a few to the log of the rank."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def steps(reporter: Reporter, count: int) -> None:
 
 def test_a_log_does_not_grow_with_the_steps(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("meshwright")
-    kept, logger.propagate = logger.propagate, True
+    propagate, logger.propagate = logger.propagate, True
     try:
         with caplog.at_level(logging.DEBUG, logger="meshwright"):
             steps(Reporter(None, None, None), 1000)
     finally:
-        logger.propagate = kept
+        logger.propagate = propagate
     assert [record.getMessage() for record in caplog.records] == ["step 1, loss 1.0, 1 s"]
 
 
@@ -41,5 +41,5 @@ def test_the_launcher_gets_every_step_and_the_first_rank_adds_figures(first: boo
     messages = list(MessageReader(reading).read())
     assert [message.step for message in messages if isinstance(message, Step)] == [1, 2, 3]
     figures = [dict(message.figures) for message in messages if isinstance(message, Step)]
-    assert all(set(each) == (set(STEP_KEYS) - {"step"} if first else set()) for each in figures)
+    assert all(set(rank_figures) == (set(STEP_KEYS) - {"step"} if first else set()) for rank_figures in figures)
     assert (Checkpoint(3, str(tmp_path / "step-00000003")) in messages) is first

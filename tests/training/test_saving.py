@@ -1,4 +1,4 @@
-"""What a save beside training costs, and the interval that follows from it."""
+"""The time that an asynchronous save costs training, and the save interval that follows from it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.training import saving
 from meshwright.training.saving import CheckpointTimer, SaveCost
 
 
-def test_a_save_costs_what_the_steps_beside_it_are_longer_than_the_others() -> None:
+def test_the_cost_of_a_save_is_the_extra_time_of_the_steps_during_it() -> None:
     cost = SaveCost()
     for seconds in (1.0, 1.1, 0.9, 1.0):
         cost.step(seconds, beside=False)
@@ -28,7 +28,7 @@ def test_a_save_costs_what_the_steps_beside_it_are_longer_than_the_others() -> N
     assert cost.take() == 0.0, "a save costs nothing less than nothing"
 
 
-def test_the_timer_goes_by_the_measured_cost_behind_the_first_checkpoint() -> None:
+def test_the_save_interval_follows_the_measured_cost_after_the_first_checkpoint() -> None:
     now = [0.0]
     with patch.object(saving.time, "monotonic", lambda: now[0]):
         timer = CheckpointTimer(CheckpointSpec(), ClusterSpec(nodes=512, host_mtbf_hours=1000.0))

@@ -1,4 +1,4 @@
-"""Processes without a rank that become ranks with the message Begin."""
+"""Spare processes, started without a rank, become ranks when they receive the message Begin."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ class Spare:
 
 
 def test_two_spares_become_the_ranks_of_a_run(tiny: Path, tmp_path: Path) -> None:
-    made = prepared(tiny, tmp_path, *ranks(2))
+    prepared_run = prepared(tiny, tmp_path, *ranks(2))
     spares, port = [Spare(), Spare()], str(free_port())
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "MESHWRIGHT_STORE_BIND": "127.0.0.1"}
     for rank, spare in enumerate(reversed(spares)):
-        place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
-        spare.begin(Begin(str(made.folder / "assignment.json"), address | place))
+        rank_environment = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+        spare.begin(Begin(str(prepared_run.folder / "assignment.json"), address | rank_environment))
     for rank, spare in enumerate(reversed(spares)):
         messages = spare.messages()
         assert spare.process.wait(30) == 0
@@ -69,7 +69,7 @@ def test_two_spares_become_the_ranks_of_a_run(tiny: Path, tmp_path: Path) -> Non
         phases = [message.phase for message in messages if isinstance(message, Progress) and message.action == -1]
         assert phases == ["compile", "train", "validate", "save", "end"]
         assert spare.page.read().phase == "end" and spare.page.count > 20
-        assert (made.folder / "logs" / f"rank-{rank:05d}.log").exists()
+        assert (prepared_run.folder / "logs" / f"rank-{rank:05d}.log").exists()
 
 
 def test_a_spare_whose_launcher_ends_ends_too() -> None:

@@ -39,11 +39,11 @@ def reader(assignment, gpu: str, compute: str = "bf16") -> FigureReader:
 def test_utilisation_is_model_flops_over_the_chips_peak(assignment, gpu: str) -> None:
     compute = next(name for name in ("bf16", "fp32") if name in CHIPS[gpu].peak_flops)
     (record,) = reader(assignment, gpu, compute).push(1, figures(), {})
-    each = record["tokens_per_second"] / 2
-    assert record["tokens_per_second_per_gpu"] == pytest.approx(each)
+    tokens_per_rank = record["tokens_per_second"] / 2
+    assert record["tokens_per_second_per_gpu"] == pytest.approx(tokens_per_rank)
     for key, causal in (("mfu", True), ("mfu_full", False)):
         flops = flops_per_token(assignment.run.model, 16, causal=causal)
-        assert record[key] == pytest.approx(each * flops / CHIPS[gpu].peak_flops[compute])
+        assert record[key] == pytest.approx(tokens_per_rank * flops / CHIPS[gpu].peak_flops[compute])
 
 
 @pytest.mark.parametrize(("gpu", "compute"), [("cpu", "fp32"), ("NVIDIA RTX 4090", "bf16"), ("V100", "bf16")])
@@ -53,19 +53,19 @@ def test_an_unknown_chip_or_format_has_no_utilisation(assignment, gpu: str, comp
 
 
 def test_tokens_add_up_from_where_the_run_was(assignment) -> None:
-    taken = reader(assignment, "cpu")
-    records = [taken.push(step, figures(valid=100 + step, flag=step == 2), {"lr": 0.1})[0] for step in (1, 2)]
+    reading = reader(assignment, "cpu")
+    records = [reading.push(step, figures(valid=100 + step, flag=step == 2), {"lr": 0.1})[0] for step in (1, 2)]
     assert [record["tokens"] for record in records] == [1101, 1203]
     assert [(record["step"], record["lr"], record["token_sum"]) for record in records] == [(1, 0.1, 7), (2, 0.1, 7)]
-    assert (taken.flags.step, taken.flags.total) == (2, 1)
+    assert (reading.flags.step, reading.flags.total) == (2, 1)
 
 
-def test_a_pause_waits_for_what_was_launched(assignment) -> None:
+def test_a_pause_waits_for_launched_kernels(assignment) -> None:
     """On a device a step is read after the next one was launched; to pause before that would give it a negative time."""
-    taken = reader(assignment, "cpu")
-    taken._pending.append(_Pending(3, {}, figures().values, taken._clock.stamp()))
+    reading = reader(assignment, "cpu")
+    reading._pending.append(_Pending(3, {}, figures().values, reading._clock.stamp()))
     with pytest.raises(RuntimeError, match="step 3"):
-        taken.pause()
-    (record,) = taken.drain()
+        reading.pause()
+    (record,) = reading.drain()
     assert record["step_seconds"] > 0
-    taken.pause()
+    reading.pause()

@@ -1,4 +1,4 @@
-"""What part of the steps passed waiting for data, over all ranks."""
+"""The share of step time spent waiting for data, over all ranks."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def together(world: World) -> tuple[str | None, str | None]:
     return wait.line(world.control), cold.line(world.control)
 
 
-def test_the_rank_that_waited_most_speaks_for_all(pool: Any) -> None:
+def test_the_longest_wait_of_all_ranks_is_recorded(pool: Any) -> None:
     assert pool.run(together, 3) == [("waiting for data: 10.00% of the steps' time", None)] * 3

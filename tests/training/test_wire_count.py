@@ -36,8 +36,8 @@ def test_a_run_on_two_emulated_nodes_counts_what_was_predicted(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, plan: str
 ) -> None:
     file = make_tiny(tmp_path_factory.getbasetemp() / "tiny")
-    words = ["cluster.gpus_per_node=2", "cluster.emulate_nodes=2", "plan.micro_batch=2", "train.steps=6"]
-    words += [
+    overrides = ["cluster.gpus_per_node=2", "cluster.emulate_nodes=2", "plan.micro_batch=2", "train.steps=6"]
+    overrides += [
         "train.seq_len=128",
         "model.max_seq_len=128",
         "model.hidden=128",
@@ -45,7 +45,17 @@ def test_a_run_on_two_emulated_nodes_counts_what_was_predicted(
         "model.layers=4",
         "train.validate_every=3",
     ]
-    command = [sys.executable, "-m", "meshwright", "train", str(file), "--runs", str(tmp_path), *words, *PLANS[plan]]
+    command = [
+        sys.executable,
+        "-m",
+        "meshwright",
+        "train",
+        str(file),
+        "--runs",
+        str(tmp_path),
+        *overrides,
+        *PLANS[plan],
+    ]
     answer = subprocess.run(command, text=True, capture_output=True, timeout=120, check=False)
     assert answer.returncode == 0, answer.stderr
     records = read_metrics(tmp_path / "tiny" / "metrics.jsonl")
@@ -81,7 +91,7 @@ def test_pauses_are_left_out_and_steps_add_up() -> None:
     assert (count.counted, count.steps) == (200, 2)
 
 
-def test_ranks_that_leave_it_to_another_record_nothing() -> None:
+def test_ranks_that_do_not_count_record_nothing() -> None:
     count = WireCount(predicted=1.0, hosts=1, counting=None)
     count.pause()
     assert count.step() == {}
@@ -99,7 +109,7 @@ def test_ranks_that_leave_it_to_another_record_nothing() -> None:
         (ClusterSpec(gpu="H200", nodes=1, network=NetworkSpec(interface="eth1")), None),
     ],
 )
-def test_the_interface_is_one_that_carries_nothing_else(cluster: ClusterSpec, interface: str | None) -> None:
+def test_only_an_interface_without_other_traffic_is_counted(cluster: ClusterSpec, interface: str | None) -> None:
     assert interface_between_nodes(cluster) == interface
 
 

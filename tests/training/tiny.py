@@ -70,6 +70,6 @@ def tiny_run(file: Path, *overrides: str) -> RunSpec:
 def prepared(file: Path, runs: Path, *overrides: str, profile: tuple[int, int] | None = None) -> Prepared:
     """The folder of a tiny run, created or reopened as by `meshwright train`, without starting ranks."""
     with patch.object(launching, "is_finished", return_value=False):
-        made = launching.prepare_run(tiny_run(file, *overrides), runs, profile=profile, note=lambda text: None)
-    assert made is not None
-    return made
+        prepared_run = launching.prepare_run(tiny_run(file, *overrides), runs, profile=profile, note=lambda text: None)
+    assert prepared_run is not None
+    return prepared_run

@@ -55,13 +55,15 @@ class Tail:
 
 
 class Job:
-    """A running command. Times are seconds of `time.monotonic`; nothing is observed unless a method is called."""
+    """A running command, on one or several hosts. Its methods observe it; times are seconds of `time.monotonic`."""
 
-    def __init__(
-        self, words: Sequence[str], run: Path, output: Path, token: str, env: Mapping[str, str] = MappingProxyType({})
-    ) -> None:
-        """`run` is the folder of the run, `output` the file for what the command prints, `env` further variables."""
+    def __init__(self, words: Sequence[str], run: Path, output: Path, token: str) -> None:
+        """`run` is the folder of the run, `output` the file for what the command prints. `launch` starts the command."""
         self.run, self.output_file = run, output
+        self.processes: list[subprocess.Popen[bytes]] = []
+        """The command's process on each host."""
+        self._words, self._token = words, token
+        self._forgotten: set[int] = set()
         self.steps: list[tuple[float, int]] = []
         """Time and number of each finished step."""
         self.states: list[tuple[float, dict[str, Any]]] = []
@@ -73,15 +75,35 @@ class Job:
         for tail in self._tails:
             tail.read()  # what an earlier job wrote
         self.started = time.monotonic()
-        with output.open("ab") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "meshwright", *words],
+
+    def launch(self, prefix: Sequence[str] = (), env: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Start the command's process on one host; `prefix` are words before it, `env` further environment variables."""
+        with self.output_file.open("ab") as file:
+            process = subprocess.Popen(
+                [*prefix, sys.executable, "-m", "meshwright", *self._words],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
-                env={**os.environ, TOKEN: token, **env},
+                env={**os.environ, TOKEN: self._token, **env},
                 start_new_session=True,
             )
+        self.processes.append(process)
+
+    def forget(self, process: subprocess.Popen[bytes]) -> None:
+        """Neither wait for a process, which the scenario killed or cut off, nor take its exit code as the job's."""
+        self._forgotten.add(process.pid)
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """The command's process on the first host."""
+        return self.processes[0]
+
+    @property
+    def code(self) -> int | None:
+        """The exit code of the command, the largest of several hosts; None while one of them runs."""
+        codes = [process.poll() for process in self.processes if process.pid not in self._forgotten]
+        ended = [code for code in codes if code is not None]
+        return max(ended, key=abs) if len(ended) == len(codes) and ended else None
 
     @property
     def output(self) -> str:
@@ -99,9 +121,9 @@ class Job:
         """Number of the attempt that runs, or of the last one."""
         return self.states[-1][1]["attempt"] if self.states else 0
 
-    def ranks(self) -> dict[int, int]:
-        """Process id by rank of the ranks that train."""
-        return training_ranks(self.process.pid)
+    def ranks(self, host: int = 0) -> dict[int, int]:
+        """Process id by local rank of the ranks that train on a host."""
+        return training_ranks(self.processes[host].pid)
 
     def poll(self) -> None:
         """Take the lines that were written since the last call."""
@@ -120,10 +142,8 @@ class Job:
             self.poll()
             if reached():
                 return
-            if self.process.poll() is not None:
-                raise NotReached(
-                    f"the job ended with code {self.process.returncode} before {what}: {self._last_line()}"
-                )
+            if self.code is not None:
+                raise NotReached(f"the job ended with code {self.code} before {what}: {self._last_line()}")
             if time.monotonic() > deadline:
                 raise NotReached(f"{what} did not occur within {seconds:g} s: {self._last_line()}")
             time.sleep(POLL_SECONDS)
@@ -139,7 +159,7 @@ class Job:
     def wait(self, seconds: float = LONGEST_SECONDS) -> int:
         """Observe the job until it ends; returns its exit code. Raises NotReached after `seconds`."""
         deadline = time.monotonic() + seconds
-        while (code := self.process.poll()) is None:
+        while (code := self.code) is None:
             self.poll()
             if time.monotonic() > deadline:
                 raise NotReached(f"the job did not end within {seconds:g} s: {self._last_line()}")

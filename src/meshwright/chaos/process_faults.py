@@ -190,7 +190,7 @@ PROCESS_FAULTS = (
         unavailable=memory_group_obstacle,
     ),
     Scenario(
-        name="kill-agent",
+        name="kill-launcher",
         promise=f"After SIGKILL of the launcher, which is agent and coordinator, no rank survives, and {RESUMES}.",
         play=kill_launcher,
     ),

@@ -47,6 +47,14 @@ def _status(pid: int) -> list[str]:
         return []
 
 
+def command(pid: int) -> list[str]:
+    """The words that a process was started with; empty if the process has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+    except OSError:
+        return []
+
+
 def children(pid: int) -> list[int]:
     """Processes that the main thread of a process started and that it has not yet waited for."""
     try:

@@ -12,7 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from meshwright.chaos.job import Job, NotReached
+from meshwright.chaos.hosts import Hosts
+from meshwright.chaos.job import POLL_SECONDS, Job, NotReached
 from meshwright.chaos.processes import kill_all, processes_with, send
 from meshwright.observe.metrics import scan_metrics
 
@@ -39,7 +40,8 @@ class Template:
 class Stage:
     """The jobs of one scenario in a folder of their own, and the moment of the injection."""
 
-    def __init__(self, template: Template, folder: Path, overrides: Sequence[str] = ()) -> None:
+    def __init__(self, template: Template, folder: Path, overrides: Sequence[str] = (), hosts: int = 1) -> None:
+        """With several `hosts` each has an agent; those beyond the hosts of the run are spares."""
         self.template, self.folder = template, folder
         self.run = folder / template.name
         """Folder of the run."""
@@ -52,15 +54,38 @@ class Stage:
         self._attempt = 0
         self._closing: list[Callable[[], object]] = []
         self._overrides = tuple(overrides)
-        self._token = secrets.token_hex(8)
+        self.token = secrets.token_hex(8)
+        """Value of the variable `processes.TOKEN` of all processes of the jobs."""
+        self._host_count = hosts
+        self.hosts: Hosts | None = None
+        """The emulated hosts, if there are several."""
 
-    def start(self, *overrides: str, env: Mapping[str, str] = MappingProxyType({})) -> Job:
-        """Start the training command, with further overrides and environment variables."""
-        template = self.template
-        words = ["train", *template.words, *self._overrides, *overrides, "--runs", str(self.folder)]
-        job = Job(words, self.run, self.folder / f"output-{len(self.jobs) + 1}.txt", self._token, env)
+    def start(self, env: Mapping[str, str] = MappingProxyType({})) -> Job:
+        """Start the training command, on all hosts, with further environment variables."""
+        words = ["train", *self.template.words, *self._overrides, "--runs", str(self.folder)]
+        if self._host_count > 1:
+            words.append("--agent")
+            if self.hosts is None:
+                self.hosts = Hosts(self._host_count, self.folder)
+                self.on_close(self.hosts.close)
+                self.notes.append(f"{self._host_count} hosts as {self.hosts.emulation}")
+        job = Job(words, self.run, self.folder / f"output-{len(self.jobs) + 1}.txt", self.token)
         self.jobs.append(job)
+        for host in range(self._host_count):
+            self.launch(host, env)
         return job
+
+    def launch(self, host: int, env: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Start the command of the last job on one host."""
+        hosts = self.hosts
+        self.job.launch(hosts.prefix(host) if hosts else (), {**(hosts.environment() if hosts else {}), **env})
+
+    def pause(self, seconds: float) -> None:
+        """Observe the last job for some seconds."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.job.poll()
+            time.sleep(POLL_SECONDS)
 
     def mark(self) -> None:
         """The disturbance begins now."""
@@ -99,15 +124,16 @@ class Stage:
     def orphans(self) -> list[int]:
         """Processes of the jobs that still run a few seconds after the jobs ended; they are killed."""
         deadline = time.monotonic() + ORPHAN_SECONDS
-        while processes_with(self._token) and time.monotonic() < deadline:
+        while processes_with(self.token) and time.monotonic() < deadline:
             time.sleep(0.05)
-        return kill_all(self._token)
+        return kill_all(self.token)
 
     def close(self) -> None:
         """Kill what still runs, and undo changes of this machine."""
-        kill_all(self._token)
+        kill_all(self.token)
         for job in self.jobs:
-            job.process.wait()
+            for process in job.processes:
+                process.wait()
         while self._closing:
             self._closing.pop()()
 
@@ -176,6 +202,8 @@ class Scenario:
     """One sentence."""
     play: Callable[[Stage], None]
     """Starts the job, disturbs it at its trigger, and waits for its end."""
+    hosts: int = 1
+    """Hosts with an agent, spares included; with one there is no agent besides the launcher."""
     overrides: tuple[str, ...] = ()
     """Keys of the run that the disturbance needs."""
     code: int = 0
@@ -201,7 +229,7 @@ def run_scenario(
 
     All limits in seconds are multiplied by `patience`.
     """
-    stage = Stage(template, folder, scenario.overrides)
+    stage = Stage(template, folder, scenario.overrides, scenario.hosts)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
@@ -228,7 +256,7 @@ def _violations(
 ) -> list[str]:
     """Sentences about the parts of the promise that were not kept."""
     broken = []
-    code = stage.job.process.returncode
+    code = stage.job.code
     if code != scenario.code:
         broken.append(f"exit code {code} instead of {scenario.code}")
     detected, recovery = stage.detected_seconds(scenario.detected_by), stage.recovery()
@@ -257,7 +285,7 @@ def _observations(scenario: Scenario, stage: Stage) -> list[str]:
     if recovery is not None:
         texts.append(f"training again after {recovery[0]:.1f} s with {recovery[1]} steps repeated")
     last = stage.losses()[-1:]
-    return [*texts, f"exit code {stage.job.process.returncode} after step {last[0][0] if last else 0}"]
+    return [*texts, f"exit code {stage.job.code} after step {last[0][0] if last else 0}"]
 
 
 def losses(run: Path) -> list[tuple[int, float | None]]:

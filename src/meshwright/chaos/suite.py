@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import sys
 from pathlib import Path
 
 from meshwright.chaos.job import NotReached
@@ -13,6 +15,11 @@ from meshwright.spec.run import RunSpec
 
 CHECKPOINTS = 6
 """Checkpoints in a disturbed run."""
+
+
+def undo_on_sigterm() -> None:
+    """Let SIGTERM raise SystemExit in this process, so that processes, mounts and namespaces of a scenario are removed."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 class Suite:
@@ -39,18 +46,19 @@ class Suite:
                 scenario,
                 self._template,
                 self._folder / scenario.name,
-                lambda: self.undisturbed(scenario.overrides),
+                lambda: self.undisturbed(scenario.overrides, min(scenario.hosts, 2)),
                 self._patience,
             )
         except NotReached as error:
             return Verdict(scenario.name, scenario.promise, f"BROKEN: {error}", False)
 
-    def undisturbed(self, overrides: tuple[str, ...]) -> object:
-        """Losses of a run with `overrides` that nothing disturbs."""
+    def undisturbed(self, overrides: tuple[str, ...], hosts: int) -> object:
+        """Losses of a run with `overrides` on so many hosts that nothing disturbs."""
         if overrides not in self._undisturbed:
             folder = self._folder / "undisturbed"
             shutil.rmtree(folder, ignore_errors=True)
-            stage = Stage(self._template, folder, overrides)
+            folder.mkdir(parents=True)
+            stage = Stage(self._template, folder, overrides, hosts)
             try:
                 code = stage.start().wait(24 * 3600)
             finally:

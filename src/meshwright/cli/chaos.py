@@ -38,7 +38,7 @@ def chaos(
         meshwright chaos run.yaml --scenario kill-rank
     """
     from meshwright.chaos.scenarios import SCENARIOS
-    from meshwright.chaos.suite import Suite, scenario_named
+    from meshwright.chaos.suite import Suite, scenario_named, undo_on_sigterm
 
     if list_all:
         entries = [{"scenario": entry.name, "promise": entry.promise} for entry in SCENARIOS]
@@ -47,6 +47,7 @@ def chaos(
     if not words or scenario is None:
         raise BadInput("name a run file (or KEY=VALUE words) and --scenario NAME; --list names all scenarios")
     chosen = scenario_named(scenario)
+    undo_on_sigterm()
     verdict = Suite(load(words, runs), words, runs / "chaos", steps).run(chosen)
     if as_json:
         print(json.dumps(verdict.as_plain()))

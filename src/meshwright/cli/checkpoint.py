@@ -86,14 +86,14 @@ def diff(a: CheckpointFolder, b: CheckpointFolder, as_json: Json = False) -> Non
 
     with _disk_errors("comparing checkpoints"):
         paths = [newest_checkpoint(folder, contents=False) for folder in (a, b)]
-        differences = [asdict(each) for each in compare_checkpoints(*paths)]
-    different = [each for each in differences if each["status"] != "equal"]
+        differences = [asdict(difference) for difference in compare_checkpoints(*paths)]
+    different = [difference for difference in differences if difference["status"] != "equal"]
     if as_json:
         print(json.dumps({"equal": not different, "tensors": differences}))
         return
-    for each in different:
-        largest = "" if each["max_abs"] is None else f"  by at most {each['max_abs']:.6g}"
-        print(f"{each['status']:8}  {each['name']}{largest}")
+    for difference in different:
+        largest = "" if difference["max_abs"] is None else f"  by at most {difference['max_abs']:.6g}"
+        print(f"{difference['status']:8}  {difference['name']}{largest}")
     print(f"{paths[0]} and {paths[1]}: {len(different)} of {len(differences)} tensors differ")
 
 
@@ -218,8 +218,8 @@ def _print(records: list[dict[str, Any]], as_json: bool) -> None:
 
     for record in records:
         print(_line(record))
-        for each in record["damaged"] if record["committed"] else ():
-            print(f"    {Damage(**each)}")
+        for damage in record["damaged"] if record["committed"] else ():
+            print(f"    {Damage(**damage)}")
     if not records:
         print("no checkpoints", file=sys.stderr)
 

@@ -92,7 +92,7 @@ def prepare_command(
     from meshwright.data.prepare import prepare
     from meshwright.spec.errors import Damaged
 
-    made = prepare(
+    prepared = prepare(
         inputs,
         tokenizer,
         out,
@@ -104,11 +104,11 @@ def prepare_command(
         workers=workers,
         shown=True,
     )
-    if made.bad.count:
-        sys.stderr.write(f"left out {made.bad.count} bad documents:\n{made.bad}\n")
+    if prepared.bad.count:
+        sys.stderr.write(f"left out {prepared.bad.count} bad documents:\n{prepared.bad}\n")
     if verify and (faults := verify_directory(out)):
         raise Damaged("\n".join(faults))
-    print(json.dumps(_summary(made)) if as_json else _sentences(made))
+    print(json.dumps(_summary(prepared)) if as_json else _sentences(prepared))
 
 
 @app.command("show")
@@ -138,9 +138,11 @@ def show_command(
     Example: meshwright data show runs/quickstart --step 120 --text
     """
     from meshwright.data.show import show_step
+    from meshwright.launch.corpus import skipped_samples
 
     source, batch = _open_target(target, seq_len, global_batch, seed)
-    shown = show_step(source, step, batch, text)
+    skipped = skipped_samples(target) if (target / "config.yaml").is_file() else ()
+    shown = show_step(source, step, batch, text, skipped)
     print(json.dumps(shown) if as_json else _step_lines(shown))
 
 
@@ -155,8 +157,8 @@ def _open_target(
     if config != target and not config.is_file():
         data = open_data(DataSpec(mix={str(target): 1.0}), seq_len=seq_len or 2048, seed=seed or 0)
         return data, global_batch or 8
-    given = {"--seq-len": seq_len, "--global-batch": global_batch, "--seed": seed}
-    refused = [name for name, value in given.items() if value is not None]
+    options = {"--seq-len": seq_len, "--global-batch": global_batch, "--seed": seed}
+    refused = [name for name, value in options.items() if value is not None]
     if refused:
         raise BadInput(f"{refused[0]}: is for data directories; {config} sets it for this run")
     from meshwright.config.load import load_run
@@ -170,33 +172,33 @@ def _open_target(
     return source, run.train.global_batch
 
 
-def _summary(made: Prepared) -> dict[str, Any]:
+def _summary(prepared: Prepared) -> dict[str, Any]:
     splits = {
         split: {"documents": manifest.documents, "tokens": manifest.tokens, "text_bytes": manifest.text_bytes}
-        for split, manifest in made.manifests.items()
+        for split, manifest in prepared.manifests.items()
     }
-    tokenizer = next(iter(made.manifests.values())).tokenizer
-    bad = {"count": made.bad.count, "first": made.bad.first}
+    tokenizer = next(iter(prepared.manifests.values())).tokenizer
+    bad = {"count": prepared.bad.count, "first": prepared.bad.first}
     return {
-        "out": str(made.out),
+        "out": str(prepared.out),
         "splits": splits,
         "vocab_size": tokenizer.vocab_size,
         "bad": bad,
-        "passed_over": dict(made.passed),
-        "reused": made.reused,
+        "passed_over": dict(prepared.passed),
+        "reused": prepared.reused,
     }
 
 
-def _sentences(made: Prepared) -> str:
-    lines = ["already prepared by this command" if made.reused else "prepared"]
-    for split, manifest in made.manifests.items():
+def _sentences(prepared: Prepared) -> str:
+    lines = ["already prepared by this command" if prepared.reused else "prepared"]
+    for split, manifest in prepared.manifests.items():
         ratio = manifest.text_bytes / manifest.tokens
         size = f"{manifest.documents:,} documents, {manifest.tokens:,} tokens, {ratio:.2f} bytes per token"
         lines.append(f"  {split}: {size}")
-    if made.passed:
-        counts = ", ".join(f"{count:,} {extension}" for extension, count in made.passed.most_common())
-        lines.append(f"  passed over {made.passed.total():,} binary or empty files: {counts}")
-    lines.append(f"Train on it with  data: {{mix: {{{made.out}: 1}}}}")
+    if prepared.passed:
+        counts = ", ".join(f"{count:,} {extension}" for extension, count in prepared.passed.most_common())
+        lines.append(f"  passed over {prepared.passed.total():,} binary or empty files: {counts}")
+    lines.append(f"Train on it with  data: {{mix: {{{prepared.out}: 1}}}}")
     return "\n".join(lines)
 
 

@@ -80,9 +80,9 @@ def sample(
     how = Sampling(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, stop=stop)
     ids = [tokenizer.encode(prompt).ids or [stop or 0] for prompt in prompts]
     _warn_past_context(folder, max(map(len, ids)), tokens)
-    made = _continued(folder, ids, how, plan)
+    continuation = _continued(folder, ids, how, plan)
     samples = []
-    for prompt, tokens_made in zip(prompts, made, strict=True):
+    for prompt, tokens_made in zip(prompts, continuation, strict=True):
         show(prompt)
         samples.append({"prompt": prompt, "text": _shown(tokenizer, tokens_made, show)})
         show("\n")
@@ -102,14 +102,14 @@ def _warn_past_context(folder: Path, prompt: int, tokens: int) -> None:
 def _shown(tokenizer: Tokenizer, tokens: Iterable[int], show: Callable[[str], object]) -> str:
     """The text of `tokens` up to the last complete character; a character may take several tokens."""
     ids: list[int] = []
-    text = seen = ""
+    text = previous = ""
     for token in tokens:
         ids.append(token)
         text = tokenizer.decode(ids)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            show(text[len(seen) :])
-            seen = text
-    show(text[len(seen) :])
+            show(text[len(previous) :])
+            previous = text
+    show(text[len(previous) :])
     return text
 
 

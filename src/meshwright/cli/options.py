@@ -115,6 +115,8 @@ def model_folder(text: Path, runs: Path = Path("runs")) -> Path:
     for folder in (text, runs / text):
         if folder.is_dir():
             return folder
-    known = {path.parent.name: path.parent for folder in (runs, text.parent) for path in folder.glob("*/config.yaml")}
-    near = nearest(text.name, known)
-    raise BadInput(f"{text}: no such folder" + (f"; nearest: {known[near]}" if near else ""))
+    run_folders = {
+        path.parent.name: path.parent for folder in (runs, text.parent) for path in folder.glob("*/config.yaml")
+    }
+    near = nearest(text.name, run_folders)
+    raise BadInput(f"{text}: no such folder" + (f"; nearest: {run_folders[near]}" if near else ""))

@@ -212,23 +212,23 @@ def _runner_ups(answer: Answer) -> str:
 
 def _scaling(answer: Answer) -> str:
     points, tokens = answer.points, answer.tokens
-    known = [point for point in points if point.tokens_per_second]
-    if not known:
+    estimated = [point for point in points if point.tokens_per_second]
+    if not estimated:
         return ""
     efficiency = dict(zip((point.gpus for point in points), efficiencies(points), strict=True))
-    gpus = [log2(point.gpus) for point in known]
-    marks = tuple((log2(point.gpus), f"{point.gpus:,}") for point in known)
+    gpus = [log2(point.gpus) for point in estimated]
+    marks = tuple((log2(point.gpus), f"{point.gpus:,}") for point in estimated)
     low, high = (gpus[0], gpus[-1]) if len(gpus) > 1 else (gpus[0] - 1, gpus[0] + 1)
     axis, tables = Axis("gpus", "GPUs", low, high, marks), {"points": {"gpus": gpus}}
-    mfus, hours = [point.mfu for point in known], [point.gpu_hours(tokens) for point in known] if tokens else []
-    shares = [efficiency[point.gpus] for point in known]
+    mfus, hours = [point.mfu for point in estimated], [point.gpu_hours(tokens) for point in estimated] if tokens else []
+    shares = [efficiency[point.gpus] for point in estimated]
     charts = [
         Chart(
             "speed",
             "Throughput",
             "tokens/s by GPUs",
             "short",
-            (_line("tokens/s", [p.tokens_per_second for p in known]),),
+            (_line("tokens/s", [p.tokens_per_second for p in estimated]),),
         ),
         Chart(
             "efficiency", "Efficiency", "tokens/s a GPU, of the fewest GPUs'", "percent", (_line("efficiency", shares),)

@@ -56,9 +56,9 @@ def remarks(run: RunSpec) -> Iterator[str]:
 
 def plan_line(run: RunSpec, plan: Plan | dict[str, Any]) -> str:
     """A plan in one line: mesh, schedule, batch, layer strategies. Takes the plan or its plain form."""
-    known = from_plain(Plan, plan) if isinstance(plan, dict) else plan
-    batch_text = f"{known.batch.accumulate} micro-batches of {known.batch.micro_batch} × {run.train.seq_len} tokens"
-    return f"{axes_line(known)}, {batch_text}, {layers_line(known)}"
+    parsed = from_plain(Plan, plan) if isinstance(plan, dict) else plan
+    batch_text = f"{parsed.batch.accumulate} micro-batches of {parsed.batch.micro_batch} × {run.train.seq_len} tokens"
+    return f"{axes_line(parsed)}, {batch_text}, {layers_line(parsed)}"
 
 
 def axes_line(plan: Plan) -> str:

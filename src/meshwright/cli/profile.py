@@ -194,19 +194,19 @@ def _correct(folder: Path, out: Path | None) -> None:
     from meshwright.profile.feedback import corrected
 
     run, plan = load_resolved(folder / "config.yaml"), load_plan(folder / "plan.yaml")
-    kept = Path(run.cluster.profile) if run.cluster.profile else None
-    out = out or kept
+    run_profile = Path(run.cluster.profile) if run.cluster.profile else None
+    out = out or run_profile
     if out is None:
         raise BadInput("--out FILE is missing: the profile to correct, or to begin (the run had none)")
     check_writable("--out", out)
-    known = next((file for file in (out, kept) if file is not None and file.is_file()), None)
-    before = load_profile(known) if known else _unmeasured(folder, run.cluster)
+    existing = next((file for file in (out, run_profile) if file is not None and file.is_file()), None)
+    before = load_profile(existing) if existing else _unmeasured(folder, run.cluster)
     after = corrected(before, run, plan, _measured_step(folder))
     write_durable(out, to_json(after))
     correction = after.corrections[-1]
-    verb = "guessed" if known is None and run.cluster.is_cpu else "predicted"
+    verb = "guessed" if existing is None and run.cluster.is_cpu else "predicted"
     print(
-        f"{run.name}: {verb} {correction.predicted_seconds:.4g} s a step{'' if known else ' (nothing measured)'}, measured "
+        f"{run.name}: {verb} {correction.predicted_seconds:.4g} s a step{'' if existing else ' (nothing measured)'}, measured "
         f"{correction.measured_seconds:.4g} s; device time × {correction.factor:.3f}"
     )
     print(f"wrote {out}", file=sys.stderr)

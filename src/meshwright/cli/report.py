@@ -57,9 +57,11 @@ def find_run(run: Path) -> Path:
     chosen = next((folder for folder in choices if (folder / "metrics.jsonl").is_file()), None)
     if chosen:
         return chosen
-    others = sorted(path.parent for root in {run.parent, Path("runs")} for path in root.glob("*/metrics.jsonl"))
-    close = nearest(run.name, [folder.name for folder in others])
-    hint = next((f"; did you mean {folder}?" for folder in others if folder.name == close), "")
-    known = f"; runs here: {', '.join(str(folder) for folder in others[:5])}" if others and not hint else ""
-    what = "has no metrics.jsonl" if run.is_dir() else "is not a folder"
-    raise BadInput(f"{run}: {what}; expected a run's folder, as in runs/NAME{hint}{known}")
+    other_runs = sorted(path.parent for root in {run.parent, Path("runs")} for path in root.glob("*/metrics.jsonl"))
+    close = nearest(run.name, [folder.name for folder in other_runs])
+    hint = next((f"; did you mean {folder}?" for folder in other_runs if folder.name == close), "")
+    other_runs_hint = (
+        f"; runs here: {', '.join(str(folder) for folder in other_runs[:5])}" if other_runs and not hint else ""
+    )
+    reason = "has no metrics.jsonl" if run.is_dir() else "is not a folder"
+    raise BadInput(f"{run}: {reason}; expected a run's folder, as in runs/NAME{hint}{other_runs_hint}")

@@ -100,8 +100,10 @@ def _check_fit(plan: Plan, model: ModelSpec, file: Path, seq_len: int | None) ->
     except ValueError as error:
         raise BadInput(f"{file} is not for this model of {model.layers} layers: {error}") from error
     if len(covered) < model.layers:
-        left = min(set(range(model.layers)) - covered)
-        raise BadInput(f"{file} is not for this model of {model.layers} layers: no strategy covers layer {left}")
+        first_missing = min(set(range(model.layers)) - covered)
+        raise BadInput(
+            f"{file} is not for this model of {model.layers} layers: no strategy covers layer {first_missing}"
+        )
 
 
 def _cluster(plan: Plan, file: Path, *, launched: bool) -> ClusterSpec:

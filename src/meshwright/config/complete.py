@@ -180,9 +180,9 @@ def _complete_head_dim(document: Document) -> str | None:
     return None
 
 
-def _put_beside(document: Document, given: str, name: str, value: Any) -> str:
+def _put_beside(document: Document, existing_key: str, name: str, value: Any) -> str:
     """Sets a model's key at the position of the key that it is derived from; returns name and value as text."""
-    document.put(("model", name), value, document.value_position(("model", given)))
+    document.put(("model", name), value, document.value_position(("model", existing_key)))
     return f"{name} {format_value(value) if isinstance(value, bool) else value}"
 
 

@@ -38,8 +38,8 @@ def _format_rules(run: RunValues, formats: Mapping[str, str | None]) -> Iterator
     for key in _FORMATS:
         if formats.get(key) == "fp64" and gpu not in (None, "cpu"):
             yield key, f"bf16 or fp32 on {gpu}; fp64 runs on cpu only"
-    if (known := formats_on(gpu)) and formats.get("compute") not in (None, "fp64", *known):
-        yield "compute", f"{' or '.join(known)} on {gpu}"
+    if (supported := formats_on(gpu)) and formats.get("compute") not in (None, "fp64", *supported):
+        yield "compute", f"{' or '.join(supported)} on {gpu}"
 
 
 def fp8_products(run: RunValues) -> Iterator[Mistake]:

@@ -324,15 +324,15 @@ def _ranks(run: RunValues) -> Iterator[Mistake]:
     if wrong:
         return
     pinned = _model_ranks(run)
-    others = math.prod(pinned.values())
+    pinned_ranks = math.prod(pinned.values())
     divisors_text = "".join(f" ÷ {key} {size}" + " rows" * (key == "plan.stages") for key, size in pinned.items())
-    if ranks % others:
+    if ranks % pinned_ranks:
         worst = max(pinned, key=lambda key: pinned[key])
         product = " × ".join(map(str, pinned.values()))
-        got = f"{product} = {others} ranks, the cluster has {ranks}" if len(pinned) > 1 else str(others)
+        got = f"{product} = {pinned_ranks} ranks, the cluster has {ranks}" if len(pinned) > 1 else str(pinned_ranks)
         yield run.mistake(worst, f"axes whose product divides the cluster's {ranks} ranks", None, got)
         return
-    data, free = ranks // others, any(run(f"plan.{axis}") is None for axis in _MODEL_AXES)
+    data, free = ranks // pinned_ranks, any(run(f"plan.{axis}") is None for axis in _MODEL_AXES)
     sizes = {f"plan.{axis}": run(f"plan.{axis}") for axis in DATA_AXES if run(f"plan.{axis}")}
     product, exact = math.prod(sizes.values()), len(sizes) == 2 and not free
     if data % product or (exact and data != product):
@@ -429,8 +429,8 @@ def _coverage(document: Document, path: KeyPath, layers: int) -> Iterator[Mistak
             twice = layer_numbers(covered.intersection(chosen))
             yield document.mistake(where, "layers that no earlier range covers", f"layers {twice} again")
         covered.update(chosen)
-    left = set(range(layers)) - covered
-    if left and readable:
+    uncovered = set(range(layers)) - covered
+    if uncovered and readable:
         position = document.key_position(path)
-        expected, got = f"ranges that cover layers 0-{layers - 1}", f"none for {layer_numbers(left)}"
+        expected, got = f"ranges that cover layers 0-{layers - 1}", f"none for {layer_numbers(uncovered)}"
         yield Mistake(position.file, position.line, position.column, ".".join(map(str, path)), expected, got)

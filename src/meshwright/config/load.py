@@ -86,11 +86,11 @@ def load_resolved(path: Path) -> RunSpec:
     pins = document.get(("plan",))
     if isinstance(pins, dict):
         pins.pop("reduce_engine", None)  # earlier versions wrote this key, which was removed
-    given, mistakes, _ = schema_mistakes(RunSpec, document)
+    run, mistakes, _ = schema_mistakes(RunSpec, document)
     mistakes += document.mistakes
     if mistakes:
         raise BadConfig(in_reading_order(mistakes, str(path)))
-    return from_plain(RunSpec, given)
+    return from_plain(RunSpec, run)
 
 
 def load_cluster(path: Path | None, overrides: Sequence[str] = (), *, detect: Detect | None = None) -> ClusterSpec:
@@ -105,8 +105,8 @@ def load_cluster(path: Path | None, overrides: Sequence[str] = (), *, detect: De
     mistakes = [mistake for mistake in mistakes if mistake.key.partition(".")[0] == "cluster"]
     if mistakes:
         raise BadConfig(in_reading_order(mistakes, shown_name(path)))
-    given, _ = validate(ClusterSpec, document.data.get("cluster", {}))
-    return from_plain(ClusterSpec, given)
+    cluster, _ = validate(ClusterSpec, document.data.get("cluster", {}))
+    return from_plain(ClusterSpec, cluster)
 
 
 def load_plan(path: Path, cluster: ClusterSpec | None = None) -> Plan:
@@ -115,10 +115,10 @@ def load_plan(path: Path, cluster: ClusterSpec | None = None) -> Plan:
     Raises BadConfig with every mistake.
     """
     document = read_yaml(path)
-    given, mistakes, _ = _checked_plan(document)
+    values, mistakes, _ = _checked_plan(document)
     if mistakes:
         raise BadConfig(in_reading_order(mistakes, str(path)))
-    plan = from_plain(Plan, given)
+    plan = from_plain(Plan, values)
     return with_node_crossings(plan, cluster.ranks_per_node) if cluster else plan
 
 
@@ -234,11 +234,11 @@ def _profile_mistakes(document: Document, unusable: set[KeyPath]) -> list[Mistak
 
 def _checked_plan(document: Document) -> tuple[dict[str, Any], list[Mistake], set[KeyPath]]:
     drop_removed_keys(document.data)
-    given, mistakes, unusable = schema_mistakes(Plan, document)
+    plan, mistakes, unusable = schema_mistakes(Plan, document)
     mistakes += document.mistakes
     if not mistakes:
         mistakes += plan_rules(document)
-    return given, mistakes, unusable
+    return plan, mistakes, unusable
 
 
 def _flat(run: RunSpec) -> dict[str, Any]:

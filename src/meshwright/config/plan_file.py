@@ -23,11 +23,11 @@ def drop_removed_keys(plan: Any) -> None:
 def plan_rules(plan: Document) -> list[Mistake]:
     """Mistakes of a plan file with valid values: repeated axes, and sizes that do not add up."""
     mistakes: list[Mistake] = []
-    seen = set()
+    listed_axes = set()
     for index, axis in enumerate(plan.get(("mesh",))):
-        if axis["axis"] in seen:
+        if axis["axis"] in listed_axes:
             mistakes.append(plan.mistake(("mesh", index, "axis"), "each axis once", f"{axis['axis']} again"))
-        seen.add(axis["axis"])
+        listed_axes.add(axis["axis"])
     name = plan.get(("schedule", "name"))
     if name in REFUSED_SCHEDULES:
         mistakes.append(plan.mistake(("schedule", "name"), REFUSED_SCHEDULES[name], name, "zbv"))
@@ -37,19 +37,19 @@ def plan_rules(plan: Document) -> list[Mistake]:
 def _batch_sum(plan: Document) -> Iterator[Mistake]:
     """global_batch, micro_batch and data ranks give accumulate; a person chooses the micro-batch."""
     batch = plan.get(("batch",))
-    whole, micro, times = batch["global_batch"], batch["micro_batch"], batch["accumulate"]
+    global_batch, micro, times = batch["global_batch"], batch["micro_batch"], batch["accumulate"]
     data = math.prod(axis["size"] for axis in plan.get(("mesh",)) if axis["axis"] in DATA_AXES)
-    each, remainder = divmod(whole, data)
+    samples_per_rank, remainder = divmod(global_batch, data)
     if remainder:
-        expected, near = f"a multiple of replicate × shard = {data}", str(-(-whole // data) * data)
-        yield plan.mistake(("batch", "global_batch"), expected, str(whole), near)
-    elif each % micro:
-        divisor = max(n for n in range(1, min(micro, each) + 1) if each % n == 0)
-        expected = f"a divisor of the {each} sequences of a rank"
+        expected, near = f"a multiple of replicate × shard = {data}", str(-(-global_batch // data) * data)
+        yield plan.mistake(("batch", "global_batch"), expected, str(global_batch), near)
+    elif samples_per_rank % micro:
+        divisor = max(n for n in range(1, min(micro, samples_per_rank) + 1) if samples_per_rank % n == 0)
+        expected = f"a divisor of the {samples_per_rank} sequences of a rank"
         yield plan.mistake(("batch", "micro_batch"), expected, str(micro), str(divisor))
-    elif times * micro != each:
-        expected = f"{each // micro}: global_batch {whole} ÷ (replicate × shard {data} × micro_batch {micro})"
-        yield plan.mistake(("batch", "accumulate"), expected, str(times), str(each // micro))
+    elif times * micro != samples_per_rank:
+        expected = f"{samples_per_rank // micro}: global_batch {global_batch} ÷ (replicate × shard {data} × micro_batch {micro})"
+        yield plan.mistake(("batch", "accumulate"), expected, str(times), str(samples_per_rank // micro))
 
 
 def _fold(plan: Document) -> Iterator[Mistake]:

@@ -56,10 +56,10 @@ def _loaded(path: str, stamp: int) -> MachineProfile:
         raise BadInput(
             f"{path}: expected a JSON object, as `meshwright profile --out FILE` writes it, got {type(data).__name__}"
         )
-    given, mistakes = validate(MachineProfile, data)
+    profile, mistakes = validate(MachineProfile, data)
     if mistakes:
         raise BadInput("\n".join(f"{path}: {_message(wrong.path, wrong.problem, data)}" for wrong in mistakes))
-    return from_plain(MachineProfile, given)
+    return from_plain(MachineProfile, profile)
 
 
 def _message(path: KeyPath, problem: str, data: dict[str, Any]) -> str:

@@ -48,12 +48,12 @@ class Reading:
         data = copy.deepcopy(self.document.data)
         for path in sorted(self.unusable, key=len, reverse=True):
             _remove(data, path)
-        given, schema_mistakes = validate(RunSpec, data)
+        run, schema_mistakes = validate(RunSpec, data)
         for wrong in schema_mistakes:
             if wrong.problem != "missing":
                 return None
             _put(data, wrong.path, _any_value(annotation_at(RunSpec, wrong.path)))
-        return from_plain(RunSpec, given or validate(RunSpec, data)[0]) if not self.document.partial else None
+        return from_plain(RunSpec, run or validate(RunSpec, data)[0]) if not self.document.partial else None
 
     def refusal(self, error: MeshwrightError, key: str, expected: str) -> Refusal:
         """`error` as a Refusal at the position of its key, else of the key that begins its message, else of `key`."""

@@ -165,9 +165,9 @@ def _nested(current: Any, steps: list[str], value: Any, path: KeyPath) -> Any:
         return items
     if path == ("plan",) and isinstance(current, str) and current != "auto":
         raise _CannotOverride("plan=auto before it, or a change in the plan file", f"a pin beside plan={current}")
-    known = current if isinstance(current, dict) else {}
-    inner = _nested(known.get(step), below, value, (*path, step))
-    return {**known, step: inner} if path == ("data", "mix") else {step: inner}
+    mapping = current if isinstance(current, dict) else {}
+    inner = _nested(mapping.get(step), below, value, (*path, step))
+    return {**mapping, step: inner} if path == ("data", "mix") else {step: inner}
 
 
 def _expand(document: Document, folder: Path, detect: Detect) -> None:
@@ -190,17 +190,17 @@ def _expand(document: Document, folder: Path, detect: Detect) -> None:
 
 
 def _expand_cluster(document: Document, folder: Path, detect: Detect) -> None:
-    given, position = document.get(("cluster",)), document.value_position(("cluster",))
-    if not isinstance(given, str):
+    cluster, position = document.get(("cluster",)), document.value_position(("cluster",))
+    if not isinstance(cluster, str):
         return
-    if given == "auto":
+    if cluster == "auto":
         document.put(("cluster",), detect(), position)
         return
-    file = folder / os.path.expanduser(given)
-    if given in cluster_names() and not os.path.isfile(file):
-        file = CLUSTER_PRESETS / f"{given}.yaml"
+    file = folder / os.path.expanduser(cluster)
+    if cluster in cluster_names() and not os.path.isfile(file):
+        file = CLUSTER_PRESETS / f"{cluster}.yaml"
     if not os.path.isfile(file):
-        close = nearest_file(given, ["auto", *cluster_names(), *_yaml_files(folder)])
+        close = nearest_file(cluster, ["auto", *cluster_names(), *_yaml_files(folder)])
         document.reject(("cluster",), "auto, a built-in cluster, an existing cluster file, or a section", nearest=close)
         return
     document.graft("cluster", read_yaml(file, os.path.normpath(file)))
@@ -209,20 +209,20 @@ def _expand_cluster(document: Document, folder: Path, detect: Detect) -> None:
 
 def _expand_profile(document: Document, folder: Path) -> None:
     """Makes the path of a profile absolute; it is relative to the file that names it, the run's or the cluster's."""
-    given = document.get(("cluster", "profile"))
-    if isinstance(given, str) and given != "none":
-        document.data["cluster"]["profile"] = os.path.abspath(folder / os.path.expanduser(given))
+    profile_name = document.get(("cluster", "profile"))
+    if isinstance(profile_name, str) and profile_name != "none":
+        document.data["cluster"]["profile"] = os.path.abspath(folder / os.path.expanduser(profile_name))
 
 
 def _expand_plan(document: Document, folder: Path) -> None:
-    given = document.get(("plan",))
-    if not isinstance(given, str) or given == "auto":
+    plan_value = document.get(("plan",))
+    if not isinstance(plan_value, str) or plan_value == "auto":
         return
-    file = folder / os.path.expanduser(given)
+    file = folder / os.path.expanduser(plan_value)
     if os.path.isfile(file):
         document.data["plan"] = os.path.abspath(file)
     else:
-        close = nearest_file(given, ["auto", *_yaml_files(folder)])
+        close = nearest_file(plan_value, ["auto", *_yaml_files(folder)])
         document.reject(("plan",), "auto, an existing plan file, or a section of pins", nearest=close)
 
 

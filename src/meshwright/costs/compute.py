@@ -2,7 +2,8 @@
 
 A matrix product (m, k, n) takes 2 m k n / (peak × share) × (1 + narrow × (1/m + 1/k + 1/n)). The last factor is the roofline's memory
 term: the bytes per FLOP of a product are proportional to the sum of its dimensions' inverses. If the number of multiprocessors is known,
-m n is rounded up to whole waves of tiles. Attention is priced by its FLOPs at its own share of the peak, everything else by its bytes.
+m n is rounded up to whole waves of tiles. The time of attention follows from its FLOPs at a separate share of the peak, that of all other
+operations from their bytes.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from meshwright.workload.layouts import ALL_BUT_ATTENTION, Layouts
 from meshwright.workload.model_shape import Shape
 from meshwright.workload.step_shape import step_shape
 
-KERNELS = 16.0
+KERNELS_WITH_TAIL = 16.0
 """Kernels of one layer's forward with a tail effect (matrix products, norms, activation, attention)."""
 
 MISALIGNED_HEAD = 1.35
 """Slow-down of products and attention if the head size is no multiple of 8."""
 
-ACTIVATION = 2 / 3
+ACTIVATION_BYTES_RATIO = 2 / 3
 """Bytes per element of an expert's activation function, relative to those of dispatch and combine.
 
 6 (two halves read, one result written) over 9 (read and written twice, and the sum).
 """
-BIASES = 20.0
-"""Bytes per element to add a routed expert's bias, expert by expert, in other stacks.
+BIAS_BYTES = 20.0
+"""Bytes per element to add a routed expert's bias, one expert after another, in other training stacks.
 
 Megatron-Core adds in fp32, concatenates and casts (`TEGroupedMLP._apply_bias`).
 """
@@ -105,15 +106,15 @@ def product_rate(machine: Machine, k: Constants) -> ProductRate:
         np.asarray(machine.low, dtype=np.int64),
         np.broadcast_arrays(1.0, k.gemm_low, k.gemm_block, k.gemm_fp4, k.gemm_low * k.gemm_rowwise),
     )
-    return _sustained(machine, k, machine.peak, low)
+    return _sustained_rate(machine, k, machine.peak, low)
 
 
-def _sustained(machine: Machine, k: Constants, peak: Array, format_share: Array = 1.0) -> ProductRate:
+def _sustained_rate(machine: Machine, k: Constants, peak: Array, format_share: Array = 1.0) -> ProductRate:
     share = np.minimum(k.gemm * format_share / k.slow, MAX_PEAK_SHARE)
     return ProductRate(peak * share, k.narrow, machine.multiprocessors)
 
 
-def _misaligned_heads(shape: Shape) -> Array:
+def _misaligned_head_slowdown(shape: Shape) -> Array:
     """Slow-down if the head size is no multiple of 8, so that tensor cores read unaligned operands.
 
     Source: BigScience's tables of 104B to 200B models, 33% to 44%.
@@ -125,7 +126,7 @@ def layer_times(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -
     """Seconds of one micro-batch, summed over all layers of the model (not divided into stages)."""
     step = step_shape(shape, layout)
     tokens, speed = step.tokens, product_rate(machine, k)
-    speed = replace(speed, flops=speed.flops / _misaligned_heads(shape))
+    speed = replace(speed, flops=speed.flops / _misaligned_head_slowdown(shape))
     memory = machine.hbm * k.hbm / k.slow
     width = layout.tensor
     products = ForwardBackward(0.0, 0.0)
@@ -137,7 +138,7 @@ def layer_times(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -
     per_element = k.moe_passes + np.where(layout.expert > 1, k.moe_spread, 0.0)
     routed = shape.moe_layers * tokens * shape.top_k * _routed_bytes(shape, layout, k, per_element) / memory / width
     quantised = np.where(machine.low > 0, tokens * shape.hidden * shape.layers * 8 * k.quantise / memory / width, 0.0)
-    tails = KERNELS * shape.layers * k.tail_us * 1e-6
+    tails = KERNELS_WITH_TAIL * shape.layers * k.tail_us * 1e-6
     forward = products.forward + core_forward + passes + routed + quantised + tails
     backward = products.backward + core_backward + 1.5 * passes + k.moe_back * routed + 1.5 * quantised + 1.5 * tails
     selective = np.where(k.compiled > 0, passes + tails / 2, core_forward)
@@ -147,7 +148,7 @@ def layer_times(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -
     rings = np.maximum(layout.sequence, across) * (width - 1) * k.ring_us
     tensor_host = np.where(width > 1, k.host_tensor_us, 0.0) + rings
     host = shape.layers * (k.host_us + tensor_host) * launches * 1e-6
-    logits = _sustained(machine, k, machine.half_peak).forward_backward(tokens, shape.hidden, shape.vocab / width)
+    logits = _sustained_rate(machine, k, machine.half_peak).forward_backward(tokens, shape.hidden, shape.vocab / width)
     loss = tokens * shape.vocab / width * k.logit_bytes / memory
     # The weight gradient of each chunk of logits is added to an fp32 sum (kernels.loss).
     sums = np.ceil(tokens / layout.loss_chunk) * shape.table_params / width * 8 * k.copies / memory
@@ -164,8 +165,10 @@ def _routed_bytes(shape: Shape, layout: Layouts, k: Constants, per_element: Arra
     They sort and sum its hidden vector (`per_element` bytes for each element), and apply the activation over the expert's
     width. For this program's engine the fitted `per_element` includes the activation.
     """
-    width = np.where(k.copies > 0, 0.0, ACTIVATION * shape.expert_ffn)
-    biases = shape.expert_bias * layout.host_sizes * BIASES * (shape.expert_in + (1 + shape.gated) * shape.expert_ffn)
+    width = np.where(k.copies > 0, 0.0, ACTIVATION_BYTES_RATIO * shape.expert_ffn)
+    biases = (
+        shape.expert_bias * layout.host_sizes * BIAS_BYTES * (shape.expert_in + (1 + shape.gated) * shape.expert_ffn)
+    )
     return (shape.hidden + width) * per_element + biases
 
 
@@ -199,6 +202,6 @@ def _attention_core(
     flops = 2 * pairs * (shape.query_width + shape.value_width) * fused
     head = shape.query_width / shape.heads
     small_heads = 1 + 32.0 / head
-    forward = flops / (machine.half_peak * k.attention) * k.slow * small_heads * _misaligned_heads(shape)
+    forward = flops / (machine.half_peak * k.attention) * k.slow * small_heads * _misaligned_head_slowdown(shape)
     scores = pairs * shape.heads * k.scores / memory
     return forward + scores, np.where(k.scores > 0, 2.0, 2.5) * forward + 2 * scores

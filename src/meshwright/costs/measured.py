@@ -1,7 +1,7 @@
 """Fits the cost model's constants to a machine's profile: a least-squares fit of each formula to its measurements.
 
 Shares are relative to the chip table's figures, or for a device that is not in the table to the best measured rate. If the
-cluster states another bandwidth (what would twice the links buy?), the measured share applies to it.
+run file states another bandwidth than the table, for example to predict twice the link speed, the measured share applies to that.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from meshwright.costs.offload_costs import host_share
 from meshwright.spec.chips import CHIPS, Chip
 from meshwright.spec.profile import AttentionTime, CollectiveTime, MachineProfile, ProductTime
 
-BACKWARD = 2.5
+ATTENTION_BACKWARD_RATIO = 2.5
 """Time of attention's backward relative to its forward: five products instead of two (Dao et al. 2022)."""
-SHORT = 32.0
+SMALL_HEAD_SIZE = 32.0
 """Head size at which attention takes twice as long for its FLOPs (costs.compute)."""
-HALF_RATE = {"fp64": ("fp32", 0.5), "bf16": ("fp32", 1.0), "fp16": ("bf16", 1.0)}
+RATE_OF_UNMEASURED_FORMAT = {"fp64": ("fp32", 0.5), "bf16": ("fp32", 1.0), "fp16": ("bf16", 1.0)}
 """Unmeasured format → (measured format, rate relative to it)."""
-RINGS = ("all_gather", "reduce_scatter")
+RING_OPERATIONS = ("all_gather", "reduce_scatter")
 """Operations to which link constants are fitted: those of sharded training."""
 
 
@@ -76,17 +76,17 @@ def _fits(profile: MachineProfile, number_format: str, slow: float, start_us: fl
     entries = [entry for entry in profile.products if entry.format == base]
     fitted: dict[str, Fit] = {}
     if entries:
-        fitted["matrix products"] = _products(entries, chip, chip.peak_flops[base], profile)
+        fitted["matrix products"] = _fit_products(entries, chip, chip.peak_flops[base], profile)
         narrow, gemm = (fitted["matrix products"].values[name] for name in ("narrow", "gemm"))
-        if low := [entry for entry in profile.products if entry.format == "fp8"]:
-            fitted["fp8 products"] = _low_products(low, chip, gemm, narrow)
+        if fp8_entries := [entry for entry in profile.products if entry.format == "fp8"]:
+            fitted["fp8 products"] = _fit_fp8_products(fp8_entries, chip, gemm, narrow)
     elif profile.corrections:
         fitted["matrix products"] = Fit({"slow": slow * correction(profile)}, 0, 0.0)
     if shapes := [entry for entry in profile.attention if entry.format == base]:
-        fitted["attention"] = _attention(shapes, chip.peak_flops[base])
-    fitted |= _memory(profile, chip)
-    fitted |= _links(profile, chip, start_us * 1e-6, link_us * 1e-6)
-    fitted |= _overlap(profile)
+        fitted["attention"] = _fit_attention(shapes, chip.peak_flops[base])
+    fitted |= _fit_memory(profile, chip)
+    fitted |= _fit_links(profile, chip, start_us * 1e-6, link_us * 1e-6)
+    fitted |= _fit_overlap(profile)
     if profile.host_links:
         widest = max(profile.host_links, key=lambda entry: entry.devices)
         # The measured rate is that of a device while all devices copy; the constant is the rate of a device alone.
@@ -107,7 +107,7 @@ def chip_of_profile(profile: MachineProfile) -> Chip:
     for entry in profile.products:
         rate = 2.0 * entry.m * entry.k * entry.n / min(entry.seconds, entry.burst_seconds)
         peaks[entry.format] = max(peaks.get(entry.format, 0.0), rate)
-    for name, (other, ratio) in HALF_RATE.items():
+    for name, (other, ratio) in RATE_OF_UNMEASURED_FORMAT.items():
         if name not in peaks and other in peaks:
             peaks[name] = ratio * peaks[other]
     share = profile.devices if profile.gpu == "cpu" else 1
@@ -116,8 +116,8 @@ def chip_of_profile(profile: MachineProfile) -> Chip:
     return Chip(
         profile.gpu, "cpu" if profile.gpu == "cpu" else "unknown", profile.memory_bytes // share, peaks or guess.peak_flops,
         hbm=max(profile.copy_bytes_per_s or 0.0, profile.pass_bytes_per_s or 0.0) or guess.hbm,
-        link=_best(profile, across=False) or guess.link,
-        nic=_best(profile, across=True) or guess.nic,
+        link=_best_ring_rate(profile, across=False) or guess.link,
+        nic=_best_ring_rate(profile, across=True) or guess.nic,
         per_node=profile.devices, domain=profile.devices, host=max(hosts, default=guess.host),
     )  # fmt: skip
 
@@ -157,7 +157,7 @@ def _measured_format(profile: MachineProfile, number_format: str) -> str:
     return "bf16" if "bf16" in measured else measured[0]
 
 
-def _products(entries: Sequence[ProductTime], chip: Chip, peak: float, profile: MachineProfile) -> Fit:
+def _fit_products(entries: Sequence[ProductTime], chip: Chip, peak: float, profile: MachineProfile) -> Fit:
     """Fits `gemm` and `narrow`: seconds × peak ÷ FLOPs = 1/gemm + narrow/gemm × the sum of the dimensions' inverses."""
     relative = np.array([entry.seconds * peak / _flops_in_waves(entry, chip) for entry in entries])
     inverses = np.array([1 / entry.m + 1 / entry.k + 1 / entry.n for entry in entries])
@@ -166,7 +166,7 @@ def _products(entries: Sequence[ProductTime], chip: Chip, peak: float, profile: 
     return Fit(values, len(entries), residual)
 
 
-def _low_products(entries: Sequence[ProductTime], chip: Chip, gemm: float, narrow: float) -> Fit:
+def _fit_fp8_products(entries: Sequence[ProductTime], chip: Chip, gemm: float, narrow: float) -> Fit:
     """Fits `gemm_low`, with `narrow` from the wider format."""
     relative = np.array([entry.seconds * chip.peak_flops["fp8"] / _flops_in_waves(entry, chip) for entry in entries])
     factor = np.array([1 + narrow * (1 / entry.m + 1 / entry.k + 1 / entry.n) for entry in entries])
@@ -179,16 +179,21 @@ def _flops_in_waves(entry: ProductTime, chip: Chip) -> float:
     return 2.0 * entry.k * float(in_waves(entry.m, entry.n, chip.multiprocessors))
 
 
-def _attention(entries: Sequence[AttentionTime], peak: float) -> Fit:
+def _fit_attention(entries: Sequence[AttentionTime], peak: float) -> Fit:
     """Fits `attention` to forward and backward together: causal FLOPs, with the cost model's factor for small heads."""
     flops = np.array([4.0 * entry.tokens * entry.span * entry.heads * entry.head_dim for entry in entries])
-    ideal = (1 + BACKWARD) * flops * (1 + SHORT / np.array([entry.head_dim for entry in entries])) / peak
+    ideal = (
+        (1 + ATTENTION_BACKWARD_RATIO)
+        * flops
+        * (1 + SMALL_HEAD_SIZE / np.array([entry.head_dim for entry in entries]))
+        / peak
+    )
     seconds = np.array([entry.forward_seconds + entry.backward_seconds for entry in entries])
     (constant,), residual = _nonnegative_fit(ideal[:, None], seconds)
     return Fit({"attention": 1 / constant}, len(entries), residual)
 
 
-def _memory(profile: MachineProfile, chip: Chip) -> dict[str, Fit]:
+def _fit_memory(profile: MachineProfile, chip: Chip) -> dict[str, Fit]:
     if profile.pass_bytes_per_s is None:
         return {}
     fitted = {"device memory": Fit({"hbm": profile.pass_bytes_per_s / chip.hbm}, 1, 0.0)}
@@ -197,28 +202,28 @@ def _memory(profile: MachineProfile, chip: Chip) -> dict[str, Fit]:
     return fitted
 
 
-def _links(profile: MachineProfile, chip: Chip, start: float, link: float) -> dict[str, Fit]:
+def _fit_links(profile: MachineProfile, chip: Chip, start: float, link: float) -> dict[str, Fit]:
     """Fits latency and bandwidth of rings inside a node, then across nodes with the former known.
 
     `start` and `link` are the default latencies in seconds.
     """
-    inside = [entry for entry in profile.collectives if entry.nodes == 1 and entry.op in RINGS]
-    across = [entry for entry in profile.collectives if entry.nodes > 1 and entry.op in RINGS]
+    inside = [entry for entry in profile.collectives if entry.nodes == 1 and entry.op in RING_OPERATIONS]
+    across = [entry for entry in profile.collectives if entry.nodes > 1 and entry.op in RING_OPERATIONS]
     fitted: dict[str, Fit] = {}
     if inside:
-        fitted["links inside a node"] = fit = _inside(inside, chip.link, start, link)
+        fitted["links inside a node"] = fit = _fit_node_links(inside, chip.link, start, link)
         start, link = fit.values["start_us"] * 1e-6, fit.values["link_us"] * 1e-6
     if across:
-        fitted["network"] = fit = _across(across, chip.nic, start, link)
+        fitted["network"] = fit = _fit_network(across, chip.nic, start, link)
         sums = [entry for entry in profile.collectives if entry.nodes > 1 and entry.op == "all_reduce"]
         if sums:
-            fitted["sums over the network"] = _sums(
+            fitted["sums over the network"] = _fit_all_reduce(
                 sums, fit.values["net"] * chip.nic, fit.values["net_us"] * 1e-6, start, link
             )
     return fitted
 
 
-def _inside(entries: Sequence[CollectiveTime], reference: float, start: float, link: float) -> Fit:
+def _fit_node_links(entries: Sequence[CollectiveTime], reference: float, start: float, link: float) -> Fit:
     """Fits `link`, `start_us` and `link_us`; if all groups have one size, the latencies keep the defaults' ratio."""
     seconds = np.array([entry.seconds for entry in entries])
     wire = np.array([(entry.ranks - 1) / entry.ranks * entry.bytes for entry in entries])
@@ -235,7 +240,7 @@ def _inside(entries: Sequence[CollectiveTime], reference: float, start: float, l
     return Fit(values, len(entries), residual)
 
 
-def _across(entries: Sequence[CollectiveTime], reference: float, start: float, link: float) -> Fit:
+def _fit_network(entries: Sequence[CollectiveTime], reference: float, start: float, link: float) -> Fit:
     """Fits `net` and `net_us`, the share of their members' ports that rings across nodes reach, and the latency of a step."""
     inner = np.array([start + (entry.ranks - entry.nodes) * link for entry in entries])
     seconds = np.array([entry.seconds for entry in entries])
@@ -249,7 +254,7 @@ def _across(entries: Sequence[CollectiveTime], reference: float, start: float, l
     return Fit(values, len(entries), _root_mean_square(predicted / seconds - 1))
 
 
-def _sums(entries: Sequence[CollectiveTime], rate: float, net: float, start: float, link: float) -> Fit:
+def _fit_all_reduce(entries: Sequence[CollectiveTime], rate: float, net: float, start: float, link: float) -> Fit:
     """Fits `net_sum`, the bandwidth of all-reduces relative to gathers. `rate` is a port's in gathers, in bytes/s.
 
     `net`, `start` and `link` are latencies in seconds: a step across nodes, a collective, a step inside a node.
@@ -270,14 +275,16 @@ def _sums(entries: Sequence[CollectiveTime], rate: float, net: float, start: flo
     return Fit({"net_sum": 1 / cost}, int(large.sum()), residual)
 
 
-def _overlap(profile: MachineProfile) -> dict[str, Fit]:
+def _fit_overlap(profile: MachineProfile) -> dict[str, Fit]:
     """Fits the slow-down of compute per second of communication beside it, inside a node and across nodes."""
     fitted: dict[str, Fit] = {}
     for name, constant, crosses in (("overlap", "overlap_tax", False), ("overlap across nodes", "net_tax", True)):
-        entries = [entry for entry in profile.interference if entry.op in RINGS and (entry.nodes > 1) == crosses]
+        entries = [
+            entry for entry in profile.interference if entry.op in RING_OPERATIONS and (entry.nodes > 1) == crosses
+        ]
         if entries:
-            taxes = [(entry.together_seconds - entry.compute_seconds) / entry.other_seconds for entry in entries]
-            tax = min(1.0, max(0.0, float(np.mean(taxes))))
+            slowdowns = [(entry.together_seconds - entry.compute_seconds) / entry.other_seconds for entry in entries]
+            tax = min(1.0, max(0.0, float(np.mean(slowdowns))))
             predicted = np.array(
                 [(entry.compute_seconds + tax * entry.other_seconds) / entry.together_seconds for entry in entries]
             )
@@ -285,9 +292,9 @@ def _overlap(profile: MachineProfile) -> dict[str, Fit]:
     return fitted
 
 
-def _best(profile: MachineProfile, *, across: bool) -> float | None:
+def _best_ring_rate(profile: MachineProfile, *, across: bool) -> float | None:
     """The highest measured rate of a ring in bytes/s: through a rank's link inside a node, or through its port across nodes."""
-    entries = [entry for entry in profile.collectives if (entry.nodes > 1) == across and entry.op in RINGS]
+    entries = [entry for entry in profile.collectives if (entry.nodes > 1) == across and entry.op in RING_OPERATIONS]
     rates = [(entry.ranks - 1) / entry.ranks * entry.bytes / entry.seconds for entry in entries]
     return max(
         (rate * (entry.nodes / entry.ranks if across else 1) for rate, entry in zip(rates, entries, strict=True)),

@@ -172,9 +172,9 @@ def _read_parquet(file: InputFile, text_key: str) -> Iterator[Document | BadDocu
             hint = f" (nearest: {near!r})" if near else ""
             yield BadDocument(file.name, f"no column {text_key!r}; columns: {', '.join(map(repr, columns))}{hint}")
             return
-        wanted = [text_key, *(["id"] if "id" in columns and text_key != "id" else [])]
+        column_names = [text_key, *(["id"] if "id" in columns and text_key != "id" else [])]
         number, row_count = 0, table.metadata.num_rows or 1
-        for batch in table.iter_batches(batch_size=1024, columns=wanted):
+        for batch in table.iter_batches(batch_size=1024, columns=column_names):
             for record in batch.to_pylist():
                 number += 1
                 identity = record.get("id")
@@ -235,12 +235,12 @@ def _directory_files(root: Path, exclude: Path | None) -> Iterator[InputFile]:
 def _walk(root: Path, skipped: set[str], exclude: Path | None) -> Iterator[Path]:
     excluded = exclude.resolve() if exclude else None
     for folder, folders, names in os.walk(root):
-        here = Path(folder)
-        kept = sorted(name for name in folders if name not in skipped and not name.startswith("."))
-        folders[:] = [name for name in kept if (here / name).resolve() != excluded]
+        parent = Path(folder)
+        visible = sorted(name for name in folders if name not in skipped and not name.startswith("."))
+        folders[:] = [name for name in visible if (parent / name).resolve() != excluded]
         for name in sorted(names):
-            if not name.startswith(".") and (here / name).is_file():
-                yield here / name
+            if not name.startswith(".") and (parent / name).is_file():
+                yield parent / name
 
 
 def _check_extras(files: list[InputFile]) -> None:

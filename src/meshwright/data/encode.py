@@ -69,14 +69,14 @@ def token_dtype(vocab_size: int) -> str:
 def _encode_pieces(
     pieces: Iterable[Piece], tokenizer: LoadedTokenizer, dtype: str, workers: int
 ) -> Iterator[tuple[Piece, np.ndarray]]:
-    waiting: deque[Future[list[tuple[Piece, np.ndarray]]]] = deque()
+    pending: deque[Future[list[tuple[Piece, np.ndarray]]]] = deque()
     with _one_thread_for_each_call(), ThreadPoolExecutor(workers, "encode") as pool:
         for batch in _batches(pieces):
-            waiting.append(pool.submit(_encode_batch, batch, tokenizer, dtype))
-            if len(waiting) >= 2 * workers:
-                yield from waiting.popleft().result()
-        while waiting:
-            yield from waiting.popleft().result()
+            pending.append(pool.submit(_encode_batch, batch, tokenizer, dtype))
+            if len(pending) >= 2 * workers:
+                yield from pending.popleft().result()
+        while pending:
+            yield from pending.popleft().result()
 
 
 def _encode_batch(batch: list[Piece], tokenizer: LoadedTokenizer, dtype: str) -> list[tuple[Piece, np.ndarray]]:
@@ -86,7 +86,7 @@ def _encode_batch(batch: list[Piece], tokenizer: LoadedTokenizer, dtype: str) ->
 
     contexts = ids_of([piece.context for piece in batch])
     ids = ids_of([piece.context + piece.text for piece in batch])
-    return [(piece, each[len(context) :]) for piece, context, each in zip(batch, contexts, ids, strict=True)]
+    return [(piece, tokens[len(context) :]) for piece, context, tokens in zip(batch, contexts, ids, strict=True)]
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -128,8 +128,10 @@ def _next_cut(text: str, near: int, tokenizer: LoadedTokenizer) -> tuple[int, st
         for match in islice(pattern.finditer(text, near, end), CUT_ATTEMPTS):
             cut = match.start()
             before, after = text[max(cut - CONTEXT, 0) : cut], text[cut : cut + CONTEXT]
-            together, left = tokenizer.tokenizer.encode_batch_fast([before + after, before], add_special_tokens=False)
-            if together.ids[: len(left.ids)] == left.ids:
+            with_context, alone_before = tokenizer.tokenizer.encode_batch_fast(
+                [before + after, before], add_special_tokens=False
+            )
+            if with_context.ids[: len(alone_before.ids)] == alone_before.ids:
                 return cut, before
     return near, ""
 

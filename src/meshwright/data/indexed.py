@@ -104,8 +104,8 @@ class IndexedFile:
         if len(wrong):
             at = int(wrong[0])
             offset = HEADER.size + 4 * self.sequences + 8 * at
-            what = f"sequence {at} to start at byte {expected[at]} of the .bin, found {pointers[at]}"
-            raise Damaged(f"{self.idx_path}: offset {offset}: expected {what}")
+            difference = f"sequence {at} to start at byte {expected[at]} of the .bin, found {pointers[at]}"
+            raise Damaged(f"{self.idx_path}: offset {offset}: expected {difference}")
         if np.any(np.diff(self._document_starts.read(0, len(self._document_starts))) < 0):
             raise Damaged(f"{self.idx_path}: document starts do not ascend")
 
@@ -149,10 +149,10 @@ class IndexedFile:
         documents = Entries(self._idx, np.dtype("<i8"), documents_at, entries)
         for at, expected, offset in ((0, 0, documents_at), (-1, self.sequences, documents_at + 8 * (entries - 1))):
             if documents[at] != expected:
-                what = (
+                difference = (
                     f"document entry {'0' if at == 0 else entries - 1} to be sequence {expected}, found {documents[at]}"
                 )
-                raise Damaged(f"{self.idx_path}: offset {offset}: expected {what}")
+                raise Damaged(f"{self.idx_path}: offset {offset}: expected {difference}")
         return lengths, pointers, documents
 
     def _check_end(self) -> int:

@@ -41,8 +41,8 @@ class MicroBatch:
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
         """A copy with `change` applied to each tensor."""
-        given = {name: getattr(self, name) for name in ("tokens", "targets", "positions", "documents")}
-        return replace(self, **{name: change(tensor) for name, tensor in given.items() if tensor is not None})
+        tensors = {name: getattr(self, name) for name in ("tokens", "targets", "positions", "documents")}
+        return replace(self, **{name: change(tensor) for name, tensor in tensors.items() if tensor is not None})
 
 
 @dataclass(frozen=True)
@@ -151,8 +151,8 @@ class Loader:
 
     def _read_step(self, sample: int) -> list[MicroBatch]:
         self.source.begin_step(range(sample, sample + self.global_batch))
-        mine = rank_samples(sample, self.global_batch, self.data_rank, self.data_ranks)
-        starts = mine[:: self.micro_batch]
+        rank_indices = rank_samples(sample, self.global_batch, self.data_rank, self.data_ranks)
+        starts = rank_indices[:: self.micro_batch]
         return [self._micro_batch(self.source.samples(range(start, start + self.micro_batch))) for start in starts]
 
     def _micro_batch(self, batch: Batch) -> MicroBatch:
@@ -183,11 +183,11 @@ class Loader:
         stream = torch.cuda.current_stream(self.device)
         stream.wait_event(ahead.copy_done)
 
-        def used(tensor: torch.Tensor) -> torch.Tensor:
+        def record_use(tensor: torch.Tensor) -> torch.Tensor:
             tensor.record_stream(stream)
             return tensor
 
-        return [micro.map(used) for micro in ahead.step]
+        return [micro.map(record_use) for micro in ahead.step]
 
 
 def _with_index(device: torch.device) -> torch.device:

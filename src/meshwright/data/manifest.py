@@ -248,8 +248,8 @@ def _check_shard(stem: Path, record: Shard | None) -> IndexedFile:
             path = shard_files(stem)[key]
             actual = path.stat().st_size if path.is_file() else None
             if actual != record.bytes[key]:
-                what = "no file" if actual is None else str(actual)
-                raise Damaged(f"{path}: expected {record.bytes[key]} bytes (by the manifest), found {what}")
+                actual_size = "no file" if actual is None else str(actual)
+                raise Damaged(f"{path}: expected {record.bytes[key]} bytes (by the manifest), found {actual_size}")
     file = IndexedFile(stem)
     if record is None:
         file.check_layout()

@@ -164,7 +164,7 @@ def _write_shards(
     """Read, encode and write every document that is not in a finished shard."""
     pending: deque[tuple[str, int]] = deque()  # (split, number) of each document in the encoder
 
-    def wanted() -> Iterator[Document]:
+    def unfinished_documents() -> Iterator[Document]:
         for number, document in enumerate(_documents(files, preparation.text_key, bad, passed)):
             split = preparation.split_of(document.key)
             if number > writers[split].done_through:
@@ -174,7 +174,7 @@ def _write_shards(
     dtype = token_dtype(tokenizer.record.vocab_size)
     with (
         progress("preparing", sum(file.size for file in files), shown) as report,
-        closing(encode_documents(wanted(), tokenizer, dtype, workers)) as encoded_documents,
+        closing(encode_documents(unfinished_documents(), tokenizer, dtype, workers)) as encoded_documents,
     ):
         for encoded in encoded_documents:
             split, number = pending.popleft()

@@ -39,11 +39,11 @@ class _Meter:
         if self._started is None:
             self._started, self._first = now, (done, tokens)
         seconds, sums = now - self._started, f"{documents:,} documents, {tokens / 1e6:.1f} M tokens"
-        read, made = done - self._first[0], tokens - self._first[1]
-        if seconds <= 0 or read <= 0:
+        read_bytes, new_tokens = done - self._first[0], tokens - self._first[1]
+        if seconds <= 0 or read_bytes <= 0:
             return sums
-        rates = f"{read / seconds / 1e6:.1f} MB/s, {made / seconds:,.0f} tokens/s"
-        return f"{sums}, {rates}, {timedelta(seconds=round((self.total - done) / read * seconds))} left"
+        rates = f"{read_bytes / seconds / 1e6:.1f} MB/s, {new_tokens / seconds:,.0f} tokens/s"
+        return f"{sums}, {rates}, {timedelta(seconds=round((self.total - done) / read_bytes * seconds))} left"
 
 
 @contextmanager
@@ -67,9 +67,9 @@ def _lines(title: str, total_bytes: int) -> Report:
 
     def report(done: int, documents: int, tokens: int) -> None:
         nonlocal last
-        words, now = meter.words(done, documents, tokens), time.monotonic()
+        figures, now = meter.words(done, documents, tokens), time.monotonic()
         if now - last >= SECONDS_BETWEEN_LINES:
             last = now
-            sys.stderr.write(f"{title}: {done / meter.total:.0%}, {words}\n")
+            sys.stderr.write(f"{title}: {done / meter.total:.0%}, {figures}\n")
 
     return report

@@ -60,14 +60,16 @@ class Preparation:
     def describe(self, files: list[InputFile]) -> dict[str, Any]:
         """The request as the manifest records it."""
         listing = "\n".join(f"{file.name}\t{file.size}" for file in files)
-        given = None if self.tokenizer.startswith(TRAIN_PREFIX) else digest_file(tokenizer_file(Path(self.tokenizer)))
+        tokenizer_digest = (
+            None if self.tokenizer.startswith(TRAIN_PREFIX) else digest_file(tokenizer_file(Path(self.tokenizer)))
+        )
         return {
             "inputs": list(self.inputs),
             "input_files": len(files),
             "input_bytes": sum(file.size for file in files),
             "input_digest": digest(listing.encode("utf-8", "surrogateescape")),
             "tokenizer": self.tokenizer,
-            "tokenizer_digest": given,
+            "tokenizer_digest": tokenizer_digest,
             "eos": self.eos,
             "held_out": self.held_out,
             "text_key": self.text_key,
@@ -78,8 +80,8 @@ class Preparation:
 def finished_manifests(preparation: Preparation) -> dict[str, Manifest]:
     """The manifests in `preparation.out` if every split is complete, else empty."""
     directories = preparation.directories()
-    whole = all((directory / MANIFEST).is_file() for directory in directories.values())
-    if not whole or (preparation.out / UNFINISHED).exists():
+    complete = all((directory / MANIFEST).is_file() for directory in directories.values())
+    if not complete or (preparation.out / UNFINISHED).exists():
         return {}
     return {split: Manifest.read(directory) for split, directory in directories.items()}
 
@@ -117,9 +119,9 @@ def _check_unused(out: Path, request: dict[str, Any]) -> None:
         if (directory / MANIFEST).is_file():
             check_same(out, Manifest.read(directory).request, request)
             raise BadInput(f"{out}: a part of what was prepared here is missing; choose another --out or remove it")
-    others = sorted(entry.name for entry in out.iterdir() if not entry.name.startswith((".", UNFINISHED)))
-    if others:
-        raise BadInput(f"{out}: is not empty (it holds {others[0]}); choose an empty or new directory for --out")
+    other_entries = sorted(entry.name for entry in out.iterdir() if not entry.name.startswith((".", UNFINISHED)))
+    if other_entries:
+        raise BadInput(f"{out}: is not empty (it holds {other_entries[0]}); choose an empty or new directory for --out")
 
 
 def forget(out: Path) -> None:

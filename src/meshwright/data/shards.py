@@ -30,10 +30,10 @@ def recover_journal(out: Path) -> list[JournalLine]:
     if not path.is_file():
         return []
     content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if whole != content:
-        write_durable(path, whole)
-    entries: list[dict[str, Any]] = [json.loads(line) for line in whole.splitlines()]
+    complete_lines = content[: content.rfind(b"\n") + 1]
+    if complete_lines != content:
+        write_durable(path, complete_lines)
+    entries: list[dict[str, Any]] = [json.loads(line) for line in complete_lines.splitlines()]
     return [JournalLine(line["split"], line["through"], Shard(**line["shard"])) for line in entries]
 
 

@@ -181,11 +181,11 @@ class DataSource:
         """Bytes of text for each token drawn, or None when a source does not know: loss / (bytes_per_token * ln 2) is
         bits per byte.
         """
-        known = [source.bytes_per_token for source in self._ordered]
+        ratios = [source.bytes_per_token for source in self._ordered]
         shares = self.mixture.counts / self.mixture.counts.sum()
-        if any(value is None for value in known):
+        if any(value is None for value in ratios):
             return None
-        return float(sum(share * value for share, value in zip(shares, known, strict=True) if value is not None))
+        return float(sum(share * value for share, value in zip(shares, ratios, strict=True) if value is not None))
 
     def record(self) -> dict[str, dict[str, str | None]]:
         """The record of each source in a checkpoint: the digests of its content and tokenizer, and the one its order follows from."""
@@ -209,13 +209,13 @@ class DataSource:
         """
         draws = self.mixture.draws(np.asarray(indices, dtype=np.int64))
         for number, source in enumerate(self._ordered):
-            here = draws.source == number
-            epoch = int(draws.epoch[here].max(initial=-1))
+            of_source = draws.source == number
+            epoch = int(draws.epoch[of_source].max(initial=-1))
             if epoch not in (-1, self._epochs[number]):
                 self._epochs[number] = epoch
                 source.check_sizes()
             if self._verifier is not None:
-                self._verify(number, source.stream.files_of(draws.window[here], self.seq_len))
+                self._verify(number, source.stream.files_of(draws.window[of_source], self.seq_len))
         if self._verifier is not None:
             self._verifier.check()
 
@@ -317,9 +317,9 @@ def _validation_paths(spec: DataSpec, train: dict[str, Path], seq_len: int) -> d
 
 
 def _check_tokenizers(sources: Sequence[Source], vocab_size: int | None) -> None:
-    known = [(source, source.directory.manifest.tokenizer) for source in sources if source.directory.manifest]
-    for source, tokenizer in known:
-        first, expected = known[0]
+    tokenizers = [(source, source.directory.manifest.tokenizer) for source in sources if source.directory.manifest]
+    for source, tokenizer in tokenizers:
+        first, expected = tokenizers[0]
         if tokenizer.digest != expected.digest:
             paths = f"{first.directory.path} and {source.directory.path}"
             raise BadInput(

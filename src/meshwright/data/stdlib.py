@@ -25,9 +25,9 @@ def ensure_stdlib(folder: Path, vocab: int = VOCABULARY, *, shown: bool = False)
     preparation = Preparation((STDLIB,), f"{TRAIN_PREFIX}{vocab}", folder, held_out=HELD_OUT_FRACTION)
     for manifest in finished_manifests(preparation).values():
         if manifest.request["tokenizer"] != preparation.tokenizer:
-            made = manifest.request["tokenizer"]
+            earlier_request = manifest.request["tokenizer"]
             raise BadInput(
-                f"{folder}: prepared with tokenizer {made}, asked for {preparation.tokenizer}; choose another folder"
+                f"{folder}: prepared with tokenizer {earlier_request}, asked for {preparation.tokenizer}; choose another folder"
             )
         return folder
     prepare(preparation.inputs, preparation.tokenizer, folder, held_out=preparation.held_out, shown=shown, wait=True)

@@ -30,13 +30,13 @@ class Vocabulary:
     def difference(self, other: Vocabulary) -> str:
         """The first token or rule that differs from the other vocabulary's, in words; empty where none does."""
         for number in sorted(self.tokens.keys() | other.tokens.keys()):
-            here, there = self.tokens.get(number), other.tokens.get(number)
-            if here != there:
-                return f"token {number} is {_quoted(here)} in the first and {_quoted(there)} in the second"
+            ours, theirs = self.tokens.get(number), other.tokens.get(number)
+            if ours != theirs:
+                return f"token {number} is {_quoted(ours)} in the first and {_quoted(theirs)} in the second"
         for number in range(max(len(self.rules), len(other.rules))):
-            here, there = ((rules[number : number + 1] or (None,))[0] for rules in (self.rules, other.rules))
-            if here != there:
-                return f"merge {number} is {_quoted(here)} in the first and {_quoted(there)} in the second"
+            ours, theirs = ((rules[number : number + 1] or (None,))[0] for rules in (self.rules, other.rules))
+            if ours != theirs:
+                return f"merge {number} is {_quoted(ours)} in the first and {_quoted(theirs)} in the second"
         return ""
 
 

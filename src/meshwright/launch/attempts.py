@@ -10,10 +10,11 @@ from meshwright.checkpoint.verify import list_checkpoints
 from meshwright.durable.writes import write_durable
 from meshwright.launch.coordinator import read_state
 from meshwright.launch.folder import take_over
-from meshwright.launch.prepare import Prepared
+from meshwright.launch.prepare import Prepared, training_plan
 from meshwright.policies.hang import CPU_SECONDS, GPU_SECONDS
 from meshwright.policies.restart import RestartPolicy
 from meshwright.policies.supervision import Rules, State
+from meshwright.spec.errors import attach_key
 from meshwright.spec.fields import to_plain
 from meshwright.spec.run import Assignment, RunSpec
 
@@ -21,7 +22,7 @@ from meshwright.spec.run import Assignment, RunSpec
 def rules_of(run: RunSpec) -> Rules:
     """The settings of a run that decide about its restarts."""
     policy = RestartPolicy(run.supervision.restarts, run.supervision.on_repeated_failure)
-    return Rules(run.cluster.nodes, run.train.global_batch, policy)
+    return Rules(run.cluster.nodes, run.train.global_batch, policy, run.supervision.wait_seconds)
 
 
 def hang_seconds(run: RunSpec) -> float:
@@ -42,12 +43,18 @@ def job_state(folder: Path) -> State:
         return opening_state(folder)
     if earlier.status == "preparing":  # its ranks have not begun
         earlier = replace(earlier, status="gathering", attempt=earlier.attempt - 1)
-    return replace(earlier, checkpoints=checkpoint_steps(folder), ready=())
+    return replace(earlier, checkpoints=checkpoint_steps(folder), ready=(), not_before=0.0, short_since=None)
 
 
-def prepared_before(folder: Path) -> Prepared:
-    """The run of a job that goes on, as its first attempt was prepared."""
-    return Prepared(Assignment.read(folder / "assignment.json"), folder, resumes=True)
+def prepared_before(run: RunSpec, folder: Path) -> Prepared:
+    """The run of a job that goes on, on all its hosts, as its last attempt was prepared."""
+    last = Assignment.read(folder / "assignment.json")
+    first = replace(
+        last, run=replace(last.run, cluster=replace(last.run.cluster, nodes=run.cluster.nodes), plan=run.plan)
+    )
+    if last.run.cluster.nodes != run.cluster.nodes:
+        first = replace(first, plan=training_plan(first.run, lambda text: None))
+    return Prepared(first, folder, resumes=True)
 
 
 def checkpoint_steps(folder: Path) -> tuple[int, ...]:
@@ -63,7 +70,7 @@ def write_attempt(prepared: Prepared, state: State) -> Path:
     first = prepared.assignment
     lease = first.lease if state.attempt == 1 else take_over(prepared.folder)
     assignment = replace(
-        first,
+        _on_hosts(first, len(state.members)),
         lease=lease,
         attempt=state.attempt,
         resume_at_most=state.restart.resume_at_most,
@@ -72,3 +79,15 @@ def write_attempt(prepared: Prepared, state: State) -> Path:
     file = prepared.folder.absolute() / "assignment.json"
     write_durable(file, json.dumps(to_plain(assignment)))
     return file
+
+
+def _on_hosts(first: Assignment, hosts: int) -> Assignment:
+    """The run's assignment on `hosts` hosts, with a new Plan if these are not all: the same batch and samples."""
+    run = first.run
+    if hosts == run.cluster.nodes:
+        return first
+    run = replace(
+        run, cluster=replace(run.cluster, nodes=hosts), plan="auto" if isinstance(run.plan, str) else run.plan
+    )
+    with attach_key("supervision.wait_seconds"):
+        return replace(first, run=run, plan=training_plan(run, lambda text: None))

@@ -39,7 +39,7 @@ from meshwright.policies.supervision import (
     Trained,
     decide,
 )
-from meshwright.spec.errors import EXIT_COMMUNICATION
+from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE
 from meshwright.spec.failures import as_meshwright_error
 from meshwright.spec.fields import from_plain, to_plain
 
@@ -61,6 +61,7 @@ class Attempt:
     assignment: str = ""
     address: str = ""
     port: int = 0
+    failed: bool = False
     failed_at: float | None = None
     cause: str = ""
 
@@ -130,7 +131,10 @@ class Coordinator:
         for host in [host for host, seen in self._seen.items() if now - seen > SILENT_SECONDS]:
             del self._seen[host]
             self._reports.pop(host, None)
-            self._apply(Lost(host, f"host {host} has not answered for {SILENT_SECONDS:g} s"), now)
+            text = f"host {host} has not answered for {SILENT_SECONDS:g} s"
+            if self.state.status == "ending" and host in self.state.members:  # its peers failed first
+                write_line(f"meshwright: {text}; it is lost")
+            self._apply(Lost(host, text), now)
         if self._stop:
             self._apply(StopRequested(STOP_EXIT_CODES[self._stop]), now)
         if self._preparation is not None and self._preparation.done():
@@ -154,10 +158,12 @@ class Coordinator:
             yield Ready(report.host, ready)
         if report.stop:
             yield StopRequested(report.stop)
+        state = self.state  # the events above may have begun the preparation of another attempt
         if report.attempt != state.attempt or report.host not in state.members:
             return
         for rank in report.ranks:
             self._attempt.ranks[rank.rank] = rank
+            self._attempt.failed |= rank.failed
             self._follow(rank, now)
         if not state.trained and any(rank.last_step for rank in report.ranks):
             yield Trained()
@@ -172,8 +178,8 @@ class Coordinator:
         ended = [
             report.host for report in reports if report is not None and report.ended and report.attempt == state.attempt
         ]
-        ranks = [attempt.ranks[rank] for rank in sorted(attempt.ranks)]
-        if state.status == "running" and any(rank.failed for rank in ranks):
+        if state.status == "running" and attempt.failed:
+            ranks = [attempt.ranks[rank] for rank in sorted(attempt.ranks)]
             attempt.failed_at = attempt.failed_at or now
             codes = exit_codes(ranks)
             over = len(ended) == len(state.members)
@@ -235,6 +241,9 @@ class Coordinator:
                     first = self._reports[state.members[0]]
                     self._attempt = Attempt(state.attempt, address=first.address, port=first.port)
                     self._watch = HangWatch(self._hang_seconds)
+                    if len(state.members) < self._rules.hosts:
+                        count = f"{len(state.members)} of {self._rules.hosts} hosts"
+                        write_line(f"meshwright: the run continues on {count}, with a new plan")
                     self._preparation = self._thread.submit(self._prepare, state)
                 case End(incident):
                     self._attempt.cause = incident.cause
@@ -282,6 +291,9 @@ class Coordinator:
         source = f"from the checkpoint of step {newest}" if newest else "from the start, as there is no checkpoint yet"
         if state.restart.skip_step is not None:
             source += f", without the samples of step {state.restart.skip_step}"
+        if incident.code == EXIT_DONE:
+            write_line(f"meshwright: {incident.cause}; the run continues on them {source}")
+            return
         parts.append(f"restart {len(state.incidents)} of {self._rules.policy.restarts} {source}")
         write_line(f"meshwright: {'; '.join(parts)}")
 

@@ -11,8 +11,9 @@ from meshwright.checkpoint.state import decode_state
 from meshwright.checkpoint.verify import list_checkpoints, newest_checkpoint, read_verified
 from meshwright.data.source import DataSource
 from meshwright.data.vocabulary import Vocabulary, read_vocabulary
+from meshwright.policies.skipped_samples import SampleRange, merge_skips
 from meshwright.spec.errors import BadInput, Damaged
-from meshwright.spec.run import RunSpec
+from meshwright.spec.run import Assignment, RunSpec
 
 STATE_BYTES = 256 << 20
 Note = Callable[[str], None]
@@ -85,13 +86,26 @@ def _vocabulary_of(init: str) -> Vocabulary | None:
 
 def recorded_corpus(folder: Path) -> tuple[Path | None, dict[str, Any] | None]:
     """The newest checkpoint of a run's folder with a readable state, and its record of the corpus."""
+    path, state = _newest_state(folder)
+    return path, state.get("data")
+
+
+def skipped_samples(folder: Path) -> tuple[SampleRange, ...]:
+    """The samples that the run in `folder` leaves out, from its assignment and its newest checkpoint."""
+    file = folder / "assignment.json"
+    assigned = Assignment.read(file).skip_samples if file.is_file() else ()
+    return merge_skips(assigned, _newest_state(folder)[1].get("skip_samples", ()))
+
+
+def _newest_state(folder: Path) -> tuple[Path | None, dict[str, Any]]:
+    """The newest checkpoint with a readable state, and this state; None and no values without any."""
     for entry in reversed(list_checkpoints(folder, contents=False)):
         if not entry["ok"]:
             continue
         path = Path(entry["path"])
         try:
             state = read_verified(path, read_manifest(path), STATE, STATE_BYTES)
-            return path, decode_state(state, path / STATE).get("data")
+            return path, decode_state(state, path / STATE)
         except Damaged:  # the ranks report it and load an older checkpoint
             continue
-    return None, None
+    return None, {}

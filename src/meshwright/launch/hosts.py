@@ -34,6 +34,7 @@ from meshwright.launch.coordinator import Coordinator
 from meshwright.launch.folder import folder_lock
 from meshwright.launch.local import POLL_SECONDS, forward_signals, rank_starter
 from meshwright.launch.machine import check_devices
+from meshwright.launch.orphans import end_orphans
 from meshwright.launch.reports import Directive, Report
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, BadInput
 from meshwright.spec.fields import from_plain, to_plain
@@ -67,7 +68,7 @@ def run_coordinator(
     folder = runs / run.name
     with closing(listener), folder_lock(folder):
         state = job_state(folder)
-        prepared = prepared_before(folder) if state.attempt else prepare_run(run, runs, profile=None, note=note)
+        prepared = prepared_before(run, folder) if state.attempt else prepare_run(run, runs, profile=None, note=note)
         if prepared is None:
             return EXIT_DONE
         announce(prepared)
@@ -92,9 +93,12 @@ def run_coordinator(
 
 def _coordinate(coordinator: Coordinator, server: ControlServer) -> None:
     """Serve agents until the job is over and they know it, or until there are none."""
-    heard = time.monotonic()
+    heard = ticked = time.monotonic()
     while coordinator.code is None:
         server.serve(POLL_SECONDS)
+        if time.monotonic() - ticked < POLL_SECONDS:  # reports arrive more often in a large job
+            continue
+        ticked = time.monotonic()
         coordinator.tick()
         if coordinator.hosts:
             heard = time.monotonic()
@@ -128,6 +132,7 @@ def run_agent(run: RunSpec, words: Sequence[str], runs: Path) -> int:
     """
     address, token = coordinator_address(os.environ.get(COORDINATOR_VARIABLE)), job_token()
     check_devices(run.cluster)
+    end_orphans(runs / run.name)
     coordinator = partial(_start_coordinator, address, [*words, "--runs", str(runs)])
     own_address = _reach(address, coordinator)
     start = rank_starter(run.cluster, runs / run.name, own_address)

@@ -17,6 +17,7 @@ from meshwright.launch.coordinator import Coordinator
 from meshwright.launch.folder import folder_lock
 from meshwright.launch.local import POLL_SECONDS, Listener, forward_signals, rank_starter
 from meshwright.launch.machine import check_devices
+from meshwright.launch.orphans import end_orphans
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_REPEATED, BadInput, Interrupted
 from meshwright.spec.run import RunSpec
 
@@ -59,6 +60,7 @@ def run_job(
     start = rank_starter(run.cluster, folder)
     with folder_lock(folder), closing(Agent(HOST, start, listener=guard, spares=run.supervision.restarts > 0)) as agent:
         guard.agent = agent
+        end_orphans(folder)
         from meshwright.launch.prepare import prepare_run  # during the imports of the ranks
 
         prepared = prepare_run(run, runs, profile=profile, note=note, timeline=timeline)

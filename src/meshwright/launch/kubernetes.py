@@ -8,12 +8,11 @@ from textwrap import indent
 from typing import Any
 
 from meshwright.config.yaml_positions import dump_yaml
+from meshwright.launch.control import COORDINATOR_VARIABLE, TOKEN_VARIABLE
 from meshwright.launch.scheduler_job import (
-    COORDINATOR_VARIABLE,
     KEPT_FILES,
     REQUEUE_CODES,
     STOP_CODES,
-    TOKEN_VARIABLE,
     SchedulerJob,
 )
 from meshwright.spec.errors import BadInput

@@ -29,10 +29,6 @@ STOP_CODES = (EXIT_BAD_INPUT, EXIT_NO_RESOURCES, EXIT_DAMAGED, EXIT_NUMERICAL, E
 """Exit codes after which another start fails in the same way, or a person ended the run: the scheduler starts nothing."""
 REQUEUE_CODES = (EXIT_PREEMPTED,)
 """Exit codes after which the scheduler starts the job again, without counting. It counts the starts after all others."""
-COORDINATOR_VARIABLE = "MESHWRIGHT_COORDINATOR"
-"""HOST:PORT of the coordinator, which the agent on that host runs."""
-TOKEN_VARIABLE = "MESHWRIGHT_TOKEN_FILE"
-"""File with the job token that agents and coordinator share."""
 STOP_MARGIN_SECONDS = 15
 """For the processes to end after the last checkpoint and the other ranks."""
 UNKNOWN_STEP_SECONDS = 60.0

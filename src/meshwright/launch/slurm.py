@@ -5,12 +5,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
+from meshwright.launch.control import COORDINATOR_VARIABLE, TOKEN_VARIABLE
 from meshwright.launch.scheduler_job import (
-    COORDINATOR_VARIABLE,
     LONGEST_NOTICE,
     REQUEUE_CODES,
     STOP_CODES,
-    TOKEN_VARIABLE,
     SchedulerJob,
 )
 from meshwright.spec.errors import EXIT_INTERRUPTED

@@ -28,36 +28,36 @@ from meshwright.spec.nodes import node_type_runs
 from meshwright.spec.plan import PlanPins
 from meshwright.spec.run import RunSpec
 
-GAIN = 1.02
-"""The planner uses a part of the devices if a step on all of them takes more than this many times as long."""
+MIN_SPEEDUP = 1.02
+"""The planner uses a part of the devices only if its step is faster than a step on all devices by more than this factor."""
 MAX_BOUNDS, MAX_SEARCHES, MAX_PLANS = 6, 4, 2
-"""Most parts of which the lower bound is computed, which are searched, and of which a plan is found."""
+"""Most parts whose lower bound the planner computes, most that it searches, and most plans that it needs to find."""
 MAX_INNER_RANKS = 64
-"""Most devices per data rank of the parts that are tried."""
+"""Most devices per data rank (tensor × context × pipeline ranks) in the parts that are tried."""
 MAX_NODE_TYPES = 4
-"""Node types up to which every subset of them is tried, and nodes up to which each is named in a sentence."""
+"""Node types up to which the planner tries every subset; also, nodes up to which a sentence lists each one."""
 
 
 @dataclass(frozen=True)
 class Idle:
-    """Devices that a plan leaves idle, and why."""
+    """Devices that a plan does not use, and the reason."""
 
     used: int
     devices: int
     """Of the whole cluster."""
     reason: str
     seconds_with_all: float | None
-    """A step of the best plan over all devices; None where there is none, or its time is not known."""
+    """Step time of the best plan over all devices; None if no plan fits or its time is not known."""
     ranks_by_node: tuple[int, ...]
-    """Ranks on each node that the plan uses, most first."""
+    """Ranks on each node that the plan uses, largest first."""
     settings: str
     """The keys of the run file that describe the part, as the command line takes them."""
     start: str
-    """How to train on the part."""
+    """Sentence that says how to start training on the part."""
 
     @property
     def sentence(self) -> str:
-        return f"uses {self.used:,} of {self.devices:,} devices ({nodes_in_words(self.ranks_by_node)}): {self.reason}"
+        return f"uses {self.used:,} of {self.devices:,} devices ({describe_nodes(self.ranks_by_node)}): {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -71,16 +71,16 @@ class Choice:
 
 
 def choose_devices(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = True) -> Choice:
-    """The best plan for `run` on all devices, or on a part of them that is more than 2% faster or alone has a plan.
+    """The best plan for `run` on all devices, or on a part of them if that is more than 2% faster or only a part has a plan.
 
-    Raises as `search` does on all devices if no part has a plan either.
+    If neither all devices nor a part have a plan, raises the error of `search` on all devices.
     """
     whole, failure = None, None
     try:
         whole = search(run, memory_bytes=memory_bytes, trainable=trainable)
     except (BadInput, OutOfResources) as error:
         failure = error
-    limit = whole.best.seconds / GAIN if whole else inf
+    limit = whole.best.seconds / MIN_SPEEDUP if whole else inf
     if whole and (is_guessed(run.cluster) or limit == inf):
         return Choice(run, whole)
     parts_with_plans: list[tuple[RunSpec, Answer]] = []
@@ -111,8 +111,8 @@ def choose_devices(run: RunSpec, *, memory_bytes: int | None = None, trainable: 
     return Choice(part, answer, idle)
 
 
-def nodes_in_words(ranks_by_node: Sequence[int]) -> str:
-    """Devices of each node in words: "6, 6 and 4 on 3 nodes", "8 on each of 64 nodes"."""
+def describe_nodes(ranks_by_node: Sequence[int]) -> str:
+    """Devices of each node as text: "6, 6 and 4 on 3 nodes", "8 on each of 64 nodes"."""
     nodes = len(ranks_by_node)
     if len(set(ranks_by_node)) == 1:
         return f"{ranks_by_node[0]} on each of {nodes:,} nodes" if nodes > 1 else "on one node"
@@ -129,7 +129,7 @@ class _Part:
     speed: float
     """Sum over its devices of their speed, relative to the slowest node type."""
     share: float
-    """Share of that speed which remains when batch and layers are divided over this number of devices."""
+    """Fraction of that speed that remains after batch and layers are divided over the devices; uneven division lowers it."""
 
 
 def _promising_parts(run: RunSpec, limit: float, trainable: bool) -> list[tuple[RunSpec, float]]:
@@ -143,7 +143,7 @@ def _promising_parts(run: RunSpec, limit: float, trainable: bool) -> list[tuple[
         smaller = replace(run, cluster=part.cluster)
         try:
             bound = seconds_bound(smaller, trainable=trainable)
-        except BadInput:  # its devices lack the dtype, or have no known rates
+        except BadInput:  # the part's devices do not support the dtype, or their rates are unknown
             continue
         if bound < limit:
             bounded.append((smaller, bound))
@@ -158,33 +158,33 @@ def _single_device_seconds(run: RunSpec) -> float:
     pins, speeds = pins_of(run), node_type_speeds(run.model, run.train, run.cluster)
     formats = PlanPins(compute=pins.compute, linear=pins.linear, gather=pins.gather)
     single = replace(run.cluster, nodes=1, gpus_per_node=1, groups=(), emulate_nodes=1)
-    plain = speeds.get(node_type_runs(single)[0][0], 1.0)
-    return seconds_bound(replace(run, cluster=single, plan=formats), trainable=False) * plain
+    slowest_speed = speeds.get(node_type_runs(single)[0][0], 1.0)
+    return seconds_bound(replace(run, cluster=single, plan=formats), trainable=False) * slowest_speed
 
 
 def _parts(run: RunSpec) -> Iterator[_Part]:
     """The parts that may be faster than all devices.
 
-    They leave out a node type, stay on one node or below the level where the network narrows, or have a number of devices over which batch
-    and layers divide better.
+    Such a part omits a node type, is one node or one pod (nodes with full bandwidth to each other), or has a number of devices over which
+    batch and layers divide better.
     """
     cluster = run.cluster
     speeds = node_type_speeds(run.model, run.train, cluster) if cluster.groups else {}
-    whole = _part_of(run, cluster, speeds)
-    seen = {cluster}
-    for fewer in (*_without_node_types(cluster), *_fewer_nodes(cluster)):
-        if fewer not in seen:
-            seen.add(fewer)
-            yield _part_of(run, fewer, speeds)
+    whole = _with_speed(run, cluster, speeds)
+    yielded = {cluster}
+    for part_cluster in (*_without_node_types(cluster), *_fewer_nodes(cluster)):
+        if part_cluster not in yielded:
+            yielded.add(part_cluster)
+            yield _with_speed(run, part_cluster, speeds)
     for base in (cluster, *_without_node_types(cluster)):
-        for fewer in _sizes(base, run.train.global_batch):
-            part = _part_of(run, fewer, speeds)
-            if fewer not in seen and part.speed * part.share > whole.speed * whole.share:
-                seen.add(fewer)
+        for part_cluster in _parts_by_inner_ranks(base, run.train.global_batch):
+            part = _with_speed(run, part_cluster, speeds)
+            if part_cluster not in yielded and part.speed * part.share > whole.speed * whole.share:
+                yielded.add(part_cluster)
                 yield part
 
 
-def _part_of(run: RunSpec, cluster: ClusterSpec, speeds: Mapping[Any, float]) -> _Part:
+def _with_speed(run: RunSpec, cluster: ClusterSpec, speeds: Mapping[Any, float]) -> _Part:
     if cluster.groups or speeds:
         speed = cluster.gpus_per_node * sum(
             count * speeds.get(node_type, 1.0) for node_type, count in node_type_runs(cluster)
@@ -197,12 +197,12 @@ def _part_of(run: RunSpec, cluster: ClusterSpec, speeds: Mapping[Any, float]) ->
 def _usable_share(run: RunSpec, ranks: int) -> float:
     """Estimated share of `ranks` that computes under the best division of batch, heads and layers; 0 where nothing divides.
 
-    Unevenly spread layers leave ranks idle, and so do pipeline stages before their first micro-batch arrives.
+    Ranks with fewer layers than others idle, and so do pipeline stages before their first micro-batch arrives.
     """
     pins, batch, layers = pins_of(run), run.train.global_batch, run.model.layers
     inside = (pins.tensor, pins.context_ring, pins.context_ulysses)
-    ranks_left, odd = divmod(ranks, prod(size or 1 for size in (pins.pipeline, *inside)))
-    if odd:
+    ranks_left, remainder = divmod(ranks, prod(size or 1 for size in (pins.pipeline, *inside)))
+    if remainder:
         return 0.0
     data = gcd(batch, ranks_left)
     best = 0.0
@@ -211,36 +211,36 @@ def _usable_share(run: RunSpec, ranks: int) -> float:
         if pins.pipeline:
             stages *= pins.pipeline
         if stages == (pins.pipeline or stages) and stages <= layers:
-            spread = layers / (stages * ceil(layers / stages))
-            filled = batch / data / (batch / data + (stages - 1) / 2)
-            best = max(best, spread * filled)
+            layer_balance = layers / (stages * ceil(layers / stages))
+            pipeline_fill = batch / data / (batch / data + (stages - 1) / 2)
+            best = max(best, layer_balance * pipeline_fill)
     return best
 
 
-def _sizes(cluster: ClusterSpec, batch: int) -> Iterator[ClusterSpec]:
-    """For 1, 2, 3, … ranks per data rank, the part with the most devices."""
-    seen, batches = set(), divisors(batch)
+def _parts_by_inner_ranks(cluster: ClusterSpec, batch: int) -> Iterator[ClusterSpec]:
+    """For 1, 2, 3, … devices per data rank, the part with the most devices whose data ranks divide the batch."""
+    tried_ranks, batches = set(), divisors(batch)
     for inner in range(1, MAX_INNER_RANKS + 1):
         for unit in (1, cluster.ranks_per_node):  # any number of devices, and whole nodes
             data = max((d for d in batches if d * inner < cluster.ranks and d * inner % unit == 0), default=0)
             ranks = data * inner
-            if ranks and ranks not in seen:
-                seen.add(ranks)
-                yield from _of_size(cluster, ranks)
+            if ranks and ranks not in tried_ranks:
+                tried_ranks.add(ranks)
+                yield from _part_of_size(cluster, ranks)
 
 
-def _of_size(cluster: ClusterSpec, ranks: int) -> Iterator[ClusterSpec]:
+def _part_of_size(cluster: ClusterSpec, ranks: int) -> Iterator[ClusterSpec]:
     """The part of `ranks` devices with the largest equal share per node, where equal shares are possible.
 
-    A node may give several shares: 16 of 3 × 7 devices are 8 shares of 2 (6, 6 and 4 devices). Such a part is priced as if each share were
-    a node, which is never faster than the real nodes.
+    A node may provide several shares: 16 of 3 × 7 devices are 8 shares of 2 (6, 6 and 4 devices). The cost model treats each share as a
+    node, which is never faster than the real nodes.
     """
     per_node = cluster.ranks_per_node
     nodes = cluster.nodes * cluster.emulate_nodes
     for share in range(min(per_node, ranks), 0, -1):
-        a_node = 1 if cluster.emulate_nodes > 1 else per_node // share
-        count, odd = divmod(ranks, share)
-        if odd or count > nodes * a_node:
+        shares_per_node = 1 if cluster.emulate_nodes > 1 else per_node // share
+        count, remainder = divmod(ranks, share)
+        if remainder or count > nodes * shares_per_node:
             continue
         if cluster.groups:
             if share == per_node:
@@ -249,7 +249,7 @@ def _of_size(cluster: ClusterSpec, ranks: int) -> Iterator[ClusterSpec]:
             yield replace(cluster, gpus_per_node=ranks, emulate_nodes=count)
         else:
             host = cluster.host_memory_gib
-            memory = host / a_node if host and count > nodes else host
+            memory = host / shares_per_node if host and count > nodes else host
             yield replace(cluster, nodes=count, gpus_per_node=share, host_memory_gib=memory)
         return
 
@@ -257,7 +257,7 @@ def _of_size(cluster: ClusterSpec, ranks: int) -> Iterator[ClusterSpec]:
 def _fewer_nodes(cluster: ClusterSpec) -> Iterator[ClusterSpec]:
     """One node, and one pod of nodes: a slow network may cost more time than the other nodes save.
 
-    Emulated nodes are always used.
+    Emulated nodes (groups of ranks of one host) are never left out.
     """
     pod = cluster.network.pod_nodes if cluster.network else None
     for nodes in (1, pod or 1):
@@ -266,35 +266,36 @@ def _fewer_nodes(cluster: ClusterSpec) -> Iterator[ClusterSpec]:
 
 
 def _without_node_types(cluster: ClusterSpec) -> Iterator[ClusterSpec]:
-    """The cluster without some of its node types: every subset of few types, else each type left out or kept alone."""
+    """The cluster without some of its node types: every subset if there are few types, else
+    each type removed or used alone."""
     counts = (cluster.nodes - sum(group.nodes for group in cluster.groups), *(group.nodes for group in cluster.groups))
     present = [index for index, count in enumerate(counts) if count]
     sizes = range(1, len(present)) if len(present) <= MAX_NODE_TYPES else (1, len(present) - 1)
     for size in sizes:
-        for kept in combinations(present, size):
-            yield _with_node_counts(cluster, [count * (index in kept) for index, count in enumerate(counts)])
+        for subset in combinations(present, size):
+            yield _with_node_counts(cluster, [count * (index in subset) for index, count in enumerate(counts)])
 
 
 def _without_slowest_nodes(cluster: ClusterSpec, nodes: int) -> ClusterSpec:
-    """The fastest `nodes` nodes of a cluster of unlike nodes."""
+    """The fastest `nodes` nodes of a heterogeneous cluster."""
     counts = [cluster.nodes - sum(group.nodes for group in cluster.groups), *(group.nodes for group in cluster.groups)]
-    one_node = [
-        _with_node_counts(cluster, [int(index == kept_index) for index in range(len(counts))])
-        for kept_index in range(len(counts))
+    single_nodes = [
+        _with_node_counts(cluster, [int(index == only_index) for index in range(len(counts))])
+        for only_index in range(len(counts))
     ]
-    order = sorted(range(len(counts)), key=lambda index: node_type_runs(one_node[index])[0][0].peak)
-    left = cluster.nodes - nodes
+    order = sorted(range(len(counts)), key=lambda index: node_type_runs(single_nodes[index])[0][0].peak)
+    remaining = cluster.nodes - nodes
     for index in order:
-        dropped = min(left, counts[index])
-        counts[index] -= dropped
-        left -= dropped
+        removed = min(remaining, counts[index])
+        counts[index] -= removed
+        remaining -= removed
     return _with_node_counts(cluster, counts)
 
 
 def _with_node_counts(cluster: ClusterSpec, counts: Sequence[int]) -> ClusterSpec:
     """The cluster with `counts` nodes: of its ungrouped nodes, then of each group.
 
-    Where no ungrouped node is left, the fields of the first group become those of the cluster.
+    If no ungrouped node remains, the fields of the first group become those of the cluster.
     """
     groups = [replace(group, nodes=count) for group, count in zip(cluster.groups, counts[1:], strict=True) if count]
     nodes = sum(counts)
@@ -327,11 +328,11 @@ def _idle_devices(run: RunSpec, part: RunSpec, whole: Answer | None, failure: Me
     seconds = whole.best.seconds if whole else None
     clauses = []
     if len(node_type_runs(part.cluster)) < len(node_type_runs(run.cluster)):
-        kept = {node_type for node_type, _ in node_type_runs(part.cluster)}
+        part_types = {node_type for node_type, _ in node_type_runs(part.cluster)}
         dropped = [
             f"{count} × {run.cluster.gpus_per_node} {node_type.gpu}"
             for node_type, count in node_type_runs(run.cluster)
-            if node_type not in kept
+            if node_type not in part_types
         ]
         refused = f", as {failure}" if isinstance(failure, BadInput) else ""
         clauses.append(f"without {' and '.join(dropped)}{refused}")
@@ -343,44 +344,44 @@ def _idle_devices(run: RunSpec, part: RunSpec, whole: Answer | None, failure: Me
         clauses.append(f"no plan over all {devices:,} fits")
     elif batch % devices:
         clauses.append(f"no layout uses all {devices:,}")
-    by_node = _by_node(run.cluster, part.cluster)
+    by_node = _ranks_by_node(run.cluster, part.cluster)
     keys = settings(run.cluster, part.cluster)
     start = f"to train it: {keys}"
     if run.cluster.nodes == 1:
         start = f"`train` starts only {part.cluster.ranks} ranks; with a plan file it needs {keys}"
     elif len(by_node) > 1:
-        start += f", and a launcher that starts {nodes_in_words(by_node)}"
+        start += f", and a launcher that starts {describe_nodes(by_node)}"
     return Idle(part.cluster.ranks, devices, "; ".join(clauses), seconds, by_node, keys, start)
 
 
-def _by_node(cluster: ClusterSpec, part: ClusterSpec) -> tuple[int, ...]:
+def _ranks_by_node(cluster: ClusterSpec, part: ClusterSpec) -> tuple[int, ...]:
     """Ranks of the part on each node that it uses."""
     share = part.ranks_per_node
     count = part.ranks // share
-    a_node = cluster.ranks_per_node // share if count > cluster.nodes * cluster.emulate_nodes else 1
-    full, remainder = divmod(count, a_node)
-    return (share * a_node,) * full + ((share * remainder,) if remainder else ())
+    shares_per_node = cluster.ranks_per_node // share if count > cluster.nodes * cluster.emulate_nodes else 1
+    full, remainder = divmod(count, shares_per_node)
+    return (share * shares_per_node,) * full + ((share * remainder,) if remainder else ())
 
 
 def settings(cluster: ClusterSpec, part: ClusterSpec) -> str:
     """The overrides that turn `cluster` into `part`, as on the command line: `cluster.nodes=64 cluster.gpus_per_node=8`."""
-    before, after = _flat(to_plain(cluster)), _flat(to_plain(part))
-    words = []
+    before, after = _flatten(to_plain(cluster)), _flatten(to_plain(part))
+    overrides = []
     for key, value in after.items():
         if value != before.get(key):
-            words.append(f"cluster.{key}={_as_word(value)}")
-    return " ".join(words)
+            overrides.append(f"cluster.{key}={_as_override_value(value)}")
+    return " ".join(overrides)
 
 
-def _as_word(value: Any) -> str:
+def _as_override_value(value: Any) -> str:
     """A value as written in a command-line override, quoted for the shell."""
     if isinstance(value, list):
-        plain = [{key: inner for key, inner in group.items() if inner is not None} for group in value]
-        return shlex.quote(json.dumps(plain, separators=(",", ":")))
+        group_fields = [{key: inner for key, inner in group.items() if inner is not None} for group in value]
+        return shlex.quote(json.dumps(group_fields, separators=(",", ":")))
     return "none" if value is None else str(value)
 
 
-def _flat(plain: Mapping[str, Any]) -> dict[str, Any]:
+def _flatten(plain: Mapping[str, Any]) -> dict[str, Any]:
     network = plain.get("network") or {}
     return {key: value for key, value in plain.items() if key != "network"} | {
         f"network.{key}": value for key, value in network.items()

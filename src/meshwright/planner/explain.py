@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from meshwright.costs.machine_rates import machine_of
 from meshwright.costs.plan_costs import as_nodes, number
 from meshwright.planner.candidate import HEADROOM, Candidate, moves_activations, peak_bytes, pins_of, usable_by_rank
-from meshwright.planner.finalists import ALIKE, complexity
+from meshwright.planner.finalists import SAME_TIME_TOLERANCE, complexity
 from meshwright.planner.reprice import reprice
 from meshwright.simulator.step_simulation import memory_of
 from meshwright.spec.chips import CHIPS
@@ -139,14 +139,14 @@ def reason_for(best: Plan, other: Plan) -> str:
 def why_not_distinguished(best: Candidate, other: Candidate) -> str:
     """Why the prediction does not show that `other` takes longer than `best`; empty where it does.
 
-    Plans within `ALIKE` of each other cannot be told apart, and the simplest is taken. Where `other` is predicted faster by more than that,
-    the sentence names why it was not chosen.
+    Plans within `SAME_TIME_TOLERANCE` of each other cannot be told apart, and the simplest is taken.
+    Where `other` is predicted faster by more than that, the sentence says why it was not chosen.
     """
-    behind, least = other.behind(best), ALIKE * best.seconds
+    behind, least = other.behind(best), SAME_TIME_TOLERANCE * best.seconds
     if behind > least:
         return ""
     if behind >= -least:
-        return f"cannot be told apart (within {ALIKE:.0%})"
+        return f"cannot be told apart (within {SAME_TIME_TOLERANCE:.0%})"
     if moves_activations(other.plan) and not moves_activations(best.plan):
         return "gains too little to justify pinned host memory"
     return "cannot be told apart " + (

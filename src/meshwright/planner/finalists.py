@@ -1,6 +1,7 @@
-"""Second layer of the search: turns the sweep's best points into Plans, checks their exact memory and simulates them.
+"""Second step of the search: turns the best layouts (points) of the closed-form sweep into Plans, and simulates them.
 
-A plan with two layer strategies gives each pipeline rank the fewest layers of the low-memory one with which it fits.
+It checks the memory of each plan exactly. A plan with two layer strategies gives each pipeline rank the fewest layers of the low-memory
+strategy with which it fits.
 """
 
 from __future__ import annotations
@@ -27,30 +28,33 @@ from meshwright.workload.copy_options import COPY_OPTIONS, copied_options, engin
 from meshwright.workload.groups import shard_size
 
 MAX_SIMULATED, MIN_SIMULATED, MAX_WORK = 12, 3, 60_000
-"""Maximum and minimum of plans simulated by units, and the sum of `_work` after which no further one is.
+"""Most and fewest plans that are simulated unit by unit, and the total `_simulation_work` after which no further plan is.
 
-The others are only simulated by whole stages, as a large plan takes a second unit by unit.
+The other plans are only simulated by whole stages, as a large plan takes a second unit by unit.
 """
 MAX_IMPROVED = 3
-"""Leading simulated plans whose neighbours are simulated too; only the first where steps are large."""
+"""Fastest simulated plans whose neighbours (see `_neighbours`) are simulated too; only the fastest where plans are large."""
 NEIGHBOUR_SLOWDOWN = 1.05
 """Factor on a plan's estimated step time up to which its neighbours are simulated."""
 UNTRIED_RATIO = 0.95
-"""Assumed ratio of the time by units to the estimate by stages for a family without a simulated plan.
+"""Assumed ratio of the unit-by-unit time to the stage estimate, for a family (`plan_family`) without a simulated plan.
 
 Of 175 random plans nine in ten had 0.99 to 1.01; of 120 on networks that expose all traffic, 0.96 to 1.04.
 """
 ROOMY_SHARE = 0.93
 """Share of the usable memory above which a pipeline with virtual stages counts as crowded.
 
-These lose an eighth to fragmentation (4 H200s: 107 of 95 GiB). Others filled all of it at full speed.
+Fragmentation costs these pipelines an eighth more memory (on 4 H200s: 107 GiB instead of 95 GiB). Other plans ran at full speed with all
+of the memory in use.
 """
-ALIKE = 0.01
-"""Relative difference of step times below which the simpler plan is taken."""
+SAME_TIME_TOLERANCE = 0.01
+"""Relative difference of predicted step times below which the planner takes the simpler plan."""
 
 
 def plan_at(run: RunSpec, points: Points, index: int, strategy: Strategy, budget: int | None) -> Plan:
-    """The plan of the point at `index`, with the fewest low-memory layers that fit `budget` bytes; all of them where none fit.
+    """The plan of the point at `index`, with the fewest low-memory layers that fit into `budget` bytes.
+
+    All layers are low-memory where no number of them fits. `budget` is the usable memory of a device; None if unknown.
 
     Raises ValueError when the pinned stages are not in the schedule's order.
     """
@@ -84,7 +88,7 @@ def plan_at(run: RunSpec, points: Points, index: int, strategy: Strategy, budget
 
 
 class PlanEstimator:
-    """Simulates plans by whole stages or unit by unit; the timing of a plan's actions is computed once for both."""
+    """Simulates plans by whole stages (fast) or by units, i.e. blocks (exact); both share the timing of a plan's actions."""
 
     def __init__(self, run: RunSpec) -> None:
         self.run = run
@@ -97,8 +101,8 @@ class PlanEstimator:
             timing = self._timings[plan.without_prediction] = timing_of(
                 self.run.model, self.run.train, plan, self.run.cluster
             )
-            quick = Candidate(reprice(self.run, plan, by_units=False, timing=timing), simulated=False)
-            self._estimates[plan.without_prediction] = replace(quick, estimated=quick.seconds)
+            stage_estimate = Candidate(reprice(self.run, plan, by_units=False, timing=timing), simulated=False)
+            self._estimates[plan.without_prediction] = replace(stage_estimate, estimated=stage_estimate.seconds)
         return self._estimates[plan.without_prediction]
 
     def by_units(self, candidate: Candidate) -> Candidate:
@@ -108,44 +112,45 @@ class PlanEstimator:
 
 
 def most_promising_first(
-    guesses: Sequence[float],
+    estimates: Sequence[float],
     families: Sequence[tuple[object, object]],
     seconds: Callable[[int], float],
     default_ratio: float,
-    least: float = inf,
+    min_plans: float = inf,
     sibling_ratio: float = 1.0,
 ) -> Iterator[int]:
-    """Indices of `guesses`, the most promising plan first, each after its `seconds` are known.
+    """Indices of `estimates`, the most promising plan first, each after `seconds(index)` has computed its actual step time.
 
-    Plans of infinite seconds are left out. A guess is wrong about all plans of a family alike, so the last plan of a family that was tried
-    corrects the guesses of the others. `families` has the family of each plan and a wider one; a family of which no plan was tried may take
-    `default_ratio` times its guess, or, if that is not more, `sibling_ratio` times the ratio of the wider family's plans. After `least`
-    plans the iterator ends at the first whose corrected guess is slower than the fastest by more than the predictions' error.
+    Plans of infinite seconds are left out. The estimates of a family deviate by a similar factor, so the ratio of actual to estimated time
+    of the family's last plan corrects the estimates of the others. `families` has (family, wider family) of each plan. A family without a
+    computed plan takes `sibling_ratio` times the ratio of its wider family, or `default_ratio` if that has none either. After `min_plans`
+    plans the iterator ends at the first plan whose corrected estimate exceeds the fastest time by more than `SAME_TIME_TOLERANCE`.
     """
-    guess = np.array(guesses, dtype=float)
-    family, wide = (_numbered([pair[level] for pair in families]) for level in (0, 1))
-    family_ratio, wide_ratio = np.full(len(guess), np.nan), np.full(len(guess), np.nan)
-    tried = np.zeros(len(guess), bool)
+    estimate = np.array(estimates, dtype=float)
+    family, wider_family = (_number_by_first_appearance([pair[level] for pair in families]) for level in (0, 1))
+    family_ratio, wider_family_ratio = np.full(len(estimate), np.nan), np.full(len(estimate), np.nan)
+    tried = np.zeros(len(estimate), bool)
     fastest, count = inf, 0
     while not tried.all():
-        untried_ratio = np.where(np.isnan(wide_ratio[wide]), default_ratio, sibling_ratio * wide_ratio[wide])
+        sibling = wider_family_ratio[wider_family]
+        untried_ratio = np.where(np.isnan(sibling), default_ratio, sibling_ratio * sibling)
         ratio = np.where(np.isnan(family_ratio[family]), untried_ratio, family_ratio[family])
-        promised = np.where(tried, np.inf, guess * ratio)
-        index = int(promised.argmin())
-        if count >= least and promised[index] >= fastest * (1 + ALIKE):
+        expected = np.where(tried, np.inf, estimate * ratio)
+        index = int(expected.argmin())
+        if count >= min_plans and expected[index] >= fastest * (1 + SAME_TIME_TOLERANCE):
             return
         tried[index] = True
-        measured = seconds(index)
-        if measured < inf:
-            family_ratio[family[index]] = measured / guess[index]
-            wide_ratio[wide[index]] = min(1.0, measured / guess[index])
-            fastest, count = min(fastest, measured), count + 1
+        actual = seconds(index)
+        if actual < inf:
+            family_ratio[family[index]] = actual / estimate[index]
+            wider_family_ratio[wider_family[index]] = min(1.0, actual / estimate[index])
+            fastest, count = min(fastest, actual), count + 1
             yield index
         elif np.isnan(family_ratio[family[index]]):
             family_ratio[family[index]] = 1.0
 
 
-def _numbered(values: Sequence[object]) -> np.ndarray:
+def _number_by_first_appearance(values: Sequence[object]) -> np.ndarray:
     """For each value the number of its first appearance among the distinct values."""
     numbers = {value: number for number, value in enumerate(dict.fromkeys(values))}
     return np.array([numbers[value] for value in values], dtype=np.int64)
@@ -153,7 +158,7 @@ def _numbered(values: Sequence[object]) -> np.ndarray:
 
 def simulate_leading(estimator: PlanEstimator, estimated: Iterable[Candidate]) -> list[Candidate]:
     """All candidates: the most promising simulated by units, the fastest first, then the others as estimated."""
-    ranked = sorted(estimated, key=_seconds)
+    ranked = sorted(estimated, key=_seconds_of)
     simulated: dict[int, Candidate] = {}
 
     def seconds(index: int) -> float:
@@ -174,11 +179,11 @@ def simulate_leading(estimator: PlanEstimator, estimated: Iterable[Candidate]) -
     leading, work = set[int](), 0
     for index in order:
         leading.add(index)
-        work += _work(ranked[index].plan, estimator.run.model.layers)
+        work += _simulation_work(ranked[index].plan, estimator.run.model.layers)
         if len(leading) == MAX_SIMULATED or work > MAX_WORK:
             break
     others = [candidate for index, candidate in enumerate(ranked) if index not in leading]
-    return sorted(simulated.values(), key=_seconds) + others
+    return sorted(simulated.values(), key=_seconds_of) + others
 
 
 def plan_family(plan: Plan) -> tuple[object, ...]:
@@ -190,9 +195,9 @@ def plan_family(plan: Plan) -> tuple[object, ...]:
 def add_better_neighbours(run: RunSpec, candidates: Sequence[Candidate], budget: int | None) -> list[Candidate]:
     """The candidates and faster neighbours of the leading ones, the fastest first.
 
-    Neighbours differ in what the closed form predicts worst: whether gradients and weights stay whole.
+    Neighbours differ in what the closed form predicts worst: whether gradients and gathered weights stay whole between micro-batches.
     """
-    leading = 1 if _work(candidates[0].plan, run.model.layers) > MAX_WORK else MAX_IMPROVED
+    leading = 1 if _simulation_work(candidates[0].plan, run.model.layers) > MAX_WORK else MAX_IMPROVED
     better, simulated_plans = [], [candidate.plan for candidate in candidates if candidate.simulated]
     for candidate in candidates[:leading]:
         plans = [
@@ -204,14 +209,16 @@ def add_better_neighbours(run: RunSpec, candidates: Sequence[Candidate], budget:
             simulated_plans.append(plan)
             if fits(run, plan, budget) and _promising(run, plan, candidate):
                 better.append(replace(candidate, plan=reprice(run, plan), estimated=None))
-    better = [candidate for candidate in better if candidate.seconds < candidates[0].seconds * (1 + ALIKE)]
-    return sorted([*better, *(candidate for candidate in candidates if candidate.simulated)], key=_seconds) + [
+    better = [
+        candidate for candidate in better if candidate.seconds < candidates[0].seconds * (1 + SAME_TIME_TOLERANCE)
+    ]
+    return sorted([*better, *(candidate for candidate in candidates if candidate.simulated)], key=_seconds_of) + [
         candidate for candidate in candidates if not candidate.simulated
     ]
 
 
 def kernel_variants(run: RunSpec, plan: Plan) -> Iterator[Plan]:
-    """The plan with kernels in place of each copy engine that no pin asks for."""
+    """The plan with NCCL kernels in place of each copy engine that is not pinned."""
     pins = pins_of(run)
     for option in copied_options(plan):
         if option.pin(pins) is None:
@@ -246,7 +253,7 @@ def same_layout(first: Plan, other: Plan) -> bool:
     return first.without_prediction == other.without_prediction
 
 
-def _work(plan: Plan, layers: int) -> int:
+def _simulation_work(plan: Plan, layers: int) -> int:
     """Work of a unit-by-unit simulation: layers × simulated micro-batches × pipeline ranks."""
     ranks = plan.axis_size("pipeline")
     return ranks * min(plan.batch.accumulate, most_played(ranks)) * layers
@@ -270,7 +277,7 @@ def simplest(
     penalty: Callable[[Plan], float] = lambda plan: 1.0,
     fragile: Callable[[Plan], bool] = lambda plan: False,
 ) -> Candidate:
-    """The simplest of the plans that cannot be told apart from the fastest.
+    """The simplest of the plans whose step time is within `SAME_TIME_TOLERANCE` of the fastest.
 
     Plans that are not `fragile` come first, then plans with virtual stages that leave memory for fragmentation, then those with the lowest
     `complexity`. `penalty` is a factor on the seconds of a plan.
@@ -278,7 +285,9 @@ def simplest(
     simulated = [candidate for candidate in candidates if candidate.simulated]
     fastest = min(candidate.seconds * penalty(candidate.plan) for candidate in simulated)
     equally_fast = [
-        candidate for candidate in simulated if candidate.seconds * penalty(candidate.plan) <= fastest * (1 + ALIKE)
+        candidate
+        for candidate in simulated
+        if candidate.seconds * penalty(candidate.plan) <= fastest * (1 + SAME_TIME_TOLERANCE)
     ]
     roomy_bytes = inf if budget is None else ROOMY_SHARE * budget
 
@@ -296,19 +305,19 @@ def simplest(
     )
 
 
-def _seconds(candidate: Candidate) -> float:
+def _seconds_of(candidate: Candidate) -> float:
     return candidate.seconds
 
 
 def complexity(plan: Plan) -> int:
     """Number of features that a reader of the plan must understand: axes, layer strategies, recompute, offload, engines."""
     axes = sum(axis.size > 1 for axis in plan.mesh)
-    special = sum(
+    layer_features = sum(
         (layer.recompute != "none") + 2 * (layer.offload != "none") + (layer.gradients == "whole")
         for layer in plan.layers
     )
-    copied = len(copied_options(plan))
-    return 2 * axes + len(plan.layers) + special + plan.layered + copied
+    copy_engines = len(copied_options(plan))
+    return 2 * axes + len(plan.layers) + layer_features + plan.layered + copy_engines
 
 
 def _with_fewest_low_memory_layers(run: RunSpec, plan: Plan, strategy: Strategy, budget: int | None) -> Plan:
@@ -318,7 +327,7 @@ def _with_fewest_low_memory_layers(run: RunSpec, plan: Plan, strategy: Strategy,
 
     def with_low_memory(counts: Sequence[int]) -> Plan:
         low_memory = {layer for layers, count in zip(layers_by_rank, counts, strict=True) for layer in layers[:count]}
-        return replace(plan, layers=_ranges(run.model.layers, lambda layer: layer in low_memory, strategy))
+        return replace(plan, layers=_layers_by_range(run.model.layers, lambda layer: layer in low_memory, strategy))
 
     fewest, most = [0] * len(layers_by_rank), [len(layers) for layers in layers_by_rank]
     while any(lower < upper for lower, upper in zip(fewest, most, strict=True)):
@@ -331,7 +340,7 @@ def _with_fewest_low_memory_layers(run: RunSpec, plan: Plan, strategy: Strategy,
     return with_low_memory(fewest)
 
 
-def _ranges(layers: int, low_memory: Callable[[int], bool], strategy: Strategy) -> tuple[LayerStrategy, ...]:
+def _layers_by_range(layers: int, low_memory: Callable[[int], bool], strategy: Strategy) -> tuple[LayerStrategy, ...]:
     """Layer strategies by range: consecutive layers with the same strategy form one range."""
     strategies = []
     for is_low_memory, group in groupby(range(layers), key=low_memory):

@@ -15,34 +15,36 @@ from meshwright.spec.network import NetworkSpec
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
 
-SLOWER = 0.8
+SLOWER_NETWORK_SHARE = 0.8
 """Share of the network's bandwidth that remains in the slower case, as on a shared fabric under load."""
 FRAGILE = 0.05
-"""Relative increase of the step time on that network above which a plan is fragile and loses to an equally fast one."""
-Loss = Callable[[Plan], float]
+"""Relative increase of the step time on that network above which a plan is fragile: an equally fast plan is preferred."""
+SlowdownFunction = Callable[[Plan], float]
 
 
-def losses(run: RunSpec) -> Loss:
-    """A function from a plan to the relative increase of its step time at `SLOWER` bandwidth; 0 without a network."""
+def slowdown_function(run: RunSpec) -> SlowdownFunction:
+    """A function from a plan to the relative increase of its step time on the slower network; it returns 0 for a single node."""
     nodes = as_nodes(run.cluster).nodes
     if nodes == 1 or chip_of(run.cluster) is None:
         return lambda plan: 0.0
-    slower = replace(run, cluster=slowed(run.cluster))
+    slower_run = replace(run, cluster=with_slower_network(run.cluster))
 
     @cache
-    def loss(plan: Plan) -> float:
-        current, slow = (Candidate(reprice(at, plan, by_units=False)).seconds for at in (run, slower))
+    def slowdown(plan: Plan) -> float:
+        current, slow = (
+            Candidate(reprice(network_run, plan, by_units=False)).seconds for network_run in (run, slower_run)
+        )
         return slow / current - 1
 
-    return lambda plan: loss(plan.without_prediction)
+    return lambda plan: slowdown(plan.without_prediction)
 
 
-def slowed(cluster: ClusterSpec, share: float = SLOWER) -> ClusterSpec:
+def with_slower_network(cluster: ClusterSpec, share: float = SLOWER_NETWORK_SHARE) -> ClusterSpec:
     """The cluster with the bandwidth of every port between nodes multiplied by `share`."""
     network = cluster.network or NetworkSpec()
     chip = chip_of(cluster)
-    stated = as_nodes(cluster).network or network
-    port = stated.port_gb_per_s or (chip.nic / 1e9 if chip else 1.0)
+    node_network = as_nodes(cluster).network or network
+    port = node_network.port_gb_per_s or (chip.nic / 1e9 if chip else 1.0)
     bridge = network.bridge_gb_per_s
     groups = []
     for group in cluster.groups:
@@ -53,10 +55,11 @@ def slowed(cluster: ClusterSpec, share: float = SLOWER) -> ClusterSpec:
     return replace(cluster, network=narrower, groups=tuple(groups))
 
 
-def why_robust(best: Candidate, fragile_candidate: Candidate, loss: Loss) -> str:
-    """The sentence that says why an equally fast but fragile plan was not chosen."""
-    behind = best.behind(fragile_candidate)
+def why_robust(best: Candidate, fragile_candidate: Candidate, slowdown: SlowdownFunction) -> str:
+    """The sentence that explains why the planner did not choose an equally fast but fragile plan."""
+    time_behind = best.behind(fragile_candidate)
     return (
-        f"robust: another plan takes {abs(behind) / best.seconds:.1%} {'less, but' if behind > 0 else 'more, and'} "
-        f"{loss(fragile_candidate.plan):.0%} longer on a network that is {1 - SLOWER:.0%} slower; this one {loss(best.plan):.0%}"
+        f"robust: another plan takes {abs(time_behind) / best.seconds:.1%} {'less, but' if time_behind > 0 else 'more, and'} "
+        f"{slowdown(fragile_candidate.plan):.0%} longer on a network that is {1 - SLOWER_NETWORK_SHARE:.0%} slower; "
+        f"this one {slowdown(best.plan):.0%}"
     )

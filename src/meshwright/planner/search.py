@@ -1,7 +1,8 @@
-"""Searches for the best plan: prices all layouts in closed form, simulates the best, takes the simplest of the fastest.
+"""Searches for the best plan: estimates all layouts in closed form, simulates the best, takes the simplest of the fastest.
 
-Each layer of the search is a module: the layouts (`space`), their closed-form prices (`sweep`), the leading ones as explicit plans
-(`finalists`), and the explanation of the choice (`reasons`).
+Each step of the search is a module: `space` lists the layouts (points), `sweep` estimates their step times by formulas (the closed form),
+`finalists` turns the fastest into plans and simulates them, and `reasons` explains the choice. Layouts with equal tensor, context and
+pipeline sizes and schedule form a family; the closed form deviates by a similar factor for all of them.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ from meshwright.planner.finalists import (
 )
 from meshwright.planner.reasons import no_layout, nothing_fits, reasons
 from meshwright.planner.reprice import reprice, without_guess
-from meshwright.planner.robust import FRAGILE, losses, why_robust
+from meshwright.planner.robust import FRAGILE, slowdown_function, why_robust
 from meshwright.planner.space import Points, points, with_kernel_engines
 from meshwright.planner.step_estimate import STAGES
 from meshwright.planner.strategies import OFFLOAD_PAIRS, PLAIN, Strategy, lower_memory_strategies
-from meshwright.planner.sweep import Swept, lower_bounds, smallest, strategies_in, sweep
+from meshwright.planner.sweep import SweepResult, lower_bounds, smallest, strategies_in, sweep
 from meshwright.simulator.step_simulation import require_cost_inputs
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.plan import Plan
@@ -51,26 +52,26 @@ from meshwright.spec.run import RunSpec
 POINTS_PER_FAMILY, MAX_SLOWDOWN = 4, 1.15
 """Points per family that the sweep returns, and the initial limit on their time relative to the fastest point.
 
-It covers the difference in error of the closed form between families. The limit grows if estimates are slower.
+The limit allows for errors of the closed form that differ between families. It grows if simulations are slower than expected.
 """
 MIN_ESTIMATES, MAX_PER_FAMILY = 24, 8
-"""Fewest plans that are estimated by whole stages, and the most of them in one family."""
+"""Fewest plans that are simulated by whole stages (`estimated`), and most of them in one family."""
 MAX_EFFORT, ACTIONS_PER_EFFORT = 240.0, 400.0
-"""Limit on the total effort of estimates, and schedule actions with an effort of 1.
+"""Limit on the total effort of stage simulations.
 
-The fixed effort of one plan is 1.
+A plan costs 1, and 1 more for every `ACTIONS_PER_EFFORT` schedule actions.
 """
 MARGINS = (1.05, 0.97, 0.9, 0.8)
-"""Factors on the usable memory for the closed form, which deviates slightly from the exact account.
+"""Factors on the usable memory in the closed form, whose memory deviates slightly from the exact computation of a plan.
 
-The next one is tried where no plan of the one before fits.
+The search tries the next factor if no plan fits with the previous one.
 """
 TIGHTER_MARGINS = (0.97, 0.9)
-"""Factors for a point whose best strategy exceeds the exact account; another may be best with less memory."""
+"""Further factors for a point whose best strategy does not fit exactly: with less memory another strategy may be best."""
 UNTRIED_RATIO = 0.95
-"""Assumed ratio of the estimate to the closed form for a schedule without an estimate.
+"""Assumed ratio of the stage simulation to the closed form for a schedule of which no plan was simulated.
 
-1 of 1,500 plans had a lower one.
+One of 1,500 plans had a lower ratio.
 """
 SIBLING_RATIO = 0.97
 """On several nodes, factor on a schedule's ratio of estimate to closed form for its untried meshes and micro-batches.
@@ -78,23 +79,23 @@ SIBLING_RATIO = 0.97
 With 1, 2 of 500 random runs missed a plan that was 2 to 4% faster.
 """
 KERNEL_VARIANT_SLOWDOWN = 1.02
-"""Limit, relative to the fastest estimate, for estimating a copy-engine plan with kernels too.
+"""If a copy-engine plan is at most this factor slower than the fastest, the search also tries it with NCCL kernels.
 
-Kernels need no memory for windows.
+Kernels need no window, the device memory that peers map for copies.
 """
 NO_OFFLOAD_SLOWDOWN = 1.06
-"""The same factor for a plan that offloads activations, up to which the plan without offload is estimated too."""
+"""If a plan that offloads activations is at most this factor slower than the fastest, the search also tries it without."""
 StrategiesOf = Callable[[int], Iterator[Strategy]]
 """Strategies of a point, by its index."""
 GC_THRESHOLD = 1_000_000
 """Objects created between two scans of Python's garbage collector during a search."""
 MAX_SMALLEST = 3
-"""Smallest plans that are considered for the error where none fits."""
+"""Plans with the least memory that the search checks before it reports that nothing fits."""
 
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Make Python's garbage collector scan rarely: scanning the tuples of schedules took a fifth of a search."""
+    """Make Python's garbage collector scan rarely: it spent a fifth of the search time on the tuples of schedules."""
     thresholds = gc.get_threshold()
     gc.set_threshold(GC_THRESHOLD, *thresholds[1:])
     try:
@@ -116,39 +117,45 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = T
     if not len(space):
         raise BadInput(no_layout(run))
     budget = memory_budget(run, memory_bytes)
-    priced = _pricing(run, space)
+    pricing_inputs = _pricing(run, space)
     memory_limit = inf if budget is None else budget * _largest_memory_ratio(run)
     estimator = PlanEstimator(run)
     considered, candidates = 0, []
     for margin in MARGINS:
         max_slowdown = MAX_SLOWDOWN
         while True:
-            swept = sweep(run, priced, space, margin * memory_limit, best=POINTS_PER_FAMILY, max_slowdown=max_slowdown)
+            swept = sweep(
+                run, pricing_inputs, space, margin * memory_limit, best=POINTS_PER_FAMILY, max_slowdown=max_slowdown
+            )
             considered += swept.priced
-            strategies_at = _strategies_to_try(run, priced, swept.points, swept.strategies.__getitem__, memory_limit)
-            strategies_without_offload_at = _strategies_without_offload(run, priced, swept.points, memory_limit, margin)
+            strategies_at = _strategies_to_try(
+                run, pricing_inputs, swept.points, swept.strategies.__getitem__, memory_limit
+            )
+            strategies_without_offload_at = _strategies_without_offload(
+                run, pricing_inputs, swept.points, memory_limit, margin
+            )
             candidates = _finalists(run, swept, strategies_at, strategies_without_offload_at, budget, estimator)
             fastest = min((candidate.seconds for candidate in candidates), default=0.0)
             needed_slowdown = fastest / UNTRIED_RATIO / swept.seconds[0] if len(swept.seconds) else 0.0
             if needed_slowdown <= max_slowdown:
                 break
             max_slowdown = needed_slowdown
-        if candidates or budget is None or not len(swept.points):  # with less memory no other point fits
+        if candidates or budget is None or not len(swept.points):  # with a smaller factor no other point fits
             break
-    if not candidates:  # the closed form may be too high by more than the margins
+    if not candidates:  # the closed form may overestimate memory by more than the margins
         least = _smallest_plans(run, space)
         candidates = [estimator.by_stages(candidate.plan) for candidate in least if fits(run, candidate.plan, budget)]
         if not candidates:
             raise OutOfResources(nothing_fits(run, least, budget or 0))
     candidates = add_better_neighbours(run, simulate_leading(estimator, candidates), budget)
-    loss = losses(run)
+    slowdown = slowdown_function(run)
     by_seconds = partial(simplest, budget=budget, penalty=partial(offload_penalty, run))
-    chosen = partial(by_seconds, fragile=lambda plan: loss(plan) > FRAGILE)
+    chosen = partial(by_seconds, fragile=lambda plan: slowdown(plan) > FRAGILE)
     candidates = add_kernel_variants(run, candidates, chosen(candidates))
     best, fastest_choice = chosen(candidates), by_seconds(candidates)
     others = tuple(candidate for candidate in candidates if candidate is not best)
     why = reasons(best, others, run, lambda plan: fits(run, plan, budget))
-    why += (why_robust(best, fastest_choice, loss),) if fastest_choice is not best else ()
+    why += (why_robust(best, fastest_choice, slowdown),) if fastest_choice is not best else ()
     best = replace(best, plan=replace(best.plan, why=why))
     best, *others = (replace(candidate, plan=without_guess(run, candidate.plan)) for candidate in (best, *others))
     return Answer(best, tuple(others), considered, time.perf_counter() - start)
@@ -183,7 +190,7 @@ def _pricing(run: RunSpec, space: Points) -> Pricing:
 
 
 def _largest_memory_ratio(run: RunSpec) -> float:
-    """Memory of the largest device over that of the smallest: on heterogeneous nodes a stage may use only the larger ones."""
+    """Memory of the largest device divided by that of the smallest: a stage may be placed on the larger devices only."""
     sizes = [
         replace(run.cluster, gpu=group.gpu or run.cluster.gpu, groups=()).memory_bytes() for group in run.cluster.groups
     ]
@@ -193,7 +200,7 @@ def _largest_memory_ratio(run: RunSpec) -> float:
 
 def _finalists(
     run: RunSpec,
-    swept: Swept,
+    swept: SweepResult,
     strategies_at: StrategiesOf,
     strategies_without_offload_at: StrategiesOf | None,
     budget: int | None,
@@ -239,18 +246,22 @@ def _finalists(
 
 
 def _families(points: Points, index: int, strategy: Strategy) -> tuple[tuple[object, ...], tuple[object, ...]]:
-    """A point's family and a wider family; the closed form deviates by a similar factor within each."""
+    """(family, wider family) of a point; within each the closed form deviates by a similar factor."""
     mesh, schedule = points.meshes[points.mesh[index]], int(points.schedule[index])
     sizes = mesh.size("pipeline"), mesh.size("tensor"), mesh.size("replicate") > 1, int(points.micro[index])
     return (schedule, strategy.low_memory, strategy.gradients, *sizes), (schedule, *sizes[:1])
 
 
 def _strategies_to_try(
-    run: RunSpec, priced: Pricing, points: Points, best_at: Callable[[int], Strategy | None], memory_limit: float
+    run: RunSpec,
+    pricing_inputs: Pricing,
+    points: Points,
+    best_at: Callable[[int], Strategy | None],
+    memory_limit: float,
 ) -> StrategiesOf:
     """Strategies of each point in the order to try: the best, the best for less memory, then lower-memory ones."""
 
-    fastest_in = cache(partial(strategies_in, run, priced, points))
+    fastest_in = cache(partial(strategies_in, run, pricing_inputs, points))
 
     def of_point(index: int) -> Iterator[Strategy]:
         first, tried = best_at(index), set[Strategy]()
@@ -265,15 +276,20 @@ def _strategies_to_try(
 
 
 def _strategies_without_offload(
-    run: RunSpec, priced: Pricing, points: Points, memory_limit: float, margin: float
+    run: RunSpec, pricing_inputs: Pricing, points: Points, memory_limit: float, margin: float
 ) -> StrategiesOf | None:
     """Strategies of each point that keep activations on the device, in the same order; None where pins decide the offload."""
     offloads_without_activations = tuple(offload for offload, _ in OFFLOAD_PAIRS if offload in points.offloads)
     if offloads_without_activations in ((), points.offloads) or pins_of(run).layers:
         return None
-    kept = replace(points, offloads=offloads_without_activations)
+    points_without_offload = replace(points, offloads=offloads_without_activations)
+
     return _strategies_to_try(
-        run, priced, kept, strategies_in(run, priced, kept, margin * memory_limit).__getitem__, memory_limit
+        run,
+        pricing_inputs,
+        points_without_offload,
+        strategies_in(run, pricing_inputs, points_without_offload, margin * memory_limit).__getitem__,
+        memory_limit,
     )
 
 

@@ -1,7 +1,8 @@
-"""Lists the layouts of a run that are worth pricing as columns of numbers: mesh, micro-batch, schedule.
+"""Lists the layouts of a run that the search prices, as columns of numbers: mesh, micro-batch, schedule.
 
-Layouts that are never the best are left out unless a pin asks for them: tensor × Ulysses ranks beyond a fast domain and beyond eight, fewer
-than 512 tokens of a sequence per rank, GPipe (1F1B takes as long with less memory), and large micro-batches that are no power of two.
+The list omits layouts that are never the best, unless the user pins them: more tensor × Ulysses ranks than a fast domain (the devices that
+NVLink connects) and than eight, fewer than 512 tokens of a sequence per rank, GPipe (1F1B takes as long with less memory), and large
+micro-batches that are not a power of two.
 """
 
 from __future__ import annotations
@@ -44,19 +45,19 @@ GROUPS: dict[str, tuple[AxisName, ...]] = {
     "replicate": ("replicate",),
     "pipeline": ("pipeline",),
 }
-"""Axes that form one communication group; context ranks have the same weights, so weights are sharded over them too."""
+"""Axes that form one communication group. Context ranks use the same weights, so FSDP shards weights over them too."""
 Stages = tuple[tuple[str, ...], ...]
 MIN_TOKENS = 512
-"""Fewest tokens of one sequence on a rank."""
+"""Fewest tokens of one sequence on a context rank."""
 VIRTUAL_STAGES = (2, 3, 4, 6, 8)
-"""Stages per rank that are tried for the interleaved schedule, where the plan does not list stages."""
+"""Stages per rank that the search tries for the interleaved schedule, unless the stages are pinned."""
 WIDE_DOMAIN, FEW_SEQUENCES = 8, 2
-"""Tensor × Ulysses ranks that are tried beyond a smaller fast domain, and the sequences per domain below which.
+"""Most tensor × Ulysses ranks where a step has fewer than `FEW_SEQUENCES` sequences per fast domain.
 
-Then there is little else to split.
+The fast domain may have fewer ranks. With so few sequences there is little data parallelism to use instead.
 """
 MAX_ANY_DIVISOR = 64
-"""Sequences per rank up to which every divisor is tried as the micro-batch size; above, only powers of two."""
+"""Sequences per data rank up to which the search tries every divisor as micro-batch size; above, only powers of two."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +86,11 @@ class Mesh:
         return self.size("context_ring") * self.size("context_ulysses")
 
     def crosses(self, axis: AxisName, per_node: int) -> bool:
-        """Whether any group along `axis` spans nodes of `per_node` ranks (`Layout.axis_crosses_nodes`)."""
-        return _leaves(self.sizes, self.order, axis, per_node)
+        """Whether any group along `axis` spans several nodes, of `per_node` ranks each."""
+        return _axis_crosses_nodes(self.sizes, self.order, axis, per_node)
 
     def stride(self, *axes: AxisName) -> float:
-        """Ranks from one member of a group along `axes` to the next (`Layout.stride`)."""
+        """Difference of the global ranks of neighbours in a group along `axes`."""
         return _stride(self.sizes, self.order, axes)
 
 
@@ -101,7 +102,8 @@ class Points:
     mesh_columns: Mapping[str, np.ndarray]
     """Columns by mesh: an axis's size under its name, `data`, `context`, `expert`; strides as `… stride`.
 
-    `copied` where copy engines gather weights; `pace` and `port` of unlike nodes.
+`copied` is 1 where copy engines gather weights. `pace` and `port` are the relative compute speed and network bandwidth on
+    heterogeneous nodes (`placement.heterogeneity_factors`).
     """
     mesh: np.ndarray
     """Index into `meshes`."""
@@ -111,7 +113,7 @@ class Points:
     """Index into `SCHEDULES`."""
     virtual: np.ndarray
     offloads: tuple[Offload, ...]
-    """Values of offload that are tried, from the least to the most memory saved."""
+    """Values of `offload` that the search tries, from the least to the most memory saved."""
     trainable: bool = False
     """Whether the space is limited to plans that this release can train."""
 
@@ -128,16 +130,16 @@ class Points:
 
 
 def points(run: RunSpec, *, trainable: bool = False) -> Points:
-    """All points of the run that obey its pins; with `trainable` only those that this release can train."""
+    """All layouts (points) of the run that obey its pins; with `trainable` only those that this release can train."""
     meshes = tuple(_meshes(run, trainable))
     if trainable and GATHERS.pin(pins_of(run)) == "copy":
         meshes = tuple(mesh for mesh in meshes if not _shards_cross_nodes(run, mesh)) or meshes
-    columns_by_point = []
+    point_tuples = []
     for index, mesh in enumerate(meshes):
         for micro, accumulate, schedule, virtual in _batch_options(run, mesh.size("pipeline"), mesh.data):
-            columns_by_point.append((index, micro, accumulate, schedule, virtual))
-    mesh, *steps = np.array(columns_by_point, dtype=np.int64).reshape(-1, 1 + len(BATCH_COLUMNS)).T
-    columns = dict(zip(BATCH_COLUMNS, steps, strict=True))
+            point_tuples.append((index, micro, accumulate, schedule, virtual))
+    mesh, *batch_columns = np.array(point_tuples, dtype=np.int64).reshape(-1, 1 + len(BATCH_COLUMNS)).T
+    columns = dict(zip(BATCH_COLUMNS, batch_columns, strict=True))
     return Points(
         meshes=meshes, mesh_columns=_mesh_columns(run, meshes), mesh=mesh, offloads=_offloads(run), trainable=trainable,
         **columns,
@@ -145,11 +147,15 @@ def points(run: RunSpec, *, trainable: bool = False) -> Points:
 
 
 def with_kernel_engines(run: RunSpec, space: Points) -> Points:
-    """The same points with kernels in place of copy engines, except where pinned."""
-    pins, none = pins_of(run), np.zeros(len(space.meshes))
-    free = {option.column: option.pin(pins) for option in COPY_OPTIONS}
+    """The same points with NCCL kernels in place of copy engines, except where copy engines are pinned."""
+    pins, zeros = pins_of(run), np.zeros(len(space.meshes))
+    pins_by_column = {option.column: option.pin(pins) for option in COPY_OPTIONS}
     return replace(
-        space, mesh_columns={**space.mesh_columns, **{name: none for name, pinned in free.items() if pinned is None}}
+        space,
+        mesh_columns={
+            **space.mesh_columns,
+            **{name: zeros for name, pinned in pins_by_column.items() if pinned is None},
+        },
     )
 
 
@@ -173,7 +179,7 @@ def _mesh_columns(run: RunSpec, meshes: Sequence[Mesh]) -> dict[str, np.ndarray]
 
 
 def _copies_weights(run: RunSpec, mesh: Mesh) -> bool:
-    """Whether copy engines gather weights: as pinned, else wherever possible, as they slow compute less than kernels."""
+    """Whether copy engines gather weights: as pinned, else wherever possible. They slow compute less than NCCL kernels."""
     pinned = GATHERS.pin(pins_of(run))
     if mesh.size("shard") * mesh.context == 1 or pinned:
         return pinned == "copy"
@@ -181,12 +187,12 @@ def _copies_weights(run: RunSpec, mesh: Mesh) -> bool:
 
 
 def _copies_tokens(run: RunSpec, mesh: Mesh) -> bool:
-    """Whether copy engines exchange tokens between tensor ranks: as pinned, else where that was measured."""
+    """Whether copy engines exchange tokens between tensor ranks: as pinned, else where measurements show that it works."""
     pinned, ranks = TOKENS.pin(pins_of(run)), mesh.size("tensor")
     if pinned:
         return pinned == "copy"
-    leave = mesh.crosses("tensor", run.cluster.ranks_per_node)
-    return ranks > 1 and not leave and why_kernel_token_exchange(run, ranks) is None
+    crosses_nodes = mesh.crosses("tensor", run.cluster.ranks_per_node)
+    return ranks > 1 and not crosses_nodes and why_kernel_token_exchange(run, ranks) is None
 
 
 def _shards_cross_nodes(run: RunSpec, mesh: Mesh) -> bool:
@@ -194,15 +200,17 @@ def _shards_cross_nodes(run: RunSpec, mesh: Mesh) -> bool:
 
 
 def divisors(number: int) -> list[int]:
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
+    lower_half = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
+    return sorted({*lower_half, *(number // divisor for divisor in lower_half)})
 
 
 def _meshes(run: RunSpec, trainable: bool) -> Iterator[Mesh]:
     pins, ranks, batch = pins_of(run), run.cluster.ranks, run.train.global_batch
     for tensor, ulysses, ring in _model_axes(run, trainable):
         ranks_left = ranks // (tensor * ulysses * ring)
-        for pipeline in _pinned_or(pins.pipeline, (d for d in divisors(ranks_left) if d <= run.model.layers)):
+        for pipeline in _pinned_or(
+            pins.pipeline, (divisor for divisor in divisors(ranks_left) if divisor <= run.model.layers)
+        ):
             data = ranks_left // pipeline
             if ranks_left % pipeline or batch % data:
                 continue
@@ -220,19 +228,23 @@ def _meshes(run: RunSpec, trainable: bool) -> Iterator[Mesh]:
 
 
 def _model_axes(run: RunSpec, trainable: bool) -> Iterator[tuple[int, int, int]]:
-    """(tensor, Ulysses, ring) sizes, of the axes that split the work of one sequence."""
+    """(tensor, Ulysses, ring) sizes: the axes that split the work of one sequence."""
     pins, model, domain = pins_of(run), run.model, fast_domain(as_nodes(run.cluster))
     if run.train.global_batch * domain < run.cluster.ranks * FEW_SEQUENCES:
         domain = max(domain, WIDE_DOMAIN)
-    tensor_sizes = [d for d in divisors(run.cluster.ranks) if d <= domain and _splits_heads(run, d)]
+    tensor_sizes = [
+        divisor for divisor in divisors(run.cluster.ranks) if divisor <= domain and _divides_heads(run, divisor)
+    ]
     if trainable and fp8_format_conflict(linear_dtypes(run), domain, experts=False):
         tensor_sizes = [1]
     for tensor in _pinned_or(pins.tensor, tensor_sizes):
         if run.cluster.ranks % tensor or check_tensor(model, tensor, run.train.seq_len):
             continue
-        ulysses_sizes = [d for d in divisors(run.cluster.ranks // tensor) if d == 1 or tensor * d <= domain]
+        ulysses_sizes = [
+            divisor for divisor in divisors(run.cluster.ranks // tensor) if divisor == 1 or tensor * divisor <= domain
+        ]
         for ulysses in _pinned_or(pins.context_ulysses, ulysses_sizes):
-            if run.cluster.ranks % (tensor * ulysses) or not _splits_heads(run, tensor * ulysses):
+            if run.cluster.ranks % (tensor * ulysses) or not _divides_heads(run, tensor * ulysses):
                 continue
             for ring in _pinned_or(pins.context_ring, _ring_sizes(run, tensor * ulysses, ulysses)):
                 fits = not context_split_error(ring, ulysses, tensor, model.heads, model.kv_heads, run.train.seq_len)
@@ -240,18 +252,18 @@ def _model_axes(run: RunSpec, trainable: bool) -> Iterator[tuple[int, int, int]]
                     yield tensor, ulysses, ring
 
 
-def _splits_heads(run: RunSpec, ranks: int) -> bool:
+def _divides_heads(run: RunSpec, ranks: int) -> bool:
     model = run.model
     return model.heads % ranks == 0 and (model.kv_heads % ranks == 0 or ranks % model.kv_heads == 0)
 
 
 def _ring_sizes(run: RunSpec, model_ranks: int, ulysses: int) -> list[int]:
     longest = run.train.seq_len // (MIN_TOKENS * ulysses)
-    return [d for d in divisors(run.cluster.ranks // model_ranks) if d <= max(1, longest)]
+    return [divisor for divisor in divisors(run.cluster.ranks // model_ranks) if divisor <= max(1, longest)]
 
 
 def _expert_sizes(run: RunSpec, ranks: int, tensor: int) -> list[int]:
-    """Numbers of ranks over which a layer's experts may be spread; tensor ranks divide the experts too."""
+    """Numbers of expert ranks that divide a layer's experts; tensor ranks divide the experts too."""
     if not run.model.experts:
         return [1]
     sizes = _pinned_or(pins_of(run).expert, divisors(ranks))
@@ -283,7 +295,7 @@ def _stride(sizes: tuple[int, ...], order: tuple[AxisName, ...], axes: tuple[Axi
 
 
 @lru_cache(maxsize=1 << 16)
-def _leaves(sizes: tuple[int, ...], order: tuple[AxisName, ...], axis: AxisName, per_node: int) -> bool:
+def _axis_crosses_nodes(sizes: tuple[int, ...], order: tuple[AxisName, ...], axis: AxisName, per_node: int) -> bool:
     return _layout(sizes, order, per_node).axis_crosses_nodes(axis)
 
 
@@ -296,7 +308,7 @@ def _step_options(
     pipeline: int, sequences: int, layers: int, micro: int | None, schedule: ScheduleName | None, stages: Stages | None
 ) -> list[tuple[int, int, int, int]]:
     candidates = (schedule,) if schedule else (name for name in SCHEDULES if name not in REFUSED_SCHEDULES)
-    names = [name for name in candidates if _stages_in_order(name, pipeline, layers, stages)]
+    names = [name for name in candidates if _pinned_stages_fit(name, pipeline, layers, stages)]
     options = []
     for size in _micro_batches(sequences, micro):
         micro_batches = sequences // size
@@ -304,14 +316,14 @@ def _step_options(
             (size, micro_batches, SCHEDULES.index(name), virtual)
             for name in names
             if schedule or _worth_trying(name, pipeline, micro_batches)
-            for virtual in _virtual(name, pipeline, layers, stages)
+            for virtual in _virtual_stage_counts(name, pipeline, layers, stages)
             if pipeline * virtual <= layers and refusal(name, pipeline, micro_batches, virtual) is None
         ]
     return options
 
 
-def _stages_in_order(name: ScheduleName, pipeline: int, layers: int, stages: Stages | None) -> bool:
-    """Whether the schedule passes the pinned stages in the order of their layers."""
+def _pinned_stages_fit(name: ScheduleName, pipeline: int, layers: int, stages: Stages | None) -> bool:
+    """Whether the pinned stages follow the order of the schedule's stages."""
     if stages is None:
         return True
     try:
@@ -327,7 +339,7 @@ def _worth_trying(name: str, pipeline: int, micro_batches: int) -> bool:
     return name == "1f1b" or (name == "breadth_first" and micro_batches > 1)  # on one rank the others equal 1F1B
 
 
-def _virtual(name: str, pipeline: int, layers: int, stages: Stages | None) -> tuple[int, ...]:
+def _virtual_stage_counts(name: str, pipeline: int, layers: int, stages: Stages | None) -> tuple[int, ...]:
     if stages is not None:
         return (len(stages[0]),)
     if name == "interleaved":

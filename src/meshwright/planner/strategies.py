@@ -1,4 +1,4 @@
-"""Lists the strategies of a layout: a high-memory and a low-memory setting of reshard, recompute and offload of layers."""
+"""Lists the strategies that the search tries: a high-memory and a low-memory setting of reshard, recompute, offload."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright.spec.run import RunSpec
 
 @dataclass(frozen=True)
 class End:
-    """Settings of a layer at one end of a strategy."""
+    """Settings of the layers at one end (high-memory or low-memory) of a strategy."""
 
     reshard: bool
     recompute: Recompute
@@ -43,6 +43,7 @@ OFFLOAD_PAIRS: tuple[tuple[Offload, Offload], ...] = (("none", "activations"), (
 """Values of offload that differ in activations only: (without, with)."""
 
 PLAIN = Strategy(End(False, "none"), End(False, "none"))
+"""No reshard, no recompute, no offload."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,10 @@ class StrategySet:
     high_memory: np.ndarray
     """Index into `options` of each strategy's high-memory end."""
     low_memory: np.ndarray
-    moving: np.ndarray
-    """Whether the low-memory end offloads activations and the high-memory end does not, by strategy."""
+    adds_activation_offload: np.ndarray
+    """By strategy, whether only the low-memory end offloads activations."""
     classes: tuple[np.ndarray, ...]
-    """Indices of strategies with the same recompute mode and offload of activations; the closed form deviates alike for them."""
+    """Indices of strategies with the same recompute mode and activation offload; the closed form has a similar error for them."""
 
 
 def strategy_set_of(run: RunSpec, offloads: tuple[Offload, ...]) -> StrategySet:
@@ -65,12 +66,14 @@ def strategy_set_of(run: RunSpec, offloads: tuple[Offload, ...]) -> StrategySet:
 
 
 def lower_memory_strategies(run: RunSpec, strategy: Strategy) -> list[Strategy]:
-    """Strategies that save more memory than this one: with reshard, or where it reshards already with more recompute."""
-    end, modes = strategy.low_memory, recomputes(run)
-    lower_memory = [replace(end, reshard=_reshard_modes(pins_of(run))[-1])]
-    if lower_memory == [end]:
-        lower_memory = [replace(end, recompute=mode) for mode in modes[modes.index(end.recompute) + 1 :]]
-    return [replace(strategy, high_memory=end, low_memory=low_memory) for low_memory in lower_memory]
+    """Strategies that save more memory than this one: with reshard, or if it reshards already, with more recompute."""
+    end, recompute_options = strategy.low_memory, recomputes(run)
+    alternative_ends = [replace(end, reshard=_reshard_modes(pins_of(run))[-1])]
+    if alternative_ends == [end]:
+        alternative_ends = [
+            replace(end, recompute=mode) for mode in recompute_options[recompute_options.index(end.recompute) + 1 :]
+        ]
+    return [replace(strategy, high_memory=end, low_memory=low_memory) for low_memory in alternative_ends]
 
 
 def lowest_memory_end(run: RunSpec) -> tuple[End, Gradients]:
@@ -85,7 +88,7 @@ def gradient_modes(run: RunSpec) -> tuple[Gradients, ...]:
 
 
 def recomputes(run: RunSpec) -> tuple[Recompute, ...]:
-    """Recompute modes that are tried, from the least to the most memory saved."""
+    """Recompute modes that the search tries, from the least to the most memory saved."""
     pinned = pins_of(run).recompute
     if pinned is not None:
         return (pinned,)
@@ -103,15 +106,17 @@ def _attention_dominates(run: RunSpec) -> bool:
 
 
 @lru_cache(maxsize=8)
-def _strategies_between(pairs: tuple[tuple[End, End], ...], sums: tuple[Gradients, ...]) -> StrategySet:
+def _strategies_between(pairs: tuple[tuple[End, End], ...], gradient_options: tuple[Gradients, ...]) -> StrategySet:
     strategies = [
-        Strategy(high_memory, low_memory, gradients) for gradients in sums for high_memory, low_memory in pairs
+        Strategy(high_memory, low_memory, gradients)
+        for gradients in gradient_options
+        for high_memory, low_memory in pairs
     ]
     ends = [[strategy.layer(strategy.high_memory), strategy.layer(strategy.low_memory)] for strategy in strategies]
     options = tuple(dict.fromkeys(option for pair in ends for option in pair))
     option_index = {option: index for index, option in enumerate(options)}
     high_memory, low_memory = np.array([[option_index[option] for option in pair] for pair in ends]).T
-    moving = [
+    adds_activation_offload = [
         not strategy.layer(strategy.high_memory).activations_offloaded
         and strategy.layer(strategy.low_memory).activations_offloaded
         for strategy in strategies
@@ -121,7 +126,7 @@ def _strategies_between(pairs: tuple[tuple[End, End], ...], sums: tuple[Gradient
         for strategy in strategies
     ]
     classes = tuple(np.flatnonzero([key == distinct for key in keys]) for distinct in dict.fromkeys(keys))
-    return StrategySet(tuple(strategies), options, high_memory, low_memory, np.array(moving), classes)
+    return StrategySet(tuple(strategies), options, high_memory, low_memory, np.array(adds_activation_offload), classes)
 
 
 def _strategy_ends(run: RunSpec, offloads: Sequence[Offload]) -> list[tuple[End, End]]:
@@ -129,21 +134,28 @@ def _strategy_ends(run: RunSpec, offloads: Sequence[Offload]) -> list[tuple[End,
 
     Both are equal, or differ in one of reshard, recompute and offload of activations.
     """
-    reshards, modes = _reshard_modes(pins_of(run)), recomputes(run)
+    reshard_options, recompute_options = _reshard_modes(pins_of(run)), recomputes(run)
     pairs: list[tuple[End, End]] = []
     for offload in offloads:
-        pairs += [(end, end) for end in (End(reshard, mode, offload) for mode in modes for reshard in reshards)]
-        pairs += [(End(False, mode, offload), End(True, mode, offload)) for mode in modes if len(reshards) == 2]
+        pairs += [
+            (end, end)
+            for end in (End(reshard, mode, offload) for mode in recompute_options for reshard in reshard_options)
+        ]
+        pairs += [
+            (End(False, mode, offload), End(True, mode, offload))
+            for mode in recompute_options
+            if len(reshard_options) == 2
+        ]
         pairs += [
             (End(reshard, high_memory, offload), End(reshard, low_memory, offload))
-            for reshard in reshards
-            for high_memory, low_memory in combinations(modes, 2)
+            for reshard in reshard_options
+            for high_memory, low_memory in combinations(recompute_options, 2)
         ]
     for without, with_activations in OFFLOAD_PAIRS:
         if {without, with_activations} <= set(offloads):
             pairs += [
                 (End(reshard, mode, without), End(reshard, mode, with_activations))
-                for mode in modes
-                for reshard in reshards
+                for mode in recompute_options
+                for reshard in reshard_options
             ]
     return pairs

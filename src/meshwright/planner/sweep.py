@@ -1,11 +1,11 @@
-"""First layer of the search: prices every point of the space in closed form, the most promising first.
+"""First step of the search: estimates every layout (point) in closed form, that is by formulas, the most promising first.
 
-The strategies of a point (reshard, recompute, offload) are priced only if the point's lower bound allows it to be among the best. So the
-result is the same as if all were priced, and most never are.
+The strategies of a point (reshard, recompute, offload) are priced only if the point's lower bound allows it to be among the best. The
+result is the same as if all strategies were priced.
 
-All layers are alike, so between the two ends of a strategy (say, no layer recomputed and all layers recomputed) only the number of layers
-at each end matters. Memory is linear in that number, and so is time; the fewest low-memory layers that fit are computed without a
-search. Time is not linear where one end offloads activations and the other does not (`_ActivationOffload`).
+A strategy has two layer settings, its high-memory and its low-memory end (say, without and with recompute). All layers have the same size,
+so only the number of layers at each end matters. Memory and time are linear in that number, so a division gives the fewest low-memory
+layers that fit. Time is not linear where one end offloads activations and the other does not (`_ActivationOffloadCosts`).
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from meshwright.workload.plan_bytes import formats
 from meshwright.workload.rank_layers import balanced_layers
 
 BATCH_POINTS = 512
-"""Points priced together: earlier results rule out others, and arrays stay small."""
+"""Points priced in one call: results of earlier batches exclude later points, and arrays stay small."""
 BOUND_SAFETY = 0.97
-"""Factor on a lower bound, as communication may hide behind work that a strategy adds."""
+"""Factor on a lower bound, as communication may overlap with compute that a strategy adds, such as recompute."""
 SPLIT_BACKWARD_SCHEDULES = [number for number, name in enumerate(SCHEDULES) if entry_of(name).splits_backward]
 """Indices of the schedules that defer weight gradients."""
 
 
 @dataclass(frozen=True)
-class Swept:
+class SweepResult:
     """The result of a sweep: the best points, the fastest first, each with its best strategy."""
 
     points: Points
@@ -64,14 +64,14 @@ class Swept:
 
 def sweep(
     run: RunSpec, pricing: Pricing, points: Points, memory_limit: float, *, best: int, max_slowdown: float = 1.0
-) -> Swept:
+) -> SweepResult:
     """The `best` fastest points of each family that fit `memory_limit` bytes by the closed form; empty when none fits.
 
     Only points up to `max_slowdown` times the time of the fastest are returned; with a `max_slowdown` of 1 the fastest alone.
     """
     bound, strategy_set = lower_bounds(run, pricing, points), strategy_set_of(run, points.offloads)
     order = np.argsort(bound, kind="stable")
-    leaders = _Best(best, max_slowdown, _families(points))
+    leaders = _FastestByFamily(best, max_slowdown, _families(points))
     priced = len(points)
     for start in range(0, len(order), BATCH_POINTS):
         batch = order[start : start + BATCH_POINTS]
@@ -87,7 +87,7 @@ def sweep(
         leaders.add(batch[indices], strategies, seconds)
         priced += len(batch) * len(strategy_set.strategies)
     indices, strategies, seconds = leaders.sorted()
-    return Swept(points.take(indices), strategies, seconds, priced)
+    return SweepResult(points.take(indices), strategies, seconds, priced)
 
 
 def _families(points: Points) -> np.ndarray:
@@ -136,13 +136,13 @@ def smallest(run: RunSpec, points: Points, count: int) -> tuple[Points, Strategy
     return points.take(np.argsort(_min_bytes(run, points), kind="stable")[:count]), strategy
 
 
-class _Best:
+class _FastestByFamily:
     """Collects the `size` fastest points of each family with their strategies, up to `max_slowdown` times the fastest."""
 
     def __init__(self, size: int, max_slowdown: float, families: np.ndarray) -> None:
         self.size, self.max_slowdown, self.families = size, max_slowdown, families
-        self.kept: dict[int, dict[int, list[tuple[float, Strategy]]]] = {}
-        """By family and point index."""
+        self.strategies_by_point: dict[int, dict[int, list[tuple[float, Strategy]]]] = {}
+        """By family, then by point index: (seconds, strategy) of the accepted strategies."""
         self.limit = np.inf
         self._worst = np.full(int(families.max(initial=0)) + 1, np.inf)
 
@@ -153,17 +153,19 @@ class _Best:
     def add(self, indices: np.ndarray, strategies: Sequence[Strategy], seconds: np.ndarray) -> None:
         """Add entries of (point index, strategy, seconds); a point may have several."""
         self.limit = min(self.limit, self.max_slowdown * float(seconds.min(initial=np.inf)) * (1 + 1e-12))
-        touched = set()
+        changed_families = set()
         for position in map(int, np.flatnonzero(seconds < self.worst(indices))):
             index = int(indices[position])
             family = int(self.families[index])
-            self.kept.setdefault(family, {}).setdefault(index, []).append(
+            self.strategies_by_point.setdefault(family, {}).setdefault(index, []).append(
                 (float(seconds[position]), strategies[position])
             )
-            touched.add(family)
-        for family in touched:
-            points = sorted(self.kept[family].items(), key=lambda item: (_least_seconds(item[1]), item[0]))
-            self.kept[family] = dict(points[: self.size])
+            changed_families.add(family)
+        for family in changed_families:
+            points = sorted(
+                self.strategies_by_point[family].items(), key=lambda item: (_least_seconds(item[1]), item[0])
+            )
+            self.strategies_by_point[family] = dict(points[: self.size])
             if len(points) >= self.size:
                 self._worst[family] = _least_seconds(points[self.size - 1][1])
 
@@ -171,7 +173,7 @@ class _Best:
         ranked = sorted(
             (
                 (seconds, index, strategy)
-                for points in self.kept.values()
+                for points in self.strategies_by_point.values()
                 for index, candidates in points.items()
                 for seconds, strategy in candidates
                 if seconds <= self.limit
@@ -213,38 +215,39 @@ def _best_strategies(
     run: RunSpec, pricing: Pricing, points: Points, memory_limit: float, strategy_set: StrategySet, worst: np.ndarray
 ) -> tuple[np.ndarray, list[Strategy], np.ndarray]:
     """(point index, strategy, seconds) of the fastest fitting strategy of each class, where below the point's `worst` seconds."""
-    plain = layouts(run, points, strategy_set.options[0])
+    base_layout = layouts(run, points, strategy_set.options[0])
     seconds, applicable = (
-        closed_form_seconds(pricing, _with_options(plain, strategy_set.options)),
+        closed_form_seconds(pricing, _with_options(base_layout, strategy_set.options)),
         _applicable(run, points, strategy_set.options),
     )
     # A mixture of two settings takes at least as long as the faster of them.
     promising = np.flatnonzero(np.min(seconds, axis=0, where=applicable, initial=np.inf) < worst)
     if not len(promising):
         return promising, [], np.zeros(0)
-    layout, legal = _select_points(plain, promising), applicable[:, promising]
+    layout, allowed = _select_points(base_layout, promising), applicable[:, promising]
     priced = _UniformCosts(
         seconds[:, promising], *_memory_needs(run, pricing, _with_options(layout, strategy_set.options))
     )
-    moving = _ActivationOffload(run, pricing, layout, strategy_set)
+    activation_offload = _ActivationOffloadCosts(run, pricing, layout, strategy_set)
     mixed = np.where(
-        legal[strategy_set.high_memory] & legal[strategy_set.low_memory],
-        _mixture_seconds(run, priced, strategy_set, memory_limit, moving),
+        allowed[strategy_set.high_memory] & allowed[strategy_set.low_memory],
+        _mixture_seconds(run, priced, strategy_set, memory_limit, activation_offload),
         np.inf,
     )
-    indices, strategies, seconds_found = [], [], []
+    indices, strategies, seconds_by_class = [], [], []
     for members in strategy_set.classes:
         best = members[mixed[members].argmin(axis=0)]
         best_seconds = mixed[best, np.arange(len(promising))]
-        kept = np.flatnonzero(best_seconds < worst[promising])
-        indices.append(promising[kept])
-        strategies += [strategy_set.strategies[position] for position in best[kept]]
-        seconds_found.append(best_seconds[kept])
-    return np.concatenate(indices), strategies, np.concatenate(seconds_found)
+        accepted = np.flatnonzero(best_seconds < worst[promising])
+        indices.append(promising[accepted])
+        strategies += [strategy_set.strategies[position] for position in best[accepted]]
+        seconds_by_class.append(best_seconds[accepted])
+    return np.concatenate(indices), strategies, np.concatenate(seconds_by_class)
 
 
 def _applicable(run: RunSpec, points: Points, options: Sequence[LayerStrategy]) -> np.ndarray:
-    """For each layer setting and point, whether it differs from the other settings there and, if asked for, can be trained."""
+    """(layer settings, points): whether the setting differs from the other settings there and, if `points.trainable`, can be
+    trained."""
     pins = pins_of(run)
     sharded = points.column("shard") * points.column("context") > 1
     accumulates = (points.accumulate > 1) & (points.schedule != SCHEDULES.index("breadth_first"))
@@ -253,7 +256,9 @@ def _applicable(run: RunSpec, points: Points, options: Sequence[LayerStrategy]) 
         if option.reshard and pins.reshard is None:
             option_applicable &= sharded
         if option.gradients == "whole" and pins.gradients is None:
-            option_applicable &= sharded & accumulates  # reduced once a step in any case
+            option_applicable &= (
+                sharded & accumulates
+            )  # otherwise every rank reduces gradients once a step with both settings
         if points.trainable:
             option_applicable &= _trainable_points(run, points, option)
     return applicable
@@ -262,7 +267,7 @@ def _applicable(run: RunSpec, points: Points, options: Sequence[LayerStrategy]) 
 def _trainable_points(run: RunSpec, points: Points, option: LayerStrategy) -> np.ndarray:
     """For each point, whether candidate.untrainable accepts layers with this setting.
 
-    Two pins that cannot be trained together are obeyed; the plan is then marked as untrainable.
+    If the user pins two settings that cannot be trained together, the search obeys; the plan is then marked as untrainable.
     """
     pins, trainable = pins_of(run), np.ones(len(points), bool)
     offloading = [layer for layer in pins.layers or (option,) if layer.activations_offloaded]
@@ -275,68 +280,74 @@ def _trainable_points(run: RunSpec, points: Points, option: LayerStrategy) -> np
 
 @dataclass(frozen=True)
 class _UniformCosts:
-    """Costs by layer setting and point if all layers had that setting."""
+    """(layer settings, points): costs if all layers had that setting."""
 
     seconds: np.ndarray
     bytes: np.ndarray
     """Of the fullest rank."""
-    waiting: np.ndarray
-    """Host memory that all devices of one host use together."""
+    host_bytes: np.ndarray
+    """Bytes of host memory that all devices of one host use together."""
 
 
 def _memory_needs(run: RunSpec, pricing: Pricing, layout: Layouts) -> tuple[np.ndarray, np.ndarray]:
     """Bytes of the fullest rank, and of host memory that all devices of one host use together."""
-    each = host_memory_bytes(pricing.shape, layout, owned_params(pricing.shape, layout))
-    return peak_rank_bytes(run, layout), run.cluster.gpus_per_node * np.asarray(each)
+    bytes_per_device = host_memory_bytes(pricing.shape, layout, owned_params(pricing.shape, layout))
+    return peak_rank_bytes(run, layout), run.cluster.gpus_per_node * np.asarray(bytes_per_device)
 
 
 def _mixture_seconds(
-    run: RunSpec, priced: _UniformCosts, strategy_set: StrategySet, memory_limit: float, moving: _ActivationOffload
+    run: RunSpec,
+    priced: _UniformCosts,
+    strategy_set: StrategySet,
+    memory_limit: float,
+    activation_offload: _ActivationOffloadCosts,
 ) -> np.ndarray:
     """Seconds by strategy and point with the fewest low-memory layers that fit; infinite where none fit.
 
-    Also infinite where no low-memory layer is needed, as the strategy with the high-memory end alone stands for that.
+    Also infinite where no low-memory layer is needed: the strategy whose two ends both are the high-memory end covers that case.
     """
     high_memory_fits, high_memory = (
         priced.bytes[strategy_set.high_memory] <= memory_limit,
         priced.bytes[strategy_set.high_memory],
     )
-    if len(moving.strategies):
-        high_memory[moving.strategies] = moving.bytes()
+    if len(activation_offload.strategies):
+        high_memory[activation_offload.strategies] = activation_offload.bytes()
     share = np.where(
         high_memory_fits,
         0.0,
         _low_memory_share(high_memory, priced.bytes[strategy_set.low_memory], memory_limit, run.model.layers),
     )
-    legal = (share <= 1) & ((share > 0) | (strategy_set.high_memory == strategy_set.low_memory)[:, None])
+    allowed = (share <= 1) & ((share > 0) | (strategy_set.high_memory == strategy_set.low_memory)[:, None])
 
-    def mean(high_memory: np.ndarray, by_kind: np.ndarray) -> np.ndarray:
-        return (1 - share) * high_memory + share * by_kind[strategy_set.low_memory]
+    def mean(high_memory: np.ndarray, by_option: np.ndarray) -> np.ndarray:
+        return (1 - share) * high_memory + share * by_option[strategy_set.low_memory]
 
-    legal &= high_memory_fits | (mean(high_memory, priced.bytes) <= memory_limit * (1 + 1e-9))
-    legal &= mean(priced.waiting[strategy_set.high_memory], priced.waiting) <= host_budget(run)
+    allowed &= high_memory_fits | (mean(high_memory, priced.bytes) <= memory_limit * (1 + 1e-9))
+    allowed &= mean(priced.host_bytes[strategy_set.high_memory], priced.host_bytes) <= host_budget(run)
     seconds = mean(priced.seconds[strategy_set.high_memory], priced.seconds)
-    if legal[moving.strategies].any():
-        seconds[moving.strategies] = moving.seconds(share[moving.strategies], priced.seconds)
-    return np.where(legal, seconds, np.inf)
+    if allowed[activation_offload.strategies].any():
+        seconds[activation_offload.strategies] = activation_offload.seconds(
+            share[activation_offload.strategies], priced.seconds
+        )
+    return np.where(allowed, seconds, np.inf)
 
 
-class _ActivationOffload:
+class _ActivationOffloadCosts:
     """Costs of strategies whose low-memory end offloads activations: offload cost is not linear in the number of layers moved."""
 
     def __init__(self, run: RunSpec, pricing: Pricing, layout: Layouts, strategy_set: StrategySet) -> None:
-        self.strategies = np.flatnonzero(strategy_set.moving)
+        self.strategies = np.flatnonzero(strategy_set.adds_activation_offload)
         self._run, self._pricing, self._high_memory = run, pricing, strategy_set.high_memory[self.strategies]
         self._low_memory = [strategy_set.options[option] for option in strategy_set.low_memory[self.strategies]]
         self._layout = layout
 
     def bytes(self) -> np.ndarray:
-        """Bytes of the fullest rank for a vanishing share of offloaded layers, including the copies' buffers."""
+        """Bytes of the fullest rank as the share of offloaded layers approaches 0, including the buffers of the copies."""
         return peak_rank_bytes(self._run, self._with_share_offloaded(1e-9))
 
-    def seconds(self, share: np.ndarray, by_kind: np.ndarray) -> np.ndarray:
-        """Seconds with this share of layers offloaded: with fewer, each copy can hide behind more of the forward pass."""
-        return (1 - share) * by_kind[self._high_memory] + share * closed_form_seconds(
+    def seconds(self, share: np.ndarray, by_option: np.ndarray) -> np.ndarray:
+        """Seconds with this share of layers offloaded: the fewer there are, the more forward compute each copy overlaps with."""
+        return (1 - share) * by_option[self._high_memory] + share * closed_form_seconds(
             self._pricing, self._with_share_offloaded(share)
         )
 
@@ -346,21 +357,21 @@ class _ActivationOffload:
 
 def _low_memory_share(high_memory: np.ndarray, low_memory: np.ndarray, memory_limit: float, layers: int) -> np.ndarray:
     """Fewest layers with the low-memory setting that fit, as a share of all layers; above 1 if all of them do not fit."""
-    over = high_memory - memory_limit
-    saved = np.where(high_memory > low_memory, high_memory - low_memory, 1e-9)
-    share = np.where(over <= 0, 0.0, np.minimum(over / saved, 2.0))
+    excess_bytes = high_memory - memory_limit
+    saved_bytes = np.where(high_memory > low_memory, high_memory - low_memory, 1e-9)
+    share = np.where(excess_bytes <= 0, 0.0, np.minimum(excess_bytes / saved_bytes, 2.0))
     return np.ceil(np.minimum(share, 2.0) * layers - 1e-9) / layers
 
 
 def layouts(run: RunSpec, points: Points, layer: LayerStrategy) -> Layouts:
     """The cost model's columns for `points` where all layers have the strategy `layer`."""
     pipeline = points.column("pipeline")
-    vee = np.isin(points.schedule, [SCHEDULES.index(name) for name in V_SCHEDULES])
+    v_placement = np.isin(points.schedule, [SCHEDULES.index(name) for name in V_SCHEDULES])
     strides = ("ring", "ulysses", "shard", "replicate", "pipeline")
     return layouts_of(
         run.model, run.train, precision_of(run), points.column, expert=points.column("expert"), schedule=points.schedule,
         virtual=points.virtual, micro_batch=points.micro, accumulate=points.accumulate,
-        layers=balanced_layers(run.model.layers, head_in_layers(run), pipeline, points.virtual, vee),
+        layers=balanced_layers(run.model.layers, head_in_layers(run), pipeline, points.virtual, v_placement),
         copied=points.column("copied"), tokens_copied=points.column("tokens copied"),
         slowest=points.column("pace"), port=points.column("port"),
         **{f"{axis}_stride": points.column(f"{axis} stride") for axis in strides}, **strategy_columns(layer),
@@ -398,6 +409,8 @@ def _cost(pricing: Pricing, layout: Layouts) -> StepCost:
 
 def peak_rank_bytes(run: RunSpec, layout: Layouts) -> np.ndarray:
     """Bytes of the fullest rank by the closed form."""
-    numbers = formats(run.train, precision_of(run), cpu=run.cluster.is_cpu)
-    numbers = replace(numbers, window=layout.copied, token_window=0.0 if run.cluster.is_cpu else layout.tokens_copied)
-    return np.asarray(sum(layout_memory(run.model, layout, numbers).values()))
+    byte_widths = formats(run.train, precision_of(run), cpu=run.cluster.is_cpu)
+    byte_widths = replace(
+        byte_widths, window=layout.copied, token_window=0.0 if run.cluster.is_cpu else layout.tokens_copied
+    )
+    return np.asarray(sum(layout_memory(run.model, layout, byte_widths).values()))

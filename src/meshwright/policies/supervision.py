@@ -38,6 +38,8 @@ class State:
     """Why no further attempt follows; None while one may."""
     not_before: float = 0.0
     """Time before which no attempt begins."""
+    short_since: float | None = None
+    """Time since which a job that is to continue has too few hosts; None if it has enough."""
     trained: bool = False
     """Whether the job has finished a step."""
     checkpoints: tuple[int, ...] = ()
@@ -146,9 +148,11 @@ class Rules:
     """Settings of the job."""
 
     hosts: int
-    """Hosts of an attempt."""
+    """Hosts of an attempt, unless some are lost."""
     global_batch: int
     policy: RestartPolicy
+    wait_seconds: float | None = None
+    """Seconds to wait for lost hosts before the job continues on the remaining ones; None waits without end."""
 
 
 Answer = tuple[State, tuple[Action, ...]]
@@ -170,7 +174,7 @@ def decide(state: State, event: Event, now: float, rules: Rules) -> Answer:
         case Committed(step):
             newer = not state.checkpoints or step > state.checkpoints[-1]
             kept = tuple(sorted({*state.checkpoints, step}))
-            return replace(state, checkpoints=kept, incidents=() if newer else state.incidents), ()
+            return _grow(replace(state, checkpoints=kept, incidents=() if newer else state.incidents), rules)
         case Failed(attempt, incident) if attempt == state.attempt:
             return _fail(state, incident, now, rules)
         case Ended(attempt, host) if attempt == state.attempt and host in state.members:
@@ -184,14 +188,32 @@ def decide(state: State, event: Event, now: float, rules: Rules) -> Answer:
 
 def _gather(state: State, now: float, rules: Rules) -> Answer:
     """Choose the members of the next attempt if enough hosts are ready and its time has come."""
-    if state.status != "gathering" or now < state.not_before or len(state.ready) < rules.hosts:
+    if state.status != "gathering" or now < state.not_before:
         return state, ()
+    if len(state.ready) < rules.hosts:
+        if not state.attempt:
+            return state, ()
+        since = now if state.short_since is None else state.short_since
+        state = replace(state, short_since=since)
+        if not state.ready or rules.wait_seconds is None or now - since < rules.wait_seconds:
+            return state, ()
     kept = [host for host in state.members if host in state.ready]
     others = [host for host in state.ready if host not in kept]
     members = tuple((kept + others)[: rules.hosts])
-    ready = tuple(host for host in state.ready if host not in members)
-    attempt = state.attempt + 1
-    return replace(state, status="preparing", attempt=attempt, members=members, ended=(), ready=ready), (Prepare(),)
+    state = replace(
+        state, status="preparing", attempt=state.attempt + 1, members=members, ended=(), short_since=None,
+        ready=tuple(host for host in state.ready if host not in members),
+    )  # fmt: skip
+    return state, (Prepare(),)
+
+
+def _grow(state: State, rules: Rules) -> Answer:
+    """After a checkpoint, end an attempt that has too few hosts if enough are ready now."""
+    missing = len(state.members) < rules.hosts <= len({*state.members, *state.ready})
+    if state.status != "running" or not missing:
+        return state, ()
+    back = Incident(EXIT_DONE, f"{rules.hosts} hosts are ready again")
+    return replace(state, status="ending", restart=Restart()), (End(back),)
 
 
 def _fail(state: State, incident: Incident, now: float, rules: Rules) -> Answer:

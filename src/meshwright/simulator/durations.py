@@ -42,19 +42,19 @@ def end_with_slowdown(start: float, work: float, slow_intervals: Iterable[SlowIn
 
     Where intervals overlap, the largest factor applies.
     """
-    now = start
-    for first, last, factor in _disjoint(slow_intervals):
-        if last <= now:
+    time = start
+    for interval_start, interval_end, factor in _disjoint(slow_intervals):
+        if interval_end <= time:
             continue
-        if first > now:
-            free = first - now
-            if work <= free:
-                return now + work
-            work, now = work - free, first
-        if work * factor <= last - now:
-            return now + work * factor
-        work, now = work - (last - now) / factor, last
-    return now + work
+        if interval_start > time:
+            full_speed_seconds = interval_start - time
+            if work <= full_speed_seconds:
+                return time + work
+            work, time = work - full_speed_seconds, interval_start
+        if work * factor <= interval_end - time:
+            return time + work * factor
+        work, time = work - (interval_end - time) / factor, interval_end
+    return time + work
 
 
 def _disjoint(slow_intervals: Iterable[SlowInterval]) -> list[SlowInterval]:
@@ -62,12 +62,14 @@ def _disjoint(slow_intervals: Iterable[SlowInterval]) -> list[SlowInterval]:
     intervals = sorted(slow_intervals)
     if all(first[1] <= second[0] for first, second in pairwise(intervals)):
         return intervals
-    boundaries = sorted({boundary for first, last, _ in intervals for boundary in (first, last)})
+    boundaries = sorted(
+        {boundary for interval_start, interval_end, _ in intervals for boundary in (interval_start, interval_end)}
+    )
     disjoint = []
-    for first, last in pairwise(boundaries):
-        factors = [factor for begin, end, factor in intervals if begin <= first and end >= last]
+    for interval_start, interval_end in pairwise(boundaries):
+        factors = [factor for begin, end, factor in intervals if begin <= interval_start and end >= interval_end]
         if factors:
-            disjoint.append((first, last, max(factors)))
+            disjoint.append((interval_start, interval_end, max(factors)))
     return disjoint
 
 

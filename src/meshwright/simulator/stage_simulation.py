@@ -62,7 +62,7 @@ class Program:
     counts: tuple[Counter[int], ...]
     """By rank, how many actions have each duration key."""
     links: tuple[tuple[int, int, int], ...]
-    """(sender, receiver, boundary)."""
+    """(sender, receiver, index of the stage boundary)."""
     messages: int
     placement: tuple[tuple[int, ...], ...]
     last_backward: dict[int, int]
@@ -94,7 +94,7 @@ def simulate_stages(program: Program, timing: Timing, units: Units, *, layered: 
     seconds = [durations.of(key) for key in program.duration_keys]
     sizes = timing.boundary_bytes
     links = [timing.between(*ends).seconds(sizes[at] if sizes else 0.0) for *ends, at in program.links]
-    ends, starts, messages, exposed = _run(program, seconds, links)
+    ends, starts, messages, exposed = _simulate_steps(program, seconds, links)
 
     ranks = range(len(program.placement))
     compute = [sum(count * seconds[key].compute for key, count in program.counts[r].items()) for r in ranks]
@@ -109,7 +109,7 @@ def simulate_stages(program: Program, timing: Timing, units: Units, *, layered: 
     replicate = [tails[r][1] for r in ranks]
     closing = [timing.norm_seconds + (timing.optim_seconds[r] if timing.optim_seconds else 0.0) for r in ranks]
     norm = max(max(backward_ends[r]) + shard[r] + replicate[r] for r in ranks) + timing.tied_gradient_seconds
-    own = [
+    own_seconds = [
         compute[r] + exposed[r] + messages[r] + shard[r] + replicate[r] + timing.tied_gradient_seconds + closing[r]
         for r in ranks
     ]
@@ -122,10 +122,10 @@ def simulate_stages(program: Program, timing: Timing, units: Units, *, layered: 
         "closing": sum(closing) / count,
     }
     step = norm + max(closing)
-    return Totals({**parts, "idle": max(0.0, step - sum(parts.values()))}, tuple(starts), tuple(own))
+    return Totals({**parts, "idle": max(0.0, step - sum(parts.values()))}, tuple(starts), tuple(own_seconds))
 
 
-def _run(
+def _simulate_steps(
     program: Program, durations: Sequence[ActionSeconds], links: Sequence[float]
 ) -> tuple[list[float], list[float], list[float], list[float]]:
     """Run the program: (end of each action; by rank first start, exposed messages, exposed collectives of the shard axis)."""
@@ -196,15 +196,17 @@ class _StageDurations:
     def reduction_tail(self, stages: Sequence[int], ends: Sequence[float]) -> tuple[float, float]:
         """Seconds after a rank's last action until its reductions over shards, then over replicas, end; `ends` by stage."""
         timing, shards_end, replicas_end = self.timing, 0.0, 0.0
-        run = self.micro_batches if self.layered else 1
+        micro_batches_per_turn = self.micro_batches if self.layered else 1
         for end, stage in sorted(zip(ends, stages, strict=True)):
             reduce = timing.reduce[stage] if timing.reduce else [0.0] * len(self.units[stage])
             halves = zip(timing.backward_input[stage], timing.backward_weight[stage], [*reduce[1:], 0.0], strict=True)
-            seconds = [max(run * (inputs + weights), reduction) for inputs, weights, reduction in halves]
-            now = end - sum(seconds)
+            seconds = [
+                max(micro_batches_per_turn * (inputs + weights), reduction) for inputs, weights, reduction in halves
+            ]
+            time = end - sum(seconds)
             for unit in reversed(range(len(seconds))):
-                now += seconds[unit]
-                shards_end = max(shards_end, now) + reduce[unit]
+                time += seconds[unit]
+                shards_end = max(shards_end, time) + reduce[unit]
                 if timing.replicate:
                     replicas_end = max(replicas_end, shards_end) + timing.replicate[stage][unit]
         last = max(ends)
@@ -241,7 +243,7 @@ class _StageDurations:
             "backward": [timing.backward_input, timing.backward_weight],
         }.get(op, [timing.forward])
         units = order if forward else order[::-1]
-        run = self.micro_batches if self.layered else 1
+        micro_batches_per_turn = self.micro_batches if self.layered else 1
         first_or_last = turn == ("first" if forward else "last")
         gathered = [op != "backward_weight" and self._gathers(stage, unit, forward, first_or_last) for unit in units]
         if not forward and stage == self.stages - 1:  # parameters of the head stay gathered from its forward
@@ -252,7 +254,7 @@ class _StageDurations:
         pending = 0.0
         """Seconds of the reduction that the previous unit issued."""
         for index, unit in enumerate(units):
-            own = sum(table[stage][unit] for table in tables)
+            own_seconds = sum(table[stage][unit] for table in tables)
             copies = timing.copy_out[stage][unit] if gathered[index] and timing.copy_out else 0.0
             if reduced[index]:
                 copies += timing.copy_in[stage][unit] if timing.copy_in else 0.0
@@ -262,7 +264,7 @@ class _StageDurations:
             gather = timing.unshard[stage][units[following]] if gathered[following] and timing.unshard else 0.0
             if following == 0 and len(units) > 1 and first_or_last and forward and not self.layered:
                 gather = 0.0  # gathered before the first forward of this stage
-            span = run * own + copies
+            span = micro_batches_per_turn * own_seconds + copies
             lane = gather + pending if timing.shared_communicator else max(gather, pending)
             slow = timing.gather_slowdown if gather > pending else timing.reduce_slowdown
             slowed = min(lane, span * slow) * (1 - 1 / slow)
@@ -272,7 +274,7 @@ class _StageDurations:
             exposed[waiting_unit] += wait
             hidden[waiting_unit] += wait * (following < 2)
             pending = timing.reduce[stage][unit] if reduced[index] and timing.reduce else 0.0
-            compute = own + copies + slowed
+            compute = own_seconds + copies + slowed
             durations[unit] = ActionSeconds(
                 compute, until_reduction=compute if reduced[index] else 0.0, last_reduction=pending
             )
@@ -301,19 +303,19 @@ def _concatenated(parts: Sequence[ActionSeconds]) -> ActionSeconds:
 
     Each reduction waits for the previous one, because compute has one reduce-scatter buffer.
     """
-    now = compute = exposed = hidden = exposed_after = until_reduction = reduction_end = 0.0
+    time = compute = exposed = hidden = exposed_after = until_reduction = reduction_end = 0.0
     reducing = [part for part in parts if part.until_reduction]
     for part in parts:
         compute, exposed, hidden = compute + part.compute, exposed + part.exposed, hidden + part.hidden_by_message
         if part.until_reduction:
-            delay = max(0.0, reduction_end - now - part.until_reduction)
-            until_reduction = until_reduction or now + part.until_reduction
+            delay = max(0.0, reduction_end - time - part.until_reduction)
+            until_reduction = until_reduction or time + part.until_reduction
             if part is parts[-1] and part.single_reduction:
                 exposed_after = delay
             else:
-                exposed, now = exposed + delay, now + delay
-            reduction_end = now + part.compute + part.exposed + exposed_after + part.last_reduction
-        now += part.compute + part.exposed
+                exposed, time = exposed + delay, time + delay
+            reduction_end = time + part.compute + part.exposed + exposed_after + part.last_reduction
+        time += part.compute + part.exposed
     single_reduction = len(reducing) == 1 and reducing[0] is parts[-1] and reducing[0].single_reduction
     last_reduction = reducing[-1].last_reduction if reducing else 0.0
     return ActionSeconds(compute, exposed, hidden, exposed_after, until_reduction, single_reduction, last_reduction)
@@ -468,8 +470,8 @@ def _last_micro_batch(actions: Sequence[Action]) -> dict[int, int]:
 def _layered(actions: Sequence[Action], units: Sequence[int]) -> list[Action]:
     """The actions in layered order: consecutive actions of one op and stage are cut into units and sorted by unit."""
     layered: list[Action] = []
-    for (op, stage), run in groupby(actions, key=lambda action: action[:2]):
-        consecutive, order = list(run), range(units[stage])
+    for (op, stage), group in groupby(actions, key=lambda action: action[:2]):
+        consecutive, order = list(group), range(units[stage])
         units_in_order = order if op in FORWARD else order[::-1]
         layered += [action._replace(unit=unit) for unit in units_in_order for action in consecutive]
     return layered

@@ -36,7 +36,7 @@ from meshwright.workload.plan_bytes import memory_by_rank, optimizer_on_host
 
 T = TypeVar("T")
 REPEATING_SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v")
-"""Schedules with at most `SATURATING_MICRO_BATCHES` micro-batches in flight for each rank, however many there are."""
+"""Schedules whose micro-batches in flight stop growing at `SATURATING_MICRO_BATCHES` × ranks micro-batches."""
 SATURATING_MICRO_BATCHES = 3
 
 

@@ -1,4 +1,4 @@
-"""Durations of one FSDP unit of a plan, from the closed-form cost model: compute, gather, reductions, copies.
+"""Durations of one FSDP unit of a plan, from the formulas of the cost model: compute, gather, reductions, copies.
 
 A unit is the embedding, one block, or the final norm with head and loss. The compute seconds include recomputation, exposed
 tensor, context and expert communication, and exposed copies to host memory. The closed form gives the sum over all layers;
@@ -35,7 +35,7 @@ Unit = int | Literal["embed", "head"]
 """The index of a block, or one end of the model."""
 
 MAX_TAX = 0.9
-"""Upper bound of the fraction of compute speed that a concurrent collective takes."""
+"""Upper bound on the fraction of compute speed that is lost while a collective runs."""
 
 
 @dataclass(frozen=True)

@@ -112,12 +112,16 @@ def chip_from_device_name(name: str) -> str | None:
     spellings = {chip.upper(): chip for chip in CHIPS}
     if name.upper() in spellings:
         return spellings[name.upper()]
-    words = set(name.upper().replace("-", " ").split())
-    if "H100" in words and any(word.startswith(("96GB", "94GB")) for word in words):
+    name_parts = set(name.upper().replace("-", " ").split())
+    if "H100" in name_parts and any(word.startswith(("96GB", "94GB")) for word in name_parts):
         return "H100-96GB"
-    known = {chip: set(_DRIVER_NAMES.get(chip, chip.upper()).split()) for chip in CHIPS}
-    matches = [chip for chip, spelled in known.items() if spelled <= words and not words & VARIANT_WORDS - spelled]
-    return max(matches, key=lambda chip: len(known[chip]), default=None)
+    parts_by_chip = {chip: set(_DRIVER_NAMES.get(chip, chip.upper()).split()) for chip in CHIPS}
+    matches = [
+        chip
+        for chip, spelled in parts_by_chip.items()
+        if spelled <= name_parts and not name_parts & VARIANT_WORDS - spelled
+    ]
+    return max(matches, key=lambda chip: len(parts_by_chip[chip]), default=None)
 
 
 def formats_on(gpu: str | None) -> tuple[str, ...]:

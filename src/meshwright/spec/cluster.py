@@ -64,8 +64,8 @@ class ClusterSpec:
     def memory_bytes(self) -> int | None:
         """Memory of the smallest device, or None when it is not known."""
         chip = CHIPS.get(self.gpu)
-        given = None if self.memory_gib is None else int(self.memory_gib * GiB)
-        own = given or (chip.memory_bytes if chip else None)
+        override = None if self.memory_gib is None else int(self.memory_gib * GiB)
+        own = override or (chip.memory_bytes if chip else None)
         if own is None:
             return None
         return min([own, *(CHIPS[group.gpu].memory_bytes for group in self.groups if group.gpu in CHIPS)])

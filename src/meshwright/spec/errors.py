@@ -34,8 +34,8 @@ class MeshwrightError(Exception):
 
     exit_code = EXIT_INTERNAL
 
-    def __init__(self, *words: object, key: str | None = None) -> None:
-        super().__init__(*words)
+    def __init__(self, *parts: object, key: str | None = None) -> None:
+        super().__init__(*parts)
         self.key = key
 
 

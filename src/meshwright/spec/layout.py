@@ -73,8 +73,8 @@ class Layout:
         """Groups of ranks that differ only along `axes`: each in rank order, ordered by their lowest rank; every rank once."""
         members: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.ranks):
-            others = tuple(index for axis, index in self.coordinates(rank).items() if axis not in axes)
-            members.setdefault(others, []).append(rank)
+            other_indices = tuple(index for axis, index in self.coordinates(rank).items() if axis not in axes)
+            members.setdefault(other_indices, []).append(rank)
         return tuple(map(tuple, members.values()))
 
     def expert_groups(self) -> tuple[tuple[int, ...], ...]:
@@ -233,13 +233,13 @@ def rank_parameters(spec: ModelSpec, table: tuple[tuple[range, ...], ...], pipel
 
     Both ends hold a tied embedding.
     """
-    mine = {layer for stage in table[pipeline_rank] for layer in stage}
-    first, last = 0 in mine, spec.layers - 1 in mine
+    rank_layers = {layer for stage in table[pipeline_rank] for layer in stage}
+    first, last = 0 in rank_layers, spec.layers - 1 in rank_layers
     names = []
     for parameter in parameters(spec):
         module, _, suffix = parameter.name.partition(".")
         if module == "layers":
-            is_held = int(suffix.partition(".")[0]) in mine
+            is_held = int(suffix.partition(".")[0]) in rank_layers
         elif module in ("embed", "positions"):
             is_held = first or (last and spec.tied and module == "embed")
         else:
@@ -324,8 +324,10 @@ def local_boxes(
     boxes = _divided_boxes(spec, parameter, division)
     if parameter.expert and expert_shard_dimension(boxes[0].sizes, shard.count):
         return (_columns_of(boxes[0], even_rows(boxes[0].sizes[1], shard.count, shard.index)),)
-    mine = shard_rows(sum(box.sizes[0] for box in boxes), shard.count, shard.index)
-    return tuple(_rows_of(box, mine) for box in boxes if box.first_row < mine.stop and _stop(box) > mine.start)
+    local_rows = shard_rows(sum(box.sizes[0] for box in boxes), shard.count, shard.index)
+    return tuple(
+        _rows_of(box, local_rows) for box in boxes if box.first_row < local_rows.stop and _stop(box) > local_rows.start
+    )
 
 
 def expert_shard_dimension(shape: Sequence[int], shards: int) -> int:
@@ -344,8 +346,8 @@ def local_shape(spec: ModelSpec, parameter: ParameterSpec, division: Division) -
 def _divided_boxes(spec: ModelSpec, parameter: ParameterSpec, division: Division) -> list[Box]:
     if not parameter.expert:
         return _tensor_boxes(spec, parameter, division.tensor)
-    mine = even_rows(parameter.shape[0], division.expert.count, division.expert.index)
-    return [Box((mine.start, *(0 for _ in parameter.shape[1:])), (len(mine), *parameter.shape[1:]))]
+    local_rows = even_rows(parameter.shape[0], division.expert.count, division.expert.index)
+    return [Box((local_rows.start, *(0 for _ in parameter.shape[1:])), (len(local_rows), *parameter.shape[1:]))]
 
 
 def _tensor_boxes(spec: ModelSpec, parameter: ParameterSpec, tensor: Part) -> list[Box]:
@@ -354,16 +356,19 @@ def _tensor_boxes(spec: ModelSpec, parameter: ParameterSpec, tensor: Part) -> li
     if tensor.count == 1 or split == "whole" or (split == "columns" and weight_or_bias == "bias"):
         return [Box((0,) * len(parameter.shape), parameter.shape, 0, tensor.count, tensor.index == 0)]
     if split == "columns":
-        mine = even_rows(parameter.shape[1], tensor.count, tensor.index)
-        return [Box((0, mine.start), (parameter.shape[0], len(mine)))]
+        local_range = even_rows(parameter.shape[1], tensor.count, tensor.index)
+        return [Box((0, local_range.start), (parameter.shape[0], len(local_range)))]
     boxes: list[Box] = []
     start = 0
     for name, size in parameter.blocks or (("all", parameter.shape[0]),):
         # With fewer key/value heads than ranks, neighbours hold the same head.
         parts = min(tensor.count, spec.kv_heads) if name in ("k", "v") else tensor.count
         copies = tensor.count // parts
-        mine = even_rows(size, parts, tensor.index // copies)
-        offsets, sizes = (start + mine.start, *(0 for _ in parameter.shape[1:])), (len(mine), *parameter.shape[1:])
+        local_range = even_rows(size, parts, tensor.index // copies)
+        offsets, sizes = (
+            (start + local_range.start, *(0 for _ in parameter.shape[1:])),
+            (len(local_range), *parameter.shape[1:]),
+        )
         boxes.append(Box(offsets, sizes, _stop(boxes[-1]) if boxes else 0, copies, tensor.index % copies == 0))
         start += size
     return boxes
@@ -436,9 +441,9 @@ def local_tokens(seq: int, ring: Part = WHOLE, ulysses: Part = WHOLE) -> tuple[r
         chunks: tuple[range, ...] = (range(seq),)
     else:
         chunks = tuple(even_rows(seq, 2 * ring.count, chunk) for chunk in (ring.index, 2 * ring.count - 1 - ring.index))
-    mine, start, ranges = even_rows(sum(map(len, chunks)), ulysses.count, ulysses.index), 0, []
+    local_range, start, ranges = even_rows(sum(map(len, chunks)), ulysses.count, ulysses.index), 0, []
     for chunk in chunks:
-        part = chunk[max(0, mine.start - start) : max(0, mine.stop - start)]
+        part = chunk[max(0, local_range.start - start) : max(0, local_range.stop - start)]
         ranges += [part] if part else []
         start += len(chunk)
     return tuple(ranges)

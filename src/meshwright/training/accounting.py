@@ -77,12 +77,14 @@ class Accounting:
         return comparison
 
 
-def over_ranks(mine: TypicalStep, world: World) -> TypicalStep:
+def over_ranks(rank_step: TypicalStep, world: World) -> TypicalStep:
     """`mine` with the mean phases of all ranks and the memory of the fullest rank, over the control group; collective."""
-    means = torch.tensor([bool(mine.phases), *(mine.phases.get(name, 0.0) for name in PHASES)], dtype=torch.float64)
-    most = torch.tensor([mine.memory_bytes])
+    means = torch.tensor(
+        [bool(rank_step.phases), *(rank_step.phases.get(name, 0.0) for name in PHASES)], dtype=torch.float64
+    )
+    most = torch.tensor([rank_step.memory_bytes])
     dist.all_reduce(means, group=world.control)
     dist.all_reduce(most, dist.ReduceOp.MAX, group=world.control)
     timed, *sums = means.tolist()
     phases = {str(name): total / timed for name, total in zip(PHASES, sums, strict=True) if total} if timed else {}
-    return replace(mine, memory_bytes=int(most), phases=phases)
+    return replace(rank_step, memory_bytes=int(most), phases=phases)

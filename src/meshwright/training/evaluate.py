@@ -40,9 +40,9 @@ class HeldOut:
     samples: int
 
     @classmethod
-    def of(cls, source: DataSource, wanted: int) -> HeldOut:
+    def of(cls, source: DataSource, max_samples: int) -> HeldOut:
         """`wanted` samples, or all if the source has fewer."""
-        return cls(source, min(wanted, source.windows))
+        return cls(source, min(max_samples, source.windows))
 
     def indices_by_source(self) -> dict[str, np.ndarray]:
         """Global indices of the samples, by the name of their source."""
@@ -112,8 +112,8 @@ def _sums(
         with loader:
             for first in range(0, len(indices), ranks * share):
                 batches = next(loader)
-                left = len(indices) - first - rank * share
-                valid = [_valid(batch, left - number * micro_batch) for number, batch in enumerate(batches)]
+                remaining = len(indices) - first - rank * share
+                valid = [_valid(batch, remaining - number * micro_batch) for number, batch in enumerate(batches)]
                 sums += torch.stack([measure(batches), torch.stack(valid).sum()])
         by_source.append(sums)
     return torch.stack(by_source)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from meshwright.events.start import StartClock
+from meshwright.events.start import START_TIME_VARIABLE, StartClock
 from meshwright.spec.rank_environment import RankEnvironment
 from meshwright.training.lifecycle import RankLife
 
@@ -25,6 +25,8 @@ NO_RANK = RankEnvironment(0, 1, 0, 1, "127.0.0.1", 0)
 
 def main() -> None:
     clock, cuda, spare = StartClock.for_rank(), sys.argv[1] == "cuda", "spare" in sys.argv[2:]
+    if spare:
+        os.environ.pop(START_TIME_VARIABLE, None)  # its start begins with the message Begin
     life = RankLife(NO_RANK if spare else RankEnvironment.from_environment(), spare=spare)
     import_all(cuda, open_device=not spare)
     from meshwright.training import worker

@@ -85,10 +85,10 @@ def compute_answer(job: SpreadJob, world: World) -> Answer:
             sys.stderr.flush()
 
     if job.continuation:
-        wanted = job.continuation
-        texts = generate_under_plan(engine, mesh, wanted.prompts, wanted.sampling, progress=progress)
+        request = job.continuation
+        texts = generate_under_plan(engine, mesh, request.prompts, request.sampling, progress=progress)
         tokens = tuple(map(tuple, texts))
-        progress(wanted.sampling.tokens, end="\n")
+        progress(request.sampling.tokens, end="\n")
     if job.measurement:
         text = job.measurement
         source = open_data(text.data, seq_len=text.seq_len, seed=0, vocab_size=job.model.vocab_size, split="validation")

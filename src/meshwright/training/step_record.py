@@ -82,7 +82,7 @@ class FigureReader:
         self.flags = StopFlags(pending.step, int(flag))
         self._tokens += int(valid)
         rate = self._run.train.global_batch * self._run.train.seq_len / seconds
-        each = rate / self._run.cluster.ranks
+        per_rank = rate / self._run.cluster.ranks
         return {
             "kind": "step",
             "step": pending.step,
@@ -91,9 +91,9 @@ class FigureReader:
             "tokens": self._tokens,
             "token_sum": int(token_sum),
             "tokens_per_second": rate,
-            "tokens_per_second_per_gpu": each,
-            "mfu": each * self._flops[True] / self._peak if self._peak else None,
-            "mfu_full": each * self._flops[False] / self._peak if self._peak else None,
+            "tokens_per_second_per_gpu": per_rank,
+            "mfu": per_rank * self._flops[True] / self._peak if self._peak else None,
+            "mfu_full": per_rank * self._flops[False] / self._peak if self._peak else None,
             "step_seconds": seconds,
             **dict(zip(("balance_loss", "expert_load"), routing, strict=False)),
             **memory_peak(self._device),

@@ -61,8 +61,8 @@ class StepTimelines:
         self._align()
         self._session.recorder.detail = False
         self._session.recorder.wait()
-        mine = Recording.of(self._session.recorder.take())
-        everyone = gather_bytes(self._session.world, mine.to_bytes())
+        recording = Recording.of(self._session.recorder.take())
+        everyone = gather_bytes(self._session.world, recording.to_bytes())
         if self._session.world.leads:
             try:
                 self._write([Recording.from_bytes(data) for data in everyone])

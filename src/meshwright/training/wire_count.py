@@ -58,8 +58,8 @@ class WireCount:
         counted, steps, missing = sums.tolist()
         if missing or not steps:
             return None
-        each = counted / (steps / self.hosts) / 1e6
-        return f"bytes between nodes per step: {each:,.1f} MB counted, {self.predicted / 1e6:,.1f} MB predicted"
+        mb_per_step = counted / (steps / self.hosts) / 1e6
+        return f"bytes between nodes per step: {mb_per_step:,.1f} MB counted, {self.predicted / 1e6:,.1f} MB predicted"
 
 
 def wire_count(session: Session) -> WireCount | None:

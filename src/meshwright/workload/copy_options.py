@@ -1,4 +1,4 @@
-"""The plan's options that hand transfers to copy engines: one description for the search, its reasons and the plan's text."""
+"""Options of a plan that move transfers from NCCL kernels to copy engines; used by the search and by the printed plan."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from meshwright.spec.plan import SHARD_AXES, AxisName, Engine, Plan, PlanPins
 
 @dataclass(frozen=True)
 class CopyOption:
+    """A transfer that either copy engines or NCCL kernels can carry."""
+
     key: Literal["gather_engine", "tensor_engine"]
     """The field of a plan and of its pins."""
     column: str

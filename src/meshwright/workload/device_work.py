@@ -28,20 +28,20 @@ from meshwright.workload.step_shape import StepShape, step_shape
 NORM, ROPE = 8.0, 4.0
 """Elements read and written, forward and backward.
 
-Of a norm fused with the previous residual sum, per element of the stream; of the rotary embedding, per element of
+Of a norm fused with the previous residual sum, per element of the residual stream; of the rotary embedding, per element of
 queries and keys.
 """
 SWIGLU, GELU = 8.0, 5.0
 """The same of the activation, per element of the feed-forward width."""
-ENDS = 12.0
-"""The same of embedding and final norm, per element of the stream."""
-ROUND = 4.0
-"""Bytes per rounded element: read once more, as the scale needs the largest first, and written in fp8 in both orders."""
+EMBEDDING_AND_NORM = 12.0
+"""The same of embedding and final norm, per element of the residual stream."""
+QUANTISE = 4.0
+"""Bytes per element quantised to fp8: a second read, as the scale needs the maximum first, and a write in both layouts."""
 CAST, SUM = 6.0, 6.0
-"""Bytes per parameter: a master weight to the format that is multiplied; a gradient to the format that is summed."""
+"""Bytes per parameter to cast a master weight to the compute dtype, and a gradient to the dtype of the reduction."""
 TOTAL = 4.0
 """Bytes per parameter of a shard: its gradients' sum, written where they came by an exchange."""
-COMBINED = 2.0
+COMBINE = 2.0
 """The same, per element of the stream, of each routed row from its expert's product into its token's sum, and of that sum.
 
 The expert's product itself reads its input.
@@ -91,7 +91,7 @@ class CollectiveWork:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """One rank's step; with a pipeline the mean over its ranks."""
+    """Work of one rank in a step; with a pipeline the mean over the pipeline ranks."""
 
     linears: tuple[LinearWork, ...]
     attention: AttentionWork
@@ -100,9 +100,9 @@ class Work:
     loss_bytes: float
     copy_bytes: float
     parameters: float
-    """That the rank's optimizer steps."""
+    """Parameters that the rank's optimizer updates."""
     norm_bytes: float
-    """Read for the gradient norm."""
+    """Bytes read for the gradient norm."""
     collectives: tuple[CollectiveWork, ...]
 
     @property
@@ -120,7 +120,7 @@ def step_work(model: ModelSpec, train: TrainSpec, plan: Plan) -> Work:
     linears: defaultdict[LinearWork, float] = defaultdict(float)
     for linear in _linears(model, train, plan, step):
         linears[replace(linear, count=1.0)] += linear.count
-    seen = tokens * times / width / stages
+    rank_tokens = tokens * times / width / stages
     """Tokens of the step on this rank, divided by tensor ranks and stages."""
     dense, experts = (
         sum(parameter.count for parameter in parameters(model) if parameter.expert == routed) / width / stages
@@ -136,9 +136,9 @@ def step_work(model: ModelSpec, train: TrainSpec, plan: Plan) -> Work:
             times * model.layers / stages / ring,
             model.sliding_window if (model.sliding_window or train.seq_len) < train.seq_len else None,
         ),
-        elementwise_bytes=seen * _elements(model) * bytes_of(plan.precision.compute),
-        quantise_bytes=seen * _rounded(model, plan) * ROUND,
-        loss_bytes=seen * model.vocab_size * 2 * bytes_of(plan.precision.compute),
+        elementwise_bytes=rank_tokens * _elementwise_elements(model) * bytes_of(plan.precision.compute),
+        quantise_bytes=rank_tokens * _quantised_elements(model, plan) * QUANTISE,
+        loss_bytes=rank_tokens * model.vocab_size * 2 * bytes_of(plan.precision.compute),
         copy_bytes=owned * CAST + _summed_bytes(model, plan, unsharded),
         parameters=owned,
         norm_bytes=owned * bytes_of(plan.precision.compute if gradients_final_in_backward(model, plan) else plan.precision.stored),
@@ -161,34 +161,36 @@ def _linears(model: ModelSpec, train: TrainSpec, plan: Plan, step: StepShape) ->
     layers = Counter(
         (model.routed(layer), plan.linear(layer, model.layers) != "compute") for layer in range(model.layers)
     )
-    for (routed, low), count in layers.items():
+    for (routed, is_fp8), count in layers.items():
         for product in layer_products(with_blocks(shape_of(model, train.seq_len), routed=routed), step, width):
-            number_format: Format = "fp8" if low and product.role == "linear" else compute
+            number_format: Format = "fp8" if is_fp8 and product.role == "linear" else compute
             m, k, n = (max(1, round(float(size))) for size in (product.m, product.k, product.n))
             yield LinearWork(m, k, n, number_format, count * float(product.count))
     chunk = min(int(step.tokens), train.loss_chunk)
     yield LinearWork(chunk, model.hidden, model.vocab_size // width, compute, step.tokens / chunk)
 
 
-def _elements(model: ModelSpec) -> float:
-    """Elements that a token's passes outside of products, attention and loss read and write."""
+def _elementwise_elements(model: ModelSpec) -> float:
+    """Elements per token that element-wise operations read and write, outside of products, attention and loss."""
     norms = 1 if model.parallel_block else 2
     turned = (model.heads + model.kv_heads) * model.head_dim if model.positions == "rope" else 0
     activation = SWIGLU if model.mlp == "swiglu" else GELU
     layer = norms * NORM * model.hidden + ROPE * turned
     routed = sum(model.routed(number) for number in range(model.layers))
-    spread = model.experts_per_token * model.expert_hidden + model.shared_expert_hidden
-    combined = COMBINED * (model.experts_per_token + 1) * model.hidden
-    feed_forward = (model.layers - routed) * activation * model.ffn_hidden + routed * (activation * spread + combined)
-    return model.layers * layer + feed_forward + ENDS * model.hidden
+    routed_width = model.experts_per_token * model.expert_hidden + model.shared_expert_hidden
+    combined = COMBINE * (model.experts_per_token + 1) * model.hidden
+    feed_forward = (model.layers - routed) * activation * model.ffn_hidden + routed * (
+        activation * routed_width + combined
+    )
+    return model.layers * layer + feed_forward + EMBEDDING_AND_NORM * model.hidden
 
 
-def _rounded(model: ModelSpec, plan: Plan) -> float:
-    """Elements per token that are rounded to fp8: the input and the output's gradient of every product in it."""
-    low = sum(plan.linear(layer, model.layers) != "compute" for layer in range(model.layers))
+def _quantised_elements(model: ModelSpec, plan: Plan) -> float:
+    """Elements per token that are quantised to fp8: input and output gradient of every fp8 product."""
+    fp8_layers = sum(plan.linear(layer, model.layers) != "compute" for layer in range(model.layers))
     block = with_blocks(shape_of(model, 1), routed=False)
     products = layer_products(block, StepShape(1, 1, 1, 1, 1), 1)
-    return low * sum(float(product.k + product.n) for product in products)
+    return fp8_layers * sum(float(product.k + product.n) for product in products)
 
 
 def _weight_collectives(

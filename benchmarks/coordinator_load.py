@@ -1,0 +1,145 @@
+"""Load of the coordinator: many agents with simulated ranks report over real connections, and one of them goes silent.
+
+`python benchmarks/coordinator_load.py --agents 500 --ranks 8` prints one JSON object, and writes it with `--out FILE`:
+the coordinator's processor time per second, and how long it takes to notice a silent agent and a stopped rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import resource
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from meshwright.durable.writes import write_durable
+from meshwright.events.messages import Progress
+from meshwright.launch.control import ControlServer, listen
+from meshwright.launch.coordinator import SILENT_SECONDS, Coordinator
+from meshwright.launch.hosts import checked_report
+from meshwright.launch.local import POLL_SECONDS
+from meshwright.launch.outcome import RankState
+from meshwright.launch.reports import Report
+from meshwright.policies.restart import RestartPolicy
+from meshwright.policies.supervision import Rules
+from meshwright.spec.fields import to_plain
+
+TOKEN, HEARTBEAT = "a token of this benchmark", 3.0
+
+
+async def agent(address: tuple[str, int], number: int, ranks: int, seconds: float, silent_after: float | None) -> None:
+    """One agent: waits, begins the attempt, and reports its ranks' progress every three seconds."""
+    reader, writer = await asyncio.open_connection(*address)
+    report, step, began = Report(f"host{number:04d}/1", port=1), 0, time.monotonic()
+    await asyncio.sleep(HEARTBEAT * number % HEARTBEAT)
+    while (elapsed := time.monotonic() - began) < seconds and (silent_after is None or elapsed < silent_after):
+        body = json.dumps(to_plain(report)).encode()
+        head = f"POST /report HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        answer = await reader.readuntil(b"\r\n\r\n")
+        length = int(answer.split(b"Content-Length: ")[1].split(b"\r\n")[0])
+        directive = json.loads(await reader.readexactly(length))
+        if directive["order"] == "run":
+            step += 1
+            states = tuple(
+                RankState(directive["first_rank"] + local, None, None, step, Progress("train", step, 5), 40 * step)
+                for local in range(ranks)
+            )
+            report = replace(report, port=0, attempt=directive["attempt"], ended=False, ranks=states)
+        await asyncio.sleep(directive["heartbeat"])
+    writer.close()
+
+
+def agents(address: tuple[str, int], count: int, ranks: int, seconds: float, silent_after: float) -> None:
+    """All agents; the last one goes silent."""
+
+    async def play() -> None:
+        await asyncio.gather(
+            *(
+                agent(address, number, ranks, seconds, silent_after if number == count - 1 else None)
+                for number in range(count)
+            )
+        )
+
+    asyncio.run(play())
+
+
+def measure(count: int, ranks: int, seconds: float) -> dict[str, Any]:
+    """Figures of a coordinator in this process, with its agents in another."""
+    silent_after, warm_up = seconds - SILENT_SECONDS - 4, 8.0
+    with tempfile.TemporaryDirectory() as folder:
+        assignment = Path(folder) / "assignment.json"
+        rules = Rules(count, 8, RestartPolicy(3))
+        coordinator = Coordinator(Path(folder), rules, ranks, lambda state: assignment)
+        listener = listen(("127.0.0.1", 0))
+        handlers = {"POST /report": lambda value: to_plain(coordinator.receive(checked_report(value)))}
+        server = ControlServer(listener, TOKEN, handlers)
+        address = listener.getsockname()
+        process = multiprocessing.get_context("spawn").Process(
+            target=agents, args=(address, count, ranks, seconds, silent_after)
+        )
+        process.start()
+        began: float | None = None
+        ticked = 0.0
+        marks: list[tuple[float, float]] = []
+        detected: float | None = None
+        while process.is_alive():
+            server.serve(POLL_SECONDS)
+            if (now := time.monotonic()) - ticked < POLL_SECONDS:
+                continue
+            ticked = now
+            coordinator.tick()
+            if began is None and coordinator.state.status == "running":
+                began = now
+            if began is not None and warm_up < now - began and coordinator.state.status == "running":
+                marks.append((now, cpu_seconds()))
+            if began is not None and coordinator.state.status != "running":
+                detected = now
+                break
+        seen = marks[-1][0] if marks else 0.0
+        process.terminate()
+        process.join()
+        server.close()
+        coordinator.close()
+    share = (marks[-1][1] - marks[0][1]) / (marks[-1][0] - marks[0][0]) if len(marks) > 1 else None
+    return {
+        "agents": count,
+        "ranks": count * ranks,
+        "heartbeat_seconds": HEARTBEAT,
+        "core_share": share,
+        "measured_seconds": marks[-1][0] - marks[0][0] if marks else None,
+        "silent_agent_detected": detected is not None,
+        "seconds_until_last_mark": seen - (began or seen),
+        "cause": coordinator.state.incidents[-1].cause if coordinator.state.incidents else None,
+        "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "cores": os.cpu_count(),
+    }
+
+
+def cpu_seconds() -> float:
+    """Processor time of this process so far."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--agents", type=int, default=500)
+    parser.add_argument("--ranks", type=int, default=8, help="ranks of an agent")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    figures = json.dumps(measure(options.agents, options.ranks, options.seconds), indent=1)
+    print(figures)
+    if options.out:
+        write_durable(options.out, figures + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Disturbances of hosts, agents, the coordinator and the links between hosts. Two hosts train; a spare one may wait."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+from meshwright.chaos.hosts import namespace_obstacle
+from meshwright.chaos.process_faults import CONTINUES, RESTART_SECONDS, after, middle
+from meshwright.chaos.processes import children, command, processes_with, send
+from meshwright.chaos.scenario import Scenario, Stage
+
+LOST_SECONDS, REPLACED_SECONDS = 10.0, 25.0
+"""Most seconds from the loss of a host to its detection, and to the next step."""
+FLAP_SECONDS, PARTITION_SECONDS = 3.0, 20.0
+TWO_HOSTS = ("cluster.nodes=2",)
+
+
+def training_host(stage: Stage) -> int:
+    """A host of the running attempt, other than the coordinator's; agents are named HOST/PID."""
+    stage.job.poll()
+    members = {int(name.rpartition("/")[2]) for name in stage.job.states[-1][1]["members"]}
+    hosts = [host for host, agent in enumerate(stage.job.processes) if host and agent.pid in members]
+    stage.require(bool(hosts), "only the coordinator's host trains")
+    return hosts[0]
+
+
+def kill_agent(stage: Stage) -> None:
+    """Kill the agent of the second host, and start it again as a scheduler does."""
+    agent = stage.job.processes[1]
+    ranks = list(stage.job.ranks(1).values())
+    stage.signal(agent.pid, signal.SIGKILL)
+    stage.job.forget(agent)
+    stage.pause(1.0)
+    left = [pid for pid in ranks if command(pid)]
+    stage.expect(not left, f"{len(left)} ranks of the killed agent still run")
+    stage.launch(1)
+
+
+def kill_coordinator(stage: Stage) -> None:
+    """Kill the process of the coordinator, which an agent starts again."""
+    coordinators = [pid for pid in children(stage.job.processes[0].pid) if "coordinate" in command(pid)]
+    stage.require(len(coordinators) == 1, f"there are {len(coordinators)} coordinators")
+    stage.signal(coordinators[0], signal.SIGKILL)
+    stage.job.until_printed("the coordinator answers again", seconds=60)
+
+
+def lose_host(stage: Stage) -> None:
+    """End all processes of a host at once, and cut its link where there is one."""
+    assert stage.hosts is not None
+    host = training_host(stage)
+    agent = stage.job.processes[host]
+    stage.mark()
+    if namespace_obstacle() is None:
+        stage.hosts.set_link(host, False)
+    for pid in [agent.pid, *children(agent.pid)]:
+        send(pid, signal.SIGKILL)
+    stage.job.forget(agent)
+
+
+def lose_store(stage: Stage) -> None:
+    """Kill rank 0, which holds the store of the attempt; the ranks of the other host lose it."""
+    stage.signal(stage.job.ranks(0)[0], signal.SIGKILL)
+
+
+def cut_link(seconds: float | None) -> Callable[[Stage], None]:
+    """Disturb by cutting a host's link, for some seconds or, with None, until the others have finished."""
+
+    def disturb(stage: Stage) -> None:
+        assert stage.hosts is not None
+        host = training_host(stage)
+        agent = stage.job.processes[host]
+        stage.mark()
+        stage.hosts.set_link(host, False)
+        if seconds is not None:
+            stage.pause(seconds)
+            stage.hosts.set_link(host, True)
+            return
+        stage.job.forget(agent)
+        stage.job.wait()
+        send(agent.pid, signal.SIGKILL)
+        for pid in processes_with(stage.token):
+            send(pid, signal.SIGKILL)
+
+    return disturb
+
+
+HOST_FAULTS = (
+    Scenario(
+        name="kill-agent",
+        promise=f"After SIGKILL of a host's agent its ranks end; once it is started again {CONTINUES}.",
+        play=after(middle, kill_agent),
+        hosts=2,
+        overrides=TWO_HOSTS,
+        detect_within=LOST_SECONDS,
+        recover_within=REPLACED_SECONDS,
+    ),
+    Scenario(
+        name="kill-coordinator",
+        promise="After SIGKILL of the coordinator training goes on; it is started again, continues the job, and the losses are the same.",
+        play=after(middle, kill_coordinator),
+        hosts=2,
+        overrides=TWO_HOSTS,
+        restarts=False,
+    ),
+    Scenario(
+        name="lose-host",
+        promise=f"A spare host replaces a lost one, and {CONTINUES}.",
+        play=after(middle, lose_host),
+        hosts=3,
+        overrides=TWO_HOSTS,
+        detect_within=LOST_SECONDS,
+        recover_within=REPLACED_SECONDS,
+    ),
+    Scenario(
+        name="store-loss",
+        promise=f"When the store of the ranks is lost with rank 0, the next attempt has a new one, and {CONTINUES}.",
+        play=after(middle, lose_store),
+        hosts=2,
+        overrides=TWO_HOSTS,
+        detect_within=1.0,
+        recover_within=RESTART_SECONDS,
+    ),
+    Scenario(
+        name="cut-link",
+        promise=f"A spare host replaces one whose link is cut for good, which commits nothing more, and {CONTINUES}.",
+        play=after(middle, cut_link(None)),
+        hosts=3,
+        overrides=TWO_HOSTS,
+        detect_within=LOST_SECONDS,
+        recover_within=REPLACED_SECONDS,
+        unavailable=namespace_obstacle,
+    ),
+    Scenario(
+        name="flap-link",
+        promise=f"A link that is down for {FLAP_SECONDS:g} s only delays training: there is no restart, and the losses are the same.",
+        play=after(middle, cut_link(FLAP_SECONDS)),
+        hosts=2,
+        overrides=TWO_HOSTS,
+        restarts=False,
+        unavailable=namespace_obstacle,
+    ),
+    Scenario(
+        name="partition",
+        promise=f"When a host is cut off for {PARTITION_SECONDS:g} s and comes back, one side only trains, and {CONTINUES}.",
+        play=after(middle, cut_link(PARTITION_SECONDS)),
+        hosts=2,
+        overrides=TWO_HOSTS,
+        detect_within=LOST_SECONDS,
+        recover_within=PARTITION_SECONDS + REPLACED_SECONDS,
+        unavailable=namespace_obstacle,
+    ),
+)

@@ -1,0 +1,45 @@
+"""Ranks of an earlier start on this host whose agent is dead: they would hold devices. The kernel ends most of them.
+
+A rank names its run and its agent in its environment. It is an orphan if its parent is no longer that agent.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from meshwright.events.terminal import write_line
+from meshwright.launch.local import RUN_VARIABLE
+
+PROC = Path("/proc")
+
+
+def end_orphans(folder: Path) -> list[int]:
+    """Kill the orphaned ranks of the run in `folder` on this host; returns their process ids."""
+    ended = []
+    for pid in orphans(folder):
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+            ended.append(pid)
+    if ended:
+        write_line(f"meshwright: ended {len(ended)} processes of an earlier start of {folder}, whose agent is dead")
+    return ended
+
+
+def orphans(folder: Path, proc: Path = PROC) -> Iterator[int]:
+    """Process ids of orphaned ranks of the run in `folder`."""
+    run = f"{RUN_VARIABLE}={os.path.abspath(folder)}".encode()
+    for entry in proc.iterdir():
+        if not entry.name.isdigit():
+            continue
+        with suppress(OSError, IndexError, ValueError):  # it has ended, or belongs to another user
+            variables = (entry / "environ").read_bytes().split(b"\0")
+            if run not in variables or b"meshwright.training.rank" not in (entry / "cmdline").read_bytes().split(b"\0"):
+                continue
+            agent = next(int(value[18:]) for value in variables if value.startswith(b"MESHWRIGHT_PARENT="))
+            status = (entry / "stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+            if int(status[1]) != agent:
+                yield int(entry.name)

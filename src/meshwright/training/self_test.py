@@ -1,0 +1,206 @@
+"""Self-test of a host's devices: a matrix product with a known result, a memory pattern, and exchanges in pairs.
+
+`python -m meshwright.training.self_test cpu|cuda RANKS [SECONDS]` starts one process per device of this host and prints one
+JSON object: {ok, device, ranks, seconds, checks: [{rank, check, ok, detail}]}. The exit code is 0 if all checks pass, else
+3. A process that does not answer in time fails the check `answer`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.events.terminal import write_line
+from meshwright.spec.errors import EXIT_DONE, EXIT_NO_RESOURCES
+
+SECONDS = 60.0
+"""Default limit of a whole test."""
+SIZE, PRODUCTS = 512, 8
+"""Rows of the square matrices, and products for each dtype."""
+MEMORY_BYTES = {"cpu": 256 << 20, "cuda": 8 << 30}
+EXCHANGE_ELEMENTS = 1 << 20
+Multiply = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Check:
+    """The result of one check on one rank; `detail` says what differed."""
+
+    rank: int
+    check: str
+    ok: bool
+    detail: str = ""
+
+
+def wrong_product(device: torch.device, multiply: Multiply = torch.mm) -> str:
+    """What is wrong with products on `device`, whose exact results follow from integers; empty if nothing is."""
+    left, right = _integers(3, 5), _integers(2, 11)
+    exact = left @ right  # in int64 on the CPU, whose arithmetic the products below do not use
+    dtypes = (torch.float32,) if device.type == "cpu" else (torch.float32, torch.bfloat16)
+    for dtype in dtypes:
+        a, b, expected = (matrix.to(dtype).to(device) for matrix in (left, right, exact))
+        for number in range(PRODUCTS):
+            differs = (multiply(a, b) != expected).nonzero()
+            if len(differs):
+                row, column = differs[0].tolist()
+                return f"{dtype} product {number}: {len(differs)} of {SIZE * SIZE} elements differ, first [{row}, {column}]"
+    return ""
+
+
+def _integers(row_factor: int, column_factor: int) -> Tensor:
+    """A matrix of integers from -3 to 3: their products and sums are exact in fp32."""
+    index = torch.arange(SIZE)
+    return (index[:, None] * row_factor + index * column_factor + index[:, None] * index) % 7 - 3
+
+
+def wrong_memory(device: torch.device, count: int) -> str:
+    """What is wrong with `count` bytes of memory after a pattern and its complement were written; empty if nothing is."""
+    words = torch.empty(count // 8, dtype=torch.int64, device=device)
+    for pattern in (0x5555555555555555, -0x5555555555555556):
+        write_pattern(words, pattern)
+        wrong = find_wrong_word(words, pattern)
+        if wrong is not None:
+            return f"byte {8 * wrong:,} of {count:,} does not hold what was written"
+    return ""
+
+
+def write_pattern(words: Tensor, pattern: int) -> None:
+    """Fill `words` with their indices xor `pattern`."""
+    torch.arange(len(words), out=words)
+    words.bitwise_xor_(pattern)
+
+
+def find_wrong_word(words: Tensor, pattern: int) -> int | None:
+    """The first word that differs from what `write_pattern` wrote."""
+    for start in range(0, len(words), 1 << 22):
+        part = words[start : start + (1 << 22)]
+        expected = torch.arange(start, start + len(part), device=words.device).bitwise_xor_(pattern)
+        differs = (part != expected).nonzero()
+        if len(differs):
+            return start + int(differs[0])
+    return None
+
+
+def partners(rank: int, ranks: int) -> list[int | None]:
+    """The partner of `rank` in each round of a round-robin, in which every pair meets once; None: no partner."""
+    even = ranks + ranks % 2
+    rounds: list[int | None] = []
+    for turn in range(even - 1):
+        if rank == even - 1:
+            partner = turn * (even // 2) % (even - 1)  # the solution of 2 p = turn
+        else:
+            partner = (turn - rank) % (even - 1)
+            partner = even - 1 if partner == rank else partner
+        rounds.append(partner if partner < ranks else None)
+    return rounds
+
+
+def wrong_exchange(device: torch.device, rank: int, ranks: int) -> str:
+    """What is wrong with exchanges of this rank with each other one; empty if nothing is. Collective."""
+    for partner in partners(rank, ranks):
+        if partner is None:
+            continue
+        index = torch.arange(EXCHANGE_ELEMENTS, device=device)
+        sent, received = index * (rank + 1), torch.empty_like(index)
+        works = [dist.P2POp(dist.isend, sent, partner), dist.P2POp(dist.irecv, received, partner)]
+        for work in dist.batch_isend_irecv(works):
+            work.wait()
+        differs = (received != index * (partner + 1)).nonzero()
+        if len(differs):
+            return (
+                f"from rank {partner}: {len(differs)} of {EXCHANGE_ELEMENTS} elements differ, first {int(differs[0])}"
+            )
+    return ""
+
+
+def run_rank(device_type: str, rank: int, ranks: int, store: str) -> Iterator[Check]:
+    """All checks of one rank."""
+    device = torch.device("cpu") if device_type == "cpu" else torch.device("cuda", rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "gloo" if device.type == "cpu" else "nccl"
+    functions: dict[str, Callable[[], str]] = {
+        "product": lambda: wrong_product(device),
+        "memory": lambda: wrong_memory(device, _memory_bytes(device, ranks)),
+        "exchange": lambda: _join_and_exchange(backend, device, rank, ranks, store),
+    }
+    for name, function in functions.items():
+        try:
+            detail = function()
+        except Exception as error:
+            detail = f"{type(error).__name__}: {error}".splitlines()[0]
+        yield Check(rank, name, not detail, detail)
+
+
+def _memory_bytes(device: torch.device, ranks: int) -> int:
+    if device.type == "cpu":
+        return MEMORY_BYTES["cpu"] // ranks
+    return min(MEMORY_BYTES["cuda"], torch.cuda.mem_get_info(device)[0] // 2)
+
+
+def _join_and_exchange(backend: str, device: torch.device, rank: int, ranks: int, store: str) -> str:
+    if ranks == 1:
+        return ""
+    dist.init_process_group(backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    detail = wrong_exchange(device, rank, ranks)
+    dist.barrier()
+    return detail
+
+
+def check_host(device_type: str, ranks: int, seconds: float = SECONDS) -> list[Check]:
+    """The checks of all ranks of this host, each in a process of its own."""
+    deadline = time.monotonic() + seconds
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "meshwright.training.self_test", device_type]
+        env = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", **os.environ}
+        processes = [
+            subprocess.Popen(
+                [*command, f"rank={rank}", str(ranks), str(Path(folder) / "store")], stdout=subprocess.PIPE, env=env
+            )
+            for rank in range(ranks)
+        ]
+        try:
+            return [check for rank, process in enumerate(processes) for check in _answers(process, rank, deadline)]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+
+
+def _answers(process: subprocess.Popen[bytes], rank: int, deadline: float) -> list[Check]:
+    with suppress(subprocess.TimeoutExpired):
+        output = process.communicate(timeout=max(0.1, deadline - time.monotonic()))[0]
+        checks = [Check(**json.loads(line)) for line in output.splitlines() if line.startswith(b"{")]
+        ended = [] if len(checks) == 3 else [Check(rank, "answer", False, f"ended with exit code {process.returncode}")]
+        return [*checks, *ended]
+    return [Check(rank, "answer", False, "did not answer in time")]
+
+
+def main() -> None:
+    device_type, words = sys.argv[1], sys.argv[2:]
+    if words[0].startswith("rank="):
+        for check in run_rank(device_type, int(words[0][5:]), int(words[1]), words[2]):
+            write_line(json.dumps(asdict(check)), sys.stdout)
+        os._exit(EXIT_DONE)  # communicator destructors must not wait for peers
+    began, ranks = time.monotonic(), int(words[0])
+    checks = check_host(device_type, ranks, *map(float, words[1:2]))
+    good = all(check.ok for check in checks)
+    answer = {"ok": good, "device": device_type, "ranks": ranks, "seconds": round(time.monotonic() - began, 3)}
+    write_line(json.dumps({**answer, "checks": [asdict(check) for check in checks]}), sys.stdout)
+    sys.exit(EXIT_DONE if good else EXIT_NO_RESOURCES)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""The self-test of a host finds wrong products, memory and exchanges."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from meshwright.training.self_test import (
+    Check,
+    find_wrong_word,
+    partners,
+    write_pattern,
+    wrong_memory,
+    wrong_product,
+)
+
+CPU = torch.device("cpu")
+
+
+def test_right_products_and_memory_pass() -> None:
+    assert wrong_product(CPU) == "" and wrong_memory(CPU, 1 << 20) == ""
+
+
+def test_a_wrong_product_is_found() -> None:
+    calls = []
+
+    def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        product = a @ b
+        calls.append(1)
+        if len(calls) == 3:
+            product[17, 5] += 1
+        return product
+
+    assert wrong_product(CPU, multiply) == "torch.float32 product 2: 1 of 262144 elements differ, first [17, 5]"
+
+
+def test_a_flipped_bit_is_found() -> None:
+    words = torch.empty(5_000_000, dtype=torch.int64)
+    write_pattern(words, -0x5555555555555556)
+    assert find_wrong_word(words, -0x5555555555555556) is None
+    words[4_999_999] ^= 1 << 40
+    assert find_wrong_word(words, -0x5555555555555556) == 4_999_999
+
+
+@pytest.mark.parametrize("ranks", range(1, 10))
+def test_every_pair_meets_once(ranks: int) -> None:
+    table = [partners(rank, ranks) for rank in range(ranks)]
+    for rank, row in enumerate(table):
+        assert sorted(partner for partner in row if partner is not None) == [
+            each for each in range(ranks) if each != rank
+        ]
+        assert all(partner is None or table[partner][turn] == rank for turn, partner in enumerate(row))
+
+
+def test_the_command_tests_two_ranks() -> None:
+    command = [sys.executable, "-m", "meshwright.training.self_test", "cpu", "2"]
+    ended = subprocess.run(command, capture_output=True, check=False, timeout=120)
+    answer = json.loads(ended.stdout)
+    checks = [Check(**check) for check in answer["checks"]]
+    assert ended.returncode == 0 and answer["ok"] and (answer["device"], answer["ranks"]) == ("cpu", 2)
+    assert checks == [Check(rank, name, True) for rank in range(2) for name in ("product", "memory", "exchange")]
+
+
+def test_a_process_that_does_not_answer_fails() -> None:
+    command = [sys.executable, "-m", "meshwright.training.self_test", "cpu", "1", "0.1"]
+    ended = subprocess.run(command, capture_output=True, check=False, timeout=120)
+    answer = json.loads(ended.stdout)
+    assert ended.returncode == 3 and not answer["ok"]
+    assert [Check(**check) for check in answer["checks"]] == [Check(0, "answer", False, "did not answer in time")]
