@@ -45,7 +45,7 @@ def test_training_waits_where_host_memory_does_not_hold_a_snapshot(tiny: Path, t
 def test_training_waits_where_the_arena_cannot_be_made(tiny: Path, tmp_path: Path) -> None:
     """The first save finds out, on all ranks."""
     with (
-        mock.patch("meshwright.checkpoint.arena.os.memfd_create", side_effect=OSError(28, "No space left on device")),
+        mock.patch("meshwright.checkpoint.arena.empty_memory", side_effect=OSError(28, "No space left on device")),
         mock.patch("meshwright.training.saving.ASYNC_BYTES", 0),
     ):
         answer = train_here(tiny, *WORDS, "checkpoint.mode=auto", "--runs", tmp_path)

@@ -23,7 +23,7 @@ def test_a_snapshot_that_is_complete_when_a_rank_dies_becomes_a_checkpoint(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     tiny, run = make_tiny(tmp_path_factory.getbasetemp() / "tiny"), tmp_path / "tiny"
-    every = ["checkpoint.every=10", "checkpoint.mode=async"]
+    every = ["checkpoint.every=10", "checkpoint.mode=async", "supervision.restarts=0"]
     job = Job(["train", tiny, "cluster.gpus_per_node=2", "train.steps=100000", *every, "--runs", tmp_path], run)
     try:
         until(lambda: bool(run.exists() and intact(run)), job)
