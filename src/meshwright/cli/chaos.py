@@ -42,7 +42,11 @@ def chaos(
 
     if list_all:
         entries = [{"scenario": entry.name, "promise": entry.promise} for entry in SCENARIOS]
-        print(json.dumps({"scenarios": entries}) if as_json else "\n".join(f"{e['scenario']:22}{e['promise']}" for e in entries))
+        print(
+            json.dumps({"scenarios": entries})
+            if as_json
+            else "\n".join(f"{e['scenario']:22}{e['promise']}" for e in entries)
+        )
         return
     if not words or scenario is None:
         raise BadInput("name a run file (or KEY=VALUE words) and --scenario NAME; --list names all scenarios")
