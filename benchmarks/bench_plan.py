@@ -21,7 +21,7 @@ from fit_costs import (
     by_source,
     cross_validated_memory_gib,
     cross_validated_seconds,
-    every_fifth,
+    random_fifths,
     read_runs,
     source_of,
     usable,
@@ -63,7 +63,7 @@ def main() -> None:
     records = usable(runs)
     arrays = arrays_of(records)
     fitted = np.array([predictions[index].seconds for index, *_ in records], dtype=np.float64)
-    folds = cross_validated_seconds(arrays, every_fifth(len(records)))
+    folds = cross_validated_seconds(arrays, random_fifths(len(records)))
     sources = cross_validated_seconds(arrays, by_source(arrays))
     criteria = [
         *error_criteria(runs, predictions, records, fitted, folds, sources),

@@ -35,25 +35,72 @@ from meshwright.workload.model_shape import Shape
 
 RUNS = tuple(sorted((Path(__file__).parent / "data").glob("*-runs.csv")))
 """Tables of runs with the columns of published-runs.csv. Runs of this program are fitted by fit_own.py."""
+# "Share" means the share of the figure in the datasheet. costs/constants.py explains each constant in full.
 PRIORS: dict[str, tuple[float, float]] = {
-    "gemm": (0.75, 0.1), "gemm_low": (0.8, 0.15), "gemm_block": (0.75, 0.15), "gemm_fp4": (0.6, 0.2),
-    "attention": (0.5, 0.25), "hbm": (0.8, 0.1), "link": (0.7, 0.2), "narrow": (150.0, 0.5), "tail_us": (2.0, 0.5),
-    "slow": (1.0, 0.25), "yearly": (1.05, 0.1), "passes": (60.0, 0.35), "scores": (0.0, 0.5), "quantise": (4.0, 0.5),
-    "host_us": (600.0, 0.7), "host_tensor_us": (200.0, 0.8), "host_micro_us": (500.0, 0.8),
-    "ring_us": (0.0, 0.3), "stall_s": (0.0, 0.1), "stall_nodes": (16.0, 0.3), "crowd": (0.0, 0.3),
-    "tensor_exposed": (0.8, 0.4), "expert_exposed": (0.8, 0.4), "hide": (0.7, 0.4), "overlap_tax": (0.15, 0.5), "net": (0.6, 0.5),
-    "net_us": (10.0, 0.7), "link_us": (2.0, 0.7), "start_us": (15.0, 0.4), "messages": (0.3, 0.8),
-    "reduce_bytes": (4.0, 0.01), "pipe_us": (30.0, 0.8), "pipe_exposed": (0.5, 0.6), "bubble": (1.0, 0.2),
-    "step_ms": (10.0, 0.8), "step_layer_us": (100.0, 0.8), "update": (30.0, 0.3), "jitter": (0.002, 0.6),
-    "sync_ms": (1.0, 0.8), "moe_us": (50.0, 0.7), "moe_passes": (40.0, 0.7), "moe_yearly": (1.1, 0.2),
-}  # fmt: skip
-"""Constant → (guess, standard deviation of its logarithm)."""
+    # Of the GPU generation.
+    "gemm": (0.75, 0.1),  # share of the bf16 peak that a large matrix product reaches
+    "gemm_low": (0.8, 0.15),  # share of the fp8 peak that fp8 products reach, relative to gemm
+    "gemm_block": (0.75, 0.15),  # the same for block-scaled fp8, relative to gemm
+    "gemm_fp4": (0.6, 0.2),  # the same for fp4, relative to gemm
+    "attention": (0.5, 0.25),  # share of the bf16 peak that the two products of attention reach
+    "hbm": (0.8, 0.1),  # share of memory bandwidth that element-wise passes reach
+    "link": (0.7, 0.2),  # share of link bandwidth that a collective inside a domain reaches
+    "narrow": (150.0, 0.5),  # elements: smallest dimension of a product at which its time per FLOP doubles
+    "tail_us": (2.0, 0.5),  # us of device time lost at the end of each kernel
+    # Of the software stack: compute.
+    "slow": (1.0, 0.25),  # device time relative to the best kernels of the generation
+    "yearly": (1.05, 0.1),  # factor by which releases become faster in a year
+    "passes": (
+        60.0,
+        0.35,
+    ),  # bytes that element-wise operations of one layer's forward move, per token and hidden element
+    "scores": (0.0, 0.5),  # bytes moved per attention score in forward; 0 is fused attention
+    "quantise": (4.0, 0.5),  # bytes moved per element to cast an input of a product to fp8 or fp4
+    "moe_us": (50.0, 0.7),  # us of host time that each expert of a rank adds to a layer
+    "moe_passes": (40.0, 0.7),  # bytes moved to permute and combine, per routed token and hidden element
+    "moe_yearly": (1.1, 0.2),  # as yearly, for moe_us and moe_passes
+    # Host time.
+    "host_us": (600.0, 0.7),  # us per layer and micro-batch, forward and backward
+    "host_tensor_us": (200.0, 0.8),  # us that tensor parallelism adds to a layer
+    "host_micro_us": (500.0, 0.8),  # us per micro-batch outside its layers
+    "ring_us": (
+        0.0,
+        0.3,
+    ),  # us per layer and tensor rank after the first, in pipelines across nodes or with sequence parallelism
+    # Communication.
+    "tensor_exposed": (0.8, 0.4),  # share of tensor-parallel communication that compute does not hide
+    "expert_exposed": (0.8, 0.4),  # share of the exchange of tokens between experts that compute does not hide
+    "hide": (0.7, 0.4),  # share of the backward pass under which data-parallel communication hides
+    "overlap_tax": (0.15, 0.5),  # seconds by which a second of communication slows the compute beside it
+    "net": (0.6, 0.5),  # share of network bandwidth that a collective across nodes reaches
+    "net_us": (10.0, 0.7),  # us of latency of one step of a collective across nodes
+    "link_us": (2.0, 0.7),  # us of latency of one step of a collective inside a domain
+    "start_us": (15.0, 0.4),  # us to start a collective
+    "messages": (0.3, 0.8),  # data-parallel collectives per layer
+    "reduce_bytes": (4.0, 0.01),  # bytes sent between replicas per gradient element
+    "stall_s": (0.0, 0.1),  # s by which a congested network delays a micro-batch at a stage boundary
+    "stall_nodes": (16.0, 0.3),  # nodes at which half of the runs congest the network
+    "crowd": (0.0, 0.3),  # relative increase of the time of collectives between replicas on a congested network
+    # Pipeline and step.
+    "pipe_us": (30.0, 0.8),  # us that a stage boundary adds to a micro-batch, without the transfer of its bytes
+    "pipe_exposed": (0.5, 0.6),  # share of the transfers between stages that compute does not hide, in the steady state
+    "bubble": (1.0, 0.2),  # idle time of the pipeline relative to the ideal (p - 1) / v micro-batches
+    "step_ms": (10.0, 0.8),  # ms of fixed time of a step
+    "step_layer_us": (100.0, 0.8),  # us of a step per layer of a rank: optimizer launches, gradient norm
+    "update": (30.0, 0.3),  # bytes that the optimizer moves per parameter
+    "jitter": (0.002, 0.6),  # relative slow-down per doubling of the number of nodes
+    "sync_ms": (1.0, 0.8),  # ms that each doubling of the number of nodes adds to a step
+}
+"""Constant → (guess, standard deviation of its logarithm). A guess of 0 fixes the constant at 0 in that column of the table."""
 LIMITS = {
     "gemm": MAX_PEAK_SHARE, "attention": MAX_PEAK_SHARE, "hbm": 0.95, "link": MAX_LINE_SHARE, "net": MAX_LINE_SHARE, "tensor_exposed": 1.0,
     "expert_exposed": 1.0, "hide": 1.0, "overlap_tax": 1.0, "pipe_exposed": 1.0, "moe_passes": 100.0,
 }  # fmt: skip
-"""Upper limit of each constant by physics: rates below the line rate, communication exposed at most once, overlap that takes at most all of
-compute, and for routing the bytes that unfused masks, sorts and casts move."""
+"""Largest value of a constant that is physically possible.
+
+Rates stay below the peak or the line rate. Shares of time are at most 1. `moe_passes` is at most 100 bytes per routed token and hidden
+element, which software without fused kernels moves for masks, sorts and casts.
+"""
 STACK_GUESSES: dict[str, dict[str, float]] = {
     "nanotron": {"ring_us": 2700.0, "stall_s": 0.6, "host_us": 4000.0, "net_us": 400.0, "crowd": 2.0},
     "bridge": {"reduce_bytes": 2.0},
@@ -66,30 +113,56 @@ STACK_GUESSES: dict[str, dict[str, float]] = {
 
 
 MEMORY_PRIORS: dict[str, tuple[float, float]] = {
-    "held": (6.0, 0.3), "owned": (12.0, 0.2), "sharding": (0.0, 0.7), "wide": (0.5, 0.5), "hidden": (0.0, 0.3), "narrow": (1.0, 0.3),
-    "live": (0.0, 0.5), "logits": (8.0, 0.5),
-    "gathered": (2.0, 0.5), "slack": (0.05, 0.7), "base": (1.0, 0.7), "base_rank": (0.2, 0.7),
-}  # fmt: skip
+    "held": (6.0, 0.3),  # bytes per parameter that every replica stores: weights and gradients, with their copies
+    "owned": (12.0, 0.2),  # bytes per parameter of master weights and moments
+    "sharding": (0.0, 0.7),  # further bytes per parameter of a shard of the optimizer: its gradients and buffers
+    "wide": (
+        0.5,
+        0.5,
+    ),  # saved elements per token, layer and hidden element that only sequence parallelism divides over tensor ranks
+    "hidden": (0.0, 0.3),  # the same for elements that tensor parallelism always divides
+    "narrow": (
+        1.0,
+        0.3,
+    ),  # saved elements per token, layer and element of attention inputs and feed-forward (not PRIORS' narrow)
+    "live": (0.0, 0.5),  # undivided elements per token and hidden element of the layer that computes
+    "logits": (8.0, 0.5),  # bytes per logit of one micro-batch
+    "gathered": (2.0, 0.5),  # fully sharded layers whose whole weights exist at once
+    "slack": (0.05, 0.7),  # memory lost to fragmentation, as a share of activations
+    "base": (1.0, 0.7),  # GiB of the framework, kernels and communicators
+    "base_rank": (0.2, 0.7),  # GiB of communicators per axis in use
+}
+"""As `PRIORS`, for the constants of memory (costs/stack_footprint.py)."""
 MEMORY_GUESSES: dict[str, dict[str, float]] = {"nanotron": {"held": 7.0, "wide": 1.5, "hidden": 8.0, "live": 2.5}}
 """nanotron is eager: it also keeps inputs of norms, residuals, and rotated queries and keys."""
 STRENGTH = 30.0
-"""Weight of one log unit of error of a source with one run, relative to one squared standard deviation of a prior."""
+"""Weight of the data against the priors in the loss.
+
+A run that is the only one of its source adds `STRENGTH` × |ln(predicted / measured)|; a constant that is n standard deviations from its
+guess adds n² / 2.
+"""
 Evaluate = Callable[[dict[str, np.ndarray]], np.ndarray]
 
 
 @dataclass
 class RunArrays:
-    """Runs to fit on, as arrays."""
+    """Runs to fit on, as arrays with one element per run."""
 
     names: list[str]
+    """Sources."""
     pairs: list[tuple[str, str]]
+    """(GPU generation, software stack)."""
     shape: Shape
     machine: Machine
     layout: Layouts
     release: np.ndarray
+    """Release date of the software, years after the start of 2025."""
     filled: np.ndarray
+    """Predicted share of device memory in use."""
     measured: np.ndarray
+    """Seconds of a step."""
     weight: np.ndarray
+    """Weight in the loss."""
 
 
 def read_runs(paths: Sequence[Path] = RUNS) -> list[dict[str, str]]:
@@ -101,7 +174,7 @@ def read_runs(paths: Sequence[Path] = RUNS) -> list[dict[str, str]]:
 
 
 def usable(runs: list[dict[str, str]]) -> list[tuple[int, dict[str, str], Case, float]]:
-    """(index, columns, case, seconds) of every run that finished and can be priced."""
+    """(index, columns, case, seconds) of every run that finished and states all inputs of the cost model."""
     usable_records = []
     for index, record in enumerate(runs):
         case, seconds = read_record(record).case, measured_seconds(record)
@@ -111,7 +184,7 @@ def usable(runs: list[dict[str, str]]) -> list[tuple[int, dict[str, str], Case, 
 
 
 def with_memory(table: list[dict[str, str]]) -> list[tuple[dict[str, str], Case]]:
-    """Runs with a measured memory that can be priced."""
+    """Runs that report their memory and state all inputs of the cost model."""
     readings = [(record, read_record(record).case) for record in table if record["mem_gb"]]
     return [(record, case) for record, case in readings if case is not None]
 
@@ -134,7 +207,8 @@ def arrays_of(usable_records: list[tuple[int, dict[str, str], Case, float]]) -> 
 
 
 def share_filled(cases: list[Case]) -> np.ndarray:
-    """Predicted share of a device's memory that each case needs, under the memory constants of all runs."""
+    """Predicted share of a device's memory that each case needs on its fullest rank, under the memory constants of all runs."""
+    # Some software prints only the memory of the first pipeline stage (as_printed=True); here the fullest stage counts.
     sizes = sum(memory(cases, {"memory": memory_constants()}, as_printed=False).values())
     return sizes / np.array([case.machine.memory for case in cases])
 
@@ -145,7 +219,11 @@ def memory_constants() -> dict[str, Any]:
 
 
 def _weight(record: dict[str, str], sources: Counter[str]) -> float:
-    """Weight of a run: large sources count less than in proportion to their size, and very noisy runs count little."""
+    """Weight of a run: large sources count less than in proportion to their size, and very noisy runs count little.
+
+    Very noisy are runs of Hugging Face's "ultrascale playbook" on 128 GPUs or more: records with the same layout differ by up to a factor
+    of five in time.
+    """
     noisy = 0.25 if "playbook" in record["source"] and float(record["gpus"]) >= 128 else 1.0
     return noisy * sources[record["source"]] ** -0.35
 
@@ -259,7 +337,7 @@ def solve(
     sizes = [len(knob.columns) for knob in knobs]
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     guess = np.concatenate([np.log(np.maximum(knob.guess, 1e-9)) for knob in knobs])
-    free = np.concatenate([knob.guess > 0 for knob in knobs])
+    free = np.concatenate([knob.guess > 0 for knob in knobs])  # a guess of 0 fixes the constant at 0 in this column
     stiffness = np.concatenate([np.full(size, knob.spread**-2.0) for knob, size in zip(knobs, sizes, strict=True)])
     highest = np.log(
         np.concatenate([np.full(size, LIMITS.get(knob.name, np.inf)) for knob, size in zip(knobs, sizes, strict=True)])
@@ -325,7 +403,7 @@ def cross_validated_seconds(arrays: RunArrays, folds: list[np.ndarray]) -> np.nd
 
 
 def take(arrays: RunArrays, chosen: np.ndarray) -> RunArrays:
-    """The rows that `which` marks."""
+    """The runs for which `chosen` is True."""
 
     def part(columns: Any) -> Any:
         return type(columns)(**{f.name: getattr(columns, f.name)[chosen] for f in fields(columns)})
@@ -345,8 +423,8 @@ def take(arrays: RunArrays, chosen: np.ndarray) -> RunArrays:
     )
 
 
-def every_fifth(count: int) -> list[np.ndarray]:
-    """Five folds of runs, drawn with a fixed seed."""
+def random_fifths(count: int) -> list[np.ndarray]:
+    """Five random folds of `count` runs, drawn with a fixed seed; True marks the runs of a fold."""
     fold_of = np.random.default_rng(0).permutation(count) % 5
     return [fold_of == fold for fold in range(5)]
 
@@ -358,9 +436,10 @@ MIN_RECORDS, MIN_SOURCES = 3, 4
 
 
 def bands(arrays: RunArrays) -> dict[str, float]:
-    """Half-widths of the 80% bands, in logarithms, from sources that were left out of the fit whole.
+    """Half-widths of the 80% bands, in logarithms, from errors of runs whose whole source was left out of the fit.
 
-    By stack where at least four sources have it, and by generation over those stacks; `default` for all other stacks.
+    A stack with runs from at least four sources has its own band. The runs of these stacks also give a band for each generation with at
+    least four sources. All other stacks share the band `default`.
     """
     return widths(arrays, np.log(arrays.measured / cross_validated_seconds(arrays, by_source(arrays))))
 
@@ -407,12 +486,14 @@ COMPARABLE = 1e9
 def best_quartile(arrays: RunArrays, table: dict[str, Any]) -> dict[str, float]:
     """Share of the 16-bit peak that large products reach, by generation, in the fastest quarter of comparable runs.
 
-    Comparable: dense, 16-bit products, fused attention. The speed of a run's products relative to its stack is taken as the speed of the
-    run relative to its prediction.
+    Comparable: dense, 16-bit products, fused attention. Runs report no speed of their products. The fit gives the share that products of
+    the run's stack reach, `gemm / slow`; a run that is 5% faster than its prediction is assumed to have products that are 5% faster.
     """
     k = at_release(constant_arrays(arrays.pairs, table), arrays.release)
     shape = arrays.shape
-    comparable = (shape.moe_layers + shape.mixer_layers == 0) & (arrays.machine.low == 0)
+    comparable = (shape.moe_layers + shape.mixer_layers == 0) & (
+        arrays.machine.low == 0
+    )  # low 0: products in bf16 or wider
     comparable &= (k.scores == 0) & (shape.params >= COMPARABLE)
     reached = k.gemm / k.slow * predict(arrays, table) / arrays.measured
     generations = np.array([generation for generation, _ in arrays.pairs])

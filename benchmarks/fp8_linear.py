@@ -64,6 +64,7 @@ class Network(nn.Module):
 
 
 def _set(layer: Linear, scaling: Any, weight_in_fp8: bool) -> None:
+    """Sets the fp8 scaling of a layer; with `weight_in_fp8` its weight is already in fp8, as after a gather of sharded fp8 weights."""
     layer.scaling = scaling
     layer.to(device="cuda", dtype=torch.bfloat16)
     if weight_in_fp8:
@@ -88,10 +89,10 @@ def layers(tokens: int) -> Iterator[dict[str, Any]]:
         x = torch.randn(tokens, inputs, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         grad = torch.randn(tokens, outputs, device="cuda", dtype=torch.bfloat16)
         for format_name, scaling in FORMATS.items():
-            for gathered_fp8 in (False, True) if scaling == "tensorwise" else (False,):
-                model = NormAndLinear(inputs, outputs, scaling, gathered_fp8)
+            for weight_in_fp8 in (False, True) if scaling == "tensorwise" else (False,):
+                model = NormAndLinear(inputs, outputs, scaling, weight_in_fp8)
                 yield {
-                    "layer": name, "format": format_name + (", weight gathered in fp8" if gathered_fp8 else ""), "tokens": tokens,
+                    "layer": name, "format": format_name + (", weight gathered in fp8" if weight_in_fp8 else ""), "tokens": tokens,
                     **time_layer(model, x, grad, 6.0 * tokens * inputs * outputs),
                 }  # fmt: skip
 
@@ -127,7 +128,7 @@ def time_layer(model: nn.Module, x: Tensor, grad: Tensor, flops: float) -> dict[
         exact = nn.functional.rms_norm(sample.float(), (sample.shape[-1],))
         for layer in model.children():
             exact = exact @ layer.weight.float().t()
-            if exact.shape[-1] == SHAPES["gate_up"][1] and len(list(model.children())) > 1:
+            if isinstance(model, Network) and layer is model.gate_up:
                 gate, up = exact.chunk(2, dim=-1)
                 exact = nn.functional.silu(gate) * up
         error = float((model(sample).float() - exact).norm() / exact.norm())
@@ -135,7 +136,10 @@ def time_layer(model: nn.Module, x: Tensor, grad: Tensor, flops: float) -> dict[
 
 
 def kernels(tokens: int) -> Iterator[dict[str, Any]]:
-    """Single kernels: GB/s of those that round, TFLOP/s of the products alone."""
+    """Single kernels: GB/s of those that round, TFLOP/s of the products alone.
+
+    "Both ways": one kernel writes a matrix in fp8 and its transpose in fp8, because fp8 products in forward and backward need both.
+    """
     from meshwright.kernels.fp8_triton import round_both, round_transposed, transpose
     from meshwright.kernels.gated_triton import round_swiglu, round_swiglu_gradient
 

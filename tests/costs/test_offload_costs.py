@@ -53,7 +53,9 @@ def test_a_slow_host_link_exposes_copy_time_minus_compute_time() -> None:
 def test_offloaded_bytes_equal_a_sum_by_hand_and_the_memory_account() -> None:
     """2 bytes per element and token of Llama-3-8B, equal to the memory account in every recompute mode.
 
-    Hidden 4096, queries and outputs 4096 each, keys and values 2048, feed-forward 14336 three times.
+    Elements per token: inputs and outputs of two norms (4 × 4096); queries, rotated queries and the output of attention (3 × 4096);
+    keys and values together (2048); rotated keys (1024); two results of the feed-forward's first product and their gated product
+    (3 × 14336).
     """
     assert float(offloaded_bytes(MODEL, OFFLOADED)) == 2 * 8192 * (4 * 4096 + 3 * 4096 + 2048 + 1024 + 3 * 14336)
     spec = from_plain(ModelSpec, MODEL_PRESETS["llama3-8b"])
@@ -88,8 +90,21 @@ def test_an_optimizer_in_host_memory_costs_its_transfers() -> None:
 
 
 def test_offload_keeps_two_layers_on_the_device() -> None:
-    constants_by_hand = MemoryConstants(held=6.0, owned=12.0, sharding=0.0, wide=3.0, hidden=0.0, narrow=1.0, live=0.0, logits=8.0,
-                           gathered=2.0, slack=0.0, base=0.0, base_rank=0.0)  # fmt: skip
+    """Activations of two of 32 layers, without terms that do not grow with the number of layers (`live`, `slack`)."""
+    constants_by_hand = MemoryConstants(
+        held=6.0,  # bytes per parameter of weights and gradients, with their copies
+        owned=12.0,  # bytes per parameter of master weights and moments
+        sharding=0.0,  # further bytes per parameter of a shard of the optimizer
+        wide=3.0,  # saved elements per token, layer and hidden element that only sequence parallelism divides over tensor ranks
+        hidden=0.0,  # the same for elements that tensor parallelism always divides
+        narrow=1.0,  # saved elements per token, layer and element of attention inputs and feed-forward
+        live=0.0,  # undivided elements per token and hidden element of the layer that computes
+        logits=8.0,  # bytes per logit of one micro-batch
+        gathered=2.0,  # fully sharded layers whose whole weights exist at once
+        slack=0.0,  # memory lost to fragmentation, as a share of activations
+        base=0.0,  # GiB of the framework, kernels and communicators
+        base_rank=0.0,  # GiB of communicators per axis in use
+    )
     all_layers, two_layers = (
         float(footprint(MODEL, plan, constants_by_hand)["activations"]) for plan in (ON_DEVICE, OFFLOADED)
     )

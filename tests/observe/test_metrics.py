@@ -158,14 +158,14 @@ def test_a_full_disk_is_out_of_resources_and_loses_no_line(tmp_path, room):
     assert [line["text"] for line in read_metrics(path)] == ["before", "while it is full", "after"]
 
 
-@pytest.mark.parametrize("left", [False, True])
-def test_a_file_that_is_deleted_or_replaced_is_out_of_resources(tmp_path, left):
-    """Its descriptor would still take lines, for nobody."""
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_file_that_is_deleted_or_replaced_is_out_of_resources(tmp_path, replaced):
+    """The descriptor of a deleted file still accepts lines, which nobody can read. `replaced`: a new file has its name."""
     path = tmp_path / "metrics.jsonl"
     with MetricsWriter(path) as writer:
         writer.write_event(1, "x")
         path.unlink()
-        if left:
+        if replaced:
             path.touch()
         with pytest.raises(OutOfResources, match="metrics.jsonl no longer exists: it was deleted or moved"):
             writer.write_event(2, "y")

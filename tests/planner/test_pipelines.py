@@ -1,4 +1,9 @@
-"""Plans with a pinned pipeline, with layered accumulation, and with settings that cannot be trained."""
+"""Plans with a pinned pipeline, with layered accumulation, and with settings that cannot be trained.
+
+Layered accumulation (schedule `breadth_first`) runs all micro-batches through a layer before the next layer. The planner predicts a step
+with the simulator in two ways: `simulated_by_units` simulates every gather and reduction, `simulated_by_stages` whole pipeline stages in
+a tenth of the work. Both simulate few micro-batches and extrapolate linearly to the number of the plan.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +51,8 @@ def test_a_pipeline_alone_gets_a_schedule_that_can_run_and_is_the_fastest_simula
     assert any(reason.startswith(f"schedule {plan.schedule.name}: ") for reason in plan.why)
 
 
-def test_many_micro_batches_are_played_as_a_straight_line() -> None:
+def test_times_of_many_micro_batches_are_extrapolated_linearly() -> None:
+    """The extrapolated step agrees with a simulation of all 64 micro-batches."""
     plan = search(run(pipeline=2, schedule="1f1b", micro_batch=1, batch=256), trainable=True).best.plan
     question = run(batch=256)
     whole = simulate_plan(question.model, question.train, plan, question.cluster).step_seconds
@@ -65,18 +71,21 @@ def test_many_micro_batches_are_played_as_a_straight_line() -> None:
     ids=["qwen3-0.6b", "qwen3-8b", "llama3-3b"],
 )
 def test_a_rank_that_has_more_to_do_sets_the_pace_of_many_micro_batches(question: RunSpec) -> None:
-    """With few micro-batches the latency of all stages dominates; extrapolation alone ended before the busiest rank's compute."""
+    """The predicted step is not shorter than the compute of the busiest rank.
+
+    Extrapolation alone predicted a shorter step, because the latency of all stages dominates the few micro-batches that are simulated.
+    """
     pinned = replace(question, plan=replace(question.plan, schedule="interleaved", micro_batch=1))
     plan = search(pinned).best.plan
-    played = simulate_plan(question.model, question.train, plan, question.cluster)
-    assert max(played.compute_seconds) > 1.02 * min(played.compute_seconds)
+    simulated = simulate_plan(question.model, question.train, plan, question.cluster)
+    assert max(simulated.compute_seconds) > 1.02 * min(simulated.compute_seconds)
     for parts, least in ((simulated_by_units(pinned, plan), 1.0), (simulated_by_stages(pinned, plan), 0.995)):
-        assert sum(parts.values()) > least * max(played.compute_seconds) and parts["idle"] > 0
-    assert sum(simulated_by_units(pinned, plan).values()) == pytest.approx(played.step_seconds, rel=0.006)
+        assert sum(parts.values()) > least * max(simulated.compute_seconds) and parts["idle"] > 0
+    assert sum(simulated_by_units(pinned, plan).values()) == pytest.approx(simulated.step_seconds, rel=0.006)
 
 
-def test_many_layered_micro_batches_hide_no_more_than_there_is() -> None:
-    """Extrapolation from few micro-batches with exposed collectives ended before the compute of many."""
+def test_layered_accumulation_of_many_micro_batches_hides_no_more_communication_than_exists() -> None:
+    """Extrapolation from few micro-batches, whose collectives are exposed, predicted a step shorter than the compute of many."""
     pinned = run(TWO_TCP, batch=512, pipeline=1, schedule="breadth_first", micro_batch=1, shard=8, recompute="full")
     plan = search(pinned).best.plan
     whole = simulate_plan(pinned.model, pinned.train, plan, pinned.cluster)
@@ -90,7 +99,8 @@ def test_a_stage_lies_inside_a_node_where_it_can() -> None:
     assert crosses == {"pipeline": "node", "shard": "device"}
 
 
-def test_a_modular_pipeline_has_a_stage_for_every_layer() -> None:
+def test_a_breadth_first_pipeline_has_a_stage_for_every_layer() -> None:
+    """With larger stages the next rank waits until all micro-batches have passed through a stage."""
     question = run(pipeline=4, schedule="breadth_first", recompute="full")
     plan = search(question, trainable=True).best.plan
     table = stage_table(plan.schedule, 4, question.model.layers)

@@ -20,6 +20,7 @@ QUESTION = "model=llama3-8b cluster.gpu=H100 cluster.nodes=4 cluster.network.por
 
 
 def test_every_port_is_slowed() -> None:
+    """Ports of all node groups, of emulated nodes, and the TCP bridge: the connection between nodes of different fabrics."""
     groups = (NodeGroup(nodes=1, gpu="A100"), NodeGroup(nodes=1, port_gb_per_s=10.0))
     cluster = ClusterSpec(gpu="H100", nodes=4, gpus_per_node=8, groups=groups)
     result = with_slower_network(cluster)
@@ -35,7 +36,8 @@ def test_every_port_is_slowed() -> None:
     assert bridged.network and bridged.network.bridge_gb_per_s == pytest.approx(SLOWER_NETWORK_SHARE * 5)
 
 
-def test_a_plan_loses_what_its_network_carries() -> None:
+def test_a_slower_network_slows_only_plans_that_communicate_across_nodes() -> None:
+    """At most by the factor by which the network is slower. A plan on one node is not slower."""
     run = load_run(None, QUESTION.split())
     sharded = search(load_run(None, [*QUESTION.split(), "plan.pipeline=1", "plan.replicate=1"])).best.plan
     one_node = "model=llama3-8b cluster.gpu=H200 cluster.gpus_per_node=8 train.seq_len=4096 train.global_batch=64"
@@ -44,7 +46,8 @@ def test_a_plan_loses_what_its_network_carries() -> None:
     assert slowdown_function(alone)(search(alone).best.plan) == 0
 
 
-def test_the_fragile_of_two_that_cannot_be_told_apart_is_left() -> None:
+def test_of_two_plans_with_about_equal_times_the_one_that_depends_less_on_the_network_is_chosen() -> None:
+    """Times are about equal if they differ by less than predictions are unsure of. A fragile plan depends more on the network."""
     plan = search(load_run(None, QUESTION.split())).best.plan
     quick, robust, slow = (
         Candidate(replace(plan, tensor_engine=engine, predicted=Predicted(memory_peak_bytes=1, step_seconds=seconds)))
