@@ -62,7 +62,10 @@ class Attempt:
     """Path of the file that tells the attempt's ranks what to run; empty until it is written."""
     address: str = ""
     port: int = 0
-    """Address and port of the store through which the ranks meet; empty and 0 for an attempt that an earlier coordinator began."""
+    """Address and port of the store through which the ranks meet.
+
+    Empty and 0 for an attempt that an earlier coordinator began.
+    """
     failed: bool = False
     failed_at: float | None = None
     cause: str = ""

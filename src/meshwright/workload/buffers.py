@@ -10,9 +10,9 @@ DEVICE_LAYERS = 2
 A pipeline needs one more, because it copies one layer to the host while it copies another back.
 """
 BLOCK_SLOTS = 2
-"""Slots for the gathered weights of transformer blocks in the registered memory (window) of copy engines: the next two blocks.
+"""Slots in the window of copy engines for gathered weights of transformer blocks: the next two blocks.
 
-The window has one more slot, for the embedding or the head. See parallel/copy_engine.py.
+The window is memory that all ranks have registered. It has one more slot, for the embedding or the head. See parallel/copy_engine.py.
 """
 STAGED_ELEMENTS, STAGING_BUFFERS = 1 << 23, 3
 """Elements of a chunk of an offloaded optimizer (optim/host.py), and chunks on the device at once.
