@@ -36,29 +36,12 @@ cluster: {{gpu: cpu, gpus_per_node: 2}}
 """
 
 
+VOCABULARY = "the quick brown fox jumps over a lazy dog while wizards mix ink and eat grapes"
+
+
 def make_run(folder: Path) -> Path:
     """A run file in `folder` with a corpus beside it; its steps take milliseconds."""
-    words, generator = (
-        [
-            "the",
-            "quick",
-            "brown",
-            "fox",
-            "jumps",
-            "over",
-            "a",
-            "lazy",
-            "dog",
-            "while",
-            "wizards",
-            "mix",
-            "ink",
-            "and",
-            "eat",
-            "grapes",
-        ],
-        random.Random(1),
-    )
+    words, generator = VOCABULARY.split(), random.Random(1)
     source = folder / "source"
     source.mkdir(parents=True)
     for number in range(60):

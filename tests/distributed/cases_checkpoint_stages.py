@@ -91,8 +91,8 @@ def values(seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def held(world: World, layout: str, full_tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """What this rank holds of `whole`, as DTensors over the ranks of its pipeline coordinate."""
+def shard_over_stage(world: World, layout: str, full_tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """This rank's part of `full_tensors`: those of its stage, as DTensors over the ranks of its pipeline coordinate."""
     stages, rank_tensors = LAYOUTS[layout], {}
     assert stages.size == world.ranks
     for coordinate, grid in enumerate(stages.ranks):
@@ -124,7 +124,7 @@ def save(world: World, folder: str, layout: str, seed: int) -> str:
     store = CheckpointStore(Path(folder), group=world.control)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return str(store.save(seed, held(world, layout, values(seed)), {"seed": seed}, {}).path)
+        return str(store.save(seed, shard_over_stage(world, layout, values(seed)), {"seed": seed}, {}).path)
 
 
 def model_values(spec: ModelSpec) -> dict[str, torch.Tensor]:
@@ -156,7 +156,9 @@ def save_model(world: World, folder: str, spec: ModelSpec, config: str) -> str:
 def load(world: World, path: str, layout: str) -> dict[str, Any]:
     """Whether this rank got exactly its rows, and how many bytes it read of each file."""
     store = CheckpointStore(Path(path).parent, group=world.control)
-    loaded = held(world, layout, {name: torch.full_like(tensor, torch.nan) for name, tensor in values(0).items()})
+    loaded = shard_over_stage(
+        world, layout, {name: torch.full_like(tensor, torch.nan) for name, tensor in values(0).items()}
+    )
     seed = step_of(Path(path).name) or 0
     expected = {name: shard_over(values(seed)[name], tensor.device_mesh) for name, tensor in loaded.items()}
     with counted_reads() as read:
@@ -173,7 +175,7 @@ def load(world: World, path: str, layout: str) -> dict[str, Any]:
 
 def broken_save(world: World, folder: str, breakage: str) -> str:
     """A save under two stages of two ranks whose tensors do not add up: the error every rank raises."""
-    tensors = held(world, "pipeline2_shard2", values(1))
+    tensors = shard_over_stage(world, "pipeline2_shard2", values(1))
     BREAKAGES[breakage](world.rank, tensors)
     return _error(lambda: CheckpointStore(Path(folder), group=world.control).save(1, tensors, {}, {}))
 
@@ -225,7 +227,7 @@ BREAKAGES: dict[str, Callable[[int, dict[str, torch.Tensor]], None]] = {
 
 def failing_save(world: World, folder: str) -> str:
     """A save in which the disk of the last stage's last rank is full."""
-    tensors, real = held(world, "pipeline2_shard2", values(2)), os.write
+    tensors, real = shard_over_stage(world, "pipeline2_shard2", values(2)), os.write
 
     def refuse(descriptor: int, data: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -240,7 +242,7 @@ def failing_save(world: World, folder: str) -> str:
 
 def load_other_names(world: World, path: str, rank: int, ask: str | None, leave: str | None) -> str:
     """A load under pipeline 4 in which one rank asks for a tensor too many, or all leave one out."""
-    tensors = held(world, "pipeline4", values(0))
+    tensors = shard_over_stage(world, "pipeline4", values(0))
     if world.rank == rank and ask is not None:
         tensors[ask] = torch.zeros(3, 5)
     if leave is not None:

@@ -9,7 +9,7 @@ import pytest
 from meshwright.checkpoint.verify import list_checkpoints
 from meshwright.observe.metrics import read_metrics
 from tests.distributed.pool import Pool
-from tests.distributed.test_training import held, same_bits, steps_on_disk, trained
+from tests.distributed.test_training import merge_tensors, same_bits, steps_on_disk, trained
 from tests.slow import quick_first
 from tests.training.tiny import make_tiny, ranks, staged
 
@@ -46,7 +46,7 @@ def test_a_checkpoint_written_beside_training_is_that_of_a_save_that_training_wa
     assert steps_on_disk(tmp_path / "async") == [3, STEPS]
     assert all(files(tmp_path / "async", step) == files(tmp_path / "sync", step) != {} for step in (3, STEPS))
     assert [result.losses for result in beside] == [result.losses for result in sync] and same_bits(
-        held(beside), held(sync)
+        merge_tensors(beside), merge_tensors(sync)
     )
     events = [
         line["text"] for line in read_metrics(tmp_path / "async" / "tiny" / "metrics.jsonl") if line["kind"] == "event"
@@ -59,7 +59,9 @@ def test_a_run_that_is_asked_to_stop_waits_for_its_checkpoint(pool: Pool, tiny: 
     first = trained(pool, tiny, tmp_path / "parts", *ranks(2), "checkpoint.every=2", ASYNC, stop_at=5)
     assert steps_on_disk(tmp_path / "parts")[-1] == 5 and {result.error for result in first} == {first[0].error}
     second = trained(pool, tiny, tmp_path / "parts", *ranks(2), "checkpoint.every=2", ASYNC)
-    assert [result.began for result in second] == [5, 5] and same_bits(held(second), held(uninterrupted))
+    assert [result.began for result in second] == [5, 5] and same_bits(
+        merge_tensors(second), merge_tensors(uninterrupted)
+    )
     parts = list_checkpoints(tmp_path / "parts" / "tiny")
     assert [entry["step"] for entry in parts][-2:] == [5, STEPS] and all(entry["ok"] for entry in parts)
 

@@ -23,7 +23,7 @@ from tests.distributed.test_equality import BF16_BOUND, GPT, LLAMA, compare, one
 from tests.distributed.test_experts import EVEN, QWEN3_MOE, SHARED
 from tests.distributed.test_schedules import DEEP_TIED, SCHEDULES, STEPS, UNEVEN, Case, named
 from tests.distributed.test_training import compare as same_run
-from tests.distributed.test_training import held, same_bits, tiny, trained
+from tests.distributed.test_training import merge_tensors, same_bits, tiny, trained
 from tests.slow import quick_first
 from tests.training.tiny import prepared, ranks
 
@@ -160,7 +160,7 @@ def test_any_plan_goes_on_with_any_other_bit_for_bit(pool: Pool, tiny: Path, tmp
     final_tensors: dict[str, torch.Tensor] = {}
     for _, tensors in pool.run(cases.opened, 2, prepared(tiny, tmp_path, *CHAIN[2], *options).assignment):
         final_tensors |= tensors
-    assert same_bits(final_tensors, held(second))
+    assert same_bits(final_tensors, merge_tensors(second))
 
 
 def kept_by_a_block(world: World, plan: Plan) -> set[tuple[int, ...]]:

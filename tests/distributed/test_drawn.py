@@ -20,7 +20,7 @@ from tests.distributed.test_equality import BF16_SUM_BOUND, compare, one_device,
 from tests.distributed.test_equality import plan as plan_of
 from tests.distributed.test_fp8 import EMULATION_BOUND, LAYOUT_BOUND, as_truth
 from tests.distributed.test_training import compare as same_run
-from tests.distributed.test_training import held, same_bits, trained
+from tests.distributed.test_training import merge_tensors, same_bits, trained
 from tests.slow import quick_first
 from tests.training.tiny import make_tiny, prepared
 
@@ -115,7 +115,7 @@ def test_a_run_goes_on_under_any_plan(pool: Pool, tmp_path: Path, seed: int) -> 
             assignment = prepared(tiny, tmp_path, *overrides).assignment
             opened = pool.run(cases.opened, plan.ranks, assignment)
             initial = {name: tensor for _, tensors in opened for name, tensor in tensors.items()}
-            assert same_bits(initial, held(parts[-1]))
+            assert same_bits(initial, merge_tensors(parts[-1]))
         parts.append(trained(pool, tiny, tmp_path, *overrides, stop_at=2 * number + 2))
     single_rank = trained(
         pool,

@@ -25,7 +25,7 @@ from tests.distributed import test_equality
 from tests.distributed.pool import Pool
 from tests.distributed.test_equality import BATCH, BF16_BOUND, LLAMA, SEQ, batch, compare, one_device, sharded, worst
 from tests.distributed.test_schedules import UNEVEN, Case, named
-from tests.distributed.test_training import held, same_bits, trained
+from tests.distributed.test_training import merge_tensors, same_bits, trained
 from tests.slow import quick_first
 from tests.training.tiny import make_tiny, prepared, ranks, staged
 
@@ -334,7 +334,7 @@ def test_experts_change_ranks_between_two_starts(
     tiny, runs = make_tiny(tmp_path / "data"), tmp_path / "runs"
     final: dict[str, torch.Tensor] = {}
     for number, (name, other_names) in enumerate(chain):
-        final = held(trained(pool, tiny, runs, *LAID[name], *SMALL, stop_at=3 + 2 * number))
+        final = merge_tensors(trained(pool, tiny, runs, *LAID[name], *SMALL, stop_at=3 + 2 * number))
         for other in other_names:
             assert same_bits(opened_under(pool, tiny, runs, *LAID[other], *SMALL), final)
     export_checkpoint(runs / "tiny", tmp_path / "hf", dtype="fp32")
@@ -348,7 +348,7 @@ def test_a_run_learns_resumes_under_another_plan_and_leaves_as_a_folder(pool: Po
     pipeline = [*staged(2, "zbv"), *SMALL]
     opened = pool.run(cases.opened, 2, prepared(tiny, runs, *pipeline).assignment)
     resumed = {name: tensor for step, tensors in opened for name, tensor in tensors.items() if step == 10}
-    exact = held(first)
+    exact = merge_tensors(first)
     assert resumed.keys() == exact.keys() and any(".moe.experts." in name for name in exact)
     assert all(torch.equal(resumed[name], exact[name]) for name in exact), "weights and moments, bit for bit"
     second = trained(pool, tiny, runs, *pipeline)
@@ -358,6 +358,6 @@ def test_a_run_learns_resumes_under_another_plan_and_leaves_as_a_folder(pool: Po
     assert all(1 <= line["expert_load"] <= 4 and 0.9 < line["balance_loss"] < 4 for line in steps)
     export_checkpoint(runs / "tiny", tmp_path / "hf", dtype="fp32")
     spec, reader = import_hf(tmp_path / "hf")
-    final = held(second)
+    final = merge_tensors(second)
     for parameter in parameters(spec):
         assert torch.equal(reader.read(parameter), final[f"model.{parameter.name}"])

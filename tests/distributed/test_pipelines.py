@@ -15,7 +15,7 @@ from meshwright.training.stop import INTERRUPT
 from tests.distributed import cases_training as cases
 from tests.distributed.cases_training import Seen
 from tests.distributed.pool import Pool
-from tests.distributed.test_training import STEPS, compare, held, same_bits, steps_on_disk, tiny, trained
+from tests.distributed.test_training import STEPS, compare, merge_tensors, same_bits, steps_on_disk, tiny, trained
 from tests.slow import quick_first
 from tests.training.tiny import prepared, ranks, staged
 
@@ -57,7 +57,7 @@ def test_a_checkpoint_holds_every_stage_bit_for_bit(stopped: tuple[Path, list[Se
     runs, results = stopped
     with CheckpointReader(runs / "tiny" / "checkpoints" / f"step-{STOP:08d}") as reader:
         saved = {name: reader.read(name) for name in reader.tensors}
-    assert same_bits(saved, held(results))
+    assert same_bits(saved, merge_tensors(results))
 
 
 @pytest.mark.parametrize("name", quick_first(2, OTHERS))
@@ -71,7 +71,7 @@ def test_any_plan_goes_on_with_a_pipelines_run(
     for step, tensors in pool.run(cases.opened, assignment.plan.ranks, assignment):
         assert step == STOP
         resumed |= tensors
-    assert same_bits(resumed, held(first))
+    assert same_bits(resumed, merge_tensors(first))
     results = trained(pool, tiny, tmp_path, *OTHERS[name])
     assert {result.began for result in results} == {STOP}
     compare([first, results], one_rank)
@@ -140,7 +140,7 @@ def test_validation_does_not_touch_the_training(pool: Pool, tiny: Path, tmp_path
     without = trained(pool, tiny, tmp_path / "without", *ZBV, "train.validate_every=0")
     with_it = trained(pool, tiny, tmp_path / "with", *ZBV, "train.validate_every=1")
     assert (len(without[0].validations), len(with_it[0].validations)) == (1, STEPS)
-    assert with_it[0].losses == without[0].losses and same_bits(held(with_it), held(without))
+    assert with_it[0].losses == without[0].losses and same_bits(merge_tensors(with_it), merge_tensors(without))
 
 
 def test_one_stage_that_is_not_a_number_ends_all_and_changes_nothing(
@@ -155,7 +155,10 @@ def test_one_stage_that_is_not_a_number_ends_all_and_changes_nothing(
     for result in results:
         assert result.error and result.error[0] == "NumericalFailure" and f"step {STOP + 1}" in result.error[1]
         assert [record["step"] for record in result.steps] == [STOP + 1]
-    healthy, after = held(before), {key: tensor for result in results for key, tensor in result.tensors.items()}
+    healthy, after = (
+        merge_tensors(before),
+        {key: tensor for result in results for key, tensor in result.tensors.items()},
+    )
     changed = (after.pop(name) != healthy.pop(name)).flatten().nonzero().flatten().tolist()
     assert changed == [0] and same_bits(after, healthy)
     assert steps_on_disk(tmp_path) == [STOP]

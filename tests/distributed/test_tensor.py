@@ -26,7 +26,7 @@ from tests.distributed.test_equality import BF16_BOUND, GPT, LLAMA, compare, one
 from tests.distributed.test_schedules import DEEP_TIED, STEPS, UNEVEN_V, Case, named
 from tests.distributed.test_training import STEPS as STEPS_OF_A_RUN
 from tests.distributed.test_training import compare as same_run
-from tests.distributed.test_training import held, same_bits, tiny, trained
+from tests.distributed.test_training import merge_tensors, same_bits, tiny, trained
 from tests.slow import quick_first
 from tests.training.tiny import prepared, ranks, staged
 
@@ -153,14 +153,14 @@ def test_any_plan_goes_on_with_any_other_bit_for_bit(pool: Pool, tiny: Path, tmp
             final_tensors: dict[str, torch.Tensor] = {}
             for _, tensors in pool.run(cases.opened, 4, assignment):
                 final_tensors |= tensors
-            assert same_bits(final_tensors, held(parts[-1]))
+            assert same_bits(final_tensors, merge_tensors(parts[-1]))
         if len(parts) < 3:
             parts.append(trained(pool, tiny, tmp_path, *plan, *deep, stop_at=(2, 4, 0)[number]))
     assert [results[0].began for results in parts] == [0, 2, 4]
     same_run(parts, alone[0])
     with CheckpointReader(tmp_path / "tiny" / "checkpoints" / f"step-{STEPS_OF_A_RUN:08d}") as reader:
         saved = {name: reader.read(name) for name in reader.tensors}
-    assert same_bits(saved, held(parts[-1]))
+    assert same_bits(saved, merge_tensors(parts[-1]))
 
 
 def test_validation_and_initial_weights_are_those_of_one_rank(pool: Pool, tiny: Path, tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def same_bits(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -
     return all(torch.equal(first[name], second[name]) for name in first)
 
 
-def held(results: list[Seen]) -> dict[str, torch.Tensor]:
+def merge_tensors(results: list[Seen]) -> dict[str, torch.Tensor]:
     """All weights and moments at the end of a run, from the ranks of all stages. What two of them hold must be equal."""
     tensors: dict[str, torch.Tensor] = {}
     for result in results:
@@ -99,8 +99,8 @@ def test_k_and_k_steps_equal_2k_bit_for_bit(pool: Pool, tiny: Path, tmp_path: Pa
         assert first[rank].losses + second[rank].losses == uninterrupted[rank].losses
         norms = [[record["grad_norm"] for record in result[rank].steps] for result in (uninterrupted, first, second)]
         assert norms[1] + norms[2] == norms[0]
-    assert same_bits(held(second), held(uninterrupted))
-    assert not same_bits(held(first), held(uninterrupted))
+    assert same_bits(merge_tensors(second), merge_tensors(uninterrupted))
+    assert not same_bits(merge_tensors(first), merge_tensors(uninterrupted))
     lines = [line for line in read_metrics(tmp_path / "parts" / "tiny" / "metrics.jsonl") if line["kind"] == "step"]
     assert [(line["step"], line["loss"]) for line in lines] == list(enumerate(uninterrupted[0].losses, start=1))
 
@@ -132,7 +132,7 @@ def compare(parts: list[list[Seen]], truth: Seen) -> None:
     for key in ("step", "token_sum", "tokens", "lr"):
         assert [record[key] for record in steps] == [record[key] for record in truth.steps]
     assert [record["loss"] for record in steps] == pytest.approx(truth.losses, rel=LAYOUT_BOUND)
-    ours = held(parts[-1])
+    ours = merge_tensors(parts[-1])
     assert ours.keys() == truth.tensors.keys()
     weights = {name: tensor for name, tensor in ours.items() if name.startswith("model.")}
     for name, tensor in weights.items():

@@ -99,8 +99,8 @@ class Watching(NullRecorder):
         return observed
 
 
-def held(world: World, plan: Plan) -> dict[str, list[int]]:
-    """By block, bytes of whole weights and of gradients before the third micro-batch's forward."""
+def weight_and_gradient_bytes(world: World, plan: Plan) -> dict[str, list[int]]:
+    """Bytes of whole weights and of gradients of each block, before the third micro-batch's forward."""
     from meshwright.data.loader import MicroBatch
     from meshwright.parallel.apply import build_engine
     from meshwright.parallel.mesh import build_mesh
@@ -121,7 +121,7 @@ def test_between_micro_batches_a_rank_holds_what_its_stages_say(pool: Pool, stag
     by_text = zip(RANGES, stages * 3 if len(stages) == 1 else stages, strict=True)
     of_layer = [stage for text, stage in by_text for _ in layer_range(text, DEEP.layers)]
     block = 8 * sum(parameter.count for parameter in block_parameters(DEEP, routed=False))
-    for observed in pool.run(held, 2, plan):
+    for observed in pool.run(weight_and_gradient_bytes, 2, plan):
         # The first block's may be on their way again.
         assert observed["weights"][1:] == [block if stage < 3 else 0 for stage in of_layer[1:]]
         assert observed["gradients"] == [block if stage == 1 else block // 2 for stage in of_layer]

@@ -81,7 +81,7 @@ class SecondBuffersOnly:
 def test_steps_beside_snapshots_leave_the_state_to_them(chunk: int | None) -> None:
     """The second buffers are locked in several parts; every other step is beside a snapshot."""
 
-    def made() -> HostAdamW:
+    def build_optimizer() -> HostAdamW:
         parts = drawn(0) | {"large": torch.ones(PIN_BYTES // 8 + 12345, device="cuda")}
         here = {name: part.to(torch.bfloat16) for name, part in parts.items()}
         release = {name: (lambda copy=copy: copy) for name, copy in here.items()}
@@ -91,7 +91,7 @@ def test_steps_beside_snapshots_leave_the_state_to_them(chunk: int | None) -> No
         optimizer.release_master_weights()
         return optimizer
 
-    optimizer, reference = made(), made()
+    optimizer, reference = build_optimizer(), build_optimizer()
     names = [*SHAPES, "large"]
     optimizer.allocate_second_buffers()
     first = {(state, name): optimizer.state(state, name) for state in (*MOMENTS, MASTER) for name in names}

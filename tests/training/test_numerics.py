@@ -21,10 +21,10 @@ def record(step: int, loss: float = 2.0, norm: float = 0.5) -> dict[str, float]:
     return {"step": step, "loss": loss, "grad_norm": norm}
 
 
-def trained(made: NumericalPolicy, steps: int) -> NumericalPolicy:
+def after_good_steps(numerics: NumericalPolicy, steps: int) -> NumericalPolicy:
     for step in range(1, steps + 1):
-        assert made.check(record(step)) is None
-    return made
+        assert numerics.check(record(step)) is None
+    return numerics
 
 
 @pytest.mark.parametrize(
@@ -39,12 +39,12 @@ def test_a_value_that_is_not_finite_ends_the_run(loss: float, norm: float) -> No
 
 
 def test_skipping_counts_no_update_and_ends_after_many_in_a_row() -> None:
-    made = trained(policy(on_nonfinite="skip"), 4)
+    numerics = after_good_steps(policy(on_nonfinite="skip"), 4)
     for step in range(5, 4 + MOST_SKIPS):
-        assert "the update was skipped" in (made.check(record(step, math.nan, math.nan)) or "")
-    assert (made.updates(4), made.updates(6), made.updates(3 + MOST_SKIPS)) == (4, 4, 4)
+        assert "the update was skipped" in (numerics.check(record(step, math.nan, math.nan)) or "")
+    assert (numerics.updates(4), numerics.updates(6), numerics.updates(3 + MOST_SKIPS)) == (4, 4, 4)
     with pytest.raises(NumericalFailure, match="10 steps in a row"):
-        made.check(record(4 + MOST_SKIPS, math.nan, math.nan))
+        numerics.check(record(4 + MOST_SKIPS, math.nan, math.nan))
 
 
 def test_a_loss_alone_that_is_not_finite_cannot_be_skipped() -> None:
@@ -54,35 +54,35 @@ def test_a_loss_alone_that_is_not_finite_cannot_be_skipped() -> None:
 
 @pytest.mark.parametrize("action", ["rollback", "rollback_skip"])
 def test_rollbacks_are_requested_and_bounded(action: str) -> None:
-    made = policy(on_nonfinite=action)
+    numerics = policy(on_nonfinite=action)
     with pytest.raises(Rollback) as request:
-        made.check(record(7, math.nan, math.nan))
+        numerics.check(record(7, math.nan, math.nan))
     assert (request.value.step, request.value.skips_samples) == (7, action == "rollback_skip")
     for _ in range(MOST_ROLLBACKS):
-        made.count_rollback(4, "x")
-    made.count_rollback(6, "x")
+        numerics.count_rollback(4, "x")
+    numerics.count_rollback(6, "x")
     with pytest.raises(NumericalFailure, match="3 rollbacks to step 4 did not help"):
-        made.count_rollback(4, "x")
+        numerics.count_rollback(4, "x")
 
 
 def test_a_spike_is_skipped_by_its_norm_and_stays_out_of_the_history() -> None:
-    made = trained(policy(on_spike="skip"), 30)
-    assert made.norm_limit(31) == 5.0 and made.norm_limit(10) == math.inf
+    numerics = after_good_steps(policy(on_spike="skip"), 30)
+    assert numerics.norm_limit(31) == 5.0 and numerics.norm_limit(10) == math.inf
     for step in range(31, 36):
-        assert "spike" in (made.check(record(step, 2.0, 5.5)) or "")
-    assert made.check(record(36, 200.0, 0.5)) is None and made.skipped_steps == [31, 32, 33, 34, 35]
-    assert made.norm_limit(60) == 5.0
+        assert "spike" in (numerics.check(record(step, 2.0, 5.5)) or "")
+    assert numerics.check(record(36, 200.0, 0.5)) is None and numerics.skipped_steps == [31, 32, 33, 34, 35]
+    assert numerics.norm_limit(60) == 5.0
     with pytest.raises(NumericalFailure, match="spike"):
-        trained(policy(on_spike="stop"), 30).check(record(31, 200.0, 0.5))
+        after_good_steps(policy(on_spike="stop"), 30).check(record(31, 200.0, 0.5))
 
 
 def test_a_checkpoint_keeps_what_decisions_follow_from() -> None:
-    made = trained(policy(on_spike="skip"), 30)
-    made.check(record(31, 2.0, 100.0))
-    made.skip_samples_of(40, 8)
-    assert made.state(30).keys() == {"skip_samples", "history"}
+    numerics = after_good_steps(policy(on_spike="skip"), 30)
+    numerics.check(record(31, 2.0, 100.0))
+    numerics.skip_samples_of(40, 8)
+    assert numerics.state(30).keys() == {"skip_samples", "history"}
     other = policy(on_spike="skip")
-    other.restore(json.loads(json.dumps(made.state(31))))
-    assert other.state(31) == made.state(31) and other.norm_limit(33) == made.norm_limit(33)
+    other.restore(json.loads(json.dumps(numerics.state(31))))
+    assert other.state(31) == numerics.state(31) and other.norm_limit(33) == numerics.norm_limit(33)
     assert other.skip_samples == ((312, 320),) and other.updates(31) == 30
-    assert trained(policy(), 30).state(30) == {}, "nothing is kept where nothing is needed"
+    assert after_good_steps(policy(), 30).state(30) == {}, "nothing is kept where nothing is needed"

@@ -17,6 +17,8 @@ from meshwright.chaos.job import POLL_SECONDS, Job, NotReached
 from meshwright.chaos.processes import kill_all, processes_with, send
 from meshwright.observe.metrics import scan_metrics
 
+Losses = list[tuple[int, float | None]]
+"""Step and loss of each step of a run."""
 ORPHAN_SECONDS = 3.0
 """Seconds after the end of a job in which its last processes may end."""
 
@@ -117,7 +119,7 @@ class Stage:
         """The job that was started last."""
         return self.jobs[-1]
 
-    def losses(self) -> list[tuple[int, float | None]]:
+    def losses(self) -> Losses:
         """Step and loss of each step in the run's metrics."""
         return losses(self.run)
 
@@ -223,7 +225,7 @@ class Scenario:
 
 
 def run_scenario(
-    scenario: Scenario, template: Template, folder: Path, undisturbed: Callable[[], object], patience: float = 1.0
+    scenario: Scenario, template: Template, folder: Path, undisturbed: Callable[[], Losses], patience: float = 1.0
 ) -> Verdict:
     """Run a scenario in an empty `folder`. `undisturbed` returns the losses of an undisturbed run.
 
@@ -252,7 +254,7 @@ def run_scenario(
 
 
 def _violations(
-    scenario: Scenario, stage: Stage, orphans: Sequence[int], undisturbed: Callable[[], object], patience: float = 1.0
+    scenario: Scenario, stage: Stage, orphans: Sequence[int], undisturbed: Callable[[], Losses], patience: float = 1.0
 ) -> list[str]:
     """Sentences about the parts of the promise that were not kept."""
     broken = []
@@ -288,7 +290,7 @@ def _observations(scenario: Scenario, stage: Stage) -> list[str]:
     return [*texts, f"exit code {stage.job.code} after step {last[0][0] if last else 0}"]
 
 
-def losses(run: Path) -> list[tuple[int, float | None]]:
+def losses(run: Path) -> Losses:
     """Step and loss of each step in the metrics of a run's folder; empty without metrics."""
     file = run / "metrics.jsonl"
     records = scan_metrics(file)[0] if os.path.exists(file) else []

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from meshwright.chaos.job import NotReached
-from meshwright.chaos.scenario import Scenario, Stage, Template, Verdict, run_scenario
+from meshwright.chaos.scenario import Losses, Scenario, Stage, Template, Verdict, run_scenario
 from meshwright.chaos.scenarios import SCENARIOS
 from meshwright.spec.errors import BadInput, CommunicationFailure, nearest
 from meshwright.spec.run import RunSpec
@@ -34,7 +34,7 @@ class Suite:
         shortened = (f"train.steps={steps}", f"checkpoint.every={every}", f"checkpoint.keep={CHECKPOINTS + 4}")
         self._template = Template((*words, *shortened), run.name, steps, run.cluster.ranks, every)
         self._folder, self._patience = folder, patience
-        self._undisturbed: dict[tuple[str, ...], object] = {}
+        self._undisturbed: dict[tuple[tuple[str, ...], int], Losses] = {}
 
     def run(self, scenario: Scenario) -> Verdict:
         """Run a scenario. If this machine cannot, the verdict is not ok and says why."""
@@ -52,9 +52,10 @@ class Suite:
         except NotReached as error:
             return Verdict(scenario.name, scenario.promise, f"BROKEN: {error}", False)
 
-    def undisturbed(self, overrides: tuple[str, ...], hosts: int) -> object:
-        """Losses of a run with `overrides` on so many hosts that nothing disturbs."""
-        if overrides not in self._undisturbed:
+    def undisturbed(self, overrides: tuple[str, ...], hosts: int) -> Losses:
+        """Losses of an undisturbed run with `overrides` on `hosts` hosts; it runs at the first call."""
+        key = overrides, hosts
+        if key not in self._undisturbed:
             folder = self._folder / "undisturbed"
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
@@ -65,8 +66,8 @@ class Suite:
                 stage.close()
             if code:
                 raise CommunicationFailure(f"the undisturbed run ended with code {code}:\n{stage.job.output[-2000:]}")
-            self._undisturbed[overrides] = stage.losses()
-        return self._undisturbed[overrides]
+            self._undisturbed[key] = stage.losses()
+        return self._undisturbed[key]
 
 
 def scenario_named(name: str) -> Scenario:

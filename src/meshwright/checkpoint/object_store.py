@@ -23,7 +23,7 @@ PART_BYTES = 64 << 20
 ANSWER_SECONDS = 30.0
 """Seconds after which a request without an answer has failed; it is repeated."""
 LONGEST_PAUSE = 30.0
-_PERMANENT = (PermissionError, ImportError, TypeError, ValueError, NotImplementedError)
+_PERMANENT_ERRORS = (PermissionError, ImportError, TypeError, ValueError, NotImplementedError)
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
 
 
@@ -108,7 +108,7 @@ class ObjectStore:
                 raise  # an answer of the store, which callers read
             except Exception as error:
                 reason = f"{self.url}: {activity}: {type(error).__name__}: {str(error)[:300]}"
-                if isinstance(error, _PERMANENT):
+                if isinstance(error, _PERMANENT_ERRORS):
                     raise BadInput(reason, key="checkpoint.mirror") from error
                 if time.monotonic() + pause > deadline:
                     raise CommunicationFailure(f"{reason}; tried for {self._patience:.0f} s") from error

@@ -39,7 +39,7 @@ from meshwright.policies.supervision import (
     Trained,
     decide,
 )
-from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE
+from meshwright.spec.errors import EXIT_COMMUNICATION
 from meshwright.spec.failures import as_meshwright_error
 from meshwright.spec.fields import from_plain, to_plain
 
@@ -257,9 +257,9 @@ class Coordinator:
                         count = f"{len(state.members)} of {self._rules.hosts} hosts"
                         write_line(f"meshwright: the run continues on {count}, with a new plan")
                     self._preparation = self._thread.submit(self._prepare, state)
-                case End(incident):
-                    self._attempt.cause = incident.cause
-                    self._report_incident(incident)
+                case End(reason, incident):
+                    self._attempt.cause = reason
+                    self._report_end(reason, incident)
                 case Begin() | Finish():
                     pass  # directives follow from the state
 
@@ -292,22 +292,22 @@ class Coordinator:
             stop=self._stop,
         )
 
-    def _report_incident(self, incident: Incident) -> None:
-        """Print what failed and what follows, one line for each incident that a restart follows."""
+    def _report_end(self, reason: str, incident: Incident | None) -> None:
+        """Print one line about an attempt that ends and is followed by another: why it ends, and from where the next resumes."""
         state = self.state
         if state.stop is not None:
             return
-        rank = None if incident.rank is None else self._attempt.ranks.get(incident.rank)
-        parts = [incident.cause + (f" (host {incident.host})" if len(state.members) > 1 else "")]
-        parts += [progress_text(rank)] if rank is not None else []
         # `resume_at_most` is set if the newest checkpoint is left out, as the same failure has occurred twice after it.
         newest = state.restart.resume_at_most or max(state.checkpoints, default=0)
         source = f"from the checkpoint of step {newest}" if newest else "from the start, as there is no checkpoint yet"
         if state.restart.skip_step is not None:
             source += f", without the samples of step {state.restart.skip_step}"
-        if incident.code == EXIT_DONE:  # no failure: as many hosts as the run is to have are ready again
-            write_line(f"meshwright: {incident.cause}; the run continues on them {source}")
+        if incident is None:
+            write_line(f"meshwright: {reason}; the run continues on them {source}")
             return
+        rank = None if incident.rank is None else self._attempt.ranks.get(incident.rank)
+        parts = [reason + (f" (host {incident.host})" if len(state.members) > 1 else "")]
+        parts += [progress_text(rank)] if rank is not None else []
         parts.append(f"restart {len(state.incidents)} of {self._rules.policy.restarts} {source}")
         write_line(f"meshwright: {'; '.join(parts)}")
 

@@ -30,7 +30,7 @@ class Report:
 
     @property
     def urgency(self) -> tuple[object, ...]:
-        """What the coordinator is told at once when it changes; progress of ranks is not part of it."""
+        """The values whose change an agent reports at once. The progress of ranks waits for the next report."""
         ends = tuple((rank.code, rank.failure) for rank in self.ranks)
         return (self.port, self.attempt, self.ended, ends, self.checkpoints, self.stop)
 

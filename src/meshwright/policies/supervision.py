@@ -128,9 +128,10 @@ class Begin:
 
 @dataclass(frozen=True)
 class End:
-    """End the ranks of the attempt, which failed for the reason `incident`."""
+    """End the ranks of the attempt for `reason`; `incident` is its failure, None if it has not failed."""
 
-    incident: Incident
+    reason: str
+    incident: Incident | None = None
 
 
 @dataclass(frozen=True)
@@ -212,8 +213,7 @@ def _grow(state: State, rules: Rules) -> Answer:
     missing = len(state.members) < rules.hosts <= len({*state.members, *state.ready})
     if state.status != "running" or not missing:
         return state, ()
-    back = Incident(EXIT_DONE, f"{rules.hosts} hosts are ready again")
-    return replace(state, status="ending", restart=Restart()), (End(back),)
+    return replace(state, status="ending", restart=Restart()), (End(f"{rules.hosts} hosts are ready again"),)
 
 
 def _fail(state: State, incident: Incident, now: float, rules: Rules) -> Answer:
@@ -231,7 +231,7 @@ def _fail(state: State, incident: Incident, now: float, rules: Rules) -> Answer:
         skipped = skip_step(skip, rules.global_batch, skipped) if skip is not None else skipped
         state = replace(state, restart=decision, not_before=now + decision.delay, skipped=skipped)
     state, more = _end(state, now, rules)
-    return state, (End(incident), *more)
+    return state, (End(incident.cause, incident), *more)
 
 
 def _end(state: State, now: float, rules: Rules) -> Answer:
