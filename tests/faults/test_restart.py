@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -59,5 +60,5 @@ def test_a_stopped_rank_counts_as_hung_and_is_replaced(
     until(lambda: "restart 1 of 3" in job.output(), job)
     assert 4 < time.monotonic() - stopped < 10
     assert job.process.wait(60) == 0, job.output()
-    assert "rank 1 has made no progress for 5 s in step " in job.output()
+    assert re.search(r"rank 1 has made no progress for [5-9] s in step ", job.output()), job.output()
     assert [step for step, _ in losses(run)] == list(range(1, STEPS + 1))

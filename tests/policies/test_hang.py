@@ -124,3 +124,12 @@ def test_of_ranks_in_the_same_action_the_stopped_one_hangs() -> None:
         watch.update(rank, "train", 9, 3, 99, 1.5, stopped=stopped)
     hung = watch.hung(7.0)
     assert hung is not None and hung[0] == 1
+
+
+def test_a_stopped_rank_hangs_though_it_came_further_and_stopped_later() -> None:
+    watch = HangWatch(CPU_SECONDS)
+    play(watch, [0.1] * 8)
+    watch.update(0, "train", 9, 3, 99, 1.0)
+    watch.update(1, "train", 9, 4, 99, 1.5, stopped=True)
+    hung = watch.hung(6.4)  # rank 0 is over the limit, rank 1 is not yet
+    assert hung is not None and hung[0] == 1

@@ -89,12 +89,14 @@ class HangWatch:
     def hung(self, now: float) -> tuple[int, float] | None:
         """The rank that holds the others up and its seconds without progress; None if all ranks make progress.
 
-        Ranks that wait for a peer make none either. They wait for the first in the order of step and action; of several in
-        the same action, for one that a signal has stopped.
+        Ranks that wait for a peer make none either. They wait for a rank that a signal has stopped, if there is one: it may
+        have come further, or have made progress later, as collectives are asynchronous. Else they wait for the first of
+        them in the order of step and action.
         """
         stalled = [rank for rank, last in self._ranks.items() if now - last.changed > self.limit(last.phase)]
         if not stalled:
             return None
         ranks = self._ranks
-        rank = min(stalled, key=lambda rank: (ranks[rank].step, ranks[rank].action, not ranks[rank].stopped, rank))
+        stopped = [rank for rank, last in ranks.items() if last.stopped]
+        rank = min(stopped or stalled, key=lambda rank: (ranks[rank].step, ranks[rank].action, rank))
         return rank, now - ranks[rank].changed
