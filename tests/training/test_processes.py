@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.chaos.processes import training_ranks
 from meshwright.checkpoint.manifest import read_manifest, steps_in
 from meshwright.checkpoint.verify import list_checkpoints
 from meshwright.events.start import PHASES
@@ -50,12 +51,8 @@ class Job:
             self.process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, **(env or {})})
 
     def ranks(self) -> dict[int, int]:
-        """Process id by rank."""
-        pids = {}
-        for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
-            env = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            pids.update({int(entry[5:]): int(pid) for entry in env if entry.startswith(b"RANK=")})
-        return pids
+        """Process id by rank of the ranks that train; spares, which wait for a restart, are left out."""
+        return training_ranks(self.process.pid)
 
     def end(self, act: Callable[[dict[int, int]], None]) -> End:
         """Do something to the job (given its ranks' process ids) and wait for its end."""
