@@ -86,7 +86,7 @@ def train_step(
 
 
 def _norm_slots(norm: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """One element for each replica of the model, to be summed over all ranks: each replica's first rank adds its gradient norm.
+    """One element for each replica of the model, to be summed over all ranks: its gradient norm, on its first rank.
 
     Replicas have equal gradients unless an error changes them after their sum. Then their norms differ, and with them what
     each replica decides about its update.
