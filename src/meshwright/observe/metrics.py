@@ -44,6 +44,7 @@ OPTIONAL_STEP_KEYS: dict[str, str] = {
     "data_wait_seconds": "time the loop waited for its batch",
     "phases": "seconds by phase (events.span.Phase)",
     "update_skipped": "true if the update was left out (train.on_nonfinite, train.on_spike); absent otherwise",
+    "skipping_replicas": "replicas of the model that left the update out, beside update_skipped",
 }
 """Optional keys of a step line."""
 
