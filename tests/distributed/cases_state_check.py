@@ -27,11 +27,11 @@ def flipped(
     rank: int = 1,
     name: str = "",
     bit: int = 27,
-    rests: bool = True,
+    at_rest: bool = True,
 ) -> Answer:
     """(error, (step, loss) of all records, this rank's state, events) of a run.
 
-    In `step`, once, a bit of the first element of the state tensor `name` of `rank` flips: before the step if it `rests`, else in its
+    In `step`, once, a bit of the first element of the state tensor `name` of `rank` flips: before the step if it `at_rest`, else in its
     update.
     """
     session, left = open_session(assignment, world), [world.rank == rank]
@@ -43,12 +43,12 @@ def flipped(
             words(session, name)[:1].bitwise_xor_(1 << bit)
 
     def play_flipped(*arguments: Any) -> torch.Tensor:
-        flip() if rests else None
+        flip() if at_rest else None
         return play(*arguments)
 
     def update_flipped(*arguments: Any) -> None:
         update(*arguments)
-        flip() if not rests else None
+        flip() if not at_rest else None
 
     session.engine.executor.play, session.optimizer.step = play_flipped, update_flipped
     error = ""
@@ -79,12 +79,12 @@ def differences(
     replicated = [group >= 0 for group in state.group_of_piece]
     labels = [(piece.label, shared) for piece, shared in zip(state.pieces, replicated, strict=True)]
 
-    def found(changed: torch.Tensor) -> tuple[list[int], list[int]]:
+    def check(changed: torch.Tensor) -> tuple[list[int], list[int]]:
         """Groups that differ, and ranks with changed pieces."""
-        rows = state.exchange(0, state.compute(), changed, compare=True).rows()
-        return state.differing_groups(rows), [rank for rank, row in enumerate(rows) if row[-1][0]]
+        sums_by_rank = state.exchange(0, state.compute(), changed, compare=True).read_sums()
+        return state.differing_groups(sums_by_rank), [rank for rank, sums in enumerate(sums_by_rank) if sums[-1][0]]
 
-    assert found(none) == ([], [])
+    assert check(none) == ([], [])
     clean, missed = state.compute(), []
     for rank in range(world.ranks):
         counts = [0] * world.ranks
@@ -92,12 +92,12 @@ def differences(
         for index in range(counts[rank]):
             content = state.pieces[index].elements.view(-1).view(torch.int32)[-1:] if world.rank == rank else none[:0]
             content.bitwise_xor_(1 << 3) if world.rank == rank else None
-            groups, changed = found((state.compute() != clean).any(dim=1))
+            groups, changed = check((state.compute() != clean).any(dim=1))
             if world.rank != rank:
                 continue
             expected = [state.group_of_piece[index]] if replicated[index] else []
             if groups != expected or changed != [rank]:
                 missed.append(state.pieces[index].label)
             content.bitwise_xor_(1 << 3)
-    assert found(none) == ([], [])
+    assert check(none) == ([], [])
     return state.groups, labels, missed

@@ -73,7 +73,7 @@ def test_a_flip_at_rest_is_found_in_its_step(
 def test_a_majority_names_the_rank_whose_update_went_wrong(pool: Pool, tiny: Path, tmp_path: Path) -> None:
     words = [*ranks(3, replicate=3), "train.global_batch=9", "supervision.check_state_every=2", "checkpoint.every=2"]
     calm = run(pool, tiny, tmp_path / "calm", *words, count=3)
-    answers = run(pool, tiny, tmp_path / "flip", *words, count=3, step=3, rank=2, name=WEIGHT, rests=False)
+    answers = run(pool, tiny, tmp_path / "flip", *words, count=3, step=3, rank=2, name=WEIGHT, at_rest=False)
     line = next(text for text in answers[0][3] if "silent corruption" in text)
     assert (
         line.startswith("step 4: silent corruption: on rank 2 (host ") and f") {WEIGHT} differs from the copies" in line
@@ -88,7 +88,7 @@ def test_recomputing_names_the_wrong_one_of_two_copies(
 ) -> None:
     words = [*ranks(2, replicate=2), "supervision.check_state_every=3", "checkpoint.every=3"]
     calm = run(pool, tiny, tmp_path / "calm", *words, count=2)
-    flip = {"step": 5, "rank": rank, "name": WEIGHT, "bit": bit, "rests": False}
+    flip = {"step": 5, "rank": rank, "name": WEIGHT, "bit": bit, "at_rest": False}
     answers = run(pool, tiny, tmp_path / "flip", *words, count=2, **flip)
     lines = [text for text in answers[0][3] if "silent corruption" in text]
     assert len(lines) == 2 and f"step {LAST}: silent corruption: {WEIGHT} differs between rank 0" in lines[0], lines

@@ -96,9 +96,9 @@ class StateCheck:
         """Read the answers of the checks until `step`, by default of all. Raises Rollback where state is corrupt."""
         while self._pending and (step is None or self._pending[0].step <= step):
             exchange = self._pending.popleft()
-            rows = exchange.rows()
-            groups = self._digests.differing_groups(rows)
-            if groups or any(row[-1][0] for row in rows):
+            sums_by_rank = exchange.read_sums()
+            groups = self._digests.differing_groups(sums_by_rank)
+            if groups or any(sums[-1][0] for sums in sums_by_rank):
                 self._pending.clear()
                 self._values = None
                 raise Rollback(exchange.step, self._cause(exchange, groups), skips_samples=False)

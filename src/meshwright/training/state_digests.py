@@ -72,7 +72,7 @@ class Exchange:
     digests: Tensor
     changed: Tensor
 
-    def rows(self) -> list[list[list[int]]]:
+    def read_sums(self) -> list[list[list[int]]]:
         """Both sums by rank and group; waits for them."""
         if self.event is not None:
             self.event.synchronize()
@@ -108,12 +108,12 @@ class StateDigests:
         self._own = [
             [number for number, group in enumerate(self.groups) if rank in group] for rank in range(world.ranks)
         ]
-        self._rows = max(map(len, self._own)) + 1
-        row = {number: index for index, number in enumerate(self._own[world.rank])}
+        self._sums_per_rank = max(map(len, self._own)) + 1
+        own_index = {number: index for index, number in enumerate(self._own[world.rank])}
         replicated = [index for index, number in enumerate(self.group_of_piece) if number >= 0]
         self._replicated = torch.tensor(replicated, dtype=torch.int64, device=self._device)
-        self._row = torch.tensor(
-            [row[self.group_of_piece[index]] for index in replicated], dtype=torch.int64, device=self._device
+        self._index_of_sum = torch.tensor(
+            [own_index[self.group_of_piece[index]] for index in replicated], dtype=torch.int64, device=self._device
         )
         # Odd factors by key: pieces that swapped their contents, or changes that cancel, do not leave the sum as it was.
         factors = [[self.pieces[index].key | 1] for index in replicated]
@@ -127,23 +127,23 @@ class StateDigests:
 
     def exchange(self, step: int, values: Tensor, changed: Tensor, *, compare: bool) -> Exchange:
         """Start to send all ranks the sums over each group's pieces, if `compare`, and the number of `changed` pieces. Collective."""
-        sums = torch.zeros((self._rows, 2), dtype=torch.int64, device=self._device)
+        sums = torch.zeros((self._sums_per_rank, 2), dtype=torch.int64, device=self._device)
         if compare:
-            sums.index_add_(0, self._row, values[self._replicated] * self._factors)
+            sums.index_add_(0, self._index_of_sum, values[self._replicated] * self._factors)
         sums[-1] = changed.sum()
-        table = torch.empty((self._world.ranks * self._rows, 2), dtype=torch.int64, device=self._device)
+        table = torch.empty((self._world.ranks * self._sums_per_rank, 2), dtype=torch.int64, device=self._device)
         ALL_GATHER(table, sums)
         event = None
         if self._device.type == "cuda":
             host = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
             host.copy_(table, non_blocking=True)
             table, event = host, torch.cuda.current_stream().record_event()
-        return Exchange(step, table.view(self._world.ranks, self._rows, 2), event, values, changed)
+        return Exchange(step, table.view(self._world.ranks, self._sums_per_rank, 2), event, values, changed)
 
-    def differing_groups(self, rows: Sequence[Sequence[Sequence[int]]]) -> list[int]:
+    def differing_groups(self, sums_by_rank: Sequence[Sequence[Sequence[int]]]) -> list[int]:
         """The groups whose ranks have different sums."""
         sums: list[set[tuple[int, ...]]] = [set() for _ in self.groups]
         for rank, numbers in enumerate(self._own):
             for index, number in enumerate(numbers):
-                sums[number].add(tuple(rows[rank][index]))
+                sums[number].add(tuple(sums_by_rank[rank][index]))
         return [number for number, values in enumerate(sums) if len(values) > 1]
