@@ -1,4 +1,4 @@
-"""Silent corruption: a flipped bit of any rank's state is found, its rank is named, and the run recovers the undisturbed losses."""
+"""Silent corruption: a flipped bit of any state is found, its rank is named, and the run recovers its losses."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Checks a run's state for silent corruption; an answer arrives with the metrics of the step, before a save of it can be committed.
+"""Checks of a run's state for silent corruption, between its steps and before its checkpoints.
 
-Two facts are checked. Ranks that have copies of the same piece of the state must have the same bits after each update, because they
-receive the same gradients and update them alike. And no bit of the state may change between two updates.
+Ranks with copies of the same piece of the state must have the same bits after each update, because they receive the same gradients and
+update them alike. No bit of the state may change between two updates. The result is read before a save of the state can be committed.
 """
 
 from __future__ import annotations
