@@ -12,7 +12,7 @@ from meshwright.checkpoint.checksum import ArenaChecksums, Checksum, word_sum
 from meshwright.checkpoint.source_checksum import DeviceChecksums, host_checksum
 from meshwright.spec.errors import Damaged
 
-PLACES = [(0, 0), (0, 5), (0, 8), (0, 1000), (3, 2), (3, 5), (4, 4), (4, 20), (7, 1001), (12, 4096)]
+PIECES = [(0, 0), (0, 5), (0, 8), (0, 1000), (3, 2), (3, 5), (4, 4), (4, 20), (7, 1001), (12, 4096)]
 """Byte offset in memory and size of a piece."""
 
 
@@ -26,7 +26,7 @@ def memory() -> torch.Tensor:
     return torch.randint(0, 256, (8192,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize(("offset", "size"), PLACES)
+@pytest.mark.parametrize(("offset", "size"), PIECES)
 def test_a_checksum_is_the_sum_of_the_words(memory: torch.Tensor, offset: int, size: int) -> None:
     source = memory[offset : offset + size]
     data, phase = source.numpy().tobytes(), offset % 8
@@ -38,7 +38,7 @@ def test_a_checksum_is_the_sum_of_the_words(memory: torch.Tensor, offset: int, s
 
 def test_a_device_sums_all_pieces_of_a_snapshot(memory: torch.Tensor) -> None:
     """The same code as on a GPU, here in host memory, for two snapshots in turn."""
-    sources = [memory[offset : offset + size] for offset, size in PLACES]
+    sources = [memory[offset : offset + size] for offset, size in PIECES]
     numbered = list(enumerate(sources))
     checksums = DeviceChecksums([numbered[:4], [], numbered[4:]], torch.device("cpu"))
     for change in (1, 2):
@@ -53,7 +53,7 @@ def test_a_device_sums_all_pieces_of_a_snapshot(memory: torch.Tensor) -> None:
 def test_an_arena_is_compared_in_parts_of_any_size(memory: torch.Tensor) -> None:
     """Every flipped bit is found and named, whatever the order and the borders of the parts."""
     chance = random.Random(2)
-    sources = [memory[offset : offset + size] for offset, size in PLACES]
+    sources = [memory[offset : offset + size] for offset, size in PIECES]
     keys, sizes = [f"tensor {index}" for index in range(len(sources))], [source.numel() for source in sources]
     expected = [list(host_checksum(source)) for source in sources]
     arena = bytearray(b"".join(source.numpy().tobytes() for source in sources))
