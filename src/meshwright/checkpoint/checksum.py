@@ -1,4 +1,4 @@
-"""Checksums that lead from a rank's state to the file: the sum of 8-byte words, which a GPU computes at the rate of its memory. Torch-free.
+"""Checksums that lead from a rank's state to its file: sums of 8-byte words, which a GPU computes fast. Torch-free.
 
 A rank sums each piece of its state before the copy to the arena (`checkpoint.source_checksum`); the writer sums the same piece in the
 arena as it writes it. Words are little-endian, the sum is taken modulo 2^64. A piece may begin within a word, where its memory on the

@@ -1,4 +1,4 @@
-"""Computes the checksums of pieces of state (`checkpoint.checksum`) where the state is: on a CUDA device or in host memory.
+"""Computes checksums of pieces of state (`checkpoint.checksum`) where the state is: on a CUDA device or in host memory.
 
 On a device each piece takes one reduction, on a stream of its own beside the copies: nothing waits for it but the update of its group.
 """
