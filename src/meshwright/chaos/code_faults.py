@@ -152,9 +152,11 @@ CODE_FAULTS = (
     ),
     Scenario(
         name="bitflip-weights",
-        promise=f"Not kept yet (replicas are not compared): a flipped bit in a replica's weight is reported, and {CONTINUES}.",
-        play=disturb_values("bit", "differ"),
-        detected_by="differ",
+        promise=f"With check_state_every: 1 a flipped bit of a weight is reported with its rank and tensor, and {CONTINUES}.",
+        play=disturb_values("bit", "silent corruption: on rank"),
+        overrides=("supervision.check_state_every=1",),
+        detected_by="silent corruption",
+        restarts=False,
     ),
     Scenario(
         name="clock-jump",
