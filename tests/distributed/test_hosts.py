@@ -1,4 +1,4 @@
-"""Attempts on fewer and on more hosts: they train, bit for bit, as a start by hand with the same Plan from the same checkpoint."""
+"""Attempts on fewer and on more hosts train, bit for bit, as starts by hand with the same Plan and checkpoint."""
 
 from __future__ import annotations
 
