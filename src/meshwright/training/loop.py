@@ -52,11 +52,12 @@ def train(session: Session, reporter: Reporter, stop: StopRequest) -> Trained:
     timelines, accounting = StepTimelines(session, reporter), Accounting(session, reporter)
     saver = Saver.open(session, reporter)
     _note_new_length(session, reporter)
-    while session.step < session.run.train.steps:
-        try:
-            last = _train_steps(session, reporter, stop, saver, accounting, timelines, wire)
-        except Rollback as request:
-            roll_back(session, reporter, saver, request)
+    with session.recording():
+        while session.step < session.run.train.steps:
+            try:
+                last = _train_steps(session, reporter, stop, saver, accounting, timelines, wire)
+            except Rollback as request:
+                roll_back(session, reporter, saver, request)
     saver.close()
     account = _account(session, reporter, [wire, accounting.waiting], accounting, timelines)
     Ranks(session.world.control).run_on_all(f"ended after step {session.step}", reporter.check)
@@ -183,7 +184,7 @@ def _one_step(
 ) -> None:
     recorder, rate = session.recorder, learning_rate(session.run.train, step)
     session.progress.begin("train" if figures.flags.step else "compile", step)
-    recorder.begin_step(step)
+    recorder.begin_step(step, session.tokens_per_step)
     with recorder.span("data"):
         micro_batches = next(loader)
     result = train_step(
@@ -216,7 +217,7 @@ def _report(session: Session, accounting: Accounting, saver: Saver, record: dict
     session.tokens = record["tokens"]
     if update_is_skipped(record["grad_norm"], numerics.norm_limit(step)):
         record["update_skipped"] = True
-    accounting.step({**record, "phases": session.recorder.step_times(step)})
+    accounting.step({**record, "phases": session.phases(step)})
     skipped = numerics.check(record)
     if skipped is None:
         saver.read(record)

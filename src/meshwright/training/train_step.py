@@ -53,7 +53,8 @@ def train_step(
     The update is skipped on the device if the gradient norm is not finite or above `norm_limit`.
     `stop_flag` is called at the step's end, and its values are summed over ranks.
     """
-    valid = count_valid(micro_batches, mesh)
+    with recorder.waiting("collective_wait"):
+        valid = count_valid(micro_batches, mesh)
     norm = torch.zeros((), dtype=torch.float64, device=mesh.device)
 
     def measure() -> None:
@@ -74,7 +75,9 @@ def train_step(
     loss = engine.executor.play(engine.training, micro_batches, recorder, valid[0], callbacks)
     routing = engine.executor.rank_model.routing
     routed = [] if routing is None else [routing.sums.flatten()]
-    sums = mesh.sum_over_all(torch.cat([loss[None], torch.full_like(loss, stop_flag())[None], *routed]))
+    figures = torch.cat([loss[None], torch.full_like(loss, stop_flag())[None], *routed])
+    with recorder.waiting("collective_wait"):
+        sums = mesh.sum_over_all(figures)
     if routing is None:
         return StepFigures(torch.stack([sums[0], norm, *valid, sums[1]]))
     routing.sums.copy_(sums[2:].view_as(routing.sums))
