@@ -27,7 +27,6 @@ from meshwright.launch.control import (
     ControlClient,
     ControlServer,
     coordinator_address,
-    job_token,
     listen,
 )
 from meshwright.launch.coordinator import Coordinator
@@ -38,6 +37,7 @@ from meshwright.launch.orphans import end_orphans
 from meshwright.launch.reports import Directive, Report
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, BadInput
 from meshwright.spec.fields import from_plain, to_plain
+from meshwright.spec.job_token import job_token
 from meshwright.spec.run import RunSpec
 
 if TYPE_CHECKING:
