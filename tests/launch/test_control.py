@@ -23,7 +23,14 @@ from meshwright.spec.job_token import TOKEN_VARIABLE, job_token
 
 TOKEN = "0123456789abcdef"
 REPORT = Report(
-    "a/1", "127.0.0.1", 4000, 2, False, (RankState(3, -9, Failure(5, "lost"), 7, Progress("train", 8, 3), 99),), (4,)
+    "a/1",
+    "127.0.0.1",
+    4000,
+    2,
+    False,
+    (RankState(3, -9, Failure(5, "lost"), 7, Progress("train", 8, 3), 99),),
+    (4,),
+    ((16, 24),),
 )
 
 

@@ -9,10 +9,12 @@ from pathlib import Path
 from meshwright.checkpoint.verify import list_checkpoints
 from meshwright.durable.writes import write_durable
 from meshwright.launch.coordinator import read_state
+from meshwright.launch.corpus import recorded_skips
 from meshwright.launch.folder import take_over
 from meshwright.launch.prepare import Prepared, training_plan
 from meshwright.policies.hang import CPU_SECONDS, GPU_SECONDS
 from meshwright.policies.restart import RestartPolicy
+from meshwright.policies.skipped_samples import merge_skips
 from meshwright.policies.supervision import Rules, State
 from meshwright.spec.errors import attach_key
 from meshwright.spec.fields import to_plain
@@ -33,7 +35,8 @@ def hang_seconds(run: RunSpec) -> float:
 def opening_state(folder: Path) -> State:
     """The state of a job that starts in a run's folder: nothing is done, but skipped samples stay skipped."""
     earlier = read_state(folder)
-    return State(checkpoints=checkpoint_steps(folder), skipped=earlier.skipped if earlier else ())
+    skipped = merge_skips(recorded_skips(folder), earlier.skipped if earlier else ())
+    return State(checkpoints=checkpoint_steps(folder), skipped=skipped)
 
 
 def job_state(folder: Path) -> State:

@@ -33,6 +33,7 @@ from meshwright.policies.supervision import (
     Prepared,
     Ready,
     Rules,
+    SkippedSamples,
     State,
     StopRequested,
     Tick,
@@ -181,6 +182,8 @@ class Coordinator:
         for step in report.checkpoints:
             if step not in state.checkpoints:
                 yield Committed(step)
+        if not set(report.skipped) <= set(state.skipped):
+            yield SkippedSamples(report.skipped)
 
     def _events_of_ranks(self, now: float) -> Iterable[Event]:
         """Failures and ends of the attempt's ranks."""
@@ -220,7 +223,7 @@ class Coordinator:
         assert progress is not None, "the watch has its progress"
         where = f"in step {progress.step} ({progress.phase}, action {progress.action})"
         text = f"rank {rank} has made no progress for {seconds:.0f} s {where}"
-        return Incident(EXIT_COMMUNICATION, text, rank, self._host_of(rank), progress.step)
+        return Incident(EXIT_COMMUNICATION, text, rank, self._host_of(rank), progress.step, progress.phase)
 
     def _host_of(self, rank: int) -> str:
         return self.state.members[rank // self._per_host]
@@ -228,8 +231,8 @@ class Coordinator:
     def _incident(self, rank: RankState) -> Incident:
         code = rank.exit_code
         assert code is not None, "the rank has ended"
-        step = rank.progress.step or None if rank.progress else None
-        return Incident(code, cause(rank), rank.rank, self._host_of(rank.rank), step)
+        step, phase = (rank.progress.step or None, rank.progress.phase) if rank.progress else (None, "start")
+        return Incident(code, cause(rank), rank.rank, self._host_of(rank.rank), step, phase)
 
     def _take_preparation(self, preparation: Future[Path], now: float) -> None:
         self._preparation = None

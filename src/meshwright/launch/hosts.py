@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -115,9 +116,11 @@ def checked_report(value: object) -> Report:
     if not isinstance(value, dict):
         raise TypeError("expected an object")
     report = from_plain(Report, value)
-    numbers = (report.port, report.attempt, report.stop, *report.checkpoints)
+    numbers = (report.port, report.attempt, report.stop, *report.checkpoints, *chain(*report.skipped))
     if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers):
         raise ValueError("expected numbers")
+    if not all(first < end for first, end in report.skipped):
+        raise ValueError("expected ranges of samples")
     if not all(isinstance(text, str) and 0 < len(text) <= 300 for text in (report.host, report.address)):
         raise ValueError("expected names of host and address")
     if not all(type(rank.rank) is int and (rank.code is None or type(rank.code) is int) for rank in report.ranks):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from meshwright.policies.restart import Incident, Restart, RestartPolicy, Stop, after_failure
-from meshwright.policies.skipped_samples import SampleRange, skip_step
+from meshwright.policies.skipped_samples import SampleRange, merge_skips, skip_step
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE
 
 Status = Literal["gathering", "preparing", "running", "ending", "finished"]
@@ -86,6 +86,13 @@ class Committed:
 
 
 @dataclass(frozen=True)
+class SkippedSamples:
+    """Ranks of the attempt have begun to leave out `ranges` of samples, after a rollback."""
+
+    ranges: tuple[SampleRange, ...]
+
+
+@dataclass(frozen=True)
 class Failed:
     """The attempt failed, or was stopped, for a reason that `incident` states."""
 
@@ -113,7 +120,7 @@ class Tick:
     """Time has passed."""
 
 
-Event = Ready | Lost | Prepared | Trained | Committed | Failed | Ended | StopRequested | Tick
+Event = Ready | Lost | Prepared | Trained | Committed | SkippedSamples | Failed | Ended | StopRequested | Tick
 
 
 @dataclass(frozen=True)
@@ -176,6 +183,8 @@ def decide(state: State, event: Event, now: float, rules: Rules) -> Answer:
             newer = not state.checkpoints or step > state.checkpoints[-1]
             kept = tuple(sorted({*state.checkpoints, step}))
             return _grow(replace(state, checkpoints=kept, incidents=() if newer else state.incidents), rules)
+        case SkippedSamples(ranges):
+            return replace(state, skipped=merge_skips(state.skipped, ranges)), ()
         case Failed(attempt, incident) if attempt == state.attempt:
             return _fail(state, incident, now, rules)
         case Ended(attempt, host) if attempt == state.attempt and host in state.members:

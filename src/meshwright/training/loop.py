@@ -12,7 +12,6 @@ from meshwright.checkpoint.ranks import Ranks
 from meshwright.data.loader import Loader
 from meshwright.observe.prediction_account import Account
 from meshwright.optim.schedule import learning_rate
-from meshwright.policies.numerics import update_is_skipped
 from meshwright.policies.skipped_samples import samples_of_step
 from meshwright.spec.errors import Interrupted, MeshwrightError, Preempted
 from meshwright.training.accounting import Accounting
@@ -214,8 +213,6 @@ def _read(session: Session, figures: FigureReader, accounting: Accounting, saver
 def _report(session: Session, accounting: Accounting, saver: Saver, record: dict) -> None:
     step, numerics = record["step"], session.numerics
     session.tokens = record["tokens"]
-    if update_is_skipped(record["grad_norm"], numerics.norm_limit(step)):
-        record["update_skipped"] = True
     accounting.step({**record, "phases": session.recorder.step_times(step)})
     skipped = numerics.check(record)
     if skipped is None:

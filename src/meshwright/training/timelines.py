@@ -12,7 +12,15 @@ import torch
 import torch.distributed as dist
 
 from meshwright.durable.writes import write_durable
-from meshwright.observe.timeline_files import ALIGNED, Measured, Recording, summary, table, trace_names, trace_spans
+from meshwright.observe.timeline_files import (
+    ALIGNED,
+    MeasuredSteps,
+    Recording,
+    summary,
+    table,
+    trace_names,
+    trace_spans,
+)
 from meshwright.parallel.world import World
 from meshwright.simulator.picture import draw_within
 from meshwright.simulator.timeline import Timeline
@@ -77,7 +85,7 @@ class StepTimelines:
 
     def _write(self, recordings: list[Recording]) -> None:
         session, layout = self._session, self._session.mesh.layout
-        measured = Measured.of(session.engine.training, layout, recordings)
+        measured = MeasuredSteps.of(session.engine.training, layout, recordings)
         predicted, why_not = prediction(session.run, session.plan)
         folder = session.folder / "timelines"
         folder.mkdir(exist_ok=True)
