@@ -21,7 +21,7 @@ def write_blocks(
     parts: Sequence[memoryview],
     threads: int,
     progress: Callable[[int], None] = lambda count: None,
-    digested: Callable[[FileRecord], None] = lambda record: None,
+    digested: Callable[[FileRecord], object] = lambda record: None,
 ) -> FileRecord:
     """Write a new file of consecutive `parts`, durable on return.
 

@@ -30,10 +30,12 @@ from meshwright.checkpoint.arena import Arena
 from meshwright.checkpoint.attempt import Attempt, Provenance, delete_beyond, recover, remove_stale
 from meshwright.checkpoint.block_file import write_blocks
 from meshwright.checkpoint.contents import Chunk, Contents, TensorRecord
+from meshwright.checkpoint.file_image import FileImage
 from meshwright.checkpoint.files import FileRecord
 from meshwright.checkpoint.header import TensorHeader, encode_header
 from meshwright.checkpoint.manifest import STATE
-from meshwright.checkpoint.snapshot_record import SnapshotRecord
+from meshwright.checkpoint.partner_copy import Partner, PartnerCopier
+from meshwright.checkpoint.snapshot_record import SnapshotName, SnapshotRecord
 from meshwright.durable.lease import LeaseLost
 from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, OutOfResources
@@ -76,6 +78,8 @@ class Setup:
     parent: int | None = None
     peer_seconds: float = PEER_SECONDS
     folder_seconds: float = FOLDER_SECONDS
+    partner: dict[str, Any] | None = None
+    """Where copies of the snapshots go (`partner_copy.Partner`); None if nowhere."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,8 @@ class Save:
     finite: bool | None = None
     urgent: bool = False
     """Whether the run waits for it; otherwise half of the threads leave the host's processors to training."""
+    to_partner: bool = False
+    """Whether the partner gets a copy."""
     plain: dict[str, str] = field(default_factory=dict)
 
 
@@ -148,6 +154,8 @@ class Writer:
         self._arena, self._reply = arena, reply
         self._setup: Setup | None = None
         self._header, self._contents = b"", {}
+        self._copier: PartnerCopier | None = None
+        self._recording = threading.Lock()
         self.written = 0
         """Bytes written to storage so far."""
         self.phase = "idle"
@@ -160,6 +168,8 @@ class Writer:
                 [TensorHeader(key, dtype, tuple(shape)) for key, dtype, shape in command.headers]
             )
             self._contents = decoded_contents(command.contents)
+            if command.partner is not None:
+                self._copier = PartnerCopier(self._arena, Partner(**command.partner), self._copied)
             return
         assert self._setup is not None, "Setup comes first"
         try:
@@ -181,6 +191,9 @@ class Writer:
     def _save(self, setup: Setup, save: Save) -> None:
         attempt = self._attempt(setup, save)
         self._arena.begin_saving(save.generation)
+        if self._copier is not None and save.to_partner:
+            name, image = _name(setup, save), FileImage(setup.headers, self._arena.data)
+            self._copier.start(name, image, save.generation, lambda file: self._record(setup, save, file))
         self.phase = "writing"
         if setup.rank:
             began = time.perf_counter()
@@ -235,14 +248,18 @@ class Writer:
         self._check_generation(save)
         return {name: record}
 
-    def _record(self, setup: Setup, save: Save, file: FileRecord | None) -> None:
-        """Store in the arena what another process needs to load the snapshot from there."""
-        self._check_generation(save)
-        run_id = None if setup.lease is None else setup.lease["run_id"]
+    def _record(self, setup: Setup, save: Save, file: FileRecord | None) -> bytes:
+        """Store in the arena what another process needs to load the snapshot from there; returns it."""
         record = SnapshotRecord(
-            run_id, save.attempt, save.step, setup.rank, setup.ranks, setup.headers, file, setup.contents, save.plain.get(STATE)
-        )  # fmt: skip
-        self._arena.write_record(record.encode(), save.generation)
+            **asdict(_name(setup, save)), headers=setup.headers, file=file, contents=setup.contents, state=save.plain.get(STATE)
+        ).encode()  # fmt: skip
+        with self._recording:
+            self._check_generation(save)
+            self._arena.write_record(record, save.generation)
+        return record
+
+    def _copied(self, step: int, seconds: float) -> None:
+        self._reply("copied", step=step, seconds=seconds)
 
     def _count(self, written: int) -> None:
         self.written += written
@@ -263,6 +280,11 @@ class Writer:
     def _attempt(self, setup: Setup, command: Save | Discard) -> Attempt:
         lease = None if setup.lease is None else Lease(**setup.lease)
         return Attempt(Path(setup.folder), command.step, command.attempt, lease)
+
+
+def _name(setup: Setup, save: Save) -> SnapshotName:
+    run_id = None if setup.lease is None else setup.lease["run_id"]
+    return SnapshotName(run_id, save.attempt, save.step, setup.rank, setup.ranks)
 
 
 def done_name(rank: int) -> str:
