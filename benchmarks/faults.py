@@ -73,11 +73,11 @@ def main() -> None:
         runs = arguments.runs or Path(folder) / "runs"
         suite = Suite(load_run(file, []), [str(file)], runs, arguments.steps, arguments.patience)
         for name in arguments.scenarios:
-            started = time.monotonic()
+            start_time = time.monotonic()
             verdicts.append(suite.run(scenario_named(name)))
-            print_verdict(verdicts[-1], time.monotonic() - started)
-    kept = sum(verdict.ok for verdict in verdicts)
-    print(f"{kept} of {len(verdicts)} promises were kept; {time.monotonic() - began:.0f} s")
+            print_verdict(verdicts[-1], time.monotonic() - start_time)
+    kept_count = sum(verdict.ok for verdict in verdicts)
+    print(f"{kept_count} of {len(verdicts)} promises were kept; {time.monotonic() - began:.0f} s")
     if arguments.out:
         machine = {"cores": os.cpu_count(), "processor": platform.machine(), "torch": torch.__version__}
         record = {
@@ -91,7 +91,7 @@ def main() -> None:
         arguments.out.write_text(
             json.dumps({**record, "verdicts": [verdict.as_plain() for verdict in verdicts]}, indent=1) + "\n"
         )
-    sys.exit(0 if kept == len(verdicts) else 1)
+    sys.exit(0 if kept_count == len(verdicts) else 1)
 
 
 if __name__ == "__main__":

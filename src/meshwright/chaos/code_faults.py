@@ -12,25 +12,51 @@ from pathlib import Path
 
 from meshwright.chaos.process_faults import CONTINUES, middle
 from meshwright.chaos.scenario import Scenario, Stage
+from meshwright.spec.rank_environment import ATTEMPT_VARIABLE
 
 VARIABLE = "MESHWRIGHT_CHAOS_CODE"
-"""Environment variable with the fault that the injected code causes: `nan:RANK:STEP`, `spike:…`, `bit:…`, or `clock:FILE`."""
+"""Environment variable with the faults that the injected code causes, separated by semicolons.
+
+`FAULT:RANK:STEP` or `FAULT:RANK:STEP:ATTEMPTS` disturbs a rank in a step, once in each of the first ATTEMPTS attempts (by default
+the first only): `nan`, `spike` or `bit` a weight, `gradient` a reduced gradient, which becomes NaN; `crash` kills the rank. The
+other form is `clock:FILE`.
+"""
 JUMP_SECONDS = 86400
 CODE = f'''
-import importlib.abc, importlib.machinery, os, sys, time
+import importlib.abc, importlib.machinery, os, signal, sys, time
 
-fault, *arguments = os.environ["{VARIABLE}"].split(":")
+faults = [text.split(":") for text in os.environ["{VARIABLE}"].split(";")]
+
+
+def due(step):
+    rank, attempt = os.environ.get("RANK"), int(os.environ.get("{ATTEMPT_VARIABLE}", 1))
+    for fault, *values in faults:
+        if values[:2] == [rank, str(step)] and attempt <= int((*values, 1)[2]):
+            faults.remove([fault, *values])
+            return fault
+    return None
 
 
 def patch(module):
     import torch
 
-    train_step, calls = module.train_step, [0]
+    train_step, gradient_norm = module.train_step, module.gradient_norm
+
+    def disturbed_norm(gradients, *args):
+        gradients[-1].view(-1)[0] = float("nan")
+        return gradient_norm(gradients, *args)
 
     def disturbed_step(engine, *args, **kwargs):
-        calls[0] += 1
-        if os.environ.get("RANK") != arguments[0] or calls[0] != int(arguments[1]):
+        fault = due(engine.executor.on_action.__self__.read().step)
+        if fault is None:
             return train_step(engine, *args, **kwargs)
+        if fault == "crash":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "gradient":
+            module.gradient_norm = disturbed_norm
+            figures = train_step(engine, *args, **kwargs)
+            module.gradient_norm = gradient_norm
+            return figures
         vectors = [weight for weight in engine.model.parameters() if weight.dim() == 1]
         shards = [getattr(weight, "_local_tensor", weight).detach() for weight in vectors]
         weights = [shard for shard in shards if shard.numel()][-1]
@@ -64,21 +90,21 @@ class Loader(importlib.abc.MetaPathFinder):
         return spec
 
 
-if fault == "clock":
-    seconds = time.time
-    time.time = lambda: seconds() + (float(open(arguments[0]).read() or 0) if os.path.exists(arguments[0]) else 0.0)
+if faults[0][0] == "clock":
+    seconds, file = time.time, faults[0][1]
+    time.time = lambda: seconds() + (float(open(file).read() or 0) if os.path.exists(file) else 0.0)
 else:
     sys.meta_path.insert(0, Loader())
 '''
 
 
-def with_code(stage: Stage, fault: str) -> dict[str, str]:
-    """Environment variables of a job whose processes run the injected code."""
-    folder = stage.folder / "code"
+def with_code(folder: Path, faults: str) -> dict[str, str]:
+    """Environment variables of a job whose processes run the injected code, which is written below `folder`."""
+    folder = folder / "code"
     folder.mkdir(exist_ok=True)
     (folder / "sitecustomize.py").write_text(CODE, encoding="utf-8")
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-    return {"PYTHONPATH": path, VARIABLE: fault}
+    return {"PYTHONPATH": path, VARIABLE: faults}
 
 
 def disturb_values(fault: str, printed: str) -> Callable[[Stage], None]:
@@ -86,7 +112,7 @@ def disturb_values(fault: str, printed: str) -> Callable[[Stage], None]:
 
     def play(stage: Stage) -> None:
         step = middle(stage)
-        job = stage.start(with_code(stage, f"{fault}:{stage.template.ranks - 1}:{step}"))
+        job = stage.start(with_code(stage.folder, f"{fault}:{stage.template.ranks - 1}:{step}"))
         job.until_step(step - 1)
         stage.mark()
         job.wait()
@@ -98,7 +124,7 @@ def disturb_values(fault: str, printed: str) -> Callable[[Stage], None]:
 def jump_clock(stage: Stage) -> None:
     """Let the wall clock of all processes of the job jump a day ahead, and back."""
     file = Path(stage.folder / "clock")
-    job = stage.start(with_code(stage, f"clock:{file}"))
+    job = stage.start(with_code(stage.folder, f"clock:{file}"))
     job.until_step(middle(stage))
     stage.mark()
     for seconds in (JUMP_SECONDS, -JUMP_SECONDS):
@@ -126,9 +152,11 @@ CODE_FAULTS = (
     ),
     Scenario(
         name="bitflip-weights",
-        promise=f"Not kept yet (replicas are not compared): a flipped bit in a replica's weight is reported, and {CONTINUES}.",
-        play=disturb_values("bit", "differ"),
-        detected_by="differ",
+        promise=f"With check_state_every: 1 a flipped bit of a weight is reported with its rank and tensor, and {CONTINUES}.",
+        play=disturb_values("bit", "silent corruption: on rank"),
+        overrides=("supervision.check_state_every=1",),
+        detected_by="silent corruption",
+        restarts=False,
     ),
     Scenario(
         name="clock-jump",

@@ -36,6 +36,11 @@ class FileImage:
         self.read(start, copy)
         return copy
 
+    def data_of_block(self, index: int) -> tuple[int, memoryview]:
+        """Offset in the data of what block `index` has of them, and a view of it."""
+        start = max(0, index * BLOCK_BYTES - len(self.header))
+        return start, self.data[start : max(0, (index + 1) * BLOCK_BYTES - len(self.header))]
+
     def read(self, start: int, target: memoryview) -> None:
         """Fill `target` with the file's bytes from `start` on."""
         header = self.header[start : start + len(target)]

@@ -41,24 +41,34 @@ class PartnerCopier:
         self._failed = False
 
     def start(
-        self, name: SnapshotName, image: FileImage, generation: int, describe: Callable[[FileRecord | None], bytes]
+        self,
+        name: SnapshotName,
+        image: FileImage,
+        generation: int,
+        describe: Callable[[FileRecord | None], bytes],
+        inspect: Callable[[int, memoryview], object],
     ) -> None:
         """Begin to copy the snapshot that the arena has at `generation`. A copy of an earlier one is given up.
 
-        `describe` returns the snapshot's record, given that of its file.
+        `describe` and `inspect` as for `SnapshotClient.store`.
         """
         before = self._thread
 
         def copy() -> None:
             if before is not None:
                 before.join()
-            self._copy(name, image, generation, describe)
+            self._copy(name, image, generation, describe, inspect)
 
         self._thread = threading.Thread(target=copy, name="partner")  # not a daemon: the copy outlives a dead rank
         self._thread.start()
 
     def _copy(
-        self, name: SnapshotName, image: FileImage, generation: int, describe: Callable[[FileRecord | None], bytes]
+        self,
+        name: SnapshotName,
+        image: FileImage,
+        generation: int,
+        describe: Callable[[FileRecord | None], bytes],
+        inspect: Callable[[int, memoryview], object],
     ) -> None:
         began = time.monotonic()
         try:
@@ -69,6 +79,7 @@ class PartnerCopier:
                     describe,
                     bytes_per_second=self._partner.bytes_per_second,
                     unchanged=lambda: self._arena.generation == generation,
+                    inspect=inspect,
                 )
         except (TransportFailure, MeshwrightError) as error:
             if not self._failed:

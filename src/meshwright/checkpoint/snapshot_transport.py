@@ -214,10 +214,12 @@ class SnapshotClient:
         *,
         bytes_per_second: float,
         unchanged: Callable[[], bool] = lambda: True,
+        inspect: Callable[[int, memoryview], object] = lambda offset, data: None,
     ) -> None:
         """Store a copy of a snapshot on the host. `describe` returns the snapshot's record, given that of its file.
 
-        At most `bytes_per_second` are sent on average. The copy is given up when the memory of `image` is no longer `unchanged`.
+        `inspect` is called before with each part of the data, once and in order: with its offset and the part. At most `bytes_per_second`
+        are sent on average. The copy is given up when the memory of `image` is no longer `unchanged`.
         """
         with self._failures():
             self._request("store", name=plain_name(name), header_bytes=len(image.header), data_bytes=len(image.data))
@@ -225,6 +227,7 @@ class SnapshotClient:
             for index in range(image.blocks):
                 block = image.block(index)
                 digests.append(block_digest(block))
+                inspect(*image.data_of_block(index))
                 for start in range(0, len(block), PIECE_BYTES):
                     piece = block[start : start + PIECE_BYTES]
                     pace.wait(len(piece))

@@ -29,6 +29,7 @@ from typing import Any
 from meshwright.checkpoint.arena import Arena
 from meshwright.checkpoint.attempt import Attempt, Provenance, delete_beyond, recover, remove_stale
 from meshwright.checkpoint.block_file import write_blocks
+from meshwright.checkpoint.checksum import ArenaChecksums
 from meshwright.checkpoint.contents import Chunk, Contents, TensorRecord
 from meshwright.checkpoint.file_image import FileImage
 from meshwright.checkpoint.files import FileRecord
@@ -95,6 +96,8 @@ class Save:
     """Whether the run waits for it; otherwise half of the threads leave the host's processors to training."""
     to_partner: bool = False
     """Whether the partner gets a copy."""
+    checksums: list[list[int]] = field(default_factory=list)
+    """Phase and sum of each tensor of `Setup.headers`, computed before it was copied to the arena (`checkpoint.checksum`)."""
     plain: dict[str, str] = field(default_factory=dict)
 
 
@@ -190,10 +193,10 @@ class Writer:
 
     def _save(self, setup: Setup, save: Save) -> None:
         attempt = self._attempt(setup, save)
+        attempt.check_owner()  # without the lease no folder appears for which to wait
         self._arena.begin_saving(save.generation)
         if self._copier is not None and save.to_partner:
-            name, image = _name(setup, save), FileImage(setup.headers, self._arena.data)
-            self._copier.start(name, image, save.generation, lambda file: self._record(setup, save, file))
+            self._copy_to_partner(self._copier, setup, save)
         self.phase = "writing"
         if setup.rank:
             began = time.perf_counter()
@@ -203,7 +206,6 @@ class Writer:
             write_durable(attempt.folder / done_name(setup.rank), json.dumps(entries))
             self._reply("done", step=save.step, seconds=time.perf_counter() - began)
             return
-        attempt.check_owner()
         recover(attempt.checkpoints)
         attempt.create()
         with attempt.locked():
@@ -239,14 +241,31 @@ class Writer:
             return {}
         self._check_generation(save)
         name, data = f"tensors-{setup.rank:05d}.safetensors", self._arena.data
-        size = sum(TensorHeader(key, dtype, tuple(shape)).bytes for key, dtype, shape in setup.headers)
         threads = setup.threads if save.urgent else -(-setup.threads // 2)
-        record = write_blocks(
-            folder / name, [memoryview(self._header), data[:size]], threads, self._count,
-            lambda record: self._record(setup, save, record),
-        )  # fmt: skip
+        checksums, size = _checksums(setup, save)
+
+        def compare(part: int, offset: int, piece: memoryview) -> None:
+            if part == 1:
+                checksums.add(offset, piece)
+
+        def complete(record: FileRecord) -> None:
+            checksums.check()
+            self._record(setup, save, record)
+
+        parts = [memoryview(self._header), data[:size]]
+        record = write_blocks(folder / name, parts, threads, self._count, complete, compare)
         self._check_generation(save)
         return {name: record}
+
+    def _copy_to_partner(self, copier: PartnerCopier, setup: Setup, save: Save) -> None:
+        checksums, _ = _checksums(setup, save)
+
+        def describe(file: FileRecord | None) -> bytes:
+            checksums.check()
+            return self._record(setup, save, file)
+
+        image = FileImage(setup.headers, self._arena.data)
+        copier.start(_name(setup, save), image, save.generation, describe, checksums.add)
 
     def _record(self, setup: Setup, save: Save, file: FileRecord | None) -> bytes:
         """Store in the arena what another process needs to load the snapshot from there; returns it."""
@@ -280,6 +299,12 @@ class Writer:
     def _attempt(self, setup: Setup, command: Save | Discard) -> Attempt:
         lease = None if setup.lease is None else Lease(**setup.lease)
         return Attempt(Path(setup.folder), command.step, command.attempt, lease)
+
+
+def _checksums(setup: Setup, save: Save) -> tuple[ArenaChecksums, int]:
+    """The comparison of a pass over the arena's data with the checksums of the state, and the size of the data in bytes."""
+    sizes = [TensorHeader(key, dtype, tuple(shape)).bytes for key, dtype, shape in setup.headers]
+    return ArenaChecksums([key for key, _, _ in setup.headers], sizes, save.checksums), sum(sizes)
 
 
 def _name(setup: Setup, save: Save) -> SnapshotName:

@@ -21,7 +21,7 @@ Status = Literal["gathering", "preparing", "running", "ending", "finished"]
 
 @dataclass(frozen=True)
 class State:
-    """What a job has done so far. Hosts are named by their agents."""
+    """Progress of a job. Hosts are named by their agents."""
 
     status: Status = "gathering"
     attempt: int = 0
@@ -172,7 +172,7 @@ def decide(state: State, event: Event, now: float, rules: Rules) -> Answer:
         case _ if state.status == "finished":
             return state, ()
         case Ready(host, ready):
-            return _gather(replace(state, ready=_with(state.ready, host, ready)), now, rules)
+            return _gather(replace(state, ready=_with_host(state.ready, host, ready)), now, rules)
         case Lost(host, cause):
             return _lose(state, host, cause, now, rules)
         case Prepared(attempt) if state.status == "preparing" and attempt == state.attempt:
@@ -181,14 +181,14 @@ def decide(state: State, event: Event, now: float, rules: Rules) -> Answer:
             return replace(state, trained=True), ()
         case Committed(step):
             newer = not state.checkpoints or step > state.checkpoints[-1]
-            kept = tuple(sorted({*state.checkpoints, step}))
-            return _grow(replace(state, checkpoints=kept, incidents=() if newer else state.incidents), rules)
+            checkpoints = tuple(sorted({*state.checkpoints, step}))
+            return _grow(replace(state, checkpoints=checkpoints, incidents=() if newer else state.incidents), rules)
         case SkippedSamples(ranges):
             return replace(state, skipped=merge_skips(state.skipped, ranges)), ()
         case Failed(attempt, incident) if attempt == state.attempt:
             return _fail(state, incident, now, rules)
         case Ended(attempt, host) if attempt == state.attempt and host in state.members:
-            return _end(replace(state, ended=_with(state.ended, host)), now, rules)
+            return _end(replace(state, ended=_with_host(state.ended, host)), now, rules)
         case StopRequested(code):
             return _request_stop(state, code)
         case Tick():
@@ -207,9 +207,9 @@ def _gather(state: State, now: float, rules: Rules) -> Answer:
         state = replace(state, short_since=since)
         if not state.ready or rules.wait_seconds is None or now - since < rules.wait_seconds:
             return state, ()
-    kept = [host for host in state.members if host in state.ready]
-    others = [host for host in state.ready if host not in kept]
-    members = tuple((kept + others)[: rules.hosts])
+    ready_members = [host for host in state.members if host in state.ready]
+    other_hosts = [host for host in state.ready if host not in ready_members]
+    members = tuple((ready_members + other_hosts)[: rules.hosts])
     state = replace(
         state, status="preparing", attempt=state.attempt + 1, members=members, ended=(), short_since=None,
         ready=tuple(host for host in state.ready if host not in members),
@@ -229,9 +229,9 @@ def _fail(state: State, incident: Incident, now: float, rules: Rules) -> Answer:
     """Decide once what follows a failed attempt, and end its ranks."""
     if state.status not in ("preparing", "running"):
         return state, ()
-    begun = state.status == "running"
+    was_running = state.status == "running"
     incidents = (*state.incidents, incident)
-    state = replace(state, status="ending", incidents=incidents, ended=state.ended if begun else state.members)
+    state = replace(state, status="ending", incidents=incidents, ended=state.ended if was_running else state.members)
     decision = after_failure(incidents, rules.policy, state.checkpoints, trained=state.trained)
     if isinstance(decision, Stop):
         state = replace(state, stop=decision)
@@ -239,8 +239,8 @@ def _fail(state: State, incident: Incident, now: float, rules: Rules) -> Answer:
         skip, skipped = decision.skip_step, state.skipped
         skipped = skip_step(skip, rules.global_batch, skipped) if skip is not None else skipped
         state = replace(state, restart=decision, not_before=now + decision.delay, skipped=skipped)
-    state, more = _end(state, now, rules)
-    return state, (End(incident.cause, incident), *more)
+    state, end_actions = _end(state, now, rules)
+    return state, (End(incident.cause, incident), *end_actions)
 
 
 def _end(state: State, now: float, rules: Rules) -> Answer:
@@ -259,13 +259,13 @@ def _finish(state: State) -> Answer:
 
 def _lose(state: State, host: str, cause: str, now: float, rules: Rules) -> Answer:
     """Count a lost member's ranks as ended; the attempt fails if that is its first failure."""
-    state = replace(state, ready=_with(state.ready, host, False))
+    state = replace(state, ready=_with_host(state.ready, host, False))
     if host not in state.members or state.status == "gathering":
         return state, ()
     state, actions = _fail(state, Incident(EXIT_COMMUNICATION, cause, host=host), now, rules)
     if state.status == "ending":
-        state, more = _end(replace(state, ended=_with(state.ended, host)), now, rules)
-        actions = (*actions, *more)
+        state, end_actions = _end(replace(state, ended=_with_host(state.ended, host)), now, rules)
+        actions = (*actions, *end_actions)
     return state, actions
 
 
@@ -277,6 +277,6 @@ def _request_stop(state: State, code: int) -> Answer:
     return (state, ()) if state.status == "ending" else _finish(state)
 
 
-def _with(hosts: tuple[str, ...], host: str, present: bool = True) -> tuple[str, ...]:
+def _with_host(hosts: tuple[str, ...], host: str, present: bool = True) -> tuple[str, ...]:
     """`hosts` with or without `host`, in order of names."""
     return tuple(sorted({*hosts, host} if present else set(hosts) - {host}))

@@ -104,12 +104,12 @@ class StepTimelines:
 def prediction(run: RunSpec, plan: Plan) -> tuple[Timeline | None, str | None]:
     """The simulated step, or the reason why there is none."""
     # Imported here: runs without a timeline do not need simulator and cost model.
-    from meshwright.costs.machine_rates import is_guessed, unpredicted
+    from meshwright.costs.machine_rates import is_guessed, unpredicted_message
     from meshwright.costs.plan_costs import pricing
     from meshwright.simulator.step_simulation import simulate_plan
 
     if is_guessed(run.cluster):
-        return None, unpredicted(run.cluster)
+        return None, unpredicted_message(run.cluster)
     try:
         if pricing(run.model, run.train, plan, run.cluster) is None:
             return None, f"the cost model has no figures for {run.cluster.gpu} in {plan.precision.compute}"
