@@ -1,4 +1,4 @@
-"""Snapshots over real sockets: what is sent arrives or is refused, and the copy before stays until the next one is complete."""
+"""Snapshots over real sockets: a copy arrives or is refused, and the one before stays until the next is complete."""
 
 from __future__ import annotations
 

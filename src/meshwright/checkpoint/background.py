@@ -96,8 +96,9 @@ class BackgroundSaver:
         warm_up: Callable[[], object] = lambda: None,
         **limits: float,
     ) -> None:
-        """`start` counts the starts of the ranks under the lease, from 1. `partner` gets a copy of every `partner_every`-th snapshot.
+        """`start` counts the starts of the ranks under the lease, from 1.
 
+        `partner` gets a copy of every `partner_every`-th snapshot.
         `kept_open` and the time `limits` are those of `WriterProcess`; `warm_up` is called when all else is prepared.
         """
         self._ranks, self._state, self._device, self._lease = ranks, state, device, lease

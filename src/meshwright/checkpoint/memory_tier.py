@@ -153,7 +153,10 @@ def find_snapshot(ranks: Ranks, run_id: str | None) -> MemorySnapshot | None:
 def _open(
     ranks: Ranks, activity: str, locations: list[SnapshotLocation], source: SnapshotSource | None
 ) -> MemorySnapshot | None:
-    """The snapshot at `locations`; None, with a warning, if a server does not answer. `source` is this rank's arena, if it is there."""
+    """The snapshot at `locations`; None, with a warning, if a server does not answer.
+
+    `source` is this rank's arena if its snapshot is there.
+    """
     opened: list[SnapshotSource] = [] if source is None else [source]
 
     def open_source() -> int | None:

@@ -1,4 +1,4 @@
-"""A writer's copies of its rank's snapshots in the memory of a partner host, made beside its writes to storage. Torch-free."""
+"""A writer's copies of its rank's snapshots for a partner host, made beside its writes to storage. Torch-free."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger("meshwright")
 
 @dataclass(frozen=True)
 class Partner:
-    """Where copies of a rank's snapshots go: the partner host's snapshot server, and the most bytes a second that are sent to it."""
+    """The snapshot server that gets copies of a rank's snapshots, and the most bytes a second that are sent to it."""
 
     address: str
     bytes_per_second: float

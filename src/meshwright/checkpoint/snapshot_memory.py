@@ -45,7 +45,7 @@ class OpenSnapshot:
 
 
 class SnapshotMemory:
-    """The snapshots behind the memfds `arenas` and `slots`, given as paths; `SLOTS` slots for each rank, in order. Thread-safe."""
+    """The snapshots behind the memfds at the paths `arenas` and `slots`; each rank has `SLOTS` slots, in order. Thread-safe."""
 
     def __init__(self, arenas: Sequence[str], slots: Sequence[str]) -> None:
         self._arenas, self._slots = tuple(arenas), tuple(slots)

@@ -17,7 +17,7 @@ from meshwright.spec.errors import Damaged
 
 @dataclass(frozen=True)
 class RankOffer:
-    """The complete snapshots that a rank sees: that of its own arena and, from one rank of each host, those of the host's server."""
+    """The complete snapshots that a rank sees: its own arena's, and on one rank of each host those of its server."""
 
     own: SnapshotName | None
     address: str | None = None
