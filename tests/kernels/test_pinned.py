@@ -16,7 +16,7 @@ class Runtime:
 
     def __init__(self, capacity: int = 1 << 40) -> None:
         self.locked: dict[int, int] = {}
-        self.most = capacity
+        self.capacity = capacity
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         first, last = address // PAGE, (address + size - 1) // PAGE
@@ -24,7 +24,7 @@ class Runtime:
             first <= (address + length - 1) // PAGE and address // PAGE <= last
             for address, length in self.locked.items()
         )
-        if overlaps or sum(self.locked.values()) + size > self.most:
+        if overlaps or sum(self.locked.values()) + size > self.capacity:
             return 712
         self.locked[address] = size
         return 0
