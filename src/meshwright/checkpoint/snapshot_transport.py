@@ -1,7 +1,7 @@
 """Sends snapshots between hosts: a server beside each agent, and its clients. Torch-free.
 
-Clients are writers, and ranks that resume. A request is a line of JSON; the first of a connection has the job's token, which is compared in constant time. Every answer is a line of
-JSON, and has `error` where the request is refused. Operations:
+Clients are writers, and ranks that resume. A request is a line of JSON; the first of a connection has the job's token, which is compared
+in constant time. Every answer is a line of JSON, and has `error` where the request is refused. Operations:
 
     names    the complete snapshots of the host
     open     a snapshot for reading; its record follows (`bytes`)

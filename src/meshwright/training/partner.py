@@ -18,7 +18,8 @@ from meshwright.spec.run import RunSpec
 def find_partner(run: RunSpec, plan: Plan, ranks: Ranks, say: Callable[[str], None]) -> Partner | None:
     """The partner of this rank. Collective.
 
-    None, on all ranks, without `checkpoint.partner` or if a host has no snapshot server. `say` receives one sentence about the choice, or about why there is none.
+    None, on all ranks, without `checkpoint.partner` or if a host has no snapshot server. `say` receives one sentence about the
+    choice, or about why there is none.
     """
     if run.checkpoint.partner == "none":
         return None
