@@ -32,8 +32,8 @@ def kill_agent(stage: Stage) -> None:
     stage.signal(agent.pid, signal.SIGKILL)
     stage.job.forget(agent)
     stage.pause(1.0)
-    left = [pid for pid in ranks if command(pid)]
-    stage.expect(not left, f"{len(left)} ranks of the killed agent still run")
+    ranks_left = [pid for pid in ranks if command(pid)]
+    stage.expect(not ranks_left, f"{len(ranks_left)} ranks of the killed agent still run")
     stage.launch(1)
 
 

@@ -117,8 +117,8 @@ class Job:
     def code(self) -> int | None:
         """The exit code of the command, the largest of several hosts; None while one of them runs."""
         codes = [process.poll() for process in self.processes if process.pid not in self._forgotten]
-        ended = [code for code in codes if code is not None]
-        return max(ended, key=abs) if len(ended) == len(codes) and ended else None
+        exit_codes = [code for code in codes if code is not None]
+        return max(exit_codes, key=abs) if len(exit_codes) == len(codes) and exit_codes else None
 
     @property
     def output(self) -> str:
