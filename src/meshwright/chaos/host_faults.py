@@ -13,6 +13,7 @@ from meshwright.chaos.scenario import Scenario, Stage
 LOST_SECONDS, REPLACED_SECONDS = 10.0, 25.0
 """Most seconds from the loss of a host to its detection, and to the next step."""
 FLAP_SECONDS, PARTITION_SECONDS = 3.0, 20.0
+"""Seconds without a link: shorter than any limit, and long enough that the host counts as lost."""
 TWO_HOSTS = ("cluster.nodes=2",)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 INTERFACE = "host0"
 """Name of every host's network interface."""
 PORT = 29400
+"""Port of the coordinator in the network that the hosts share."""
 
 
 def namespace_obstacle() -> str | None:

@@ -16,6 +16,7 @@ from meshwright.chaos.processes import TOKEN, training_ranks
 from meshwright.spec.errors import MeshwrightError
 
 POLL_SECONDS = 0.01
+"""Seconds between two looks at the job."""
 LONGEST_SECONDS, LONGEST_GPU_SECONDS = 180.0, 600.0
 """Seconds that a job may take to reach an awaited point or its end; compilation for a GPU takes longer."""
 

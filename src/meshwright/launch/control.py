@@ -31,7 +31,9 @@ HEAD_BYTES, BODY_BYTES, CONNECTIONS = 8 << 10, 1 << 20, 8192
 IDLE_SECONDS, UNKNOWN_SECONDS = 60.0, 10.0
 """Seconds after which a connection without a request is closed; and one that has not sent the token."""
 SHORTEST_TOKEN = 16
+"""Fewest characters of a token."""
 CONNECT_SECONDS, ANSWER_SECONDS = 3.0, 10.0
+"""Longest time to connect to the coordinator, and to wait for its answer."""
 
 Handler = Callable[[Any], Any]
 """Answers the JSON value of a request with a JSON value. Raises ValueError, TypeError or KeyError for a bad one."""

@@ -16,6 +16,7 @@ from meshwright.spec.errors import BadInput, Damaged
 from meshwright.spec.run import Assignment, RunSpec
 
 STATE_BYTES = 256 << 20
+"""Largest state file of a checkpoint that is read."""
 Note = Callable[[str], None]
 
 

@@ -51,6 +51,7 @@ FAREWELL_SECONDS = 8.0
 ABANDONED_SECONDS, GIVE_UP_SECONDS = 300.0, 300.0
 """Seconds without any agent after which a coordinator ends, and without a coordinator after which an agent does."""
 LONGEST_BACK_OFF = 3.0
+"""Most seconds between two attempts to reach the coordinator, before a random factor of 0.5 to 1."""
 
 
 def run_coordinator(

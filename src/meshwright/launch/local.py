@@ -41,6 +41,7 @@ LOOPBACK = "127.0.0.1"
 KILL_SECONDS = 30.0
 """Seconds that the kernel may take to end a killed process."""
 POLL_SECONDS = 0.05
+"""Seconds between two looks at the ranks."""
 WRITER_SECONDS = 60.0
 """How long the launcher waits for processes that still write a checkpoint when their ranks have ended."""
 Listener = Callable[[int, Message], None]
