@@ -11,6 +11,7 @@ from meshwright.spec.errors import BadInput
 TOKEN_VARIABLE = "MESHWRIGHT_TOKEN_FILE"
 """Environment variable with the file that holds the job token."""
 SHORTEST_TOKEN = 16
+"""Fewest characters of a token."""
 
 
 def job_token(env: Mapping[str, str] | None = None) -> str:
