@@ -27,6 +27,7 @@ SEND_SECONDS = 1.0
 WAIT_OPS = ("all_reduce", "unshard", "reduce_grad", "norm_barrier", "send", "recv", "other")
 """Communication for which a rank can wait: ops of a schedule's actions; all_reduce belongs to no action."""
 _STEP_SHIFT, _PHASE_SHIFT, _ACTION_MASK = 32, 24, (1 << 24) - 1
+"""Layout of word 0: the step in bits 32 to 63, the phase in bits 24 to 31, the action in bits 0 to 23."""
 _OP_SHIFT, _STAGE_SHIFT, _BATCH_SHIFT, _UNIT_SHIFT = 56, 44, 28, 14
 _PROGRESS, _COUNT, _SINCE, _WAIT, _WAIT_SINCE = range(5)
 
