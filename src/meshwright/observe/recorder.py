@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import gc
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,130 +28,16 @@ from meshwright.events.span import (
     step_phase,
 )
 from meshwright.observe.device_clock import Clock, DeviceTime, HostTime, Reference, clock_of
+from meshwright.observe.open_span import OpenSpan, PostedMessage, Window, unit_of
 
 KEPT_STEPS = 256
 BETWEEN_STEPS = 0
-POLL_SECONDS = 1e-4
 SAMPLED_WAITS = 40
 """Waits between the units of actions that are measured in each step; of more, every n-th stands for n."""
 SHORTEST_COLLECTION_NS = 1_000_000
 """Shorter garbage collections are not recorded."""
 
 Sink = Callable[[Sequence[SpanRecord]], None]
-
-
-@dataclass(slots=True)
-class _Open:
-    """A span with its stamps.
-
-    `counts` is the phase of the step that counts it; None for spans that are only drawn or recorded. Spans with a `phase`
-    are recorded, with the fields of `events.span.SpanRecord`.
-    """
-
-    name: str
-    lane: str
-    counts: str | None
-    first: Any
-    last: Any = None
-    phase: SpanPhase | None = None
-    index: int = -1
-    action: ScheduledAction | None = None
-    amount: int = 0
-    count: int = 1
-    micro_batch: int = -1
-    unit: int = -1
-
-    def extends_to(self, action: ScheduledAction) -> bool:
-        """Whether `action` has the op and stage of this span and follows it along units or along micro-batches.
-
-        A span of several units has one micro-batch, and a span of several micro-batches (layered order) has one unit.
-        """
-        mine = self.action
-        if mine is None or mine.op != action.op or mine.stage != action.stage:
-            return False
-        return action.micro_batch == self.micro_batch or _unit(action) == self.unit >= 0
-
-    def extend(self, action: ScheduledAction, tokens: int) -> None:
-        """Let the span include `action`."""
-        if _unit(action) != self.unit:
-            self.unit = -1
-        if action.micro_batch != self.micro_batch:
-            self.micro_batch = -1
-            self.amount += tokens
-
-    def record(self, step: int, start_ns: int, duration_ns: int) -> SpanRecord:
-        assert self.phase is not None
-        stage, peer = (-1, -1) if self.action is None else (self.action.stage, self.action.peer)
-        return SpanRecord(
-            start_ns, duration_ns, self.amount, step, self.index, stage, self.micro_batch, self.unit, peer, self.count,
-            self.phase,
-        )  # fmt: skip
-
-    def read(self, clock: Clock, origin: Any, free: float) -> tuple[float, float] | None:
-        """(start, end) in seconds from `origin`; None if the device has not reached the end."""
-        if not clock.ready(self.last):
-            return None
-        start = clock.seconds(origin, self.first)
-        return start, start if self.lane == "mark" else start + clock.seconds(self.first, self.last)
-
-    def wait(self, clock: Clock) -> None:
-        clock.wait(self.last)
-
-
-@dataclass(slots=True)
-class _Message(_Open):
-    """A message: `first` is when it was posted; `transfer` gives its duration."""
-
-    transfer: MessageTransfer | None = None
-    timed_from_posting: bool = False
-    took: float = 0.0
-
-    def poll(self) -> bool:
-        """Whether the transfer is finished; then releases it."""
-        if self.transfer is not None and (took := self.transfer.seconds()) is not None:
-            self.took, self.timed_from_posting, self.transfer = took, self.transfer.timed_from_posting, None
-        return self.transfer is None
-
-    def read(self, clock: Clock, origin: Any, free: float) -> tuple[float, float] | None:
-        """(start, end) as in `_Open.read`; `free` is when the channel finished the previous message."""
-        if not self.poll() or not clock.ready(self.first):
-            return None
-        posted = clock.seconds(origin, self.first)
-        start = posted if self.timed_from_posting else max(posted, free)
-        return start, start + self.took
-
-    def wait(self, clock: Clock) -> None:
-        clock.wait(self.first)
-        while not self.poll():
-            time.sleep(POLL_SECONDS)
-
-
-@dataclass
-class _Window:
-    """A step, or a span outside of any step, until its stamps can be read."""
-
-    step: int
-    first: Any
-    counted: bool
-    detail: bool
-    reference: Reference | None
-    tokens: int = 0
-    last: Any = None
-    spans: list[_Open] = field(default_factory=list)
-
-    def read(self, clock: Clock) -> list[tuple[float, float]] | None:
-        """(start, end) of its spans in seconds from its begin; None if one of them cannot be read yet."""
-        if not clock.ready(self.last) or not (self.reference is None or clock.ready(self.reference.stamp)):
-            return None
-        free: dict[str, float] = {}
-        times: list[tuple[float, float]] = []
-        for span in self.spans:
-            interval = span.read(clock, self.first, free.get(span.lane, 0.0))
-            if interval is None:
-                return None
-            free[span.lane] = interval[1]
-            times.append(interval)
-        return times
 
 
 class _SpanContext:
@@ -191,7 +75,7 @@ class _WaitContext:
 
     __slots__ = ("_page", "_recorder", "_span")
 
-    def __init__(self, recorder: StepRecorder, span: _Open | None, page: ProgressPage | None) -> None:
+    def __init__(self, recorder: StepRecorder, span: OpenSpan | None, page: ProgressPage | None) -> None:
         self._recorder, self._span, self._page = recorder, span, page
 
     def __enter__(self) -> None:
@@ -222,11 +106,11 @@ class StepRecorder:
         self._rank, self._sink = rank, sink
         self.page: ProgressPage | None = None
         """Page that shows for which communication the host waits."""
-        self._window: _Window | None = None
-        self._stack: list[_Open] = []
-        self._joined: _Open | None = None
-        self._in_transfer: list[_Message] = []
-        self._pending: deque[_Window] = deque()
+        self._window: Window | None = None
+        self._stack: list[OpenSpan] = []
+        self._joined: OpenSpan | None = None
+        self._in_transfer: list[PostedMessage] = []
+        self._pending: deque[Window] = deque()
         self._unseen: Reference | None = None
         self._host, self._device_time = HostTime(), DeviceTime(self._clock)
         self._host_records: list[SpanRecord] = []
@@ -273,7 +157,7 @@ class StepRecorder:
         outermost = not self._stack and lane != "mark"
         phase = span_phase(name) if outermost else None
         counts = (step_phase(phase) if phase else name) if outermost else None
-        self._stack.append(_Open(name, lane, counts, stamp, phase=phase))
+        self._stack.append(OpenSpan(name, lane, counts, stamp, phase=phase))
 
     def begin_action(self, index: int, action: ScheduledAction, tokens: int = 0) -> None:
         """Open the span of an action's compute, or continue that of the unit before it."""
@@ -287,9 +171,9 @@ class StepRecorder:
         assert phase is not None, action.op
         name = action.label if self._detail else phase
         counts = None if self._stack else step_phase(phase)
-        unit = _unit(action)
+        unit = unit_of(action)
         self._stack.append(
-            _Open(name, "compute", counts, stamp, None, phase, index, action, tokens, 1, action.micro_batch, unit)
+            OpenSpan(name, "compute", counts, stamp, None, phase, index, action, tokens, 1, action.micro_batch, unit)
         )
 
     def end(self) -> None:
@@ -334,7 +218,7 @@ class StepRecorder:
 
     @contextmanager
     def concurrent_span(self, name: str, lane: str) -> Iterator[None]:
-        span = _Open(name, lane, None, self._clock.stamp())
+        span = OpenSpan(name, lane, None, self._clock.stamp())
         try:
             yield
         finally:
@@ -343,7 +227,7 @@ class StepRecorder:
     def message(self, name: str, lane: str, transfer: MessageTransfer) -> None:
         assert self._window is not None, "messages are sent inside steps"
         self._in_transfer = [message for message in self._in_transfer if not message.poll()]
-        message = _Message(name, lane, None, self._clock.stamp(), transfer=transfer)
+        message = PostedMessage(name, lane, None, self._clock.stamp(), transfer=transfer)
         self._in_transfer.append(message)
         self._window.spans.append(message)
 
@@ -394,7 +278,7 @@ class StepRecorder:
                 span.wait(self._clock)
         self._collect()
 
-    def finish(self, span: _Open) -> None:
+    def finish(self, span: OpenSpan) -> None:
         """End a span now."""
         assert self._window is not None, "a span is inside a step, or makes a window of its own"
         span.last = self._clock.stamp()
@@ -417,7 +301,7 @@ class StepRecorder:
             joined.last = stamp
             self._window.spans.append(joined)
 
-    def _wait_span(self, phase: SpanPhase, index: int, action: ScheduledAction | None, size: int) -> _Open | None:
+    def _wait_span(self, phase: SpanPhase, index: int, action: ScheduledAction | None, size: int) -> OpenSpan | None:
         """The span of a wait that begins now; None for a wait that is not measured."""
         if self._window is None:
             return None
@@ -439,15 +323,15 @@ class StepRecorder:
 
     def _recorded_wait(
         self, phase: SpanPhase, index: int, action: ScheduledAction | None, size: int, stamp: Any
-    ) -> _Open:
-        micro_batch, unit = (-1, -1) if action is None else (action.micro_batch, _unit(action))
-        return _Open(phase, "wait", None, stamp, None, phase, index, action, size, 1, micro_batch, unit)
+    ) -> OpenSpan:
+        micro_batch, unit = (-1, -1) if action is None else (action.micro_batch, unit_of(action))
+        return OpenSpan(phase, "wait", None, stamp, None, phase, index, action, size, 1, micro_batch, unit)
 
-    def _open_window(self, *, counted: bool) -> _Window:
+    def _open_window(self, *, counted: bool) -> Window:
         reference = self._clock.reference() if self._sink is not None else None
         if reference is not None and not reference.look(self._clock, self._host):
             self._unseen = reference
-        self._window = _Window(self._last_step, self._clock.stamp(), counted, self._detail, reference)
+        self._window = Window(self._last_step, self._clock.stamp(), counted, self._detail, reference)
         return self._window
 
     def _close_window(self) -> None:
@@ -461,7 +345,7 @@ class StepRecorder:
         while self._pending and (times := self._pending[0].read(self._clock)) is not None:
             self._take_in(self._pending.popleft(), times)
 
-    def _take_in(self, window: _Window, times: list[tuple[float, float]]) -> None:
+    def _take_in(self, window: Window, times: list[tuple[float, float]]) -> None:
         if self._sink is not None:
             self._send_records(window, times, self._sink)
         start, total = self._start_of(window), self._clock.seconds(window.first, window.last)
@@ -484,7 +368,7 @@ class StepRecorder:
         for stamp in {id(stamp): stamp for stamp in stamps if stamp is not None}.values():
             self._clock.recycle(stamp)
 
-    def _send_records(self, window: _Window, times: list[tuple[float, float]], sink: Sink) -> None:
+    def _send_records(self, window: Window, times: list[tuple[float, float]], sink: Sink) -> None:
         """Hand the records of a window to `sink`, on the host's clock."""
         assert window.reference is not None
         window.reference.look(self._clock, self._host)
@@ -500,7 +384,7 @@ class StepRecorder:
             records.append(SpanRecord(origin, whole, window.tokens, window.step, phase="step"))
         sink(records)
 
-    def _start_of(self, window: _Window) -> float:
+    def _start_of(self, window: Window) -> float:
         """Seconds from the first window to this one, summed over windows: distant events lose precision (float ms)."""
         if self._origin is not None:
             self._elapsed += self._clock.seconds(self._origin, window.first)
@@ -537,7 +421,3 @@ class DetailRecorder(StepRecorder):
     def end(self) -> None:
         if self.detail:
             super().end()
-
-
-def _unit(action: ScheduledAction) -> int:
-    return -1 if action.unit is None else action.unit
