@@ -48,11 +48,12 @@ def train_step(
     norm_limit: float = math.inf,
     recorder: Recorder,
     stop_flag: Callable[[], int] = lambda: 0,
+    before_update: Callable[[], None] | None = None,
 ) -> StepFigures:
     """Run one step on this rank's micro-batches. Collective; nothing waits for the device.
 
     The update is skipped on the device if the gradient norm is not finite or above `norm_limit`.
-    `stop_flag` is called at the step's end, and its values are summed over ranks.
+    `stop_flag` is called at the step's end, and its values are summed over ranks. `before_update` is called before the optimizer's update.
     """
     valid = count_valid(micro_batches, mesh)
     norm = torch.zeros((), dtype=torch.float64, device=mesh.device)
@@ -63,6 +64,8 @@ def train_step(
         )
 
     def update() -> None:
+        if before_update is not None:
+            before_update()
         checked = norm if math.isinf(norm_limit) else torch.where(norm > norm_limit, torch.nan, norm)
         optimizer.step(
             learning_rate,
