@@ -16,7 +16,7 @@ from meshwright.diagnosis.step_graph import GraphBuilder, Node, StepGraph
 ALL_RANKS = ("gradient-norm", "step-all-reduce")
 """Operations that end on all ranks together."""
 OPTIONAL = ("collective-wait", "garbage-collection")
-"""Operations that precede a compute operation in some steps; their `sequence` is its position among the compute operations."""
+"""Operations before a compute operation in some steps; `sequence` is its position among the compute operations."""
 RECEIVER_OFFSET = {"forward": 1, "backward": -1}
 """By direction, the distance from the sending to the receiving model chunk."""
 
