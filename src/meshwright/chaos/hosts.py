@@ -11,6 +11,7 @@ from pathlib import Path
 INTERFACE = "host0"
 """Name of every host's network interface."""
 PORT = 29400
+"""Port of the coordinator in the network that the hosts share."""
 
 
 def namespace_obstacle() -> str | None:
@@ -64,8 +65,11 @@ class Hosts:
     def environment(self) -> dict[str, str]:
         """Environment variables of agents; host 0 has the coordinator."""
         address = _address(0) if self._names else "127.0.0.1"
-        own = {"MESHWRIGHT_COORDINATOR": f"{address}:{PORT}", "MESHWRIGHT_TOKEN_FILE": str(self._token)}
-        return own | ({"GLOO_SOCKET_IFNAME": INTERFACE} if self._names else {})
+        coordinator_variables = {
+            "MESHWRIGHT_COORDINATOR": f"{address}:{PORT}",
+            "MESHWRIGHT_TOKEN_FILE": str(self._token),
+        }
+        return coordinator_variables | ({"GLOO_SOCKET_IFNAME": INTERFACE} if self._names else {})
 
     def set_link(self, host: int, up: bool) -> None:
         """Cut the link between a host and the switch, or restore it."""
