@@ -24,6 +24,8 @@ class Incident:
     rank: int | None = None
     host: str = ""
     step: int | None = None
+    hang: bool = False
+    """Whether the rank ran but made no progress."""
 
     def repeats(self, other: Incident) -> bool:
         """Whether `other` is the same failure at the same step."""
