@@ -1,4 +1,4 @@
-"""Disturbances from inside the processes: values of a step, a bit of a weight, the clock.
+"""Disturbances from inside the processes: values of a step, a bit of a weight, matrix products of the self-test, the clock.
 
 Nothing outside a process can change these at a chosen step. A file `sitecustomize.py`, which Python reads at its start,
 is put before the module path of the job; the product has no code for it.
@@ -7,14 +7,19 @@ is put before the module path of the job; the product has no code for it.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
+from meshwright.chaos.host_faults import REPLACED_SECONDS, training_host
+from meshwright.chaos.hosts import host_name
 from meshwright.chaos.process_faults import CONTINUES, middle
 from meshwright.chaos.scenario import Scenario, Stage
+from meshwright.launch.control import HOST_VARIABLE
 
 VARIABLE = "MESHWRIGHT_CHAOS_CODE"
-"""Environment variable with the fault that the injected code causes: `nan:RANK:STEP`, `spike:…`, `bit:…`, or `clock:FILE`."""
+"""Environment variable with the fault that the injected code causes: `nan:RANK:STEP`, `spike:…`, `bit:…`, `clock:FILE`,
+or `product:FILE` for a host that the file names."""
 JUMP_SECONDS = 86400
 CODE = f'''
 import importlib.abc, importlib.machinery, os, sys, time
@@ -22,7 +27,19 @@ import importlib.abc, importlib.machinery, os, sys, time
 fault, *arguments = os.environ["{VARIABLE}"].split(":")
 
 
-def patch(module):
+def patch_self_test(module):
+    import torch
+
+    def multiply(a, b):
+        product = torch.mm(a, b)
+        if os.path.exists(arguments[0]) and open(arguments[0]).read() == os.environ.get("{HOST_VARIABLE}"):
+            product[17, 5] += 1
+        return product
+
+    module.wrong_product.__defaults__ = (multiply,)
+
+
+def patch_step(module):
     import torch
 
     train_step, calls = module.train_step, [0]
@@ -51,7 +68,7 @@ def patch(module):
 
 class Loader(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name != "meshwright.training.train_step":
+        if name != target_module:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         execute = spec.loader.exec_module
@@ -68,6 +85,11 @@ if fault == "clock":
     seconds = time.time
     time.time = lambda: seconds() + (float(open(arguments[0]).read() or 0) if os.path.exists(arguments[0]) else 0.0)
 else:
+    target_module, patch = (
+        ("meshwright.training.self_test", patch_self_test)
+        if fault == "product"
+        else ("meshwright.training.train_step", patch_step)
+    )
     sys.meta_path.insert(0, Loader())
 '''
 
@@ -95,6 +117,22 @@ def disturb_values(fault: str, printed: str) -> Callable[[Stage], None]:
     return play
 
 
+def make_host_wrong(stage: Stage) -> None:
+    """Let the matrix products of a training host be wrong, and let its rank end as by an error of the processor."""
+    file = stage.folder / "wrong-host"
+    job = stage.start(with_code(stage, f"product:{file}"))
+    job.until_step(middle(stage))
+    host = training_host(stage)
+    file.write_text(host_name(host))
+    stage.signal(next(iter(job.ranks(host).values())), signal.SIGBUS)
+    job.wait()
+    stage.expect(
+        f"{host_name(host)}/{job.processes[host].pid} failed the self-test" in job.output, "no host is excluded"
+    )
+    members = job.states[-1][1]["members"]
+    stage.expect(not any(name.startswith(host_name(host)) for name in members), "the excluded host trains")
+
+
 def jump_clock(stage: Stage) -> None:
     """Let the wall clock of all processes of the job jump a day ahead, and back."""
     file = Path(stage.folder / "clock")
@@ -108,6 +146,15 @@ def jump_clock(stage: Stage) -> None:
 
 
 CODE_FAULTS = (
+    Scenario(
+        name="bad-host",
+        promise=f"A host whose matrix products are wrong after a failure is excluded, a spare host replaces it, and {CONTINUES}.",
+        play=make_host_wrong,
+        hosts=3,
+        overrides=("cluster.nodes=2",),
+        detect_within=1.0,
+        recover_within=REPLACED_SECONDS,
+    ),
     Scenario(
         name="nan",
         promise=f"With on_nonfinite: rollback a step whose loss is not finite is reported, and {CONTINUES}.",

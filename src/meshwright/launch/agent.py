@@ -39,9 +39,9 @@ class _RunningTest:
         ended = [state for state in states if state.code is not None and state.rank not in self._results]
         if not answered and not ended and now < self._deadline:
             return None
-        failures = [f"rank {rank}: {result.failure}" for rank, result in self._results.items() if result.failure]
-        exchanges = [f"rank {rank}: {result.exchange}" for rank, result in self._results.items() if result.exchange]
-        failures += [f"the process of rank {state.rank} ended with exit code {state.code}" for state in ended]
+        failures = [f"device {rank}: {result.failure}" for rank, result in self._results.items() if result.failure]
+        exchanges = [f"device {rank}: {result.exchange}" for rank, result in self._results.items() if result.exchange]
+        failures += [f"the process of device {state.rank} ended with exit code {state.code}" for state in ended]
         if not answered and not ended:
             exchanges.append("it did not answer in time")
         return HostTest(self.attempt, "; ".join(failures)[:300], "; ".join(exchanges)[:300])

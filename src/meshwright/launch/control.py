@@ -26,6 +26,8 @@ COORDINATOR_VARIABLE = "MESHWRIGHT_COORDINATOR"
 """Environment variable with HOST:PORT of the coordinator."""
 TOKEN_VARIABLE = "MESHWRIGHT_TOKEN_FILE"
 """Environment variable with the file that holds the job token."""
+HOST_VARIABLE = "MESHWRIGHT_HOST"
+"""Environment variable with the name of the machine, for the case that the hostname is not: a pod's is its own."""
 HEAD_BYTES, BODY_BYTES, CONNECTIONS = 8 << 10, 1 << 20, 8192
 """Most bytes of a request's head and body, and most connections at a time."""
 IDLE_SECONDS, UNKNOWN_SECONDS = 60.0, 10.0

@@ -24,6 +24,7 @@ from meshwright.events.terminal import write_line
 from meshwright.launch.agent import Agent
 from meshwright.launch.control import (
     COORDINATOR_VARIABLE,
+    HOST_VARIABLE,
     ControlClient,
     ControlServer,
     coordinator_address,
@@ -120,6 +121,11 @@ def checked_report(value: object) -> Report:
         raise ValueError("expected numbers")
     if not all(isinstance(text, str) and 0 < len(text) <= 300 for text in (report.host, report.address)):
         raise ValueError("expected names of host and address")
+    texts = (report.test.failure, report.test.exchange) if report.test is not None else ()
+    if report.test is not None and type(report.test.attempt) is not int:
+        raise ValueError("expected an attempt")
+    if not all(isinstance(text, str) and len(text) <= 1000 for text in texts):
+        raise ValueError("expected results of a self-test")
     if not all(type(rank.rank) is int and (rank.code is None or type(rank.code) is int) for rank in report.ranks):
         raise ValueError("expected ranks")
     return report
@@ -136,7 +142,8 @@ def run_agent(run: RunSpec, words: Sequence[str], runs: Path) -> int:
     coordinator = partial(_start_coordinator, address, [*words, "--runs", str(runs)])
     own_address = _reach(address, coordinator)
     start = rank_starter(run.cluster, runs / run.name, own_address)
-    host = f"{socket.gethostname()}/{os.getpid()}"
+    machine = os.environ.get(HOST_VARIABLE) or socket.gethostname()
+    host = f"{machine.replace('/', '-')[:200]}/{os.getpid()}"
     agent = Agent(host, start, address=own_address, spares=run.supervision.restarts > 0)
     client = ControlClient(address, token)
     with closing(agent), closing(client), forward_signals(agent.stop, agent.kill_at_once):

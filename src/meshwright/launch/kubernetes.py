@@ -8,7 +8,7 @@ from textwrap import indent
 from typing import Any
 
 from meshwright.config.yaml_positions import dump_yaml
-from meshwright.launch.control import COORDINATOR_VARIABLE, TOKEN_VARIABLE
+from meshwright.launch.control import COORDINATOR_VARIABLE, HOST_VARIABLE, TOKEN_VARIABLE
 from meshwright.launch.scheduler_job import (
     KEPT_FILES,
     REQUEUE_CODES,
@@ -172,6 +172,7 @@ def _container(job: SchedulerJob, container: Container, name: str) -> Object:
         "env": [
             {"name": COORDINATOR_VARIABLE, "value": f"{name}-{REPLICATED_JOB}-0-0.{name}:{PORT}"},
             {"name": TOKEN_VARIABLE, "value": f"{TOKEN_FOLDER}/token"},
+            {"name": HOST_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
         ],
         "resources": {"limits": limits},
         "securityContext": {"allowPrivilegeEscalation": False},
