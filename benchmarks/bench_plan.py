@@ -30,9 +30,9 @@ from fit_costs import (
 )
 from stragglers import expected_slowest
 
-from meshwright.calibration.model_dimensions import by_name, shape
-from meshwright.calibration.published_rows import Case, failed, fully_specified, measured_seconds
-from meshwright.calibration.row_predictions import Prediction, half_width, predict_records, price
+from meshwright.calibration.model_dimensions import dimensions_by_name, shape_from_dimensions
+from meshwright.calibration.published_records import Case, failed, fully_specified, measured_seconds
+from meshwright.calibration.record_predictions import Prediction, half_width, predict_records, price
 from meshwright.costs.constants import constants, table
 from meshwright.costs.device_rates import Machine
 from meshwright.costs.step import step_cost
@@ -351,7 +351,7 @@ def band_criteria(records: list[Record], arrays: RunArrays, sources: np.ndarray)
 
 def speed_criteria() -> list[Criterion]:
     """Criteria for the time of a prediction, and of a sweep for a 175B model on 16,384 GPUs."""
-    model = shape(by_name("GPT-175B"))
+    model = shape_from_dimensions(dimensions_by_name("GPT-175B"))
     chip = CHIPS["H100"]
     machine = Machine(peak=chip.peak_flops["bf16"], half_peak=chip.peak_flops["bf16"], low=0.0, hbm=chip.hbm, memory=chip.memory_bytes,
                       link=chip.link, nic=chip.nic, domain=8.0, per_node=8.0)  # fmt: skip

@@ -21,8 +21,8 @@ from zlib import crc32
 import numpy as np
 import yaml
 
-from meshwright.calibration.published_rows import Case, failed, measured_seconds, read_record
-from meshwright.calibration.row_predictions import memory
+from meshwright.calibration.published_records import Case, failed, measured_seconds, read_record
+from meshwright.calibration.record_predictions import memory
 from meshwright.costs.collective_costs import MAX_LINE_SHARE
 from meshwright.costs.compute import MAX_PEAK_SHARE
 from meshwright.costs.constants import FILE, GENERATION, NAMES, Constants, at_release, constant_arrays

@@ -22,7 +22,7 @@ import yaml
 from accuracy import KeptRun, kept_runs, kernels_of
 
 from meshwright.costs.constants import OWN_FILE
-from meshwright.costs.plan_costs import never_measured
+from meshwright.costs.plan_costs import missing_features
 from meshwright.simulator.step_simulation import simulate_plan
 
 CHIP = "hopper"
@@ -47,7 +47,7 @@ BAND = 0.8
 MACHINE_NOISE = 0.012
 """Relative deviation between sessions and machines, in addition to a run's deviation from step to step."""
 HEADER = """# Made by benchmarks/fit_own.py: this program's own stack. `measured`: what it reaches on a generation that it ran on.
-# On others the generation's row of constants.yaml holds, but for what costs.constants.unmeasured says.
+# On others the generation's row of constants.yaml holds, but for what costs.constants.unmeasured_chip_constants says.
 # Set by hand, from runs named in docs/design/cost-model.md, and left alone by fits: host_us, moe_us, moe_passes, moe_back,
 # moe_spread, quantise, token_passes, net_ring, packing, product_sums. `before`: of the first kernels, that older runs ran on.
 """
@@ -82,7 +82,7 @@ def main() -> None:
     not_fitted = [
         kept_run
         for kept_run in kept_runs()
-        if kept_run not in runs and not never_measured(kept_run.run.cluster, kept_run.plan)
+        if kept_run not in runs and not missing_features(kept_run.run.cluster, kept_run.plan)
     ]
     constants["band"] = float(f"{np.quantile(np.abs([*left_out_residuals, *errors(not_fitted, constants)]), BAND):.4f}")
     constants["fitted_on"] = {

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from stragglers import expected_slowest
 
-from meshwright.calibration.model_dimensions import by_name, shape
+from meshwright.calibration.model_dimensions import dimensions_by_name, shape_from_dimensions
 from meshwright.costs.constants import constants
 from meshwright.costs.machine_rates import machine_of
 from meshwright.costs.step import step_cost
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.workload.layouts import Layouts
 
-MODEL = shape(by_name("GPT-175B"))
+MODEL = shape_from_dimensions(dimensions_by_name("GPT-175B"))
 MACHINE = machine_of(ClusterSpec(gpu="A100", nodes=32, gpus_per_node=8))
 K = replace(constants("ampere", "megatron_lm"), jitter=0.0)
 PLAN = Layouts(tensor=8.0, pipeline=8.0, virtual=1.0, context=1.0, expert=1.0, data=4.0, zero=0.0, shards=4.0, micro_batch=1.0,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.calibration.model_dimensions import by_name, shape
+from meshwright.calibration.model_dimensions import dimensions_by_name, shape_from_dimensions
 
 
 @pytest.mark.parametrize(
@@ -18,9 +18,9 @@ from meshwright.calibration.model_dimensions import by_name, shape
     ],
 )  # fmt: skip
 def test_parameter_counts(name: str, billions: float) -> None:
-    assert shape(by_name(name)).params / 1e9 == pytest.approx(billions, rel=0.04)
+    assert shape_from_dimensions(dimensions_by_name(name)).params / 1e9 == pytest.approx(billions, rel=0.04)
 
 
 def test_an_unknown_name_has_no_sizes() -> None:
-    assert by_name("Unheard-Of-9B") == {}
-    assert by_name("") == {}
+    assert dimensions_by_name("Unheard-Of-9B") == {}
+    assert dimensions_by_name("") == {}

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.calibration.model_dimensions import by_name, shape
+from meshwright.calibration.model_dimensions import dimensions_by_name, shape_from_dimensions
 from meshwright.calibration.nanotron_sweep import splits_sequence
-from meshwright.calibration.published_rows import read_record
+from meshwright.calibration.published_records import read_record
 from meshwright.costs.constants import constants
 from meshwright.costs.machine_rates import machine_of
 from meshwright.costs.stack_footprint import footprint, memory_constants
@@ -17,7 +17,7 @@ from meshwright.costs.step import step_cost
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.workload.layouts import Layouts
 
-MODEL = shape(by_name("Llama-like-8.86B"))
+MODEL = shape_from_dimensions(dimensions_by_name("Llama-like-8.86B"))
 MACHINE = machine_of(ClusterSpec(gpu="H100", nodes=8, gpus_per_node=8))
 PLAN = Layouts(tensor=8.0, pipeline=1.0, virtual=1.0, context=1.0, expert=1.0, data=2.0, zero=1.0, shards=2.0, micro_batch=4.0,
                global_batch=256.0, seq=4096.0, recompute=0.0, balanced=1.0)  # fmt: skip

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.calibration.published_rows import measured_seconds, read_record
-from meshwright.calibration.row_predictions import price
+from meshwright.calibration.published_records import measured_seconds, read_record
+from meshwright.calibration.record_predictions import price
 from meshwright.calibration.source_conventions import CONVENTIONS, applicable_conventions, with_conventions
 from meshwright.workload.layouts import Layouts
 

@@ -152,6 +152,6 @@ def test_random_histories() -> None:
 
 @pytest.mark.slow
 @pytest.mark.crash
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(900)
 def test_many_random_histories() -> None:
-    machine(150, 30)
+    machine(600, 30)

@@ -93,7 +93,7 @@ def test_a_rank_that_fails_ends_the_save_for_all(tmp_path: Path) -> None:
 def test_a_rank_that_never_reports_ends_the_save_at_the_deadline(tmp_path: Path) -> None:
     writers = new_writers(tmp_path, 2, peer_seconds=0.2)
     writers.save(1)
-    writers.writers[0].do(writers.stage(2))
+    writers.do(0, writers.stage(2))
     reply = writers.replies[0].last("failed")
     assert reply is not None and re.fullmatch(
         r"saving step 2: rank 1 did not write its part within \d+ s", reply["message"]
@@ -105,7 +105,7 @@ def test_a_discarded_attempt_is_reported_to_the_first_rank(tmp_path: Path) -> No
     """What another writer does for one that was killed."""
     writers = new_writers(tmp_path, 2)
     save = writers.stage(2)
-    first = threading.Thread(target=writers.writers[0].do, args=(save,))
+    first = threading.Thread(target=writers.do, args=(0, save))
     first.start()
     while not any(name.endswith(".partial") for name in names(tmp_path)):
         continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from meshwright.checkpoint.arena import Arena
 from meshwright.checkpoint.contents import Chunk, TensorRecord
 from meshwright.checkpoint.header import TensorHeader
+from meshwright.checkpoint.source_checksum import host_checksum
 from meshwright.checkpoint.state import encode_plain
 from meshwright.checkpoint.writer import Save, Setup, Writer, encoded_contents
 from meshwright.spec.run import Lease
@@ -53,6 +54,8 @@ class Writers:
             for rank, rank_headers in enumerate(headers)
             for header in rank_headers
         }
+        self.checksums: list[list[list[int]]] = []
+        """Of each rank's tensors, as staged last."""
         self.arenas = [Arena.create(sum(header.bytes for header in rank_headers)) for rank_headers in headers]
         self.writers = [Writer(arena, reply) for arena, reply in zip(self.arenas, self.replies, strict=True)]
         for rank, (writer, rank_headers) in enumerate(zip(self.writers, headers, strict=True)):
@@ -66,11 +69,13 @@ class Writers:
     def stage(self, step: int) -> Save:
         """Bring the values of `step` into the arenas; returns the command that saves them."""
         self.saves += 1
+        self.checksums = []
         for arena, names in zip(self.arenas, self.names, strict=True):
             arena.begin_snapshot()
             parts = [value(name, step, torch.Size(SIZES[name.rpartition(".")[2]])).view(-1) for name in names]
             data = torch.cat(parts).view(torch.uint8).numpy().tobytes()
             arena.data[: len(data)] = data
+            self.checksums.append([list(host_checksum(part.view(torch.uint8))) for part in parts])
             arena.complete_snapshot()
         plain = {name: text.decode() for name, text in encode_plain({"step": step}, {}).items()}
         return Save(
@@ -83,18 +88,22 @@ class Writers:
 
     def carry_out(self, save: Save) -> dict[str, Any]:
         threads = [
-            threading.Thread(target=_quietly, args=(lambda writer=writer: writer.do(save),))
-            for writer in self.writers[1:]
+            threading.Thread(target=_quietly, args=(lambda rank=rank: self.do(rank, save),))
+            for rank in range(1, self.ranks)
         ]
         for thread in threads:
             thread.start()
         try:
-            self.writers[0].do(save)
+            self.do(0, save)
         finally:
             for thread in threads:
                 thread.join()
         replies = [reply for reply in self.replies[0].events if reply["event"] in ("committed", "failed")]
         return replies[-1]
+
+    def do(self, rank: int, save: Save) -> None:
+        """Have one rank's writer carry out its part of a save of what is staged."""
+        self.writers[rank].do(replace(save, checksums=self.checksums[rank]))
 
 
 class Crash(BaseException):

@@ -14,10 +14,19 @@ import numpy as np
 import pytest
 import yaml
 
-from meshwright.calibration.row_predictions import predict_records
+from meshwright.calibration.record_predictions import predict_records
 from meshwright.costs.collective_costs import MAX_LINE_SHARE, port_rate, rank_group
 from meshwright.costs.compute import MAX_PEAK_SHARE, product_rate
-from meshwright.costs.constants import FILE, OWN, OWN_FILE, constants, is_measured, table, unmeasured, with_own
+from meshwright.costs.constants import (
+    FILE,
+    OWN,
+    OWN_FILE,
+    constants,
+    is_measured,
+    table,
+    unmeasured_chip_constants,
+    with_own,
+)
 from meshwright.costs.machine_rates import machine_of
 from meshwright.costs.plan_costs import STACK
 from meshwright.spec.chips import CHIPS
@@ -35,7 +44,7 @@ def test_own_measured_constants_replace_the_published_fit() -> None:
 
 @pytest.mark.parametrize("name", [name for name, chip in CHIPS.items() if not is_measured(chip.generation)])
 def test_product_rate_of_an_unmeasured_chip_is_scaled_from_the_measured_chip(name: str) -> None:
-    predicted, measured = unmeasured(CHIPS[name]), constants("hopper", OWN)
+    predicted, measured = unmeasured_chip_constants(CHIPS[name]), constants("hopper", OWN)
     h200_best, chip_best = CHIPS["H200"].best_bf16_flops, CHIPS[name].best_bf16_flops
     assert h200_best
     relative_to_best = measured.gemm * CHIPS["H200"].peak_flops["bf16"] / h200_best
@@ -47,7 +56,7 @@ def test_product_rate_of_an_unmeasured_chip_is_scaled_from_the_measured_chip(nam
 
 
 def test_best_quartile_of_published_hopper_runs_is_within_ten_percent_of_own_products() -> None:
-    """`unmeasured` uses the best quartile for other generations; on Hopper it can be compared with own measurements."""
+    """Other generations use the best quartile; on Hopper it can be compared with own measurements."""
     assert table()["best_quartile"]["hopper"] == pytest.approx(constants("hopper", OWN).gemm, rel=0.1)
 
 
@@ -73,7 +82,7 @@ def test_no_chip_exceeds_its_peak_or_its_line_rates(name: str) -> None:
         for number_format in set(chip.peak_flops) & {"bf16", "fp16", "fp8", "mxfp8", "nvfp4"}:
             k = constants(chip.generation, stack)
             if stack == OWN and not is_measured(chip.generation):
-                k = replace(k, **unmeasured(chip))
+                k = replace(k, **unmeasured_chip_constants(chip))
             machine = machine_of(ClusterSpec(gpu=name, nodes=2, gpus_per_node=chip.per_node), number_format)
             flops = 2 * size**3 / float(product_rate(machine, k).seconds(size, size, size))
             assert flops <= MAX_PEAK_SHARE * chip.peak_flops[number_format] * (1 + 1e-9)

@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.config.profile_file import to_json
 from meshwright.costs.constants import NAMES, constants
-from meshwright.costs.machine_rates import as_measured, chip_of, is_guessed, machine_of, unpredicted
+from meshwright.costs.machine_rates import chip_of, is_guessed, machine_of, unpredicted_message, with_measurements
 from meshwright.costs.measured import correction, fits, with_profile
 from meshwright.costs.offload_costs import HOST_SHARE
 from meshwright.costs.plan_costs import as_nodes
@@ -76,7 +76,7 @@ def test_the_measured_share_applies_to_a_stated_bandwidth(tmp_path: Path) -> Non
     double_bandwidth = replace(cluster, network=replace(cluster.network, port_gb_per_s=25.0, port_us=1.5))
     speeds = []
     for stated_cluster in (cluster, double_bandwidth):
-        k, machine = as_measured(FITTED, machine_of(stated_cluster), stated_cluster)
+        k, machine = with_measurements(FITTED, machine_of(stated_cluster), stated_cluster)
         speeds.append(number(machine.nic * k.net))
     assert speeds == pytest.approx([12.5e9 * TRUE["net"], 25e9 * TRUE["net"]], rel=1e-4)
     assert number(k.net_us) == 1.5, "a stated latency replaces a measured one"
@@ -87,7 +87,7 @@ def test_emulated_nodes_have_the_bandwidth_that_was_measured_between_them(tmp_pa
     profile = replace(made_profile(), nodes=2, devices=4)
     cluster = ClusterSpec(gpu="H200", gpus_per_node=8, emulate_nodes=2, profile=write_profile(profile, tmp_path))
     nodes = as_nodes(cluster)
-    k, machine = as_measured(FITTED, machine_of(nodes), nodes)
+    k, machine = with_measurements(FITTED, machine_of(nodes), nodes)
     assert number(machine.nic * k.net) == pytest.approx(12.5e9 * TRUE["net"], rel=1e-4)
     single_node = replace(cluster, profile=write_profile(replace(profile, nodes=1), tmp_path))
     assert number(machine_of(as_nodes(single_node)).nic) == number(
@@ -129,7 +129,7 @@ def test_rates_of_a_device_outside_the_chip_table_come_from_its_profile(tmp_path
     chip = chip_of(cluster)
     assert chip is not None and chip.peak_flops["fp32"] == pytest.approx(100e9, rel=1e-5)
     assert chip.memory_bytes == 16 << 30
-    k, machine = as_measured(FITTED, machine_of(cluster, "fp32"), cluster, "fp32")
+    k, machine = with_measurements(FITTED, machine_of(cluster, "fp32"), cluster, "fp32")
     assert number(machine.peak * k.gemm) == pytest.approx(100e9, rel=1e-5)
     assert number(machine.hbm * k.hbm) == pytest.approx(8e9, rel=1e-5)
     assert cluster.peak_flops("fp32") is None, "no MFU rather than a wrong one"
@@ -139,7 +139,7 @@ def test_an_unmeasured_device_is_guessed_and_refused_if_its_memory_is_unknown() 
     cluster = ClusterSpec(gpu="cpu", gpus_per_node=2)
     assert machine_of(cluster, "fp32").peak > 0 and cluster.memory_bytes() is None
     unknown = ClusterSpec(gpu="X1", memory_gib=10)
-    assert is_guessed(cluster) and is_guessed(unknown) and "X1" in unpredicted(unknown)
+    assert is_guessed(cluster) and is_guessed(unknown) and "X1" in unpredicted_message(unknown)
     assert machine_of(unknown).memory == 10 << 30
     assert chip_of(ClusterSpec(gpu="X1")) is None
     with pytest.raises(BadInput, match="meshwright profile"):

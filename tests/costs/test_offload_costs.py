@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from meshwright.calibration.model_dimensions import by_name, shape
+from meshwright.calibration.model_dimensions import dimensions_by_name, shape_from_dimensions
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.costs.compute import layer_times
 from meshwright.costs.constants import constants
@@ -23,7 +23,7 @@ from meshwright.workload.activations import offloaded_bytes, saved_elements
 from meshwright.workload.layouts import FULL, Layouts
 
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
-MODEL = shape(by_name("Llama-3-8B"))
+MODEL = shape_from_dimensions(dimensions_by_name("Llama-3-8B"))
 MACHINE = machine_of(ClusterSpec(gpu="H100", nodes=1, gpus_per_node=8))
 K = constants("hopper", "torchtitan")
 ON_DEVICE = Layouts(tensor=1.0, pipeline=1.0, virtual=1.0, context=1.0, expert=1.0, data=8.0, zero=3.0, shards=8.0, micro_batch=1.0,

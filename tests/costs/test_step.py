@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.calibration.model_dimensions import by_name, shape
+from meshwright.calibration.model_dimensions import dimensions_by_name, shape_from_dimensions
 from meshwright.costs.collective_costs import all_to_all, copy_engine_group, gather, rank_group
 from meshwright.costs.compute import layer_times
 from meshwright.costs.constants import OWN, Constants, at_release, constants
@@ -22,7 +22,7 @@ from meshwright.workload.arrays import side_by_side
 from meshwright.workload.layouts import ALL_BUT_ATTENTION, FULL, SELECTIVE, Layouts
 from meshwright.workload.rank_layers import balanced_layers
 
-MODEL = shape(by_name("Llama-3-8B"))
+MODEL = shape_from_dimensions(dimensions_by_name("Llama-3-8B"))
 CLUSTER = ClusterSpec(gpu="H100", nodes=8, gpus_per_node=8)
 K = constants("hopper", "megatron_tuned")
 
@@ -149,7 +149,7 @@ def test_layered_accumulation_gathers_once_a_step() -> None:
 
 
 def test_unbalanced_routing_costs_the_time_of_the_busiest_rank() -> None:
-    experts = shape(by_name("Qwen3-30B-A3B"))
+    experts = shape_from_dimensions(dimensions_by_name("Qwen3-30B-A3B"))
     plan = layout(expert=8)
     k = replace(K, moe_us=0.0)
     even, skewed = (step_cost(experts, machine_of(CLUSTER), p, k) for p in (plan, replace(plan, imbalance=1.5)))
@@ -158,7 +158,7 @@ def test_unbalanced_routing_costs_the_time_of_the_busiest_rank() -> None:
 
 
 def test_launches_of_local_experts_are_exposed_unless_sizes_stay_on_the_device() -> None:
-    experts, k = shape(by_name("Qwen3-30B-A3B")), replace(K, moe_us=100.0)
+    experts, k = shape_from_dimensions(dimensions_by_name("Qwen3-30B-A3B")), replace(K, moe_us=100.0)
     machine, micro_batches = machine_of(CLUSTER), layout().micro_batches
 
     def waits_for(plan: Layouts) -> float:
@@ -171,7 +171,7 @@ def test_launches_of_local_experts_are_exposed_unless_sizes_stay_on_the_device()
 
 
 def test_biases_of_experts_cost_memory_passes() -> None:
-    model = shape(by_name("GPT-OSS-120B"))
+    model = shape_from_dimensions(dimensions_by_name("GPT-OSS-120B"))
     biased, unbiased = (
         step_cost(replace(model, expert_bias=bias), machine_of(CLUSTER), layout(expert=8.0), K).compute
         for bias in (1.0, 0.0)

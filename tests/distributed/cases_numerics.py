@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from contextlib import closing
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from meshwright.parallel.world import World
 from meshwright.spec.errors import MeshwrightError
 from meshwright.spec.run import Assignment
+from meshwright.training import train_step
 from meshwright.training.loop import train
 from meshwright.training.session import open_session
 from meshwright.training.stop import StopRequest
@@ -30,11 +32,13 @@ def poisoned(
     stays: bool = False,
     skip_at: int = 0,
     stop_at: int = 0,
+    reduced: bool = False,
 ) -> tuple[str, list[tuple[int, float]], dict[str, torch.Tensor], list[str]]:
     """(error, (step, loss) of all records, this rank's state, events) of a run.
 
     In the first `times` passes of each step of `nan_at`, the last rank has one element `value` in the weight `name`; after it the right
     one, unless `stays`.
+    With `reduced` it is an element of its gradients instead, after their sum over replicas.
     `skip_at` names a step whose update is skipped for no reason, `stop_at` one after which the run ends with a checkpoint.
     """
     session = open_session(assignment, world)
@@ -45,7 +49,7 @@ def poisoned(
         step = session.step + 1
         if step == stop_at:
             stop.flag = 1 << 22
-        if left.get(step, 0) == 0 or world.rank != world.ranks - 1:
+        if reduced or left.get(step, 0) == 0 or world.rank != world.ranks - 1:
             return play(*arguments)
         left[step] -= 1
         weight = _part(session.engine.model.get_parameter(name)).view(-1)
@@ -57,10 +61,19 @@ def poisoned(
                 weight[0] = kept
         return loss
 
+    norm_of = train_step.gradient_norm
+
+    def poisoned_norm(gradients: list[torch.Tensor], *arguments: Any) -> torch.Tensor:
+        step = session.step + 1
+        if reduced and left.get(step, 0) and world.rank == world.ranks - 1:
+            left[step] -= 1
+            gradients[-1].view(-1)[0] = value
+        return norm_of(gradients, *arguments)
+
     session.engine.executor.play = play_poisoned
     session.numerics.norm_limit = lambda step: -1.0 if step == skip_at else limit(step)
     error = ""
-    with closing(_Noting(session)) as reporter:
+    with closing(_Noting(session)) as reporter, patch.object(train_step, "gradient_norm", poisoned_norm):
         try:
             train(session, reporter, stop)
         except MeshwrightError as raised:

@@ -269,8 +269,8 @@ def test_routing_is_counted_once(
         assert torch.allclose(values, alone[2], rtol=1e-9)
     balance, load, values = alone
     assert load.sum(1).tolist() == [0.0] + [BATCH * SEQ * SHARED.experts_per_token] * 3
-    assert values[5] == pytest.approx(float(balance.sum()) / (3 * BATCH))
-    assert values[6] == pytest.approx(float((load[1:].amax(1) / load[1:].mean(1)).max()))
+    assert values[6] == pytest.approx(float(balance.sum()) / (3 * BATCH))
+    assert values[7] == pytest.approx(float((load[1:].amax(1) / load[1:].mean(1)).max()))
 
 
 SMALL = [

@@ -27,10 +27,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(
-    pool: Pool, tiny: Path, runs: Path, *words: str, skip: tuple[int, int] | None = None, **disturbance: Any
+    pool: Pool,
+    tiny: Path,
+    runs: Path,
+    *words: str,
+    skip: tuple[int, int] | None = None,
+    replicate: int = 1,
+    **disturbance: Any,
 ) -> Any:
     """The answers of two ranks; `skip` names samples that the run leaves out."""
-    assignment = prepared(tiny, runs, *ranks(2), *words).assignment
+    assignment = prepared(tiny, runs, *ranks(2, replicate=replicate), *words).assignment
     if skip is not None:
         assignment = replace(assignment, skip_samples=(skip,))
     return pool.run(partial(cases.poisoned, **disturbance), 2, assignment)
@@ -98,6 +104,32 @@ def test_skipped_samples_give_the_run_that_never_read_them(pool: Pool, tiny: Pat
     others = run(pool, tiny, tmp_path / "b", *words, skip=(24, 32))
     assert [step for step, _ in answers[0][1]] == [6] and same(answers, others)
     assert skipped_samples(tmp_path / "a" / "tiny") == ((24, 32),)
+
+
+@pytest.mark.parametrize(("action", "left_out"), [("rollback", None), ("rollback_skip", (32, 40)), ("skip", None)])
+def test_ranks_go_back_together_if_the_reduced_gradients_of_one_replica_are_not_finite(
+    pool: Pool, tiny: Path, tmp_path: Path, action: str, left_out: tuple[int, int] | None
+) -> None:
+    """The loss is finite on all ranks, and the norm on those of the other replica, which apply the update."""
+    words = (f"train.on_nonfinite={action}", "checkpoint.every=2")
+    answers = run(pool, tiny, tmp_path / "a", *words, replicate=2, nan_at=(5,), reduced=True)
+    others = run(pool, tiny, tmp_path / "b", *words, replicate=2, skip=left_out)
+    assert [answer[0] for answer in answers] == [""] * 2 and same(answers, others)
+    assert losses(answers[0]) == losses(others[0]) == losses(answers[1])
+    text = "step 5: grad_norm not finite .*; 1 of 2 replicas of the model skipped the update; back to step 4"
+    assert all(any(re.search(text, event) for event in answer[3]) for answer in answers)
+
+
+def test_a_spike_in_the_reduced_gradients_of_one_replica_takes_all_ranks_back(
+    pool: Pool, tiny: Path, tmp_path: Path
+) -> None:
+    words = ("train.on_spike=rollback", "train.steps=30", "train.spike_factor=20", "checkpoint.every=12")
+    answers = run(pool, tiny, tmp_path / "a", *words, replicate=2, nan_at=(26,), reduced=True, value=3e3)
+    others = run(pool, tiny, tmp_path / "b", *words, replicate=2)
+    assert same(answers, others) and losses(answers[0]) == losses(others[0])
+    assert all(
+        any("step 26: spike" in event and "back to step 24" in event for event in answer[3]) for answer in answers
+    )
 
 
 def test_a_failure_that_returns_ends_the_run(pool: Pool, tiny: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from tests.gpu.runs import RUNS_LIMIT, needs, steps, trained
 from tests.gpu.test_offload import BOUND, RUN
 
 from meshwright.checkpoint.arena import Arena
+from meshwright.checkpoint.checksum import ArenaChecksums
 from meshwright.checkpoint.layout import plan_layout
 from meshwright.checkpoint.ranks import Ranks
 from meshwright.checkpoint.staging import PIN_BYTES, Stager, StagingBuffer
@@ -22,11 +23,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(RUNS_LIMIT)]
 def test_updates_behind_the_copies_do_not_reach_the_snapshot() -> None:
     """Tensors larger than a page-locked part, one of them in host memory; five snapshots into the same arena.
 
-    From the third snapshot on, more and more groups are first copied within device memory.
+    From the third snapshot on, more and more groups are first copied within device memory. The checksums, taken on the device, are those
+    of the arena; one tensor begins within an 8-byte word.
     """
     device = torch.device("cuda")
     sizes = {"a": PIN_BYTES // 4 + 1000, "b": 37, "c": 3 * PIN_BYTES // 8, "d": 100_003}
     tensors = {name: torch.zeros(size, device="cpu" if name == "d" else device) for name, size in sizes.items()}
+    tensors["c"] = torch.zeros(sizes["c"] + 1, device=device)[1:]
     layout = plan_layout(Ranks(None), {name: StateParts.of_whole(name, tensor) for name, tensor in tensors.items()})
     arena = Arena.create(layout.bytes)
     buffer = StagingBuffer(arena, device)
@@ -47,6 +50,14 @@ def test_updates_behind_the_copies_do_not_reach_the_snapshot() -> None:
         assert copies.device_seconds is not None and copies.device_seconds > 0
         arena.complete_snapshot()
         assert torch.all(buffer.data.view(torch.float32) == step), step
+        keys, sizes_in_file = (
+            [piece.name for piece in layout.pieces],
+            [piece.end - piece.start for piece in layout.pieces],
+        )
+        checksums = ArenaChecksums(keys, sizes_in_file, copies.checksums)
+        checksums.add(0, arena.data[: layout.bytes])
+        checksums.check()
+        assert {checksum.phase for checksum in copies.checksums} == {0, 4}
     torch.cuda.synchronize()
     assert all(torch.all(tensor == -5) for tensor in tensors.values())
 

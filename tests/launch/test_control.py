@@ -22,7 +22,14 @@ from meshwright.spec.fields import to_plain
 
 TOKEN = "0123456789abcdef"
 REPORT = Report(
-    "a/1", "127.0.0.1", 4000, 2, False, (RankState(3, -9, Failure(5, "lost"), 7, Progress("train", 8, 3), 99),), (4,)
+    "a/1",
+    "127.0.0.1",
+    4000,
+    2,
+    False,
+    (RankState(3, -9, Failure(5, "lost"), 7, Progress("train", 8, 3), 99),),
+    (4,),
+    ((16, 24),),
 )
 
 

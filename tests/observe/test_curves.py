@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from meshwright.observe.curves import (
     Smoother,
     bucket_means,
-    kept_indices,
+    indices_of_extremes,
     median,
     tick_labels,
     ticks,
@@ -86,7 +86,7 @@ def test_one_spike_does_not_flatten_the_curve():
 @given(st.lists(st.none() | st.floats(-1e6, 1e6), min_size=1, max_size=400), st.integers(8, 60))
 def test_kept_indices_keep_ends_and_extremes(curve, limit):
     other = curve[::-1]
-    rows = kept_indices(len(curve), [curve, other], limit)
+    rows = indices_of_extremes(len(curve), [curve, other], limit)
     assert rows == sorted(set(rows)) and len(rows) <= max(limit, 2)
     assert rows[0] == 0 and rows[-1] == len(curve) - 1
     for shape in (curve, other):

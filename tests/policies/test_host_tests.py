@@ -34,7 +34,7 @@ RULES = Rules(hosts=2, global_batch=8, policy=RestartPolicy(3))
 
 
 def incident(code: int, cause: str = "it failed", *, hang: bool = False, host: str = "b/2") -> Incident:
-    return Incident(code, cause, 1, host, 4, hang)
+    return Incident(code, cause, 1, host, 4, hang=hang)
 
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGABRT])

@@ -60,6 +60,11 @@ def test_the_others_have_time_to_stop_or_the_culprit_to_show(codes: list[int | N
     assert next_action(codes, patience, None) == "request end"
 
 
+@pytest.mark.parametrize("codes", [[None, -9], [5, None, -11]])
+def test_a_killed_rank_ends_the_others_at_once(codes: list[int | None]) -> None:
+    assert next_action(codes, 0.0, None) == "request end"
+
+
 @given(CODES, st.floats(0, 100))
 def test_ranks_that_were_told_to_end_have_their_grace(codes: list[int | None], since_failure: float) -> None:
     assert next_action(codes, since_failure, GRACE_SECONDS) == "wait"

@@ -11,7 +11,6 @@ from meshwright.policies.numerics import (
     Limits,
     judge,
     spike_limits,
-    update_is_skipped,
 )
 
 
@@ -41,8 +40,3 @@ def test_limits_of_a_step_do_not_depend_on_when_they_are_computed() -> None:
 )  # fmt: skip
 def test_verdicts(loss: float, norm: float, verdict: str) -> None:
     assert judge(loss, norm, Limits(10.0, 20.0)) == verdict
-
-
-def test_the_device_skips_norms_above_the_limit_and_those_that_are_not_finite() -> None:
-    skipped = [update_is_skipped(norm, 5.0) for norm in (5.0, 5.1, math.inf, math.nan)]
-    assert skipped == [False, True, True, True] and update_is_skipped(math.nan, math.inf)

@@ -28,6 +28,8 @@ def test_the_second_of_its_kind_takes_the_older_checkpoint_and_the_third_stops_w
 def test_the_samples_of_a_step_that_fails_twice_are_skipped_if_the_run_says_so() -> None:
     assert decide(KILLED, KILLED, policy=SKIPPING) == Restart(2.0, skip_step=7)
     assert isinstance(decide(KILLED, KILLED, KILLED, policy=SKIPPING), Stop)
+    saving = Incident(-9, "killed", 0, "a", 7, "save")
+    assert decide(saving, saving, policy=SKIPPING) == Restart(2.0, resume_at_most=4), "its samples are trained"
     start = Incident(-9, "killed", 0, "a", None)
     assert decide(start, start, policy=SKIPPING) == Restart(2.0, resume_at_most=4)
 

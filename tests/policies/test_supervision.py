@@ -19,6 +19,7 @@ from meshwright.policies.job_events import (
     Prepared,
     Ready,
     SelfTestEnded,
+    SkippedSamples,
     StopRequested,
     Tick,
     Trained,
@@ -32,7 +33,7 @@ RULES = Rules(hosts=2, global_batch=8, policy=RestartPolicy(3), test_at_end=True
 host, attempt = st.sampled_from(HOSTS), st.integers(1, 6)
 incident = st.builds(
     Incident, st.sampled_from([1, 3, 5, 6, -9, -11, 75]), st.sampled_from(["it failed", "CUDA error: it failed"]),
-    st.just(0), host, st.integers(1, 3), st.booleans(),
+    st.just(0), host, st.integers(1, 3), st.just("train"), st.booleans(),
 )  # fmt: skip
 EVENTS: st.SearchStrategy[list[Event]] = st.lists(
     st.one_of(
@@ -43,6 +44,7 @@ EVENTS: st.SearchStrategy[list[Event]] = st.lists(
         st.builds(SelfTestEnded, attempt, host, st.sampled_from(["", "wrong"]), st.sampled_from(["", "late"])),
         st.builds(Trained),
         st.builds(Committed, st.integers(1, 9)),
+        st.builds(SkippedSamples, st.sampled_from([((8, 16),), ((16, 24), (32, 40))])),
         st.builds(Failed, attempt, incident),
         st.builds(Ended, attempt, host),
         st.builds(StopRequested, st.sampled_from([75, 130])),
@@ -130,6 +132,16 @@ def test_back_off_delays_the_second_restart() -> None:
     again = [Ready("a"), Ready("b")]
     trace = begun(failed[0], Ended(1, "a"), Ended(1, "b"), *again, Prepared(2), failed[1])
     assert trace[-1][1].not_before == 10.0 * (len(trace) - 1) + 2.0
+
+
+def test_samples_that_ranks_skip_after_a_rollback_count_when_a_failing_step_is_skipped() -> None:
+    """With samples 16 to 23 left out by the ranks, step 5 reads 40 to 47."""
+    rules = Rules(hosts=2, global_batch=8, policy=RestartPolicy(3, "skip_data"))
+    killed = Incident(-9, "killed", 0, "a", 5)
+    again: list[Event] = [Ended(1, "a"), Ended(1, "b"), Ready("a"), Ready("b"), Tick(), Prepared(2)]
+    started: list[Event] = [Ready("a"), Ready("b"), Prepared(1), Trained()]
+    trace = run([*started, SkippedSamples(((16, 24),)), Failed(1, killed), *again, Failed(2, killed)], rules)
+    assert trace[-1][1].skipped == ((16, 24), (40, 48))
 
 
 def test_a_done_job_ends_with_0_and_a_stop_request_between_attempts_with_its_own_code() -> None:

@@ -20,9 +20,9 @@ from meshwright.spec.profile import MachineProfile
 from meshwright.workload.device_work import Work
 
 TINY: tuple[tuple[Any, str, Any], ...] = (
-    (products, "ON_CPU", ((32, 16, 64), (64, 64, 64))),
+    (products, "CPU_SHAPES", ((32, 16, 64), (64, 64, 64))),
     (products, "CACHE_BYTES", {"cpu": 1 << 16}),
-    (attention, "ON_CPU", ((16, 4, 2, 8, 32, None),)),
+    (attention, "CPU_CASES", ((16, 4, 2, 8, 32, None),)),
     (memory, "ELEMENTS", {"cpu": 1 << 12}),
     (memory, "PARAMETERS", {"cpu": (1 << 10, 3)}),
     (collectives, "SIZES", {"cpu": (1 << 10, 1 << 12)}),

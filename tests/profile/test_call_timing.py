@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from meshwright.profile import call_timing as call_timing
-from meshwright.profile.call_timing import LARGEST_BATCH, MAX_BATCHES, MIN_BATCH_SECONDS, MIN_BATCHES, Clock, _cut
+from meshwright.profile.call_timing import (
+    LARGEST_BATCH,
+    MAX_BATCHES,
+    MIN_BATCH_SECONDS,
+    MIN_BATCHES,
+    Clock,
+    _batches_within_budget,
+)
 from meshwright.profile.team import Team
 
 ALONE = Team(torch.device("cpu"))
@@ -35,7 +42,7 @@ class Hands:
     ],
 )
 def test_repeats_fill_the_budget_within_bounds(each: float, budget: float, inner: int, batches: int) -> None:
-    cut = _cut(each, budget)
+    cut = _batches_within_budget(each, budget)
     assert cut == (inner, batches)
     assert cut[0] * each >= MIN_BATCH_SECONDS or cut[0] == LARGEST_BATCH
 

@@ -6,19 +6,41 @@ import json
 import math
 
 import pytest
+import torch
 
 from meshwright.policies.numerics import MOST_ROLLBACKS, MOST_SKIPS
 from meshwright.spec.errors import NumericalFailure
 from meshwright.spec.job import TrainSpec
 from meshwright.training.numerics import NumericalPolicy, Rollback
+from meshwright.training.train_step import skipping_replicas
 
 
 def policy(**settings: str) -> NumericalPolicy:
     return NumericalPolicy(TrainSpec(steps=100, global_batch=8, **settings))  # pyrefly: ignore
 
 
-def record(step: int, loss: float = 2.0, norm: float = 0.5) -> dict[str, float]:
-    return {"step": step, "loss": loss, "grad_norm": norm}
+def record(step: int, loss: float = 2.0, norm: float = 0.5, limit: float = math.inf) -> dict[str, float]:
+    """The record of a step whose update is skipped on the device if its norm is above `limit`."""
+    skips = int(skipping_replicas(torch.tensor([norm]), limit))
+    return {"step": step, "loss": loss, "grad_norm": norm, "skipping_replicas": skips}
+
+
+def test_the_device_skips_norms_above_the_limit_and_those_that_are_not_finite() -> None:
+    skipped = [int(skipping_replicas(torch.tensor([norm]), 5.0)) for norm in (5.0, 5.1, math.inf, math.nan)]
+    assert skipped == [0, 1, 1, 1] and skipping_replicas(torch.tensor([math.nan, 2.0, math.nan]), math.inf) == 2
+
+
+@pytest.mark.parametrize(("action", "kept"), [("skip", False), ("rollback", False), ("rollback_skip", True)])
+def test_a_run_goes_back_if_only_some_replicas_skipped_an_update(action: str, kept: bool) -> None:
+    train = TrainSpec(steps=100, global_batch=8, on_nonfinite=action)  # pyrefly: ignore
+    numerics = NumericalPolicy(train, replicas=4)
+    with pytest.raises(Rollback, match="1 of 4 replicas of the model skipped the update") as request:
+        numerics.check({"step": 7, "loss": 2.0, "grad_norm": math.nan, "skipping_replicas": 1})
+    assert request.value.skips_samples == kept
+    with pytest.raises(NumericalFailure, match="the update differs between replicas"):
+        NumericalPolicy(TrainSpec(steps=100, global_batch=8), replicas=4).check(
+            {"step": 7, "loss": 2.0, "grad_norm": math.nan, "skipping_replicas": 1}
+        )
 
 
 def after_good_steps(numerics: NumericalPolicy, steps: int) -> NumericalPolicy:
@@ -69,7 +91,7 @@ def test_a_spike_is_skipped_by_its_norm_and_stays_out_of_the_history() -> None:
     numerics = after_good_steps(policy(on_spike="skip"), 30)
     assert numerics.norm_limit(31) == 5.0 and numerics.norm_limit(10) == math.inf
     for step in range(31, 36):
-        assert "spike" in (numerics.check(record(step, 2.0, 5.5)) or "")
+        assert "spike" in (numerics.check(record(step, 2.0, 5.5, numerics.norm_limit(step))) or "")
     assert numerics.check(record(36, 200.0, 0.5)) is None and numerics.skipped_steps == [31, 32, 33, 34, 35]
     assert numerics.norm_limit(60) == 5.0
     with pytest.raises(NumericalFailure, match="spike"):
@@ -78,7 +100,7 @@ def test_a_spike_is_skipped_by_its_norm_and_stays_out_of_the_history() -> None:
 
 def test_a_checkpoint_keeps_what_decisions_follow_from() -> None:
     numerics = after_good_steps(policy(on_spike="skip"), 30)
-    numerics.check(record(31, 2.0, 100.0))
+    numerics.check(record(31, 2.0, 100.0, numerics.norm_limit(31)))
     numerics.skip_samples_of(40, 8)
     assert numerics.state(30).keys() == {"skip_samples", "history"}
     other = policy(on_spike="skip")

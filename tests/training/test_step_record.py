@@ -24,9 +24,9 @@ def assignment(tmp_path_factory: pytest.TempPathFactory):
 
 
 def figures(
-    loss: float = 2.0, norm: float = 1.0, valid: float = 100, flag: float = 0, tokens: float = 7
+    loss: float = 2.0, norm: float = 1.0, valid: float = 100, flag: float = 0, tokens: float = 7, skips: float = 0
 ) -> StepFigures:
-    return StepFigures(torch.tensor([loss, norm, valid, tokens, flag], dtype=torch.float64))
+    return StepFigures(torch.tensor([loss, norm, valid, tokens, flag, skips], dtype=torch.float64))
 
 
 def reader(assignment, gpu: str, compute: str = "bf16") -> FigureReader:

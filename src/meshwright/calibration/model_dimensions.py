@@ -15,22 +15,22 @@ from meshwright.workload.model_shape import Shape
 Dims = dict[str, Any]
 
 
-def _dense(layers: int, hidden: int, heads: int, kv: int, ffn: int, vocab: int, **more: Any) -> Dims:
-    return {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv, "ffn": ffn, "vocab": vocab, **more}
+def _dense(layers: int, hidden: int, heads: int, kv: int, ffn: int, vocab: int, **extras: Any) -> Dims:
+    return {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv, "ffn": ffn, "vocab": vocab, **extras}
 
 
-def _gpt(layers: int, hidden: int, heads: int, vocab: int = 51200, **more: Any) -> Dims:
-    return _dense(layers, hidden, heads, heads, 4 * hidden, vocab, gated=0, tied=1, **more)
+def _gpt(layers: int, hidden: int, heads: int, vocab: int = 51200, **extras: Any) -> Dims:
+    return _dense(layers, hidden, heads, heads, 4 * hidden, vocab, gated=0, tied=1, **extras)
 
 
 def _moe(
-    dims: Dims, experts: int, top_k: int, expert_ffn: int, shared_ffn: int = 0, dense: int = 0, **more: Any
+    dims: Dims, experts: int, top_k: int, expert_ffn: int, shared_ffn: int = 0, dense: int = 0, **extras: Any
 ) -> Dims:
     sizes = {"experts": experts, "top_k": top_k, "expert_ffn": expert_ffn, "shared_ffn": shared_ffn}
-    return {**dims, **sizes, "first_dense": dense, **more}
+    return {**dims, **sizes, "first_dense": dense, **extras}
 
 
-_LATENT = {"q_rank": 1536, "kv_rank": 512, "head_dim": 192, "v_head_dim": 128, "rope_dim": 64}
+_LATENT_ATTENTION = {"q_rank": 1536, "kv_rank": 512, "head_dim": 192, "v_head_dim": 128, "rope_dim": 64}
 
 FAMILIES: tuple[tuple[str, Dims], ...] = (
     (r"llama(3|31|33)?405b", _dense(126, 16384, 128, 8, 53248, 128256)),
@@ -65,11 +65,11 @@ FAMILIES: tuple[tuple[str, Dims], ...] = (
     (r"mixtral8x22b", _moe(_dense(56, 6144, 48, 8, 16384, 32768), 8, 2, 16384)),
     (r"grok1(314b)?", _moe(_dense(64, 6144, 48, 8, 32768, 131072, head_dim=128), 8, 2, 32768)),
     (r"deepseekv3|deepseekr1|deepseekv31", _moe(
-        _dense(61, 7168, 128, 128, 18432, 129280), 256, 8, 2048, 2048, 3, **_LATENT)),
+        _dense(61, 7168, 128, 128, 18432, 129280), 256, 8, 2048, 2048, 3, **_LATENT_ATTENTION)),
     (r"deepseekv2lite|deepseekv316b|deepseekmoe16b", _moe(
-        _dense(27, 2048, 16, 16, 10944, 102400), 64, 6, 1408, 2816, 1, **{**_LATENT, "q_rank": 0})),
-    (r"deepseekv2", _moe(_dense(60, 5120, 128, 128, 12288, 102400), 160, 6, 1536, 3072, 1, **_LATENT)),
-    (r"kimik2", _moe(_dense(61, 7168, 64, 64, 18432, 163840), 384, 8, 2048, 2048, 1, **_LATENT)),
+        _dense(27, 2048, 16, 16, 10944, 102400), 64, 6, 1408, 2816, 1, **{**_LATENT_ATTENTION, "q_rank": 0})),
+    (r"deepseekv2", _moe(_dense(60, 5120, 128, 128, 12288, 102400), 160, 6, 1536, 3072, 1, **_LATENT_ATTENTION)),
+    (r"kimik2", _moe(_dense(61, 7168, 64, 64, 18432, 163840), 384, 8, 2048, 2048, 1, **_LATENT_ATTENTION)),
     (r"qwen3next80b(a3b)?", _moe(
         _dense(48, 2048, 16, 2, 5120, 151936, head_dim=256), 512, 10, 512, 512, attention_every=4)),
     (r"qwen330b(a3b)?", _moe(_dense(48, 2048, 32, 4, 6144, 151936, head_dim=128), 128, 8, 768)),
@@ -100,11 +100,11 @@ FAMILIES: tuple[tuple[str, Dims], ...] = (
 """(pattern of the whole simplified name, dimensions), most specific first."""
 
 
-def by_name(name: str) -> Dims:
+def dimensions_by_name(name: str) -> Dims:
     """Dimensions of a family by its name; empty when the name is not known."""
-    plain = re.sub(r"[^a-z0-9]", "", name.lower())
-    plain = plain.removeprefix("meta").removesuffix("instruct").removesuffix("base")
-    return next((dict(dims) for pattern, dims in FAMILIES if re.fullmatch(pattern, plain)), {})
+    simplified = re.sub(r"[^a-z0-9]", "", name.lower())
+    simplified = simplified.removeprefix("meta").removesuffix("instruct").removesuffix("base")
+    return next((dict(dims) for pattern, dims in FAMILIES if re.fullmatch(pattern, simplified)), {})
 
 
 def looks_like_gpt(name: str) -> bool:
@@ -112,42 +112,42 @@ def looks_like_gpt(name: str) -> bool:
     return bool(re.match(r"(gpt|mpt|opt|bloom|megatron|mt-?nlg|bert)", name.lower()))
 
 
-def shape(dims: Mapping[str, Any]) -> Shape:
-    """The Shape of dimensions as `by_name` gives them: layers, hidden, heads, kv_heads, ffn, vocab and optional extras."""
+def shape_from_dimensions(dims: Mapping[str, Any]) -> Shape:
+    """The Shape of `dims`: layers, hidden, heads, kv_heads, ffn, vocab, and any of the optional keys in `FAMILIES`."""
     heads, hidden, layers = dims["heads"], dims["hidden"], dims["layers"]
-    head = dims.get("head_dim") or hidden / heads
-    value_head = dims.get("v_head_dim") or head
-    moe = layers - min(layers, dims.get("first_dense", 0)) if dims.get("experts") else 0
-    attention, mixers, dense = layers, 0, layers - moe
+    head_dim = dims.get("head_dim") or hidden / heads
+    value_head = dims.get("v_head_dim") or head_dim
+    moe_layers = layers - min(layers, dims.get("first_dense", 0)) if dims.get("experts") else 0
+    attention_layers, mixer_layers, dense_layers = layers, 0, layers - moe_layers
     if "hybrid" in dims:
-        total = sum(dims["hybrid"])
-        attention, mixers, moe = (layers * part / total for part in dims["hybrid"])
-        dense = 0
+        hybrid_layers = sum(dims["hybrid"])
+        attention_layers, mixer_layers, moe_layers = (layers * count / hybrid_layers for count in dims["hybrid"])
+        dense_layers = 0
     if "attention_every" in dims:
-        attention = layers / dims["attention_every"]
-        mixers = layers - attention
+        attention_layers = layers / dims["attention_every"]
+        mixer_layers = layers - attention_layers
     if dims.get("kv_rank"):
         kv_width = dims["kv_rank"] + dims["rope_dim"]
-        params = _latent_params(dims, head, value_head)
+        attention_params = _latent_params(dims, head_dim, value_head)
     else:
-        kv_width = 2 * dims["kv_heads"] * head
-        params = hidden * (heads * head + kv_width + heads * value_head)
+        kv_width = 2 * dims["kv_heads"] * head_dim
+        attention_params = hidden * (heads * head_dim + kv_width + heads * value_head)
     return Shape(
         layers=layers,
         hidden=hidden,
         vocab=dims["vocab"],
         heads=heads,
-        query_width=heads * head,
+        query_width=heads * head_dim,
         value_width=heads * value_head,
         kv_width=kv_width,
-        attention_params=params,
-        attention_layers=attention,
+        attention_params=attention_params,
+        attention_layers=attention_layers,
         full_attention=dims.get("full_attention", 1.0),
-        mixer_layers=mixers,
+        mixer_layers=mixer_layers,
         mixer_params=6 * hidden * hidden,
         ffn=dims["ffn"],
-        dense_layers=dense,
-        moe_layers=moe,
+        dense_layers=dense_layers,
+        moe_layers=moe_layers,
         experts=dims.get("experts", 0),
         top_k=dims.get("top_k", 0),
         expert_ffn=dims.get("expert_ffn", 0),
@@ -159,9 +159,9 @@ def shape(dims: Mapping[str, Any]) -> Shape:
     )
 
 
-def _latent_params(dims: Mapping[str, Any], head: float, value_head: float) -> float:
+def _latent_params(dims: Mapping[str, Any], head_dim: float, value_head_dim: float) -> float:
     """Weights of one multi-head latent attention layer (DeepSeek-V2, section 2.1)."""
-    hidden, heads, rank, rope = dims["hidden"], dims["heads"], dims["kv_rank"], dims["rope_dim"]
-    query = dims["q_rank"] * (hidden + heads * head) if dims.get("q_rank") else hidden * heads * head
-    keys = hidden * (rank + rope) + rank * heads * (head - rope + value_head)
-    return query + keys + heads * value_head * hidden
+    hidden, heads, kv_rank, rope_dim = dims["hidden"], dims["heads"], dims["kv_rank"], dims["rope_dim"]
+    query_params = dims["q_rank"] * (hidden + heads * head_dim) if dims.get("q_rank") else hidden * heads * head_dim
+    key_value_params = hidden * (kv_rank + rope_dim) + kv_rank * heads * (head_dim - rope_dim + value_head_dim)
+    return query_params + key_value_params + heads * value_head_dim * hidden

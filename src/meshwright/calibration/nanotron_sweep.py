@@ -12,22 +12,22 @@ from meshwright.costs.stack_footprint import MemoryConstants, footprint
 from meshwright.workload.layouts import Layouts
 from meshwright.workload.model_shape import Shape
 
-WHOLE = MemoryConstants(
+UNSPLIT_CONSTANTS = MemoryConstants(
     held=7.0, owned=13.0, sharding=0.0, wide=1.5, hidden=9.0, narrow=1.0, live=2.5, logits=14.0, gathered=0.0, slack=0.0, base=0.25,
     base_rank=0.0,
 )  # fmt: skip
 """Memory constants of a run with whole activations: bf16 weights, fp32 gradients and states, 16-bit activations."""
-FULL = 0.88
+FAILING_SHARE = 0.88
 """Share of a device's memory above which the sweep's runs failed."""
 
 
 def splits_sequence(shape: Shape, machine: Machine, layout: Layouts) -> bool:
     """Whether a run of the sweep split activations by sequence: runs too large without the split, most large pipelines."""
-    needed = float(sum(footprint(shape, layout, WHOLE).values()))
-    if layout.tensor > 1 and needed > FULL * machine.memory:
+    unsplit_bytes = float(sum(footprint(shape, layout, UNSPLIT_CONSTANTS).values()))
+    if layout.tensor > 1 and unsplit_bytes > FAILING_SHARE * machine.memory:
         return True
-    stage = layout.tensor * layout.data
+    stage_ranks = layout.tensor * layout.data
     if layout.pipeline == 1:
-        return bool(stage >= 512 and layout.tensor < 32)
-    wide = layout.tensor >= 32 or (layout.pipeline == 2 and layout.tensor >= 8)
-    return bool(wide or stage >= 64 or layout.ranks >= 512)
+        return bool(stage_ranks >= 512 and layout.tensor < 32)
+    is_large_pipeline = layout.tensor >= 32 or (layout.pipeline == 2 and layout.tensor >= 8)
+    return bool(is_large_pipeline or stage_ranks >= 64 or layout.ranks >= 512)

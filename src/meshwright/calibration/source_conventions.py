@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-Text = Mapping[str, str]
+Record = Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Convention:
     read_as: Mapping[str, str] = field(default_factory=dict)
     """Column → value that replaces the source's word."""
     layout: Mapping[str, float] = field(default_factory=dict)
-    """Fields of `inputs.Layouts` that no column has."""
+    """Fields of `workload.layouts.Layouts` that no column has."""
     stack: str = ""
     """The software stack, where it differs from the one that the source's name implies."""
     release: float = 0.0
@@ -38,7 +38,7 @@ class Convention:
     attention_counted_in_full: bool = False
     """Whether the source counts 6 FLOPs per parameter and token and full attention (Chowdhery et al. 2022, appendix B)."""
 
-    def applies_to(self, record: Text) -> bool:
+    def applies_to(self, record: Record) -> bool:
         """Whether the convention holds for `record`."""
         if not re.search(self.source, (record.get("source") or "").lower()):
             return False
@@ -63,7 +63,7 @@ def _whole_graph(model: str, gpu: str, pull_request: int) -> Convention:
     )
 
 
-_BESIDE = "tokens travel beside compute (moe_a2a_overlap in {}_workload_base_configs.py)"
+_EXCHANGE_OVERLAPS = "tokens travel beside compute (moe_a2a_overlap in {}_workload_base_configs.py)"
 
 CONVENTIONS = (
     Convention(
@@ -133,14 +133,21 @@ CONVENTIONS = (
     _whole_graph("Qwen3-(30|235)B", "^GB", 4211),
     _whole_graph("Qwen3-30B", "^B300", 4211),
     _whole_graph("GPT-OSS", "^GB", 4173),
-    _recipe("DeepSeek-V3", "^H100", "25", f"DeepEP, {_BESIDE.format('deepseek')}", exchange_beside=1, one_copy=1),
     _recipe(
-        "DeepSeek-V3", "^B200", r"26\.0[4-9]", f"DeepEP, {_BESIDE.format('deepseek')}", exchange_beside=1, one_copy=1
+        "DeepSeek-V3", "^H100", "25", f"DeepEP, {_EXCHANGE_OVERLAPS.format('deepseek')}", exchange_beside=1, one_copy=1
     ),
-    _recipe("Qwen3-235B", "^H100", "2", _BESIDE.format("qwen3"), exchange_beside=1),
-    _recipe("Qwen3-235B", "^B200", r"25\.11", _BESIDE.format("qwen3"), exchange_beside=1),
-    _recipe("Qwen3-235B", "^B300", r"26\.02", _BESIDE.format("qwen3"), exchange_beside=1),
-    _recipe("Qwen3-30B", "^H100", r"25\.11", _BESIDE.format("qwen3"), exchange_beside=1),
+    _recipe(
+        "DeepSeek-V3",
+        "^B200",
+        r"26\.0[4-9]",
+        f"DeepEP, {_EXCHANGE_OVERLAPS.format('deepseek')}",
+        exchange_beside=1,
+        one_copy=1,
+    ),
+    _recipe("Qwen3-235B", "^H100", "2", _EXCHANGE_OVERLAPS.format("qwen3"), exchange_beside=1),
+    _recipe("Qwen3-235B", "^B200", r"25\.11", _EXCHANGE_OVERLAPS.format("qwen3"), exchange_beside=1),
+    _recipe("Qwen3-235B", "^B300", r"26\.02", _EXCHANGE_OVERLAPS.format("qwen3"), exchange_beside=1),
+    _recipe("Qwen3-30B", "^H100", r"25\.11", _EXCHANGE_OVERLAPS.format("qwen3"), exchange_beside=1),
     _recipe("Qwen3-30B", "^H100", "26", "HybridEP (qwen3_workload_base_configs.py)", one_copy=1),
     _recipe("Nemotron-3-Super", "^B200", "26", "HybridEP (perf_recipes/nemotronh/b200/nemotronh.py)", one_copy=1),
     Convention(
@@ -177,12 +184,12 @@ CONVENTIONS = (
 """In the order in which they are applied."""
 
 
-def applicable_conventions(record: Text) -> tuple[Convention, ...]:
+def applicable_conventions(record: Record) -> tuple[Convention, ...]:
     """The conventions that hold for `record`."""
     return tuple(convention for convention in CONVENTIONS if convention.applies_to(record))
 
 
-def with_conventions(record: Text) -> tuple[dict[str, str], tuple[str, ...]]:
+def with_conventions(record: Record) -> tuple[dict[str, str], tuple[str, ...]]:
     """`record` with its source's conventions applied, and the changes, each with its reason."""
     cells, changes = dict(record), []
     for convention in applicable_conventions(record):
@@ -198,6 +205,6 @@ def with_conventions(record: Text) -> tuple[dict[str, str], tuple[str, ...]]:
     return cells, tuple(changes)
 
 
-def stated_layout_fields(record: Text) -> dict[str, float]:
-    """Fields of `inputs.Layouts` that the source of `record` states and no column has."""
+def stated_layout_fields(record: Record) -> dict[str, float]:
+    """Fields of `workload.layouts.Layouts` that the source of `record` states and no column has."""
     return {key: value for convention in applicable_conventions(record) for key, value in convention.layout.items()}

@@ -16,23 +16,39 @@ from meshwright.chaos.hosts import host_name
 from meshwright.chaos.process_faults import CONTINUES, middle
 from meshwright.chaos.scenario import Scenario, Stage
 from meshwright.launch.control import HOST_VARIABLE
+from meshwright.spec.rank_environment import ATTEMPT_VARIABLE
 
 VARIABLE = "MESHWRIGHT_CHAOS_CODE"
-"""Environment variable with the fault that the injected code causes: `nan:RANK:STEP`, `spike:…`, `bit:…`, `clock:FILE`,
-or `product:FILE` for a host that the file names."""
+"""Environment variable with the faults that the injected code causes, separated by semicolons.
+
+`FAULT:RANK:STEP` or `FAULT:RANK:STEP:ATTEMPTS` disturbs a rank in a step, once in each of the first ATTEMPTS attempts (by default
+the first only): `nan`, `spike` or `bit` a weight, `gradient` a reduced gradient, which becomes NaN; `crash` kills the rank. The
+other forms are `clock:FILE`, and `product:FILE` for the products of the self-test on a host that the file names.
+"""
 JUMP_SECONDS = 86400
 CODE = f'''
-import importlib.abc, importlib.machinery, os, sys, time
+import importlib.abc, importlib.machinery, os, signal, sys, time
 
-fault, *arguments = os.environ["{VARIABLE}"].split(":")
+faults = [text.split(":") for text in os.environ["{VARIABLE}"].split(";")]
+
+
+def due(step):
+    rank, attempt = os.environ.get("RANK"), int(os.environ.get("{ATTEMPT_VARIABLE}", 1))
+    for fault, *values in faults:
+        if values[:2] == [rank, str(step)] and attempt <= int((*values, 1)[2]):
+            faults.remove([fault, *values])
+            return fault
+    return None
 
 
 def patch_self_test(module):
     import torch
 
+    file = faults[0][1]
+
     def multiply(a, b):
         product = torch.mm(a, b)
-        if os.path.exists(arguments[0]) and open(arguments[0]).read() == os.environ.get("{HOST_VARIABLE}"):
+        if os.path.exists(file) and open(file).read() == os.environ.get("{HOST_VARIABLE}"):
             product[17, 5] += 1
         return product
 
@@ -42,12 +58,23 @@ def patch_self_test(module):
 def patch_step(module):
     import torch
 
-    train_step, calls = module.train_step, [0]
+    train_step, gradient_norm = module.train_step, module.gradient_norm
+
+    def disturbed_norm(gradients, *args):
+        gradients[-1].view(-1)[0] = float("nan")
+        return gradient_norm(gradients, *args)
 
     def disturbed_step(engine, *args, **kwargs):
-        calls[0] += 1
-        if os.environ.get("RANK") != arguments[0] or calls[0] != int(arguments[1]):
+        fault = due(engine.executor.on_action.__self__.read().step)
+        if fault is None:
             return train_step(engine, *args, **kwargs)
+        if fault == "crash":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "gradient":
+            module.gradient_norm = disturbed_norm
+            figures = train_step(engine, *args, **kwargs)
+            module.gradient_norm = gradient_norm
+            return figures
         vectors = [weight for weight in engine.model.parameters() if weight.dim() == 1]
         shards = [getattr(weight, "_local_tensor", weight).detach() for weight in vectors]
         weights = [shard for shard in shards if shard.numel()][-1]
@@ -81,26 +108,26 @@ class Loader(importlib.abc.MetaPathFinder):
         return spec
 
 
-if fault == "clock":
-    seconds = time.time
-    time.time = lambda: seconds() + (float(open(arguments[0]).read() or 0) if os.path.exists(arguments[0]) else 0.0)
+if faults[0][0] == "clock":
+    seconds, file = time.time, faults[0][1]
+    time.time = lambda: seconds() + (float(open(file).read() or 0) if os.path.exists(file) else 0.0)
 else:
     target_module, patch = (
         ("meshwright.training.self_test", patch_self_test)
-        if fault == "product"
+        if faults[0][0] == "product"
         else ("meshwright.training.train_step", patch_step)
     )
     sys.meta_path.insert(0, Loader())
 '''
 
 
-def with_code(stage: Stage, fault: str) -> dict[str, str]:
-    """Environment variables of a job whose processes run the injected code."""
-    folder = stage.folder / "code"
+def with_code(folder: Path, faults: str) -> dict[str, str]:
+    """Environment variables of a job whose processes run the injected code, which is written below `folder`."""
+    folder = folder / "code"
     folder.mkdir(exist_ok=True)
     (folder / "sitecustomize.py").write_text(CODE, encoding="utf-8")
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-    return {"PYTHONPATH": path, VARIABLE: fault}
+    return {"PYTHONPATH": path, VARIABLE: faults}
 
 
 def disturb_values(fault: str, printed: str) -> Callable[[Stage], None]:
@@ -108,7 +135,7 @@ def disturb_values(fault: str, printed: str) -> Callable[[Stage], None]:
 
     def play(stage: Stage) -> None:
         step = middle(stage)
-        job = stage.start(with_code(stage, f"{fault}:{stage.template.ranks - 1}:{step}"))
+        job = stage.start(with_code(stage.folder, f"{fault}:{stage.template.ranks - 1}:{step}"))
         job.until_step(step - 1)
         stage.mark()
         job.wait()
@@ -120,7 +147,7 @@ def disturb_values(fault: str, printed: str) -> Callable[[Stage], None]:
 def make_host_wrong(stage: Stage) -> None:
     """Let the matrix products of a training host be wrong, and let its rank end as by an error of the processor."""
     file = stage.folder / "wrong-host"
-    job = stage.start(with_code(stage, f"product:{file}"))
+    job = stage.start(with_code(stage.folder, f"product:{file}"))
     job.until_step(middle(stage))
     host = training_host(stage)
     file.write_text(host_name(host))
@@ -136,7 +163,7 @@ def make_host_wrong(stage: Stage) -> None:
 def jump_clock(stage: Stage) -> None:
     """Let the wall clock of all processes of the job jump a day ahead, and back."""
     file = Path(stage.folder / "clock")
-    job = stage.start(with_code(stage, f"clock:{file}"))
+    job = stage.start(with_code(stage.folder, f"clock:{file}"))
     job.until_step(middle(stage))
     stage.mark()
     for seconds in (JUMP_SECONDS, -JUMP_SECONDS):
@@ -173,9 +200,11 @@ CODE_FAULTS = (
     ),
     Scenario(
         name="bitflip-weights",
-        promise=f"Not kept yet (replicas are not compared): a flipped bit in a replica's weight is reported, and {CONTINUES}.",
-        play=disturb_values("bit", "differ"),
-        detected_by="differ",
+        promise=f"With check_state_every: 1 a flipped bit of a weight is reported with its rank and tensor, and {CONTINUES}.",
+        play=disturb_values("bit", "silent corruption: on rank"),
+        overrides=("supervision.check_state_every=1",),
+        detected_by="silent corruption",
+        restarts=False,
     ),
     Scenario(
         name="clock-jump",

@@ -46,7 +46,7 @@ class Suite:
                 scenario,
                 self._template,
                 self._folder / scenario.name,
-                lambda: self.undisturbed(scenario.overrides, min(scenario.hosts, 2)),
+                lambda: self.undisturbed(_without_supervision(scenario.overrides), min(scenario.hosts, 2)),
                 self._patience,
             )
         except NotReached as error:
@@ -68,6 +68,11 @@ class Suite:
                 raise CommunicationFailure(f"the undisturbed run ended with code {code}:\n{stage.job.output[-2000:]}")
             self._undisturbed[key] = stage.losses()
         return self._undisturbed[key]
+
+
+def _without_supervision(overrides: tuple[str, ...]) -> tuple[str, ...]:
+    """`overrides` without keys of `supervision`, none of which changes a loss."""
+    return tuple(word for word in overrides if not word.startswith("supervision."))
 
 
 def scenario_named(name: str) -> Scenario:

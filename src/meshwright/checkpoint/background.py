@@ -291,13 +291,13 @@ class _SaveInFlight:
         try:
             self._copies.join()
             self.device_seconds = self._copies.device_seconds
-            staging = self._copies.seconds
+            staging, checksums = self._copies.seconds, [list(checksum) for checksum in self._copies.checksums]
             self._arena.complete_snapshot()
             self._described.wait()
             if self._given_up:
                 return
             plain = {name: data.decode() for name, data in self._plain().items()}
-            complete = replace(self.save, staging_seconds=staging, plain=plain, finite=True)
+            complete = replace(self.save, staging_seconds=staging, checksums=checksums, plain=plain, finite=True)
             self._writer.save(complete, self._committed)
             self._result = self._result or SaveResult(step)
         except Exception as error:

@@ -22,12 +22,14 @@ def write_blocks(
     threads: int,
     progress: Callable[[int], None] = lambda count: None,
     digested: Callable[[FileRecord], None] = lambda record: None,
+    inspect: Callable[[int, int, memoryview], None] = lambda part, offset, piece: None,
 ) -> FileRecord:
     """Write a new file of consecutive `parts`, durable on return.
 
-    `progress` is called with the bytes of each block written, and `digested` with the record before the file is durable.
+    `progress` is called with the bytes of each block written, and `digested` with the record before the file is durable. `inspect` is
+    called with each piece of data once, between its digest and its write: with the number of its part, its offset there, and the piece.
 
-        Raises FileExistsError when `path` exists, and OSError with its name for what the storage refuses.
+    Raises FileExistsError when `path` exists, and OSError with its name for what the storage refuses.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
@@ -35,8 +37,9 @@ def write_blocks(
 
         def write(start: int) -> str:
             digest, offset = xxhash.xxh3_64(), start
-            for piece in _range(parts, start, min(start + BLOCK_BYTES, size)):
-                digest.update(piece)  # brings the piece into the processor's cache for the write
+            for part, position, piece in _range(parts, start, min(start + BLOCK_BYTES, size)):
+                digest.update(piece)  # brings the piece into the processor's cache for what follows
+                inspect(part, position, piece)
                 offset = _write_at(descriptor, piece, offset)
             progress(offset - start)
             return digest.hexdigest()
@@ -55,13 +58,13 @@ def write_blocks(
         os.close(descriptor)
 
 
-def _range(parts: Sequence[memoryview], start: int, end: int) -> Iterator[memoryview]:
-    """Bytes `start` to `end` of the concatenated parts, in pieces of at most `PIECE_BYTES`."""
+def _range(parts: Sequence[memoryview], start: int, end: int) -> Iterator[tuple[int, int, memoryview]]:
+    """Bytes `start` to `end` of the concatenated parts, in pieces of at most `PIECE_BYTES`, with part and offset of each."""
     begin = 0
-    for part in parts:
+    for number, part in enumerate(parts):
         first, last = max(start - begin, 0), min(end - begin, len(part))
         for offset in range(first, last, PIECE_BYTES):
-            yield part[offset : min(offset + PIECE_BYTES, last)]
+            yield number, offset, part[offset : min(offset + PIECE_BYTES, last)]
         begin += len(part)
 
 

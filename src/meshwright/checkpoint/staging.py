@@ -4,6 +4,9 @@ Copies run group by group; the update of the next step waits for each group befo
 copied on a stream of its own, with one event a group. State in host memory (a CPU rank's, or an offloaded optimizer's) is copied by a
 thread, with one flag a group. The groups that are updated first may be copied to a buffer beside the state first, and from there to the
 arena at the end (`policies.snapshot_copies`).
+
+The checksum of each piece is computed from the state before its group is updated (`checkpoint.source_checksum`). The writer compares it
+with what it reads from the arena.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.arena import DATA_OFFSET, Arena
+from meshwright.checkpoint.checksum import Checksum
 from meshwright.checkpoint.layout import FileLayout
+from meshwright.checkpoint.source_checksum import DeviceChecksums, NumberedPiece, host_checksum
 from meshwright.kernels.pinned import PIN_BYTES
 from meshwright.spec.errors import OutOfResources
 from meshwright.state.snapshot import HostState
@@ -95,6 +100,7 @@ class CopySequence:
 
     def __init__(self, groups: int) -> None:
         self.copies: list[list[Copy]] = [[] for _ in range(groups)]
+        self.pieces: list[list[NumberedPiece]] = [[] for _ in range(groups)]
         self._buffers: list[list[Tensor]] = []
 
     def __bool__(self) -> bool:
@@ -125,13 +131,23 @@ class CopySequence:
         self._buffers = []
         self._buffers = [[torch.empty_like(source) for _, source in group] for group in self.copies[:count]]
 
-    def run(self, copy: Callable[[Tensor, Tensor], object], release: Callable[[int], object]) -> None:
-        """Make the copies with `copy(target, source)`; `release(group)` is called when the state of a group may change."""
+    def run(
+        self,
+        copy: Callable[[Tensor, Tensor], object],
+        release: Callable[[int], object],
+        add_checksums: Callable[[int], object],
+    ) -> None:
+        """Make the copies with `copy(target, source)`; `release(group)` is called when the state of a group may change.
+
+        Before that, `add_checksums(group)` computes the checksums of that state.
+        """
         for number, buffers in enumerate(self._buffers):
+            add_checksums(number)
             for buffer, (_, source) in zip(buffers, self.copies[number], strict=True):
                 copy(buffer, source)
             release(number)
         for number in range(len(self._buffers), len(self.copies)):
+            add_checksums(number)
             for target, source in self.copies[number]:
                 copy(target, source)
             release(number)
@@ -157,22 +173,25 @@ class Stager:
         self.groups = [tuple(group) for group in groups]
         group_of = {parameter: number for number, group in enumerate(self.groups) for parameter in group}
         self.from_device, self.from_host = CopySequence(len(self.groups)), CopySequence(len(self.groups))
-        for piece in layout.pieces:
+        for index, piece in enumerate(layout.pieces):
             sequence = self.from_device if piece.source.is_cuda else self.from_host
-            target = buffer.data[piece.start : piece.end]
-            sequence.copies[group_of[parameter_of[piece.name]]] += _within_parts(target, piece.source, piece.start)
-        sources = (source for group in self.from_device.copies for _, source in group)
+            target, group = buffer.data[piece.start : piece.end], group_of[parameter_of[piece.name]]
+            sequence.copies[group] += _within_parts(target, piece.source, piece.start)
+            sequence.pieces[group].append((index, piece.source))
+        sources = (source for group in self.from_device.pieces for _, source in group)
         device = next((source.device for source in sources), None)
         self._stream = None if device is None else torch.cuda.Stream(device)
+        self._device_checksums = None if device is None else DeviceChecksums(self.from_device.pieces, device)
 
     def start(self, host_state: HostState | None = None) -> Copies:
         """Start copies of the state as the work given to the device so far leaves it, in host memory as `host_state` says."""
-        copies = Copies(self.groups)
-        if self._stream is not None:
+        copies = Copies(self.groups, self._device_checksums)
+        if self._stream is not None and self._device_checksums is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            self._device_checksums.start()
             with torch.cuda.stream(self._stream):
                 copies.begin_device_copies()
-                self.from_device.run(lambda target, source: target.copy_(source, non_blocking=True), copies.release)
+                self._start_device_copies(copies, self._device_checksums)
                 copies.end_device_copies()
         if self.from_host:
             thread = threading.Thread(
@@ -182,16 +201,33 @@ class Stager:
             thread.start()
         return copies
 
+    def _start_device_copies(self, copies: Copies, checksums: DeviceChecksums) -> None:
+        def release(group: int) -> None:
+            checksums.wait(group)
+            copies.release(group)
+
+        self.from_device.run(
+            lambda target, source: target.copy_(source, non_blocking=True), release, checksums.sum_group
+        )
+        checksums.copy_to_host()
+
     @torch.no_grad()
     def _copy_host_state(self, copies: Copies, host_state: HostState | None) -> None:
+        def current(source: Tensor) -> Tensor:
+            return source if host_state is None else host_state.current(source)
+
         def copy(target: Tensor, source: Tensor) -> None:
-            _copy(target, source if host_state is None else host_state.current(source))
+            _copy(target, current(source))
+
+        def add_checksums(group: int) -> None:
+            for index, source in self.from_host.pieces[group]:
+                copies.host_checksums[index] = host_checksum(current(source))
 
         try:
             if host_state is not None:
                 host_state.wait()
             copies.start_host_copies()
-            self.from_host.run(copy, copies.release_host_group)
+            self.from_host.run(copy, copies.release_host_group, add_checksums)
         except BaseException as error:
             copies.failure = error
         finally:
@@ -201,8 +237,11 @@ class Stager:
 class Copies:
     """Copies that run, as `SnapshotCopies` for the optimizer."""
 
-    def __init__(self, groups: Sequence[tuple[str, ...]]) -> None:
+    def __init__(self, groups: Sequence[tuple[str, ...]], device_checksums: DeviceChecksums | None = None) -> None:
         self.groups = groups
+        self._device_checksums = device_checksums
+        self.host_checksums: dict[int, Checksum] = {}
+        """Checksums of pieces in host memory by position in the file."""
         self._group_of = {parameter: number for number, group in enumerate(groups) for parameter in group}
         self._device_events: dict[int, torch.cuda.Event] = {}
         self._device_span: list[torch.cuda.Event] = []
@@ -261,6 +300,13 @@ class Copies:
             event.synchronize()
         if self.failure is not None:
             raise self.failure
+
+    @property
+    def checksums(self) -> list[Checksum]:
+        """The checksum of each piece in file order, after `join`; computed from the state itself, not from the arena."""
+        on_device = {} if self._device_checksums is None else self._device_checksums.result()
+        by_index = self.host_checksums | on_device
+        return [by_index[index] for index in sorted(by_index)]
 
     @property
     def seconds(self) -> float:

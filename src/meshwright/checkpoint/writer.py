@@ -29,6 +29,7 @@ from typing import Any
 from meshwright.checkpoint.arena import Arena
 from meshwright.checkpoint.attempt import Attempt, Provenance, delete_beyond, recover, remove_stale
 from meshwright.checkpoint.block_file import write_blocks
+from meshwright.checkpoint.checksum import ArenaChecksums
 from meshwright.checkpoint.contents import Chunk, Contents, TensorRecord
 from meshwright.checkpoint.files import FileRecord
 from meshwright.checkpoint.header import TensorHeader, encode_header
@@ -89,6 +90,8 @@ class Save:
     finite: bool | None = None
     urgent: bool = False
     """Whether the run waits for it; otherwise half of the threads leave the host's processors to training."""
+    checksums: list[list[int]] = field(default_factory=list)
+    """Phase and sum of each tensor of `Setup.headers`, computed before it was copied to the arena (`checkpoint.checksum`)."""
     plain: dict[str, str] = field(default_factory=dict)
 
 
@@ -180,6 +183,7 @@ class Writer:
 
     def _save(self, setup: Setup, save: Save) -> None:
         attempt = self._attempt(setup, save)
+        attempt.check_owner()  # without the lease no folder appears for which to wait
         self._arena.begin_saving(save.generation)
         self.phase = "writing"
         if setup.rank:
@@ -190,7 +194,6 @@ class Writer:
             write_durable(attempt.folder / done_name(setup.rank), json.dumps(entries))
             self._reply("done", step=save.step, seconds=time.perf_counter() - began)
             return
-        attempt.check_owner()
         recover(attempt.checkpoints)
         attempt.create()
         with attempt.locked():
@@ -226,12 +229,20 @@ class Writer:
             return {}
         self._check_generation(save)
         name, data = f"tensors-{setup.rank:05d}.safetensors", self._arena.data
-        size = sum(TensorHeader(key, dtype, tuple(shape)).bytes for key, dtype, shape in setup.headers)
+        sizes = [TensorHeader(key, dtype, tuple(shape)).bytes for key, dtype, shape in setup.headers]
         threads = setup.threads if save.urgent else -(-setup.threads // 2)
-        record = write_blocks(
-            folder / name, [memoryview(self._header), data[:size]], threads, self._count,
-            lambda record: self._record(setup, save, record),
-        )  # fmt: skip
+        checksums = ArenaChecksums([key for key, _, _ in setup.headers], sizes, save.checksums)
+
+        def compare(part: int, offset: int, piece: memoryview) -> None:
+            if part == 1:
+                checksums.add(offset, piece)
+
+        def complete(record: FileRecord) -> None:
+            checksums.check()
+            self._record(setup, save, record)
+
+        parts = [memoryview(self._header), data[: sum(sizes)]]
+        record = write_blocks(folder / name, parts, threads, self._count, complete, compare)
         self._check_generation(save)
         return {name: record}
 

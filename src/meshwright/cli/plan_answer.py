@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.cli.effective_time import effective_answer
-from meshwright.costs.plan_costs import products
+from meshwright.costs.plan_costs import format_of_products
 from meshwright.costs.sources import sources
 from meshwright.launch.machine import is_here
 from meshwright.launch.prepare import (
@@ -252,7 +252,7 @@ def as_plain(answer: Answer, *, explain: bool) -> dict[str, Any]:
 
 def sources_of(answer: Answer) -> dict[str, str]:
     """The source of the predicted numbers: measured, fitted or guessed."""
-    product_format = products(answer.plan.precision, answer.run.cluster)
+    product_format = format_of_products(answer.plan.precision, answer.run.cluster)
     return sources(answer.run.cluster, product_format, answer.plan)
 
 

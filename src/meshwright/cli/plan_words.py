@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from meshwright.costs.machine_rates import is_guessed, unpredicted
+from meshwright.costs.machine_rates import is_guessed, unpredicted_message
 from meshwright.costs.plan_costs import STACK, as_nodes
 from meshwright.planner.candidate import pins_of, without_bf16
 from meshwright.planner.explain import MOVES, border
@@ -30,7 +30,7 @@ STAGES_SHOWN = 8
 def caution(run: RunSpec) -> str:
     """A warning about the accuracy of the predicted seconds; empty if measured runs confirm it."""
     if is_guessed(run.cluster):
-        return unpredicted(run.cluster)
+        return unpredicted_message(run.cluster)
     if STACK != "meshwright":
         return f"predicted with constants of {STACK}: compare plans and networks with it, but expect other step times"
     if run.data.document_mask:

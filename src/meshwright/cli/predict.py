@@ -14,7 +14,7 @@ from meshwright.cli.options import Json
 from meshwright.spec.errors import BadInput
 
 if TYPE_CHECKING:
-    from meshwright.calibration.row_predictions import Prediction
+    from meshwright.calibration.record_predictions import Prediction
 
 REQUIRED = ("gpu", "gpus", "tp", "pp")
 
@@ -33,7 +33,7 @@ def predict(
 
         meshwright predict runs.csv --json
     """
-    from meshwright.calibration.row_predictions import predict_records
+    from meshwright.calibration.record_predictions import predict_records
 
     records = _read(runs)
     predictions = zip(records, predict_records(records), strict=True)
@@ -67,7 +67,7 @@ def _read(path: Path) -> list[dict[str, str]]:
 
 
 def _answer(index: int, record: dict[str, str], prediction: Prediction) -> dict[str, Any]:
-    from meshwright.calibration.published_rows import measured_seconds, number_or_none
+    from meshwright.calibration.published_records import measured_seconds, number_or_none
 
     return {
         "row": index,

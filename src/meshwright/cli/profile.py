@@ -191,7 +191,7 @@ def _correct(folder: Path, out: Path | None) -> None:
     """Correct the machine's profile by the predicted and measured step time of the run in `folder`."""
     from meshwright.config.load import load_plan, load_resolved
     from meshwright.config.profile_file import load_profile, to_json
-    from meshwright.profile.feedback import corrected
+    from meshwright.profile.feedback import with_correction
 
     run, plan = load_resolved(folder / "config.yaml"), load_plan(folder / "plan.yaml")
     run_profile = Path(run.cluster.profile) if run.cluster.profile else None
@@ -201,7 +201,7 @@ def _correct(folder: Path, out: Path | None) -> None:
     check_writable("--out", out)
     existing = next((file for file in (out, run_profile) if file is not None and file.is_file()), None)
     before = load_profile(existing) if existing else _unmeasured(folder, run.cluster)
-    after = corrected(before, run, plan, _measured_step(folder))
+    after = with_correction(before, run, plan, _measured_step(folder))
     write_durable(out, to_json(after))
     correction = after.corrections[-1]
     verb = "guessed" if existing is None and run.cluster.is_cpu else "predicted"

@@ -47,14 +47,14 @@ def rank_group(machine: Machine, k: Constants, size: Array, stride: Array, conge
     """A group of `size` ranks, `stride` apart, on `machine`; `congestion` is the probability that the network is congested."""
     inside = np.minimum(size, np.maximum(1.0, machine.domain / stride))
     domains = np.ceil(size / inside)
-    link = link_rate(machine, k)
+    inside_rate = link_rate(machine, k)
     # A ring leaves a pod through the port of one of its members. Above the pod, groups share its oversubscribed bandwidth.
     members = np.maximum(1.0, machine.pod / stride)
     slowdown = np.where(size * stride > machine.pod, np.maximum(1.0, machine.oversubscribed / members), 1.0)
-    reached = np.where(inside > 2, k.net_ring, 1.0)
-    across = port_rate(machine, k, reached) * inside / slowdown / (1 + k.crowd * congestion)
-    sums = np.minimum(k.net_sum, MAX_LINE_SHARE / np.minimum(k.net * reached, MAX_LINE_SHARE))
-    return Group(size, inside, domains, np.where(domains > 1, np.minimum(link, across), link), sums)
+    ring_share = np.where(inside > 2, k.net_ring, 1.0)
+    across_rate = port_rate(machine, k, ring_share) * inside / slowdown / (1 + k.crowd * congestion)
+    sums = np.minimum(k.net_sum, MAX_LINE_SHARE / np.minimum(k.net * ring_share, MAX_LINE_SHARE))
+    return Group(size, inside, domains, np.where(domains > 1, np.minimum(inside_rate, across_rate), inside_rate), sums)
 
 
 def copy_engine_group(group: Group, machine: Machine, k: Constants) -> Group:

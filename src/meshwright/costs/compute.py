@@ -56,12 +56,12 @@ class LayerTime:
 
 def in_waves(m: Array, n: Array, multiprocessors: Array, count: Array = 1.0) -> Array:
     """Elements of `count` results m × n, rounded up to whole waves of tiles; not rounded where `multiprocessors` is 0."""
-    results = count * m * n
+    elements = count * m * n
     if not np.any(multiprocessors):
-        return results
+        return elements
     tiles = count * np.ceil(m / TILE - 1e-6) * np.ceil(n / TILE - 1e-6)
     waves = np.ceil(tiles / np.maximum(multiprocessors, 1.0) - 1e-6)
-    return np.where(multiprocessors > 0, waves * multiprocessors * TILE * TILE, results)
+    return np.where(multiprocessors > 0, waves * multiprocessors * TILE * TILE, elements)
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ class ProductRate:
 
     def seconds(self, m: Array, inner: Array, n: Array, count: Array = 1.0) -> Array:
         """Seconds of `count` equal products (m, inner) × (inner, n) launched together; zero when a dimension is zero."""
-        small = 1 / np.maximum(m, 1.0) + 1 / np.maximum(inner, 1.0) + 1 / np.maximum(n, 1.0)
-        results = in_waves(m, n, self.multiprocessors, count)
-        return 2 * results * inner / self.flops * (1 + self.narrow * small)
+        inverse_sum = 1 / np.maximum(m, 1.0) + 1 / np.maximum(inner, 1.0) + 1 / np.maximum(n, 1.0)
+        result_elements = in_waves(m, n, self.multiprocessors, count)
+        return 2 * result_elements * inner / self.flops * (1 + self.narrow * inverse_sum)
 
     def forward_backward(self, m: Array, inner: Array, n: Array, count: Array = 1.0) -> ForwardBackward:
         """Seconds of the forward, and of the backward, which computes the gradients of both operands."""
@@ -102,11 +102,11 @@ class ForwardBackward:
 
 def product_rate(machine: Machine, k: Constants) -> ProductRate:
     """The rate of products in the machine's format."""
-    low = np.choose(
+    format_share = np.choose(
         np.asarray(machine.low, dtype=np.int64),
         np.broadcast_arrays(1.0, k.gemm_low, k.gemm_block, k.gemm_fp4, k.gemm_low * k.gemm_rowwise),
     )
-    return _sustained_rate(machine, k, machine.peak, low)
+    return _sustained_rate(machine, k, machine.peak, format_share)
 
 
 def _sustained_rate(machine: Machine, k: Constants, peak: Array, format_share: Array = 1.0) -> ProductRate:
@@ -125,37 +125,59 @@ def _misaligned_head_slowdown(shape: Shape) -> Array:
 def layer_times(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> LayerTime:
     """Seconds of one micro-batch, summed over all layers of the model (not divided into stages)."""
     step = step_shape(shape, layout)
-    tokens, speed = step.tokens, product_rate(machine, k)
-    speed = replace(speed, flops=speed.flops / _misaligned_head_slowdown(shape))
-    memory = machine.hbm * k.hbm / k.slow
-    width = layout.tensor
+    tokens, rate = step.tokens, product_rate(machine, k)
+    rate = replace(rate, flops=rate.flops / _misaligned_head_slowdown(shape))
+    memory_rate = machine.hbm * k.hbm / k.slow
+    tensor_ranks = layout.tensor
     products = ForwardBackward(0.0, 0.0)
-    for product in layer_products(shape, step, width):
+    for product in layer_products(shape, step, tensor_ranks):
         if product.role != "router":  # constants were fitted without the router's product
-            products += speed.forward_backward(product.m, product.k, product.n, product.count).times(product.layers)
-    core_forward, core_backward = _attention_core(shape, machine, layout, k, tokens, memory)
-    passes = tokens * shape.hidden * shape.layers * k.passes / memory / width
+            products += rate.forward_backward(product.m, product.k, product.n, product.count).times(product.layers)
+    core_forward, core_backward = _attention_core(shape, machine, layout, k, tokens, memory_rate)
+    pass_seconds = tokens * shape.hidden * shape.layers * k.passes / memory_rate / tensor_ranks
     per_element = k.moe_passes + np.where(layout.expert > 1, k.moe_spread, 0.0)
-    routed = shape.moe_layers * tokens * shape.top_k * _routed_bytes(shape, layout, k, per_element) / memory / width
-    quantised = np.where(machine.low > 0, tokens * shape.hidden * shape.layers * 8 * k.quantise / memory / width, 0.0)
-    tails = KERNELS_WITH_TAIL * shape.layers * k.tail_us * 1e-6
-    forward = products.forward + core_forward + passes + routed + quantised + tails
-    backward = products.backward + core_backward + 1.5 * passes + k.moe_back * routed + 1.5 * quantised + 1.5 * tails
-    selective = np.where(k.compiled > 0, passes + tails / 2, core_forward)
-    recomputed = _recomputed(shape, layout, k, tokens, forward, selective, core_forward, speed)
+    routed_seconds = (
+        shape.moe_layers
+        * tokens
+        * shape.top_k
+        * _routed_bytes(shape, layout, k, per_element)
+        / memory_rate
+        / tensor_ranks
+    )
+    quantise_seconds = np.where(
+        machine.low > 0, tokens * shape.hidden * shape.layers * 8 * k.quantise / memory_rate / tensor_ranks, 0.0
+    )
+    tail_seconds = KERNELS_WITH_TAIL * shape.layers * k.tail_us * 1e-6
+    forward = products.forward + core_forward + pass_seconds + routed_seconds + quantise_seconds + tail_seconds
+    backward = (
+        products.backward
+        + core_backward
+        + 1.5 * pass_seconds
+        + k.moe_back * routed_seconds
+        + 1.5 * quantise_seconds
+        + 1.5 * tail_seconds
+    )
+    selective = np.where(k.compiled > 0, pass_seconds + tail_seconds / 2, core_forward)
+    recomputed = _recomputed(shape, layout, k, tokens, forward, selective, core_forward, rate)
     launches = np.where(layout.recompute >= ALL_BUT_ATTENTION, 4 / 3, 1.0)
-    across = (layout.pipeline > 1) & (layout.ranks > machine.per_node)
-    rings = np.maximum(layout.sequence, across) * (width - 1) * k.ring_us
-    tensor_host = np.where(width > 1, k.host_tensor_us, 0.0) + rings
-    host = shape.layers * (k.host_us + tensor_host) * launches * 1e-6
-    logits = _sustained_rate(machine, k, machine.half_peak).forward_backward(tokens, shape.hidden, shape.vocab / width)
-    loss = tokens * shape.vocab / width * k.logit_bytes / memory
+    across_nodes = (layout.pipeline > 1) & (layout.ranks > machine.per_node)
+    ring_us = np.maximum(layout.sequence, across_nodes) * (tensor_ranks - 1) * k.ring_us
+    tensor_us = np.where(tensor_ranks > 1, k.host_tensor_us, 0.0) + ring_us
+    host = shape.layers * (k.host_us + tensor_us) * launches * 1e-6
+    logits = _sustained_rate(machine, k, machine.half_peak).forward_backward(
+        tokens, shape.hidden, shape.vocab / tensor_ranks
+    )
+    loss_seconds = tokens * shape.vocab / tensor_ranks * k.logit_bytes / memory_rate
     # The weight gradient of each chunk of logits is added to an fp32 sum (kernels.loss).
-    sums = np.ceil(tokens / layout.loss_chunk) * shape.table_params / width * 8 * k.copies / memory
-    embed = tokens * shape.hidden * 12 / memory
-    padded_vocab = np.where(np.mod(shape.vocab / width, 8) > 1e-6, k.ragged_vocab, 1.0)
+    sum_seconds = np.ceil(tokens / layout.loss_chunk) * shape.table_params / tensor_ranks * 8 * k.copies / memory_rate
+    embed = tokens * shape.hidden * 12 / memory_rate
+    padded_vocab = np.where(np.mod(shape.vocab / tensor_ranks, 8) > 1e-6, k.ragged_vocab, 1.0)
     return LayerTime(
-        forward, backward + recomputed, host, (logits.forward + logits.backward + loss) * padded_vocab + sums, embed
+        forward,
+        backward + recomputed,
+        host,
+        (logits.forward + logits.backward + loss_seconds) * padded_vocab + sum_seconds,
+        embed,
     )
 
 
@@ -179,18 +201,18 @@ def _recomputed(
     tokens: Array,
     forward: Array,
     selective: Array,
-    attention: Array,
-    speed: ProductRate,
+    core_seconds: Array,
+    rate: ProductRate,
 ) -> Array:
     """Device seconds that recompute adds to backward, over all layers."""
-    last = shape.dense_layers * speed.seconds(tokens, shape.ffn / layout.tensor, shape.hidden)
-    full = forward - np.where(k.compiled > 0, last, 0.0)
+    last_product = shape.dense_layers * rate.seconds(tokens, shape.ffn / layout.tensor, shape.hidden)
+    full = forward - np.where(k.compiled > 0, last_product, 0.0)
     mode = np.asarray(layout.recompute, dtype=np.int64)
-    return np.choose(mode, np.broadcast_arrays(0.0, selective, full - attention, full))
+    return np.choose(mode, np.broadcast_arrays(0.0, selective, full - core_seconds, full))
 
 
 def _attention_core(
-    shape: Shape, machine: Machine, layout: Layouts, k: Constants, tokens: Array, memory: Array
+    shape: Shape, machine: Machine, layout: Layouts, k: Constants, tokens: Array, memory_rate: Array
 ) -> tuple[Array, Array]:
     """Seconds of attention's two products, forward and backward, over all layers.
 
@@ -200,8 +222,8 @@ def _attention_core(
     layers = shape.attention_layers * np.where(k.scores > 0, 1.0, shape.full_attention)
     pairs = layers * tokens * layout.seq / layout.tensor
     flops = 2 * pairs * (shape.query_width + shape.value_width) * fused
-    head = shape.query_width / shape.heads
-    small_heads = 1 + 32.0 / head
+    head_dim = shape.query_width / shape.heads
+    small_heads = 1 + 32.0 / head_dim
     forward = flops / (machine.half_peak * k.attention) * k.slow * small_heads * _misaligned_head_slowdown(shape)
-    scores = pairs * shape.heads * k.scores / memory
-    return forward + scores, np.where(k.scores > 0, 2.0, 2.5) * forward + 2 * scores
+    score_seconds = pairs * shape.heads * k.scores / memory_rate
+    return forward + score_seconds, np.where(k.scores > 0, 2.0, 2.5) * forward + 2 * score_seconds

@@ -217,14 +217,14 @@ def table() -> dict[str, Any]:
     return with_own(published, own)
 
 
-def with_own(published: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+def with_own(published: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
     """The published table with this program's own stack added."""
     return {
         **published,
-        "stacks": {**published["stacks"], OWN: own["stack"]},
-        "bands": {**published["bands"], OWN: own["band"]},
-        "measured": {OWN: own["measured"]},
-        "own_runs": sum(len(runs) for runs in own.get("fitted_on", {}).values()),
+        "stacks": {**published["stacks"], OWN: measured["stack"]},
+        "bands": {**published["bands"], OWN: measured["band"]},
+        "measured": {OWN: measured["measured"]},
+        "own_runs": sum(len(runs) for runs in measured.get("fitted_on", {}).values()),
     }
 
 
@@ -234,10 +234,10 @@ def constants(generation: str, stack: str, values: dict[str, Any] | None = None)
     Values measured for this stack on this generation override those of the generation and of the stack.
     """
     values = values or table()
-    chip, software = values["generations"], values["stacks"]
-    defaults = {**chip["default"], **software["default"]}
+    generations, stacks = values["generations"], values["stacks"]
+    defaults = {**generations["default"], **stacks["default"]}
     measured = values.get("measured", {}).get(stack, {}).get(generation, {})
-    return Constants(**{**defaults, **chip.get(generation, {}), **software.get(stack, {}), **measured})
+    return Constants(**{**defaults, **generations.get(generation, {}), **stacks.get(stack, {}), **measured})
 
 
 def is_measured(generation: str, stack: str = OWN) -> bool:
@@ -245,7 +245,7 @@ def is_measured(generation: str, stack: str = OWN) -> bool:
     return generation in table()["measured"].get(stack, {})
 
 
-def unmeasured(chip: Chip) -> dict[str, float]:
+def unmeasured_chip_constants(chip: Chip) -> dict[str, float]:
     """Constants of this program's own engine on a chip without own runs; they replace those of the generation.
 
     Products reach the same share of the chip's fastest measured product as on the measured chip, and at most the best quartile of

@@ -35,17 +35,22 @@ def copy_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Constants) 
     unsharded = layout.shards <= 1
     # Without a buffer the cast writes the weights that compute reads.
     casts_in_place = unsharded & (k.lone_copies == 0)
-    ends = (2 - shape.tied) * shape.table_params / layout.tensor
-    blocks, experts = shape.dense_params / layout.tensor, shape.expert_params / np.maximum(layout.expert, 1.0)
-    parameters = blocks + experts + ends
+    end_parameters = (2 - shape.tied) * shape.table_params / layout.tensor
+    block_parameters, expert_parameters = (
+        shape.dense_params / layout.tensor,
+        shape.expert_params / np.maximum(layout.expert, 1.0),
+    )
+    parameters = block_parameters + expert_parameters + end_parameters
 
-    gathered_bytes = (blocks * layout.gathered_bytes + (experts + ends) * COMPUTE_BYTES) / parameters
+    gathered_bytes = (
+        block_parameters * layout.gathered_bytes + (expert_parameters + end_parameters) * COMPUTE_BYTES
+    ) / parameters
     cast = MASTER_READ + gathered_bytes
     copy_out = np.where(casts_in_place, cast, 2 * gathered_bytes + k.side_copies * cast / layout.shards)
 
     by_products = np.where(machine.low > 0, 1.0, k.product_sums)
-    accumulate = ACCUMULATE * (blocks * by_products + experts + ends) / parameters
-    padded = COPY_IN * (1 + (1 / k.packing - 1) * (1 - experts / parameters))
+    accumulate = ACCUMULATE * (block_parameters * by_products + expert_parameters + end_parameters) / parameters
+    padded = COPY_IN * (1 + (1 / k.packing - 1) * (1 - expert_parameters / parameters))
     in_place = np.where(casts_in_place & ~reduces_once, accumulate, COPY_IN)
     in_place = np.where(casts_in_place & layout.gradients_final_in_backward(shape.tied), 0.0, in_place)
     on_side_stream = np.where(unsharded, UNSHARDED_SCALING * k.lone_copies, 0.0)

@@ -46,7 +46,7 @@ def is_guessed(cluster: ClusterSpec) -> bool:
     return cluster.gpu not in CHIPS and cluster.profile is None
 
 
-def unpredicted(cluster: ClusterSpec) -> str:
+def unpredicted_message(cluster: ClusterSpec) -> str:
     """The message that replaces predicted seconds if `is_guessed`."""
     if cluster.is_cpu:
         return "CPU times are not predicted without a profile (`meshwright profile --out FILE` measures this machine)"
@@ -80,7 +80,7 @@ def machine_of(cluster: ClusterSpec, number_format: str = "bf16") -> Machine:
     """
     network = cluster.network or NetworkSpec()
     chips = _chips(cluster, number_format)
-    first = chips[0]
+    first_chip = chips[0]
     nodes = [node for node, _ in node_type_runs(cluster)]
     links = [node.link_gb_per_s * 1e9 if node.link_gb_per_s else _chip(cluster, node.gpu).link for node in nodes]
     ports = [node.port_gb_per_s * 1e9 if node.port_gb_per_s else _chip(cluster, node.gpu).nic for node in nodes]
@@ -91,7 +91,7 @@ def machine_of(cluster: ClusterSpec, number_format: str = "bf16") -> Machine:
         half_peak=min(_half_peak(chip, number_format) for chip in chips),
         low=FORMATS[number_format],
         hbm=min(chip.hbm for chip in chips),
-        memory=min([stated_memory or first.memory_bytes, *other_memories]),
+        memory=min([stated_memory or first_chip.memory_bytes, *other_memories]),
         link=min(links),
         nic=min(ports),
         host=min(chip.host for chip in chips),
@@ -99,24 +99,24 @@ def machine_of(cluster: ClusterSpec, number_format: str = "bf16") -> Machine:
         per_node=cluster.gpus_per_node,
         oversubscribed=network.oversubscription,
         pod=network.pod_nodes * cluster.gpus_per_node if network.pod_nodes else float("inf"),
-        multiprocessors=float(first.multiprocessors),
+        multiprocessors=float(first_chip.multiprocessors),
     )
 
 
 def with_latencies(k: Constants, cluster: ClusterSpec) -> Constants:
     """Fitted constants, with the latencies that the cluster states instead of the stack's."""
     network = cluster.network or NetworkSpec()
-    stated = [node.port_us for node, _ in node_type_runs(cluster) if node.port_us is not None]
-    port = max(stated) if stated else k.net_us
-    return replace(k, net_us=port, link_us=network.link_us or k.link_us)
+    stated_us = [node.port_us for node, _ in node_type_runs(cluster) if node.port_us is not None]
+    port_us = max(stated_us) if stated_us else k.net_us
+    return replace(k, net_us=port_us, link_us=network.link_us or k.link_us)
 
 
-def as_measured(
+def with_measurements(
     k: Constants, machine: Machine, cluster: ClusterSpec, number_format: str = "bf16"
 ) -> tuple[Constants, Machine]:
     """Constants and machine, updated with the profile's measurements and the latencies of the cluster."""
     if cluster.is_cpu:
-        k = on_processor(k)
+        k = cpu_constants(k)
     if cluster.network:
         k = with_latencies(k, cluster)
     if cluster.profile is None:
@@ -136,7 +136,7 @@ def measured_port(cluster: ClusterSpec) -> float | None:
     return reference_chip(profile).nic / 1e9 if profile and profile.nodes > 1 else None
 
 
-def on_processor(k: Constants) -> Constants:
+def cpu_constants(k: Constants) -> Constants:
     """Constants of CPU ranks: compute and launches share the processor, so host time and fixed step cost are 0."""
     zero = 0.0
     return replace(
@@ -150,14 +150,14 @@ def _chips(cluster: ClusterSpec, number_format: str) -> list[Chip]:
         raise BadInput(
             f"cluster.groups: they have more nodes than cluster.nodes = {cluster.nodes}; cluster.nodes counts all nodes"
         )
-    differing = [group.gpu or cluster.gpu for group in cluster.groups]
+    group_gpus = [group.gpu or cluster.gpu for group in cluster.groups]
     has_ungrouped_nodes = sum(group.nodes for group in cluster.groups) < cluster.nodes
     chips = []
-    for name in dict.fromkeys([*([cluster.gpu] if has_ungrouped_nodes else []), *differing]):
+    for name in dict.fromkeys([*([cluster.gpu] if has_ungrouped_nodes else []), *group_gpus]):
         chip = _chip(cluster, name)
         if number_format not in FORMATS or number_format not in chip.peak_flops:
-            known = ", ".join(name for name in chip.peak_flops if name in FORMATS)
-            raise BadInput(f"cluster.gpu: {name} has no {number_format} products; it has {known}")
+            available = ", ".join(name for name in chip.peak_flops if name in FORMATS)
+            raise BadInput(f"cluster.gpu: {name} has no {number_format} products; it has {available}")
         chips.append(chip)
     return chips
 

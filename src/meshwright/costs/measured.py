@@ -72,25 +72,25 @@ def fits(k: Constants, profile: MachineProfile, number_format: str = "bf16") -> 
 @lru_cache(maxsize=64)
 def _fits(profile: MachineProfile, number_format: str, slow: float, start_us: float, link_us: float) -> dict[str, Fit]:
     chip = reference_chip(profile)
-    base = _measured_format(profile, number_format)
-    entries = [entry for entry in profile.products if entry.format == base]
+    measured_format = _measured_format(profile, number_format)
+    entries = [entry for entry in profile.products if entry.format == measured_format]
     fitted: dict[str, Fit] = {}
     if entries:
-        fitted["matrix products"] = _fit_products(entries, chip, chip.peak_flops[base], profile)
+        fitted["matrix products"] = _fit_products(entries, chip, chip.peak_flops[measured_format], profile)
         narrow, gemm = (fitted["matrix products"].values[name] for name in ("narrow", "gemm"))
         if fp8_entries := [entry for entry in profile.products if entry.format == "fp8"]:
             fitted["fp8 products"] = _fit_fp8_products(fp8_entries, chip, gemm, narrow)
     elif profile.corrections:
         fitted["matrix products"] = Fit({"slow": slow * correction(profile)}, 0, 0.0)
-    if shapes := [entry for entry in profile.attention if entry.format == base]:
-        fitted["attention"] = _fit_attention(shapes, chip.peak_flops[base])
+    if attention_entries := [entry for entry in profile.attention if entry.format == measured_format]:
+        fitted["attention"] = _fit_attention(attention_entries, chip.peak_flops[measured_format])
     fitted |= _fit_memory(profile, chip)
     fitted |= _fit_links(profile, chip, start_us * 1e-6, link_us * 1e-6)
     fitted |= _fit_overlap(profile)
     if profile.host_links:
-        widest = max(profile.host_links, key=lambda entry: entry.devices)
+        all_devices = max(profile.host_links, key=lambda entry: entry.devices)
         # The measured rate is that of a device while all devices copy; the constant is the rate of a device alone.
-        rate = min(widest.to_host, widest.to_device) / float(host_share(widest.devices))
+        rate = min(all_devices.to_host, all_devices.to_device) / float(host_share(all_devices.devices))
         fitted["host link"] = Fit({"host": rate}, 1, 0.0)
     return fitted
 
@@ -107,18 +107,18 @@ def chip_of_profile(profile: MachineProfile) -> Chip:
     for entry in profile.products:
         rate = 2.0 * entry.m * entry.k * entry.n / min(entry.seconds, entry.burst_seconds)
         peaks[entry.format] = max(peaks.get(entry.format, 0.0), rate)
-    for name, (other, ratio) in RATE_OF_UNMEASURED_FORMAT.items():
-        if name not in peaks and other in peaks:
-            peaks[name] = ratio * peaks[other]
-    share = profile.devices if profile.gpu == "cpu" else 1
-    guess = guessed_processor(profile.cores // profile.devices)
-    hosts = [min(entry.to_host, entry.to_device) for entry in profile.host_links]
+    for name, (measured_name, ratio) in RATE_OF_UNMEASURED_FORMAT.items():
+        if name not in peaks and measured_name in peaks:
+            peaks[name] = ratio * peaks[measured_name]
+    sharing_devices = profile.devices if profile.gpu == "cpu" else 1
+    guessed = guessed_processor(profile.cores // profile.devices)
+    host_rates = [min(entry.to_host, entry.to_device) for entry in profile.host_links]
     return Chip(
-        profile.gpu, "cpu" if profile.gpu == "cpu" else "unknown", profile.memory_bytes // share, peaks or guess.peak_flops,
-        hbm=max(profile.copy_bytes_per_s or 0.0, profile.pass_bytes_per_s or 0.0) or guess.hbm,
-        link=_best_ring_rate(profile, across=False) or guess.link,
-        nic=_best_ring_rate(profile, across=True) or guess.nic,
-        per_node=profile.devices, domain=profile.devices, host=max(hosts, default=guess.host),
+        profile.gpu, "cpu" if profile.gpu == "cpu" else "unknown", profile.memory_bytes // sharing_devices, peaks or guessed.peak_flops,
+        hbm=max(profile.copy_bytes_per_s or 0.0, profile.pass_bytes_per_s or 0.0) or guessed.hbm,
+        link=_best_ring_rate(profile, across_nodes=False) or guessed.link,
+        nic=_best_ring_rate(profile, across_nodes=True) or guessed.nic,
+        per_node=profile.devices, domain=profile.devices, host=max(host_rates, default=guessed.host),
     )  # fmt: skip
 
 
@@ -194,6 +194,7 @@ def _fit_attention(entries: Sequence[AttentionTime], peak: float) -> Fit:
 
 
 def _fit_memory(profile: MachineProfile, chip: Chip) -> dict[str, Fit]:
+    """Fits `hbm`, and `update`: bytes that memory moves while the optimizer updates one parameter."""
     if profile.pass_bytes_per_s is None:
         return {}
     fitted = {"device memory": Fit({"hbm": profile.pass_bytes_per_s / chip.hbm}, 1, 0.0)}
@@ -229,28 +230,30 @@ def _fit_node_links(entries: Sequence[CollectiveTime], reference: float, start: 
     wire = np.array([(entry.ranks - 1) / entry.ranks * entry.bytes for entry in entries])
     hops = np.array([entry.ranks - 1.0 for entry in entries])
     if len(set(hops)) > 1:
-        (cost, start, link), residual = _nonnegative_fit(np.stack([wire, np.ones_like(hops), hops], axis=1), seconds)
+        (seconds_per_byte, start, link), residual = _nonnegative_fit(
+            np.stack([wire, np.ones_like(hops), hops], axis=1), seconds
+        )
     else:
-        known = start + hops[0] * link
-        (cost, latency_factor), residual = _nonnegative_fit(
-            np.stack([wire, np.full_like(hops, known)], axis=1), seconds
+        default_latency = start + hops[0] * link
+        (seconds_per_byte, latency_factor), residual = _nonnegative_fit(
+            np.stack([wire, np.full_like(hops, default_latency)], axis=1), seconds
         )
         start, link = latency_factor * start, latency_factor * link
-    values = {"link": 1 / (cost * reference), "start_us": start * 1e6, "link_us": link * 1e6}
+    values = {"link": 1 / (seconds_per_byte * reference), "start_us": start * 1e6, "link_us": link * 1e6}
     return Fit(values, len(entries), residual)
 
 
 def _fit_network(entries: Sequence[CollectiveTime], reference: float, start: float, link: float) -> Fit:
-    """Fits `net` and `net_us`, the share of their members' ports that rings across nodes reach, and the latency of a step."""
-    inner = np.array([start + (entry.ranks - entry.nodes) * link for entry in entries])
+    """Fits `net`, the share of its members' ports that a ring across nodes reaches, and `net_us`, the latency of a step."""
+    inside_seconds = np.array([start + (entry.ranks - entry.nodes) * link for entry in entries])
     seconds = np.array([entry.seconds for entry in entries])
     # The steps inside nodes may be priced above the measured total: at least a tenth of it counts for the network.
-    network = np.maximum(seconds - inner, seconds / 10)
+    network = np.maximum(seconds - inside_seconds, seconds / 10)
     wire = np.array([(entry.ranks - 1) / entry.ranks * entry.bytes / (entry.ranks / entry.nodes) for entry in entries])
     hops = np.array([entry.nodes - 1.0 for entry in entries])
-    (cost, latency), _ = _nonnegative_fit(np.stack([wire, hops], axis=1), network, scale=seconds)
-    predicted = inner + wire * cost + hops * latency
-    values = {"net": 1 / (cost * reference), "net_ring": 1.0, "net_us": latency * 1e6}
+    (seconds_per_byte, latency), _ = _nonnegative_fit(np.stack([wire, hops], axis=1), network, scale=seconds)
+    predicted = inside_seconds + wire * seconds_per_byte + hops * latency
+    values = {"net": 1 / (seconds_per_byte * reference), "net_ring": 1.0, "net_us": latency * 1e6}
     return Fit(values, len(entries), _root_mean_square(predicted / seconds - 1))
 
 
@@ -263,16 +266,16 @@ def _fit_all_reduce(entries: Sequence[CollectiveTime], rate: float, net: float, 
     tree = np.array(
         [2 * (log2(entry.ranks / entry.nodes) * link + log2(entry.nodes) * net) + start for entry in entries]
     )
-    inner = np.minimum(ring, tree)  # as in costs.collective_costs
+    latency = np.minimum(ring, tree)  # as in costs.collective_costs
     seconds = np.array([entry.seconds for entry in entries])
     wire = np.array(
         [2 * (entry.ranks - 1) / entry.ranks * entry.bytes / (entry.ranks / entry.nodes) / rate for entry in entries]
     )
     large = wire > seconds / 2  # latency dominates smaller sums
     large[np.argmax(wire)] = True
-    network = np.maximum(seconds - inner, seconds / 10)[large]
-    (cost,), residual = _nonnegative_fit(wire[large][:, None], network, scale=seconds[large])
-    return Fit({"net_sum": 1 / cost}, int(large.sum()), residual)
+    network = np.maximum(seconds - latency, seconds / 10)[large]
+    (relative_cost,), residual = _nonnegative_fit(wire[large][:, None], network, scale=seconds[large])
+    return Fit({"net_sum": 1 / relative_cost}, int(large.sum()), residual)
 
 
 def _fit_overlap(profile: MachineProfile) -> dict[str, Fit]:
@@ -292,12 +295,14 @@ def _fit_overlap(profile: MachineProfile) -> dict[str, Fit]:
     return fitted
 
 
-def _best_ring_rate(profile: MachineProfile, *, across: bool) -> float | None:
+def _best_ring_rate(profile: MachineProfile, *, across_nodes: bool) -> float | None:
     """The highest measured rate of a ring in bytes/s: through a rank's link inside a node, or through its port across nodes."""
-    entries = [entry for entry in profile.collectives if (entry.nodes > 1) == across and entry.op in RING_OPERATIONS]
+    entries = [
+        entry for entry in profile.collectives if (entry.nodes > 1) == across_nodes and entry.op in RING_OPERATIONS
+    ]
     rates = [(entry.ranks - 1) / entry.ranks * entry.bytes / entry.seconds for entry in entries]
     return max(
-        (rate * (entry.nodes / entry.ranks if across else 1) for rate, entry in zip(rates, entries, strict=True)),
+        (rate * (entry.nodes / entry.ranks if across_nodes else 1) for rate, entry in zip(rates, entries, strict=True)),
         default=None,
     )
 
@@ -312,15 +317,15 @@ def _nonnegative_fit(
     weights = 1 / (seconds if scale is None else scale)
     target, weighted = seconds * weights, columns * weights[:, None]
     best: tuple[float, NDArray[np.float64]] | None = None
-    others = range(1, columns.shape[1])
+    optional_columns = range(1, columns.shape[1])
     for size in range(columns.shape[1]):
-        for chosen in combinations(others, size):
-            used = [0, *chosen]
-            solution = np.linalg.lstsq(weighted[:, used], target, rcond=None)[0]
+        for extra_columns in combinations(optional_columns, size):
+            column_indices = [0, *extra_columns]
+            solution = np.linalg.lstsq(weighted[:, column_indices], target, rcond=None)[0]
             if solution[0] <= 0 or np.any(solution < 0):
                 continue
             coefficients = np.zeros(columns.shape[1])
-            coefficients[used] = solution
+            coefficients[column_indices] = solution
             error = float(np.sum((weighted @ coefficients - target) ** 2))
             if best is None or error < best[0]:
                 best = error, coefficients

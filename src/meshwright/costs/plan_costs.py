@@ -14,16 +14,24 @@ from functools import lru_cache
 
 import numpy as np
 
-from meshwright.costs.constants import OWN, Constants, at_release, constant_arrays, is_measured, table, unmeasured
+from meshwright.costs.constants import (
+    OWN,
+    Constants,
+    at_release,
+    constant_arrays,
+    is_measured,
+    table,
+    unmeasured_chip_constants,
+)
 from meshwright.costs.device_rates import ROWWISE, Machine
 from meshwright.costs.machine_rates import (
     FORMATS,
     GUESSED_BAND,
-    as_measured,
     chip_of,
     hand_set_band,
     machine_of,
     measured_port,
+    with_measurements,
 )
 from meshwright.costs.step import StepCost, step_cost
 from meshwright.spec.chips import CHIPS
@@ -91,8 +99,12 @@ def plan_time(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSp
     parts = {"compute": cost.compute, "optimizer": cost.optimizer, "host": cost.host + cost.constant}
     if plan.axis_size("pipeline") > 1:
         parts["bubble"] = cost.bubble
-    parts |= {f"exposed {axis}": share for axis, share in cost.exposed.items() if number(share) > 0}
-    return PlanTime(seconds, low, high, {name: number(part) for name, part in parts.items()})
+    parts |= {
+        f"exposed {axis}": exposed_seconds
+        for axis, exposed_seconds in cost.exposed.items()
+        if number(exposed_seconds) > 0
+    }
+    return PlanTime(seconds, low, high, {name: number(part_seconds) for name, part_seconds in parts.items()})
 
 
 def pricing(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> Pricing | None:
@@ -103,28 +115,28 @@ def pricing(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec
     """
     compute, cluster = plan.precision.compute, as_nodes(cluster)
     if cluster.groups and cluster.gpu in CHIPS and compute in FORMATS:
-        machine_of(cluster, products(plan.precision, cluster))  # raises if the groups are invalid
+        machine_of(cluster, format_of_products(plan.precision, cluster))  # raises if the groups are invalid
         cluster = slowest_rank_cluster(cluster, Layout.of(plan, cluster.gpus_per_node))
     chip = chip_of(cluster)
     if chip is None or compute not in FORMATS or compute not in chip.peak_flops:
         return None
     constants = at_release(constant_arrays([(chip.generation, STACK)]), np.zeros(1))
     if not is_measured(chip.generation) and cluster.gpu in CHIPS:
-        constants = replace(constants, **unmeasured(chip))
+        constants = replace(constants, **unmeasured_chip_constants(chip))
     if cluster.network is None or cluster.network.fabric != "tcp":
         constants = replace(constants, net=constants.net * constants.net_sum, net_sum=1.0, net_ring=1.0, net_yield=0.0)
     shape = shape_of(model, train.seq_len)
 
-    def priced(linear: Linear) -> Pricing:
+    def pricing_for(linear: Linear) -> Pricing:
         uniform = replace(plan, precision=replace(plan.precision, linear=linear))
-        product_format = products(uniform.precision, cluster)
-        k, machine = as_measured(constants, _cached_machine(cluster, product_format), cluster, product_format)
+        product_format = format_of_products(uniform.precision, cluster)
+        k, machine = with_measurements(constants, _cached_machine(cluster, product_format), cluster, product_format)
         if product_format == "fp8" and linear == "fp8_rowwise":
             machine = replace(machine, low=ROWWISE)
         return Pricing(shape, machine, layout_of(model, train, uniform), k)
 
-    most, *others = _formats(model, plan)
-    return replace(priced(most), others={linear: priced(linear) for linear in others})
+    most_frequent, *other_formats = _formats(model, plan)
+    return replace(pricing_for(most_frequent), others={linear: pricing_for(linear) for linear in other_formats})
 
 
 @lru_cache(maxsize=64)  # its cost grows with the number of nodes
@@ -134,15 +146,18 @@ def _cached_machine(cluster: ClusterSpec, product_format: str) -> Machine:
 
 def _formats(model: ModelSpec, plan: Plan) -> list[Linear]:
     """Formats of the blocks' linear layers, the most frequent first."""
-    own = plan.precision.linear
+    default_format = plan.precision.linear
     if all(layer.linear is None for layer in plan.layers):
-        return [own]
+        return [default_format]
     return [
-        linear for linear, _ in Counter(layer.linear or own for layer in plan.strategies(model.layers)).most_common()
+        linear
+        for linear, _ in Counter(
+            layer.linear or default_format for layer in plan.strategies(model.layers)
+        ).most_common()
     ]
 
 
-def products(precision: Precision, cluster: ClusterSpec) -> str:
+def format_of_products(precision: Precision, cluster: ClusterSpec) -> str:
     """Format that prices the blocks' matrix products; a CPU emulates fp8 in its compute dtype."""
     return precision.compute if cluster.is_cpu else precision.products
 
@@ -179,13 +194,15 @@ def band_and_source(cluster: ClusterSpec, plan: Plan) -> tuple[tuple[float, floa
     bands = table()["bands"]
     if (hand_set := hand_set_band(cluster)) is not None:
         return hand_set, "set by hand: the device is in no table"
-    unmeasured_features = ", ".join(never_measured(cluster, plan))
+    unmeasured_features = ", ".join(missing_features(cluster, plan))
     chips = [CHIPS[name] for name in (cluster.gpu, *(group.gpu for group in cluster.groups)) if name in CHIPS]
     generation = next((chip.generation for chip in chips if not is_measured(chip.generation)), chips[0].generation)
     if generation not in table()["generations"]:
         return GUESSED_BAND, f"set by hand: no run on {generation} devices was fitted"
     if not unmeasured_features and (is_measured(generation) or cluster.profile is not None):
-        return _symmetric(bands[OWN]), f"{table()['own_runs']} runs of {OWN}, of devices, axes and networks like these"
+        return symmetric_band(
+            bands[OWN]
+        ), f"{table()['own_runs']} runs of {OWN}, of devices, axes and networks like these"
     if is_measured(generation):
         width, runs = bands.get(generation, bands["default"]), f"on {generation} devices"
     else:
@@ -194,24 +211,24 @@ def band_and_source(cluster: ClusterSpec, plan: Plan) -> tuple[tuple[float, floa
             "of stacks with few published sources",
             f"{generation} devices",
         )
-    return _symmetric(
+    return symmetric_band(
         width
     ), f"published runs {runs}, excluded from the fit, because {OWN} was not measured with {unmeasured_features}"
 
 
-def _symmetric(width: float) -> tuple[float, float]:
+def symmetric_band(width: float) -> tuple[float, float]:
     return -width, width
 
 
-def never_measured(cluster: ClusterSpec, plan: Plan) -> list[str]:
+def missing_features(cluster: ClusterSpec, plan: Plan) -> list[str]:
     """Features of `plan` that none of this program's own runs has."""
     features = [f"{axis.axis} ranks" for axis in plan.mesh if axis.size > 1 and axis.axis not in MEASURED_AXES]
     features += ["expert ranks"] if experts_over(plan) > 1 else ["mixtures of experts"] if plan.experts else []
     features += ["offload"] if any(layer.offload != "none" for layer in plan.layers) else []
     copied = plan.gather_engine == "copy" and shard_size(plan) > 1
     features += ["gathers by copy engines beside a network"] if copied and cluster.emulate_nodes > 1 else []
-    low = any((layer.linear or plan.precision.linear) != "compute" for layer in plan.layers)
-    features += ["fp8 products"] if low else []
+    has_fp8 = any((layer.linear or plan.precision.linear) != "compute" for layer in plan.layers)
+    features += ["fp8 products"] if has_fp8 else []
     return features + (["several hosts"] if cluster.nodes > 1 else [])
 
 
@@ -222,23 +239,23 @@ def number(value: object) -> float:
 
 def _mean_cost(model: ModelSpec, train: TrainSpec, plan: Plan, priced: Pricing, memory_share: float) -> StepCost:
     """The cost of a step; if layer strategies differ, the mean over layers of the step with all layers like that layer."""
-    counts = Counter(replace(strategy, range="all") for strategy in plan.strategies(model.layers))
-    offloaded = sum(count for layer, count in counts.items() if layer.activations_offloaded) / model.layers
+    layers_by_strategy = Counter(replace(strategy, range="all") for strategy in plan.strategies(model.layers))
+    offloaded = sum(count for layer, count in layers_by_strategy.items() if layer.activations_offloaded) / model.layers
     costs = [
         _uniform_cost(priced.of(layer.linear or plan.precision.linear), layer, memory_share, offloaded)
-        for layer in counts
+        for layer in layers_by_strategy
     ]
-    shares = [count / model.layers for count in counts.values()]
+    shares = [count / model.layers for count in layers_by_strategy.values()]
 
-    def mean(parts: Sequence[Array]) -> Array:
-        return sum(share * part for share, part in zip(shares, parts, strict=True))
+    def mean(values: Sequence[Array]) -> Array:
+        return sum(share * value for share, value in zip(shares, values, strict=True))
 
-    plain = {
-        part.name: mean([getattr(cost, part.name) for cost in costs])
-        for part in fields(StepCost)
-        if part.name != "exposed"
+    means = {
+        cost_field.name: mean([getattr(cost, cost_field.name) for cost in costs])
+        for cost_field in fields(StepCost)
+        if cost_field.name != "exposed"
     }
-    return StepCost(**plain, exposed={axis: mean([cost.exposed[axis] for cost in costs]) for axis in costs[0].exposed})
+    return StepCost(**means, exposed={axis: mean([cost.exposed[axis] for cost in costs]) for axis in costs[0].exposed})
 
 
 def _uniform_cost(priced: Pricing, layer: LayerStrategy, memory_share: float, offloaded: float) -> StepCost:

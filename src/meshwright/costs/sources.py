@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshwright.config.profile_file import load_profile
 from meshwright.costs.constants import OWN, constants, is_measured, table
-from meshwright.costs.machine_rates import as_measured, chip_of, is_guessed, machine_of
+from meshwright.costs.machine_rates import chip_of, is_guessed, machine_of, with_measurements
 from meshwright.costs.measured import fits
 from meshwright.costs.plan_costs import STACK, as_nodes, band_and_source
 from meshwright.spec.chips import CHIPS
@@ -18,11 +18,11 @@ GROUPS = (
 
 No profile measures `software`: element-wise passes, host time, fixed cost of a step.
 """
-OF_STACK = ("optimizer", "overlap", "software")
+STACK_GROUPS = ("optimizer", "overlap", "software")
 """Groups whose numbers depend on the software stack, so that no datasheet has them."""
-STATED = {"links inside a node": "link_gb_per_s", "network": "port_gb_per_s"}
+NETWORK_KEYS = {"links inside a node": "link_gb_per_s", "network": "port_gb_per_s"}
 """Keys of `cluster.network` that replace the datasheet's bandwidth."""
-MEASURE = "guess; `meshwright profile --out FILE` measures it"
+UNMEASURED = "guess; `meshwright profile --out FILE` measures it"
 
 
 def sources(cluster: ClusterSpec, number_format: str = "bf16", plan: Plan | None = None) -> dict[str, str]:
@@ -34,14 +34,14 @@ def sources(cluster: ClusterSpec, number_format: str = "bf16", plan: Plan | None
     nodes = as_nodes(cluster)
     absent = {"network"} if nodes.nodes == 1 else {"links inside a node"} if nodes.gpus_per_node == 1 else set()
     absent |= {"overlap", "links inside a node"} if nodes.ranks == 1 else set()
-    source_by_group = {group: _unmeasured(cluster, group) for group in GROUPS if group not in absent}
+    source_by_group = {group: _unmeasured_source(cluster, group) for group in GROUPS if group not in absent}
     if plan is not None and not is_guessed(cluster):
         source_by_group["80% band"] = band_and_source(cluster, plan)[1]
     chip = chip_of(nodes)
     if cluster.profile is None or chip is None:
         return source_by_group
     profile = load_profile(cluster.profile)
-    k, _ = as_measured(constants(chip.generation, STACK), machine_of(nodes, number_format), nodes, number_format)
+    k, _ = with_measurements(constants(chip.generation, STACK), machine_of(nodes, number_format), nodes, number_format)
     for group, fit in fits(k, profile, number_format).items():
         if group in source_by_group and fit.count:
             source_by_group[group] = f"{fit}: {cluster.profile}, {profile.date[:10]}"
@@ -51,23 +51,23 @@ def sources(cluster: ClusterSpec, number_format: str = "bf16", plan: Plan | None
     return source_by_group
 
 
-def _unmeasured(cluster: ClusterSpec, group: str) -> str:
+def _unmeasured_source(cluster: ClusterSpec, group: str) -> str:
     """The source of a group's numbers without a profile."""
-    if group in OF_STACK and not (cluster.is_cpu and group != "software"):
-        return _share(cluster, of_stack=True)
-    stated = getattr(cluster.network, STATED[group]) if cluster.network and group in STATED else None
+    if group in STACK_GROUPS and not (cluster.is_cpu and group != "software"):
+        return _share_source(cluster, of_stack=True)
+    stated = getattr(cluster.network, NETWORK_KEYS[group]) if cluster.network and group in NETWORK_KEYS else None
     if stated:
-        return f"{stated:.4g} GB/s as cluster.network states, share {_share(cluster)}"
+        return f"{stated:.4g} GB/s as cluster.network states, share {_share_source(cluster)}"
     if cluster.gpu not in CHIPS:
-        return MEASURE
+        return UNMEASURED
     if group == "network" and cluster.emulate_nodes > 1:
         return "measured on another host's loopback"
     if group == "network" and cluster.network and cluster.network.fabric == "tcp":
         return "guess: the datasheet's ports, which TCP rarely fills; set cluster.network.port_gb_per_s to the measured rate"
-    return "datasheet" if group == "host link" else f"datasheet, share {_share(cluster)}"
+    return "datasheet" if group == "host link" else f"datasheet, share {_share_source(cluster)}"
 
 
-def _share(cluster: ClusterSpec, *, of_stack: bool = False) -> str:
+def _share_source(cluster: ClusterSpec, *, of_stack: bool = False) -> str:
     """The source of the share of a datasheet's figure, or of a constant of the software."""
     chip, values = CHIPS.get(cluster.gpu), table()
     if STACK == OWN and (of_stack or (chip is not None and is_measured(chip.generation))):

@@ -67,25 +67,34 @@ def footprint(shape: Shape, layout: Layouts, k: MemoryConstants, first_only: Arr
 
 
 def _stage(shape: Shape, layout: Layouts, k: MemoryConstants, *, last: bool) -> dict[str, Array]:
-    width, depth = layout.tensor, layout.pipeline
-    single = depth == 1
-    full, final_layers = stage_layers(shape, layout)
-    layers = np.where(single, shape.layers, final_layers if last else full)
+    tensor_ranks, stages = layout.tensor, layout.pipeline
+    single = stages == 1
+    first_layers, final_layers = stage_layers(shape, layout)
+    layers = np.where(single, shape.layers, final_layers if last else first_layers)
     dense, experts = stage_parameters(shape, layout, layers / shape.layers)
     replicated, owned = (shard_parameters(layout, dense, experts, layout.zero >= stage) for stage in (3, 1))
-    block = (shape.dense_params + shape.expert_params / np.maximum(layout.expert, 1.0)) / shape.layers / width
+    block = (shape.dense_params + shape.expert_params / np.maximum(layout.expert, 1.0)) / shape.layers / tensor_ranks
     gathered_layers = np.where(layout.keep_gathered > 0, layers, k.gathered)
     tokens = layout.micro_batch * layout.seq / layout.context
-    m = layout.micro_batches
+    micro_batches = layout.micro_batches
     in_flight = np.minimum(
-        m, np.where(single | last, 1.0, depth * (1 + (depth - 1) / (depth * layout.virtual) * (layout.virtual > 1)))
+        micro_batches,
+        np.where(single | last, 1.0, stages * (1 + (stages - 1) / (stages * layout.virtual) * (layout.virtual > 1))),
     )
-    whole = _saved_bytes_per_token(shape, layout, k)
+    saved_without_recompute = _saved_bytes_per_token(shape, layout, k)
     mode = np.asarray(layout.recompute, dtype=np.int64)
-    attended = shape.attention_layers / shape.layers * shape.value_width
-    least = 2.0 * shape.hidden / width
-    per_layer = np.choose(mode, np.broadcast_arrays(whole, 0.8 * whole, least + 2.0 * attended / width, least))
-    working = np.where(mode >= ALL_BUT_ATTENTION, whole, 0.0)
+    attention_output = shape.attention_layers / shape.layers * shape.value_width
+    saved_inputs = 2.0 * shape.hidden / tensor_ranks
+    per_layer = np.choose(
+        mode,
+        np.broadcast_arrays(
+            saved_without_recompute,
+            0.8 * saved_without_recompute,
+            saved_inputs + 2.0 * attention_output / tensor_ranks,
+            saved_inputs,
+        ),
+    )
+    working = np.where(mode >= ALL_BUT_ATTENTION, saved_without_recompute, 0.0)
     # With offload, the device stores two layers of one micro-batch: the computing layer and the layer being copied.
     stored_layers = np.where(layout.offload_activations > 0, np.minimum(2.0, layers), layers * in_flight)
     activations = tokens * (per_layer * stored_layers + working + 2.0 * k.live * shape.hidden)
@@ -93,10 +102,14 @@ def _stage(shape: Shape, layout: Layouts, k: MemoryConstants, *, last: bool) -> 
     return {
         "weights_and_gradients": replicated * k.held,
         "optimizer": owned * (k.owned + np.where(layout.zero >= 1, k.sharding, 0.0)) * (1 - layout.offload),
-        "gathered": np.where(layout.zero >= 3, (gathered_layers * block + shape.table_params / width) * 4.0, 0.0),
+        "gathered": np.where(
+            layout.zero >= 3, (gathered_layers * block + shape.table_params / tensor_ranks) * 4.0, 0.0
+        ),
         "activations": activations * (1 + k.slack),
-        "logits": np.where(final, tokens * shape.vocab / width * k.logits * np.where(m > 1, 1.0, 0.6), 0.0),
-        "framework": (k.base + k.base_rank * _axes(layout)) * 2.0**30,
+        "logits": np.where(
+            final, tokens * shape.vocab / tensor_ranks * k.logits * np.where(micro_batches > 1, 1.0, 0.6), 0.0
+        ),
+        "framework": (k.base + k.base_rank * _axes_in_use(layout)) * 2.0**30,
     }
 
 
@@ -110,6 +123,6 @@ def _saved_bytes_per_token(shape: Shape, layout: Layouts, k: MemoryConstants) ->
     return 2.0 * (wide * shape.hidden + (k.hidden * shape.hidden + k.narrow * split) / layout.tensor)
 
 
-def _axes(layout: Layouts) -> Array:
+def _axes_in_use(layout: Layouts) -> Array:
     sizes = (layout.tensor, layout.pipeline, layout.data, layout.context, layout.expert)
     return sum((np.asarray(size) > 1).astype(np.float64) for size in sizes)

@@ -17,19 +17,19 @@ def stage_layers(shape: Shape, layout: Layouts) -> tuple[Array, Array]:
     until its sum exceeds its share of the total, so the first stage is the fullest.
     """
     chunks = layout.pipeline * layout.virtual
-    each = shape.layers / chunks
-    divides = np.abs(each - np.round(each)) < 1e-6
-    counted = np.ceil((shape.layers + 2) / chunks - 1e-9) * layout.virtual
-    even = np.where(divides, shape.layers / layout.pipeline, counted)
-    head = shape.table_params * shape.layers / (shape.dense_params + shape.expert_params)
-    share = (shape.layers + head) / layout.pipeline
-    balanced = np.floor(share + 1e-9) + 1
-    full = np.minimum(shape.layers, np.where(layout.balanced > 0, balanced, even))
-    before = np.where(
+    layers_per_chunk = shape.layers / chunks
+    divides = np.abs(layers_per_chunk - np.round(layers_per_chunk)) < 1e-6
+    with_ends = np.ceil((shape.layers + 2) / chunks - 1e-9) * layout.virtual
+    even = np.where(divides, shape.layers / layout.pipeline, with_ends)
+    head_layers = shape.table_params * shape.layers / (shape.dense_params + shape.expert_params)
+    layers_per_stage = (shape.layers + head_layers) / layout.pipeline
+    balanced = np.floor(layers_per_stage + 1e-9) + 1
+    first = np.minimum(shape.layers, np.where(layout.balanced > 0, balanced, even))
+    layers_before = np.where(
         layout.balanced > 0,
-        np.floor(share * (layout.pipeline - 1) + 1e-9) + 1,
-        full * (layout.pipeline - 1),
+        np.floor(layers_per_stage * (layout.pipeline - 1) + 1e-9) + 1,
+        first * (layout.pipeline - 1),
     )
-    last = np.where((layout.balanced > 0) | ~divides, np.maximum(0.0, shape.layers - before), full)
+    last = np.where((layout.balanced > 0) | ~divides, np.maximum(0.0, shape.layers - layers_before), first)
     planned = np.asarray(layout.fullest_layers) > 0
-    return np.where(planned, layout.fullest_layers, full), np.where(planned, layout.head_layers, last)
+    return np.where(planned, layout.fullest_layers, first), np.where(planned, layout.head_layers, last)

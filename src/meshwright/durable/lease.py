@@ -61,8 +61,12 @@ def read_lease(folder: Path) -> Lease | None:
     except (ValueError, TypeError, AttributeError) as error:
         log.warning("%s is damaged: %s", folder / LEASE, error)
         return None
-    texts = isinstance(lease.run_id, str) and isinstance(lease.host, str) and isinstance(lease.boot_id, str)
-    return lease if texts and all(type(n) is int for n in (lease.epoch, lease.pid, lease.process_start)) else None
+    has_texts = isinstance(lease.run_id, str) and isinstance(lease.host, str) and isinstance(lease.boot_id, str)
+    return (
+        lease
+        if has_texts and all(type(value) is int for value in (lease.epoch, lease.pid, lease.process_start))
+        else None
+    )
 
 
 def check_lease(folder: Path, lease: Lease) -> None:

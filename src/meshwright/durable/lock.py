@@ -23,7 +23,7 @@ log = logging.getLogger("meshwright")
 def locked(directory: Path, wait: bool, alternative: str = "choose another --out") -> Iterator[bool]:
     """Hold the lock of `directory` for a `with` block; yields False where the file system has no locks.
 
-    The directory and its parents are created if missing; those that are empty at the end and were created here are removed again, as is
+    The directory and its parents are created if missing. At the end, those that this call created are removed if they are empty, as is
     an empty `directory`. Raises BadInput if another process holds the lock and `wait` is false; the error names that process and the
     `alternative` to waiting.
     """

@@ -20,16 +20,18 @@ def write_durable(path: Path, content: bytes | str | Iterable[str]) -> None:
 
     Raises OSError with `path` as its file name; then `path` is unchanged and the temporary file is removed.
     """
-    pieces = [content] if isinstance(content, (bytes, str)) else content
+    chunks = [content] if isinstance(content, (bytes, str)) else content
     path = Path(os.path.realpath(path))  # a link is kept, and its target gets the new content
     if path.exists() and not path.is_file():  # a device or pipe such as /dev/stdout is written directly
-        path.write_text("".join(p if isinstance(p, str) else p.decode() for p in pieces), encoding="utf-8")
+        path.write_text(
+            "".join(chunk if isinstance(chunk, str) else chunk.decode() for chunk in chunks), encoding="utf-8"
+        )
         return
     partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
     try:
         with partial.open("wb") as file:
-            for piece in pieces:
-                file.write(piece.encode() if isinstance(piece, str) else piece)
+            for chunk in chunks:
+                file.write(chunk.encode() if isinstance(chunk, str) else chunk)
             file.flush()
             sync_open_file(file.fileno(), path)
         publish(partial, path)
@@ -44,12 +46,12 @@ def write_durable(path: Path, content: bytes | str | Iterable[str]) -> None:
 
 def append_durable(path: Path, content: bytes) -> None:
     """Append `content` to a file, which is created if missing, and flush it; a crash may leave a part of `content` at the end."""
-    fresh = not path.exists()
+    is_new = not path.exists()
     with path.open("ab") as file:
         file.write(content)
         file.flush()
         sync_open_file(file.fileno(), path)
-    if fresh:
+    if is_new:
         sync_folder(path.parent)
 
 
@@ -120,11 +122,11 @@ def digest(content: bytes) -> str:
 
 def digest_file(path: Path) -> str:
     """xxh3_128 of a file, read in pieces of 8 MiB."""
-    state = xxhash.xxh3_128()
+    hasher = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while piece := file.read(8 << 20):
-            state.update(piece)
-    return state.hexdigest()
+        while chunk := file.read(8 << 20):
+            hasher.update(chunk)
+    return hasher.hexdigest()
 
 
 def _remove(path: Path) -> None:

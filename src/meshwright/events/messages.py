@@ -103,6 +103,14 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class SkippedSamples:
+    """First rank to launcher: from now on the run leaves out the global samples from `first` up to, but not including, `end`."""
+
+    first: int
+    end: int
+
+
+@dataclass(frozen=True)
 class Failure:
     """Rank to launcher: the rank ends with `exit_code` (spec.errors) because of `message`; `log` has the traceback."""
 
@@ -111,10 +119,21 @@ class Failure:
     log: str = ""
 
 
-Message = Begin | SelfTest | SelfTestResult | End | Step | Progress | Validation | Checkpoint | Failure
+Message = Begin | SelfTest | SelfTestResult | End | Step | Progress | Validation | Checkpoint | SkippedSamples | Failure
 _MESSAGE_TYPES: dict[str, type[Message]] = {
     message_type.__name__.lower(): message_type
-    for message_type in (Begin, SelfTest, SelfTestResult, End, Step, Progress, Validation, Checkpoint, Failure)
+    for message_type in (
+        Begin,
+        SelfTest,
+        SelfTestResult,
+        End,
+        Step,
+        Progress,
+        Validation,
+        Checkpoint,
+        SkippedSamples,
+        Failure,
+    )
 }
 
 

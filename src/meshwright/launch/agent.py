@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from meshwright.events.messages import Checkpoint, Message, SelfTestResult
+from meshwright.events.messages import Checkpoint, Message, SelfTestResult, SkippedSamples
 from meshwright.launch.local import Listener, Ranks
 from meshwright.launch.reports import Directive, HostTest, Report
 from meshwright.policies.job_end import STOP_EXIT_CODES
+from meshwright.policies.skipped_samples import SampleRange
 from meshwright.spec.errors import EXIT_INTERRUPTED
 from meshwright.spec.rank_environment import ATTEMPT_VARIABLE
 
@@ -74,6 +75,7 @@ class Agent:
         self._waiting: Ranks | None = start(False)
         self._attempt = 0
         self._checkpoints: list[int] = []
+        self._skipped: list[SampleRange] = []
         self._trained_at: float | None = None
         self._kill_at: float | None = None
         self._stop = self._dead_spares = 0
@@ -104,6 +106,7 @@ class Agent:
             ended=running is None or running.ended,
             ranks=tuple(running.states) if running else (),
             checkpoints=tuple(self._checkpoints),
+            skipped=tuple(self._skipped),
             stop=self._stop,
             test=self._tested,
         )
@@ -186,7 +189,7 @@ class Agent:
         self._running = self._waiting or self._start(False)
         self._dead_spares = 0
         self._waiting, self._trained_at, self._kill_at = None, None, None
-        self._attempt, self._checkpoints = directive.attempt, []
+        self._attempt, self._checkpoints, self._skipped = directive.attempt, [], []
         variables = self._variables(self._running, directive)
         self._running.begin(Path(directive.assignment), directive.first_rank, variables)
         if self._stop:  # it arrived while no ranks ran
@@ -221,5 +224,7 @@ class Agent:
     def _listen(self, rank: int, message: Message) -> None:
         if isinstance(message, Checkpoint):
             self._checkpoints.append(message.step)
+        if isinstance(message, SkippedSamples):
+            self._skipped.append((message.first, message.end))
         if self._listener is not None:
             self._listener(rank, message)

@@ -9,11 +9,13 @@ from pathlib import Path
 from meshwright.checkpoint.verify import list_checkpoints
 from meshwright.durable.writes import write_durable
 from meshwright.launch.coordinator import NoPlanForHosts, read_state
+from meshwright.launch.corpus import recorded_skips
 from meshwright.launch.folder import take_over
 from meshwright.launch.prepare import Prepared, training_plan
 from meshwright.policies.hang import CPU_SECONDS, GPU_SECONDS
 from meshwright.policies.host_tests import Suspect
 from meshwright.policies.restart import RestartPolicy
+from meshwright.policies.skipped_samples import merge_skips
 from meshwright.policies.supervision import Rules, State
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fields import to_plain
@@ -45,8 +47,9 @@ def opening_state(folder: Path) -> State:
     A host that the job before excluded is tested before it trains.
     """
     earlier = read_state(folder) or State()
+    skipped = merge_skips(recorded_skips(folder), earlier.skipped)
     suspects = tuple(Suspect(exclusion.host) for exclusion in earlier.excluded)
-    return State(checkpoints=checkpoint_steps(folder), skipped=earlier.skipped, suspects=suspects)
+    return State(checkpoints=checkpoint_steps(folder), skipped=skipped, suspects=suspects)
 
 
 def job_state(folder: Path) -> State:

@@ -21,9 +21,8 @@ from typing import Any
 from meshwright.launch.reports import Directive, Report
 from meshwright.spec.errors import BadInput
 from meshwright.spec.fields import from_plain, to_plain
+from meshwright.spec.rank_environment import COORDINATOR_VARIABLE
 
-COORDINATOR_VARIABLE = "MESHWRIGHT_COORDINATOR"
-"""Environment variable with HOST:PORT of the coordinator."""
 TOKEN_VARIABLE = "MESHWRIGHT_TOKEN_FILE"
 """Environment variable with the file that holds the job token."""
 HOST_VARIABLE = "MESHWRIGHT_HOST"

@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from meshwright.durable.writes import append_durable
@@ -34,6 +34,7 @@ from meshwright.policies.job_events import (
     Prepared,
     Ready,
     SelfTestEnded,
+    SkippedSamples,
     StopRequested,
     Test,
     Tick,
@@ -105,6 +106,7 @@ class Coordinator:
         self._watch = HangWatch(hang_seconds)
         self._ticked = clock()
         self._informed: set[str] = set()
+        self._positions: tuple[tuple[str, ...], dict[str, int]] = ((), {})
         self._stop = 0
         self._attempt = Attempt(self.state.attempt)
         self._reports: dict[str, Report] = {}
@@ -168,7 +170,9 @@ class Coordinator:
     def _events_of(self, report: Report, now: float) -> Iterable[Event]:
         """What is new in a report."""
         state = self.state
-        stale = report.host in state.members and state.status == "running" and report.attempt != state.attempt
+        stale = (
+            self._position(report.host) is not None and state.status == "running" and report.attempt != state.attempt
+        )
         # Without the address of the attempt's store this coordinator cannot tell the host where to join: an earlier
         # coordinator began the attempt, and the address is not in the stored state.
         if stale and not self._attempt.address:
@@ -181,7 +185,7 @@ class Coordinator:
         if report.test is not None and report.test.attempt == state.attempt and report.host in state.testing:
             yield SelfTestEnded(state.attempt, report.host, report.test.failure, report.test.exchange)
         state = self.state  # the events above may have begun the preparation of another attempt
-        if report.attempt != state.attempt or report.host not in state.members:
+        if report.attempt != state.attempt or self._position(report.host) is None:
             return
         for rank in report.ranks:
             self._attempt.ranks[rank.rank] = rank
@@ -192,6 +196,8 @@ class Coordinator:
         for step in report.checkpoints:
             if step not in state.checkpoints:
                 yield Committed(step)
+        if not set(report.skipped) <= set(state.skipped):
+            yield SkippedSamples(report.skipped)
 
     def _events_of_ranks(self, now: float) -> Iterable[Event]:
         """Failures and ends of the attempt's ranks."""
@@ -231,7 +237,15 @@ class Coordinator:
         assert progress is not None, "the watch has its progress"
         where = f"in step {progress.step} ({progress.phase}, action {progress.action})"
         text = f"rank {rank} has made no progress for {seconds:.0f} s {where}"
-        return Incident(EXIT_COMMUNICATION, text, rank, self._host_of(rank), progress.step, hang=True)
+        host, phase = self._host_of(rank), progress.phase
+        return Incident(EXIT_COMMUNICATION, text, rank, host, progress.step, phase, hang=True)
+
+    def _position(self, host: str) -> int | None:
+        """The position of a host among the members of the attempt; None if it is no member."""
+        members = self.state.members
+        if self._positions[0] is not members:
+            self._positions = members, {member: position for position, member in enumerate(members)}
+        return self._positions[1].get(host)
 
     def _host_of(self, rank: int) -> str:
         return self.state.members[rank // self._per_host]
@@ -239,8 +253,8 @@ class Coordinator:
     def _incident(self, rank: RankState) -> Incident:
         code = rank.exit_code
         assert code is not None, "the rank has ended"
-        step = rank.progress.step or None if rank.progress else None
-        return Incident(code, cause(rank), rank.rank, self._host_of(rank.rank), step)
+        step, phase = (rank.progress.step or None, rank.progress.phase) if rank.progress else (None, "start")
+        return Incident(code, cause(rank), rank.rank, self._host_of(rank.rank), step, phase)
 
     def _take_preparation(self, preparation: Future[Path], now: float) -> None:
         self._preparation = None
@@ -257,9 +271,11 @@ class Coordinator:
 
     def _apply(self, event: Event, now: float) -> None:
         """Decide what follows an event, keep the new state, and carry out the actions."""
-        state, actions = decide(self.state, event, now, self._rules)
-        changed, self.state = state != self.state, state
-        if changed:
+        before = self.state
+        self.state, actions = decide(before, event, now, self._rules)
+        state = self.state
+        # Reports say again which hosts are ready, so a change of these alone is not kept.
+        if state is not before and state != replace(before, ready=state.ready):
             self._keep()
         for action in actions:
             match action:
@@ -297,7 +313,8 @@ class Coordinator:
             return Directive("idle", state.attempt)
         if state.status == "preparing" and host in state.testing:
             return self._self_test(host)
-        if host not in state.members or state.status not in ("running", "ending"):
+        position = self._position(host)
+        if position is None or state.status not in ("running", "ending"):
             # While an attempt runs and a spare host is ready already, nothing depends on a quick report of this one.
             spare_is_ready = state.status in ("running", "ending") and len(state.ready) > 0
             return Directive("wait", state.attempt, heartbeat=1.0 if spare_is_ready else 0.2)
@@ -307,7 +324,7 @@ class Coordinator:
         return Directive(
             "run",
             state.attempt,
-            first_rank=state.members.index(host) * self._per_host,
+            first_rank=position * self._per_host,
             ranks=len(state.members) * self._per_host,
             address=attempt.address,
             port=attempt.port,

@@ -94,7 +94,12 @@ def skipped_samples(folder: Path) -> tuple[SampleRange, ...]:
     """The samples that the run in `folder` leaves out, from its assignment and its newest checkpoint."""
     file = folder / "assignment.json"
     assigned = Assignment.read(file).skip_samples if file.is_file() else ()
-    return merge_skips(assigned, _newest_state(folder)[1].get("skip_samples", ()))
+    return merge_skips(assigned, recorded_skips(folder))
+
+
+def recorded_skips(folder: Path) -> tuple[SampleRange, ...]:
+    """The samples that the run's newest checkpoint leaves out."""
+    return merge_skips(_newest_state(folder)[1].get("skip_samples", ()), ())
 
 
 def _newest_state(folder: Path) -> tuple[Path | None, dict[str, Any]]:

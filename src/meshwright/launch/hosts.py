@@ -17,13 +17,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.events.terminal import write_line
 from meshwright.launch.agent import Agent
 from meshwright.launch.control import (
-    COORDINATOR_VARIABLE,
     HOST_VARIABLE,
     ControlClient,
     ControlServer,
@@ -39,6 +39,7 @@ from meshwright.launch.orphans import end_orphans
 from meshwright.launch.reports import Directive, Report
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, BadInput
 from meshwright.spec.fields import from_plain, to_plain
+from meshwright.spec.rank_environment import COORDINATOR_VARIABLE
 from meshwright.spec.run import RunSpec
 
 if TYPE_CHECKING:
@@ -116,9 +117,11 @@ def checked_report(value: object) -> Report:
     if not isinstance(value, dict):
         raise TypeError("expected an object")
     report = from_plain(Report, value)
-    numbers = (report.port, report.attempt, report.stop, *report.checkpoints)
+    numbers = (report.port, report.attempt, report.stop, *report.checkpoints, *chain(*report.skipped))
     if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers):
         raise ValueError("expected numbers")
+    if not all(first < end for first, end in report.skipped):
+        raise ValueError("expected ranges of samples")
     if not all(isinstance(text, str) and 0 < len(text) <= 300 for text in (report.host, report.address)):
         raise ValueError("expected names of host and address")
     texts = (report.test.failure, report.test.exchange) if report.test is not None else ()

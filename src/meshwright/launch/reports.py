@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.launch.outcome import RankState
+from meshwright.policies.skipped_samples import SampleRange
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Report:
     ranks: tuple[RankState, ...] = ()
     checkpoints: tuple[int, ...] = ()
     """Steps of the checkpoints that ranks of this host committed in the attempt."""
+    skipped: tuple[SampleRange, ...] = ()
+    """Samples that ranks of this host began to leave out in the attempt."""
     stop: int = 0
     """Exit code of a stop request that this agent received."""
     test: HostTest | None = None
@@ -45,7 +48,7 @@ class Report:
     def urgency(self) -> tuple[object, ...]:
         """The values whose change an agent reports at once. The progress of ranks waits for the next report."""
         ends = tuple((rank.code, rank.failure) for rank in self.ranks)
-        return (self.port, self.attempt, self.ended, ends, self.checkpoints, self.stop, self.test)
+        return (self.port, self.attempt, self.ended, ends, self.checkpoints, self.skipped, self.stop, self.test)
 
 
 Order = Literal["wait", "test", "run", "end", "idle", "exit"]

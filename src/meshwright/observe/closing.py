@@ -15,10 +15,10 @@ def closing_lines(folder: Path, code: int) -> list[str]:
     After a finished run the next commands sample and evaluate it; after a stopped run the command continues it. After a
     failed run the lines name its logs, as the error message has said what to change.
     """
-    report, named = folder / "report.html", shlex.quote(str(folder))
+    report, quoted_folder = folder / "report.html", shlex.quote(str(folder))
     lines = [f"report: {report}"] if report.exists() else []
     if code == EXIT_DONE:
-        return lines + [f"next: {command}" for command in _next_commands(folder, named)]
+        return lines + [f"next: {command}" for command in _next_commands(folder, quoted_folder)]
     if code in (EXIT_PREEMPTED, EXIT_INTERRUPTED):
         return lines + [f"continue: {command_to_continue(folder)}"] * _has_checkpoint(folder)
     return [*lines, f"logs: {folder / 'logs'}"]
@@ -30,12 +30,12 @@ def command_to_continue(folder: Path) -> str:
     return shlex.join(["meshwright", "train", str(folder / "config.yaml"), *runs])
 
 
-def _next_commands(folder: Path, named: str) -> list[str]:
+def _next_commands(folder: Path, quoted_folder: str) -> list[str]:
     """Commands for the files of a finished run."""
     if not _has_checkpoint(folder):
         return []
-    commands = [f"meshwright generate {named} --prompt 'The '"] if (folder / "tokenizer.json").exists() else []
-    return commands + [f"meshwright eval {named}"] * _was_validated(folder)
+    commands = [f"meshwright generate {quoted_folder} --prompt 'The '"] if (folder / "tokenizer.json").exists() else []
+    return commands + [f"meshwright eval {quoted_folder}"] * _was_validated(folder)
 
 
 def _has_checkpoint(folder: Path) -> bool:

@@ -13,7 +13,7 @@ def compiler_work() -> dict[str, float]:
     utils = sys.modules.get("torch._dynamo.utils")
     if utils is None:
         return {}
-    counts = utils.counters["inductor"]
-    compiled = counts["fxgraph_cache_miss"] + counts["fxgraph_cache_bypass"]
+    counters = utils.counters["inductor"]
+    compiled = counters["fxgraph_cache_miss"] + counters["fxgraph_cache_bypass"]
     seconds = utils.calculate_time_spent().get("total_wall_time", 0.0)
-    return {"compiled": compiled, "from_cache": counts["fxgraph_cache_hit"], "seconds": seconds}
+    return {"compiled": compiled, "from_cache": counters["fxgraph_cache_hit"], "seconds": seconds}

@@ -82,6 +82,8 @@ def _commit() -> str | None:
     return f"{commit}+changes" if commit and _git(top, "status", "--porcelain", "--untracked-files=no") else commit
 
 
-def _git(folder: Path, *words: str) -> str | None:
-    done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10, check=False)
-    return done.stdout.strip() or None if done.returncode == 0 else None
+def _git(folder: Path, *arguments: str) -> str | None:
+    process = subprocess.run(
+        ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=False
+    )
+    return process.stdout.strip() or None if process.returncode == 0 else None

@@ -7,14 +7,15 @@ from pathlib import Path
 
 COUNTERS = Path("/proc/net/dev")
 """File with one line per interface: name, eight receive counters and eight send counters; bytes are the first of each."""
-FIRST_OF_SENT = 8
+SENT_BYTES_COLUMN = 8
+"""Index of the sent bytes among the counters of a line."""
 
 
 @dataclass(frozen=True)
 class Traffic:
     """Counts bytes that `interface` sends from now on.
 
-    On loopback, which receives what it sends, these are all bytes over sockets between ranks of the host, once: NCCL
+    On loopback the count has all bytes over sockets between processes of the host, each byte once: NCCL
     messages of emulated nodes, other use of loopback on the host (Gloo, stores, other programs) and TCP headers.
     """
 
@@ -41,5 +42,5 @@ def sent_bytes(interface: str, counters: Path = COUNTERS) -> int | None:
     for line in lines:
         name, colon, numbers = line.partition(":")
         if colon and name.strip() == interface:
-            return int(numbers.split()[FIRST_OF_SENT])
+            return int(numbers.split()[SENT_BYTES_COLUMN])
     return None

@@ -32,26 +32,30 @@ def measured_timeline(schedule: Schedule, ranks: Sequence[StepSpans]) -> tuple[T
     if len(ranks) != schedule.ranks:
         raise ValueError(f"{len(ranks)} recorded ranks for a schedule of {schedule.ranks}")
     compute = [
-        _compute(rank, actions, _lane(mine, "compute"))
-        for rank, (actions, mine) in enumerate(_by_rank(schedule, ranks))
+        _compute(rank, actions, _lane(spans, "compute"))
+        for rank, (actions, spans) in enumerate(_by_rank(schedule, ranks))
     ]
-    others = [_collectives(rank, actions, mine) for rank, (actions, mine) in enumerate(_by_rank(schedule, ranks))]
+    collectives = [
+        _collectives(rank, actions, spans) for rank, (actions, spans) in enumerate(_by_rank(schedule, ranks))
+    ]
     messages = _messages(schedule, ranks)
-    records = [record for group in (*compute, *others, messages) for record in group]
+    records = [record for group in (*compute, *collectives, messages) for record in group]
     origin = min(record[3] for record in records)
-    at_barrier = [_arrival(mine, other) for mine, other in zip(compute, others, strict=True)]
-    tallies = [_Walk(schedule, rank, origin, records).over(compute[rank], at_barrier) for rank in range(schedule.ranks)]
-    work = [
+    at_barrier = [_barrier_arrival(*records) for records in zip(compute, collectives, strict=True)]
+    rank_seconds = [
+        _WaitCounter(schedule, rank, origin, records).count(compute[rank], at_barrier) for rank in range(schedule.ranks)
+    ]
+    intervals = [
         (start, end) for rank_records in compute for _, _, action, start, end in rank_records if action.op in COMPUTE
     ]
     return Timeline(
         schedule=schedule,
-        step_seconds=max(mine.seconds for mine in ranks),
-        compute_seconds=tuple(tally.computed for tally in tallies),
-        exposed_seconds=tuple(tally.exposed for tally in tallies),
-        closing_seconds=tuple(tally.closing for tally in tallies),
+        step_seconds=max(step.seconds for step in ranks),
+        compute_seconds=tuple(sums.computed for sums in rank_seconds),
+        exposed_seconds=tuple(sums.exposed for sums in rank_seconds),
+        closing_seconds=tuple(sums.closing for sums in rank_seconds),
         start_seconds=tuple(rank_records[0][3] - origin for rank_records in compute),
-        window_seconds=max(end for _, end in work) - min(start for start, _ in work),
+        window_seconds=max(end for _, end in intervals) - min(start for start, _ in intervals),
         records=tuple((rank, lane, act, start - origin, end - origin) for rank, lane, act, start, end in records),
     ), origin
 
@@ -69,7 +73,7 @@ def _end(span: Span) -> float:
 
 
 def _compute(rank: int, actions: Sequence[Action], spans: Sequence[Span]) -> list[Record]:
-    """Each part of each action with its span.
+    """A record of each part of each action: the part with the start and end of its span.
 
     Neighbouring spans of one name, such as a backward and its gradient accumulation, are joined.
     """
@@ -77,40 +81,53 @@ def _compute(rank: int, actions: Sequence[Action], spans: Sequence[Span]) -> lis
     for span in spans:
         first = joined.pop()[1] if joined and joined[-1][0] == span.name else span.start
         joined.append((span.name, first, _end(span)))
-    wanted = [part for act in actions for part in act.parts if act.op in COMPUTE or act.op in ("norm_barrier", "optim")]
-    for index, part in enumerate(wanted):
-        got = joined[index][0] if index < len(joined) else "nothing"
-        if got != part.label:
-            raise ValueError(f"pipeline rank {rank} ran {got} where its schedule says {part.label} (action {index})")
-    if len(joined) > len(wanted):
-        raise ValueError(f"pipeline rank {rank} ran {joined[len(wanted)][0]} after the end of its schedule")
-    return [(rank, "compute", part, start, end) for part, (_, start, end) in zip(wanted, joined, strict=True)]
+    scheduled = [
+        part for act in actions for part in act.parts if act.op in COMPUTE or act.op in ("norm_barrier", "optim")
+    ]
+    for index, part in enumerate(scheduled):
+        name = joined[index][0] if index < len(joined) else "nothing"
+        if name != part.label:
+            raise ValueError(f"pipeline rank {rank} ran {name} where its schedule says {part.label} (action {index})")
+    if len(joined) > len(scheduled):
+        raise ValueError(f"pipeline rank {rank} ran {joined[len(scheduled)][0]} after the end of its schedule")
+    return [(rank, "compute", part, start, end) for part, (_, start, end) in zip(scheduled, joined, strict=True)]
 
 
 def _collectives(rank: int, actions: Sequence[Action], step: StepSpans) -> list[Record]:
     """The collectives that ran. Skipped ones, such as a gather of resident weights or over one rank, have no span."""
-    named = {action.label: action for action in actions if action.op in ("unshard", "reduce_grad")}
-    return [(rank, s.lane, named[s.name], s.start, _end(s)) for s in step.spans if s.lane in COLLECTIVES]
+    action_by_label = {action.label: action for action in actions if action.op in ("unshard", "reduce_grad")}
+    return [
+        (rank, span.lane, action_by_label[span.name], span.start, _end(span))
+        for span in step.spans
+        if span.lane in COLLECTIVES
+    ]
 
 
 def _messages(schedule: Schedule, ranks: Sequence[StepSpans]) -> list[Record]:
     """Both ends of every message; the k-th send of a channel matches its k-th receive."""
     rank_of, records = schedule.rank_of, []
     for source, target in schedule.channels:
-        sends = [a for a in schedule.actions[source] if a.op == "send" and rank_of[a.peer] == target]
-        receives = [a for a in schedule.actions[target] if a.op == "recv" and rank_of[a.peer] == source]
+        sends = [
+            action for action in schedule.actions[source] if action.op == "send" and rank_of[action.peer] == target
+        ]
+        receives = [
+            action for action in schedule.actions[target] if action.op == "recv" and rank_of[action.peer] == source
+        ]
         sent, received = _lane(ranks[source], f"send {target}"), _lane(ranks[target], f"recv {source}")
-        free = float("-inf")
-        for send, s, receive, r in zip(sends, sent, receives, received, strict=True):
-            start = max(s.start, r.start, free)
-            free = max(start, _end(r))
-            left = max(start, _end(s)) if s.duration else free  # under Gloo only the receiver measures it
-            records.append((source, f"send {target}", send, start, left))
-            records.append((target, f"recv {source}", receive, start, free))
+        channel_free = float("-inf")
+        for send, send_span, receive, receive_span in zip(sends, sent, receives, received, strict=True):
+            start = max(send_span.start, receive_span.start, channel_free)
+            channel_free = max(start, _end(receive_span))
+            send_end = (
+                # Under Gloo only the receiver measures the duration.
+                max(start, _end(send_span)) if send_span.duration else channel_free
+            )
+            records.append((source, f"send {target}", send, start, send_end))
+            records.append((target, f"recv {source}", receive, start, channel_free))
     return records
 
 
-def _arrival(compute: Sequence[Record], collectives: Sequence[Record]) -> float:
+def _barrier_arrival(compute: Sequence[Record], collectives: Sequence[Record]) -> float:
     """The time at which a rank had finished its own reductions, inside norm_barrier."""
     _, _, _, start, end = next(record for record in compute if record[2].op == "norm_barrier")
     last = max((record[4] for record in collectives if record[2].op == "reduce_grad"), default=start)
@@ -118,7 +135,9 @@ def _arrival(compute: Sequence[Record], collectives: Sequence[Record]) -> float:
 
 
 @dataclass
-class _Tally:
+class _RankSeconds:
+    """Seconds of one rank's step: compute, gradient norm and optimizer (`closing`), and exposed time by axis."""
+
     computed: float = 0.0
     closing: float = 0.0
     exposed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(AXES, 0.0))
@@ -126,16 +145,16 @@ class _Tally:
 
 @dataclass(frozen=True)
 class _Transfer:
-    """A transfer for which an action waits, from `since` to `through`, on `lanes` that it shares with earlier transfers."""
+    """A transfer for which an action waits, from `start` to `end`, on `lanes` that it shares with earlier transfers."""
 
     axis: str
     lanes: tuple[str, ...]
-    through: float
-    since: float = float("-inf")
+    end: float
+    start: float = float("-inf")
 
 
-class _Walk:
-    """Follows one rank's compute lane in order, and sums the waiting time of each action."""
+class _WaitCounter:
+    """Reads one rank's compute records in order of time, and sums the waiting time before each action."""
 
     def __init__(self, schedule: Schedule, rank: int, origin: float, records: Iterable[Record]) -> None:
         self._schedule, self._rank, self._clock = schedule, rank, origin
@@ -143,8 +162,8 @@ class _Walk:
         self._arrived: dict[tuple[str | None, int, int], _Transfer] = {}
         self._gathers: dict[tuple[int, int | None], list[Interval]] = defaultdict(list)
         self._reductions: list[_Transfer] = []
-        for mine, lane, action, start, end in records:
-            if mine != rank:
+        for record_rank, lane, action, start, end in records:
+            if record_rank != rank:
                 continue
             self._lanes[lane].append((start, end))
             if action.op == "recv":
@@ -153,22 +172,22 @@ class _Walk:
                 self._gathers[action.stage, action.unit].append((start, end))
             elif action.op == "reduce_grad":
                 self._reductions.append(_Transfer("replicate" if lane == "replicate" else "shard", (lane,), end, start))
-        self._tally = _Tally()
+        self._sums = _RankSeconds()
 
-    def over(self, compute: Sequence[Record], at_barrier: Sequence[float]) -> _Tally:
-        tally = self._tally
+    def count(self, compute: Sequence[Record], at_barrier: Sequence[float]) -> _RankSeconds:
+        sums = self._sums
         for _, _, action, start, end in compute:
             if action.op in COMPUTE:
                 self._wait(start, self._waited_for(action, start))
-                tally.computed += end - start
+                sums.computed += end - start
             elif action.op == "norm_barrier":
-                mine = at_barrier[self._rank]
-                self._wait(mine, _latest_first(self._reductions))
-                tally.closing += end - min(max(at_barrier), end)
+                barrier_arrival = at_barrier[self._rank]
+                self._wait(barrier_arrival, _latest_first(self._reductions))
+                sums.closing += end - min(max(at_barrier), end)
             else:
-                tally.closing += end - start
+                sums.closing += end - start
             self._clock = max(self._clock, end)
-        return tally
+        return sums
 
     def _waited_for(self, action: Action, start: float) -> list[_Transfer]:
         """The transfers that the action needs, the last to finish first."""
@@ -181,8 +200,8 @@ class _Walk:
             payload = "gradient"
         if message := self._arrived.get((payload, stage, action.micro_batch)):
             transfers.append(message)
-        if gathered := [end for begin, end in self._gathers[stage, unit] if begin < start]:
-            transfers.append(_Transfer("shard", SHARD_LANES, gathered[-1]))
+        if gather_ends := [end for gather_start, end in self._gathers[stage, unit] if gather_start < start]:
+            transfers.append(_Transfer("shard", SHARD_LANES, gather_ends[-1]))
         return _latest_first(transfers)
 
     def _wait(self, until: float, transfers: Iterable[_Transfer]) -> None:
@@ -190,24 +209,24 @@ class _Walk:
         idle = [(self._clock, until)] if until > self._clock else []
         for transfer in transfers:
             for lane in transfer.lanes:
-                before = sum(end - start for start, end in idle)
+                idle_seconds = sum(end - start for start, end in idle)
                 idle = [remaining for gap in idle for remaining in self._subtract_busy(gap, lane, transfer)]
-                self._tally.exposed[transfer.axis] += before - sum(end - start for start, end in idle)
+                self._sums.exposed[transfer.axis] += idle_seconds - sum(end - start for start, end in idle)
 
     def _subtract_busy(self, gap: Interval, lane: str, transfer: _Transfer) -> list[Interval]:
         """The parts of `gap` without the time in which `lane` was busy with the transfer."""
-        first, last = max(gap[0], transfer.since), min(gap[1], transfer.through)
+        first, last = max(gap[0], transfer.start), min(gap[1], transfer.end)
         if first >= last:
             return [gap]
-        busy, left, at = self._lanes[lane], [], gap[0]
-        low = bisect_right(busy, first, key=lambda interval: interval[1])  # the intervals of a lane do not overlap
-        high = bisect_left(busy, last, key=lambda interval: interval[0])
-        for start, end in busy[low:high]:
-            if max(start, first) > at:
-                left.append((at, max(start, first)))
-            at = max(at, min(end, last))
-        return [*left, (at, gap[1])] if at < gap[1] else left
+        intervals, remaining, position = self._lanes[lane], [], gap[0]
+        low = bisect_right(intervals, first, key=lambda interval: interval[1])  # the intervals of a lane do not overlap
+        high = bisect_left(intervals, last, key=lambda interval: interval[0])
+        for start, end in intervals[low:high]:
+            if max(start, first) > position:
+                remaining.append((position, max(start, first)))
+            position = max(position, min(end, last))
+        return [*remaining, (position, gap[1])] if position < gap[1] else remaining
 
 
 def _latest_first(transfers: Iterable[_Transfer]) -> list[_Transfer]:
-    return sorted(transfers, key=lambda transfer: transfer.through, reverse=True)
+    return sorted(transfers, key=lambda transfer: transfer.end, reverse=True)

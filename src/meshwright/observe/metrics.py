@@ -44,6 +44,7 @@ OPTIONAL_STEP_KEYS: dict[str, str] = {
     "data_wait_seconds": "time the loop waited for its batch",
     "phases": "seconds by phase (events.span.Phase)",
     "update_skipped": "true if the update was left out (train.on_nonfinite, train.on_spike); absent otherwise",
+    "skipping_replicas": "replicas of the model that left the update out, beside update_skipped",
 }
 """Optional keys of a step line."""
 
@@ -70,9 +71,9 @@ class MetricsWriter:
             raise ValueError(f"a step line needs {', '.join(missing)}")
         self._append({"kind": "step", **record})
 
-    def write_validation(self, step: int, loss: float, **more: Any) -> None:
+    def write_validation(self, step: int, loss: float, **details: Any) -> None:
         """Write the mean validation loss (nat per token) after `step`; for a mixture `by_source` has each source's."""
-        self._append({"kind": "validation", "step": step, "loss": loss, **more})
+        self._append({"kind": "validation", "step": step, "loss": loss, **details})
 
     def write_event(self, step: int, text: str) -> None:
         """Write an event for the report: resumed, preempted, a checkpoint written."""
@@ -147,19 +148,21 @@ def scan_metrics(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
 def to_line(record: Mapping[str, Any]) -> str:
     """One line of valid JSON, non-finite numbers replaced by null and named under `nonfinite`."""
     nonfinite: dict[str, str] = {}
-    plain = _finite(record, "", nonfinite)
+    finite = _finite(record, "", nonfinite)
     if nonfinite:
-        plain["nonfinite"] = nonfinite
-    return json.dumps(plain, allow_nan=False, separators=(", ", ": ")) + "\n"
+        finite["nonfinite"] = nonfinite
+    return json.dumps(finite, allow_nan=False, separators=(", ", ": ")) + "\n"
 
 
-def _finite(value: Any, at: str, nonfinite: dict[str, str]) -> Any:
+def _finite(value: Any, key_path: str, nonfinite: dict[str, str]) -> Any:
     if isinstance(value, Mapping):
-        return {key: _finite(inner, f"{at}.{key}" if at else str(key), nonfinite) for key, inner in value.items()}
+        return {
+            key: _finite(item, f"{key_path}.{key}" if key_path else str(key), nonfinite) for key, item in value.items()
+        }
     if isinstance(value, (list, tuple)):
-        return [_finite(inner, f"{at}.{index}", nonfinite) for index, inner in enumerate(value)]
+        return [_finite(item, f"{key_path}.{index}", nonfinite) for index, item in enumerate(value)]
     if isinstance(value, float) and not math.isfinite(value):
-        nonfinite[at] = str(value)
+        nonfinite[key_path] = str(value)
         return None
     return value
 
@@ -169,8 +172,8 @@ def _parse(line: str) -> dict[str, Any] | None:
         record = json.loads(line)
     except ValueError:
         return None
-    whole = isinstance(record, dict) and isinstance(record.get("step"), int)
-    return record if whole else None
+    complete = isinstance(record, dict) and isinstance(record.get("step"), int)
+    return record if complete else None
 
 
 def _truncate(path: Path, resume_from: int) -> None:

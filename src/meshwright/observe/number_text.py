@@ -31,18 +31,18 @@ def duration(seconds: float) -> str:
         return f"{_significant(seconds * 1e3, 3)} ms"
     if seconds < 59.95:
         return f"{_significant(seconds, 3)} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60}m {whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d {whole % 86400 // 3600:02d}h"
+    rounded = round(seconds)
+    if rounded < 3600:
+        return f"{rounded // 60}m {rounded % 60:02d}s"
+    if rounded < 86400:
+        return f"{rounded // 3600}h {rounded % 3600 // 60:02d}m"
+    return f"{rounded // 86400}d {rounded % 86400 // 3600:02d}h"
 
 
 def clock(seconds: float) -> str:
     """Elapsed or remaining time in a fixed narrow form: "0:07", "12:45", "3:07:45", "2d 03:07"."""
-    whole = max(0, round(seconds))
-    hours, minutes, seconds_left = whole // 3600, whole % 3600 // 60, whole % 60
+    rounded = max(0, round(seconds))
+    hours, minutes, seconds_left = rounded // 3600, rounded % 3600 // 60, rounded % 60
     if hours >= 24:
         return f"{hours // 24}d {hours % 24:02d}:{minutes:02d}"
     return f"{hours}:{minutes:02d}:{seconds_left:02d}" if hours else f"{minutes}:{seconds_left:02d}"
@@ -64,12 +64,12 @@ def _significant(value: float, digits: int) -> str:
     if value == 0:
         return "0"
     rounded = float(f"{value:.{digits - 1}e}")
-    before = len(str(int(abs(rounded)))) if abs(rounded) >= 1 else 0
-    if before >= digits:
+    whole_digits = len(str(int(abs(rounded)))) if abs(rounded) >= 1 else 0
+    if whole_digits >= digits:
         return f"{value:.0f}"
-    if before == 0 and abs(rounded) < 1e-4:
+    if whole_digits == 0 and abs(rounded) < 1e-4:
         return scientific(value)
-    return f"{rounded:.{digits - before if before else _leading_zeros(rounded) + digits}f}"
+    return f"{rounded:.{digits - whole_digits if whole_digits else _leading_zeros(rounded) + digits}f}"
 
 
 def _leading_zeros(value: float) -> int:

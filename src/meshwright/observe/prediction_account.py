@@ -119,19 +119,19 @@ class Account:
 
 def typical_step(records: Sequence[Record]) -> TypicalStep | None:
     """The typical step of step lines of metrics.jsonl after warm-up; None if there are none."""
-    known = [record for record in records if record.get("step_seconds")]
-    if not known:
+    timed = [record for record in records if record.get("step_seconds")]
+    if not timed:
         return None
-    last = known[-1]
+    last = timed[-1]
     allocated = last.get("memory_allocated_peak_bytes")
     return TypicalStep(
-        steps=(known[0]["step"], last["step"]),
-        seconds=median(record["step_seconds"] for record in known),
-        tokens_per_second_per_gpu=_median(known, "tokens_per_second_per_gpu"),
-        mfu=_median(known, "mfu"),
+        steps=(timed[0]["step"], last["step"]),
+        seconds=median(record["step_seconds"] for record in timed),
+        tokens_per_second_per_gpu=_median(timed, "tokens_per_second_per_gpu"),
+        mfu=_median(timed, "mfu"),
         memory_bytes=int(last["memory_peak_bytes"] if allocated is None else allocated),
         resident=allocated is None,
-        phases=_phases(_middle_half(known)),
+        phases=_phases(_middle_half(timed)),
     )
 
 
@@ -141,7 +141,7 @@ def compare_with_prediction(predicted: Predicted, measured: TypicalStep, timelin
     `timeline` is the summary of a recorded timeline (`observe.timeline_files.summary`), which separates more parts than
     phases do.
     """
-    share = (predicted.step_seconds or 0.0) / measured.seconds
+    time_ratio = (predicted.step_seconds or 0.0) / measured.seconds
     memory = comparable_memory(predicted, resident=measured.resident)
     return Account(
         steps=measured.steps,
@@ -153,8 +153,10 @@ def compare_with_prediction(predicted: Predicted, measured: TypicalStep, timelin
         ),
         memory_bytes=Comparison(measured=measured.memory_bytes, predicted=memory),
         resident=measured.resident,
-        tokens_per_second_per_gpu=_rate(measured.tokens_per_second_per_gpu, predicted.tokens_per_second_per_gpu, share),
-        mfu=_rate(measured.mfu, predicted.mfu, share),
+        tokens_per_second_per_gpu=_rate(
+            measured.tokens_per_second_per_gpu, predicted.tokens_per_second_per_gpu, time_ratio
+        ),
+        mfu=_rate(measured.mfu, predicted.mfu, time_ratio),
         parts=_parts(predicted.breakdown, measured.phases, timeline),
         recorded=tuple(timeline["steps"]) if timeline and predicted.breakdown else None,
     )
@@ -162,9 +164,9 @@ def compare_with_prediction(predicted: Predicted, measured: TypicalStep, timelin
 
 def read_account(record: Record) -> Account:
     """The account in a line of metrics.jsonl. Raises ValueError if the line has no valid account."""
-    plain = {key: value for key, value in record.items() if key not in ("kind", "step")}
+    fields = {key: value for key, value in record.items() if key not in ("kind", "step")}
     try:
-        account = from_plain(Account, plain)
+        account = from_plain(Account, fields)
         sizes = [account.step_seconds, account.memory_bytes, account.tokens_per_second_per_gpu, account.mfu]
         numbers = [*(size.measured for size in sizes if size), *account.steps, *(account.recorded or ())]
         numbers += [size for part in account.parts for size in (*part.measured.values(), *part.predicted.values())]
@@ -204,9 +206,11 @@ def _step(account: Account) -> str:
     measured = number_text.duration(step.measured)
     if step.predicted is None or step.error is None:
         return f"{measured} ({why_unpredicted(account)}; `meshwright profile --out FILE` measures this machine)"
-    ends = f" ({number_text.duration(step.low)} to {number_text.duration(step.high)})" if step.low and step.high else ""
-    way = "slower" if step.error >= 0 else "faster"
-    return f"{measured}, predicted {number_text.duration(step.predicted)}{ends}: {100 * abs(step.error):.1f}% {way}"
+    band = f" ({number_text.duration(step.low)} to {number_text.duration(step.high)})" if step.low and step.high else ""
+    comparison = "slower" if step.error >= 0 else "faster"
+    return (
+        f"{measured}, predicted {number_text.duration(step.predicted)}{band}: {100 * abs(step.error):.1f}% {comparison}"
+    )
 
 
 def why_unpredicted(account: Account) -> str:
@@ -220,21 +224,23 @@ def _memory(account: Account) -> str:
     memory = account.memory_bytes
     scope, about = ("resident, interpreter included", "about ") if account.resident else ("allocated", "")
     expected = f", predicted {about}{number_text.size(memory.predicted)}" if memory.predicted else ""
-    off = f": {100 * memory.error:+.1f}%" if memory.error is not None else ""
-    return f"{number_text.size(memory.measured)} {scope}{expected}{off}"
+    error = f": {100 * memory.error:+.1f}%" if memory.error is not None else ""
+    return f"{number_text.size(memory.measured)} {scope}{expected}{error}"
 
 
 def _part_line(part: Part) -> str:
     return f"  {part.name}: {_sum_text(part.measured)}; predicted {_sum_text(part.predicted)}"
 
 
-def _sum_text(shares: Mapping[str, float]) -> str:
+def _sum_text(seconds_by_component: Mapping[str, float]) -> str:
     """The sum, and its components if there are several."""
-    total, each = (
-        sum(shares.values()),
-        ", ".join(f"{name} {number_text.duration(s)}" for name, s in shares.items() if s),
+    total, components = (
+        sum(seconds_by_component.values()),
+        ", ".join(
+            f"{name} {number_text.duration(seconds)}" for name, seconds in seconds_by_component.items() if seconds
+        ),
     )
-    return (number_text.duration(total) if total else "0 s") + (f" ({each})" if "," in each else "")
+    return (number_text.duration(total) if total else "0 s") + (f" ({components})" if "," in components else "")
 
 
 def _hints(account: Account, run: str) -> list[str]:
@@ -246,11 +252,11 @@ def _hints(account: Account, run: str) -> list[str]:
     ]
 
 
-def _rate(measured: float | None, predicted: float | None, share: float) -> Comparison | None:
+def _rate(measured: float | None, predicted: float | None, time_ratio: float) -> Comparison | None:
     """A rate and its prediction, derived from the step times if it was not predicted."""
     if measured is None:
         return None
-    return Comparison(measured=measured, predicted=predicted or (measured / share if share else None))
+    return Comparison(measured=measured, predicted=predicted or (measured / time_ratio if time_ratio else None))
 
 
 def _parts(expected: Breakdown | None, phases: Mapping[str, float], timeline: Record | None) -> tuple[Part, ...]:
@@ -266,7 +272,9 @@ def _parts_of_phases(expected: Breakdown, phases: Mapping[str, float]) -> tuple[
     stages = _nonzero({"bubble": expected.bubble, "exposed pipeline": exposed.pop("exposed pipeline", 0.0)})
     # With pipeline stages, the first ranks at the gradient norm wait for the others there: this is the end of the bubble.
     working = tuple(name for name in COMPUTE_PHASES if not (stages and name == "reduce"))
-    between = {"between phases": sum(s for name, s in phases.items() if name not in (*COMPUTE_PHASES, "data"))}
+    between = {
+        "between phases": sum(seconds for name, seconds in phases.items() if name not in (*COMPUTE_PHASES, "data"))
+    }
     return (
         Part(
             name="computing",
@@ -283,7 +291,7 @@ def _parts_of_phases(expected: Breakdown, phases: Mapping[str, float]) -> tuple[
 
 
 def _parts_of_timeline(expected: Breakdown, measured: Record) -> tuple[Part, ...]:
-    in_compute = {f"exposed {axis}": s for axis, s in expected.exposed.items() if axis not in TIMED_AXES}
+    in_compute = {f"exposed {axis}": seconds for axis, seconds in expected.exposed.items() if axis not in TIMED_AXES}
     computing = Part(
         name="computing",
         measured={"forward, backward": measured["compute"], "norm, optimizer": measured["closing"]},
@@ -308,9 +316,9 @@ def _parts_of_timeline(expected: Breakdown, measured: Record) -> tuple[Part, ...
     )
 
 
-def _nonzero(shares: Mapping[str, float]) -> dict[str, float]:
+def _nonzero(seconds_by_component: Mapping[str, float]) -> dict[str, float]:
     """The shares above rounding errors."""
-    return {name: seconds for name, seconds in shares.items() if seconds > ROUNDING_SECONDS}
+    return {name: seconds for name, seconds in seconds_by_component.items() if seconds > ROUNDING_SECONDS}
 
 
 def _median(records: Sequence[Record], key: str) -> float | None:
@@ -331,5 +339,5 @@ def _phases(records: Sequence[Record]) -> dict[str, float]:
         return {}
     names = [name for name in PHASES if name != "host" and any(record["phases"].get(name) for record in timed)]
     means = {name: fmean(record["phases"].get(name, 0.0) for record in timed) for name in names}
-    whole = fmean(record["step_seconds"] for record in timed)
-    return {**means, "host": max(0.0, whole - sum(means.values()))}
+    step_seconds = fmean(record["step_seconds"] for record in timed)
+    return {**means, "host": max(0.0, step_seconds - sum(means.values()))}

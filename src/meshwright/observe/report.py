@@ -1,8 +1,8 @@
 """report.html: a self-contained page about a run, to open from disk, print and send.
 
 Everything is inlined; the page's content policy forbids loading, and scripts other than its own, so text of the run
-(data, samples, names) cannot execute. The charts are complete without the script, which adds the read-out and the
-choice of x axis.
+(data, samples, names) cannot execute. The charts are complete without the script, which shows the values under the
+cursor and offers other x axes.
 """
 
 from __future__ import annotations
@@ -85,11 +85,11 @@ def _header(run: RunFolder) -> str:
 
 def _status(run: RunFolder) -> tuple[str, str]:
     """(text, CSS class) of the run's progress towards its configured steps."""
-    done, wanted = (run.steps[-1]["step"] if run.steps else 0), run.setting("train", "steps")
+    done, planned = (run.steps[-1]["step"] if run.steps else 0), run.setting("train", "steps")
     if not done:
         return "no steps yet", "part"
-    if isinstance(wanted, int):
-        return ("finished", "done") if done >= wanted else (f"{done:,} of {wanted:,} steps", "part")
+    if isinstance(planned, int):
+        return ("finished", "done") if done >= planned else (f"{done:,} of {planned:,} steps", "part")
     return f"{done:,} steps", "part"
 
 
@@ -97,11 +97,11 @@ def _charts(run: RunFolder, charts: Sheet) -> str:
     memory = report_parts.memory(run)
     if not charts.charts:
         return f'<div class="grid">{memory}</div>' if memory else ""
-    first, *others = (draw(chart, charts.tables, charts.axes[0]) for chart in charts.charts)
+    first, *later = (draw(chart, charts.tables, charts.axes[0]) for chart in charts.charts)
     after_speed = next(
-        (i for i, chart in enumerate(charts.charts[1:]) if chart.key in ("lr", "grad_norm")), len(others)
+        (index for index, chart in enumerate(charts.charts[1:]) if chart.key in ("lr", "grad_norm")), len(later)
     )
-    cards = [*others[:after_speed], memory, *others[after_speed:]]
+    cards = [*later[:after_speed], memory, *later[after_speed:]]
     return f"""<div class="charts-head"><h2>Training</h2>{_switch(charts)}</div>
 <div class="grid"><div class="wide">{first}</div>{"".join(cards)}</div>"""
 
@@ -110,8 +110,8 @@ def _switch(charts: Sheet) -> str:
     """The selector of the x axis; the script shows it."""
     first = charts.axes[0].key
     choices = "".join(
-        f'<label><input type="radio" name="x" value="{a.key}"{" checked" if a.key == first else ""}>{a.label}</label>'
-        for a in charts.axes
+        f'<label><input type="radio" name="x" value="{axis.key}"{" checked" if axis.key == first else ""}>{axis.label}</label>'
+        for axis in charts.axes
     )
     return f'<output id="at"></output><fieldset class="switch" hidden><legend>x axis</legend>{choices}</fieldset>'
 
@@ -120,11 +120,16 @@ def _figures(charts: Sheet) -> str:
     """The numbers of the charts as JSON, escaped so that it cannot close its script element."""
     data = {
         "axes": {
-            a.key: {"low": a.low, "high": a.high, "ticks": [[100 * a.position(at), text] for at, text in a.ticks]}
-            for a in charts.axes
+            axis.key: {
+                "low": axis.low,
+                "high": axis.high,
+                "ticks": [[100 * axis.position(value), text] for value, text in axis.ticks],
+            }
+            for axis in charts.axes
         },
         "tables": {
-            name: {key: [float(f"{x:.6g}") for x in xs] for key, xs in t.items()} for name, t in charts.tables.items()
+            name: {key: [float(f"{value:.6g}") for value in values] for key, values in table.items()}
+            for name, table in charts.tables.items()
         },
         "charts": {chart.key: numbers(chart) for chart in charts.charts},
     }

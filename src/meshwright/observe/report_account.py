@@ -14,7 +14,7 @@ COLOURS = {
     "optim": "c-optim", "norm, optimizer": "c-optim", "data": "c-data", "host": "c-host", "bubble": "c-event", "idle": "c-event",
     "between phases": "c-event", "exposed pipeline": "k5", "exposed shard": "k3", "exposed replicate": "c-checkpoint",
 }  # fmt: skip
-"""CSS classes of the components of parts; corresponding measured and predicted components share one."""
+"""CSS class of each component of a part; a measured and a predicted component with the same meaning share a class."""
 OTHER_COLOUR = "c-validate"
 
 Text = Callable[[float], str]
@@ -26,18 +26,20 @@ def predicted_and_measured(run: RunFolder) -> str:
     if account is None:
         return ""
     lines = [
-        _line("Step time", account.step_seconds, number_text.duration),
-        _line("Tokens per second and rank", account.tokens_per_second_per_gpu, number_text.short),
-        _line("MFU, causal", account.mfu, number_text.percent),
-        _line("Memory, resident" if account.resident else "Memory, allocated", account.memory_bytes, number_text.size),
+        _table_line("Step time", account.step_seconds, number_text.duration),
+        _table_line("Tokens per second and rank", account.tokens_per_second_per_gpu, number_text.short),
+        _table_line("MFU, causal", account.mfu, number_text.percent),
+        _table_line(
+            "Memory, resident" if account.resident else "Memory, allocated", account.memory_bytes, number_text.size
+        ),
     ]
     heads = "".join(f"<th>{text}</th>" for text in ("", "predicted", "80% band", "measured", "difference"))
     return f"""<section class="card account" id="account"><h2>Predicted and measured</h2>
 <div class="pair"><div><table class="beside"><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table>
-{_words(account)}</div><div>{_bars(account)}</div></div></section>"""
+{_remarks(account)}</div><div>{_bars(account)}</div></div></section>"""
 
 
-def _line(label: str, comparison: Comparison | None, text: Text) -> str:
+def _table_line(label: str, comparison: Comparison | None, text: Text) -> str:
     if comparison is None:
         return ""
     expected = text(comparison.predicted) if comparison.predicted is not None else "–"
@@ -46,20 +48,20 @@ def _line(label: str, comparison: Comparison | None, text: Text) -> str:
         if comparison.low is not None and comparison.high is not None
         else ""
     )
-    off = f"{100 * comparison.error:+.1f}%" if comparison.error is not None else ""
-    mark = ' class="off"' if comparison.outside else ""
+    error_text = f"{100 * comparison.error:+.1f}%" if comparison.error is not None else ""
+    style = ' class="off"' if comparison.outside else ""
     cells = "".join(f"<td>{escape(cell)}</td>" for cell in (expected, band, text(comparison.measured)))
-    return f"<tr><th>{escape(label)}</th>{cells}<td{mark}>{escape(off)}</td></tr>"
+    return f"<tr><th>{escape(label)}</th>{cells}<td{style}>{escape(error_text)}</td></tr>"
 
 
-def _words(account: Account) -> str:
+def _remarks(account: Account) -> str:
     sentences = [
         f"Steps {account.steps[0]:,} to {account.steps[1]:,}, without the first {WARM_UP} of this start; step time and rates are medians, "
         "memory is the fullest rank's."
     ]
     if account.step_seconds.predicted is None:
-        why = why_unpredicted(account)
-        sentences.append(f"{why[0].upper()}{why[1:]}; meshwright profile measures this machine.")
+        reason = why_unpredicted(account)
+        sentences.append(f"{reason[0].upper()}{reason[1:]}; meshwright profile measures this machine.")
     elif account.step_seconds.outside:
         sentences.append(
             "The step time is outside of its band; meshwright profile --from-run corrects the costs by this run."
@@ -80,7 +82,7 @@ def _words(account: Account) -> str:
 
 def _bars(account: Account) -> str:
     """Bars of every part on one scale: predicted above measured."""
-    top = max((max(p.measured_seconds, p.predicted_seconds) for p in account.parts), default=0.0)
+    top = max((max(part.measured_seconds, part.predicted_seconds) for part in account.parts), default=0.0)
     if not top:
         return ""
     names = dict.fromkeys(name for part in account.parts for name in (*part.predicted, *part.measured))
@@ -91,13 +93,13 @@ def _bars(account: Account) -> str:
 def _part(part: Part, top: float) -> str:
     expected, measured = (_seconds(seconds) for seconds in (part.predicted_seconds, part.measured_seconds))
     return f"""<p class="bar-label"><span>{escape(part.name)}</span><span>predicted <b>{expected}</b> measured <b>{measured}</b></span></p>
-<div class="bar slim">{_stack(part.predicted, top)}</div><div class="bar slim last">{_stack(part.measured, top)}</div>"""
+<div class="bar slim">{_stacked_bar(part.predicted, top)}</div><div class="bar slim last">{_stacked_bar(part.measured, top)}</div>"""
 
 
-def _stack(shares: Mapping[str, float], top: float) -> str:
+def _stacked_bar(seconds_by_component: Mapping[str, float], top: float) -> str:
     return "".join(
         f'<i class="{_colour(name)}" style="width:{100 * seconds / top:.2f}%" title="{escape(f"{name} {_seconds(seconds)}")}"></i>'
-        for name, seconds in shares.items()
+        for name, seconds in seconds_by_component.items()
     )
 
 

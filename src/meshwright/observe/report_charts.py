@@ -12,7 +12,7 @@ from meshwright.observe import number_text
 from meshwright.observe.curves import (
     Values,
     bucket_means,
-    kept_indices,
+    indices_of_extremes,
     median,
     tick_labels,
     ticks,
@@ -24,9 +24,8 @@ from meshwright.observe.runfolder import Record, RunFolder, column, number
 from meshwright.observe.svg import Axis, Chart, Format, Series, Table
 from meshwright.spec.cluster import ClusterSpec
 
-MOST_POINTS = 1500
-MOST_COLUMNS = 160
-MOST_VALIDATIONS = 500
+MOST_POINTS, MOST_COLUMNS, MOST_VALIDATIONS = 1500, 160, 500
+"""Most points of a curve, columns of a stacked chart, and validation points: more cannot be told apart on a page."""
 SOURCE_COLOURS = ("c-second", "c-optim", "c-checkpoint", "c-backward")
 """Colours of the validation losses of a mixture's first sources; metrics.jsonl has all of them."""
 
@@ -44,31 +43,31 @@ def sheet(run: RunFolder) -> Sheet:
     """Every chart for which the run has figures; empty if no step was recorded."""
     if not run.steps:
         return Sheet((), {}, ())
-    whole = _positions(run.steps)
-    indices = kept_indices(
-        len(run.steps), [column(run.steps, k) for k in ("loss", "grad_norm", "tokens_per_second")], MOST_POINTS
+    positions = _positions(run.steps)
+    indices = indices_of_extremes(
+        len(run.steps), [column(run.steps, key) for key in ("loss", "grad_norm", "tokens_per_second")], MOST_POINTS
     )
-    validations = _evenly(run.validations, MOST_VALIDATIONS)
+    validations = _evenly_spaced(run.validations, MOST_VALIDATIONS)
     tables = {
-        "steps": _pick(whole, indices),
-        "validation": _at_steps(whole, validations),
-        "events": _at_steps(whole, run.events),
-        "windows": _window_edges(whole, min(MOST_COLUMNS, len(run.steps))),
+        "steps": _select_from_table(positions, indices),
+        "validation": _at_steps(positions, validations),
+        "events": _at_steps(positions, run.events),
+        "windows": _window_edges(positions, min(MOST_COLUMNS, len(run.steps))),
     }
-    made = [
+    charts = [
         _loss(run, indices, validations),
         *_throughput(run, indices),
         _phases(run),
         _curve(run, indices, "lr", "Learning rate", "", "scientific"),
         _curve(run, indices, "grad_norm", "Gradient norm", "before clipping", "short", noisy=True),
     ]
-    return Sheet(tuple(chart for chart in made if chart), tables, _axes(whole))
+    return Sheet(tuple(chart for chart in charts if chart), tables, _axes(positions))
 
 
 def steady(values: Values) -> float | None:
     """The median after the first tenth of the values (compilation, filling of caches)."""
-    known = [value for value in values[len(values) // 10 :] if value is not None]
-    return median(known) if known else None
+    numbers = [value for value in values[len(values) // 10 :] if value is not None]
+    return median(numbers) if numbers else None
 
 
 def _loss(run: RunFolder, indices: Sequence[int], validations: Sequence[Record]) -> Chart | None:
@@ -87,7 +86,7 @@ def _loss(run: RunFolder, indices: Sequence[int], validations: Sequence[Record])
     chart = Chart(
         "loss", "Loss", "nat per token", "loss", tuple(series), from_zero=False, height=300, reference=reference
     )
-    return chart if _any(losses) else None
+    return chart if _has_numbers(losses) else None
 
 
 def _by_source(validations: Sequence[Record]) -> list[Series]:
@@ -102,11 +101,11 @@ def _by_source(validations: Sequence[Record]) -> list[Series]:
 
 def _throughput(run: RunFolder, indices: Sequence[int]) -> list[Chart | None]:
     speed = _curve(run, indices, "tokens_per_second", "Throughput", "tokens per second, all ranks", "short", noisy=True)
-    both = [("mfu", "causal attention", "c-loss thin"), ("mfu_full", "full attention", "c-second thin")]
+    variants = [("mfu", "causal attention", "c-loss thin"), ("mfu_full", "full attention", "c-second thin")]
     series = [
         _steady_line(values, label, colour, indices, number_text.percent)
-        for key, label, colour in both
-        if _any(values := column(run.steps, key))
+        for key, label, colour in variants
+        if _has_numbers(values := column(run.steps, key))
     ]
     mfu = Chart("mfu", "Model FLOPs utilisation", peak_text(run), "percent", tuple(series)) if series else None
     return [speed, mfu]
@@ -125,10 +124,12 @@ def _phases(run: RunFolder) -> Chart | None:
     series = []
     for phase in PHASES:
         seconds = column(run.steps, "phases", phase)
-        if not _any(seconds):
+        if not _has_numbers(seconds):
             continue
-        shown = number_text.duration(steady([value or 0.0 for value in seconds]) or 0.0)
-        series.append(Series(phase, f"c-{phase}", "windows", bucket_means(seconds, MOST_COLUMNS), "column", shown))
+        legend_text = number_text.duration(steady([value or 0.0 for value in seconds]) or 0.0)
+        series.append(
+            Series(phase, f"c-{phase}", "windows", bucket_means(seconds, MOST_COLUMNS), "column", legend_text)
+        )
     return Chart("phases", "Step time", "by phase", "seconds", tuple(series)) if series else None
 
 
@@ -136,7 +137,7 @@ def _curve(
     run: RunFolder, indices: Sequence[int], key: str, title: str, unit: str, form: Format, *, noisy: bool = False
 ) -> Chart | None:
     values = column(run.steps, key)
-    if not _any(values):
+    if not _has_numbers(values):
         return None
     series = [Series("each step", "c-loss faint" if noisy else "c-loss", "steps", _selected(values, indices))]
     if noisy:
@@ -147,27 +148,35 @@ def _curve(
 def _steady_line(
     values: Values, label: str, colour: str, indices: Sequence[int], text: Callable[[float], str]
 ) -> Series:
-    usual = steady(values)
-    return Series(label, colour, "steps", _selected(values, indices), shown=text(usual) if usual is not None else None)
+    steady_value = steady(values)
+    return Series(
+        label,
+        colour,
+        "steps",
+        _selected(values, indices),
+        shown=text(steady_value) if steady_value is not None else None,
+    )
 
 
 def _positions(steps: Sequence[Record]) -> Table:
     """The position of each step on every x axis: its number, tokens so far, and training seconds at its end."""
-    clock, seconds = 0.0, []
+    elapsed, seconds = 0.0, []
     for value in column(steps, "step_seconds"):
-        clock += value or 0.0
-        seconds.append(clock)
-    tokens, seen = [], 0.0
+        elapsed += value or 0.0
+        seconds.append(elapsed)
+    tokens, most_tokens = [], 0.0
     for value in column(steps, "tokens"):
-        seen = max(seen, value or 0.0)
-        tokens.append(seen)
+        most_tokens = max(most_tokens, value or 0.0)
+        tokens.append(most_tokens)
     return {"step": [float(record["step"]) for record in steps], "tokens": tokens, "time": seconds}
 
 
-def _axes(whole: Table) -> tuple[Axis, ...]:
+def _axes(positions: Table) -> tuple[Axis, ...]:
     """The x axes: steps always, tokens and time if they grow in this run."""
-    named = {"step": "Steps", "tokens": "Tokens", "time": "Time"}
-    return tuple(_axis(key, label, whole[key]) for key, label in named.items() if key == "step" or whole[key][-1] > 0)
+    labels = {"step": "Steps", "tokens": "Tokens", "time": "Time"}
+    return tuple(
+        _axis(key, label, positions[key]) for key, label in labels.items() if key == "step" or positions[key][-1] > 0
+    )
 
 
 def _axis(key: str, label: str, values: Sequence[float]) -> Axis:
@@ -176,28 +185,28 @@ def _axis(key: str, label: str, values: Sequence[float]) -> Axis:
     if not high > low:
         low, high = 0.0, max(1.0, high)
     if key == "time":
-        positions = [at for at in time_ticks(high) if at >= low]
+        positions = [position for position in time_ticks(high) if position >= low]
         return Axis(key, label, low, high, tuple(zip(positions, time_labels(positions), strict=True)))
-    positions = [at for at in ticks(low, high, 6) if key != "step" or at == math.floor(at)]
+    positions = [position for position in ticks(low, high, 6) if key != "step" or position == math.floor(position)]
     return Axis(key, label, low, high, tuple(zip(positions, tick_labels(positions), strict=True)))
 
 
-def _at_steps(whole: Table, records: Sequence[Record]) -> Table:
+def _at_steps(positions: Table, records: Sequence[Record]) -> Table:
     """Positions of lines with a step on every axis: those of the newest step line at or before it."""
-    indices = [bisect_right(whole["step"], record["step"]) - 1 for record in records]
-    table = {key: [values[index] if index >= 0 else 0.0 for index in indices] for key, values in whole.items()}
+    indices = [bisect_right(positions["step"], record["step"]) - 1 for record in records]
+    table = {key: [values[index] if index >= 0 else 0.0 for index in indices] for key, values in positions.items()}
     return {**table, "step": [float(record["step"]) for record in records]}
 
 
-def _window_edges(whole: Table, windows: int) -> Table:
+def _window_edges(positions: Table, windows: int) -> Table:
     """The x values at the edges of the windows of steps; a window begins where the previous step ended."""
-    length = len(whole["step"])
-    ends = [(window + 1) * length // windows - 1 for window in range(windows)]
-    starts = {"step": whole["step"][0] - 1, "tokens": 0.0, "time": 0.0}
-    return {key: [starts[key], *(values[end] for end in ends)] for key, values in whole.items()}
+    length = len(positions["step"])
+    last_indices = [(window + 1) * length // windows - 1 for window in range(windows)]
+    first_edges = {"step": positions["step"][0] - 1, "tokens": 0.0, "time": 0.0}
+    return {key: [first_edges[key], *(values[end] for end in last_indices)] for key, values in positions.items()}
 
 
-def _pick(table: Table, indices: Sequence[int]) -> Table:
+def _select_from_table(table: Table, indices: Sequence[int]) -> Table:
     return {key: [values[index] for index in indices] for key, values in table.items()}
 
 
@@ -205,11 +214,11 @@ def _selected(values: Values, indices: Sequence[int]) -> list[float | None]:
     return [values[index] for index in indices]
 
 
-def _evenly(records: Sequence[Record], most: int) -> Sequence[Record]:
+def _evenly_spaced(records: Sequence[Record], limit: int) -> Sequence[Record]:
     """At most `most` of the records, evenly spaced, including the last one."""
-    stride = max(1, math.ceil(len(records) / most))
+    stride = max(1, math.ceil(len(records) / limit))
     return records[::-1][::stride][::-1]
 
 
-def _any(values: Values) -> bool:
+def _has_numbers(values: Values) -> bool:
     return any(value is not None for value in values)

@@ -18,8 +18,8 @@ from meshwright.spec.plan_name import zero_stage
 
 MOST_RANKS_DRAWN = 128
 MOST_ROWS = 200
-LONG_HEAD = 16
-"""Characters above which the head of a table line wraps."""
+LONG_LABEL = 16
+"""Characters above which the label of a table line wraps."""
 SHORT_NAMES = {"context_ring": "ring", "context_ulysses": "Ulysses"}
 """Short axis names for the narrow boxes of ranks."""
 MOST_SAMPLES = 12
@@ -29,11 +29,18 @@ CONFIG_CHARACTERS = 60_000
 
 def tiles(run: RunFolder) -> str:
     """The headline figures, each with a line of context; unknown figures are left out."""
-    made = [_loss_tile(run), _validation_tile(run), _speed_tile(run), _mfu_tile(run), _token_tile(run), _time_tile(run)]
-    made.append(_parameter_tile(run))
+    tiles_or_none = [
+        _loss_tile(run),
+        _validation_tile(run),
+        _speed_tile(run),
+        _mfu_tile(run),
+        _token_tile(run),
+        _time_tile(run),
+    ]
+    tiles_or_none.append(_parameter_tile(run))
     cells = [
-        f'<div class="tile"><dt>{escape(label)}</dt><dd>{escape(value)}</dd><dd class="sub">{escape(sub)}</dd></div>'
-        for label, value, sub in (tile for tile in made if tile)
+        f'<div class="tile"><dt>{escape(label)}</dt><dd>{escape(value)}</dd><dd class="sub">{escape(context)}</dd></div>'
+        for label, value, context in (tile for tile in tiles_or_none if tile)
     ]
     return f'<dl class="tiles">{"".join(cells)}</dl>' if cells else ""
 
@@ -46,8 +53,8 @@ def _loss_tile(run: RunFolder) -> Tile:
     last = losses[-10:]
     if not last:
         return None
-    what = f"mean of the last {len(last)} steps, from {losses[0]:.2f}" if len(last) > 1 else "one step"
-    return "Training loss", f"{sum(last) / len(last):.3f}", what
+    context = f"mean of the last {len(last)} steps, from {losses[0]:.2f}" if len(last) > 1 else "one step"
+    return "Training loss", f"{sum(last) / len(last):.3f}", context
 
 
 def _validation_tile(run: RunFolder) -> Tile:
@@ -68,8 +75,10 @@ def _speed_tile(run: RunFolder) -> Tile:
     if speed is None:
         return None
     ranks = run.plan.ranks if run.plan else 1
-    each = f"tokens/s, {number_text.short(speed / ranks)} on each of {ranks} ranks" if ranks > 1 else "tokens/s, median"
-    return "Throughput", number_text.short(speed), each
+    context = (
+        f"tokens/s, {number_text.short(speed / ranks)} on each of {ranks} ranks" if ranks > 1 else "tokens/s, median"
+    )
+    return "Throughput", number_text.short(speed), context
 
 
 def _mfu_tile(run: RunFolder) -> Tile:
@@ -118,17 +127,17 @@ def memory(run: RunFolder) -> str:
     bars, keys = [], []
     if predicted:
         parts = [
-            f'<i class="k{i % 8}" style="width:{100 * size / top:.2f}%" title="{escape(part)}"></i>'
-            for i, (part, size) in enumerate(predicted)
+            f'<i class="k{index % 8}" style="width:{100 * size / top:.2f}%" title="{escape(part)}"></i>'
+            for index, (part, size) in enumerate(predicted)
         ]
         bars.append(_bar("predicted", number_text.size(total), "".join(parts) + line))
         keys = [
-            f'<li class="k{i % 8} column">{escape(k)} <b>{number_text.size(s)}</b></li>'
-            for i, (k, s) in enumerate(predicted)
+            f'<li class="k{index % 8} column">{escape(name)} <b>{number_text.size(size)}</b></li>'
+            for index, (name, size) in enumerate(predicted)
         ]
     if reserved is not None:
         bars.append(
-            _measured_bar(reserved, allocated, _comparable(predicted, allocated=allocated is not None), top, line)
+            _measured_bar(reserved, allocated, _comparable_bytes(predicted, allocated=allocated is not None), top, line)
         )
     sentences = [f"The dashed line is the device's memory, {number_text.size(limit)}."] if limit else []
     if allocated is not None and predicted:
@@ -151,21 +160,22 @@ def _peaks(run: RunFolder) -> tuple[float | None, float | None]:
     return (None if reserved is None else max(reserved, fullest)), allocated
 
 
-def _comparable(predicted: Sequence[tuple[str, float]], *, allocated: bool) -> float:
+def _comparable_bytes(predicted: Sequence[tuple[str, float]], *, allocated: bool) -> float:
     """Predicted bytes that are comparable with the measurement: torch does not count the framework's memory."""
     return sum(size for part, size in predicted if not (allocated and part == "framework"))
 
 
 def _measured_bar(reserved: float, allocated: float | None, expected: float, top: float, line: str) -> str:
     """The bar of the measured peak; on a GPU allocated memory, followed by the memory reserved beyond it."""
-    shown = reserved if allocated is None else allocated
-    off = f" ({100 * (shown / expected - 1):+.1f}%)" if expected else ""
-    inside = f'<i class="measured" style="width:{100 * shown / top:.2f}%"></i>'
+    compared = reserved if allocated is None else allocated
+    error_text = f" ({100 * (compared / expected - 1):+.1f}%)" if expected else ""
+    inside = f'<i class="measured" style="width:{100 * compared / top:.2f}%"></i>'
     if allocated is None:
-        return _bar("measured peak", number_text.size(shown) + off, inside + line)
-    more = f'<i class="measured reserved" style="width:{100 * max(0.0, reserved - allocated) / top:.2f}%" title="reserved besides"></i>'
-    text = f"{number_text.size(allocated)}{off}, {number_text.size(reserved)} reserved"
-    return _bar("measured peak", text, inside + more + line)
+        return _bar("measured peak", number_text.size(compared) + error_text, inside + line)
+    reserved_width = 100 * max(0.0, reserved - allocated) / top
+    reserved_bar = f'<i class="measured reserved" style="width:{reserved_width:.2f}%" title="reserved besides"></i>'
+    text = f"{number_text.size(allocated)}{error_text}, {number_text.size(reserved)} reserved"
+    return _bar("measured peak", text, inside + reserved_bar + line)
 
 
 def _bar(label: str, value: str, inside: str) -> str:
@@ -176,9 +186,9 @@ def _predicted_parts(plan: Plan | None) -> list[tuple[str, float]]:
     if plan is None or plan.predicted is None:
         return []
     parts = [(part, number(size)) for part, size in plan.predicted.memory_bytes.items()]
-    known = [(str(part), size) for part, size in parts if size is not None and size > 0]
+    positive = [(str(part), size) for part, size in parts if size is not None and size > 0]
     peak = number(plan.predicted.memory_peak_bytes)
-    return known or ([("all", peak)] if peak else [])
+    return positive or ([("all", peak)] if peak else [])
 
 
 def _device_memory(run: RunFolder) -> float | None:
@@ -193,45 +203,47 @@ def plan_picture(run: RunFolder) -> str:
     return plan_section(run.plan, int(per_node) if per_node and per_node >= 1 else None) if run.plan else ""
 
 
-def plan_section(plan: Plan, ranks_per_node: int | None, most: int = MOST_RANKS_DRAWN) -> str:
+def plan_section(plan: Plan, ranks_per_node: int | None, limit: int = MOST_RANKS_DRAWN) -> str:
     """A picture of the ranks (about `most` of many) by node, coloured by model copy, and the plan's facts and reasons."""
     entries = [("Mesh", _mesh_text(plan)), ("Batch", _batch_text(plan)), ("Precision", _precision_text(plan))]
     entries += _strategies(plan)[:MOST_ROWS]
     entries.append(("Compiled", "each block, with torch.compile" if plan.compile else "no"))
-    table = "".join(f"<tr>{_head(label)}<td>{escape(text)}</td></tr>" for label, text in entries)
-    why = "".join(f"<li>{escape(str(reason))}</li>" for reason in plan.why[:MOST_ROWS])
-    reasons = f'<h4>Why this plan</h4><ul class="why">{why}</ul>' if why else ""
-    mesh = _mesh(plan, ranks_per_node or plan.ranks, most)
+    table = "".join(f"<tr>{_label_cell(label)}<td>{escape(text)}</td></tr>" for label, text in entries)
+    reason_items = "".join(f"<li>{escape(str(reason))}</li>" for reason in plan.why[:MOST_ROWS])
+    reasons = f'<h4>Why this plan</h4><ul class="why">{reason_items}</ul>' if reason_items else ""
+    mesh = _mesh(plan, ranks_per_node or plan.ranks, limit)
     return f"""<section class="card plan" id="plan"><h2>Plan</h2><div class="pair"><div>{mesh}</div>
 <div><table class="facts"><tbody>{table}</tbody></table>{reasons}</div></div></section>"""
 
 
-def _head(label: str) -> str:
-    """The head of a table line; a long list of layer ranges wraps."""
-    wraps = ' class="long"' if len(label) > LONG_HEAD else ""
+def _label_cell(label: str) -> str:
+    """The label cell of a table line; a long list of layer ranges wraps."""
+    wraps = ' class="long"' if len(label) > LONG_LABEL else ""
     return f"<th{wraps}>{escape(label)}</th>"
 
 
-def _mesh(plan: Plan, ranks_per_node: int, most: int) -> str:
+def _mesh(plan: Plan, ranks_per_node: int, limit: int) -> str:
     layout = Layout.of(plan, ranks_per_node)
-    drawn = min(plan.ranks, max(layout.ranks_per_node, most // layout.ranks_per_node * layout.ranks_per_node))
+    drawn_ranks = min(plan.ranks, max(layout.ranks_per_node, limit // layout.ranks_per_node * layout.ranks_per_node))
     nodes = []
-    for first in range(0, min(drawn, 4 * most), layout.ranks_per_node):
-        ranks = range(first, min(first + layout.ranks_per_node, drawn))
+    for first in range(0, min(drawn_ranks, 4 * limit), layout.ranks_per_node):
+        ranks = range(first, min(first + layout.ranks_per_node, drawn_ranks))
         boxes = "".join(_rank(layout, rank) for rank in ranks)
         nodes.append(f'<div class="node"><p>node {layout.node(first)}</p><div class="ranks">{boxes}</div></div>')
-    hidden = plan.ranks - drawn
-    more = f'<p class="aside">and {hidden:,} more ranks with the same layout</p>' if hidden > 0 else ""
+    hidden = plan.ranks - drawn_ranks
+    remark = f'<p class="aside">and {hidden:,} more ranks with the same layout</p>' if hidden > 0 else ""
     picture = f'<div class="mesh" role="img" aria-label="{escape(_mesh_text(plan))}">{"".join(nodes)}</div>'
-    return picture + more + _mesh_key(plan)
+    return picture + remark + _mesh_key(plan)
 
 
 def _rank(layout: Layout, rank: int) -> str:
     coordinates = layout.coordinates(rank)
     sizes = dict(layout.axes)
-    named = [(SHORT_NAMES.get(axis, axis), index) for axis, index in reversed(coordinates.items()) if sizes[axis] > 1]
-    where = "".join(f"<span>{escape(axis)} {index}</span>" for axis, index in named)
-    return f'<div class="rank k{coordinates.get("replicate", 0) % 8}"><b>{rank}</b>{where}</div>'
+    split_axes = [
+        (SHORT_NAMES.get(axis, axis), index) for axis, index in reversed(coordinates.items()) if sizes[axis] > 1
+    ]
+    coordinates_html = "".join(f"<span>{escape(axis)} {index}</span>" for axis, index in split_axes)
+    return f'<div class="rank k{coordinates.get("replicate", 0) % 8}"><b>{rank}</b>{coordinates_html}</div>'
 
 
 def _mesh_key(plan: Plan) -> str:
@@ -254,10 +266,10 @@ def _mesh_text(plan: Plan) -> str:
 
 def _batch_text(plan: Plan) -> str:
     batch = plan.batch
-    each = batch.micro_batch * batch.accumulate
-    parts = batch.global_batch // each if each else 0
-    cut = f"{parts} ranks × {batch.micro_batch} at a time × {batch.accumulate} accumulated"
-    return f"{batch.global_batch} sequences a step = {cut}"
+    samples_per_rank = batch.micro_batch * batch.accumulate
+    data_ranks = batch.global_batch // samples_per_rank if samples_per_rank else 0
+    division = f"{data_ranks} ranks × {batch.micro_batch} at a time × {batch.accumulate} accumulated"
+    return f"{batch.global_batch} sequences a step = {division}"
 
 
 def _precision_text(plan: Plan) -> str:
@@ -272,23 +284,24 @@ def _strategies(plan: Plan) -> list[tuple[str, str]]:
     for strategy in plan.layers:
         ranges.setdefault(_strategy_text(strategy), []).append(strategy.range)
     return [
-        ("All layers" if those == ["all"] else f"Layers {', '.join(those)}", text) for text, those in ranges.items()
+        ("All layers" if layer_ranges == ["all"] else f"Layers {', '.join(layer_ranges)}", text)
+        for text, layer_ranges in ranges.items()
     ]
 
 
 def _strategy_text(strategy: LayerStrategy) -> str:
-    kept = {
+    weights = {
         1: "kept after forward, gradients kept whole (ZeRO-1)", 2: "kept after forward (ZeRO-2)",
         3: "freed after forward, gathered again for backward (ZeRO-3)",
     }[zero_stage(strategy)]  # fmt: skip
-    again = {
+    recompute = {
         "none": "no recompute", "selective": "selective recompute", "all_but_attention": "all but attention recomputed",
         "full": "full recompute",
     }  # fmt: skip
     linear = f"; linear layers in {strategy.linear}" if strategy.linear else ""
-    moved = {"none": "", "both": "activations and optimizer"}.get(strategy.offload, strategy.offload)
-    host = f"; {moved} in host memory" if moved else ""
-    return f"parameters {kept}; {again.get(strategy.recompute, strategy.recompute)}{host}{linear}"
+    offloaded = {"none": "", "both": "activations and optimizer"}.get(strategy.offload, strategy.offload)
+    host = f"; {offloaded} in host memory" if offloaded else ""
+    return f"parameters {weights}; {recompute.get(strategy.recompute, strategy.recompute)}{host}{linear}"
 
 
 def samples(run: RunFolder) -> str:
@@ -316,13 +329,13 @@ def history(run: RunFolder) -> str:
         for record in run.events[-MOST_ROWS:]
     ]
     starts = [
-        f"<tr><th>step {record['step']:,}</th><td>{escape(_start(record))}</td></tr>"
+        f"<tr><th>step {record['step']:,}</th><td>{escape(_start_text(record))}</td></tr>"
         for record in run.starts[-MOST_ROWS:]
     ]
     return _listing("Checkpoints", checkpoints) + _listing("Starts", starts) + _listing("Events", events)
 
 
-def _start(record: Mapping[str, Any]) -> str:
+def _start_text(record: Mapping[str, Any]) -> str:
     """The seconds of a start by phase, as far as they are readable."""
     phases, compiler = (
         {str(name): seconds for name, value in part.items() if (seconds := number(value)) is not None}
@@ -345,17 +358,17 @@ def environment(run: RunFolder) -> str:
     """Software and hardware of the run."""
     cells = [
         f"<div><dt>{escape(key.replace('_', ' '))}</dt><dd>{escape(text[:500])}</dd></div>"
-        for key, text in list(_flat(run.environment))[:MOST_ROWS]
+        for key, text in list(_flattened(run.environment))[:MOST_ROWS]
     ]
     inside = f'<dl class="cells">{"".join(cells)}</dl>'
     return f'<section class="card wide"><h2>Environment</h2>{inside}</section>' if cells else ""
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+def _flattened(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
     for key, value in values.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{name} ")
+            yield from _flattened(value, f"{name} ")
         elif value is not None:
             text = number_text.size(value) if str(key).endswith("_bytes") and number(value) is not None else value
             yield name.removesuffix("_bytes"), ", ".join(map(str, text)) if isinstance(text, list) else str(text)
@@ -366,11 +379,11 @@ def config(run: RunFolder) -> str:
     if not run.config_text:
         return ""
     text = run.config_text[:CONFIG_CHARACTERS]
-    cut = "\n… (cut; the whole text is in config.yaml)" if len(text) < len(run.config_text) else ""
-    marked = re.sub(r"(?m)^(\s*(?:- )?)([\w.-]+)(?=:(?:\s|$))", r"\1<b>\2</b>", escape(text))
+    ellipsis = "\n… (cut; the whole text is in config.yaml)" if len(text) < len(run.config_text) else ""
+    highlighted = re.sub(r"(?m)^(\s*(?:- )?)([\w.-]+)(?=:(?:\s|$))", r"\1<b>\2</b>", escape(text))
     return f"""<section class="card wide"><details>
 <summary><h2>Configuration</h2><span class="unit">config.yaml, resolved</span></summary>
-<pre class="config">{marked}{cut}</pre></details></section>"""
+<pre class="config">{highlighted}{ellipsis}</pre></details></section>"""
 
 
 def notes(run: RunFolder) -> str:

@@ -22,7 +22,9 @@ from meshwright.observe import number_text
 from meshwright.observe.curves import Smoother
 
 FIRST_LINES = 5
+"""Steps at the start of a run that print a line each."""
 REMEMBERED_STEPS = 50
+"""Newest steps whose mean duration predicts the remaining time."""
 
 
 class Progress:
@@ -47,7 +49,7 @@ class Progress:
         self._show_mfu = show_mfu
         self._clock = clock
         self._began = clock()
-        self._printed_at, self._printed = self._began, 0
+        self._printed_at, self._lines_printed = self._began, 0
         self._arrivals: deque[tuple[float, int]] = deque(maxlen=REMEMBERED_STEPS)
         self._smooth = Smoother(0.9)
         self._loss: float | None = None
@@ -61,10 +63,10 @@ class Progress:
         if record.get("kind") == "validation":
             self._validation = record.get("loss")
             by_source = [f"{name} {_number(loss, '.4f')}" for name, loss in record.get("by_source", {}).items()]
-            parts = f" ({', '.join(by_source)})" if by_source else ""
-            self.note(f"step {record['step']:,} | validation loss {_number(self._validation, '.4f')}{parts}")
+            sources = f" ({', '.join(by_source)})" if by_source else ""
+            self.note(f"step {record['step']:,} | validation loss {_number(self._validation, '.4f')}{sources}")
         else:
-            self._take_step(record)
+            self._show_step(record)
 
     def note(self, text: str) -> None:
         """Print a line above the live display, or a plain line in a log."""
@@ -87,7 +89,7 @@ class Progress:
             return None
         live = Live(
             console=self._console,
-            get_renderable=self._picture,
+            get_renderable=self._display,
             refresh_per_second=4,
             # If stderr is redirected to a file, warnings must go on to that file, not to the terminal.
             redirect_stderr=sys.stderr.isatty(),
@@ -96,19 +98,19 @@ class Progress:
         live.start()
         return live
 
-    def _take_step(self, record: Mapping[str, Any]) -> None:
+    def _show_step(self, record: Mapping[str, Any]) -> None:
         self._record, self._step = record, record["step"]
         loss = record.get("loss")
         self._loss = self._smooth.add(loss) if loss is not None else self._loss
         self._arrivals.append((self._clock(), self._step))
         if self._line_is_due():
-            self._printed += 1
+            self._lines_printed += 1
             self._printed_at = self._clock()
             self.note(self._plain_line())
 
     def _line_is_due(self) -> bool:
         """Whether to print a plain line: for the first and last steps, then every 2 to 30 s, growing with the run's time."""
-        if self._printed < FIRST_LINES or self._step >= self._total:
+        if self._lines_printed < FIRST_LINES or self._step >= self._total:
             return True
         now = self._clock()
         return now - self._printed_at >= min(30.0, max(2.0, (now - self._began) / 100))
@@ -116,21 +118,21 @@ class Progress:
     def _plain_line(self) -> str:
         parts = [f"step {self._step:>{len(str(self._total))}}/{self._total}"]
         parts += [f"{name} {value}" for name, value in self._figures(self._record.get("loss"))]
-        left = self._seconds_left()
-        return " | ".join(parts + ([f"left {number_text.clock(left)}"] if left is not None else []))
+        seconds_left = self._seconds_left()
+        return " | ".join(parts + ([f"left {number_text.clock(seconds_left)}"] if seconds_left is not None else []))
 
-    def _picture(self) -> Group:
+    def _display(self) -> Group:
         return Group(self._bar_line(), *self._figure_lines())
 
     def _bar_line(self) -> Table:
-        left = self._seconds_left()
+        seconds_left = self._seconds_left()
         cells: list[Any] = [Text(self._title, style="bold")] if self._title else []
         cells += [
             Text(f"{self._step:,}/{self._total:,}"),
             ProgressBar(self._total, self._step, width=None, complete_style="blue", finished_style="blue"),
             Text(f"{100 * self._step / max(1, self._total):.0f}%"),
             Text(f"{number_text.clock(self._clock() - self._began)} elapsed", style="dim"),
-            Text(f"{number_text.clock(left)} left" if left is not None else "starting", style="dim"),
+            Text(f"{number_text.clock(seconds_left)} left" if seconds_left is not None else "starting", style="dim"),
         ]
         grid = Table.grid(padding=(0, 2), expand=True)
         for cell in cells:
@@ -154,17 +156,17 @@ class Progress:
         if not record:
             return []
         speed = record.get("tokens_per_second")
-        shown: list[tuple[str, str | None]] = [
+        figures: list[tuple[str, str | None]] = [
             ("loss", _number(loss, ".4f")),
             ("val", _number(self._validation, ".4f") if self._validation is not None else None),
             ("tok/s", number_text.short(speed) if speed else None),
             ("tok/s/rank", number_text.short(speed / self._ranks) if speed and self._ranks > 1 else None),
-            ("MFU", _known(record.get("mfu") if self._show_mfu else None, number_text.percent)),
-            ("mem", _known(record.get("memory_peak_bytes"), number_text.size)),
+            ("MFU", _text_or_none(record.get("mfu") if self._show_mfu else None, number_text.percent)),
+            ("mem", _text_or_none(record.get("memory_peak_bytes"), number_text.size)),
             ("grad", _number(record.get("grad_norm"), ".3g")),
-            ("lr", _known(record.get("lr"), number_text.scientific)),
+            ("lr", _text_or_none(record.get("lr"), number_text.scientific)),
         ]
-        return [(name, text) for name, text in shown if text is not None]
+        return [(name, text) for name, text in figures if text is not None]
 
     def _seconds_left(self) -> float | None:
         """Seconds for the remaining steps at the recent pace, including validations and checkpoints."""
@@ -181,32 +183,32 @@ class _Terminal:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._gone = False
+        self._closed = False
 
     @property
     def encoding(self) -> str:
         return getattr(self._stream, "encoding", None) or "utf-8"
 
     def isatty(self) -> bool:
-        return not self._gone and self._stream.isatty()
+        return not self._closed and self._stream.isatty()
 
     def fileno(self) -> int:
         return self._stream.fileno()
 
     def write(self, text: str) -> int:
-        self._attempt(lambda: self._stream.write(text))
+        self._call_if_open(lambda: self._stream.write(text))
         return len(text)
 
     def flush(self) -> None:
-        self._attempt(self._stream.flush)
+        self._call_if_open(self._stream.flush)
 
-    def _attempt(self, call: Callable[[], object]) -> None:
-        if self._gone:
+    def _call_if_open(self, call: Callable[[], object]) -> None:
+        if self._closed:
             return
         try:
             call()
         except (OSError, ValueError):  # a closed pipe or pty, or a closed Python file
-            self._gone = True
+            self._closed = True
 
 
 def _number(value: float | None, form: str) -> str:
@@ -214,5 +216,5 @@ def _number(value: float | None, form: str) -> str:
     return "not finite" if value is None or value != value else format(value, form)
 
 
-def _known(value: float | None, text: Callable[[float], str]) -> str | None:
+def _text_or_none(value: float | None, text: Callable[[float], str]) -> str | None:
     return None if value is None else text(value)

@@ -69,11 +69,11 @@ def read_run(folder: Path) -> RunFolder:
     samples = _json(folder / "samples.json", notes, list) or []
     return RunFolder(
         path=folder,
-        steps=tuple(r for r in records if r.get("kind", "step") == "step"),
-        validations=tuple(r for r in records if r.get("kind") == "validation"),
-        events=tuple(r for r in records if r.get("kind") == "event"),
-        starts=tuple(r for r in records if r.get("kind") == "start"),
-        account=_account([r for r in records if r.get("kind") == "account"], notes),
+        steps=tuple(record for record in records if record.get("kind", "step") == "step"),
+        validations=tuple(record for record in records if record.get("kind") == "validation"),
+        events=tuple(record for record in records if record.get("kind") == "event"),
+        starts=tuple(record for record in records if record.get("kind") == "start"),
+        account=_account([record for record in records if record.get("kind") == "account"], notes),
         config=config if isinstance(config, dict) else {},
         config_text=_text(folder / "config.yaml", []) or "",
         plan=_plan(folder / "plan.yaml", notes),
@@ -162,8 +162,8 @@ def _plan(path: Path, notes: list[str]) -> Plan | None:
     try:
         drop_removed_keys(data)
         plan = from_plain(Plan, data)
-        counts = [*(axis.size for axis in plan.mesh), *vars(plan.batch).values()]
-        if not all(isinstance(count, int) and count > 0 for count in counts):
+        sizes = [*(axis.size for axis in plan.mesh), *vars(plan.batch).values()]
+        if not all(isinstance(size, int) and size > 0 for size in sizes):
             raise TypeError("sizes of mesh and batch are whole numbers above 0")
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         notes.append(f"{path.name}: not a plan: {error}")

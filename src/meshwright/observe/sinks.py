@@ -54,7 +54,7 @@ class SinkThread:
                 self._warn("metrics sinks are too slow: some steps will be missing there (metrics.jsonl has them all)")
 
     def close(self, timeout: float = 15.0) -> None:
-        """Deliver queued records and close the sinks within `timeout` seconds; later ones are abandoned."""
+        """Deliver queued records and close the sinks within `timeout` seconds; sinks that take longer are abandoned."""
         if not self._thread.is_alive():
             return
         deadline = time.monotonic() + timeout
@@ -164,10 +164,10 @@ class WandbSink:
 
 def scalars(record: Record) -> Iterator[tuple[str, float]]:
     """The numbers of a line as (`kind/key`, value), nested keys joined by `/`; `step` and text are left out."""
-    kind = {"step": "train"}.get(record.get("kind", "step"), record.get("kind"))
+    section = {"step": "train"}.get(record.get("kind", "step"), record.get("kind"))
     for key, value in record.items():
-        inner = value.items() if isinstance(value, Mapping) else [("", value)]
-        for sub, number in inner:
+        entries = value.items() if isinstance(value, Mapping) else [("", value)]
+        for sub_key, number in entries:
             if key not in ("step", "kind") and isinstance(number, (int, float)) and not isinstance(number, bool):
-                within = "val" if key == "by_source" else f"{kind}/{key}"
-                yield f"{within}/{sub}" if sub else within, float(number)
+                name = "val" if key == "by_source" else f"{section}/{key}"
+                yield f"{name}/{sub_key}" if sub_key else name, float(number)

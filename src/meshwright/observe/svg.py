@@ -103,7 +103,9 @@ def draw(chart: Chart, tables: dict[str, Table], axis: Axis) -> str:
         f'<li style="top:{chart.y(level)}px">{text}</li>'
         for level, text in zip(levels, _level_labels(chart, levels), strict=True)
     )
-    marks = "".join(f'<li style="left:{100 * axis.position(at):.2f}%">{escape(text)}</li>' for at, text in axis.ticks)
+    marks = "".join(
+        f'<li style="left:{100 * axis.position(value):.2f}%">{escape(text)}</li>' for value, text in axis.ticks
+    )
     return f"""<figure class="card chart" data-chart="{chart.key}">
 <figcaption><h3>{escape(chart.title)}</h3><span class="unit">{escape(_unit(chart))}</span>{_legend(chart)}</figcaption>
 <div class="frame"><ol class="y" aria-hidden="true">{labels}</ol><div class="plot">
@@ -123,7 +125,8 @@ def numbers(chart: Chart) -> dict[str, Any]:
         "height": chart.height,
         "format": chart.format,
         "series": [
-            {"table": s.table, "kind": s.shape, "values": [_rounded(v) for v in s.values]} for s in chart.series
+            {"table": series.table, "kind": series.shape, "values": [_rounded(value) for value in series.values]}
+            for series in chart.series
         ],
     }
 
@@ -132,21 +135,26 @@ def _unit(chart: Chart) -> str:
     """The unit, with a note about points above the axis."""
     above = chart.above()
     hidden = f"{len(above):,} above the axis, up to {_FORMATS[chart.format](max(above))}" if above else ""
-    return " · ".join(part for part in (chart.unit, hidden) if part)
+    return " · ".join(text for text in (chart.unit, hidden) if text)
 
 
 def _curves(chart: Chart, tables: dict[str, Table], axis: Axis) -> str:
     paths = []
     base: list[float] = []
     for index, series in enumerate(chart.series):
-        positions = [round(WIDTH * axis.position(x), 1) for x in tables[series.table][axis.key]]
+        positions = [round(WIDTH * axis.position(value), 1) for value in tables[series.table][axis.key]]
         if series.shape == "column":
             base = base or [0.0] * len(series.values)
             tops = [low + (value or 0.0) for low, value in zip(base, series.values, strict=True)]
-            path, base = _columns(positions, [chart.y(v) for v in base], [chart.y(v) for v in tops]), tops
+            path, base = (
+                _columns(positions, [chart.y(value) for value in base], [chart.y(value) for value in tops]),
+                tops,
+            )
         else:
             path = _line(
-                positions, [None if v is None else chart.y(v) for v in series.values], joined=series.shape == "line"
+                positions,
+                [None if value is None else chart.y(value) for value in series.values],
+                joined=series.shape == "line",
             )
         paths.append(f'<path class="{series.shape} {series.colour}" data-series="{index}" d="{path}"/>')
     return "".join(paths)
@@ -154,33 +162,35 @@ def _curves(chart: Chart, tables: dict[str, Table], axis: Axis) -> str:
 
 def _line(xs: Sequence[float], ys: Values, *, joined: bool) -> str:
     """A polyline with gaps where y is None; a single point is a dot (a line of no length with round ends)."""
-    parts: list[str] = []
+    commands: list[str] = []
     pen_down = False
     for x, y in zip(xs, ys, strict=True):
         if y is not None:
-            parts.append(f"L{x:g},{y:g}" if pen_down else f"M{x:g},{y:g}h0")
+            commands.append(f"L{x:g},{y:g}" if pen_down else f"M{x:g},{y:g}h0")
         pen_down = joined and y is not None
-    return "".join(parts)
+    return "".join(commands)
 
 
 def _columns(edges: Sequence[float], bases: Sequence[float], tops: Sequence[float]) -> str:
     """A closed outline of adjoining columns: along their tops and back along their bases."""
     if not tops:
         return ""
-    there = "".join(f"V{top:g}H{edge:g}" for top, edge in zip(tops, edges[1:], strict=True))
-    back = "".join(f"V{base:g}H{edge:g}" for base, edge in zip(reversed(bases), reversed(edges[:-1]), strict=True))
-    return f"M{edges[0]:g},{bases[0]:g}{there}{back}Z"
+    along_tops = "".join(f"V{top:g}H{edge:g}" for top, edge in zip(tops, edges[1:], strict=True))
+    along_bases = "".join(
+        f"V{base:g}H{edge:g}" for base, edge in zip(reversed(bases), reversed(edges[:-1]), strict=True)
+    )
+    return f"M{edges[0]:g},{bases[0]:g}{along_tops}{along_bases}Z"
 
 
 def _legend(chart: Chart) -> str:
     items = []
     for index, series in enumerate(chart.series):
-        last = (
+        newest = (
             None
             if series.shape == "marks"
             else next((value for value in reversed(series.values) if value is not None), None)
         )
-        text = series.shown if series.shown is not None else "" if last is None else _FORMATS[chart.format](last)
+        text = series.shown if series.shown is not None else "" if newest is None else _FORMATS[chart.format](newest)
         value = "" if series.shape == "marks" else f' <b data-value="{index}">{escape(text)}</b>'
         items.append(f'<li class="{series.colour} {series.shape}">{escape(series.label)}{value}</li>')
     return f'<ul class="legend">{"".join(items)}</ul>'
@@ -193,7 +203,7 @@ def _level_labels(chart: Chart, levels: Sequence[float]) -> list[str]:
         scale, unit = (1000, "ms") if chart.limits[1] < 1 else (1, "s")
         return [
             f"{text} {unit}" if level else "0"
-            for level, text in zip(levels, tick_labels([scale * v for v in levels]), strict=True)
+            for level, text in zip(levels, tick_labels([scale * level for level in levels]), strict=True)
         ]
     return tick_labels(levels)
 

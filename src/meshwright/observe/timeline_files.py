@@ -23,21 +23,22 @@ UNSCHEDULED_LANES = ("step", "mark", "offload", "fetch")
 
 @dataclass(frozen=True)
 class Recording:
-    """The recorded steps of one rank, and the times of its alignment marks."""
+    """The recorded steps of one rank, and the times of its alignment marks (`ALIGNED`)."""
 
     steps: tuple[StepSpans, ...]
     marks: tuple[float, ...]
 
     @classmethod
     def of(cls, recorded: Iterable[StepSpans]) -> Recording:
-        """The recording of what `StepRecorder.take` returned: steps, and as step 0 the spans between steps."""
+        """The recording of the result of `StepRecorder.take`. Its entries for step 0 (spans between steps) only give marks."""
         recorded = tuple(recorded)
-        marks = (s.start for step in recorded for s in step.spans if s.lane == "mark" and s.name == ALIGNED)
+        marks = (span.start for step in recorded for span in step.spans if span.lane == "mark" and span.name == ALIGNED)
         return cls(tuple(step for step in recorded if step.step > 0), tuple(marks))
 
     def shifted(self, seconds: float) -> Recording:
         steps = (
-            replace(step, start=step.start + seconds, spans=tuple(_later(step.spans, seconds))) for step in self.steps
+            replace(step, start=step.start + seconds, spans=tuple(_shifted_spans(step.spans, seconds)))
+            for step in self.steps
         )
         return Recording(tuple(steps), tuple(mark + seconds for mark in self.marks))
 
@@ -47,31 +48,36 @@ class Recording:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Recording:
-        plain = json.loads(gzip.decompress(data))
+        fields = json.loads(gzip.decompress(data))
         steps = (
             StepSpans(step["step"], step["start"], step["seconds"], tuple(Span(**span) for span in step["spans"]))
-            for step in plain["steps"]
+            for step in fields["steps"]
         )
-        return cls(tuple(steps), tuple(plain["marks"]))
+        return cls(tuple(steps), tuple(fields["marks"]))
 
 
 def on_one_clock(recordings: Sequence[Recording]) -> tuple[list[Recording], float]:
-    """(recordings by rank on rank 0's clock, with its first mark at 0; remaining difference of corresponding marks).
+    """(recordings by rank on rank 0's clock, with its first mark at 0; largest remaining difference of corresponding marks).
 
     A rank's clock is shifted, never stretched, to fit its marks best. The remaining difference contains both the spread
     of an all-reduce's end over ranks and the drift of clocks in the window.
     """
-    first = recordings[0].marks
-    begun = [recording.shifted(-recording.marks[0]) for recording in recordings]
-    reference = [mark - first[0] for mark in first]
-    shifts = [fmean(target - mark for target, mark in zip(reference, r.marks, strict=True)) for r in begun]
-    shifted = [recording.shifted(by) for recording, by in zip(begun, shifts, strict=True)]
-    left = (abs(a - b) for r in shifted for a, b in zip(reference, r.marks, strict=True))
-    return shifted, max(left)
+    first_marks = recordings[0].marks
+    from_first_mark = [recording.shifted(-recording.marks[0]) for recording in recordings]
+    reference = [mark - first_marks[0] for mark in first_marks]
+    shifts = [
+        fmean(target - mark for target, mark in zip(reference, recording.marks, strict=True))
+        for recording in from_first_mark
+    ]
+    shifted = [recording.shifted(shift) for recording, shift in zip(from_first_mark, shifts, strict=True)]
+    differences = (
+        abs(target - mark) for recording in shifted for target, mark in zip(reference, recording.marks, strict=True)
+    )
+    return shifted, max(differences)
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredSteps:
     """The recorded steps of a job: for each step a timeline per pipeline group."""
 
     layout: Layout
@@ -82,16 +88,16 @@ class Measured:
     """By step and pipeline group: the timeline, and the time of its first action."""
 
     @classmethod
-    def of(cls, schedule: Schedule, layout: Layout, recordings: Sequence[Recording]) -> Measured:
+    def of(cls, schedule: Schedule, layout: Layout, recordings: Sequence[Recording]) -> MeasuredSteps:
         """Timelines of the recordings by rank. Raises ValueError if a rank did not follow the schedule."""
         aligned, error = on_one_clock(recordings)
         numbers = tuple(step.step for step in aligned[0].steps)
         timelines = tuple(
             tuple(
-                measured_timeline(schedule, [aligned[rank].steps[at] for rank in group])
+                measured_timeline(schedule, [aligned[rank].steps[index] for rank in group])
                 for group in pipeline_groups(layout)
             )
-            for at in range(len(numbers))
+            for index in range(len(numbers))
         )
         return cls(layout, tuple(aligned), error, numbers, timelines)
 
@@ -101,22 +107,22 @@ def pipeline_groups(layout: Layout) -> tuple[tuple[int, ...], ...]:
     return layout.groups("pipeline") if layout.size("pipeline") > 1 else tuple((rank,) for rank in range(layout.ranks))
 
 
-def trace_spans(measured: Measured, predicted: Timeline | None) -> Iterator[Span]:
+def trace_spans(measured: MeasuredSteps, predicted: Timeline | None) -> Iterator[Span]:
     """Spans of every rank's steps; the predicted pipeline ranks have the lowest numbers.
 
     A predicted step begins when the measured step begins.
     """
-    above = measured.layout.size("pipeline") if predicted else 0
+    first_rank = measured.layout.size("pipeline") if predicted else 0
     for number, (step, timelines) in enumerate(zip(measured.steps, measured.timelines, strict=True)):
         if predicted is not None:
-            yield from _later(predicted.spans(step), min(begun for _, begun in timelines))
-        for group, (timeline, begun) in zip(pipeline_groups(measured.layout), timelines, strict=True):
-            for span in _later(timeline.spans(step), begun):
-                yield replace(span, rank=above + group[span.rank])
+            yield from _shifted_spans(predicted.spans(step), min(start for _, start in timelines))
+        for group, (timeline, start) in zip(pipeline_groups(measured.layout), timelines, strict=True):
+            for span in _shifted_spans(timeline.spans(step), start):
+                yield replace(span, rank=first_rank + group[span.rank])
         for rank, recording in enumerate(measured.recordings):
             for span in recording.steps[number].spans:
                 if span.lane in UNSCHEDULED_LANES:
-                    yield replace(span, rank=above + rank)
+                    yield replace(span, rank=first_rank + rank)
 
 
 def trace_names(layout: Layout, *, predicted: bool) -> dict[int, str]:
@@ -129,18 +135,18 @@ def trace_names(layout: Layout, *, predicted: bool) -> dict[int, str]:
     return names
 
 
-def summary(measured: Measured, predicted: Timeline | None, why_not: str | None) -> dict[str, Any]:
+def summary(measured: MeasuredSteps, predicted: Timeline | None, not_predicted_because: str | None) -> dict[str, Any]:
     """Figures of the window: means over steps and pipeline groups, in seconds per step."""
-    by_step = [_mean([figures(timeline) for timeline, _ in timelines]) for timelines in measured.timelines]
-    everything = [timeline for timelines in measured.timelines for timeline, _ in timelines]
-    by_rank = zip(*(timeline.compute_seconds for timeline in everything), strict=True)
+    by_step = [_mean_figures([figures(timeline) for timeline, _ in timelines]) for timelines in measured.timelines]
+    all_timelines = [timeline for timelines in measured.timelines for timeline, _ in timelines]
+    by_rank = zip(*(timeline.compute_seconds for timeline in all_timelines), strict=True)
     return {
         "steps": [measured.steps[0], measured.steps[-1]],
         "ranks": measured.layout.ranks,
         "clock_error_seconds": measured.clock_error_seconds,
-        "measured": _mean(by_step),
+        "measured": _mean_figures(by_step),
         "predicted": figures(predicted) if predicted else None,
-        "not_predicted": why_not,
+        "not_predicted": not_predicted_because,
         "compute_by_pipeline_rank": {
             "measured": [fmean(seconds) for seconds in by_rank],
             "predicted": list(predicted.compute_seconds) if predicted else None,
@@ -161,8 +167,8 @@ def table(summary: Mapping[str, Any]) -> str:
     measured, predicted = summary["measured"], summary["predicted"] or {}
     lines = [f"{'':22s}{'measured':>12s}" + (f"{'predicted':>12s}" if predicted else "")]
     for name, value in measured.items():
-        beside = f"{_cell(name, predicted[name]):>12s}" if predicted else ""
-        lines.append(f"  {_NAMES.get(name, name):20s}{_cell(name, value):>12s}{beside}")
+        predicted_text = f"{_figure_text(name, predicted[name]):>12s}" if predicted else ""
+        lines.append(f"  {_NAMES.get(name, name):20s}{_figure_text(name, value):>12s}{predicted_text}")
     if summary["not_predicted"]:
         lines.append(f"  not predicted: {summary['not_predicted']}")
     return "\n".join(lines)
@@ -177,13 +183,13 @@ _NAMES = {
 }
 
 
-def _cell(name: str, value: float) -> str:
+def _figure_text(name: str, value: float) -> str:
     return f"{value:.1%}" if name == "bubble" else f"{value:.4f} s"
 
 
-def _mean(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def _mean_figures(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {key: fmean(record[key] for record in records) for key in records[0]}
 
 
-def _later(spans: Iterable[Span], seconds: float) -> Iterator[Span]:
+def _shifted_spans(spans: Iterable[Span], seconds: float) -> Iterator[Span]:
     return (replace(span, start=span.start + seconds) for span in spans)

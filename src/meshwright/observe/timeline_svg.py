@@ -42,26 +42,26 @@ def draw_timeline(timeline: Timeline, title: str, note: str = "") -> str:
         f'<li style="top:{top * (LANE_HEIGHT + TRANSFER_HEIGHT + GAP) + LANE_HEIGHT / 2}px">rank {rank}</li>'
         for rank, top in tops.items()
     )
-    used = dict.fromkeys(COLOURS[record[2].op] for record in timeline.records if record[2].op in COLOURS)
-    keys = "".join(f'<li class="{colour} column">{NAMES[colour]}</li>' for colour in NAMES if colour in used)
-    left = f"{ranks - len(tops)} ranks between them look alike. " if ranks > len(tops) else ""
+    used_colours = dict.fromkeys(COLOURS[record[2].op] for record in timeline.records if record[2].op in COLOURS)
+    keys = "".join(f'<li class="{colour} column">{NAMES[colour]}</li>' for colour in NAMES if colour in used_colours)
+    omitted = f"{ranks - len(tops)} ranks between them look alike. " if ranks > len(tops) else ""
     return f"""<figure class="card chart wide"><figcaption><h3>{escape(title)}</h3><span class="unit">{escape(duration(end))}</span>
 <ul class="legend">{keys}</ul></figcaption><div class="frame"><ol class="y">{labels}</ol><div class="plot">
 <svg viewBox="0 0 {WIDTH} {height}" height="{height}" preserveAspectRatio="none" role="img"
  aria-label="{escape(title)}">{body}</svg></div></div>
-<p class="aside">{escape(left + note)}</p></figure>"""
+<p class="aside">{escape(omitted + note)}</p></figure>"""
 
 
 def _rank(records: Sequence[Record], rank: int, top: float, scale: float) -> str:
     """Blocks of one rank: a path for each colour, compute in the high lane, transfers in the low one below."""
-    drawn: dict[tuple[bool, str], list[tuple[float, float]]] = defaultdict(list)
-    for mine, _, action, start, end in records:
-        if mine == rank and action.op in COLOURS and end > start:
+    spans_by_path: dict[tuple[bool, str], list[tuple[float, float]]] = defaultdict(list)
+    for record_rank, _, action, start, end in records:
+        if record_rank == rank and action.op in COLOURS and end > start:
             computes = action.op in COMPUTE or action.op in ("norm_barrier", "optim")
-            drawn[computes, COLOURS[action.op]].append((start * scale, end * scale))
+            spans_by_path[computes, COLOURS[action.op]].append((start * scale, end * scale))
     base = f'<path style="fill:var(--grid);stroke:none" d="M0,{top}H{WIDTH}V{top + LANE_HEIGHT}H0Z"/>'
     paths = []
-    for (computes, colour), spans in drawn.items():
+    for (computes, colour), spans in spans_by_path.items():
         lane_top, height = (top, LANE_HEIGHT) if computes else (top + LANE_HEIGHT + 1, TRANSFER_HEIGHT)
         paths.append(f'<path class="column {colour}" d="{_blocks(spans, lane_top, height)}"/>')
     return base + "".join(paths)

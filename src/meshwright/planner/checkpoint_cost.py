@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from meshwright.costs.machine_rates import machine_of
 from meshwright.costs.offload_costs import host_rate, rate_both_ways
-from meshwright.costs.plan_costs import as_nodes, number, products
+from meshwright.costs.plan_costs import as_nodes, format_of_products, number
 from meshwright.planner.candidate import host_budget, memory_budget, peak_bytes
 from meshwright.policies.checkpoint_times import auto_interval
 from meshwright.policies.snapshot_copies import SNAPSHOT_GROUPS, STATE_BYTES, StepTimes, plan_device_copies
@@ -115,7 +115,7 @@ def _copies(run: RunSpec, plan: Plan, step: float, rank_bytes: float, offloaded:
     `waits`: the update of the state in host memory waits for its copy, as there are no second buffers.
     """
     cluster = as_nodes(run.cluster)
-    machine = machine_of(cluster, products(plan.precision, cluster))
+    machine = machine_of(cluster, format_of_products(plan.precision, cluster))
     on_device, link = rank_bytes - offloaded, number(host_rate(machine))
     times = StepTimes.of_step(step, on_device, number(machine.hbm), link)
     room = max(0, (memory_budget(run) or 0) - peak_bytes(plan))

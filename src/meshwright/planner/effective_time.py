@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 from meshwright.costs.machine_rates import machine_of
 from meshwright.costs.offload_costs import host_rate
-from meshwright.costs.plan_costs import as_nodes, number, products
+from meshwright.costs.plan_costs import as_nodes, format_of_products, number
 from meshwright.planner.checkpoint_cost import HOST_COPY_RATE, STATE_BYTES, WRITE_RATE, checkpoint_cost
 from meshwright.policies.checkpoint_times import auto_interval
 from meshwright.policies.effective_time import (
@@ -122,7 +122,7 @@ def failure_model(run: RunSpec, plan: Plan, step_seconds: float | None, assumed:
     rank_bytes = parameter_count(run.model) * STATE_BYTES / plan.ranks
     copy_rate = HOST_COPY_RATE
     if not cluster.is_cpu:
-        copy_rate = number(host_rate(machine_of(cluster, products(plan.precision, cluster))))
+        copy_rate = number(host_rate(machine_of(cluster, format_of_products(plan.precision, cluster))))
     from_memory = rank_bytes / copy_rate
     from_storage = rank_bytes / READ_RATE + from_memory
     copy = cost.copy_seconds if cost.copy_seconds is not None else from_memory

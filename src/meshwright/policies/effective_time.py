@@ -75,9 +75,9 @@ def effective_time(model: FailureModel) -> float:
     """Share of wall-clock time that advances the run, from 0 to 1."""
     mttf = model.mttf_seconds
     recovered = model.mean(lambda failure: exp(-failure.recovery_seconds / mttf))
-    kept = model.mean(lambda failure: exp(-failure.lag_seconds / mttf))
+    copy_usable = model.mean(lambda failure: exp(-failure.lag_seconds / mttf))
     cycle = expm1((model.interval_seconds + model.cost_seconds) / mttf)
-    return model.interval_seconds / mttf * recovered * kept / cycle * host_factor(model)
+    return model.interval_seconds / mttf * recovered * copy_usable / cycle * host_factor(model)
 
 
 def losses(model: FailureModel) -> dict[str, float]:
@@ -115,7 +115,10 @@ def host_factor(model: FailureModel) -> float:
     # E[max(0, missing − spares)] of a Poisson variable
     excess = mean_missing * (1 - poisson_cdf(model.spares - 2, mean_missing)) - model.spares * no_spare
     return_rate = (model.spares + 1) / model.replace_seconds
-    detection = sum(f.share * f.detect_seconds for f in model.classes if f.loses_host) / model.host_share
+    detection = (
+        sum(failure.share * failure.detect_seconds for failure in model.classes if failure.loses_host)
+        / model.host_share
+    )
     outwaited = exp(-return_rate * model.wait_seconds)
     waiting = max(0.0, exp(-return_rate * detection) - outwaited) / return_rate
     per_loss = waiting + outwaited * model.resize_seconds
@@ -123,10 +126,10 @@ def host_factor(model: FailureModel) -> float:
     return (1 - excess / model.hosts) / (1 + model.host_share / model.mttf_seconds * no_spare * per_loss)
 
 
-def poisson_cdf(most: int, mean: float) -> float:
+def poisson_cdf(largest: int, mean: float) -> float:
     """Probability that a Poisson variable is at most `most`, 0 if that is negative."""
     term, total = exp(-mean), 0.0
-    for count in range(most + 1):
+    for count in range(largest + 1):
         total += term
         term *= mean / (count + 1)
     return min(1.0, total)
@@ -185,8 +188,8 @@ def scale_measured(
         if not measured:
             raise ValueError(f"no failure of class {name} was measured; measured: {sorted({f.name for f in failures})}")
         detected, restarted, lost = (
-            sum(getattr(failure, f"{part}_seconds") for failure in measured) / len(measured)
-            for part in ("detected", "restarted", "lost")
+            sum(getattr(failure, f"{cause}_seconds") for failure in measured) / len(measured)
+            for cause in ("detected", "restarted", "lost")
         )
         total += share * (detected + restarted + lost)
         terms.append(f"{share:g} × ({detected:.2f} + {restarted:.2f} + {lost:.2f}) s [{name}]")

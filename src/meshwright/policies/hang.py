@@ -44,12 +44,15 @@ class HangWatch:
         self._ranks: dict[int, RankProgress] = {}
         self._steps: deque[float] = deque(maxlen=COUNTED_STEPS)
         self._first: float | None = None
+        self._phases: set[str] = set()
 
     def update(
         self, rank: int, phase: str, step: int, action: int, count: int, now: float, *, stopped: bool = False
     ) -> None:
-        """Take the progress of a rank that runs; `stopped` by a signal if it does not."""
+        """Record the progress of a rank; `stopped` says whether a signal has stopped its process."""
         last = self._ranks.get(rank)
+        if last is None or phase != last.phase:
+            self._phases.add(phase)
         if last is None:
             self._ranks[rank] = RankProgress(phase, step, action, count, now)
         elif count != last.count or phase != last.phase:
@@ -62,18 +65,18 @@ class HangWatch:
         self._ranks[rank].stopped = stopped
 
     def _learn(self, phase: str, seconds: float) -> None:
-        """Take the duration of a step; one with compilation is an upper limit until others are known."""
+        """Record the duration of a step; that of a step with compilation is an upper limit until others are known."""
         if phase == "train":
             self._steps.append(seconds)
         elif phase == "compile":
             self._first = max(self._first or 0.0, seconds)
 
     def forget(self, rank: int) -> None:
-        """A rank has ended."""
+        """Remove a rank that has ended."""
         self._ranks.pop(rank, None)
 
     def resume(self, now: float) -> None:
-        """Count from `now`: the watch itself was stopped, and does not know what ranks did meanwhile."""
+        """Restart all ranks' times at `now`: the process of the watch was stopped, and did not see their progress meanwhile."""
         for progress in self._ranks.values():
             progress.changed, progress.step_began = now, None
 
@@ -93,7 +96,8 @@ class HangWatch:
         have come further, or have made progress later, as collectives are asynchronous. Else they wait for the first of
         them in the order of step and action.
         """
-        stalled = [rank for rank, last in self._ranks.items() if now - last.changed > self.limit(last.phase)]
+        limits = {phase: self.limit(phase) for phase in self._phases}
+        stalled = [rank for rank, last in self._ranks.items() if now - last.changed > limits[last.phase]]
         if not stalled:
             return None
         ranks = self._ranks

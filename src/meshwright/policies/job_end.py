@@ -59,11 +59,13 @@ def next_action(
 
     `since_failure` is the seconds since the first failure, `since_request` the seconds since the request to end, None
     before it. The wait before the request gives the other ranks time to stop too, and the rank that caused the failure
-    time to report it.
+    time to report it. A rank that a signal killed is a cause, and reports nothing: then there is no wait.
     """
     if since_request is not None:
         return "kill" if since_request > GRACE_SECONDS else "wait"
     failed = [code for code in codes if code not in (None, EXIT_DONE)]
+    if any(code is not None and code < 0 and code not in PEER_LOSS_CODES for code in failed):
+        return "request end"
     if all(code in STOP_CODES for code in failed):
         patience = STOP_SECONDS
     else:

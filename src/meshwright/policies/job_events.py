@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.policies.restart import Incident
+from meshwright.policies.skipped_samples import SampleRange
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,13 @@ class Committed:
 
 
 @dataclass(frozen=True)
+class SkippedSamples:
+    """Ranks of the attempt have begun to leave out `ranges` of samples, after a rollback."""
+
+    ranges: tuple[SampleRange, ...]
+
+
+@dataclass(frozen=True)
 class Failed:
     """The attempt failed, or was stopped, for a reason that `incident` states."""
 
@@ -89,7 +97,18 @@ class Tick:
 
 
 Event = (
-    Ready | Lost | Prepared | Unplannable | SelfTestEnded | Trained | Committed | Failed | Ended | StopRequested | Tick
+    Ready
+    | Lost
+    | Prepared
+    | Unplannable
+    | SelfTestEnded
+    | Trained
+    | Committed
+    | SkippedSamples
+    | Failed
+    | Ended
+    | StopRequested
+    | Tick
 )
 
 

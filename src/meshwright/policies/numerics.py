@@ -55,8 +55,3 @@ def judge(loss: float, norm: float, limits: Limits) -> Verdict:
     if not (math.isfinite(loss) and math.isfinite(norm)):
         return "nonfinite"
     return "spike" if loss > limits.loss or norm > limits.norm else "good"
-
-
-def update_is_skipped(norm: float, limit: float) -> bool:
-    """Whether the optimizer left out the update of a step with this gradient norm, as the device decides it."""
-    return not math.isfinite(norm) or norm > limit

@@ -24,6 +24,8 @@ class Incident:
     rank: int | None = None
     host: str = ""
     step: int | None = None
+    phase: str = "train"
+    """What the rank did (`events.messages.Phase`)."""
     hang: bool = False
     """Whether the rank ran but made no progress."""
 
@@ -78,7 +80,8 @@ def after_failure(
     if len(incidents) > policy.restarts:
         return Stop(code, f"{policy.restarts} restarts did not reach a new checkpoint (supervision.restarts)")
     delay = min(LONGEST_DELAY, 2.0 ** (len(incidents) - 1)) if len(incidents) > 1 else 0.0
-    if repeats == 2 and policy.on_repeated_failure == "skip_data" and last.step is not None:
+    in_step = last.step is not None and last.phase in ("compile", "train")  # else its samples are trained already
+    if repeats == 2 and policy.on_repeated_failure == "skip_data" and in_step:
         return Restart(delay, skip_step=last.step)
     if repeats == 2 and len(checkpoints) > 1:
         return Restart(delay, resume_at_most=checkpoints[-2])

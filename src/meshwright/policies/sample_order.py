@@ -65,11 +65,13 @@ class Mixture:
         """Source and window of each global sample index; `indices` is `(samples,)`, not negative."""
         indices = np.asarray(indices, dtype=np.int64)
         source, index = self._within_sources(indices)
-        epoch, within = np.divmod(index, np.array(self.windows)[source])
+        epoch, window_index = np.divmod(index, np.array(self.windows)[source])
         window = np.empty_like(index)
         for number, name in enumerate(self.names):
-            mine = source == number
-            window[mine] = self._windows_of(name, self.windows[number], epoch[mine], within[mine])
+            from_source = source == number
+            window[from_source] = self._windows_of(
+                name, self.windows[number], epoch[from_source], window_index[from_source]
+            )
         return Draws(source, window, epoch)
 
     def _within_sources(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -78,10 +80,10 @@ class Mixture:
         source, index = np.empty_like(indices), np.empty_like(indices)
         blocks, offsets = np.divmod(indices, BLOCK)
         for block in np.unique(blocks):
-            here = blocks == block
+            in_block = blocks == block
             sources, rank = self._block(int(block))
-            source[here] = sources[offsets[here]]
-            index[here] = block * self.counts[source[here]] + rank[offsets[here]]
+            source[in_block] = sources[offsets[in_block]]
+            index[in_block] = block * self.counts[source[in_block]] + rank[offsets[in_block]]
         return source, index
 
     def _make_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
@@ -98,11 +100,13 @@ class Mixture:
     def _windows_of(self, name: str, windows: int, epochs: np.ndarray, within: np.ndarray) -> np.ndarray:
         if not self.shuffle:
             return within
-        result = np.empty_like(within)
+        windows_read = np.empty_like(within)
         for epoch in np.unique(epochs):
-            here = epochs == epoch
-            result[here] = permute(within[here], windows, f"{self.seed}/{self._identities[name]}/{int(epoch)}")
-        return result
+            in_epoch = epochs == epoch
+            windows_read[in_epoch] = permute(
+                within[in_epoch], windows, f"{self.seed}/{self._identities[name]}/{int(epoch)}"
+            )
+        return windows_read
 
 
 def quantise(weights: Sequence[float], names: Sequence[str]) -> np.ndarray:
@@ -110,12 +114,12 @@ def quantise(weights: Sequence[float], names: Sequence[str]) -> np.ndarray:
     exact = np.asarray(weights, dtype=np.float64)
     exact = exact / exact.sum() * BLOCK
     counts = np.floor(exact).astype(np.int64)
-    most = np.argsort(-(exact - counts), kind="stable")[: BLOCK - int(counts.sum())]
-    counts[most] += 1
+    largest_remainders = np.argsort(-(exact - counts), kind="stable")[: BLOCK - int(counts.sum())]
+    counts[largest_remainders] += 1
     for name, weight, count in zip(names, weights, counts, strict=True):
         if count == 0:
-            share = f"less than one sample in {BLOCK:,}"
-            raise BadInput(f"data.mix: {name}: weight {weight:g} gives {share}; raise it or leave the source out")
+            problem = f"less than one sample in {BLOCK:,}"
+            raise BadInput(f"data.mix: {name}: weight {weight:g} gives {problem}; raise it or leave the source out")
     return counts
 
 
@@ -125,22 +129,22 @@ def permute(values: np.ndarray, size: int, key: str) -> np.ndarray:
     A Feistel network on the smallest even number of bits that covers `size`; values that leave the range walk on along
     their cycle until they are back in it (Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
     """
-    half = max((max(size - 1, 1).bit_length() + 1) // 2, FEWEST_HALF_BITS)
+    half_bits = max((max(size - 1, 1).bit_length() + 1) // 2, FEWEST_HALF_BITS)
     keys = np.frombuffer(
         hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8 * ROUNDS).digest(), dtype="<u8"
     )
-    result = _feistel(np.asarray(values).astype(np.uint64), half, keys)
-    while (outside := result >= size).any():
-        result[outside] = _feistel(result[outside], half, keys)
-    return result.astype(np.int64)
+    image = _feistel(np.asarray(values).astype(np.uint64), half_bits, keys)
+    while (outside := image >= size).any():
+        image[outside] = _feistel(image[outside], half_bits, keys)
+    return image.astype(np.int64)
 
 
-def _feistel(values: np.ndarray, half: int, keys: np.ndarray) -> np.ndarray:
-    bits, mask = np.uint64(half), np.uint64((1 << half) - 1)
-    left, right = values >> bits, values & mask
+def _feistel(values: np.ndarray, half_bits: int, keys: np.ndarray) -> np.ndarray:
+    shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
+    left, right = values >> shift, values & mask
     for key in keys:
         left, right = right, left ^ (_scramble(right + key) & mask)
-    return (left << bits) | right
+    return (left << shift) | right
 
 
 def _scramble(values: np.ndarray) -> np.ndarray:

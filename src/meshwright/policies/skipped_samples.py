@@ -14,17 +14,17 @@ SampleRange = tuple[int, int]
 def samples_of_step(step: int, global_batch: int, skipped: Sequence[SampleRange]) -> SampleRange:
     """The samples that optimizer step `step`, counted from 1, reads: the next `global_batch` that are not skipped."""
     first = (step - 1) * global_batch
-    for begin, end in skipped:
-        if begin <= first:
-            first += end - begin
+    for range_start, range_end in skipped:
+        if range_start <= first:
+            first += range_end - range_start
     return first, first + global_batch
 
 
 def skip_forward(sample: int, skipped: Sequence[SampleRange]) -> int:
     """The first sample from `sample` on that is not skipped."""
-    for begin, end in sorted(skipped):
-        if begin <= sample < end:
-            sample = end
+    for range_start, range_end in sorted(skipped):
+        if range_start <= sample < range_end:
+            sample = range_end
     return sample
 
 
@@ -34,8 +34,8 @@ def merge_skips(first: Sequence[SampleRange], second: Sequence[SampleRange]) -> 
 
 
 def _as_range(pair: Sequence[int]) -> SampleRange:
-    begin, end = pair
-    return begin, end
+    range_start, range_end = pair
+    return range_start, range_end
 
 
 def skip_step(step: int, global_batch: int, skipped: Sequence[SampleRange]) -> tuple[SampleRange, ...]:

@@ -39,6 +39,7 @@ from meshwright.policies.job_events import (
     Prepared,
     Ready,
     SelfTestEnded,
+    SkippedSamples,
     StopRequested,
     Test,
     Tick,
@@ -46,7 +47,7 @@ from meshwright.policies.job_events import (
     Unplannable,
 )
 from meshwright.policies.restart import Incident, Restart, RestartPolicy, Stop, after_failure
-from meshwright.policies.skipped_samples import SampleRange, skip_step
+from meshwright.policies.skipped_samples import SampleRange, merge_skips, skip_step
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_NUMERICAL
 
 RETURN_SECONDS = 900.0
@@ -62,7 +63,7 @@ Status = Literal["gathering", "preparing", "running", "ending", "finished"]
 
 @dataclass(frozen=True)
 class State:
-    """What a job has done so far. Hosts are named by their agents."""
+    """Progress of a job. Hosts are named by their agents."""
 
     status: Status = "gathering"
     attempt: int = 0
@@ -137,7 +138,7 @@ def decide(state: State, event: Event, now: float, rules: Rules) -> Answer:
         case Ready(host, True) if is_excluded(state, host):
             return state, ()
         case Ready(host, ready):
-            return _gather(replace(state, ready=_with(state.ready, host, ready)), now, rules)
+            return _gather(replace(state, ready=_with_host(state.ready, host, ready)), now, rules)
         case Lost(host, cause):
             return _lose(state, host, cause, now, rules)
         case Prepared(attempt) if state.status == "preparing" and attempt == state.attempt:
@@ -150,12 +151,14 @@ def decide(state: State, event: Event, now: float, rules: Rules) -> Answer:
             return replace(state, trained=True), ()
         case Committed(step):
             newer = not state.checkpoints or step > state.checkpoints[-1]
-            kept = tuple(sorted({*state.checkpoints, step}))
-            return _grow(replace(state, checkpoints=kept, incidents=() if newer else state.incidents), rules)
+            checkpoints = tuple(sorted({*state.checkpoints, step}))
+            return _grow(replace(state, checkpoints=checkpoints, incidents=() if newer else state.incidents), rules)
+        case SkippedSamples(ranges):
+            return replace(state, skipped=merge_skips(state.skipped, ranges)), ()
         case Failed(attempt, incident) if attempt == state.attempt:
             return _fail(state, incident, now, rules)
         case Ended(attempt, host) if attempt == state.attempt and host in state.members:
-            return _end(replace(state, ended=_with(state.ended, host)), now, rules)
+            return _end(replace(state, ended=_with_host(state.ended, host)), now, rules)
         case StopRequested(code):
             return _request_stop(state, code)
         case Tick():
@@ -188,9 +191,9 @@ def _gather(state: State, now: float, rules: Rules) -> Answer:
             return state, ()
         if not count:
             return _without_hosts(state, now - since, rules)
-    kept = [host for host in state.members if host in state.ready]
-    others = [host for host in state.ready if host not in kept]
-    members = tuple((kept + others)[:count])
+    ready_members = [host for host in state.members if host in state.ready]
+    other_hosts = [host for host in state.ready if host not in ready_members]
+    members = tuple((ready_members + other_hosts)[:count])
     groups = self_test_groups(state.suspects, members)
     state = replace(
         state, status="preparing", attempt=state.attempt + 1, members=members, ended=(), lost=(), prepared=False,
@@ -309,11 +312,12 @@ def _fail(state: State, incident: Incident, now: float, rules: Rules) -> Answer:
         return state, ()
     if state.stop is not None:  # during the self-test before the end
         return _finish(state)
-    begun = state.status == "running"
+    was_running = state.status == "running"
     incidents = (*state.incidents, incident)
     suspects = suspects_after(incidents, state.members) if rules.policy.restarts else ()
     state = replace(
-        state, status="ending", incidents=incidents, ended=state.ended if begun else state.members, tests=(), testing=(),
+        state, status="ending", incidents=incidents, ended=state.ended if was_running else state.members,
+        tests=(), testing=(),
         suspects=(*state.suspects, *(suspect for suspect in suspects if suspect not in state.suspects)),
     )  # fmt: skip
     decision = after_failure(incidents, rules.policy, state.checkpoints, trained=state.trained)
@@ -323,8 +327,8 @@ def _fail(state: State, incident: Incident, now: float, rules: Rules) -> Answer:
         skip, skipped = decision.skip_step, state.skipped
         skipped = skip_step(skip, rules.global_batch, skipped) if skip is not None else skipped
         state = replace(state, restart=decision, not_before=now + decision.delay, skipped=skipped)
-    state, more = _end(state, now, rules)
-    return state, (End(incident.cause, incident), *more)
+    state, end_actions = _end(state, now, rules)
+    return state, (End(incident.cause, incident), *end_actions)
 
 
 def _end(state: State, now: float, rules: Rules) -> Answer:
@@ -345,16 +349,16 @@ def _finish(state: State) -> Answer:
 
 def _lose(state: State, host: str, cause: str, now: float, rules: Rules) -> Answer:
     """Count a lost member's ranks as ended; the attempt fails if that is its first failure."""
-    state = replace(state, ready=_with(state.ready, host, False))
+    state = replace(state, ready=_with_host(state.ready, host, False))
     if host not in state.members:
         return state, ()
-    state = replace(state, lost=_with(state.lost, host))
+    state = replace(state, lost=_with_host(state.lost, host))
     if state.status == "gathering":
         return _gather(state, now, rules)
     state, actions = _fail(state, Incident(EXIT_COMMUNICATION, cause, host=host), now, rules)
     if state.status == "ending":
-        state, more = _end(replace(state, ended=_with(state.ended, host)), now, rules)
-        actions = (*actions, *more)
+        state, end_actions = _end(replace(state, ended=_with_host(state.ended, host)), now, rules)
+        actions = (*actions, *end_actions)
     return state, actions
 
 
@@ -366,6 +370,6 @@ def _request_stop(state: State, code: int) -> Answer:
     return (state, ()) if state.status == "ending" else _finish(state)
 
 
-def _with(hosts: tuple[str, ...], host: str, present: bool = True) -> tuple[str, ...]:
+def _with_host(hosts: tuple[str, ...], host: str, present: bool = True) -> tuple[str, ...]:
     """`hosts` with or without `host`, in order of names."""
     return tuple(sorted({*hosts, host} if present else set(hosts) - {host}))

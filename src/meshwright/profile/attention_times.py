@@ -13,22 +13,22 @@ from meshwright.spec.profile import AttentionTime
 
 Case = tuple[int, int, int, int, int, int | None]
 """seq, heads, kv_heads, head_dim, tokens, and the sliding window or None."""
-ON_GPU: tuple[Case, ...] = (
+GPU_CASES: tuple[Case, ...] = (
     (2048, 32, 8, 128, 16384, None), (4096, 32, 8, 128, 16384, None), (8192, 32, 8, 128, 16384, None), (8192, 32, 8, 64, 16384, None),
     (2048, 40, 40, 128, 8192, None), (32768, 32, 8, 128, 32768, None),
 )  # fmt: skip
-ON_CPU: tuple[Case, ...] = (
+CPU_CASES: tuple[Case, ...] = (
     (128, 4, 4, 32, 512, None), (256, 4, 4, 32, 512, None), (256, 8, 4, 64, 512, None), (512, 8, 8, 64, 512, None),
 )  # fmt: skip
 
 
 def attention_times(team: Team, clock: Clock, budget: float) -> list[AttentionTime]:
     """Times of every shape, in the dtype that training uses on this device."""
-    cases = ON_GPU if team.cuda else ON_CPU
-    return [_timed(team, clock, case, budget / len(cases)) for case in cases]
+    cases = GPU_CASES if team.cuda else CPU_CASES
+    return [_time_case(team, clock, case, budget / len(cases)) for case in cases]
 
 
-def _timed(team: Team, clock: Clock, case: Case, budget: float) -> AttentionTime:
+def _time_case(team: Team, clock: Clock, case: Case, budget: float) -> AttentionTime:
     forward, backward = calls_of(team, case)
     return attention_time_of(team, case, clock.seconds(forward, budget / 3), clock.seconds(backward, budget * 2 / 3))
 
@@ -44,9 +44,11 @@ def calls_of(team: Team, case: Case) -> tuple[Call, Call]:
 
     q, k, v = random(heads), random(kv_heads), random(kv_heads)
     mask = make_mask(None, window, seq, team.device)
-    out = attention(q, k, v, mask)
-    dout = torch.randn_like(out)
-    return partial(attention, q, k, v, mask), partial(torch.autograd.grad, out, (q, k, v), dout, retain_graph=True)
+    output = attention(q, k, v, mask)
+    output_gradient = torch.randn_like(output)
+    return partial(attention, q, k, v, mask), partial(
+        torch.autograd.grad, output, (q, k, v), output_gradient, retain_graph=True
+    )
 
 
 def attention_time_of(team: Team, case: Case, forward_seconds: float, backward_seconds: float) -> AttentionTime:

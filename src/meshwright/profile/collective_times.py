@@ -46,13 +46,13 @@ def collective_times(team: Team, clock: Clock, budget: float) -> list[Collective
     layouts = group_layouts(team.ranks, team.ranks_per_node)
     times: list[CollectiveTime] = []
     for position, layout in enumerate(layouts):
-        start, share = time.perf_counter(), budget / len(layouts)
+        start, layout_budget = time.perf_counter(), budget / len(layouts)
         group = team.group(layout.groups)
         for op in get_args(Operation):
             if op == "p2p" and layout.ranks != 2:
                 continue
-            times += _times_by_size(team, clock, group, layout, op, share / 5)
-            if team.from_first_rank(time.perf_counter() - start) > 2 * share and position:
+            times += _times_by_size(team, clock, group, layout, op, layout_budget / 5)
+            if team.from_first_rank(time.perf_counter() - start) > 2 * layout_budget and position:
                 break
     return times
 
@@ -74,17 +74,17 @@ def operation(op: Operation, size_bytes: int, group: dist.ProcessGroup, device: 
     """(bytes, rounded to whole shares, and the call) of an operation; on a GPU gathers are in bf16 and sums in fp32."""
     ranks = group.size()
     dtype = torch.bfloat16 if device.type == "cuda" and op not in ("reduce_scatter", "all_reduce") else torch.float32
-    share = max(1, size_bytes // dtype.itemsize // ranks)
-    full = torch.zeros(share * ranks, dtype=dtype, device=device)
-    part = torch.zeros(share, dtype=dtype, device=device)
+    shard_elements = max(1, size_bytes // dtype.itemsize // ranks)
+    whole = torch.zeros(shard_elements * ranks, dtype=dtype, device=device)
+    shard = torch.zeros(shard_elements, dtype=dtype, device=device)
     calls: dict[str, Callable[[], object]] = {
-        "all_gather": lambda: gather_into(full, part, group=group),
-        "reduce_scatter": lambda: scatter_into(part, full, group=group),
-        "all_reduce": lambda: dist.all_reduce(full, group=group),
-        "all_to_all": _exchange(full, group),
-        "p2p": lambda: _send_in_pair(full, group),
+        "all_gather": lambda: gather_into(whole, shard, group=group),
+        "reduce_scatter": lambda: scatter_into(shard, whole, group=group),
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_to_all": _exchange(whole, group),
+        "p2p": lambda: _send_in_pair(whole, group),
     }
-    return full.nbytes, calls[op]
+    return whole.nbytes, calls[op]
 
 
 def _times_by_size(

@@ -19,28 +19,29 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.profile import Correction, MachineProfile
 from meshwright.spec.run import RunSpec
 
-SMALLEST, LARGEST = 0.1, 10.0
+SMALLEST_FACTOR, LARGEST_FACTOR = 0.1, 10.0
 """Range of factors that are considered."""
 HALVINGS = 20
+"""Steps of the bisection: they reduce the range of the logarithm, 4.6, to 4e-6."""
 
 
-def corrected(profile: MachineProfile, run: RunSpec, plan: Plan, measured_seconds: float) -> MachineProfile:
+def with_correction(profile: MachineProfile, run: RunSpec, plan: Plan, measured_seconds: float) -> MachineProfile:
     """`profile` with a correction from `run`, which replaces an earlier correction from a run of this name.
 
     Raises BadInput when the profile is of another device, the plan cannot be priced, or no factor on device time explains the step.
     """
     if profile.gpu != run.cluster.gpu:
         raise BadInput(f"the profile is of {profile.gpu} and the run was on {run.cluster.gpu}; give each its own file")
-    plain = replace(profile, corrections=())
+    uncorrected = replace(profile, corrections=())
     correction = Correction(
         run=run.name,
         date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        predicted_seconds=predicted_seconds(plain, run, plan, 1.0),
+        predicted_seconds=predicted_seconds(uncorrected, run, plan, 1.0),
         measured_seconds=measured_seconds,
-        factor=_factor(plain, run, plan, measured_seconds),
+        factor=_factor(uncorrected, run, plan, measured_seconds),
     )
-    others = tuple(correction for correction in profile.corrections if correction.run != run.name)
-    return replace(profile, corrections=(*others, correction))
+    other_corrections = tuple(correction for correction in profile.corrections if correction.run != run.name)
+    return replace(profile, corrections=(*other_corrections, correction))
 
 
 def predicted_seconds(profile: MachineProfile, run: RunSpec, plan: Plan, factor: float) -> float:
@@ -58,12 +59,13 @@ def predicted_seconds(profile: MachineProfile, run: RunSpec, plan: Plan, factor:
 
 def _factor(profile: MachineProfile, run: RunSpec, plan: Plan, measured_seconds: float) -> float:
     """The factor, by bisection of its logarithm; the step time increases with it."""
-    low, high = math.log(SMALLEST), math.log(LARGEST)
-    range_ends = [predicted_seconds(profile, run, plan, math.exp(end)) for end in (low, high)]
+    low, high = math.log(SMALLEST_FACTOR), math.log(LARGEST_FACTOR)
+    range_ends = [predicted_seconds(profile, run, plan, math.exp(bound)) for bound in (low, high)]
     if not range_ends[0] <= measured_seconds <= range_ends[1]:
         raise BadInput(
-            f"run {run.name}: its steps took {measured_seconds:.4g} s, and device time {SMALLEST:g} to {LARGEST:g} times the profile's "
-            f"explains {range_ends[0]:.4g} to {range_ends[1]:.4g} s; measure this machine anew with `meshwright profile --out FILE`, or "
+            f"run {run.name}: its steps took {measured_seconds:.4g} s, and device time {SMALLEST_FACTOR:g} to {LARGEST_FACTOR:g} "
+            f"times the profile's explains {range_ends[0]:.4g} to {range_ends[1]:.4g} s; "
+            "measure this machine anew with `meshwright profile --out FILE`, or "
             "look at a timeline"
         )
     for _ in range(HALVINGS):

@@ -12,6 +12,7 @@ from meshwright.profile.team import Team
 from meshwright.spec.profile import HostLink
 
 COPY_BYTES = 256 << 20
+"""Bytes of one copy: enough for the full rate of a link."""
 LAUNCHES, ROUNDS = 400, 9
 """Launches per round, fewer than a device's queue holds so that the host never waits, and rounds."""
 
@@ -45,11 +46,11 @@ def host_links(team: Team, clock: Clock, budget: float) -> list[HostLink]:
         ]
     team.meet()
     links = [HostLink(devices=1, to_host=team.from_first_rank(rates[0]), to_device=team.from_first_rank(rates[1]))]
-    local = team.world.environment.local_ranks if team.world else 1
-    if local > 1:
+    host_ranks = team.world.environment.local_ranks if team.world else 1
+    if host_ranks > 1:
         to_host_seconds = clock.seconds(lambda: host.copy_(device, non_blocking=True), budget / 4)
         to_device_seconds = clock.seconds(lambda: device.copy_(host, non_blocking=True), budget / 4)
         links.append(
-            HostLink(devices=local, to_host=COPY_BYTES / to_host_seconds, to_device=COPY_BYTES / to_device_seconds)
+            HostLink(devices=host_ranks, to_host=COPY_BYTES / to_host_seconds, to_device=COPY_BYTES / to_device_seconds)
         )
     return links

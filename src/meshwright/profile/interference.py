@@ -19,7 +19,9 @@ from meshwright.profile.team import Team
 from meshwright.spec.profile import Interference
 
 SHAPE = {"cuda": (8192, 4096, 4096), "cpu": (512, 512, 512)}
+"""Dimensions (m, k, n) of the products."""
 BYTES = {"cuda": 256 << 20, "cpu": 1 << 20}
+"""Bytes of the collective or copy."""
 PRODUCT_RATIO = 1.5
 """Time of the products over that of the overlapped operation, so that it is hidden entirely."""
 MIN_ROUNDS, MAX_ROUNDS = 5, 40
@@ -36,11 +38,11 @@ def interferences(team: Team, clock: Clock, budget: float) -> list[Interference]
     widest = {layout.nodes: layout for layout in group_layouts(team.ranks, team.ranks_per_node)}
     for nodes, layout in widest.items():
         group = team.group(layout.groups)
-        cases.append(Case("all_gather", layout.ranks, nodes, _gather(group, size, team.device)))
-        cases.append(Case("reduce_scatter", layout.ranks, nodes, _reduce(group, size, team.device)))
+        cases.append(Case("all_gather", layout.ranks, nodes, _gather_operation(group, size, team.device)))
+        cases.append(Case("reduce_scatter", layout.ranks, nodes, _reduce_operation(group, size, team.device)))
     if team.cuda:
-        cases.append(Case("to_host", 1, 1, _copy(size, team.device)))
-    return [_timed(team, clock, case, budget / len(cases)) for case in cases]
+        cases.append(Case("to_host", 1, 1, _copy_operation(size, team.device)))
+    return [_time_case(team, clock, case, budget / len(cases)) for case in cases]
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Case:
     begin: Begin
 
 
-def _timed(team: Team, clock: Clock, case: Case, budget: float) -> Interference:
+def _time_case(team: Team, clock: Clock, case: Case, budget: float) -> Interference:
     begin = case.begin
     product = linear(SHAPE[team.device.type], "bf16" if team.cuda else "fp32", team.device)
     other_seconds = clock.seconds(lambda: begin()(), budget / 10)
@@ -62,13 +64,13 @@ def _timed(team: Team, clock: Clock, case: Case, budget: float) -> Interference:
     rounds = min(
         MAX_ROUNDS, max(MIN_ROUNDS, int(budget / (3 * PRODUCT_RATIO * other_seconds + 2 * count * product_seconds)))
     )
-    alone, overlapped, other_alone = [], [], []
+    product_times, overlapped, other_alone = [], [], []
     for _ in range(rounds):
-        alone.append(_compute(team, product, count, None))
-        overlapped.append(_compute(team, product, count, begin))
-        other_alone.append(_compute(team, lambda: begin()(), 1, None))
+        product_times.append(_compute_seconds(team, product, count, None))
+        overlapped.append(_compute_seconds(team, product, count, begin))
+        other_alone.append(_compute_seconds(team, lambda: begin()(), 1, None))
     compute_seconds, together_seconds, other_median = (
-        team.largest(statistics.median(times)) for times in (alone, overlapped, other_alone)
+        team.largest(statistics.median(times)) for times in (product_times, overlapped, other_alone)
     )
     return Interference(
         op=case.op, ranks=case.ranks, nodes=case.nodes, bytes=BYTES[team.device.type], compute_seconds=compute_seconds,
@@ -76,7 +78,7 @@ def _timed(team: Team, clock: Clock, case: Case, budget: float) -> Interference:
     )  # fmt: skip
 
 
-def _compute(team: Team, call: Callable[[], object], count: int, begin: Begin | None) -> float:
+def _compute_seconds(team: Team, call: Callable[[], object], count: int, begin: Begin | None) -> float:
     """Seconds of `count` calls from a common start of all ranks, while the operation of `begin` runs, which is not timed."""
     team.meet()
     if team.cuda:
@@ -100,27 +102,27 @@ def _compute(team: Team, call: Callable[[], object], count: int, begin: Begin | 
     return seconds
 
 
-def _gather(group: dist.ProcessGroup, size: int, device: torch.device) -> Begin:
-    whole, part = _buffers(group, size, device)
-    return lambda: _waiting(gather_into(whole, part, group=group, async_op=True))
+def _gather_operation(group: dist.ProcessGroup, size: int, device: torch.device) -> Begin:
+    whole, shard = _buffers(group, size, device)
+    return lambda: _wait_function(gather_into(whole, shard, group=group, async_op=True))
 
 
-def _reduce(group: dist.ProcessGroup, size: int, device: torch.device) -> Begin:
-    whole, part = _buffers(group, size, device)
-    return lambda: _waiting(scatter_into(part, whole, group=group, async_op=True))
+def _reduce_operation(group: dist.ProcessGroup, size: int, device: torch.device) -> Begin:
+    whole, shard = _buffers(group, size, device)
+    return lambda: _wait_function(scatter_into(shard, whole, group=group, async_op=True))
 
 
 def _buffers(group: dist.ProcessGroup, size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    share = size // 4 // group.size()
-    return torch.zeros(share * group.size(), device=device), torch.zeros(share, device=device)
+    shard_elements = size // 4 // group.size()
+    return torch.zeros(shard_elements * group.size(), device=device), torch.zeros(shard_elements, device=device)
 
 
-def _waiting(work: dist.Work | None) -> Callable[[], object]:
+def _wait_function(work: dist.Work | None) -> Callable[[], object]:
     assert work is not None
     return work.wait
 
 
-def _copy(size: int, device: torch.device) -> Begin:
+def _copy_operation(size: int, device: torch.device) -> Begin:
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     stream = torch.cuda.Stream(device)

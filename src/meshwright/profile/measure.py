@@ -49,44 +49,52 @@ def measure(
     pricing it needs is measured: its products and attention in the mix of a step, device memory, the optimizer and collectives.
     """
     total, clock = seconds or SECONDS[team.device.type], Clock(team)
-    profile = facts(team, cluster, versions or {})
+    profile = machine_properties(team, cluster, versions or {})
 
-    def part(name: str, work: Callable[[float], T], share: float) -> T:
+    def time_part(name: str, measure_part: Callable[[float], T], share: float) -> T:
         team.meet()
         start = time.perf_counter()
-        answer = work(total * share)
+        result = measure_part(total * share)
         if team.cuda:
             torch.cuda.empty_cache()
         if team.rank == 0:
             sys.stderr.write(f"  {name:<16} {time.perf_counter() - start:5.1f} s\n")
-        return answer
+        return result
 
     if work is not None:
         shapes, scores = cases_of(work)
-        product_times_in_mix, attention_times_in_mix = part(
-            "products, scores", lambda s: mixed_times(team, clock, work, shapes, scores, s), 0.7
+        product_times_in_mix, attention_times_in_mix = time_part(
+            "products, scores", lambda part_seconds: mixed_times(team, clock, work, shapes, scores, part_seconds), 0.7
         )
         return replace(
             profile,
             products=tuple(product_times_in_mix),
             attention=tuple(attention_times_in_mix),
-            copy_bytes_per_s=part("copies", lambda s: copy_rate(team, clock, s), 0.02),
-            pass_bytes_per_s=part("passes", lambda s: pass_rate(team, clock, s), 0.03),
-            adamw_parameters_per_s=part("optimizer", lambda s: adamw_rate(team, clock, s), 0.03),
-            launch_seconds=part("launches", lambda s: launch_seconds(team), 0.0),
-            collectives=tuple(part("collectives", lambda s: collective_times(team, clock, s), 0.2)),
+            copy_bytes_per_s=time_part("copies", lambda part_seconds: copy_rate(team, clock, part_seconds), 0.02),
+            pass_bytes_per_s=time_part("passes", lambda part_seconds: pass_rate(team, clock, part_seconds), 0.03),
+            adamw_parameters_per_s=time_part(
+                "optimizer", lambda part_seconds: adamw_rate(team, clock, part_seconds), 0.03
+            ),
+            launch_seconds=time_part("launches", lambda part_seconds: launch_seconds(team), 0.0),
+            collectives=tuple(
+                time_part("collectives", lambda part_seconds: collective_times(team, clock, part_seconds), 0.2)
+            ),
         )
     return replace(
         profile,
-        products=tuple(part("products", lambda s: product_times(team, clock, s), 0.38)),
-        attention=tuple(part("attention", lambda s: attention_times(team, clock, s), 0.1)),
-        copy_bytes_per_s=part("copies", lambda s: copy_rate(team, clock, s), 0.02),
-        pass_bytes_per_s=part("passes", lambda s: pass_rate(team, clock, s), 0.02),
-        adamw_parameters_per_s=part("optimizer", lambda s: adamw_rate(team, clock, s), 0.03),
-        launch_seconds=part("launches", lambda s: launch_seconds(team), 0.0),
-        host_links=tuple(part("host links", lambda s: host_links(team, clock, s), 0.05)),
-        interference=tuple(part("interference", lambda s: interferences(team, clock, s), 0.1)),
-        collectives=tuple(part("collectives", lambda s: collective_times(team, clock, s), 0.3)),
+        products=tuple(time_part("products", lambda part_seconds: product_times(team, clock, part_seconds), 0.38)),
+        attention=tuple(time_part("attention", lambda part_seconds: attention_times(team, clock, part_seconds), 0.1)),
+        copy_bytes_per_s=time_part("copies", lambda part_seconds: copy_rate(team, clock, part_seconds), 0.02),
+        pass_bytes_per_s=time_part("passes", lambda part_seconds: pass_rate(team, clock, part_seconds), 0.02),
+        adamw_parameters_per_s=time_part("optimizer", lambda part_seconds: adamw_rate(team, clock, part_seconds), 0.03),
+        launch_seconds=time_part("launches", lambda part_seconds: launch_seconds(team), 0.0),
+        host_links=tuple(time_part("host links", lambda part_seconds: host_links(team, clock, part_seconds), 0.05)),
+        interference=tuple(
+            time_part("interference", lambda part_seconds: interferences(team, clock, part_seconds), 0.1)
+        ),
+        collectives=tuple(
+            time_part("collectives", lambda part_seconds: collective_times(team, clock, part_seconds), 0.3)
+        ),
     )
 
 
@@ -112,7 +120,7 @@ def cases_of(work: Work) -> tuple[list[products.Case], attention.Case]:
     return list(dict.fromkeys(product_cases)), attention_case
 
 
-def facts(team: Team, cluster: ClusterSpec, versions: dict[str, str]) -> MachineProfile:
+def machine_properties(team: Team, cluster: ClusterSpec, versions: dict[str, str]) -> MachineProfile:
     """The profile with the machine's properties and no measurements."""
     properties = torch.cuda.get_device_properties(team.device) if team.cuda else None
     chip = CHIPS.get(cluster.gpu)

@@ -22,14 +22,14 @@ PARAMETERS = {"cuda": (1 << 24, 16), "cpu": (1 << 21, 8)}
 
 def copy_rate(team: Team, clock: Clock, budget: float) -> float:
     """Bytes per second read and written by a copy, on the slowest device."""
-    source, target = _tensor(team), _tensor(team)
+    source, target = _large_tensor(team), _large_tensor(team)
     return 2 * source.nbytes / clock.seconds(lambda: target.copy_(source), budget)
 
 
 def pass_rate(team: Team, clock: Clock, budget: float) -> float:
     """Bytes per second read and written by the addition of two tensors, on the slowest device."""
-    a, b, out = _tensor(team), _tensor(team), _tensor(team)
-    return 3 * a.nbytes / clock.seconds(lambda: torch.add(a, b, out=out), budget)
+    first, second, total = _large_tensor(team), _large_tensor(team), _large_tensor(team)
+    return 3 * first.nbytes / clock.seconds(lambda: torch.add(first, second, out=total), budget)
 
 
 def adamw_rate(team: Team, clock: Clock, budget: float) -> float:
@@ -50,6 +50,6 @@ def adamw_rate(team: Team, clock: Clock, budget: float) -> float:
     return size * count / clock.seconds(step, budget)
 
 
-def _tensor(team: Team) -> torch.Tensor:
+def _large_tensor(team: Team) -> torch.Tensor:
     dtype = torch.bfloat16 if team.cuda else torch.float32
     return torch.ones(ELEMENTS[team.device.type], device=team.device, dtype=dtype)

@@ -37,7 +37,7 @@ def mixed_times(
     calls = [products.call_of(case, team) for case in product_cases]
     bursts = [clock.burst_seconds(call) for call in calls]
     forward, backward = attention.calls_of(team, attention_case)
-    seconds_by_call = _rounds(team, [*calls, forward, backward, _passes(team, work)], budget)
+    seconds_by_call = _median_seconds(team, [*calls, forward, backward, _pass_call(team, work)], budget)
     measured = [
         products.product_time_of(case, seconds, burst)
         for case, seconds, burst in zip(product_cases, seconds_by_call[: len(calls)], bursts, strict=True)
@@ -45,30 +45,30 @@ def mixed_times(
     return measured, [attention.attention_time_of(team, attention_case, seconds_by_call[-3], seconds_by_call[-2])]
 
 
-def _passes(team: Team, work: Work) -> Call:
+def _pass_call(team: Team, work: Work) -> Call:
     """A call that copies as many bytes as the step's memory-bound passes move per attention."""
-    size = (work.elementwise_bytes + work.quantise_bytes + work.loss_bytes + work.copy_bytes) / max(
+    size_bytes = (work.elementwise_bytes + work.quantise_bytes + work.loss_bytes + work.copy_bytes) / max(
         1.0, work.attention.count
     )
-    source = torch.ones(max(1, int(size / 4)), device=team.device, dtype=torch.bfloat16)
+    source = torch.ones(max(1, int(size_bytes / 4)), device=team.device, dtype=torch.bfloat16)
     return partial(torch.empty_like(source).copy_, source)
 
 
-def _rounds(team: Team, calls: Sequence[Call], budget: float) -> list[float]:
+def _median_seconds(team: Team, calls: Sequence[Call], budget: float) -> list[float]:
     """Median seconds of each call over the second half of the rounds, on the slowest rank."""
     for call in calls:
         call()
     team.meet()
-    (first,) = _timed(team, calls, 1)
-    count = max(ROUNDS, int(budget / team.largest(max(1e-6, sum(first)))))
-    rounds = _timed(team, calls, count)[count // 2 :]
+    (first_round,) = _time_rounds(team, calls, 1)
+    rounds_run = max(ROUNDS, int(budget / team.largest(max(1e-6, sum(first_round)))))
+    rounds = _time_rounds(team, calls, rounds_run)[rounds_run // 2 :]
     return [team.largest(statistics.median(times[index] for times in rounds)) for index in range(len(calls))]
 
 
-def _timed(team: Team, calls: Sequence[Call], rounds: int) -> list[list[float]]:
+def _time_rounds(team: Team, calls: Sequence[Call], rounds: int) -> list[list[float]]:
     """Seconds by round and call; on a GPU all calls are queued before the first event is read."""
     if not team.cuda:
-        return [[_seconds(call) for call in calls] for _ in range(rounds)]
+        return [[_call_seconds(call) for call in calls] for _ in range(rounds)]
     events = [torch.cuda.Event(enable_timing=True) for _ in range(rounds * len(calls) + 1)]
     team.finish()
     events[0].record()
@@ -76,11 +76,11 @@ def _timed(team: Team, calls: Sequence[Call], rounds: int) -> list[list[float]]:
         calls[index % len(calls)]()
         event.record()
     team.finish()
-    durations = [before.elapsed_time(after) / 1e3 for before, after in pairwise(events)]
+    durations = [start_event.elapsed_time(end_event) / 1e3 for start_event, end_event in pairwise(events)]
     return [durations[start : start + len(calls)] for start in range(0, len(durations), len(calls))]
 
 
-def _seconds(call: Call) -> float:
+def _call_seconds(call: Call) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start

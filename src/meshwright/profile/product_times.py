@@ -17,14 +17,14 @@ from meshwright.profile.team import Team
 from meshwright.spec.profile import ProductTime
 
 Shape = tuple[int, int, int]
-ON_GPU: tuple[Shape, ...] = (
+GPU_SHAPES: tuple[Shape, ...] = (
     (8192, 4096, 4096), (8192, 4096, 14336), (8192, 14336, 4096), (16384, 4096, 4096), (8192, 5120, 20480), (8192, 5120, 5120),
     (4096, 4096, 128256), (8192, 2048, 8192), (8192, 8192, 2048), (8192, 2048, 2048), (8192, 4096, 1024), (8192, 1024, 4096),
     (2048, 4096, 4096), (1024, 4096, 14336), (2048, 2048, 2048), (8192, 4096, 512),
 )  # fmt: skip
 """Tokens × inputs × outputs of linear layers from 1 to 13 billion parameters, whole and split, and a chunk of a head."""
-ON_GPU_FP8: tuple[Shape, ...] = ((8192, 4096, 4096), (8192, 4096, 14336), (8192, 14336, 4096), (8192, 2048, 8192))
-ON_CPU: tuple[Shape, ...] = (
+GPU_FP8_SHAPES: tuple[Shape, ...] = ((8192, 4096, 4096), (8192, 4096, 14336), (8192, 14336, 4096), (8192, 2048, 8192))
+CPU_SHAPES: tuple[Shape, ...] = (
     (256, 256, 256), (512, 256, 1024), (512, 1024, 256), (1024, 512, 512), (2048, 256, 256), (256, 1024, 1024), (1024, 128, 512),
     (1024, 512, 2048),
 )  # fmt: skip
@@ -53,9 +53,14 @@ def product_times(team: Team, clock: Clock, budget: float) -> list[ProductTime]:
 def product_time_of(case: Case, seconds: float, burst_seconds: float) -> ProductTime:
     """The time of one product from the seconds of one call, which may run three."""
     (m, k, n), number_format = case
-    products = 1 if number_format == "fp8" else 3
+    products_per_call = 1 if number_format == "fp8" else 3
     return ProductTime(
-        format=number_format, m=m, k=k, n=n, seconds=seconds / products, burst_seconds=burst_seconds / products
+        format=number_format,
+        m=m,
+        k=k,
+        n=n,
+        seconds=seconds / products_per_call,
+        burst_seconds=burst_seconds / products_per_call,
     )
 
 
@@ -66,9 +71,9 @@ Case = tuple[Shape, Format]
 def cases_for(team: Team) -> list[Case]:
     """Shapes and dtypes that are measured on this device."""
     if not team.cuda:
-        return [(shape, "fp32") for shape in ON_CPU]
-    low = torch.version.hip is None and torch.cuda.get_device_capability(team.device) >= (8, 9)
-    return [*((shape, "bf16") for shape in ON_GPU), *((shape, "fp8") for shape in ON_GPU_FP8 if low)]
+        return [(shape, "fp32") for shape in CPU_SHAPES]
+    has_fp8 = torch.version.hip is None and torch.cuda.get_device_capability(team.device) >= (8, 9)
+    return [*((shape, "bf16") for shape in GPU_SHAPES), *((shape, "fp8") for shape in GPU_FP8_SHAPES if has_fp8)]
 
 
 def linear(shape: Shape, number_format: Literal["bf16", "fp32"], device: torch.device) -> Callable[[], None]:
@@ -79,7 +84,7 @@ def linear(shape: Shape, number_format: Literal["bf16", "fp32"], device: torch.d
         "dtype": torch.bfloat16 if number_format == "bf16" else torch.float32,
     }
     size = options["dtype"].itemsize
-    sets = _sets(
+    operands = _operand_sets(
         (m * k + k * n + m * n) * size,
         device,
         lambda: (torch.randn(m, k, **options), torch.randn(n, k, **options), torch.randn(m, n, **options)),
@@ -87,7 +92,7 @@ def linear(shape: Shape, number_format: Literal["bf16", "fp32"], device: torch.d
     y, dx, dw = torch.empty(m, n, **options), torch.empty(m, k, **options), torch.empty(n, k, **options)
 
     def call() -> None:
-        x, w, dy = next(sets)
+        x, w, dy = next(operands)
         torch.mm(x, w.t(), out=y)
         torch.mm(dy, w, out=dx)
         torch.mm(dy.t(), x, out=dw)
@@ -98,10 +103,10 @@ def linear(shape: Shape, number_format: Literal["bf16", "fp32"], device: torch.d
 def call_of(case: Case, team: Team) -> Callable[[], object]:
     """A call of a linear layer's three products, or of one product in fp8."""
     shape, number_format = case
-    return _scaled(shape, team.device) if number_format == "fp8" else linear(shape, number_format, team.device)
+    return _fp8_product(shape, team.device) if number_format == "fp8" else linear(shape, number_format, team.device)
 
 
-def _scaled(shape: Shape, device: torch.device) -> Callable[[], object]:
+def _fp8_product(shape: Shape, device: torch.device) -> Callable[[], object]:
     """A call of a forward product in fp8 with one scale per tensor and bf16 output."""
     m, k, n = shape
     scale = torch.ones((), device=device)
@@ -109,15 +114,15 @@ def _scaled(shape: Shape, device: torch.device) -> Callable[[], object]:
     def fp8_matrix(height: int, width: int) -> torch.Tensor:
         return torch.randn(height, width, device=device, dtype=torch.bfloat16).to(torch.float8_e4m3fn)
 
-    sets = _sets(m * k + k * n, device, lambda: (fp8_matrix(m, k), fp8_matrix(n, k)))
+    operands = _operand_sets(m * k + k * n, device, lambda: (fp8_matrix(m, k), fp8_matrix(n, k)))
 
     def call() -> object:
-        x, w = next(sets)
+        x, w = next(operands)
         return torch._scaled_mm(x, w.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16, use_fast_accum=True)
 
     return call
 
 
-def _sets(size_bytes: int, device: torch.device, make: Callable[[], Any]) -> Any:
+def _operand_sets(size_bytes: int, device: torch.device, make: Callable[[], Any]) -> Any:
     """An endless iterator over sets of operands that together exceed the cache."""
     return cycle([make() for _ in range(min(16, -(-CACHE_BYTES[device.type] // size_bytes)))])

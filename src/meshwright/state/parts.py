@@ -26,8 +26,9 @@ def moment_name(moment: str, parameter: str) -> str:
 class StateParts:
     """This rank's pieces of the logical tensor `name` of `shape`.
 
-    The pieces are contiguous along dimension 0 of `local`; `boxes` has the size of each and its offset in the whole. A rank without a piece
-    has no boxes and an empty `local`. `local` is the live memory of the state: snapshots read it, loading writes to it.
+    The pieces are contiguous along dimension 0 of `local`; `boxes` has the size of each and its offset in the logical tensor.
+    A rank without a piece has no boxes and an empty `local`. `local` is the memory in which the optimizer updates the state:
+    snapshots read it, loading writes to it.
     """
 
     name: str
@@ -56,11 +57,11 @@ class StateParts:
         return self.local.is_meta
 
     def pieces(self) -> Iterator[tuple[Box, Tensor]]:
-        """Each box and its elements, which share the memory of `local`."""
+        """(box, elements) of each piece; the elements share the memory of `local`."""
         return ((box, self._elements(box)) for box in self.boxes)
 
     def piece(self, offsets: Sequence[int]) -> Tensor:
-        """The elements of the box that begins at `offsets` in the whole, sharing the memory of `local`."""
+        """The elements of the box that begins at `offsets` in the logical tensor, sharing the memory of `local`."""
         return self._elements(next(box for box in self.boxes if box.offsets == tuple(offsets)))
 
     def _elements(self, box: Box) -> Tensor:

@@ -25,12 +25,12 @@ class SnapshotCopies(Protocol):
 
 
 class HostState(Protocol):
-    """State in host memory as the updates given to the device so far leave it."""
+    """State in host memory after all updates that were launched so far."""
 
     def wait(self) -> None:
         """Wait until the results of these updates are in host memory."""
         ...
 
     def current(self, memory: Tensor) -> Tensor:
-        """The bytes that have these results, of state whose bytes at the start of the run were `memory`."""
+        """The memory that now holds the state which `memory` held at the start of the run: updates alternate between buffers."""
         ...

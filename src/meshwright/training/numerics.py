@@ -18,9 +18,8 @@ from meshwright.policies.numerics import (
     Verdict,
     judge,
     spike_limits,
-    update_is_skipped,
 )
-from meshwright.policies.skipped_samples import SampleRange, merge_skips, skip_step
+from meshwright.policies.skipped_samples import SampleRange, merge_skips, samples_of_step, skip_step
 from meshwright.spec.errors import NumericalFailure
 from meshwright.spec.job import TrainSpec
 
@@ -36,8 +35,9 @@ class Rollback(Exception):
 class NumericalPolicy:
     """The history on which decisions rest, and what was skipped so far. Equal on all ranks."""
 
-    def __init__(self, train: TrainSpec, skip_samples: tuple[SampleRange, ...] = ()) -> None:
-        self._train = train
+    def __init__(self, train: TrainSpec, skip_samples: tuple[SampleRange, ...] = (), replicas: int = 1) -> None:
+        """`replicas` is the number of copies of the model."""
+        self._train, self._replicas = train, replicas
         self.skip_samples = skip_samples
         """Global samples that the run leaves out (`policies.skipped_samples`)."""
         self.skipped_steps: list[int] = []
@@ -75,21 +75,30 @@ class NumericalPolicy:
     def check(self, record: Mapping[str, Any]) -> str | None:
         """Decide on a step whose record was read; returns a sentence if its update was skipped.
 
-        Raises Rollback, or NumericalFailure where the run ends.
+        All ranks have the same record. Raises Rollback, or NumericalFailure where the run ends. If only some replicas of the
+        model skipped the update, their weights differ, and a rollback takes the place of a skip.
         """
-        step, loss, norm = record["step"], record["loss"], record["grad_norm"]
+        step, loss, norm, skips = (
+            record["step"],
+            record["loss"],
+            record["grad_norm"],
+            record.get("skipping_replicas", 0),
+        )
         verdict = judge(loss, norm, self._limits(step))
         if verdict == "good":
             self._history.append(GoodStep(step, loss, norm))
             return None
         action, cause = self._action(verdict), _cause(record, verdict)
-        if action in ("rollback", "rollback_skip"):
+        differ = 0 < skips < self._replicas
+        if differ:
+            cause += f"; {skips} of {self._replicas} replicas of the model skipped the update"
+        if action in ("rollback", "rollback_skip") or (action == "skip" and differ):
             raise Rollback(step, cause, skips_samples=action == "rollback_skip")
-        skipped = update_is_skipped(norm, self.norm_limit(step))
-        if action == "skip" and (skipped or verdict == "spike"):
-            return self._skip(step, cause) if skipped else None
+        if action == "skip" and (skips or verdict == "spike"):
+            return self._skip(step, cause) if skips else None
+        applied = "differs between replicas" if differ else f"was {'not applied' if skips else 'applied'}"
         raise NumericalFailure(
-            f"{cause}; the update was {'not applied' if skipped else 'applied'}. `meshwright data show RUN --step {step}` names what the "
+            f"{cause}; the update {applied}. `meshwright data show RUN --step {step}` names what the "
             f"step read. The same command would come to the same step: set train.on_{verdict}=rollback_skip to leave out these samples, or "
             "start another run from the last checkpoint (name=… model.init=checkpoint:RUN) with a lower train.learning_rate or a longer "
             "train.warmup_steps"
@@ -101,9 +110,11 @@ class NumericalPolicy:
         if self._rollbacks[target] > MOST_ROLLBACKS:
             raise NumericalFailure(f"{cause}; {MOST_ROLLBACKS} rollbacks to step {target} did not help")
 
-    def skip_samples_of(self, step: int, global_batch: int) -> None:
-        """Leave out the samples that `step` reads, from now on."""
+    def skip_samples_of(self, step: int, global_batch: int) -> SampleRange:
+        """Leave out the samples that `step` reads, from now on; returns them."""
+        samples = samples_of_step(step, global_batch, self.skip_samples)
         self.skip_samples = skip_step(step, global_batch, self.skip_samples)
+        return samples
 
     def _limits(self, step: int) -> Limits:
         if self._train.on_spike == "ignore":

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from meshwright.events.messages import Channel, Checkpoint, Step, Validation
+from meshwright.events.messages import Channel, Checkpoint, SkippedSamples, Step, Validation
 from meshwright.events.start import StartClock, start_line
 from meshwright.observe.compiling import compiler_work
 from meshwright.observe.metrics import STEP_KEYS, MetricsWriter
@@ -138,6 +138,11 @@ class Reporter:
         self.event(step, text)
         if self._leads:
             self._channel.send(Checkpoint(step, str(path)))
+
+    def skip_samples(self, first: int, end: int) -> None:
+        """Report that the run leaves out these samples from now on, so that a restart leaves them out too."""
+        if self._leads:
+            self._channel.send(SkippedSamples(first, end))
 
     def rewind(self, step: int) -> None:
         """Remove the records after `step`: the run continues from there again."""

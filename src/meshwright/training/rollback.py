@@ -20,8 +20,8 @@ def roll_back(session: Session, reporter: Reporter, saver: Saver, request: Rollb
     saver.settle(request.step)
     samples = ""
     if request.skips_samples:
-        session.numerics.skip_samples_of(request.step, session.plan.batch.global_batch)
-        first, end = session.numerics.skip_samples[-1]
+        first, end = session.numerics.skip_samples_of(request.step, session.plan.batch.global_batch)
+        reporter.skip_samples(first, end)
         samples = f"; samples {first} to {end - 1} are left out"
     tier = resume(session, request.step - 1)
     if tier is None:

@@ -17,7 +17,7 @@ from meshwright.checkpoint.staging import Copies
 from meshwright.checkpoint.state import encode_plain
 from meshwright.costs.machine_rates import machine_of
 from meshwright.costs.offload_costs import host_rate
-from meshwright.costs.plan_costs import as_nodes, number, products
+from meshwright.costs.plan_costs import as_nodes, format_of_products, number
 from meshwright.durable.lease import LeaseLost
 from meshwright.policies.checkpoint_times import auto_interval, due_after_step, due_by_clock
 from meshwright.policies.snapshot_copies import StepTimes
@@ -301,7 +301,7 @@ class Saver:
         if seconds is None or cluster.is_cpu:
             return None
         try:
-            machine = machine_of(cluster, products(self._session.plan.precision, cluster))
+            machine = machine_of(cluster, format_of_products(self._session.plan.precision, cluster))
         except BadInput:
             return None
         return StepTimes.of_step(seconds, background.layout.bytes, number(machine.hbm), number(host_rate(machine)))

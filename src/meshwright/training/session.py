@@ -113,7 +113,7 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
         timeline=assignment.timeline,
         attempt=assignment.attempt,
     )
-    session.numerics = NumericalPolicy(run.train, assignment.skip_samples)
+    session.numerics = NumericalPolicy(run.train, assignment.skip_samples, mesh.axis_size("replicate"))
     session.resumed_from = resume(session, assignment.resume_at_most)
     if session.resumed_from is None:
         load_initial(engine.weights, run.model, run.model.init)

@@ -76,7 +76,7 @@ class FigureReader:
 
     def _record(self, pending: _Pending) -> dict[str, Any]:
         self._clock.wait(pending.end)
-        loss, norm, valid, token_sum, flag, *routing = pending.values.tolist()
+        loss, norm, valid, token_sum, flag, skips, *routing = pending.values.tolist()
         seconds = self._clock.seconds(self._last_end, pending.end)
         self._last_end = pending.end
         self.flags = StopFlags(pending.step, int(flag))
@@ -95,6 +95,7 @@ class FigureReader:
             "mfu": per_rank * self._flops[True] / self._peak if self._peak else None,
             "mfu_full": per_rank * self._flops[False] / self._peak if self._peak else None,
             "step_seconds": seconds,
+            **({"update_skipped": True, "skipping_replicas": int(skips)} if skips else {}),
             **dict(zip(("balance_loss", "expert_load"), routing, strict=False)),
             **memory_peak(self._device),
             **(self._wire.step() if self._wire else {}),

@@ -12,7 +12,15 @@ import torch
 import torch.distributed as dist
 
 from meshwright.durable.writes import write_durable
-from meshwright.observe.timeline_files import ALIGNED, Measured, Recording, summary, table, trace_names, trace_spans
+from meshwright.observe.timeline_files import (
+    ALIGNED,
+    MeasuredSteps,
+    Recording,
+    summary,
+    table,
+    trace_names,
+    trace_spans,
+)
 from meshwright.parallel.world import World
 from meshwright.simulator.picture import draw_within
 from meshwright.simulator.timeline import Timeline
@@ -77,7 +85,7 @@ class StepTimelines:
 
     def _write(self, recordings: list[Recording]) -> None:
         session, layout = self._session, self._session.mesh.layout
-        measured = Measured.of(session.engine.training, layout, recordings)
+        measured = MeasuredSteps.of(session.engine.training, layout, recordings)
         predicted, why_not = prediction(session.run, session.plan)
         folder = session.folder / "timelines"
         folder.mkdir(exist_ok=True)
@@ -96,12 +104,12 @@ class StepTimelines:
 def prediction(run: RunSpec, plan: Plan) -> tuple[Timeline | None, str | None]:
     """The simulated step, or the reason why there is none."""
     # Imported here: runs without a timeline do not need simulator and cost model.
-    from meshwright.costs.machine_rates import is_guessed, unpredicted
+    from meshwright.costs.machine_rates import is_guessed, unpredicted_message
     from meshwright.costs.plan_costs import pricing
     from meshwright.simulator.step_simulation import simulate_plan
 
     if is_guessed(run.cluster):
-        return None, unpredicted(run.cluster)
+        return None, unpredicted_message(run.cluster)
     try:
         if pricing(run.model, run.train, plan, run.cluster) is None:
             return None, f"the cost model has no figures for {run.cluster.gpu} in {plan.precision.compute}"

@@ -28,7 +28,8 @@ from meshwright.spec.plan import DATA_AXES
 class StepFigures:
     """What a step leaves on the device, as one float64 tensor.
 
-    In order: loss (nats per valid token), gradient norm, valid tokens, sum of all token ids, stop flag. The sum of ids is the same
+    In order: loss (nats per valid token), gradient norm, valid tokens, sum of all token ids, stop flag, replicas that skipped the
+    update. All ranks have the same values: the norm is the largest of all replicas, NaN if one is NaN. The sum of ids is the same
     for any number of ranks exactly when they read the same samples. Mixtures of experts add balance loss and busiest expert
     (`parallel.routing`).
     """
@@ -47,11 +48,12 @@ def train_step(
     norm_limit: float = math.inf,
     recorder: Recorder,
     stop_flag: Callable[[], int] = lambda: 0,
+    before_update: Callable[[], None] | None = None,
 ) -> StepFigures:
     """Run one step on this rank's micro-batches. Collective; nothing waits for the device.
 
     The update is skipped on the device if the gradient norm is not finite or above `norm_limit`.
-    `stop_flag` is called at the step's end, and its values are summed over ranks.
+    `stop_flag` is called at the step's end, and its values are summed over ranks. `before_update` is called before the optimizer's update.
     """
     valid = count_valid(micro_batches, mesh)
     norm = torch.zeros((), dtype=torch.float64, device=mesh.device)
@@ -62,6 +64,8 @@ def train_step(
         )
 
     def update() -> None:
+        if before_update is not None:
+            before_update()
         checked = norm if math.isinf(norm_limit) else torch.where(norm > norm_limit, torch.nan, norm)
         optimizer.step(
             learning_rate,
@@ -73,12 +77,32 @@ def train_step(
     callbacks: StepEndCallbacks = {"norm_barrier": measure, "optim": update}
     loss = engine.executor.play(engine.training, micro_batches, recorder, valid[0], callbacks)
     routing = engine.executor.rank_model.routing
+    norms = _norm_slots(norm, mesh)
     routed = [] if routing is None else [routing.sums.flatten()]
-    sums = mesh.sum_over_all(torch.cat([loss[None], torch.full_like(loss, stop_flag())[None], *routed]))
+    sums = mesh.sum_over_all(torch.cat([loss[None], torch.full_like(loss, stop_flag())[None], norms, *routed]))
+    norms, routed_sums = sums[2 : 2 + len(norms)], sums[2 + len(norms) :]
+    figures = [sums[0], norms.max(), *valid, sums[1], skipping_replicas(norms, norm_limit)]
     if routing is None:
-        return StepFigures(torch.stack([sums[0], norm, *valid, sums[1]]))
-    routing.sums.copy_(sums[2:].view_as(routing.sums))
-    return StepFigures(torch.stack([sums[0], norm, *valid, sums[1], *routing.figures()]))
+        return StepFigures(torch.stack(figures))
+    routing.sums.copy_(routed_sums.view_as(routing.sums))
+    return StepFigures(torch.stack([*figures, *routing.figures()]))
+
+
+def _norm_slots(norm: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """One element for each replica of the model, to be summed over all ranks: its gradient norm, on its first rank.
+
+    Replicas have equal gradients unless an error changes them after their sum. Then their norms differ, and with them what
+    each replica decides about its update.
+    """
+    slots = norm.new_zeros(mesh.axis_size("replicate"))
+    if not any(index for axis, index in mesh.coordinates.items() if axis != "replicate"):
+        slots[mesh.coordinate("replicate")] = norm
+    return slots
+
+
+def skipping_replicas(norms: torch.Tensor, limit: float) -> torch.Tensor:
+    """How many replicas with these gradient norms skip their update, a scalar on the device."""
+    return (~norms.isfinite() | (norms > limit)).sum(dtype=norms.dtype)
 
 
 def count_valid(micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor:

@@ -82,18 +82,32 @@ def mean_saved_elements(shape: Shape, recompute: Array, low: Array = 1.0, expert
     """
     attention = shape.attention_layers / shape.layers
     query, value, kv = (attention * width for width in (shape.query_width, shape.value_width, shape.kv_width))
-    inner, sent = _feed_forward(shape)
-    wide, routed = (1 + shape.gated) * inner, 2 * sent + shape.moe_layers / shape.layers * shape.experts
+    after_activation, sent = _feed_forward(shape)
+    before_activation, router_elements = (
+        (1 + shape.gated) * after_activation,
+        2 * sent + shape.moe_layers / shape.layers * shape.experts,
+    )
     # Each norm saves its input and its output. A parallel block has one norm and does not save the sums of its two branches.
     norms = (2 - shape.parallel) * (1 + low) * shape.hidden
     # Values are a view of the joined projection, so all of it stays allocated beside the rotated queries and keys.
     rotated = shape.rotary * (query + kv / 2)
     # Attention saves its output in the compute dtype; the fp8 product after it saves its own copy.
     output = value + np.where(low < 1, low * value, 0.0)
-    everything = norms + output + query + kv + rotated + wide + low * inner + routed
+    without_recompute = (
+        norms + output + query + kv + rotated + before_activation + low * after_activation + router_elements
+    )
     # The experts' inputs are gathered again. Their outputs are results of products.
-    selective = 2 * shape.hidden + value + query + kv + wide + routed - sent + np.where(expert_ranks > 1, 2 * sent, 0.0)
-    modes = (everything, selective, shape.hidden + value, shape.hidden)
+    selective = (
+        2 * shape.hidden
+        + value
+        + query
+        + kv
+        + before_activation
+        + router_elements
+        - sent
+        + np.where(expert_ranks > 1, 2 * sent, 0.0)
+    )
+    modes = (without_recompute, selective, shape.hidden + value, shape.hidden)
     return np.choose(np.asarray(recompute, dtype=np.int64), np.broadcast_arrays(*modes))
 
 
@@ -103,9 +117,9 @@ def mean_backward_elements(shape: Shape, recompute: Array, low: Array = 1.0) -> 
     They are the gradients of the feed-forward's wide half and of the residual stream, and recomputed activations. An expert's input and
     output do not exist at once: the backward frees the output before it gathers the input again.
     """
-    inner, sent = _feed_forward(shape)
+    after_activation, sent = _feed_forward(shape)
     recomputed = mean_saved_elements(shape, 0, low) - mean_saved_elements(shape, recompute, low) - sent
-    return (1 + shape.gated) * inner + shape.hidden + np.where(np.asarray(recompute) > 0, recomputed, 0.0)
+    return (1 + shape.gated) * after_activation + shape.hidden + np.where(np.asarray(recompute) > 0, recomputed, 0.0)
 
 
 def offloaded_bytes(shape: Shape, layout: Layouts) -> Array:
@@ -132,5 +146,5 @@ def _block(model: ModelSpec, layer: int, recompute: Recompute) -> tuple[Shape, i
 def _feed_forward(shape: Shape) -> tuple[Array, Array]:
     """Elements of one token after the activation, and of its copies (one for each of its experts); means over layers."""
     routed = shape.top_k * shape.expert_ffn + shape.shared_ffn
-    inner = (shape.dense_layers * shape.ffn + shape.moe_layers * routed) / shape.layers
-    return inner, shape.moe_layers / shape.layers * shape.top_k * shape.expert_in
+    after_activation = (shape.dense_layers * shape.ffn + shape.moe_layers * routed) / shape.layers
+    return after_activation, shape.moe_layers / shape.layers * shape.top_k * shape.expert_in

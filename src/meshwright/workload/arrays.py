@@ -16,4 +16,9 @@ T = TypeVar("T")
 def side_by_side(cases: Sequence[T]) -> T:
     """One object whose fields are float64 arrays, from objects of its class with scalar fields."""
     cls: Any = type(cases[0])
-    return cls(**{f.name: np.array([getattr(case, f.name) for case in cases], dtype=np.float64) for f in fields(cls)})
+    return cls(
+        **{
+            field.name: np.array([getattr(case, field.name) for case in cases], dtype=np.float64)
+            for field in fields(cls)
+        }
+    )

@@ -27,7 +27,7 @@ from meshwright.workload.model_shape import shape_of, with_blocks
 from meshwright.workload.step_shape import step_shape
 from meshwright.workload.unit_parameters import block_unit, end_units
 
-Counts = Mapping[tuple[int, int], tuple[int, int]]
+CollectiveCounts = Mapping[tuple[int, int], tuple[int, int]]
 """(stage, unit) → gathers and reductions in one step, from `schedules.collective_counts`."""
 
 
@@ -73,7 +73,7 @@ class _Unit:
 
 
 def cross_node_bytes(
-    model: ModelSpec, plan: Plan, layout: Layout, seq_len: int, counts: Counts, *, masked: bool = False
+    model: ModelSpec, plan: Plan, layout: Layout, seq_len: int, counts: CollectiveCounts, *, masked: bool = False
 ) -> CrossNodeBytes:
     """Bytes that a step of `plan` sends between nodes of `layout`; `masked` if attention is limited to documents."""
     shard, precision = shard_size(plan), plan.precision
@@ -82,8 +82,8 @@ def cross_node_bytes(
         "replicate": _ring_borders(layout, layout.groups("replicate")),
         "expert": _ring_borders(layout, layout.expert_shard_groups()),
     }
-    copies = shard // layout.expert
-    along_shard, along_replicas, along_copies = map(_ring_share, (shard, layout.size("replicate"), copies))
+    expert_copies = shard // layout.expert
+    along_shard, along_replicas, along_copies = map(_ring_share, (shard, layout.size("replicate"), expert_copies))
     gather = reduce = replicas = 0.0
     for rank in range(layout.size("pipeline")):
         for unit in _units(model, plan, counts, rank):
@@ -91,23 +91,26 @@ def cross_node_bytes(
             sharded += rings["expert"][rank] * along_copies * unit.experts
             gather += sharded * unit.gathers * unit.width
             reduce += sharded * unit.reductions * bytes_of(precision.reduce)
-            kept = unit.elements / shard + unit.experts / copies
-            sums = bool(unit.reductions) * kept * bytes_of(precision.reduce_replicas or precision.stored)
-            replicas += 2 * rings["replicate"][rank] * along_replicas * sums
-    inside = _inside_layers(model, plan, layout, seq_len, masked=masked)
+            elements_per_rank = unit.elements / shard + unit.experts / expert_copies
+            summed_bytes = (
+                bool(unit.reductions) * elements_per_rank * bytes_of(precision.reduce_replicas or precision.stored)
+            )
+            replicas += 2 * rings["replicate"][rank] * along_replicas * summed_bytes
+    by_axis = _bytes_inside_layers(model, plan, layout, seq_len, masked=masked)
     return CrossNodeBytes(
         gather=gather,
         reduce=reduce,
         replicas=replicas,
-        pipeline=_pipeline(model, plan, layout, seq_len),
-        tied=_tied(model, plan, layout),
-        tensor=inside["tensor"],
-        expert=inside.get("expert", 0.0),
-        context=inside["context_ulysses"] + inside["context_ring"],
+        pipeline=_pipeline_bytes(model, plan, layout, seq_len),
+        tied=_tied_bytes(model, plan, layout),
+        tensor=by_axis["tensor"],
+        expert=by_axis.get("expert", 0.0),
+        context=by_axis["context_ulysses"] + by_axis["context_ring"],
     )
 
 
 def _ring_share(ranks: Array) -> float:
+    """Share of a collective's bytes that a ring of `ranks` moves over each link: (n-1)/n."""
     return (ranks - 1) / ranks
 
 
@@ -120,7 +123,7 @@ def _ring_borders(layout: Layout, groups: Iterable[Sequence[int]]) -> dict[int, 
     return borders
 
 
-def _units(model: ModelSpec, plan: Plan, counts: Counts, rank: int) -> Iterator[_Unit]:
+def _units(model: ModelSpec, plan: Plan, counts: CollectiveCounts, rank: int) -> Iterator[_Unit]:
     """The units of one pipeline rank: the embedding, each block, and the final norm with the head.
 
     If a rank has both ends of a tied model, they are one unit. It is reduced once, and gathered once if the embedding's gathered weight
@@ -145,23 +148,25 @@ def _units(model: ModelSpec, plan: Plan, counts: Counts, rank: int) -> Iterator[
             yield _Unit(parameters.dense_shard * shard, parameters.experts, gathers, reductions, width)
 
 
-def _pipeline(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int) -> float:
+def _pipeline_bytes(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int) -> float:
     """Bytes of activations down and gradients up the stages, for all micro-batches, between neighbours on different nodes."""
-    message = _stream(model, plan, seq_len) / layout.size("tensor")
+    message = _stream_bytes(model, plan, seq_len) / layout.size("tensor")
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     ranks = [rank for _, rank in sorted((stage.start, rank) for rank, stages in enumerate(table) for stage in stages)]
-    crossings = sum(_crossing(layout, a, b) for a, b in pairwise(ranks))
+    crossings = sum(_crossing_pairs(layout, rank, next_rank) for rank, next_rank in pairwise(ranks))
     return 2.0 * plan.batch.accumulate * message * crossings
 
 
-def _crossing(layout: Layout, a: int, b: int) -> int:
+def _crossing_pairs(layout: Layout, first: int, second: int) -> int:
     """Pairs of corresponding ranks of pipeline ranks `a` and `b` that are on different nodes."""
     return sum(
-        layout.crosses_nodes((group[a], group[b])) for group in layout.groups("pipeline") if layout.size("pipeline") > 1
+        layout.crosses_nodes((group[first], group[second]))
+        for group in layout.groups("pipeline")
+        if layout.size("pipeline") > 1
     )
 
 
-def _tied(model: ModelSpec, plan: Plan, layout: Layout) -> float:
+def _tied_bytes(model: ModelSpec, plan: Plan, layout: Layout) -> float:
     """Bytes to sum the tied weight's gradient shards between the first and the last pipeline rank."""
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     first = next(rank for rank, stages in enumerate(table) if any(stage.start == 0 for stage in stages))
@@ -169,11 +174,13 @@ def _tied(model: ModelSpec, plan: Plan, layout: Layout) -> float:
     if not model.tied or first == last:
         return 0.0
     stored = bytes_of(plan.precision.stored)
-    parts = shard_size(plan) * layout.size("tensor")
-    return 2.0 * _crossing(layout, first, last) * model.vocab_size * model.hidden / parts * stored
+    shards = shard_size(plan) * layout.size("tensor")
+    return 2.0 * _crossing_pairs(layout, first, last) * model.vocab_size * model.hidden / shards * stored
 
 
-def _inside_layers(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int, *, masked: bool) -> dict[str, float]:
+def _bytes_inside_layers(
+    model: ModelSpec, plan: Plan, layout: Layout, seq_len: int, *, masked: bool
+) -> dict[str, float]:
     """Bytes of the messages inside layers, by axis: tensor, context and routed tokens."""
     train = TrainSpec(steps=1, global_batch=plan.batch.global_batch, seq_len=seq_len)
     shape, columns = shape_of(model, seq_len), layout_of(model, train, plan)
@@ -182,8 +189,8 @@ def _inside_layers(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int, *
     tensor_borders = _ring_borders(layout, layout.groups("tensor"))
     borders = {"tensor": tensor_borders, "context_ring": _ring_borders(layout, layout.groups("context_ring"))}
     pairs = {
-        "context_ulysses": _pairs_apart(layout, layout.groups("context_ulysses")),
-        "expert": _pairs_apart(layout, layout.expert_groups()),
+        "context_ulysses": _pairs_across_nodes(layout, layout.groups("context_ulysses")),
+        "expert": _pairs_across_nodes(layout, layout.expert_groups()),
     }
     totals: dict[str, float] = defaultdict(float)
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
@@ -192,23 +199,28 @@ def _inside_layers(model: ModelSpec, plan: Plan, layout: Layout, seq_len: int, *
         block_counts = Counter((model.routed(layer), plan.strategy(layer, model.layers).recompute) for layer in layers)
         for (routed, mode), count in block_counts.items():
             blocks = with_blocks(shape, routed=routed)
-            chosen = replace(columns, recompute=float(RECOMPUTE_MODES.index(mode)))
+            mode_columns = replace(columns, recompute=float(RECOMPUTE_MODES.index(mode)))
             step = step_shape(shape, columns)
-            for message in layer_messages(blocks, chosen, step, element=element, masked=masked, compiled=plan.compile):
-                times = message.count / model.layers * count
+            for message in layer_messages(
+                blocks, mode_columns, step, element=element, masked=masked, compiled=plan.compile
+            ):
+                repeats = message.count / model.layers * count
                 if message.op == "all_to_all":
-                    each = pairs[message.axis][rank] / message.ranks
+                    crossings = pairs[message.axis][rank] / message.ranks
                 else:
-                    each = borders[message.axis][rank] * (1 if message.op == "p2p" else _ring_share(message.ranks))
-                totals[message.axis] += float(each * times * message.bytes)
-        ends = END_EXCHANGES * ((0 in layers) + (model.layers - 1 in layers))
+                    crossings = borders[message.axis][rank] * (1 if message.op == "p2p" else _ring_share(message.ranks))
+                totals[message.axis] += float(crossings * repeats * message.bytes)
+        end_exchanges = END_EXCHANGES * ((0 in layers) + (model.layers - 1 in layers))
         totals["tensor"] += (
-            ends * tensor_borders[rank] * _ring_share(layout.size("tensor")) * _stream(model, plan, seq_len)
+            end_exchanges
+            * tensor_borders[rank]
+            * _ring_share(layout.size("tensor"))
+            * _stream_bytes(model, plan, seq_len)
         )
     return {axis: plan.batch.accumulate * total for axis, total in totals.items()}
 
 
-def _pairs_apart(layout: Layout, groups: Iterable[Sequence[int]]) -> dict[int, int]:
+def _pairs_across_nodes(layout: Layout, groups: Iterable[Sequence[int]]) -> dict[int, int]:
     """By pipeline rank, the ordered pairs of ranks in its groups that are on different nodes."""
     pairs: dict[int, int] = defaultdict(int)
     for group in groups:
@@ -217,6 +229,6 @@ def _pairs_apart(layout: Layout, groups: Iterable[Sequence[int]]) -> dict[int, i
     return pairs
 
 
-def _stream(model: ModelSpec, plan: Plan, seq_len: int) -> int:
+def _stream_bytes(model: ModelSpec, plan: Plan, seq_len: int) -> int:
     """Bytes of the residual stream of one micro-batch on a context rank."""
     return plan.batch.micro_batch * seq_len // context_size(plan) * model.hidden * bytes_of(plan.precision.compute)

@@ -28,8 +28,8 @@ from meshwright.workload.step_shape import StepShape, step_shape
 NORM, ROPE = 8.0, 4.0
 """Elements read and written, forward and backward.
 
-Of a norm fused with the previous residual sum, per element of the residual stream; of the rotary embedding, per element of
-queries and keys.
+`NORM`: of a norm fused with the previous residual sum, per element of the residual stream. `ROPE`: of the rotary
+embedding, per element of queries and keys.
 """
 SWIGLU, GELU = 8.0, 5.0
 """The same of the activation, per element of the feed-forward width."""
@@ -39,12 +39,10 @@ QUANTISE = 4.0
 """Bytes per element quantised to fp8: a second read, as the scale needs the maximum first, and a write in both layouts."""
 CAST, SUM = 6.0, 6.0
 """Bytes per parameter to cast a master weight to the compute dtype, and a gradient to the dtype of the reduction."""
-TOTAL = 4.0
-"""Bytes per parameter of a shard: its gradients' sum, written where they came by an exchange."""
 COMBINE = 2.0
-"""The same, per element of the stream, of each routed row from its expert's product into its token's sum, and of that sum.
+"""Elements read and written, forward and backward, to sum the outputs of a token's experts.
 
-The expert's product itself reads its input.
+Per element of each routed copy of the token, and of the sum. The expert's product itself reads its input.
 """
 
 
@@ -112,28 +110,28 @@ class Work:
 
 def step_work(model: ModelSpec, train: TrainSpec, plan: Plan) -> Work:
     """Work of one training step of `plan` on a rank."""
-    width, stages, times = plan.axis_size("tensor"), plan.axis_size("pipeline"), plan.batch.accumulate
-    whole = plan.batch.micro_batch * train.seq_len
+    tensor_ranks, stages, micro_batches = plan.axis_size("tensor"), plan.axis_size("pipeline"), plan.batch.accumulate
+    micro_batch_tokens = plan.batch.micro_batch * train.seq_len
     shape, layout = shape_of(model, train.seq_len), layout_of(model, train, plan)
-    least = replace(layout, imbalance=1.0, recompute=0.0)
-    step, tokens = step_shape(shape, least), whole // context_size(plan)
+    ideal_layout = replace(layout, imbalance=1.0, recompute=0.0)
+    step, tokens = step_shape(shape, ideal_layout), micro_batch_tokens // context_size(plan)
     linears: defaultdict[LinearWork, float] = defaultdict(float)
     for linear in _linears(model, train, plan, step):
         linears[replace(linear, count=1.0)] += linear.count
-    rank_tokens = tokens * times / width / stages
+    rank_tokens = tokens * micro_batches / tensor_ranks / stages
     """Tokens of the step on this rank, divided by tensor ranks and stages."""
     dense, experts = (
-        sum(parameter.count for parameter in parameters(model) if parameter.expert == routed) / width / stages
+        sum(parameter.count for parameter in parameters(model) if parameter.expert == routed) / tensor_ranks / stages
         for routed in (False, True)
     )
     unsharded, owned = dense + experts / experts_over(plan), (dense + experts) / shard_size(plan)
-    exchanging, ring = plan.axis_size("context_ulysses"), plan.axis_size("context_ring")
-    heads = width * exchanging
+    ulysses_ranks, ring_ranks = plan.axis_size("context_ulysses"), plan.axis_size("context_ring")
+    heads = tensor_ranks * ulysses_ranks
     return Work(
-        linears=tuple(replace(linear, count=count * times / stages) for linear, count in linears.items()),
+        linears=tuple(replace(linear, count=count * micro_batches / stages) for linear, count in linears.items()),
         attention=AttentionWork(
-            train.seq_len, model.heads // heads, max(1, model.kv_heads // heads), model.head_dim, whole,
-            times * model.layers / stages / ring,
+            train.seq_len, model.heads // heads, max(1, model.kv_heads // heads), model.head_dim, micro_batch_tokens,
+            micro_batches * model.layers / stages / ring_ranks,
             model.sliding_window if (model.sliding_window or train.seq_len) < train.seq_len else None,
         ),
         elementwise_bytes=rank_tokens * _elementwise_elements(model) * bytes_of(plan.precision.compute),
@@ -145,7 +143,7 @@ def step_work(model: ModelSpec, train: TrainSpec, plan: Plan) -> Work:
         collectives=(
             *_weight_collectives(model, layout, plan, dense, shard_size(plan)),
             *_weight_collectives(model, layout, plan, experts / experts_over(plan), shard_size(plan) // experts_over(plan)),
-            *_token_collectives(shape, least, plan, step),
+            *_token_collectives(shape, ideal_layout, plan, step),
         ),
     )  # fmt: skip
 
@@ -157,32 +155,32 @@ def _summed_bytes(model: ModelSpec, plan: Plan, parameter_count: float) -> float
 
 def _linears(model: ModelSpec, train: TrainSpec, plan: Plan, step: StepShape) -> Iterator[LinearWork]:
     """The products of one micro-batch on one tensor rank: all layers and the head."""
-    width, compute = plan.axis_size("tensor"), plan.precision.compute
+    tensor_ranks, compute_dtype = plan.axis_size("tensor"), plan.precision.compute
     layers = Counter(
         (model.routed(layer), plan.linear(layer, model.layers) != "compute") for layer in range(model.layers)
     )
     for (routed, is_fp8), count in layers.items():
-        for product in layer_products(with_blocks(shape_of(model, train.seq_len), routed=routed), step, width):
-            number_format: Format = "fp8" if is_fp8 and product.role == "linear" else compute
+        for product in layer_products(with_blocks(shape_of(model, train.seq_len), routed=routed), step, tensor_ranks):
+            number_format: Format = "fp8" if is_fp8 and product.role == "linear" else compute_dtype
             m, k, n = (max(1, round(float(size))) for size in (product.m, product.k, product.n))
             yield LinearWork(m, k, n, number_format, count * float(product.count))
     chunk = min(int(step.tokens), train.loss_chunk)
-    yield LinearWork(chunk, model.hidden, model.vocab_size // width, compute, step.tokens / chunk)
+    yield LinearWork(chunk, model.hidden, model.vocab_size // tensor_ranks, compute_dtype, step.tokens / chunk)
 
 
 def _elementwise_elements(model: ModelSpec) -> float:
     """Elements per token that element-wise operations read and write, outside of products, attention and loss."""
-    norms = 1 if model.parallel_block else 2
-    turned = (model.heads + model.kv_heads) * model.head_dim if model.positions == "rope" else 0
+    norm_count = 1 if model.parallel_block else 2
+    rotated = (model.heads + model.kv_heads) * model.head_dim if model.positions == "rope" else 0
     activation = SWIGLU if model.mlp == "swiglu" else GELU
-    layer = norms * NORM * model.hidden + ROPE * turned
+    per_layer = norm_count * NORM * model.hidden + ROPE * rotated
     routed = sum(model.routed(number) for number in range(model.layers))
     routed_width = model.experts_per_token * model.expert_hidden + model.shared_expert_hidden
     combined = COMBINE * (model.experts_per_token + 1) * model.hidden
     feed_forward = (model.layers - routed) * activation * model.ffn_hidden + routed * (
         activation * routed_width + combined
     )
-    return model.layers * layer + feed_forward + EMBEDDING_AND_NORM * model.hidden
+    return model.layers * per_layer + feed_forward + EMBEDDING_AND_NORM * model.hidden
 
 
 def _quantised_elements(model: ModelSpec, plan: Plan) -> float:

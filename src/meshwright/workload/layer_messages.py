@@ -86,14 +86,16 @@ def context_messages(
     heads = step.tokens * ((shape.query_width + shape.value_width) / layout.tensor + kv) * element
     repeats = np.where(mode > 0, 1.0, 0.0)
     exchange = Message("all_to_all", "context_ulysses", layout.ulysses, heads, layers, layers * (1 + repeats))
-    local, turns = step.tokens * kv, ring - 1
+    local, ring_steps = step.tokens * kv, ring - 1
     if masked:
-        again = layers * np.where((mode > 0) | compiled, 1.0, 0.0)
-        gathers = Message("all_gather", "context_ring", ring, ring * local * element, layers, again)
+        backward_repeats = layers * np.where((mode > 0) | compiled, 1.0, 0.0)
+        gathers = Message("all_gather", "context_ring", ring, ring * local * element, layers, backward_repeats)
         return exchange, gathers, Message("reduce_scatter", "context_ring", ring, ring * local * element, 0.0, layers)
-    again = 1 + np.where(mode == FULL, 1.0, 0.0)
-    passes = Message("p2p", "context_ring", ring, local * element, turns * layers, turns * layers * again)
-    sums = np.where(turns > 0, ring * layers, 0.0)
+    backward_repeats = 1 + np.where(mode == FULL, 1.0, 0.0)
+    passes = Message(
+        "p2p", "context_ring", ring, local * element, ring_steps * layers, ring_steps * layers * backward_repeats
+    )
+    sums = np.where(ring_steps > 0, ring * layers, 0.0)
     return exchange, passes, Message("p2p", "context_ring", ring, local * np.maximum(4.0, element), 0.0, sums)
 
 

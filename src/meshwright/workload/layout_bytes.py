@@ -17,67 +17,77 @@ from meshwright.workload.tensor_bytes import Formats, RankTensors, bytes_by_cate
 from meshwright.workload.unit_parameters import EndParameters, block_unit, end_units
 
 
-def layout_memory(model: ModelSpec, layout: Layouts, f: Formats) -> dict[str, Array]:
+def layout_memory(model: ModelSpec, layout: Layouts, formats: Formats) -> dict[str, Array]:
     """Bytes by category of the fuller of two pipeline ranks: the rank with the head, and the fullest of the others.
 
     `transfers` is 0 without a pipeline. Layers of a mixture count at their mean.
     """
-    first, last = (bytes_by_category(_rank_tensors(model, layout, f, last=end), f) for end in (False, True))
+    first, last = (
+        bytes_by_category(_rank_tensors(model, layout, formats, last=is_last), formats) for is_last in (False, True)
+    )
     fuller = sum(last.values()) > sum(first.values())
     return {category: np.where(fuller, last[category], first[category]) for category in first}
 
 
-def _rank_tensors(model: ModelSpec, layout: Layouts, f: Formats, *, last: bool) -> RankTensors:
-    sizes, width, m = _model_parameters(model), np.asarray(layout.tensor), layout.micro_batches
+def _rank_tensors(model: ModelSpec, layout: Layouts, formats: Formats, *, last: bool) -> RankTensors:
+    sizes, width, micro_batches = _model_parameters(model), np.asarray(layout.tensor), layout.micro_batches
     single, shards = np.asarray(layout.pipeline) == 1, np.asarray(layout.shards)
-    ends, loss, shared = _ends(sizes.ends, layout, model.tied, last)
+    rank_ends, loss_parameters, shared = _end_parameters(sizes.ends, layout, model.tied, last)
     block = (sizes.block - sizes.experts * (1 - 1 / np.maximum(1.0, layout.expert / width))) / width
     layers = np.where((np.asarray(layout.vee) > 0) == last, layout.fullest_layers, layout.head_layers)
-    owned = (layers * sizes.block / width + ends) / shards
+    owned = (layers * sizes.block / width + rank_ends) / shards
     tokens = layout.micro_batch * layout.seq / layout.context / width
     shape = shape_of(model, 1)
-    kept = tokens * f.compute * mean_saved_elements(shape, layout.recompute, f.low, layout.expert)
-    forwards, forwards_first = _forwards(layout, last)
+    saved_per_layer = (
+        tokens * formats.compute * mean_saved_elements(shape, layout.recompute, formats.low, layout.expert)
+    )
+    in_flight, forwards_first = _micro_batches_in_flight(layout, last)
     on_device = np.minimum(DEVICE_LAYERS + (np.asarray(layout.pipeline) > 1), layers)
     offloaded = np.asarray(layout.offload_activations)
-    alive = np.where(offloaded > 0, on_device, 0.0) + (1 - offloaded) * forwards * layers
-    working = mean_backward_elements(shape, layout.recompute, f.low) + received_elements(model, width, layout.context)
-    pending = np.where(layout.layered > 0, m, 0.0)
-    whole = (np.asarray(layout.reduce_once) > 0) & (m > 1)
-    sums = np.where(whole & (shards > 1), (layers * block + ends) * f.reduce, owned * f.stored)
+    stored_layers = np.where(offloaded > 0, on_device, 0.0) + (1 - offloaded) * in_flight * layers
+    temporary_elements = mean_backward_elements(shape, layout.recompute, formats.low) + received_elements(
+        model, width, layout.context
+    )
+    pending_micro_batches = np.where(layout.layered > 0, micro_batches, 0.0)
+    reduces_once = (np.asarray(layout.reduce_once) > 0) & (micro_batches > 1)
+    sums = np.where(reduces_once & (shards > 1), (layers * block + rank_ends) * formats.reduce, owned * formats.stored)
     return RankTensors(
-        owned=owned, block=block, ends=ends, head=loss, shards=shards,
-        gathers=np.where((shards == 1) & (layout.data <= 1) & (f.compute >= f.stored), 0.0, 1.0),
+        owned=owned, block=block, ends=rank_ends, head=loss_parameters, shards=shards,
+        gathers=np.where((shards == 1) & (layout.data <= 1) & (formats.compute >= formats.stored), 0.0, 1.0),
         kept=np.where(layout.gather_once > 0, layers, 0.0), ends_kept=layout.gather_once,
-        last=np.where((loss > 0) & ~shared, loss, block), sums=np.where((pending > 0) | (m <= 1), 0.0, sums),
-        reduces=np.where(~whole | (single & ~forwards_first) | (pending > 0), 1.0, 0.0), offloaded_share=layout.offload, layers=layers,
-        alive=alive * kept, working=tokens * f.compute * working, tokens=tokens, width=width, hidden=model.hidden,
-        vocab=model.vocab_size, gradients_final=layout.gradients_final_in_backward(model.tied), pending=pending,
-        pending_head=np.where(forwards_first, m, np.maximum(1.0, pending)),
+        last=np.where((loss_parameters > 0) & ~shared, loss_parameters, block),
+        sums=np.where((pending_micro_batches > 0) | (micro_batches <= 1), 0.0, sums),
+        reduces=np.where(~reduces_once | (single & ~forwards_first) | (pending_micro_batches > 0), 1.0, 0.0),
+        offloaded_share=layout.offload, layers=layers, alive=stored_layers * saved_per_layer,
+        working=tokens * formats.compute * temporary_elements, tokens=tokens, width=width, hidden=model.hidden,
+        vocab=model.vocab_size, gradients_final=layout.gradients_final_in_backward(model.tied), pending=pending_micro_batches,
+        pending_head=np.where(forwards_first, micro_batches, np.maximum(1.0, pending_micro_batches)),
         messages=np.where(single, -1.0, _sends(layout, last)),
     )  # fmt: skip
 
 
-def _ends(parameters: EndParameters, layout: Layouts, tied: bool, last: bool) -> tuple[Array, Array, Array]:
+def _end_parameters(parameters: EndParameters, layout: Layouts, tied: bool, last: bool) -> tuple[Array, Array, Array]:
     """Parameters of the rank's ends, parameters of its unit with the loss, and whether a tied unit has both ends."""
     single = np.asarray(layout.pipeline) == 1
     first_has_both = single | (np.asarray(layout.vee) > 0)
     has_head = single | ~first_has_both if last else first_has_both
     has_embed = single if last else np.ones_like(single)
     shared = has_head & has_embed & tied
-    copy = np.where(has_head & ~has_embed & tied, parameters.table.count, 0.0)
-    ends = has_embed * parameters.embed.count + has_head * parameters.final.count + copy
-    loss = has_head * parameters.final.count + copy + np.where(shared, parameters.embed.count, 0.0)
+    table_copy = np.where(has_head & ~has_embed & tied, parameters.table.count, 0.0)
+    ends = has_embed * parameters.embed.count + has_head * parameters.final.count + table_copy
+    loss = has_head * parameters.final.count + table_copy + np.where(shared, parameters.embed.count, 0.0)
     return ends / layout.tensor, loss / layout.tensor, shared
 
 
-def _forwards(layout: Layouts, last: bool) -> tuple[Array, Array]:
+def _micro_batches_in_flight(layout: Layouts, last: bool) -> tuple[Array, Array]:
     """Micro-batches in flight at the peak, and whether all forwards precede all backwards, as in GPipe."""
-    m, depth = layout.micro_batches, np.asarray(layout.pipeline)
-    rule = np.where(layout.layered > 0, m, np.minimum(m, 1.0 if last else depth))
+    micro_batches, depth = layout.micro_batches, np.asarray(layout.pipeline)
+    rule = np.where(layout.layered > 0, micro_batches, np.minimum(micro_batches, 1.0 if last else depth))
     scheduled = np.asarray(layout.in_flight_last if last else layout.in_flight)
     # In no other schedule does the last rank have so many micro-batches in flight.
-    return np.where(scheduled > 0, scheduled, rule), (np.asarray(layout.in_flight_last) >= m) & (m > depth)
+    return np.where(scheduled > 0, scheduled, rule), (np.asarray(layout.in_flight_last) >= micro_batches) & (
+        micro_batches > depth
+    )
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from meshwright.workload.rank_layers import table_layers
 SELECTIVE, ALL_BUT_ATTENTION, FULL = (
     float(RECOMPUTE_MODES.index(mode)) for mode in ("selective", "all_but_attention", "full")
 )
-"""As `Layouts.recompute` has them: from the second on a forward's products are repeated."""
+"""Values of `Layouts.recompute`. From `ALL_BUT_ATTENTION` on, the backward repeats the products of the forward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ class Layouts:
         return self.tensor * self.pipeline * self.context * self.data
 
     def gradients_final_in_backward(self, tied: Array) -> Array:
-        """Where `spec.layout.gradients_final_in_backward`; `tied` as in `Shape`."""
+        """For which layouts `spec.layout.gradients_final_in_backward` holds; `tied` as in `Shape`."""
         return (
             (self.micro_batches <= 1)
             & (self.ranks == self.pipeline)
@@ -157,8 +157,8 @@ class Layouts:
         """Distance between data-parallel ranks (shards and replicas), the mean if other axes lie between them."""
         ranks = self.data * self.context
         span = np.maximum(self.shard_step * self.shards, self.replicate_step * np.maximum(1.0, ranks / self.shards))
-        placed = (self.shard_stride > 0) | (self.replicate_stride > 0)
-        return np.where(placed, span / ranks, self.tensor)
+        has_strides = (self.shard_stride > 0) | (self.replicate_stride > 0)
+        return np.where(has_strides, span / ranks, self.tensor)
 
     @property
     def pipeline_step(self) -> Array:
@@ -170,7 +170,7 @@ class Layouts:
         return np.maximum(1.0, np.ceil(self.global_batch / (self.data * self.micro_batch) - 1e-9))
 
 
-UNEVEN = 0.2
+IMBALANCE_EXCESS = 0.2
 """Excess of the busiest of many expert ranks over the mean by default: 1.2 times the mean.
 
 Balanced by a weak loss alone, 32 ranks with one expert each got 1.35 to 2.1 times the mean in real training (LAER-MoE's
@@ -179,8 +179,8 @@ traces, ASPLOS 2026).
 
 
 def usual_imbalance(expert_ranks: Array) -> Array:
-    """Tokens of the busiest expert rank over the mean: 1 for one rank, and towards 1 + `UNEVEN` for many."""
-    return 1 + UNEVEN * (1 - 1 / np.maximum(expert_ranks, 1.0))
+    """Tokens of the busiest expert rank over the mean: 1 for one rank, and towards 1 + `IMBALANCE_EXCESS` for many."""
+    return 1 + IMBALANCE_EXCESS * (1 - 1 / np.maximum(expert_ranks, 1.0))
 
 
 def layout_of(model: ModelSpec, train: TrainSpec, plan: Plan) -> Layouts:
@@ -215,17 +215,17 @@ def layouts_of(
     that `rank_layers` returns.
     """
     tensor, pipeline, ulysses = (np.asarray(size(axis), float) for axis in ("tensor", "pipeline", "context_ulysses"))
-    context, data = size("context_ring") * ulysses, np.asarray(size("replicate"), float) * size("shard")
+    context, data_ranks = size("context_ring") * ulysses, np.asarray(size("replicate"), float) * size("shard")
     shards, expert = size("shard") * context, expert * tensor if model.experts else 1.0
-    order = schedule, pipeline, accumulate, virtual
+    schedule_arguments = schedule, pipeline, accumulate, virtual
     return Layouts(
         tensor=tensor, pipeline=pipeline, virtual=np.asarray(virtual, float), context=context, ulysses=ulysses,
-        expert=expert, imbalance=usual_imbalance(expert), data=data, zero=np.where(shards > 1, 3.0, 0.0), shards=shards,
-        micro_batch=np.asarray(micro_batch, float), global_batch=data * micro_batch * accumulate, seq=float(train.seq_len),
+        expert=expert, imbalance=usual_imbalance(expert), data=data_ranks, zero=np.where(shards > 1, 3.0, 0.0), shards=shards,
+        micro_batch=np.asarray(micro_batch, float), global_batch=data_ranks * micro_batch * accumulate, seq=float(train.seq_len),
         sequence=np.where(tensor > 1, 1.0, 0.0), layered=np.where(np.equal(schedule, NAMES.index("breadth_first")), 1.0, 0.0),
         vee=np.where(np.isin(schedule, [NAMES.index(name) for name in V_SCHEDULES]), 1.0, 0.0),
-        fullest_layers=layers[0], head_layers=layers[1], in_flight=in_flight(*order),
-        in_flight_last=in_flight(*order, pipeline - 1), fill=relative_idle_time(schedule, pipeline, accumulate),
+        fullest_layers=layers[0], head_layers=layers[1], in_flight=in_flight(*schedule_arguments),
+        in_flight_last=in_flight(*schedule_arguments, pipeline - 1), fill=relative_idle_time(schedule, pipeline, accumulate),
         loss_chunk=float(train.loss_chunk), gathered_bytes=gathered_bytes(precision), state_bytes=state_bytes(precision),
         replica_bytes=float(bytes_of(precision.reduce_replicas or precision.stored)), **columns,
     )  # fmt: skip
@@ -236,7 +236,7 @@ def gathered_bytes(precision: Precision) -> float:
     return 1.0 if precision.gather == "fp8" and precision.linear == "fp8_tensorwise" else 2.0
 
 
-def strategy_columns(layer: LayerStrategy, moved: float = 1.0) -> dict[str, float]:
+def strategy_columns(layer: LayerStrategy, offloaded_share: float = 1.0) -> dict[str, float]:
     """The columns that a layer's strategy sets; `moved` is the share of all layers that offload their activations if it does."""
     return {
         "recompute": float(RECOMPUTE_MODES.index(layer.recompute)),
@@ -244,7 +244,7 @@ def strategy_columns(layer: LayerStrategy, moved: float = 1.0) -> dict[str, floa
         "gather_once": float(not layer.reshard),
         "reduce_once": float(layer.gradients == "whole"),
         "offload": float(layer.optimizer_offloaded),
-        "offload_activations": moved * layer.activations_offloaded,
+        "offload_activations": offloaded_share * layer.activations_offloaded,
     }
 
 

@@ -56,11 +56,11 @@ class Shape:
     @property
     def dense_params(self) -> Array:
         """Weights of all layers outside the routed experts."""
-        mats = 2 + self.gated
+        matrices = 2 + self.gated
         attention = self.attention_layers * self.attention_params + self.mixer_layers * self.mixer_params
-        feed = self.dense_layers * mats * self.hidden * self.ffn
+        feed_forward = self.dense_layers * matrices * self.hidden * self.ffn
         router = self.hidden * self.experts + 2 * self.hidden * self.expert_in * (self.expert_in < self.hidden)
-        return attention + feed + self.moe_layers * (mats * self.hidden * self.shared_ffn + router)
+        return attention + feed_forward + self.moe_layers * (matrices * self.hidden * self.shared_ffn + router)
 
     @property
     def expert_params(self) -> Array:

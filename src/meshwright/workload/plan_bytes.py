@@ -41,12 +41,12 @@ def formats(
     tensor_engine: Engine = "kernel",
 ) -> Formats:
     """Bytes of a run's numbers; replicas sum gradients over `replicas` ranks. Engines are the plan's."""
-    narrow, compute = precision.reduce_replicas, bytes_of(precision.compute)
+    replica_dtype, compute_bytes = precision.reduce_replicas, bytes_of(precision.compute)
     return Formats(
-        compute=compute, reduce=bytes_of(precision.reduce), stored=bytes_of(precision.stored), resident=bytes_of(precision.resident),
-        travelling=bytes_of(narrow) if narrow and narrow != precision.stored and replicas > 1 else 0,
-        logit=compute + 4 if cpu else compute, chunk=train.loss_chunk, workspace=0 if cpu else Formats.workspace,
-        framework=FRAMEWORK_BYTES["cpu" if cpu else "cuda"], gathered=1 / compute if precision.gather == "fp8" else 1.0,
+        compute=compute_bytes, reduce=bytes_of(precision.reduce), stored=bytes_of(precision.stored), resident=bytes_of(precision.resident),
+        travelling=bytes_of(replica_dtype) if replica_dtype and replica_dtype != precision.stored and replicas > 1 else 0,
+        logit=compute_bytes + 4 if cpu else compute_bytes, chunk=train.loss_chunk, workspace=0 if cpu else Formats.workspace,
+        framework=FRAMEWORK_BYTES["cpu" if cpu else "cuda"], gathered=1 / compute_bytes if precision.gather == "fp8" else 1.0,
         low=low_share(precision, precision.linear), window=engine == "copy",
         token_window=tensor_engine == "copy" and not cpu,
     )  # fmt: skip
@@ -86,18 +86,18 @@ def memory_by_rank(
     the sum of their gradients, and staging buffers for a few chunks.
     """
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
-    times = 1 if one_by_one(plan) else plan.batch.accumulate
+    micro_batches = 1 if finishes_each_micro_batch(plan) else plan.batch.accumulate
     columns, per_token = [], elements_per_token(model, plan)
     for rank in range(len(table)):
-        part = stage_part(model, plan.axis_size("tensor"), shard_size(plan), experts_over(plan), table, rank)
-        saved = alive[rank] if alive else times * _saved_bytes(model, train, plan, part.layers)
-        columns.append(_rank_tensors(model, train, plan, part, saved, per_token))
-    joined = RankTensors(**{name: np.array([column[name] for column in columns], float) for name in columns[0]})
+        stage = stage_part(model, plan.axis_size("tensor"), shard_size(plan), experts_over(plan), table, rank)
+        saved = alive[rank] if alive else micro_batches * _saved_bytes(model, train, plan, stage.layers)
+        columns.append(_rank_tensors(model, train, plan, stage, saved, per_token))
+    rank_tensors = RankTensors(**{name: np.array([column[name] for column in columns], float) for name in columns[0]})
     replicas = plan.axis_size("replicate")
-    numbers = formats(
+    number_formats = formats(
         train, plan.precision, cpu=cpu, replicas=replicas, engine=plan.gather_engine, tensor_engine=plan.tensor_engine,
     )  # fmt: skip
-    sizes = bytes_by_category(joined, numbers)
+    sizes = bytes_by_category(rank_tensors, number_formats)
     categories = [category for category in CATEGORIES if category != "transfers" or len(table) > 1]
     return tuple(
         {category: round(float(sizes[category][rank])) for category in categories} for rank in range(len(table))
@@ -130,35 +130,38 @@ def _rank_tensors(
     alive: float,
     per_token: Callable[[int], tuple[float, float]],
 ) -> dict[str, float]:
-    every = plan.strategies(model.layers)
-    strategies = [every[layer] for layer in part.layers]
-    tokens, compute, accumulate = tokens_of(train, plan), bytes_of(plan.precision.compute), plan.batch.accumulate
-    size = tokens * compute
+    all_strategies = plan.strategies(model.layers)
+    strategies = [all_strategies[layer] for layer in part.layers]
+    tokens, compute_bytes, accumulate = tokens_of(train, plan), bytes_of(plan.precision.compute), plan.batch.accumulate
+    activation_bytes = tokens * compute_bytes
     offloaded = [
-        size * per_token(layer)[0]
+        activation_bytes * per_token(layer)[0]
         for layer, strategy in zip(part.layers, strategies, strict=True)
         if strategy.activations_offloaded
     ]
-    working = max(per_token(layer)[1] for layer in part.layers)
-    exchanged = received_elements(model, plan.axis_size("tensor"), context_size(plan))
-    whole = (
+    temporary_elements = max(per_token(layer)[1] for layer in part.layers)
+    received = received_elements(model, plan.axis_size("tensor"), context_size(plan))
+    is_unsharded = (
         shard_size(plan) == 1 and plan.axis_size("replicate") == 1 and plan.precision.compute == plan.precision.stored
     )
-    host = sum(n for n, s in zip(part.blocks, strategies, strict=True) if s.optimizer_offloaded)
-    host += part.head * every[-1].optimizer_offloaded
-    host += (part.ends - part.head) * every[0].optimizer_offloaded
-    pending = accumulate if plan.layered else 0
-    staying = DEVICE_LAYERS + (plan.axis_size("pipeline") > 1)
-    once = all(strategy.gradients == "whole" for strategy in strategies) and accumulate > 1
+    host_parameters = sum(
+        count for count, strategy in zip(part.blocks, strategies, strict=True) if strategy.optimizer_offloaded
+    )
+    host_parameters += part.head * all_strategies[-1].optimizer_offloaded
+    host_parameters += (part.ends - part.head) * all_strategies[0].optimizer_offloaded
+    pending_micro_batches = accumulate if plan.layered else 0
+    device_layers = DEVICE_LAYERS + (plan.axis_size("pipeline") > 1)
+    reduces_once = all(strategy.gradients == "whole" for strategy in strategies) and accumulate > 1
     return {
         "owned": part.sharded, "block": max(part.blocks), "ends": part.ends, "head": part.head, "shards": shard_size(plan),
-        "gathers": not whole, "kept": sum(not strategy.reshard for strategy in strategies),
+        "gathers": not is_unsharded, "kept": sum(not strategy.reshard for strategy in strategies),
         "ends_kept": not strategies[-1].reshard, "last": part.last, "sums": _sums(plan, part, strategies),
-        "reduces": not once or one_by_one(plan) or plan.layered,
-        "offloaded_share": host / (sum(part.blocks) + part.ends),
-        "layers": len(part.layers), "alive": alive + sum(sorted(offloaded)[-staying:]),
-        "working": size * (working + float(exchanged)), "tokens": tokens, "width": plan.axis_size("tensor"),
-        "hidden": model.hidden, "vocab": model.vocab_size, "pending": pending, "gradients_final": gradients_final_in_backward(model, plan),
+        "reduces": not reduces_once or finishes_each_micro_batch(plan) or plan.layered,
+        "offloaded_share": host_parameters / (sum(part.blocks) + part.ends),
+        "layers": len(part.layers), "alive": alive + sum(sorted(offloaded)[-device_layers:]),
+        "working": activation_bytes * (temporary_elements + float(received)), "tokens": tokens, "width": plan.axis_size("tensor"),
+        "hidden": model.hidden, "vocab": model.vocab_size, "pending": pending_micro_batches,
+        "gradients_final": gradients_final_in_backward(model, plan),
         "pending_head": accumulate if plan.layered or plan.schedule.name == "gpipe" else 1,
         "messages": part.sends if plan.axis_size("pipeline") > 1 else -1,
     }  # fmt: skip
@@ -171,16 +174,18 @@ def _sums(plan: Plan, part: StagePart, strategies: Sequence[LayerStrategy]) -> f
     """
     if plan.layered or plan.batch.accumulate == 1:
         return 0
-    stored = bytes_of(plan.precision.stored)
+    stored_bytes = bytes_of(plan.precision.stored)
     if shard_size(plan) == 1:
-        return part.sharded * stored
-    whole = [strategy.gradients == "whole" for strategy in strategies]
-    blocks = zip(whole, part.blocks, part.shards, strict=True)
-    narrow, ends = bytes_of(plan.precision.reduce), part.ends
-    sums = sum(narrow * block if own else stored * shard for own, block, shard in blocks)
-    return sums + (narrow * ends if whole[-1] else stored * ends / shard_size(plan))
+        return part.sharded * stored_bytes
+    reduced_whole = [strategy.gradients == "whole" for strategy in strategies]
+    blocks = zip(reduced_whole, part.blocks, part.shards, strict=True)
+    reduce_bytes, end_parameters = bytes_of(plan.precision.reduce), part.ends
+    sums = sum(reduce_bytes * block if is_whole else stored_bytes * shard for is_whole, block, shard in blocks)
+    return sums + (
+        reduce_bytes * end_parameters if reduced_whole[-1] else stored_bytes * end_parameters / shard_size(plan)
+    )
 
 
-def one_by_one(plan: Plan) -> bool:
+def finishes_each_micro_batch(plan: Plan) -> bool:
     """Whether a single pipeline rank runs forward and backward of each micro-batch before the next."""
     return plan.axis_size("pipeline") == 1 and plan.schedule.name not in ("gpipe", "breadth_first")

@@ -17,24 +17,26 @@ MOST_STAGES = 1 << 16
 
 def table_layers(table: StageTable) -> tuple[int, int]:
     """(layers of the fullest rank without the head, layers of the rank that holds it); the same number twice with one rank."""
-    counts = [sum(map(len, stages)) for stages in table]
+    layers_by_rank = [sum(map(len, stages)) for stages in table]
     head_rank = max(range(len(table)), key=lambda rank: max(stage.stop for stage in table[rank]))
-    head = counts.pop(head_rank)
-    return max(counts, default=head), head
+    head = layers_by_rank.pop(head_rank)
+    return max(layers_by_rank, default=head), head
 
 
 def balanced_layers(layers: int, head: float, pipeline: Array, virtual: Array, vee: Array) -> tuple[Array, Array]:
     """`table_layers` of `spec.layout.balanced_stages` for arrays of pipelines; the head takes as long as `head` layers."""
-    ranks, stages, vees = np.broadcast_arrays(*(np.asarray(x, dtype=np.int64) for x in (pipeline, virtual, vee)))
+    ranks, stages, vees = np.broadcast_arrays(
+        *(np.asarray(column, dtype=np.int64) for column in (pipeline, virtual, vee))
+    )
     codes, index = np.unique((ranks * MOST_STAGES + np.maximum(1, stages)) * 2 + (vees > 0), return_inverse=True)
-    counts = [_balanced(layers, head, *divmod(int(code) // 2, MOST_STAGES), bool(code % 2)) for code in codes]
-    fullest, with_head = np.array(counts, float).reshape(-1, 2)[index.reshape(-1)].T
+    layers_by_code = [_balanced(layers, head, *divmod(int(code) // 2, MOST_STAGES), bool(code % 2)) for code in codes]
+    fullest, with_head = np.array(layers_by_code, float).reshape(-1, 2)[index.reshape(-1)].T
     return fullest.reshape(ranks.shape), with_head.reshape(ranks.shape)
 
 
 @lru_cache(maxsize=4096)
 def _balanced(layers: int, head: float, pipeline: int, virtual: int, vee: bool) -> tuple[int, int]:
     if layers < pipeline * virtual:
-        even = -(-layers // pipeline)  # there is no such plan; callers with many layouts drop it
-        return even, even
+        rounded_up = -(-layers // pipeline)  # there is no such plan; callers with many layouts drop it
+        return rounded_up, rounded_up
     return table_layers(balanced_stages("zbv" if vee else "interleaved", pipeline, layers, head, virtual))

@@ -34,12 +34,15 @@ class StagePart:
 
 @lru_cache(maxsize=4096)  # the planner asks for the same parts under every batch and strategy
 def stage_part(model: ModelSpec, width: int, shards: int, expert: int, table: StageTable, rank: int) -> StagePart:
+    """The part of pipeline rank `rank`, on one of `width` tensor ranks, `shards` shard ranks and `expert` expert ranks."""
     layers = tuple(layer for stage in table[rank] for layer in stage)
-    first, last = 0 in layers, model.layers - 1 in layers
+    has_first_block, has_last_block = 0 in layers, model.layers - 1 in layers
     units = [
         block_unit(model, routed=model.routed(layer), tensor=width, shards=shards, expert=expert) for layer in layers
     ]
-    embed, head = end_units(model, tensor=width, shards=shards).units(tied=model.tied, first=first, last=last)
+    embed, head = end_units(model, tensor=width, shards=shards).units(
+        tied=model.tied, first=has_first_block, last=has_last_block
+    )
     blocks = tuple(unit.count for unit in units)
     return StagePart(
         layers=layers,
@@ -47,13 +50,16 @@ def stage_part(model: ModelSpec, width: int, shards: int, expert: int, table: St
         shards=tuple(unit.shard for unit in units),
         ends=embed.count + head.count,
         head=head.count,
-        last=head.count if last and not (model.tied and first) else max(blocks),
+        last=head.count if has_last_block and not (model.tied and has_first_block) else max(blocks),
         sharded=sum(unit.shard for unit in (*units, embed, head)),
         sends=_sends(table, rank),
     )
 
 
 def _sends(table: StageTable, rank: int) -> int:
-    """Stages of `rank` whose next stage, and those whose stage before, is on another rank."""
+    """Stages of `rank` whose next stage is on another rank, plus those whose previous stage is on another rank."""
     stages = sorted((stage.start, holder) for holder, stages in enumerate(table) for stage in stages)
-    return sum(before != after and rank in (before, after) for (_, before), (_, after) in pairwise(stages))
+    return sum(
+        rank_before != rank_after and rank in (rank_before, rank_after)
+        for (_, rank_before), (_, rank_after) in pairwise(stages)
+    )

@@ -24,7 +24,7 @@ from meshwright.workload.buffers import (
 )
 
 CATEGORIES = ("weights", "gradients", "optimizer", "gathered", "activations", "logits", "transfers", "framework")
-WIDE = 4
+LOSS_BYTES = 4
 """Bytes of a number in the loss's accumulators (fp32)."""
 
 
@@ -108,10 +108,14 @@ class RankTensors:
     """Messages of one micro-batch to other ranks, both directions; negative without a pipeline."""
 
 
-def bytes_by_category(rank: RankTensors, f: Formats) -> dict[str, Array]:
+def bytes_by_category(rank: RankTensors, formats: Formats) -> dict[str, Array]:
     """Bytes by category of every column at its peak. `transfers` is 0 without a pipeline."""
-    stream = rank.tokens * rank.hidden * f.compute
-    moments = (_head_moment(rank, f, stream), _first_backward_moment(rank, f, stream), _backward_end_moment(rank, f))
+    stream = rank.tokens * rank.hidden * formats.compute
+    moments = (
+        _head_moment(rank, formats, stream),
+        _first_backward_moment(rank, formats, stream),
+        _backward_end_moment(rank, formats),
+    )
     totals = np.stack(np.broadcast_arrays(*(np.asarray(sum(moment.values()), float) for moment in moments)))
     fullest = np.argmax(totals, axis=0)
     at_peak = {
@@ -120,84 +124,88 @@ def bytes_by_category(rank: RankTensors, f: Formats) -> dict[str, Array]:
     }
     on_device = 1 - rank.offloaded_share
     # Two moments, and the master weight if it is in host memory too.
-    tensors = 2.0 + (np.asarray(f.resident) < f.stored)
-    staged = STAGING_BUFFERS * tensors * np.minimum(STAGED_ELEMENTS, rank.owned * rank.offloaded_share)
+    states = 2.0 + (np.asarray(formats.resident) < formats.stored)
+    staged_elements = STAGING_BUFFERS * states * np.minimum(STAGED_ELEMENTS, rank.owned * rank.offloaded_share)
     return {
-        "weights": rank.owned * (f.stored * on_device + f.resident * rank.offloaded_share),
+        "weights": rank.owned * (formats.stored * on_device + formats.resident * rank.offloaded_share),
         "gradients": at_peak["gradients"],
-        "optimizer": (2 * rank.owned * on_device + staged) * f.stored,
+        "optimizer": (2 * rank.owned * on_device + staged_elements) * formats.stored,
         "gathered": at_peak["gathered"],
         "activations": at_peak["activations"],
         "logits": at_peak["logits"],
         # The buffer of a sent message is freed when the next message is sent.
         "transfers": np.where(rank.messages < 0, 0.0, (RECEIVES_AHEAD + rank.messages) * stream),
         # The allocator does not own mapped memory, so torch's memory statistics do not count it.
-        "framework": f.framework + np.where(rank.width > 1, f.token_window * TOKEN_SLOTS * rank.width * stream, 0.0),
+        "framework": formats.framework
+        + np.where(rank.width > 1, formats.token_window * TOKEN_SLOTS * rank.width * stream, 0.0),
     }
 
 
-def _gathered_weights(rank: RankTensors, f: Formats) -> Array:
+def _gathered_weights(rank: RankTensors, formats: Formats) -> Array:
     """Bytes of gathered weights and of the last gather's buffer."""
     blocks = np.maximum(rank.kept, np.minimum(UNITS_IN_FLIGHT, rank.layers)) * rank.block
-    blocks = blocks * f.gathered
+    blocks = blocks * formats.gathered
     ends = np.where(rank.ends_kept > 0, rank.ends, rank.head)
-    return rank.gathers * (blocks + ends) * f.compute + _buffers(rank, f, rank.last)
+    return rank.gathers * (blocks + ends) * formats.compute + _buffers(rank, formats, rank.last)
 
 
-def _buffers(rank: RankTensors, f: Formats, last: Array) -> Array:
+def _buffers(rank: RankTensors, formats: Formats, last: Array) -> Array:
     """Bytes of the buffers that weights are gathered into: the `last` gather's, or the window of copy engines."""
-    end = np.maximum(rank.head, rank.ends - rank.head)
-    room = np.where(f.window > 0, BLOCK_SLOTS * rank.block + end, last)
-    return rank.gathers * np.where(rank.shards > 1, room, 0.0) * f.compute
+    larger_end = np.maximum(rank.head, rank.ends - rank.head)
+    buffer_elements = np.where(formats.window > 0, BLOCK_SLOTS * rank.block + larger_end, last)
+    return rank.gathers * np.where(rank.shards > 1, buffer_elements, 0.0) * formats.compute
 
 
-def _head_moment(rank: RankTensors, f: Formats, stream: Array) -> dict[str, Array]:
+def _head_moment(rank: RankTensors, formats: Formats, stream: Array) -> dict[str, Array]:
     """Bytes in the head: a chunk's logits and the fp32 gradient of the head's weight."""
     # The head computes the tokens of all tensor ranks for its own part of the vocabulary.
-    chunk = np.minimum(rank.tokens * rank.width, f.chunk) * rank.vocab / rank.width * f.logit
-    table = rank.vocab * rank.hidden / rank.width
+    logit_bytes = np.minimum(rank.tokens * rank.width, formats.chunk) * rank.vocab / rank.width * formats.logit
+    table_parameters = rank.vocab * rank.hidden / rank.width
     # A chunk's weight gradient and its accumulator exist at once: measured on H200s for models of three sizes.
-    wide = 2 * table * np.maximum(WIDE, f.compute) + np.where(rank.pending > 0, table * f.reduce, 0.0)
-    head_bytes = chunk + wide + stream * (1 + np.maximum(1.0, rank.pending_head))
+    table_gradients = 2 * table_parameters * np.maximum(LOSS_BYTES, formats.compute) + np.where(
+        rank.pending > 0, table_parameters * formats.reduce, 0.0
+    )
+    head_bytes = logit_bytes + table_gradients + stream * (1 + np.maximum(1.0, rank.pending_head))
     return {
         "gradients": rank.sums,
-        "gathered": _gathered_weights(rank, f),
-        "activations": rank.alive + rank.pending * stream + f.workspace,
+        "gathered": _gathered_weights(rank, formats),
+        "activations": rank.alive + rank.pending * stream + formats.workspace,
         "logits": np.where(rank.head > 0, head_bytes, 0.0),
     }
 
 
-def _first_backward_moment(rank: RankTensors, f: Formats, stream: Array) -> dict[str, Array]:
+def _first_backward_moment(rank: RankTensors, formats: Formats, stream: Array) -> dict[str, Array]:
     """Bytes of reduction buffers that coexist with a block's gradients: the head's, or a block's.
 
     On a pipeline's first rank, whose previous micro-batch ended its backward with the embedding, the embedding's.
     """
     # The tied unit of both ends keeps its sum in the reduction's dtype until the embedding's gradient is added.
     tied_sum = np.where(rank.head >= rank.ends, 0.0, 1 / rank.shards)
-    before = np.where((rank.head > 0) | (rank.messages < 0), 0.0, rank.ends)
+    embedding = np.where((rank.head > 0) | (rank.messages < 0), 0.0, rank.ends)
     # Buffers of the communication stream are freed to that stream's pool, which compute cannot allocate from.
-    buffers = np.where((rank.shards > 1) | (rank.gradients_final <= 0), f.reduce, 0.0)
-    others = np.maximum(before, rank.block) * (
-        buffers + np.where(rank.gradients_final > 0, f.compute, f.reduce) / rank.shards
+    buffers = np.where((rank.shards > 1) | (rank.gradients_final <= 0), formats.reduce, 0.0)
+    without_head = np.maximum(embedding, rank.block) * (
+        buffers + np.where(rank.gradients_final > 0, formats.compute, formats.reduce) / rank.shards
     )
-    reduced = rank.reduces * np.maximum(rank.head * (buffers + tied_sum * f.reduce), others)
-    computed = rank.block * (f.compute + np.where(rank.pending > 0, f.reduce, 0.0))
+    reduced = rank.reduces * np.maximum(rank.head * (buffers + tied_sum * formats.reduce), without_head)
+    computed = rank.block * (formats.compute + np.where(rank.pending > 0, formats.reduce, 0.0))
     return {
         "gradients": rank.sums,
-        "gathered": _gathered_weights(rank, f) + rank.gathers * (reduced + computed),
-        "activations": rank.alive + rank.working + rank.pending * stream + f.workspace,
+        "gathered": _gathered_weights(rank, formats) + rank.gathers * (reduced + computed),
+        "activations": rank.alive + rank.working + rank.pending * stream + formats.workspace,
         "logits": np.where(rank.head > 0, stream * np.maximum(1.0, rank.pending_head), 0.0),
     }
 
 
-def _backward_end_moment(rank: RankTensors, f: Formats) -> dict[str, Array]:
+def _backward_end_moment(rank: RankTensors, formats: Formats) -> dict[str, Array]:
     """Bytes at the end of backward: all gradients and no activations."""
     unit = np.maximum(np.maximum(rank.head, rank.ends - rank.head), rank.block)
-    unsharded = np.where(rank.gradients_final > 0, 0.0, UNITS_IN_FLIGHT * f.reduce)
-    buffers = np.where(rank.shards > 1, UNITS_IN_FLIGHT * f.reduce, unsharded)
+    unsharded = np.where(rank.gradients_final > 0, 0.0, UNITS_IN_FLIGHT * formats.reduce)
+    buffers = np.where(rank.shards > 1, UNITS_IN_FLIGHT * formats.reduce, unsharded)
     return {
-        "gradients": rank.owned * (np.where(rank.gradients_final > 0, f.compute, f.stored) + f.travelling),
-        "gathered": rank.gathers * unit * (f.compute + buffers) + _buffers(rank, f, 0.0 * rank.last),
-        "activations": f.workspace + 0.0 * rank.alive,
+        "gradients": rank.owned
+        * (np.where(rank.gradients_final > 0, formats.compute, formats.stored) + formats.travelling),
+        "gathered": rank.gathers * unit * (formats.compute + buffers) + _buffers(rank, formats, 0.0 * rank.last),
+        "activations": formats.workspace + 0.0 * rank.alive,
         "logits": 0.0 * rank.alive,
     }

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from meshwright.calibration.published_rows import (
+from meshwright.calibration.published_records import (
     PLAN_COLUMNS,
     fully_specified,
     measured_seconds,
     port_bandwidth,
     read_record,
 )
-from meshwright.calibration.row_predictions import predict_records
+from meshwright.calibration.record_predictions import predict_records
 
 RUNS = Path(__file__).parents[2] / "benchmarks" / "data" / "published-runs.csv"
 PACKAGE = Path(__file__).parents[2] / "src" / "meshwright"

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from meshwright.calibration.model_dimensions import by_name, looks_like_gpt, shape
+from meshwright.calibration.model_dimensions import dimensions_by_name, looks_like_gpt, shape_from_dimensions
 from meshwright.calibration.nanotron_sweep import splits_sequence
 from meshwright.calibration.source_conventions import (
     Convention,
@@ -22,7 +22,7 @@ from meshwright.spec.chips import CHIPS, Chip
 from meshwright.workload.layouts import ALL_BUT_ATTENTION, FULL, SELECTIVE, Layouts
 from meshwright.workload.model_shape import Shape
 
-Text = Mapping[str, str]
+Record = Mapping[str, str]
 PLAN_COLUMNS = ("gpu", "gpus", "tp", "pp", "dp", "micro_batch", "global_batch", "seq", "layers", "hidden")
 
 
@@ -52,7 +52,7 @@ class Reading:
     reason: str | None
 
 
-class _NotExpressed(Exception):
+class _CannotBePriced(Exception):
     """A record cannot be priced; the message says why."""
 
 
@@ -70,18 +70,18 @@ STACKS = (
     ("megatron_lm", r"megatron"),
 )
 """(software stack, pattern of its sources' names), most specific first."""
-SHARDED_OPTIMIZER = {"bridge", "megatron_tuned", "nemo"}
+STACKS_WITH_SHARDED_OPTIMIZER = {"bridge", "megatron_tuned", "nemo"}
 """Stacks whose recipes shard the optimizer over replicas unless they say otherwise."""
-NEVER_RECOMPUTES = {"nanotron"}
+STACKS_WITHOUT_RECOMPUTE = {"nanotron"}
 """Stacks whose published runs kept all activations."""
-BALANCED = {"nanotron"}
+BALANCED_STACKS = {"nanotron"}
 """Stacks that balance pipeline stages by the cost of layers and head."""
-FIRST_STAGE = {"nanotron"}
+FIRST_STAGE_STACKS = {"nanotron"}
 """Stacks that print the memory of rank 0."""
 IMBALANCE = 1.2
 """Tokens of the busiest expert rank over the mean if a source does not state it; a guess.
 Sources with a forced even load state that."""
-MODE_NOT_PRINTED = {"nanotron"}
+SEQUENCE_SPLIT_NOT_STATED = {"nanotron"}
 """Stacks whose tables do not state whether tensor parallelism splits the sequence."""
 
 
@@ -97,16 +97,16 @@ def stack_of(source: str, note: str) -> str:
     return stack
 
 
-def read_record(record: Text) -> Reading:
+def read_record(record: Record) -> Reading:
     """Read `record`. Never raises: where it cannot be priced, the result has the reason."""
-    assumed: list[str] = []
+    assumptions: list[str] = []
     try:
-        return Reading(_case(record, assumed), tuple(assumed), None)
-    except _NotExpressed as why:
-        return Reading(None, tuple(assumed), str(why))
+        return Reading(_case(record, assumptions), tuple(assumptions), None)
+    except _CannotBePriced as refusal:
+        return Reading(None, tuple(assumptions), str(refusal))
 
 
-def measured_seconds(record: Text) -> float | None:
+def measured_seconds(record: Record) -> float | None:
     """The run's step time in seconds: as given, or from tokens per second, or from FLOP/s if the source defines them."""
     seconds = number_or_none(record, "iter_time_s")
     if seconds:
@@ -117,7 +117,7 @@ def measured_seconds(record: Text) -> float | None:
     return batch * seq / rate if rate else _seconds_from_flops(record, batch * seq, seq)
 
 
-def _seconds_from_flops(record: Text, tokens: float, seq: float) -> float | None:
+def _seconds_from_flops(record: Record, tokens: float, seq: float) -> float | None:
     """Seconds of a step from its FLOP/s; None unless the source states its convention.
 
     The convention: 6 FLOPs per parameter and token, and all attention scores.
@@ -131,28 +131,28 @@ def _seconds_from_flops(record: Text, tokens: float, seq: float) -> float | None
     )
 
 
-def number_or_none(record: Text, key: str) -> float | None:
+def number_or_none(record: Record, key: str) -> float | None:
     """The number in a column; None when the cell is empty or no number."""
     try:
         return _number(record, key)
-    except _NotExpressed:
+    except _CannotBePriced:
         return None
 
 
-def fully_specified(record: Text) -> bool:
+def fully_specified(record: Record) -> bool:
     """Whether the record or its source states plan, model size and step time."""
     cells, _ = with_conventions(record)
     return all(cells.get(key) for key in PLAN_COLUMNS) and measured_seconds(record) is not None
 
 
-def failed(record: Text) -> bool:
+def failed(record: Record) -> bool:
     return "FAILED" in (record.get("note") or "")
 
 
-def _case(record: Text, assumed: list[str]) -> Case:
+def _case(record: Record, assumed: list[str]) -> Case:
     conventions = applicable_conventions(record)
     if refusal := next((convention.because for convention in conventions if convention.refused), None):
-        raise _NotExpressed(refusal)
+        raise _CannotBePriced(refusal)
     stack = stack_of(record.get("source") or "", record.get("note") or "")
     stack = next((convention.stack for convention in conventions if convention.stack), stack)
     record, convention_notes = with_conventions(record)
@@ -162,13 +162,14 @@ def _case(record: Text, assumed: list[str]) -> Case:
     model_shape = _shape(record, assumed)
     machine = _machine(record, chip, layout, assumed)
     if not _size(record, "ep"):
-        recipes = stack in SHARDED_OPTIMIZER and model_shape.experts
-        layout = replace(layout, expert=_recipe_experts(model_shape, machine, layout) if recipes else 1.0)
+        follows_recipe = stack in STACKS_WITH_SHARDED_OPTIMIZER and model_shape.experts
+        layout = replace(layout, expert=_recipe_experts(model_shape, machine, layout) if follows_recipe else 1.0)
         assumed.append(
-            f"ep {layout.expert:g}" + (f" (recipes of {stack} spread experts over the fast domain)" if recipes else "")
+            f"ep {layout.expert:g}"
+            + (f" (recipes of {stack} spread experts over the fast domain)" if follows_recipe else "")
         )
     layout = _with_experts(record, model_shape, layout, assumed)
-    if stack in MODE_NOT_PRINTED:
+    if stack in SEQUENCE_SPLIT_NOT_STATED:
         layout = replace(layout, sequence=float(splits_sequence(model_shape, machine, layout)))
         assumed.append("sequence split by tensor parallelism" if layout.sequence else "sequence kept whole")
     return Case(
@@ -177,13 +178,13 @@ def _case(record: Text, assumed: list[str]) -> Case:
         layout=layout,
         generation=chip.generation,
         stack=stack,
-        first_stage=stack in FIRST_STAGE,
-        may_recompute=not record.get("recompute") and stack not in NEVER_RECOMPUTES,
+        first_stage=stack in FIRST_STAGE_STACKS,
+        may_recompute=not record.get("recompute") and stack not in STACKS_WITHOUT_RECOMPUTE,
         release=_release_year(record, conventions, assumed),
     )
 
 
-def _release_year(record: Text, conventions: tuple[Convention, ...], assumed: list[str]) -> float:
+def _release_year(record: Record, conventions: tuple[Convention, ...], assumed: list[str]) -> float:
     """`release_of` the record; where it names no release, that of the source's convention, else the start of 2025."""
     named = release_of(record.get("source") or "", record.get("note") or "")
     stated = next((convention.release for convention in conventions if convention.release), 0.0)
@@ -192,7 +193,7 @@ def _release_year(record: Text, conventions: tuple[Convention, ...], assumed: li
     return named or (stated - 2025.0 if stated else 0.0)
 
 
-_ROUNDS = {"3.0": 2023.4, "3.1": 2023.8, "4.0": 2024.4, "4.1": 2024.8, "5.0": 2025.4, "5.1": 2025.8}
+_MLPERF_ROUNDS = {"3.0": 2023.4, "3.1": 2023.8, "4.0": 2024.4, "4.1": 2024.8, "5.0": 2025.4, "5.1": 2025.8}
 """MLPerf training rounds and when they were submitted."""
 
 
@@ -200,42 +201,42 @@ def release_of(source: str, note: str) -> float:
     """Release date of the software that a record names, in years after the start of 2025; 0 when it names none."""
     mlperf = re.search(r"training_results_v(\d\.\d)", source)
     if mlperf:
-        return _ROUNDS.get(mlperf.group(1), 2025.0) - 2025.0
+        return _MLPERF_ROUNDS.get(mlperf.group(1), 2025.0) - 2025.0
     version = re.search(r"(?:container |ngc|v)(2\d)\.(\d\d)\b", f"{source} {note}")
     return int(version.group(1)) + (int(version.group(2)) - 1) / 12 - 25.0 if version else 0.0
 
 
-LARGEST = 1e15
+LARGEST_SIZE = 1e15
 """Upper limit for counts, widths and numbers of parameters in a record."""
 
 
-def _number(record: Text, key: str) -> float | None:
+def _number(record: Record, key: str) -> float | None:
     text = (record.get(key) or "").strip()
     if not text:
         return None
     try:
         value = float(text)
     except ValueError as error:
-        raise _NotExpressed(f"{key} is {text!r}, not a number") from error
+        raise _CannotBePriced(f"{key} is {text!r}, not a number") from error
     return value if value == value and abs(value) != float("inf") else None
 
 
-def _size(record: Text, key: str) -> float | None:
+def _size(record: Record, key: str) -> float | None:
     """A count or a width; None when it is empty or 0. Impossible values are rejected before they are multiplied."""
     value = _number(record, key)
-    if value and not 1 <= value <= LARGEST:
-        raise _NotExpressed(f"{key} is {value:g}, not between 1 and {LARGEST:g}")
+    if value and not 1 <= value <= LARGEST_SIZE:
+        raise _CannotBePriced(f"{key} is {value:g}, not between 1 and {LARGEST_SIZE:g}")
     return value or None
 
 
-def _needed(record: Text, key: str) -> float:
+def _required_size(record: Record, key: str) -> float:
     value = _size(record, key)
     if value is None:
-        raise _NotExpressed(f"{key} is not given")
+        raise _CannotBePriced(f"{key} is not given")
     return value
 
 
-def _or(record: Text, key: str, default: float, assumed: list[str]) -> float:
+def _size_or_default(record: Record, key: str, default: float, assumed: list[str]) -> float:
     value = _size(record, key)
     if value is not None:
         return value
@@ -243,28 +244,28 @@ def _or(record: Text, key: str, default: float, assumed: list[str]) -> float:
     return default
 
 
-def _chip(record: Text, assumed: list[str]) -> Chip:
-    text = record.get("gpu") or ""
-    plain = re.sub(r"[^A-Z0-9]", "", text.upper())
-    if not plain:
-        raise _NotExpressed("gpu is not given")
-    special = re.match(r"(?:NVIDIA)?(H100|A100)(?:SXM\d?)?(40GB|80GB|9[46]GB)?", plain)
-    if special:
-        name, size = special.groups()
+def _chip(record: Record, assumed: list[str]) -> Chip:
+    gpu = record.get("gpu") or ""
+    simplified = re.sub(r"[^A-Z0-9]", "", gpu.upper())
+    if not simplified:
+        raise _CannotBePriced("gpu is not given")
+    variant = re.match(r"(?:NVIDIA)?(H100|A100)(?:SXM\d?)?(40GB|80GB|9[46]GB)?", simplified)
+    if variant:
+        name, size = variant.groups()
         chip_name = {"40GB": f"{name}-40GB", "94GB": f"{name}-96GB", "96GB": f"{name}-96GB"}.get(size or "", name)
         if size is None:
             assumed.append(f"gpu {name} with 80 GB")
         return CHIPS.get(chip_name, CHIPS[name])
-    names = sorted(CHIPS, key=len, reverse=True)
-    chip_name_in_text = next((name for name in names if name.upper().replace("-", "") in plain), None)
+    longest_first = sorted(CHIPS, key=len, reverse=True)
+    chip_name_in_text = next((name for name in longest_first if name.upper().replace("-", "") in simplified), None)
     if chip_name_in_text is None:
-        raise _NotExpressed(f"gpu {text!r} is not in the chip table (known: {', '.join(CHIPS)})")
+        raise _CannotBePriced(f"gpu {gpu!r} is not in the chip table (known: {', '.join(CHIPS)})")
     return CHIPS[chip_name_in_text]
 
 
-def _shape(record: Text, assumed: list[str]) -> Shape:
+def _shape(record: Record, assumed: list[str]) -> Shape:
     name = record.get("model") or ""
-    family_dims = by_name(name)
+    family_dims = dimensions_by_name(name)
     dims = dict(family_dims)
     for key, column in (("layers", "layers"), ("hidden", "hidden"), ("heads", "heads"), ("vocab", "vocab")):
         value = _size(record, column)
@@ -273,15 +274,15 @@ def _shape(record: Text, assumed: list[str]) -> Shape:
         elif key in dims:
             assumed.append(f"{column} {dims[key]:g} (of {name})")
     if "layers" not in dims or "hidden" not in dims:
-        raise _NotExpressed(f"layers or hidden is not given and model {name!r} is not in the family table")
+        raise _CannotBePriced(f"layers or hidden is not given and model {name!r} is not in the family table")
     if family_dims and dims["hidden"] != family_dims["hidden"]:
         assumed.append(f"only sizes of the record: it is not the {name} of the family table")
         dims = {key: dims[key] for key in ("layers", "hidden", "heads", "vocab") if _size(record, key)}
         family_dims = {}
         if "layers" not in dims:
-            raise _NotExpressed(f"hidden is not that of {name!r} in the family table, and layers is not given")
+            raise _CannotBePriced(f"hidden is not that of {name!r} in the family table, and layers is not given")
     gpt = looks_like_gpt(name)
-    _fill(dims, "heads", max(1.0, dims["hidden"] // 128), assumed)
+    _set_default(dims, "heads", max(1.0, dims["hidden"] // 128), assumed)
     given_kv = _size(record, "kv_heads")
     if given_kv:
         dims["kv_heads"] = given_kv
@@ -291,26 +292,26 @@ def _shape(record: Text, assumed: list[str]) -> Shape:
     ffn = _size(record, "ffn")
     if ffn and not family_dims.get("experts"):
         dims["ffn"] = ffn
-    _fill(dims, "ffn", 4 * dims["hidden"] if gpt else round(8 / 3 * dims["hidden"]), assumed)
-    _fill(dims, "vocab", 51200 if gpt else 32000, assumed)
+    _set_default(dims, "ffn", 4 * dims["hidden"] if gpt else round(8 / 3 * dims["hidden"]), assumed)
+    _set_default(dims, "vocab", 51200 if gpt else 32000, assumed)
     dims.setdefault("gated", 0 if gpt else 1)
     dims.setdefault("tied", 1 if gpt else 0)
     params = _size(record, "params")
     if params:
-        choices = [shape({**dims, "tied": tied}) for tied in (0, 1)]
+        choices = [shape_from_dimensions({**dims, "tied": tied}) for tied in (0, 1)]
         return min(choices, key=lambda candidate: (abs(candidate.params - params), abs(candidate.tied - dims["tied"])))
-    return shape(dims)
+    return shape_from_dimensions(dims)
 
 
-def _fill(dims: dict[str, float], key: str, default: float, assumed: list[str]) -> None:
+def _set_default(dims: dict[str, float], key: str, default: float, assumed: list[str]) -> None:
     if key not in dims:
         dims[key] = default
         assumed.append(f"{key} {default:g}")
 
 
-def _layout(record: Text, stack: str, assumed: list[str]) -> Layouts:
-    ranks, tensor, pipeline = _needed(record, "gpus"), _needed(record, "tp"), _needed(record, "pp")
-    context = _or(record, "cp", 1, assumed)
+def _layout(record: Record, stack: str, assumed: list[str]) -> Layouts:
+    ranks, tensor, pipeline = _required_size(record, "gpus"), _required_size(record, "tp"), _required_size(record, "pp")
+    context = _size_or_default(record, "cp", 1, assumed)
     data = _size(record, "dp") or 0.0
     if not data:
         data = max(1.0, ranks // (tensor * pipeline * context))
@@ -319,20 +320,20 @@ def _layout(record: Text, stack: str, assumed: list[str]) -> Layouts:
     return Layouts(
         tensor=tensor,
         pipeline=pipeline,
-        virtual=_or(record, "vpp", 1, assumed),
+        virtual=_size_or_default(record, "vpp", 1, assumed),
         context=context,
         expert=_size(record, "ep") or 1.0,
         data=data,
         zero=zero,
         shards=shards,
-        micro_batch=_or(record, "micro_batch", 1, assumed),
-        global_batch=_needed(record, "global_batch"),
-        seq=_needed(record, "seq"),
+        micro_batch=_size_or_default(record, "micro_batch", 1, assumed),
+        global_batch=_required_size(record, "global_batch"),
+        seq=_required_size(record, "seq"),
         recompute=_recompute(record.get("recompute") or "", assumed),
         keep_gathered=keep,
         offload=offload,
         offload_activations=float("activation offload" in (record.get("note") or "").lower()),
-        balanced=float(stack in BALANCED),
+        balanced=float(stack in BALANCED_STACKS),
     )
 
 
@@ -343,18 +344,18 @@ def _recipe_experts(model_shape: Shape, machine: Machine, layout: Layouts) -> fl
     return float(next(count for count in range(limit, 0, -1) if ranks % count == 0 and experts % count == 0))
 
 
-def _with_experts(record: Text, model_shape: Shape, layout: Layouts, assumed: list[str]) -> Layouts:
+def _with_experts(record: Record, model_shape: Shape, layout: Layouts, assumed: list[str]) -> Layouts:
     """`layout` with the fields that the source states; checks expert ranks against the model and the ranks of a stage."""
     stated = stated_layout_fields(record)
     experts, ranks = float(model_shape.experts), layout.tensor * layout.context * layout.data
     if layout.expert > 1 and not experts:
-        raise _NotExpressed(
+        raise _CannotBePriced(
             f"ep is {layout.expert:g}, but {record.get('model')!r} is no mixture of experts in the family table"
         )
     if layout.expert > max(1.0, experts):
-        raise _NotExpressed(f"ep is {layout.expert:g}, more than the {experts:g} experts of {record.get('model')!r}")
+        raise _CannotBePriced(f"ep is {layout.expert:g}, more than the {experts:g} experts of {record.get('model')!r}")
     if layout.expert > 1 and ranks % layout.expert:
-        raise _NotExpressed(
+        raise _CannotBePriced(
             f"ep is {layout.expert:g}, which does not divide the {ranks:g} ranks of a pipeline stage (tp x cp x dp)"
         )
     if experts and "imbalance" not in stated:
@@ -369,7 +370,7 @@ def _sharding(
     """(ZeRO stage, shards, weights kept after forward, optimizer offloaded) from a phrase such as "fsdp2 64"."""
     stated_text = text.lower()
     if not stated_text:
-        stage = 1.0 if stack in SHARDED_OPTIMIZER else 0.0
+        stage = 1.0 if stack in STACKS_WITH_SHARDED_OPTIMIZER else 0.0
         assumed.append(f"zero {stage:g}" + (f" (recipes of {stack} shard the optimizer)" if stage else ""))
         return stage, data * context, 0.0, 0.0
     stages = ((3.0, r"zero-?3|full_shard|fsdp"), (2.0, r"zero-?2|grad_op"), (1.0, r"zero-?1|dist-?opt"))
@@ -377,13 +378,13 @@ def _sharding(
     if "grad_op" in stated_text:
         stage = 2.0
     if stated_text.startswith("ddp") or "fsdp=0" in stated_text:
-        stage = 1.0 if stack in SHARDED_OPTIMIZER else 0.0
-    count = re.search(r"fsdp2? (\d+)", stated_text)
-    shards = min(data, float(count.group(1))) * context if count else data * context
+        stage = 1.0 if stack in STACKS_WITH_SHARDED_OPTIMIZER else 0.0
+    shard_text = re.search(r"fsdp2? (\d+)", stated_text)
+    shards = min(data, float(shard_text.group(1))) * context if shard_text else data * context
     return stage, max(1.0, shards), float("no reshard" in stated_text), float("offload" in stated_text)
 
 
-CHEAP = {"norm", "layernorm", "act", "moe_act", "mla_up_proj", "shared_expert"}
+CHEAP_MODULES = {"norm", "layernorm", "act", "moe_act", "mla_up_proj", "shared_expert"}
 """Modules of Megatron-Core whose recomputation takes almost no time."""
 
 
@@ -399,27 +400,27 @@ def _recompute(text: str, assumed: list[str]) -> float:
     if modules & {"moe", "mlp"}:
         assumed.append("recompute of all but attention")
         return ALL_BUT_ATTENTION
-    if modules and modules <= CHEAP:
+    if modules and modules <= CHEAP_MODULES:
         assumed.append("recompute none that takes time")
         return 0.0
     return SELECTIVE
 
 
-def _machine(record: Text, chip: Chip, layout: Layouts, assumed: list[str]) -> Machine:
-    per_node = _or(record, "gpus_per_node", chip.per_node, assumed)
+def _machine(record: Record, chip: Chip, layout: Layouts, assumed: list[str]) -> Machine:
+    per_node = _size_or_default(record, "gpus_per_node", chip.per_node, assumed)
     domain = max(per_node, chip.domain)
-    number_format, low = _format(record, chip, assumed)
-    half = chip.peak_flops.get("bf16", chip.peak_flops.get("fp16", chip.peak_flops["fp32"]))
-    wires = record.get("interconnect") or ""
-    nic = port_bandwidth(wires, per_node)
+    number_format, low = _product_format(record, chip, assumed)
+    half_peak = chip.peak_flops.get("bf16", chip.peak_flops.get("fp16", chip.peak_flops["fp32"]))
+    interconnect = record.get("interconnect") or ""
+    nic = port_bandwidth(interconnect, per_node)
     if nic is None:
         nic = chip.nic
         if layout.tensor * layout.pipeline * layout.context * layout.data > domain:
             assumed.append(f"network {nic * 8 / 1e9:g} Gb/s per GPU")
-    oversubscription = re.search(r"1:(\d+) oversubscribed", wires)
+    oversubscription = re.search(r"1:(\d+) oversubscribed", interconnect)
     return Machine(
-        peak=chip.peak_flops.get(number_format, half),
-        half_peak=half,
+        peak=chip.peak_flops.get(number_format, half_peak),
+        half_peak=half_peak,
         low=low,
         hbm=chip.hbm,
         memory=chip.memory_bytes,
@@ -434,13 +435,13 @@ def _machine(record: Text, chip: Chip, layout: Layouts, assumed: list[str]) -> M
     )
 
 
-def _format(record: Text, chip: Chip, assumed: list[str]) -> tuple[str, float]:
+def _product_format(record: Record, chip: Chip, assumed: list[str]) -> tuple[str, float]:
     """(dtype in the chip table, its class as in Machine.low); without a dtype, MLPerf records use the chip's narrowest."""
-    words = (record.get("dtype") or "").lower()
-    if not words:
-        narrow = ("nvfp4", "fp8") if "mlcommons" in (record.get("source") or "") else ()
-        words = next((name for name in narrow if name in chip.peak_flops), "bf16")
-        assumed.append(f"dtype {words}")
+    dtype_text = (record.get("dtype") or "").lower()
+    if not dtype_text:
+        narrow_dtypes = ("nvfp4", "fp8") if "mlcommons" in (record.get("source") or "") else ()
+        dtype_text = next((name for name in narrow_dtypes if name in chip.peak_flops), "bf16")
+        assumed.append(f"dtype {dtype_text}")
     dtype_patterns = (
         ("nvfp4", 3.0, r"fp4"),
         ("mxfp8", 2.0, r"mx"),
@@ -448,35 +449,39 @@ def _format(record: Text, chip: Chip, assumed: list[str]) -> tuple[str, float]:
         ("fp8", 1.0, r"fp8|float8|e4m3"),
         ("bf16", 0.0, r"bf16|fp16|half"),
     )
-    name, low = next(((name, low) for name, low, pattern in dtype_patterns if re.search(pattern, words)), ("bf16", 0.0))
+    name, format_class = next(
+        ((name, format_class) for name, format_class, pattern in dtype_patterns if re.search(pattern, dtype_text)),
+        ("bf16", 0.0),
+    )
     if name != "bf16" and name not in chip.peak_flops:
         assumed.append(f"dtype bf16 ({chip.name} has no {name})")
         return "bf16", 0.0
-    return name, low
+    return name, format_class
 
 
 _PORTS = (
-    (r"([\d.]+) ?x ?([\d.]+) ?GB/s", lambda a, b, n: a * b * 1e9 / n),
-    (r"([\d.]+) ?x ?(?:HDR|NDR|XDR|EDR)? ?([\d.]+) ?Gb/s", lambda a, b, n: a * b * 1e9 / 8 / n),
-    (r"([\d.]+) ?x ?(?:HDR|NDR|XDR|EDR)([\d.]+)", lambda a, b, n: a * b * 1e9 / 8 / n),
-    (r"([\d.]+) ?x [^;]*?([\d.]+) ?Gb/s", lambda a, b, n: a * b * 1e9 / 8 / n),
+    (r"([\d.]+) ?x ?([\d.]+) ?GB/s", lambda ports, rate, gpus: ports * rate * 1e9 / gpus),
+    (r"([\d.]+) ?x ?(?:HDR|NDR|XDR|EDR)? ?([\d.]+) ?Gb/s", lambda ports, rate, gpus: ports * rate * 1e9 / 8 / gpus),
+    (r"([\d.]+) ?x ?(?:HDR|NDR|XDR|EDR)([\d.]+)", lambda ports, rate, gpus: ports * rate * 1e9 / 8 / gpus),
+    (r"([\d.]+) ?x [^;]*?([\d.]+) ?Gb/s", lambda ports, rate, gpus: ports * rate * 1e9 / 8 / gpus),
 )
+"""Patterns of a node's ports: their number and the rate of each. The function gives bytes/s per GPU of the node."""
 
 
 def port_bandwidth(text: str, per_node: float) -> float | None:
     """Network bytes/s per GPU from a phrase such as "8x HDR200 InfiniBand"; None when it states no rate."""
-    compute = text.split("Compute:")[-1]
-    compute = re.sub(r"\d+x (Ethernet|NVIDIA BlueField)[^;]*;", "", compute)
-    per_gpu = re.search(r"([\d.]+) ?Gb/s per GPU", compute)
+    compute_network = text.split("Compute:")[-1]
+    compute_network = re.sub(r"\d+x (Ethernet|NVIDIA BlueField)[^;]*;", "", compute_network)
+    per_gpu = re.search(r"([\d.]+) ?Gb/s per GPU", compute_network)
     if per_gpu:
         return float(per_gpu.group(1)) * 1e9 / 8
-    node_rate = re.search(r"([\d.]+) ?Gb/s per node", compute)
+    node_rate = re.search(r"([\d.]+) ?Gb/s per node", compute_network)
     if node_rate:
         return float(node_rate.group(1)) * 1e9 / 8 / per_node
-    if "EFA" in compute:
+    if "EFA" in compute_network:
         return 50e9
-    for pattern, share in _PORTS:
-        match = re.search(pattern, compute)
+    for pattern, port_rate in _PORTS:
+        match = re.search(pattern, compute_network)
         if match:
-            return share(float(match.group(1)), float(match.group(2)), per_node)
+            return port_rate(float(match.group(1)), float(match.group(2)), per_node)
     return None

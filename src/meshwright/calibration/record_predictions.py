@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.calibration.published_rows import Case, Reading, read_record
+from meshwright.calibration.published_records import Case, Reading, read_record
 from meshwright.costs.constants import at_release, constant_arrays, table
 from meshwright.costs.device_rates import Machine
 from meshwright.costs.stack_footprint import footprint, memory_constants
@@ -17,7 +17,7 @@ from meshwright.workload.arrays import side_by_side
 from meshwright.workload.layouts import FULL, Layouts
 from meshwright.workload.model_shape import Shape
 
-FITS = 0.89
+FITTING_SHARE = 0.89
 """Share of a device's memory up to which a layout counts as fitting; the other part is for memory that is not modelled."""
 
 
@@ -42,8 +42,8 @@ def predict_records(
     """A prediction for each record, in order. `constants_given` replaces constants.yaml."""
     readings = [read_record(record) for record in records]
     cases = [reading.case for reading in readings if reading.case is not None]
-    priced = iter(_price(cases, constants_given) if cases else [])
-    return [_prediction(reading, next(priced) if reading.case is not None else None) for reading in readings]
+    figures = iter(_price(cases, constants_given) if cases else [])
+    return [_prediction(reading, next(figures) if reading.case is not None else None) for reading in readings]
 
 
 def price(cases: Sequence[Case], constants_given: dict[str, Any] | None = None) -> StepCost:
@@ -53,8 +53,8 @@ def price(cases: Sequence[Case], constants_given: dict[str, Any] | None = None) 
     layout: Layouts = side_by_side([case.layout for case in cases])
     release = np.array([case.release for case in cases])
     constants = at_release(constant_arrays([(case.generation, case.stack) for case in cases], constants_given), release)
-    filled = sum(memory(cases, constants_given, as_printed=False).values()) / machine.memory
-    return step_cost(shape, machine, layout, constants, filled)
+    memory_share = sum(memory(cases, constants_given, as_printed=False).values()) / machine.memory
+    return step_cost(shape, machine, layout, constants, memory_share)
 
 
 def memory(
@@ -93,8 +93,8 @@ def _price(cases: Sequence[Case], constants_given: dict[str, Any] | None) -> lis
                 "high": seconds * band_factor,
                 "memory_gib": sum(bytes_of.values()) / 2**30,
                 "fullest_rank_memory": {category: size / 2**30 for category, size in bytes_of.items()},
-                "exposed": {axis: float(share[index]) for axis, share in cost.exposed.items()},
-                "fits": bool(least_bytes[index] <= FITS * case.machine.memory),
+                "exposed": {axis: float(seconds_by_case[index]) for axis, seconds_by_case in cost.exposed.items()},
+                "fits": bool(least_bytes[index] <= FITTING_SHARE * case.machine.memory),
             }
         )
     return predictions
@@ -105,13 +105,13 @@ def _least_memory(cases: Sequence[Case], constants_given: dict[str, Any] | None)
     recomputed = [
         replace(case, layout=replace(case.layout, recompute=FULL)) if case.may_recompute else case for case in cases
     ]
-    as_stated, least = (
+    as_stated, if_recomputed = (
         sum(memory(cases_priced, constants_given, as_printed=False).values()) for cases_priced in (cases, recomputed)
     )
-    return np.minimum(as_stated, least)
+    return np.minimum(as_stated, if_recomputed)
 
 
-def _prediction(reading: Reading, priced: dict[str, Any] | None) -> Prediction:
-    if priced is None:
+def _prediction(reading: Reading, figures: dict[str, Any] | None) -> Prediction:
+    if figures is None:
         return Prediction(None, None, None, None, None, None, None, reading.assumed, reading.reason)
-    return Prediction(**priced, assumed=reading.assumed, reason=reading.reason)
+    return Prediction(**figures, assumed=reading.assumed, reason=reading.reason)

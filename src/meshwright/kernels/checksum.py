@@ -1,0 +1,65 @@
+"""Checksums of the raw words of tensors: integer sums that wrap around, so the order of the additions does not matter.
+
+A word is 8 bytes of a tensor's content, in the byte order of the machine; zeros complete the last one. The sum of the words detects any
+single change. The weighted sum also detects changes that cancel each other in the sum, and words that swapped their positions. A device
+and a CPU compute equal values, and nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+COLUMNS = 1024
+"""Words with the same index modulo `COLUMNS` have the same weight, so that one read of a tensor gives both sums."""
+
+
+def word_sums(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of the words of each tensor, modulo 2⁶⁴: int64 `(tensors,)` on the tensors' device. Reads each tensor once."""
+    return torch.stack([_sum(tensor) for tensor in tensors])
+
+
+def weighted_word_sums(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of each tensor's words times their weights 1, 3, 5, …, modulo 2⁶⁴: int64 `(tensors,)`; see `digests`."""
+    return digests(tensors)[:, 1]
+
+
+def digests(tensors: Sequence[Tensor]) -> Tensor:
+    """Both sums of each tensor: int64 `(tensors, 2)` on the tensors' device, from one read of each.
+
+    The word with index i has the weight 1 + 2·(i modulo `COLUMNS`). Odd weights have inverses modulo 2⁶⁴, so no change of one word is lost.
+    """
+    columns = tensors[0].new_zeros((len(tensors), COLUMNS), dtype=torch.int64)
+    for tensor, sums in zip(tensors, columns, strict=True):
+        _add_columns(tensor, sums)
+    weights = torch.arange(1, 2 * COLUMNS, 2, device=columns.device)
+    return torch.stack([columns.sum(1), (columns * weights).sum(1)], dim=1)
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    words, last = _words(tensor)
+    return words.sum() + last.sum()
+
+
+def _add_columns(tensor: Tensor, columns: Tensor) -> None:
+    """Add word i of `tensor` to element i modulo `COLUMNS` of `columns`."""
+    words, last = _words(tensor)
+    if rows := words.numel() // COLUMNS:
+        columns += words[: rows * COLUMNS].view(rows, COLUMNS).sum(0)
+    incomplete = words[rows * COLUMNS :]
+    columns[: incomplete.numel()] += incomplete
+    columns[incomplete.numel() : incomplete.numel() + last.numel()] += last
+
+
+def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """The content of `tensor` as its complete words, without a copy where the memory permits it, and one more word or none."""
+    content = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if content.data_ptr() % 8 or content.storage_offset() % 8:
+        content = content.clone()
+    complete = content.numel() // 8 * 8
+    last = content[complete:]
+    if last.numel():
+        last = torch.nn.functional.pad(last, (0, 8 - last.numel()))
+    return content[:complete].view(torch.int64), last.view(torch.int64)
