@@ -77,8 +77,8 @@ def answer_of(question: str) -> dict[str, float]:
 
 def time_search(overrides: list[str]) -> dict[str, float]:
     """Processor seconds of the search, peak memory of this process, and layouts considered."""
-    run, before = load_run(None, overrides), time.process_time()
-    considered, seconds = search(run).considered, time.process_time() - before
+    run, start = load_run(None, overrides), time.process_time()
+    considered, seconds = search(run).considered, time.process_time() - start
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"seconds": seconds, "bytes": peak_bytes, "considered": considered}
 
@@ -87,9 +87,9 @@ def help_seconds() -> float:
     process = subprocess.Popen(
         [sys.executable, "-m", "meshwright", "plan", "--help"], env=one_thread(), stdout=subprocess.DEVNULL
     )
-    _, status, used = os.wait4(process.pid, 0)
+    _, status, usage = os.wait4(process.pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0
-    return used.ru_utime + used.ru_stime
+    return usage.ru_utime + usage.ru_stime
 
 
 def one_thread() -> dict[str, str]:

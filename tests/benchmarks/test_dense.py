@@ -91,10 +91,10 @@ def test_the_peer_may_run_fewer_sequences_at_a_time(dense: Any, options: Namespa
 
 def test_what_is_there_is_not_run_again_and_what_only_failed_only_when_asked(dense: Any, options: Namespace) -> None:
     base = next(dense.read_comparisons(options))
-    book = dense.Book(options.out)
+    book = dense.ResultFile(options.out)
     book.add(run_line("base", "meshwright", 1, [1.0]))
     book.add({"kind": "run", "row": "base", "side": "torchtitan", "pass": 1, "error": "out of memory"})
-    again = dense.Book(options.out)
+    again = dense.ResultFile(options.out)
     visits = [dense.Visit(base, side, number) for side in ("meshwright", "torchtitan") for number in (1, 2)]
     assert [dense.is_done(visit, again, options) for visit in visits] == [True, False, True, True]
     options.again = True
@@ -107,7 +107,7 @@ def test_no_run_is_begun_that_the_budget_does_not_hold(
     monkeypatch.setattr(dense, "run_visit", None)
     monkeypatch.setattr(dense, "environment", dict)
     options.budget = 30.0
-    dense.play(list(dense.read_comparisons(options)), options, dense.Book(options.out))
+    dense.run_missing(list(dense.read_comparisons(options)), options, dense.ResultFile(options.out))
     output = capsys.readouterr().out
     assert "base is not run; the same command goes on from here" in output
     assert "cannot be imported here, so rows have our side only" in output
@@ -202,10 +202,10 @@ def test_a_run_of_ours_and_its_device_side_by_side(
     monkeypatch.setattr(
         "dense_runs.read_breakdown", lambda trace, comparison, given: breakdown_line if trace.exists() else {}
     )
-    dense.play(
+    dense.run_missing(
         [comparison for comparison in dense.read_comparisons(options) if comparison.name == "base"],
         options,
-        dense.Book(options.out),
+        dense.ResultFile(options.out),
     )
     lines = [json.loads(line) for line in options.out.read_text(encoding="utf-8").splitlines()]
     assert [line["kind"] for line in lines] == ["session", "run", "breakdown", "rates", "roofline"]

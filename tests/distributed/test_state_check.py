@@ -11,11 +11,19 @@ import torch
 
 from tests.distributed import cases_state_check as cases
 from tests.distributed.pool import Pool
+from tests.slow import quick_first
 from tests.training.tiny import make_tiny, prepared, ranks, staged
 
 LAST = 6
 WEIGHT, MOMENT = "model.layers.1.mlp.down.weight", "optimizer.exp_avg_sq.norm.weight"
 TENSOR = ["cluster.gpus_per_node=2", "plan.tensor=2", "plan.shard=1"]
+EXPERTS = [
+    "plan.expert=2",
+    "model.family=mixtral",
+    "model.experts=4",
+    "model.experts_per_token=2",
+    "model.expert_hidden=16",
+]
 KV_COPIES = ["cluster.gpus_per_node=4", "plan.tensor=4", "plan.shard=1"]
 
 
@@ -32,15 +40,15 @@ def run(pool: Pool, tiny: Path, runs: Path, *words: str, count: int, **disturban
 @pytest.mark.parametrize(
     ("words", "count", "groups", "shared"),
     [
-        pytest.param(ranks(2), 2, 0, (), id="fsdp"),
+        pytest.param(ranks(2), 2, 0, (), id="fsdp", marks=pytest.mark.slow),
         pytest.param(
             ranks(4, replicate=2), 4, 2, ("model.layers.0.mlp.down.weight", "optimizer.exp_avg.norm.weight"), id="hsdp"
         ),
-        pytest.param(ranks(2, replicate=2), 2, 1, ("model.embed.weight",), id="replicas"),
+        pytest.param(ranks(2, replicate=2), 2, 1, ("model.embed.weight",), id="replicas", marks=pytest.mark.slow),
         pytest.param(
             TENSOR, 2, 1, ("model.norm.weight", "optimizer.exp_avg_sq.layers.0.attention_norm.weight"), id="tensor"
         ),
-        pytest.param(KV_COPIES, 4, 3, ("model.layers.0.attention.qkv.weight",), id="kv-heads"),
+        pytest.param(KV_COPIES, 4, 3, ("model.layers.0.attention.qkv.weight",), id="kv-heads", marks=pytest.mark.slow),
         pytest.param([*staged(2, "1f1b"), "model.tied=true"], 2, 1, ("model.embed.weight",), id="tied"),
     ],
 )
@@ -54,8 +62,42 @@ def test_a_flip_of_each_piece_is_found(
     assert labels.issuperset(shared) and (shared or not labels)
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("words", [ranks(2), ranks(2, replicate=2)], ids=["fsdp", "replicas"])
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [
+        pytest.param(ranks(4, replicate=2), 4, id="hsdp"),
+        pytest.param([*ranks(2, replicate=2), "plan.reduce_replicas=bf16"], 2, id="bf16-sums", marks=pytest.mark.slow),
+        pytest.param(KV_COPIES, 4, id="tensor", marks=pytest.mark.slow),
+        pytest.param([*staged(4, "zbv"), "model.tied=true"], 4, id="tied"),
+        pytest.param(
+            ["cluster.gpus_per_node=2", "plan.shard=1", "plan.context_ring=2"], 2, id="context", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            [*ranks(2, replicate=2), "plan.compute=bf16", "plan.offload=optimizer"],
+            2,
+            id="offload",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["cluster.gpus_per_node=4", "plan.shard=2", "plan.tensor=2", *EXPERTS],
+            4,
+            id="experts",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_nothing_is_found_in_clean_steps(pool: Pool, tiny: Path, tmp_path: Path, words: list[str], count: int) -> None:
+    answers = run(pool, tiny, tmp_path, *words, "supervision.check_state_every=1", count=count)
+    assert [answer[0] for answer in answers] == [""] * count and len(answers[0][1]) == LAST
+    assert not any("corruption" in text for text in answers[0][3])
+    assert ("the state in host memory is not checked" in answers[0][3][0]) == ("plan.offload=optimizer" in words)
+
+
+@pytest.mark.parametrize(
+    ("words", "mode"),
+    quick_first(1, [(ranks(2), "async"), (ranks(2), "sync"), (ranks(2, replicate=2), "async")], unpack=True),
+    ids=["fsdp-async", "fsdp-sync", "replicas-async"],
+)
 def test_a_flip_at_rest_is_found_in_its_step(
     pool: Pool, tiny: Path, tmp_path: Path, words: list[str], mode: str
 ) -> None:
@@ -82,7 +124,7 @@ def test_a_majority_names_the_rank_whose_update_went_wrong(pool: Pool, tiny: Pat
     assert_equal(answers, calm)
 
 
-@pytest.mark.parametrize(("rank", "bit"), [(0, 27), (1, 27), (1, 2)])
+@pytest.mark.parametrize(("rank", "bit"), quick_first(1, [(1, 27), (0, 27), (1, 2)], unpack=True))
 def test_recomputing_names_the_wrong_one_of_two_copies(
     pool: Pool, tiny: Path, tmp_path: Path, rank: int, bit: int
 ) -> None:
