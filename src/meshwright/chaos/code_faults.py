@@ -15,8 +15,7 @@ from meshwright.chaos.host_faults import REPLACED_SECONDS, training_host
 from meshwright.chaos.hosts import host_name
 from meshwright.chaos.process_faults import CONTINUES, middle
 from meshwright.chaos.scenario import Scenario, Stage
-from meshwright.launch.control import HOST_VARIABLE
-from meshwright.spec.rank_environment import ATTEMPT_VARIABLE
+from meshwright.spec.rank_environment import ATTEMPT_VARIABLE, HOST_VARIABLE
 
 VARIABLE = "MESHWRIGHT_CHAOS_CODE"
 """Environment variable with the faults that the injected code causes, separated by semicolons.

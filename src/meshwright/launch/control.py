@@ -21,12 +21,8 @@ from typing import Any
 from meshwright.launch.reports import Directive, Report
 from meshwright.spec.errors import BadInput
 from meshwright.spec.fields import from_plain, to_plain
-from meshwright.spec.rank_environment import COORDINATOR_VARIABLE
+from meshwright.spec.rank_environment import COORDINATOR_VARIABLE, TOKEN_VARIABLE
 
-TOKEN_VARIABLE = "MESHWRIGHT_TOKEN_FILE"
-"""Environment variable with the file that holds the job token."""
-HOST_VARIABLE = "MESHWRIGHT_HOST"
-"""Environment variable with the name of the machine, for the case that the hostname is not: a pod's is its own."""
 HEAD_BYTES, BODY_BYTES, CONNECTIONS = 8 << 10, 1 << 20, 8192
 """Most bytes of a request's head and body, and most connections at a time."""
 IDLE_SECONDS, UNKNOWN_SECONDS = 60.0, 10.0

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 from meshwright.events.terminal import write_line
 from meshwright.launch.agent import Agent
 from meshwright.launch.control import (
-    HOST_VARIABLE,
     ControlClient,
     ControlServer,
     coordinator_address,
@@ -39,7 +38,7 @@ from meshwright.launch.orphans import end_orphans
 from meshwright.launch.reports import Directive, Report
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, BadInput
 from meshwright.spec.fields import from_plain, to_plain
-from meshwright.spec.rank_environment import COORDINATOR_VARIABLE
+from meshwright.spec.rank_environment import COORDINATOR_VARIABLE, HOST_VARIABLE
 from meshwright.spec.run import RunSpec
 
 if TYPE_CHECKING:

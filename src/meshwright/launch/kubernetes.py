@@ -8,7 +8,6 @@ from textwrap import indent
 from typing import Any
 
 from meshwright.config.yaml_positions import dump_yaml
-from meshwright.launch.control import HOST_VARIABLE, TOKEN_VARIABLE
 from meshwright.launch.scheduler_job import (
     KEPT_FILES,
     REQUEUE_CODES,
@@ -16,7 +15,7 @@ from meshwright.launch.scheduler_job import (
     SchedulerJob,
 )
 from meshwright.spec.errors import BadInput
-from meshwright.spec.rank_environment import COORDINATOR_VARIABLE
+from meshwright.spec.rank_environment import COORDINATOR_VARIABLE, HOST_VARIABLE, TOKEN_VARIABLE
 
 PORT = 29400
 """Port of the coordinator."""
