@@ -47,8 +47,8 @@ def corrupt_record(world: World, session: Session) -> None:
     """One byte of the last rank's record changes."""
     if world.rank == world.ranks - 1:
         arena = _arena()
-        at = os.fstat(arena.descriptor).st_size - 9
-        os.pwrite(arena.descriptor, bytes([os.pread(arena.descriptor, 1, at)[0] ^ 1]), at)
+        offset = os.fstat(arena.descriptor).st_size - 9
+        os.pwrite(arena.descriptor, bytes([os.pread(arena.descriptor, 1, offset)[0] ^ 1]), offset)
 
 
 def begin_next_snapshot(world: World, session: Session) -> None:
@@ -88,27 +88,27 @@ def restarted(world: World, assignment: Assignment, change: Change, at_most: int
         ranks.run_on_all("training", lambda: None)
         change(world, session)
         ranks.run_on_all("changing", lambda: None)
-        session = open_session(_with(assignment, at_most), world)
+        session = open_session(_resume_assignment(assignment, at_most), world)
         expected = trained if session.step else initial
         equal = all(torch.equal(parts.local, expected[name]) for name, parts in session.state().items())
         return session.resumed_from, session.step, equal
 
 
-def _with(assignment: Assignment, at_most: int | None) -> Assignment:
+def _resume_assignment(assignment: Assignment, at_most: int | None) -> Assignment:
     return replace(assignment, resume_at_most=at_most, attempt=2)
 
 
 def resumed_losses(world: World, assignment: Assignment) -> list[tuple[Any, ...]]:
     """(tier, step) of a second start in the same arenas, after which it trains to its end and saves there."""
     with mock.patch.dict(os.environ, {ARENA: f"/proc/self/fd/{empty_memory()}"}):
-        short = replace(assignment, run=replace(assignment.run, train=replace(assignment.run.train, steps=4)))
-        _train(open_session(short, world))
+        shorter_run = replace(assignment, run=replace(assignment.run, train=replace(assignment.run.train, steps=4)))
+        _train(open_session(shorter_run, world))
         Ranks(world.control).run_on_all("training", lambda: None)
-        session = open_session(_with(assignment, None), world)
+        session = open_session(_resume_assignment(assignment, None), world)
         begins = session.resumed_from, session.step
         _train(session)
         Ranks(world.control).run_on_all("training", lambda: None)
-        session = open_session(_with(assignment, None), world)
+        session = open_session(_resume_assignment(assignment, None), world)
         return [begins, (session.resumed_from, session.step)]
 
 

@@ -19,7 +19,7 @@ from tests.distributed.cases_numerics import _Noting
 Answer = tuple[str, list[tuple[int, float]], dict[str, torch.Tensor], list[str]]
 
 
-def flipped(
+def run_with_flip(
     world: World,
     assignment: Assignment,
     *,
@@ -34,23 +34,23 @@ def flipped(
     In `step`, once, a bit of the first element of the state tensor `name` of `rank` flips: before the step if it `at_rest`, else in its
     update.
     """
-    session, left = open_session(assignment, world), [world.rank == rank]
+    session, flips_left = open_session(assignment, world), [world.rank == rank]
     play, update = session.engine.executor.play, session.optimizer.step
 
     def flip() -> None:
-        if left[0] and session.step + 1 == step:
-            left[0] = False
-            words(session, name)[:1].bitwise_xor_(1 << bit)
+        if flips_left[0] and session.step + 1 == step:
+            flips_left[0] = False
+            as_words(session, name)[:1].bitwise_xor_(1 << bit)
 
-    def play_flipped(*arguments: Any) -> torch.Tensor:
+    def play_with_flip(*arguments: Any) -> torch.Tensor:
         flip() if at_rest else None
         return play(*arguments)
 
-    def update_flipped(*arguments: Any) -> None:
+    def update_with_flip(*arguments: Any) -> None:
         update(*arguments)
         flip() if not at_rest else None
 
-    session.engine.executor.play, session.optimizer.step = play_flipped, update_flipped
+    session.engine.executor.play, session.optimizer.step = play_with_flip, update_with_flip
     error = ""
     with closing(_Noting(session)) as reporter:
         try:
@@ -61,7 +61,7 @@ def flipped(
     return error, [(record["step"], record["loss"]) for record in reporter.steps], state, reporter.events
 
 
-def words(session: Session, name: str) -> torch.Tensor:
+def as_words(session: Session, name: str) -> torch.Tensor:
     """The elements of a state tensor as integers."""
     return session.state()[name].local.view(-1).view(torch.int32)
 
@@ -75,7 +75,7 @@ def differences(
     """
     session = open_session(assignment, world)
     state = StateDigests(list(session.state().values()), world)
-    none = torch.zeros(len(state.pieces), dtype=torch.bool)
+    no_difference = torch.zeros(len(state.pieces), dtype=torch.bool)
     replicated = [group >= 0 for group in state.group_of_piece]
     labels = [(piece.label, shared) for piece, shared in zip(state.pieces, replicated, strict=True)]
 
@@ -84,13 +84,17 @@ def differences(
         sums_by_rank = state.exchange(0, state.compute(), changed, compare=True).read_sums()
         return state.differing_groups(sums_by_rank), [rank for rank, sums in enumerate(sums_by_rank) if sums[-1][0]]
 
-    assert check(none) == ([], [])
+    assert check(no_difference) == ([], [])
     clean, missed = state.compute(), []
     for rank in range(world.ranks):
-        counts = [0] * world.ranks
-        torch.distributed.all_gather_object(counts, len(state.pieces))
-        for index in range(counts[rank]):
-            content = state.pieces[index].elements.view(-1).view(torch.int32)[-1:] if world.rank == rank else none[:0]
+        differences_by_rank = [0] * world.ranks
+        torch.distributed.all_gather_object(differences_by_rank, len(state.pieces))
+        for index in range(differences_by_rank[rank]):
+            content = (
+                state.pieces[index].elements.view(-1).view(torch.int32)[-1:]
+                if world.rank == rank
+                else no_difference[:0]
+            )
             content.bitwise_xor_(1 << 3) if world.rank == rank else None
             groups, changed = check((state.compute() != clean).any(dim=1))
             if world.rank != rank:
@@ -99,5 +103,5 @@ def differences(
             if groups != expected or changed != [rank]:
                 missed.append(state.pieces[index].label)
             content.bitwise_xor_(1 << 3)
-    assert check(none) == ([], [])
+    assert check(no_difference) == ([], [])
     return state.groups, labels, missed

@@ -29,8 +29,8 @@ def test_known_and_unknown_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_local_run_on_gpus_that_are_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refusal(shown: int, cluster: ClusterSpec, nodes: tuple[str, ...] = ()) -> str:
-        monkeypatch.setattr(machine, "_query", lambda field: ["NVIDIA H100 80GB HBM3"] * shown)
+    def refusal(visible_gpus: int, cluster: ClusterSpec, nodes: tuple[str, ...] = ()) -> str:
+        monkeypatch.setattr(machine, "_query", lambda field: ["NVIDIA H100 80GB HBM3"] * visible_gpus)
         monkeypatch.setattr(machine, "_DEVICE_NODES", nodes)
         try:
             machine.check_devices(cluster)
