@@ -43,7 +43,9 @@ from meshwright.checkpoint.store import CheckpointStore
 
 Line = dict[str, Any]
 BLOCK_BYTES = 16 << 20
+"""Bytes of one write of the plain copy."""
 PIECE_BYTES = 64 << 20
+"""Bytes of one raw read."""
 WARM_STEPS = 6
 """First steps of a run, which are ignored."""
 

@@ -31,6 +31,7 @@ from meshwright.policies.supervision import Rules
 from meshwright.spec.fields import to_plain
 
 TOKEN, HEARTBEAT = "a token of this benchmark", 3.0
+"""Token of the agents; seconds between two reports of an agent."""
 
 
 async def agent(address: tuple[str, int], number: int, ranks: int, seconds: float, silent_after: float | None) -> None:

@@ -41,6 +41,7 @@ import yaml
 from sides import HERE, KERNELS, LOG_TAIL, MESHWRIGHT, TORCHTITAN, our_figures, run_ours, run_torchtitan
 
 SKIP, LIMIT = 4, 240.0
+"""Default number of first steps that are not counted, and default seconds per run."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ GAP_THRESHOLD = 0.01
 MAX_NAMED = 3
 """Most kernels or shapes that an explanation names."""
 LONGEST_NAME = 60
+"""Characters of a printed kernel name."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 HIDDEN = 4096
+"""Hidden size of Llama-3-8B."""
 PRODUCTS = {
     "qkv": ("gathered", 6144),
     "out": ("scattered", 4096),
@@ -43,6 +44,7 @@ PRODUCTS = {
 WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 LIMIT_SECONDS = 400
+"""Longest time of all ranks."""
 CALLS = 8
 """Calls in a row per sample, so that the host runs ahead of the device as in a step."""
 

@@ -25,6 +25,7 @@ the first only): `nan`, `spike` or `bit` a weight, `gradient` a reduced gradient
 other forms are `clock:FILE`, and `product:FILE` for the products of the self-test on a host that the file names.
 """
 JUMP_SECONDS = 86400
+"""Offset of the wall clock from the real time: first a day ahead, then a day behind."""
 CODE = f'''
 import importlib.abc, importlib.machinery, os, signal, sys, time
 
@@ -160,7 +161,7 @@ def make_host_wrong(stage: Stage) -> None:
 
 
 def jump_clock(stage: Stage) -> None:
-    """Let the wall clock of all processes of the job jump a day ahead, and back."""
+    """Set the wall clock of all processes of the job a day ahead, then a day behind the real time."""
     file = Path(stage.folder / "clock")
     job = stage.start(with_code(stage.folder, f"clock:{file}"))
     job.until_step(middle(stage))

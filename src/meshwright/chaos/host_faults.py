@@ -13,6 +13,7 @@ from meshwright.chaos.scenario import Scenario, Stage
 LOST_SECONDS, REPLACED_SECONDS = 10.0, 25.0
 """Most seconds from the loss of a host to its detection, and to the next step."""
 FLAP_SECONDS, PARTITION_SECONDS = 3.0, 20.0
+"""Seconds without a link: shorter than any limit, and long enough that the host counts as lost."""
 TWO_HOSTS = ("cluster.nodes=2",)
 
 
@@ -32,8 +33,8 @@ def kill_agent(stage: Stage) -> None:
     stage.signal(agent.pid, signal.SIGKILL)
     stage.job.forget(agent)
     stage.pause(1.0)
-    left = [pid for pid in ranks if command(pid)]
-    stage.expect(not left, f"{len(left)} ranks of the killed agent still run")
+    ranks_left = [pid for pid in ranks if command(pid)]
+    stage.expect(not ranks_left, f"{len(ranks_left)} ranks of the killed agent still run")
     stage.launch(1)
 
 

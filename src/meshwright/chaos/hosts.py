@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import secrets
+import shutil
+import subprocess
+from pathlib import Path
+
 from meshwright.spec.rank_environment import COORDINATOR_VARIABLE, HOST_VARIABLE, TOKEN_VARIABLE
 
 INTERFACE = "host0"
 """Name of every host's network interface."""
 PORT = 29400
+"""Port of the coordinator in the network that the hosts share."""
 
 
 def namespace_obstacle() -> str | None:
@@ -60,12 +67,12 @@ class Hosts:
     def environment(self, host: int) -> dict[str, str]:
         """Environment variables of the agent of a host; host 0 has the coordinator."""
         address = _address(0) if self._names else "127.0.0.1"
-        own = {
+        coordinator_variables = {
             COORDINATOR_VARIABLE: f"{address}:{PORT}",
             TOKEN_VARIABLE: str(self._token),
             HOST_VARIABLE: host_name(host),
         }
-        return own | ({"GLOO_SOCKET_IFNAME": INTERFACE} if self._names else {})
+        return coordinator_variables | ({"GLOO_SOCKET_IFNAME": INTERFACE} if self._names else {})
 
     def set_link(self, host: int, up: bool) -> None:
         """Cut the link between a host and the switch, or restore it."""

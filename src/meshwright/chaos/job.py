@@ -16,6 +16,7 @@ from meshwright.chaos.processes import TOKEN, training_ranks
 from meshwright.spec.errors import MeshwrightError
 
 POLL_SECONDS = 0.01
+"""Seconds between two looks at the job."""
 LONGEST_SECONDS, LONGEST_GPU_SECONDS = 180.0, 600.0
 """Seconds that a job may take to reach an awaited point or its end; compilation for a GPU takes longer."""
 
@@ -117,8 +118,8 @@ class Job:
     def code(self) -> int | None:
         """The exit code of the command, the largest of several hosts; None while one of them runs."""
         codes = [process.poll() for process in self.processes if process.pid not in self._forgotten]
-        ended = [code for code in codes if code is not None]
-        return max(ended, key=abs) if len(ended) == len(codes) and ended else None
+        exit_codes = [code for code in codes if code is not None]
+        return max(exit_codes, key=abs) if len(exit_codes) == len(codes) and exit_codes else None
 
     @property
     def output(self) -> str:

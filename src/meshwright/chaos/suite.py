@@ -40,12 +40,12 @@ class Suite:
         Keys of checkpoints among `words` have precedence. Limits in seconds are multiplied by `patience`, for machines that do
         other work at the same time. `show` receives lines of progress.
         """
-        given = {word.partition("=")[0] for word in words}
+        keys_given = {override.partition("=")[0] for override in words}
         every = max(1, steps // CHECKPOINTS)
-        if "checkpoint.every" in given and isinstance(run.checkpoint.every, int) and run.checkpoint.every:
+        if "checkpoint.every" in keys_given and isinstance(run.checkpoint.every, int) and run.checkpoint.every:
             every = run.checkpoint.every
         shortened = {"train.steps": steps, "checkpoint.every": every}
-        shortened |= {} if "checkpoint.keep" in given else {"checkpoint.keep": CHECKPOINTS + 4}
+        shortened |= {} if "checkpoint.keep" in keys_given else {"checkpoint.keep": CHECKPOINTS + 4}
         words = [*words, *(f"{key}={value}" for key, value in shortened.items())]
         self._template = Template(tuple(words), run.name, steps, run.cluster.ranks, every, gpu=not run.cluster.is_cpu)
         self._folder, self._patience, self._show = folder, patience, show
@@ -89,15 +89,16 @@ class Suite:
 
 def _without_supervision(overrides: tuple[str, ...]) -> tuple[str, ...]:
     """`overrides` without keys of `supervision`, none of which changes a loss."""
-    return tuple(word for word in overrides if not word.startswith("supervision."))
+    return tuple(override for override in overrides if not override.startswith("supervision."))
 
 
 def scenario_named(name: str) -> Scenario:
     """The scenario of a name. Raises BadInput naming the nearest."""
     scenarios = {scenario.name: scenario for scenario in SCENARIOS}
     if name not in scenarios:
-        near = nearest(name, scenarios)
+        nearest_name = nearest(name, scenarios)
         raise BadInput(
-            f"--scenario {name}: there is no such scenario" + (f"; nearest: {near}" if near else "; --list names all")
+            f"--scenario {name}: there is no such scenario"
+            + (f"; nearest: {nearest_name}" if nearest_name else "; --list names all")
         )
     return scenarios[name]

@@ -23,6 +23,7 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 SEND_SECONDS = 1.0
 """Shortest time between two messages about actions."""
 _STEP_SHIFT, _PHASE_SHIFT, _ACTION_MASK = 32, 24, (1 << 24) - 1
+"""Layout of word 0: the step in bits 32 to 63, the phase in bits 24 to 31, the action in bits 0 to 23."""
 
 
 class ProgressPage:

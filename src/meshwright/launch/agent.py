@@ -23,6 +23,7 @@ SPARE_SECONDS = 3.0
 """Seconds of training after which an attempt gets spares: a short run needs none, and a start needs the processor."""
 
 DEAD_SPARES = 2
+"""Sets of spares that may end before they are used; the next set begins in any case."""
 
 
 class _RunningTest:

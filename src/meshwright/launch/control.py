@@ -28,7 +28,9 @@ HEAD_BYTES, BODY_BYTES, CONNECTIONS = 8 << 10, 1 << 20, 8192
 IDLE_SECONDS, UNKNOWN_SECONDS = 60.0, 10.0
 """Seconds after which a connection without a request is closed; and one that has not sent the token."""
 SHORTEST_TOKEN = 16
+"""Fewest characters of a token."""
 CONNECT_SECONDS, ANSWER_SECONDS = 3.0, 10.0
+"""Longest time to connect to the coordinator, and to wait for its answer."""
 
 Handler = Callable[[Any], Any]
 """Answers the JSON value of a request with a JSON value. Raises ValueError, TypeError or KeyError for a bad one."""
@@ -139,17 +141,17 @@ class ControlServer:
     def _answer_next(self, connection: _Connection) -> bool:
         """Answer the next complete request in the buffer; False if there is none."""
         received = connection.received
-        end = received.find(b"\r\n\r\n", 0, HEAD_BYTES)
-        if end < 0:
+        head_end = received.find(b"\r\n\r\n", 0, HEAD_BYTES)
+        if head_end < 0:
             if len(received) >= HEAD_BYTES:
                 self._refuse(connection, 431)
             return False
-        request = _parse_head(bytes(received[:end]))
+        request = _parse_head(bytes(received[:head_end]))
         if request is None:
             return self._refuse(connection, 400)
         method, path, headers = request
-        given = headers.get("authorization", "").encode("latin-1")
-        if not hmac.compare_digest(given, b"Bearer " + self._token):
+        authorization = headers.get("authorization", "").encode("latin-1")
+        if not hmac.compare_digest(authorization, b"Bearer " + self._token):
             return self._refuse(connection, 401)
         connection.authorised = True
         length = headers.get("content-length", "0")
@@ -157,7 +159,7 @@ class ControlServer:
             return self._refuse(connection, 411)
         if len(length) > 9 or int(length) > BODY_BYTES:
             return self._refuse(connection, 413)
-        start, stop = end + 4, end + 4 + int(length)
+        start, stop = head_end + 4, head_end + 4 + int(length)
         if len(received) < stop:
             return False
         body = bytes(received[start:stop])
@@ -270,8 +272,8 @@ class ControlClient:
             raise
         self._connection = connection
         if response.status != 200:
-            at = f"{self._address[0]}:{self._address[1]}"
-            raise BadInput(f"the coordinator at {at} answers {response.status}: {(body or {}).get('error')}")
+            address = f"{self._address[0]}:{self._address[1]}"
+            raise BadInput(f"the coordinator at {address} answers {response.status}: {(body or {}).get('error')}")
         return body
 
     def close(self) -> None:

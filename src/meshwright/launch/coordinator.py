@@ -210,9 +210,9 @@ class Coordinator:
             ranks = [attempt.ranks[rank] for rank in sorted(attempt.ranks)]
             attempt.failed_at = attempt.failed_at or now
             codes = exit_codes(ranks)
-            over = len(ended) == len(state.members)
+            all_ended = len(ended) == len(state.members)
             # Before the end is requested, other ranks have time to report too: the first that failed may not be the cause.
-            if over or next_action(codes, now - attempt.failed_at, since_request=None) == "request end":
+            if all_ended or next_action(codes, now - attempt.failed_at, since_request=None) == "request end":
                 first = culprit(codes)
                 assert first is not None, "a rank has failed"
                 yield Failed(state.attempt, self._incident(ranks[first]))

@@ -51,6 +51,7 @@ FAREWELL_SECONDS = 8.0
 ABANDONED_SECONDS, GIVE_UP_SECONDS = 300.0, 300.0
 """Seconds without any agent after which a coordinator ends, and without a coordinator after which an agent does."""
 LONGEST_BACK_OFF = 3.0
+"""Most seconds between two attempts to reach the coordinator, before a random factor of 0.5 to 1."""
 
 
 def run_coordinator(
@@ -94,7 +95,7 @@ def run_coordinator(
 
 def _coordinate(coordinator: Coordinator, server: ControlServer) -> None:
     """Serve agents until the job is over and they know it, or until there are none."""
-    heard = ticked = time.monotonic()
+    last_report = ticked = time.monotonic()
     while coordinator.code is None:
         server.serve(POLL_SECONDS)
         if time.monotonic() - ticked < POLL_SECONDS:  # reports arrive more often in a large job
@@ -102,8 +103,8 @@ def _coordinate(coordinator: Coordinator, server: ControlServer) -> None:
         ticked = time.monotonic()
         coordinator.tick()
         if coordinator.hosts:
-            heard = time.monotonic()
-        if time.monotonic() - heard > ABANDONED_SECONDS:
+            last_report = time.monotonic()
+        if time.monotonic() - last_report > ABANDONED_SECONDS:
             write_line(f"meshwright: no agent has answered for {ABANDONED_SECONDS:g} s; the coordinator ends")
             return
     deadline = time.monotonic() + FAREWELL_SECONDS

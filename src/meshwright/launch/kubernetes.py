@@ -25,6 +25,7 @@ JOBSET_NAME_LABEL = "jobset.sigs.k8s.io/jobset-name"
 LONGEST_NAME = 63
 """Characters of an object's name as part of a DNS name."""
 LARGEST_CONFIG_MAP = 1 << 20
+"""Most bytes of a ConfigMap (limit of Kubernetes)."""
 REPLICATED_JOB = "node"
 """Name of the replicated job and of its container; Kubeflow's trainer expects it."""
 

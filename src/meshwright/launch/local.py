@@ -41,6 +41,7 @@ LOOPBACK = "127.0.0.1"
 KILL_SECONDS = 30.0
 """Seconds that the kernel may take to end a killed process."""
 POLL_SECONDS = 0.05
+"""Seconds between two looks at the ranks."""
 WRITER_SECONDS = 60.0
 """How long the launcher waits for processes that still write a checkpoint when their ranks have ended."""
 Listener = Callable[[int, Message], None]
@@ -358,12 +359,16 @@ def _environment(rank: int, cluster: ClusterSpec, listener: socket.socket, threa
     address = listener.getsockname()[0]
     local = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if address.startswith("127.") else {}
     network = local | network_environment(cluster, rank)
-    own = {"RANK": rank, "WORLD_SIZE": cluster.gpus_per_node, "LOCAL_RANK": rank}
-    own |= {"LOCAL_WORLD_SIZE": cluster.gpus_per_node}
-    own |= {"MASTER_PORT": listener.getsockname()[1], "MESHWRIGHT_PARENT": os.getpid(), "OMP_NUM_THREADS": threads}
-    own |= {START_TIME_VARIABLE: process_start_time()}
+    rank_variables = {"RANK": rank, "WORLD_SIZE": cluster.gpus_per_node, "LOCAL_RANK": rank}
+    rank_variables |= {"LOCAL_WORLD_SIZE": cluster.gpus_per_node}
+    rank_variables |= {
+        "MASTER_PORT": listener.getsockname()[1],
+        "MESHWRIGHT_PARENT": os.getpid(),
+        "OMP_NUM_THREADS": threads,
+    }
+    rank_variables |= {START_TIME_VARIABLE: process_start_time()}
     env = {**_torch_defaults(threads), **network, **os.environ, "MASTER_ADDR": address}
-    return env | {name: str(value) for name, value in own.items()}
+    return env | {name: str(value) for name, value in rank_variables.items()}
 
 
 def _torch_defaults(threads: int) -> dict[str, str]:
@@ -410,8 +415,8 @@ def _output(rank: int, logs: Path | None) -> Iterator[int | None]:
 
 def rank_threads(cluster: ClusterSpec) -> int:
     """CPU threads of one rank: its share of this host's cores; a rank that computes on a GPU needs only a few."""
-    share = max(1, (os.cpu_count() or 1) // cluster.gpus_per_node)
-    return share if cluster.is_cpu else min(8, share)
+    cores_per_rank = max(1, (os.cpu_count() or 1) // cluster.gpus_per_node)
+    return cores_per_rank if cluster.is_cpu else min(8, cores_per_rank)
 
 
 @contextmanager
@@ -434,11 +439,11 @@ def listening_socket(address: str = LOOPBACK) -> Iterator[socket.socket]:
 @contextmanager
 def _blocked() -> Iterator[None]:
     """Block stop signals while ranks are started. Ranks inherit this and unblock them when their handlers are installed."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
+    blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
 
 
 @contextmanager
@@ -447,11 +452,11 @@ def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in stop_signals()}
+    handlers_before = {number: signal.signal(number, handler) for number in stop_signals()}
     try:
         yield
     finally:
-        for number, kept in before.items():
+        for number, handler_before in handlers_before.items():
             signal.signal(
-                number, signal.SIG_DFL if kept is None else kept
+                number, signal.SIG_DFL if handler_before is None else handler_before
             )  # None: a handler that Python did not install

@@ -17,14 +17,19 @@ from meshwright.spec.plan import LayerStrategy, Plan
 from meshwright.spec.plan_name import zero_stage
 
 MOST_RANKS_DRAWN = 128
+"""Most ranks in the picture of a plan, about."""
 MOST_ROWS = 200
+"""Most lines of a table."""
 LONG_LABEL = 16
 """Characters above which the label of a table line wraps."""
 SHORT_NAMES = {"context_ring": "ring", "context_ulysses": "Ulysses"}
 """Short axis names for the narrow boxes of ranks."""
 MOST_SAMPLES = 12
+"""Most generated samples that are shown."""
 SAMPLE_CHARACTERS = 3000
+"""Longest text of a sample."""
 CONFIG_CHARACTERS = 60_000
+"""Longest text of the configuration."""
 
 
 def tiles(run: RunFolder) -> str:

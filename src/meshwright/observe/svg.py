@@ -17,6 +17,7 @@ from meshwright.observe import number_text
 from meshwright.observe.curves import Values, tick_labels, ticks, value_range
 
 WIDTH = 1000
+"""Width of a drawing in its own units."""
 Format = Literal["loss", "short", "percent", "seconds", "scientific"]
 _FORMATS = {
     "loss": "{:.4f}".format,
