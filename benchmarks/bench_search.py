@@ -71,7 +71,8 @@ def answer_of(question: str) -> dict[str, float]:
     """Seconds, peak bytes and considered layouts of a search, in the fastest of `REPEATS` single-threaded processes."""
     command = [sys.executable, __file__, *question.split()]
     outputs = (
-        subprocess.run(command, env=one_thread(), capture_output=True, check=True).stdout for _ in range(REPEATS)
+        subprocess.run(command, env=single_thread_environment(), capture_output=True, check=True).stdout
+        for _ in range(REPEATS)
     )
     return min(map(json.loads, outputs), key=lambda result: result["seconds"])
 
@@ -86,14 +87,16 @@ def time_search(overrides: list[str]) -> dict[str, float]:
 
 def help_seconds() -> float:
     process = subprocess.Popen(
-        [sys.executable, "-m", "meshwright", "plan", "--help"], env=one_thread(), stdout=subprocess.DEVNULL
+        [sys.executable, "-m", "meshwright", "plan", "--help"],
+        env=single_thread_environment(),
+        stdout=subprocess.DEVNULL,
     )
     _, status, usage = os.wait4(process.pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     return usage.ru_utime + usage.ru_stime
 
 
-def one_thread() -> dict[str, str]:
+def single_thread_environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 

@@ -80,6 +80,35 @@ def losses(run: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "step"]
 
 
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float]]:
+    """The losses of an undisturbed run."""
+    hosts = Hosts(tmp_path_factory.mktemp("calm") / "runs", make_tiny(tmp_path_factory.getbasetemp() / "tiny"), 2)
+    assert hosts.codes() == [0, 0], hosts.output
+    return losses(hosts.run)
+
+
+@pytest.mark.slow
+def test_the_partner_of_a_lost_host_has_its_newest_step(
+    calm: list[tuple[int, float]], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The run's storage has lost all checkpoints when a spare host replaces the lost one."""
+    tiny = make_tiny(tmp_path_factory.getbasetemp() / "tiny")
+    hosts = Hosts(
+        tmp_path / "lost", tiny, 3, "supervision.spares=1", "checkpoint.partner=host", "checkpoint.at_end=false"
+    )
+    until(lambda: last_step(hosts.run) >= 25, hosts.agents[0])
+    lost = hosts.members()[1]
+    lost.process.send_signal(signal.SIGKILL)
+    until(lambda: "has not answered for 8 s" in hosts.output, hosts.agents[0])
+    for checkpoint in (hosts.run / "checkpoints").glob("step-*"):
+        shutil.rmtree(checkpoint)
+    assert sorted(hosts.codes()) == [-9, 0, 0], hosts.output
+    resumed = [line for line in hosts.output.splitlines() if "resumed after step" in line]
+    assert resumed and "from partner memory" in resumed[-1], hosts.output
+    assert losses(hosts.run) == calm
+
+
 @pytest.mark.slow
 def test_a_spare_host_replaces_a_lost_one_and_the_losses_are_those_of_an_undisturbed_run(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
@@ -94,7 +123,7 @@ def test_a_spare_host_replaces_a_lost_one_and_the_losses_are_those_of_an_undistu
     codes = hosts.codes()
     assert sorted(codes) == [-9, 0, 0], hosts.output
     assert "has not answered for 8 s" in hosts.output and "restart 1 of 3 from the checkpoint of step" in hosts.output
-    assert losses(hosts.run) == losses(calm.run)
+    assert losses(hosts.run) == calm
     deadline = time.monotonic() + 15  # the coordinator ends once all agents know that the job is over
     while any(alive(pid) for pid in children):
         assert time.monotonic() < deadline

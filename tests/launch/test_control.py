@@ -13,12 +13,13 @@ import pytest
 
 from meshwright.events.messages import Failure, Progress
 from meshwright.launch import control
-from meshwright.launch.control import ControlClient, ControlServer, coordinator_address, job_token, listen
+from meshwright.launch.control import ControlClient, ControlServer, coordinator_address, listen
 from meshwright.launch.hosts import checked_report
 from meshwright.launch.outcome import RankState
 from meshwright.launch.reports import Directive, Report
 from meshwright.spec.errors import BadInput
 from meshwright.spec.fields import to_plain
+from meshwright.spec.job_token import TOKEN_VARIABLE, job_token
 
 TOKEN = "0123456789abcdef"
 REPORT = Report(
@@ -138,7 +139,7 @@ def test_connections_without_a_token_are_closed_after_a_while(monkeypatch: pytes
 
 def test_the_token_file_is_private_and_long_enough(tmp_path: Path) -> None:
     file = tmp_path / "token"
-    env = {control.TOKEN_VARIABLE: str(file)}
+    env = {TOKEN_VARIABLE: str(file)}
     file.write_text(TOKEN + "\n")
     file.chmod(0o600)
     assert job_token(env) == TOKEN

@@ -13,10 +13,11 @@ from typer.main import get_command
 
 from meshwright.cli.main import app_for
 from meshwright.config.load import load_run, plan_yaml
-from meshwright.launch.control import COORDINATOR_VARIABLE, TOKEN_VARIABLE, coordinator_address, job_token
+from meshwright.launch.control import COORDINATOR_VARIABLE, coordinator_address
 from meshwright.launch.kubernetes import JOBSET_NAME_LABEL, Container, jobset_yaml, object_name, trainjob_yaml
 from meshwright.launch.scheduler_job import KEPT_FILES, REQUEUE_CODES, STOP_CODES, SchedulerJob, scheduler_job
 from meshwright.spec.errors import BadInput
+from meshwright.spec.job_token import TOKEN_VARIABLE, job_token
 
 CONTAINER = Container("registry.example/meshwright:1", "shared")
 

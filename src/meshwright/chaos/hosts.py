@@ -8,7 +8,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from meshwright.spec.rank_environment import COORDINATOR_VARIABLE, HOST_VARIABLE, TOKEN_VARIABLE
+from meshwright.spec.job_token import TOKEN_VARIABLE
+from meshwright.spec.rank_environment import COORDINATOR_VARIABLE, HOST_VARIABLE
 
 INTERFACE = "host0"
 """Name of every host's network interface."""

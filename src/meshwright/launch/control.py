@@ -9,48 +9,27 @@ from __future__ import annotations
 import hmac
 import http.client
 import json
-import os
 import selectors
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from meshwright.launch.reports import Directive, Report
 from meshwright.spec.errors import BadInput
 from meshwright.spec.fields import from_plain, to_plain
-from meshwright.spec.rank_environment import COORDINATOR_VARIABLE, TOKEN_VARIABLE
+from meshwright.spec.rank_environment import COORDINATOR_VARIABLE
 
 HEAD_BYTES, BODY_BYTES, CONNECTIONS = 8 << 10, 1 << 20, 8192
 """Most bytes of a request's head and body, and most connections at a time."""
 IDLE_SECONDS, UNKNOWN_SECONDS = 60.0, 10.0
 """Seconds after which a connection without a request is closed; and one that has not sent the token."""
-SHORTEST_TOKEN = 16
-"""Fewest characters of a token."""
 CONNECT_SECONDS, ANSWER_SECONDS = 3.0, 10.0
 """Longest time to connect to the coordinator, and to wait for its answer."""
 
 Handler = Callable[[Any], Any]
 """Answers the JSON value of a request with a JSON value. Raises ValueError, TypeError or KeyError for a bad one."""
-
-
-def job_token(env: dict[str, str] | None = None) -> str:
-    """The token in the file that the environment names. Raises BadInput if it is missing, too short or public."""
-    path = (env or dict(os.environ)).get(TOKEN_VARIABLE)
-    advice = f"(umask 077; head -c 32 /dev/urandom | base64 > token) and export {TOKEN_VARIABLE}=token on every host"
-    if path is None:
-        raise BadInput(f"{TOKEN_VARIABLE} is not set; expected the file with the job's token: {advice}")
-    try:
-        text, mode = Path(path).read_text(encoding="ascii").strip(), Path(path).stat().st_mode
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{TOKEN_VARIABLE}: {path} cannot be read: {error}; {advice}") from None
-    if len(text) < SHORTEST_TOKEN or not text.isprintable() or " " in text:
-        raise BadInput(f"{TOKEN_VARIABLE}: {path} needs a token of at least {SHORTEST_TOKEN} characters; {advice}")
-    if mode & 0o007:
-        raise BadInput(f"{TOKEN_VARIABLE}: every user of this host can open {path}; chmod 600 {path}")
-    return text
 
 
 def coordinator_address(text: str | None) -> tuple[str, int]:

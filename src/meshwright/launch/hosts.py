@@ -21,23 +21,25 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshwright.checkpoint.snapshot_transport import SERVER_VARIABLE
 from meshwright.events.terminal import write_line
 from meshwright.launch.agent import Agent
 from meshwright.launch.control import (
     ControlClient,
     ControlServer,
     coordinator_address,
-    job_token,
     listen,
 )
 from meshwright.launch.coordinator import Coordinator
 from meshwright.launch.folder import folder_lock
-from meshwright.launch.local import POLL_SECONDS, forward_signals, rank_starter
+from meshwright.launch.local import POLL_SECONDS, empty_arenas, forward_signals, rank_starter
 from meshwright.launch.machine import check_devices
 from meshwright.launch.orphans import end_orphans
 from meshwright.launch.reports import Directive, Report
+from meshwright.launch.snapshot_server import snapshot_server
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, BadInput
 from meshwright.spec.fields import from_plain, to_plain
+from meshwright.spec.job_token import job_token
 from meshwright.spec.rank_environment import COORDINATOR_VARIABLE, HOST_VARIABLE
 from meshwright.spec.run import RunSpec
 
@@ -144,20 +146,30 @@ def run_agent(run: RunSpec, words: Sequence[str], runs: Path) -> int:
     end_orphans(runs / run.name)
     coordinator = partial(_start_coordinator, address, [*words, "--runs", str(runs)])
     own_address = _reach(address, coordinator)
-    start = rank_starter(run.cluster, runs / run.name, own_address)
-    machine = os.environ.get(HOST_VARIABLE) or socket.gethostname()
-    host = f"{machine.replace('/', '-')[:200]}/{os.getpid()}"
-    agent = Agent(host, start, address=own_address, spares=run.supervision.restarts > 0)
-    client = ControlClient(address, token)
-    with closing(agent), closing(client), forward_signals(agent.stop, agent.kill_at_once):
-        return _Link(agent, client, coordinator).follow()
+    arenas = empty_arenas(run.cluster.gpus_per_node)
+    with snapshot_server(run, own_address, arenas) as server:
+        variables = {} if server is None else {SERVER_VARIABLE: server.address}
+        start = rank_starter(run.cluster, runs / run.name, own_address, arenas, variables)
+        machine = os.environ.get(HOST_VARIABLE) or socket.gethostname()
+        host = f"{machine.replace('/', '-')[:200]}/{os.getpid()}"
+        agent = Agent(host, start, address=own_address, spares=run.supervision.restarts > 0)
+        client = ControlClient(address, token)
+        with closing(agent), closing(client), forward_signals(agent.stop, agent.kill_at_once):
+            return _Link(agent, client, coordinator, revive=server.revive if server else lambda: None).follow()
 
 
 class _Link:
     """The exchange of reports and directives between an agent and its coordinator."""
 
-    def __init__(self, agent: Agent, client: ControlClient, start_coordinator: Callable[[], object]) -> None:
-        self._agent, self._client, self._start_coordinator = agent, client, start_coordinator
+    def __init__(
+        self,
+        agent: Agent,
+        client: ControlClient,
+        start_coordinator: Callable[[], object],
+        revive: Callable[[], object],
+    ) -> None:
+        """`revive` is called now and then: it starts again what runs beside the agent and has died."""
+        self._agent, self._client, self._start_coordinator, self._revive = agent, client, start_coordinator, revive
         self._sent: Report | None = None
         self._due = 0.0
         self._failures = 0
@@ -167,6 +179,7 @@ class _Link:
         """Report until the coordinator says that the job is over; returns its exit code."""
         while True:
             self._agent.poll(POLL_SECONDS)
+            self._revive()
             report, now = self._agent.report(), time.monotonic()
             urgent = self._sent is None or report.urgency != self._sent.urgency
             if now < self._due and not (urgent and not self._failures):

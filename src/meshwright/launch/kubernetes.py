@@ -15,7 +15,8 @@ from meshwright.launch.scheduler_job import (
     SchedulerJob,
 )
 from meshwright.spec.errors import BadInput
-from meshwright.spec.rank_environment import COORDINATOR_VARIABLE, HOST_VARIABLE, TOKEN_VARIABLE
+from meshwright.spec.job_token import TOKEN_VARIABLE
+from meshwright.spec.rank_environment import COORDINATOR_VARIABLE, HOST_VARIABLE
 
 PORT = 29400
 """Port of the coordinator."""

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 
 from meshwright.checkpoint.arena import ARENA, empty_memory
 from meshwright.events.messages import CHANNEL, Begin, End, Failure, Message, MessageReader, SelfTest, Step, encode
@@ -121,14 +121,26 @@ def start_ranks(
     return ranks
 
 
-def rank_starter(cluster: ClusterSpec, folder: Path, address: str = LOOPBACK) -> Callable[[bool], Ranks]:
+def empty_arenas(count: int) -> list[str]:
+    """Paths of new memory without pages, which this process keeps."""
+    return [f"/proc/{os.getpid()}/fd/{empty_memory()}" for _ in range(count)]
+
+
+def rank_starter(
+    cluster: ClusterSpec,
+    folder: Path,
+    address: str = LOOPBACK,
+    arenas: Sequence[str] = (),
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Callable[[bool], Ranks]:
     """A function that starts the processes of this host for a run in `folder`; its argument says whether they are spares.
 
-    This process keeps the memory in which ranks snapshot their state, so that the next attempt finds it.
+    This process keeps the memory in which ranks snapshot their state (`arenas`, or new ones), so that the next attempt
+    finds it. `environment` is added to that of each rank.
     """
     device = "cpu" if cluster.is_cpu else "cuda"
-    arenas = [f"/proc/{os.getpid()}/fd/{empty_memory()}" for _ in range(cluster.gpus_per_node)]
-    variables = [{RUN_VARIABLE: os.path.abspath(folder), ARENA: arena} for arena in arenas]
+    shared = {**environment, RUN_VARIABLE: os.path.abspath(folder)}
+    variables = [{**shared, ARENA: arena} for arena in arenas or empty_arenas(cluster.gpus_per_node)]
     return lambda spare: start_ranks(
         "meshwright.training.rank",
         [device, "spare"] if spare else [device],

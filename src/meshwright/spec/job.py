@@ -112,6 +112,11 @@ class CheckpointSpec:
     mirror: str | None = None
     """Object store that each checkpoint is copied to beside training, as a URL that fsspec knows: s3://bucket/prefix.
     A start resumes from the newest complete checkpoint of folder and mirror. Credentials come from the environment."""
+    partner: Literal["none", "host"] = "none"
+    """host: another host keeps copies of each host's snapshots in its memory, from which a run resumes after a host is lost.
+    Needs agents (`train --agent`); saves then overlap with training whatever the size of the state."""
+    partner_every: Positive = 1
+    """Saves from one that is copied to the partner host to the next."""
 
 
 @dataclass(frozen=True, kw_only=True)

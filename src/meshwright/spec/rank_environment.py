@@ -14,8 +14,6 @@ ATTEMPT_VARIABLE = "MESHWRIGHT_ATTEMPT"
 """Environment variable with the number of the attempt, for ranks that an agent started."""
 COORDINATOR_VARIABLE = "MESHWRIGHT_COORDINATOR"
 """Environment variable with HOST:PORT of the coordinator of a run on several hosts."""
-TOKEN_VARIABLE = "MESHWRIGHT_TOKEN_FILE"
-"""Environment variable with the file that holds the job token."""
 HOST_VARIABLE = "MESHWRIGHT_HOST"
 """Environment variable with the name of the machine, for the case that the hostname is not: a pod's is its own."""
 HIGHEST_NUMBER = 2**31 - 1
