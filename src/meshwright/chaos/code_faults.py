@@ -1,4 +1,4 @@
-"""Disturbances from inside the processes: values of a step, a bit of a weight, matrix products of the self-test, the clock.
+"""Disturbances from inside the processes: values of a step, a bit of a weight, products of the self-test, the clock.
 
 Nothing outside a process can change these at a chosen step. A file `sitecustomize.py`, which Python reads at its start,
 is put before the module path of the job; the product has no code for it.
