@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from collections.abc import Callable
 
@@ -59,6 +60,15 @@ def lose_host(stage: Stage) -> None:
     stage.job.forget(agent)
 
 
+def lose_host_and_checkpoints(stage: Stage) -> None:
+    """Lose a host, and all checkpoints before the run resumes: only the memory of hosts has its state."""
+    lose_host(stage)
+    stage.job.until_printed("has not answered", seconds=60)
+    for checkpoint in (stage.run / "checkpoints").glob("step-*"):
+        shutil.rmtree(checkpoint)
+    stage.job.until_printed("from partner memory", seconds=60)
+
+
 def lose_store(stage: Stage) -> None:
     """Kill rank 0, which holds the store of the attempt; the ranks of the other host lose it."""
     stage.signal(stage.job.ranks(0)[0], signal.SIGKILL)
@@ -110,6 +120,15 @@ HOST_FAULTS = (
         play=after(middle, lose_host),
         hosts=3,
         overrides=TWO_HOSTS,
+        detect_within=LOST_SECONDS,
+        recover_within=REPLACED_SECONDS,
+    ),
+    Scenario(
+        name="lose-host-partner",
+        promise=f"With checkpoint.partner: host a lost host costs no step that its partner has, also without storage, and {CONTINUES}.",
+        play=after(middle, lose_host_and_checkpoints),
+        hosts=3,
+        overrides=(*TWO_HOSTS, "checkpoint.partner=host"),
         detect_within=LOST_SECONDS,
         recover_within=REPLACED_SECONDS,
     ),

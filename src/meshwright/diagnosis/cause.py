@@ -1,11 +1,12 @@
 """Names the cause of a slowdown: splits the recorded durations into parts and replays each part alone.
 
-The split of compute needs no model of the job. A cell is an operation type of a model chunk. Its level is the typical
-duration on the data-parallel rank that is slow on no more than half of them, so one slow rank does not raise it. What is
-recorded is then
+The split of compute needs no model of the job. A cell is an operation type of a model chunk on a stage. Its profile is the
+median duration of each of its operations; a rank's factor is its typical sum over the profile's. The cell's level is the
+profile times the factor of the rank that is slow on no more than half of the ranks, so one slow rank does not raise it.
+The ideal gives every stage the mean sum of a type. What is recorded is then
 
-    ideal of the type + (level − ideal) + steady excess of a rank + excess of a rank in single steps + excess of a micro-batch
-                        stage part        rank part                 varying part
+    ideal + (level − ideal) + steady excess of a rank + excess of a rank or a micro-batch in single steps
+             stage part        steady part               varying part
 
 and the step time with one part added to the ideal is that part's contribution.
 """
@@ -17,10 +18,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.diagnosis.operations import CATEGORY_OF, MODEL_COMPUTE_TYPES, TYPES
+from meshwright.diagnosis.operations import CATEGORY_OF, CODE_OF, MODEL_COMPUTE_TYPES, P2P_TYPES, TYPES
 from meshwright.diagnosis.replay import MeasuredSteps, replay
+from meshwright.diagnosis.what_if import typical_transfers
 
-FLAGGED_CONTRIBUTION = 0.03
+FLAGGED_CONTRIBUTION = 0.02
 """A part that adds less than this share to the ideal step time is no straggler."""
 FLAGGED_JITTER = 0.1
 """The same for compute times that vary without a pattern: a straggling job in the paper is 10% slower than ideal."""
@@ -50,12 +52,9 @@ class ComputeParts:
     """The parts of the compute durations, each (node, dp, step) and 0 for other operations."""
 
     ideal: np.ndarray
-    """Mean of the levels of a type."""
     stage: np.ndarray
     steady: np.ndarray
     varying: np.ndarray
-    by_step: np.ndarray
-    """Mean over the micro-batches of a cell, the values from which the steady part is estimated."""
 
 
 def find_cause(
@@ -80,23 +79,25 @@ def find_cause(
 
 def split_compute(measured: MeasuredSteps) -> ComputeParts:
     """Split the compute durations into ideal, stage, steady and varying part."""
-    work = measured.work
-    parts = ComputeParts(*(np.zeros_like(work) for _ in range(5)))
+    work, stages = measured.work, measured.graph.stages
+    parts = ComputeParts(*(np.zeros_like(work) for _ in range(4)))
     for code in np.unique(measured.graph.types):
         if CATEGORY_OF[TYPES[code]] != "compute":
             continue
         of_type = measured.graph.types == code
         level = np.zeros(len(work))
         for cell in _cells(measured, of_type):
-            by_step = work[cell].mean(axis=0)
-            typical = np.median(by_step, axis=1)
-            level[cell] = np.sort(typical)[(len(typical) - 1) // 2]
-            parts.by_step[cell] = by_step
-            parts.steady[cell] = (typical - level[cell][0])[None, :, None]
-            parts.varying[cell] = work[cell] - typical[None, :, None]
-        ideal = level[of_type].mean()
-        parts.ideal[of_type] = ideal
-        parts.stage[of_type] = (level[of_type] - ideal)[:, None, None]
+            profile = np.median(work[cell], axis=(1, 2))
+            factors = np.median(work[cell].sum(axis=0), axis=1) / (profile.sum() or 1.0)
+            usual = np.sort(factors)[(len(factors) - 1) // 2]
+            level[cell] = profile * usual
+            parts.steady[cell] = profile[:, None, None] * (factors - usual)[None, :, None]
+            parts.varying[cell] = work[cell] - profile[:, None, None] * factors[None, :, None]
+        sums = np.bincount(stages[of_type], weights=level[of_type], minlength=len(measured.rank))
+        with_type = np.bincount(stages[of_type], minlength=len(measured.rank)) > 0
+        ideal = level * sums[with_type].mean() / np.where(sums > 0, sums, 1.0)[stages]
+        parts.ideal[of_type] = ideal[of_type, None, None]
+        parts.stage[of_type] = (level - ideal)[of_type, None, None]
     return parts
 
 
@@ -118,11 +119,10 @@ class _Baseline:
         self.seconds = replay(self.graph, self.work)
 
     def _typical_others(self) -> np.ndarray:
-        """Median transfer of each type; 0 for data and garbage collection; checkpoints and validation as recorded."""
-        work = np.where((self.category == "other")[:, None, None], self.measured.work, 0.0)
-        for code in np.unique(self.graph.types[self.category == "communication"]):
-            work[self.graph.types == code] = np.median(self.measured.work[self.graph.types == code])
-        return work
+        """Typical transfers; 0 for data and garbage collection; checkpoints and validation as recorded."""
+        communicates = (self.category == "communication")[:, None, None]
+        others = np.where((self.category == "other")[:, None, None], self.measured.work, 0.0)
+        return np.where(communicates, typical_transfers(self.measured), others)
 
     def contribution(self, work: np.ndarray, launch_delay: np.ndarray | None = None) -> float:
         """What the step time gains with these durations, relative to the baseline."""
@@ -141,7 +141,7 @@ class _Baseline:
 
 
 def _stage_imbalance(baseline: _Baseline, parts: ComputeParts) -> Finding:
-    sums = baseline.per_worker(parts.stage)[:, 0, 0]
+    sums = baseline.per_worker(parts.stage)[:, 0, 0]  # equal on all ranks and in all steps
     return Finding("stage_imbalance", baseline.contribution(baseline.work + parts.stage), stage=int(sums.argmax()))
 
 
@@ -152,10 +152,9 @@ def _slow_rank(baseline: _Baseline, parts: ComputeParts, host_of_rank: Mapping[i
     stage, dp = (int(index) for index in np.unravel_index(int(excess.argmax()), excess.shape))
     contribution = baseline.contribution(baseline.work + parts.steady)
     rank = int(measured.rank[stage, dp])
-    by_step = baseline.per_worker(parts.by_step)[stage, dp]
-    steps = len(by_step)
-    if steps > 2:  # the median's standard error is 1.25 times the mean's
-        error = 1.25 * float(by_step.std(ddof=1)) / steps**0.5
+    varying = baseline.per_worker(parts.varying)[stage, dp]
+    if len(varying) > 2:  # the median's standard error is 1.25 times the mean's
+        error = 1.25 * float(varying.std(ddof=1)) / len(varying) ** 0.5
         contribution *= float(excess[stage, dp] >= SIGNIFICANT * error)
     slow = measured.rank[(excess >= EQUALLY_SLOW * excess.max()) & (excess > 0)]
     host = _common_host(slow.tolist(), measured, host_of_rank)
@@ -241,7 +240,7 @@ def _late_launch(baseline: _Baseline) -> Finding:
         nodes = baseline.graph.types == code
         usual[nodes] = np.minimum(delay[nodes], np.median(delay[nodes]))
     recorded, faster = (replay(baseline.graph, measured.work, values).mean() for values in (delay, usual))
-    computes = (baseline.category == "compute")[:, None, None]
-    stage, dp = baseline.worst(np.where(computes, delay - usual, 0.0))
+    messages = np.isin(baseline.graph.types, [CODE_OF[name] for name in P2P_TYPES])[:, None, None]
+    stage, dp = baseline.worst(np.where(messages, 0.0, delay - usual))
     contribution = float((recorded - faster) / baseline.seconds.mean())
     return Finding("host", contribution, rank=int(measured.rank[stage, dp]), stage=stage)

@@ -7,7 +7,7 @@ A table has one entry per operation and numpy columns. The names of operation ty
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,8 @@ CATEGORY_OF: Mapping[str, str] = {
     "embedding-grads-all-reduce": "communication",
     "optimizer-clip-main-grad": "communication",
     "gradient-norm": "communication",
+    "collective-wait": "communication",
+    "step-all-reduce": "communication",
     "data": "data",
     "gc": "garbage_collection",
     "garbage-collection": "garbage_collection",
@@ -38,8 +40,10 @@ CATEGORY_OF: Mapping[str, str] = {
     "validation": "other",
 }
 """By operation type, the category whose delay it can explain.
-overlap-compute: a forward and a backward that run at the same time. gradient-norm: the gradient norm over all ranks,
-`optimizer-clip-main-grad` in the public traces. garbage-collection: Python's, `gc` in the public traces."""
+
+overlap-compute: a forward and a backward that run at the same time. collective-wait: compute waits for gathered weights or
+reduced gradients. step-all-reduce: the small sums over all ranks at the start and the end of a step. gradient-norm: over
+all ranks, `optimizer-clip-main-grad` in the public traces. garbage-collection: Python's, `gc` in the public traces."""
 
 TYPES: tuple[str, ...] = tuple(CATEGORY_OF)
 """Operation types; the column `type` holds indices into this tuple."""
@@ -113,6 +117,10 @@ class OperationTable:
         """The operations for which `mask` (boolean, or indices) holds."""
         columns: dict[str, Any] = {name: getattr(self, name)[mask] for name in COLUMNS}
         return OperationTable(**columns, host_of_rank=self.host_of_rank)
+
+    def with_times(self, start_ns: np.ndarray, duration_ns: np.ndarray) -> OperationTable:
+        """The same operations at other times."""
+        return replace(self, start_ns=start_ns, duration_ns=duration_ns)
 
     def last_steps(self, count: int) -> OperationTable:
         """The operations of the last `count` steps."""

@@ -88,7 +88,10 @@ def _work(graph: StepGraph, start: np.ndarray, duration: np.ndarray) -> np.ndarr
     work = duration.copy()
     for group in graph.groups:
         members = list(group.members)
-        if graph.communicates[members[0]]:
+        if group.blocking:
+            shortest = duration[members].min(axis=0)
+            work[members] = shortest.min(axis=0, keepdims=True) if group.across_dp else shortest
+        elif graph.communicates[members[0]]:
             last_start = start[members].max(axis=0)
             if group.across_dp:
                 last_start = last_start.max(axis=0, keepdims=True)
@@ -98,11 +101,14 @@ def _work(graph: StepGraph, start: np.ndarray, duration: np.ndarray) -> np.ndarr
 
 
 def _launch_delay(graph: StepGraph, start: np.ndarray, duration: np.ndarray, present: np.ndarray) -> np.ndarray:
+    """Delays between the end of the last dependency and the start; a missing operation ends with its dependencies."""
     end = np.where(present, start + duration, 0.0)
     delay = np.zeros_like(start)
-    for index, before in enumerate(graph.before):
-        ready = end[list(before)].max(axis=0) if before else 0.0
-        delay[index] = start[index] - ready
+    for member in (member for number in graph.order for member in graph.groups[number].members):
+        before = graph.before[member]
+        ready = end[list(before)].max(axis=0) if before else np.zeros_like(start[member])
+        delay[member] = start[member] - ready
+        end[member] = np.where(present[member], end[member], ready)
     return np.where((delay <= -CLOCK_ERROR_SECONDS) | ~present, 0.0, delay)
 
 

@@ -32,6 +32,8 @@ class Group(NamedTuple):
     members: tuple[int, ...]
     across_dp: bool
     """Whether the members of all data-parallel ranks communicate together."""
+    blocking: bool = False
+    """Whether the recorded durations are waits that all end together: the shortest is the transfer, whatever the clocks show."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,9 +88,9 @@ class GraphBuilder:
         for first, second in pairwise(nodes):
             self.depend(second, first)
 
-    def communicate(self, *members: int, across_dp: bool = False) -> None:
+    def communicate(self, *members: int, across_dp: bool = False, blocking: bool = False) -> None:
         """`members` are one communication."""
-        self._groups.append(Group(members, across_dp))
+        self._groups.append(Group(members, across_dp, blocking))
 
     def build(self) -> StepGraph:
         """The graph. Raises BadInput if dependencies form a cycle."""

@@ -56,7 +56,7 @@ class Diagnosis:
         """The result in words."""
         slower = f"steps take {self.slowdown - 1:.1%} longer than with ideal durations"
         if self.cause is None:
-            return f"no straggler: {slower}, and no single cause adds 3%"
+            return f"no straggler: {slower}, and no single cause adds 2%"
         ranked = [
             f"{name} {index}" for name, index in (("rank", self.rank), ("stage", self.stage)) if index is not None
         ]

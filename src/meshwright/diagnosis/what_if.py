@@ -27,9 +27,24 @@ REPORTED_TYPE = {name: f"{name.partition('-')[0]}-pp-comm" for name in P2P_TYPES
 """By type of message, the name under which sends and receives are reported together."""
 
 
+def typical_transfers(measured: MeasuredSteps) -> np.ndarray:
+    """Median transfer of each communication, (node, dp, step): of its type, of a blocking one over the steps; else 0."""
+    typical = np.zeros_like(measured.work)
+    graph = measured.graph
+    blocking = np.zeros(len(graph.nodes), dtype=bool)
+    blocking[[member for group in graph.groups if group.blocking for member in group.members]] = True
+    for code in np.unique(graph.types):
+        nodes = (graph.types == code) & ~blocking
+        if CATEGORY_OF[TYPES[code]] == "communication" and nodes.any():
+            typical[nodes] = np.median(measured.work[nodes])
+    if blocking.any():
+        typical[blocking] = np.median(measured.work[blocking], axis=(1, 2), keepdims=True)
+    return typical
+
+
 def ideal_work(measured: MeasuredSteps) -> np.ndarray:
     """Every operation's ideal duration, (node, dp, step)."""
-    ideal = measured.work.copy()
+    ideal, transfers = measured.work.copy(), typical_transfers(measured)
     types = measured.graph.types
     for code in np.unique(types):
         nodes = types == code
@@ -37,7 +52,7 @@ def ideal_work(measured: MeasuredSteps) -> np.ndarray:
         if category == "compute" or TYPES[code] == "gc":
             ideal[nodes] = measured.work[nodes].mean()
         elif category == "communication":
-            ideal[nodes] = np.median(measured.work[nodes])
+            ideal[nodes] = transfers[nodes]
         elif category != "other":
             ideal[nodes] = 0.0
     return ideal
