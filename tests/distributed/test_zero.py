@@ -79,10 +79,10 @@ class Watching(NullRecorder):
         self.units = [unit for unit in engine.executor.rank_model.stages[0] if unit.layer is not None]
         self.seen: list[dict[str, list[int]]] = []
 
-    def span(self, name: str, lane: str = "step") -> Any:
-        if name == "forward 0.2/0":
+    def action(self, index: int, action: Any, tokens: int = 0) -> Any:
+        if action.label == "forward 0.2/0":
             self.seen.append({"weights": self.weights(), "gradients": self.gradients()})
-        return super().span(name, lane)
+        return super().action(index, action, tokens)
 
     def weights(self) -> list[int]:
         """Bytes of each block's whole weights."""

@@ -141,6 +141,8 @@ class ObserveSpec:
 
     phases: bool = True
     """Time each phase of every step; without it a step line has only the duration of the whole step."""
+    spans: bool = True
+    """Record the spans of every rank in `spans/`."""
     tensorboard: bool = False
     """Write TensorBoard events into the run folder (package `tensorboard`)."""
     wandb: WandbSpec | None = None

@@ -53,13 +53,14 @@ def train(session: Session, reporter: Reporter, stop: StopRequest) -> Trained:
     saver = Saver.open(session, reporter)
     check = StateCheck.open(session, reporter)
     _note_new_length(session, reporter)
-    while session.step < session.run.train.steps:
-        try:
-            if check is not None:
-                check.begin()
-            last = _train_steps(session, reporter, stop, saver, check, accounting, timelines, wire)
-        except Rollback as request:
-            roll_back(session, reporter, saver, request)
+    with session.recording():
+        while session.step < session.run.train.steps:
+            try:
+                if check is not None:
+                    check.begin()
+                last = _train_steps(session, reporter, stop, saver, check, accounting, timelines, wire)
+            except Rollback as request:
+                roll_back(session, reporter, saver, request)
     saver.close()
     account = _account(session, reporter, [wire, accounting.waiting], accounting, timelines)
     Ranks(session.world.control).run_on_all(f"ended after step {session.step}", reporter.check)
@@ -191,7 +192,7 @@ def _one_step(
 ) -> None:
     recorder, rate = session.recorder, learning_rate(session.run.train, step)
     session.progress.begin("train" if figures.flags.step else "compile", step)
-    recorder.begin_step(step)
+    recorder.begin_step(step, session.tokens_per_step)
     with recorder.span("data"):
         micro_batches = next(loader)
     result = train_step(
@@ -225,7 +226,7 @@ def _read(
 def _report(session: Session, accounting: Accounting, saver: Saver, check: StateCheck | None, record: dict) -> None:
     step, numerics = record["step"], session.numerics
     session.tokens = record["tokens"]
-    accounting.step({**record, "phases": session.recorder.step_times(step)})
+    accounting.step({**record, "phases": session.phases(step)})
     skipped = numerics.check(record)
     if check is not None:
         check.read(step)  # before `saver` lets a save of this step be committed
