@@ -18,9 +18,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.checkpoint.arena import Arena
+from meshwright.checkpoint.arena import DATA_OFFSET, Arena
 from meshwright.checkpoint.block_reader import BlockFiles
-from meshwright.checkpoint.files import BLOCK_BYTES, FileRecord
+from meshwright.checkpoint.files import BLOCK_BYTES, FileRecord, read_range
 from meshwright.checkpoint.header import TensorHeader, encode_header
 from meshwright.checkpoint.load import OpenCheckpoint, load_tensors
 from meshwright.checkpoint.manifest import STATE, Manifest, step_name
@@ -157,9 +157,9 @@ class _ArenaFile(BlockFiles):
         del file, read
         return self._header
 
-    def read_unverified(self, file: str, index: int, target: memoryview) -> None:
-        first = index * BLOCK_BYTES
-        header = self._header[first : first + len(target)]
+    def read_unverified(self, file: str, offset: int, target: memoryview) -> None:
+        header = self._header[offset : offset + len(target)]
         target[: len(header)] = header
-        start = first + len(header) - len(self._header)
-        target[len(header) :] = self._arena.data[start : start + len(target) - len(header)]
+        start = offset + len(header) - len(self._header)
+        # Copied by the kernel, which unlike a copy in Python lets other threads copy meanwhile.
+        read_range(self._arena.descriptor, target[len(header) :], DATA_OFFSET + start, self.path)
