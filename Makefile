@@ -30,7 +30,8 @@ test-all: $(VENV)/.installed-test lint
 test-crash: $(VENV)/.installed-test
 	$(PYTEST) -m crash tests/checkpoint
 
-test-faults: $(VENV)/.installed
+test-faults: $(VENV)/.installed-test
+	$(PYTEST) -m slow tests/faults
 	$(BIN)/python benchmarks/faults.py --out build/faults.json
 
 test-storage: $(VENV)/.installed-storage

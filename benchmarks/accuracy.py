@@ -1,4 +1,4 @@
-"""Predicts this program's kept runs with the present constants and compares them with the measurements.
+"""Predicts this program's stored runs ("kept runs") with the present constants and compares them with the measurements.
 
     python benchmarks/accuracy.py                       # every kept run of benchmarks/results
     python benchmarks/accuracy.py --only '*fsdp*' --parts
@@ -7,9 +7,9 @@
 
 A kept run is a layout that benchmarks/layouts.py ran, or this program's side of a comparison by benchmarks/dense.py. Its RunSpec is rebuilt
 from its overrides and run file, as `meshwright train` does; its plan is the one that ran. Runs on older, slower kernels are priced with
-those (own.yaml's `before`). Step seconds are predicted by the simulator, which decides in the planner, and by the closed form, which its
-search uses. Memory is compared with the most that torch had allocated, without the framework's share. A star marks runs that the constants
-were not fitted on. Torch is not needed.
+those (own.yaml's `before`). Step seconds are predicted twice: by the simulator, with which the planner decides, and by the closed form,
+with which its search compares layouts. Memory is compared with the most that torch had allocated, without the framework's share. A star
+marks runs that the constants were not fitted on. Torch is not needed.
 """
 
 from __future__ import annotations
@@ -182,11 +182,11 @@ def fitted_on() -> frozenset[tuple[str, str]]:
 def kernels_of(kept_run: KeptRun, own_constants: dict[str, Any] | None = None) -> AbstractContextManager[object]:
     """A context in which the cost model prices the kernels that the run used: today's, from own.yaml, or slower ones."""
     own_constants = own_constants or yaml.safe_load(OWN_FILE.read_text(encoding="utf-8"))
-    before, stack = own_constants["before"], dict(own_constants["stack"])
-    slow = before["slow"] if kept_run.kernels < 2 else 1.0
+    first_kernels, stack = own_constants["before"], dict(own_constants["stack"])
+    slow = first_kernels["slow"] if kept_run.kernels < 2 else 1.0
     measured = {chip: {**rates, "slow": slow * rates["slow"]} for chip, rates in own_constants["measured"].items()}
     if kept_run.kernels < 2:
-        stack |= {"lone_copies": 1.0, "ragged_vocab": before["ragged_vocab"]}
+        stack |= {"lone_copies": 1.0, "ragged_vocab": first_kernels["ragged_vocab"]}
     if kept_run.kernels < 3:
         stack["update"] += CLIPPING_BYTES
     if kept_run.kernels < 4:
@@ -238,18 +238,20 @@ def show(checks: Sequence[Check], *, parts: bool) -> None:
                 f"    measured   {_parts_text(kept_run.phases)}\n    predicted  {_parts_text(result.timeline.breakdown)}"
             )
     for group_name, group in (
-        ("in the fit", [c for c in checks if c.fitted]),
-        ("not in the fit", [c for c in checks if not c.fitted]),
+        ("in the fit", [check_result for check_result in checks if check_result.fitted]),
+        ("not in the fit", [check_result for check_result in checks if not check_result.fitted]),
     ):
         if group:
             print(f"{len(group)} runs {group_name}: {_summary_text(group)}")
-            reached, limit = summary(group)["median_error"], LIMITS[group_name]
+            median_error, limit = summary(group)["median_error"], LIMITS[group_name]
             print(
-                f"  {'pass' if reached <= limit else 'FAIL'}  {reached:.4f} ≤ {limit:<5g} median error of the step, {group_name}"
+                f"  {'pass' if median_error <= limit else 'FAIL'}  {median_error:.4f} ≤ {limit:<5g} median error of the step, {group_name}"
             )
     not_fitted = [result for result in checks if not result.fitted]
     coverage = statistics.mean(result.inside for result in not_fitted) if not_fitted else 1.0
-    print(f"{coverage:.0%} of the runs that are not in the fit lie in the band that is printed for them (80% is asked)")
+    print(
+        f"{coverage:.0%} of the runs that are not in the fit lie in the band that is printed for them (expected: 80%)"
+    )
 
 
 def _summary_text(checks: Sequence[Check]) -> str:
@@ -261,8 +263,8 @@ def _summary_text(checks: Sequence[Check]) -> str:
     )
 
 
-def _parts_text(parts: dict[str, float]) -> str:
-    return "  ".join(f"{name} {seconds:.3f}" for name, seconds in parts.items() if seconds >= 0.0005)
+def _parts_text(seconds_by_part: dict[str, float]) -> str:
+    return "  ".join(f"{name} {seconds:.3f}" for name, seconds in seconds_by_part.items() if seconds >= 0.0005)
 
 
 def _layout_runs(file: Path) -> Iterator[KeptRun]:
@@ -319,8 +321,8 @@ def _plan_of(entry: dict[str, Any]) -> Plan:
 def _step_deviation(entry: dict[str, Any]) -> float:
     """Relative standard deviation of the second half of the steps, after warm-up; 1% where they were not kept."""
     steps = entry.get("step_seconds_all", [])
-    late = steps[len(steps) // 2 :]
-    return statistics.stdev(late) / statistics.mean(late) if len(late) > 2 else 0.01
+    second_half = steps[len(steps) // 2 :]
+    return statistics.stdev(second_half) / statistics.mean(second_half) if len(second_half) > 2 else 0.01
 
 
 def _run_file(results: dict[str, Any]) -> Path:
@@ -332,11 +334,11 @@ def _run_file(results: dict[str, Any]) -> Path:
     return HERE / run_file
 
 
-def _run_of(file: Path, words: Iterable[str], environment: dict[str, Any]) -> RunSpec:
+def _run_of(file: Path, overrides: Iterable[str], environment: dict[str, Any]) -> RunSpec:
     """The RunSpec from its run file and overrides; `cluster: auto` is resolved to the devices that it ran on."""
     chip = environment["device"].split()[-1]
     cluster = {"gpu": chip, "nodes": 1, "gpus_per_node": environment["device_count"]}
-    return load_run(file, list(words), detect=lambda: cluster)
+    return load_run(file, list(overrides), detect=lambda: cluster)
 
 
 if __name__ == "__main__":

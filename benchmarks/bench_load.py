@@ -32,7 +32,7 @@ def main() -> None:
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     elements = int(arguments.gigabytes * 1e9) // 4 // arguments.tensors // 256
-    tensors = {f"model.{i}": torch.rand(elements, 256, device=device) for i in range(arguments.tensors)}
+    tensors = {f"model.{index}": torch.rand(elements, 256, device=device) for index in range(arguments.tensors)}
     store = CheckpointStore(arguments.folder)
     path = store.save(1, tensors, {}, {}).path
     expected = {name: float(tensor.double().sum()) for name, tensor in tensors.items()}
@@ -45,35 +45,41 @@ def main() -> None:
         for number in range(arguments.rounds):
             for tensor in tensors.values():
                 tensor.zero_()
-            raw = _timed(lambda: _read_raw(path, buffers, target))
-            load = _timed(lambda: store.load(path, tensors))
+            raw_seconds = _timed(lambda: _read_raw(path, buffers, target))
+            load_seconds = _timed(lambda: store.load(path, tensors))
             assert all(float(tensor.double().sum()) == expected[name] for name, tensor in tensors.items())
-            record = {"bytes": size, "threads": READ_THREADS, "raw_s": raw, "load_s": load, "ratio": load / raw}
+            record = {
+                "bytes": size,
+                "threads": READ_THREADS,
+                "raw_s": raw_seconds,
+                "load_s": load_seconds,
+                "ratio": load_seconds / raw_seconds,
+            }
             name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-            print(json.dumps({"round": number, "device": name, **record, "raw_gb_s": size / raw / 1e9}))
+            print(json.dumps({"round": number, "device": name, **record, "raw_gb_s": size / raw_seconds / 1e9}))
     finally:
         shutil.rmtree(arguments.folder)
 
 
-def _timed(work) -> float:
+def _timed(call) -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    started = time.perf_counter()
-    work()
+    start = time.perf_counter()
+    call()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return time.perf_counter() - started
+    return time.perf_counter() - start
 
 
 def _read_raw(path: Path, buffers: list[torch.Tensor], target: torch.Tensor) -> None:
     """Every byte of every file into a buffer and from there to the device, nothing checked."""
-    free: queue.SimpleQueue[int] = queue.SimpleQueue()
+    free_buffers: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in range(len(buffers)):
-        free.put(number)
+        free_buffers.put(number)
 
     def read(job: tuple[int, int, int]) -> None:
         descriptor, offset, count = job
-        number = free.get()
+        number = free_buffers.get()
         block = buffers[number][:count]
         os.preadv(descriptor, [block.numpy().data], offset)
         target[number * BLOCK_BYTES : number * BLOCK_BYTES + count].copy_(block, non_blocking=True)
@@ -81,7 +87,7 @@ def _read_raw(path: Path, buffers: list[torch.Tensor], target: torch.Tensor) -> 
             event = torch.cuda.Event()
             event.record()
             event.synchronize()
-        free.put(number)
+        free_buffers.put(number)
 
     descriptors = [os.open(file, os.O_RDONLY) for file in sorted(path.iterdir())]
     jobs = [

@@ -18,13 +18,13 @@ import numpy as np
 from fit_costs import (
     RunArrays,
     arrays_of,
-    by_source,
     cross_validated_memory_gib,
     cross_validated_seconds,
     random_fifths,
     read_runs,
+    source_folds,
     source_of,
-    usable,
+    usable_runs,
     widths,
     with_memory,
 )
@@ -60,11 +60,11 @@ class Criterion:
 def main() -> None:
     runs = read_runs()
     predictions = predict_records(runs)
-    records = usable(runs)
+    records = usable_runs(runs)
     arrays = arrays_of(records)
     fitted = np.array([predictions[index].seconds for index, *_ in records], dtype=np.float64)
     folds = cross_validated_seconds(arrays, random_fifths(len(records)))
-    sources = cross_validated_seconds(arrays, by_source(arrays))
+    sources = cross_validated_seconds(arrays, source_folds(arrays))
     criteria = [
         *error_criteria(runs, predictions, records, fitted, folds, sources),
         *scale_criteria(records, arrays, predictions),
@@ -105,7 +105,7 @@ def error_table(records: list[Record], *columns: np.ndarray) -> list[dict[str, A
             groups[label(record)].append(index)
     measured = np.array([seconds for *_, seconds in records])
     entries = []
-    for source, indices in sorted(groups.items(), key=lambda item: -len(item[1])):
+    for source, indices in sorted(groups.items(), key=lambda entry: -len(entry[1])):
         entry: dict[str, Any] = {"source": source, "rows": len(indices)}
         for name, column in zip(("fit", "fifth", "source"), columns, strict=True):
             ratio = column[indices] / measured[indices]
@@ -137,15 +137,15 @@ def error_criteria(
     predicted_share = np.mean([predictions[index].seconds is not None for index in complete])
     criteria = [Criterion("fully specified rows expressed", float(predicted_share), 0.9, at_least=True)]
     large = [entry for entry in entries if entry["rows"] >= 20 and "[≥128" not in entry["source"]]
-    quiet = np.array([fully_specified(record) and not noisy(record) for _, record, _, _ in records])
+    is_not_noisy = np.array([fully_specified(record) and not noisy(record) for _, record, _, _ in records])
     measured = np.array([seconds for *_, seconds in records])
-    for name, words, column in zip(("fit", "fifth"), ("in sample", "rows left out"), columns, strict=False):
+    for name, sample_text, column in zip(("fit", "fifth"), ("in sample", "rows left out"), columns, strict=False):
         medians = [entry[f"{name}_median"] for entry in large]
-        error = np.abs(column / measured - 1)[quiet]
+        error = np.abs(column / measured - 1)[is_not_noisy]
         criteria += [
-            Criterion(f"median of the sources' medians, {words}", float(np.median(medians)), 0.08),
-            Criterion(f"largest median of a source, {words}", max(medians), 0.15),
-            Criterion(f"90th percentile of all rows, {words}", float(np.quantile(error, 0.9)), 0.22),
+            Criterion(f"median of the sources' medians, {sample_text}", float(np.median(medians)), 0.08),
+            Criterion(f"largest median of a source, {sample_text}", max(medians), 0.15),
+            Criterion(f"90th percentile of all rows, {sample_text}", float(np.quantile(error, 0.9)), 0.22),
         ]
     return criteria
 
@@ -156,10 +156,10 @@ PAPERS = ("SC21", "Korthikanti", "MT-NLG", "MegaScale (arXiv")
 def scale_criteria(records: list[Record], arrays: RunArrays, predictions: list[Prediction]) -> list[Criterion]:
     """Criteria for the papers' tables, and for the largest runs under constants fitted on at most 2,048 GPUs."""
     measured = arrays.measured
-    papers = np.array(
+    from_papers = np.array(
         [record["source"].startswith(PAPERS) or "sc21" in record["source"].lower() for _, record, _, _ in records]
     )
-    big_model = np.array([float(record["params"] or 0) >= 170e9 for _, record, _, _ in records])
+    is_large_model = np.array([float(record["params"] or 0) >= 170e9 for _, record, _, _ in records])
     fitted = np.array([predictions[index].seconds for index, *_ in records], dtype=np.float64)
     error = np.abs(fitted / measured - 1)
     ranks = np.array([float(record["gpus"]) for _, record, _, _ in records])
@@ -189,12 +189,14 @@ def scale_criteria(records: list[Record], arrays: RunArrays, predictions: list[P
         print(f"  {low:6.2f} {seconds:6.2f} {high:6.2f}")
         inside.append(bool(low <= seconds <= high))
     print("\n≥ 8,192 GPUs, fitted on ≤ 2,048 (predicted / measured)")
-    for (_, record, _, seconds), value, chosen in zip(records, predicted_beyond, largest, strict=True):
-        if chosen:
+    for (_, record, _, seconds), value, is_largest in zip(records, predicted_beyond, largest, strict=True):
+        if is_largest:
             print(f"  {value / seconds:6.3f}  {record['gpus']:>6} {record['model']:>16}  {record['source'][:80]}")
     return [
         Criterion(
-            "Megatron's and MegaScale's 175B/530B/1T tables, median", float(np.median(error[papers & big_model])), 0.05
+            "Megatron's and MegaScale's 175B/530B/1T tables, median",
+            float(np.median(error[from_papers & is_large_model])),
+            0.05,
         ),
         Criterion("≥ 8,192 GPUs fitted on ≤ 2,048, median", float(np.median(extrapolation_error)), 0.05),
         Criterion("≥ 8,192 GPUs fitted on ≤ 2,048, worst", float(np.max(extrapolation_error)), 0.10),
@@ -230,9 +232,9 @@ def regret_criteria(records: list[Record], fitted: np.ndarray, folds: np.ndarray
     criteria = []
     print("\nregret: groups, first, best of three (in sample); with rows left out of the fit; Spearman mean, least")
     for name, (in_group, first_limit, best_of_three_limit) in groups.items():
-        chosen = [index for index, (_, record, _, _) in enumerate(records) if in_group(record)]
-        in_sample = _regrets([records[index] for index in chosen], fitted[chosen])
-        left_out_regrets = _regrets([records[index] for index in chosen], folds[chosen])
+        indices = [index for index, (_, record, _, _) in enumerate(records) if in_group(record)]
+        in_sample = _regrets([records[index] for index in indices], fitted[indices])
+        left_out_regrets = _regrets([records[index] for index in indices], folds[indices])
         print(f"  {name:24} {len(in_sample):4} {_mean(in_sample, 0):.3f} {_mean(in_sample, 1):.3f}"
               f"   {_mean(left_out_regrets, 0):.3f} {_mean(left_out_regrets, 1):.3f}"
               f"   {_mean(in_sample, 2):.3f} {min(regret[2] for regret in in_sample):.3f}")  # fmt: skip
@@ -279,34 +281,44 @@ def _regrets(records: list[Record], predicted: np.ndarray) -> list[tuple[float, 
     return regrets
 
 
-def _spearman(a: np.ndarray, b: np.ndarray) -> float:
-    ranks = [np.argsort(np.argsort(values)).astype(np.float64) for values in (a, b)]
+def _spearman(first: np.ndarray, second: np.ndarray) -> float:
+    ranks = [np.argsort(np.argsort(values)).astype(np.float64) for values in (first, second)]
     return float(np.corrcoef(*ranks)[0, 1])
 
 
 def memory_criteria(runs: list[dict[str, str]], predictions: list[Prediction]) -> list[Criterion]:
     measured_and_predicted = [
-        (float(record["mem_gb"]), p)
-        for record, p in zip(runs, predictions, strict=True)
-        if record["mem_gb"] and p.memory_gib
+        (float(record["mem_gb"]), prediction)
+        for record, prediction in zip(runs, predictions, strict=True)
+        if record["mem_gb"] and prediction.memory_gib
     ]
-    error = [abs(p.memory_gib / measured - 1) for measured, p in measured_and_predicted if p.memory_gib]
+    error = [
+        abs(prediction.memory_gib / measured - 1)
+        for measured, prediction in measured_and_predicted
+        if prediction.memory_gib
+    ]
     key = ("model", "gpus", *PLAN_KEY)
-    ran = {tuple(record[c] for c in key) for record in runs if measured_seconds(record) and not failed(record)}
+    layouts_that_ran = {
+        tuple(record[column] for column in key) for record in runs if measured_seconds(record) and not failed(record)
+    }
     failed_predictions = [
-        p
-        for record, p in zip(runs, predictions, strict=True)
-        if failed(record) and tuple(record[c] for c in key) not in ran
+        prediction
+        for record, prediction in zip(runs, predictions, strict=True)
+        if failed(record) and tuple(record[column] for column in key) not in layouts_that_ran
     ]
     ran_predictions = [
-        p for record, p in zip(runs, predictions, strict=True) if measured_seconds(record) and not failed(record)
+        prediction
+        for record, prediction in zip(runs, predictions, strict=True)
+        if measured_seconds(record) and not failed(record)
     ]
-    refused = np.mean([p.fits is False for p in failed_predictions])
-    false_refusals = np.mean([p.fits is False for p in ran_predictions if p.fits is not None])
+    refused_share = np.mean([prediction.fits is False for prediction in failed_predictions])
+    wrongly_refused_share = np.mean(
+        [prediction.fits is False for prediction in ran_predictions if prediction.fits is not None]
+    )
     errors_by_source: dict[str, list[float]] = defaultdict(list)
-    for record, p in zip(runs, predictions, strict=True):
-        if record["mem_gb"] and p.memory_gib:
-            errors_by_source[record["source"]].append(abs(p.memory_gib / float(record["mem_gb"]) - 1))
+    for record, prediction in zip(runs, predictions, strict=True):
+        if record["mem_gb"] and prediction.memory_gib:
+            errors_by_source[record["source"]].append(abs(prediction.memory_gib / float(record["mem_gb"]) - 1))
     print("\nmemory: rows, median error, source")
     for source, errors in errors_by_source.items():
         print(f"  {len(errors):5} {np.median(errors):6.1%}  {source}")
@@ -319,8 +331,8 @@ def memory_criteria(runs: list[dict[str, str]], predictions: list[Prediction]) -
     )
     return [
         Criterion("memory, median error", float(np.median(error)), 0.05),
-        Criterion("failed rows refused", float(refused), 0.85, at_least=True),
-        Criterion("rows that ran refused", float(false_refusals), 0.02),
+        Criterion("failed rows refused", float(refused_share), 0.85, at_least=True),
+        Criterion("rows that ran refused", float(wrongly_refused_share), 0.02),
     ]
 
 
@@ -334,12 +346,12 @@ def band_criteria(records: list[Record], arrays: RunArrays, sources: np.ndarray)
     coverage: dict[str, float] = {}
     print("\nband of sources left out: rows, share inside the band, half-width, generation and stack, source")
     for name in dict.fromkeys(names[np.isfinite(residual)].tolist()):
-        chosen = names == name
-        case = records[int(np.flatnonzero(chosen)[0])][2]
+        of_source = names == name
+        case = records[int(np.flatnonzero(of_source)[0])][2]
         width = half_width(case, widths(arrays, residual, ignored_source=name))
-        coverage[name] = float((np.abs(residual[chosen]) <= width).mean())
+        coverage[name] = float((np.abs(residual[of_source]) <= width).mean())
         print(
-            f"  {chosen.sum():5} {coverage[name]:6.1%}  ±{np.expm1(width):.0%}  {case.generation} {case.stack}  {name[:80]}"
+            f"  {of_source.sum():5} {coverage[name]:6.1%}  ±{np.expm1(width):.0%}  {case.generation} {case.stack}  {name[:80]}"
         )
     mean = float(np.mean(list(coverage.values())))
     print("half-widths:", ", ".join(f"{name} ±{np.expm1(width):.0%}" for name, width in table()["bands"].items()))
@@ -357,16 +369,16 @@ def speed_criteria() -> list[Criterion]:
                       link=chip.link, nic=chip.nic, domain=8.0, per_node=8.0)  # fmt: skip
     k = constants("hopper", "bridge")
     grid = sweep(16384.0)
-    started = time.perf_counter()
+    start = time.perf_counter()
     step_cost(model, machine, grid, k)
-    layouts_per_second = len(grid.tensor) / (time.perf_counter() - started)
-    small = Layouts(tensor=2.0, pipeline=1.0, virtual=1.0, context=1.0, expert=1.0, data=4.0, zero=3.0, shards=4.0, micro_batch=1.0,
+    layouts_per_second = len(grid.tensor) / (time.perf_counter() - start)
+    small_layout = Layouts(tensor=2.0, pipeline=1.0, virtual=1.0, context=1.0, expert=1.0, data=4.0, zero=3.0, shards=4.0, micro_batch=1.0,
                   global_batch=16.0, seq=8192.0, recompute=0.0)  # fmt: skip
     times = []
     for _ in range(20):
-        started = time.perf_counter()
-        step_cost(model, machine, small, k)
-        times.append(time.perf_counter() - started)
+        start = time.perf_counter()
+        step_cost(model, machine, small_layout, k)
+        times.append(time.perf_counter() - start)
     return [
         Criterion("milliseconds of one prediction on 8 GPUs", float(np.median(times)) * 1e3, 5.0),
         Criterion("layouts a second, 175B on 16,384 GPUs", layouts_per_second, 100_000, at_least=True),

@@ -33,6 +33,7 @@ PORTS = (
 )
 EIGHT = "model=llama3-8b cluster.gpu=H200 cluster.gpus_per_node=8 train.seq_len=8192 train.global_batch=64"
 REPEATS = 3
+"""Runs of each search; the fastest counts."""
 
 
 @dataclass(frozen=True)
@@ -70,29 +71,32 @@ def answer_of(question: str) -> dict[str, float]:
     """Seconds, peak bytes and considered layouts of a search, in the fastest of `REPEATS` single-threaded processes."""
     command = [sys.executable, __file__, *question.split()]
     outputs = (
-        subprocess.run(command, env=one_thread(), capture_output=True, check=True).stdout for _ in range(REPEATS)
+        subprocess.run(command, env=single_thread_environment(), capture_output=True, check=True).stdout
+        for _ in range(REPEATS)
     )
     return min(map(json.loads, outputs), key=lambda result: result["seconds"])
 
 
 def time_search(overrides: list[str]) -> dict[str, float]:
     """Processor seconds of the search, peak memory of this process, and layouts considered."""
-    run, before = load_run(None, overrides), time.process_time()
-    considered, seconds = search(run).considered, time.process_time() - before
+    run, start = load_run(None, overrides), time.process_time()
+    considered, seconds = search(run).considered, time.process_time() - start
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"seconds": seconds, "bytes": peak_bytes, "considered": considered}
 
 
 def help_seconds() -> float:
     process = subprocess.Popen(
-        [sys.executable, "-m", "meshwright", "plan", "--help"], env=one_thread(), stdout=subprocess.DEVNULL
+        [sys.executable, "-m", "meshwright", "plan", "--help"],
+        env=single_thread_environment(),
+        stdout=subprocess.DEVNULL,
     )
-    _, status, used = os.wait4(process.pid, 0)
+    _, status, usage = os.wait4(process.pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0
-    return used.ru_utime + used.ru_stime
+    return usage.ru_utime + usage.ru_stime
 
 
-def one_thread() -> dict[str, str]:
+def single_thread_environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 

@@ -43,7 +43,9 @@ from meshwright.checkpoint.store import CheckpointStore
 
 Line = dict[str, Any]
 BLOCK_BYTES = 16 << 20
+"""Bytes of one write of the plain copy."""
 PIECE_BYTES = 64 << 20
+"""Bytes of one raw read."""
 WARM_STEPS = 6
 """First steps of a run, which are ignored."""
 
@@ -100,8 +102,8 @@ def main() -> None:
         text = json.dumps({"benchmark": "checkpoint_stall", "date": time.strftime("%Y-%m-%d"), **line})
         print(text, flush=True)
         if options.out:
-            with options.out.open("a", encoding="utf-8") as out:
-                out.write(text + "\n")
+            with options.out.open("a", encoding="utf-8") as file:
+                file.write(text + "\n")
 
 
 def lines(cases: list[BenchmarkCase], options: argparse.Namespace, deadline: float) -> Iterator[Line]:
@@ -139,22 +141,22 @@ def run_record(case: BenchmarkCase, mode: str, number: int, options: argparse.Na
     ]
     overrides += ["train.validate_batches=1", f"checkpoint.every={case.save_interval}", f"checkpoint.mode={mode}"]
     overrides += ["checkpoint.keep=1", "checkpoint.at_end=false", *case.overrides, *options.overrides]
-    started = time.monotonic()
+    start = time.monotonic()
     code = run_logged(
         [*MESHWRIGHT, "train", *overrides, "--runs", str(options.runs)], log, dict(os.environ), seconds_left
     )
-    facts = {
+    header = {
         "kind": "run",
         "model": case.model,
         "mode": mode,
         "round": number,
-        "wall_seconds": round(time.monotonic() - started, 1),
+        "wall_seconds": round(time.monotonic() - start, 1),
     }
     try:
         if code:
-            return {**facts, "error": f"exit code {code}: {log.read_text(encoding='utf-8', errors='replace')[-1500:]}"}
+            return {**header, "error": f"exit code {code}: {log.read_text(encoding='utf-8', errors='replace')[-1500:]}"}
         records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-        return {**facts, **figures(records, case.save_interval, mode)}
+        return {**header, **figures(records, case.save_interval, mode)}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -230,9 +232,9 @@ def write_rates(options: argparse.Namespace) -> Iterator[Line]:
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(3):
         for name, call in calls.items():
-            started = time.perf_counter()
+            start_time = time.perf_counter()
             call()
-            seconds[name].append(time.perf_counter() - started)
+            seconds[name].append(time.perf_counter() - start_time)
             path.unlink()
     rates = {f"{name}_gb_per_second": round(size / 1e9 / min(samples), 3) for name, samples in seconds.items()}
     ratio = round(min(seconds["copy"]) / min(seconds["save"]), 3)
@@ -244,7 +246,8 @@ def plain_copy(path: Path, data: memoryview, threads: int) -> None:
     with ThreadPoolExecutor(threads) as pool:
         list(
             pool.map(
-                lambda at: os.pwrite(descriptor, data[at : at + BLOCK_BYTES], at), range(0, len(data), BLOCK_BYTES)
+                lambda offset: os.pwrite(descriptor, data[offset : offset + BLOCK_BYTES], offset),
+                range(0, len(data), BLOCK_BYTES),
             )
         )
     os.fsync(descriptor)
@@ -269,11 +272,11 @@ def load_rates(options: argparse.Namespace, device: torch.device) -> Iterator[Li
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(3):
         for name, call in calls.items():
-            started = time.perf_counter()
+            start_time = time.perf_counter()
             call()
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            seconds[name].append(time.perf_counter() - started)
+            seconds[name].append(time.perf_counter() - start_time)
     ratio = round(min(seconds["load"]) / min(seconds["raw"]), 3)
     yield {
         "kind": "load",
@@ -289,16 +292,16 @@ def raw_read(file: Path, targets: list[torch.Tensor], device: torch.device) -> N
     """Read the tensors at the file's end in pieces into staging memory, and copy each piece to its target on the device."""
     target_bytes = [target.view(-1).view(torch.uint8) for target in targets]
     start = file.stat().st_size - sum(target.numel() for target in target_bytes)
-    pieces = []
+    blocks = []
     for target in target_bytes:
-        pieces += [
+        blocks += [
             (start + offset, target[offset : offset + PIECE_BYTES]) for offset in range(0, target.numel(), PIECE_BYTES)
         ]
         start += target.numel()
     descriptor = os.open(file, os.O_RDONLY)
 
-    def read(piece: tuple[int, torch.Tensor]) -> None:
-        offset, target = piece
+    def read(block: tuple[int, torch.Tensor]) -> None:
+        offset, target = block
         buffer = torch.empty(target.numel(), dtype=torch.uint8, pin_memory=device.type == "cuda")
         view = memoryview(buffer.numpy()).cast("B")
         while view:
@@ -307,7 +310,7 @@ def raw_read(file: Path, targets: list[torch.Tensor], device: torch.device) -> N
         target.copy_(buffer)
 
     with ThreadPoolExecutor(READ_THREADS) as pool:
-        list(pool.map(read, pieces))
+        list(pool.map(read, blocks))
     os.close(descriptor)
 
 

@@ -31,6 +31,7 @@ from meshwright.policies.supervision import Rules
 from meshwright.spec.fields import to_plain
 
 TOKEN, HEARTBEAT = "a token of this benchmark", 3.0
+"""Token of the agents; seconds between two reports of an agent."""
 
 
 async def agent(address: tuple[str, int], number: int, ranks: int, seconds: float, silent_after: float | None) -> None:
@@ -85,37 +86,37 @@ def measure(count: int, ranks: int, seconds: float) -> dict[str, Any]:
             target=agents, args=(address, count, ranks, seconds, silent_after)
         )
         process.start()
-        began: float | None = None
-        ticked = 0.0
+        running_since: float | None = None
+        last_tick = 0.0
         marks: list[tuple[float, float]] = []
         detected: float | None = None
         while process.is_alive():
             server.serve(POLL_SECONDS)
-            if (now := time.monotonic()) - ticked < POLL_SECONDS:
+            if (now := time.monotonic()) - last_tick < POLL_SECONDS:
                 continue
-            ticked = now
+            last_tick = now
             coordinator.tick()
-            if began is None and coordinator.state.status == "running":
-                began = now
-            if began is not None and warm_up < now - began and coordinator.state.status == "running":
+            if running_since is None and coordinator.state.status == "running":
+                running_since = now
+            if running_since is not None and warm_up < now - running_since and coordinator.state.status == "running":
                 marks.append((now, cpu_seconds()))
-            if began is not None and coordinator.state.status != "running":
+            if running_since is not None and coordinator.state.status != "running":
                 detected = now
                 break
-        seen = marks[-1][0] if marks else 0.0
+        last_mark = marks[-1][0] if marks else 0.0
         process.terminate()
         process.join()
         server.close()
         coordinator.close()
-    share = (marks[-1][1] - marks[0][1]) / (marks[-1][0] - marks[0][0]) if len(marks) > 1 else None
+    core_share = (marks[-1][1] - marks[0][1]) / (marks[-1][0] - marks[0][0]) if len(marks) > 1 else None
     return {
         "agents": count,
         "ranks": count * ranks,
         "heartbeat_seconds": HEARTBEAT,
-        "core_share": share,
+        "core_share": core_share,
         "measured_seconds": marks[-1][0] - marks[0][0] if marks else None,
         "silent_agent_detected": detected is not None,
-        "seconds_until_last_mark": seen - (began or seen),
+        "seconds_until_last_mark": last_mark - (running_since or last_mark),
         "cause": coordinator.state.incidents[-1].cause if coordinator.state.incidents else None,
         "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "cores": os.cpu_count(),

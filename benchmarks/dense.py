@@ -2,12 +2,12 @@
 
     python benchmarks/dense.py benchmarks/dense/one-gpu.yaml --budget 500 --out one-gpu.jsonl
     python benchmarks/dense.py benchmarks/dense/one-gpu.yaml --only '1b-*' --passes 3 --out one-gpu.jsonl
-    python benchmarks/dense.py benchmarks/dense/one-gpu.yaml --out one-gpu.jsonl --show     # the tables of what is there, nothing is run
+    python benchmarks/dense.py benchmarks/dense/one-gpu.yaml --out one-gpu.jsonl --show     # prints the stored results, runs nothing
 
-A table runs in passes: in the first the peer and then ours for each row, in the second ours and then the peer, so that both sides meet the
-machine equally warm. A row's figure is the median over the counted steps of all passes. In the first pass both sides record two steps after
-the counted ones, which give the time by kernel class; then the device is measured at the row's shapes, and the step is compared with its
-roofline.
+A table runs in passes. In the first pass, each row runs torchtitan (the "peer") and then our side; in the second pass the order is
+reversed, so that both sides meet the machine equally warm. A row's figure is the median over the counted steps of all passes. In the first
+pass both sides also record two steps after the counted ones, which give the time by kernel class. Then the benchmark measures the device at
+the row's shapes and compares the step with its roofline.
 
 Every run appends a JSON line to --out, so the same command continues a table that was stopped or ran out of --budget. A row that failed
 runs again with --again.
@@ -38,7 +38,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from dense_rows import Comparison, Visit, read_comparisons, visits
+from dense_comparisons import Comparison, Visit, read_comparisons, visits
 from dense_runs import MIN_RUN_SECONDS, print_run, run_visit
 from dense_table import OURS, PEER, Line, show
 from kernel_times import Breakdown
@@ -61,10 +61,10 @@ def main() -> None:
         sys.exit(f"{options.table}: {error}")
     if not comparisons:
         sys.exit(f"{options.table}: no row is called {options.only}")
-    book = Book(options.out)
+    book = ResultFile(options.out)
     if not options.show:
         options.logs.mkdir(parents=True, exist_ok=True)
-        play(comparisons, options, book)
+        run_missing(comparisons, options, book)
     show(
         options.table.stem,
         [comparison.name for comparison in comparisons],
@@ -98,8 +98,8 @@ def matches(name: str, patterns: str) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns.split(",") if pattern)
 
 
-class Book:
-    """The JSON lines of --out, to read and to append to."""
+class ResultFile:
+    """The JSON lines of the file --out, with a method to append one."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -118,45 +118,45 @@ class Book:
         ]  # fmt: skip
 
 
-def play(comparisons: list[Comparison], options: argparse.Namespace, book: Book) -> None:
+def run_missing(comparisons: list[Comparison], options: argparse.Namespace, book: ResultFile) -> None:
     """Run what is missing in --out, pass by pass, within the budget."""
-    started = time.monotonic()
-    has_peer = importlib.util.find_spec("torchtitan") is not None
-    if not has_peer and PEER in options.sides:
+    start = time.monotonic()
+    peer_is_installed = importlib.util.find_spec("torchtitan") is not None
+    if not peer_is_installed and PEER in options.sides:
         print(
             f"torchtitan {TORCHTITAN} cannot be imported here, so rows have our side only (benchmarks/peers/README.md)"
         )
     session = time.strftime("%Y-%m-%dT%H:%M:%S")
     book.add(
         {"kind": "session", "row": None, "date": session, "command": " ".join(sys.argv), "kernels": KERNELS,
-         "table": options.table.stem, "torchtitan": TORCHTITAN if has_peer else None, "environment": environment()}
+         "table": options.table.stem, "torchtitan": TORCHTITAN if peer_is_installed else None, "environment": environment()}
     )  # fmt: skip
 
-    def left() -> float:
-        return options.budget - (time.monotonic() - started)
+    def seconds_left() -> float:
+        return options.budget - (time.monotonic() - start)
 
     for number in range(1, options.passes + 1):
         for visit in visits(comparisons, number):
             if (
                 visit.side not in options.sides
-                or (visit.side == PEER and not has_peer)
+                or (visit.side == PEER and not peer_is_installed)
                 or is_done(visit, book, options)
             ):
                 continue
-            if left() < expected(visit, book):
+            if seconds_left() < expected_seconds(visit, book):
                 print(
-                    f"{left():.0f} s are left: {visit.comparison.name} is not run; the same command goes on from here"
+                    f"{seconds_left():.0f} s are left: {visit.comparison.name} is not run; the same command goes on from here"
                 )
                 return
-            for line in run_visit(visit, options, left()):
+            for line in run_visit(visit, options, seconds_left()):
                 book.add({**line, "session": session})
                 print_run(line)
         if number == 1 and not options.no_trace and not options.no_rates:
             for comparison in comparisons:
-                compare_with_device(comparison, options, book, left)
+                compare_with_device(comparison, options, book, seconds_left)
 
 
-def is_done(visit: Visit, book: Book, options: argparse.Namespace) -> bool:
+def is_done(visit: Visit, book: ResultFile, options: argparse.Namespace) -> bool:
     """Whether --out has this run, or all runs of this side have failed."""
     earlier_lines = book.of("run", visit.comparison.name, visit.side)
     successful_lines = [line for line in earlier_lines if "error" not in line]
@@ -165,14 +165,16 @@ def is_done(visit: Visit, book: Book, options: argparse.Namespace) -> bool:
     )
 
 
-def expected(visit: Visit, book: Book) -> float:
-    """Expected seconds of this run, from earlier runs of the same side."""
-    before = [line["wall_seconds"] for line in book.of("run", visit.comparison.name, visit.side) if "error" not in line]
-    return max(MIN_RUN_SECONDS, 1.1 * min(before, default=0.0))
+def expected_seconds(visit: Visit, book: ResultFile) -> float:
+    """Expected seconds of this run: the shortest earlier run of the same side and a tenth, at least `MIN_RUN_SECONDS`."""
+    earlier_seconds = [
+        line["wall_seconds"] for line in book.of("run", visit.comparison.name, visit.side) if "error" not in line
+    ]
+    return max(MIN_RUN_SECONDS, 1.1 * min(earlier_seconds, default=0.0))
 
 
 def compare_with_device(
-    comparison: Comparison, options: argparse.Namespace, book: Book, left: Callable[[], float]
+    comparison: Comparison, options: argparse.Namespace, book: ResultFile, seconds_left: Callable[[], float]
 ) -> None:
     """Measure the device at the shapes of our run and compare both sides' traced steps with the roofline.
 
@@ -188,8 +190,8 @@ def compare_with_device(
         or not (folder / "plan.yaml").exists()
     ):
         return
-    if left() < MIN_RUN_SECONDS + options.rates_seconds:
-        print(f"{left():.0f} s are left: the device is not measured at the shapes of {comparison.name}")
+    if seconds_left() < MIN_RUN_SECONDS + options.rates_seconds:
+        print(f"{seconds_left():.0f} s are left: the device is not measured at the shapes of {comparison.name}")
         return
     file = folder / "rates.json"
     command = [
@@ -203,7 +205,7 @@ def compare_with_device(
         str(file),
     ]
     log = options.logs / f"{comparison.name}-rates.log"
-    if code := run_logged(command, log, dict(os.environ), left()):
+    if code := run_logged(command, log, dict(os.environ), seconds_left()):
         log_tail = log.read_text(encoding="utf-8", errors="replace")[-LOG_TAIL:]
         book.add({"kind": "rates", "row": comparison.name, "side": OURS, "error": f"exit code {code}: {log_tail}"})
         return
@@ -214,12 +216,14 @@ def compare_with_device(
         {"kind": "rates", "row": comparison.name, "side": OURS, "profile": to_plain(profile), "work": to_plain(work)}
     )
     for side, line in breakdowns.items():
-        runs = [run["step_seconds"] for run in book.of("run", comparison.name, side) if "error" not in run]
-        result = roofline(work, profile, from_plain(Breakdown, without(line)), statistics.median(runs))
-        book.add({"kind": "roofline", "row": comparison.name, "side": side, **to_plain(result)})
+        step_seconds = [run["step_seconds"] for run in book.of("run", comparison.name, side) if "error" not in run]
+        comparison_with_roofline = roofline(
+            work, profile, from_plain(Breakdown, without_common_keys(line)), statistics.median(step_seconds)
+        )
+        book.add({"kind": "roofline", "row": comparison.name, "side": side, **to_plain(comparison_with_roofline)})
 
 
-def without(line: Line) -> Line:
+def without_common_keys(line: Line) -> Line:
     """The line without the keys that all lines have."""
     return {key: value for key, value in line.items() if key not in ("kind", "row", "side", "session")}
 

@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from dense_rows import TRACED, WARMED, Comparison, Visit
-from dense_table import ENOUGH, PEER, Line
+from dense_comparisons import PROFILER_WARM_UP_STEPS, TRACED_STEPS, Comparison, Visit
+from dense_table import MIN_COUNTED_STEPS, PEER, Line
 from kernel_times import breakdown, read_trace
 from sides import LOG_TAIL, MESHWRIGHT, TitanStep, our_figures, run_ours, run_torchtitan
 
@@ -23,25 +23,25 @@ MIN_RUN_SECONDS = 45.0
 """Fewest seconds of a run; with less time left, none is started."""
 
 
-def run_visit(visit: Visit, options: argparse.Namespace, left: float) -> Iterator[Line]:
+def run_visit(visit: Visit, options: argparse.Namespace, seconds_left: float) -> Iterator[Line]:
     """The lines of a run, of the first variant that fits into memory."""
     comparison, variants = visit.comparison, visit.comparison.peer if visit.side == PEER else visit.comparison.ours
     traced = visit.number == 1 and not options.no_trace
-    deadline = time.monotonic() + left
-    for number, words in enumerate(variants):
+    deadline = time.monotonic() + seconds_left
+    for number, variant in enumerate(variants):
         began = time.monotonic()
         limit = min(comparison.limit, deadline - began - 5)
         if limit < MIN_RUN_SECONDS / 2:
             return
         run = peer_run if visit.side == PEER else our_run
-        line, trace = run(visit, list(words), options, limit, traced)
+        line, trace = run(visit, list(variant), options, limit, traced)
         header = {
             "kind": "run",
             "row": comparison.name,
             "side": visit.side,
             "pass": visit.number,
             "way": number,
-            "words": words,
+            "words": variant,
         }
         yield {**header, **line, "wall_seconds": round(time.monotonic() - began, 1)}
         if traced and trace is None and "error" not in line:
@@ -58,36 +58,36 @@ def run_visit(visit: Visit, options: argparse.Namespace, left: float) -> Iterato
 
 
 def our_run(
-    visit: Visit, words: list[str], options: argparse.Namespace, limit: float, traced: bool
+    visit: Visit, overrides: list[str], options: argparse.Namespace, limit: float, traced: bool
 ) -> tuple[Line, Path | None]:
     comparison, log = visit.comparison, options.logs / f"{visit.comparison.name}-ours-{visit.number}.log"
-    start = [*MESHWRIGHT, "train", str(comparison.run)]
+    command = [*MESHWRIGHT, "train", str(comparison.run)]
     if traced:
-        start += ["--profile-steps", f"{comparison.steps - TRACED + 1}:{comparison.steps}"]
-    ran = run_ours(start, words, comparison.name, options.runs, log, {}, limit)
-    counted = ran.records[comparison.skip : comparison.last]
-    if ran.folder is None or not counted or (ran.code and len(counted) < ENOUGH):
+        command += ["--profile-steps", f"{comparison.steps - TRACED_STEPS + 1}:{comparison.steps}"]
+    run = run_ours(command, overrides, comparison.name, options.runs, log, {}, limit)
+    counted_records = run.records[comparison.skip : comparison.last]
+    if run.folder is None or not counted_records or (run.code and len(counted_records) < MIN_COUNTED_STEPS):
         log_tail = log.read_text(encoding="utf-8", errors="replace")[-LOG_TAIL:]
-        return {"error": f"exit code {ran.code} after {len(ran.records)} steps: {log_tail}"}, None
-    figures = our_figures(ran.folder, ran.records, comparison.skip, comparison.last)
-    loss = {"loss_first": ran.records[0]["loss"], "losses": [round(record["loss"], 4) for record in ran.records]}
-    rates = [record["tokens_per_second_per_gpu"] for record in counted]
+        return {"error": f"exit code {run.code} after {len(run.records)} steps: {log_tail}"}, None
+    figures = our_figures(run.folder, run.records, comparison.skip, comparison.last)
+    loss = {"loss_first": run.records[0]["loss"], "losses": [round(record["loss"], 4) for record in run.records]}
+    rates = [record["tokens_per_second_per_gpu"] for record in counted_records]
     line = {
-        **figures, **loss, **rate_figures(comparison, rates, 1), "exit_code": ran.code, "folder": str(ran.folder),
-        "data_wait_seconds": statistics.median(record.get("data_wait_seconds", 0.0) for record in counted),
+        **figures, **loss, **rate_figures(comparison, rates, 1), "exit_code": run.code, "folder": str(run.folder),
+        "data_wait_seconds": statistics.median(record.get("data_wait_seconds", 0.0) for record in counted_records),
     }  # fmt: skip
     line.pop("environment"), line.pop("step_seconds_all")
-    trace = ran.folder / "traces" / "rank-00000.json.gz"
+    trace = run.folder / "traces" / "rank-00000.json.gz"
     return line, trace if traced and trace.exists() else None
 
 
 def peer_run(
-    visit: Visit, words: list[str], options: argparse.Namespace, limit: float, traced: bool
+    visit: Visit, base_arguments: list[str], options: argparse.Namespace, limit: float, traced: bool
 ) -> tuple[Line, Path | None]:
-    comparison, dump = visit.comparison, options.runs / f"{visit.comparison.name}-peer-{visit.number}"
-    shutil.rmtree(dump, ignore_errors=True)
+    comparison, dump_folder = visit.comparison, options.runs / f"{visit.comparison.name}-peer-{visit.number}"
+    shutil.rmtree(dump_folder, ignore_errors=True)
     arguments = [
-        *words,
+        *base_arguments,
         "--training.steps",
         str(comparison.steps),
         "--training.global_batch_size",
@@ -95,23 +95,28 @@ def peer_run(
     ]
     if traced:
         arguments += ["--profiling.enable_profiling", "--profiling.profile_freq", str(comparison.steps)]
-        arguments += ["--profiling.profiler_active", str(TRACED), "--profiling.profiler_warmup", str(WARMED)]
-    env = {"DUMP": str(dump), "LOG_FREQ": str(comparison.log_every)}
+        arguments += [
+            "--profiling.profiler_active",
+            str(TRACED_STEPS),
+            "--profiling.profiler_warmup",
+            str(PROFILER_WARM_UP_STEPS),
+        ]
+    env = {"DUMP": str(dump_folder), "LOG_FREQ": str(comparison.log_every)}
     steps, log_tail = run_torchtitan(
         f"{comparison.name}-peer-{visit.number}", comparison.gpus, arguments, options.logs, env, limit
     )
-    counted = [
+    counted_steps = [
         step for step in steps if comparison.skip <= step.step - comparison.log_every and step.step <= comparison.last
     ]
-    if not counted:
+    if not counted_steps:
         return {"error": out_of_memory(log_tail) or log_tail[-LOG_TAIL:]}, None
     line = {
         "arguments": arguments,
-        **rate_figures(comparison, [step.rate for step in counted], comparison.log_every),
+        **rate_figures(comparison, [step.rate for step in counted_steps], comparison.log_every),
         "memory_reserved_peak_gib": max(step.memory_gib for step in steps),
         **titan_losses(steps),
     }
-    traces = sorted(dump.glob("**/rank0_trace.json"))
+    traces = sorted(dump_folder.glob("**/rank0_trace.json"))
     return line, traces[-1] if traced and traces else None
 
 

@@ -11,30 +11,30 @@ from roofline import Roofline, table_lines
 from meshwright.spec.fields import from_plain
 
 PEER, OURS = "torchtitan", "meshwright"
-ENOUGH = 20
+MIN_COUNTED_STEPS = 20
 """Counted steps of a side, over all passes, below which its figure is marked."""
 Line = dict[str, Any]
 
 
 def show(table: str, names: Sequence[str], lines: Sequence[Line], against: dict[str, str | None]) -> None:
-    """Print the tables of the named rows."""
+    """Print the tables of the named rows; `against` gives the row whose `meshwright` side replaces torchtitan, if any."""
     sides = {(name, side): side_of(lines, name, side) for name in names for side in (PEER, OURS)}
     width = max(len(name) for name in names) + 2
     print(f"\n{table}: tokens/s per GPU, medians of the counted steps of all passes (slowest and fastest pass)")
     heads = f"{'torchtitan':>12s}{'':20s}{'meshwright':>12s}{'':20s}"
     print(f"{'':{width}s}{heads}   {'MFU causal/full':>19s}  {'GiB reserved':>14s}  {'last loss':>14s}    ratio")
     for name in names:
-        peer, ours = sides[name, PEER], sides[name, OURS]
-        base = sides.get((against[name], OURS)) if against.get(name) else peer
-        ratio = f"{ours['rate'] / base['rate']:8.3f}" if ours and base else " " * 8
+        peer_side, our_side = sides[name, PEER], sides[name, OURS]
+        base = sides.get((against[name], OURS)) if against.get(name) else peer_side
+        ratio = f"{our_side['rate'] / base['rate']:8.3f}" if our_side and base else " " * 8
+        mfu, memory, loss = (_both_sides(peer_side, our_side, text) for text in (_mfu, _memory, _loss))
         print(
-            f"{name:{width}s}{_speed(peer)}{_speed(ours)}   {_both(peer, ours, _mfu):>19s}  {_both(peer, ours, _memory):>14s}  "
-            f"{_both(peer, ours, _loss):>14s} {ratio}{_notes(lines, name)}"
+            f"{name:{width}s}{_speed(peer_side)}{_speed(our_side)}   {mfu:>19s}  {memory:>14s}  {loss:>14s} {ratio}{_notes(lines, name)}"
         )
     for name in names:
         for side in (PEER, OURS):
-            tell_breakdown(lines, name, side)
-            tell_roofline(lines, name, side)
+            print_breakdown(lines, name, side)
+            print_roofline(lines, name, side)
 
 
 def side_of(lines: Sequence[Line], name: str, side: str) -> Line | None:
@@ -61,13 +61,13 @@ def side_of(lines: Sequence[Line], name: str, side: str) -> Line | None:
 def _speed(side: Line | None) -> str:
     if side is None:
         return f"{'–':>12s}{'':20s}"
-    mark = "" if side["steps"] >= ENOUGH else f" {side['steps']} steps"
-    ends = f" ({min(side['passes']):,.0f}–{max(side['passes']):,.0f}){mark}"
-    return f"{side['rate']:12,.0f}{ends:20s}"
+    mark = "" if side["steps"] >= MIN_COUNTED_STEPS else f" {side['steps']} steps"
+    pass_range = f" ({min(side['passes']):,.0f}–{max(side['passes']):,.0f}){mark}"
+    return f"{side['rate']:12,.0f}{pass_range:20s}"
 
 
-def _both(peer: Line | None, ours: Line | None, text: Any) -> str:
-    return ", ".join(text(side) for side in (peer, ours) if side)
+def _both_sides(peer_side: Line | None, our_side: Line | None, text: Any) -> str:
+    return ", ".join(text(side) for side in (peer_side, our_side) if side)
 
 
 def _mfu(side: Line) -> str:
@@ -92,7 +92,7 @@ def _notes(lines: Sequence[Line], name: str) -> str:
     )
 
 
-def tell_breakdown(lines: Sequence[Line], name: str, side: str) -> None:
+def print_breakdown(lines: Sequence[Line], name: str, side: str) -> None:
     """Print a line with the milliseconds of a traced step by kernel class."""
     line = newest(lines, "breakdown", name, side)
     if line is None:
@@ -108,7 +108,7 @@ def tell_breakdown(lines: Sequence[Line], name: str, side: str) -> None:
     print(f"{name} {side}: traced step {1e3 * line['seconds']:.1f} ms: {classes}  {host}")
 
 
-def tell_roofline(lines: Sequence[Line], name: str, side: str) -> None:
+def print_roofline(lines: Sequence[Line], name: str, side: str) -> None:
     """Print the comparison of a step with its roofline."""
     line = newest(lines, "roofline", name, side)
     if line is not None:

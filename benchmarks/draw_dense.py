@@ -18,6 +18,7 @@ from pathlib import Path
 from dense_table import OURS, PEER, Line, newest, side_of
 
 WIDTH, LEFT_MARGIN, RIGHT_MARGIN, BAR_HEIGHT, BAR_GAP, GROUP_GAP = 1100, 210, 130, 18, 4, 18
+"""Sizes in pixels."""
 COLOURS = {
     "gemm": "#4c78a8", "attention": "#72b7b2", "elementwise": "#54a24b", "quantise": "#b279a2", "loss": "#9d755d", "optimizer": "#eeca3b",
     "copies": "#bab0ac", "communication": "#e45756", "idle": "#dddddd",
@@ -57,8 +58,8 @@ def bars_of(lines: Sequence[Line]) -> Iterator[tuple[str, list[Bar]]]:
                 continue
             tokens = side_figures["rate"] * roofline_line["seconds"]
             if not bars:
-                needed = {line["kind"]: 1e6 * line["needed"] / tokens for line in roofline_line["lines"]}
-                bars.append(Bar("needed", needed, f"{1e6 / sum(needed.values()):,.0f} tok/s"))
+                roofline_parts = {line["kind"]: 1e6 * line["needed"] / tokens for line in roofline_line["lines"]}
+                bars.append(Bar("needed", roofline_parts, f"{1e6 / sum(roofline_parts.values()):,.0f} tok/s"))
             measured = {line["kind"]: 1e6 * max(0.0, line["took"]) / tokens for line in roofline_line["lines"]}
             bars.append(Bar(side, measured, f"{side_figures['rate']:,.0f} tok/s"))
         yield name, bars
@@ -82,7 +83,7 @@ def chart_svg(groups: dict[str, list[Bar]], title: str) -> str:
 
 
 def _bar(bar: Bar, top: int, scale: float) -> str:
-    x, pieces = (
+    left, elements = (
         float(LEFT_MARGIN),
         [f'<text x="{LEFT_MARGIN - 8}" y="{top + 13}" text-anchor="end">{escape(bar.label)}</text>'],
     )
@@ -90,26 +91,26 @@ def _bar(bar: Bar, top: int, scale: float) -> str:
         width = bar.parts.get(kernel_class, 0.0) * scale
         if width > 0.05:
             tooltip = f"{kernel_class} {bar.parts[kernel_class]:.2f} µs"
-            pieces.append(
-                f'<rect x="{x:.1f}" y="{top}" width="{width:.1f}" height="{BAR_HEIGHT}" fill="{COLOURS[kernel_class]}">'
+            elements.append(
+                f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{BAR_HEIGHT}" fill="{COLOURS[kernel_class]}">'
                 f"<title>{tooltip}</title></rect>"
             )
-        x += width
-    return "".join([*pieces, f'<text x="{x + 6:.1f}" y="{top + 13}">{escape(bar.text)}</text>'])
+        left += width
+    return "".join([*elements, f'<text x="{left + 6:.1f}" y="{top + 13}">{escape(bar.text)}</text>'])
 
 
 def _legend(groups: dict[str, list[Bar]]) -> str:
-    used = [
+    used_classes = [
         kernel_class
         for kernel_class in COLOURS
         if any(bar.parts.get(kernel_class) for bars in groups.values() for bar in bars)
     ]
-    parts = (
+    elements = (
         f'<rect x="{LEFT_MARGIN + 96 * index}" y="36" width="11" height="11" fill="{COLOURS[kernel_class]}"/>'
         f'<text x="{LEFT_MARGIN + 15 + 96 * index}" y="46">{kernel_class}</text>'
-        for index, kernel_class in enumerate(used)
+        for index, kernel_class in enumerate(used_classes)
     )
-    return "".join(parts) + '<text x="8" y="46">µs a token and GPU</text>'
+    return "".join(elements) + '<text x="8" y="46">µs a token and GPU</text>'
 
 
 if __name__ == "__main__":

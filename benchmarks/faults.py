@@ -17,6 +17,7 @@ import tempfile
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -58,6 +59,21 @@ def print_verdict(verdict: Verdict, seconds: float) -> None:
     print(f"{'':40}{verdict.observed}", flush=True)
 
 
+def write_record(file: Path | None, **results: Any) -> None:
+    """Write results as JSON with the machine and the version; without a file do nothing."""
+    if file is None:
+        return
+    record = {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "version": __version__,
+        "cores": os.cpu_count(),
+        "processor": platform.machine(),
+        "torch": torch.__version__,
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({**record, **results}, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("scenarios", nargs="*", default=[scenario.name for scenario in SCENARIOS])
@@ -73,25 +89,14 @@ def main() -> None:
         runs = arguments.runs or Path(folder) / "runs"
         suite = Suite(load_run(file, []), [str(file)], runs, arguments.steps, arguments.patience)
         for name in arguments.scenarios:
-            started = time.monotonic()
+            start_time = time.monotonic()
             verdicts.append(suite.run(scenario_named(name)))
-            print_verdict(verdicts[-1], time.monotonic() - started)
-    kept = sum(verdict.ok for verdict in verdicts)
-    print(f"{kept} of {len(verdicts)} promises were kept; {time.monotonic() - began:.0f} s")
-    if arguments.out:
-        machine = {"cores": os.cpu_count(), "processor": platform.machine(), "torch": torch.__version__}
-        record = {
-            "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "version": __version__,
-            **machine,
-            "steps": arguments.steps,
-        }
-        record["patience"] = arguments.patience
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(
-            json.dumps({**record, "verdicts": [verdict.as_plain() for verdict in verdicts]}, indent=1) + "\n"
-        )
-    sys.exit(0 if kept == len(verdicts) else 1)
+            print_verdict(verdicts[-1], time.monotonic() - start_time)
+    kept_count = sum(verdict.ok for verdict in verdicts)
+    print(f"{kept_count} of {len(verdicts)} promises were kept; {time.monotonic() - began:.0f} s")
+    plain = [verdict.as_plain() for verdict in verdicts]
+    write_record(arguments.out, steps=arguments.steps, patience=arguments.patience, verdicts=plain)
+    sys.exit(0 if kept_count == len(verdicts) else 1)
 
 
 if __name__ == "__main__":

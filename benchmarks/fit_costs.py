@@ -50,10 +50,8 @@ PRIORS: dict[str, tuple[float, float]] = {
     # Of the software stack: compute.
     "slow": (1.0, 0.25),  # device time relative to the best kernels of the generation
     "yearly": (1.05, 0.1),  # factor by which releases become faster in a year
-    "passes": (
-        60.0,
-        0.35,
-    ),  # bytes that element-wise operations of one layer's forward move, per token and hidden element
+    # bytes that element-wise operations of one layer's forward move, per token and hidden element
+    "passes": (60.0, 0.35),
     "scores": (0.0, 0.5),  # bytes moved per attention score in forward; 0 is fused attention
     "quantise": (4.0, 0.5),  # bytes moved per element to cast an input of a product to fp8 or fp4
     "moe_us": (50.0, 0.7),  # us of host time that each expert of a rank adds to a layer
@@ -63,10 +61,8 @@ PRIORS: dict[str, tuple[float, float]] = {
     "host_us": (600.0, 0.7),  # us per layer and micro-batch, forward and backward
     "host_tensor_us": (200.0, 0.8),  # us that tensor parallelism adds to a layer
     "host_micro_us": (500.0, 0.8),  # us per micro-batch outside its layers
-    "ring_us": (
-        0.0,
-        0.3,
-    ),  # us per layer and tensor rank after the first, in pipelines across nodes or with sequence parallelism
+    # us per layer and tensor rank after the first, in pipelines across nodes or with sequence parallelism
+    "ring_us": (0.0, 0.3),
     # Communication.
     "tensor_exposed": (0.8, 0.4),  # share of tensor-parallel communication that compute does not hide
     "expert_exposed": (0.8, 0.4),  # share of the exchange of tokens between experts that compute does not hide
@@ -116,15 +112,11 @@ MEMORY_PRIORS: dict[str, tuple[float, float]] = {
     "held": (6.0, 0.3),  # bytes per parameter that every replica stores: weights and gradients, with their copies
     "owned": (12.0, 0.2),  # bytes per parameter of master weights and moments
     "sharding": (0.0, 0.7),  # further bytes per parameter of a shard of the optimizer: its gradients and buffers
-    "wide": (
-        0.5,
-        0.5,
-    ),  # saved elements per token, layer and hidden element that only sequence parallelism divides over tensor ranks
+    # saved elements per token, layer and hidden element that only sequence parallelism divides over tensor ranks
+    "wide": (0.5, 0.5),
     "hidden": (0.0, 0.3),  # the same for elements that tensor parallelism always divides
-    "narrow": (
-        1.0,
-        0.3,
-    ),  # saved elements per token, layer and element of attention inputs and feed-forward (not PRIORS' narrow)
+    # saved elements per token, layer and element of attention inputs and feed-forward (not the `narrow` of PRIORS)
+    "narrow": (1.0, 0.3),
     "live": (0.0, 0.5),  # undivided elements per token and hidden element of the layer that computes
     "logits": (8.0, 0.5),  # bytes per logit of one micro-batch
     "gathered": (2.0, 0.5),  # fully sharded layers whose whole weights exist at once
@@ -134,7 +126,7 @@ MEMORY_PRIORS: dict[str, tuple[float, float]] = {
 }
 """As `PRIORS`, for the constants of memory (costs/stack_footprint.py)."""
 MEMORY_GUESSES: dict[str, dict[str, float]] = {"nanotron": {"held": 7.0, "wide": 1.5, "hidden": 8.0, "live": 2.5}}
-"""nanotron is eager: it also keeps inputs of norms, residuals, and rotated queries and keys."""
+"""nanotron runs without fused operations: it also saves inputs of norms, residuals, and rotated queries and keys."""
 STRENGTH = 30.0
 """Weight of the data against the priors in the loss.
 
@@ -157,7 +149,7 @@ class RunArrays:
     layout: Layouts
     release: np.ndarray
     """Release date of the software, years after the start of 2025."""
-    filled: np.ndarray
+    memory_share: np.ndarray
     """Predicted share of device memory in use."""
     measured: np.ndarray
     """Seconds of a step."""
@@ -173,7 +165,7 @@ def read_runs(paths: Sequence[Path] = RUNS) -> list[dict[str, str]]:
     return records
 
 
-def usable(runs: list[dict[str, str]]) -> list[tuple[int, dict[str, str], Case, float]]:
+def usable_runs(runs: list[dict[str, str]]) -> list[tuple[int, dict[str, str], Case, float]]:
     """(index, columns, case, seconds) of every run that finished and states all inputs of the cost model."""
     usable_records = []
     for index, record in enumerate(runs):
@@ -200,13 +192,13 @@ def arrays_of(usable_records: list[tuple[int, dict[str, str], Case, float]]) -> 
         side_by_side([case.machine for case in cases]),
         side_by_side([case.layout for case in cases]),
         np.array([case.release for case in cases]),
-        share_filled(cases),
+        memory_shares(cases),
         np.array([seconds for *_, seconds in usable_records]),
         weight,
     )
 
 
-def share_filled(cases: list[Case]) -> np.ndarray:
+def memory_shares(cases: list[Case]) -> np.ndarray:
     """Predicted share of a device's memory that each case needs on its fullest rank, under the memory constants of all runs."""
     # Some software prints only the memory of the first pipeline stage (as_printed=True); here the fullest stage counts.
     sizes = sum(memory(cases, {"memory": memory_constants()}, as_printed=False).values())
@@ -229,7 +221,7 @@ def _weight(record: dict[str, str], sources: Counter[str]) -> float:
 
 
 @dataclass
-class Knob:
+class FittedConstant:
     """A constant to fit: its guess in every column of the table, and the column that each run reads."""
 
     section: str
@@ -247,19 +239,19 @@ def predict(arrays: RunArrays, table: dict[str, Any]) -> np.ndarray:
         arrays.machine,
         arrays.layout,
         at_release(constant_arrays(arrays.pairs, table), arrays.release),
-        arrays.filled,
+        arrays.memory_share,
     ).seconds
 
 
-def fit_time(arrays: RunArrays, *, rounds: int = 40, least: int = 20) -> dict[str, Any]:
+def fit_time(arrays: RunArrays, *, rounds: int = 40, min_runs: int = 20) -> dict[str, Any]:
     """Constants by generation and stack that predict the runs best; those with fewer than `least` runs use the pooled default."""
-    columns = [_columns([pair[side] for pair in arrays.pairs], least) for side in (0, 1)]
-    knobs = []
+    columns = [_columns([pair[side] for pair in arrays.pairs], min_runs) for side in (0, 1)]
+    fitted_constants = []
     for name in (name for name in NAMES if name in PRIORS):
         section = "generations" if name in GENERATION else "stacks"
         names, index = columns[section == "stacks"]
         guesses = [STACK_GUESSES.get(column, {}).get(name, PRIORS[name][0]) for column in names]
-        knobs.append(Knob(section, name, names, np.array(guesses), index, PRIORS[name][1]))
+        fitted_constants.append(FittedConstant(section, name, names, np.array(guesses), index, PRIORS[name][1]))
 
     def evaluate(values: dict[str, np.ndarray]) -> np.ndarray:
         return np.log(
@@ -268,37 +260,44 @@ def fit_time(arrays: RunArrays, *, rounds: int = 40, least: int = 20) -> dict[st
                 arrays.machine,
                 arrays.layout,
                 at_release(Constants(**values), arrays.release),
-                arrays.filled,
+                arrays.memory_share,
             ).seconds
         )
 
-    return solve(knobs, evaluate, np.log(arrays.measured), arrays.weight, rounds)
+    return solve(fitted_constants, evaluate, np.log(arrays.measured), arrays.weight, rounds)
 
 
 def fit_memory(
-    usable_records: list[tuple[dict[str, str], Case]], *, rounds: int = 40, least: int = 15
+    usable_records: list[tuple[dict[str, str], Case]], *, rounds: int = 40, min_runs: int = 15
 ) -> dict[str, Any]:
     """Memory constants per stack that predict the measured memory of the runs best."""
-    names, index = _columns([case.stack for _, case in usable_records], least)
-    shape, layout = (side_by_side([getattr(case, part) for _, case in usable_records]) for part in ("shape", "layout"))
-    first = np.array([float(case.first_stage) for _, case in usable_records])
-    counts = Counter(record["source"] for record, _ in usable_records)
-    weight = np.array([counts[record["source"]] ** -0.35 for record, _ in usable_records])
+    names, index = _columns([case.stack for _, case in usable_records], min_runs)
+    shape, layout = (
+        side_by_side([getattr(case, field) for _, case in usable_records]) for field in ("shape", "layout")
+    )
+    prints_first_stage = np.array([float(case.first_stage) for _, case in usable_records])
+    runs_by_source = Counter(record["source"] for record, _ in usable_records)
+    weight = np.array([runs_by_source[record["source"]] ** -0.35 for record, _ in usable_records])
     measured = np.log([float(record["mem_gb"]) for record, _ in usable_records])
-    knobs = [
-        Knob(
-            "memory", name, names, np.array([MEMORY_GUESSES.get(n, {}).get(name, guess) for n in names]), index, spread
+    fitted_constants = [
+        FittedConstant(
+            "memory",
+            name,
+            names,
+            np.array([MEMORY_GUESSES.get(column, {}).get(name, guess) for column in names]),
+            index,
+            spread,
         )
         for name, (guess, spread) in MEMORY_PRIORS.items()
     ]
 
     def evaluate(values: dict[str, np.ndarray]) -> np.ndarray:
-        return np.log(sum(footprint(shape, layout, MemoryConstants(**values), first).values()) / 2**30)
+        return np.log(sum(footprint(shape, layout, MemoryConstants(**values), prints_first_stage).values()) / 2**30)
 
-    return solve(knobs, evaluate, measured, weight, rounds)["memory"]
+    return solve(fitted_constants, evaluate, measured, weight, rounds)["memory"]
 
 
-LAYOUT = ("model", "gpus", "tp", "pp", "dp", "micro_batch", "zero/fsdp")
+LAYOUT_COLUMNS = ("model", "gpus", "tp", "pp", "dp", "micro_batch", "zero/fsdp")
 
 
 def cross_validated_memory_gib(usable_records: list[tuple[dict[str, str], Case]]) -> np.ndarray:
@@ -306,25 +305,30 @@ def cross_validated_memory_gib(usable_records: list[tuple[dict[str, str], Case]]
 
     Repeats of a layout are in the same fifth, by the hash of the layout.
     """
-    fold_of = np.array([crc32("/".join(record[key] for key in LAYOUT).encode()) % 5 for record, _ in usable_records])
+    fold_of = np.array(
+        [crc32("/".join(record[key] for key in LAYOUT_COLUMNS).encode()) % 5 for record, _ in usable_records]
+    )
     predicted_gib = np.zeros(len(usable_records))
     for fold in range(5):
-        table = fit_memory([entry for entry, at in zip(usable_records, fold_of, strict=True) if at != fold])
-        cases = [case for (_, case), at in zip(usable_records, fold_of, strict=True) if at == fold]
+        table = fit_memory([entry for entry, run_fold in zip(usable_records, fold_of, strict=True) if run_fold != fold])
+        cases = [case for (_, case), run_fold in zip(usable_records, fold_of, strict=True) if run_fold == fold]
         predicted_gib[fold_of == fold] = sum(memory(cases, {"memory": table}, as_printed=True).values()) / 2**30
     return predicted_gib
 
 
-def _columns(labels: list[str], least: int) -> tuple[list[str], np.ndarray]:
+def _columns(labels: list[str], min_runs: int) -> tuple[list[str], np.ndarray]:
     """The columns of a table, default first, and the index of the column that each run reads."""
-    counts = Counter(labels)
-    names = ["default", *sorted(label for label, count in counts.items() if count >= least and label != "default")]
+    runs_by_label = Counter(labels)
+    names = [
+        "default",
+        *sorted(label for label, count in runs_by_label.items() if count >= min_runs and label != "default"),
+    ]
     column_index = {name: index for index, name in enumerate(names)}
     return names, np.array([column_index.get(label, 0) for label in labels])
 
 
 def solve(
-    knobs: list[Knob],
+    fitted_constants: list[FittedConstant],
     evaluate: Evaluate,
     target: np.ndarray,
     weight: np.ndarray,
@@ -334,61 +338,73 @@ def solve(
 
     A run reads one column of each constant, so one perturbed evaluation per constant gives the derivatives of all its columns.
     """
-    sizes = [len(knob.columns) for knob in knobs]
+    sizes = [len(constant.columns) for constant in fitted_constants]
     offsets = np.concatenate([[0], np.cumsum(sizes)])
-    guess = np.concatenate([np.log(np.maximum(knob.guess, 1e-9)) for knob in knobs])
-    free = np.concatenate([knob.guess > 0 for knob in knobs])  # a guess of 0 fixes the constant at 0 in this column
-    stiffness = np.concatenate([np.full(size, knob.spread**-2.0) for knob, size in zip(knobs, sizes, strict=True)])
-    highest = np.log(
-        np.concatenate([np.full(size, LIMITS.get(knob.name, np.inf)) for knob, size in zip(knobs, sizes, strict=True)])
+    guess = np.concatenate([np.log(np.maximum(constant.guess, 1e-9)) for constant in fitted_constants])
+    # A guess of 0 fixes the constant at 0 in this column.
+    is_fitted = np.concatenate([constant.guess > 0 for constant in fitted_constants])
+    stiffness = np.concatenate(
+        [np.full(size, constant.spread**-2.0) for constant, size in zip(fitted_constants, sizes, strict=True)]
     )
-    x = np.minimum(guess, highest)
+    highest = np.log(
+        np.concatenate(
+            [
+                np.full(size, LIMITS.get(constant.name, np.inf))
+                for constant, size in zip(fitted_constants, sizes, strict=True)
+            ]
+        )
+    )
+    log_constants = np.minimum(guess, highest)
 
-    def values(x: np.ndarray) -> dict[str, np.ndarray]:
-        each = np.where(free, np.exp(x), 0.0)
+    def values(log_constants: np.ndarray) -> dict[str, np.ndarray]:
+        values_by_column = np.where(is_fitted, np.exp(log_constants), 0.0)
         return {
-            knob.name: each[at : at + size][knob.index] for knob, at, size in zip(knobs, offsets, sizes, strict=False)
+            constant.name: values_by_column[offset : offset + size][constant.index]
+            for constant, offset, size in zip(fitted_constants, offsets, sizes, strict=False)
         }
 
-    def loss(r: np.ndarray, x: np.ndarray) -> float:
-        return float(STRENGTH * np.sum(weight * np.abs(r)) + 0.5 * np.sum(stiffness * (x - guess) ** 2))
+    def loss(residuals: np.ndarray, log_constants: np.ndarray) -> float:
+        return float(
+            STRENGTH * np.sum(weight * np.abs(residuals)) + 0.5 * np.sum(stiffness * (log_constants - guess) ** 2)
+        )
 
-    damping, r = 1.0, evaluate(values(x)) - target
-    best = loss(r, x)
+    damping, residuals = 1.0, evaluate(values(log_constants)) - target
+    best = loss(residuals, log_constants)
     for _ in range(rounds):
-        slopes = np.zeros((len(r), len(x)))
-        now = values(x)
-        for knob, at in zip(knobs, offsets, strict=False):
-            moved = {**now, knob.name: now[knob.name] * np.exp(1e-3)}
-            slopes[np.arange(len(r)), at + knob.index] = (evaluate(moved) - target - r) / 1e-3
-        slopes[:, ~free] = 0.0
-        w = STRENGTH * weight / np.maximum(np.abs(r), 0.01)
-        gradient = slopes.T @ (w * r) + stiffness * (x - guess)
-        curvature = slopes.T @ (w[:, None] * slopes) + np.diag(stiffness)
-        inside = ~((x >= highest) & (gradient < 0))  # the others are at their limit and would exceed it
-        before = best
+        slopes = np.zeros((len(residuals), len(log_constants)))
+        current = values(log_constants)
+        for constant, offset in zip(fitted_constants, offsets, strict=False):
+            shifted = {**current, constant.name: current[constant.name] * np.exp(1e-3)}
+            slopes[np.arange(len(residuals)), offset + constant.index] = (evaluate(shifted) - target - residuals) / 1e-3
+        slopes[:, ~is_fitted] = 0.0
+        run_weights = STRENGTH * weight / np.maximum(np.abs(residuals), 0.01)
+        gradient = slopes.T @ (run_weights * residuals) + stiffness * (log_constants - guess)
+        curvature = slopes.T @ (run_weights[:, None] * slopes) + np.diag(stiffness)
+        # The other constants are at their limit, and the step would exceed it.
+        below_limit = ~((log_constants >= highest) & (gradient < 0))
+        previous_loss = best
         for _ in range(8):
-            step = np.zeros(len(x))
+            step = np.zeros(len(log_constants))
             damped = curvature + damping * np.diag(np.diag(curvature))
-            step[inside] = np.linalg.solve(damped[np.ix_(inside, inside)], gradient[inside])
-            trial = np.minimum(x - np.clip(step, -0.7, 0.7), highest)
-            moved_r = evaluate(values(trial)) - target
-            value = loss(moved_r, trial)
+            step[below_limit] = np.linalg.solve(damped[np.ix_(below_limit, below_limit)], gradient[below_limit])
+            trial = np.minimum(log_constants - np.clip(step, -0.7, 0.7), highest)
+            trial_residuals = evaluate(values(trial)) - target
+            value = loss(trial_residuals, trial)
             if np.isfinite(value) and value < best:
-                x, r, best, damping = trial, moved_r, value, max(damping / 3, 1e-4)
+                log_constants, residuals, best, damping = trial, trial_residuals, value, max(damping / 3, 1e-4)
                 break
             damping *= 4
-        if before - best < 2e-5 * best:
+        if previous_loss - best < 2e-5 * best:
             break
-    return _as_table(knobs, np.where(free, np.exp(x), 0.0), offsets)
+    return _as_table(fitted_constants, np.where(is_fitted, np.exp(log_constants), 0.0), offsets)
 
 
-def _as_table(knobs: list[Knob], x: np.ndarray, offsets: np.ndarray) -> dict[str, Any]:
+def _as_table(fitted_constants: list[FittedConstant], constants: np.ndarray, offsets: np.ndarray) -> dict[str, Any]:
     table: dict[str, Any] = {}
-    for knob, offset in zip(knobs, offsets, strict=False):
-        for column_number, column in enumerate(knob.columns):
-            table.setdefault(knob.section, {}).setdefault(column, {})[knob.name] = float(
-                f"{x[offset + column_number]:.4g}"
+    for constant, offset in zip(fitted_constants, offsets, strict=False):
+        for column_number, column in enumerate(constant.columns):
+            table.setdefault(constant.section, {}).setdefault(column, {})[constant.name] = float(
+                f"{constants[offset + column_number]:.4g}"
             )
     return table
 
@@ -397,29 +413,29 @@ def cross_validated_seconds(arrays: RunArrays, folds: list[np.ndarray]) -> np.nd
     """Seconds of every run under constants fitted without its fold (True marks the runs of a fold); NaN for runs in no fold."""
     predicted_seconds = np.full(len(arrays.measured), np.nan)
     for fold in folds:
-        table = fit_time(take(arrays, ~fold))
-        predicted_seconds[fold] = predict(take(arrays, fold), table)
+        table = fit_time(select_runs(arrays, ~fold))
+        predicted_seconds[fold] = predict(select_runs(arrays, fold), table)
     return predicted_seconds
 
 
-def take(arrays: RunArrays, chosen: np.ndarray) -> RunArrays:
-    """The runs for which `chosen` is True."""
+def select_runs(arrays: RunArrays, selected_runs: np.ndarray) -> RunArrays:
+    """The runs for which `selected_runs` is True."""
 
-    def part(columns: Any) -> Any:
-        return type(columns)(**{f.name: getattr(columns, f.name)[chosen] for f in fields(columns)})
+    def selected_rows(columns: Any) -> Any:
+        return type(columns)(**{field.name: getattr(columns, field.name)[selected_runs] for field in fields(columns)})
 
-    names = [name for name, selected in zip(arrays.names, chosen, strict=True) if selected]
-    pairs = [pair for pair, selected in zip(arrays.pairs, chosen, strict=True) if selected]
+    names = [name for name, selected in zip(arrays.names, selected_runs, strict=True) if selected]
+    pairs = [pair for pair, selected in zip(arrays.pairs, selected_runs, strict=True) if selected]
     return RunArrays(
         names,
         pairs,
-        part(arrays.shape),
-        part(arrays.machine),
-        part(arrays.layout),
-        arrays.release[chosen],
-        arrays.filled[chosen],
-        arrays.measured[chosen],
-        arrays.weight[chosen],
+        selected_rows(arrays.shape),
+        selected_rows(arrays.machine),
+        selected_rows(arrays.layout),
+        arrays.release[selected_runs],
+        arrays.memory_share[selected_runs],
+        arrays.measured[selected_runs],
+        arrays.weight[selected_runs],
     )
 
 
@@ -441,31 +457,33 @@ def bands(arrays: RunArrays) -> dict[str, float]:
     A stack with runs from at least four sources has its own band. The runs of these stacks also give a band for each generation with at
     least four sources. All other stacks share the band `default`.
     """
-    return widths(arrays, np.log(arrays.measured / cross_validated_seconds(arrays, by_source(arrays))))
+    return widths(arrays, np.log(arrays.measured / cross_validated_seconds(arrays, source_folds(arrays))))
 
 
 def widths(arrays: RunArrays, residual: np.ndarray, ignored_source: str | None = None) -> dict[str, float]:
     """Half-widths by class from residuals ln(measured / predicted) of left-out sources; `ignored_source` names a source to ignore."""
     source = np.array([source_of(name) for name in arrays.names])
-    known = np.isfinite(residual) & (source != ignored_source)
+    has_residual = np.isfinite(residual) & (source != ignored_source)
     stacks, generations = (np.array([pair[side] for pair in arrays.pairs]) for side in (1, 0))
-    common = {name for name in set(stacks) if len(set(source[known & (stacks == name)])) >= MIN_SOURCES}
-    inside = known & np.isin(stacks, list(common))
-    half_widths = {"default": _half_width(residual, source, known & ~inside)}
-    for labels, chosen in ((stacks, inside), (generations, inside)):
-        for label in sorted({str(name) for name in labels[chosen]}):
-            if len(set(source[chosen & (labels == label)])) >= MIN_SOURCES:
-                half_widths[label] = _half_width(residual, source, chosen & (labels == label))
+    well_known_stacks = {
+        name for name in set(stacks) if len(set(source[has_residual & (stacks == name)])) >= MIN_SOURCES
+    }
+    of_well_known_stack = has_residual & np.isin(stacks, list(well_known_stacks))
+    half_widths = {"default": _half_width(residual, source, has_residual & ~of_well_known_stack)}
+    for labels, selected in ((stacks, of_well_known_stack), (generations, of_well_known_stack)):
+        for label in sorted({str(name) for name in labels[selected]}):
+            if len(set(source[selected & (labels == label)])) >= MIN_SOURCES:
+                half_widths[label] = _half_width(residual, source, selected & (labels == label))
     return half_widths
 
 
-def _half_width(residual: np.ndarray, source: np.ndarray, chosen: np.ndarray) -> float:
+def _half_width(residual: np.ndarray, source: np.ndarray, selected: np.ndarray) -> float:
     """The `BAND` quantile of the absolute residuals of the chosen runs, with equal weight for each source."""
-    size, counts = np.abs(residual[chosen]), Counter(source[chosen])
-    weight = np.array([1 / counts[name] for name in source[chosen]])
+    size, runs_by_source = np.abs(residual[selected]), Counter(source[selected])
+    weight = np.array([1 / runs_by_source[name] for name in source[selected]])
     order = np.argsort(size)
-    reached = np.cumsum(weight[order]) / weight.sum()
-    return float(f"{size[order][np.searchsorted(reached, BAND)]:.4f}")
+    cumulated_weight = np.cumsum(weight[order]) / weight.sum()
+    return float(f"{size[order][np.searchsorted(cumulated_weight, BAND)]:.4f}")
 
 
 def source_of(name: str) -> str:
@@ -473,13 +491,13 @@ def source_of(name: str) -> str:
     return re.sub(r"(training_results_v[0-9.]+).*", r"\1", name)
 
 
-def by_source(arrays: RunArrays) -> list[np.ndarray]:
+def source_folds(arrays: RunArrays) -> list[np.ndarray]:
     """A fold for each source with at least `MIN_RECORDS` runs."""
     names = np.array([source_of(name) for name in arrays.names])
     return [names == name for name, count in Counter(names.tolist()).items() if count >= MIN_RECORDS]
 
 
-COMPARABLE = 1e9
+MIN_COMPARABLE_PARAMETERS = 1e9
 """Parameters of a dense model from which matrix products take most of a step."""
 
 
@@ -491,17 +509,16 @@ def best_quartile(arrays: RunArrays, table: dict[str, Any]) -> dict[str, float]:
     """
     k = at_release(constant_arrays(arrays.pairs, table), arrays.release)
     shape = arrays.shape
-    comparable = (shape.moe_layers + shape.mixer_layers == 0) & (
-        arrays.machine.low == 0
-    )  # low 0: products in bf16 or wider
-    comparable &= (k.scores == 0) & (shape.params >= COMPARABLE)
-    reached = k.gemm / k.slow * predict(arrays, table) / arrays.measured
+    # `low` is 0 for products in bf16 or wider.
+    comparable = (shape.moe_layers + shape.mixer_layers == 0) & (arrays.machine.low == 0)
+    comparable &= (k.scores == 0) & (shape.params >= MIN_COMPARABLE_PARAMETERS)
+    product_shares = k.gemm / k.slow * predict(arrays, table) / arrays.measured
     generations = np.array([generation for generation, _ in arrays.pairs])
     shares = {}
     for name in sorted(set(generations)):
-        chosen = comparable & (generations == name)
-        if chosen.sum() >= 15:
-            shares[str(name)] = min(MAX_PEAK_SHARE, float(f"{np.quantile(reached[chosen], 0.75):.4g}"))
+        of_generation = comparable & (generations == name)
+        if of_generation.sum() >= 15:
+            shares[str(name)] = min(MAX_PEAK_SHARE, float(f"{np.quantile(product_shares[of_generation], 0.75):.4g}"))
     return shares
 
 
@@ -510,7 +527,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=60)
     arguments = parser.parse_args()
     runs = read_runs()
-    usable_records = usable(runs)
+    usable_records = usable_runs(runs)
     arrays = arrays_of(usable_records)
     table = fit_time(arrays, rounds=arguments.rounds)
     table["best_quartile"] = best_quartile(arrays, table)
@@ -524,7 +541,7 @@ def main() -> None:
     print(f"{len(error)} rows, median error {np.median(error):.1%}", file=sys.stderr)
 
 
-HEADER = """# Made by benchmarks/fit_costs.py from the runs named under fitted_on (rows of each). What each means: costs/constants.py.
+HEADER = """# Made by benchmarks/fit_costs.py from the runs named under fitted_on (runs of each source). Constants: costs/constants.py.
 """
 
 if __name__ == "__main__":

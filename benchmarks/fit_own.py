@@ -46,10 +46,10 @@ BAND = 0.8
 """Share of runs that should lie inside the band: fitted runs predicted without their session, and similar runs outside the fit."""
 MACHINE_NOISE = 0.012
 """Relative deviation between sessions and machines, in addition to a run's deviation from step to step."""
-HEADER = """# Made by benchmarks/fit_own.py: this program's own stack. `measured`: what it reaches on a generation that it ran on.
-# On others the generation's row of constants.yaml holds, but for what costs.constants.unmeasured_chip_constants says.
-# Set by hand, from runs named in docs/design/cost-model.md, and left alone by fits: host_us, moe_us, moe_passes, moe_back,
-# moe_spread, quantise, token_passes, net_ring, packing, product_sums. `before`: of the first kernels, that older runs ran on.
+HEADER = """# Made by benchmarks/fit_own.py: this program's own stack. `measured`: constants on the GPU generations that it ran on.
+# Others use the generation's row of constants.yaml, except for costs.constants.unmeasured_chip_constants.
+# Set by hand, from runs named in docs/design/cost-model.md, and not changed by fits: host_us, moe_us, moe_passes, moe_back,
+# moe_spread, quantise, token_passes, net_ring, packing, product_sums. `before`: constants of the first kernels, which older runs used.
 """
 
 
@@ -57,7 +57,7 @@ HEADER = """# Made by benchmarks/fit_own.py: this program's own stack. `measured
 class Fit:
     """The result of a fit: log constants, residuals ln(predicted / measured), and their derivatives by constant."""
 
-    x: np.ndarray
+    log_constants: np.ndarray
     residuals: np.ndarray
     slopes: np.ndarray
 
@@ -78,7 +78,7 @@ def main() -> None:
     fit = fit_constants(runs, own_values, options.rounds)
     left_out_residuals = without_session(runs, fit)
     print_fit(runs, fit, left_out_residuals)
-    constants = with_constants(own_values, fit.x)
+    constants = with_constants(own_values, fit.log_constants)
     not_fitted = [
         kept_run
         for kept_run in kept_runs()
@@ -97,22 +97,22 @@ def main() -> None:
 def fit_constants(runs: Sequence[KeptRun], own_values: dict[str, Any], rounds: int) -> Fit:
     """The constants with the least cost, starting from the guesses."""
     guess = np.log([value for _, value, _ in GUESSES.values()])
-    x, damping = guess.copy(), 1e-3
-    r = errors(runs, with_constants(own_values, x))
-    slopes = derivatives(runs, own_values, x, r)
+    log_constants, damping = guess.copy(), 1e-3
+    residuals = errors(runs, with_constants(own_values, log_constants))
+    slopes = derivatives(runs, own_values, log_constants, residuals)
     for _ in range(rounds):
-        before = cost(runs, r, x)
+        previous_cost = cost(runs, residuals, log_constants)
         for _ in range(5):
-            trial = x - step(runs, Fit(x, r, slopes), damping)
+            trial = log_constants - step(runs, Fit(log_constants, residuals, slopes), damping)
             trial_errors = errors(runs, with_constants(own_values, trial))
-            if cost(runs, trial_errors, trial) < before:
-                x, r, damping = trial, trial_errors, damping / 3
+            if cost(runs, trial_errors, trial) < previous_cost:
+                log_constants, residuals, damping = trial, trial_errors, damping / 3
                 break
             damping *= 10
-        slopes = derivatives(runs, own_values, x, r)
-        if before - cost(runs, r, x) < 1e-3 * before:
+        slopes = derivatives(runs, own_values, log_constants, residuals)
+        if previous_cost - cost(runs, residuals, log_constants) < 1e-3 * previous_cost:
             break
-    return Fit(x, r, slopes)
+    return Fit(log_constants, residuals, slopes)
 
 
 def errors(runs: Sequence[KeptRun], own_values: dict[str, Any]) -> np.ndarray:
@@ -126,31 +126,33 @@ def errors(runs: Sequence[KeptRun], own_values: dict[str, Any]) -> np.ndarray:
     return np.log(predicted) - np.log([kept_run.seconds for kept_run in runs])
 
 
-def derivatives(runs: Sequence[KeptRun], own_values: dict[str, Any], x: np.ndarray, r: np.ndarray) -> np.ndarray:
+def derivatives(
+    runs: Sequence[KeptRun], own_values: dict[str, Any], log_constants: np.ndarray, residuals: np.ndarray
+) -> np.ndarray:
     columns = []
-    for index in range(len(x)):
-        shifted = x.copy()
+    for index in range(len(log_constants)):
+        shifted = log_constants.copy()
         shifted[index] += 0.01
-        columns.append((errors(runs, with_constants(own_values, shifted)) - r) / 0.01)
+        columns.append((errors(runs, with_constants(own_values, shifted)) - residuals) / 0.01)
     return np.array(columns).T
 
 
-def step(runs: Sequence[KeptRun], fit: Fit, damping: float, without: np.ndarray | None = None) -> np.ndarray:
-    """The Gauss-Newton step of the fit, without the runs that `without` marks."""
+def step(runs: Sequence[KeptRun], fit: Fit, damping: float, left_out: np.ndarray | None = None) -> np.ndarray:
+    """The Gauss-Newton step of the fit; the runs that `left_out` marks do not count."""
     log_deviation = np.array([log_deviation for _, _, log_deviation in GUESSES.values()])
     guess = np.log([value for _, value, _ in GUESSES.values()])
     weight = 1 / noise(runs) ** 2
-    if without is not None:
-        weight[without] = 0.0
+    if left_out is not None:
+        weight[left_out] = 0.0
     curvature = fit.slopes.T @ (weight[:, None] * fit.slopes) + np.diag(log_deviation**-2.0)
-    gradient = fit.slopes.T @ (weight * fit.residuals) + (fit.x - guess) / log_deviation**2
+    gradient = fit.slopes.T @ (weight * fit.residuals) + (fit.log_constants - guess) / log_deviation**2
     return np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), gradient)
 
 
-def cost(runs: Sequence[KeptRun], r: np.ndarray, x: np.ndarray) -> float:
+def cost(runs: Sequence[KeptRun], residuals: np.ndarray, log_constants: np.ndarray) -> float:
     log_deviation = np.array([log_deviation for _, _, log_deviation in GUESSES.values()])
     guess = np.log([value for _, value, _ in GUESSES.values()])
-    return float(np.sum((r / noise(runs)) ** 2) + np.sum(((x - guess) / log_deviation) ** 2))
+    return float(np.sum((residuals / noise(runs)) ** 2) + np.sum(((log_constants - guess) / log_deviation) ** 2))
 
 
 def noise(runs: Sequence[KeptRun]) -> np.ndarray:
@@ -161,16 +163,21 @@ def noise(runs: Sequence[KeptRun]) -> np.ndarray:
 def without_session(runs: Sequence[KeptRun], fit: Fit) -> np.ndarray:
     """ln(predicted / measured) of each run under a fit without the runs of its session (file)."""
     files = np.array([kept_run.file for kept_run in runs])
-    steps = [step(runs, fit, 0.0, without=files == kept_run.file) for kept_run in runs]
+    steps = [step(runs, fit, 0.0, left_out=files == kept_run.file) for kept_run in runs]
     return np.array([fit.residuals[index] - fit.slopes[index] @ change for index, change in enumerate(steps)])
 
 
-def with_constants(own_values: dict[str, Any], x: np.ndarray) -> dict[str, Any]:
+def with_constants(own_values: dict[str, Any], log_constants: np.ndarray) -> dict[str, Any]:
     """own.yaml's content with the constants at `x`."""
-    stack, measured, before = dict(own_values["stack"]), dict(own_values["measured"][CHIP]), {}
-    for (name, (section, _, _)), value in zip(GUESSES.items(), np.exp(x), strict=True):
-        {"stack": stack, "measured": measured, "before": before}[section][name] = float(f"{value:.5g}")
-    return {"stack": stack, "measured": {CHIP: {**measured, "slow": 1.0}}, "before": before, "band": own_values["band"]}
+    stack, measured, first_kernels = dict(own_values["stack"]), dict(own_values["measured"][CHIP]), {}
+    for (name, (section, _, _)), value in zip(GUESSES.items(), np.exp(log_constants), strict=True):
+        {"stack": stack, "measured": measured, "before": first_kernels}[section][name] = float(f"{value:.5g}")
+    return {
+        "stack": stack,
+        "measured": {CHIP: {**measured, "slow": 1.0}},
+        "before": first_kernels,
+        "band": own_values["band"],
+    }
 
 
 def print_fit(runs: Sequence[KeptRun], fit: Fit, left_out_residuals: np.ndarray) -> None:
@@ -181,7 +188,7 @@ def print_fit(runs: Sequence[KeptRun], fit: Fit, left_out_residuals: np.ndarray)
         print(f"{kept_run.label:38s} {kept_run.seconds:8.3f} {fit_error:+6.1%} {left_out_error:+8.1%}")
     for name, errors in (("fit", np.expm1(fit.residuals)), ("left out", np.expm1(left_out_residuals))):
         print(f"{name}: median {np.median(np.abs(errors)):.1%}, worst {np.max(np.abs(errors)):.1%}")
-    for (name, (_, value, log_deviation)), fitted_value in zip(GUESSES.items(), np.exp(fit.x), strict=True):
+    for (name, (_, value, log_deviation)), fitted_value in zip(GUESSES.items(), np.exp(fit.log_constants), strict=True):
         print(
             f"  {name:13s} {value:8.4g} → {fitted_value:8.4g}  ({np.log(fitted_value / value) / log_deviation:+.1f} deviations)"
         )

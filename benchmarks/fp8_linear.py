@@ -22,8 +22,10 @@ from meshwright.kernels.linear import Linear
 from meshwright.observe.environment import environment
 
 SHAPES = {"qkv": (4096, 6144), "out": (4096, 4096), "gate_up": (4096, 28672), "down": (14336, 4096)}
+"""(inputs, outputs) of the linear layers of an 8B model."""
 FORMATS = {"bf16": None, "fp8_tensorwise": "tensorwise", "fp8_rowwise": "rowwise"}
 WARM_UP, RUNS = 5, 20
+"""Calls before the timed ones, and timed calls."""
 
 
 class NormAndLinear(nn.Module):
@@ -32,10 +34,10 @@ class NormAndLinear(nn.Module):
     The norm lets the compiler fuse the search for the largest magnitude, which sets the fp8 scale, into the operation before it.
     """
 
-    def __init__(self, wide: int, out: int, scaling: Any, weight_in_fp8: bool) -> None:
+    def __init__(self, inputs: int, outputs: int, scaling: Any, weight_in_fp8: bool) -> None:
         super().__init__()
-        self.linear = Linear(wide, out, bias=False)
-        _set(self.linear, scaling, weight_in_fp8)
+        self.linear = Linear(inputs, outputs, bias=False)
+        _set_scaling(self.linear, scaling, weight_in_fp8)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(nn.functional.rms_norm(x, (x.shape[-1],)))
@@ -52,7 +54,7 @@ class Network(nn.Module):
             fused,
         )
         for layer in (self.gate_up, self.down):
-            _set(layer, scaling, weight_in_fp8)
+            _set_scaling(layer, scaling, weight_in_fp8)
 
     def forward(self, x: Tensor) -> Tensor:
         x = nn.functional.rms_norm(x, (x.shape[-1],))
@@ -63,7 +65,7 @@ class Network(nn.Module):
         return self.down(swiglu(self.gate_up(x)))
 
 
-def _set(layer: Linear, scaling: Any, weight_in_fp8: bool) -> None:
+def _set_scaling(layer: Linear, scaling: Any, weight_in_fp8: bool) -> None:
     """Sets the fp8 scaling of a layer; with `weight_in_fp8` its weight is already in fp8, as after a gather of sharded fp8 weights."""
     layer.scaling = scaling
     layer.to(device="cuda", dtype=torch.bfloat16)
@@ -76,15 +78,15 @@ def seconds(run: Callable[[], Any]) -> float:
     for _ in range(WARM_UP):
         run()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(RUNS)]
-    for begin, end in events:
-        begin.record()
+    for start, end in events:
+        start.record()
         run()
         end.record()
     torch.cuda.synchronize()
-    return sorted(begin.elapsed_time(end) for begin, end in events)[RUNS // 2] / 1e3
+    return sorted(start.elapsed_time(end) for start, end in events)[RUNS // 2] / 1e3
 
 
-def layers(tokens: int) -> Iterator[dict[str, Any]]:
+def layer_figures(tokens: int) -> Iterator[dict[str, Any]]:
     for name, (inputs, outputs) in SHAPES.items():
         x = torch.randn(tokens, inputs, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         grad = torch.randn(tokens, outputs, device="cuda", dtype=torch.bfloat16)
@@ -97,7 +99,7 @@ def layers(tokens: int) -> Iterator[dict[str, Any]]:
                 }  # fmt: skip
 
 
-def networks(tokens: int) -> Iterator[dict[str, Any]]:
+def network_figures(tokens: int) -> Iterator[dict[str, Any]]:
     x = torch.randn(tokens, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     flops = 6.0 * tokens * sum(inputs * outputs for inputs, outputs in (SHAPES["gate_up"], SHAPES["down"]))
     for format_name, scaling, fused in (
@@ -135,7 +137,7 @@ def time_layer(model: nn.Module, x: Tensor, grad: Tensor, flops: float) -> dict[
     return {"ms": median_seconds * 1e3, "tflops": flops / median_seconds / 1e12, "output_error": error}
 
 
-def kernels(tokens: int) -> Iterator[dict[str, Any]]:
+def kernel_figures(tokens: int) -> Iterator[dict[str, Any]]:
     """Single kernels: GB/s of those that round, TFLOP/s of the products alone.
 
     "Both ways": one kernel writes a matrix in fp8 and its transpose in fp8, because fp8 products in forward and backward need both.
@@ -145,7 +147,7 @@ def kernels(tokens: int) -> Iterator[dict[str, Any]]:
 
     scale = torch.ones((), device="cuda")
     x = torch.randn(tokens, 14336, device="cuda", dtype=torch.bfloat16)
-    wide = torch.randn(tokens, 28672, device="cuda", dtype=torch.bfloat16)
+    gate_and_up = torch.randn(tokens, 28672, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(28672, 4096, device="cuda").to(E4M3)
     largest = torch.compile(lambda x: inverse(scale_of(x.abs().amax(dim=1).amax(), E4M3)), fullgraph=True)
     for name, run, size in (
@@ -153,20 +155,28 @@ def kernels(tokens: int) -> Iterator[dict[str, Any]]:
         ("round both ways", partial(round_both, x, scale, E4M3), 4 * x.numel()),
         ("round and transpose", partial(round_transposed, x, scale, E4M3), 3 * x.numel()),
         ("transpose a weight", partial(transpose, weight), 2 * weight.numel()),
-        ("swiglu, rounded both ways", partial(round_swiglu, wide, scale, E4M3), 6 * x.numel()),
-        ("swiglu gradient, rounded both ways", partial(round_swiglu_gradient, wide, x, scale, E5M2), 10 * x.numel()),
+        ("swiglu, rounded both ways", partial(round_swiglu, gate_and_up, scale, E4M3), 6 * x.numel()),
+        (
+            "swiglu gradient, rounded both ways",
+            partial(round_swiglu_gradient, gate_and_up, x, scale, E5M2),
+            10 * x.numel(),
+        ),
     ):
-        took = seconds(run)
-        yield {"kernel": name, "ms": took * 1e3, "gb_per_s": size / took / 1e9}
+        kernel_seconds = seconds(run)
+        yield {"kernel": name, "ms": kernel_seconds * 1e3, "gb_per_s": size / kernel_seconds / 1e9}
     for scaling in ("tensorwise", "rowwise"):
         activation, weight_fp8 = (
             quantize_both(x, scaling)[0],
             quantize(torch.randn(4096, 14336, device="cuda", dtype=torch.bfloat16), scaling),
         )
         for fast_accumulation in (True, False):
-            took = seconds(partial(matmul, activation, weight_fp8, torch.bfloat16, fast=fast_accumulation))
+            kernel_seconds = seconds(partial(matmul, activation, weight_fp8, torch.bfloat16, fast=fast_accumulation))
             name = f"product {scaling}, {'fast' if fast_accumulation else 'exact'} sums"
-            yield {"kernel": name, "ms": took * 1e3, "tflops": 2.0 * tokens * 14336 * 4096 / took / 1e12}
+            yield {
+                "kernel": name,
+                "ms": kernel_seconds * 1e3,
+                "tflops": 2.0 * tokens * 14336 * 4096 / kernel_seconds / 1e12,
+            }
 
 
 def main() -> None:
@@ -177,8 +187,8 @@ def main() -> None:
     torch.manual_seed(0)
     lines = [{"environment": environment()}]
     print(json.dumps(lines[0]))
-    for part in (kernels, layers, networks):
-        for figure in part(options.tokens):
+    for measurement in (kernel_figures, layer_figures, network_figures):
+        for figure in measurement(options.tokens):
             lines.append(figure)
             print(
                 json.dumps(

@@ -138,7 +138,7 @@ def train_once(precision: str, seed: int, device: str, corpus: Path, options: ar
     cluster_words = (
         ["cluster.gpu=cpu", "cluster.nodes=1", "cluster.gpus_per_node=1"] if options.cpu else ["cluster=auto"]
     )
-    words = [
+    overrides = [
         *WORDS, f"data.mix={{{corpus}/train: 1}}", f"data.validation={corpus}/held_out", f"train.steps={options.steps}",
         f"train.validate_every={options.steps // 3}", f"train.global_batch={options.sequences}",
         f"train.learning_rate={options.learning_rate}", f"seed={seed}", f"model.vocab_size={options.vocab}",
@@ -146,25 +146,25 @@ def train_once(precision: str, seed: int, device: str, corpus: Path, options: ar
     ]  # fmt: skip
     log = options.logs / f"{name}.log"
     env = {"CUDA_VISIBLE_DEVICES": device}
-    ran = run_ours([*MESHWRIGHT, "train", f"name={name}"], words, name, options.runs, log, env, options.limit)
-    if ran.code or ran.folder is None or not ran.records:
+    run = run_ours([*MESHWRIGHT, "train", f"name={name}"], overrides, name, options.runs, log, env, options.limit)
+    if run.code or run.folder is None or not run.records:
         log_tail = log.read_text(encoding="utf-8", errors="replace")[-LOG_TAIL:]
-        print(f"{name}: exit code {ran.code}\n{log_tail}", flush=True)
-        return {"kind": precision, "seed": seed, "error": ran.code, "log": log_tail}
-    held_out = held_out_losses(ran.folder)
-    figures = our_figures(ran.folder, ran.records, min(20, len(ran.records) // 2))
-    in_bf16 = evaluate(ran.folder, env, options)
-    shutil.rmtree(ran.folder / "checkpoints")
+        print(f"{name}: exit code {run.code}\n{log_tail}", flush=True)
+        return {"kind": precision, "seed": seed, "error": run.code, "log": log_tail}
+    held_out = held_out_losses(run.folder)
+    figures = our_figures(run.folder, run.records, min(20, len(run.records) // 2))
+    in_bf16 = evaluate(run.folder, env, options)
+    shutil.rmtree(run.folder / "checkpoints")
     result = {
         "kind": precision,
         "seed": seed,
-        "words": words,
+        "words": overrides,
         "held_out_loss": held_out,
         "held_out_loss_in_bf16": in_bf16,
         **figures,
     }
     del result["step_seconds_all"]
-    result["losses"] = {record["step"]: round(record["loss"], 4) for record in ran.records if record["step"] % 10 == 0}
+    result["losses"] = {record["step"]: round(record["loss"], 4) for record in run.records if record["step"] % 10 == 0}
     losses = ", ".join(f"{step}: {loss:.4f}" for step, loss in held_out.items())
     print(
         f"{name:28s} {result['tokens_per_second_per_gpu']:9,.0f} tok/s, held-out loss after {losses}; in bf16 {in_bf16:.4f}",
@@ -189,8 +189,8 @@ def evaluate(folder: Path, env: dict[str, str], options: argparse.Namespace) -> 
     return float(json.loads(answer)["loss"])
 
 
-def relative_text(loss: float, plain: float | None) -> str:
-    return f" ({loss / plain - 1:+.3%} of bf16's)" if plain else ""
+def relative_text(loss: float, bf16_loss: float | None) -> str:
+    return f" ({loss / bf16_loss - 1:+.3%} of bf16's)" if bf16_loss else ""
 
 
 def held_out_losses(folder: Path) -> dict[int, float]:
@@ -199,25 +199,25 @@ def held_out_losses(folder: Path) -> dict[int, float]:
 
 
 def report(results: list[dict[str, Any]], corpus: Path, options: argparse.Namespace) -> None:
-    final = {}
+    mean_losses = {}
     for precision in options.kinds:
         own_results = [result for result in results if result["kind"] == precision]
         if any("error" in result for result in own_results):
             continue
         as_trained = statistics.mean(list(result["held_out_loss"].values())[-1] for result in own_results)
-        final[precision] = {
+        mean_losses[precision] = {
             "as trained": as_trained,
             "in bf16": statistics.mean(result["held_out_loss_in_bf16"] for result in own_results),
         }
-    for precision, losses in final.items():
+    for precision, losses in mean_losses.items():
         text = ", ".join(
-            f"{loss:.4f} {loss_dtype}" + relative_text(loss, final.get("bf16", {}).get(loss_dtype))
+            f"{loss:.4f} {loss_dtype}" + relative_text(loss, mean_losses.get("bf16", {}).get(loss_dtype))
             for loss_dtype, loss in losses.items()
         )
         print(f"{precision:16s} held-out loss over seeds {options.seeds}: {text}")
     tokens = {
-        part: json.loads((corpus / part / "manifest.json").read_text(encoding="utf-8"))["tokens"]
-        for part in ("train", "held_out")
+        split: json.loads((corpus / split / "manifest.json").read_text(encoding="utf-8"))["tokens"]
+        for split in ("train", "held_out")
     }
     environment = next((result.pop("environment") for result in results if "environment" in result), {})
     for result in results:
@@ -228,7 +228,7 @@ def report(results: list[dict[str, Any]], corpus: Path, options: argparse.Namesp
         "command": " ".join(sys.argv),
         "corpus_tokens": tokens,
     }
-    body = {**header, "environment": environment, "mean_held_out_loss": final, "runs": results}
+    body = {**header, "environment": environment, "mean_held_out_loss": mean_losses, "runs": results}
     options.out.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
 
 

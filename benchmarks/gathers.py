@@ -12,9 +12,10 @@ The implementations, each in its own processes, so that one that fails or hangs 
   peers       copies out of peers' memory on one, two or three streams, ordered by stream memory operations (peer_copies.py)
 
 Sizes are of the whole gathered weight in bf16, and of the whole gradient with the same number of elements, in bf16 and fp32. Each line
-has the time of the collective alone, the time that it adds to concurrent matrix products (8192 × 4096 × 14336, at least 1.5 times as
-long), its hidden share, and its time during them (`under`). Times are medians over rounds, of the slowest rank for products, and of the
-rank that started last for collectives. Results are compared with NCCL's. `both` is a gather in bf16 with a concurrent reduction in fp32.
+has the time of the collective alone (`alone`), the time that it adds to concurrent matrix products (`adds`; the products are 8192 × 4096 ×
+14336 and take at least 1.5 times as long), the hidden share of the collective (`hidden`), and its own time beside the products (`under`).
+Times are medians over rounds: for products of the slowest rank, for collectives of the rank that started last. Results are compared with
+NCCL's. `both` is a gather in bf16 with a concurrent reduction in fp32.
 NVLink multicast is off.
 """
 
@@ -41,6 +42,7 @@ from torch import Tensor
 
 FAMILIES = ("nccl", "few_ctas", "zero_pool", "zero_symm", "kernels", "peers")
 LIMIT_SECONDS = 75
+"""Longest time of the processes of one family."""
 PRODUCT_SHAPE = (8192, 4096, 14336)
 """(m, k, n) of the concurrent matrix products."""
 PRODUCTS_PER_COLLECTIVE = 1.5
@@ -99,9 +101,9 @@ def main() -> None:
             print(f"{family}: {note}", flush=True)
     from meshwright.observe.environment import environment
 
-    result = {"gpus": gpus, "environment": environment(), "notes": notes, "lines": lines}
+    results = {"gpus": gpus, "environment": environment(), "notes": notes, "lines": lines}
     if options.out:
-        options.out.write_text(json.dumps(result, indent=1, default=str) + "\n")
+        options.out.write_text(json.dumps(results, indent=1, default=str) + "\n")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -139,8 +141,8 @@ def run_family(family: str, gpus: int, options: argparse.Namespace) -> tuple[lis
 
 def finish(ranks: list[subprocess.Popen[bytes]]) -> str:
     """Wait for processes; end the others when one fails or at the time limit."""
-    end = time.monotonic() + LIMIT_SECONDS
-    while time.monotonic() < end:
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while time.monotonic() < deadline:
         codes = [rank.poll() for rank in ranks]
         if all(code == 0 for code in codes):
             return ""
@@ -200,11 +202,11 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace, rank: int, ranks: int, device: torch.device) -> None:
         self.options, self.rank, self.ranks, self.device = options, rank, ranks, device
-        self.hosts = dist.new_group(backend="gloo")
+        self.host_group = dist.new_group(backend="gloo")
         rows, inner, columns = PRODUCT_SHAPE
-        self.a = torch.randn(rows, inner, device=device, dtype=torch.bfloat16)
-        self.b = torch.randn(inner, columns, device=device, dtype=torch.bfloat16)
-        self.c = torch.empty(rows, columns, device=device, dtype=torch.bfloat16)
+        self.left = torch.randn(rows, inner, device=device, dtype=torch.bfloat16)
+        self.right = torch.randn(inner, columns, device=device, dtype=torch.bfloat16)
+        self.product = torch.empty(rows, columns, device=device, dtype=torch.bfloat16)
         self.collective_stream = torch.cuda.Stream(device, priority=-1)
         self.product_ms = self.time_calls(10, None)[0] / 10
 
@@ -220,8 +222,8 @@ class Bench:
             call, equal = getattr(implementation, line.op)(entries, dtype)
             for _ in range(3):
                 self.time_calls(0, call)
-            alone = self.median(lambda: self.time_calls(0, call)[1])
-            count = max(4, math.ceil(PRODUCTS_PER_COLLECTIVE * alone / self.product_ms))
+            collective_ms = self.median(lambda: self.time_calls(0, call)[1])
+            count = max(4, math.ceil(PRODUCTS_PER_COLLECTIVE * collective_ms / self.product_ms))
             products, with_collective, collective_beside = [], [], []
             for _ in range(self.options.rounds):
                 products.append(self.time_calls(count, None)[0])
@@ -229,19 +231,21 @@ class Bench:
                 with_collective.append(times_ms[0])
                 collective_beside.append(times_ms[1])
             # Each difference is of measurements next to each other in time, as clocks drift.
-            added = statistics.median(b - a for a, b in zip(products, with_collective, strict=True))
+            added = statistics.median(
+                concurrent_ms - alone_ms for alone_ms, concurrent_ms in zip(products, with_collective, strict=True)
+            )
             width = dtype.itemsize + (2 if line.op == "both" else 0)
-            moved = entries * width * (self.ranks - 1) / self.ranks
+            bytes_moved = entries * width * (self.ranks - 1) / self.ranks
             equality = equal()
         except Exception as error:
             return Line(**(asdict(line) | {"error": f"{type(error).__name__}: {error}"}))
         return Line(
             **asdict(line)
             | {
-                "alone_ms": alone,
-                "gigabytes_per_second": moved / alone / 1e6,
+                "alone_ms": collective_ms,
+                "gigabytes_per_second": bytes_moved / collective_ms / 1e6,
                 "added_ms": added,
-                "hidden": 1 - added / alone,
+                "hidden": 1 - added / collective_ms,
                 "under_ms": statistics.median(collective_beside),
                 "products_ms": statistics.median(products),
                 "equal": equality,
@@ -259,7 +263,7 @@ class Bench:
         current = torch.cuda.current_stream()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
         torch.cuda.synchronize()
-        dist.barrier(self.hosts)
+        dist.barrier(self.host_group)
         torch.cuda._sleep(2_000_000)  # about a millisecond, in which the host queues the work
         events[0].record()
         self.collective_stream.wait_stream(current)
@@ -269,12 +273,12 @@ class Bench:
                 call()
             events[3].record()
         for _ in range(count):
-            torch.mm(self.a, self.b, out=self.c)
+            torch.mm(self.left, self.right, out=self.product)
         events[1].record()
         torch.cuda.synchronize()
         times = [events[0].elapsed_time(events[1]), -events[2].elapsed_time(events[3])]
         times_ms = torch.tensor(times, dtype=torch.float64)
-        dist.all_reduce(times_ms, dist.ReduceOp.MAX, group=self.hosts)
+        dist.all_reduce(times_ms, dist.ReduceOp.MAX, group=self.host_group)
         return float(times_ms[0]), -float(times_ms[1])
 
     def random_values(self, count: int, dtype: torch.dtype, owner: int | None = None) -> Tensor:
@@ -285,7 +289,7 @@ class Bench:
     def compare(self, result: Tensor, expected: Tensor) -> str:
         """Whether a result equals NCCL's on all ranks."""
         largest_error = ((result.double() - expected.double()).abs().max() / expected.double().abs().max()).cpu()
-        dist.all_reduce(largest_error, dist.ReduceOp.MAX, group=self.hosts)
+        dist.all_reduce(largest_error, dist.ReduceOp.MAX, group=self.host_group)
         return "equal" if largest_error == 0 else f"off by {float(largest_error):.1e} of the largest"
 
 
@@ -307,10 +311,10 @@ class Implementation:
         shard_size = entries // self.bench.ranks
         shard = output[shard_size * self.bench.rank :][:shard_size]
         shard.copy_(self.bench.random_values(shard_size, dtype))
-        call = self.gathering(output, shard)
+        call = self.gather_call(output, shard)
         return call, lambda: self.compare_gather(output, shard)
 
-    def gathering(self, output: Tensor, shard: Tensor) -> Call:
+    def gather_call(self, output: Tensor, shard: Tensor) -> Call:
         return lambda: dist.all_gather_into_tensor(output, shard, group=self.group)
 
     def compare_gather(self, output: Tensor, shard: Tensor) -> str:
@@ -349,9 +353,9 @@ class Implementation:
 
 def nccl(bench: Bench) -> Iterator[Implementation]:
     yield Implementation(bench, "default", dist.new_group())
-    two = Implementation(bench, "2 groups", dist.new_group())
-    two.reducer, two.operations = Implementation(bench, "", dist.new_group()), ("both",)
-    yield two
+    two_groups = Implementation(bench, "2 groups", dist.new_group())
+    two_groups.reducer, two_groups.operations = Implementation(bench, "", dist.new_group()), ("both",)
+    yield two_groups
 
 
 def few_ctas(bench: Bench) -> Iterator[Implementation]:
@@ -418,7 +422,7 @@ def kernels(bench: Bench) -> Iterator[Implementation]:
 class BarrierImplementation(SymmetricImplementation):
     """Copies between two barrier kernels, as in torch's low-contention collectives."""
 
-    def gathering(self, output: Tensor, shard: Tensor) -> Call:
+    def gather_call(self, output: Tensor, shard: Tensor) -> Call:
         from torch.distributed import _symmetric_memory as symmetric
 
         ranks, rank = self.bench.ranks, self.bench.rank
@@ -468,18 +472,18 @@ class PeerImplementation(Implementation):
         from peer_copies import Copies
 
         super().__init__(bench, f"{streams} streams")
-        self.copies, self.more_copies = Copies(bench.device, streams), Copies(bench.device, streams)
+        self.copies, self.reduce_copies = Copies(bench.device, streams), Copies(bench.device, streams)
         # The engine creates the group of a mesh axis in the same way.
-        self.members = dist.split_group(None, [list(range(bench.ranks))], group_desc="shard")
+        self.peer_group = dist.split_group(None, [list(range(bench.ranks))], group_desc="shard")
 
     def ring(self, size: int, slots: int) -> Any:
         from peer_copies import DeviceWindow, Ring
 
-        assert self.members is not None
-        window = DeviceWindow(self.members, size * slots, 2, self.bench.device)
+        assert self.peer_group is not None
+        window = DeviceWindow(self.peer_group, size * slots, 2, self.bench.device)
         return Ring(window, 0, size, slots, (0, 1))
 
-    def gathering(self, output: Tensor, shard: Tensor) -> Call:
+    def gather_call(self, output: Tensor, shard: Tensor) -> Call:
         from peer_copies import PeerGather
 
         gather = PeerGather(self.ring(shard.nbytes, 2), self.copies)
@@ -488,7 +492,7 @@ class PeerImplementation(Implementation):
     def reduce_scatter(self, entries: int, dtype: torch.dtype) -> tuple[Call, Callable[[], str]]:
         from peer_copies import PeerReduce
 
-        reduce = PeerReduce(self.ring(entries * dtype.itemsize, 1), self.more_copies)
+        reduce = PeerReduce(self.ring(entries * dtype.itemsize, 1), self.reduce_copies)
         values = self.bench.random_values(entries, dtype)
         shard = self.memory(entries // self.bench.ranks, dtype)
         gradient = reduce.allocate((entries,), dtype=dtype, device=self.bench.device)

@@ -36,10 +36,12 @@ def main() -> None:
 def measure(shape_text: str, options: argparse.Namespace) -> dict[str, float]:
     """Milliseconds by method for a weight of shape OUT x IN and a number of tokens, given as OUTxINxTOKENS."""
     device, sum_dtype = torch.device(options.device), torch.float32
-    rows, columns, tokens = map(int, shape_text.split("x"))
+    outputs, inputs_width, tokens = map(int, shape_text.split("x"))
     torch.manual_seed(0)
-    output_gradient, inputs = (torch.randn(tokens, width, device=device).bfloat16() for width in (rows, columns))
-    gradient_sum = torch.zeros(rows, columns, device=device, dtype=sum_dtype)
+    output_gradient, inputs = (
+        torch.randn(tokens, width, device=device).bfloat16() for width in (outputs, inputs_width)
+    )
+    gradient_sum = torch.zeros(outputs, inputs_width, device=device, dtype=sum_dtype)
     weight_gradient = output_gradient.t() @ inputs
     calls: dict[str, Callable[[], object]] = {
         "bf16": lambda: matmul(output_gradient.t(), inputs, output_gradient.dtype),
@@ -55,10 +57,10 @@ def median_seconds(call: Callable[[], object], calls: int, device: torch.device)
     """Median seconds of a call, without the first ones, which select kernels."""
     seconds = []
     for number in range(calls + 3):
-        started = synchronized_time(device)
+        start = synchronized_time(device)
         call()
         if number >= 3:
-            seconds.append(synchronized_time(device) - started)
+            seconds.append(synchronized_time(device) - start)
     return statistics.median(seconds)
 
 

@@ -40,11 +40,11 @@ def measure(options: argparse.Namespace, vocab: int) -> dict[str, float]:
     targets = torch.randint(vocab, (options.tokens,), device=device)
     seconds, loss = [], 0.0
     for call in range(options.calls + 3):
-        started = synchronized_time(device)
+        start = synchronized_time(device)
         value = linear_cross_entropy(hidden, weight, targets, options.chunk)
         torch.autograd.grad(value / options.tokens, (hidden, weight))
         if call >= 3:  # the first ones compile and choose kernels
-            seconds.append(synchronized_time(device) - started)
+            seconds.append(synchronized_time(device) - start)
         loss = value.item() / options.tokens
     flops = 6 * options.tokens * options.hidden * vocab
     median_seconds = statistics.median(seconds)

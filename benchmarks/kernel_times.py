@@ -49,7 +49,7 @@ class Gap:
 
     seconds: float
     before: str
-    """The kernel that ended it."""
+    """Name of the first kernel after the gap."""
     op: str
     """The host operation that launched that kernel."""
     host: bool
@@ -108,18 +108,18 @@ def breakdown(kernels: Sequence[Kernel]) -> Breakdown:
     """The breakdown of the last complete step in a trace. Raises BadInput when it has none."""
     begin, end = last_step(kernels)
     step_kernels = [kernel for kernel in kernels if kernel.end > begin and kernel.start < end]
-    charged = _charged(step_kernels, begin, end)
+    seconds_by_class = _class_seconds(step_kernels, begin, end)
     by_class: dict[KernelClass, list[Kernel]] = defaultdict(list)
     for kernel in step_kernels:
         by_class[kernel.kernel_class].append(kernel)
     return Breakdown(
         seconds=end - begin,
         kinds={
-            kernel_class: _class_time(by_class[kernel_class], charged[kernel_class], begin, end)
+            kernel_class: _class_time(by_class[kernel_class], seconds_by_class[kernel_class], begin, end)
             for kernel_class in KERNEL_CLASSES
             if kernel_class in by_class
         },
-        idle=_idle(step_kernels, begin, end),
+        idle=_idle_time(step_kernels, begin, end),
         products=_products(by_class["gemm"]),
         unknown_product_seconds=sum(kernel.end - kernel.start for kernel in by_class["gemm"] if kernel.product is None),
     )
@@ -127,22 +127,23 @@ def breakdown(kernels: Sequence[Kernel]) -> Breakdown:
 
 def last_step(kernels: Sequence[Kernel]) -> tuple[float, float]:
     """Begin and end of the last step, by the ends of two updates. Raises BadInput when there are fewer."""
-    ends: list[float] = []
+    step_ends: list[float] = []
     new_step = True
     for kernel in kernels:
         if kernel.kernel_class == "gemm":
             new_step = True
         elif kernel.kernel_class == "optimizer" and "adam" in kernel.name.lower():
-            ends = [*ends, kernel.end] if new_step else [*ends[:-1], max(ends[-1], kernel.end)]
+            step_ends = [*step_ends, kernel.end] if new_step else [*step_ends[:-1], max(step_ends[-1], kernel.end)]
             new_step = False
-    if len(ends) < 2:
+    if len(step_ends) < 2:
         raise BadInput(
-            f"the trace holds the end of {len(ends)} optimizer steps; expected two or more: record two steps, as in --profile-steps 30:31"
+            f"the trace holds the end of {len(step_ends)} optimizer steps; expected two or more: "
+            "record two steps, as in --profile-steps 30:31"
         )
-    return ends[-2], ends[-1]
+    return step_ends[-2], step_ends[-1]
 
 
-def _charged(kernels: Iterable[Kernel], begin: float, end: float) -> dict[KernelClass, float]:
+def _class_seconds(kernels: Iterable[Kernel], begin: float, end: float) -> dict[KernelClass, float]:
     """Seconds by kernel class, counting overlapping time once."""
     order = list(KERNEL_CLASSES)
     events: list[tuple[float, int, KernelClass]] = sorted(
@@ -169,10 +170,10 @@ def _class_time(kernels: Sequence[Kernel], charged: float, begin: float, end: fl
     sums: dict[str, list[float]] = defaultdict(list)
     for kernel in kernels:
         sums[kernel.name].append(kernel.end - kernel.start)
-    ordered = sorted(sums.items(), key=lambda item: -sum(item[1]))
+    ordered = sorted(sums.items(), key=lambda entry: -sum(entry[1]))
     return ClassTime(
         seconds=charged,
-        busy_seconds=sum(stop - start for start, stop in _joined(kernels, begin, end)),
+        busy_seconds=sum(stop - start for start, stop in _busy_intervals(kernels, begin, end)),
         kernels=len(kernels),
         longest=tuple(
             KernelCalls(name=name, calls=len(durations), seconds=sum(durations))
@@ -181,7 +182,7 @@ def _class_time(kernels: Sequence[Kernel], charged: float, begin: float, end: fl
     )
 
 
-def _joined(kernels: Iterable[Kernel], begin: float, end: float) -> list[tuple[float, float]]:
+def _busy_intervals(kernels: Iterable[Kernel], begin: float, end: float) -> list[tuple[float, float]]:
     """Intervals of the step in which any of the kernels ran."""
     joined: list[tuple[float, float]] = []
     for kernel in sorted(kernels, key=lambda kernel: kernel.start):
@@ -193,10 +194,10 @@ def _joined(kernels: Iterable[Kernel], begin: float, end: float) -> list[tuple[f
     return joined
 
 
-def _idle(kernels: Sequence[Kernel], begin: float, end: float) -> Idle:
+def _idle_time(kernels: Sequence[Kernel], begin: float, end: float) -> Idle:
     starts = sorted(kernels, key=lambda kernel: kernel.start)
     gaps, brief, before, next_index = [], 0.0, begin, 0
-    for start, stop in _joined(kernels, begin, end):
+    for start, stop in _busy_intervals(kernels, begin, end):
         while starts[next_index].start < start and next_index + 1 < len(starts):
             next_index += 1
         length, kernel = start - before, starts[next_index]
@@ -232,5 +233,5 @@ def _products(kernels: Iterable[Kernel]) -> tuple[Product, ...]:
             seconds=total,
             flops=shape.flops * len(calls[shape]),
         )
-        for shape, total in sorted(seconds.items(), key=lambda item: -item[1])
+        for shape, total in sorted(seconds.items(), key=lambda entry: -entry[1])
     )

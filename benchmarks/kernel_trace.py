@@ -29,12 +29,12 @@ KERNEL_CLASSES: dict[KernelClass, str] = {
     "communication": "collectives, messages, copies between devices",
 }
 """Kernel classes with their contents, in the order in which overlapping time is attributed."""
-DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-LAUNCH = ("cuda_runtime", "cuda_driver")
-HOST = ("cpu_op", "user_annotation")
+DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
+HOST_CATEGORIES = ("cpu_op", "user_annotation")
 
-_MADE_BY_COMPILER = re.compile(r"triton_(poi|red|per|for)_")
-_BY_NAME: tuple[tuple[KernelClass, re.Pattern[str]], ...] = tuple(
+_COMPILED_KERNEL = re.compile(r"triton_(poi|red|per|for)_")
+_RULES_BY_NAME: tuple[tuple[KernelClass, re.Pattern[str]], ...] = tuple(
     (kind, re.compile(text, re.IGNORECASE))
     for kind, text in (
         ("communication", r"nccl|symm_mem|multimem|one_shot_all|two_shot_all|PtoP|Peer"),
@@ -46,11 +46,11 @@ _BY_NAME: tuple[tuple[KernelClass, re.Pattern[str]], ...] = tuple(
         ("copies", r"^_add_wide|memcpy|memset|catarray|split_with_sizes|chunk_cat|copy_kernel|copyfunctor|fillfunctor"),
     )
 )
-_OF_COMPILED: tuple[tuple[KernelClass, re.Pattern[str]], ...] = (
+_RULES_FOR_COMPILED: tuple[tuple[KernelClass, re.Pattern[str]], ...] = (
     ("loss", re.compile(r"logsumexp|log_softmax|nll_loss|cross_entropy")),
     ("quantise", re.compile(r"^(?!.*(rsqrt|rms_norm|sigmoid|silu|_add)).*(amax|abs_max|float8|scaled_mm)")),
 )
-_BY_PLACE: tuple[tuple[KernelClass, re.Pattern[str]], ...] = (
+_RULES_BY_HOST_OPERATION: tuple[tuple[KernelClass, re.Pattern[str]], ...] = (
     ("optimizer", re.compile(r"Optimizer\.step|clip_grad|linalg_vector_norm|_foreach_norm|_foreach_mul_")),
     ("loss", re.compile(r"CrossEntropy|cross_entropy|LogSoftmax|NllLoss")),
     (
@@ -120,11 +120,11 @@ def read_trace(path: Path) -> tuple[Kernel, ...]:
 
 def kernels_of(events: Sequence[dict[str, Any]]) -> tuple[Kernel, ...]:
     """The device kernels among complete trace events."""
-    device = [event for event in events if event.get("cat") in DEVICE]
+    device = [event for event in events if event.get("cat") in DEVICE_CATEGORIES]
     if not device:
         return ()
-    zero = min(event["ts"] for event in device)
-    launches = {event["args"]["correlation"]: event for event in events if _launches(event)}
+    first_start = min(event["ts"] for event in device)
+    launches = {event["args"]["correlation"]: event for event in events if _is_launch(event)}
     ancestors_of_launch = _host_ancestors(events, launches.values())
     kernels = []
     for event in device:
@@ -135,9 +135,9 @@ def kernels_of(events: Sequence[dict[str, Any]]) -> tuple[Kernel, ...]:
             Kernel(
                 name=event["name"],
                 kernel_class=classify_kernel(event["name"], [ancestor["name"] for ancestor in ancestors]),
-                start=(event["ts"] - zero) * 1e-6,
-                end=(event["ts"] + event["dur"] - zero) * 1e-6,
-                launched=(launch["ts"] + launch["dur"] - zero) * 1e-6 if launch else None,
+                start=(event["ts"] - first_start) * 1e-6,
+                end=(event["ts"] + event["dur"] - first_start) * 1e-6,
+                launched=(launch["ts"] + launch["dur"] - first_start) * 1e-6 if launch else None,
                 op=op["name"] if op else "",
                 product=_product(op) if op else None,
                 call=id(op) if op else 0,
@@ -148,7 +148,7 @@ def kernels_of(events: Sequence[dict[str, Any]]) -> tuple[Kernel, ...]:
 
 def classify_kernel(name: str, ancestors: Iterable[str] = ()) -> KernelClass:
     """The class of the kernel `name`, launched inside these host operations."""
-    rules = _OF_COMPILED if _MADE_BY_COMPILER.match(name) else _BY_NAME
+    rules = _RULES_FOR_COMPILED if _COMPILED_KERNEL.match(name) else _RULES_BY_NAME
     by_name = next((kernel_class for kernel_class, pattern in rules if pattern.search(name)), None)
     if by_name is not None:
         return by_name
@@ -156,15 +156,15 @@ def classify_kernel(name: str, ancestors: Iterable[str] = ()) -> KernelClass:
     return next(
         (
             kernel_class
-            for kernel_class, pattern in _BY_PLACE
+            for kernel_class, pattern in _RULES_BY_HOST_OPERATION
             if any(pattern.search(ancestor) for ancestor in ancestors)
         ),
         "elementwise",
     )
 
 
-def _launches(event: dict[str, Any]) -> bool:
-    return event.get("cat") in LAUNCH and "correlation" in event.get("args", {})
+def _is_launch(event: dict[str, Any]) -> bool:
+    return event.get("cat") in LAUNCH_CATEGORIES and "correlation" in event.get("args", {})
 
 
 def _host_ancestors(
@@ -173,36 +173,44 @@ def _host_ancestors(
     """By id of the launch event, the host operations around it on its thread, the innermost first."""
     threads: dict[Any, list[tuple[float, int, dict[str, Any]]]] = defaultdict(list)
     for event in events:
-        if event.get("cat") in HOST:
+        if event.get("cat") in HOST_CATEGORIES:
             threads[event["tid"]].append((event["ts"], 0, event))
     for event in launches:
         threads[event["tid"]].append((event["ts"], 1, event))
-    return {key: ancestors for spans in threads.values() for key, ancestors in _of_thread(spans)}
+    return {key: ancestors for spans in threads.values() for key, ancestors in _open_operations_at_launches(spans)}
 
 
-def _of_thread(spans: list[tuple[float, int, dict[str, Any]]]) -> Iterator[tuple[int, tuple[dict[str, Any], ...]]]:
+def _open_operations_at_launches(
+    spans: list[tuple[float, int, dict[str, Any]]],
+) -> Iterator[tuple[int, tuple[dict[str, Any], ...]]]:
     """The open host operations at each launch; of operations with the same start the longer one is outside."""
-    open_now: list[dict[str, Any]] = []
-    for begin, launches, event in sorted(spans, key=lambda span: (span[0], span[1], -span[2]["dur"])):
-        while open_now and open_now[-1]["ts"] + open_now[-1]["dur"] < begin:
-            open_now.pop()
+    open_operations: list[dict[str, Any]] = []
+    for start, launches, event in sorted(spans, key=lambda span: (span[0], span[1], -span[2]["dur"])):
+        while open_operations and open_operations[-1]["ts"] + open_operations[-1]["dur"] < start:
+            open_operations.pop()
         if launches:
-            yield id(event), tuple(reversed(open_now))
+            yield id(event), tuple(reversed(open_operations))
         else:
-            open_now.append(event)
+            open_operations.append(event)
 
 
 def _product(op: dict[str, Any]) -> Shape | None:
     """The matrix product of a host operation, where the trace has the shapes of its inputs."""
-    first, args = _PRODUCTS.get(op["name"]), op.get("args", {})
+    left_index, args = _PRODUCTS.get(op["name"]), op.get("args", {})
     sizes = args.get("Input Dims")
-    if first is None or not sizes or len(sizes) < first + 2:
+    if left_index is None or not sizes or len(sizes) < left_index + 2:
         return None
-    a, b = sizes[first], sizes[first + 1]
-    if len(a) not in (2, 3) or len(b) != len(a):
+    left, right = sizes[left_index], sizes[left_index + 1]
+    if len(left) not in (2, 3) or len(right) != len(left):
         return None
     types = args.get("Input type", [])
-    return Shape(a[-2], a[-1], b[-1], a[0] if len(a) == 3 else 1, _format(types[first] if len(types) > first else ""))
+    return Shape(
+        left[-2],
+        left[-1],
+        right[-1],
+        left[0] if len(left) == 3 else 1,
+        _format(types[left_index] if len(types) > left_index else ""),
+    )
 
 
 def _format(text: str) -> str:

@@ -41,6 +41,7 @@ import yaml
 from sides import HERE, KERNELS, LOG_TAIL, MESHWRIGHT, TORCHTITAN, our_figures, run_ours, run_torchtitan
 
 SKIP, LIMIT = 4, 240.0
+"""Default number of first steps that are not counted, and default seconds per run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,15 +68,17 @@ def main() -> None:
         sys.exit(f"{options.layouts}: no layout is called {options.only}")
     if options.list:
         for layout in layouts:
-            print(f"{layout.name:24s} {expectation(layout)}", flush=True)
+            print(f"{layout.name:24s} {prediction_text(layout)}", flush=True)
         return
     options.logs.mkdir(parents=True, exist_ok=True)
     results: dict[str, dict[str, Any]] = {}
     environment: dict[str, Any] = {}
-    started = time.monotonic()
+    start = time.monotonic()
     for layout in layouts:
-        left = options.budget - (time.monotonic() - started)
-        results[layout.name] = run_layout(layout, options, left) if left > 0 else {"left_out": "no time"}
+        seconds_left = options.budget - (time.monotonic() - start)
+        results[layout.name] = (
+            run_layout(layout, options, seconds_left) if seconds_left > 0 else {"left_out": "no time"}
+        )
         environment = results[layout.name].pop("environment", None) or environment
         show(layout.name, results[layout.name])
         header = {"benchmark": options.layouts.stem, "date": time.strftime("%Y-%m-%d"), "command": " ".join(sys.argv)}
@@ -116,7 +119,7 @@ def layouts_of(file: dict[str, Any], options: argparse.Namespace) -> Iterator[La
     gpus = options.gpus or file["gpus"]
     memory = file.get("memory_gib", {}).get(gpus)
 
-    def filled(value: Any) -> str:
+    def replace_placeholders(value: Any) -> str:
         text = re.sub(r"(\d+)\*gpus\b", lambda match: str(int(match[1]) * gpus), str(value))
         text = re.sub(r"\bgpus/(\d+)", lambda match: str(gpus // int(match[1])), text)
         text = re.sub(r"=memory_gib\b", f"={memory}", text)
@@ -128,34 +131,38 @@ def layouts_of(file: dict[str, Any], options: argparse.Namespace) -> Iterator[La
             if merged.get("least_gpus", 0) > gpus:
                 continue
             full_name = f"{name}-{size}" if size else name
-            titan = "torchtitan" in merged
-            words = titan_words(merged) if titan else [*our_words(merged), *options.set, f"name={full_name}"]
+            is_torchtitan = "torchtitan" in merged
+            words = (
+                titan_arguments(merged)
+                if is_torchtitan
+                else [*our_overrides(merged), *options.set, f"name={full_name}"]
+            )
             yield Layout(
                 name=full_name,
                 run=HERE / file["run"],
-                words=[filled(word) for word in words],
-                torchtitan=titan,
+                words=[replace_placeholders(word) for word in words],
+                torchtitan=is_torchtitan,
                 gpus=gpus,
-                script=filled(merged.get("script", "")).split(),
-                env={key: filled(value) for key, value in merged.get("env", {}).items()},
+                script=replace_placeholders(merged.get("script", "")).split(),
+                env={key: replace_placeholders(value) for key, value in merged.get("env", {}).items()},
                 skip=merged.get("skip", SKIP),
                 limit=merged.get("limit", LIMIT),
             )
 
 
-def our_words(merged: dict[str, Any]) -> list[str]:
+def our_overrides(merged: dict[str, Any]) -> list[str]:
     steps = [f"train.steps={merged['steps']}"] if "steps" in merged else []
     sequences = [f"train.global_batch={merged['sequences']}"] if "sequences" in merged else []
     return [*merged.get("all", []), *steps, *sequences, *merged["overrides"]]
 
 
-def titan_words(merged: dict[str, Any]) -> list[str]:
+def titan_arguments(merged: dict[str, Any]) -> list[str]:
     steps = ["--training.steps", merged["steps"]] if "steps" in merged else []
     sequences = ["--training.global_batch_size", merged["sequences"]] if "sequences" in merged else []
     return [str(word) for word in [*merged["torchtitan"].split(), *steps, *sequences]]
 
 
-def expectation(layout: Layout) -> str:
+def prediction_text(layout: Layout) -> str:
     """The simulator's prediction of a layout as text, or its error."""
     if layout.torchtitan:
         return "torchtitan: not simulated"
@@ -177,43 +184,45 @@ def expectation(layout: Layout) -> str:
     )
 
 
-def run_layout(layout: Layout, options: argparse.Namespace, left: float) -> dict[str, Any]:
+def run_layout(layout: Layout, options: argparse.Namespace, seconds_left: float) -> dict[str, Any]:
     began = time.perf_counter()
-    limit = min(layout.limit, left)
-    result = torchtitan(layout, options, limit) if layout.torchtitan else ours(layout, options, limit)
-    return result | {"wall_seconds": round(time.perf_counter() - began, 1)}
+    limit = min(layout.limit, seconds_left)
+    figures = (
+        run_torchtitan_layout(layout, options, limit) if layout.torchtitan else run_our_layout(layout, options, limit)
+    )
+    return figures | {"wall_seconds": round(time.perf_counter() - began, 1)}
 
 
-def ours(layout: Layout, options: argparse.Namespace, limit: float) -> dict[str, Any]:
-    start = (
+def run_our_layout(layout: Layout, options: argparse.Namespace, limit: float) -> dict[str, Any]:
+    command = (
         [sys.executable, str(HERE / layout.script[0]), *layout.script[1:]] if layout.script else [*MESHWRIGHT, "train"]
     )
     timeline_options = ["--timeline", options.timeline] if options.timeline and not layout.script else []
     log = options.logs / f"{layout.name}.log"
-    ran = run_ours(
-        [*start, str(layout.run), *timeline_options], layout.words, layout.name, options.runs, log, layout.env, limit
+    run = run_ours(
+        [*command, str(layout.run), *timeline_options], layout.words, layout.name, options.runs, log, layout.env, limit
     )
-    if ran.folder is None or len(ran.records) <= layout.skip:
+    if run.folder is None or len(run.records) <= layout.skip:
         log_tail = log.read_text(encoding="utf-8", errors="replace")[-LOG_TAIL:]
-        return {"error": f"exit code {ran.code}", "words": layout.words, "steps": len(ran.records), "log": log_tail}
-    figures = our_figures(ran.folder, ran.records, layout.skip)
-    slowed = sorted(ran.folder.glob("slowed-rank-*.json"))
+        return {"error": f"exit code {run.code}", "words": layout.words, "steps": len(run.records), "log": log_tail}
+    figures = our_figures(run.folder, run.records, layout.skip)
+    slowed = sorted(run.folder.glob("slowed-rank-*.json"))
     figures |= {"slowed": [json.loads(file.read_text(encoding="utf-8")) for file in slowed]} if slowed else {}
-    for file in sorted(ran.folder.glob("timelines/*.summary.json")):
+    for file in sorted(run.folder.glob("timelines/*.summary.json")):
         figures["timeline"] = json.loads(file.read_text(encoding="utf-8"))
-    return {"words": layout.words, "exit_code": ran.code, **figures}
+    return {"words": layout.words, "exit_code": run.code, **figures}
 
 
-def torchtitan(layout: Layout, options: argparse.Namespace, limit: float) -> dict[str, Any]:
+def run_torchtitan_layout(layout: Layout, options: argparse.Namespace, limit: float) -> dict[str, Any]:
     """Run torchtitan; its figures come from its log."""
     steps, output = run_torchtitan(layout.name, layout.gpus, layout.words, options.logs, layout.env, limit)
-    counted = [step for step in steps if step.step > layout.skip]
-    if not counted:
+    counted_steps = [step for step in steps if step.step > layout.skip]
+    if not counted_steps:
         return {"error": output[-LOG_TAIL:], "arguments": layout.words}
     return {
         "torchtitan": TORCHTITAN,
         "arguments": layout.words,
-        "tokens_per_second_per_gpu": statistics.median(step.rate for step in counted),
+        "tokens_per_second_per_gpu": statistics.median(step.rate for step in counted_steps),
         "memory_reserved_peak_gib": max(step.memory_gib for step in steps),
         "loss_first": steps[0].loss,
         "loss_last": steps[-1].loss,

@@ -74,9 +74,9 @@ class Copies:
             for target, source in pairs:
                 target.copy_(source)
             return []
-        begin = torch.cuda.current_stream().record_event()
-        shares = split_over_streams(pairs, len(self._streams))
-        return [self._copy(stream, begin, share) for stream, share in zip(self._streams, shares, strict=True)]
+        start_event = torch.cuda.current_stream().record_event()
+        parts = split_over_streams(pairs, len(self._streams))
+        return [self._copy(stream, start_event, part) for stream, part in zip(self._streams, parts, strict=True)]
 
     def _copy(self, stream: torch.cuda.Stream, begin: Event, pairs: Pairs) -> Event:
         stream.wait_event(begin)
@@ -95,8 +95,8 @@ def split_over_streams(pairs: Pairs, count: int) -> list[Pairs]:
     """Lists of copies for `count` streams: whole copies round-robin, or parts of each copy if there are fewer copies than streams."""
     if len(pairs) >= count:
         return [pairs[number::count] for number in range(count)]
-    parts = [[tensor.tensor_split(count) for tensor in pair] for pair in pairs]
-    return [[(target[number], source[number]) for target, source in parts] for number in range(count)]
+    split_pairs = [[tensor.tensor_split(count) for tensor in pair] for pair in pairs]
+    return [[(target[number], source[number]) for target, source in split_pairs] for number in range(count)]
 
 
 class PeerGather:
@@ -150,27 +150,27 @@ class PeerReduce:
         )
         self._ring.exchange_ready()
         # The next piece is copied into one staging buffer while the piece in the other is summed.
-        pieces = output_tensor.split(max(1, STAGING_BYTES // output_tensor.element_size() // self._ring.window.ranks))
-        staging_buffers = [pieces[0].new_empty(self._ring.window.ranks, len(pieces[0])) for _ in pieces[:2]]
-        next_copies = self._start(staging_buffers[0], pieces[0], output_tensor)
-        for number, piece in enumerate(pieces):
-            copies_of_piece, next_copies = next_copies, []
-            if number + 1 < len(pieces):
-                next_copies = self._start(staging_buffers[(number + 1) % 2], pieces[number + 1], output_tensor)
-            self._copies.join(copies_of_piece)
+        chunks = output_tensor.split(max(1, STAGING_BYTES // output_tensor.element_size() // self._ring.window.ranks))
+        staging_buffers = [chunks[0].new_empty(self._ring.window.ranks, len(chunks[0])) for _ in chunks[:2]]
+        next_copies = self._start(staging_buffers[0], chunks[0], output_tensor)
+        for number, chunk in enumerate(chunks):
+            copies_of_chunk, next_copies = next_copies, []
+            if number + 1 < len(chunks):
+                next_copies = self._start(staging_buffers[(number + 1) % 2], chunks[number + 1], output_tensor)
+            self._copies.join(copies_of_chunk)
             torch.sum(
-                staging_buffers[number % 2][:, : len(piece)], 0, out=piece
+                staging_buffers[number % 2][:, : len(chunk)], 0, out=chunk
             )  # bf16 is added up in fp32 and rounded once
         self._ring.signal_copied()
 
-    def _start(self, staging_buffer: Tensor, piece: Tensor, output: Tensor) -> list[Event]:
+    def _start(self, staging_buffer: Tensor, chunk: Tensor, output: Tensor) -> list[Event]:
         """Start to copy every rank's elements for `piece` of `output` into the rows of `staging_buffer`."""
         ring, window = self._ring, self._ring.window
-        start = window.rank * output.numel() + int(piece.storage_offset() - output.storage_offset())
+        start = window.rank * output.numel() + int(chunk.storage_offset() - output.storage_offset())
         started = self._copies.start(
-            [(staging_buffer[p, : len(piece)], ring.slot(p, start, piece)) for p in peers_of(window)]
+            [(staging_buffer[peer, : len(chunk)], ring.slot(peer, start, chunk)) for peer in peers_of(window)]
         )
-        staging_buffer[window.rank, : len(piece)].copy_(ring.slot(window.rank, start, piece))
+        staging_buffer[window.rank, : len(chunk)].copy_(ring.slot(window.rank, start, chunk))
         return started
 
 

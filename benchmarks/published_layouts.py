@@ -27,7 +27,7 @@ DEEPSEEK = (
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedRun:
     """A published run: the question that it answered, its layout as pins, and its seconds of a step."""
 
     name: str
@@ -38,47 +38,47 @@ class Published:
 
 
 RUNS = (
-    Published(
+    PublishedRun(
         "Llama-3.1-405B, 512 H100, fp8", "model=llama3-405b cluster.gpu=H100 cluster.nodes=64 train.seq_len=8192 train.global_batch=256 "
         "plan.linear=fp8_tensorwise", "tensor=8 context_ring=2 pipeline=8 schedule=interleaved micro_batch=1", 12.37,
         "NVIDIA dgxc-benchmarking 25.04",
     ),
-    Published(
+    PublishedRun(
         "Llama-3.1-405B, 8,192 H100", "model=llama3-405b cluster.gpu=H100 cluster.nodes=1024 train.seq_len=8192 train.global_batch=2048",
         "tensor=8 pipeline=16 schedule=interleaved micro_batch=1", 12.5, "Llama 3 report, table 4, MFU 43%",
     ),
-    Published(
+    PublishedRun(
         "Llama-3.1-405B, 16,384 H100", "model=llama3-405b cluster.gpu=H100 cluster.nodes=2048 train.seq_len=8192 train.global_batch=2048",
         "tensor=8 pipeline=16 schedule=interleaved micro_batch=1", 6.74, "Llama 3 report, table 4, MFU 41%",
     ),
-    Published(
+    PublishedRun(
         "Llama-3.1-405B, 16,384 H100, 131,072 tokens",
         "model=llama3-405b cluster.gpu=H100 cluster.nodes=2048 train.seq_len=131072 train.global_batch=128",
         "tensor=8 context_ring=16 pipeline=16 schedule=interleaved micro_batch=1", 15.3, "Llama 3 report, table 4, MFU 38%",
     ),
-    Published(
+    PublishedRun(
         "Llama-3.1-70B, 64 H100", "model=llama3-70b cluster.gpu=H100 cluster.nodes=8 train.seq_len=8192 train.global_batch=128",
         "tensor=4 context_ring=2 pipeline=4 schedule=interleaved micro_batch=1", 14.66, "NVIDIA dgxc-benchmarking 25.04",
     ),
-    Published(
+    PublishedRun(
         "GPT-3 175B, 1,024 A100", "model=gpt3-175b cluster.gpu=A100 cluster.nodes=128 train.seq_len=2048 train.global_batch=768",
         "tensor=8 pipeline=8 schedule=interleaved micro_batch=1", 11.9, "MegaScale, table 2, Megatron-LM",
     ),
-    Published(
+    PublishedRun(
         "GPT-3 175B, 12,288 A100", "model=gpt3-175b cluster.gpu=A100 cluster.nodes=1536 train.seq_len=2048 train.global_batch=6144",
         "tensor=8 pipeline=8 schedule=interleaved micro_batch=1", 8.57, "MegaScale, table 2, Megatron-LM, the same model",
     ),
-    Published(
+    PublishedRun(
         "GPT-3 175B with parallel blocks and a window of 1,024, 12,288 A100",
         "model=gpt3-175b model.parallel_block=true model.sliding_window=1024 cluster.gpu=A100 cluster.nodes=1536 train.seq_len=2048 "
         "train.global_batch=6144", "tensor=8 pipeline=8 schedule=interleaved micro_batch=1", 6.34,
         "MegaScale, table 2 (its window is not printed)",
     ),
-    Published(
+    PublishedRun(
         "Qwen3-235B-A22B, 256 H100", "model=qwen3-235b-a22b cluster.gpu=H100 cluster.nodes=32 train.seq_len=4096 train.global_batch=2048",
         "tensor=4 pipeline=8 expert=2 schedule=interleaved micro_batch=1", 29.0, "Megatron-MoE-ModelZoo, DeepEP",
     ),
-    Published(
+    PublishedRun(
         "DeepSeek-V3's sizes with grouped-query attention, 2,048 H800",
         f"{DEEPSEEK} cluster.gpu=H800 cluster.nodes=256 train.seq_len=4096 train.global_batch=15360",
         "tensor=1 pipeline=16 expert=64 micro_batch=1 linear=fp8_tensorwise", 19.91,
@@ -88,32 +88,35 @@ RUNS = (
 
 
 def main() -> None:
-    rows = []
+    lines = []
     for run in RUNS:
-        pinned, chosen = planned(run, run.pins), planned(run, "")
-        print(f"{run.name}: {run.seconds} s, pinned {shown(pinned)}, chosen {shown(chosen)}", file=sys.stderr)
+        pinned_plan, chosen_plan = best_plan(run, run.pins), best_plan(run, "")
+        print(
+            f"{run.name}: {run.seconds} s, pinned {plan_text(pinned_plan)}, chosen {plan_text(chosen_plan)}",
+            file=sys.stderr,
+        )
         cells = (
             run.name,
             f"{run.seconds:g} ({run.source})",
-            shown(pinned),
-            shown(chosen),
-            name(chosen),
-            difference(pinned, chosen),
+            plan_text(pinned_plan),
+            plan_text(chosen_plan),
+            name(chosen_plan),
+            difference(pinned_plan, chosen_plan),
         )
-        rows.append("| " + " | ".join(cells) + " |")
-    PAGE.write_text(HEADER + "\n".join(rows) + "\n", encoding="utf-8")
+        lines.append("| " + " | ".join(cells) + " |")
+    PAGE.write_text(HEADER + "\n".join(lines) + "\n", encoding="utf-8")
 
 
-def planned(run: Published, pins: str) -> Plan | str:
+def best_plan(run: PublishedRun, pins: str) -> Plan | str:
     """The best plan round `pins`, or why there is none."""
-    words = [*run.question.split(), *(f"plan.{pin}" for pin in pins.split())]
+    overrides = [*run.question.split(), *(f"plan.{pin}" for pin in pins.split())]
     try:
-        return search(load_run(None, words), trainable=not pins).best.plan
+        return search(load_run(None, overrides), trainable=not pins).best.plan
     except MeshwrightError as error:
         return str(error).splitlines()[0]
 
 
-def shown(plan: Plan | str) -> str:
+def plan_text(plan: Plan | str) -> str:
     if isinstance(plan, str):
         return plan
     predicted = plan.predicted
@@ -131,15 +134,17 @@ def difference(pinned: Plan | str, chosen: Plan | str) -> str:
     """The parts of the step in which the two differ most."""
     if isinstance(pinned, str) or isinstance(chosen, str):
         return "–"
-    before, after = parts(pinned), parts(chosen)
-    moved = {part: after.get(part, 0.0) - before.get(part, 0.0) for part in {*before, *after}}
-    most = sorted(moved.items(), key=lambda item: -abs(item[1]))[:3]
-    seconds = sum(before.values())
-    changes = [f"{part} {change:+.2g} s" for part, change in most if abs(change) > 0.01 * seconds]
-    return ", ".join(changes) or "within 1%"
+    pinned_parts, chosen_parts = step_parts(pinned), step_parts(chosen)
+    change_by_part = {
+        part: chosen_parts.get(part, 0.0) - pinned_parts.get(part, 0.0) for part in {*pinned_parts, *chosen_parts}
+    }
+    largest = sorted(change_by_part.items(), key=lambda entry: -abs(entry[1]))[:3]
+    seconds = sum(pinned_parts.values())
+    texts = [f"{part} {change:+.2g} s" for part, change in largest if abs(change) > 0.01 * seconds]
+    return ", ".join(texts) or "within 1%"
 
 
-def parts(plan: Plan) -> Mapping[str, float]:
+def step_parts(plan: Plan) -> Mapping[str, float]:
     assert plan.predicted is not None and plan.predicted.breakdown is not None
     breakdown = plan.predicted.breakdown
     exposed = {f"exposed {axis}": seconds for axis, seconds in breakdown.exposed.items()}

@@ -50,7 +50,7 @@ PINS = {
     "recompute": ("none", "selective", "full"), "offload": ("none", "activations", "optimizer"), "gradients": ("shard", "whole"),
     "reshard": ("false", "true"),
 }  # fmt: skip
-SINGLE, DOUBLE = 2, 2
+SINGLE_PINS, PIN_PAIRS = 2, 2
 """Number of single pins and of pairs of pins per run."""
 LIMITS = {"pins": 0.02, "more": 0.01}
 """Largest gains that pass, by mode."""
@@ -63,24 +63,26 @@ def main() -> None:
     parser.add_argument("--mode", choices=LIMITS, default="pins")
     parser.add_argument("--log", type=Path, help="file of JSON lines; seeds that it has are not repeated")
     options = parser.parse_args()
-    limit, done = LIMITS[options.mode], recorded(options.log)
+    limit, gains_by_seed = LIMITS[options.mode], read_gains(options.log)
     for seed in range(options.first, options.first + options.questions):
-        if seed in done:
+        if seed in gains_by_seed:
             continue
-        done[seed] = gains_of(seed, options.mode)
-        for gain, random_run in done[seed]:
+        gains_by_seed[seed] = gains_of(seed, options.mode)
+        for gain, random_run in gains_by_seed[seed]:
             if gain > limit:
                 print(f"{gain:.1%}  seed {seed}  {random_run}", flush=True)
         if options.log:
             with options.log.open("a") as file:
-                file.write(json.dumps({"seed": seed, "gains": done[seed]}) + "\n")
-    gains = [gain for result in done.values() for gain, _ in result]
-    above = sum(gain > limit for gain in gains)
-    print(f"{len(gains)} plans for {len(done)} runs, {above} above {limit:.0%}, at most {max(gains, default=0):.1%}")
-    sys.exit(above > 0)
+                file.write(json.dumps({"seed": seed, "gains": gains_by_seed[seed]}) + "\n")
+    gains = [gain for seed_gains in gains_by_seed.values() for gain, _ in seed_gains]
+    exceeding = sum(gain > limit for gain in gains)
+    print(
+        f"{len(gains)} plans for {len(gains_by_seed)} runs, {exceeding} above {limit:.0%}, at most {max(gains, default=0):.1%}"
+    )
+    sys.exit(exceeding > 0)
 
 
-def recorded(log: Path | None) -> dict[int, list[tuple[float, str]]]:
+def read_gains(log: Path | None) -> dict[int, list[tuple[float, str]]]:
     """Gains by seed from the log of an earlier run."""
     lines = log.read_text().splitlines() if log and log.exists() else []
     return {line["seed"]: [(gain, text) for gain, text in line["gains"]] for line in map(json.loads, lines)}
@@ -97,13 +99,13 @@ def gains_of(seed: int, mode: str, limit: int | None = None) -> list[tuple[float
     unpinned = seconds(overrides)
     if unpinned is None:
         return []
-    result = []
+    gains = []
     for added, sequences in islice(pins(generator) if mode == "pins" else larger_runs(overrides), limit):
         changed = seconds([*overrides, *added])
         if changed is not None:
             gain = unpinned / changed if mode == "pins" else changed / sequences / unpinned
-            result.append((gain - 1, " ".join([*overrides, *added])))
-    return result
+            gains.append((gain - 1, " ".join([*overrides, *added])))
+    return gains
 
 
 def random_run(generator: Random) -> list[str]:
@@ -117,7 +119,7 @@ def random_run(generator: Random) -> list[str]:
 
 
 def pins(generator: Random) -> Iterator[tuple[list[str], float]]:
-    for count in (1,) * SINGLE + (2,) * DOUBLE:
+    for count in (1,) * SINGLE_PINS + (2,) * PIN_PAIRS:
         yield [f"plan.{key}={generator.choice(PINS[key])}" for key in generator.sample(list(PINS), count)], 1.0
 
 

@@ -44,15 +44,15 @@ def main() -> None:
         cluster = yaml.safe_load((options.run / "config.yaml").read_text(encoding="utf-8"))["cluster"]
         options.gpus, folder = cluster["nodes"] * cluster["gpus_per_node"], options.run
     else:
-        numbers = [f"train.steps={options.steps}", f"checkpoint.every={options.resume_at}", f"name={NAME}"]
-        overrides = [str(HERE / "llama3-8b.yaml"), "--runs", str(options.runs), *numbers, *options.overrides]
+        run_overrides = [f"train.steps={options.steps}", f"checkpoint.every={options.resume_at}", f"name={NAME}"]
+        overrides = [str(HERE / "llama3-8b.yaml"), "--runs", str(options.runs), *run_overrides, *options.overrides]
         folder = options.runs / NAME
         train(overrides, options.gpus, options)
-    before = by_step(folder)
+    first_run = records_by_step(folder)
     train(overrides, options.resume_gpus, options)
-    after = {step: record for step, record in by_step(folder).items() if step > options.resume_at}
-    facts = {"benchmark": "resume", "date": time.strftime("%Y-%m-%d"), "command": " ".join(sys.argv)}
-    result = {**facts, "gpus": options.gpus, "resume_gpus": options.resume_gpus, **compare(before, after)}
+    second_run = {step: record for step, record in records_by_step(folder).items() if step > options.resume_at}
+    header = {"benchmark": "resume", "date": time.strftime("%Y-%m-%d"), "command": " ".join(sys.argv)}
+    result = {**header, "gpus": options.gpus, "resume_gpus": options.resume_gpus, **compare(first_run, second_run)}
     options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result))
 
@@ -65,19 +65,23 @@ def train(overrides: list[str], gpus: int, options: argparse.Namespace) -> None:
         sys.exit(f"exit code {code} on {gpus} GPUs: {log.read_text(encoding='utf-8', errors='replace')[-1500:]}")
 
 
-def by_step(folder: Path) -> dict[int, dict[str, Any]]:
+def records_by_step(folder: Path) -> dict[int, dict[str, Any]]:
     """The step records of a run; for a repeated step the later record."""
     return {record["step"]: record for record in step_records(folder)}
 
 
-def compare(before: dict[int, dict[str, Any]], after: dict[int, dict[str, Any]]) -> dict[str, Any]:
+def compare(first_run: dict[int, dict[str, Any]], second_run: dict[int, dict[str, Any]]) -> dict[str, Any]:
     """Compares the steps of the second start with those of the first."""
-    pairs = [(before[step], after[step]) for step in sorted(after)]
+    pairs = [(first_run[step], second_run[step]) for step in sorted(second_run)]
     return {
         "steps": len(pairs),
-        "same_tokens": all(a["token_sum"] == b["token_sum"] for a, b in pairs),
-        "largest_relative_loss_difference": max(abs(a["loss"] - b["loss"]) / abs(a["loss"]) for a, b in pairs),
-        "tokens_per_second_per_gpu": statistics.median(b["tokens_per_second_per_gpu"] for _, b in pairs[2:] or pairs),
+        "same_tokens": all(first["token_sum"] == second["token_sum"] for first, second in pairs),
+        "largest_relative_loss_difference": max(
+            abs(first["loss"] - second["loss"]) / abs(first["loss"]) for first, second in pairs
+        ),
+        "tokens_per_second_per_gpu": statistics.median(
+            second["tokens_per_second_per_gpu"] for _, second in pairs[2:] or pairs
+        ),
     }
 
 

@@ -22,6 +22,7 @@ GAP_THRESHOLD = 0.01
 MAX_NAMED = 3
 """Most kernels or shapes that an explanation names."""
 LONGEST_NAME = 60
+"""Characters of a printed kernel name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,10 +211,10 @@ def _explain_gap(
         return _explain_products(work, profile, traced)
     if kernel_class == "communication":
         return _explain_communication(work, profile, class_time)
-    least = needed_seconds.get(kernel_class, 0.0)
+    needed = needed_seconds.get(kernel_class, 0.0)
     ratio_text = (
-        f"{class_seconds / least:.2f} times the time of the required memory traffic; "
-        if least and kernel_class != "attention"
+        f"{class_seconds / needed:.2f} times the time of the required memory traffic; "
+        if needed and kernel_class != "attention"
         else ""
     )
     return ratio_text + _longest_kernels_text(class_time)
@@ -251,10 +252,10 @@ def sustained_rate(product: Product, profile: MachineProfile) -> float | None:
     """Measured FLOP/s of this shape with its sides in any order, or else the mean of its dtype over all shapes."""
     times = [time for time in profile.products if time.format == product.format]
     sides = sorted((product.m, product.k, product.n))
-    same = [time for time in times if sorted((time.m, time.k, time.n)) == sides] or times
-    if not same:
+    same_shape = [time for time in times if sorted((time.m, time.k, time.n)) == sides] or times
+    if not same_shape:
         return None
-    return sum(2.0 * time.m * time.k * time.n for time in same) / sum(time.seconds for time in same)
+    return sum(2.0 * time.m * time.k * time.n for time in same_shape) / sum(time.seconds for time in same_shape)
 
 
 def _product_text(product: Product, lost_seconds: float, profile: MachineProfile) -> str:
@@ -298,5 +299,5 @@ def _kernel_texts(time: ClassTime) -> Iterator[str]:
 
 
 def _short_name(name: str) -> str:
-    plain = name.removeprefix("void ").replace("(anonymous namespace)::", "").partition("(")[0] or name
-    return plain if len(plain) <= LONGEST_NAME else plain[: LONGEST_NAME - 1] + "…"
+    shortened = name.removeprefix("void ").replace("(anonymous namespace)::", "").partition("(")[0] or name
+    return shortened if len(shortened) <= LONGEST_NAME else shortened[: LONGEST_NAME - 1] + "…"

@@ -53,10 +53,10 @@ def run_ours(
     command: list[str], overrides: list[str], name: str, runs: Path, log: Path, env: dict[str, str], limit: float
 ) -> OurRun:
     """Start a fresh run `name` under `runs`; `command` ends with the run file."""
-    before = set(runs.glob(f"{name}*"))
+    existing_folders = set(runs.glob(f"{name}*"))
     command = [*command, "--runs", str(runs), "--fresh", *overrides]
     code = run_logged(command, log, {**os.environ, **env}, limit)
-    new_folders = [folder for folder in runs.glob(f"{name}*") if folder not in before]
+    new_folders = [folder for folder in runs.glob(f"{name}*") if folder not in existing_folders]
     return OurRun(code, new_folders[0] if new_folders else None, step_records(new_folders[0]) if new_folders else [])
 
 
@@ -93,12 +93,14 @@ def our_figures(folder: Path, records: list[dict[str, Any]], skip: int, last: in
     median_record = sorted(counted, key=lambda record: record["step_seconds"])[len(counted) // 2]
     plan = yaml.safe_load((folder / "plan.yaml").read_text(encoding="utf-8"))
     return {
-        "tokens_per_second_per_gpu": round(statistics.median(r["tokens_per_second_per_gpu"] for r in counted), 1),
+        "tokens_per_second_per_gpu": round(
+            statistics.median(record["tokens_per_second_per_gpu"] for record in counted), 1
+        ),
         "step_seconds": round(statistics.median(record["step_seconds"] for record in counted), 4),
         "step_seconds_all": [round(record["step_seconds"], 4) for record in records],
         "mfu_causal": median_record.get("mfu"),
         "mfu_full": median_record.get("mfu_full"),
-        "memory_allocated_peak_gib": max(r.get("memory_allocated_peak_bytes", 0) for r in records) / 2**30,
+        "memory_allocated_peak_gib": max(record.get("memory_allocated_peak_bytes", 0) for record in records) / 2**30,
         "memory_reserved_peak_gib": max(record["memory_peak_bytes"] for record in records) / 2**30,
         "loss_first": records[0]["loss"],
         "loss_last": records[-1]["loss"],
@@ -106,7 +108,9 @@ def our_figures(folder: Path, records: list[dict[str, Any]], skip: int, last: in
         "steps": records[-1]["step"],
         "phases": median_record["phases"],
         "traffic": {
-            key: statistics.mean(r[key] for r in records) for key in median_record if key.endswith("_wire_bytes")
+            key: statistics.mean(record[key] for record in records)
+            for key in median_record
+            if key.endswith("_wire_bytes")
         },
         "predicted": plan.get("predicted"),
         "start": next(lines_of(folder, "start"), None),
@@ -135,10 +139,13 @@ def run_torchtitan(
     command = ["bash", str(HERE / "peers" / "torchtitan.sh"), name, str(gpus), *arguments]
     completed = subprocess.run(command, env=env, text=True, capture_output=True, check=False)
     log = (logs / f"{name}.log").read_text(encoding="utf-8", errors="replace")
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", log)
-    return titan_steps(plain), completed.stdout + plain
+    log_text = re.sub(r"\x1b\[[0-9;]*m", "", log)
+    return titan_steps(log_text), completed.stdout + log_text
 
 
 def titan_steps(log: str) -> list[TitanStep]:
     matches = re.finditer(r"step: +(\d+) .*?loss: +([\d.]+).*?memory: +([\d.]+)GiB.*?tps: +([\d,]+)", log)
-    return [TitanStep(int(m[1]), float(m[2]), float(m[3]), float(m[4].replace(",", ""))) for m in matches]
+    return [
+        TitanStep(int(match[1]), float(match[2]), float(match[3]), float(match[4].replace(",", "")))
+        for match in matches
+    ]

@@ -46,6 +46,7 @@ from meshwright.training import worker
 from meshwright.training.lifecycle import RankLife
 
 FIRST_CYCLES_PER_MS = 1_500_000
+"""Cycles of the spin kernel per millisecond, until the first round has measured them: about the clock rate of a GPU."""
 ROUNDS = 3
 """Adjustments of the spin; one more round measures the result."""
 
@@ -53,8 +54,8 @@ ROUNDS = 3
 def main() -> None:
     if os.environ.get("RANK") is not None:
         run_rank()
-    options, words = parser().parse_known_args()
-    run = load(words, options.runs)
+    options, overrides = parser().parse_known_args()
+    run = load(overrides, options.runs)
     run = renamed(run, options.runs) if options.fresh else run
     prepared = prepare_run(run, options.runs, profile=None, note=print_now)
     if prepared is None:
@@ -71,11 +72,11 @@ def main() -> None:
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--from-rank", type=int, required=True, help="the first slow rank; those after it are slow too")
-    parser.add_argument("--slower", type=float, default=1.0, help="what a slow block takes over what it would take")
+    parser.add_argument("--slower", type=float, default=1.0, help="time of a slow block over its usual time")
     parser.add_argument(
-        "--like", metavar="NAME", help="a run in --runs without --slower: what blocks take that are not slowed"
+        "--like", metavar="NAME", help="a run in --runs without --slower, whose block times are the reference"
     )
-    parser.add_argument("--tcp-links", action="store_true", help="slow ranks reach one another over TCP only")
+    parser.add_argument("--tcp-links", action="store_true", help="slow ranks communicate with each other over TCP only")
     parser.add_argument("--warm", type=int, default=200, help="blocks run before the first round")
     parser.add_argument("--round", type=int, default=64, help="blocks of one round")
     parser.add_argument("--runs", type=Path, default=Path("runs"))
@@ -93,13 +94,13 @@ def run_rank() -> None:
         name = f"slowed-rank-{rank}.json"
         like = json.loads((Path(slow["like"]) / name).read_text(encoding="utf-8"))["own_ms"] if slow["like"] else None
         spin = Spin(slow, assignment.run.cluster.is_cpu, Path(assignment.folder) / name, like)
-        apply.wrap_blocks = slowed(apply.wrap_blocks, spin)  # pyrefly: ignore [bad-assignment]  # names of the arguments
+        apply.wrap_blocks = with_spin(apply.wrap_blocks, spin)  # pyrefly: ignore [bad-assignment]  # names of the arguments
     clock = StartClock.for_rank()
     clock.end("imports")
     worker.main(RankLife(RankEnvironment.from_environment()), Path(sys.argv[1]), clock)
 
 
-def slowed(wrap_blocks: Callable[[Decoder, Plan], None], spin: Spin) -> Callable[[Decoder, Plan], None]:
+def with_spin(wrap_blocks: Callable[[Decoder, Plan], None], spin: Spin) -> Callable[[Decoder, Plan], None]:
     """The trainer's wrapping (recompute, compilation) with the spin around it."""
 
     def wrap(model: Decoder, plan: Plan) -> None:
@@ -128,10 +129,10 @@ class Spin:
         def forward(x: Tensor, *arguments: Any) -> Tensor:
             if not torch.is_grad_enabled():
                 return block_forward(x, *arguments)
-            before = [self.clock.stamp()]
-            y = block_forward(_BlockInput.apply(x, self), *arguments)
-            self.spin("forward", before)
-            return _BlockOutput.apply(y, self)
+            marks = [self.clock.stamp()]
+            output = block_forward(_BlockInput.apply(x, self), *arguments)
+            self.spin("forward", marks)
+            return _BlockOutput.apply(output, self)
 
         block.forward = forward  # type: ignore[method-assign]
 
@@ -142,8 +143,8 @@ class Spin:
         marks.append(self.clock.stamp())
         self.marks[direction].append(marks)
 
-    def left_backward(self) -> None:
-        """Called when a block's backward has finished."""
+    def finish_backward(self) -> None:
+        """Store the end of a block's backward, and adjust the spins after each round; called when a block's backward has finished."""
         self.marks["backward"][-1].append(self.clock.stamp())
         if self.rounds > ROUNDS:
             for marks in self.marks.values():
@@ -155,10 +156,10 @@ class Spin:
 
     def adjust(self) -> None:
         """Fit the spins to the blocks since the last fit; after the last round, write the slow-down that was reached."""
-        forward = [self.clock.apart(marks) for marks in self.marks["forward"][-self.round :]]
-        backward = [self.clock.apart(marks) for marks in self.marks["backward"][-self.round :] if len(marks) == 4]
-        block_ms = {"forward": middle(forward, 0), "backward": middle(backward, 2)}
-        spin_ms = {"forward": middle(forward, 1), "backward": middle(backward, 1)}
+        forward = [self.clock.intervals(marks) for marks in self.marks["forward"][-self.round :]]
+        backward = [self.clock.intervals(marks) for marks in self.marks["backward"][-self.round :] if len(marks) == 4]
+        block_ms = {"forward": median_of(forward, 0), "backward": median_of(backward, 2)}
+        spin_ms = {"forward": median_of(forward, 1), "backward": median_of(backward, 1)}
         self.rounds, self.blocks_left = self.rounds + 1, self.round
         for marks in self.marks.values():
             marks.clear()
@@ -182,7 +183,7 @@ class Spin:
             self.amount[direction] = max(0.0, self.slower * reference_ms[direction] - block_ms[direction]) * rate
 
 
-def middle(samples: list[list[float]], index: int) -> float:
+def median_of(samples: list[list[float]], index: int) -> float:
     return statistics.median(sample[index] for sample in samples)
 
 
@@ -196,7 +197,7 @@ class _BlockInput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.spin.left_backward()
+        ctx.spin.finish_backward()
         return gradients[0], None
 
 
@@ -228,13 +229,13 @@ class DeviceClock:
         if cycles >= 1:
             torch.cuda._sleep(int(cycles))
 
-    def apart(self, marks: list[torch.cuda.Event]) -> list[float]:
+    def intervals(self, marks: list[torch.cuda.Event]) -> list[float]:
         marks[-1].synchronize()
-        return [a.elapsed_time(b) for a, b in pairwise(marks)]
+        return [mark.elapsed_time(next_mark) for mark, next_mark in pairwise(marks)]
 
 
 class HostClock:
-    """The same for a CPU rank; spins are in milliseconds."""
+    """As `DeviceClock`, for a CPU rank; spins are in milliseconds."""
 
     per_ms = 1.0
 
@@ -246,8 +247,8 @@ class HostClock:
         while time.perf_counter() < until:
             pass
 
-    def apart(self, marks: list[float]) -> list[float]:
-        return [1e3 * (b - a) for a, b in pairwise(marks)]
+    def intervals(self, marks: list[float]) -> list[float]:
+        return [1e3 * (next_mark - mark) for mark, next_mark in pairwise(marks)]
 
 
 if __name__ == "__main__":

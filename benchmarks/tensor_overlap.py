@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 HIDDEN = 4096
+"""Hidden size of Llama-3-8B."""
 PRODUCTS = {
     "qkv": ("gathered", 6144),
     "out": ("scattered", 4096),
@@ -43,6 +44,7 @@ PRODUCTS = {
 WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 LIMIT_SECONDS = 400
+"""Longest time of all ranks."""
 CALLS = 8
 """Calls in a row per sample, so that the host runs ahead of the device as in a step."""
 
@@ -153,7 +155,7 @@ class Bench:
         from meshwright.parallel.peers import close_peers, register
 
         exchange_type, width_in = PRODUCTS[product]
-        operator = self.gathered if exchange_type == "gathered" else self.scattered
+        operator = self.gather_calls if exchange_type == "gathered" else self.scatter_calls
         call, products_only, exchange = operator(width_in // width)
         call, products_only, exchange = (pair[direction == "backward"] for pair in (call, products_only, exchange))
         close_peers(self.name)
@@ -163,7 +165,11 @@ class Bench:
         for min_rows in self.rows:
             async_tensor.PIECE_ROWS = min_rows
             error = max(
-                error, *(float((a - b).abs().max() / b.abs().max()) for a, b in zip(call(), expected, strict=True))
+                error,
+                *(
+                    float((value - reference).abs().max() / reference.abs().max())
+                    for value, reference in zip(call(), expected, strict=True)
+                ),
             )
             overlapped_ms[min_rows] = 1e3 * self.seconds(call)
         close_peers(self.name)
@@ -172,12 +178,12 @@ class Bench:
             products_ms=1e3 * self.seconds(products_only), exchange_ms=1e3 * self.seconds(exchange), error=error,
         )  # fmt: skip
 
-    def gathered(self, out: int) -> Any:
+    def gather_calls(self, outputs: int) -> Any:
         """(forward, backward) calls of the whole operator, of its products alone, and of its exchanges alone."""
         from meshwright.parallel import products as ops
 
-        x, weight, grad = self.part(HIDDEN), self.normal(out, HIDDEN), self.all(out)
-        all_tokens, name = self.all(HIDDEN), (self.name, self.ranks)
+        x, weight, grad = self.random_shard(HIDDEN), self.random_tensor(outputs, HIDDEN), self.random_tokens(outputs)
+        all_tokens, name = self.random_tokens(HIDDEN), (self.name, self.ranks)
 
         def backward() -> tuple[Tensor, Tensor]:
             x_grad, (weight_grad,) = ops.all_gather_matmul_backward(x, [weight], [grad], *name)
@@ -195,12 +201,12 @@ class Bench:
             ),
         )
 
-    def scattered(self, width_in: int) -> Any:
+    def scatter_calls(self, width_in: int) -> Any:
         """The same for the operator that sums and scatters its result; the weight gradient belongs to its backward."""
         from meshwright.parallel import products as ops
 
-        x, weight, grad = self.all(width_in), self.normal(HIDDEN, width_in), self.part(HIDDEN)
-        all_tokens, name = self.all(HIDDEN), (self.name, self.ranks)
+        x, weight, grad = self.random_tokens(width_in), self.random_tensor(HIDDEN, width_in), self.random_shard(HIDDEN)
+        all_tokens, name = self.random_tokens(HIDDEN), (self.name, self.ranks)
 
         def backward() -> tuple[Tensor, Tensor]:
             (x_grad,), gathered = ops.matmul_reduce_scatter_input_backward(grad, [weight], *name)
@@ -212,13 +218,13 @@ class Bench:
             (lambda: ops.reduce_scatter_tokens(all_tokens, *name), lambda: ops.all_gather_tokens(grad, *name)),
         )
 
-    def part(self, width: int) -> Tensor:
-        return self.normal(self.batch, self.tokens // self.ranks, width)
+    def random_shard(self, width: int) -> Tensor:
+        return self.random_tensor(self.batch, self.tokens // self.ranks, width)
 
-    def all(self, width: int) -> Tensor:
-        return self.normal(self.batch, self.tokens, width)
+    def random_tokens(self, width: int) -> Tensor:
+        return self.random_tensor(self.batch, self.tokens, width)
 
-    def normal(self, *shape: int) -> Tensor:
+    def random_tensor(self, *shape: int) -> Tensor:
         return torch.randn(*shape, device=self.device, dtype=torch.bfloat16)
 
     def seconds(self, call: Callable[[], object]) -> float:
@@ -229,13 +235,13 @@ class Bench:
         for _ in range(self.rounds):
             dist.barrier()
             torch.cuda.synchronize()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
+            start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start_event.record()
             for _ in range(CALLS):
                 call()
-            end.record()
+            end_event.record()
             torch.cuda.synchronize()
-            samples.append(begin.elapsed_time(end) / 1e3 / CALLS)
+            samples.append(start_event.elapsed_time(end_event) / 1e3 / CALLS)
         slowest = torch.tensor(statistics.median(samples), device=self.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return float(slowest)

@@ -40,10 +40,10 @@ class Bench:
         cat: str = "kernel",
         ops: Any = (),
     ) -> None:
-        number, at = next(self._numbers), start - 3 if launched is None else launched
+        number, launch_end = next(self._numbers), start - 3 if launched is None else launched
         for depth, (op, args) in enumerate(ops):
-            self.host(op, at - 1 + 0.1 * depth, 3 - 0.2 * depth, **args)
-        launch = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "tid": 1, "ts": at, "dur": 1.0}
+            self.host(op, launch_end - 1 + 0.1 * depth, 3 - 0.2 * depth, **args)
+        launch = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "tid": 1, "ts": launch_end, "dur": 1.0}
         self.events.append({**launch, "args": {"correlation": number}})
         args = {"correlation": number, "stream": 7}
         self.events.append({"ph": "X", "cat": cat, "name": name, "tid": 7, "ts": start, "dur": duration, "args": args})
@@ -86,11 +86,11 @@ def test_a_gap_is_the_hosts_when_the_next_kernel_was_launched_after_the_last_one
     # 110 to 120: launched at 117 to 118; 170 to 180: launched at 175 to 176.
     assert (idle.gaps, idle.host_seconds * 1e6) == (2, pytest.approx(20))
     assert {gap.op for gap in idle.longest} == {"aten::mm"}
-    early = two_steps()
-    for event in early.events:
+    launched_early = two_steps()
+    for event in launched_early.events:
         if event["cat"] == "cuda_runtime" and event["ts"] == 175:
             event["ts"] = 160
-    assert breakdown(kernels_of(early.events)).idle.host_seconds * 1e6 == pytest.approx(10)
+    assert breakdown(kernels_of(launched_early.events)).idle.host_seconds * 1e6 == pytest.approx(10)
 
 
 def test_products_are_counted_by_shape() -> None:
@@ -170,8 +170,8 @@ def test_traces_are_read_plain_and_compressed(tmp_path: Path) -> None:
     text = json.dumps({"traceEvents": [*two_steps().events, {"ph": "M", "name": "process_name"}]})
     (tmp_path / "a.json").write_text(text)
     (tmp_path / "b.json.gz").write_bytes(gzip.compress(text.encode()))
-    plain, packed = (breakdown(read_trace(tmp_path / name)) for name in ("a.json", "b.json.gz"))
-    assert plain == packed
+    uncompressed, compressed = (breakdown(read_trace(tmp_path / name)) for name in ("a.json", "b.json.gz"))
+    assert uncompressed == compressed
 
 
 def test_what_is_no_trace_of_a_step_is_refused(tmp_path: Path) -> None:

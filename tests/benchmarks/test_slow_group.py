@@ -15,8 +15,8 @@ from torch import nn
 class Clock(HostClock):
     """A fake clock that only blocks and spins advance; spins are `late` times as long as requested."""
 
-    def __init__(self, late: float) -> None:
-        self.now, self.late = 0.0, late
+    def __init__(self, spin_ratio: float) -> None:
+        self.now, self.late = 0.0, spin_ratio
 
     def stamp(self) -> float:
         return self.now / 1e3
@@ -55,5 +55,9 @@ def test_blocks_reach_the_times_asked_for(tmp_path: Path, monkeypatch: pytest.Mo
     summary = json.loads((tmp_path / "slowed.json").read_text())
     assert summary["rank"] == 3 and summary["own_ms"] == pytest.approx({"forward": 3.2, "backward": 8.0})
     assert summary["reached"] == pytest.approx({"forward": 1.5, "backward": 1.5})
-    whole = {direction: summary["own_ms"][direction] + summary["spun_ms"][direction] for direction in summary["own_ms"]}
-    assert whole == pytest.approx({"forward": 6.0, "backward": 15.0} if like else {"forward": 4.8, "backward": 12.0})
+    block_and_spin_ms = {
+        direction: summary["own_ms"][direction] + summary["spun_ms"][direction] for direction in summary["own_ms"]
+    }
+    assert block_and_spin_ms == pytest.approx(
+        {"forward": 6.0, "backward": 15.0} if like else {"forward": 4.8, "backward": 12.0}
+    )

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +18,9 @@ from meshwright.chaos.job import Tail
 from meshwright.chaos.processes import TOKEN, kill_all, processes_with
 from meshwright.chaos.scenario import Scenario, Stage, Template
 from meshwright.chaos.scenarios import SCENARIOS
-from meshwright.chaos.suite import scenario_named
+from meshwright.chaos.suite import Suite, scenario_named
 from meshwright.spec.errors import BadInput
+from tests.training.tiny import make_tiny, tiny_run
 
 TEMPLATE = Template(("run.yaml",), "run", 60, 2, 10)
 
@@ -40,7 +42,7 @@ def test_a_tail_reads_new_complete_lines_and_follows_a_replaced_file(tmp_path: P
 def observed(tmp_path: Path, job: dict[str, Any], injected: float = 10.0) -> Stage:
     """A stage whose job saw `steps`, `states` and `lines`."""
     stage = Stage(TEMPLATE, tmp_path)
-    values = {"steps": [], "states": [], "lines": [], "started": 0.0, "code": 0, "processes": [], **job}
+    values = {"steps": [], "losses": [], "states": [], "lines": [], "started": 0.0, "code": 0, "processes": [], **job}
     stage.jobs.append(SimpleNamespace(**values))  # type: ignore[arg-type]
     stage.injected, stage._attempt = injected, 1
     return stage
@@ -89,6 +91,32 @@ def test_each_part_of_a_promise_is_checked(
 ) -> None:
     violations = check(tmp_path, DISTURBED | job, [(60, loss)], **limits)
     assert (not violations) if broken is None else (len(violations) == 1 and broken in violations[0])
+
+
+@pytest.mark.parametrize(
+    ("again", "violations"),
+    [(2.01, []), (2.03, ["losses of repeated steps differ by more than 0.01"]), (None, ["losses of repeated steps"])],
+)
+def test_on_a_gpu_the_losses_of_repeated_steps_are_compared_and_no_undisturbed_run_is_made(
+    tmp_path: Path, again: float | None, violations: list[str]
+) -> None:
+    stage = observed(tmp_path, {"losses": [(1, 3.0), (2, 2.0), (2, again)]})
+    stage.template = replace(TEMPLATE, steps=2, gpu=True)
+    assert stage.repeated_steps()[0][:2] == (2, 2.0)
+    stage.run.mkdir()
+    lines = [json.dumps({"kind": "step", "step": step, "loss": 2.0}) for step in (1, 2)]
+    (stage.run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    entry = Scenario(name="x", promise="", play=lambda stage: None)
+    broken = scenarios._violations(entry, stage, [], lambda: pytest.fail("an undisturbed run is made"))
+    assert len(broken) == len(violations) and all(text in line for text, line in zip(violations, broken, strict=True))
+    assert "losses of 1 repeated steps differ by at most" in stage.notes[0]
+
+
+def test_a_run_is_shortened_but_its_own_checkpoint_keys_are_kept(tmp_path: Path) -> None:
+    run = tiny_run(make_tiny(tmp_path / "tiny"), "checkpoint.keep=1")
+    template = Suite(run, ["tiny.yaml", "checkpoint.keep=1"], tmp_path, 60)._template
+    assert template.words == ("tiny.yaml", "checkpoint.keep=1", "train.steps=60", "checkpoint.every=10")
+    assert not template.gpu and template.every == 10
 
 
 def test_processes_of_a_job_are_found_by_their_token_and_killed() -> None:

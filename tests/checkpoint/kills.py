@@ -36,7 +36,7 @@ def kill_once(run: Path, seed: int) -> str:
     os.close(writing)
     lines = _Lines(reading)
     try:
-        rank, writer = (int(word) for word in lines.next().split())
+        rank, writer = (int(number) for number in lines.next().split())
         assert lines.next() == "committed 1"
         time.sleep(delay)
         os.kill({"rank": rank, "writer": writer, "parent": parent}[victim], signal.SIGKILL)
@@ -64,11 +64,11 @@ def kill_once(run: Path, seed: int) -> str:
 
 def _parent(run: Path, writing: int) -> NoReturn:
     """Fork the rank, which the kernel ends with this process, and wait."""
-    own = os.getpid()
+    own_pid = os.getpid()
     rank = os.fork()
     if rank == 0:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        if os.getppid() != own:
+        if os.getppid() != own_pid:
             os._exit(1)
         try:
             _train(run, writing)
@@ -94,12 +94,12 @@ def _train(run: Path, writing: int) -> None:
 
 def _await_no_attempt(run: Path) -> None:
     """Return when the writer, which outlives its rank, has finished: nothing in the folder changes for a while."""
-    deadline, before = time.monotonic() + LIMIT_SECONDS, None
+    deadline, previous = time.monotonic() + LIMIT_SECONDS, None
     while time.monotonic() < deadline:
         now = _entries(run)
-        if now == before:
+        if now == previous:
             return
-        before = now
+        previous = now
         time.sleep(0.1)
     raise AssertionError(f"{run} still changes")
 

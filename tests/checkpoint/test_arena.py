@@ -13,13 +13,13 @@ from meshwright.checkpoint.arena import Arena, available_host_memory
 
 def test_an_inherited_descriptor_shows_the_same_snapshot() -> None:
     arena = Arena.create(10_000)
-    other = Arena.inherited(os.dup(arena.descriptor))
-    assert (other.size, other.generation) == (10_000, 0)
+    inherited = Arena.inherited(os.dup(arena.descriptor))
+    assert (inherited.size, inherited.generation) == (10_000, 0)
     expected = arena.begin_snapshot()
-    assert other.generation % 2 == 1, "a snapshot is copied in"
+    assert inherited.generation % 2 == 1, "a snapshot is copied in"
     arena.data[:5] = b"state"
     arena.complete_snapshot()
-    assert other.generation == expected == 2 and bytes(other.data[:5]) == b"state"
+    assert inherited.generation == expected == 2 and bytes(inherited.data[:5]) == b"state"
     arena.begin_snapshot()
     assert arena.begin_snapshot() == 4, "one that was not completed is begun again"
 

@@ -100,7 +100,7 @@ def test_failure_at_any_call_is_reported_and_leaves_no_partial_files(
     save(tmp_path, 1)
     calls = len(count(lambda: save(tmp_path, 2), names))
     shutil.rmtree(tmp_path / step_name(2))
-    before = os.listdir("/proc/self/fd")
+    open_descriptors = os.listdir("/proc/self/fd")
     for k in range(calls):
 
         def fail(index: int, name: str, arguments: tuple[Any, ...], k: int = k) -> None:
@@ -116,7 +116,7 @@ def test_failure_at_any_call_is_reported_and_leaves_no_partial_files(
             shutil.rmtree(tmp_path / step_name(2))
             visible.discard(step_name(2))
         assert visible == {step_name(1)}
-    assert holds(tmp_path / step_name(1), 1) and os.listdir("/proc/self/fd") == before
+    assert holds(tmp_path / step_name(1), 1) and os.listdir("/proc/self/fd") == open_descriptors
     save(tmp_path, 2)
 
 
@@ -124,8 +124,8 @@ def test_all_files_are_durable_before_the_rename_and_the_manifest_is_written_las
     events: list[tuple[str, str]] = []
 
     def note(_: int, name: str, arguments: tuple[Any, ...]) -> None:
-        where = os.readlink(f"/proc/self/fd/{arguments[0]}") if name in ("write", "fsync") else str(arguments[0])
-        events.append((name, Path(where).name))
+        path = os.readlink(f"/proc/self/fd/{arguments[0]}") if name in ("write", "fsync") else str(arguments[0])
+        events.append((name, Path(path).name))
 
     with intercept_calls(note, ("write", "fsync", "rename")):
         save(tmp_path, 2)
@@ -144,4 +144,4 @@ def test_all_files_are_durable_before_the_rename_and_the_manifest_is_written_las
 
 
 def _last(events: list[tuple[str, str]], call: str) -> dict[str, int]:
-    return {where: index for index, (name, where) in enumerate(events) if name == call}
+    return {path: index for index, (name, path) in enumerate(events) if name == call}

@@ -70,7 +70,7 @@ def test_no_update_reaches_a_snapshot(tmp_path: Path, monkeypatch: pytest.Monkey
     assert rank.saver.stager.from_host.buffered_bytes == 4 * sum(
         tensor.numel() for name, tensor in rank.tensors.items() for group in GROUPS[:buffered] if name.rpartition(".")[2] in group
     )  # fmt: skip
-    pieces = len(rank.tensors) + in_buffers
+    copied_tensors = len(rank.tensors) + in_buffers
     copy, stop_at, reached, go_on = staging._copy, [0], threading.Event(), threading.Event()
     count = [0]
 
@@ -82,23 +82,23 @@ def test_no_update_reaches_a_snapshot(tmp_path: Path, monkeypatch: pytest.Monkey
         count[0] += 1
 
     monkeypatch.setattr(staging, "_copy", gated)
-    for k in range(pieces + 1):
+    for k in range(copied_tensors + 1):
         stop_at[0], count[0] = k, 0
         reached.clear()
         go_on.clear()
         rank.update(k)
         updating = threading.Thread(target=rank.begin, args=(k,))
         updating.start()
-        if k < pieces:
+        if k < copied_tensors:
             assert reached.wait(20)
             time.sleep(0.01)  # the update goes as far as it may
         go_on.set()
         updating.join(20)
         assert rank.saver.wait(20) and newest(tmp_path) == k
         for name, tensor in rank.tensors.items():
-            before = tensor.clone()
+            at_snapshot = tensor.clone()
             rank.update_one(name, k + 1)
-            assert torch.equal(before, tensor), "the update is complete too"
+            assert torch.equal(at_snapshot, tensor), "the update is complete too"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

@@ -18,7 +18,7 @@ PIECES = [(0, 0), (0, 5), (0, 8), (0, 1000), (3, 2), (3, 5), (4, 4), (4, 20), (7
 
 def by_definition(data: bytes, phase: int) -> int:
     padded = bytes(phase) + data + bytes(-(phase + len(data)) % 8)
-    return sum(int.from_bytes(padded[at : at + 8], "little") for at in range(0, len(padded), 8)) % 2**64
+    return sum(int.from_bytes(padded[offset : offset + 8], "little") for offset in range(0, len(padded), 8)) % 2**64
 
 
 @pytest.fixture
@@ -68,14 +68,14 @@ def test_an_arena_is_compared_in_parts_of_any_size(memory: torch.Tensor) -> None
         checksums.check()
 
     check()
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    tensor_starts = [sum(sizes[:index]) for index in range(len(sizes))]
     for index in (index for index, size in enumerate(sizes) if size):
         for _ in range(20):
-            at, bit = starts[index] + chance.randrange(sizes[index]), 1 << chance.randrange(8)
-            arena[at] ^= bit
+            position, bit = tensor_starts[index] + chance.randrange(sizes[index]), 1 << chance.randrange(8)
+            arena[position] ^= bit
             with pytest.raises(Damaged, match=f"'tensor {index}' changed in host memory after it was copied there"):
                 check()
-            arena[at] ^= bit
+            arena[position] ^= bit
     check()
 
 

@@ -174,8 +174,8 @@ def test_exact_cover_agrees_with_counting_elements(data: st.DataObject):
     chunks = list(grid(cuts))
     if data.draw(st.booleans()):
         index = data.draw(st.integers(0, len(chunks) - 1))
-        moved = tuple(data.draw(st.integers(0, size)) for size in shape)
-        chunks[index] = Chunk(moved, chunks[index].sizes, "f", "moved")
+        shifted_offsets = tuple(data.draw(st.integers(0, size)) for size in shape)
+        chunks[index] = Chunk(shifted_offsets, chunks[index].sizes, "f", "moved")
     count = torch.zeros(shape, dtype=torch.int64)
     inside = all(
         a + n <= size for chunk in chunks for a, n, size in zip(chunk.offsets, chunk.sizes, shape, strict=True)

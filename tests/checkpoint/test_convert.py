@@ -123,13 +123,13 @@ def test_a_failed_import_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: 
 def test_a_checkpoint_without_a_model_description_is_refused(tmp_path: Path):
     with pytest.raises(BadInput, match="no section `model`"):
         export_checkpoint(save(tmp_path, 1), tmp_path / "hf")
-    for text, says in (
+    for text, message in (
         (": :", "not YAML"),
         ("model: {layers: many}", "expected the dimensions"),
         ("[1]", "no section"),
     ):
         path = CheckpointStore(tmp_path / "one").save(1, tensors(1), {}, {"config.yaml": text}, overwrite=True).path
-        with pytest.raises(BadInput, match=says):
+        with pytest.raises(BadInput, match=message):
             export_checkpoint(path, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
 
@@ -162,8 +162,8 @@ def test_text_output_has_a_line_for_each_checkpoint_and_each_damage(run: Path):
 
 def test_conversion_commands(run: Path, tmp_path: Path):
     assert call("to-hf", run / "checkpoints" / step_name(10), tmp_path / "hf", "--dtype", "fp32").exit_code == 0
-    done = call("from-hf", tmp_path / "hf", tmp_path / "base")
-    assert done.exit_code == 0 and done.stdout == ""
+    imported = call("from-hf", tmp_path / "hf", tmp_path / "base")
+    assert imported.exit_code == 0 and imported.stdout == ""
     assert call("verify", tmp_path / "base").exit_code == 0
     assert isinstance(call("list", tmp_path / "bas").exception, BadInput)
     for command in ("list", "verify", "to-hf", "from-hf"):

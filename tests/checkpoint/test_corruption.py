@@ -42,15 +42,18 @@ def write(folder: Path, step: int, seed: int, lease: Lease | None) -> Path:
     """A checkpoint as two ranks write it: files of the same sizes whatever the seed."""
     attempt = Attempt(folder, step, new_attempt(lease), lease)
     attempt.create()
-    files, chunks, half = {}, [], SHAPE[0] // RANKS
+    files, chunks, rows_per_rank = {}, [], SHAPE[0] // RANKS
     for rank in range(RANKS):
-        name, part = f"tensors-{rank:05d}.safetensors", values(seed)[rank * half : (rank + 1) * half]
-        entry = TensorHeader(f"x[{rank * half},0]", "F32", tuple(part.shape))
-        files[name] = write_shard(attempt.folder / name, [entry], lambda _, part=part: part)
-        chunks.append(Chunk((rank * half, 0), tuple(part.shape), name, entry.key))
+        name, local_rows = (
+            f"tensors-{rank:05d}.safetensors",
+            values(seed)[rank * rows_per_rank : (rank + 1) * rows_per_rank],
+        )
+        entry = TensorHeader(f"x[{rank * rows_per_rank},0]", "F32", tuple(local_rows.shape))
+        files[name] = write_shard(attempt.folder / name, [entry], lambda _, local_rows=local_rows: local_rows)
+        chunks.append(Chunk((rank * rows_per_rank, 0), tuple(local_rows.shape), name, entry.key))
     contents = {"x": TensorRecord(SHAPE, "F32", tuple(chunks))}
-    plain = encode_plain({"step": step, "samples": seed}, TEXTS)
-    attempt.commit(files, contents, plain, Provenance(RANKS, "any"))
+    encoded_entries = encode_plain({"step": step, "samples": seed}, TEXTS)
+    attempt.commit(files, contents, encoded_entries, Provenance(RANKS, "any"))
     return attempt.target
 
 
@@ -66,11 +69,11 @@ class Scene:
         self.pristine = folder / "pristine"
         shutil.copytree(self.target, self.pristine)
         (folder / "other").mkdir()
-        other = take_over(folder / "other")
+        other_lease = take_over(folder / "other")
         self.sources = {
             "step": self.older,
             "attempt": write(folder / "again", 2, 3, None),
-            "run": write(folder / "other" / "checkpoints", 2, 4, other),
+            "run": write(folder / "other" / "checkpoints", 2, 4, other_lease),
         }
         self.names = sorted(path.name for path in self.target.iterdir())
 
@@ -92,9 +95,9 @@ class Scene:
 
     def change(self, name: str, change: Callable[[bytearray], bytes | bytearray]) -> Callable[[], object]:
         def corrupt() -> None:
-            before = (self.target / name).read_bytes()
-            after = change(bytearray(before))
-            (self.target / name).write_bytes(after)
+            original = (self.target / name).read_bytes()
+            changed = change(bytearray(original))
+            (self.target / name).write_bytes(changed)
 
         return corrupt
 
@@ -102,16 +105,16 @@ class Scene:
         for name in self.names:
             size = (self.target / name).stat().st_size
             content = (self.target / name).read_bytes()
-            for at in sorted({0, size - 1, *(chance.randrange(size) for _ in range(flips))}):
+            for offset in sorted({0, size - 1, *(chance.randrange(size) for _ in range(flips))}):
                 bit = 1 << chance.randrange(8)
                 yield (
                     name,
-                    f"bit flipped in byte {at}",
-                    self.change(name, lambda data, at=at, bit=bit: _flip(data, at, bit)),
+                    f"bit flipped in byte {offset}",
+                    self.change(name, lambda data, offset=offset, bit=bit: _flip(data, offset, bit)),
                 )
-            for at in sorted({0, size - 1, *(chance.randrange(size) for _ in range(other_changes))}):
-                yield name, f"truncated to {at}", self.change(name, lambda data, at=at: data[:at])
-                page = slice(at // PAGE * PAGE, min(size, at // PAGE * PAGE + PAGE))
+            for offset in sorted({0, size - 1, *(chance.randrange(size) for _ in range(other_changes))}):
+                yield name, f"truncated to {offset}", self.change(name, lambda data, offset=offset: data[:offset])
+                page = slice(offset // PAGE * PAGE, min(size, offset // PAGE * PAGE + PAGE))
                 if any(content[page]):
                     yield name, f"page {page} zeroed", self.change(name, lambda data, page=page: _zero(data, page))
             yield name, "a byte more", self.change(name, lambda data: data + b"\n")
@@ -124,8 +127,8 @@ class Scene:
                     content = (source / name).read_bytes()
                     yield name, f"that of another {origin}", self.change(name, lambda _, content=content: content)
         first, second = (f"tensors-{rank:05d}.safetensors" for rank in range(2))
-        for name, other in ((first, second), (second, first)):
-            content = (self.target / other).read_bytes()
+        for name, replacement in ((first, second), (second, first)):
+            content = (self.target / replacement).read_bytes()
             yield name, "that of the other rank", self.change(name, lambda _, content=content: content)
         for origin in ("step", "run"):
             yield (
@@ -185,8 +188,8 @@ def test_no_corruption_is_accepted(
     assert scene.loaded() == "step-00000002"
 
 
-def _flip(data: bytearray, at: int, bit: int) -> bytearray:
-    data[at] ^= bit
+def _flip(data: bytearray, offset: int, bit: int) -> bytearray:
+    data[offset] ^= bit
     return data
 
 

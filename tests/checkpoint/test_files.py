@@ -68,9 +68,9 @@ def test_reading_past_the_end_and_beyond_the_limit_is_damage(tmp_path: Path):
 
 
 def test_disk_space_check_includes_a_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    free = files.add_reserve(1000)
-    assert free == 1000 + 10 + 10**6
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10 * free, 9 * free, free))  # type: ignore[attr-defined]
+    required = files.add_reserve(1000)
+    assert required == 1000 + 10 + 10**6
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10 * required, 9 * required, required))  # type: ignore[attr-defined]
     assert files.disk_space_error(tmp_path, 1000) is None
     refusal = files.disk_space_error(tmp_path, 1001)
-    assert refusal is not None and f"{free:,}" in refusal and f"{free + 1:,}" in refusal
+    assert refusal is not None and f"{required:,}" in refusal and f"{required + 1:,}" in refusal

@@ -80,17 +80,17 @@ def test_a_box_is_read_into_any_stride_and_dtype(tmp_path: Path, monkeypatch: py
 def test_pieces_smaller_than_a_tensor_and_larger_than_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("meshwright.checkpoint.shards.PIECE_BYTES", 33)
     tensors = [torch.randn(n) for n in (1, 40, 2, 3, 17)]
-    heard: list[int] = []
+    progress: list[int] = []
     headers = [TensorHeader(str(index), "F32", tuple(tensor.shape)) for index, tensor in enumerate(tensors)]
-    record = write_shard(tmp_path / "a.safetensors", headers, lambda index: tensors[index], progress=heard.append)
+    record = write_shard(tmp_path / "a.safetensors", headers, lambda index: tensors[index], progress=progress.append)
     loaded = safetensors.torch.load_file(tmp_path / "a.safetensors")
     assert all(torch.equal(loaded[str(index)], tensor) for index, tensor in enumerate(tensors))
-    assert sum(heard) == 4 * 63 and max(heard) <= 33
+    assert sum(progress) == 4 * 63 and max(progress) <= 33
     assert record.bytes == (tmp_path / "a.safetensors").stat().st_size
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"a": {**GOOD["a"], "data_offsets": [4, 28]}}, "starts at byte"),
         ({"b": {**GOOD["b"], "data_offsets": [23, 28]}}, "starts at byte"),
@@ -105,9 +105,9 @@ def test_pieces_smaller_than_a_tensor_and_larger_than_several(tmp_path: Path, mo
         ({"b": None}, "lacks a known dtype"),
     ],
 )
-def test_a_header_that_contradicts_itself_is_damage(tmp_path: Path, change: dict[str, Any], says: str):
+def test_a_header_that_contradicts_itself_is_damage(tmp_path: Path, change: dict[str, Any], message: str):
     assert set(entries(tmp_path, raw(GOOD))) == {"a", "b"}
-    with pytest.raises(Damaged, match=says):
+    with pytest.raises(Damaged, match=message):
         entries(tmp_path, raw({**GOOD, **change}))
 
 
@@ -148,14 +148,14 @@ def test_mutated_files_never_crash_the_reader(tmp_path_factory: pytest.TempPathF
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     path = tmp_path_factory.getbasetemp() / "mutated.safetensors"
     path.write_bytes(content)
-    before = set(os.listdir("/proc/self/fd"))
+    open_descriptors = set(os.listdir("/proc/self/fd"))
     try:
         with ShardFile(path) as file:
             for entry in file.entries.values():
                 assert 8 <= entry.start <= entry.end <= len(content)
     except Damaged:
         pass
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) == open_descriptors
 
 
 def _name(tensor: torch.Tensor) -> str:

@@ -159,8 +159,8 @@ def test_read_rows_equal_the_rows_of_the_full_tensor(spec, tmp_path):
     _, reader = import_hf(tmp_path / "out")
     for parameter in parameters(spec):
         weight = model.get_parameter(parameter.name)
-        for part in range(3):
-            rows = shard_rows(parameter.shape[0], 3, part)
+        for rank in range(3):
+            rows = shard_rows(parameter.shape[0], 3, rank)
             assert torch.equal(reader.read_rows(parameter, rows.start, rows.stop), weight[rows.start : rows.stop])
         assert reader.read_rows(parameter, 5, 5).shape == (0, *parameter.shape[1:])
 
@@ -172,15 +172,15 @@ def test_shards_and_index_agree_with_each_other_and_with_one_file(tmp_path):
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
     assert files == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
-    single, parts = load_file(tmp_path / "one" / "model.safetensors"), {}
+    from_one_file, from_shards = load_file(tmp_path / "one" / "model.safetensors"), {}
     for file in files:
         shard = load_file(tmp_path / "many" / file)
         assert all(index["weight_map"][name] == file for name in shard)
         assert sum(t.nbytes for t in shard.values()) <= 50_000 or len(shard) == 1
-        parts.update(shard)
-    assert index["metadata"]["total_size"] == sum(t.nbytes for t in single.values())
-    assert parts.keys() == single.keys() == index["weight_map"].keys()
-    assert all(torch.equal(parts[name], single[name]) for name in single)
+        from_shards.update(shard)
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in from_one_file.values())
+    assert from_shards.keys() == from_one_file.keys() == index["weight_map"].keys()
+    assert all(torch.equal(from_shards[name], from_one_file[name]) for name in from_one_file)
     assert not (tmp_path / "one" / "model.safetensors.index.json").exists()
     with safe_open(tmp_path / "one" / "model.safetensors", framework="pt") as stored:
         assert stored.metadata() == {"format": "pt"}
@@ -224,14 +224,14 @@ def test_the_whole_folder_loads(spec, tokenizer, tmp_path):
         run_note="Trained on *words*.",
     )
     text = "def  words(x):\n\treturn é 'x'"
-    theirs, own = AutoTokenizer.from_pretrained(tmp_path / "out"), Tokenizer.from_file(str(tokenizer))
-    assert theirs(text)["input_ids"] == own.encode(text).ids
-    assert theirs.decode(own.encode(text).ids) == text
-    assert theirs.eos_token == "<|end|>"
-    assert theirs.eos_token_id == own.token_to_id("<|end|>")
-    assert theirs.model_max_length == spec.max_seq_len
-    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == theirs.eos_token_id
-    assert loaded_by_transformers(tmp_path / "out").config.eos_token_id == theirs.eos_token_id
+    exported, original = AutoTokenizer.from_pretrained(tmp_path / "out"), Tokenizer.from_file(str(tokenizer))
+    assert exported(text)["input_ids"] == original.encode(text).ids
+    assert exported.decode(original.encode(text).ids) == text
+    assert exported.eos_token == "<|end|>"
+    assert exported.eos_token_id == original.token_to_id("<|end|>")
+    assert exported.model_max_length == spec.max_seq_len
+    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == exported.eos_token_id
+    assert loaded_by_transformers(tmp_path / "out").config.eos_token_id == exported.eos_token_id
     card = (tmp_path / "out" / "README.md").read_text()
     assert "Trained on *words*." in card
     assert "library_name: transformers" in card
@@ -363,10 +363,10 @@ def test_an_absent_shard_is_named(folder):
         import_hf(folder)
 
 
-@pytest.mark.parametrize("cut", [4, 200, -1])
-def test_a_truncated_shard_is_named(folder, cut):
+@pytest.mark.parametrize("bytes_left", [4, 200, -1])
+def test_a_truncated_shard_is_named(folder, bytes_left):
     path = second_file(folder)
-    path.write_bytes(path.read_bytes()[:cut])
+    path.write_bytes(path.read_bytes()[:bytes_left])
     with pytest.raises(Damaged, match=f"{path.name}: .*cannot be read"):
         import_hf(folder)
 

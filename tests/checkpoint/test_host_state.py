@@ -82,13 +82,13 @@ def test_no_update_reaches_a_snapshot(monkeypatch: pytest.MonkeyPatch, second_bu
     if second_buffers:
         optimizer.allocate_second_buffers()
     for step in range(2 * snapshots.copies):
-        before = {name: tensor.clone() for name, tensor in state_of(optimizer).items()}
+        at_snapshot = {name: tensor.clone() for name, tensor in state_of(optimizer).items()}
         inputs = StepInputs(RATE, torch.ones(()), torch.zeros(()))
         if step % 2:  # a step without a snapshot between two with one
             optimizer.step(gradients(step, torch.float32), inputs)
         else:
             snapshot = snapshots.step_beside(step, step // 2, waits=not second_buffers)
-            assert all(torch.equal(data, bytes_of(before[name])) for name, data in snapshot.items()) and snapshot
+            assert all(torch.equal(data, bytes_of(at_snapshot[name])) for name, data in snapshot.items()) and snapshot
         reference.step(gradients(step, torch.float32), inputs)
     assert all(torch.equal(tensor, state_of(reference)[name]) for name, tensor in state_of(optimizer).items())
     assert all(torch.equal(on_device[name], expected_on_device[name]) for name in SHAPES)

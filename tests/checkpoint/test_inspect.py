@@ -34,9 +34,9 @@ def saved(folder: Path, **tensors: torch.Tensor) -> Path:
 
 def test_diff_reports_for_each_tensor_whether_and_by_how_much_it_changed(tmp_path: Path) -> None:
     a = saved(tmp_path / "a", same=torch.arange(6.0), moved=torch.zeros(4, 3), gone=torch.ones(1), dtype=torch.ones(2))
-    moved = torch.zeros(4, 3)
-    moved[2, 1], moved[3, 0] = -0.75, 0.5
-    b = saved(tmp_path / "b", same=torch.arange(6.0), moved=moved, new=torch.ones(()), dtype=torch.ones(2).half())
+    change = torch.zeros(4, 3)
+    change[2, 1], change[3, 0] = -0.75, 0.5
+    b = saved(tmp_path / "b", same=torch.arange(6.0), moved=change, new=torch.ones(()), dtype=torch.ones(2).half())
     assert answer("diff", a, b) == {
         "equal": False,
         "tensors": [
@@ -90,13 +90,13 @@ def test_diff_of_a_damaged_checkpoint_is_an_error(tmp_path: Path) -> None:
 def test_show_of_a_step(tmp_path: Path) -> None:
     for step in (1, 2):
         path = save(tmp_path / "checkpoints", step)
-    shown = answer("show", tmp_path, 2)
-    assert answer("show", tmp_path) == shown == answer("show", path)
-    assert (shown["step"], shown["committed"], shown["plan"]) == (2, True, {"mesh": []})
-    assert set(shown["versions"]) == {"meshwright", "torch"}
+    output = answer("show", tmp_path, 2)
+    assert answer("show", tmp_path) == output == answer("show", path)
+    assert (output["step"], output["committed"], output["plan"]) == (2, True, {"mesh": []})
+    assert set(output["versions"]) == {"meshwright", "torch"}
     names = {file.name: file.stat().st_size for file in path.iterdir() if file.name not in (COMMITTED, "manifest.json")}
-    assert {file["name"]: file["bytes"] for file in shown["files"]} == names
-    assert set(shown["seconds"]) == {"staging", "writing", "commit"}
+    assert {file["name"]: file["bytes"] for file in output["files"]} == names
+    assert set(output["seconds"]) == {"staging", "writing", "commit"}
     (path / COMMITTED).unlink()
     uncommitted = describe_checkpoint(path)
     assert (uncommitted["committed"], uncommitted["plan"], uncommitted["step"]) == (False, None, 2)

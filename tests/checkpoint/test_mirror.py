@@ -70,15 +70,15 @@ def test_the_index_is_written_after_everything_else(tmp_path: Path, monkeypatch:
 
 def test_another_run_and_an_earlier_start_do_not_write(tmp_path: Path) -> None:
     run = tmp_path / "a" / "run"
-    (old,) = run_with_steps(run, 1)
-    (new,) = run_with_steps(run, 2)
-    (other,) = run_with_steps(tmp_path / "b" / "run", 9)
+    (earlier_start,) = run_with_steps(run, 1)
+    (later_start,) = run_with_steps(run, 2)
+    (other_run,) = run_with_steps(tmp_path / "b" / "run", 9)
     store = store_of(tmp_path)
-    upload_checkpoint(store, new, keep=3)
+    upload_checkpoint(store, later_start, keep=3)
     with pytest.raises(BadInput, match=r"later start of this run writes there \(epoch 2; this one has 1\)"):
-        upload_checkpoint(store, old, keep=3)
+        upload_checkpoint(store, earlier_start, keep=3)
     with pytest.raises(BadInput, match="holds checkpoints of run"):
-        upload_checkpoint(store, other, keep=3)
+        upload_checkpoint(store, other_run, keep=3)
     with pytest.raises(BadInput, match=r"choose another name or checkpoint\.mirror"):
         fetch_newest(mirror_of(tmp_path), tmp_path / "b" / "run", lambda text: None)
     index = read_index(store)

@@ -27,17 +27,17 @@ def sharded_tensors(draw: st.DrawFn) -> tuple[list[RankPiece], bool]:
     for index in range(draw(st.integers(1, 4))):
         total = draw(st.integers(1, 6))
         cuts = sorted({0, total, *draw(st.lists(st.integers(0, total), max_size=3))})
-        free = list(range(ranks))
+        ranks_left = list(range(ranks))
         count: Counter[int] = Counter()
         for start, stop in itertools.pairwise(cuts):
-            holders = draw(st.lists(st.sampled_from(free), unique=True)) if free else []
-            free = [rank for rank in free if rank not in holders]
+            holders = draw(st.lists(st.sampled_from(ranks_left), unique=True)) if ranks_left else []
+            ranks_left = [rank for rank in ranks_left if rank not in holders]
             shift = draw(st.sampled_from([0, 0, 0, -1])) if start else 0
             pieces += [row_piece(rank, f"t{index}", start + shift, stop, total) for rank in holders]
             count.update(range(start + shift, stop) if holders else ())
         if not any(piece.name == f"t{index}" for piece in pieces):
             pieces.append(row_piece(0, f"t{index}", 0, 0, total))
-        valid &= all(count[row] == 1 for row in range(total))
+        valid &= all(count[index] == 1 for index in range(total))
     return pieces, valid
 
 
@@ -48,19 +48,19 @@ def test_every_element_is_written_once_or_the_tensors_are_refused(
 ):
     pieces, valid = case
     try:
-        chosen = assign_writers(pieces)
+        assigned = assign_writers(pieces)
     except BadInput:
         assert not valid
         return
     assert valid
-    written: Counter[tuple[str, int]] = Counter()
-    for piece in chosen:
-        written.update((piece.name, row) for row in range(piece.offsets[0], piece.offsets[0] + piece.sizes[0]))
+    writes: Counter[tuple[str, int]] = Counter()
+    for piece in assigned:
+        writes.update((piece.name, row) for row in range(piece.offsets[0], piece.offsets[0] + piece.sizes[0]))
     expected = {(piece.name, row) for piece in pieces for row in range(piece.shape[0])}
-    assert written == dict.fromkeys(expected, 1)
+    assert writes == dict.fromkeys(expected, 1)
     shuffled = list(pieces)
     generator.shuffle(shuffled)
-    assert assign_writers(shuffled) == chosen
+    assert assign_writers(shuffled) == assigned
 
 
 def writers(pieces: list[RankPiece]) -> set[tuple[int, str]]:

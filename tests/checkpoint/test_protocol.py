@@ -90,20 +90,20 @@ class Protocol(RuleBasedStateMachine):
                 self.writers.carry_out(save)
         except Crash:
             pass
-        before, visible = self.committed, self._visible()
-        allowed = set(sorted({*before, step})[-KEEP:]) if step in visible else set(before)
-        assert allowed <= visible <= {*before, step}, "a crash deletes nothing, and a commit what is too old"
+        committed_before, visible = self.committed, self._visible()
+        allowed = set(sorted({*committed_before, step})[-KEEP:]) if step in visible else set(committed_before)
+        assert allowed <= visible <= {*committed_before, step}, "a crash deletes nothing, and a commit what is too old"
         assert step in visible or dead.is_set()
-        self.committed = {each: before.get(each, True) for each in visible}
+        self.committed = {visible_name: committed_before.get(visible_name, True) for visible_name in visible}
         self.restart(self.writers.ranks)
 
     @precondition(lambda self: self.old)
     @rule(ahead=st.integers(0, 3))
     def write_by_an_earlier_start(self, ahead: int) -> None:
-        before = {path.name for path in (self.run / "checkpoints").iterdir()}
+        names_before = {path.name for path in (self.run / "checkpoints").iterdir()}
         reply = self.old[-1].save(self.step + ahead)
         assert reply["event"] == "failed" and reply["lease_lost"]
-        assert {path.name for path in (self.run / "checkpoints").iterdir()} == before
+        assert {path.name for path in (self.run / "checkpoints").iterdir()} == names_before
 
     @precondition(lambda self: any(self.committed.values()))
     @rule(data=st.data())
@@ -130,9 +130,9 @@ class Protocol(RuleBasedStateMachine):
     def _commit(self, step: int) -> None:
         """A step became visible: it replaces what was there, and older ones are deleted, this one never."""
         self.committed[step] = True
-        for other in sorted(self.committed)[:-KEEP]:
-            if other != step:
-                del self.committed[other]
+        for old_step in sorted(self.committed)[:-KEEP]:
+            if old_step != step:
+                del self.committed[old_step]
 
 
 def machine(examples: int, steps: int) -> None:

@@ -63,17 +63,17 @@ def test_a_one_rank_checkpoint_is_a_plain_safetensors_file(tmp_path: Path):
 def test_parameters_with_gradients_and_views_are_filled_in_place(tmp_path: Path):
     path = CheckpointStore(tmp_path).save(1, {"w": torch.arange(6.0).reshape(2, 3)}, {}, {}).path
     parameter = torch.nn.Parameter(torch.zeros(3, 2).t())
-    where = parameter.data_ptr()
+    address = parameter.data_ptr()
     CheckpointStore(tmp_path).load(path, {"w": parameter})
-    assert parameter.data_ptr() == where and parameter.requires_grad
+    assert parameter.data_ptr() == address and parameter.requires_grad
     assert torch.equal(parameter.detach(), torch.arange(6.0).reshape(2, 3))
 
 
 def test_an_intact_checkpoint_of_the_same_step_is_not_rewritten(tmp_path: Path):
     store = CheckpointStore(tmp_path)
     path = save(tmp_path, 1, store)
-    again = store.save(1, tensors(2), {"other": 1}, {})
-    assert not again.written and again.path == path and holds(path, 1)
+    second_save = store.save(1, tensors(2), {"other": 1}, {})
+    assert not second_save.written and second_save.path == path and holds(path, 1)
     store.save(1, tensors(2), {"step": 2, "samples": 16}, TEXTS, overwrite=True)
     assert holds(path, 2)
     assert [file.name for file in tmp_path.iterdir()] == [step_name(1)]
@@ -238,8 +238,8 @@ def test_progress_and_spans_are_reported(tmp_path: Path):
             self.names.append(f"{lane}/{name}")
             return super().span(name, lane)
 
-    heard: list[int] = []
-    store = CheckpointStore(tmp_path, recorder=Seen(), progress=heard.append)
+    progress: list[int] = []
+    store = CheckpointStore(tmp_path, recorder=Seen(), progress=progress.append)
     store.load(save(tmp_path, 1, store), blank())
-    assert sum(heard) == sum(record.bytes for record in read_checkpoint(tmp_path / step_name(1)).values())
+    assert sum(progress) == sum(record.bytes for record in read_checkpoint(tmp_path / step_name(1)).values())
     assert Seen.names == ["checkpoint/write", "checkpoint/commit", "checkpoint/read"]

@@ -67,9 +67,12 @@ def test_a_commit_names_the_run_and_the_epoch(tmp_path: Path) -> None:
     path = save(checkpoints(tmp_path), 1, first)
     second = owned(tmp_path)
     later = save(checkpoints(tmp_path), 2, second)
-    before, after = read_manifest(path), read_manifest(later)
-    assert (before.epoch, after.epoch) == (1, 2) and before.run_id == after.run_id == take_lease(tmp_path).run_id
-    assert newest_commit(checkpoints(tmp_path)) == (after.run_id, 2)
+    first_manifest, second_manifest = read_manifest(path), read_manifest(later)
+    assert (first_manifest.epoch, second_manifest.epoch) == (
+        1,
+        2,
+    ) and first_manifest.run_id == second_manifest.run_id == take_lease(tmp_path).run_id
+    assert newest_commit(checkpoints(tmp_path)) == (second_manifest.run_id, 2)
 
 
 def test_a_start_woken_at_any_call_of_a_save_commits_nothing_once_another_took_over(tmp_path: Path) -> None:

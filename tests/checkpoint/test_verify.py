@@ -39,7 +39,7 @@ def test_every_one_of_200_bit_flips_is_found_in_its_file(tmp_path: Path):
     path = save(tmp_path, 1)
     assert verify(path) == []
     chance = random.Random(0)
-    hit = set()
+    damaged_files = set()
     for _ in range(200):
         file = chance.choice(sorted(path.iterdir()))
         bit = chance.randrange(8 * file.stat().st_size)
@@ -50,8 +50,8 @@ def test_every_one_of_200_bit_flips_is_found_in_its_file(tmp_path: Path):
             set(damage) <= expected if file.name in (COMMITTED, MANIFEST) else damage == [(file.name, 0, "digest")]
         )
         flip(file, bit)
-        hit.add(file.name)
-    assert verify(path) == [] and len(hit) == 7
+        damaged_files.add(file.name)
+    assert verify(path) == [] and len(damaged_files) == 7
 
 
 def test_a_flip_in_a_large_file_is_located_to_its_block(tmp_path: Path):

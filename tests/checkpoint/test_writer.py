@@ -116,11 +116,11 @@ def test_a_discarded_attempt_is_reported_to_the_first_rank(tmp_path: Path) -> No
 
 
 def test_a_writer_of_an_earlier_start_commits_and_deletes_nothing(tmp_path: Path) -> None:
-    old = new_writers(tmp_path, keep=1)
-    old.save(1)
-    new = new_writers(tmp_path, keep=2)
-    new.save(2)
-    reply = old.save(3)
+    earlier_writers = new_writers(tmp_path, keep=1)
+    earlier_writers.save(1)
+    later_writers = new_writers(tmp_path, keep=2)
+    later_writers.save(2)
+    reply = earlier_writers.save(3)
     assert reply["lease_lost"] and "was taken over by process" in reply["message"]
     assert names(tmp_path) == {step_name(1), step_name(2)} and newest(tmp_path) == 2
 
@@ -205,16 +205,16 @@ def test_an_arena_whose_header_is_corrupted_before_it_is_written_costs_that_save
 
 def test_a_reply_is_not_lost_behind_heartbeats() -> None:
     """A rank reads nothing between two saves, so that heartbeats fill the pipe."""
-    reading, written = os.pipe()
-    replies = writing.Replies(written)
+    read_end, write_end = os.pipe()
+    replies = writing.Replies(write_end)
     for _ in range(10_000):
         replies.beat(phase="idle", written=0)
     sender = threading.Thread(target=replies.send, args=("committed",), kwargs={"step": 7})
     sender.start()
     received = b""
     while b'"committed"' not in received:
-        received = received[-100:] + os.read(reading, 1 << 16)
+        received = received[-100:] + os.read(read_end, 1 << 16)
     sender.join(10)
     assert received.endswith(b'{"event": "committed", "step": 7}\n')
-    os.close(reading)
+    os.close(read_end)
     replies.send("deleted", step=7)  # a rank that is dead

@@ -59,9 +59,9 @@ class Writers:
         self.arenas = [Arena.create(sum(header.bytes for header in rank_headers)) for rank_headers in headers]
         self.writers = [Writer(arena, reply) for arena, reply in zip(self.arenas, self.replies, strict=True)]
         for rank, (writer, rank_headers) in enumerate(zip(self.writers, headers, strict=True)):
-            plain = [[header.key, header.dtype, list(header.shape)] for header in rank_headers]
+            header_entries = [[header.key, header.dtype, list(header.shape)] for header in rank_headers]
             setup = Setup(
-                str(run / "checkpoints"), rank, ranks, plain, {} if rank else encoded_contents(contents), asdict(lease),
+                str(run / "checkpoints"), rank, ranks, header_entries, {} if rank else encoded_contents(contents), asdict(lease),
                 keep, 1, "2.0", peer_seconds=peer_seconds, folder_seconds=1.0,
             )  # fmt: skip
             writer.do(setup)
@@ -72,14 +72,14 @@ class Writers:
         self.checksums = []
         for arena, names in zip(self.arenas, self.names, strict=True):
             arena.begin_snapshot()
-            parts = [value(name, step, torch.Size(SIZES[name.rpartition(".")[2]])).view(-1) for name in names]
-            data = torch.cat(parts).view(torch.uint8).numpy().tobytes()
+            tensors = [value(name, step, torch.Size(SIZES[name.rpartition(".")[2]])).view(-1) for name in names]
+            data = torch.cat(tensors).view(torch.uint8).numpy().tobytes()
             arena.data[: len(data)] = data
-            self.checksums.append([list(host_checksum(part.view(torch.uint8))) for part in parts])
+            self.checksums.append([list(host_checksum(tensor.view(torch.uint8))) for tensor in tensors])
             arena.complete_snapshot()
-        plain = {name: text.decode() for name, text in encode_plain({"step": step}, {}).items()}
+        texts = {name: text.decode() for name, text in encode_plain({"step": step}, {}).items()}
         return Save(
-            step, f"{self.lease.epoch}-{self.saves:08x}", self.arenas[0].generation, 0.0, finite=True, plain=plain
+            step, f"{self.lease.epoch}-{self.saves:08x}", self.arenas[0].generation, 0.0, finite=True, plain=texts
         )
 
     def save(self, step: int) -> dict[str, Any]:

@@ -107,8 +107,8 @@ def test_a_name_that_is_not_there_brings_the_nearest(name: str, finished: Path, 
     shutil.copy(finished.parent / "tiny" / "config.yaml", tmp_path / "runs" / "tiny.yaml")
     monkeypatch.chdir(tmp_path)
     wrong = "runs/tinny" if name not in ("plan", "check", "simulate") else "runs/tinny.yaml"
-    more = {"data show": ["--step", 1], "generate": ["-p", "a"], "checkpoint diff": ["runs/tiny"]}.get(name, [])
-    answer = meshwright(*name.split(), wrong, *more, "--json")
+    options = {"data show": ["--step", 1], "generate": ["-p", "a"], "checkpoint diff": ["runs/tiny"]}.get(name, [])
+    answer = meshwright(*name.split(), wrong, *options, "--json")
     assert answer.code == 2 and answer.json["ok"] is False
     assert "tinny" in answer.out and re.search(r"runs/tiny|tiny\.yaml", answer.out)
 
@@ -127,10 +127,10 @@ def test_version() -> None:
 
 
 def test_check_lists_every_mistake(tiny: Path, tmp_path: Path) -> None:
-    broken = tmp_path / "broken.yaml"
+    run_file = tmp_path / "broken.yaml"
     text = tiny.read_text().replace("hidden: 16", "hiden: 16").replace("steps: 6", "steps: six")
-    broken.write_text(text + "checkpoints: {every: 5}\n")
-    answer = meshwright("check", broken, "--json")
+    run_file.write_text(text + "checkpoints: {every: 5}\n")
+    answer = meshwright("check", run_file, "--json")
     assert answer.code == 2 and answer.json["ok"] is False
     errors = {error["key"]: error for error in answer.json["errors"]}
     assert {"model.hiden", "train.steps", "checkpoints"} <= set(errors)
@@ -138,9 +138,13 @@ def test_check_lists_every_mistake(tiny: Path, tmp_path: Path) -> None:
         set(error) == {"file", "line", "column", "key", "expected", "got", "nearest"} for error in errors.values()
     )
     hiden = errors["model.hiden"]
-    assert (hiden["file"], hiden["line"], hiden["column"]) == (str(broken), 2, text.splitlines()[1].index("hiden") + 1)
+    assert (hiden["file"], hiden["line"], hiden["column"]) == (
+        str(run_file),
+        2,
+        text.splitlines()[1].index("hiden") + 1,
+    )
     assert "hidden" in hiden["nearest"] and "checkpoint" in errors["checkpoints"]["nearest"]
-    assert broken.name in answer.err or answer.err == ""
+    assert run_file.name in answer.err or answer.err == ""
 
 
 def test_check_accepts_what_train_would_run(tiny: Path, finished: Path) -> None:
@@ -169,9 +173,9 @@ def test_a_plan_file_that_copies_across_nodes_is_refused_before_ranks_start(
     axis: str, engine: str, tiny: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "plan.yaml"
-    many = 8 // (2 if axis == "shard" else 1)
+    other_ranks = 8 // (2 if axis == "shard" else 1)
     file.write_text(
-        f"mesh: [{{axis: {axis}, size: 2}}]\nbatch: {{global_batch: 8, micro_batch: 1, accumulate: {many}}}\n"
+        f"mesh: [{{axis: {axis}, size: 2}}]\nbatch: {{global_batch: 8, micro_batch: 1, accumulate: {other_ranks}}}\n"
         f"{engine}: copy\ncompile: false\nprecision: {{compute: fp32}}\n"
     )
     arguments = [tiny, f"plan={file}", "cluster.emulate_nodes=2", "--runs", tmp_path / "runs"]
@@ -192,7 +196,7 @@ def test_what_of_a_plan_gains_nothing_on_its_mesh_is_said_and_no_mistake(tiny: P
     )
     arguments = [tiny, "cluster.gpus_per_node=1", "--runs", tmp_path / "runs"]
     checked, planned = (
-        meshwright(*which, f"plan={file}") for which in (("check", *arguments), ("plan", *arguments[:2]))
+        meshwright(*command, f"plan={file}") for command in (("check", *arguments), ("plan", *arguments[:2]))
     )
     output = [line for line in planned.err.splitlines() if "has no effect" in line]
     idle = {"schedule = gpipe": "pipeline rank", "gradients = whole": "shard", "gather_engine = copy": "shard",
@@ -201,9 +205,9 @@ def test_what_of_a_plan_gains_nothing_on_its_mesh_is_said_and_no_mistake(tiny: P
     assert checked.code == 0 and [*checked.err.splitlines()] == [*output, "ok"]
     pinned = meshwright("check", tiny, "plan.shard=2", "plan.reduce_replicas=fp32", *arguments[2:])
     assert pinned.code == 0 and pinned.err == f"{copies}ok\n", "two shards, and one copy of them"
-    heard: list[str] = []
+    notes: list[str] = []
     run = load_run(tiny, ["plan.shard=2", "plan.reduce_replicas=fp32"])
-    assert prepare_run(run, tmp_path / "runs", profile=None, note=heard.append) and f"{heard[-1]}\n" == copies
+    assert prepare_run(run, tmp_path / "runs", profile=None, note=notes.append) and f"{notes[-1]}\n" == copies
 
 
 def test_a_plan_file_that_does_not_fit_is_refused_before_ranks_start(tiny: Path, tmp_path: Path) -> None:
@@ -263,10 +267,10 @@ def test_an_exported_model_is_the_same_model(finished: Path, tiny: Path, tmp_pat
 
 def test_generate_depends_on_the_seed_alone(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["-p", "the quick", "-p", "seven", "--tokens", 12, "--temperature", 2, "--json"]
-    first, again, other = (
+    first, repeated, other_seed = (
         meshwright("generate", finished, *arguments, "--seed", seed).json["samples"] for seed in (1, 1, 2)
     )
-    assert first == again != other
+    assert first == repeated != other_seed
     assert [sample["prompt"] for sample in first] == ["the quick", "seven"]
     monkeypatch.chdir(tmp_path)
     Path("runs").symlink_to(finished.parent)
@@ -274,10 +278,10 @@ def test_generate_depends_on_the_seed_alone(finished: Path, tmp_path: Path, monk
 
 
 def test_a_text_is_shown_while_it_is_made(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[int] = []
-    shown: list[tuple[int, str]] = []
+    tokens_drawn: list[int] = []
+    texts_shown: list[tuple[int, str]] = []
     draw = _Text.draw
-    monkeypatch.setattr(_Text, "draw", lambda text, logits: drawn.append(draw(text, logits)) or drawn[-1])
+    monkeypatch.setattr(_Text, "draw", lambda text, logits: tokens_drawn.append(draw(text, logits)) or tokens_drawn[-1])
     (continuation,) = generate.sample(
         finished,
         ["seven é"],
@@ -285,23 +289,26 @@ def test_a_text_is_shown_while_it_is_made(finished: Path, monkeypatch: pytest.Mo
         temperature=2,
         top_k=0,
         seed=1,
-        show=lambda piece: shown.append((len(drawn), piece)),
+        show=lambda piece: texts_shown.append((len(tokens_drawn), piece)),
     )
-    assert shown[0] == (0, "seven é") and "".join(piece for _, piece in shown) == f"seven é{continuation['text']}\n"
-    assert len({count for count, _ in shown}) > 4
+    assert (
+        texts_shown[0] == (0, "seven é")
+        and "".join(piece for _, piece in texts_shown) == f"seven é{continuation['text']}\n"
+    )
+    assert len({count for count, _ in texts_shown}) > 4
 
 
 def test_data_show_names_the_samples_of_a_step(finished: Path, tiny: Path) -> None:
-    shown = meshwright("data", "show", finished, "--step", 2, "--json").json
-    assert shown["step"] == 2 and [sample["global_index"] for sample in shown["samples"]] == list(range(8, 16))
-    for sample in shown["samples"]:
+    answer = meshwright("data", "show", finished, "--step", 2, "--json").json
+    assert answer["step"] == 2 and [sample["global_index"] for sample in answer["samples"]] == list(range(8, 16))
+    for sample in answer["samples"]:
         assert set(sample) == {"global_index", "source", "documents", "tokens"}
         assert sum(document["end"] - document["start"] for document in sample["documents"]) == sample["tokens"] == 16
         assert all(document["file"].endswith(".txt") for document in sample["documents"])
-    assert meshwright("data", "show", tiny, "--step", 2, "--json").json == shown
+    assert meshwright("data", "show", tiny, "--step", 2, "--json").json == answer
     folder = ["--seq-len", 16, "--global-batch", 8]
     direct = meshwright("data", "show", tiny.parent / "data", "--step", 2, *folder, "--json").json
-    assert [s["documents"] for s in direct["samples"]] == [s["documents"] for s in shown["samples"]]
+    assert [s["documents"] for s in direct["samples"]] == [s["documents"] for s in answer["samples"]]
     text = meshwright("data", "show", finished, "--step", 2, "--text").out
     assert any(f" {word} " in text for word in WORDS)
 
@@ -336,8 +343,8 @@ def test_generate_says_that_it_passes_the_model_s_context(finished: Path, tokens
 
 @pytest.mark.parametrize("arguments", [[], ["train"], ["checkpoint"], ["checkpoint", "verify"]], ids=" ".join)
 def test_h_is_help(arguments: list[str]) -> None:
-    short, long = meshwright(*arguments, "-h"), meshwright(*arguments, "--help")
-    assert short.code == 0 and short.out == long.out and "Usage: meshwright" in short.out
+    short_option, long_option = meshwright(*arguments, "-h"), meshwright(*arguments, "--help")
+    assert short_option.code == 0 and short_option.out == long_option.out and "Usage: meshwright" in short_option.out
 
 
 @pytest.mark.parametrize(

@@ -89,9 +89,9 @@ def test_a_family_without_its_dimensions_is_refused_with_all_that_is_missing() -
 def test_a_model_that_no_folder_of_its_family_can_hold_is_named_at_the_start(tiny: Path, tmp_path: Path) -> None:
     checked = meshwright("check", tiny, "model.qk_norm=true", "--runs", tmp_path)
     assert checked.code == 0 and f"not exported to a Hugging Face folder: {CANNOT}\n" in checked.err
-    heard: list[str] = []
-    assert prepare_run(load_run(tiny, ["model.qk_norm=true"]), tmp_path, profile=None, note=heard.append)
-    assert any(CANNOT in text for text in heard)
+    notes: list[str] = []
+    assert prepare_run(load_run(tiny, ["model.qk_norm=true"]), tmp_path, profile=None, note=notes.append)
+    assert any(CANNOT in text for text in notes)
     assert "cannot be exported" not in meshwright("check", tiny, "--runs", tmp_path / "other").err
 
 
@@ -105,17 +105,23 @@ def refused(tiny: Path, runs: Path, key: str, output: str, *arguments: str, code
 
 
 def test_validation_data_is_found_before_a_start(tiny: Path, tmp_path: Path) -> None:
-    nowhere, other = tmp_path / "datta", tmp_path / "other"
-    refused(tiny, tmp_path / "runs", "data.validation", f"{nowhere}: no prepared data", f"data.validation={nowhere}")
-    shutil.copytree(tiny.parent / "data", other)
-    for manifest in other.glob("*/manifest.json"):
+    missing_folder, other_folder = tmp_path / "datta", tmp_path / "other"
+    refused(
+        tiny,
+        tmp_path / "runs",
+        "data.validation",
+        f"{missing_folder}: no prepared data",
+        f"data.validation={missing_folder}",
+    )
+    shutil.copytree(tiny.parent / "data", other_folder)
+    for manifest in other_folder.glob("*/manifest.json"):
         record = json.loads(manifest.read_text())
         tokenizer = manifest.with_name("tokenizer.json")
         tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()), indent=3))
         record["tokenizer"]["digest"] = digest(tokenizer.read_bytes())
         manifest.write_text(json.dumps(record))
     output = "was prepared with another tokenizer than"
-    refused(tiny, tmp_path / "runs", "data.validation", output, f"data.validation={other}")
+    refused(tiny, tmp_path / "runs", "data.validation", output, f"data.validation={other_folder}")
     assert meshwright("check", tiny, f"data.validation={tiny.parent / 'data'}", "--runs", tmp_path / "runs").code == 0
 
 

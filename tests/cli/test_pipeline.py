@@ -33,17 +33,23 @@ def test_the_run_is_whole_and_its_report_shows_the_pipeline(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "drawn", quick_first(1, [["--temperature", 2, "--seed", 3], ["--temperature", 0]]), ids=["drawn", "greedy"]
+    "sampling_options",
+    quick_first(1, [["--temperature", 2, "--seed", 3], ["--temperature", 0]]),
+    ids=["drawn", "greedy"],
 )
-def test_generate_by_the_plan_is_that_of_one_device(run: Path, drawn: list[object]) -> None:
-    arguments = [run, "-p", "the quick", "-p", "seven wizards", "--tokens", 12, "--json", *drawn]
-    one_device, spread = (meshwright("generate", *arguments, *by) for by in ([], ["--plan", run / "plan.yaml"]))
+def test_generate_by_the_plan_is_that_of_one_device(run: Path, sampling_options: list[object]) -> None:
+    arguments = [run, "-p", "the quick", "-p", "seven wizards", "--tokens", 12, "--json", *sampling_options]
+    one_device, spread = (
+        meshwright("generate", *arguments, *plan_options) for plan_options in ([], ["--plan", run / "plan.yaml"])
+    )
     assert spread.code == 0, spread.err
     assert spread.json == one_device.json
 
 
 def test_eval_by_the_plan_is_that_of_one_device(run: Path) -> None:
-    one_device, spread = (meshwright("eval", run, "--json", *by) for by in ([], ["--plan", run / "plan.yaml"]))
+    one_device, spread = (
+        meshwright("eval", run, "--json", *plan_options) for plan_options in ([], ["--plan", run / "plan.yaml"])
+    )
     assert spread.code == 0, spread.err
     assert spread.json["loss"] == pytest.approx(one_device.json["loss"], rel=1e-5)
     assert spread.json["tokens"] == one_device.json["tokens"]
@@ -61,7 +67,7 @@ def test_generate_joins_under_a_launcher(run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "more", "says"),
+    ("mesh", "further_keys", "message"),
     [
         ("[{axis: pipeline, size: 8}]", "", "is not for this model of 4 layers"),
         ("[{axis: shard, size: 1}]", "layers: [{range: 0-2}]", "no strategy covers layer 3"),
@@ -74,8 +80,10 @@ def test_generate_joins_under_a_launcher(run: Path, tmp_path: Path) -> None:
         ("[{axis: tensor, size: 3}]", "", "a divisor of model.heads"),
     ],
 )
-def test_a_plan_for_something_else_is_refused(run: Path, tmp_path: Path, mesh: str, more: str, says: str) -> None:
+def test_a_plan_for_something_else_is_refused(
+    run: Path, tmp_path: Path, mesh: str, further_keys: str, message: str
+) -> None:
     file = tmp_path / "plan.yaml"
-    file.write_text(f"mesh: {mesh}\nbatch: {{global_batch: 1, micro_batch: 1, accumulate: 1}}\n{more}\n")
+    file.write_text(f"mesh: {mesh}\nbatch: {{global_batch: 1, micro_batch: 1, accumulate: 1}}\n{further_keys}\n")
     answer = meshwright("generate", run, "-p", "the", "--plan", file)
-    assert answer.code == 2 and says in answer.err and "plan.yaml" in answer.err
+    assert answer.code == 2 and message in answer.err and "plan.yaml" in answer.err

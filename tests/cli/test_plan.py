@@ -35,11 +35,11 @@ def test_json_has_exactly_the_answer() -> None:
     assert result["predicted"] == result["plan"]["predicted"] and result["predicted"]["step_seconds"] > 0
     assert result["search_seconds"] > 0 and result["sources"]
     assert result["name"].endswith(f"micro-batch {result['plan']['batch']['micro_batch']}")
-    seconds = [other["plan"]["predicted"]["step_seconds"] for other in result["alternatives"]]
+    seconds = [alternative["plan"]["predicted"]["step_seconds"] for alternative in result["alternatives"]]
     assert result["predicted"]["step_seconds"] <= 1.01 * min(seconds)  # of plans as fast, the simplest
     assert all(
-        set(other) == {"name", "fits", "trainable", "why_not", "plan"} and other["why_not"]
-        for other in result["alternatives"]
+        set(alternative) == {"name", "fits", "trainable", "why_not", "plan"} and alternative["why_not"]
+        for alternative in result["alternatives"]
     )
 
 
@@ -79,8 +79,8 @@ def test_layers_with_a_number_format_of_their_own_say_so() -> None:
         batch=BatchPlan(global_batch=1, micro_batch=1, accumulate=1),
         layers=(LayerStrategy(range="0-1", linear="compute"), LayerStrategy(range="2-7")),
     )
-    same = "recompute none, reshard"
-    assert layers_line(plan) == f"{same}, linear compute (layers 0-1); {same} (layers 2-7)"
+    shared_text = "recompute none, reshard"
+    assert layers_line(plan) == f"{shared_text}, linear compute (layers 0-1); {shared_text} (layers 2-7)"
 
 
 def test_many_layer_ranges_are_a_row_for_each_strategy() -> None:
@@ -97,17 +97,17 @@ def test_many_layer_ranges_are_a_row_for_each_strategy() -> None:
 
 
 def test_what_cannot_be_trained_is_marked_and_left_out_for_train(tmp_path: Path) -> None:
-    late = ["plan.offload=both", "plan.pipeline=2", "plan.schedule=zbv"]
-    pinned = meshwright("plan", *ONE_RANK, *late, "--out", tmp_path / "host.yaml")
+    untrainable_pins = ["plan.offload=both", "plan.pipeline=2", "plan.schedule=zbv"]
+    pinned = meshwright("plan", *ONE_RANK, *untrainable_pins, "--out", tmp_path / "host.yaml")
     assert pinned.code == 0 and "planned only: this release cannot train offload both under zbv" in " ".join(
         pinned.out.split()
     )
     refused = meshwright("plan", *ONE_RANK, f"plan={tmp_path / 'host.yaml'}", "--for", "train")
     assert refused.code == 2 and "cannot train offload both under zbv" in refused.err
-    half = meshwright("plan", *ONE_RANK, "cluster.gpu=V100", "plan.compute=fp16", "--for", "train")
-    assert half.code == 2 and "plan.compute=fp32" in half.err
+    fp16_answer = meshwright("plan", *ONE_RANK, "cluster.gpu=V100", "plan.compute=fp16", "--for", "train")
+    assert fp16_answer.code == 2 and "plan.compute=fp32" in fp16_answer.err
     answers = meshwright("plan", *TCP, "--json").json
-    assert all(other["trainable"] for other in answers["alternatives"])
+    assert all(alternative["trainable"] for alternative in answers["alternatives"])
 
 
 def test_for_train_is_what_train_takes(tiny: Path, tmp_path: Path) -> None:
@@ -130,12 +130,12 @@ def test_for_train_counts_on_this_host_where_the_cluster_is_this_machine(
 
 
 def test_a_written_plan_is_read_back_and_priced(tmp_path: Path) -> None:
-    chosen = meshwright("plan", *ONE_RANK, "--for", "train", "--out", tmp_path / "plan.yaml", "--json").json
-    again = meshwright("plan", *ONE_RANK, f"plan={tmp_path / 'plan.yaml'}", "--json").json
+    written_answer = meshwright("plan", *ONE_RANK, "--for", "train", "--out", tmp_path / "plan.yaml", "--json").json
+    priced_answer = meshwright("plan", *ONE_RANK, f"plan={tmp_path / 'plan.yaml'}", "--json").json
     edited = {"why": [f"as {os.path.relpath(tmp_path / 'plan.yaml')} says"]}  # it may have been
-    assert again["plan"] == chosen["plan"] | edited and again["alternatives"] == []
+    assert priced_answer["plan"] == written_answer["plan"] | edited and priced_answer["alternatives"] == []
     slower = meshwright("plan", *ONE_RANK, "cluster.gpu=A100", f"plan={tmp_path / 'plan.yaml'}", "--json").json
-    assert slower["predicted"]["step_seconds"] > chosen["predicted"]["step_seconds"]
+    assert slower["predicted"]["step_seconds"] > written_answer["predicted"]["step_seconds"]
     text = meshwright("plan", *ONE_RANK, f"plan={tmp_path / 'plan.yaml'}").out
     assert f"the plan of {tmp_path / 'plan.yaml'}" in text.replace("\n", "") or "priced on this cluster" in text
 
@@ -150,7 +150,7 @@ def test_a_written_plan_is_read_back_and_priced(tmp_path: Path) -> None:
 def test_pinned_stages_leave_the_schedule_to_the_planner(stages: str, schedules: set[str]) -> None:
     answer = meshwright("plan", *ONE_RANK, f"plan.stages={stages}", "--json")
     assert answer.code == 0, answer.err
-    plans = [answer.json["plan"], *(other["plan"] for other in answer.json["alternatives"])]
+    plans = [answer.json["plan"], *(alternative["plan"] for alternative in answer.json["alternatives"])]
     assert {plan["schedule"]["name"] for plan in plans} <= schedules
     assert all(
         json.dumps(plan["schedule"]["stages"]).translate(str.maketrans("", "", '" ')) == stages for plan in plans
@@ -174,19 +174,22 @@ def test_a_plan_file_that_does_not_fit_is_priced_and_said_not_to(tmp_path: Path)
     file, page = tmp_path / "plan.yaml", tmp_path / "plan.html"
     file.write_text("mesh: [{axis: replicate, size: 2}]\nbatch: {global_batch: 16, micro_batch: 8, accumulate: 1}\n")
     arguments = [*ONE_RANK, f"plan={file}", "cluster.memory_gib=20"]
-    over = r"does not fit: a rank needs [\d.]+ GB, [\d.]+ GB more than the usable 21.5 GB"
-    text, plain = meshwright("plan", *arguments, "--html", page), meshwright("plan", *arguments, "--json")
-    assert (text.code, plain.code) == (0, 0)
-    assert re.search(over, " ".join(text.out.split())) and '<span class="status part">does not fit' in page.read_text()
+    message = r"does not fit: a rank needs [\d.]+ GB, [\d.]+ GB more than the usable 21.5 GB"
+    text, json_answer = meshwright("plan", *arguments, "--html", page), meshwright("plan", *arguments, "--json")
+    assert (text.code, json_answer.code) == (0, 0)
     assert (
-        re.search(over, f"does not fit: {plain.json['does_not_fit']}") and plain.json["predicted"]["step_seconds"] > 0
+        re.search(message, " ".join(text.out.split())) and '<span class="status part">does not fit' in page.read_text()
+    )
+    assert (
+        re.search(message, f"does not fit: {json_answer.json['does_not_fit']}")
+        and json_answer.json["predicted"]["step_seconds"] > 0
     )
     for command in (
         ["plan", *arguments, "--for", "train"],
         ["check", *arguments, "--runs", tmp_path, "checkpoint.at_end=false"],
     ):
         refused = meshwright(*command)
-        assert refused.code == 3 and re.search(rf"{file}: {over}", refused.err)
+        assert refused.code == 3 and re.search(rf"{file}: {message}", refused.err)
     assert "does_not_fit" not in meshwright("plan", *ONE_RANK, f"plan={file}", "--json").json
 
 
@@ -243,8 +246,8 @@ def test_the_page_stands_alone(tmp_path: Path) -> None:
         "Runner-ups",
     ):
         assert f"{title}" in text
-    drawn = re.findall(r'<path class="column k\d" d="([^"]*)"', text)
-    assert len(drawn) >= 4 and all(path.startswith("M") for path in drawn)
+    paths = re.findall(r'<path class="column k\d" d="([^"]*)"', text)
+    assert len(paths) >= 4 and all(path.startswith("M") for path in paths)
 
 
 def test_scaling_by_doubling(tmp_path: Path) -> None:
@@ -259,19 +262,19 @@ def test_scaling_by_doubling(tmp_path: Path) -> None:
         point["gpu_hours"] == pytest.approx(point["gpus"] * 1e9 / point["tokens_per_second"] / 3600)
         for point in estimated
     )
-    least = min(point["gpu_hours"] for point in estimated)
-    (chosen,) = (point for point in estimated if point["gpus"] == result["objective"]["gpus"])
-    assert chosen["gpu_hours"] <= 1.001 * least
+    fewest_hours = min(point["gpu_hours"] for point in estimated)
+    (chosen_point,) = (point for point in estimated if point["gpus"] == result["objective"]["gpus"])
+    assert chosen_point["gpu_hours"] <= 1.001 * fewest_hours
     text = (tmp_path / "scaling.html").read_text()
     assert Page(text).open == [] and "Throughput" in text and "Efficiency" in text
-    shown = meshwright("plan", *ONE_RANK, "--gpus", "1..2", "plan.tensor=1", "plan.context_ring=1").out
-    assert re.search(r"^ 2 +(shard|replicate) 2.* [\d.]+ m?s ", shown, re.MULTILINE) and "◀" in shown
-    assert "GPU-hours need the tokens of the whole training" in " ".join(shown.split())
+    output = meshwright("plan", *ONE_RANK, "--gpus", "1..2", "plan.tensor=1", "plan.context_ring=1").out
+    assert re.search(r"^ 2 +(shard|replicate) 2.* [\d.]+ m?s ", output, re.MULTILINE) and "◀" in output
+    assert "GPU-hours need the tokens of the whole training" in " ".join(output.split())
     single_point = meshwright("plan", *ONE_RANK, "--gpus", "2", "--tokens", "1e12", "--json").json["objective"][
         "points"
     ][0]
-    shown = meshwright("plan", *ONE_RANK, "--gpus", "2", "--tokens", "1e12").out
-    assert two_digits(single_point["gpu_hours"]) in shown and two_digits(single_point["days"]) in shown
+    output = meshwright("plan", *ONE_RANK, "--gpus", "2", "--tokens", "1e12").out
+    assert two_digits(single_point["gpu_hours"]) in output and two_digits(single_point["days"]) in output
 
 
 @pytest.mark.parametrize(("number", "text"), [(12345, "12,000"), (35.4, "35"), (4.26, "4.3"), (0.0421, "0.042")])
@@ -282,11 +285,14 @@ def test_a_prediction_has_two_digits(number: float, text: str) -> None:
 def test_a_faster_plan_that_cannot_be_trained_is_a_note() -> None:
     arguments = [*ONE_RANK, "plan.pipeline=2", "plan.offload=activations", "--include-untrainable"]
     result = meshwright("plan", *arguments, "--json").json
-    plain = meshwright("plan", *arguments[:-1], "--json").json
-    assert result["plan"]["schedule"]["name"] == plain["plan"]["schedule"]["name"] and "untrainable" not in plain
-    other = result["untrainable"]
-    assert "cannot train" in other["cannot_train"]
-    assert other["plan"]["predicted"]["step_seconds"] < result["predicted"]["step_seconds"]
+    without_pin = meshwright("plan", *arguments[:-1], "--json").json
+    assert (
+        result["plan"]["schedule"]["name"] == without_pin["plan"]["schedule"]["name"]
+        and "untrainable" not in without_pin
+    )
+    faster_plan = result["untrainable"]
+    assert "cannot train" in faster_plan["cannot_train"]
+    assert faster_plan["plan"]["predicted"]["step_seconds"] < result["predicted"]["step_seconds"]
     assert "cannot train" in " ".join(meshwright("plan", *arguments).out.split())
 
 
@@ -335,11 +341,11 @@ def test_options_that_do_not_go_together_are_refused(options: list[str], output:
     assert answer.code == 2 and output in answer.err
 
 
-@pytest.mark.parametrize("words", [("plan", "--out"), ("plan", "--html"), ("simulate", "--trace")])
+@pytest.mark.parametrize("option_and_message", [("plan", "--out"), ("plan", "--html"), ("simulate", "--trace")])
 def test_a_place_that_cannot_be_written_is_refused_before_the_search(
-    words: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    option_and_message: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command, option = words
+    command, option = option_and_message
     (tmp_path / "plans").mkdir()
     monkeypatch.setattr("meshwright.planner.fixes.search", pytest.fail)
     for file, output in (
@@ -364,15 +370,17 @@ def test_probes_measure_the_leading_plans_here_and_take_the_fastest(tiny: Path, 
     out = tmp_path / "plan.yaml"
     result = meshwright("plan", tiny, "--probe", 2, "--out", out, "--json").json
     assert set(result) == (KEYS - {"effective_time"}) | {"probes"}  # no step time is predicted for this CPU
-    ran = {probe["measured_seconds"]: probe for probe in result["probes"]}
-    assert len(ran) == 2 and all(seconds > 0 for seconds in ran)
-    assert all(probe["predicted_seconds"] is None and probe["measured_bytes"] > 0 for probe in ran.values())
-    fastest = ran[min(ran)]["plan"]
+    probe_by_seconds = {probe["measured_seconds"]: probe for probe in result["probes"]}
+    assert len(probe_by_seconds) == 2 and all(seconds > 0 for seconds in probe_by_seconds)
+    assert all(
+        probe["predicted_seconds"] is None and probe["measured_bytes"] > 0 for probe in probe_by_seconds.values()
+    )
+    fastest = probe_by_seconds[min(probe_by_seconds)]["plan"]
     assert all(result["plan"][key] == fastest[key] for key in ("mesh", "batch", "schedule", "layers"))
-    assert result["plan"]["why"][0].startswith(f"measured on this machine: {min(ran):.3g} s a step")
-    assert [other["why_not"] for other in result["alternatives"] if other["why_not"] != "not measured"] == [
-        f"measured: {max(ran):.3g} s a step"
-    ]
+    assert result["plan"]["why"][0].startswith(f"measured on this machine: {min(probe_by_seconds):.3g} s a step")
+    assert [
+        alternative["why_not"] for alternative in result["alternatives"] if alternative["why_not"] != "not measured"
+    ] == [f"measured: {max(probe_by_seconds):.3g} s a step"]
     assert "measured on this machine" in out.read_text()
     text = meshwright("plan", tiny, f"plan={out}", "--probe", 2)
     assert text.code == 2 and "is a single plan" in text.err
@@ -382,14 +390,14 @@ def test_seconds_of_a_cpu_are_predicted_with_a_profile_only(tiny: Path, tmp_path
     """Without it plans are compared by a guess, which is no prediction."""
     arguments = ["plan", tiny, "cluster.gpus_per_node=2", "--json", "--explain"]
     guessed = meshwright(*arguments).json
-    for plan in (guessed["plan"], *(other["plan"] for other in guessed["alternatives"])):
+    for plan in (guessed["plan"], *(alternative["plan"] for alternative in guessed["alternatives"])):
         assert plan["predicted"]["memory_peak_bytes"] > 0
         assert all(plan["predicted"][key] is None for key in ("step_seconds", "tokens_per_second", "breakdown"))
     assert "needs a profile" in guessed["plan"]["why"][0]
-    assert guessed["alternatives"] and all("+" not in other["why_not"] for other in guessed["alternatives"])
+    assert guessed["alternatives"] and all("+" not in alternative["why_not"] for alternative in guessed["alternatives"])
     assert guessed["limits"] == guessed["changes"] == [] and "80% band" not in guessed["sources"]
-    shown = " ".join(meshwright(*arguments[:3]).out.split())
-    assert "CPU times are not predicted without a profile" in shown and "a step" not in shown
+    output = " ".join(meshwright(*arguments[:3]).out.split())
+    assert "CPU times are not predicted without a profile" in output and "a step" not in output
 
     measured = meshwright(*arguments, f"cluster.profile={cpu_profile(tmp_path / 'cpu.json')}").json
     assert measured["predicted"]["step_seconds"] > 0 and "needs a profile" not in measured["plan"]["why"][0]
@@ -397,10 +405,10 @@ def test_seconds_of_a_cpu_are_predicted_with_a_profile_only(tiny: Path, tmp_path
 
 def test_a_chip_of_which_only_the_memory_is_known_gets_memory_answers(tmp_path: Path) -> None:
     arguments = [*ONE_RANK, "cluster.gpu=X9000", "cluster.memory_gib=40"]
-    shown = meshwright("plan", *arguments, "--html", tmp_path / "plan.html")
-    output = " ".join(shown.out.split())
+    answer = meshwright("plan", *arguments, "--html", tmp_path / "plan.html")
+    output = " ".join(answer.out.split())
     assert (
-        shown.code == 0
+        answer.code == 0
         and "no step time: rates of X9000 are not known" in output
         and "GB of 43 GB on the fullest" in output
     )
@@ -426,9 +434,9 @@ def test_a_chip_without_bf16_is_planned_in_fp32_and_in_fp16_only_planned() -> No
     assert "no run on volta devices" in pinned.json["sources"]["matrix products"]
 
 
-@pytest.mark.parametrize("more", [["--gpus", "2..4"], ["--objective", "cost"]])
-def test_probes_measure_seconds_of_one_step_only(more: list[str]) -> None:
-    answer = meshwright("plan", *ONE_RANK, "--probe", 2, *more)
+@pytest.mark.parametrize("options", [["--gpus", "2..4"], ["--objective", "cost"]])
+def test_probes_measure_seconds_of_one_step_only(options: list[str]) -> None:
+    answer = meshwright("plan", *ONE_RANK, "--probe", 2, *options)
     assert answer.code == 2 and "--probe measures seconds of a step" in answer.err
 
 
@@ -467,9 +475,9 @@ def test_costs_that_are_not_estimated_are_named_beside_the_step_time(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # simulate leaves its timeline where it is called
-    for word in ("true", "false"):
-        output = meshwright(command, *ONE_RANK, f"data.document_mask={word}").out
-        assert ("the prediction ignores data.document_mask" in output) is (word == "true")
+    for value in ("true", "false"):
+        output = meshwright(command, *ONE_RANK, f"data.document_mask={value}").out
+        assert ("the prediction ignores data.document_mask" in output) is (value == "true")
 
 
 def test_a_node_that_is_not_sold_is_remarked_upon() -> None:

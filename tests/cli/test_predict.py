@@ -41,8 +41,8 @@ def test_table_names_sources_and_reasons(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_table_is_bad_input(tmp_path: Path) -> None:
     assert meshwright("predict", tmp_path / "none.csv").code == 2
-    other = tmp_path / "other.csv"
-    other.write_text("a,b\n1,2\n")
-    answer = meshwright("predict", other)
+    other_table = tmp_path / "other.csv"
+    other_table.write_text("a,b\n1,2\n")
+    answer = meshwright("predict", other_table)
     assert answer.code == 2
     assert "gpu" in answer.err

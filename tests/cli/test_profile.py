@@ -92,9 +92,9 @@ def test_a_run_corrects_its_machine_and_predictions_meet_it(tmp_path: Path) -> N
     result = load_profile("h200.json")
     assert [correction.run for correction in result.corrections] == ["mine"] and result.products
     (tmp_path / "run.yaml").write_text(resolved_yaml(replace(RUN, plan=str(tmp_path / "runs" / "mine" / "plan.yaml"))))
-    again = meshwright("simulate", "run.yaml", "cluster.profile=h200.json", "--json")
-    assert again.code == 0, again.err
-    assert again.json["step_seconds"] == pytest.approx(took, rel=1e-3)
+    corrected = meshwright("simulate", "run.yaml", "cluster.profile=h200.json", "--json")
+    assert corrected.code == 0, corrected.err
+    assert corrected.json["step_seconds"] == pytest.approx(took, rel=1e-3)
 
 
 def test_a_run_alone_begins_a_profile_and_a_short_one_is_refused(tmp_path: Path) -> None:

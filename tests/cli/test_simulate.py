@@ -43,19 +43,19 @@ def test_json_has_the_step_its_parts_and_every_rank(tmp_path: Path) -> None:
     events = json.loads((tmp_path / result["trace"]).read_text())["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {0: "pipeline rank 0: layers 0-16", 1: "pipeline rank 1: layers 17-31"}
-    ends = [e["ts"] + e["dur"] for e in events if e["ph"] == "X"]
-    assert max(ends) / 1e6 == pytest.approx(result["step_seconds"])
+    event_ends = [e["ts"] + e["dur"] for e in events if e["ph"] == "X"]
+    assert max(event_ends) / 1e6 == pytest.approx(result["step_seconds"])
 
 
 def test_a_plan_file_is_played_as_it_stands(tmp_path: Path) -> None:
     assert meshwright("plan", *PIPELINE, "--out", "plan.yaml").code == 0
     text = Path("plan.yaml").read_text().replace("0-16", "0-17").replace("17-31", "18-31")
     Path("edited.yaml").write_text(text)
-    before = meshwright("simulate", *NODE, "plan=plan.yaml", "--json").json
-    after = meshwright("simulate", *NODE, "plan=edited.yaml", "--json").json
-    assert before["chosen_by_planner"] is after["chosen_by_planner"] is False
-    assert [rank["layers"] for rank in after["ranks"]] == ["0-17", "18-31"]
-    assert after["ranks"][0]["compute_seconds"] > before["ranks"][0]["compute_seconds"]
+    original = meshwright("simulate", *NODE, "plan=plan.yaml", "--json").json
+    edited = meshwright("simulate", *NODE, "plan=edited.yaml", "--json").json
+    assert original["chosen_by_planner"] is edited["chosen_by_planner"] is False
+    assert [rank["layers"] for rank in edited["ranks"]] == ["0-17", "18-31"]
+    assert edited["ranks"][0]["compute_seconds"] > original["ranks"][0]["compute_seconds"]
 
 
 def test_it_prints_a_summary_a_picture_and_where_the_trace_is() -> None:
@@ -80,8 +80,8 @@ def test_it_prints_a_summary_a_picture_and_where_the_trace_is() -> None:
 def test_the_timeline_goes_beside_the_run_and_does_not_begin_it(tiny: Path, tmp_path: Path) -> None:
     answer = meshwright("simulate", tiny, "--runs", tmp_path / "there")
     assert answer.code == 0, answer.err
-    written = [file.relative_to(tmp_path) for file in tmp_path.rglob("*") if file.is_file()]
-    assert written == [Path("there/tiny/timelines/simulated.json.gz")]
+    files_written = [file.relative_to(tmp_path) for file in tmp_path.rglob("*") if file.is_file()]
+    assert files_written == [Path("there/tiny/timelines/simulated.json.gz")]
     assert not continues(load_run(tiny, []), tmp_path / "there" / "tiny")
 
 
@@ -93,10 +93,10 @@ def test_too_narrow_a_terminal_gets_no_picture() -> None:
 
 def test_communication_inside_compute_is_told_apart() -> None:
     result = meshwright("simulate", *NODE, "plan.tensor=2", "plan.context_ring=2", "--json").json
-    parts = result["breakdown"]
-    assert parts["tensor"] > 0 and parts["context"] > 0
-    assert sum(parts.values()) == pytest.approx(result["step_seconds"])
-    assert parts["compute"] + parts["host"] + parts["tensor"] + parts["context"] == pytest.approx(
+    breakdown = result["breakdown"]
+    assert breakdown["tensor"] > 0 and breakdown["context"] > 0
+    assert sum(breakdown.values()) == pytest.approx(result["step_seconds"])
+    assert breakdown["compute"] + breakdown["host"] + breakdown["tensor"] + breakdown["context"] == pytest.approx(
         result["ranks"][0]["compute_seconds"]
     )
 
@@ -166,9 +166,9 @@ def test_a_processor_s_band_is_said_to_be_a_guess_and_no_rank_computes_longer_th
         "train.seq_len=64",
     )
     assert answer.code == 0, answer.err
-    shown = " ".join(answer.out.split())
-    assert "set by hand: the device is in no table" in shown and "bubble 0.0%" in answer.out
-    assert "CPU times are not predicted without a profile" in shown
+    output = " ".join(answer.out.split())
+    assert "set by hand: the device is in no table" in output and "bubble 0.0%" in answer.out
+    assert "CPU times are not predicted without a profile" in output
 
 
 def test_failures_are_predicted_and_played_with_formula_and_inputs() -> None:
@@ -183,9 +183,9 @@ def test_failures_are_predicted_and_played_with_formula_and_inputs() -> None:
     assert result["supervised"]["effective"] == pytest.approx(result["effective"], abs=0.01)
     shrinking = meshwright(*question, *options, "supervision.wait_seconds=0", "--json").json["effective_time"]
     assert shrinking["supervised"] is None and shrinking["effective"] > result["effective"]
-    shown = " ".join(meshwright(*question, *options).out.split())
-    assert f"effective training time: {result['effective']:.2%} of the time with a failure every 2.5 hours" in shown
-    assert result["formula"] in shown and result["first_order_formula"] in shown
-    assert f"simulated: {result['simulated']:.2%}" in shown
+    output = " ".join(meshwright(*question, *options).out.split())
+    assert f"effective training time: {result['effective']:.2%} of the time with a failure every 2.5 hours" in output
+    assert result["formula"] in output and result["first_order_formula"] in output
+    assert f"simulated: {result['simulated']:.2%}" in output
     wrong = meshwright(*question, "--assume", "restart=60")
     assert wrong.code == 2 and "nearest: restart_seconds" in wrong.err

@@ -52,12 +52,12 @@ def test_a_finished_run_is_not_changed(finished: Path, tiny: Path, launched: boo
     def contents() -> dict[Path, bytes]:
         return {file: file.read_bytes() for file in finished.rglob("*") if file.is_file()}
 
-    before = contents()
+    contents_before = contents()
     arguments = ["train", tiny, ONE_RANK, "checkpoint.every=3", "plan.micro_batch=2", "--runs", finished.parent]
     answer = train_here(*arguments[1:]) if launched else meshwright(*arguments)
     assert answer.code == 0
     assert answer.out.splitlines()[0] == f"{finished} is finished: 6 of 6 steps; nothing is changed in it"
-    assert contents() == before
+    assert contents() == contents_before
 
 
 def test_the_command_to_continue_continues_the_run(finished: Path) -> None:
@@ -80,21 +80,21 @@ def test_a_run_that_another_process_trains_is_refused(tiny: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("word", "output"),
+    ("override", "output"),
     [
         ("model.init=checkpoint:nope", "checkpoint:nope: nope is not a folder"),
         ("observe.wandb=project", "observe.wandb: the package wandb is not installed; `pip install wandb`"),
     ],
 )
 def test_what_a_start_lacks_is_said_before_it_and_leaves_no_folder(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, output: str
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str, output: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    answer = train_here(tiny, ONE_RANK, word, "--runs", tmp_path)
+    answer = train_here(tiny, ONE_RANK, override, "--runs", tmp_path)
     assert answer.code == 2 and output in answer.err and not list(tmp_path.iterdir())
-    checked = meshwright("check", tiny, ONE_RANK, word, "--runs", tmp_path, "--json")
+    checked = meshwright("check", tiny, ONE_RANK, override, "--runs", tmp_path, "--json")
     (mistake,) = checked.json["errors"]
-    assert checked.code == 2 and output in mistake["got"] and word.startswith(mistake["key"])
+    assert checked.code == 2 and output in mistake["got"] and override.startswith(mistake["key"])
 
 
 @pytest.mark.parametrize(
@@ -116,9 +116,9 @@ def test_one_host_trains_on_the_devices_that_the_batch_divides_over(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overrides, notes = [tiny, "cluster.gpus_per_node=3", "plan.pipeline=1", "plan.tensor=1"], list[str]()
-    used = on_used_devices(load_run(tiny, overrides[1:]), notes.append)
-    assert used.cluster.ranks == 2 and notes[0].startswith("uses 2 of 3 devices")
-    assignment = prepare_run(used, tmp_path, profile=None, note=notes.append)
+    adjusted_run = on_used_devices(load_run(tiny, overrides[1:]), notes.append)
+    assert adjusted_run.cluster.ranks == 2 and notes[0].startswith("uses 2 of 3 devices")
+    assignment = prepare_run(adjusted_run, tmp_path, profile=None, note=notes.append)
     assert assignment is not None and assignment.assignment.plan.ranks == 2
     assert meshwright("check", *overrides, "--runs", tmp_path / "other").code == 0
     monkeypatch.setenv("RANK", "0")  # a launcher started its ranks
@@ -183,14 +183,14 @@ def test_predictions_stored_in_a_plan_file_are_not_used(finished: Path, tiny: Pa
     file.write_text(plan_yaml(replace(plan, predicted=Predicted(memory_peak_bytes=1, step_seconds=1e-9))))
     assignment = prepare_run(load_run(tiny, [ONE_RANK, f"plan={file}"]), tmp_path, profile=None, note=print)
     assert assignment
-    written = load_plan(assignment.folder / "plan.yaml")
-    assert written.predicted == plan.predicted and written.why == (f"as {os.path.relpath(file)} says",)
+    written_plan = load_plan(assignment.folder / "plan.yaml")
+    assert written_plan.predicted == plan.predicted and written_plan.why == (f"as {os.path.relpath(file)} says",)
 
 
 def test_fresh_starts_beside_it(finished: Path, tiny: Path) -> None:
     for name in ("tiny-2", "tiny-3"):
-        short = ["train.steps=1", "train.warmup_steps=0"]
-        assert train_here(tiny, ONE_RANK, *short, "--fresh", "--runs", finished.parent).code == 0
+        one_step = ["train.steps=1", "train.warmup_steps=0"]
+        assert train_here(tiny, ONE_RANK, *one_step, "--fresh", "--runs", finished.parent).code == 0
         steps = [line for line in read_metrics(finished.parent / name / "metrics.jsonl") if line["kind"] == "step"]
         assert len(steps) == 1
 

@@ -39,6 +39,7 @@ def test_a_chip_may_be_written_in_any_letters() -> None:
         (["train.seq_len=2000", "model.positions=learned"], "train.seq_len", "learned positions", "1024"),
         (["train.warmup_steps=10"], "train.warmup_steps", "fewer than train.steps = 10", "1"),
         (["train.steps=2", "train.warmup_steps=5"], "train.warmup_steps", "fewer than train.steps = 2", "1"),
+        (["checkpoint.partner=host", "checkpoint.mode=sync"], "checkpoint.mode", "auto or async", "async"),
         (["train.global_batch=9", "plan.shard=4"], "train.global_batch", "a multiple of 4 (plan.shard 4)", "12"),
         (
             ["plan={shard: 4, micro_batch: 4}"],

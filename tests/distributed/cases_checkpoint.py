@@ -47,7 +47,7 @@ def values(seed: int) -> dict[str, torch.Tensor]:
     return sharded | {"plain.step": torch.tensor(seed), "plain.table": torch.randn(4, generator=chance)}
 
 
-def laid_out(layout: str, full_tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def local_pieces(layout: str, full_tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """`whole` as DTensors in the layout; what is called plain stays an ordinary tensor on every rank."""
     _, shape, placements = LAYOUTS[layout]
     mesh = init_device_mesh("cpu", shape)
@@ -59,7 +59,7 @@ def laid_out(layout: str, full_tensors: dict[str, torch.Tensor]) -> dict[str, to
 
 def save(world: World, folder: str, layout: str, seed: int) -> dict[str, Any]:
     store = CheckpointStore(Path(folder), group=world.control)
-    saved = store.save(seed, laid_out(layout, values(seed)), {"seed": seed}, {"config.yaml": f"rank: {world.rank}"})
+    saved = store.save(seed, local_pieces(layout, values(seed)), {"seed": seed}, {"config.yaml": f"rank: {world.rank}"})
     return {"path": str(saved.path), "bytes": saved.bytes, "files": sorted(os.listdir(saved.path))}
 
 
@@ -69,9 +69,9 @@ def load(world: World, folder: str, layout: str) -> dict[str, Any]:
     newest = store.newest_good()
     assert newest is not None
     blank = {name: torch.zeros_like(tensor) for name, tensor in values(0).items()}
-    loaded = laid_out(layout, blank)
+    loaded = local_pieces(layout, blank)
     state = store.load(newest, loaded)
-    expected = laid_out(layout, values(state["seed"]))
+    expected = local_pieces(layout, values(state["seed"]))
     with CheckpointReader(newest) as reader:
         full_equal = all(torch.equal(reader.read(name), tensor) for name, tensor in values(state["seed"]).items())
     return {
@@ -91,7 +91,7 @@ def large_values() -> dict[str, torch.Tensor]:
 
 def save_large(world: World, folder: str, layout: str, step: int = 1) -> str:
     store = CheckpointStore(Path(folder), group=world.control)
-    return str(store.save(step, laid_out(layout, large_values()), {}, {}).path)
+    return str(store.save(step, local_pieces(layout, large_values()), {}, {}).path)
 
 
 def load_large(world: World, folder: str, layout: str, device_exchange: bool = False) -> dict[str, Any]:
@@ -100,15 +100,15 @@ def load_large(world: World, folder: str, layout: str, device_exchange: bool = F
     With `device_exchange` the ranks exchange blocks as GPUs do, through a Gloo group.
     """
     store = CheckpointStore(Path(folder), group=world.control, device_group=world_group() if device_exchange else None)
-    found = laid_out(layout, {name: torch.zeros(shape) for name, shape in LARGE.items()})
+    own_pieces = local_pieces(layout, {name: torch.zeros(shape) for name, shape in LARGE.items()})
     unused = HostExchange if device_exchange else DeviceExchange
     with counted_reads() as read, patch.object(unused, "__init__", side_effect=AssertionError("another exchange")):
-        loaded = store.load_newest(found)
-    expected = laid_out(layout, large_values())
+        loaded = store.load_newest(own_pieces)
+    expected = local_pieces(layout, large_values())
     assert loaded is not None
     return {
         "path": loaded[0].name,
-        "equal": all(_same(found[name], expected[name]) for name in LARGE),
+        "equal": all(_same(own_pieces[name], expected[name]) for name in LARGE),
         "read": dict(read),
     }
 
@@ -118,7 +118,7 @@ def failing_save(
 ) -> tuple[str, int, str]:
     """A save in which one rank meets `failure` as it writes, or as it lists its tensors: the error every rank raises."""
     store = CheckpointStore(Path(folder), group=world.control)
-    tensors = laid_out("rows2", values(2))
+    tensors = local_pieces("rows2", values(2))
     owner, name = (PiecePlanner, "create_local_plan") if planning else (os, "write")
     with patch.object(owner, name, side_effect=failure) if world.rank == rank else nullcontext():
         try:
@@ -133,7 +133,7 @@ def unequal_state(world: World, folder: str) -> str:
     store = CheckpointStore(Path(folder), group=world.control)
     state = {"seed": float("nan")} if world.leads else {}
     try:
-        store.save(1, laid_out("rows2", values(1)), state, {})
+        store.save(1, local_pieces("rows2", values(1)), state, {})
     except MeshwrightError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
@@ -158,7 +158,7 @@ def own_names(world: World, folder: str) -> bool:
 def one_row(world: World, folder: str) -> list[str]:
     """Only the first rank holds a row: the files written."""
     store = CheckpointStore(Path(folder), group=world.control)
-    path = store.save(1, laid_out("rows4", {"x": torch.randn(1, 3)}), {}, {}).path
+    path = store.save(1, local_pieces("rows4", {"x": torch.randn(1, 3)}), {}, {}).path
     return sorted(name for name in os.listdir(path) if name.endswith(".safetensors"))
 
 
@@ -169,7 +169,7 @@ def newest(world: World, folder: str) -> str | None:
 
 def load_error(world: World, folder: str, step: str) -> str:
     try:
-        CheckpointStore(Path(folder), group=world.control).load(Path(folder) / step, laid_out("rows2", values(0)))
+        CheckpointStore(Path(folder), group=world.control).load(Path(folder) / step, local_pieces("rows2", values(0)))
     except MeshwrightError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
@@ -185,9 +185,9 @@ def unseen(world: World, folder: str) -> str:
     return "nothing"
 
 
-def kept(world: World, folder: str) -> list[str]:
+def kept_checkpoints(world: World, folder: str) -> list[str]:
     store = CheckpointStore(Path(folder), group=world.control)
-    tensors = laid_out("rows2", values(1))
+    tensors = local_pieces("rows2", values(1))
     for step in (1, 2, 3):
         store.save(step, tensors, {"seed": 1}, {})
     return [path.name for path in store.retain(1)]
@@ -217,12 +217,12 @@ def fsdp(world: World, folder: str, hidden: int) -> bool:
         return {f"model.{name}": parameter for name, parameter in model.named_parameters()} | moments
 
     step()
-    before = {name: tensor.detach().clone() for name, tensor in tensors().items()}
+    saved = {name: tensor.detach().clone() for name, tensor in tensors().items()}
     path = store.save(1, tensors(), {}, {}).path
     step()
-    changed = all(not _same(before[name], tensor) for name, tensor in tensors().items() if _part(tensor).numel())
+    changed = all(not _same(saved[name], tensor) for name, tensor in tensors().items() if _part(tensor).numel())
     store.load(path, tensors())
-    return changed and all(_same(before[name], tensor) for name, tensor in tensors().items())
+    return changed and all(_same(saved[name], tensor) for name, tensor in tensors().items())
 
 
 def _part(tensor: torch.Tensor) -> torch.Tensor:

@@ -116,8 +116,8 @@ def shard_over(full: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """This rank's rows of `whole`, sharded along the last axis of `mesh` and replicated along the others."""
     local_rows = shard_rows(full.shape[0], mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1))
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
-    part = full[local_rows.start : local_rows.stop].clone()
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
+    shard = full[local_rows.start : local_rows.stop].clone()
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
 
 
 def save(world: World, folder: str, layout: str, seed: int) -> str:
@@ -140,14 +140,18 @@ def model_values(spec: ModelSpec) -> dict[str, torch.Tensor]:
 
 def save_model(world: World, folder: str, spec: ModelSpec, config: str) -> str:
     """A whole model's weights and moments under pipeline 2 × shard 2, its tied embedding on both stages."""
-    coordinate, half = world.rank // 2, spec.layers // 2
+    coordinate, layers_per_stage = world.rank // 2, spec.layers // 2
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "shard"))["shard"]
-    stage_parts = [f".layers.{layer}." for layer in range(coordinate * half, (coordinate + 1) * half)]
+    stage_parts = [
+        f".layers.{layer}." for layer in range(coordinate * layers_per_stage, (coordinate + 1) * layers_per_stage)
+    ]
     stage_parts += [".embed.", ".norm."] if coordinate else [".embed."]
     tensors: dict[str, torch.Tensor] = {
-        name: shard_over(whole, mesh)
-        for name, whole in model_values(spec).items()
-        if any(name.startswith(f"{prefix}{part}") for prefix in ("model", *MOMENTS) for part in stage_parts)
+        name: shard_over(value, mesh)
+        for name, value in model_values(spec).items()
+        if any(
+            name.startswith(f"{prefix}{stage_prefix}") for prefix in ("model", *MOMENTS) for stage_prefix in stage_parts
+        )
     }
     store = CheckpointStore(Path(folder), group=world.control)
     return str(store.save(5, tensors, {"step": 5, "samples": 20, "tokens": 320}, {"config.yaml": config}).path)
@@ -180,7 +184,7 @@ def broken_save(world: World, folder: str, breakage: str) -> str:
     return _error(lambda: CheckpointStore(Path(folder), group=world.control).save(1, tensors, {}, {}))
 
 
-def _without(rank: int, name: str) -> Callable[[int, dict[str, torch.Tensor]], None]:
+def _drop_tensor(rank: int, name: str) -> Callable[[int, dict[str, torch.Tensor]], None]:
     def change(mine: int, tensors: dict[str, torch.Tensor]) -> None:
         if mine == rank:
             del tensors[name]
@@ -188,7 +192,7 @@ def _without(rank: int, name: str) -> Callable[[int, dict[str, torch.Tensor]], N
     return change
 
 
-def _with(
+def _add_tensor(
     ranks: tuple[int, ...], name: str, create: Callable[[], Any]
 ) -> Callable[[int, dict[str, torch.Tensor]], None]:
     """`made()` under `name` on some ranks; it is called on all, for it may make a mesh."""
@@ -209,15 +213,17 @@ def _on(ranks: list[int], full: torch.Tensor) -> Any:
 
 
 BREAKAGES: dict[str, Callable[[int, dict[str, torch.Tensor]], None]] = {
-    "missing piece": _without(3, "model.layers.2.weight"),
-    "missing with rows": _without(2, "model.norm.weight"),
-    "only an empty shard": _with((3,), "model.extra", lambda: _on([2, 3], torch.zeros(1, 5))),
-    "only outside its mesh": _with((0, 1), "model.extra", lambda: _on([2, 3], torch.zeros(4, 5))),
-    "overlap at the same row": _with((2, 3), EMBED, lambda: values(1)[EMBED]),
-    "overlap in the middle": _with((2,), EMBED, lambda: _on([2], values(1)[EMBED])),
-    "another shape": _with((2, 3), EMBED, lambda: torch.zeros(13, 6)),
-    "another dtype": _with((1,), "model.layers.0.weight", lambda: _on([0, 1, 2, 3], torch.zeros(3, 5).bfloat16())),
-    "unreduced": _with(
+    "missing piece": _drop_tensor(3, "model.layers.2.weight"),
+    "missing with rows": _drop_tensor(2, "model.norm.weight"),
+    "only an empty shard": _add_tensor((3,), "model.extra", lambda: _on([2, 3], torch.zeros(1, 5))),
+    "only outside its mesh": _add_tensor((0, 1), "model.extra", lambda: _on([2, 3], torch.zeros(4, 5))),
+    "overlap at the same row": _add_tensor((2, 3), EMBED, lambda: values(1)[EMBED]),
+    "overlap in the middle": _add_tensor((2,), EMBED, lambda: _on([2], values(1)[EMBED])),
+    "another shape": _add_tensor((2, 3), EMBED, lambda: torch.zeros(13, 6)),
+    "another dtype": _add_tensor(
+        (1,), "model.layers.0.weight", lambda: _on([0, 1, 2, 3], torch.zeros(3, 5).bfloat16())
+    ),
+    "unreduced": _add_tensor(
         (2,),
         "model.norm.weight",
         lambda: DTensor.from_local(torch.ones(5), DeviceMesh("cpu", [0, 1, 2, 3]), [Partial()], run_check=False),
@@ -240,13 +246,13 @@ def failing_save(world: World, folder: str) -> str:
         os.write = real
 
 
-def load_other_names(world: World, path: str, rank: int, ask: str | None, leave: str | None) -> str:
+def load_other_names(world: World, path: str, rank: int, missing_name: str | None, omitted_name: str | None) -> str:
     """A load under pipeline 4 in which one rank asks for a tensor too many, or all leave one out."""
     tensors = shard_over_stage(world, "pipeline4", values(0))
-    if world.rank == rank and ask is not None:
-        tensors[ask] = torch.zeros(3, 5)
-    if leave is not None:
-        tensors.pop(leave, None)
+    if world.rank == rank and missing_name is not None:
+        tensors[missing_name] = torch.zeros(3, 5)
+    if omitted_name is not None:
+        tensors.pop(omitted_name, None)
     return _error(lambda: CheckpointStore(Path(path).parent, group=world.control).load(Path(path), tensors))
 
 
@@ -280,10 +286,10 @@ def fsdp_stages(world: World, folder: str) -> bool:
         optimizer.zero_grad()
     store = CheckpointStore(Path(folder), group=world.control)
     path = store.save(1, _state(model, optimizer), {}, {}).path
-    mine = {name: tensor.full_tensor() for name, tensor in _state(model, optimizer).items()}
-    both: list[Any] = [None] * world.ranks
-    dist.all_gather_object(both, mine)
-    expected = both[0] | both[2]
+    own_state = {name: tensor.full_tensor() for name, tensor in _state(model, optimizer).items()}
+    states: list[Any] = [None] * world.ranks
+    dist.all_gather_object(states, own_state)
+    expected = states[0] | states[2]
     model, optimizer = _stage(list(range(LAYERS)), init_device_mesh("cpu", (4,)))
     optimizer.step()
     loaded = _state(model, optimizer)

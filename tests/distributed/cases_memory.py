@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
+import threading
+import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,15 +18,20 @@ import torch
 
 from meshwright.checkpoint.arena import ARENA, Arena, empty_memory
 from meshwright.checkpoint.ranks import Ranks
+from meshwright.checkpoint.snapshot_memory import SnapshotMemory, open_snapshot
+from meshwright.checkpoint.snapshot_transport import SERVER_VARIABLE, SnapshotServer
 from meshwright.observe.metrics import MetricsWriter
 from meshwright.parallel.world import World
+from meshwright.spec.job_token import TOKEN_VARIABLE
 from meshwright.spec.run import Assignment
 from meshwright.training.loop import train
 from meshwright.training.reporting import Reporter
+from meshwright.training.saving import Saver
 from meshwright.training.session import Session, open_session
 from meshwright.training.stop import StopRequest
 
 Change = Callable[[World, Session], None]
+TOKEN = "0123456789abcdef"
 
 
 def nothing(world: World, session: Session) -> None:
@@ -47,8 +56,8 @@ def corrupt_record(world: World, session: Session) -> None:
     """One byte of the last rank's record changes."""
     if world.rank == world.ranks - 1:
         arena = _arena()
-        at = os.fstat(arena.descriptor).st_size - 9
-        os.pwrite(arena.descriptor, bytes([os.pread(arena.descriptor, 1, at)[0] ^ 1]), at)
+        offset = os.fstat(arena.descriptor).st_size - 9
+        os.pwrite(arena.descriptor, bytes([os.pread(arena.descriptor, 1, offset)[0] ^ 1]), offset)
 
 
 def begin_next_snapshot(world: World, session: Session) -> None:
@@ -88,27 +97,131 @@ def restarted(world: World, assignment: Assignment, change: Change, at_most: int
         ranks.run_on_all("training", lambda: None)
         change(world, session)
         ranks.run_on_all("changing", lambda: None)
-        session = open_session(_with(assignment, at_most), world)
+        session = open_session(_resume_assignment(assignment, at_most), world)
         expected = trained if session.step else initial
         equal = all(torch.equal(parts.local, expected[name]) for name, parts in session.state().items())
         return session.resumed_from, session.step, equal
 
 
-def _with(assignment: Assignment, at_most: int | None) -> Assignment:
+class Host:
+    """One rank as a host: the memory that its agent keeps, and its snapshot server, in a thread."""
+
+    def __init__(self) -> None:
+        self.arena = f"/proc/self/fd/{empty_memory()}"
+        self.slots = [f"/proc/self/fd/{empty_memory()}" for _ in range(2)]
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
+        pid = os.getpid()
+        paths = [path.replace("self", str(pid)) for path in (self.arena, *self.slots)]
+        server = SnapshotServer(self.listener, TOKEN, SnapshotMemory(paths[:1], paths[1:]))
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._serve, args=(server,))
+        self._thread.start()
+
+    def _serve(self, server: SnapshotServer) -> None:
+        while not self._ended.is_set():
+            server.serve(0.05)
+
+    def environment(self, token: Path) -> dict[str, str]:
+        return {ARENA: self.arena, SERVER_VARIABLE: self.address, TOKEN_VARIABLE: str(token)}
+
+    def slot_arena(self) -> Arena:
+        """The slot that has a copy."""
+        snapshot = next(filter(None, map(open_snapshot, self.slots)))
+        return snapshot.arena
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+        self.listener.close()
+
+
+HostChange = Callable[[World, Host], None]
+
+
+def keep_hosts(world: World, host: Host) -> None:
+    """The other hosts stay as they are."""
+
+
+def corrupt_copy(world: World, host: Host) -> None:
+    """One byte of the copy on the first host changes."""
+    if world.rank == 0:
+        data = host.slot_arena().data
+        data[len(data) // 2] ^= 4
+
+
+def end_server(world: World, host: Host) -> None:
+    """The first host has no server any more."""
+    if world.rank == 0:
+        host.close()
+
+
+def after_lost_host(world: World, assignment: Assignment, token: Path, change: HostChange) -> tuple[Any, ...]:
+    """(tier, step, equal) of a start after the last rank's host was replaced by an empty one; step 5 was saved.
+
+    `equal` tells whether the state is what storage has. Before the start `change` is made and storage is emptied.
+    """
+    ranks, hosts = Ranks(world.control), [Host()]
+    try:
+        with (
+            mock.patch.dict(os.environ, hosts[0].environment(token)),
+            mock.patch.object(Saver, "close", _close_after_save),
+        ):
+            _train(open_session(assignment, world))
+            _until(lambda: any(map(open_snapshot, hosts[0].slots)))  # the copy of the other rank
+            _until((Path(assignment.folder) / "checkpoints" / "step-00000005").is_dir)
+            ranks.run_on_all("training", lambda: None)
+        session = open_session(_resume_assignment(assignment, None), world)  # without the memory of hosts
+        assert (session.resumed_from, session.step) == ("storage", 5)
+        stored = {name: parts.local.clone() for name, parts in session.state().items()}
+        if world.rank == world.ranks - 1:
+            hosts[0].close()
+            hosts.insert(0, Host())
+        change(world, hosts[0])
+        if change is keep_hosts:
+            delete_checkpoints(world, session)
+        ranks.run_on_all("changing", lambda: None)
+        with mock.patch.dict(os.environ, hosts[0].environment(token)):
+            session = open_session(_resume_assignment(assignment, None), world)
+        equal = all(torch.equal(parts.local, stored[name]) for name, parts in session.state().items())
+        return session.resumed_from, session.step, equal
+    finally:
+        for host in hosts:
+            host.close()
+
+
+_close = Saver.close
+
+
+def _close_after_save(saver: Saver) -> None:
+    """Close a saver once its save has ended; a run without a last checkpoint does not wait for that."""
+    assert saver._background is not None and saver._background.wait(60)
+    _close(saver)
+
+
+def _until(reached: Callable[[], bool]) -> None:
+    """Wait for what writers do."""
+    deadline = time.monotonic() + 60
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _resume_assignment(assignment: Assignment, at_most: int | None) -> Assignment:
     return replace(assignment, resume_at_most=at_most, attempt=2)
 
 
 def resumed_losses(world: World, assignment: Assignment) -> list[tuple[Any, ...]]:
     """(tier, step) of a second start in the same arenas, after which it trains to its end and saves there."""
     with mock.patch.dict(os.environ, {ARENA: f"/proc/self/fd/{empty_memory()}"}):
-        short = replace(assignment, run=replace(assignment.run, train=replace(assignment.run.train, steps=4)))
-        _train(open_session(short, world))
+        shorter_run = replace(assignment, run=replace(assignment.run, train=replace(assignment.run.train, steps=4)))
+        _train(open_session(shorter_run, world))
         Ranks(world.control).run_on_all("training", lambda: None)
-        session = open_session(_with(assignment, None), world)
+        session = open_session(_resume_assignment(assignment, None), world)
         begins = session.resumed_from, session.step
         _train(session)
         Ranks(world.control).run_on_all("training", lambda: None)
-        session = open_session(_with(assignment, None), world)
+        session = open_session(_resume_assignment(assignment, None), world)
         return [begins, (session.resumed_from, session.step)]
 
 

@@ -21,7 +21,7 @@ from tests.distributed.cases_training import Watching, _part
 WEIGHT = "layers.1.mlp.down.weight"
 
 
-def poisoned(
+def run_with_nan(
     world: World,
     assignment: Assignment,
     *,
@@ -29,7 +29,7 @@ def poisoned(
     value: float = math.nan,
     name: str = WEIGHT,
     times: int = 1,
-    stays: bool = False,
+    is_permanent: bool = False,
     skip_at: int = 0,
     stop_at: int = 0,
     reduced: bool = False,
@@ -42,38 +42,38 @@ def poisoned(
     `skip_at` names a step whose update is skipped for no reason, `stop_at` one after which the run ends with a checkpoint.
     """
     session = open_session(assignment, world)
-    stop, left = StopRequest(), dict.fromkeys(nan_at, times)
+    stop, times_left = StopRequest(), dict.fromkeys(nan_at, times)
     play, limit = session.engine.executor.play, session.numerics.norm_limit
 
-    def play_poisoned(*arguments: Any) -> torch.Tensor:
+    def play_with_nan(*arguments: Any) -> torch.Tensor:
         step = session.step + 1
         if step == stop_at:
             stop.flag = 1 << 22
-        if reduced or left.get(step, 0) == 0 or world.rank != world.ranks - 1:
+        if reduced or times_left.get(step, 0) == 0 or world.rank != world.ranks - 1:
             return play(*arguments)
-        left[step] -= 1
+        times_left[step] -= 1
         weight = _part(session.engine.model.get_parameter(name)).view(-1)
         with torch.no_grad():
-            kept = weight[0].clone()
+            saved_weight = weight[0].clone()
             weight[0] = value
             loss = play(*arguments)
-            if not stays:
-                weight[0] = kept
+            if not is_permanent:
+                weight[0] = saved_weight
         return loss
 
     norm_of = train_step.gradient_norm
 
-    def poisoned_norm(gradients: list[torch.Tensor], *arguments: Any) -> torch.Tensor:
+    def norm_with_nan(gradients: list[torch.Tensor], *arguments: Any) -> torch.Tensor:
         step = session.step + 1
-        if reduced and left.get(step, 0) and world.rank == world.ranks - 1:
-            left[step] -= 1
+        if reduced and times_left.get(step, 0) and world.rank == world.ranks - 1:
+            times_left[step] -= 1
             gradients[-1].view(-1)[0] = value
         return norm_of(gradients, *arguments)
 
-    session.engine.executor.play = play_poisoned
+    session.engine.executor.play = play_with_nan
     session.numerics.norm_limit = lambda step: -1.0 if step == skip_at else limit(step)
     error = ""
-    with closing(_Noting(session)) as reporter, patch.object(train_step, "gradient_norm", poisoned_norm):
+    with closing(_Noting(session)) as reporter, patch.object(train_step, "gradient_norm", norm_with_nan):
         try:
             train(session, reporter, stop)
         except MeshwrightError as raised:

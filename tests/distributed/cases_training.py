@@ -30,7 +30,7 @@ from meshwright.training.reporting import Reporter
 from meshwright.training.run_state import load_initial
 from meshwright.training.session import Session, open_session
 from meshwright.training.stop import StopRequest
-from tests.distributed.test_equality import whole as assembled
+from tests.distributed.test_equality import assemble_whole
 
 
 @dataclass
@@ -158,7 +158,7 @@ def refusal(world: World, spec: ModelSpec, init: str) -> str:
     return "nothing"
 
 
-def validated(world: World, assignment: Assignment) -> tuple[list[bool], list[bool]]:
+def validate_and_compare(world: World, assignment: Assignment) -> tuple[list[bool], list[bool]]:
     """Whether each parameter is a shard before and after one evaluation."""
     session = open_session(assignment, world)
     assert session.held_out is not None
@@ -166,9 +166,9 @@ def validated(world: World, assignment: Assignment) -> tuple[list[bool], list[bo
     def sharded() -> list[bool]:
         return [isinstance(parameter, DTensor) for parameter in session.engine.model.parameters()]
 
-    before = sharded()
+    before_validation = sharded()
     evaluate(session.engine, session.held_out, mesh=session.mesh, micro_batch=2, device=world.device)
-    return before, sharded()
+    return before_validation, sharded()
 
 
 def agreed(world: World, assignment: Assignment | None, full_disk: bool = False) -> Any:
@@ -196,21 +196,21 @@ def traced(world: World, assignment: Assignment) -> list[str]:
 
 def _recorded(session: Session) -> list[list[int]]:
     """A list that collects the global sample indices of every micro-batch that the session's loader reads later, in order."""
-    seen: list[list[int]] = []
+    batches: list[list[int]] = []
     original = session.data.samples
 
     def samples(indices: Any) -> Any:
-        seen.append([int(index) for index in indices])
+        batches.append([int(index) for index in indices])
         return original(indices)
 
     session.data.samples = samples  # type: ignore[method-assign]
-    return seen
+    return batches
 
 
 def _whole(session: Session, *, keep: bool = True) -> dict[str, torch.Tensor]:
     """Weights and moments of this rank's stages, gathered over shard and tensor ranks; empty unless `keep`. Collective."""
     state = as_dtensors(session).items()
-    whole = {name: assembled(name, tensor, session.run.model, session.mesh) for name, tensor in state}
+    whole = {name: assemble_whole(name, tensor, session.run.model, session.mesh) for name, tensor in state}
     return whole if keep else {}
 
 
@@ -221,11 +221,11 @@ def as_dtensors(session: Session) -> dict[str, torch.Tensor]:
     dtensors = {}
     for name, parts in session.state().items():
         prefix = next(candidate for candidate in prefixes if name.startswith(candidate))
-        full, part = parameters[name.removeprefix(prefix)].detach(), parts.local
+        full, local = parameters[name.removeprefix(prefix)].detach(), parts.local
         if isinstance(full, DTensor):
             layout = {"run_check": False, "shape": full.shape, "stride": full.stride()}
-            part = DTensor.from_local(part, full.device_mesh, full.placements, **layout)
-        dtensors[name] = part
+            local = DTensor.from_local(local, full.device_mesh, full.placements, **layout)
+        dtensors[name] = local
     return dtensors
 
 

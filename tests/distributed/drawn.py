@@ -54,7 +54,7 @@ SIZES: dict[AxisName, tuple[int, ...]] = {
 }
 
 
-class Drawn(NamedTuple):
+class DrawnCase(NamedTuple):
     """The case of a seed; unless `masked`, each sequence is one document."""
 
     spec: ModelSpec
@@ -62,7 +62,7 @@ class Drawn(NamedTuple):
     masked: bool
 
 
-def drawn(seed: int, precision: Precision, *, compile: bool = False, of: ModelSpec | None = None) -> Drawn:
+def draw_case(seed: int, precision: Precision, *, compile: bool = False, of: ModelSpec | None = None) -> DrawnCase:
     """Draw a trainable plan with this precision for 2 to 8 ranks (2 to 4 with `compile`), for the model `of` or a random one.
 
     With `precision.reduce_replicas` the plan has replicas.
@@ -74,20 +74,20 @@ def drawn(seed: int, precision: Precision, *, compile: bool = False, of: ModelSp
         plan = _plan(draw, spec, precision, compile)
         replicas = precision.reduce_replicas is None or plan.axis_size("replicate") > 1
         if 2 <= plan.ranks <= (4 if compile else 8) and replicas and not _refused(plan, spec):
-            return Drawn(spec, plan, masked=draw.random() < 0.6)
+            return DrawnCase(spec, plan, masked=draw.random() < 0.6)
 
 
 def _plan(draw: Random, spec: ModelSpec, precision: Precision, compile: bool) -> Plan:
-    sizes = {axis: draw.choice(few) for axis, few in SIZES.items()}
+    sizes = {axis: draw.choice(sizes_to_draw) for axis, sizes_to_draw in SIZES.items()}
     order = draw.sample(list(sizes), len(sizes)) if draw.random() < 0.5 else list(sizes)
     shard_ranks = sizes["shard"] * sizes["context_ring"] * sizes["context_ulysses"]
-    share = BATCH // (sizes["replicate"] * sizes["shard"])
-    micro = draw.choice([size for size in (1, 2, 4) if size <= share])
+    samples_per_rank = BATCH // (sizes["replicate"] * sizes["shard"])
+    micro = draw.choice([size for size in (1, 2, 4) if size <= samples_per_rank])
     pipelined: tuple[ScheduleName, ...] = get_args(ScheduleName)
     expert = draw.choice([size for size in (1, 2, 4) if size <= shard_ranks])
     return Plan(
         mesh=tuple(MeshAxis(axis=axis, size=sizes[axis]) for axis in order if sizes[axis] > 1 or axis == "shard"),
-        batch=BatchPlan(global_batch=BATCH, micro_batch=micro, accumulate=share // micro),
+        batch=BatchPlan(global_batch=BATCH, micro_batch=micro, accumulate=samples_per_rank // micro),
         schedule=SchedulePlan(name=draw.choice(pipelined if sizes["pipeline"] > 1 else ("1f1b", "breadth_first"))),
         experts=ExpertPlan(expert=expert, expert_shard=shard_ranks // expert) if spec.experts and expert > 1 else None,
         layers=tuple(_layers(draw, spec.layers)),

@@ -31,11 +31,11 @@ class Pool:
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
 
-    def run(self, body: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any]:
+    def run(self, case: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any]:
         self._start(ranks)
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(ranks):
-                self._pipes[rank].send((body, rank, ranks, os.path.join(folder, "store"), arguments))
+                self._pipes[rank].send((case, rank, ranks, os.path.join(folder, "store"), arguments))
             answers = [self._answer(rank) for rank in range(ranks)]
         failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
         if failures:
@@ -79,14 +79,14 @@ def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            body, rank, ranks, store, arguments = pipe.recv()
+            case, rank, ranks, store, arguments = pipe.recv()
         except EOFError:
             return
-        pipe.send(_run_on_rank(body, rank, ranks, store, arguments))
+        pipe.send(_run_on_rank(case, rank, ranks, store, arguments))
 
 
 def _run_on_rank(
-    body: Callable[..., Any], rank: int, ranks: int, store: str, arguments: tuple[Any, ...]
+    case: Callable[..., Any], rank: int, ranks: int, store: str, arguments: tuple[Any, ...]
 ) -> tuple[bool, Any]:
     import torch
     import torch.distributed as dist
@@ -99,7 +99,7 @@ def _run_on_rank(
             "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
         )
         world = World(RankEnvironment(rank, ranks, rank, ranks, "127.0.0.1", 0), torch.device("cpu"), dist.group.WORLD)
-        answer = body(world, *arguments)
+        answer = case(world, *arguments)
         # A rank that returns early would close its connections, and ranks that still connect to it would fail.
         dist.barrier()
         return True, answer

@@ -16,32 +16,34 @@ from tests.distributed.test_equality import LLAMA, plan
 from tests.slow import quick_first
 
 
-def local_rows(world: World, chosen: Plan) -> list[tuple[str, int, int, bool]]:
+def local_rows(world: World, tested_plan: Plan) -> list[tuple[str, int, int, bool]]:
     """For each parameter: name, first row, number of rows on this rank, and whether they equal those of the whole weight."""
-    model = build_engine(LLAMA, chosen, build_mesh(chosen, world), loss_chunk=8, seed=1).model
+    model = build_engine(LLAMA, tested_plan, build_mesh(tested_plan, world), loss_chunk=8, seed=1).model
     rows_by_parameter = []
     weights = local_weights(model)
     for name, parameter in model.named_parameters():
-        part, boxes = weights[name].local, weights[name].boxes
+        local, boxes = weights[name].local, weights[name].boxes
         first = boxes[0].offsets[0] if boxes else len(parameter)
         assert isinstance(parameter, DTensor)
         full = parameter.full_tensor()
-        rows_by_parameter.append((name, first, len(part), torch.equal(part, full[first : first + len(part)])))
+        rows_by_parameter.append((name, first, len(local), torch.equal(local, full[first : first + len(local)])))
     return rows_by_parameter
 
 
 @pytest.mark.parametrize(("replicate", "shard"), quick_first(2, [(2, 2), (1, 4), (4, 1)], unpack=True))
 def test_ranks_hold_the_rows_they_say(pool: Pool, replicate: int, shard: int) -> None:
-    chosen = plan(replicate, shard, 1)
-    answers = pool.run(local_rows, 4, chosen)
+    tested_plan = plan(replicate, shard, 1)
+    answers = pool.run(local_rows, 4, tested_plan)
     for rank, rank_rows in enumerate(answers):
-        assert all(same for *_, same in rank_rows)
+        assert all(is_equal for *_, is_equal in rank_rows)
         # The shard axis is innermost, and replicas store the same rows.
         assert rank_rows == answers[rank % shard]
-    for parts in zip(*answers[:shard], strict=True):
-        name, total = parts[0][0], sum(count for _, _, count, _ in parts)
+    for rows_of_ranks in zip(*answers[:shard], strict=True):
+        name, total = rows_of_ranks[0][0], sum(count for _, _, count, _ in rows_of_ranks)
         assert total == dict(WHOLE)[name]
-        assert [first for _, first, _, _ in parts] == [sum(count for _, _, count, _ in parts[:n]) for n in range(shard)]
+        assert [first for _, first, _, _ in rows_of_ranks] == [
+            sum(count for _, _, count, _ in rows_of_ranks[:n]) for n in range(shard)
+        ]
 
 
 WHOLE = [("embed.weight", 37), ("norm.weight", 16), ("head.weight", 37)] + [
@@ -53,9 +55,9 @@ WHOLE = [("embed.weight", 37), ("norm.weight", 16), ("head.weight", 37)] + [
 ]  # fmt: skip
 
 
-def refused(world: World, chosen: Plan) -> str:
+def refusal_text(world: World, tested_plan: Plan) -> str:
     try:
-        build_mesh(chosen, world)
+        build_mesh(tested_plan, world)
     except BadInput as error:
         return str(error)
     return "nothing"
@@ -63,6 +65,6 @@ def refused(world: World, chosen: Plan) -> str:
 
 def test_a_plan_for_other_ranks_is_refused(pool: Pool) -> None:
     assert (
-        pool.run(refused, 2, plan(2, 2, 1))
+        pool.run(refusal_text, 2, plan(2, 2, 1))
         == ["the plan is for 4 ranks and the job has 2; plan again or change plan.mesh"] * 2
     )

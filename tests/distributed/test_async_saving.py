@@ -42,11 +42,11 @@ def test_a_checkpoint_written_beside_training_is_that_of_a_save_that_training_wa
 ) -> None:
     """The steps that ran beside its save are the same too, and a run that continues from it ends alike."""
     sync = trained(pool, tiny, tmp_path / "sync", *PLANS[name], "checkpoint.every=3")
-    beside = trained(pool, tiny, tmp_path / "async", *PLANS[name], "checkpoint.every=3", ASYNC)
+    asynchronous = trained(pool, tiny, tmp_path / "async", *PLANS[name], "checkpoint.every=3", ASYNC)
     assert steps_on_disk(tmp_path / "async") == [3, STEPS]
     assert all(files(tmp_path / "async", step) == files(tmp_path / "sync", step) != {} for step in (3, STEPS))
-    assert [result.losses for result in beside] == [result.losses for result in sync] and same_bits(
-        merge_tensors(beside), merge_tensors(sync)
+    assert [result.losses for result in asynchronous] == [result.losses for result in sync] and same_bits(
+        merge_tensors(asynchronous), merge_tensors(sync)
     )
     events = [
         line["text"] for line in read_metrics(tmp_path / "async" / "tiny" / "metrics.jsonl") if line["kind"] == "event"
@@ -62,8 +62,8 @@ def test_a_run_that_is_asked_to_stop_waits_for_its_checkpoint(pool: Pool, tiny: 
     assert [result.began for result in second] == [5, 5] and same_bits(
         merge_tensors(second), merge_tensors(uninterrupted)
     )
-    parts = list_checkpoints(tmp_path / "parts" / "tiny")
-    assert [entry["step"] for entry in parts][-2:] == [5, STEPS] and all(entry["ok"] for entry in parts)
+    checkpoints = list_checkpoints(tmp_path / "parts" / "tiny")
+    assert [entry["step"] for entry in checkpoints][-2:] == [5, STEPS] and all(entry["ok"] for entry in checkpoints)
 
 
 def test_saves_that_are_due_while_one_is_in_flight_are_skipped_and_counted(

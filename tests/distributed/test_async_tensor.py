@@ -33,25 +33,25 @@ CASES = [
 ]
 
 
-def beside(plan: Plan) -> Plan:
+def with_copied_tokens(plan: Plan) -> Plan:
     return replace(plan, tensor_engine="copy")
 
 
 @pytest.mark.parametrize(("spec", "case"), quick_first(3, CASES, unpack=True), ids=named)
 def test_float64_equals_one_device(pool: Pool, spec: ModelSpec, case: Case) -> None:
-    plan = beside(case.plan)
+    plan = with_copied_tokens(case.plan)
     compare(pool.run(sharded, plan.ranks, spec, plan, 1.0, STEPS), one_device(spec)[:STEPS], 1e-9)
 
 
 def test_a_wrong_factor_is_noticed(pool: Pool) -> None:
-    results = pool.run(sharded, 2, LLAMA, beside(Case("1f1b", tensor=2, micro=4).plan), 2.0, 1)
+    results = pool.run(sharded, 2, LLAMA, with_copied_tokens(Case("1f1b", tensor=2, micro=4).plan), 2.0, 1)
     with pytest.raises(AssertionError):
         compare(results, one_device(LLAMA)[:1], 1e-9, weights=False)
 
 
 @pytest.mark.slow
 def test_bf16_stays_within_its_bound(pool: Pool) -> None:
-    results = pool.run(sharded, 2, LLAMA, bf16(beside(Case("1f1b", tensor=2, micro=2).plan)), 1.0, 1)
+    results = pool.run(sharded, 2, LLAMA, bf16(with_copied_tokens(Case("1f1b", tensor=2, micro=2).plan)), 1.0, 1)
     compare(results, one_device(LLAMA)[:1], BF16_BOUND, weights=False)
 
 
@@ -60,32 +60,40 @@ def every_operator(rank: int, group: str, ranks: int, batch: int) -> dict[str, t
     from meshwright.parallel import products
 
     draw = torch.Generator().manual_seed(rank)
-    part, wide, narrow = 6, 10, 7
+    local_tokens, outer_width, inner_width = 6, 10, 7
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=draw, dtype=torch.float64)
 
-    x, x_grad, y = normal(batch, part, wide), normal(batch, part, wide), normal(batch, ranks * part, narrow)
-    rows, columns, bias = normal(narrow, wide), normal(wide, narrow), normal(narrow)
-    name, two, ys = (group, ranks), [rows, normal(4, wide)], [y, normal(batch, ranks * part, 4)]
-    two_columns = [columns, normal(wide, 4)]
+    x, x_grad, y = (
+        normal(batch, local_tokens, outer_width),
+        normal(batch, local_tokens, outer_width),
+        normal(batch, ranks * local_tokens, inner_width),
+    )
+    row_weight, column_weight, bias = (
+        normal(inner_width, outer_width),
+        normal(outer_width, inner_width),
+        normal(inner_width),
+    )
+    name, two, ys = (group, ranks), [row_weight, normal(4, outer_width)], [y, normal(batch, ranks * local_tokens, 4)]
+    two_columns = [column_weight, normal(outer_width, 4)]
 
     def backward(weights: list[torch.Tensor], grads: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         summed, gathered = products.all_gather_matmul_backward(x, weights, grads, *name)
         return summed, *gathered
 
-    y_grads, whole = products.matmul_reduce_scatter_input_backward(x_grad, two_columns, *name)
+    y_grads, gathered_gradient = products.matmul_reduce_scatter_input_backward(x_grad, two_columns, *name)
     return {
-        "gathered": (*products.all_gather_matmul(x, [rows], [None], *name),),
-        "gathered with bias": (*products.all_gather_matmul(x, [rows], [bias], *name),),
+        "gathered": (*products.all_gather_matmul(x, [row_weight], [None], *name),),
+        "gathered with bias": (*products.all_gather_matmul(x, [row_weight], [bias], *name),),
         "gathered for two": (*products.all_gather_matmul(x, two, [bias, None], *name),),
-        "gathered backward": backward([rows], [y]),
+        "gathered backward": backward([row_weight], [y]),
         "gathered backward of two": backward(two, ys),
-        "gathered backward, split": products.all_gather_matmul_input_backward(x, [rows], [y], *name),
+        "gathered backward, split": products.all_gather_matmul_input_backward(x, [row_weight], [y], *name),
         "gathered backward of two, split": products.all_gather_matmul_input_backward(x, two, ys, *name),
-        "scattered": (products.matmul_reduce_scatter([y], [columns], *name),),
+        "scattered": (products.matmul_reduce_scatter([y], [column_weight], *name),),
         "sum of two scattered": (products.matmul_reduce_scatter(ys, two_columns, *name),),
-        "scattered backward of two": (*y_grads, whole),
+        "scattered backward of two": (*y_grads, gathered_gradient),
     }
 
 
@@ -98,18 +106,18 @@ def both_ways(world: World, ranks: int, piece_rows: int, batch: int) -> dict[str
     mesh = build_mesh(Case("1f1b", tensor=ranks).plan, world)
     group = mesh.group("tensor")
     assert group is not None
-    plain = every_operator(world.rank, group.group_name, ranks, batch)
+    by_collectives = every_operator(world.rank, group.group_name, ranks, batch)
     previous_rows, async_tensor.PIECE_ROWS = async_tensor.PIECE_ROWS, piece_rows
     try:
         peers = open_peers(mesh, "tensor", "a test")
-        again = [every_operator(world.rank, group.group_name, ranks, batch) for _ in range(3)]
+        by_copies = [every_operator(world.rank, group.group_name, ranks, batch) for _ in range(3)]
     finally:
         close_peers(group.group_name)
         async_tensor.PIECE_ROWS = previous_rows
     assert peers.ranks == ranks
     errors = {}
-    for name, truths in plain.items():
-        for repeated in again:
+    for name, truths in by_collectives.items():
+        for repeated in by_copies:
             for a, b in zip(repeated[name], truths, strict=True):
                 assert a.is_contiguous() and a.shape == b.shape
                 errors[name] = max(errors.get(name, 0.0), float((a - b).abs().max()))
@@ -123,15 +131,15 @@ def test_every_operator_equals_its_plain_twin(pool: Pool, ranks: int, piece_rows
         assert max(differences.values()) < 1e-12, differences
 
 
-def refused(world: World) -> str:
+def refusal_text(world: World) -> str:
     from meshwright.parallel.apply import build_engine
     from meshwright.parallel.mesh import build_mesh
 
-    plan = beside(Case("1f1b", tensor=2).plan)
+    plan = with_copied_tokens(Case("1f1b", tensor=2).plan)
     with pytest.raises(BadInput) as error:
         build_engine(LLAMA, plan, build_mesh(plan, replace(world, node_ranks=1)), loss_chunk=5, seed=0)
     return str(error.value)
 
 
 def test_nodes_played_on_one_host_share_no_memory(pool: Pool) -> None:
-    assert all("plan.tensor_engine = copy between rank 0" in text for text in pool.run(refused, 2))
+    assert all("plan.tensor_engine = copy between rank 0" in text for text in pool.run(refusal_text, 2))

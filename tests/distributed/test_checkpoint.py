@@ -30,12 +30,12 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("written", "read"), PAIRS)
-def test_any_layout_loads_into_any_other_bit_for_bit(pool: Pool, tmp_path: Path, written: str, read: str):
-    saved = pool.run(cases.save, cases.LAYOUTS[written][0], str(tmp_path), written, 7)
+@pytest.mark.parametrize(("saved_layout", "loaded_layout"), PAIRS)
+def test_any_layout_loads_into_any_other_bit_for_bit(pool: Pool, tmp_path: Path, saved_layout: str, loaded_layout: str):
+    saved = pool.run(cases.save, cases.LAYOUTS[saved_layout][0], str(tmp_path), saved_layout, 7)
     assert all(checkpoint == saved[0] for checkpoint in saved)
-    assert pool.run(cases.load, cases.LAYOUTS[read][0], str(tmp_path), read) == [
-        {"seed": 7, "equal": True, "whole": True} for _ in range(cases.LAYOUTS[read][0])
+    assert pool.run(cases.load, cases.LAYOUTS[loaded_layout][0], str(tmp_path), loaded_layout) == [
+        {"seed": 7, "equal": True, "whole": True} for _ in range(cases.LAYOUTS[loaded_layout][0])
     ]
 
 
@@ -128,7 +128,7 @@ def test_a_folder_that_hosts_do_not_share_is_reported(pool: Pool, tmp_path: Path
 
 
 def test_the_first_rank_deletes_and_all_know(pool: Pool, tmp_path: Path):
-    assert pool.run(cases.kept, 2, str(tmp_path)) == [["step-00000001", "step-00000002"]] * 2
+    assert pool.run(cases.kept_checkpoints, 2, str(tmp_path)) == [["step-00000001", "step-00000002"]] * 2
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
 
@@ -138,7 +138,7 @@ def test_fsdp_parameters_and_moments_come_back_exactly(pool: Pool, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("written", "read", "device_exchange"),
+    ("saved_layout", "loaded_layout", "device_exchange"),
     [
         ("rows2", "copies2", False),
         ("one", "grid2x2", False),
@@ -148,15 +148,17 @@ def test_fsdp_parameters_and_moments_come_back_exactly(pool: Pool, tmp_path: Pat
     ],
 )
 def test_every_byte_of_files_of_several_blocks_is_read_once_and_passed_on(
-    pool: Pool, tmp_path: Path, written: str, read: str, device_exchange: bool
+    pool: Pool, tmp_path: Path, saved_layout: str, loaded_layout: str, device_exchange: bool
 ):
-    (path, *_) = pool.run(cases.save_large, cases.LAYOUTS[written][0], str(tmp_path), written)
-    answers = pool.run(cases.load_large, cases.LAYOUTS[read][0], str(tmp_path), read, device_exchange)
+    (path, *_) = pool.run(cases.save_large, cases.LAYOUTS[saved_layout][0], str(tmp_path), saved_layout)
+    answers = pool.run(cases.load_large, cases.LAYOUTS[loaded_layout][0], str(tmp_path), loaded_layout, device_exchange)
     assert all(answer["equal"] for answer in answers)
     total = sum((Counter(answer["read"]) for answer in answers), Counter())
     assert total == {file.name: file.stat().st_size for file in Path(path).iterdir()}
-    shares = [sum(answer["read"].values()) for answer in answers]
-    assert max(shares) - min(shares) <= 3 * BLOCK_BYTES  # files, not only blocks, are shared out
+    bytes_read_by_rank = [sum(answer["read"].values()) for answer in answers]
+    assert (
+        max(bytes_read_by_rank) - min(bytes_read_by_rank) <= 3 * BLOCK_BYTES
+    )  # files, not only blocks, are shared out
 
 
 @pytest.mark.parametrize(

@@ -28,22 +28,22 @@ from tests.distributed.pool import Pool
 ORDER = list(cases.LAYOUTS)
 
 
-@pytest.mark.parametrize("written", ORDER)
-def test_every_plan_loads_every_other_bit_for_bit_and_reads_each_byte_once(pool: Pool, tmp_path: Path, written: str):
-    (path, *_) = pool.run(cases.save, cases.LAYOUTS[written].size, str(tmp_path), written, 7)
+@pytest.mark.parametrize("saved_plan", ORDER)
+def test_every_plan_loads_every_other_bit_for_bit_and_reads_each_byte_once(pool: Pool, tmp_path: Path, saved_plan: str):
+    (path, *_) = pool.run(cases.save, cases.LAYOUTS[saved_plan].size, str(tmp_path), saved_plan, 7)
     assert verify(Path(path)) == []
-    around = "pipeline2_shard2" if written != "pipeline2_shard2" else "shard4"
-    reads = ORDER if written in ("pipeline2_shard2", "shard4") else [written, around]
-    for read in reads:
-        answers = pool.run(cases.load, cases.LAYOUTS[read].size, path, read)
-        assert all(answer["equal"] and answer["whole"] for answer in answers), read
+    around = "pipeline2_shard2" if saved_plan != "pipeline2_shard2" else "shard4"
+    reads = ORDER if saved_plan in ("pipeline2_shard2", "shard4") else [saved_plan, around]
+    for loaded_plan in reads:
+        answers = pool.run(cases.load, cases.LAYOUTS[loaded_plan].size, path, loaded_plan)
+        assert all(answer["equal"] and answer["whole"] for answer in answers), loaded_plan
         total = sum((Counter(answer["read"]) for answer in answers), Counter())
-        assert total == {file.name: file.stat().st_size for file in Path(path).iterdir()}, read
+        assert total == {file.name: file.stat().st_size for file in Path(path).iterdir()}, loaded_plan
 
 
 def test_a_tied_embedding_is_written_once_by_the_same_ranks_each_time(pool: Pool, tmp_path: Path):
     (single, *_) = pool.run(cases.save, 1, str(tmp_path / "one"), "one", 7)
-    paths = [pool.run(cases.save, 4, str(tmp_path / part), "pipeline2_shard2", 7)[0] for part in "ab"]
+    paths = [pool.run(cases.save, 4, str(tmp_path / name), "pipeline2_shard2", 7)[0] for name in "ab"]
     first, second = (read_checkpoint(Path(path)) for path in paths)
     assert first == second and first.keys() == read_checkpoint(Path(single)).keys()
     assert [(chunk.offsets, chunk.sizes) for chunk in first[cases.EMBED].chunks] == [((0, 0), (7, 5)), ((7, 0), (6, 5))]
@@ -65,7 +65,7 @@ def test_a_rank_that_holds_nothing_takes_part(pool: Pool, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("breakage", "says"),
+    ("breakage", "message"),
     [
         ("missing piece", "model.layers.2.weight of shape (7, 5): 15 of its 35 elements are held by no rank; rank 2"),
         ("missing with rows", "model.norm.weight of shape (5,): 3 of its 5 elements are held by no rank; rank 3"),
@@ -79,11 +79,11 @@ def test_a_rank_that_holds_nothing_takes_part(pool: Pool, tmp_path: Path):
     ],
 )
 def test_pieces_that_do_not_make_whole_tensors_are_refused_before_anything_is_visible(
-    pool: Pool, tmp_path: Path, breakage: str, says: str
+    pool: Pool, tmp_path: Path, breakage: str, message: str
 ):
     answers = pool.run(cases.broken_save, 4, str(tmp_path), breakage)
     assert len(set(answers)) == 1 and answers[0].startswith("BadInput: rank ")
-    assert "saving step 1: " in answers[0] and says in answers[0]
+    assert "saving step 1: " in answers[0] and message in answers[0]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -148,12 +148,12 @@ CHAIN = [
 
 def test_any_plan_goes_on_with_any_other_bit_for_bit(pool: Pool, tiny: Path, tmp_path: Path) -> None:
     options = ("plan.compute=fp64", "data.document_mask=false")
-    alone = trained(pool, tiny, tmp_path / "one", *ranks(1), *options)
+    one_rank = trained(pool, tiny, tmp_path / "one", *ranks(1), *options)
     first = trained(pool, tiny, tmp_path, *CHAIN[0], *options, stop_at=3)
     second = trained(pool, tiny, tmp_path, *CHAIN[1], *options)
     assert [results[0].began for results in (first, second)] == [0, 3]
-    same_run([first, second], alone[0])
-    ((_, truth),) = alone[0].validations
+    same_run([first, second], one_rank[0])
+    ((_, truth),) = one_rank[0].validations
     for result in second:
         ((_, actual),) = result.validations
         assert actual.loss == pytest.approx(truth.loss, rel=1e-9) and actual.tokens == truth.tokens
@@ -174,10 +174,10 @@ def kept_by_a_block(world: World, plan: Plan) -> set[tuple[int, ...]]:
     block.sharded.gather()
     block.sharded.wait_for_gather()
     assert engine.executor.rank_model.context is not None
-    part = engine.executor.rank_model.context.local_batch(
+    local_batch = engine.executor.rank_model.context.local_batch(
         MicroBatch(tokens, None, None, (torch.arange(12) // 5).expand(2, 12), 0)
     )
-    shared = engine.executor.rank_model.context.shared_inputs(part, torch.float32)
+    shared = engine.executor.rank_model.context.shared_inputs(local_batch, torch.float32)
     x = torch.randn(2, 6, 16, requires_grad=True)
     shapes = set()
 
@@ -186,7 +186,7 @@ def kept_by_a_block(world: World, plan: Plan) -> set[tuple[int, ...]]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        y = block.run(x, part, shared)
+        y = block.run(x, local_batch, shared)
     y.sum().backward()
     return shapes
 

@@ -17,13 +17,13 @@ from meshwright.spec.plan import Plan
 from tests.distributed.pool import Pool
 from tests.distributed.test_equality import GPT, LLAMA, compare, one_device, plan, sharded
 from tests.distributed.test_experts import EVEN
-from tests.distributed.test_fp8 import LAYOUT_BOUND, as_truth, first_step, low
+from tests.distributed.test_fp8 import LAYOUT_BOUND, expected_of, first_step, with_fp8
 from tests.distributed.test_schedules import DEEP, Case
 from tests.slow import quick_first
 
 
-def copying(chosen: Plan) -> Plan:
-    return replace(chosen, gather_engine="copy")
+def with_copy_engine(kernel_plan: Plan) -> Plan:
+    return replace(kernel_plan, gather_engine="copy")
 
 
 CASES = {
@@ -35,58 +35,58 @@ CASES = {
     "ring 2 x fsdp 2": (LLAMA, Case("1f1b", ring=2, shard=2, micro=2).plan),
     "layered, fsdp 2": (DEEP, Case("breadth_first", shard=2).plan),
 }
-IN_FP8 = low(plan(1, 2, 2))
+IN_FP8 = with_fp8(plan(1, 2, 2))
 
 
 @pytest.mark.parametrize("name", quick_first(4, CASES))
 def test_float64_equals_one_device(pool: Pool, name: str) -> None:
-    spec, chosen = CASES[name]
-    compare(pool.run(sharded, chosen.ranks, spec, copying(chosen)), one_device(spec), 1e-9)
+    spec, tested_plan = CASES[name]
+    compare(pool.run(sharded, tested_plan.ranks, spec, with_copy_engine(tested_plan)), one_device(spec), 1e-9)
 
 
 def test_weights_travel_in_fp8(pool: Pool) -> None:
-    truth = as_truth(first_step(pool, LLAMA, IN_FP8))
-    compare(first_step(pool, LLAMA, copying(IN_FP8)), truth, LAYOUT_BOUND, weights=False)
+    truth = expected_of(first_step(pool, LLAMA, IN_FP8))
+    compare(first_step(pool, LLAMA, with_copy_engine(IN_FP8)), truth, LAYOUT_BOUND, weights=False)
 
 
-def counted(world, chosen: Plan, early: bool) -> tuple[list[dict[str, Any]], int, int]:
+def count_slots(world, tested_plan: Plan, takes_slots_early: bool) -> tuple[list[dict[str, Any]], int, int]:
     """Run one step; returns it, the number of gather buffers and of those in slots. `early` frees slots while they are in use."""
-    plain = CopyGather.allocate
-    counts = [0, 0]
+    allocate = CopyGather.allocate
+    slot_counts = [0, 0]
 
     def counting(self: CopyGather, *args: Any, **options: Any) -> torch.Tensor:
-        output = plain(self, *args, **options)
-        counts[0] += 1
+        output = allocate(self, *args, **options)
+        slot_counts[0] += 1
         for slot in self._slots:
-            counts[1] += slot.memory.data_ptr() == output.data_ptr()
-            slot.in_use = slot.in_use and not early
+            slot_counts[1] += slot.memory.data_ptr() == output.data_ptr()
+            slot.in_use = slot.in_use and not takes_slots_early
         return output
 
     CopyGather.allocate = counting  # type: ignore[method-assign]
     try:
-        return sharded(world, LLAMA, chosen, 1.0, 1), *counts
+        return sharded(world, LLAMA, tested_plan, 1.0, 1), *slot_counts
     finally:
-        CopyGather.allocate = plain  # type: ignore[method-assign]
+        CopyGather.allocate = allocate  # type: ignore[method-assign]
 
 
 def test_every_gather_finds_a_slot_and_none_is_taken_early(pool: Pool) -> None:
-    chosen = copying(plan(1, 2, 4))
-    counts = pool.run(counted, 2, chosen, False)
-    compare([steps for steps, _, _ in counts], one_device(LLAMA)[:1], 1e-9)
-    assert all(used_slots == slots > 0 for _, used_slots, slots in counts)
+    tested_plan = with_copy_engine(plan(1, 2, 4))
+    counts_by_rank = pool.run(count_slots, 2, tested_plan, False)
+    compare([steps for steps, _, _ in counts_by_rank], one_device(LLAMA)[:1], 1e-9)
+    assert all(used_slots == slots > 0 for _, used_slots, slots in counts_by_rank)
     with pytest.raises(AssertionError):
-        compare([steps for steps, _, _ in pool.run(counted, 2, chosen, True)], one_device(LLAMA)[:1], 1e-9)
+        compare([steps for steps, _, _ in pool.run(count_slots, 2, tested_plan, True)], one_device(LLAMA)[:1], 1e-9)
 
 
-def refused(world) -> str:
+def refusal_text(world) -> str:
     from meshwright.parallel.apply import build_engine
     from meshwright.parallel.mesh import build_mesh
 
-    chosen = copying(plan(1, world.ranks, 1))
+    tested_plan = with_copy_engine(plan(1, world.ranks, 1))
     with pytest.raises(BadInput) as error:
-        build_engine(LLAMA, chosen, build_mesh(chosen, replace(world, node_ranks=1)), loss_chunk=5, seed=0)
+        build_engine(LLAMA, tested_plan, build_mesh(tested_plan, replace(world, node_ranks=1)), loss_chunk=5, seed=0)
     return str(error.value)
 
 
 def test_nodes_played_on_one_host_share_no_memory(pool: Pool) -> None:
-    assert all("plan.gather_engine = copy between rank 0" in text for text in pool.run(refused, 2))
+    assert all("plan.gather_engine = copy between rank 0" in text for text in pool.run(refusal_text, 2))

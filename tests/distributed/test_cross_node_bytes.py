@@ -28,24 +28,24 @@ MODEL = ModelSpec(
 )  # fmt: skip
 
 
-def counted_and_predicted(world: World, chosen: Plan, tries: int) -> tuple[int, float]:
+def counted_and_predicted(world: World, tested_plan: Plan, tries: int) -> tuple[int, float]:
     """Bytes over loopback in the quietest of some steps (others use loopback too), and those that are predicted."""
-    mesh = build_mesh(chosen, replace(world, node_ranks=1))
-    engine = build_engine(MODEL, chosen, mesh, loss_chunk=256, seed=1)
+    mesh = build_mesh(tested_plan, replace(world, node_ranks=1))
+    engine = build_engine(MODEL, tested_plan, mesh, loss_chunk=256, seed=1)
     tokens = torch.arange(MICRO * SEQ).view(MICRO, SEQ) % MODEL.vocab_size
     batches = [MicroBatch(tokens, tokens, None, None, tokens.numel())] * ACCUMULATE
     valid = torch.tensor(1000.0, dtype=torch.float64)
-    counts = []
+    counted_bytes = []
     for _ in range(tries):
         dist.barrier()
         counting = Traffic.start()
         engine.executor.play(engine.training, batches, NullRecorder(), valid)
         dist.barrier()
         assert counting is not None
-        counts.append(counting.bytes())
-    predicted_bytes = cross_node_bytes(MODEL, chosen, mesh.layout, SEQ, collective_counts(engine.training))
+        counted_bytes.append(counting.bytes())
+    predicted_bytes = cross_node_bytes(MODEL, tested_plan, mesh.layout, SEQ, collective_counts(engine.training))
     # Gloo's reduce-scatter sends twice the bytes of NCCL's ring, for which the prediction is made.
-    return min(counts), predicted_bytes.total + predicted_bytes.reduce
+    return min(counted_bytes), predicted_bytes.total + predicted_bytes.reduce
 
 
 @pytest.mark.skipif(not traffic.COUNTERS.exists(), reason="the kernel has no /proc/net/dev")
@@ -62,12 +62,12 @@ def test_bytes_on_the_wire_are_those_predicted(
     pool: Pool, axis: AxisName, schedule: ScheduleName, compute: Literal["bf16", "fp32"]
 ) -> None:
     data = 2 if axis in ("replicate", "shard") else 1
-    chosen = Plan(
+    tested_plan = Plan(
         mesh=(MeshAxis(axis=axis, size=2, crosses="node"),),
         batch=BatchPlan(global_batch=MICRO * ACCUMULATE * data, micro_batch=MICRO, accumulate=ACCUMULATE),
         schedule=SchedulePlan(name=schedule),
         precision=Precision(compute=compute),
         compile=False,
     )
-    for counted, predicted in pool.run(counted_and_predicted, 2, chosen, 5):
+    for counted, predicted in pool.run(counted_and_predicted, 2, tested_plan, 5):
         assert predicted <= counted <= 1.1 * predicted

@@ -1,4 +1,4 @@
-"""Random plans (`drawn`) equal one device, in fp8 one rank; bf16 sums over replicas equal fp32 sums within a bound.
+"""Random plans (`draw_case`) equal one device, in fp8 one rank; bf16 sums over replicas equal fp32 sums within a bound.
 
 Other tests cover features one by one and in pairs; these combine several, with different strategies of layer ranges.
 """
@@ -14,11 +14,11 @@ from meshwright.launch.prepare import plan_yaml
 from meshwright.spec.plan import Precision
 from tests.distributed import cases_training as cases
 from tests.distributed.cases_training import Seen
-from tests.distributed.drawn import drawn
+from tests.distributed.drawn import draw_case
 from tests.distributed.pool import Pool
 from tests.distributed.test_equality import BF16_SUM_BOUND, compare, one_device, sharded, worst
 from tests.distributed.test_equality import plan as plan_of
-from tests.distributed.test_fp8 import EMULATION_BOUND, LAYOUT_BOUND, as_truth
+from tests.distributed.test_fp8 import EMULATION_BOUND, LAYOUT_BOUND, expected_of
 from tests.distributed.test_training import compare as same_run
 from tests.distributed.test_training import merge_tensors, same_bits, trained
 from tests.slow import quick_first
@@ -53,7 +53,7 @@ SUMS = [
 
 @pytest.mark.parametrize("seed", quick_first(4, SEEDS))
 def test_float64_equals_one_device(pool: Pool, seed: int) -> None:
-    spec, plan, masked = drawn(seed, FLOAT64)
+    spec, plan, masked = draw_case(seed, FLOAT64)
     results = pool.run(sharded, plan.ranks, spec, plan, 1.0, STEPS, masked)
     compare(results, one_device(spec, masked)[:STEPS], 1e-9)
 
@@ -61,7 +61,7 @@ def test_float64_equals_one_device(pool: Pool, seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS_COMPILED)
 def test_compiled(pool: Pool, seed: int) -> None:
-    spec, plan, masked = drawn(seed, FLOAT64, compile=True)
+    spec, plan, masked = draw_case(seed, FLOAT64, compile=True)
     results = pool.run(sharded, plan.ranks, spec, plan, 1.0, STEPS, masked)
     compare(results, one_device(spec, masked)[:STEPS], 1e-9)
 
@@ -72,12 +72,12 @@ def test_fp8_equals_one_rank(pool: Pool, seed: int, compile: bool) -> None:
 
     Context ranks and a compiler sum in another order, which may round an activation to the next fp8 number.
     """
-    spec, plan, masked = drawn(seed, LOW, compile=compile)
-    alone = replace(plan_of(1, 1, plan.batch.micro_batch), precision=plan.precision)
-    single_rank = pool.run(sharded, 1, spec, alone, 1.0, 1, masked)
+    spec, plan, masked = draw_case(seed, LOW, compile=compile)
+    one_rank_plan = replace(plan_of(1, 1, plan.batch.micro_batch), precision=plan.precision)
+    single_rank = pool.run(sharded, 1, spec, one_rank_plan, 1.0, 1, masked)
     context = plan.axis_size("context_ring") * plan.axis_size("context_ulysses")
     bound = LAYOUT_BOUND if context == 1 and not compile else EMULATION_BOUND
-    compare(pool.run(sharded, plan.ranks, spec, plan, 1.0, 1, masked), as_truth(single_rank), bound, weights=False)
+    compare(pool.run(sharded, plan.ranks, spec, plan, 1.0, 1, masked), expected_of(single_rank), bound, weights=False)
 
 
 @pytest.mark.parametrize(("seed", "precision", "compile"), quick_first(2, SUMS, unpack=True))
@@ -85,15 +85,15 @@ def test_sums_over_replicas_in_bf16_round_and_nothing_else(
     pool: Pool, seed: int, precision: Precision, compile: bool
 ) -> None:
     """First-step gradients against those of the same plan that sums its replicas in fp32."""
-    spec, plan, masked = drawn(seed, precision, compile=compile)
-    wide = replace(plan, precision=replace(precision, reduce_replicas=None))
-    exact, rounded = (pool.run(sharded, plan.ranks, spec, variant, 1.0, 1, masked) for variant in (wide, plan))
-    for right, actual in zip(exact, rounded, strict=True):
-        assert actual[0]["loss"] == right[0]["loss"]
-        clip = actual[0]["norm"] / right[0]["norm"]
+    spec, plan, masked = draw_case(seed, precision, compile=compile)
+    fp32_plan = replace(plan, precision=replace(precision, reduce_replicas=None))
+    exact, rounded = (pool.run(sharded, plan.ranks, spec, variant, 1.0, 1, masked) for variant in (fp32_plan, plan))
+    for expected, actual in zip(exact, rounded, strict=True):
+        assert actual[0]["loss"] == expected[0]["loss"]
+        clip = actual[0]["norm"] / expected[0]["norm"]
         errors = {
             name: worst(actual[0]["gradients"][name] * clip, exactly.double())
-            for name, exactly in right[0]["gradients"].items()
+            for name, exactly in expected[0]["gradients"].items()
         }
         assert 1e-4 < max(errors.values()) < CANCELLED, max(errors, key=errors.__getitem__)
 
@@ -101,22 +101,22 @@ def test_sums_over_replicas_in_bf16_round_and_nothing_else(
 @pytest.mark.parametrize("seed", quick_first(1, SEEDS_RESUMED))
 def test_a_run_goes_on_under_any_plan(pool: Pool, tmp_path: Path, seed: int) -> None:
     """Three plans of a model train two steps each: each loads the exact state of the one before, and all equal one rank."""
-    tiny, spec = make_tiny(tmp_path / "data"), drawn(seed, FLOAT64).spec
+    tiny, spec = make_tiny(tmp_path / "data"), draw_case(seed, FLOAT64).spec
     model_overrides = [
         f"model.{key}={value}" for key, value in vars(spec).items() if key != "vocab_size" and value is not None
     ]
-    chain = [drawn(seed + number, FLOAT64, of=spec).plan for number in range(3)]
-    parts: list[list[Seen]] = []
+    chain = [draw_case(seed + number, FLOAT64, of=spec).plan for number in range(3)]
+    attempts: list[list[Seen]] = []
     for number, plan in enumerate(chain):
         file = tmp_path / f"{number}.yaml"
         file.write_text(plan_yaml(plan), encoding="utf-8")
         overrides = [*model_overrides, f"plan={file}", f"cluster.gpus_per_node={plan.ranks}"]
-        if parts:
+        if attempts:
             assignment = prepared(tiny, tmp_path, *overrides).assignment
             opened = pool.run(cases.opened, plan.ranks, assignment)
             initial = {name: tensor for _, tensors in opened for name, tensor in tensors.items()}
-            assert same_bits(initial, merge_tensors(parts[-1]))
-        parts.append(trained(pool, tiny, tmp_path, *overrides, stop_at=2 * number + 2))
+            assert same_bits(initial, merge_tensors(attempts[-1]))
+        attempts.append(trained(pool, tiny, tmp_path, *overrides, stop_at=2 * number + 2))
     single_rank = trained(
         pool,
         tiny,
@@ -126,4 +126,4 @@ def test_a_run_goes_on_under_any_plan(pool: Pool, tmp_path: Path, seed: int) -> 
         "plan.compute=fp64",
         "plan.reduce=fp64",
     )
-    same_run(parts, single_rank[0])
+    same_run(attempts, single_rank[0])

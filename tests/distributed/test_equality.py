@@ -58,9 +58,9 @@ def batch(step: int, spec: ModelSpec) -> tuple[torch.Tensor, torch.Tensor, torch
     targets = torch.randint(spec.vocab_size, (BATCH, seq), generator=draw)
     targets[torch.rand(BATCH, seq, generator=draw) < torch.linspace(0, 0.9, BATCH)[:, None]] = -1
     documents = (torch.rand(BATCH, seq, generator=draw) < 0.3).long().cumsum(1)
-    starts = torch.cat([torch.ones(BATCH, 1, dtype=torch.bool), documents[:, 1:] != documents[:, :-1]], 1)
+    document_starts = torch.cat([torch.ones(BATCH, 1, dtype=torch.bool), documents[:, 1:] != documents[:, :-1]], 1)
     index = torch.arange(seq).expand(BATCH, seq)
-    return tokens, targets, index - torch.where(starts, index, 0).cummax(1).values, documents
+    return tokens, targets, index - torch.where(document_starts, index, 0).cummax(1).values, documents
 
 
 @cache
@@ -77,8 +77,8 @@ def one_device(spec: ModelSpec, masked: bool = True) -> list[dict[str, Any]]:
                 values = initial_values(0, parameter, 0, parameter.count, torch.device("cpu"))
             weight.copy_(values.view(parameter.shape))
     decayed = [weight for name, weight in model.named_parameters() if specs[name].decay]
-    plain = [weight for name, weight in model.named_parameters() if not specs[name].decay]
-    groups = [{"params": decayed, "weight_decay": TRAIN.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    without_decay = [weight for name, weight in model.named_parameters() if not specs[name].decay]
+    groups = [{"params": decayed, "weight_decay": TRAIN.weight_decay}, {"params": without_decay, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(TRAIN.beta1, TRAIN.beta2), eps=TRAIN.epsilon)
     steps = []
     for step in range(STEPS):
@@ -111,16 +111,17 @@ def sharded(
     if plan.compile:
         torch._dynamo.reset()  # what other cases compiled counts against a limit
     mesh = build_mesh(plan, world)
-    plain = plan.precision.compute == "fp64"
-    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=plain, balance_loss=TRAIN.balance_loss)
+    is_fp64 = plan.precision.compute == "fp64"
+    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=is_fp64, balance_loss=TRAIN.balance_loss)
     model, optimizer = engine.model, AdamW(engine.model, spec, TRAIN, engine.weights, engine.host_offloaded)
-    micro, share = plan.batch.micro_batch, BATCH // mesh.data_ranks
+    micro, samples_per_rank = plan.batch.micro_batch, BATCH // mesh.data_ranks
     step_results = []
     for step in range(steps):
-        first = mesh.data_rank * share
-        micro_batches = [tensor[first : first + share].split(micro) for tensor in batch(step, spec)]
+        first = mesh.data_rank * samples_per_rank
+        micro_batches = [tensor[first : first + samples_per_rank].split(micro) for tensor in batch(step, spec)]
         batches = [
-            MicroBatch(*parts, valid_tokens=int((parts[1] >= 0).sum())) for parts in zip(*micro_batches, strict=True)
+            MicroBatch(*columns, valid_tokens=int((columns[1] >= 0).sum()))
+            for columns in zip(*micro_batches, strict=True)
         ]
         if not masked:
             batches = [replace(batch, positions=None, documents=None) for batch in batches]
@@ -128,44 +129,52 @@ def sharded(
         loss = mesh.sum_over_all(engine.executor.play(engine.training, batches, NullRecorder(), valid))
         norm = gradient_norm(local_gradients(model, engine.duplicate_rows), mesh.model_copy_group, mesh.device)
         clip = clip_factor(norm, CLIP)
-        gradients = {name: whole(name, weight.grad, spec, mesh) * clip for name, weight in model.named_parameters()}
+        gradients = {
+            name: assemble_whole(name, weight.grad, spec, mesh) * clip for name, weight in model.named_parameters()
+        }
         optimizer.step(RATE, norm, clip)
         # The last ones alone: a wrong update shows in them and in the gradients between.
         last = {name: weight.detach() for name, weight in model.named_parameters()} if step + 1 == steps else {}
-        weights = {name: whole(name, weight, spec, mesh) for name, weight in last.items()}
+        weights = {name: assemble_whole(name, weight, spec, mesh) for name, weight in last.items()}
         step_results.append({"loss": loss.item(), "norm": norm.item(), "gradients": gradients, "weights": weights})
     return step_results
 
 
-def whole(name: str, local: Any, spec: ModelSpec, mesh: Any) -> torch.Tensor:
+def assemble_whole(name: str, local: Any, spec: ModelSpec, mesh: Any) -> torch.Tensor:
     """The whole parameter, gathered over shard, tensor and expert ranks; replicated parts must be equal, bit for bit."""
     experts = ".moe.experts." in name
-    group, part = mesh.experts if experts else mesh.group("tensor"), local.full_tensor().clone()
+    group, gathered_part = mesh.experts if experts else mesh.group("tensor"), local.full_tensor().clone()
     if group is None:
-        return part
-    parts: list[Any] = [None] * group.size()
-    torch.distributed.all_gather_object(parts, part, group=group)
+        return gathered_part
+    shards: list[Any] = [None] * group.size()
+    torch.distributed.all_gather_object(shards, gathered_part, group=group)
     if experts:
-        return torch.cat(parts)
+        return torch.cat(shards)
     module, parameter_name = name.split(".")[-2:]
     if module == "qkv":
-        kv = max(1, spec.kv_heads // len(parts)) * spec.head_dim
-        q, k, v = zip(*(one.split((len(one) - 2 * kv, kv, kv)) for one in parts), strict=True)
+        kv = max(1, spec.kv_heads // len(shards)) * spec.head_dim
+        q, k, v = zip(*(shard.split((len(shard) - 2 * kv, kv, kv)) for shard in shards), strict=True)
         return torch.cat([*q, *distinct(k, spec.kv_heads), *distinct(v, spec.kv_heads)])
     if module == "gate_up":
-        return torch.cat([half for halves in zip(*(one.chunk(2) for one in parts), strict=True) for half in halves])
+        return torch.cat(
+            [
+                half
+                for halves_of_shards in zip(*(shard.chunk(2) for shard in shards), strict=True)
+                for half in halves_of_shards
+            ]
+        )
     if module in ("up", "embed", "head"):
-        return torch.cat(parts)
+        return torch.cat(shards)
     if module in ("out", "down") and parameter_name == "weight":
-        return torch.cat(parts, dim=1)
-    return distinct(parts, 1)[0]
+        return torch.cat(shards, dim=1)
+    return distinct(shards, 1)[0]
 
 
-def distinct(parts: Sequence[torch.Tensor], number: int) -> Sequence[torch.Tensor]:
+def distinct(tensors: Sequence[torch.Tensor], number: int) -> Sequence[torch.Tensor]:
     """The `number` different parts among `parts`, in which neighbours are copies of each other."""
-    share = max(1, len(parts) // number)
-    assert all(torch.equal(part, parts[index - index % share]) for index, part in enumerate(parts))
-    return parts[::share]
+    copies = max(1, len(tensors) // number)
+    assert all(torch.equal(tensor, tensors[index - index % copies]) for index, tensor in enumerate(tensors))
+    return tensors[::copies]
 
 
 def plan(
@@ -231,15 +240,15 @@ PLANS = {
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("spec", [LLAMA, pytest.param(GPT, marks=pytest.mark.slow)], ids=["llama", "gpt2-tied"])
 def test_float64_equals_one_device(pool: Pool, spec: ModelSpec, name: str) -> None:
-    chosen = PLANS[name]
-    compare(pool.run(sharded, chosen.ranks, spec, chosen), one_device(spec), 1e-9)
+    tested_plan = PLANS[name]
+    compare(pool.run(sharded, tested_plan.ranks, spec, tested_plan), one_device(spec), 1e-9)
 
 
 @pytest.mark.parametrize(("replicate", "shard"), [(1, 2), (2, 2)])
 def test_bf16_stays_within_its_bound(pool: Pool, replicate: int, shard: int) -> None:
     """First-step gradients only: after an update bf16 and fp64 weights differ by Adam's sign-like steps."""
-    chosen = plan(replicate, shard, 2, compute="bf16")
-    results = [steps[:1] for steps in pool.run(sharded, chosen.ranks, LLAMA, chosen)]
+    tested_plan = plan(replicate, shard, 2, compute="bf16")
+    results = [steps[:1] for steps in pool.run(sharded, tested_plan.ranks, LLAMA, tested_plan)]
     compare(results, one_device(LLAMA)[:1], BF16_BOUND, weights=False)
     one_rank = pool.run(sharded, 1, LLAMA, plan(1, 1, 2, compute="bf16"))[0][:1]
     compare(
@@ -250,9 +259,9 @@ def test_bf16_stays_within_its_bound(pool: Pool, replicate: int, shard: int) -> 
     )
 
 
-def narrowed(wide: Plan) -> Plan:
+def with_bf16_sums(fp32_plan: Plan) -> Plan:
     """The plan with sums over replicas in bf16."""
-    return replace(wide, precision=replace(wide.precision, reduce_replicas="bf16"))
+    return replace(fp32_plan, precision=replace(fp32_plan.precision, reduce_replicas="bf16"))
 
 
 WIDE = {shard: plan(2, shard, 2, compute="fp32") for shard in (1, 2)}
@@ -261,21 +270,26 @@ WIDE = {shard: plan(2, shard, 2, compute="fp32") for shard in (1, 2)}
 @pytest.mark.parametrize("shard", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_sums_over_replicas_in_bf16_round_and_are_the_same_on_all(pool: Pool, shard: int) -> None:
     """First-step gradients of the plan's option, against those of a run that sums its replicas in fp32."""
-    wide, narrow = WIDE[shard], narrowed(WIDE[shard])
-    exact = pool.run(sharded, wide.ranks, LLAMA, wide, 1.0, 1)[0][0]["gradients"]
-    first, *other_ranks = (steps[0]["gradients"] for steps in pool.run(sharded, narrow.ranks, LLAMA, narrow, 1.0, 1))
+    fp32_plan, bf16_plan = WIDE[shard], with_bf16_sums(WIDE[shard])
+    exact = pool.run(sharded, fp32_plan.ranks, LLAMA, fp32_plan, 1.0, 1)[0][0]["gradients"]
+    first, *other_ranks = (
+        steps[0]["gradients"] for steps in pool.run(sharded, bf16_plan.ranks, LLAMA, bf16_plan, 1.0, 1)
+    )
     for name, gradient in first.items():
-        assert all(torch.equal(gradient, other[name]) for other in other_ranks), name
+        assert all(torch.equal(gradient, gradients_of_rank[name]) for gradients_of_rank in other_ranks), name
         assert 1e-4 < worst(gradient, exact[name].double()) < BF16_SUM_BOUND, name
 
 
-@pytest.mark.parametrize("chosen", [plan(1, 2, 4), plan(1, 2, 4, compute="bf16")], ids=["fp64", "bf16"])
-def test_a_wrong_factor_is_noticed(pool: Pool, chosen: Plan) -> None:
+@pytest.mark.parametrize("tested_plan", [plan(1, 2, 4), plan(1, 2, 4, compute="bf16")], ids=["fp64", "bf16"])
+def test_a_wrong_factor_is_noticed(pool: Pool, tested_plan: Plan) -> None:
     """A factor of 2, which Adam and clipping hide from the weights, must fail the same comparison."""
-    results = [steps[:1] for steps in pool.run(sharded, 2, LLAMA, chosen, 2.0)]
+    results = [steps[:1] for steps in pool.run(sharded, 2, LLAMA, tested_plan, 2.0)]
     with pytest.raises(AssertionError):
         compare(
-            results, one_device(LLAMA)[:1], 1e-9 if chosen.precision.compute == "fp64" else BF16_BOUND, weights=False
+            results,
+            one_device(LLAMA)[:1],
+            1e-9 if tested_plan.precision.compute == "fp64" else BF16_BOUND,
+            weights=False,
         )
 
 

@@ -229,11 +229,13 @@ def routed(world: Any, case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     plan = case.plan
     mesh = build_mesh(plan, world)
     engine = build_engine(SHARED, plan, mesh, loss_chunk=5, seed=0, plain=True, balance_loss=0.3)
-    optimizer, share = AdamW(engine.model, SHARED, TRAIN, engine.weights), BATCH // mesh.data_ranks
-    first = mesh.data_rank * share
-    micro_batches = [tensor[first : first + share].split(plan.batch.micro_batch) for tensor in batch(0, SHARED)]
+    optimizer, samples_per_rank = AdamW(engine.model, SHARED, TRAIN, engine.weights), BATCH // mesh.data_ranks
+    first = mesh.data_rank * samples_per_rank
+    micro_batches = [
+        tensor[first : first + samples_per_rank].split(plan.batch.micro_batch) for tensor in batch(0, SHARED)
+    ]
     batches = [
-        MicroBatch(*parts, valid_tokens=int((parts[1] >= 0).sum())) for parts in zip(*micro_batches, strict=True)
+        MicroBatch(*columns, valid_tokens=int((columns[1] >= 0).sum())) for columns in zip(*micro_batches, strict=True)
     ]
     for _ in range(2):
         figures = train_step(
@@ -262,12 +264,12 @@ def test_routing_is_counted_once(
     pool: Pool, routed_alone: tuple[torch.Tensor, torch.Tensor, torch.Tensor], case: Case
 ) -> None:
     """Over data, micro-batches, stages and parts of a sequence, and not again in recompute or by the step before."""
-    alone = routed_alone
+    one_rank = routed_alone
     for balance, load, values in pool.run(routed, case.plan.ranks, case):
-        assert torch.equal(load, alone[1])
-        assert torch.allclose(balance, alone[0], rtol=1e-12)
-        assert torch.allclose(values, alone[2], rtol=1e-9)
-    balance, load, values = alone
+        assert torch.equal(load, one_rank[1])
+        assert torch.allclose(balance, one_rank[0], rtol=1e-12)
+        assert torch.allclose(values, one_rank[2], rtol=1e-9)
+    balance, load, values = one_rank
     assert load.sum(1).tolist() == [0.0] + [BATCH * SEQ * SHARED.experts_per_token] * 3
     assert values[6] == pytest.approx(float(balance.sum()) / (3 * BATCH))
     assert values[7] == pytest.approx(float((load[1:].amax(1) / load[1:].mean(1)).max()))
@@ -280,7 +282,7 @@ SMALL = [
 
 
 @pytest.mark.parametrize(
-    ("pins", "says"),
+    ("pins", "message"),
     [
         (["plan.expert=3"], "a divisor of model.experts = 4"),
         (
@@ -291,10 +293,10 @@ SMALL = [
     ],
 )
 def test_sizes_that_ranks_cannot_divide_are_refused_before_the_start(
-    tmp_path: Path, pins: list[str], says: str
+    tmp_path: Path, pins: list[str], message: str
 ) -> None:
     tiny = make_tiny(tmp_path / "data")
-    with pytest.raises(BadConfig, match=says):
+    with pytest.raises(BadConfig, match=message):
         prepared(tiny, tmp_path / "runs", "cluster.gpus_per_node=2", *SMALL, *pins)
     assert not (tmp_path / "runs").exists()
 
@@ -335,8 +337,8 @@ def test_experts_change_ranks_between_two_starts(
     final: dict[str, torch.Tensor] = {}
     for number, (name, other_names) in enumerate(chain):
         final = merge_tensors(trained(pool, tiny, runs, *LAID[name], *SMALL, stop_at=3 + 2 * number))
-        for other in other_names:
-            assert same_bits(opened_under(pool, tiny, runs, *LAID[other], *SMALL), final)
+        for name in other_names:
+            assert same_bits(opened_under(pool, tiny, runs, *LAID[name], *SMALL), final)
     export_checkpoint(runs / "tiny", tmp_path / "hf", dtype="fp32")
     spec, reader = import_hf(tmp_path / "hf")
     assert all(torch.equal(reader.read(parameter), final[f"model.{parameter.name}"]) for parameter in parameters(spec))

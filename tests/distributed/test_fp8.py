@@ -31,18 +31,18 @@ EMULATION_BOUND = 2e-2
 """Against the emulation: another order inside a product now and then rounds an activation to the next fp8 number."""
 
 
-def low(chosen: Plan, linear: str = "fp8_tensorwise", gather: str = "fp8", compute: str = "fp32") -> Plan:
+def with_fp8(bf16_plan: Plan, linear: str = "fp8_tensorwise", gather: str = "fp8", compute: str = "fp32") -> Plan:
     return replace(
-        chosen, precision=replace(chosen.precision, compute=compute, reduce="fp32", linear=linear, gather=gather)
+        bf16_plan, precision=replace(bf16_plan.precision, compute=compute, reduce="fp32", linear=linear, gather=gather)
     )
 
 
-def first_step(pool: Pool, spec: Any, chosen: Plan) -> list[list[dict[str, Any]]]:
-    return pool.run(sharded, chosen.ranks, spec, chosen, 1.0, 1)
+def first_step(pool: Pool, spec: Any, tested_plan: Plan) -> list[list[dict[str, Any]]]:
+    return pool.run(sharded, tested_plan.ranks, spec, tested_plan, 1.0, 1)
 
 
 @cache
-def emulated(spec: Any, scaling: str, micro: int) -> dict[str, Any]:
+def emulated_step(spec: Any, scaling: str, micro: int) -> dict[str, Any]:
     """Loss and gradients of the first step on one device, its linear layers replaced by the emulation."""
     model = Decoder(spec, plain=True)
     initialise(model, spec, seed=0)
@@ -54,9 +54,9 @@ def emulated(spec: Any, scaling: str, micro: int) -> dict[str, Any]:
                 linear.forward = lambda x, linear=linear: Emulated.apply(x, linear.weight, linear.bias, scaling)
     tokens, targets, positions, documents = batch(0, spec)
     valid, total = (targets >= 0).sum(), 0.0
-    for rows in torch.arange(BATCH).split(micro):
-        parts = {"targets": targets[rows], "positions": positions[rows], "documents": documents[rows]}
-        loss = model(tokens[rows], **parts) / valid
+    for samples in torch.arange(BATCH).split(micro):
+        columns = {"targets": targets[samples], "positions": positions[samples], "documents": documents[samples]}
+        loss = model(tokens[samples], **columns) / valid
         loss.backward()
         total += loss.item()
     gradients = {name: weight.grad.double() for name, weight in model.named_parameters()}
@@ -67,7 +67,7 @@ def emulated(spec: Any, scaling: str, micro: int) -> dict[str, Any]:
     }
 
 
-def as_truth(steps: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def expected_of(steps: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """One rank's gradients as what others are compared with."""
     return [{**step, "gradients": {n: g.double() for n, g in step["gradients"].items()}} for step in steps[0]]
 
@@ -81,9 +81,9 @@ def unclipped(step: dict[str, Any], clip: float = 0.5) -> dict[str, Any]:
 @pytest.mark.parametrize("linear", ["fp8_tensorwise", "fp8_rowwise"])
 @pytest.mark.parametrize("spec", quick_first(1, [LLAMA, GPT]), ids=["llama", "gpt2-tied"])
 def test_one_rank_equals_the_emulation(pool: Pool, spec: Any, linear: str) -> None:
-    chosen = low(plan(1, 1, MICRO), linear, "fp8" if linear == "fp8_tensorwise" else "compute")
-    truth = unclipped(emulated(spec, linear.removeprefix("fp8_"), MICRO))
-    compare(first_step(pool, spec, chosen), [truth], EMULATION_BOUND, weights=False)
+    tested_plan = with_fp8(plan(1, 1, MICRO), linear, "fp8" if linear == "fp8_tensorwise" else "compute")
+    truth = unclipped(emulated_step(spec, linear.removeprefix("fp8_"), MICRO))
+    compare(first_step(pool, spec, tested_plan), [truth], EMULATION_BOUND, weights=False)
 
 
 LAYOUTS = {
@@ -99,17 +99,22 @@ LAYOUTS = {
 @pytest.mark.parametrize("linear", quick_first(1, ["fp8_tensorwise", "fp8_rowwise"]))
 def test_layouts_agree(pool: Pool, linear: str, name: str) -> None:
     gather = "fp8" if linear == "fp8_tensorwise" else "compute"
-    single = first_step(pool, LLAMA, low(plan(1, 1, MICRO), linear, gather))
-    compare(first_step(pool, LLAMA, low(LAYOUTS[name], linear, gather)), as_truth(single), LAYOUT_BOUND, weights=False)
+    single = first_step(pool, LLAMA, with_fp8(plan(1, 1, MICRO), linear, gather))
+    compare(
+        first_step(pool, LLAMA, with_fp8(LAYOUTS[name], linear, gather)),
+        expected_of(single),
+        LAYOUT_BOUND,
+        weights=False,
+    )
 
 
 def test_the_bounds_notice_products_that_are_not_in_fp8(pool: Pool) -> None:
-    plain = as_truth(first_step(pool, LLAMA, low(plan(1, 1, MICRO), "compute", "compute")))
+    without_fp8 = expected_of(first_step(pool, LLAMA, with_fp8(plan(1, 1, MICRO), "compute", "compute")))
     for linear in ("fp8_tensorwise", "fp8_rowwise"):
         with pytest.raises(AssertionError):
             compare(
-                [plain],
-                [unclipped(emulated(LLAMA, linear.removeprefix("fp8_"), MICRO))],
+                [without_fp8],
+                [unclipped(emulated_step(LLAMA, linear.removeprefix("fp8_"), MICRO))],
                 EMULATION_BOUND,
                 weights=False,
             )
@@ -127,25 +132,25 @@ SCHEDULES = [
 
 @pytest.mark.parametrize("case", quick_first(4, SCHEDULES), ids=str)
 def test_schedules_agree_also_where_the_backward_is_split(pool: Pool, case: Case) -> None:
-    single = first_step(pool, DEEP, low(replace(plan(1, 1, MICRO), schedule=SchedulePlan())))
-    compare(first_step(pool, DEEP, low(case.plan)), as_truth(single), LAYOUT_BOUND, weights=False)
+    single = first_step(pool, DEEP, with_fp8(replace(plan(1, 1, MICRO), schedule=SchedulePlan())))
+    compare(first_step(pool, DEEP, with_fp8(case.plan)), expected_of(single), LAYOUT_BOUND, weights=False)
 
 
 @pytest.mark.slow
 def test_compiled_blocks_gather_and_split_too(pool: Pool) -> None:
     """Inductor may round an activation to the next fp8 number, as it sums norms in another order."""
     case = Case("zbv", pipeline=2, micro=MICRO, compile=True)
-    single = first_step(pool, DEEP, low(plan(1, 1, MICRO)))
-    compare(first_step(pool, DEEP, low(case.plan)), as_truth(single), EMULATION_BOUND, weights=False)
+    single = first_step(pool, DEEP, with_fp8(plan(1, 1, MICRO)))
+    compare(first_step(pool, DEEP, with_fp8(case.plan)), expected_of(single), EMULATION_BOUND, weights=False)
 
 
-def gathered(world: Any, chosen: Plan) -> dict[str, tuple[Tensor, Tensor, Tensor, int]]:
+def gathered_weights(world: Any, tested_plan: Plan) -> dict[str, tuple[Tensor, Tensor, Tensor, int]]:
     """Of every linear layer: the whole master weight, its fp8 copy as gathered, the scale, and the bytes of `weight`."""
     from meshwright.parallel.apply import build_engine
     from meshwright.parallel.mesh import build_mesh
 
-    mesh = build_mesh(chosen, world)
-    engine = build_engine(LLAMA, chosen, mesh, loss_chunk=5, seed=0)
+    mesh = build_mesh(tested_plan, world)
+    engine = build_engine(LLAMA, tested_plan, mesh, loss_chunk=5, seed=0)
     masters = {name: weight.detach().full_tensor() for name, weight in engine.model.named_parameters()}
     assert engine.executor.scales is not None
     engine.executor.scales.refresh()
@@ -157,7 +162,7 @@ def gathered(world: Any, chosen: Plan) -> dict[str, tuple[Tensor, Tensor, Tensor
         linears = [linear for linear in linears if linear is not None and linear.fp8_weight is not None]
         for linear in linears:
             name = next(name for name, module in engine.model.named_modules() if module is linear) + ".weight"
-            values, scale = (part.clone() for part in linear.fp8_weight)
+            values, scale = (tensor.clone() for tensor in linear.fp8_weight)
             gathered_weights[name] = masters[name], values, scale, linear.weight.untyped_storage().nbytes()
         unit.sharded.free_gathered()
         assert not any(linear.fp8_weight.values.untyped_storage().nbytes() for linear in linears)
@@ -166,7 +171,7 @@ def gathered(world: Any, chosen: Plan) -> dict[str, tuple[Tensor, Tensor, Tensor
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_gathered_weights_are_the_whole_weight_rounded_with_one_scale(pool: Pool, ranks: int) -> None:
-    weights_by_rank = pool.run(gathered, ranks, low(plan(1, ranks, MICRO)))
+    weights_by_rank = pool.run(gathered_weights, ranks, with_fp8(plan(1, ranks, MICRO)))
     for rank_weights in weights_by_rank:
         assert len(rank_weights) == 4 * LLAMA.layers
         for name, (master, values, scale, stored_bytes) in rank_weights.items():
@@ -177,7 +182,7 @@ def test_gathered_weights_are_the_whole_weight_rounded_with_one_scale(pool: Pool
 
 
 def test_layers_can_be_left_out(pool: Pool) -> None:
-    chosen = low(plan(1, 2, MICRO))
+    tested_plan = with_fp8(plan(1, 2, MICRO))
     unquantized = LayerStrategy(range="0", linear="compute")
-    weights = pool.run(gathered, 2, replace(chosen, layers=(unquantized, LayerStrategy(range="1"))))[0]
+    weights = pool.run(gathered_weights, 2, replace(tested_plan, layers=(unquantized, LayerStrategy(range="1"))))[0]
     assert {name.split(".")[1] for name in weights} == {"1"}

@@ -74,7 +74,7 @@ def reduce_twice(world, uses: int, precision: Precision) -> dict[str, Any]:
     unit.free_gathered()
     started = [unit.reduce(user=user, last=False) for user in range(uses)]
     unit.finish_reductions()
-    once = layer.weight.grad.to_local().clone()
+    first_gradient = layer.weight.grad.to_local().clone()
     unit.gather()
     unit.wait_for_gather()
     layer(torch.ones(1, IN_FEATURES, dtype=dtype)).sum().backward()
@@ -82,7 +82,12 @@ def reduce_twice(world, uses: int, precision: Precision) -> dict[str, Any]:
     for user in range(uses):
         unit.reduce(user=user, last=user + 1 == uses)
     unit.finish_reductions()
-    return {"started": started, "once": once, "twice": layer.weight.grad.to_local(), "grad type": once.dtype}
+    return {
+        "started": started,
+        "once": first_gradient,
+        "twice": layer.weight.grad.to_local(),
+        "grad type": first_gradient.dtype,
+    }
 
 
 @pytest.mark.parametrize("precision", [Precision(compute="fp32"), Precision(compute="bf16"), Precision(reduce="bf16")])
@@ -124,12 +129,15 @@ def tied_sums(world, ranks: int, micro: int) -> tuple[torch.Tensor, int]:
     from meshwright.parallel.mesh import build_mesh
     from tests.distributed.test_equality import BATCH, GPT, batch
 
-    chosen = plan(1, ranks, micro, compute="bf16")
-    engine = build_engine(GPT, chosen, build_mesh(chosen, world), loss_chunk=5, seed=0)
-    share = BATCH // ranks
-    micro_batches = [tensor[world.rank * share : (world.rank + 1) * share].split(micro) for tensor in batch(0, GPT)]
+    tested_plan = plan(1, ranks, micro, compute="bf16")
+    engine = build_engine(GPT, tested_plan, build_mesh(tested_plan, world), loss_chunk=5, seed=0)
+    samples_per_rank = BATCH // ranks
+    micro_batches = [
+        tensor[world.rank * samples_per_rank : (world.rank + 1) * samples_per_rank].split(micro)
+        for tensor in batch(0, GPT)
+    ]
     batches = [
-        MicroBatch(*parts, valid_tokens=int((parts[1] >= 0).sum())) for parts in zip(*micro_batches, strict=True)
+        MicroBatch(*columns, valid_tokens=int((columns[1] >= 0).sum())) for columns in zip(*micro_batches, strict=True)
     ]
     step = executor._Step(engine.executor, engine.training, batches, NullRecorder(), torch.tensor(9.0), {})
     step.rank_actions = tuple(action for action in step.rank_actions if action.op not in ("norm_barrier", "optim"))

@@ -38,21 +38,25 @@ CONTEXT = [Case("1f1b", ring=2, pipeline=2), Case("1f1b", ulysses=2, shard=2)]
 
 
 @cache
-def alone(spec: ModelSpec, how: Sampling, dtype: torch.dtype = torch.float64) -> list[list[int]]:
+def generated_alone(spec: ModelSpec, sampling: Sampling, dtype: torch.dtype = torch.float64) -> list[list[int]]:
     """By the plain decoder with the initial weights of seed 0."""
     model = Decoder(spec, plain=dtype == torch.float64).double()
-    rows = {row.name: row for row in parameters(spec)}
+    parameters_by_name = {parameter.name: parameter for parameter in parameters(spec)}
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            row = rows[name]
-            fills = {"ones": torch.ones(row.count), "zeros": torch.zeros(row.count)}
-            values = fills[row.fill] if row.fill in fills else initial_values(0, row, 0, row.count, torch.device("cpu"))
-            weight.copy_(values.view(row.shape))
+            parameter = parameters_by_name[name]
+            fills = {"ones": torch.ones(parameter.count), "zeros": torch.zeros(parameter.count)}
+            values = (
+                fills[parameter.fill]
+                if parameter.fill in fills
+                else initial_values(0, parameter, 0, parameter.count, torch.device("cpu"))
+            )
+            weight.copy_(values.view(parameter.shape))
     model = model.to(dtype)
-    return [list(generate(model, prompt, how)) for prompt in PROMPTS]
+    return [list(generate(model, prompt, sampling)) for prompt in PROMPTS]
 
 
-def spread(world: World, spec: ModelSpec, plan: Plan, how: Sampling) -> list[list[int]]:
+def generated_by_plan(world: World, spec: ModelSpec, plan: Plan, sampling: Sampling) -> list[list[int]]:
     from meshwright.parallel.apply import build_engine
     from meshwright.parallel.mesh import build_mesh
     from meshwright.training.generate import generate_under_plan
@@ -60,7 +64,7 @@ def spread(world: World, spec: ModelSpec, plan: Plan, how: Sampling) -> list[lis
     mesh = build_mesh(plan, world)
     engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=plan.precision.compute == "fp64")
     progress: list[int] = []
-    generated = generate_under_plan(engine, mesh, PROMPTS, how, progress=progress.append)
+    generated = generate_under_plan(engine, mesh, PROMPTS, sampling, progress=progress.append)
     assert set(progress) == set(range(1, max(map(len, generated)) + 1))
     return generated
 
@@ -68,25 +72,25 @@ def spread(world: World, spec: ModelSpec, plan: Plan, how: Sampling) -> list[lis
 @pytest.mark.parametrize("spec", [LLAMA, pytest.param(GPT, marks=pytest.mark.slow)], ids=["llama", "gpt2-tied"])
 @pytest.mark.parametrize("case", quick_first(1, CASES) + quick_first(1, TENSOR) + quick_first(0, CONTEXT), ids=str)
 def test_tokens_are_those_of_one_device(pool: Pool, spec: ModelSpec, case: Case) -> None:
-    for how in (GREEDY, DRAWN):
-        truth = alone(spec, how)
-        assert [len(new) for new in truth] == [how.tokens] * len(PROMPTS)
-        assert pool.run(spread, case.plan.ranks, spec, case.plan, how) == [truth] * case.plan.ranks
-    assert alone(spec, GREEDY) != alone(spec, DRAWN)
+    for sampling in (GREEDY, DRAWN):
+        truth = generated_alone(spec, sampling)
+        assert [len(tokens) for tokens in truth] == [sampling.tokens] * len(PROMPTS)
+        assert pool.run(generated_by_plan, case.plan.ranks, spec, case.plan, sampling) == [truth] * case.plan.ranks
+    assert generated_alone(spec, GREEDY) != generated_alone(spec, DRAWN)
 
 
 def test_each_text_ends_at_its_own_end_token(pool: Pool) -> None:
     """The pipeline goes on with those that have not ended."""
-    free = alone(LLAMA, DRAWN)
-    stop = free[1][3]
-    how = replace(DRAWN, stop=stop)
-    truth = [new[: new.index(stop)] if stop in new else new for new in free]
-    assert len({len(new) for new in truth}) > 1
+    without_stop = generated_alone(LLAMA, DRAWN)
+    stop = without_stop[1][3]
+    with_stop = replace(DRAWN, stop=stop)
+    truth = [tokens[: tokens.index(stop)] if stop in tokens else tokens for tokens in without_stop]
+    assert len({len(tokens) for tokens in truth}) > 1
     case = Case("zbv", pipeline=2)
-    assert pool.run(spread, 2, LLAMA, case.plan, how) == [truth] * 2
+    assert pool.run(generated_by_plan, 2, LLAMA, case.plan, with_stop) == [truth] * 2
 
 
 def test_bf16_is_that_of_one_bf16_device(pool: Pool) -> None:
     plan = Case("zbv", pipeline=2, shard=2).plan
     plan = replace(plan, precision=replace(plan.precision, compute="bf16", reduce="fp32"))
-    assert pool.run(spread, 4, LLAMA, plan, GREEDY) == [alone(LLAMA, GREEDY, torch.bfloat16)] * 4
+    assert pool.run(generated_by_plan, 4, LLAMA, plan, GREEDY) == [generated_alone(LLAMA, GREEDY, torch.bfloat16)] * 4

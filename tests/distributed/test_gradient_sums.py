@@ -38,14 +38,14 @@ def added(world: World, plan: Plan) -> tuple[Counter[str], set[torch.dtype]]:
     from meshwright.parallel.apply import build_engine
     from meshwright.parallel.mesh import build_mesh
 
-    ways: Counter[str] = Counter()
+    calls_by_kernel: Counter[str] = Counter()
     dtypes: set[torch.dtype] = set()
 
     def counting_calls(name: str, function: Any) -> Any:
-        def counting(total: Any, *parts: Any) -> Any:
-            ways[name] += total.ndim == 2  # neither norms nor biases
+        def counting(total: Any, *gradients: Any) -> Any:
+            calls_by_kernel[name] += total.ndim == 2  # neither norms nor biases
             dtypes.update({total.dtype} if isinstance(total, torch.Tensor) else ())
-            return function(total, *parts)
+            return function(total, *gradients)
 
         return counting
 
@@ -57,7 +57,7 @@ def added(world: World, plan: Plan) -> tuple[Counter[str], set[torch.dtype]]:
         mock.patch.object(sharded_unit, "add", counting_calls("pass", sharded_unit.add)),
     ):
         engine.executor.play(engine.training, batches, NullRecorder(), torch.tensor(float(tokens.numel())))
-    return ways, dtypes
+    return calls_by_kernel, dtypes
 
 
 SUMMED = PRODUCTS * DEEP.layers * (TIMES - 1)
@@ -65,7 +65,7 @@ ENDS = 2 * (TIMES - 1)
 
 
 @pytest.mark.parametrize(
-    ("plan", "products", "passes"),
+    ("plan", "products", "separate_passes"),
     [
         (plan("shard", 2, gradients="whole"), SUMMED, ENDS),
         (plan("shard", 2, gradients="whole", recompute="full"), SUMMED, ENDS),
@@ -76,13 +76,18 @@ ENDS = 2 * (TIMES - 1)
     ],
     ids=["whole", "whole, recomputed", "layered", "one rank", "reduced each time", "one micro-batch"],
 )
-def test_matrix_products_accumulate_their_gradients(pool: Pool, plan: Plan, products: int, passes: int) -> None:
-    for ways, dtypes in pool.run(added, plan.ranks, plan):
-        assert ways == Counter({"product": products, "pass": passes}) - Counter()
+def test_matrix_products_accumulate_their_gradients(
+    pool: Pool, plan: Plan, products: int, separate_passes: int
+) -> None:
+    for calls_by_kernel, dtypes in pool.run(added, plan.ranks, plan):
+        assert calls_by_kernel == Counter({"product": products, "pass": separate_passes}) - Counter()
         assert dtypes <= {torch.float32}
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_products_of_a_pipeline_add_up(pool: Pool, schedule: str) -> None:
-    both = [ways for ways, _ in pool.run(added, 2, plan("pipeline", 2, schedule=schedule, gradients="whole"))]
-    assert sum(both, Counter()) == Counter({"product": SUMMED, "pass": ENDS})
+    calls_by_rank = [
+        calls_by_kernel
+        for calls_by_kernel, _ in pool.run(added, 2, plan("pipeline", 2, schedule=schedule, gradients="whole"))
+    ]
+    assert sum(calls_by_rank, Counter()) == Counter({"product": SUMMED, "pass": ENDS})

@@ -16,7 +16,7 @@ from tests.distributed.cases_training import Seen
 from tests.distributed.pool import Pool
 from tests.distributed.test_equality import LLAMA, STEPS, compare, one_device, plan, sharded
 from tests.distributed.test_experts import EVEN
-from tests.distributed.test_fp8 import low
+from tests.distributed.test_fp8 import with_fp8
 from tests.distributed.test_schedules import DEEP, DEEP_TIED, UNEVEN, Case
 from tests.distributed.test_training import merge_tensors, same_bits, tiny, trained
 from tests.slow import quick_first
@@ -57,7 +57,7 @@ BITS = {
     "some layers": (DEEP, bf16(replace(Case("1f1b", shard=2, micro=2).plan, layers=MIXED))),
     "replicas and tensor ranks": (LLAMA, bf16(Case("1f1b", replicate=2, tensor=2, offload="optimizer").plan)),
     "experts": (EVEN, bf16(Case("1f1b", shard=2, expert=2, offload="optimizer").plan)),
-    "fp8": (DEEP, low(Case("1f1b", shard=2, micro=2, offload="optimizer").plan, compute="bf16")),
+    "fp8": (DEEP, with_fp8(Case("1f1b", shard=2, micro=2, offload="optimizer").plan, compute="bf16")),
     "fp32": (LLAMA, plan(1, 2, 2, compute="fp32", layers=(LayerStrategy(offload="optimizer"),))),
 }
 
@@ -71,7 +71,7 @@ def test_float64_equals_one_device(pool: Pool, spec: ModelSpec, case: Case) -> N
     compare(pool.run(sharded, case.plan.ranks, spec, case.plan), one_device(spec), 1e-9)
 
 
-def steps(world: World, spec: ModelSpec, chosen: Plan) -> tuple[dict[str, torch.Tensor], int]:
+def steps(world: World, spec: ModelSpec, tested_plan: Plan) -> tuple[dict[str, torch.Tensor], int]:
     """Run some steps; returns this rank's figures, weights and moments, and the bytes of its weights on the device."""
     from meshwright.data.loader import MicroBatch
     from meshwright.events.span import NullRecorder
@@ -82,47 +82,55 @@ def steps(world: World, spec: ModelSpec, chosen: Plan) -> tuple[dict[str, torch.
     from meshwright.training.train_step import train_step
     from tests.distributed.test_equality import BATCH, CLIP, RATE, TRAIN, batch
 
-    mesh = build_mesh(chosen, world)
-    engine = build_engine(spec, chosen, mesh, loss_chunk=5, seed=0)
+    mesh = build_mesh(tested_plan, world)
+    engine = build_engine(spec, tested_plan, mesh, loss_chunk=5, seed=0)
     optimizer = AdamW(engine.model, spec, TRAIN, engine.weights, engine.host_offloaded)
     optimizer.release_master_weights()
-    share = BATCH // mesh.data_ranks
+    samples_per_rank = BATCH // mesh.data_ranks
     final_state: dict[str, torch.Tensor] = {}
     for step in range(STEPS):
-        first = mesh.data_rank * share
-        micro_batches = [tensor[first : first + share].split(chosen.batch.micro_batch) for tensor in batch(step, spec)]
+        first = mesh.data_rank * samples_per_rank
+        micro_batches = [
+            tensor[first : first + samples_per_rank].split(tested_plan.batch.micro_batch)
+            for tensor in batch(step, spec)
+        ]
         batches = [
-            MicroBatch(*parts, valid_tokens=int((parts[1] >= 0).sum())) for parts in zip(*micro_batches, strict=True)
+            MicroBatch(*columns, valid_tokens=int((columns[1] >= 0).sum()))
+            for columns in zip(*micro_batches, strict=True)
         ]
         options = {"learning_rate": RATE, "clip_norm": CLIP, "recorder": NullRecorder()}
         final_state[f"figures {step}"] = train_step(engine, optimizer, mesh, batches, **options).values
-    final_state |= {parts.name: parts.local.clone() for parts in optimizer.state()}
+    final_state |= {columns.name: columns.local.clone() for columns in optimizer.state()}
     device_bytes = sum(local(weight).untyped_storage().nbytes() for weight in engine.model.parameters())
     return final_state, device_bytes
 
 
-def differing(world: World, spec: ModelSpec, chosen: Plan, lose: str = "") -> tuple[set[str], list[int]]:
+def state_differences(
+    world: World, spec: ModelSpec, offloaded_plan: Plan, lost_operation: str = ""
+) -> tuple[set[str], list[int]]:
     """Names of results that differ from steps without offload; state of the name `lose` is not copied back on purpose."""
     from meshwright.optim.host import HostAdamW
 
-    plain = replace(chosen, layers=tuple(replace(layer, offload="none") for layer in chosen.layers))
-    truth, full_bytes = steps(world, spec, plain)
+    device_plan = replace(
+        offloaded_plan, layers=tuple(replace(layer, offload="none") for layer in offloaded_plan.layers)
+    )
+    truth, full_bytes = steps(world, spec, device_plan)
     staged = HostAdamW._staging_buffer
 
     def lost(self: HostAdamW, number: int, state: int) -> torch.Tensor:
         buffer = staged(self, number, state)
-        return buffer.clone() if self._state_names[state] == lose else buffer
+        return buffer.clone() if self._state_names[state] == lost_operation else buffer
 
     with mock.patch.object(HostAdamW, "_staging_buffer", lost):
-        actual, device_bytes = steps(world, spec, chosen)
+        actual, device_bytes = steps(world, spec, offloaded_plan)
     assert actual.keys() == truth.keys()
     return {name for name, value in actual.items() if not torch.equal(value, truth[name])}, [device_bytes, full_bytes]
 
 
 @pytest.mark.parametrize("name", quick_first(3, BITS))
 def test_same_bits_as_without(pool: Pool, name: str) -> None:
-    spec, chosen = BITS[name]
-    for rank in pool.run(differing, chosen.ranks, spec, chosen):
+    spec, tested_plan = BITS[name]
+    for rank in pool.run(state_differences, tested_plan.ranks, spec, tested_plan):
         differences, (device_bytes, full_bytes) = rank
         assert differences == set()
         if name not in ("fp8", "fp32"):
@@ -131,8 +139,8 @@ def test_same_bits_as_without(pool: Pool, name: str) -> None:
 
 @pytest.mark.parametrize("lose", quick_first(1, ["exp_avg_sq", "weight", "exp_avg"]))
 def test_state_that_is_lost_is_noticed(pool: Pool, lose: str) -> None:
-    spec, chosen = BITS["one rank, layered"]
-    ((differences, _),) = pool.run(differing, 1, spec, chosen, lose)
+    spec, tested_plan = BITS["one rank, layered"]
+    ((differences, _),) = pool.run(state_differences, 1, spec, tested_plan, lose)
     assert "figures 0" not in differences and {"figures 2", "model.layers.3.mlp.up.weight"} <= differences
 
 

@@ -57,6 +57,24 @@ def test_damaged_memory_without_storage_leaves_the_initial_weights(pool: Pool, t
     assert pool.run(cases.restarted, 2, assignment, cases.corrupt_and_delete) == [(None, 0, True)] * 2
 
 
+TWO_HOSTS = ("cluster.nodes=2", "cluster.gpus_per_node=1", "plan.shard=2", "checkpoint.partner=host")
+
+
+@pytest.mark.parametrize(
+    ("change", "tier"),
+    [(cases.keep_hosts, "partner memory"), (cases.corrupt_copy, "storage"), (cases.end_server, "storage")],
+)
+def test_after_the_loss_of_a_host_its_ranks_load_the_copy_of_their_partner(
+    pool: Pool, tiny: Path, tmp_path: Path, change: cases.HostChange, tier: str
+) -> None:
+    once = ("checkpoint.every=5", "checkpoint.at_end=false", "train.steps=8")
+    assignment = prepared(tiny, tmp_path, *TWO_HOSTS, *once).assignment
+    token = tmp_path / "token"
+    token.touch(mode=0o600)
+    token.write_text(cases.TOKEN)
+    assert pool.run(cases.after_lost_host, 2, assignment, token, change) == [(tier, 5, True)] * 2
+
+
 def test_the_next_start_saves_in_the_same_memory(pool: Pool, tiny: Path, tmp_path: Path) -> None:
     assignment = prepared(tiny, tmp_path, *ranks(2), *ASYNC).assignment
     expected = [("host memory", 4), ("host memory", 6)]

@@ -82,8 +82,10 @@ def test_groups_have_the_members_the_layout_says(pool: Pool, name: str) -> None:
         assert members_by_axis["sum"] == 15
         last = layout.size("pipeline") - 1
         if last and coordinates["pipeline"] in (0, last):
-            ends = sorted({layout.rank({**coordinates, "pipeline": 0}), layout.rank({**coordinates, "pipeline": last})})
-            assert members_by_axis["pair"] == (ends, sum(ends))
+            end_ranks = sorted(
+                {layout.rank({**coordinates, "pipeline": 0}), layout.rank({**coordinates, "pipeline": last})}
+            )
+            assert members_by_axis["pair"] == (end_ranks, sum(end_ranks))
         else:
             assert members_by_axis["pair"] is None
 
@@ -162,11 +164,11 @@ def attempts(world: World, name: str) -> dict[str, str]:
     everyone, node = list(range(4)), dist.get_process_group_ranks(mesh.group("shard"))  # type: ignore[arg-type]
     errors = {}
     for path in (symmetric_memory, cuda_ipc, shared_host_memory):
-        for where, ranks in (("all", everyone), ("node", node)):
+        for group_name, group in (("all", everyone), ("node", node)):
             try:
-                errors[f"{path.__name__} {where}"] = path(mesh, ranks, f"{name}-{ranks[0]}")
+                errors[f"{path.__name__} {group_name}"] = path(mesh, group, f"{name}-{group[0]}")
             except BadInput as error:
-                errors[f"{path.__name__} {where}"] = str(error)
+                errors[f"{path.__name__} {group_name}"] = str(error)
     return errors
 
 

@@ -14,7 +14,7 @@ from meshwright.spec.plan import LayerStrategy, Plan
 from tests.distributed.pool import Pool
 from tests.distributed.test_equality import GPT, LLAMA, compare, one_device, sharded
 from tests.distributed.test_experts import MIXTRAL
-from tests.distributed.test_fp8 import first_step, low
+from tests.distributed.test_fp8 import first_step, with_fp8
 from tests.distributed.test_schedules import DEEP, DEEP_TIED, STEPS, UNEVEN, Case, named
 from tests.slow import quick_first
 
@@ -61,7 +61,7 @@ LOW = [Case("1f1b", shard=2, micro=2), Case("breadth_first", shard=2, micro=2)]
 @pytest.mark.parametrize("case", LOW, ids=str)
 def test_fp8_comes_back_bit_for_bit(pool: Pool, case: Case) -> None:
     on_device, offloaded = (
-        first_step(pool, DEEP, low(replace(case, offload=offload).plan)) for offload in ("none", "activations")
+        first_step(pool, DEEP, with_fp8(replace(case, offload=offload).plan)) for offload in ("none", "activations")
     )
     for actual, expected in zip(offloaded, on_device, strict=True):
         assert actual[0]["loss"] == expected[0]["loss"]
@@ -78,18 +78,18 @@ def test_a_wrong_factor_is_noticed(pool: Pool) -> None:
         compare(results, one_device(DEEP)[:1], 1e-9, weights=False)
 
 
-def damaged(world: World, plan: Plan) -> list[dict[str, Any]]:
+def run_with_damage(world: World, plan: Plan) -> list[dict[str, Any]]:
     """A step in which one byte of what waits on the host changes there."""
     from meshwright.parallel.offload import SavedActivations
 
-    settle, hit = SavedActivations.free_device_memory, []
+    settle, damaged_tensors = SavedActivations.free_device_memory, []
 
     def settle_and_damage(saved: SavedActivations) -> None:
         settle(saved)
-        for storage in list(saved._storages.values())[: not hit]:
+        for storage in list(saved._storages.values())[: not damaged_tensors]:
             assert storage.host is not None and storage.device is None
             storage.host[6] ^= 1  # of a float64's upper bits
-            hit.append(storage)
+            damaged_tensors.append(storage)
 
     SavedActivations.free_device_memory = settle_and_damage  # type: ignore[method-assign]
     try:
@@ -100,12 +100,12 @@ def damaged(world: World, plan: Plan) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_backward_reads_what_came_back(pool: Pool, recompute: str) -> None:
-    results = pool.run(damaged, 1, Case("1f1b", micro=4, recompute=recompute, offload="activations").plan)
+    results = pool.run(run_with_damage, 1, Case("1f1b", micro=4, recompute=recompute, offload="activations").plan)
     with pytest.raises(AssertionError, match="gradients"):
         compare([[{**results[0][0], "norm": one_device(DEEP)[0]["norm"]}]], one_device(DEEP)[:1], 1e-9, weights=False)
 
 
-def moved(world: World, spec: ModelSpec, plan: Plan, steps: int) -> dict[str, float]:
+def copied_bytes(world: World, spec: ModelSpec, plan: Plan, steps: int) -> dict[str, float]:
     """Run some steps; returns the bytes of a visit, the peak device bytes of offloaded activations, and the host bytes."""
     from meshwright.data.loader import MicroBatch
     from meshwright.events.span import NullRecorder
@@ -148,16 +148,16 @@ def test_two_visits_are_on_the_device_and_host_buffers_are_reused(
     pool: Pool, case: Case, visits: int, host_visits: int, offloads: float
 ) -> None:
     plan = replace(case, offload="activations").plan
-    first, later = (pool.run(moved, plan.ranks, DEEP, plan, steps) for steps in (1, 3))
-    for rank, again in zip(first, later, strict=True):
+    first, later = (pool.run(copied_bytes, plan.ranks, DEEP, plan, steps) for steps in (1, 3))
+    for rank, later_figures in zip(first, later, strict=True):
         assert 0 < rank["device"] <= visits * rank["visit"]
-        assert rank["host"] == again["host"] <= host_visits * rank["visit"]
-        assert rank["offloads"] == again["offloads"]
+        assert rank["host"] == later_figures["host"] <= host_visits * rank["visit"]
+        assert rank["offloads"] == later_figures["offloads"]
 
 
 def test_full_recompute_offloads_only_the_blocks_input(pool: Pool) -> None:
     plan = Case("1f1b", micro=4, recompute="full", offload="activations").plan
-    assert pool.run(moved, 1, GPT4, plan, 1)[0]["visit"] == 4 * 12 * GPT4.hidden * 8
+    assert pool.run(copied_bytes, 1, GPT4, plan, 1)[0]["visit"] == 4 * 12 * GPT4.hidden * 8
 
 
 GPT4 = replace(GPT, layers=4)

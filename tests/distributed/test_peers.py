@@ -30,12 +30,12 @@ from tests.distributed.test_schedules import Case
 class ImmediateStream:
     """A stream whose work has ended when it is launched."""
 
-    def wait_stream(self, other: Any) -> None: ...
+    def wait_stream(self, stream: Any) -> None: ...
     def wait_event(self, event: Any) -> None: ...
     def record_event(self) -> None: ...
 
 
-def shared_window(folder: Path, late: int) -> type:
+def shared_window(folder: Path, late_rank: int) -> type:
     """`peers._Window` over files that the ranks map; rank `late` leaves each barrier one exchange late."""
     from meshwright.parallel import peers
 
@@ -59,7 +59,7 @@ def shared_window(folder: Path, late: int) -> type:
         def barrier(self, number: int) -> None:
             self.set_flags(number)
             self.wait_for_flags(number)
-            if self._rank == late:
+            if self._rank == late_rank:
                 self.wait_for_flags(number + 1)
 
         def set_flags(self, number: int) -> None:
@@ -67,10 +67,10 @@ def shared_window(folder: Path, late: int) -> type:
                 self._flags[owner][self._rank] = number
 
         def wait_for_flags(self, number: int) -> None:
-            end = time.monotonic() + 20
+            deadline = time.monotonic() + 20
             other_ranks = [rank for rank in range(self._ranks) if rank != self._rank]
-            while any(self._flags[self._rank][other] < number for other in other_ranks):
-                assert time.monotonic() < end, f"barrier {number} timed out: {self._flags[self._rank]}"
+            while any(self._flags[self._rank][peer] < number for peer in other_ranks):
+                assert time.monotonic() < deadline, f"barrier {number} timed out: {self._flags[self._rank]}"
                 os.sched_yield()
 
     return Window
@@ -78,25 +78,25 @@ def shared_window(folder: Path, late: int) -> type:
 
 @contextmanager
 def streams_in_order() -> Iterator[None]:
-    plain = {
+    replacements = {
         "Stream": lambda *_, **__: ImmediateStream(),
         "current_stream": ImmediateStream,
         "stream": nullcontext,
         "synchronize": lambda _: None,
     }
-    with mock.patch.multiple(torch.cuda, **plain):
+    with mock.patch.multiple(torch.cuda, **replacements):
         yield
 
 
-def largest_error(world: World, ranks: int, late: int, slots: int, batch: int, folder: Path) -> float:
+def largest_error(world: World, ranks: int, late_rank: int, slots: int, batch: int, folder: Path) -> float:
     """Largest error of three runs of every operator against the variants with collectives."""
     from meshwright.parallel import peers
     from meshwright.parallel.mesh import build_mesh
 
     group = build_mesh(Case("1f1b", tensor=ranks).plan, world).group("tensor")
     assert group is not None
-    plain = every_operator(world.rank, group.group_name, ranks, batch)
-    window = shared_window(folder, late)
+    by_collectives = every_operator(world.rank, group.group_name, ranks, batch)
+    window = shared_window(folder, late_rank)
     with mock.patch.multiple(peers, _Window=window, TOKEN_SLOTS=slots), streams_in_order():
         memory = peers.PeerMemory(group, torch.device("cpu"))
         peers.register(group.group_name, memory)
@@ -108,16 +108,16 @@ def largest_error(world: World, ranks: int, late: int, slots: int, batch: int, f
     return max(
         float((a - b).abs().max())
         for outputs in repeated
-        for name in plain
-        for a, b in zip(outputs[name], plain[name], strict=True)
+        for name in by_collectives
+        for a, b in zip(outputs[name], by_collectives[name], strict=True)
     )
 
 
-@pytest.mark.parametrize(("ranks", "late", "batch"), [(2, 1, 2), pytest.param(4, 2, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("ranks", "late_rank", "batch"), [(2, 1, 2), pytest.param(4, 2, 1, marks=pytest.mark.slow)])
 def test_no_rank_overwrites_data_that_a_late_rank_has_yet_to_read(
-    pool: Pool, tmp_path: Path, ranks: int, late: int, batch: int
+    pool: Pool, tmp_path: Path, ranks: int, late_rank: int, batch: int
 ) -> None:
-    assert max(pool.run(largest_error, ranks, ranks, late, 2, batch, tmp_path)) < 1e-12
+    assert max(pool.run(largest_error, ranks, ranks, late_rank, 2, batch, tmp_path)) < 1e-12
 
 
 def test_a_single_slot_gives_wrong_results(pool: Pool, tmp_path: Path) -> None:

@@ -89,20 +89,20 @@ def test_a_plan_file_may_order_its_axes(
     precision = "{compute: fp32, reduce: fp32}"
     file.write_text(f"mesh: {mesh}\nbatch: {batch}\nschedule: {{name: 1f1b}}\nprecision: {precision}\ncompile: false\n")
     results = trained(pool, tiny, tmp_path, "cluster.gpus_per_node=4", f"plan={file}", DEEP)
-    layers = [{part for name in result.tensors for part in name.split(".") if part.isdigit()} for result in results]
+    layers = [{word for name in result.tensors for word in name.split(".") if word.isdigit()} for result in results]
     assert layers == [{"0", "1"}, {"2", "3"}, set(), set()]  # the first copy alone writes
     compare([first, results], one_rank)
 
 
 def test_a_pipeline_goes_on_with_any_plans_run(pool: Pool, tiny: Path, tmp_path: Path, one_rank: Seen) -> None:
     """From plan to plan in one run, each but the first a pipeline."""
-    parts = [
+    attempts = [
         trained(pool, tiny, tmp_path, *OTHERS["layered, shard 2"], stop_at=2),
         trained(pool, tiny, tmp_path, *ZBV, stop_at=4, stop_rank=2, flag=INTERRUPT),
         trained(pool, tiny, tmp_path, *staged(2, "zb_h1")),
     ]
-    assert [ranks_seen[0].began for ranks_seen in parts] == [0, 2, 4]
-    compare(parts, one_rank)
+    assert [ranks_seen[0].began for ranks_seen in attempts] == [0, 2, 4]
+    compare(attempts, one_rank)
 
 
 Validations = dict[tuple[str, ...], list[tuple[int, Evaluation]]]
@@ -128,26 +128,28 @@ def test_validation_is_that_of_one_rank(
     precise = ["plan.compute=fp64", "train.steps=2", "train.warmup_steps=0", "train.validate_every=1", *size]
     if (key := tuple(size)) not in validated_alone:
         validated_alone[key] = trained(pool, tiny, tmp_path / "one", *ranks(1), DEEP, *precise)[0].validations
-    alone = validated_alone[key]
+    one_rank = validated_alone[key]
     results = trained(pool, tiny, tmp_path / "pipeline", *plan, *precise)
     assert all(result.validations == results[0].validations for result in results)
     assert [step for step, _ in results[0].validations] == [1, 2]
-    for (_, actual), (_, truth) in zip(results[0].validations, alone, strict=True):
+    for (_, actual), (_, truth) in zip(results[0].validations, one_rank, strict=True):
         assert actual.loss == pytest.approx(truth.loss, rel=1e-12) and actual.tokens == truth.tokens
 
 
 def test_validation_does_not_touch_the_training(pool: Pool, tiny: Path, tmp_path: Path) -> None:
-    without = trained(pool, tiny, tmp_path / "without", *ZBV, "train.validate_every=0")
+    without_validation = trained(pool, tiny, tmp_path / "without", *ZBV, "train.validate_every=0")
     with_it = trained(pool, tiny, tmp_path / "with", *ZBV, "train.validate_every=1")
-    assert (len(without[0].validations), len(with_it[0].validations)) == (1, STEPS)
-    assert with_it[0].losses == without[0].losses and same_bits(merge_tensors(with_it), merge_tensors(without))
+    assert (len(without_validation[0].validations), len(with_it[0].validations)) == (1, STEPS)
+    assert with_it[0].losses == without_validation[0].losses and same_bits(
+        merge_tensors(with_it), merge_tensors(without_validation)
+    )
 
 
 def test_one_stage_that_is_not_a_number_ends_all_and_changes_nothing(
     pool: Pool, tiny: Path, tmp_path: Path, stopped: tuple[Path, list[Seen]]
 ) -> None:
     """One NaN in a layer of pipeline rank 1 (whose shards are ranks 2 and 3)."""
-    runs, before = stopped
+    runs, state_before = stopped
     shutil.copytree(runs / "tiny", tmp_path / "tiny")
     name = "model.layers.2.mlp.down.weight"
     poison = name.removeprefix("model.")
@@ -155,12 +157,12 @@ def test_one_stage_that_is_not_a_number_ends_all_and_changes_nothing(
     for result in results:
         assert result.error and result.error[0] == "NumericalFailure" and f"step {STOP + 1}" in result.error[1]
         assert [record["step"] for record in result.steps] == [STOP + 1]
-    healthy, after = (
-        merge_tensors(before),
+    healthy, state_after = (
+        merge_tensors(state_before),
         {key: tensor for result in results for key, tensor in result.tensors.items()},
     )
-    changed = (after.pop(name) != healthy.pop(name)).flatten().nonzero().flatten().tolist()
-    assert changed == [0] and same_bits(after, healthy)
+    changed = (state_after.pop(name) != healthy.pop(name)).flatten().nonzero().flatten().tolist()
+    assert changed == [0] and same_bits(state_after, healthy)
     assert steps_on_disk(tmp_path) == [STOP]
     last = read_metrics(tmp_path / "tiny" / "metrics.jsonl")[-1]
     assert last["step"] == STOP + 1 and last["loss"] is None and last["nonfinite"]["loss"] == "nan"

@@ -70,8 +70,8 @@ def test_a_run_ends_without_a_checkpoint_if_none_fits_on_the_disk(
     assert answers[0] == answers[1]
     step, outcome, code, text = answers[0]
     assert (outcome, code) == ("OutOfResources", 3) and 2 <= step <= 3
-    why = "No space left on device" if happens is cases.full else "no longer exists: it was deleted or moved"
-    assert f"ended after step {step}, without a checkpoint: " in text and why in text
+    reason = "No space left on device" if happens is cases.full else "no longer exists: it was deleted or moved"
+    assert f"ended after step {step}, without a checkpoint: " in text and reason in text
     assert (tmp_path / "tiny").exists() == (happens is cases.full)
 
 
@@ -106,15 +106,15 @@ def test_a_finished_run_is_continued_when_its_steps_are_raised(pool: Pool, tiny:
     pool.run(cases.disturbed, 2, longer.assignment, 0, cases.deleted)
     lines = read_metrics(tmp_path / "tiny" / "metrics.jsonl")
     steps = [line for line in lines if line["kind"] == "step"]
-    before = [line for line in read_metrics(tmp_path / "before.jsonl") if line["kind"] == "step"]
-    assert steps[:STEPS] == before and [line["step"] for line in steps] == list(range(1, 10))
-    old, new = first.run.train, longer.assignment.run.train
-    assert [line["lr"] for line in steps[STEPS:]] == [learning_rate(new, step) for step in (7, 8, 9)]
+    earlier_steps = [line for line in read_metrics(tmp_path / "before.jsonl") if line["kind"] == "step"]
+    assert steps[:STEPS] == earlier_steps and [line["step"] for line in steps] == list(range(1, 10))
+    first_train, longer_train = first.run.train, longer.assignment.run.train
+    assert [line["lr"] for line in steps[STEPS:]] == [learning_rate(longer_train, step) for step in (7, 8, 9)]
     texts = [line["text"] for line in lines if line["kind"] == "event" and "raised" in line["text"]]
     assert texts == [
         "train.steps raised from 6 to 9: from here on the learning rate follows the longer schedule; "
-        f"at step 6 it is {learning_rate(new, 6):.3g} there and was {learning_rate(old, 6):.3g}"
+        f"at step 6 it is {learning_rate(longer_train, 6):.3g} there and was {learning_rate(first_train, 6):.3g}"
     ]
-    again = prepared(tiny, tmp_path, *ranks(2), "train.steps=9").assignment
-    pool.run(cases.disturbed, 2, again, 0, cases.deleted)
+    continued = prepared(tiny, tmp_path, *ranks(2), "train.steps=9").assignment
+    pool.run(cases.disturbed, 2, continued, 0, cases.deleted)
     assert sum("raised" in line.get("text", "") for line in read_metrics(tmp_path / "tiny" / "metrics.jsonl")) == 1

@@ -229,7 +229,8 @@ def left_to_the_collector(world, plan: Plan) -> list[str]:
             tensor[: BATCH // mesh.data_ranks].split(plan.batch.micro_batch) for tensor in batch(number, DEEP)
         ]
         batches = [
-            MicroBatch(*parts, valid_tokens=int((parts[1] >= 0).sum())) for parts in zip(*micro_batches, strict=True)
+            MicroBatch(*columns, valid_tokens=int((columns[1] >= 0).sum()))
+            for columns in zip(*micro_batches, strict=True)
         ]
         train_step(
             engine, optimizer, mesh, batches, learning_rate=RATE, clip_norm=1.0, recorder=NullRecorder(), stop_flag=lambda: 0
@@ -254,7 +255,7 @@ def test_a_step_leaves_no_tensor_to_the_collector(pool: Pool, case: Case) -> Non
     assert pool.run(left_to_the_collector, case.plan.ranks, case.plan) == [[]] * case.plan.ranks
 
 
-def refused(world, plan: Plan) -> str:
+def refusal_text(world, plan: Plan) -> str:
     from meshwright.parallel.apply import build_engine
     from meshwright.parallel.mesh import build_mesh
 
@@ -267,4 +268,4 @@ def refused(world, plan: Plan) -> str:
 
 def test_too_few_micro_batches_are_refused(pool: Pool) -> None:
     plan = Case("dualpipe_v", pipeline=2, micro=4).plan
-    assert "needs at least 4 micro-batches" in pool.run(refused, 2, plan)[0]
+    assert "needs at least 4 micro-batches" in pool.run(refusal_text, 2, plan)[0]

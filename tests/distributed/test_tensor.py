@@ -121,8 +121,8 @@ def copies_differ(world: World, spec: ModelSpec, plan: Plan, unsummed: str) -> b
 
     class Leaving(apply.TensorCopySums):
         def __init__(self, model: Any, boxes: Any, mesh: Any) -> None:
-            without = {name: () if unsummed in name else parameter_boxes for name, parameter_boxes in boxes.items()}
-            super().__init__(model, without, mesh)
+            remaining = {name: () if unsummed in name else parameter_boxes for name, parameter_boxes in boxes.items()}
+            super().__init__(model, remaining, mesh)
 
     original, apply.TensorCopySums = apply.TensorCopySums, Leaving  # type: ignore[misc]
     try:
@@ -145,22 +145,22 @@ CHAIN = [
 
 def test_any_plan_goes_on_with_any_other_bit_for_bit(pool: Pool, tiny: Path, tmp_path: Path) -> None:
     deep = ("model.layers=4", "plan.compute=fp64")
-    alone = trained(pool, tiny, tmp_path / "one", *ranks(1), *deep)
-    parts: list[list[Seen]] = []
+    one_rank = trained(pool, tiny, tmp_path / "one", *ranks(1), *deep)
+    attempts: list[list[Seen]] = []
     for number, plan in enumerate(CHAIN):
-        if parts:
+        if attempts:
             assignment = prepared(tiny, tmp_path, *plan, *deep).assignment
             final_tensors: dict[str, torch.Tensor] = {}
             for _, tensors in pool.run(cases.opened, 4, assignment):
                 final_tensors |= tensors
-            assert same_bits(final_tensors, merge_tensors(parts[-1]))
-        if len(parts) < 3:
-            parts.append(trained(pool, tiny, tmp_path, *plan, *deep, stop_at=(2, 4, 0)[number]))
-    assert [results[0].began for results in parts] == [0, 2, 4]
-    same_run(parts, alone[0])
+            assert same_bits(final_tensors, merge_tensors(attempts[-1]))
+        if len(attempts) < 3:
+            attempts.append(trained(pool, tiny, tmp_path, *plan, *deep, stop_at=(2, 4, 0)[number]))
+    assert [results[0].began for results in attempts] == [0, 2, 4]
+    same_run(attempts, one_rank[0])
     with CheckpointReader(tmp_path / "tiny" / "checkpoints" / f"step-{STEPS_OF_A_RUN:08d}") as reader:
         saved = {name: reader.read(name) for name in reader.tensors}
-    assert same_bits(saved, merge_tensors(parts[-1]))
+    assert same_bits(saved, merge_tensors(attempts[-1]))
 
 
 def test_validation_and_initial_weights_are_those_of_one_rank(pool: Pool, tiny: Path, tmp_path: Path) -> None:
@@ -169,11 +169,11 @@ def test_validation_and_initial_weights_are_those_of_one_rank(pool: Pool, tiny: 
     precise = [model, "plan.compute=fp64", "train.steps=2", "train.warmup_steps=0", "train.validate_every=1"]
     first = trained(pool, tiny, tmp_path / "first", *ranks(1), *precise)
     precise.append(f"model.init=checkpoint:{tmp_path / 'first' / 'tiny'}")
-    alone = trained(pool, tiny, tmp_path / "one", *ranks(1), *precise)[0].validations
+    one_rank = trained(pool, tiny, tmp_path / "one", *ranks(1), *precise)[0].validations
     results = trained(pool, tiny, tmp_path / "tensor", *ranks(4), "plan.tensor=2", "plan.shard=2", *precise)
-    assert alone != first[0].validations
+    assert one_rank != first[0].validations
     assert all(result.validations == results[0].validations for result in results)
-    for (_, actual), (_, truth) in zip(results[0].validations, alone, strict=True):
+    for (_, actual), (_, truth) in zip(results[0].validations, one_rank, strict=True):
         assert actual.loss == pytest.approx(truth.loss, rel=1e-9) and actual.tokens == truth.tokens
 
 
@@ -199,11 +199,14 @@ def exchanges_of_a_block(world: World, spec: ModelSpec, plan: Plan) -> list[tupl
         (peers.MessagePeers, ("start_gather", "start_sum")) if copied else (products, ("_gather", "_scatter"))
     )
     with ExitStack() as stack:
-        counts = [stack.enter_context(counting(owner, name)) for name in names]
+        calls_by_name = [stack.enter_context(counting(owner, name)) for name in names]
         _engine, y = through_a_block(world, spec, plan)  # backward needs the engine alive
-        forward = tuple(map(len, counts))
+        forward = tuple(map(len, calls_by_name))
         y.sum().backward()
-    return [forward, tuple(len(calls) - before for calls, before in zip(counts, forward, strict=True))]
+    return [
+        forward,
+        tuple(len(calls) - calls_in_forward for calls, calls_in_forward in zip(calls_by_name, forward, strict=True)),
+    ]
 
 
 @contextmanager

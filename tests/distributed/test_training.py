@@ -108,12 +108,12 @@ def test_k_and_k_steps_equal_2k_bit_for_bit(pool: Pool, tiny: Path, tmp_path: Pa
 @pytest.mark.parametrize("linear", quick_first(1, ["fp8_tensorwise", "fp8_rowwise"]))
 def test_products_in_fp8_train_as_well(pool: Pool, tiny: Path, tmp_path: Path, linear: str) -> None:
     longer = [*ranks(2), "train.steps=40"]
-    wide = trained(pool, tiny, tmp_path / "wide", *longer)[0]
+    bf16_run = trained(pool, tiny, tmp_path / "wide", *longer)[0]
     low = trained(pool, tiny, tmp_path / "low", *longer, "plan.compute=bf16", f"plan.linear={linear}")[0]
-    fp8_loss, wide_loss = low.validations[-1][1].loss, wide.validations[-1][1].loss
-    assert wide_loss < 0.5 * wide.losses[0]
+    fp8_loss, wide_loss = low.validations[-1][1].loss, bf16_run.validations[-1][1].loss
+    assert wide_loss < 0.5 * bf16_run.losses[0]
     assert fp8_loss == pytest.approx(wide_loss, rel=0.01)
-    assert low.losses != wide.losses
+    assert low.losses != bf16_run.losses
 
 
 @pytest.fixture(scope="module")
@@ -122,17 +122,17 @@ def one_rank(pool: Pool, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -
     return trained(pool, tiny, tmp_path_factory.mktemp("one"), *ranks(1))[0]
 
 
-def compare(parts: list[list[Seen]], truth: Seen) -> None:
+def compare(attempts: list[list[Seen]], truth: Seen) -> None:
     """That the parts, one after another, are the run that `truth` is: samples, token sums, losses, final weights."""
-    read = [samples_by_step(ranks_seen) for ranks_seen in parts]
+    read = [samples_by_step(ranks_seen) for ranks_seen in attempts]
     assert [step for steps in read for step in steps] == [
         list(range(step * BATCH, (step + 1) * BATCH)) for step in range(STEPS)
     ]
-    steps = [record for ranks_seen in parts for record in ranks_seen[0].steps]
+    steps = [record for ranks_seen in attempts for record in ranks_seen[0].steps]
     for key in ("step", "token_sum", "tokens", "lr"):
         assert [record[key] for record in steps] == [record[key] for record in truth.steps]
     assert [record["loss"] for record in steps] == pytest.approx(truth.losses, rel=LAYOUT_BOUND)
-    ours = merge_tensors(parts[-1])
+    ours = merge_tensors(attempts[-1])
     assert ours.keys() == truth.tensors.keys()
     weights = {name: tensor for name, tensor in ours.items() if name.startswith("model.")}
     for name, tensor in weights.items():
@@ -165,13 +165,13 @@ def test_any_number_of_ranks_reads_the_same_samples(
 
 
 def test_a_resize_in_mid_run_changes_nothing(pool: Pool, tiny: Path, tmp_path: Path, one_rank: Seen) -> None:
-    parts = [
+    attempts = [
         trained(pool, tiny, tmp_path, *ranks(4), stop_at=2),
         trained(pool, tiny, tmp_path, *ranks(1), stop_at=4),
         trained(pool, tiny, tmp_path, *ranks(2)),
     ]
-    assert [ranks_seen[0].began for ranks_seen in parts] == [0, 2, 4]
-    compare(parts, one_rank)
+    assert [ranks_seen[0].began for ranks_seen in attempts] == [0, 2, 4]
+    compare(attempts, one_rank)
 
 
 @pytest.mark.parametrize(("count", "flag", "error"), [(2, PREEMPT, "Preempted"), (4, INTERRUPT, "Interrupted")])
@@ -194,12 +194,12 @@ def test_a_step_that_is_not_a_number_is_not_applied(pool: Pool, tiny: Path, tmp_
     for result in results:
         assert result.error and result.error[0] == "NumericalFailure" and "step 3" in result.error[1]
         assert [record["step"] for record in result.steps] == [3]
-    after = results[0].tensors
-    poisoned = after[f"model.{name}"]
+    state_after = results[0].tensors
+    poisoned = state_after[f"model.{name}"]
     changed = (poisoned != healthy[f"model.{name}"]).flatten().nonzero().flatten().tolist()
     assert changed == [poisoned.numel() // 2] and poisoned.isnan().sum() == 1
     other_keys = [key for key in healthy if key != f"model.{name}"]
-    assert same_bits({key: after[key] for key in other_keys}, {key: healthy[key] for key in other_keys})
+    assert same_bits({key: state_after[key] for key in other_keys}, {key: healthy[key] for key in other_keys})
     assert steps_on_disk(tmp_path) == [2]
     last = read_metrics(tmp_path / "tiny" / "metrics.jsonl")[-1]
     assert last["step"] == 3 and last["loss"] is None and last["nonfinite"]["loss"] == "nan"
@@ -264,11 +264,11 @@ def losses_by_source(folder: Path, run: RunSpec) -> dict[str, tuple[float, int]]
     sums: dict[str, tuple[float, int]] = {}
     for index in range(HeldOut.of(source, run.train.global_batch * run.train.validate_batches).samples):
         batch, name = source.samples([index]), source.describe(index)["source"]
-        tensors = [torch.from_numpy(part) for part in (batch.tokens, batch.targets, batch.positions, batch.documents)]
+        tensors = [torch.from_numpy(array) for array in (batch.tokens, batch.targets, batch.positions, batch.documents)]
         with torch.no_grad():
             loss = plain_loss(model, MicroBatch(*tensors, valid_tokens=0)).item()
-        before, tokens = sums.get(name, (0.0, 0))
-        sums[name] = before + loss, tokens + int((batch.targets >= 0).sum())
+        loss_sum, tokens = sums.get(name, (0.0, 0))
+        sums[name] = loss_sum + loss, tokens + int((batch.targets >= 0).sum())
     return sums
 
 
@@ -280,15 +280,15 @@ def valid_tokens(run: RunSpec, samples: int, split: Split = "train") -> int:
 
 def test_validation_leaves_the_model_sharded(pool: Pool, tiny: Path, tmp_path: Path) -> None:
     assignment = prepared(tiny, tmp_path, *ranks(2), "plan.reshard=false").assignment
-    for before, after in pool.run(cases.validated, 2, assignment):
-        assert before and all(before) and all(after)
+    for sharded_before, sharded_after in pool.run(cases.validate_and_compare, 2, assignment):
+        assert sharded_before and all(sharded_before) and all(sharded_after)
 
 
 def test_validation_does_not_touch_the_training(pool: Pool, tiny: Path, tmp_path: Path) -> None:
-    without = trained(pool, tiny, tmp_path / "without", *ranks(2), "train.validate_every=0")[0]
+    without_validation = trained(pool, tiny, tmp_path / "without", *ranks(2), "train.validate_every=0")[0]
     with_it = trained(pool, tiny, tmp_path / "with", *ranks(2), "train.validate_every=1")[0]
-    assert (len(without.validations), len(with_it.validations)) == (1, STEPS)
-    assert with_it.losses == without.losses and same_bits(with_it.tensors, without.tensors)
+    assert (len(without_validation.validations), len(with_it.validations)) == (1, STEPS)
+    assert with_it.losses == without_validation.losses and same_bits(with_it.tensors, without_validation.tensors)
 
 
 @pytest.fixture(scope="module")
@@ -326,12 +326,15 @@ def loss_of_first_batch(source: Path, assignment: Assignment) -> float:
 
 
 @pytest.mark.parametrize(
-    ("other", "weight"), [({"vocab_size": 256}, "embed"), ({"layers": 1}, "layers.1"), ({"layers": 3}, "layers.2")]
+    ("other_sizes", "weight"),
+    [({"vocab_size": 256}, "embed"), ({"layers": 1}, "layers.1"), ({"layers": 3}, "layers.2")],
 )
-def test_weights_of_another_model_are_refused(pool: Pool, source: Path, other: dict[str, int], weight: str) -> None:
+def test_weights_of_another_model_are_refused(
+    pool: Pool, source: Path, other_sizes: dict[str, int], weight: str
+) -> None:
     """Its rows could be read, so only a comparison of shapes tells."""
     for init in (f"checkpoint:{source}", f"hf:{source}/hf"):
-        model = replace(load_resolved(source / "config.yaml").model, **other)
+        model = replace(load_resolved(source / "config.yaml").model, **other_sizes)
         (answer,) = pool.run(cases.refusal, 1, model, init)
         assert answer.startswith(f"BadInput: model.init {init}: {weight}")
 
@@ -342,9 +345,9 @@ def test_ranks_agree_on_the_first_ones_assignment(pool: Pool, tiny: Path, tmp_pa
     answers = pool.run(cases.agreed, 2, None)
     assert answers[0] == ("BadInput", "planned")
     assert answers[1] == ("BadInput", "rank 0 could not prepare the run: planned")
-    full, other = pool.run(cases.agreed, 2, None, True)
-    assert full[0] == "OSError" and other[0] == "OutOfResources"
-    assert "rank 0 could not prepare the run: /runs/x/config.yaml: No space left on device" in other[1]
+    full, other_answer = pool.run(cases.agreed, 2, None, True)
+    assert full[0] == "OSError" and other_answer[0] == "OutOfResources"
+    assert "rank 0 could not prepare the run: /runs/x/config.yaml: No space left on device" in other_answer[1]
 
 
 def test_metrics_have_all_documented_keys(tiny: Path, pool: Pool, tmp_path: Path) -> None:
@@ -365,8 +368,8 @@ def test_metrics_have_all_documented_keys(tiny: Path, pool: Pool, tmp_path: Path
     ]
     assert set(promised) <= set(STEP_KEYS) and all(set(promised) <= set(line) for line in steps)
     assert [line["mfu"] for line in steps] == [None] * STEPS  # no peak is known for this processor
-    warmup, cosine = [0.5, 1.0], [0.1 + 0.9 * part for part in (0.8535533906, 0.5, 0.1464466094, 0.0)]
-    assert [line["lr"] for line in steps] == pytest.approx([1e-2 * part for part in warmup + cosine])
+    warmup, cosine = [0.5, 1.0], [0.1 + 0.9 * factor for factor in (0.8535533906, 0.5, 0.1464466094, 0.0)]
+    assert [line["lr"] for line in steps] == pytest.approx([1e-2 * factor for factor in warmup + cosine])
     assert [line["tokens"] for line in steps] == [valid_tokens(run, BATCH * step) for step in range(1, STEPS + 1)]
     assert [line["step"] for line in lines if line["kind"] == "validation"] == [3, 6]
     for line in steps:

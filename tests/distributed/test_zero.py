@@ -79,10 +79,10 @@ class Watching(NullRecorder):
         self.units = [unit for unit in engine.executor.rank_model.stages[0] if unit.layer is not None]
         self.seen: list[dict[str, list[int]]] = []
 
-    def span(self, name: str, lane: str = "step") -> Any:
-        if name == "forward 0.2/0":
+    def action(self, index: int, action: Any, tokens: int = 0) -> Any:
+        if action.label == "forward 0.2/0":
             self.seen.append({"weights": self.weights(), "gradients": self.gradients()})
-        return super().span(name, lane)
+        return super().action(index, action, tokens)
 
     def weights(self) -> list[int]:
         """Bytes of each block's whole weights."""
@@ -127,10 +127,12 @@ def test_between_micro_batches_a_rank_holds_what_its_stages_say(pool: Pool, stag
         assert observed["gradients"] == [block if stage == 1 else block // 2 for stage in of_layer]
     expected, third = counted(plan), counted(by_range(OVER_SHARDS, (3,)))
     kept_layers, full_gradients = sum(stage < 3 for stage in of_layer), sum(stage == 1 for stage in of_layer)
-    table, ends = 8 * DEEP.vocab_size * DEEP.hidden, 8 * (2 * DEEP.vocab_size + 1) * DEEP.hidden
-    assert expected["gathered"] - third["gathered"] == max(0, kept_layers - 2) * block + (of_layer[-1] < 3) * table
+    table_bytes, end_bytes = 8 * DEEP.vocab_size * DEEP.hidden, 8 * (2 * DEEP.vocab_size + 1) * DEEP.hidden
+    assert (
+        expected["gathered"] - third["gathered"] == max(0, kept_layers - 2) * block + (of_layer[-1] < 3) * table_bytes
+    )
     assert expected["gradients"] - third["gradients"] == pytest.approx(
-        full_gradients * block // 2 + (of_layer[-1] == 1) * ends // 2
+        full_gradients * block // 2 + (of_layer[-1] == 1) * end_bytes // 2
     )
     assert (expected["weights"], expected["optimizer"]) == (third["weights"], third["optimizer"])
 

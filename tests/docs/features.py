@@ -27,7 +27,7 @@ from tests.distributed import (
     test_tensor,
     test_zero,
 )
-from tests.distributed.drawn import drawn
+from tests.distributed.drawn import draw_case
 from tests.docs.pages import ROOT, text_of
 
 from meshwright.planner.candidate import untrainable
@@ -172,7 +172,7 @@ def compared(*, slow: bool = True) -> Iterator[Tested]:
     for given in given_to(test_equality.test_float64_equals_one_device):
         yield test_equality.PLANS[given["name"]], given["spec"]
     for given in given_to(test_equality.test_sums_over_replicas_in_bf16_round_and_are_the_same_on_all):
-        yield test_equality.narrowed(test_equality.WIDE[given["shard"]]), test_equality.LLAMA
+        yield test_equality.with_bf16_sums(test_equality.WIDE[given["shard"]]), test_equality.LLAMA
     deep = {False: test_schedules.DEEP, True: test_schedules.DEEP_TIED}
     for test, tied in (
         (test_schedules.test_one_stage, None),
@@ -200,21 +200,21 @@ def compared(*, slow: bool = True) -> Iterator[Tested]:
         yield given["case"].plan, test_experts.of_case(given["case"])
     for given in given_to(test_copy_engine.test_float64_equals_one_device):
         spec, chosen = test_copy_engine.CASES[given["name"]]
-        yield test_copy_engine.copying(chosen), spec
-    yield test_copy_engine.copying(test_copy_engine.IN_FP8), test_equality.LLAMA
+        yield test_copy_engine.with_copy_engine(chosen), spec
+    yield test_copy_engine.with_copy_engine(test_copy_engine.IN_FP8), test_equality.LLAMA
     for given in given_to(test_async_tensor.test_float64_equals_one_device):
-        yield test_async_tensor.beside(given["case"].plan), given["spec"]
+        yield test_async_tensor.with_copied_tokens(given["case"].plan), given["spec"]
     for given in given_to(test_zero.test_over_shards):
         yield test_zero.by_range(test_zero.OVER_SHARDS, given["stages"]), deep[False]
     for given in given_to(test_zero.test_beside_other_axes):
         yield test_zero.by_range(given["case"], given["stages"]), deep[True]
     for given in given_to(test_fp8.test_layouts_agree):
         gather = "fp8" if given["linear"] == "fp8_tensorwise" else "compute"
-        yield test_fp8.low(test_fp8.LAYOUTS[given["name"]], given["linear"], gather), test_equality.LLAMA
+        yield test_fp8.with_fp8(test_fp8.LAYOUTS[given["name"]], given["linear"], gather), test_equality.LLAMA
     for given in given_to(test_fp8.test_schedules_agree_also_where_the_backward_is_split):
-        yield test_fp8.low(given["case"].plan), deep[False]
+        yield test_fp8.with_fp8(given["case"].plan), deep[False]
     for given in given_to(test_offload.test_fp8_comes_back_bit_for_bit):
-        yield test_fp8.low(replace(given["case"], offload="activations").plan), deep[False]
+        yield test_fp8.with_fp8(replace(given["case"], offload="activations").plan), deep[False]
     for given in given_to(test_host_optimizer.test_same_bits_as_without):
         spec, chosen = test_host_optimizer.BITS[given["name"]]
         yield chosen, spec
@@ -225,7 +225,7 @@ def compared(*, slow: bool = True) -> Iterator[Tested]:
         (test_drawn.test_sums_over_replicas_in_bf16_round_and_nothing_else, {}),
     ):
         for given in given_to(test):
-            spec, chosen, _ = drawn(**usual, **given)
+            spec, chosen, _ = draw_case(**usual, **given)
             yield chosen, spec
 
 

@@ -1,6 +1,6 @@
 """Chooses the seeds of `tests/distributed/test_drawn.py`: few plans that together cover every pair of features.
 
-`python -m tests.docs.seeds` prints them, seeds that add most pairs first. Run it again when the choices of `drawn`
+`python -m tests.docs.seeds` prints them, seeds that add most pairs first. Run it again when the choices of `draw_case`
 change.
 """
 
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from itertools import combinations
 
-from tests.distributed.drawn import Drawn, drawn
+from tests.distributed.drawn import DrawnCase, draw_case
 from tests.distributed.test_drawn import FLOAT64, LOW, NARROW
 from tests.docs.features import FEATURES, ORDERS
 
 CANDIDATE_SEEDS = 4000
 
 
-def pairs(case: Drawn) -> set[tuple[str, str]]:
+def pairs(case: DrawnCase) -> set[tuple[str, str]]:
     """Returns the pairs of features in the plan."""
     names = [name for name, feature in (ORDERS | FEATURES).items() if feature.in_plan(case.plan, case.spec)]
     return set(combinations(names, 2))
@@ -37,5 +37,5 @@ if __name__ == "__main__":
         ("_LOW", LOW, False),
         ("_NARROW", NARROW, False),
     ):
-        pairs_of = {seed: pairs(drawn(seed, precision, compile=compile)) for seed in range(CANDIDATE_SEEDS)}
+        pairs_of = {seed: pairs(draw_case(seed, precision, compile=compile)) for seed in range(CANDIDATE_SEEDS)}
         print(f"SEEDS{name} = {covering(pairs_of)}")

@@ -6,11 +6,12 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, replace
 from unittest import mock
 
 from meshwright.events import progress
 from meshwright.events.messages import Channel, MessageReader, Progress
-from meshwright.events.progress import PROGRESS, ProgressPage, ProgressSender
+from meshwright.events.progress import PROGRESS, PendingWait, ProgressPage, ProgressSender
 
 CHILD = """
 import os, signal
@@ -52,3 +53,33 @@ def test_messages_follow_phases_and_changes_once_a_second() -> None:
     phases = [message for message in messages if message.action == -1]
     assert phases == [Progress("train", 0), Progress("save", 2)]
     assert messages[-1] == Progress("save", 2, 5)
+
+
+@dataclass(frozen=True)
+class Receive:
+    """The receive of a gradient, in a schedule."""
+
+    op: str = "recv"
+    stage: int = 3
+    micro_batch: int = 65000
+    unit: int | None = None
+    peer: int = 4
+    label: str = ""
+
+
+def test_a_page_shows_for_what_the_host_waits_and_since_when() -> None:
+    page = ProgressPage.create()
+    assert page.pending_wait is None and page.action_since_ns == 0
+    page.begin("train", 3)
+    before = time.monotonic_ns()
+    page.set_action(9)
+    page.begin_wait(Receive())
+    wait = page.pending_wait
+    assert wait is not None and before <= page.action_since_ns <= wait.since_ns <= time.monotonic_ns()
+    assert replace(wait, since_ns=0) == PendingWait("recv", 3, 65000, -1, 4, 0)
+    page.begin_wait(Receive("unshard", 0, -1, 16000, -1))
+    assert page.pending_wait == PendingWait("unshard", 0, -1, 16000, -1, page.pending_wait.since_ns)
+    page.begin_wait(None)
+    assert page.pending_wait == PendingWait("all_reduce", -1, -1, -1, -1, page.pending_wait.since_ns)
+    page.end_wait()
+    assert page.pending_wait is None and page.read() == Progress("train", 3, 9)

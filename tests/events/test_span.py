@@ -30,5 +30,5 @@ def test_spans_cannot_be_changed():
 
 
 def test_the_room_runs_without_torch():
-    code = "import sys; sys.modules['torch'] = None; import meshwright.events.span, meshwright.events.ring_buffer"
+    code = "import sys; sys.modules['torch'] = None; import meshwright.events.span, meshwright.events.span_ring"
     subprocess.run([sys.executable, "-c", code], check=True)

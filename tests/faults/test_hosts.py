@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
 import signal
 import socket
 import threading
@@ -11,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.checkpoint.manifest import steps_in
 from meshwright.observe.metrics import read_metrics
 from tests.training.test_processes import Job, alive, last_step, until
 from tests.training.tiny import make_tiny
@@ -28,25 +32,22 @@ class Hosts:
     """Agents of one run, with a coordinator that the first of them starts."""
 
     def __init__(self, folder: Path, tiny: Path, count: int, *more: str) -> None:
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         token = folder / "token"
         token.write_text("an old token of this test\n".replace(" ", "-"))
         token.chmod(0o600)
         env = {"MESHWRIGHT_COORDINATOR": f"127.0.0.1:{free_port()}", "MESHWRIGHT_TOKEN_FILE": str(token)}
-        cluster = ["cluster.nodes=2", "cluster.gpus_per_node=1", "plan.shard=2"]
-        words = [
-            "train",
-            tiny,
-            *cluster,
-            f"train.steps={STEPS}",
-            "checkpoint.every=10",
-            *more,
-            "--runs",
-            folder,
-            "--agent",
-        ]
+        cluster = ["cluster.nodes=2", "cluster.gpus_per_node=1", f"train.steps={STEPS}", "checkpoint.every=10"]
+        self._words, self._env = ["train", tiny, *cluster, *more, "--runs", folder, "--agent"], env
         self.run = folder / "tiny"
-        self.agents = [Job(words, self.run, env) for _ in range(count)]
+        self.agents: list[Job] = []
+        for _ in range(count):
+            self.add_agent()
+
+    def add_agent(self) -> Job:
+        """Start the agent of one more host."""
+        self.agents.append(Job(self._words, self.run, self._env))
+        return self.agents[-1]
 
     @property
     def output(self) -> str:
@@ -54,9 +55,16 @@ class Hosts:
 
     def members(self) -> list[Job]:
         """The agents of the current attempt, in the order of their ranks."""
+        return self._agents_named("members")
+
+    def ready(self) -> list[Job]:
+        """The agents whose processes wait to begin an attempt."""
+        return self._agents_named("ready")
+
+    def _agents_named(self, field: str) -> list[Job]:
         last = json.loads((self.run / "supervision.jsonl").read_text().splitlines()[-1])
         by_pid = {agent.process.pid: agent for agent in self.agents}
-        return [by_pid[int(host.rpartition("/")[2])] for host in last["members"]]
+        return [by_pid[int(host.rpartition("/")[2])] for host in last[field]]
 
     def children(self) -> list[int]:
         """Processes that the agents have started."""
@@ -72,22 +80,105 @@ def losses(run: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "step"]
 
 
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float]]:
+    """The losses of an undisturbed run."""
+    hosts = Hosts(tmp_path_factory.mktemp("calm") / "runs", make_tiny(tmp_path_factory.getbasetemp() / "tiny"), 2)
+    assert hosts.codes() == [0, 0], hosts.output
+    return losses(hosts.run)
+
+
+@pytest.mark.slow
+def test_the_partner_of_a_lost_host_has_its_newest_step(
+    calm: list[tuple[int, float]], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The run's storage has lost all checkpoints when a spare host replaces the lost one."""
+    tiny = make_tiny(tmp_path_factory.getbasetemp() / "tiny")
+    hosts = Hosts(
+        tmp_path / "lost", tiny, 3, "supervision.spares=1", "checkpoint.partner=host", "checkpoint.at_end=false"
+    )
+    until(lambda: last_step(hosts.run) >= 25, hosts.agents[0])
+    lost = hosts.members()[1]
+    lost.process.send_signal(signal.SIGKILL)
+    until(lambda: "has not answered for 8 s" in hosts.output, hosts.agents[0])
+    for checkpoint in (hosts.run / "checkpoints").glob("step-*"):
+        shutil.rmtree(checkpoint)
+    assert sorted(hosts.codes()) == [-9, 0, 0], hosts.output
+    resumed = [line for line in hosts.output.splitlines() if "resumed after step" in line]
+    assert resumed and "from partner memory" in resumed[-1], hosts.output
+    assert losses(hosts.run) == calm
+
+
 @pytest.mark.slow
 def test_a_spare_host_replaces_a_lost_one_and_the_losses_are_those_of_an_undisturbed_run(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     tiny = make_tiny(tmp_path_factory.getbasetemp() / "tiny")
-    calm = Hosts(tmp_path / "calm", tiny, 2)
+    calm = Hosts(tmp_path / "calm", tiny, 2, "plan.shard=2")
     assert calm.codes() == [0, 0], calm.output
-    hosts = Hosts(tmp_path / "lost", tiny, 3, "supervision.spares=1", "checkpoint.every=5")
+    hosts = Hosts(tmp_path / "lost", tiny, 3, "plan.shard=2", "supervision.spares=1", "checkpoint.every=5")
     until(lambda: last_step(hosts.run) >= 22, hosts.agents[0])
     children, lost = hosts.children(), hosts.members()[1]
     lost.process.send_signal(signal.SIGKILL)
     codes = hosts.codes()
     assert sorted(codes) == [-9, 0, 0], hosts.output
     assert "has not answered for 8 s" in hosts.output and "restart 1 of 3 from the checkpoint of step" in hosts.output
-    assert losses(hosts.run) == losses(calm.run)
+    assert losses(hosts.run) == calm
     deadline = time.monotonic() + 15  # the coordinator ends once all agents know that the job is over
     while any(alive(pid) for pid in children):
         assert time.monotonic() < deadline
         threading.Event().wait(0.05)
+
+
+def copy_at(run: Path, step: int, folder: Path) -> None:
+    """Copy a run's folder as the checkpoint of `step` left it into `folder`, without its supervision."""
+    shutil.copytree(run, folder / run.name, ignore=shutil.ignore_patterns("supervision.jsonl"))
+    for path in steps_in(folder / run.name / "checkpoints"):
+        if int(path.name.rpartition("-")[2]) > step:
+            shutil.rmtree(path)
+
+
+def plan_of(run: Path) -> object:
+    """The Plan with which a run's ranks were started last."""
+    return json.loads((run / "assignment.json").read_text())["plan"]
+
+
+@pytest.mark.slow
+def test_a_run_that_shrinks_and_grows_has_the_losses_of_undisturbed_runs_with_the_same_plans(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A host is lost without a spare, and another one joins while the remaining host trains."""
+    tiny = make_tiny(tmp_path_factory.getbasetemp() / "tiny")
+    waits = ["supervision.wait_seconds=1", "supervision.hang_seconds=100", "checkpoint.every=5", "checkpoint.keep=20"]
+    hosts = Hosts(tmp_path / "elastic", tiny, 2, *waits)
+    run = hosts.run
+    until(lambda: last_step(run) >= 12, hosts.agents[0])
+    lost = hosts.members()[1]
+    (remaining,) = [agent for agent in hosts.agents if agent is not lost]
+    lost.process.kill()
+    until(lambda: "the run continues on 1 of 2 hosts, with a new plan" in hosts.output, remaining)
+    until(lambda: bool(remaining.ranks()) and "resumed after step" in hosts.output, remaining)
+    for rank in remaining.ranks().values():
+        os.kill(rank, signal.SIGSTOP)
+    shrunk_plan, returned = plan_of(run), hosts.add_agent()
+    until(lambda: returned in hosts.ready(), remaining)
+    for rank in remaining.ranks().values():
+        os.kill(rank, signal.SIGCONT)
+    assert sorted(hosts.codes()) == [-9, 0, 0], hosts.output
+    shrunk_at, grown_at = (
+        int(re.findall(text, hosts.output)[-1])
+        for text in (r"restart 1 of 3 from the checkpoint of step (\d+)", r"2 hosts are ready again; .* of step (\d+)")
+    )
+    assert shrunk_at < grown_at < STEPS and [step for step, _ in losses(run)] == list(range(1, STEPS + 1))
+
+    copy_at(run, shrunk_at, tmp_path / "shrunk")
+    words = ["train", tiny, "cluster.gpus_per_node=1", f"train.steps={STEPS}", *waits, "--runs", tmp_path / "shrunk"]
+    shrunk = Job(words, tmp_path / "shrunk" / "tiny")
+    assert shrunk.process.wait(120) == 0, shrunk.output()
+    copy_at(run, grown_at, tmp_path / "grown")
+    grown = Hosts(tmp_path / "grown", tiny, 2, *waits)
+    assert grown.codes() == [0, 0], grown.output
+    assert f"resumed after step {shrunk_at}" in shrunk.output() and f"resumed after step {grown_at}" in grown.output
+    assert plan_of(shrunk.run) == shrunk_plan and plan_of(grown.run) == plan_of(run) != shrunk_plan
+    assert losses(run)[shrunk_at:grown_at] == losses(shrunk.run)[shrunk_at:grown_at]
+    assert losses(run)[grown_at:] == losses(grown.run)[grown_at:]

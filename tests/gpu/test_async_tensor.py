@@ -56,22 +56,22 @@ def test_operators_equal_their_plain_twins_however_late_a_rank_is(tmp_path: Path
 def test_runs_train_alike(name: str, tmp_path: Path) -> None:
     needs_mapped_gpus()
     common = ["plan.tensor=2", *CASES[name]]
-    plain, beside = (
+    by_collectives, by_copies = (
         figures(trained(tmp_path, LLAMA, engine, GPUS, [*common, f"plan.tensor_engine={engine}"]))
         for engine in ("kernel", "copy")
     )
-    assert beside == pytest.approx(plain, rel=LAYOUT_BOUND)
+    assert by_copies == pytest.approx(by_collectives, rel=LAYOUT_BOUND)
 
 
 def test_runs_train_alike_in_fp32(tmp_path: Path) -> None:
     """Tight: over six steps nothing but the order of sums differs."""
     needs_mapped_gpus()
     common = ["plan.tensor=2", "plan.compute=fp32", "plan.micro_batch=2"]
-    plain, beside = (
+    by_collectives, by_copies = (
         figures(trained(tmp_path, LLAMA, engine, GPUS, [*common, f"plan.tensor_engine={engine}"]))
         for engine in ("kernel", "copy")
     )
-    assert beside == pytest.approx(plain, rel=FP32_BOUND)
+    assert by_copies == pytest.approx(by_collectives, rel=FP32_BOUND)
 
 
 def be_rank(store: str, rank: int) -> None:
@@ -86,7 +86,7 @@ def be_rank(store: str, rank: int) -> None:
     assert isinstance(group, dist.ProcessGroup)
     name, draw = group.group_name, torch.Generator().manual_seed(rank)
 
-    def late() -> None:
+    def delay() -> None:
         if torch.rand((), generator=draw) < 0.3:
             torch.cuda._sleep(int(2e6))
 
@@ -97,14 +97,16 @@ def be_rank(store: str, rank: int) -> None:
         rounds = []
         for number in range(ROUNDS):
             # Sizes change, and grow beyond the window.
-            inputs = numbers(number, dtype, device, batch=1 + number % 2, part=160 if number > ROUNDS // 2 else 96)
-            plain = all_of(inputs, name)
+            inputs = numbers(
+                number, dtype, device, batch=1 + number % 2, local_tokens=160 if number > ROUNDS // 2 else 96
+            )
+            by_collectives = all_of(inputs, name)
             register(name, peers)
-            rounds.append((plain, all_of(inputs, name, late)))
+            rounds.append((by_collectives, all_of(inputs, name, delay)))
             close_peers(name)
-        for plain, beside in rounds:
-            for operator_name in plain:
-                for a, b in zip(beside[operator_name], plain[operator_name], strict=True):
+        for by_collectives, by_copies in rounds:
+            for operator_name in by_collectives:
+                for a, b in zip(by_copies[operator_name], by_collectives[operator_name], strict=True):
                     error = float((a - b).abs().max() / b.abs().max())
                     worst[operator_name] = max(worst.get(operator_name, 0.0), error)
         print(dtype, worst, flush=True)  # shown when the test fails
@@ -112,46 +114,48 @@ def be_rank(store: str, rank: int) -> None:
     dist.destroy_process_group()
 
 
-def numbers(seed: int, dtype: torch.dtype, device: torch.device, batch: int, part: int) -> dict[str, torch.Tensor]:
+def numbers(
+    seed: int, dtype: torch.dtype, device: torch.device, batch: int, local_tokens: int
+) -> dict[str, torch.Tensor]:
     """What a round multiplies; ranks draw their own."""
     draw = torch.Generator(device).manual_seed(1000 * seed + device.index)
-    wide, narrow = 256, 192
+    outer_width, inner_width = 256, 192
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=draw, device=device, dtype=torch.float32).to(dtype)
 
     return {
-        "x": normal(batch, part, wide), "y": normal(batch, GPUS * part, narrow), "rows": normal(narrow, wide),
-        "columns": normal(wide, narrow), "bias": normal(narrow),
+        "x": normal(batch, local_tokens, outer_width), "y": normal(batch, GPUS * local_tokens, inner_width),
+        "rows": normal(inner_width, outer_width), "columns": normal(outer_width, inner_width), "bias": normal(inner_width),
     }  # fmt: skip
 
 
 def all_of(
-    tensors: dict[str, torch.Tensor], name: str, before: Callable[[], None] = lambda: None
+    tensors: dict[str, torch.Tensor], name: str, before_each: Callable[[], None] = lambda: None
 ) -> dict[str, tuple[torch.Tensor, ...]]:
     """What every operator gives, by its name; `before` is called before each."""
     from meshwright.parallel import products
 
-    x, y, rows, columns = (tensors[key] for key in ("x", "y", "rows", "columns"))
+    x, y, row_weight, column_weight = (tensors[key] for key in ("x", "y", "rows", "columns"))
     results: dict[str, tuple[torch.Tensor, ...]] = {}
-    biases, pair = [tensors["bias"], None], [rows, rows.flip(0)]
+    biases, pair = [tensors["bias"], None], [row_weight, row_weight.flip(0)]
     for operator_name, operator, inputs in (
-        ("gathered", products.all_gather_matmul, (x, [rows], biases[:1])),
-        ("gathered backward", products.all_gather_matmul_backward, (x, [rows], [y])),
-        ("scattered", products.matmul_reduce_scatter, ([y], [columns])),
-        ("gathered backward, split", products.all_gather_matmul_input_backward, (x, [rows], [y])),
-        ("scattered backward", products.matmul_reduce_scatter_input_backward, (x, [columns])),
+        ("gathered", products.all_gather_matmul, (x, [row_weight], biases[:1])),
+        ("gathered backward", products.all_gather_matmul_backward, (x, [row_weight], [y])),
+        ("scattered", products.matmul_reduce_scatter, ([y], [column_weight])),
+        ("gathered backward, split", products.all_gather_matmul_input_backward, (x, [row_weight], [y])),
+        ("scattered backward", products.matmul_reduce_scatter_input_backward, (x, [column_weight])),
         ("gathered for two", products.all_gather_matmul, (x, pair, biases)),
         ("gathered backward of two", products.all_gather_matmul_backward, (x, pair, [y, y])),
-        ("sum of two scattered", products.matmul_reduce_scatter, ([y, y], [columns, columns.flip(1)])),
+        ("sum of two scattered", products.matmul_reduce_scatter, ([y, y], [column_weight, column_weight.flip(1)])),
     ):
-        before()
+        before_each()
         results[operator_name] = tuple(leaves(operator(*inputs, name, GPUS)))
     return results
 
 
 def leaves(result: Any) -> list[torch.Tensor]:
-    return [result] if isinstance(result, torch.Tensor) else [leaf for part in result for leaf in leaves(part)]
+    return [result] if isinstance(result, torch.Tensor) else [leaf for element in result for leaf in leaves(element)]
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ def test_sums_equal_those_of_the_cpu(dtype: torch.dtype) -> None:
     host = [tensor.cpu() for tensor in tensors]
     torch.cuda.set_sync_debug_mode("error")
     try:
-        both, plain = digests(tensors), word_sums(tensors)
+        digest_pairs, plain_sums = digests(tensors), word_sums(tensors)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(both.cpu(), digests(host))
-    assert torch.equal(plain.cpu(), word_sums(host))
+    assert torch.equal(digest_pairs.cpu(), digests(host))
+    assert torch.equal(plain_sums.cpu(), word_sums(host))

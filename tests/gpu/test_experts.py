@@ -72,30 +72,30 @@ def test_layouts_agree(name: str, one_gpu: list[float], tmp_path: Path) -> None:
 def test_a_tokens_experts_are_summed_at_a_copys_rate() -> None:
     """As blocks are compiled: left to torch, a sum over eight reads rows at a sixth of it."""
     tokens, copies, width = 16384, 8, 2048
-    chosen = torch.rand(tokens, 64, device="cuda").topk(copies).indices
-    order = order_by_expert(chosen, chosen.flatten().bincount(minlength=64))
-    rows = torch.randn(tokens * copies, width, device="cuda", dtype=torch.bfloat16)
+    expert_indices = torch.rand(tokens, 64, device="cuda").topk(copies).indices
+    order = order_by_expert(expert_indices, expert_indices.flatten().bincount(minlength=64))
+    token_copies = torch.randn(tokens * copies, width, device="cuda", dtype=torch.bfloat16)
     weights = torch.rand(tokens, copies, device="cuda")
     run = torch.compile(
-        lambda: combine_copies(rows, weights, order).bfloat16(), fullgraph=True, options=COMPILER_OPTIONS
+        lambda: combine_copies(token_copies, weights, order).bfloat16(), fullgraph=True, options=COMPILER_OPTIONS
     )
-    exact = (rows[order.positions].double() * weights[..., None]).sum(1)
+    exact = (token_copies[order.positions].double() * weights[..., None]).sum(1)
     torch.testing.assert_close(run().double(), exact, rtol=1e-2, atol=1e-2)
-    other = torch.empty_like(rows)
+    target = torch.empty_like(token_copies)
     # Read once, where a copy reads and writes.
-    assert seconds(run) < seconds(lambda: other.copy_(rows))
+    assert seconds(run) < seconds(lambda: target.copy_(token_copies))
 
 
 def seconds(run: Callable[[], object]) -> float:
     """Of the fastest of several."""
     durations = []
     for _ in range(10):
-        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begun.record()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
         run()
-        ended.record()
-        ended.synchronize()
-        durations.append(begun.elapsed_time(ended) / 1e3)
+        end.record()
+        end.synchronize()
+        durations.append(start.elapsed_time(end) / 1e3)
     return min(durations)
 
 

@@ -123,15 +123,15 @@ def test_no_compiler_turns_a_weight_before_the_backward(scaling: Any, weight_in_
     """A transposed weight that waits for the backward is a second copy of the model in fp8, whatever the sharding."""
     x, weight = numbers(0, TOKENS, IN).cuda().requires_grad_(), nn.Parameter(numbers(1, OUT, IN).cuda())
     gathered = quantize(weight.detach(), scaling) if weight_in_fp8 else None
-    kept: list[tuple[int, ...]] = []
+    saved_shapes: list[tuple[int, ...]] = []
 
     def keep(saved: Tensor) -> Tensor:
-        kept.append(tuple(saved.shape))
+        saved_shapes.append(tuple(saved.shape))
         return saved
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
         torch.compile(fp8.linear, fullgraph=True, dynamic=False)(x, weight, gathered, scaling, None)
-    assert (OUT, IN) in kept and (IN, OUT) not in kept
+    assert (OUT, IN) in saved_shapes and (IN, OUT) not in saved_shapes
 
 
 def test_the_activation_is_rounded_as_the_twin_rounds_it() -> None:
@@ -149,11 +149,11 @@ def test_the_activation_is_rounded_as_the_twin_rounds_it() -> None:
             assert relative(actual.values.float(), expected.values.float()) < 1e-3
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_either_assembler_gives_the_same_bytes_both_ways_round(own: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("own_assembler", [False, True])
+def test_either_assembler_gives_the_same_bytes_both_ways_round(own_assembler: bool, tmp_path: Path) -> None:
     """Triton's own got the kernels of the activation wrong that stored one rounding both ways round (docs/log.md)."""
     environment = {key: value for key, value in os.environ.items() if key != VARIABLE}
-    if own:  # Triton's
+    if own_assembler:  # Triton's
         import triton
 
         environment[VARIABLE] = str(Path(triton.__file__).parent / "backends/nvidia/bin/ptxas")
@@ -192,9 +192,9 @@ def exact_sums(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 def test_a_layer_and_its_gradients(scaling: Any, compiled: bool) -> None:
     torch.manual_seed(0)
-    plain = Linear(IN, OUT).bfloat16()
-    plain.scaling = scaling
-    errors = agreeing(plain, torch.randn(2, TOKENS // 2, IN).bfloat16(), OUT, compiled)
+    bf16_layer = Linear(IN, OUT).bfloat16()
+    bf16_layer.scaling = scaling
+    errors = agreeing(bf16_layer, torch.randn(2, TOKENS // 2, IN).bfloat16(), OUT, compiled)
     assert {name: error for name, error in errors.items() if error > EXACT} == {}
 
 
@@ -218,18 +218,18 @@ def test_a_gated_network_and_its_gradients(compiled: bool) -> None:
     assert {name: error for name, error in errors.items() if error > FLIPPED[E5M2]} == {}
 
 
-def agreeing(plain: nn.Module, x: Tensor, out: int, compiled: bool) -> dict[str, float]:
+def agreeing(bf16_module: nn.Module, x: Tensor, out: int, compiled: bool) -> dict[str, float]:
     """Relative errors of a copy on the GPU against `plain`: its output's, and the gradients' of its input and parameters."""
-    fast = deepcopy(plain).cuda()
+    fast = deepcopy(bf16_module).cuda()
     grad = torch.randn(*x.shape[:-1], out).bfloat16()
     cpu_input, gpu_input = x.clone().requires_grad_(), x.cuda().requires_grad_()
     run = torch.compile(fast, fullgraph=True, dynamic=False) if compiled else fast
-    theirs, ours = plain(cpu_input), run(gpu_input)
+    theirs, ours = bf16_module(cpu_input), run(gpu_input)
     theirs.backward(grad)
     ours.backward(grad.cuda())
     weights = {
         name: relative(parameter.grad, plain_parameter.grad)
-        for (name, parameter), plain_parameter in zip(fast.named_parameters(), plain.parameters(), strict=True)
+        for (name, parameter), plain_parameter in zip(fast.named_parameters(), bf16_module.parameters(), strict=True)
     }
     return {"output": relative(ours, theirs), "input": relative(gpu_input.grad, cpu_input.grad), **weights}
 
@@ -238,12 +238,12 @@ def agreeing(plain: nn.Module, x: Tensor, out: int, compiled: bool) -> dict[str,
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 def test_a_network_is_as_near_the_exact_one_as_its_twin(scaling: Any, compiled: bool) -> None:
     torch.manual_seed(0)
-    plain = Network(scaling).bfloat16()
-    fast, exact = deepcopy(plain).cuda(), deepcopy(plain).float()
+    bf16_network = Network(scaling).bfloat16()
+    fast, exact = deepcopy(bf16_network).cuda(), deepcopy(bf16_network).float()
     exact.into.scaling = exact.gate_up.scaling = exact.down.scaling = None
     x, grad = torch.randn(2, 96, 256).bfloat16(), torch.randn(2, 96, 256).bfloat16()
     errors = []
-    for network, network_input in ((exact, x.float()), (plain, x.clone()), (fast, x.cuda())):
+    for network, network_input in ((exact, x.float()), (bf16_network, x.clone()), (fast, x.cuda())):
         run = torch.compile(network, fullgraph=True, dynamic=False) if compiled and network is fast else network
         entered = network_input.requires_grad_()
         output = run(entered)
@@ -251,8 +251,8 @@ def test_a_network_is_as_near_the_exact_one_as_its_twin(scaling: Any, compiled: 
         errors.append(
             {"output": output - entered, "input": entered.grad, **{n: p.grad for n, p in network.named_parameters()}}
         )
-    right, theirs, ours = errors
-    for name, value in right.items():
+    exact_errors, theirs, ours = errors
+    for name, value in exact_errors.items():
         assert relative(ours[name], value) < NO_WORSE * relative(theirs[name], value), name
 
 
@@ -279,7 +279,7 @@ NORM_BOUND = 5e-2
 def test_runs_train_like_bf16(name: str, tmp_path: Path) -> None:
     gpus, overrides = CASES[name]
     needs(gpus)
-    bf16 = [word for word in overrides if not word.startswith(("plan.linear", "plan.gather"))]
+    bf16 = [override for override in overrides if not override.startswith(("plan.linear", "plan.gather"))]
     fp8_losses, expected = (
         figures(trained(tmp_path, LLAMA, name, gpus, [*WORDS, *arguments]))
         for name, arguments in (("fp8", overrides), ("bf16", bf16))

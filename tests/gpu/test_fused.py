@@ -19,7 +19,7 @@ BOUND = 2e-6
 """Relative to a tensor's largest number: fp32 in another order."""
 
 
-def drawn(seed: int, dtype: torch.dtype, shift: int) -> list[Tensor]:
+def random_tensors(seed: int, dtype: torch.dtype, shift: int) -> list[Tensor]:
     """Each begins `shift` elements behind the place that an allocation begins at."""
     draw = torch.Generator("cuda").manual_seed(seed)
     tensors = []
@@ -31,20 +31,22 @@ def drawn(seed: int, dtype: torch.dtype, shift: int) -> list[Tensor]:
 
 def trained(step: Callable[..., None], gradient_dtype: torch.dtype, shift: int, skipped: int) -> list[list[Tensor]]:
     """Weights and both moments after some steps; every parameter has seen another number of them."""
-    weights = drawn(0, torch.float32, shift)
+    weights = random_tensors(0, torch.float32, shift)
     moments = [[torch.zeros_like(weight) for weight in weights] for _ in range(2)]
-    counts = [new_count(torch.device("cuda")) for _ in weights]
-    torch._foreach_add_(counts, [torch.full((), float(index), device="cuda") for index in range(len(counts))])
+    update_counts = [new_count(torch.device("cuda")) for _ in weights]
+    torch._foreach_add_(
+        update_counts, [torch.full((), float(index), device="cuda") for index in range(len(update_counts))]
+    )
     for number in range(STEPS):
         factor = torch.full((), 0.3 + number, device="cuda", dtype=torch.float64)
         inputs = StepInputs(1e-2, factor, torch.full((), float(number == skipped), device="cuda"))
-        with count_updates(counts, inputs.skip):
-            gradients = drawn(number + 1, gradient_dtype, shift)
+        with count_updates(update_counts, inputs.skip):
+            gradients = random_tensors(number + 1, gradient_dtype, shift)
             step(
                 weights,
                 gradients,
                 *moments,
-                counts,
+                update_counts,
                 coefficients=Coefficients((0.9, 0.95), 1e-8),
                 weight_decay=0.1,
                 inputs=inputs,
@@ -65,9 +67,9 @@ def apart(ours: list[list[Tensor]], theirs: list[list[Tensor]]) -> float:
 @pytest.mark.parametrize("shift", [0, 3])
 @pytest.mark.parametrize("skipped", [-1, 2])
 def test_one_launch_equals_its_plain_twin(gradient_dtype: torch.dtype, shift: int, skipped: int) -> None:
-    plain = trained(fused._plain, gradient_dtype, shift, skipped)
-    assert apart(trained(fused.update, gradient_dtype, shift, skipped), plain) < BOUND
-    assert apart(trained(fused.update, gradient_dtype, shift, 0), plain) > 1e-3, "another step is left out"
+    by_torch = trained(fused._plain, gradient_dtype, shift, skipped)
+    assert apart(trained(fused.update, gradient_dtype, shift, skipped), by_torch) < BOUND
+    assert apart(trained(fused.update, gradient_dtype, shift, 0), by_torch) > 1e-3, "another step is left out"
 
 
 def test_the_update_copies_nothing_to_the_host() -> None:
@@ -78,15 +80,15 @@ def test_the_update_copies_nothing_to_the_host() -> None:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             weights = [torch.zeros(100, device="cuda") for _ in range(300)]
             state = [[torch.zeros_like(weight) for weight in weights] for _ in range(3)]
-            counts = [new_count(torch.device("cuda")) for _ in weights]
-            one = torch.ones((), device="cuda")
+            update_counts = [new_count(torch.device("cuda")) for _ in weights]
+            norm = torch.ones((), device="cuda")
             fused.update(
                 weights,
                 *state,
-                counts,
+                update_counts,
                 coefficients=Coefficients((0.9, 0.95), 1e-8),
                 weight_decay=0.1,
-                inputs=StepInputs(1e-2, one, 0 * one),
+                inputs=StepInputs(1e-2, norm, 0 * norm),
             )
     finally:
         torch.cuda.set_sync_debug_mode("default")

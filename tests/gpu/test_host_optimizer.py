@@ -28,7 +28,7 @@ SHAPES = {"a": (1000, 1001), "b": (37,), "c": (4096, 4096), "d": (129,), "e": (3
 BETAS, EPSILON = (0.9, 0.95), 1e-8
 
 
-def drawn(seed: int) -> dict[str, torch.Tensor]:
+def random_tensors(seed: int) -> dict[str, torch.Tensor]:
     draw = torch.Generator("cuda").manual_seed(seed)
     return {name: torch.randn(shape, generator=draw, device="cuda") for name, shape in SHAPES.items()}
 
@@ -37,28 +37,28 @@ def drawn(seed: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("chunk", [None, 1 << 20])
 def test_same_bits_as_on_the_device(masters: bool, chunk: int | None) -> None:
     """Over many steps one behind another, none waited for, of which one is skipped."""
-    truth, parts = drawn(0), drawn(0)
-    weights = {name: part.to(torch.bfloat16) for name, part in parts.items()} if masters else parts
+    truth, host_weights = random_tensors(0), random_tensors(0)
+    weights = {name: weight.to(torch.bfloat16) for name, weight in host_weights.items()} if masters else host_weights
     moments = {moment: {name: torch.zeros_like(weight) for name, weight in truth.items()} for moment in MOMENTS}
-    counts = [new_count(torch.device("cuda")) for _ in truth]
+    update_counts = [new_count(torch.device("cuda")) for _ in truth]
     release = {name: (lambda copy=copy: copy) for name, copy in weights.items()} if masters else {}
     optimizer = HostAdamW(
-        parts, dict.fromkeys(parts, 0.1), release, chunk=chunk, coefficients=Coefficients(BETAS, EPSILON)
+        host_weights, dict.fromkeys(host_weights, 0.1), release, chunk=chunk, coefficients=Coefficients(BETAS, EPSILON)
     )
     optimizer.release_master_weights()
     if masters:
-        for part in parts.values():
-            part.fill_(torch.nan)  # nothing reads what has left
+        for weight in host_weights.values():
+            weight.fill_(torch.nan)  # nothing reads what has left
     for step in range(12):
-        gradients = drawn(step + 1)
+        gradients = random_tensors(step + 1)
         skipped = step == 5
         factor, skip = (torch.full((), value, device="cuda") for value in (0.3, float(skipped)))
         inputs = StepInputs(1e-3, factor, skip)
         optimizer.step(gradients, inputs)
-        with count_updates(counts, skip):
-            both = (list(moments[moment].values()) for moment in MOMENTS)
+        with count_updates(update_counts, skip):
+            moment_lists = (list(moments[moment].values()) for moment in MOMENTS)
             update(
-                list(truth.values()), list(gradients.values()), *both, counts, coefficients=Coefficients(BETAS, EPSILON),
+                list(truth.values()), list(gradients.values()), *moment_lists, update_counts, coefficients=Coefficients(BETAS, EPSILON),
                 weight_decay=0.1, inputs=inputs,
             )  # fmt: skip
     for name, weight in truth.items():
@@ -82,11 +82,15 @@ def test_steps_beside_snapshots_leave_the_state_to_them(chunk: int | None) -> No
     """The second buffers are locked in several parts; every other step is beside a snapshot."""
 
     def build_optimizer() -> HostAdamW:
-        parts = drawn(0) | {"large": torch.ones(PIN_BYTES // 8 + 12345, device="cuda")}
-        here = {name: part.to(torch.bfloat16) for name, part in parts.items()}
-        release = {name: (lambda copy=copy: copy) for name, copy in here.items()}
+        master_weights = random_tensors(0) | {"large": torch.ones(PIN_BYTES // 8 + 12345, device="cuda")}
+        device_weights = {name: weight.to(torch.bfloat16) for name, weight in master_weights.items()}
+        release = {name: (lambda copy=copy: copy) for name, copy in device_weights.items()}
         optimizer = HostAdamW(
-            parts, dict.fromkeys(parts, 0.1), release, chunk=chunk, coefficients=Coefficients(BETAS, EPSILON)
+            master_weights,
+            dict.fromkeys(master_weights, 0.1),
+            release,
+            chunk=chunk,
+            coefficients=Coefficients(BETAS, EPSILON),
         )
         optimizer.release_master_weights()
         return optimizer
@@ -95,52 +99,62 @@ def test_steps_beside_snapshots_leave_the_state_to_them(chunk: int | None) -> No
     names = [*SHAPES, "large"]
     optimizer.allocate_second_buffers()
     first = {(state, name): optimizer.state(state, name) for state in (*MOMENTS, MASTER) for name in names}
-    one = torch.ones((), device="cuda")
+    norm = torch.ones((), device="cuda")
     for step in range(7):
-        gradients = drawn(step + 1) | {"large": torch.full((PIN_BYTES // 8 + 12345,), 0.1 * step, device="cuda")}
+        gradients = random_tensors(step + 1) | {
+            "large": torch.full((PIN_BYTES // 8 + 12345,), 0.1 * step, device="cuda")
+        }
         snapshot = optimizer.host_state()
-        before = {key: optimizer.state(*key).clone() for key in first}
+        first_state = {key: optimizer.state(*key).clone() for key in first}
         for stepping, copies in ((optimizer, SecondBuffersOnly() if step % 2 else None), (reference, None)):
             stepping.step(
-                {name: value.clone() for name, value in gradients.items()}, StepInputs(1e-3, one, 0 * one), None, copies
+                {name: value.clone() for name, value in gradients.items()},
+                StepInputs(1e-3, norm, 0 * norm),
+                None,
+                copies,
             )
         if step % 2:
             torch.cuda.synchronize()
             for key, memory in first.items():
                 current = snapshot.current(memory.view(-1).view(torch.uint8))
-                assert torch.equal(current, before[key].view(-1).view(torch.uint8)), (step, key)
+                assert torch.equal(current, first_state[key].view(-1).view(torch.uint8)), (step, key)
     assert all(torch.equal(optimizer.state(*key), reference.state(*key)) for key in first)
 
 
 def test_chunks_are_copied_in_both_directions_at_the_same_time() -> None:
-    parts = {"weight": torch.zeros(24 * STAGED_ELEMENTS, device="cuda")}
-    optimizer = HostAdamW(parts, {"weight": 0.1}, {}, coefficients=Coefficients(BETAS, EPSILON))
+    weights = {"weight": torch.zeros(24 * STAGED_ELEMENTS, device="cuda")}
+    optimizer = HostAdamW(weights, {"weight": 0.1}, {}, coefficients=Coefficients(BETAS, EPSILON))
     start, spans = torch.cuda.Event(enable_timing=True), []
 
     @contextmanager
     def concurrent_span(name: str, lane: str) -> Iterator[None]:
-        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begun.record()
+        span_start, span_end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        span_start.record()
         yield
-        ended.record()
-        spans.append((lane, begun, ended))
+        span_end.record()
+        spans.append((lane, span_start, span_end))
 
-    gradient, one = torch.ones_like(parts["weight"]), torch.ones((), device="cuda")
-    optimizer.step({"weight": gradient}, StepInputs(1e-3, one, 0 * one))
+    gradient, norm = torch.ones_like(weights["weight"]), torch.ones((), device="cuda")
+    optimizer.step({"weight": gradient}, StepInputs(1e-3, norm, 0 * norm))
     torch.cuda.synchronize()
     start.record()
-    optimizer.step({"weight": gradient}, StepInputs(1e-3, one, 0 * one), concurrent_span)
+    optimizer.step({"weight": gradient}, StepInputs(1e-3, norm, 0 * norm), concurrent_span)
     torch.cuda.synchronize()
     intervals = {
-        wanted: [
-            (start.elapsed_time(begun), start.elapsed_time(ended)) for lane, begun, ended in spans if lane == wanted
+        direction: [
+            (start.elapsed_time(span_start), start.elapsed_time(span_end))
+            for lane, span_start, span_end in spans
+            if lane == direction
         ]
-        for wanted in ("fetch", "offload")
+        for direction in ("fetch", "offload")
     }
-    assert [len(rows) for rows in intervals.values()] == [24, 24]
-    beside = [any(f[0] < o[1] and o[0] < f[1] for f in intervals["fetch"]) for o in intervals["offload"]]
+    assert [len(spans_of_lane) for spans_of_lane in intervals.values()] == [24, 24]
+    overlaps = [
+        any(fetch[0] < offload[1] and offload[0] < fetch[1] for fetch in intervals["fetch"])
+        for offload in intervals["offload"]
+    ]
     # All but those that leave when everything has come.
-    assert sum(beside) >= 24 - STAGING_BUFFERS - 1, intervals
+    assert sum(overlaps) >= 24 - STAGING_BUFFERS - 1, intervals
 
 
 def ran(folder: Path, name: str, *overrides: str) -> list[Record]:
@@ -154,14 +168,14 @@ def test_device_memory_is_freed_and_losses_are_equal(tmp_path: Path) -> None:
     assert [step["loss"] for step in offloaded] == pytest.approx([step["loss"] for step in on_device], rel=BOUND)
     count = parameter_count(load_resolved(tmp_path / "optimizer" / "config.yaml").model)
     # Master weights and moments go, weights in bf16 and the chunks come.
-    gone = 10 * count - STAGING_BUFFERS * 3 * 4 * STAGED_ELEMENTS
-    assert gone > 0 and peak(on_device) - peak(offloaded) == pytest.approx(gone, rel=0.1)
+    freed_bytes = 10 * count - STAGING_BUFFERS * 3 * 4 * STAGED_ELEMENTS
+    assert freed_bytes > 0 and peak(on_device) - peak(offloaded) == pytest.approx(freed_bytes, rel=0.1)
 
 
 def test_a_run_goes_on_without(tmp_path: Path) -> None:
     """Saved with the optimizer away, read with it on the device: the loss goes on as it would have."""
     offloaded = ran(tmp_path, "run", "checkpoint.every=3", "plan.offload=optimizer")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
-    again = ran(tmp_path, "run", "checkpoint.every=3", "plan.offload=none")
-    assert [step["step"] for step in again] == [step["step"] for step in offloaded] == list(range(1, 7))
-    assert [step["loss"] for step in again] == pytest.approx([step["loss"] for step in offloaded], rel=BOUND)
+    continued = ran(tmp_path, "run", "checkpoint.every=3", "plan.offload=none")
+    assert [step["step"] for step in continued] == [step["step"] for step in offloaded] == list(range(1, 7))
+    assert [step["loss"] for step in continued] == pytest.approx([step["loss"] for step in offloaded], rel=BOUND)

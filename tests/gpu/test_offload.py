@@ -62,9 +62,10 @@ LAYERS_AWAY = f"plan.layers=[{{range: 0-{FIRST - 1}, offload: activations}}, {{r
     ids=["all, recompute none", "all, recompute full", "the first half"],
 )
 def test_device_memory_is_freed_and_losses_are_equal(tmp_path: Path, recompute: str, overrides: list[str]) -> None:
-    plain = ["plan.offload=none", f"plan.recompute={recompute}"]
+    without_offload = ["plan.offload=none", f"plan.recompute={recompute}"]
     on_device, offloaded = (
-        steps(trained(tmp_path, RUN, name, 1, arguments)) for name, arguments in (("here", plain), ("away", overrides))
+        steps(trained(tmp_path, RUN, name, 1, arguments))
+        for name, arguments in (("here", without_offload), ("away", overrides))
     )
     assert offloaded[0]["loss"] == on_device[0]["loss"]
     assert offloaded[0]["grad_norm"] == pytest.approx(on_device[0]["grad_norm"], rel=BOUND)

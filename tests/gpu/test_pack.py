@@ -20,10 +20,10 @@ SHAPES = [(1025, 33), (64, 3, 5), (4096,), (1, 7), (3,), (512, 4096)]
 def test_equals_its_plain_twin(ranks: int, gradient_dtype: torch.dtype, out_dtype: torch.dtype) -> None:
     gradients = [torch.randn(shape, device="cuda").to(gradient_dtype) for shape in SHAPES]
     count = sum(-(-gradient.shape[0] // ranks) * gradient[0].numel() for gradient in gradients)
-    packed, plain = (torch.full((ranks * count,), torch.nan, device="cuda", dtype=out_dtype) for _ in range(2))
+    packed, by_torch = (torch.full((ranks * count,), torch.nan, device="cuda", dtype=out_dtype) for _ in range(2))
     pack(gradients, packed, ranks)
-    pack(gradients, plain, ranks, plain=True)
-    assert torch.equal(packed, plain)
+    pack(gradients, by_torch, ranks, plain=True)
+    assert torch.equal(packed, by_torch)
     wrong = packed.clone()
     pack([gradient + 1 for gradient in gradients], wrong, ranks)
-    assert not torch.equal(wrong, plain)
+    assert not torch.equal(wrong, by_torch)

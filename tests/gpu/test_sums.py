@@ -16,26 +16,26 @@ PAIRS = [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torc
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("gradient_dtype", "sum_dtype"), PAIRS)
 def test_equals_its_plain_twin(size: int, gradient_dtype: torch.dtype, sum_dtype: torch.dtype) -> None:
-    part, total = (torch.randn(size, device="cuda") for _ in range(2))
-    part, fused, plain = part.to(gradient_dtype), total.to(sum_dtype), total.to(sum_dtype)
-    add(fused, part)
-    add(plain, part, plain=True)
-    assert torch.equal(fused, plain)
-    by = torch.tensor(1 / 3, device="cuda")
-    assert torch.equal(scale(part, by, sum_dtype), scale(part, by, sum_dtype, plain=True))
-    assert not torch.equal(scale(part, 3 * by, sum_dtype), scale(part, by, sum_dtype, plain=True))
+    gradient, total = (torch.randn(size, device="cuda") for _ in range(2))
+    gradient, fused, by_torch = gradient.to(gradient_dtype), total.to(sum_dtype), total.to(sum_dtype)
+    add(fused, gradient)
+    add(by_torch, gradient, plain=True)
+    assert torch.equal(fused, by_torch)
+    factor = torch.tensor(1 / 3, device="cuda")
+    assert torch.equal(scale(gradient, factor, sum_dtype), scale(gradient, factor, sum_dtype, plain=True))
+    assert not torch.equal(scale(gradient, 3 * factor, sum_dtype), scale(gradient, factor, sum_dtype, plain=True))
 
 
 def test_places_off_the_grid_and_rows_apart() -> None:
-    total, part = (
+    total, gradient = (
         torch.zeros(4, MIN_FUSED_ELEMENTS + 8, device="cuda"),
         torch.randn(4, MIN_FUSED_ELEMENTS + 8, device="cuda").bfloat16(),
     )
-    add(total[1:3, 3:-2], part[1:3, 3:-2])
-    add(total[3, 1:], part[3, 1:])
+    add(total[1:3, 3:-2], gradient[1:3, 3:-2])
+    add(total[3, 1:], gradient[3, 1:])
     expected = torch.zeros_like(total)
-    expected[1:3, 3:-2] = part[1:3, 3:-2].float()
-    expected[3, 1:] = part[3, 1:].float()
+    expected[1:3, 3:-2] = gradient[1:3, 3:-2].float()
+    expected[3, 1:] = gradient[3, 1:].float()
     assert torch.equal(total, expected)
 
 

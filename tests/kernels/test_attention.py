@@ -24,14 +24,16 @@ def inputs(seq=SEQ, heads=4, kv_heads=2, head_dim=8, dtype=torch.float64, device
 def token_by_token(q, k, v, documents, window):
     """One query at a time, over a list of the keys it may see."""
     out = torch.zeros_like(q)
-    share = q.shape[2] // k.shape[2]
+    queries_per_head = q.shape[2] // k.shape[2]
     for b in range(q.shape[0]):
         for i in range(q.shape[1]):
             visible = [j for j in range(i + 1) if window is None or i - j < window]
             visible = [j for j in visible if documents is None or documents[b, i] == documents[b, j]]
             for h in range(q.shape[2]):
-                scores = torch.stack([q[b, i, h] @ k[b, j, h // share] for j in visible]) / math.sqrt(q.shape[3])
-                out[b, i, h] = torch.softmax(scores, 0) @ torch.stack([v[b, j, h // share] for j in visible])
+                scores = torch.stack([q[b, i, h] @ k[b, j, h // queries_per_head] for j in visible]) / math.sqrt(
+                    q.shape[3]
+                )
+                out[b, i, h] = torch.softmax(scores, 0) @ torch.stack([v[b, j, h // queries_per_head] for j in visible])
     return out
 
 

@@ -36,12 +36,12 @@ def test_sums_depend_on_the_content_alone() -> None:
 
 def test_every_bit_of_every_word_counts() -> None:
     words = torch.randint(-(2**62), 2**62, (COLUMNS + 5,), generator=torch.Generator().manual_seed(1))
-    before = digests([words])[0]
+    original_digest = digests([words])[0]
     for index in (0, 1, COLUMNS - 1, COLUMNS, COLUMNS + 4):
         for bit in range(64):
             flipped = words.clone()
             flipped[index] ^= -(2**63) if bit == 63 else 1 << bit
-            assert (digests([flipped])[0] != before).all()
+            assert (digests([flipped])[0] != original_digest).all()
 
 
 def test_changes_that_cancel_in_the_sum_change_the_weighted_sum() -> None:
@@ -49,6 +49,6 @@ def test_changes_that_cancel_in_the_sum_change_the_weighted_sum() -> None:
     changed = words.clone()
     changed[3] += 8
     changed[70] -= 8
-    plain, weighted = (digests([words])[0] == digests([changed])[0]).tolist()
-    assert plain and not weighted
+    equal_sum, equal_weighted_sum = (digests([words])[0] == digests([changed])[0]).tolist()
+    assert equal_sum and not equal_weighted_sum
     assert digests([words])[0, 1] != digests([words.flip(0)])[0, 1]

@@ -92,8 +92,8 @@ def numbers(seed: int, *shape: int) -> Tensor:
 @pytest.mark.parametrize("fp8_dtype", [E4M3, E5M2])
 def test_scales_are_the_smallest_powers_of_two_that_fit(fp8_dtype: torch.dtype) -> None:
     top = LARGEST[fp8_dtype]
-    near = torch.tensor([top, math.nextafter(top, 2 * top), top / 2, 1.0, 1.75, 1.7500001, 3.1e-5, 7.7e20])
-    assert torch.equal(scale_of(near, fp8_dtype).double(), emulated_scale(near, fp8_dtype))
+    magnitudes = torch.tensor([top, math.nextafter(top, 2 * top), top / 2, 1.0, 1.75, 1.7500001, 3.1e-5, 7.7e20])
+    assert torch.equal(scale_of(magnitudes, fp8_dtype).double(), emulated_scale(magnitudes, fp8_dtype))
     random = torch.exp(20 * torch.randn(1000, generator=torch.Generator().manual_seed(0)))
     assert torch.equal(scale_of(random, fp8_dtype).double(), emulated_scale(random, fp8_dtype))
     assert torch.equal(scale_of(random, fp8_dtype) * inverse(scale_of(random, fp8_dtype)), torch.ones(1000))
@@ -104,8 +104,11 @@ def test_scales_are_the_smallest_powers_of_two_that_fit(fp8_dtype: torch.dtype) 
 def test_matrices_hold_what_the_emulation_holds(scaling: Any, fp8_dtype: torch.dtype, dtype: torch.dtype) -> None:
     x = numbers(0, TOKENS, IN).to(dtype)
     by_rows, by_columns = emulated_matrix(x, scaling, fp8_dtype, 1), emulated_matrix(x, scaling, fp8_dtype, 0)
-    both = quantize_both(x, scaling, fp8_dtype)
-    for quantized, transposed in (both, (quantize(x, scaling, fp8_dtype), quantize_transposed(x, scaling, fp8_dtype))):
+    layouts = quantize_both(x, scaling, fp8_dtype)
+    for quantized, transposed in (
+        layouts,
+        (quantize(x, scaling, fp8_dtype), quantize_transposed(x, scaling, fp8_dtype)),
+    ):
         assert quantized.values.shape == (TOKENS, IN) and transposed.values.shape == (IN, TOKENS)
         assert quantized.values.is_contiguous() and transposed.values.is_contiguous()
         assert torch.equal(quantized.values.double() * quantized.scale, by_rows)
@@ -117,11 +120,11 @@ def test_zeros_stay_zeros_and_values_that_are_not_finite_reach_the_result() -> N
     assert not matmul(quantize(x, "tensorwise"), quantize(x, "tensorwise"), torch.float32).any()
     for scaling in SCALINGS:
         x[3, 5] = math.nan
-        broken = matmul(quantize(x, scaling), quantize(torch.ones(OUT, IN), scaling), torch.float32)
-        assert broken[3].isnan().all()
+        product = matmul(quantize(x, scaling), quantize(torch.ones(OUT, IN), scaling), torch.float32)
+        assert product[3].isnan().all()
         x[3, 5] = math.inf
-        broken = matmul(quantize(x, scaling), quantize(torch.ones(OUT, IN), scaling), torch.float32)
-        assert not broken[3].isfinite().any()
+        product = matmul(quantize(x, scaling), quantize(torch.ones(OUT, IN), scaling), torch.float32)
+        assert not product[3].isfinite().any()
 
 
 def layer(scaling: Any, dtype: torch.dtype) -> tuple[Linear, Tensor, Tensor]:
@@ -187,8 +190,8 @@ def test_a_weight_that_came_in_fp8_is_used_as_it_came() -> None:
     x_grad, weight_grad = x.grad, linear.weight.grad
     x.grad = None
     shape_only = nn.Parameter(torch.full((), math.nan).expand(OUT, IN))
-    came = quantize(linear.weight.detach(), "tensorwise")
-    linear.weight, linear.fp8_weight = shape_only, Fp8Matrix(came.values, came.scale)
+    fp8_weight = quantize(linear.weight.detach(), "tensorwise")
+    linear.weight, linear.fp8_weight = shape_only, Fp8Matrix(fp8_weight.values, fp8_weight.scale)
     out = linear(x)
     out.backward(grad)
     assert torch.equal(out, expected) and torch.equal(x.grad, x_grad) and torch.equal(linear.weight.grad, weight_grad)
@@ -221,12 +224,12 @@ MODES = [(scaling, mode) for mode in get_args(Recompute) for scaling in SCALINGS
 @pytest.mark.parametrize(("scaling", "mode"), quick_first(1, MODES[::-1], unpack=True))
 @pytest.mark.parametrize("compiler", SLOWLY)
 def test_compiled_recomputed_and_split_give_the_same(scaling: Any, compiler: str | None, mode: Recompute) -> None:
-    plain = step(None, "none", scaling, split=False, deferred=False)
+    eager = step(None, "none", scaling, split=False, deferred=False)
     for split, deferred in ((False, False), (True, False), (True, True)):
         actual = step(compiler, mode, scaling, split=split, deferred=deferred)
         # Inductor sums a norm in another order; an activation may then round to the next fp8 number.
         bound = 1e-2 if compiler == "inductor" else 1e-6
-        assert max(relative(actual[name], grad) for name, grad in plain.items()) < bound
+        assert max(relative(actual[name], grad) for name, grad in eager.items()) < bound
 
 
 def test_saved_activations_are_in_fp8() -> None:
@@ -236,9 +239,9 @@ def test_saved_activations_are_in_fp8() -> None:
     queue, sink = WeightQueue(), with_sink(block)
     with sink.defer_to(queue):
         block.forward(x).backward(grad)
-    parts = queue._deferred[0].tensors
-    assert [part.dtype for part in parts] == [E5M2, torch.float32, E4M3, torch.float32]
-    assert [tuple(part.shape) for part in parts] == [(OUT, TOKENS), (), (IN, TOKENS), ()]
+    saved = queue._deferred[0].tensors
+    assert [tensor.dtype for tensor in saved] == [E5M2, torch.float32, E4M3, torch.float32]
+    assert [tuple(tensor.shape) for tensor in saved] == [(OUT, TOKENS), (), (IN, TOKENS), ()]
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:

@@ -83,14 +83,14 @@ def test_what_is_rounded_is_the_activation_and_its_gradient() -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_gated_network_uses_separate_layers_where_required(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
-    used: list[Any] = []
-    monkeypatch.setattr(gated._Gated, "apply", lambda *inputs: used.append(inputs) or inputs[0])
+    calls: list[Any] = []
+    monkeypatch.setattr(gated._Gated, "apply", lambda *inputs: calls.append(inputs) or inputs[0])
     network = Network(together=True, bias=bias)
     network(torch.ones(TOKENS, WIDTH))
-    assert bool(used) == (not bias)
-    network.down.scaling, used[:] = "rowwise", []
+    assert bool(calls) == (not bias)
+    network.down.scaling, calls[:] = "rowwise", []
     network(torch.ones(TOKENS, WIDTH))
-    assert not used
+    assert not calls
 
 
 def test_weights_that_came_in_fp8_are_used_as_they_came() -> None:
@@ -99,8 +99,8 @@ def test_weights_that_came_in_fp8_are_used_as_they_came() -> None:
     expected = {"x": x.grad, "gate_up": network.gate_up.weight.grad, "down": network.down.weight.grad}
     x.grad = None
     for layer in (network.gate_up, network.down):
-        came = quantize(layer.weight.detach(), "tensorwise")
-        layer.fp8_weight = Fp8Matrix(came.values, came.scale)
+        fp8_weight = quantize(layer.weight.detach(), "tensorwise")
+        layer.fp8_weight = Fp8Matrix(fp8_weight.values, fp8_weight.scale)
         layer.weight = nn.Parameter(torch.full((), torch.nan).expand(layer.weight.shape))
     network(x).sum().backward()
     actual = {"x": x.grad, "gate_up": network.gate_up.weight.grad, "down": network.down.weight.grad}

@@ -89,18 +89,18 @@ def test_rows_are_sorted_by_expert_and_come_back(experts: int) -> None:
     draw = torch.Generator().manual_seed(experts)
     tokens = torch.randn(11, 3, generator=draw, dtype=torch.float64, requires_grad=True)
     copies = min(2, experts)
-    chosen = torch.rand(11, experts, generator=draw).topk(copies).indices
-    order = order_by_expert(chosen, torch.bincount(chosen.flatten(), minlength=experts))
-    rows = to_groups(tokens, order)
-    sorted_experts = chosen.flatten()[order.sorted]
-    assert sorted_experts.tolist() == sorted(chosen.flatten().tolist())
+    expert_indices = torch.rand(11, experts, generator=draw).topk(copies).indices
+    order = order_by_expert(expert_indices, torch.bincount(expert_indices.flatten(), minlength=experts))
+    sorted_rows = to_groups(tokens, order)
+    sorted_experts = expert_indices.flatten()[order.sorted]
+    assert sorted_experts.tolist() == sorted(expert_indices.flatten().tolist())
     assert order.offsets.tolist() == torch.bincount(sorted_experts, minlength=experts).cumsum(0).tolist()
-    assert torch.equal(rows, tokens[order.sorted // copies])
-    assert torch.equal(from_groups(rows, order), tokens[:, None].expand(-1, copies, -1))
+    assert torch.equal(sorted_rows, tokens[order.sorted // copies])
+    assert torch.equal(from_groups(sorted_rows, order), tokens[:, None].expand(-1, copies, -1))
     assert torch.autograd.gradcheck(lambda x: to_groups(x, order), tokens)
-    assert torch.autograd.gradcheck(lambda x: from_groups(x, order), rows.detach().requires_grad_())
+    assert torch.autograd.gradcheck(lambda x: from_groups(x, order), sorted_rows.detach().requires_grad_())
     weights = torch.rand(11, copies, generator=draw, dtype=torch.float64)
-    torch.testing.assert_close(combine_copies(rows, weights, order), tokens * weights.sum(1, keepdim=True))
+    torch.testing.assert_close(combine_copies(sorted_rows, weights, order), tokens * weights.sum(1, keepdim=True))
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")

@@ -364,5 +364,5 @@ def test_inductor_writes_over_what_a_graph_parks_behind_its_back() -> None:
         return (y.cos() @ y.exp()) * total
 
     graph(torch.randn(64, 64, dtype=torch.float64))
-    ((parked, before),) = saved_pairs
-    assert not torch.equal(parked, before)
+    ((parked, original),) = saved_pairs
+    assert not torch.equal(parked, original)

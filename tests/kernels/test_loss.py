@@ -69,8 +69,8 @@ def test_bfloat16_within_its_rounding():
 def test_many_chunks_do_not_wear_the_bfloat16_weight_gradient_down():
     h, w, targets = tensors(torch.bfloat16, tokens=512)
     one_chunk = value_and_gradients(h, w, targets, 512)[2].double()
-    many = value_and_gradients(h, w, targets, 4)[2].double()
-    assert (many - one_chunk).norm() / one_chunk.norm() < 6e-3
+    of_chunks = value_and_gradients(h, w, targets, 4)[2].double()
+    assert (of_chunks - one_chunk).norm() / one_chunk.norm() < 6e-3
 
 
 def test_an_aligned_weight_is_not_copied():
@@ -143,7 +143,7 @@ def test_cuda_within_bfloat16():
 
 
 def test_the_slope_knows_nothing_of_padding():
-    h, w, targets = (part.detach() for part in tensors())
+    h, w, targets = (tensor.detach() for tensor in tensors())
     bare, padded = h @ w.t(), kernels._logits(h, kernels.pad_vocabulary(w), VOCAB)
     loss, gradient = kernels._gradient_eager(bare, targets)
     padded_loss, padded_gradient = kernels._gradient_eager(padded, targets)

@@ -28,6 +28,6 @@ def test_each_rank_has_its_rows(ranks: int, gradient_dtype: torch.dtype) -> None
     out_dtype = torch.float32 if gradient_dtype == torch.bfloat16 else gradient_dtype
     gradients = [torch.randn(shape).to(gradient_dtype) for shape in SHAPES]
     expected = laid_out(gradients, ranks, out_dtype)
-    into = torch.full_like(expected, torch.nan)
-    pack(gradients, into, ranks)
-    assert torch.equal(into, expected)
+    buffer = torch.full_like(expected, torch.nan)
+    pack(gradients, buffer, ranks)
+    assert torch.equal(buffer, expected)

@@ -21,26 +21,37 @@ def part_of(x, rank, ranks):
     return torch.cat([x[:, chunk.start : chunk.stop] for chunk in local_tokens(x.shape[1], Part(rank, ranks))], dim=1)
 
 
-def whole_of(parts):
+def whole_of(rank_tensors):
     """The sequence of which each rank has two chunks."""
-    sequence = torch.empty(parts[0].shape[0], len(parts) * parts[0].shape[1], *parts[0].shape[2:], dtype=parts[0].dtype)
-    for rank, part in enumerate(parts):
+    sequence = torch.empty(
+        rank_tensors[0].shape[0],
+        len(rank_tensors) * rank_tensors[0].shape[1],
+        *rank_tensors[0].shape[2:],
+        dtype=rank_tensors[0].dtype,
+    )
+    for rank, rank_tensor in enumerate(rank_tensors):
         start = 0
-        for chunk in local_tokens(sequence.shape[1], Part(rank, len(parts))):
-            sequence[:, chunk.start : chunk.stop] = part[:, start : start + len(chunk)]
+        for chunk in local_tokens(sequence.shape[1], Part(rank, len(rank_tensors))):
+            sequence[:, chunk.start : chunk.stop] = rank_tensor[:, start : start + len(chunk)]
             start += len(chunk)
     return sequence
 
 
 def ring(q, k, v, grad, ranks, logsumexp_of=lambda logsumexp: logsumexp):
     """Result and gradients, where every rank processes the other ranks' keys in the order of a ring."""
-    parts = [[part_of(x, rank, ranks) for rank in range(ranks)] for x in (q, k, v, grad)]
-    q_parts, k_parts, v_parts, grads = parts
-    outs, gradients = [], [[torch.zeros_like(part) for part in parts] for parts in (q_parts, k_parts, v_parts)]
+    rank_tensors = [[part_of(x, rank, ranks) for rank in range(ranks)] for x in (q, k, v, grad)]
+    q_parts, k_parts, v_parts, grads = rank_tensors
+    outs, gradients = (
+        [],
+        [
+            [torch.zeros_like(rank_tensor) for rank_tensor in rank_tensors]
+            for rank_tensors in (q_parts, k_parts, v_parts)
+        ],
+    )
     for rank, q_part in enumerate(q_parts):
         accumulator = None
-        for turn in range(ranks):
-            source = (rank - turn) % ranks
+        for ring_step in range(ranks):
+            source = (rank - ring_step) % ranks
             queries, keys, causal = visible_block(rank, source, q_part.shape[1])
             out, logsumexp = partial_attention(
                 q_part[:, queries], k_parts[source][:, keys], v_parts[source][:, keys], causal, plain=True
@@ -87,13 +98,13 @@ def test_a_wrong_logsumexp_changes_the_gradients():
 
 def test_all_ranks_compute_equally_many_scores_in_each_ring_step():
     for ranks in (2, 4, 7):
-        for turn in range(1, ranks):
-            counts = set()
+        for ring_step in range(1, ranks):
+            score_counts = set()
             for rank in range(ranks):
-                queries, keys, causal = visible_block(rank, (rank - turn) % ranks, 8)
+                queries, keys, causal = visible_block(rank, (rank - ring_step) % ranks, 8)
                 assert not causal
-                counts.add(len(range(8)[queries]) * len(range(8)[keys]))
-            assert counts == {32}
+                score_counts.add(len(range(8)[queries]) * len(range(8)[keys]))
+            assert score_counts == {32}
 
 
 def test_bf16_attention_has_an_fp32_logsumexp():

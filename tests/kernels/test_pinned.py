@@ -14,14 +14,17 @@ from meshwright.spec.errors import OutOfResources
 class Runtime:
     """Locks pages as CUDA does: none twice."""
 
-    def __init__(self, most: int = 1 << 40) -> None:
+    def __init__(self, capacity: int = 1 << 40) -> None:
         self.locked: dict[int, int] = {}
-        self.most = most
+        self.capacity = capacity
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         first, last = address // PAGE, (address + size - 1) // PAGE
-        overlaps = any(first <= (at + length - 1) // PAGE and at // PAGE <= last for at, length in self.locked.items())
-        if overlaps or sum(self.locked.values()) + size > self.most:
+        overlaps = any(
+            first <= (address + length - 1) // PAGE and address // PAGE <= last
+            for address, length in self.locked.items()
+        )
+        if overlaps or sum(self.locked.values()) + size > self.capacity:
             return 712
         self.locked[address] = size
         return 0
@@ -37,7 +40,7 @@ class Owner:
 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    cuda_runtime = Runtime(most=1 << 26)
+    cuda_runtime = Runtime(capacity=1 << 26)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda_runtime)
     return cuda_runtime
 
@@ -49,7 +52,7 @@ def test_pages_are_locked_while_the_owner_lives(runtime: Runtime) -> None:
         line = allocate_pinned(owner, size, "a test")  # dropped at once: its pages must not come again
         assert line.shape == (size,) and line.dtype == torch.uint8 and not line.any()
     assert len(runtime.locked) == 20 * len(sizes) and all(
-        at % PAGE == size % PAGE == 0 for at, size in runtime.locked.items()
+        address % PAGE == size % PAGE == 0 for address, size in runtime.locked.items()
     )
     del owner
     gc.collect()

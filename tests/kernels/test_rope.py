@@ -39,10 +39,10 @@ def test_scores_depend_on_distance_only():
 def test_positions_by_row():
     positions = torch.tensor([[0, 1, 2, 3], [0, 1, 0, 1]])
     cos, _ = rotary_tables(positions, HEAD_DIM, 10000.0, None, torch.float32)
-    counted, _ = rotary_tables(torch.arange(4), HEAD_DIM, 10000.0, None, torch.float32)
+    default_table, _ = rotary_tables(torch.arange(4), HEAD_DIM, 10000.0, None, torch.float32)
     assert cos.shape == (2, 4, 1, HEAD_DIM // 2)
-    assert torch.equal(cos[0], counted[0])
-    assert torch.equal(cos[1, 2:], counted[0, :2])
+    assert torch.equal(cos[0], default_table[0])
+    assert torch.equal(cos[1, 2:], default_table[0, :2])
 
 
 def test_rotation_of_bfloat16_rounds_once():

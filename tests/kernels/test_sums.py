@@ -12,9 +12,9 @@ DTYPES = [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)]
 
 @pytest.mark.parametrize(("gradient_dtype", "sum_dtype"), DTYPES)
 def test_a_sum_is_kept_in_its_own_format(gradient_dtype: torch.dtype, sum_dtype: torch.dtype) -> None:
-    total, part = torch.full((3, 5), 256, dtype=sum_dtype), torch.ones(3, 5, dtype=gradient_dtype)
+    total, gradient = torch.full((3, 5), 256, dtype=sum_dtype), torch.ones(3, 5, dtype=gradient_dtype)
     for _ in range(3):  # in bf16 256 + 1 is 256
-        add(total, part)
+        add(total, gradient)
     assert total.dtype == sum_dtype and torch.equal(total, torch.full_like(total, 259))
 
 
@@ -30,7 +30,7 @@ def test_products_are_added_in_the_sums_format(gradient_dtype: torch.dtype, sum_
 
 
 def test_a_factor_is_not_rounded_to_what_it_scales() -> None:
-    part, by = torch.full((4, 4), 3.0, dtype=torch.bfloat16), torch.tensor(1 / 3)
-    gradient_dtype = scale(part, by, torch.float32)
-    assert gradient_dtype.dtype == torch.float32 and torch.equal(gradient_dtype, torch.full((4, 4), 3.0) * by)
-    assert scale(part, by, torch.bfloat16).dtype == torch.bfloat16
+    gradient, factor = torch.full((4, 4), 3.0, dtype=torch.bfloat16), torch.tensor(1 / 3)
+    gradient_dtype = scale(gradient, factor, torch.float32)
+    assert gradient_dtype.dtype == torch.float32 and torch.equal(gradient_dtype, torch.full((4, 4), 3.0) * factor)
+    assert scale(gradient, factor, torch.bfloat16).dtype == torch.bfloat16

@@ -43,14 +43,14 @@ def next_to(ours: Tensor, theirs: Tensor) -> bool:
 def test_sums(count: int, gradient_dtype: torch.dtype, out_dtype: torch.dtype) -> None:
     from meshwright.kernels.sums_triton import fused_add, fused_scale
 
-    part, total = (torch.randn(count) for _ in range(2))
-    part, kernel_sum, plain = part.to(gradient_dtype), total.to(out_dtype), total.to(out_dtype)
-    fused_add(kernel_sum, part)
-    add(plain, part, plain=True)
-    assert next_to(kernel_sum, plain)
-    by, out = torch.tensor(1 / 3), torch.empty(count, dtype=out_dtype)
-    fused_scale(out, part, by)
-    assert next_to(out, scale(part, by, out_dtype, plain=True))
+    gradient, total = (torch.randn(count) for _ in range(2))
+    gradient, kernel_sum, by_torch = gradient.to(gradient_dtype), total.to(out_dtype), total.to(out_dtype)
+    fused_add(kernel_sum, gradient)
+    add(by_torch, gradient, plain=True)
+    assert next_to(kernel_sum, by_torch)
+    factor, out = torch.tensor(1 / 3), torch.empty(count, dtype=out_dtype)
+    fused_scale(out, gradient, factor)
+    assert next_to(out, scale(gradient, factor, out_dtype, plain=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -66,12 +66,12 @@ def test_pack(ranks: int, gradient_dtype: torch.dtype) -> None:
 
     gradients = [torch.randn(shape).to(gradient_dtype) for shape in [(7, 300), (64, 3, 5), (1030,), (1, 7), (2,)]]
     elements_per_rank = sum(-(-gradient.shape[0] // ranks) * gradient[0].numel() for gradient in gradients)
-    packed, plain = (torch.full((ranks * elements_per_rank,), torch.nan) for _ in range(2))
+    packed, by_torch = (torch.full((ranks * elements_per_rank,), torch.nan) for _ in range(2))
     offset = 0
     for gradient in gradients:
         offset += copy_rows(gradient, packed, ranks, offset, elements_per_rank)
-    pack(gradients, plain, ranks, plain=True)
-    assert offset == elements_per_rank and same(packed, plain)
+    pack(gradients, by_torch, ranks, plain=True)
+    assert offset == elements_per_rank and same(packed, by_torch)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -106,8 +106,8 @@ def test_fp8(shape: tuple[int, int], dtype: torch.dtype) -> None:
     assert same(straight, expected) and same(transposed, expected.t())
     assert same(round_transposed(x, scale, out_dtype), transposed) and same(round_flat(x, scale, out_dtype), straight)
     assert same(round_transposed(x, by_column, out_dtype), x.float().t() * by_column)
-    narrow = x.to(E4M3)
-    assert same(transpose(narrow), narrow.t())
+    fp8_values = x.to(E4M3)
+    assert same(transpose(fp8_values), fp8_values.t())
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
@@ -137,20 +137,20 @@ def test_adamw(skip: bool, gradient_dtype: torch.dtype, monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=1))
     monkeypatch.setattr(torch, "tensor", lambda values, pin_memory: tensor(values))
 
-    def stepped(how) -> list[Tensor]:
+    def stepped(update) -> list[Tensor]:
         draw = torch.Generator().manual_seed(0)
         shapes = [(1000, 21), (37,), (0, 8), (1024,), (1025,)]
         weights, gradients, first, second = ([torch.randn(shape, generator=draw) for shape in shapes] for _ in range(4))
         second = [gradient.square() for gradient in second]
-        counts = [fused.new_count(cpu) + index for index in range(len(shapes))]
+        update_counts = [fused.new_count(cpu) + index for index in range(len(shapes))]
         inputs = fused.StepInputs(1e-2, torch.full((), 0.3), torch.full((), float(skip)))
-        with fused.count_updates(counts, inputs.skip):
-            how(
+        with fused.count_updates(update_counts, inputs.skip):
+            update(
                 weights,
                 [gradient.to(gradient_dtype) for gradient in gradients],
                 first,
                 second,
-                counts,
+                update_counts,
                 coefficients=fused.Coefficients((0.9, 0.95), 1e-8),
                 weight_decay=0.1,
                 inputs=inputs,

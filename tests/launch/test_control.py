@@ -13,12 +13,13 @@ import pytest
 
 from meshwright.events.messages import Failure, Progress
 from meshwright.launch import control
-from meshwright.launch.control import ControlClient, ControlServer, coordinator_address, job_token, listen
+from meshwright.launch.control import ControlClient, ControlServer, coordinator_address, listen
 from meshwright.launch.hosts import checked_report
 from meshwright.launch.outcome import RankState
 from meshwright.launch.reports import Directive, Report
 from meshwright.spec.errors import BadInput
 from meshwright.spec.fields import to_plain
+from meshwright.spec.job_token import TOKEN_VARIABLE, job_token
 
 TOKEN = "0123456789abcdef"
 REPORT = Report(
@@ -38,12 +39,12 @@ def server() -> Iterator[tuple[str, int]]:
     """A server that answers reports, in a thread."""
     listener = listen(("127.0.0.1", 0))
     address = listener.getsockname()
-    ended = threading.Event()
+    server_ended = threading.Event()
     handlers = {"POST /report": lambda value: to_plain(Directive("wait", checked_report(value).attempt))}
     serving = ControlServer(listener, TOKEN, handlers)
 
     def serve() -> None:
-        while not ended.is_set():
+        while not server_ended.is_set():
             serving.serve(0.02)
 
     thread = threading.Thread(target=serve)
@@ -51,7 +52,7 @@ def server() -> Iterator[tuple[str, int]]:
     try:
         yield address
     finally:
-        ended.set()
+        server_ended.set()
         thread.join()
         serving.close()
 
@@ -63,15 +64,19 @@ def exchange(address: tuple[str, int], data: bytes) -> bytes:
         connection.settimeout(0.5)
         answer = b""
         try:
-            while piece := connection.recv(1 << 16):
-                answer += piece
+            while received := connection.recv(1 << 16):
+                answer += received
         except TimeoutError:
             pass
         return answer
 
 
-def request(body: bytes = b"{}", token: str = TOKEN, head: str = "POST /report HTTP/1.1", more: str = "") -> bytes:
-    return f"{head}\r\nAuthorization: Bearer {token}\r\nContent-Length: {len(body)}\r\n{more}\r\n".encode() + body
+def request(
+    body: bytes = b"{}", token: str = TOKEN, head: str = "POST /report HTTP/1.1", extra_headers: str = ""
+) -> bytes:
+    return (
+        f"{head}\r\nAuthorization: Bearer {token}\r\nContent-Length: {len(body)}\r\n{extra_headers}\r\n".encode() + body
+    )
 
 
 def test_reports_and_directives_survive_the_connection_which_is_kept_open() -> None:
@@ -105,9 +110,9 @@ def test_without_the_token_nothing_is_answered_but_401() -> None:
         (b"\x16\x03\x01\x02\x00\x01\r\n\r\n", 400),
         (b"GET /state\r\n\r\n", 400),
         (request(head="POST /report HTTP/1.0"), 400),
-        (request(more=f"authorization: Bearer {TOKEN}\r\n"), 400),
+        (request(extra_headers=f"authorization: Bearer {TOKEN}\r\n"), 400),
         (b"A" * 9000, 431),
-        (request(more="Transfer-Encoding: chunked\r\n"), 411),
+        (request(extra_headers="Transfer-Encoding: chunked\r\n"), 411),
         (f"POST /report HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 99999999\r\n\r\n".encode(), 413),
         (f"POST /report HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: -1\r\n\r\n".encode(), 411),
         (request(head="GET /secrets HTTP/1.1"), 404),
@@ -134,7 +139,7 @@ def test_connections_without_a_token_are_closed_after_a_while(monkeypatch: pytes
 
 def test_the_token_file_is_private_and_long_enough(tmp_path: Path) -> None:
     file = tmp_path / "token"
-    env = {control.TOKEN_VARIABLE: str(file)}
+    env = {TOKEN_VARIABLE: str(file)}
     file.write_text(TOKEN + "\n")
     file.chmod(0o600)
     assert job_token(env) == TOKEN

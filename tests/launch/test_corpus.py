@@ -35,10 +35,10 @@ def starting(file: Path, init: str, *overrides: str) -> RunSpec:
 
 def other_tokenizer(path: Path) -> None:
     """The same size, with two tokens exchanged."""
-    plain = json.loads(path.read_bytes())
-    names = {number: token for token, number in plain["model"]["vocab"].items()}
-    plain["model"]["vocab"] |= {names[100]: 101, names[101]: 100}
-    path.write_text(json.dumps(plain))
+    tokenizer = json.loads(path.read_bytes())
+    names = {number: token for token, number in tokenizer["model"]["vocab"].items()}
+    tokenizer["model"]["vocab"] |= {names[100]: 101, names[101]: 100}
+    path.write_text(json.dumps(tokenizer))
 
 
 @pytest.mark.parametrize("source", ["hf", "checkpoint"])

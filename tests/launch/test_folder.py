@@ -77,24 +77,24 @@ def test_a_start_wins_when_the_holder_ends_between_its_open_and_its_lock(
 
 
 def test_one_of_several_starts_at_once_wins(tmp_path: Path) -> None:
-    starts = 4
-    begin, end = threading.Barrier(starts), threading.Barrier(starts)
+    start_count = 4
+    begin_barrier, end_barrier = threading.Barrier(start_count), threading.Barrier(start_count)
 
     def start(folder: Path) -> str:
-        begin.wait(60)
+        begin_barrier.wait(60)
         try:
             with folder_lock(folder):
-                end.wait(60)
+                end_barrier.wait(60)
                 return "wins"
         except BadInput:
-            end.wait(60)
+            end_barrier.wait(60)
             return "refused"
 
-    with ThreadPoolExecutor(starts) as pool:
+    with ThreadPoolExecutor(start_count) as pool:
         for number in range(50):
             folder = tmp_path / f"run-{number}"
-            outcomes = list(pool.map(start, [folder] * starts))
-            assert sorted(outcomes) == ["refused"] * (starts - 1) + ["wins"]
+            outcomes = list(pool.map(start, [folder] * start_count))
+            assert sorted(outcomes) == ["refused"] * (start_count - 1) + ["wins"]
             assert not folder.exists()
 
 
@@ -144,8 +144,8 @@ def test_without_locks_a_job_that_ended_leaves_the_folder_to_the_next_though_its
     with folder_lock(tmp_path):
         lease = take_over(tmp_path)
         assert owner_is_alive(lease)
-    ended = read_lease(tmp_path)
-    assert ended is not None and ended.epoch == lease.epoch and not owner_is_alive(ended)
+    ended_lease = read_lease(tmp_path)
+    assert ended_lease is not None and ended_lease.epoch == lease.epoch and not owner_is_alive(ended_lease)
 
 
 def test_a_holder_that_was_replaced_leaves_the_other_s_lock(tmp_path: Path) -> None:
@@ -167,8 +167,8 @@ def test_a_run_continues_once_it_has_begun(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "config.yaml").write_text(resolved_yaml(run), encoding="utf-8")
     (folder / "metrics.jsonl").write_text('{"kind": "event", "step": 0, "text": "failed"}\n', encoding="utf-8")
-    other = replace(run, seed=1)
-    assert not continues(run, folder) and not continues(other, folder)
+    changed_run = replace(run, seed=1)
+    assert not continues(run, folder) and not continues(changed_run, folder)
     assert renamed(run, tmp_path).name == "run-2"
     (folder / "checkpoints" / "step-00000001").mkdir(parents=True)
     assert continues(run, folder)
@@ -176,7 +176,7 @@ def test_a_run_continues_once_it_has_begun(tmp_path: Path) -> None:
     (folder / "metrics.jsonl").write_text('{"kind": "step", "step": 1}\n', encoding="utf-8")
     assert continues(run, folder)
     with pytest.raises(BadInput, match="seed: 0 there, 1 now"):
-        continues(other, folder)
+        continues(changed_run, folder)
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ def test_steps_may_be_raised_and_not_lowered(begun: tuple[RunSpec, Path]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "why"),
+    ("key", "value", "reason"),
     [
         ("learning_rate", 1.0, "it would change the learning rate of steps that are done"),
         ("min_learning_rate", 0.5, "it would change the learning rate of steps that are done"),
@@ -210,14 +210,14 @@ def test_steps_may_be_raised_and_not_lowered(begun: tuple[RunSpec, Path]) -> Non
     ],
 )
 def test_what_changes_the_past_is_refused_with_its_reason(
-    begun: tuple[RunSpec, Path], key: str, value: object, why: str
+    begun: tuple[RunSpec, Path], key: str, value: object, reason: str
 ) -> None:
     run, folder = begun
     changed = replace(run, train=replace(run.train, steps=7, **{key: value}))
     with pytest.raises(BadInput) as caught:
         continues(changed, folder)
     _, *lines, _ = str(caught.value).splitlines()
-    assert lines == [f"  train.{key}: {getattr(run.train, key)!r} there, {value!r} now ({why})"]
+    assert lines == [f"  train.{key}: {getattr(run.train, key)!r} there, {value!r} now ({reason})"]
 
 
 def test_a_run_whose_configuration_was_lost_is_held_to_its_newest_checkpoint_s(begun: tuple[RunSpec, Path]) -> None:

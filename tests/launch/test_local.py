@@ -36,9 +36,9 @@ def launch(behaviour: str, folder: Path, ranks: int = 2) -> int:
     )
 
 
-def until(done: Callable[[], bool]) -> None:
+def until(is_done: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 30
-    while not done():
+    while not is_done():
         assert time.monotonic() < deadline
         threading.Event().wait(0.02)
 
@@ -118,10 +118,10 @@ def test_no_rank_outlives_a_failure(tmp_path: Path) -> None:
 
 
 def test_enough_ends_the_ranks_and_is_no_failure(tmp_path: Path) -> None:
-    ready = [tmp_path / f"ready-{rank}" for rank in (0, 1)]
+    ready_files = [tmp_path / f"ready-{rank}" for rank in (0, 1)]
     code = run_ranks(
         "tests.launch.fake_rank", ["wait", str(tmp_path)], cluster=ClusterSpec(gpus_per_node=2), logs=tmp_path / "logs", threads=1,
-        quiet=True, enough=lambda: all(file.exists() for file in ready),
+        quiet=True, enough=lambda: all(file.exists() for file in ready_files),
     )  # fmt: skip
     assert code == 0 and (tmp_path / "logs" / "rank-00000.log").exists()
     for rank in (0, 1):

@@ -23,16 +23,16 @@ def started(run: Path, parent: int) -> subprocess.Popen[bytes]:
 
 def test_only_ranks_of_the_run_whose_agent_is_dead_are_ended(tmp_path: Path) -> None:
     orphan, child = started(tmp_path / "run", 1), started(tmp_path / "run", os.getpid())
-    other = started(tmp_path / "other", 1)
+    rank_of_other_run = started(tmp_path / "other", 1)
     try:
         assert list(orphans(tmp_path / "run")) == [orphan.pid]
         assert end_orphans(tmp_path / "run") == [orphan.pid]
-        assert orphan.wait(10) == -9 and child.poll() is None and other.poll() is None
+        assert orphan.wait(10) == -9 and child.poll() is None and rank_of_other_run.poll() is None
         deadline = time.monotonic() + 5
         while list(orphans(tmp_path / "run")) and time.monotonic() < deadline:
             threading.Event().wait(0.02)
         assert end_orphans(tmp_path / "run") == []
     finally:
-        for process in (orphan, child, other):
+        for process in (orphan, child, rank_of_other_run):
             process.kill()
             process.wait()

@@ -12,8 +12,8 @@ LOGS = Path("/run/logs")
 LOST = Failure(5, "communication failed: Connection closed by peer")
 
 
-def lines(*ends: RankState) -> list[str]:
-    return list(outcome_lines(ends, LOGS))
+def lines(*states: RankState) -> list[str]:
+    return list(outcome_lines(states, LOGS))
 
 
 def test_the_same_failure_of_several_ranks_is_one_line() -> None:
@@ -29,9 +29,9 @@ def test_the_failed_rank_is_reported_and_ranks_that_failed_because_of_it_are_not
 
 def test_what_a_rank_reported_counts_more_than_how_its_process_ended() -> None:
     """Also of one that reports while it still cleans up."""
-    ends = [RankState(0, -6, Failure(3, "out of memory")), RankState(1, 5), RankState(2, None, LOST)]
-    assert exit_codes(ends) == [3, 5, 5]
-    assert culprit(exit_codes(ends)) == 0 and job_code(exit_codes(ends)) == 3
+    states = [RankState(0, -6, Failure(3, "out of memory")), RankState(1, 5), RankState(2, None, LOST)]
+    assert exit_codes(states) == [3, 5, 5]
+    assert culprit(exit_codes(states)) == 0 and job_code(exit_codes(states)) == 3
 
 
 def test_an_internal_error_names_its_log_if_there_is_one() -> None:

@@ -49,8 +49,8 @@ def test_a_plan_file_that_devices_cannot_hold_is_refused(tmp_path: Path) -> None
     batch = BatchPlan(global_batch=8, micro_batch=1, accumulate=1)
     copies, shards = (Plan(mesh=(MeshAxis(axis=axis, size=8),), batch=batch) for axis in ("replicate", "shard"))
     assert prepare.training_plan(file_run(tmp_path, shards, *overrides), print).mesh == shards.mesh
-    over = r"plan.yaml: does not fit: a rank needs [\d.]+ GB, [\d.]+ GB more than the usable 85.9 GB \(optimizer 64.2.*batch.micro_batch"
-    with pytest.raises(OutOfResources, match=over):
+    message = r"plan.yaml: does not fit: a rank needs [\d.]+ GB, [\d.]+ GB more than the usable 85.9 GB \(optimizer 64.2.*batch.micro_batch"
+    with pytest.raises(OutOfResources, match=message):
         prepare.training_plan(file_run(tmp_path, copies, *overrides), print)
     prepare.training_plan(file_run(tmp_path, copies, *overrides, "cluster.memory_gib=192"), print)
 
@@ -73,8 +73,10 @@ def test_a_processor_s_plan_file_is_held_to_its_rank_s_share_of_the_host(
     plan = Plan(mesh=(MeshAxis(axis="shard", size=2),), batch=batch, precision=Precision(compute="fp32"))
     run = file_run(tmp_path, plan, "model=llama-nano", "model.vocab_size=512", "cluster.gpus_per_node=2")
     need = peak_bytes(predict(run, plan))
-    for share, fits in ((1.01, True), (0.99, False)):
-        monkeypatch.setattr(prepare, "host_memory_bytes", lambda share=share: int(2 * share * need))
+    for relative_size, fits in ((1.01, True), (0.99, False)):
+        monkeypatch.setattr(
+            prepare, "host_memory_bytes", lambda relative_size=relative_size: int(2 * relative_size * need)
+        )
         assert (prepare.misfit(run, plan) is None) == fits
 
 
@@ -84,8 +86,8 @@ def test_what_a_plan_file_lets_wait_must_fit_the_host(tmp_path: Path) -> None:
     batch = BatchPlan(global_batch=8, micro_batch=1, accumulate=2)
     plan = Plan(mesh=axes, batch=batch, layers=(LayerStrategy(offload="optimizer"),))
     assert prepare.misfit(file_run(tmp_path, plan, *overrides, "cluster.host_memory_gib=256"), plan) is None
-    over = prepare.misfit(file_run(tmp_path, plan, *overrides, "cluster.host_memory_gib=200"), plan)
-    assert over and "exceed host memory by 20.9 GB of 171.8" in over  # 192.7 GB needed
+    excess = prepare.misfit(file_run(tmp_path, plan, *overrides, "cluster.host_memory_gib=200"), plan)
+    assert excess and "exceed host memory by 20.9 GB of 171.8" in excess  # 192.7 GB needed
 
 
 def test_a_plan_is_made_for_the_vocabulary_of_the_data_once_that_is_there(tmp_path: Path) -> None:
@@ -102,8 +104,8 @@ def test_a_plan_is_made_for_the_vocabulary_of_the_data_once_that_is_there(tmp_pa
 def test_death_at_any_call_of_a_start_leaves_a_run_that_can_be_continued(tmp_path: Path) -> None:
     """The second start asks for more steps, so that every file of the folder changes."""
     tiny, names = make_tiny(tmp_path / "tiny"), (*CALLS, FILE_OPEN)
-    begun = prepared(tiny, tmp_path / "begun").folder
-    save(begun / "checkpoints", 3)
+    begun_folder = prepared(tiny, tmp_path / "begun").folder
+    save(begun_folder / "checkpoints", 3)
 
     plan = prepared(tiny, tmp_path / "count", "train.steps=7").assignment.plan
 

@@ -96,8 +96,8 @@ def test_no_plan_ran() -> None:
 
 def write(file: Path, seconds: list[float]) -> None:
     lines = [
-        {"kind": "step", "step": at, "step_seconds": step_seconds, "memory_peak_bytes": 5}
-        for at, step_seconds in enumerate(seconds, 1)
+        {"kind": "step", "step": number, "step_seconds": step_seconds, "memory_peak_bytes": 5}
+        for number, step_seconds in enumerate(seconds, 1)
     ]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -122,9 +122,9 @@ def test_a_hopeless_plan_is_ended_early_and_a_slow_warm_up_is_not(tmp_path: Path
 
 def test_long_steps_need_fewer(tmp_path: Path) -> None:
     watch = Watch(tmp_path / "metrics.jsonl", None)
-    for counted, enough in ((4, False), (5, True)):
-        write(watch.file, [6.0] * (WARM_UP + counted))
-        assert watch.enough() is enough
+    for steps_counted, is_enough in ((4, False), (5, True)):
+        write(watch.file, [6.0] * (WARM_UP + steps_counted))
+        assert watch.enough() is is_enough
 
 
 def test_a_plan_within_its_wide_band_is_not_ended_early() -> None:
@@ -134,7 +134,7 @@ def test_a_plan_within_its_wide_band_is_not_ended_early() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cluster", "says"),
+    ("cluster", "message"),
     [
         (ClusterSpec(gpu="cpu", nodes=2), "cluster.nodes is 2"),
         (ClusterSpec(gpu="H200", gpus_per_node=8), "which is 4 H200; the cluster says 8 H200"),
@@ -142,10 +142,10 @@ def test_a_plan_within_its_wide_band_is_not_ended_early() -> None:
     ],
 )
 def test_only_the_machine_it_runs_on_is_probed(
-    cluster: ClusterSpec, says: str, monkeypatch: pytest.MonkeyPatch
+    cluster: ClusterSpec, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local_cluster = {"gpu": "H200", "gpus_per_node": 4}
-    with pytest.raises(BadInput, match=says):
+    with pytest.raises(BadInput, match=message):
         check_here(cluster, local_cluster)
     check_here(ClusterSpec(gpu="H200", gpus_per_node=2), local_cluster)
     check_here(ClusterSpec(gpu="cpu", gpus_per_node=64), local_cluster)
@@ -156,9 +156,9 @@ def test_only_the_machine_it_runs_on_is_probed(
 
 
 def test_a_failed_probe_says_why_in_its_ranks_words() -> None:
-    lost = Failure(EXIT_COMMUNICATION, "communication failed")
+    peer_failure = Failure(EXIT_COMMUNICATION, "communication failed")
     full = Failure(EXIT_NO_RESOURCES, "out of memory: tried to allocate 2 GiB; lower plan.micro_batch")
-    assert failure_text(EXIT_NO_RESOURCES, [lost, full]) == full.message
+    assert failure_text(EXIT_NO_RESOURCES, [peer_failure, full]) == full.message
     assert failure_text(EXIT_NO_RESOURCES, []) == "out of memory"
     internal = Failure(EXIT_INTERNAL, "internal error: KeyError: 3", "/log")
     assert failure_text(EXIT_INTERNAL, [internal]) == "failed with exit code 1: internal error: KeyError: 3"

@@ -46,10 +46,10 @@ def run_script(folder: Path, *codes: int, overrides: tuple[str, ...] = ()) -> tu
     script = folder / "run.sbatch"
     script.write_text(slurm_script(job_of(*overrides)))
     env = {"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "node-[a-b]"}
-    ended = subprocess.run(["bash", script], cwd=folder, env=env, capture_output=True, text=True, check=False)
+    process = subprocess.run(["bash", script], cwd=folder, env=env, capture_output=True, text=True, check=False)
     lines = calls.read_text().splitlines()
     calls.unlink()
-    return ended.returncode, lines
+    return process.returncode, lines
 
 
 @pytest.mark.parametrize("overrides", [(), ("supervision.spares=2",), ("cluster.gpu=cpu",), ("data.mix={it's: 1}",)])
@@ -57,8 +57,8 @@ def test_it_is_valid_bash_and_all_options_are_slurm_s(overrides: tuple[str, ...]
     script = slurm_script(job_of(*overrides))
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     assert set(options_of(script)) <= slurm_options()["sbatch"]
-    used = [word.partition("=")[0] for word in srun_words(script) if word.startswith("--")]
-    assert {word.removeprefix("--") for word in used} <= slurm_options()["srun"]
+    options_used = [argument.partition("=")[0] for argument in srun_words(script) if argument.startswith("--")]
+    assert {argument.removeprefix("--") for argument in options_used} <= slurm_options()["srun"]
 
 
 def test_one_agent_runs_on_each_node_and_the_job_can_be_requeued() -> None:
@@ -100,8 +100,8 @@ def test_a_preempted_run_is_requeued_any_number_of_times(tmp_path: Path, code: i
 
 @pytest.mark.parametrize("code", STOP_CODES)
 def test_a_failure_that_would_repeat_is_not_requeued(tmp_path: Path, code: int) -> None:
-    ended, lines = run_script(tmp_path, code)
-    assert ended == code and len(lines) == 1, "one start of the agent, and no requeue"
+    process, lines = run_script(tmp_path, code)
+    assert process == code and len(lines) == 1, "one start of the agent, and no requeue"
     assert not list(tmp_path.glob(".meshwright-*"))
 
 

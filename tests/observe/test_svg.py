@@ -8,7 +8,7 @@ from meshwright.observe.svg import WIDTH, Axis, Chart, Series, draw, numbers
 AXIS = Axis("step", "Steps", 0.0, 10.0, ((0.0, "0"), (5.0, "5"), (10.0, "10")))
 
 
-def drawn(*series, **options):
+def draw_chart(*series, **options):
     chart = Chart("c", "Title", "unit", "short", tuple(series), **options)
     table = [float(i) for i in range(11)]
     tables = {"steps": {"step": table}, "edges": {"step": [0.0, 5.0, 10.0]}}
@@ -21,7 +21,7 @@ def paths(text):
 
 @given(st.lists(st.none() | st.floats(-1e9, 1e9), min_size=11, max_size=11))
 def test_every_point_is_inside_and_every_gap_is_a_gap(values):
-    (path,) = paths(drawn(Series("a", "x", "steps", values), from_zero=False))
+    (path,) = paths(draw_chart(Series("a", "x", "steps", values), from_zero=False))
     points = [(float(x), float(y)) for x, y in re.findall(r"[ML](-?[\d.e+]+),(-?[\d.e+]+)", path)]
     assert len(points) == sum(value is not None for value in values)
     assert all(0 <= x <= WIDTH and 0 <= y <= 200 for x, y in points)
@@ -30,14 +30,14 @@ def test_every_point_is_inside_and_every_gap_is_a_gap(values):
 
 
 def test_greater_values_stand_higher():
-    (path,) = paths(drawn(Series("a", "x", "steps", [float(i) for i in range(11)])))
+    (path,) = paths(draw_chart(Series("a", "x", "steps", [float(i) for i in range(11)])))
     heights = [float(y) for y in re.findall(r",([\d.]+)", path)]
     assert heights == sorted(heights, reverse=True) and heights[0] == 200.0
 
 
 def test_columns_stack_without_gap_or_overlap():
     lower, upper = paths(
-        drawn(Series("a", "x", "edges", [1.0, 3.0], "column"), Series("b", "y", "edges", [1.0, 1.0], "column"))
+        draw_chart(Series("a", "x", "edges", [1.0, 3.0], "column"), Series("b", "y", "edges", [1.0, 1.0], "column"))
     )
     tops = [float(y) for y in re.findall(r"V([\d.]+)H", lower)][:2]
     bases = [float(y) for y in re.findall(r"V([\d.]+)H", upper)][2:]
@@ -46,7 +46,7 @@ def test_columns_stack_without_gap_or_overlap():
 
 
 def test_points_are_dots_of_no_length():
-    (path,) = paths(drawn(Series("a", "x", "steps", [None] * 9 + [1.0, 2.0], "points")))
+    (path,) = paths(draw_chart(Series("a", "x", "steps", [None] * 9 + [1.0, 2.0], "points")))
     assert path.count("M") == 2 and path.count("h0") == 2 and "L" not in path
 
 
@@ -57,7 +57,7 @@ def test_hidden_spikes_are_said():
 
 
 def test_titles_and_labels_are_escaped():
-    text = drawn(Series("<i>", "x", "steps", [1.0] * 11), reference=("<b>", 2.0))
+    text = draw_chart(Series("<i>", "x", "steps", [1.0] * 11), reference=("<b>", 2.0))
     assert "<i>" not in text and "<b>" not in text and "&lt;b&gt; 2.00" in text
 
 

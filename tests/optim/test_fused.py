@@ -13,7 +13,7 @@ BETAS, EPSILON, RATE, DECAY = (0.9, 0.95), 1e-8, 1e-2, 0.1
 STEPS = 4
 
 
-def drawn(seed: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def random_tensors(seed: int, dtype: torch.dtype) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
 
@@ -27,11 +27,11 @@ def trained(
     error: float = 1.0,
 ) -> list[torch.Tensor]:
     """Weights after STEPS steps; with `wide` gradients are converted to `dtype` first. Step `skipped` has an infinite norm."""
-    weights = drawn(0, dtype)
+    weights = random_tensors(0, dtype)
     moments = [[torch.zeros_like(weight) for weight in weights] for _ in range(2)]
     counts = [new_count(torch.device("cpu")) for _ in weights]
     for step in range(STEPS):
-        gradients = [gradient.to(dtype) if wide else gradient for gradient in drawn(step + 1, gradient_dtype)]
+        gradients = [gradient.to(dtype) if wide else gradient for gradient in random_tensors(step + 1, gradient_dtype)]
         norm = gradient_norm(gradients, None, torch.device("cpu")) * (torch.inf if step == skipped else 1)
         inputs = StepInputs(RATE, clip_factor(norm, limit) * error, (~norm.isfinite()).float())
         with count_updates(counts, inputs.skip):
@@ -48,10 +48,10 @@ def trained(
 
 
 def truth(dtype: torch.dtype, limit: float | None, skipped: int = -1) -> list[torch.Tensor]:
-    weights = [torch.nn.Parameter(weight) for weight in drawn(0, dtype)]
+    weights = [torch.nn.Parameter(weight) for weight in random_tensors(0, dtype)]
     optimizer = torch.optim.AdamW(weights, lr=RATE, betas=BETAS, eps=EPSILON, weight_decay=DECAY)
     for step in range(STEPS):
-        for weight, gradient in zip(weights, drawn(step + 1, dtype), strict=True):
+        for weight, gradient in zip(weights, random_tensors(step + 1, dtype), strict=True):
             weight.grad = gradient
         if limit is not None:
             torch.nn.utils.clip_grad_norm_(weights, limit)
@@ -84,7 +84,7 @@ def test_narrow_gradients_give_the_same_update_as_wide_gradients(limit: float | 
 
 
 def test_the_norm_covers_gradients_of_all_dtypes() -> None:
-    parts = [*drawn(1, torch.bfloat16), *drawn(2, torch.float32), *drawn(3, torch.float64)]
+    parts = [*random_tensors(1, torch.bfloat16), *random_tensors(2, torch.float32), *random_tensors(3, torch.float64)]
     whole = torch.cat([part.double().flatten() for part in parts]).norm()
     assert abs(gradient_norm(parts, None, torch.device("cpu")) / whole - 1) < 1e-6
     assert gradient_norm([], None, torch.device("cpu")) == 0

@@ -36,7 +36,7 @@ def loss_and_gradients(wrapped: Plan | None, dtype: torch.dtype = torch.float32)
     model.to(dtype)
     if wrapped is not None:
         wrap_blocks(model, wrapped)
-    assert [name for name, _ in model.named_parameters()] == [row.name for row in parameters(SPEC)]
+    assert [name for name, _ in model.named_parameters()] == [parameter.name for parameter in parameters(SPEC)]
     draw = torch.Generator().manual_seed(1)
     tokens, targets = torch.randint(37, (2, 2, 12), generator=draw)
     loss = model(tokens, targets=targets, positions=None, documents=None)
@@ -46,8 +46,8 @@ def loss_and_gradients(wrapped: Plan | None, dtype: torch.dtype = torch.float32)
 
 @pytest.mark.parametrize("mode", get_args(Recompute))
 def test_recompute_changes_no_bit(mode: Recompute) -> None:
-    plain, wrapped = loss_and_gradients(None), loss_and_gradients(plan(mode))
-    assert all(torch.equal(wrapped[name], plain[name]) for name in plain)
+    without_recompute, wrapped = loss_and_gradients(None), loss_and_gradients(plan(mode))
+    assert all(torch.equal(wrapped[name], without_recompute[name]) for name in without_recompute)
 
 
 class Counting(TorchDispatchMode):
@@ -65,11 +65,11 @@ class Counting(TorchDispatchMode):
 def test_recompute_runs_again_what_it_says() -> None:
     products, attention, elementwise = {}, {}, {}
     for mode in get_args(Recompute):
-        with Counting() as counted:
+        with Counting() as counter:
             loss_and_gradients(plan(mode))
-        products[mode] = counted.runs[torch.ops.aten.mm.default]
-        attention[mode] = counted.runs[torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
-        elementwise[mode] = counted.runs[torch.ops.aten.silu.default]
+        products[mode] = counter.runs[torch.ops.aten.mm.default]
+        attention[mode] = counter.runs[torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
+        elementwise[mode] = counter.runs[torch.ops.aten.silu.default]
     assert products["full"] == products["all_but_attention"] > products["selective"] == products["none"]
     assert (
         attention["full"]
@@ -78,8 +78,8 @@ def test_recompute_runs_again_what_it_says() -> None:
         == 2 * attention["none"]
         > 0
     )
-    again = {elementwise[mode] for mode in ("selective", "all_but_attention", "full")}
-    assert again == {2 * elementwise["none"]} and elementwise["none"] > 0
+    elementwise_counts = {elementwise[mode] for mode in ("selective", "all_but_attention", "full")}
+    assert elementwise_counts == {2 * elementwise["none"]} and elementwise["none"] > 0
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
@@ -90,8 +90,8 @@ def test_compiled_blocks_equal_plain_ones() -> None:
     # torch 2.11 compiles no attention of fp64 on a processor: it declares the log-sum to be fp32 there.
     exact = tuple(map(int, torch.__version__.split(".")[:2])) > (2, 11)
     dtype, bounds = (torch.float64, (1e-9, 1e-12)) if exact else (torch.float32, (1e-4, 1e-5))
-    plain = loss_and_gradients(None, dtype)
+    uncompiled = loss_and_gradients(None, dtype)
     compiled = loss_and_gradients(plan("selective", compiled=True), dtype)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    for name in plain:
-        torch.testing.assert_close(compiled[name], plain[name], rtol=bounds[0], atol=bounds[1])
+    for name in uncompiled:
+        torch.testing.assert_close(compiled[name], uncompiled[name], rtol=bounds[0], atol=bounds[1])

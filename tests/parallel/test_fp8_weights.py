@@ -20,10 +20,10 @@ LOW = replace(plan("none"), precision=Precision(linear="fp8_tensorwise"))
 CPU = torch.device("cpu")
 
 
-def scalings(chosen: Plan) -> dict[str, str | None]:
+def scalings(tested_plan: Plan) -> dict[str, str | None]:
     with torch.device("meta"):
         model = Decoder(SPEC)
-    use_fp8_products(model, chosen, CPU)
+    use_fp8_products(model, tested_plan, CPU)
     return {name: module.scaling for name, module in model.named_modules() if isinstance(module, Linear)}
 
 

@@ -52,12 +52,12 @@ class Recorded:
         self.calls: list[tuple[str, Any]] = []
 
     def split_group(
-        self, parent: object, parts: list[list[int]], *, timeout: timedelta, pg_options: object, group_desc: str
+        self, parent: object, groups: list[list[int]], *, timeout: timedelta, pg_options: object, group_desc: str
     ) -> _Group:
         assert parent is None and pg_options is None and group_desc
         assert timeout == timedelta(seconds=7)
-        self.calls.append(("split_group", parts))
-        return self._Group(next(part for part in parts if self._rank in part), self._rank)
+        self.calls.append(("split_group", groups))
+        return self._Group(next(group for group in groups if self._rank in group), self._rank)
 
     def isend(self, message: torch.Tensor, *, group: _Group, group_dst: int) -> _Work:
         self.calls.append(("isend", group.ranks[group_dst]))
@@ -80,8 +80,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch, layout: Layout, rank: int) -> tupl
     fake.layout = layout
     for module in (world_module, mesh_module, channels_module):
         monkeypatch.setattr(module, "dist", fake)
-    place = RankEnvironment(rank, layout.ranks, rank % layout.ranks_per_node, layout.ranks_per_node, "host", 1)
-    world = World(place, torch.device("cuda", 0), cast(Any, fake.group.WORLD), limit=timedelta(seconds=7))
+    environment = RankEnvironment(rank, layout.ranks, rank % layout.ranks_per_node, layout.ranks_per_node, "host", 1)
+    world = World(environment, torch.device("cuda", 0), cast(Any, fake.group.WORLD), limit=timedelta(seconds=7))
     return Mesh(layout, world), fake
 
 
@@ -92,7 +92,7 @@ def test_every_rank_splits_once_an_axis(monkeypatch: pytest.MonkeyPatch, name: s
     They do nothing else: no barrier, no access to the store, no loop over groups.
     """
     layout = LAYOUTS[name]
-    seen = set()
+    axes = set()
     for rank in range(layout.ranks):
         mesh, fake = recorded(monkeypatch, layout, rank)
         assert [call for call, _ in fake.calls] == ["split_group"] * sum(
@@ -101,29 +101,34 @@ def test_every_rank_splits_once_an_axis(monkeypatch: pytest.MonkeyPatch, name: s
         for axis, size in layout.axes:
             group = cast(Any, mesh.group(axis))
             assert group.ranks == list(layout.group(axis, rank)) if size > 1 else group is None
-        seen.add(str(fake.calls))
-    assert len(seen) == 1
-    assert all(sorted(rank for part in parts for rank in part) == list(range(layout.ranks)) for _, parts in fake.calls)
+        axes.add(str(fake.calls))
+    assert len(axes) == 1
+    assert all(
+        sorted(rank for members in member_lists for rank in members) == list(range(layout.ranks))
+        for _, member_lists in fake.calls
+    )
 
 
 def test_other_groups_are_made_on_first_use_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = LAYOUTS["512"]
     mesh, fake = recorded(monkeypatch, layout, 200)
-    before = len(fake.calls)
-    found = cast(Any, mesh.group_over(("pipeline", "shard")))
-    place = layout.coordinates(200)
+    calls_before = len(fake.calls)
+    stage_shards = cast(Any, mesh.group_over(("pipeline", "shard")))
+    coordinates = layout.coordinates(200)
     alike = [
-        r for r in range(512) if all(layout.coordinates(r)[axis] == place[axis] for axis in ("replicate", "tensor"))
+        r
+        for r in range(512)
+        if all(layout.coordinates(r)[axis] == coordinates[axis] for axis in ("replicate", "tensor"))
     ]
-    assert found.ranks == alike
-    assert mesh.group_over(("shard", "pipeline")) is found
+    assert stage_shards.ranks == alike
+    assert mesh.group_over(("shard", "pipeline")) is stage_shards
     assert mesh.group_over(("context_ring", "shard")) is mesh.group("shard")
     assert mesh.group_over(("context_ring",)) is None
-    whole = cast(Any, mesh.group_over(("pipeline", "replicate", "shard", "tensor")))
-    assert whole is fake.group.WORLD
+    all_axes = cast(Any, mesh.group_over(("pipeline", "replicate", "shard", "tensor")))
+    assert all_axes is fake.group.WORLD
     first_and_last = mesh.pair(0, 7)
-    assert (first_and_last is None) == (place["pipeline"] not in (0, 7))
-    assert len(fake.calls) == before + 2
+    assert (first_and_last is None) == (coordinates["pipeline"] not in (0, 7))
+    assert len(fake.calls) == calls_before + 2
 
 
 def test_one_copy_leaves_out_replicas_and_neighbours_are_blocks_of_an_axis(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,8 +137,8 @@ def test_one_copy_leaves_out_replicas_and_neighbours_are_blocks_of_an_axis(monke
         mesh, fake = recorded(monkeypatch, layout, rank)
         assert cast(Any, mesh.model_copy_group).ranks == list(range(rank // 8 * 8, rank // 8 * 8 + 8))
         assert cast(Any, mesh.consecutive_group("tensor", 2)).ranks == [rank // 2 * 2, rank // 2 * 2 + 1]
-        before = len(fake.calls)
-        assert mesh.consecutive_group("tensor", 4) is mesh.group("tensor") and len(fake.calls) == before
+        calls_before = len(fake.calls)
+        assert mesh.consecutive_group("tensor", 4) is mesh.group("tensor") and len(fake.calls) == calls_before
     copies, _ = recorded(monkeypatch, Layout((("replicate", 4), ("shard", 1)), 4), 0)
     assert copies.model_copy_group is None
 
@@ -143,19 +148,19 @@ def test_one_copy_leaves_out_replicas_and_neighbours_are_blocks_of_an_axis(monke
 def test_channels_take_six_splits_at_most_and_one_group_each(
     monkeypatch: pytest.MonkeyPatch, schedule: str, ranks: int
 ) -> None:
-    made = build(schedule, ranks, 2 * ranks)
+    built_schedule = build(schedule, ranks, 2 * ranks)
     layout = Layout((("pipeline", ranks), ("shard", 4)), 2)
     orders = set()
     for rank in range(layout.ranks):
         mesh, fake = recorded(monkeypatch, layout, rank)
         with monkeypatch.context() as patch:
             patch.setattr(channels_module, "torch", _OnCpu())
-            channels = open_channels(mesh, made.channels)
-        splits = [parts for call, parts in fake.calls if call == "split_group"][2:]
+            channels = open_channels(mesh, built_schedule.channels)
+        splits = [member_lists for call, member_lists in fake.calls if call == "split_group"][2:]
         assert len(splits) <= 6
-        here = mesh.coordinate("pipeline")
-        assert sorted(channels._outgoing) == sorted(b for a, b in made.channels if a == here)
-        assert sorted(channels._incoming) == sorted(a for a, b in made.channels if b == here)
+        own_stage = mesh.coordinate("pipeline")
+        assert sorted(channels._outgoing) == sorted(b for a, b in built_schedule.channels if a == own_stage)
+        assert sorted(channels._incoming) == sorted(a for a, b in built_schedule.channels if b == own_stage)
         groups = [*channels._outgoing.values(), *channels._incoming.values()]
         assert len({id(group) for group in groups}) == len(groups)
         assert all(len(cast(Any, group).ranks) == 2 for group in groups)
@@ -182,19 +187,19 @@ def test_matchings_hold_every_pair_once_and_no_rank_twice(ranks: int, data: st.D
     everyone = [(a, b) for a in range(ranks) for b in range(ranks) if a != b]
     pairs = data.draw(st.lists(st.sampled_from(everyone), unique=True))
     lists = matchings(pairs, ranks)
-    assert sorted(pair for found in lists for pair in found) == sorted(pairs)
-    for found in lists:
-        held = [rank for pair in found for rank in pair]
-        assert len(set(held)) == len(held)
+    assert sorted(pair for matching in lists for pair in matching) == sorted(pairs)
+    for matching in lists:
+        matched_ranks = [rank for pair in matching for rank in pair]
+        assert len(set(matched_ranks)) == len(matched_ranks)
 
 
 @given(st.sampled_from(list(LAYOUTS.values())), st.sets(st.sampled_from(["pipeline", "replicate", "shard", "tensor"])))
 def test_parts_hold_every_rank_once_in_order(layout: Layout, axes: set[str]) -> None:
-    parts = layout.groups(*sorted(axes))
-    assert sorted(rank for part in parts for rank in part) == list(range(layout.ranks))
-    for part in parts:
-        assert list(part) == sorted(part)
-        assert len({tuple(p for axis, p in layout.coordinates(r).items() if axis not in axes) for r in part}) == 1
+    groups = layout.groups(*sorted(axes))
+    assert sorted(rank for group in groups for rank in group) == list(range(layout.ranks))
+    for group in groups:
+        assert list(group) == sorted(group)
+        assert len({tuple(p for axis, p in layout.coordinates(r).items() if axis not in axes) for r in group}) == 1
 
 
 def test_pairs_along_the_pipeline_leave_the_others_alone() -> None:

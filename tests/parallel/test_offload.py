@@ -34,19 +34,21 @@ def activations_saved(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float8_e4m3fn])
 def test_views_of_one_storage_are_restored_as_views_of_one_storage(dtype: torch.dtype) -> None:
-    whole = torch.arange(24, dtype=torch.float32).view(4, 6).to(dtype)
-    transposed, part = whole.t(), whole[1:3, 2:]
-    before = [tensor.clone() for tensor in (transposed, part)]
-    activations, saved = activations_saved(transposed, part)
-    assert activations.device_bytes == whole.untyped_storage().nbytes(), "one copy of one storage"
+    base = torch.arange(24, dtype=torch.float32).view(4, 6).to(dtype)
+    transposed, view = base.t(), base[1:3, 2:]
+    originals = [tensor.clone() for tensor in (transposed, view)]
+    activations, saved = activations_saved(transposed, view)
+    assert activations.device_bytes == base.untyped_storage().nbytes(), "one copy of one storage"
     activations.start_offload()
-    whole.zero_()  # another tensor may overwrite the device memory
+    base.zero_()  # another tensor may overwrite the device memory
     activations.free_device_memory()
     assert activations.device_bytes == 0
     activations.start_fetch()
     restored = [activations._unpack(packed) for packed in saved]
-    assert all(torch.equal(tensor.float(), expected.float()) for tensor, expected in zip(restored, before, strict=True))
-    assert [tensor.stride() for tensor in restored] == [transposed.stride(), part.stride()]
+    assert all(
+        torch.equal(tensor.float(), expected.float()) for tensor, expected in zip(restored, originals, strict=True)
+    )
+    assert [tensor.stride() for tensor in restored] == [transposed.stride(), view.stride()]
     assert restored[0].untyped_storage().data_ptr() == restored[1].untyped_storage().data_ptr()
     assert activations.device_bytes == 0, "memory that the backward has read is no longer counted"
 
@@ -94,7 +96,7 @@ def gradients(steps: int, memory: HostMemory | None) -> list[torch.Tensor]:
     for step in range(steps):
         sizes = {visit: 1.0 for visits_here in order for visit in visits_here}
         offload = ActivationOffload(memory, order, sizes, sizes if memory else (), lambda name, lane: None)
-        x, kept = torch.full((5, 6), 0.1 * (step + 1), dtype=torch.float64), []
+        x, recorded_visits = torch.full((5, 6), 0.1 * (step + 1), dtype=torch.float64), []
         for number, weight in enumerate(weights):
             offload.begin_compute()
             visit = (0, number, 0)
@@ -105,14 +107,14 @@ def gradients(steps: int, memory: HostMemory | None) -> list[torch.Tensor]:
             else:
                 with activations.collect():
                     y = block(x, weight)
-            kept.append((visit, leaf, torch.autograd.graph.get_gradient_edge(y)))
+            recorded_visits.append((visit, leaf, torch.autograd.graph.get_gradient_edge(y)))
             offload.end_forward(visit)
             x = y.detach()
         gradient = torch.ones_like(x)
-        for visit, leaf, edge in reversed(kept):
+        for visit, leaf, output in reversed(recorded_visits):
             offload.begin_compute()
             with offload.backward(visit):
-                torch.autograd.backward(edge, gradient)
+                torch.autograd.backward(output, gradient)
             assert leaf.grad is not None
             gradient = leaf.grad
     return [weight.grad for weight in weights if weight.grad is not None]
@@ -120,9 +122,11 @@ def gradients(steps: int, memory: HostMemory | None) -> list[torch.Tensor]:
 
 def test_gradients_are_the_same_bit_for_bit_and_buffers_are_used_again() -> None:
     memory = HostMemory(CPU)
-    once = gradients(1, memory), memory.host_bytes
-    assert once[1] > 0
-    again = gradients(3, memory)
-    assert memory.host_bytes == once[1], "later steps need no more"
-    for found, truth in zip((*once[0], *again), (*gradients(1, None), *gradients(3, None)), strict=True):
-        assert torch.equal(found, truth)
+    first_result = gradients(1, memory), memory.host_bytes
+    assert first_result[1] > 0
+    third_result = gradients(3, memory)
+    assert memory.host_bytes == first_result[1], "later steps need no more"
+    for gradient, expected in zip(
+        (*first_result[0], *third_result), (*gradients(1, None), *gradients(3, None)), strict=True
+    ):
+        assert torch.equal(gradient, expected)

@@ -47,13 +47,13 @@ def test_a_compiled_block_saves_the_predicted_bytes(model_name: str, mode: Recom
     model = built(MODELS[model_name]).bfloat16()
     block, tokens = model.layers["0"], torch.zeros(2, 64, dtype=torch.long)
     shared = model.shared_inputs(tokens, None, None, torch.bfloat16)
-    others = {weight.untyped_storage().data_ptr() for weight in [*model.parameters(), *(shared.rope or ())]}
-    seen: dict[int, int] = {}
+    unsaved_storages = {weight.untyped_storage().data_ptr() for weight in [*model.parameters(), *(shared.rope or ())]}
+    saved_bytes: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         memory = tensor.untyped_storage()
-        if memory.data_ptr() not in others:
-            seen[memory.data_ptr()] = memory.nbytes()
+        if memory.data_ptr() not in unsaved_storages:
+            saved_bytes[memory.data_ptr()] = memory.nbytes()
         return tensor
 
     run = torch.compile(
@@ -64,4 +64,4 @@ def test_a_compiled_block_saves_the_predicted_bytes(model_name: str, mode: Recom
         run(x, shared.rope, shared.mask)
     predicted = 2 * tokens.numel() * saved_elements(MODELS[model_name], 0, mode)
     router_bytes = BYTES_PER_ROUTER_CHOICE * tokens.numel() * MODELS[model_name].experts_per_token
-    assert predicted <= sum(seen.values()) <= (1 + MAX_EXCESS) * predicted + router_bytes
+    assert predicted <= sum(saved_bytes.values()) <= (1 + MAX_EXCESS) * predicted + router_bytes

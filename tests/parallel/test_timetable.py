@@ -85,43 +85,45 @@ def test_layers_that_free_memory_for_no_other_layer_are_not_offloaded() -> None:
 )
 def test_memory_follows_the_account_and_every_copy_has_time(order: list[tuple[Visit, ...]], seed: int) -> None:
     draw = random.Random(seed)
-    twice = sorted(
+    repeated_visits = sorted(
         visit for visit, count in Counter(visit for visits in order for visit in visits).items() if count > 1
     )
     candidates = (
-        {visit for visit in twice if visit[2] < draw.randint(0, 4)}
+        {visit for visit in repeated_visits if visit[2] < draw.randint(0, 4)}
         if draw.random() < 0.5
-        else set(draw.sample(twice, draw.randint(0, len(twice))))
+        else set(draw.sample(repeated_visits, draw.randint(0, len(repeated_visits))))
     )
-    sizes = {visit: draw.choice([0.5, 1.0, 2.0]) for visit in twice}
+    sizes = {visit: draw.choice([0.5, 1.0, 2.0]) for visit in repeated_visits}
     table = times(order, candidates, sizes)
     frees = {visit: position for position, visits in table.frees.items() for visit in visits}
     fetches = {visit: position for position, visits in table.fetches.items() for visit in visits}
     assert frees.keys() == fetches.keys() == table.offloaded <= candidates
-    positions = {visit: [p for p, visits in enumerate(order) if visit in visits] for visit in twice}
+    positions = {visit: [p for p, visits in enumerate(order) if visit in visits] for visit in repeated_visits}
     for visit in table.offloaded:
         forward, backward = positions[visit]
         assert forward + 2 <= frees[visit] < fetches[visit] <= backward - 1
 
-    def load(frees: Mapping[Visit, int], fetches: Mapping[Visit, int], counted: Collection[Visit]) -> list[float]:
+    def load(
+        frees: Mapping[Visit, int], fetches: Mapping[Visit, int], counted_visits: Collection[Visit]
+    ) -> list[float]:
         return [
             sum(
                 sizes[visit]
-                for visit in counted
+                for visit in counted_visits
                 if positions[visit][0] <= position <= positions[visit][1]
                 and not frees.get(visit, position + 1) <= position < fetches.get(visit, position + 1)
             )
             for position in range(len(order))
         ]
 
-    least = load(
+    fewest_bytes = load(
         {visit: positions[visit][0] + 2 for visit in candidates},
         {visit: positions[visit][1] - 1 for visit in candidates},
-        twice,
+        repeated_visits,
     )
-    others = max(load({}, {}, set(twice) - candidates))
-    capacity = max(others + sum(sorted(sizes[visit] for visit in candidates)[-2:]), *least)
-    allocated = load(frees, fetches, twice)
+    other_bytes = max(load({}, {}, set(repeated_visits) - candidates))
+    capacity = max(other_bytes + sum(sorted(sizes[visit] for visit in candidates)[-2:]), *fewest_bytes)
+    allocated = load(frees, fetches, repeated_visits)
     assert max(allocated) <= capacity * (1 + 1e-6)
     for position, visits in table.frees.items():
         freed = sum(sizes[visit] for visit in visits)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.parallel.world import RankEnvironment, World, _store, block_size, limit_device_memory
+from meshwright.parallel.world import RankEnvironment, World, block_size, limit_device_memory, open_store
 from meshwright.spec.errors import BadInput
 
 MEET = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
@@ -127,15 +127,17 @@ def test_nodes_whose_ranks_are_not_consecutive_are_refused(nodes: list[int]) -> 
         block_size(nodes)
 
 
-@pytest.mark.parametrize(("memory", "share"), [(45, [45 / 141]), (141, []), (150, [])])
+@pytest.mark.parametrize(("memory", "expected_fractions"), [(45, [45 / 141]), (141, []), (150, [])])
 def test_memory_that_a_device_has_beyond_the_cluster_s_stays_unused(
-    monkeypatch: pytest.MonkeyPatch, memory: int, share: list[float]
+    monkeypatch: pytest.MonkeyPatch, memory: int, expected_fractions: list[float]
 ) -> None:
-    asked: list[float] = []
+    fractions: list[float] = []
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=141 << 30))
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device: asked.append(part))
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda fraction, device: fractions.append(fraction)
+    )
     limit_device_memory(memory << 30, torch.device("cuda", 0))
-    assert asked == pytest.approx(share)
+    assert fractions == pytest.approx(expected_fractions)
 
 
 def test_ranks_that_an_agent_starts_again_do_not_meet_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,6 +148,6 @@ def test_ranks_that_an_agent_starts_again_do_not_meet_those_before(monkeypatch: 
     stores = []
     for attempt in ("0", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
-        stores.append(_store(RankEnvironment(0, 2, 0, 2, "node1", 29500), timedelta(seconds=1)))
+        stores.append(open_store(RankEnvironment(0, 2, 0, 2, "node1", 29500), timedelta(seconds=1)))
     stores[0].set("address", "old")
     assert not stores[1].check(["address"])

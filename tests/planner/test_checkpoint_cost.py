@@ -151,3 +151,15 @@ def test_a_run_without_checkpoints_has_no_cost(tmp_path: Path) -> None:
     assert each.interval_seconds is not None and each.storage_bytes_per_second == pytest.approx(
         each.bytes / each.interval_seconds
     )
+
+
+def test_a_partner_host_takes_memory_of_two_copies_and_a_tenth_of_the_port(tmp_path: Path) -> None:
+    hosts = ("cluster.nodes=2", "cluster.network.port_gb_per_s=25")
+    alone, cost = cost_of(tmp_path, *hosts), cost_of(tmp_path, *hosts, "checkpoint.partner=host")
+    assert alone.partner is alone.partner_seconds is None
+    assert cost.host_bytes == pytest.approx(3 * alone.host_bytes, abs=3)
+    assert cost.partner_link_share == 0.1
+    assert cost.partner_seconds == pytest.approx(cost.bytes / 4 / 2.5e9)
+    assert "a copy takes" in "\n".join(checkpoint_sentences(planned(tmp_path, *hosts)[0], cost))
+    single = cost_of(tmp_path, "checkpoint.partner=host")
+    assert single.partner is None and single.host_bytes == cost_of(tmp_path).host_bytes

@@ -70,6 +70,18 @@ def test_a_process_restarts_from_memory_and_a_lost_host_from_storage(planned: tu
     assert stopped.effective < prediction.effective
 
 
+def test_a_partner_host_has_newer_steps_than_storage(planned: tuple[RunSpec, Plan]) -> None:
+    run, plan = planned
+    with_partner = replace(run, checkpoint=replace(run.checkpoint, partner="host"))
+    alone, partner = predict_effective_time(run, plan, STEP), predict_effective_time(with_partner, plan, STEP)
+    cost = checkpoint_cost(with_partner, plan, STEP)
+    assert alone is not None and partner is not None and cost is not None
+    assert cost.partner_seconds is not None and cost.copy_seconds is not None
+    assert partner.model.classes[2].lag_seconds == cost.copy_seconds + cost.partner_seconds
+    assert partner.model.classes[2].load_seconds < alone.model.classes[2].load_seconds
+    assert partner.model.classes[:2] == alone.model.classes[:2]
+
+
 def test_spares_and_fewer_hosts_keep_a_run_going(planned: tuple[RunSpec, Plan]) -> None:
     run, plan = planned
     prediction = predict_effective_time(on_hosts(run, 1536, 2.78), plan, STEP)

@@ -10,13 +10,13 @@ from meshwright.simulator.timing import uniform_timing
 DOCS = Path(__file__).parents[2] / "docs" / "design" / "schedules.md"
 
 
-def drawn(name, ranks, batches):
+def picture_of(name, ranks, batches):
     schedule = build(name, ranks, batches, 2 if name == "breadth_first" else None)
     return draw(simulate(schedule, uniform_timing(schedule.stages)))
 
 
 def test_a_picture_of_1f1b():
-    assert drawn("1f1b", 2, 2).splitlines() == [
+    assert picture_of("1f1b", 2, 2).splitlines() == [
         "0  F0 F1 .  .  B0--- .  B1---",
         "1  .  F0 B0--- F1 B1--- .  .",
     ]
@@ -24,4 +24,4 @@ def test_a_picture_of_1f1b():
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_pictures_in_the_docs_are_what_the_code_draws(name):
-    assert f"```\n{drawn(name, 3, 6)}\n```" in DOCS.read_text(encoding="utf-8")
+    assert f"```\n{picture_of(name, 3, 6)}\n```" in DOCS.read_text(encoding="utf-8")

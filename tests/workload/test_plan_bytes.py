@@ -73,7 +73,9 @@ def test_memory_of_one_rank_of_four_shards() -> None:
 
 
 def test_a_pipeline_rank_stores_its_stages_and_its_end_of_the_model() -> None:
-    first, second = memory_by_rank(MODEL, TRAIN, plan({"pipeline": 2, "shard": 2}), cpu=False, alive=(7e9, 3e9))
+    first, second = memory_by_rank(
+        MODEL, TRAIN, plan({"pipeline": 2, "shard": 2}), cpu=False, activation_peaks=(7e9, 3e9)
+    )
     half = LAYERS // 2 * BLOCK
     assert first["weights"] == 4 * (half + TABLE) // 2
     assert second["weights"] == 4 * (half + HIDDEN + TABLE) // 2
@@ -103,11 +105,11 @@ def test_transfers_count_posted_receives_and_one_buffer_per_message() -> None:
 
 def test_the_fullest_rank_is_reported() -> None:
     pipelined = plan({"pipeline": 2, "shard": 2})
-    by_rank = memory_by_rank(MODEL, TRAIN, pipelined, cpu=False, alive=(9e9, 1e9))
-    assert fullest_memory(pipelined, alive=(9e9, 1e9)) == by_rank[0] != by_rank[1]
+    by_rank = memory_by_rank(MODEL, TRAIN, pipelined, cpu=False, activation_peaks=(9e9, 1e9))
+    assert fullest_memory(pipelined, activation_peaks=(9e9, 1e9)) == by_rank[0] != by_rank[1]
     assert (
-        fullest_memory(pipelined, alive=(1e9, 9e9))
-        == memory_by_rank(MODEL, TRAIN, pipelined, cpu=False, alive=(1e9, 9e9))[1]
+        fullest_memory(pipelined, activation_peaks=(1e9, 9e9))
+        == memory_by_rank(MODEL, TRAIN, pipelined, cpu=False, activation_peaks=(1e9, 9e9))[1]
     )
 
 

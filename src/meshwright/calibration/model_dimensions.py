@@ -31,6 +31,7 @@ def _moe(
 
 
 _LATENT_ATTENTION = {"q_rank": 1536, "kv_rank": 512, "head_dim": 192, "v_head_dim": 128, "rope_dim": 64}
+"""Sizes of multi-head latent attention that DeepSeek's models share."""
 
 FAMILIES: tuple[tuple[str, Dims], ...] = (
     (r"llama(3|31|33)?405b", _dense(126, 16384, 128, 8, 53248, 128256)),

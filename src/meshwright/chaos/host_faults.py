@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from collections.abc import Callable
 
@@ -13,6 +14,7 @@ from meshwright.chaos.scenario import Scenario, Stage
 LOST_SECONDS, REPLACED_SECONDS = 10.0, 25.0
 """Most seconds from the loss of a host to its detection, and to the next step."""
 FLAP_SECONDS, PARTITION_SECONDS = 3.0, 20.0
+"""Seconds without a link: shorter than any limit, and long enough that the host counts as lost."""
 TWO_HOSTS = ("cluster.nodes=2",)
 
 
@@ -32,8 +34,8 @@ def kill_agent(stage: Stage) -> None:
     stage.signal(agent.pid, signal.SIGKILL)
     stage.job.forget(agent)
     stage.pause(1.0)
-    left = [pid for pid in ranks if command(pid)]
-    stage.expect(not left, f"{len(left)} ranks of the killed agent still run")
+    ranks_left = [pid for pid in ranks if command(pid)]
+    stage.expect(not ranks_left, f"{len(ranks_left)} ranks of the killed agent still run")
     stage.launch(1)
 
 
@@ -56,6 +58,15 @@ def lose_host(stage: Stage) -> None:
     for pid in [agent.pid, *children(agent.pid)]:
         send(pid, signal.SIGKILL)
     stage.job.forget(agent)
+
+
+def lose_host_and_checkpoints(stage: Stage) -> None:
+    """Lose a host, and all checkpoints before the run resumes: only the memory of hosts has its state."""
+    lose_host(stage)
+    stage.job.until_printed("has not answered", seconds=60)
+    for checkpoint in (stage.run / "checkpoints").glob("step-*"):
+        shutil.rmtree(checkpoint)
+    stage.job.until_printed("from partner memory", seconds=60)
 
 
 def lose_store(stage: Stage) -> None:
@@ -109,6 +120,15 @@ HOST_FAULTS = (
         play=after(middle, lose_host),
         hosts=3,
         overrides=TWO_HOSTS,
+        detect_within=LOST_SECONDS,
+        recover_within=REPLACED_SECONDS,
+    ),
+    Scenario(
+        name="lose-host-partner",
+        promise=f"With checkpoint.partner: host a lost host costs no step that its partner has, also without storage, and {CONTINUES}.",
+        play=after(middle, lose_host_and_checkpoints),
+        hosts=3,
+        overrides=(*TWO_HOSTS, "checkpoint.partner=host"),
         detect_within=LOST_SECONDS,
         recover_within=REPLACED_SECONDS,
     ),

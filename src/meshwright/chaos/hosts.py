@@ -8,9 +8,13 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from meshwright.spec.job_token import TOKEN_VARIABLE
+from meshwright.spec.rank_environment import COORDINATOR_VARIABLE, HOST_VARIABLE
+
 INTERFACE = "host0"
 """Name of every host's network interface."""
 PORT = 29400
+"""Port of the coordinator in the network that the hosts share."""
 
 
 def namespace_obstacle() -> str | None:
@@ -61,11 +65,15 @@ class Hosts:
         """Words before a command that runs it on a host."""
         return ["nsenter", f"--net=/run/netns/{self._prefix}{host}"] if self._names else []
 
-    def environment(self) -> dict[str, str]:
-        """Environment variables of agents; host 0 has the coordinator."""
+    def environment(self, host: int) -> dict[str, str]:
+        """Environment variables of the agent of a host; host 0 has the coordinator."""
         address = _address(0) if self._names else "127.0.0.1"
-        own = {"MESHWRIGHT_COORDINATOR": f"{address}:{PORT}", "MESHWRIGHT_TOKEN_FILE": str(self._token)}
-        return own | ({"GLOO_SOCKET_IFNAME": INTERFACE} if self._names else {})
+        coordinator_variables = {
+            COORDINATOR_VARIABLE: f"{address}:{PORT}",
+            TOKEN_VARIABLE: str(self._token),
+            HOST_VARIABLE: host_name(host),
+        }
+        return coordinator_variables | ({"GLOO_SOCKET_IFNAME": INTERFACE} if self._names else {})
 
     def set_link(self, host: int, up: bool) -> None:
         """Cut the link between a host and the switch, or restore it."""
@@ -75,6 +83,11 @@ class Hosts:
         """Remove the namespaces with their interfaces."""
         while self._names:
             _ip("netns", "delete", self._names.pop())
+
+
+def host_name(host: int) -> str:
+    """The name of an emulated host."""
+    return f"emulated{host}"
 
 
 def _address(host: int) -> str:

@@ -16,8 +16,9 @@ from meshwright.chaos.processes import TOKEN, training_ranks
 from meshwright.spec.errors import MeshwrightError
 
 POLL_SECONDS = 0.01
-LONGEST_SECONDS = 180.0
-"""Seconds that a job may take to reach an awaited point or its end."""
+"""Seconds between two looks at the job."""
+LONGEST_SECONDS, LONGEST_GPU_SECONDS = 180.0, 600.0
+"""Seconds that a job may take to reach an awaited point or its end; compilation for a GPU takes longer."""
 
 
 class NotReached(MeshwrightError):
@@ -57,8 +58,21 @@ class Tail:
 class Job:
     """A running command, on one or several hosts. Its methods observe it; times are seconds of `time.monotonic`."""
 
-    def __init__(self, words: Sequence[str], run: Path, output: Path, token: str) -> None:
-        """`run` is the folder of the run, `output` the file for what the command prints. `launch` starts the command."""
+    def __init__(
+        self,
+        words: Sequence[str],
+        run: Path,
+        output: Path,
+        token: str,
+        *,
+        longest_seconds: float = LONGEST_SECONDS,
+        show: Callable[[str], object] = lambda text: None,
+    ) -> None:
+        """`run` is the folder of the run, `output` the file for what the command prints. `launch` starts the command.
+
+        A wait for a point of the job ends after `longest_seconds`. `show` receives each line of progress.
+        """
+        self._longest_seconds, self._show = longest_seconds, show
         self.run, self.output_file = run, output
         self.processes: list[subprocess.Popen[bytes]] = []
         """The command's process on each host."""
@@ -66,6 +80,8 @@ class Job:
         self._forgotten: set[int] = set()
         self.steps: list[tuple[float, int]] = []
         """Time and number of each finished step."""
+        self.losses: list[tuple[int, float | None]] = []
+        """Number and loss of each finished step; repeated steps occur again."""
         self.states: list[tuple[float, dict[str, Any]]] = []
         """Time and content of each line of the run's supervision.jsonl."""
         self.lines: list[tuple[float, str]] = []
@@ -102,8 +118,8 @@ class Job:
     def code(self) -> int | None:
         """The exit code of the command, the largest of several hosts; None while one of them runs."""
         codes = [process.poll() for process in self.processes if process.pid not in self._forgotten]
-        ended = [code for code in codes if code is not None]
-        return max(ended, key=abs) if len(ended) == len(codes) and ended else None
+        exit_codes = [code for code in codes if code is not None]
+        return max(exit_codes, key=abs) if len(exit_codes) == len(codes) and exit_codes else None
 
     @property
     def output(self) -> str:
@@ -131,12 +147,22 @@ class Job:
         now = time.monotonic()
         for record in _records(metrics):
             if record.get("kind") == "step":
+                self._show_step(record["step"])
                 self.steps.append((now, record["step"]))
+                self.losses.append((record["step"], record.get("loss")))
         self.states += [(now, record) for record in _records(states)]
         self.lines += [(now, line) for line in output]
+        for line in output:
+            self._show(line)
 
-    def until(self, reached: Callable[[], bool], what: str, seconds: float = LONGEST_SECONDS) -> None:
+    def _show_step(self, step: int) -> None:
+        """Show the first step, and each that does not follow the one before: the first after a restart."""
+        if step != self.last_step + 1 or not self.steps:
+            self._show(f"step {step} is finished")
+
+    def until(self, reached: Callable[[], bool], what: str, seconds: float | None = None) -> None:
         """Wait until `reached`. Raises NotReached if the job ends before, or after `seconds`."""
+        seconds = seconds or self._longest_seconds
         deadline = time.monotonic() + seconds
         while True:
             self.poll()
@@ -152,12 +178,13 @@ class Job:
         """Wait until a step is finished."""
         self.until(lambda: self.last_step >= step, f"step {step}")
 
-    def until_printed(self, text: str, seconds: float = LONGEST_SECONDS) -> None:
+    def until_printed(self, text: str, seconds: float | None = None) -> None:
         """Wait until the command has printed a line with `text`."""
         self.until(lambda: any(text in line for _, line in self.lines), f"the line {text!r}", seconds)
 
-    def wait(self, seconds: float = LONGEST_SECONDS) -> int:
+    def wait(self, seconds: float | None = None) -> int:
         """Observe the job until it ends; returns its exit code. Raises NotReached after `seconds`."""
+        seconds = seconds or self._longest_seconds
         deadline = time.monotonic() + seconds
         while (code := self.code) is None:
             self.poll()

@@ -55,8 +55,8 @@ def slow_rank(stage: Stage) -> None:
     """Stop and continue the last rank in turn, for some seconds or until the job ends."""
     pid = stage.job.ranks()[stage.template.ranks - 1]
     stage.mark()
-    end = time.monotonic() + SLOW_SECONDS
-    while time.monotonic() < end and stage.job.process.poll() is None:
+    deadline = time.monotonic() + SLOW_SECONDS
+    while time.monotonic() < deadline and stage.job.process.poll() is None:
         for number, seconds in ((signal.SIGSTOP, STOPPED_PART), (signal.SIGCONT, STOPPED_PART / 3)):
             send(pid, number)
             time.sleep(seconds)
@@ -118,8 +118,8 @@ def kill_launcher(stage: Stage) -> None:
     job.until_step(middle(stage))
     stage.signal(job.process.pid, signal.SIGKILL)
     job.wait()
-    left = stage.orphans()
-    stage.expect(not left, f"{len(left)} processes still ran after the launcher was killed")
+    orphans = stage.orphans()
+    stage.expect(not orphans, f"{len(orphans)} processes still ran after the launcher was killed")
     stage.start().wait()
 
 

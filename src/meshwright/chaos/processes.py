@@ -86,10 +86,10 @@ def send(pid: int, number: int) -> None:
 
 def kill_all(token: str) -> list[int]:
     """Kill every process with the token of a job; returns those that ran."""
-    first = found = processes_with(token)
-    while found:
-        for pid in found:
+    first_processes = processes = processes_with(token)
+    while processes:
+        for pid in processes:
             send(pid, signal.SIGKILL)
         time.sleep(0.02)
-        found = processes_with(token)
-    return first
+        processes = processes_with(token)
+    return first_processes

@@ -40,11 +40,11 @@ def mount(stage: Stage, *arguments: str) -> Path:
 def remount(folder: Path, options: str) -> None:
     """Change the options of a mounted file system, once no file prevents it."""
     for _ in range(200):
-        done = subprocess.run(["mount", "-o", f"remount,{options}", str(folder)], capture_output=True, check=False)
-        if done.returncode == 0:
+        process = subprocess.run(["mount", "-o", f"remount,{options}", str(folder)], capture_output=True, check=False)
+        if process.returncode == 0:
             return
         time.sleep(0.02)
-    done.check_returncode()
+    process.check_returncode()
 
 
 def fail_one_save(broken: str, repaired: str) -> Callable[[Stage], None]:
@@ -55,9 +55,9 @@ def fail_one_save(broken: str, repaired: str) -> Callable[[Stage], None]:
         job = stage.start()
         job.until_step(stage.template.every + 1)  # early: the last save has to find the repaired file system
         status = os.statvfs(folder)
-        used = (status.f_blocks - status.f_bfree) * status.f_frsize
+        used_bytes = (status.f_blocks - status.f_bfree) * status.f_frsize
         stage.mark()
-        remount(folder, broken.format(used=used))
+        remount(folder, broken.format(used=used_bytes))
         job.until_printed(FAILED_SAVE)
         remount(folder, repaired)
         job.wait()
@@ -83,8 +83,8 @@ def stall(stage: Stage) -> None:
     stage.mark()
     subprocess.run(["fsfreeze", "--freeze", str(folder)], check=True)
     try:
-        end = time.monotonic() + STALL_SECONDS
-        while time.monotonic() < end:
+        deadline = time.monotonic() + STALL_SECONDS
+        while time.monotonic() < deadline:
             job.poll()
             time.sleep(0.02)
     finally:
@@ -108,10 +108,11 @@ def corrupt_newest(stage: Stage) -> None:
         data.seek(-1, os.SEEK_CUR)
         data.write(bytes([byte[0] ^ 4]))
     stage.mark()
-    again = stage.start()
-    again.wait()
+    second_start = stage.start()
+    second_start.wait()
     stage.expect(
-        newest.name in again.output and "damaged" in again.output, f"no line says that {newest.name} is damaged"
+        newest.name in second_start.output and "damaged" in second_start.output,
+        f"no line says that {newest.name} is damaged",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from meshwright.chaos.job import NotReached
@@ -25,15 +26,29 @@ def undo_on_sigterm() -> None:
 class Suite:
     """Scenarios on one run. Their folders are in `folder`, each named by its scenario."""
 
-    def __init__(self, run: RunSpec, words: list[str], folder: Path, steps: int, patience: float = 1.0) -> None:
+    def __init__(
+        self,
+        run: RunSpec,
+        words: list[str],
+        folder: Path,
+        steps: int,
+        patience: float = 1.0,
+        show: Callable[[str], object] = lambda text: None,
+    ) -> None:
         """`words` describe `run` on the command line; it is shortened to `steps` steps with a few checkpoints.
 
-        Limits in seconds are multiplied by `patience`, for machines that do other work at the same time.
+        Keys of checkpoints among `words` have precedence. Limits in seconds are multiplied by `patience`, for machines that do
+        other work at the same time. `show` receives lines of progress.
         """
+        keys_given = {override.partition("=")[0] for override in words}
         every = max(1, steps // CHECKPOINTS)
-        shortened = (f"train.steps={steps}", f"checkpoint.every={every}", f"checkpoint.keep={CHECKPOINTS + 4}")
-        self._template = Template((*words, *shortened), run.name, steps, run.cluster.ranks, every)
-        self._folder, self._patience = folder, patience
+        if "checkpoint.every" in keys_given and isinstance(run.checkpoint.every, int) and run.checkpoint.every:
+            every = run.checkpoint.every
+        shortened = {"train.steps": steps, "checkpoint.every": every}
+        shortened |= {} if "checkpoint.keep" in keys_given else {"checkpoint.keep": CHECKPOINTS + 4}
+        words = [*words, *(f"{key}={value}" for key, value in shortened.items())]
+        self._template = Template(tuple(words), run.name, steps, run.cluster.ranks, every, gpu=not run.cluster.is_cpu)
+        self._folder, self._patience, self._show = folder, patience, show
         self._undisturbed: dict[tuple[tuple[str, ...], int], Losses] = {}
 
     def run(self, scenario: Scenario) -> Verdict:
@@ -46,8 +61,9 @@ class Suite:
                 scenario,
                 self._template,
                 self._folder / scenario.name,
-                lambda: self.undisturbed(scenario.overrides, min(scenario.hosts, 2)),
+                lambda: self.undisturbed(_without_supervision(scenario.overrides), min(scenario.hosts, 2)),
                 self._patience,
+                self._show,
             )
         except NotReached as error:
             return Verdict(scenario.name, scenario.promise, f"BROKEN: {error}", False)
@@ -59,7 +75,8 @@ class Suite:
             folder = self._folder / "undisturbed"
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-            stage = Stage(self._template, folder, overrides, hosts)
+            self._show("the undisturbed run begins")
+            stage = Stage(self._template, folder, overrides, hosts, self._show)
             try:
                 code = stage.start().wait(24 * 3600)
             finally:
@@ -70,12 +87,18 @@ class Suite:
         return self._undisturbed[key]
 
 
+def _without_supervision(overrides: tuple[str, ...]) -> tuple[str, ...]:
+    """`overrides` without keys of `supervision`, none of which changes a loss."""
+    return tuple(override for override in overrides if not override.startswith("supervision."))
+
+
 def scenario_named(name: str) -> Scenario:
     """The scenario of a name. Raises BadInput naming the nearest."""
     scenarios = {scenario.name: scenario for scenario in SCENARIOS}
     if name not in scenarios:
-        near = nearest(name, scenarios)
+        nearest_name = nearest(name, scenarios)
         raise BadInput(
-            f"--scenario {name}: there is no such scenario" + (f"; nearest: {near}" if near else "; --list names all")
+            f"--scenario {name}: there is no such scenario"
+            + (f"; nearest: {nearest_name}" if nearest_name else "; --list names all")
         )
     return scenarios[name]

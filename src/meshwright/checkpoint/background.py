@@ -19,6 +19,7 @@ import torch
 
 from meshwright.checkpoint.arena import Arena, allocated_bytes, available_host_memory
 from meshwright.checkpoint.layout import plan_layout
+from meshwright.checkpoint.partner_copy import Partner
 from meshwright.checkpoint.ranks import Ranks
 from meshwright.checkpoint.staging import Copies, Stager, StagingBuffer
 from meshwright.checkpoint.writer import Save, Setup, encoded_contents
@@ -89,12 +90,15 @@ class BackgroundSaver:
         local_ranks: int,
         parent: int | None = None,
         start: int = 1,
+        partner: Partner | None = None,
+        partner_every: int = 1,
         kept_open: Sequence[int] = (),
         warm_up: Callable[[], object] = lambda: None,
         **limits: float,
     ) -> None:
         """`start` counts the starts of the ranks under the lease, from 1.
 
+        `partner` gets a copy of every `partner_every`-th snapshot.
         `kept_open` and the time `limits` are those of `WriterProcess`; `warm_up` is called when all else is prepared.
         """
         self._ranks, self._state, self._device, self._lease = ranks, state, device, lease
@@ -110,7 +114,9 @@ class BackgroundSaver:
             threads=writer_threads(local_ranks),
             torch_version=str(torch.__version__),
             parent=parent,
+            partner=None if partner is None else asdict(partner),
         )
+        self._partner_every = partner_every
         self._kept_open, self._warm_up = kept_open, warm_up
         # A flush of the whole file shows no progress until it ends.
         self._limits = {"stalled_seconds": STALLED_SECONDS + self.layout.bytes / SLOWEST_RATE} | limits
@@ -175,7 +181,11 @@ class BackgroundSaver:
         copies = self.stager.start(self._state.host_state())
         # The part behind the hyphen must be unique too: it names what is set aside.
         attempt = f"{self._lease.epoch}-{self._lease.epoch:x}{self._saves:08x}"
-        save = Save(step=step, attempt=attempt, generation=generation, staging_seconds=0.0, urgent=urgent)
+        # While a run waits for its last checkpoint, nothing is sent: it would only be needed after it.
+        to_partner = not urgent and (self._saves - 1) % SAVES_PER_START % self._partner_every == 0
+        save = Save(
+            step=step, attempt=attempt, generation=generation, staging_seconds=0.0, urgent=urgent, to_partner=to_partner
+        )
         self._current = _SaveInFlight(save, copies, self._arena, self.writer)
         return copies
 

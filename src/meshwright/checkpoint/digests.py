@@ -37,6 +37,11 @@ def digest_of_parts(parts: Iterable[memoryview]) -> str:
         functions.free(state)
 
 
+def block_digest(data: memoryview) -> str:
+    """The xxh3_64 digest of a writable, contiguous view, in hexadecimal."""
+    return digest_of_parts((data,))
+
+
 class _StreamFunctions:
     """The functions of libxxhash for a digest of several parts."""
 

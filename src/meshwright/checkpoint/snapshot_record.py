@@ -12,6 +12,26 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
+class SnapshotName:
+    """Which snapshot it is: that of `step` on `rank` of `ranks`, part of the save `attempt` of the run `run_id`."""
+
+    run_id: str | None
+    attempt: str
+    step: int
+    rank: int
+    ranks: int
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Later saves of a run have a greater order: the epoch of the lease, then the number of the save.
+
+        Raises ValueError if `attempt` is no name of a save.
+        """
+        epoch, _, number = self.attempt.partition("-")
+        return int(epoch), int(number, 16)
+
+
+@dataclass(frozen=True)
 class SnapshotRecord:
     """The snapshot of `step` on `rank` of `ranks`, part of the save `attempt` of the run `run_id`.
 
@@ -28,6 +48,10 @@ class SnapshotRecord:
     file: FileRecord | None
     contents: dict[str, Any]
     state: str | None
+
+    @property
+    def name(self) -> SnapshotName:
+        return SnapshotName(self.run_id, self.attempt, self.step, self.rank, self.ranks)
 
     def encode(self) -> bytes:
         return json.dumps({"version": VERSION, **asdict(self)}).encode()

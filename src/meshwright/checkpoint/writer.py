@@ -31,10 +31,12 @@ from meshwright.checkpoint.attempt import Attempt, Provenance, delete_beyond, re
 from meshwright.checkpoint.block_file import write_blocks
 from meshwright.checkpoint.checksum import ArenaChecksums
 from meshwright.checkpoint.contents import Chunk, Contents, TensorRecord
+from meshwright.checkpoint.file_image import FileImage
 from meshwright.checkpoint.files import FileRecord
 from meshwright.checkpoint.header import TensorHeader, encode_header
 from meshwright.checkpoint.manifest import STATE
-from meshwright.checkpoint.snapshot_record import SnapshotRecord
+from meshwright.checkpoint.partner_copy import Partner, PartnerCopier
+from meshwright.checkpoint.snapshot_record import SnapshotName, SnapshotRecord
 from meshwright.durable.lease import LeaseLost
 from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, OutOfResources
@@ -77,6 +79,8 @@ class Setup:
     parent: int | None = None
     peer_seconds: float = PEER_SECONDS
     folder_seconds: float = FOLDER_SECONDS
+    partner: dict[str, Any] | None = None
+    """Where copies of the snapshots go (`partner_copy.Partner`); None if nowhere."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,8 @@ class Save:
     finite: bool | None = None
     urgent: bool = False
     """Whether the run waits for it; otherwise half of the threads leave the host's processors to training."""
+    to_partner: bool = False
+    """Whether the partner gets a copy."""
     checksums: list[list[int]] = field(default_factory=list)
     """Phase and sum of each tensor of `Setup.headers`, computed before it was copied to the arena (`checkpoint.checksum`)."""
     plain: dict[str, str] = field(default_factory=dict)
@@ -151,6 +157,8 @@ class Writer:
         self._arena, self._reply = arena, reply
         self._setup: Setup | None = None
         self._header, self._contents = b"", {}
+        self._copier: PartnerCopier | None = None
+        self._recording = threading.Lock()
         self.written = 0
         """Bytes written to storage so far."""
         self.phase = "idle"
@@ -163,6 +171,8 @@ class Writer:
                 [TensorHeader(key, dtype, tuple(shape)) for key, dtype, shape in command.headers]
             )
             self._contents = decoded_contents(command.contents)
+            if command.partner is not None:
+                self._copier = PartnerCopier(self._arena, Partner(**command.partner), self._copied)
             return
         assert self._setup is not None, "Setup comes first"
         try:
@@ -185,6 +195,8 @@ class Writer:
         attempt = self._attempt(setup, save)
         attempt.check_owner()  # without the lease no folder appears for which to wait
         self._arena.begin_saving(save.generation)
+        if self._copier is not None and save.to_partner:
+            self._copy_to_partner(self._copier, setup, save)
         self.phase = "writing"
         if setup.rank:
             began = time.perf_counter()
@@ -229,9 +241,8 @@ class Writer:
             return {}
         self._check_generation(save)
         name, data = f"tensors-{setup.rank:05d}.safetensors", self._arena.data
-        sizes = [TensorHeader(key, dtype, tuple(shape)).bytes for key, dtype, shape in setup.headers]
         threads = setup.threads if save.urgent else -(-setup.threads // 2)
-        checksums = ArenaChecksums([key for key, _, _ in setup.headers], sizes, save.checksums)
+        checksums, size = _checksums(setup, save)
 
         def compare(part: int, offset: int, piece: memoryview) -> None:
             if part == 1:
@@ -241,19 +252,33 @@ class Writer:
             checksums.check()
             self._record(setup, save, record)
 
-        parts = [memoryview(self._header), data[: sum(sizes)]]
+        parts = [memoryview(self._header), data[:size]]
         record = write_blocks(folder / name, parts, threads, self._count, complete, compare)
         self._check_generation(save)
         return {name: record}
 
-    def _record(self, setup: Setup, save: Save, file: FileRecord | None) -> None:
-        """Store in the arena what another process needs to load the snapshot from there."""
-        self._check_generation(save)
-        run_id = None if setup.lease is None else setup.lease["run_id"]
+    def _copy_to_partner(self, copier: PartnerCopier, setup: Setup, save: Save) -> None:
+        checksums, _ = _checksums(setup, save)
+
+        def describe(file: FileRecord | None) -> bytes:
+            checksums.check()
+            return self._record(setup, save, file)
+
+        image = FileImage(setup.headers, self._arena.data)
+        copier.start(_name(setup, save), image, save.generation, describe, checksums.add)
+
+    def _record(self, setup: Setup, save: Save, file: FileRecord | None) -> bytes:
+        """Store in the arena what another process needs to load the snapshot from there; returns it."""
         record = SnapshotRecord(
-            run_id, save.attempt, save.step, setup.rank, setup.ranks, setup.headers, file, setup.contents, save.plain.get(STATE)
-        )  # fmt: skip
-        self._arena.write_record(record.encode(), save.generation)
+            **asdict(_name(setup, save)), headers=setup.headers, file=file, contents=setup.contents, state=save.plain.get(STATE)
+        ).encode()  # fmt: skip
+        with self._recording:
+            self._check_generation(save)
+            self._arena.write_record(record, save.generation)
+        return record
+
+    def _copied(self, step: int, seconds: float) -> None:
+        self._reply("copied", step=step, seconds=seconds)
 
     def _count(self, written: int) -> None:
         self.written += written
@@ -274,6 +299,17 @@ class Writer:
     def _attempt(self, setup: Setup, command: Save | Discard) -> Attempt:
         lease = None if setup.lease is None else Lease(**setup.lease)
         return Attempt(Path(setup.folder), command.step, command.attempt, lease)
+
+
+def _checksums(setup: Setup, save: Save) -> tuple[ArenaChecksums, int]:
+    """The comparison of a pass over the arena's data with the checksums of the state, and the size of the data in bytes."""
+    sizes = [TensorHeader(key, dtype, tuple(shape)).bytes for key, dtype, shape in setup.headers]
+    return ArenaChecksums([key for key, _, _ in setup.headers], sizes, save.checksums), sum(sizes)
+
+
+def _name(setup: Setup, save: Save) -> SnapshotName:
+    run_id = None if setup.lease is None else setup.lease["run_id"]
+    return SnapshotName(run_id, save.attempt, save.step, setup.rank, setup.ranks)
 
 
 def done_name(rank: int) -> str:

@@ -129,6 +129,10 @@ class WriterProcess:
             for reply in self._read():
                 if reply["event"] == "warning":
                     log.warning("%s", reply["message"])
+                elif reply["event"] == "copied":
+                    log.info(
+                        "step %d is in the memory of the partner host, after %.2f s", reply["step"], reply["seconds"]
+                    )
                 elif reply["event"] != "beat":
                     yield reply
                 elif (reply["phase"], reply["written"]) != progress[1:] or reply["phase"] == "waiting":

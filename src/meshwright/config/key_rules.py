@@ -62,6 +62,7 @@ def cross_checks(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
         _tensor,
         _context,
         _warmup,
+        _partner,
         _data,
         _chip,
         _ranks,
@@ -254,6 +255,12 @@ def _warmup(run: RunValues) -> Iterator[Mistake]:
     if steps and warmup and warmup >= steps:
         near = str(min(steps - 1, -(-steps // 10)))
         yield run.mistake("train.warmup_steps", f"fewer than train.steps = {steps}", near)
+
+
+def _partner(run: RunValues) -> Iterator[Mistake]:
+    """Copies are made of snapshots, and only an asynchronous save makes one."""
+    if run("checkpoint.partner") == "host" and run("checkpoint.mode") == "sync":
+        yield run.mistake("checkpoint.mode", "auto or async, as checkpoint.partner is host", "async")
 
 
 def _data(run: RunValues) -> Iterator[Mistake]:

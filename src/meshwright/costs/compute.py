@@ -54,7 +54,7 @@ class LayerTime:
     embed: Array
 
 
-def in_waves(m: Array, n: Array, multiprocessors: Array, count: Array = 1.0) -> Array:
+def elements_in_waves(m: Array, n: Array, multiprocessors: Array, count: Array = 1.0) -> Array:
     """Elements of `count` results m × n, rounded up to whole waves of tiles; not rounded where `multiprocessors` is 0."""
     elements = count * m * n
     if not np.any(multiprocessors):
@@ -77,7 +77,7 @@ class ProductRate:
     def seconds(self, m: Array, inner: Array, n: Array, count: Array = 1.0) -> Array:
         """Seconds of `count` equal products (m, inner) × (inner, n) launched together; zero when a dimension is zero."""
         inverse_sum = 1 / np.maximum(m, 1.0) + 1 / np.maximum(inner, 1.0) + 1 / np.maximum(n, 1.0)
-        result_elements = in_waves(m, n, self.multiprocessors, count)
+        result_elements = elements_in_waves(m, n, self.multiprocessors, count)
         return 2 * result_elements * inner / self.flops * (1 + self.narrow * inverse_sum)
 
     def forward_backward(self, m: Array, inner: Array, n: Array, count: Array = 1.0) -> ForwardBackward:

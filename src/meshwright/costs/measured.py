@@ -15,7 +15,7 @@ from math import log2
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.costs.compute import in_waves
+from meshwright.costs.compute import elements_in_waves
 from meshwright.costs.constants import Constants
 from meshwright.costs.device_rates import Machine
 from meshwright.costs.offload_costs import host_share
@@ -176,7 +176,7 @@ def _fit_fp8_products(entries: Sequence[ProductTime], chip: Chip, gemm: float, n
 
 def _flops_in_waves(entry: ProductTime, chip: Chip) -> float:
     """FLOPs of a product rounded up to whole waves of tiles, as in the cost model."""
-    return 2.0 * entry.k * float(in_waves(entry.m, entry.n, chip.multiprocessors))
+    return 2.0 * entry.k * float(elements_in_waves(entry.m, entry.n, chip.multiprocessors))
 
 
 def _fit_attention(entries: Sequence[AttentionTime], peak: float) -> Fit:

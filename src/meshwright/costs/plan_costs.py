@@ -76,12 +76,12 @@ class Pricing:
     machine: Machine
     layout: Layouts
     constants: Constants
-    others: Mapping[Linear, Pricing] = field(default_factory=dict)
+    other_formats: Mapping[Linear, Pricing] = field(default_factory=dict)
     """Inputs for the other blocks, by the format of their linear layers."""
 
-    def of(self, linear: Linear) -> Pricing:
+    def for_format(self, linear: Linear) -> Pricing:
         """The inputs for blocks whose linear layers have this format."""
-        return self.others.get(linear, self)
+        return self.other_formats.get(linear, self)
 
 
 def plan_time(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> PlanTime | None:
@@ -136,7 +136,7 @@ def pricing(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec
         return Pricing(shape, machine, layout_of(model, train, uniform), k)
 
     most_frequent, *other_formats = _formats(model, plan)
-    return replace(pricing_for(most_frequent), others={linear: pricing_for(linear) for linear in other_formats})
+    return replace(pricing_for(most_frequent), other_formats={linear: pricing_for(linear) for linear in other_formats})
 
 
 @lru_cache(maxsize=64)  # its cost grows with the number of nodes
@@ -242,7 +242,7 @@ def _mean_cost(model: ModelSpec, train: TrainSpec, plan: Plan, priced: Pricing, 
     layers_by_strategy = Counter(replace(strategy, range="all") for strategy in plan.strategies(model.layers))
     offloaded = sum(count for layer, count in layers_by_strategy.items() if layer.activations_offloaded) / model.layers
     costs = [
-        _uniform_cost(priced.of(layer.linear or plan.precision.linear), layer, memory_share, offloaded)
+        _uniform_cost(priced.for_format(layer.linear or plan.precision.linear), layer, memory_share, offloaded)
         for layer in layers_by_strategy
     ]
     shares = [count / model.layers for count in layers_by_strategy.values()]

@@ -7,7 +7,7 @@ A table has one entry per operation and numpy columns. The names of operation ty
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -31,14 +31,19 @@ CATEGORY_OF: Mapping[str, str] = {
     "embedding-grads-all-reduce": "communication",
     "optimizer-clip-main-grad": "communication",
     "gradient-norm": "communication",
+    "collective-wait": "communication",
+    "step-all-reduce": "communication",
     "data": "data",
     "gc": "garbage_collection",
+    "garbage-collection": "garbage_collection",
     "checkpoint": "other",
     "validation": "other",
 }
 """By operation type, the category whose delay it can explain.
-overlap-compute: a forward and a backward that run at the same time. gradient-norm: the gradient norm over all ranks,
-`optimizer-clip-main-grad` in the public traces. gc: Python's garbage collection."""
+
+overlap-compute: a forward and a backward that run at the same time. collective-wait: compute waits for gathered weights or
+reduced gradients. step-all-reduce: the small sums over all ranks at the start and the end of a step. gradient-norm: over
+all ranks, `optimizer-clip-main-grad` in the public traces. garbage-collection: Python's, `gc` in the public traces."""
 
 TYPES: tuple[str, ...] = tuple(CATEGORY_OF)
 """Operation types; the column `type` holds indices into this tuple."""
@@ -80,8 +85,6 @@ class OperationTable:
     duration_ns: np.ndarray
     host_of_rank: Mapping[int, str] = field(default_factory=dict)
     """By global rank, the name of its host; empty if unknown."""
-    sequence_squares: Mapping[tuple[int, int, int], float] = field(default_factory=dict)
-    """By (step, dp, micro-batch), the sum of the squared lengths of its sequences; empty if not recorded."""
 
     def __post_init__(self) -> None:
         _check_lengths({name: getattr(self, name) for name in COLUMNS})
@@ -113,16 +116,18 @@ class OperationTable:
     def select(self, mask: np.ndarray) -> OperationTable:
         """The operations for which `mask` (boolean, or indices) holds."""
         columns: dict[str, Any] = {name: getattr(self, name)[mask] for name in COLUMNS}
-        return OperationTable(**columns, host_of_rank=self.host_of_rank, sequence_squares=self.sequence_squares)
+        return OperationTable(**columns, host_of_rank=self.host_of_rank)
+
+    def with_times(self, start_ns: np.ndarray, duration_ns: np.ndarray) -> OperationTable:
+        """The same operations at other times."""
+        return replace(self, start_ns=start_ns, duration_ns=duration_ns)
 
     def last_steps(self, count: int) -> OperationTable:
         """The operations of the last `count` steps."""
         return self.select(np.isin(self.step, self.steps[-count:]))
 
 
-COLUMNS: tuple[str, ...] = tuple(
-    entry.name for entry in fields(OperationTable) if entry.name not in ("host_of_rank", "sequence_squares")
-)
+COLUMNS: tuple[str, ...] = tuple(entry.name for entry in fields(OperationTable) if entry.name != "host_of_rank")
 
 
 def operation_table(
@@ -139,7 +144,6 @@ def operation_table(
     microbatch: Any = None,
     sequence: Any = None,
     host_of_rank: Mapping[int, str] | None = None,
-    sequence_squares: Mapping[tuple[int, int, int], float] | None = None,
 ) -> OperationTable:
     """Build a table from columns and the operations' type names; computes `sequence` from the start times.
 
@@ -154,7 +158,7 @@ def operation_table(
         rank=rank, dp=dp, stage=stage, step=step, type=codes, start_ns=start_ns, duration_ns=duration_ns, sequence=sequence,
         chunk=unknown if chunk is None else chunk, virtual_stage=unknown if virtual_stage is None else virtual_stage,
         microbatch=unknown if microbatch is None else microbatch,
-        host_of_rank=host_of_rank or {}, sequence_squares=sequence_squares or {},
+        host_of_rank=host_of_rank or {},
     )  # fmt: skip
 
 

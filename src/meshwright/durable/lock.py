@@ -16,6 +16,7 @@ from meshwright.spec.errors import BadInput
 
 LOCK = ".lock"
 OPEN_ATTEMPTS = 1000
+"""Attempts to create a lock file whose folder other processes remove at the same time."""
 log = logging.getLogger("meshwright")
 
 

@@ -1,6 +1,6 @@
-"""Progress of a rank in shared memory: its step, its phase, and the index of its action in the schedule.
+"""Progress of a rank in shared memory: its step and phase, the index of its action in the schedule, and its pending wait.
 
-The rank stores two words at every action and makes no system call. A thread sends them to the launcher once a second. A
+The rank stores a few words at every action and makes no system call. A thread sends them to the launcher once a second. A
 launcher that creates the page itself (a memfd, named in the rank's environment by `PROGRESS`) reads them at any time,
 also while the rank is stopped or waits in a driver, and after its death. Torch-free.
 """
@@ -12,9 +12,11 @@ import os
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import get_args
 
 from meshwright.events.messages import Channel, Phase, Progress
+from meshwright.events.span import ScheduledAction
 
 PROGRESS = "MESHWRIGHT_PROGRESS"
 """Environment variable with the path of a rank's page: `/proc/PARENT/fd/N`, which a process of the same user can open."""
@@ -22,11 +24,36 @@ PROGRESS = "MESHWRIGHT_PROGRESS"
 PHASES: tuple[Phase, ...] = get_args(Phase)
 SEND_SECONDS = 1.0
 """Shortest time between two messages about actions."""
+WAIT_OPS = ("all_reduce", "unshard", "reduce_grad", "norm_barrier", "send", "recv", "other")
+"""Communication for which a rank can wait: ops of a schedule's actions; all_reduce belongs to no action."""
 _STEP_SHIFT, _PHASE_SHIFT, _ACTION_MASK = 32, 24, (1 << 24) - 1
+"""Layout of word 0: the step in bits 32 to 63, the phase in bits 24 to 31, the action in bits 0 to 23."""
+_OP_SHIFT, _STAGE_SHIFT, _BATCH_SHIFT, _UNIT_SHIFT = 56, 44, 28, 14
+_PROGRESS, _COUNT, _SINCE, _WAIT, _WAIT_SINCE = range(5)
+
+
+@dataclass(frozen=True)
+class PendingWait:
+    """The communication in which a rank's host is blocked since a time of its monotonic clock in ns.
+
+    Stage, micro-batch and unit are those of the action that communicates, -1 where it has none; `peer` is the stage at the
+    other end of a message.
+    """
+
+    op: str
+    stage: int
+    micro_batch: int
+    unit: int
+    peer: int
+    since_ns: int
 
 
 class ProgressPage:
-    """The page of one rank: word 0 holds step, phase and action, word 1 counts the stores."""
+    """The page of one rank.
+
+    Words: 0 step, phase and action; 1 number of stores; 2 monotonic time in ns at which the action began; 3 pending wait,
+    0 without one; 4 time at which the wait began.
+    """
 
     def __init__(self, descriptor: int) -> None:
         """Map the page behind `descriptor`, which this object then owns."""
@@ -60,8 +87,35 @@ class ProgressPage:
     def set_action(self, index: int) -> None:
         """Store that action `index` begins."""
         words = self._words
-        words[0] = self._base | index
-        words[1] += 1
+        words[_PROGRESS] = self._base | index
+        words[_SINCE] = time.monotonic_ns()
+        words[_COUNT] += 1
+
+    def begin_wait(self, action: ScheduledAction | None) -> None:
+        """Store that the host waits for the communication of `action`; None for an all-reduce outside of the schedule."""
+        words = self._words
+        words[_WAIT_SINCE] = time.monotonic_ns()
+        words[_WAIT] = _wait_word(action)
+
+    def end_wait(self) -> None:
+        """Store that the host waits for nothing."""
+        self._words[_WAIT] = 0
+
+    @property
+    def pending_wait(self) -> PendingWait | None:
+        """The communication in which the rank's host is blocked."""
+        word, since = self._words[_WAIT], self._words[_WAIT_SINCE]
+        if not word:
+            return None
+        op = WAIT_OPS[min((word >> _OP_SHIFT) - 1, len(WAIT_OPS) - 1)]
+        fields = ((_STAGE_SHIFT, 12), (_BATCH_SHIFT, 16), (_UNIT_SHIFT, 14), (0, 14))
+        stage, micro_batch, unit, peer = ((word >> shift & (1 << bits) - 1) - 1 for shift, bits in fields)
+        return PendingWait(op, stage, micro_batch, unit, peer, since)
+
+    @property
+    def action_since_ns(self) -> int:
+        """Time of the monotonic clock, in ns, at which the current action began; 0 before the first."""
+        return self._words[_SINCE]
 
     def read(self) -> Progress:
         """The last stored values."""
@@ -72,7 +126,7 @@ class ProgressPage:
     @property
     def count(self) -> int:
         """Number of stores so far: a rank whose count stays the same makes no progress."""
-        return self._words[1]
+        return self._words[_COUNT]
 
     def close(self) -> None:
         """Close the descriptor; the mapping stays until the object is freed."""
@@ -103,3 +157,16 @@ class ProgressSender:
             if count != self._sent:
                 self._sent = count
                 self._channel.send(self.page.read())
+
+
+def _wait_word(action: ScheduledAction | None) -> int:
+    """The packed form of a wait; indices are stored plus 1, so that -1 is 0."""
+    if action is None:
+        return (WAIT_OPS.index("all_reduce") + 1) << _OP_SHIFT
+    op = _OP_CODES.get(action.op, len(WAIT_OPS))
+    unit = 0 if action.unit is None else action.unit + 1
+    places = (action.stage + 1) << _STAGE_SHIFT | (action.micro_batch + 1) << _BATCH_SHIFT | unit << _UNIT_SHIFT
+    return op << _OP_SHIFT | places | action.peer + 1
+
+
+_OP_CODES = {op: code for code, op in enumerate(WAIT_OPS, start=1)}

@@ -6,10 +6,9 @@ The training loop, the executor and the checkpoint writer use only the `Recorder
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Literal, NamedTuple, Protocol, get_args
 
 Phase = Literal["data", "forward", "backward", "reduce", "optim", "checkpoint", "validate", "host"]
 """Phases of a training step.
@@ -19,18 +18,93 @@ step in which no phase was open."""
 PHASES: tuple[Phase, ...] = get_args(Phase)
 """Every phase, in execution order and in the order in which a chart stacks them."""
 
-_PHASE_OF_ACTION = {
+SpanPhase = Literal[
+    "step",
+    "data",
+    "forward",
+    "backward",
+    "weight_gradient",
+    "collective_wait",
+    "send",
+    "receive",
+    "gradient_norm",
+    "optimizer",
+    "checkpoint",
+    "validation",
+    "garbage_collection",
+    "clock",
+]
+"""What a recorded span of a rank measures (`SpanRecord`).
+weight_gradient: the half of a split backward for the weights. collective_wait: compute waits for a collective. send: a
+message was posted. receive: compute waits for a message. clock: the error bound of the step's times."""
+
+SPAN_PHASES: tuple[SpanPhase, ...] = get_args(SpanPhase)
+
+_SPAN_PHASE_OF: dict[str, SpanPhase] = {
     "forward_only": "forward",
     "backward_input": "backward",
-    "backward_weight": "backward",
-    "norm_barrier": "reduce",
+    "backward_weight": "weight_gradient",
+    "norm_barrier": "gradient_norm",
+    "optim": "optimizer",
+    "validate": "validation",
+}
+_STEP_PHASE_OF: dict[str, Phase] = {
+    "weight_gradient": "backward",
+    "gradient_norm": "reduce",
+    "optimizer": "optim",
+    "validation": "validate",
 }
 
 
-def phase_of(name: str) -> str:
-    """The phase of a span: `backward_input 3.2/1`, an action of the executor, belongs to backward."""
-    first_word = name.partition(" ")[0]
-    return _PHASE_OF_ACTION.get(first_word, first_word)
+def span_phase(name: str) -> SpanPhase | None:
+    """The phase of a span with this name or op of an action; None for spans that are only drawn."""
+    phase = _SPAN_PHASE_OF.get(name, name)
+    return phase if phase in SPAN_PHASES else None
+
+
+def step_phase(phase: SpanPhase) -> str:
+    """The phase of the step (`PHASES`) that counts a span of `phase`."""
+    return _STEP_PHASE_OF.get(phase, phase)
+
+
+class ScheduledAction(Protocol):
+    """What a recorder reads of a schedule's action (`schedules.action.Action`)."""
+
+    @property
+    def op(self) -> str: ...
+    @property
+    def stage(self) -> int: ...
+    @property
+    def micro_batch(self) -> int: ...
+    @property
+    def unit(self) -> int | None: ...
+    @property
+    def peer(self) -> int: ...
+    @property
+    def label(self) -> str: ...
+
+
+class SpanRecord(NamedTuple):
+    """A recorded span of one rank.
+
+    `action` is the index of the action in the rank's schedule; for a span of several units, of the first. Indices that do
+    not apply are -1. `peer` is the stage at the other end of a message.
+    """
+
+    start_ns: int
+    """Unix time on the host's clock at which the span began on the device."""
+    duration_ns: int
+    amount: int = 0
+    """Bytes of a collective or message; valid tokens of a forward, a backward or a step; the generation collected."""
+    step: int = 0
+    action: int = -1
+    stage: int = -1
+    micro_batch: int = -1
+    unit: int = -1
+    peer: int = -1
+    count: int = 1
+    """Number of spans for which this one stands: the sum of duration × count is the time of all of them."""
+    phase: SpanPhase = "step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +164,7 @@ class MessageTransfer(Protocol):
 class Recorder(Protocol):
     """Receiver of events. Every call returns at once, without synchronising with a device.
 
-    Neighbouring spans of one phase in the lane `compute` may be joined, unless `detail` is on.
+    Neighbouring units of one action are recorded as one span, unless `detail` is on.
     """
 
     @property
@@ -98,8 +172,8 @@ class Recorder(Protocol):
         """Whether every action of this step is recorded, communication too. `concurrent_span` and `message` need it."""
         ...
 
-    def begin_step(self, step: int) -> None:
-        """Begin a step; later events belong to it until `end_step`."""
+    def begin_step(self, step: int, tokens: int = 0) -> None:
+        """Begin a step on this number of tokens; later events belong to it until `end_step`."""
 
     def end_step(self) -> None:
         """End the step."""
@@ -113,6 +187,22 @@ class Recorder(Protocol):
     def span(self, name: str, lane: str = "step") -> AbstractContextManager[None]:
         """`begin` and `end` around a block of code."""
         ...
+
+    def action(self, index: int, action: ScheduledAction, tokens: int = 0) -> AbstractContextManager[None]:
+        """A span around the compute of the schedule's action `index`."""
+        ...
+
+    def waiting(
+        self, phase: SpanPhase, index: int = -1, action: ScheduledAction | None = None, size: int = 0
+    ) -> AbstractContextManager[None]:
+        """A span around a wait of compute for a message or collective of `size` bytes.
+
+        `action` sends or receives it, and has the index `index` in the schedule; None outside of the schedule.
+        """
+        ...
+
+    def posted(self, index: int, action: ScheduledAction, size: int) -> None:
+        """Record that the send `action` of `size` bytes follows the work launched so far."""
 
     def gap(self) -> None:
         """Compute waits for another rank from now to the next span; no phase counts this time."""
@@ -133,8 +223,8 @@ class NullRecorder:
 
     detail = False
 
-    def begin_step(self, step: int) -> None:
-        del step
+    def begin_step(self, step: int, tokens: int = 0) -> None:
+        del step, tokens
 
     def end_step(self) -> None:
         pass
@@ -145,18 +235,29 @@ class NullRecorder:
     def end(self) -> None:
         pass
 
-    @contextmanager
-    def span(self, name: str, lane: str = "step") -> Iterator[None]:
+    def span(self, name: str, lane: str = "step") -> AbstractContextManager[None]:
         del name, lane
-        yield
+        return nullcontext()
+
+    def action(self, index: int, action: ScheduledAction, tokens: int = 0) -> AbstractContextManager[None]:
+        del index, action, tokens
+        return nullcontext()
+
+    def waiting(
+        self, phase: SpanPhase, index: int = -1, action: ScheduledAction | None = None, size: int = 0
+    ) -> AbstractContextManager[None]:
+        del phase, index, action, size
+        return nullcontext()
+
+    def posted(self, index: int, action: ScheduledAction, size: int) -> None:
+        del index, action, size
 
     def gap(self) -> None:
         pass
 
-    @contextmanager
-    def concurrent_span(self, name: str, lane: str) -> Iterator[None]:
+    def concurrent_span(self, name: str, lane: str) -> AbstractContextManager[None]:
         del name, lane
-        yield
+        return nullcontext()
 
     def message(self, name: str, lane: str, transfer: MessageTransfer) -> None:
         del name, lane, transfer

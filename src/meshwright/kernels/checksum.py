@@ -7,7 +7,7 @@ and a CPU compute equal values, and nothing here waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -32,8 +32,13 @@ def digests(tensors: Sequence[Tensor]) -> Tensor:
     The word with index i has the weight 1 + 2·(i modulo `COLUMNS`). Odd weights have inverses modulo 2⁶⁴, so no change of one word is lost.
     """
     columns = tensors[0].new_zeros((len(tensors), COLUMNS), dtype=torch.int64)
+    totals, remainders = [], []
     for tensor, sums in zip(tensors, columns, strict=True):
-        _add_columns(tensor, sums)
+        for total, remainder in _sum_complete_rows(tensor, sums):
+            totals.append(total)
+            remainders.append(remainder)
+    if totals:
+        torch._foreach_add_(totals, remainders)  # few launches for many tensors that are small
     weights = torch.arange(1, 2 * COLUMNS, 2, device=columns.device)
     return torch.stack([columns.sum(1), (columns * weights).sum(1)], dim=1)
 
@@ -43,14 +48,19 @@ def _sum(tensor: Tensor) -> Tensor:
     return words.sum() + last.sum()
 
 
-def _add_columns(tensor: Tensor, columns: Tensor) -> None:
-    """Add word i of `tensor` to element i modulo `COLUMNS` of `columns`."""
+def _sum_complete_rows(tensor: Tensor, columns: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Write to element i of `columns` the sum of the words i, i + `COLUMNS`, … of `tensor` as far as all elements have one.
+
+    Returns the parts of `columns` to which the remaining words are to be added, with these words.
+    """
     words, last = _words(tensor)
-    if rows := words.numel() // COLUMNS:
-        columns += words[: rows * COLUMNS].view(rows, COLUMNS).sum(0)
-    incomplete = words[rows * COLUMNS :]
-    columns[: incomplete.numel()] += incomplete
-    columns[incomplete.numel() : incomplete.numel() + last.numel()] += last
+    complete = words.numel() // COLUMNS * COLUMNS
+    if complete:
+        torch.sum(words[:complete].view(-1, COLUMNS), 0, out=columns)
+    remaining = words.numel() - complete
+    for part, remainder in ((columns[:remaining], words[complete:]), (columns[remaining : remaining + 1], last)):
+        if remainder.numel():
+            yield part, remainder
 
 
 def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,49 +9,27 @@ from __future__ import annotations
 import hmac
 import http.client
 import json
-import os
 import selectors
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from meshwright.launch.reports import Directive, Report
 from meshwright.spec.errors import BadInput
 from meshwright.spec.fields import from_plain, to_plain
+from meshwright.spec.rank_environment import COORDINATOR_VARIABLE
 
-COORDINATOR_VARIABLE = "MESHWRIGHT_COORDINATOR"
-"""Environment variable with HOST:PORT of the coordinator."""
-TOKEN_VARIABLE = "MESHWRIGHT_TOKEN_FILE"
-"""Environment variable with the file that holds the job token."""
 HEAD_BYTES, BODY_BYTES, CONNECTIONS = 8 << 10, 1 << 20, 8192
 """Most bytes of a request's head and body, and most connections at a time."""
 IDLE_SECONDS, UNKNOWN_SECONDS = 60.0, 10.0
 """Seconds after which a connection without a request is closed; and one that has not sent the token."""
-SHORTEST_TOKEN = 16
 CONNECT_SECONDS, ANSWER_SECONDS = 3.0, 10.0
+"""Longest time to connect to the coordinator, and to wait for its answer."""
 
 Handler = Callable[[Any], Any]
 """Answers the JSON value of a request with a JSON value. Raises ValueError, TypeError or KeyError for a bad one."""
-
-
-def job_token(env: dict[str, str] | None = None) -> str:
-    """The token in the file that the environment names. Raises BadInput if it is missing, too short or public."""
-    path = (env or dict(os.environ)).get(TOKEN_VARIABLE)
-    advice = f"(umask 077; head -c 32 /dev/urandom | base64 > token) and export {TOKEN_VARIABLE}=token on every host"
-    if path is None:
-        raise BadInput(f"{TOKEN_VARIABLE} is not set; expected the file with the job's token: {advice}")
-    try:
-        text, mode = Path(path).read_text(encoding="ascii").strip(), Path(path).stat().st_mode
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{TOKEN_VARIABLE}: {path} cannot be read: {error}; {advice}") from None
-    if len(text) < SHORTEST_TOKEN or not text.isprintable() or " " in text:
-        raise BadInput(f"{TOKEN_VARIABLE}: {path} needs a token of at least {SHORTEST_TOKEN} characters; {advice}")
-    if mode & 0o007:
-        raise BadInput(f"{TOKEN_VARIABLE}: every user of this host can open {path}; chmod 600 {path}")
-    return text
 
 
 def coordinator_address(text: str | None) -> tuple[str, int]:
@@ -142,17 +120,17 @@ class ControlServer:
     def _answer_next(self, connection: _Connection) -> bool:
         """Answer the next complete request in the buffer; False if there is none."""
         received = connection.received
-        end = received.find(b"\r\n\r\n", 0, HEAD_BYTES)
-        if end < 0:
+        head_end = received.find(b"\r\n\r\n", 0, HEAD_BYTES)
+        if head_end < 0:
             if len(received) >= HEAD_BYTES:
                 self._refuse(connection, 431)
             return False
-        request = _parse_head(bytes(received[:end]))
+        request = _parse_head(bytes(received[:head_end]))
         if request is None:
             return self._refuse(connection, 400)
         method, path, headers = request
-        given = headers.get("authorization", "").encode("latin-1")
-        if not hmac.compare_digest(given, b"Bearer " + self._token):
+        authorization = headers.get("authorization", "").encode("latin-1")
+        if not hmac.compare_digest(authorization, b"Bearer " + self._token):
             return self._refuse(connection, 401)
         connection.authorised = True
         length = headers.get("content-length", "0")
@@ -160,7 +138,7 @@ class ControlServer:
             return self._refuse(connection, 411)
         if len(length) > 9 or int(length) > BODY_BYTES:
             return self._refuse(connection, 413)
-        start, stop = end + 4, end + 4 + int(length)
+        start, stop = head_end + 4, head_end + 4 + int(length)
         if len(received) < stop:
             return False
         body = bytes(received[start:stop])
@@ -273,8 +251,8 @@ class ControlClient:
             raise
         self._connection = connection
         if response.status != 200:
-            at = f"{self._address[0]}:{self._address[1]}"
-            raise BadInput(f"the coordinator at {at} answers {response.status}: {(body or {}).get('error')}")
+            address = f"{self._address[0]}:{self._address[1]}"
+            raise BadInput(f"the coordinator at {address} answers {response.status}: {(body or {}).get('error')}")
         return body
 
     def close(self) -> None:

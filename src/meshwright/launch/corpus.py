@@ -16,6 +16,7 @@ from meshwright.spec.errors import BadInput, Damaged
 from meshwright.spec.run import Assignment, RunSpec
 
 STATE_BYTES = 256 << 20
+"""Largest state file of a checkpoint that is read."""
 Note = Callable[[str], None]
 
 
@@ -25,21 +26,21 @@ def check_tokenizer(run: RunSpec, source: DataSource, note: Note) -> None:
     `data.tokenizer_mismatch=accept` reports it instead.
     """
     init = run.model.init
-    theirs = _vocabulary_of(init)
-    ours = read_vocabulary(source.tokenizer_file.parent) if source.tokenizer_file else None
-    if theirs is None or ours is None:
-        owner = f"model.init {init}" if theirs is None else f"the corpus {', '.join(run.data.mix)}"
+    initial_vocabulary = _vocabulary_of(init)
+    corpus_vocabulary = read_vocabulary(source.tokenizer_file.parent) if source.tokenizer_file else None
+    if initial_vocabulary is None or corpus_vocabulary is None:
+        owner = f"model.init {init}" if initial_vocabulary is None else f"the corpus {', '.join(run.data.mix)}"
         note(f"{owner} has no tokenizer.json, so the tokenizers of weights and corpus are not compared")
         return
-    if theirs.digest == ours.digest:
+    if initial_vocabulary.digest == corpus_vocabulary.digest:
         return
     difference = (
-        f"model.init {init}: tokenizer {theirs.file} (digest {theirs.digest}) and the corpus' {ours.file} (digest {ours.digest}) "
-        f"differ: {theirs.difference(ours)}"
+        f"model.init {init}: tokenizer {initial_vocabulary.file} (digest {initial_vocabulary.digest}) and the corpus' "
+        f"{corpus_vocabulary.file} (digest {corpus_vocabulary.digest}) differ: {initial_vocabulary.difference(corpus_vocabulary)}"
     )
     if run.data.tokenizer_mismatch == "refuse":
         raise BadInput(
-            f"{difference}; prepare the corpus with --tokenizer {theirs.file.parent}, or set data.tokenizer_mismatch=accept"
+            f"{difference}; prepare the corpus with --tokenizer {initial_vocabulary.file.parent}, or set data.tokenizer_mismatch=accept"
         )
     note(f"{difference}; data.tokenizer_mismatch is accept")
 
@@ -58,11 +59,11 @@ def check_unchanged(run: RunSpec, folder: Path, source: DataSource, note: Note) 
         )
         return
     for name, now in source.record().items():
-        before = recorded.get(name) or _moved(recorded, now)
-        changed = [key for key in ("content", "tokenizer") if now[key] != before.get(key)]
+        recorded_digest = recorded.get(name) or _moved(recorded, now)
+        changed = [key for key in ("content", "tokenizer") if now[key] != recorded_digest.get(key)]
         if not changed:
             continue
-        digests = ", ".join(f"{key} (digest {before.get(key)} then, {now[key]} now)" for key in changed)
+        digests = ", ".join(f"{key} (digest {recorded_digest.get(key)} then, {now[key]} now)" for key in changed)
         difference = f"data.mix: {name}: changed since {checkpoint}: {digests}"
         if run.data.changed == "refuse":
             raise BadInput(

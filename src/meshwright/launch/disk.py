@@ -34,8 +34,8 @@ def check_disk(run: RunSpec, folder: Path, step_seconds: float | None = None) ->
     planned = planned_checkpoints(run.checkpoint, run.train.steps, newest_step(folder) if existing else 0, step_seconds)
     count = min(planned, max(1, run.checkpoint.keep + 1 - len(existing)))
     disk = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    checkpoint_size, free = add_reserve(checkpoint_bytes(run.model)), shutil.disk_usage(disk).free
-    if count * checkpoint_size > free:
+    checkpoint_size, free_bytes = add_reserve(checkpoint_bytes(run.model)), shutil.disk_usage(disk).free
+    if count * checkpoint_size > free_bytes:
         need_text = (
             f"{count} checkpoints of {checkpoint_size:,} bytes need {count * checkpoint_size:,}"
             if count > 1
@@ -43,8 +43,8 @@ def check_disk(run: RunSpec, folder: Path, step_seconds: float | None = None) ->
         )
         keep_advice = "lower checkpoint.keep (one more than it exists while one is written), " if count > 2 else ""
         raise OutOfResources(
-            f"{folder}: {need_text} bytes and {free:,} are free; {keep_advice}choose another disk with --runs DIR, or write none with "
-            "checkpoint.every=0 checkpoint.at_end=false"
+            f"{folder}: {need_text} bytes and {free_bytes:,} are free; {keep_advice}choose another disk with --runs DIR, or "
+            "write none with checkpoint.every=0 checkpoint.at_end=false"
         )
 
 

@@ -90,10 +90,10 @@ def continues(run: RunSpec, folder: Path) -> bool:
     if config is None or not _began(folder):
         return False
     refused = [
-        f"  {key}: {before!r} there, {now!r} now ({_why_fixed(key)})"
-        for key, before, now in differences(load_resolved(config), run)
-        if not (key == "train.steps" and now >= before)
-        and not (key == "data.mix" and _may_be_moved(before, now, folder))
+        f"  {key}: {earlier!r} there, {now!r} now ({_why_fixed(key)})"
+        for key, earlier, now in differences(load_resolved(config), run)
+        if not (key == "train.steps" and now >= earlier)
+        and not (key == "data.mix" and _may_be_moved(earlier, now, folder))
     ]
     if refused:
         lines = "\n".join(refused)
@@ -111,8 +111,8 @@ def _may_be_moved(before: dict[str, float], now: dict[str, float], folder: Path)
 
 def _earlier_config(folder: Path) -> Path | None:
     """The configuration of the run's last start: from its folder or, if it is lost there, from its newest checkpoint."""
-    kept = (path / "config.yaml" for path in reversed(steps_in(folder / "checkpoints")))
-    return next((path for path in (folder / "config.yaml", *kept) if path.exists()), None)
+    config_files = (path / "config.yaml" for path in reversed(steps_in(folder / "checkpoints")))
+    return next((path for path in (folder / "config.yaml", *config_files) if path.exists()), None)
 
 
 def _why_fixed(key: str) -> str:

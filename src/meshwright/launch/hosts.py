@@ -21,24 +21,26 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshwright.checkpoint.snapshot_transport import SERVER_VARIABLE
 from meshwright.events.terminal import write_line
 from meshwright.launch.agent import Agent
 from meshwright.launch.control import (
-    COORDINATOR_VARIABLE,
     ControlClient,
     ControlServer,
     coordinator_address,
-    job_token,
     listen,
 )
 from meshwright.launch.coordinator import Coordinator
 from meshwright.launch.folder import folder_lock
-from meshwright.launch.local import POLL_SECONDS, forward_signals, rank_starter
+from meshwright.launch.local import POLL_SECONDS, empty_arenas, forward_signals, rank_starter
 from meshwright.launch.machine import check_devices
 from meshwright.launch.orphans import end_orphans
 from meshwright.launch.reports import Directive, Report
+from meshwright.launch.snapshot_server import snapshot_server
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, BadInput
 from meshwright.spec.fields import from_plain, to_plain
+from meshwright.spec.job_token import job_token
+from meshwright.spec.rank_environment import COORDINATOR_VARIABLE, HOST_VARIABLE
 from meshwright.spec.run import RunSpec
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ FAREWELL_SECONDS = 8.0
 ABANDONED_SECONDS, GIVE_UP_SECONDS = 300.0, 300.0
 """Seconds without any agent after which a coordinator ends, and without a coordinator after which an agent does."""
 LONGEST_BACK_OFF = 3.0
+"""Most seconds between two attempts to reach the coordinator, before a random factor of 0.5 to 1."""
 
 
 def run_coordinator(
@@ -94,7 +97,7 @@ def run_coordinator(
 
 def _coordinate(coordinator: Coordinator, server: ControlServer) -> None:
     """Serve agents until the job is over and they know it, or until there are none."""
-    heard = ticked = time.monotonic()
+    last_report = ticked = time.monotonic()
     while coordinator.code is None:
         server.serve(POLL_SECONDS)
         if time.monotonic() - ticked < POLL_SECONDS:  # reports arrive more often in a large job
@@ -102,8 +105,8 @@ def _coordinate(coordinator: Coordinator, server: ControlServer) -> None:
         ticked = time.monotonic()
         coordinator.tick()
         if coordinator.hosts:
-            heard = time.monotonic()
-        if time.monotonic() - heard > ABANDONED_SECONDS:
+            last_report = time.monotonic()
+        if time.monotonic() - last_report > ABANDONED_SECONDS:
             write_line(f"meshwright: no agent has answered for {ABANDONED_SECONDS:g} s; the coordinator ends")
             return
     deadline = time.monotonic() + FAREWELL_SECONDS
@@ -123,6 +126,11 @@ def checked_report(value: object) -> Report:
         raise ValueError("expected ranges of samples")
     if not all(isinstance(text, str) and 0 < len(text) <= 300 for text in (report.host, report.address)):
         raise ValueError("expected names of host and address")
+    texts = (report.test.failure, report.test.exchange) if report.test is not None else ()
+    if report.test is not None and type(report.test.attempt) is not int:
+        raise ValueError("expected an attempt")
+    if not all(isinstance(text, str) and len(text) <= 1000 for text in texts):
+        raise ValueError("expected results of a self-test")
     if not all(type(rank.rank) is int and (rank.code is None or type(rank.code) is int) for rank in report.ranks):
         raise ValueError("expected ranks")
     return report
@@ -138,19 +146,30 @@ def run_agent(run: RunSpec, words: Sequence[str], runs: Path) -> int:
     end_orphans(runs / run.name)
     coordinator = partial(_start_coordinator, address, [*words, "--runs", str(runs)])
     own_address = _reach(address, coordinator)
-    start = rank_starter(run.cluster, runs / run.name, own_address)
-    host = f"{socket.gethostname()}/{os.getpid()}"
-    agent = Agent(host, start, address=own_address, spares=run.supervision.restarts > 0)
-    client = ControlClient(address, token)
-    with closing(agent), closing(client), forward_signals(agent.stop, agent.kill_at_once):
-        return _Link(agent, client, coordinator).follow()
+    arenas = empty_arenas(run.cluster.gpus_per_node)
+    with snapshot_server(run, own_address, arenas) as server:
+        variables = {} if server is None else {SERVER_VARIABLE: server.address}
+        start = rank_starter(run.cluster, runs / run.name, own_address, arenas, variables)
+        machine = os.environ.get(HOST_VARIABLE) or socket.gethostname()
+        host = f"{machine.replace('/', '-')[:200]}/{os.getpid()}"
+        agent = Agent(host, start, address=own_address, spares=run.supervision.restarts > 0)
+        client = ControlClient(address, token)
+        with closing(agent), closing(client), forward_signals(agent.stop, agent.kill_at_once):
+            return _Link(agent, client, coordinator, revive=server.revive if server else lambda: None).follow()
 
 
 class _Link:
     """The exchange of reports and directives between an agent and its coordinator."""
 
-    def __init__(self, agent: Agent, client: ControlClient, start_coordinator: Callable[[], object]) -> None:
-        self._agent, self._client, self._start_coordinator = agent, client, start_coordinator
+    def __init__(
+        self,
+        agent: Agent,
+        client: ControlClient,
+        start_coordinator: Callable[[], object],
+        revive: Callable[[], object],
+    ) -> None:
+        """`revive` is called now and then: it starts again what runs beside the agent and has died."""
+        self._agent, self._client, self._start_coordinator, self._revive = agent, client, start_coordinator, revive
         self._sent: Report | None = None
         self._due = 0.0
         self._failures = 0
@@ -160,6 +179,7 @@ class _Link:
         """Report until the coordinator says that the job is over; returns its exit code."""
         while True:
             self._agent.poll(POLL_SECONDS)
+            self._revive()
             report, now = self._agent.report(), time.monotonic()
             urgent = self._sent is None or report.urgency != self._sent.urgency
             if now < self._due and not (urgent and not self._failures):

@@ -20,10 +20,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 
 from meshwright.checkpoint.arena import ARENA, empty_memory
-from meshwright.events.messages import CHANNEL, Begin, End, Failure, Message, MessageReader, Step, encode
+from meshwright.events.messages import CHANNEL, Begin, End, Failure, Message, MessageReader, SelfTest, Step, encode
 from meshwright.events.progress import PROGRESS, ProgressPage
 from meshwright.events.start import START_TIME_VARIABLE, process_start_time
 from meshwright.events.terminal import write_line
@@ -41,6 +41,7 @@ LOOPBACK = "127.0.0.1"
 KILL_SECONDS = 30.0
 """Seconds that the kernel may take to end a killed process."""
 POLL_SECONDS = 0.05
+"""Seconds between two looks at the ranks."""
 WRITER_SECONDS = 60.0
 """How long the launcher waits for processes that still write a checkpoint when their ranks have ended."""
 Listener = Callable[[int, Message], None]
@@ -120,14 +121,26 @@ def start_ranks(
     return ranks
 
 
-def rank_starter(cluster: ClusterSpec, folder: Path, address: str = LOOPBACK) -> Callable[[bool], Ranks]:
+def empty_arenas(count: int) -> list[str]:
+    """Paths of new memory without pages, which this process keeps."""
+    return [f"/proc/{os.getpid()}/fd/{empty_memory()}" for _ in range(count)]
+
+
+def rank_starter(
+    cluster: ClusterSpec,
+    folder: Path,
+    address: str = LOOPBACK,
+    arenas: Sequence[str] = (),
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Callable[[bool], Ranks]:
     """A function that starts the processes of this host for a run in `folder`; its argument says whether they are spares.
 
-    This process keeps the memory in which ranks snapshot their state, so that the next attempt finds it.
+    This process keeps the memory in which ranks snapshot their state (`arenas`, or new ones), so that the next attempt
+    finds it. `environment` is added to that of each rank.
     """
     device = "cpu" if cluster.is_cpu else "cuda"
-    arenas = [f"/proc/{os.getpid()}/fd/{empty_memory()}" for _ in range(cluster.gpus_per_node)]
-    variables = [{RUN_VARIABLE: os.path.abspath(folder), ARENA: arena} for arena in arenas]
+    shared = {**environment, RUN_VARIABLE: os.path.abspath(folder)}
+    variables = [{**shared, ARENA: arena} for arena in arenas or empty_arenas(cluster.gpus_per_node)]
     return lambda spare: start_ranks(
         "meshwright.training.rank",
         [device, "spare"] if spare else [device],
@@ -192,6 +205,11 @@ class Ranks:
         for state, process, environment in zip(self.states, self.processes, environments, strict=True):
             state.rank += first_rank
             _send(process, Begin(str(assignment), environment))
+
+    def request_self_test(self, environments: Sequence[Mapping[str, str]], seconds: float) -> None:
+        """Let processes that wait run the self-test; each answers with a message `SelfTestResult`."""
+        for process, environment in zip(self.processes, environments, strict=True):
+            _send(process, SelfTest(environment, seconds))
 
     def request_end(self, cause: str) -> None:
         """Ask the ranks to close their files and end, because another rank failed for the reason `cause`."""
@@ -353,12 +371,16 @@ def _environment(rank: int, cluster: ClusterSpec, listener: socket.socket, threa
     address = listener.getsockname()[0]
     local = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if address.startswith("127.") else {}
     network = local | network_environment(cluster, rank)
-    own = {"RANK": rank, "WORLD_SIZE": cluster.gpus_per_node, "LOCAL_RANK": rank}
-    own |= {"LOCAL_WORLD_SIZE": cluster.gpus_per_node}
-    own |= {"MASTER_PORT": listener.getsockname()[1], "MESHWRIGHT_PARENT": os.getpid(), "OMP_NUM_THREADS": threads}
-    own |= {START_TIME_VARIABLE: process_start_time()}
+    rank_variables = {"RANK": rank, "WORLD_SIZE": cluster.gpus_per_node, "LOCAL_RANK": rank}
+    rank_variables |= {"LOCAL_WORLD_SIZE": cluster.gpus_per_node}
+    rank_variables |= {
+        "MASTER_PORT": listener.getsockname()[1],
+        "MESHWRIGHT_PARENT": os.getpid(),
+        "OMP_NUM_THREADS": threads,
+    }
+    rank_variables |= {START_TIME_VARIABLE: process_start_time()}
     env = {**_torch_defaults(threads), **network, **os.environ, "MASTER_ADDR": address}
-    return env | {name: str(value) for name, value in own.items()}
+    return env | {name: str(value) for name, value in rank_variables.items()}
 
 
 def _torch_defaults(threads: int) -> dict[str, str]:
@@ -405,8 +427,8 @@ def _output(rank: int, logs: Path | None) -> Iterator[int | None]:
 
 def rank_threads(cluster: ClusterSpec) -> int:
     """CPU threads of one rank: its share of this host's cores; a rank that computes on a GPU needs only a few."""
-    share = max(1, (os.cpu_count() or 1) // cluster.gpus_per_node)
-    return share if cluster.is_cpu else min(8, share)
+    cores_per_rank = max(1, (os.cpu_count() or 1) // cluster.gpus_per_node)
+    return cores_per_rank if cluster.is_cpu else min(8, cores_per_rank)
 
 
 @contextmanager
@@ -429,11 +451,11 @@ def listening_socket(address: str = LOOPBACK) -> Iterator[socket.socket]:
 @contextmanager
 def _blocked() -> Iterator[None]:
     """Block stop signals while ranks are started. Ranks inherit this and unblock them when their handlers are installed."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
+    blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
 
 
 @contextmanager
@@ -442,11 +464,11 @@ def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in stop_signals()}
+    handlers_before = {number: signal.signal(number, handler) for number in stop_signals()}
     try:
         yield
     finally:
-        for number, kept in before.items():
+        for number, handler_before in handlers_before.items():
             signal.signal(
-                number, signal.SIG_DFL if kept is None else kept
+                number, signal.SIG_DFL if handler_before is None else handler_before
             )  # None: a handler that Python did not install

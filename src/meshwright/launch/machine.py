@@ -48,9 +48,9 @@ def check_devices(cluster: ClusterSpec) -> None:
     count = visible_gpus()
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
     if count == 0 and (hidden or not any(list(Path("/dev").glob(name)) for name in _DEVICE_NODES)):
-        why = " (CUDA_VISIBLE_DEVICES is empty)" if hidden else ""
+        reason = " (CUDA_VISIBLE_DEVICES is empty)" if hidden else ""
         raise BadInput(
-            f"cluster.gpu is {cluster.gpu} and this host has no GPU{why}; set cluster=auto to train on what it has, or cluster.gpu=cpu; "
+            f"cluster.gpu is {cluster.gpu} and this host has no GPU{reason}; set cluster=auto to train on what it has, or cluster.gpu=cpu; "
             "`meshwright plan` needs no GPU"
         )
     if 0 < count < cluster.gpus_per_node:

@@ -75,17 +75,17 @@ def outcome_lines(ranks: Sequence[RankState], logs: Path) -> Iterator[str]:
             yield f"rank {failed[0].rank} {_death(failed[0].code)}; {progress_text(failed[0])}; the ranks' logs are in {logs}"
 
 
-def _messages(ends: Sequence[RankState]) -> Iterator[str]:
+def _messages(states: Sequence[RankState]) -> Iterator[str]:
     """Each message once, with the number of its rank unless that is 0."""
-    seen: set[str] = set()
-    for end in ends:
-        assert end.failure is not None, "only ranks with a message are listed"
-        if end.failure.message in seen:
+    messages_seen: set[str] = set()
+    for state in states:
+        assert state.failure is not None, "only ranks with a message are listed"
+        if state.failure.message in messages_seen:
             continue
-        seen.add(end.failure.message)
-        yield f"rank {end.rank}: {end.failure.message}" if end.rank else end.failure.message
-        if end.failure.exit_code == EXIT_INTERNAL and end.failure.log:
-            yield f"  traceback in {end.failure.log}"
+        messages_seen.add(state.failure.message)
+        yield f"rank {state.rank}: {state.failure.message}" if state.rank else state.failure.message
+        if state.failure.exit_code == EXIT_INTERNAL and state.failure.log:
+            yield f"  traceback in {state.failure.log}"
 
 
 def _death(code: int | None) -> str:
@@ -95,6 +95,8 @@ def _death(code: int | None) -> str:
     return f"ended with exit code {code} and without a message"
 
 
-def progress_text(end: RankState) -> str:
+def progress_text(state: RankState) -> str:
     """The last finished step of a rank, in words."""
-    return "it had not finished a step" if end.last_step is None else f"the last step it finished is {end.last_step}"
+    return (
+        "it had not finished a step" if state.last_step is None else f"the last step it finished is {state.last_step}"
+    )

@@ -100,8 +100,8 @@ def check_validation(run: RunSpec, note: Note) -> None:
         return
     vocabulary = run.model.vocab_size or None
     source = open_data(run.data, seq_len=run.train.seq_len, seed=run.seed, vocab_size=vocabulary, split="validation")
-    ours, theirs = _tokenizer_digests(open_run_data(run)), _tokenizer_digests(source)
-    if ours and theirs and not theirs <= ours:
+    training_digests, validation_digests = _tokenizer_digests(open_run_data(run)), _tokenizer_digests(source)
+    if training_digests and validation_digests and not validation_digests <= training_digests:
         raise BadInput(
             f"data.validation: {run.data.validation} was prepared with another tokenizer than {', '.join(run.data.mix)}; "
             "prepare it with the tokenizer.json of the training data"
@@ -206,13 +206,13 @@ def on_used_devices(run: RunSpec, note: Note) -> RunSpec:
         return run
     local_run = on_this_host(with_vocabulary(run))
     try:
-        idle = (chosen := choose_devices(local_run, memory_bytes=device_memory(run))).idle
+        idle = (choice := choose_devices(local_run, memory_bytes=device_memory(run))).idle
     except MeshwrightError:
         return run
     if idle is None:
         return run
     note(idle.sentence)
-    return replace(run, cluster=replace(chosen.run.cluster, host_memory_gib=run.cluster.host_memory_gib))
+    return replace(run, cluster=replace(choice.run.cluster, host_memory_gib=run.cluster.host_memory_gib))
 
 
 def refuse_untrainable(run: RunSpec, plan: Plan) -> None:
@@ -220,8 +220,8 @@ def refuse_untrainable(run: RunSpec, plan: Plan) -> None:
     named = f"{run.plan}: " if isinstance(run.plan, str) and run.plan != "auto" else ""
     if refused := untrainable(plan, mixture=run.model.experts > 0):
         raise BadInput(named + refused)
-    if over := misfit(run, plan):
-        raise OutOfResources(f"{named}does not fit: {over}")
+    if excess := misfit(run, plan):
+        raise OutOfResources(f"{named}does not fit: {excess}")
 
 
 def misfit(run: RunSpec, plan: Plan) -> str | None:
@@ -230,10 +230,10 @@ def misfit(run: RunSpec, plan: Plan) -> str | None:
     memory = run.cluster.memory_bytes() or device_memory(run)
     if any(overfull_ranks(run, plan, memory)):
         return f"{shortfall(run, plan, memory)}; lower batch.micro_batch, shard over more ranks, or set recompute or offload in layers"
-    if over := host_excess_bytes(run, plan):
+    if host_excess := host_excess_bytes(run, plan):
         source = "" if run.cluster.host_memory_gib else ", a default"
         return (
-            f"offloaded data exceed host memory by {over / 1e9:.1f} GB of {host_budget(run) / 1e9:.1f} GB usable per host "
+            f"offloaded data exceed host memory by {host_excess / 1e9:.1f} GB of {host_budget(run) / 1e9:.1f} GB usable per host "
             f"({HOST_HEADROOM:.0%} of cluster.host_memory_gib{source}); offload fewer layers, or use more nodes"
         )
     return None
@@ -368,10 +368,10 @@ def prepare_run(
     """
     if run.checkpoint.mirror is not None:
         fetch_newest(run.checkpoint.mirror, runs / run.name, note)
-    ready = check_start(run, runs, _raise_on_failure, note, build_stdlib=True)
-    if ready.finished:
+    checked = check_start(run, runs, _raise_on_failure, note, build_stdlib=True)
+    if checked.finished:
         return None
-    run, plan, resumes, folder = ready.run, ready.plan, ready.resumes, runs / run.name
+    run, plan, resumes, folder = checked.run, checked.plan, checked.resumes, runs / run.name
     assert plan is not None  # or a check raised
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("logs", "checkpoints"):

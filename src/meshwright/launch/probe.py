@@ -102,12 +102,12 @@ def check_here(cluster: ClusterSpec, detected: dict[str, object] | None = None) 
         raise BadInput(
             f"--probe runs plans on this machine, and cluster.nodes is {cluster.nodes}; print the leading plans with --json and train each"
         )
-    here = detected or found_cluster()
-    if is_here(cluster, here):
+    own_cluster = detected or found_cluster()
+    if is_here(cluster, own_cluster):
         return
     raise BadInput(
-        f"--probe runs plans on this machine, which is {here['gpus_per_node']} {here['gpu']}; the cluster says {cluster.gpus_per_node} "
-        f"{cluster.gpu}; leave `cluster` out, or set cluster=auto, to plan for this machine"
+        f"--probe runs plans on this machine, which is {own_cluster['gpus_per_node']} {own_cluster['gpu']}; the cluster says "
+        f"{cluster.gpus_per_node} {cluster.gpu}; leave `cluster` out, or set cluster=auto, to plan for this machine"
     )
 
 
@@ -115,12 +115,12 @@ def leading(answer: Answer, count: int) -> list[Candidate]:
     """The best plan, the fastest simulated plan of each other family, then the next ones.
     A prediction may be wrong about a whole family."""
     first, families = [answer.best], {plan_family(answer.best.plan)}
-    others = [candidate for candidate in answer.others if candidate.simulated and candidate.fits]
-    for candidate in others:
+    alternatives = [candidate for candidate in answer.others if candidate.simulated and candidate.fits]
+    for candidate in alternatives:
         if plan_family(candidate.plan) not in families:
             families.add(plan_family(candidate.plan))
             first.append(candidate)
-    return (first + [candidate for candidate in others if candidate not in first])[:count]
+    return (first + [candidate for candidate in alternatives if candidate not in first])[:count]
 
 
 def probe(run: RunSpec, plan: Plan, note: Note = lambda text: None) -> Probe:
@@ -150,20 +150,22 @@ def probe(run: RunSpec, plan: Plan, note: Note = lambda text: None) -> Probe:
         )
         if code in (EXIT_INTERRUPTED, EXIT_PREEMPTED):
             raise KeyboardInterrupt
-        ended = watch.why if code == EXIT_DONE else failure_text(code, failures)
-        return Probe(prepared.assignment.plan, watch.measured if code == EXIT_DONE else None, ended)
+        failure = watch.why if code == EXIT_DONE else failure_text(code, failures)
+        return Probe(prepared.assignment.plan, watch.measured if code == EXIT_DONE else None, failure)
 
 
 def with_fastest_probe(answer: Answer, probes: Sequence[Probe]) -> Answer:
     """`answer` with the fastest probe's plan as the best. Raises OutOfResources if no probe was measured."""
-    ran = sorted((probe for probe in probes if probe.measured_seconds), key=lambda probe: probe.measured_seconds or 0.0)
-    if not ran:
+    measured_probes = sorted(
+        (probe for probe in probes if probe.measured_seconds), key=lambda probe: probe.measured_seconds or 0.0
+    )
+    if not measured_probes:
         raise OutOfResources("no probe ran: " + "; ".join(dict.fromkeys(probe.ended for probe in probes)))
     candidates = [answer.best, *answer.others]
-    best = next(candidate for candidate in candidates if same_layout(candidate.plan, ran[0].plan))
-    why = (_measured(ran), *(best.plan.why or answer.best.plan.why * (best is answer.best)))
-    chosen = replace(best, plan=replace(best.plan, why=why))
-    return replace(answer, best=chosen, others=tuple(candidate for candidate in candidates if candidate is not best))
+    best = next(candidate for candidate in candidates if same_layout(candidate.plan, measured_probes[0].plan))
+    reasons = (_measured(measured_probes), *(best.plan.why or answer.best.plan.why * (best is answer.best)))
+    fastest = replace(best, plan=replace(best.plan, why=reasons))
+    return replace(answer, best=fastest, others=tuple(candidate for candidate in candidates if candidate is not best))
 
 
 @dataclass
@@ -184,12 +186,12 @@ class Watch:
             return bool(self.why)
         self.read = size
         steps = [line for line in scan_metrics(self.file)[0] if line.get("kind") == "step"]
-        counted = [step for step in steps if WARM_UP < step["step"] <= STEPS]
-        self.measured = typical_step(counted) if len(counted) >= FEWEST_STEPS else None
+        counted_steps = [step for step in steps if WARM_UP < step["step"] <= STEPS]
+        self.measured = typical_step(counted_steps) if len(counted_steps) >= FEWEST_STEPS else None
         if self.measured and (limit := too_slow(self.predicted)) and self.measured.seconds > limit:
-            self.why = f"ended after {counted[-1]['step']} steps: more than {limit:.3g} s a step"
-        long = sum(step["step_seconds"] for step in counted) >= LONG_SECONDS
-        return bool(self.why) or len(counted) >= (ENOUGH_STEPS if long else STEPS - WARM_UP)
+            self.why = f"ended after {counted_steps[-1]['step']} steps: more than {limit:.3g} s a step"
+        long = sum(step["step_seconds"] for step in counted_steps) >= LONG_SECONDS
+        return bool(self.why) or len(counted_steps) >= (ENOUGH_STEPS if long else STEPS - WARM_UP)
 
 
 def mesh_of(plan: Plan) -> str:
@@ -218,13 +220,13 @@ def _brief(run: RunSpec, plan: Path) -> RunSpec:
     )
 
 
-def _measured(ran: Sequence[Probe]) -> str:
-    best, others = ran[0], ran[1:]
+def _measured(measured_probes: Sequence[Probe]) -> str:
+    best, slower = measured_probes[0], measured_probes[1:]
     assert best.measured is not None and best.measured_seconds is not None
     first, last = best.measured.steps
-    beside = f" (the others {', '.join(f'{probe.measured_seconds:.3g} s' for probe in others)})" if others else ""
-    way = f"the fastest of {len(ran)} plans that ran" if others else "the only plan that ran"
-    return f"measured on this machine: {best.measured_seconds:.3g} s a step over steps {first} to {last}, {way}{beside}"
+    other_times = f" (the others {', '.join(f'{probe.measured_seconds:.3g} s' for probe in slower)})" if slower else ""
+    rank_text = f"the fastest of {len(measured_probes)} plans that ran" if slower else "the only plan that ran"
+    return f"measured on this machine: {best.measured_seconds:.3g} s a step over steps {first} to {last}, {rank_text}{other_times}"
 
 
 def failure_text(code: int, failures: Sequence[Failure]) -> str:

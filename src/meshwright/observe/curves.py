@@ -13,6 +13,7 @@ MOST_REACH = 500
 _NICE = (1.0, 2.0, 2.5, 5.0, 10.0)
 """Factors of a power of ten by which ticks are spaced."""
 _TIME_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
+"""Distances of ticks on a time axis in seconds, from a second to a day."""
 
 
 class Smoother:

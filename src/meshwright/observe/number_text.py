@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 SUFFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+"""(factor, suffix), largest first."""
 _BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 

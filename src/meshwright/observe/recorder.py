@@ -1,4 +1,4 @@
-"""Measures the device time of each phase of a training step, without synchronisation.
+"""Measures the device time of each span of a training step, without synchronisation.
 
 On CUDA a stamp is an event on the stream, read after the device has passed it; on CPU it is the clock. Phases on the
 device's clock show exposed time: a batch fetched while the device computes costs nothing.
@@ -6,168 +6,38 @@ device's clock show exposed time: a batch fetched while the device computes cost
 
 from __future__ import annotations
 
-import time
+import gc
+import math
 from collections import deque
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
-from meshwright.events.ring_buffer import Ring
-from meshwright.events.span import MessageTransfer, PhaseTimes, Span, StepSpans, phase_of
+from meshwright.events.progress import ProgressPage
+from meshwright.events.span import (
+    MessageTransfer,
+    PhaseTimes,
+    ScheduledAction,
+    Span,
+    SpanPhase,
+    SpanRecord,
+    StepSpans,
+    span_phase,
+    step_phase,
+)
+from meshwright.observe.device_clock import Clock, DeviceTime, HostTime, Reference, clock_of
+from meshwright.observe.open_span import OpenSpan, PostedMessage, Window, unit_of
 
 KEPT_STEPS = 256
-KEPT_SPANS = 8192
 BETWEEN_STEPS = 0
-OUTSIDE_PHASES = -1
-"""Depth of a concurrent span, which counts for no phase."""
-POLL_SECONDS = 1e-4
+SAMPLED_WAITS = 40
+"""Waits between the units of actions that are measured in each step; of more, every n-th stands for n."""
+SHORTEST_COLLECTION_NS = 1_000_000
+"""Shorter garbage collections are not recorded."""
 
-
-class Clock(Protocol):
-    """Makes stamps, and later returns the seconds between two of them."""
-
-    def stamp(self) -> Any:
-        """A stamp of the current time, without waiting."""
-
-    def ready(self, stamp: Any) -> bool:
-        """Whether the device has passed the stamp."""
-        ...
-
-    def wait(self, stamp: Any) -> None:
-        """Block until the device has passed the stamp."""
-
-    def seconds(self, first: Any, second: Any) -> float:
-        """Time from one ready stamp to another."""
-        ...
-
-    def recycle(self, stamp: Any) -> None:
-        """Release a stamp that is not needed any more."""
-
-
-class HostClock:
-    """Stamps of time.perf_counter."""
-
-    def stamp(self) -> float:
-        return time.perf_counter()
-
-    def ready(self, stamp: float) -> bool:
-        return True
-
-    def wait(self, stamp: float) -> None:
-        pass
-
-    def seconds(self, first: float, second: float) -> float:
-        return second - first
-
-    def recycle(self, stamp: float) -> None:
-        pass
-
-
-class CudaClock:
-    """CUDA events on the current stream, reused after reading (creating one costs more than recording it)."""
-
-    def __init__(self) -> None:
-        self._free: list[torch.cuda.Event] = []
-
-    def stamp(self) -> torch.cuda.Event:
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def ready(self, stamp: torch.cuda.Event) -> bool:
-        return stamp.query()
-
-    def wait(self, stamp: torch.cuda.Event) -> None:
-        stamp.synchronize()
-
-    def seconds(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
-        return first.elapsed_time(second) / 1000.0
-
-    def recycle(self, stamp: torch.cuda.Event) -> None:
-        self._free.append(stamp)
-
-
-def clock_of(device: torch.device) -> Clock:
-    """The clock for operations of `device`."""
-    return CudaClock() if device.type == "cuda" else HostClock()
-
-
-@dataclass
-class _Open:
-    """A span with its stamps; `depth` 0 counts as a phase of the step, others are only drawn."""
-
-    name: str
-    lane: str
-    depth: int
-    first: Any
-    last: Any = None
-
-    def read(self, clock: Clock, origin: Any, free: float) -> tuple[float, float] | None:
-        """(start, end) in seconds from `origin`; None if the device has not reached the end."""
-        if not clock.ready(self.last):
-            return None
-        start = clock.seconds(origin, self.first)
-        return start, start if self.lane == "mark" else start + clock.seconds(self.first, self.last)
-
-    def wait(self, clock: Clock) -> None:
-        clock.wait(self.last)
-
-
-@dataclass
-class _Message(_Open):
-    """A message: `first` is when it was posted; `transfer` gives its duration."""
-
-    transfer: MessageTransfer | None = None
-    timed_from_posting: bool = False
-    took: float = 0.0
-
-    def poll(self) -> bool:
-        """Whether the transfer is finished; then releases it."""
-        if self.transfer is not None and (took := self.transfer.seconds()) is not None:
-            self.took, self.timed_from_posting, self.transfer = took, self.transfer.timed_from_posting, None
-        return self.transfer is None
-
-    def read(self, clock: Clock, origin: Any, free: float) -> tuple[float, float] | None:
-        """(start, end) as in `_Open.read`; `free` is when the channel finished the previous message."""
-        if not self.poll() or not clock.ready(self.first):
-            return None
-        posted = clock.seconds(origin, self.first)
-        start = posted if self.timed_from_posting else max(posted, free)
-        return start, start + self.took
-
-    def wait(self, clock: Clock) -> None:
-        clock.wait(self.first)
-        while not self.poll():
-            time.sleep(POLL_SECONDS)
-
-
-@dataclass
-class _Window:
-    """A step, or a span outside of any step, until its stamps can be read."""
-
-    step: int
-    first: Any
-    counted: bool
-    detail: bool
-    last: Any = None
-    spans: list[_Open] = field(default_factory=list)
-
-    def read(self, clock: Clock) -> list[tuple[float, float]] | None:
-        """(start, end) of its spans in seconds from its begin; None if one of them cannot be read yet."""
-        if not clock.ready(self.last):
-            return None
-        free: dict[str, float] = {}
-        times: list[tuple[float, float]] = []
-        for span in self.spans:
-            interval = span.read(clock, self.first, free.get(span.lane, 0.0))
-            if interval is None:
-                return None
-            free[span.lane] = interval[1]
-            times.append(interval)
-        return times
+Sink = Callable[[Sequence[SpanRecord]], None]
 
 
 class _SpanContext:
@@ -185,26 +55,67 @@ class _SpanContext:
         self._recorder.end()
 
 
-class StepRecorder:
-    """Measures steps and their phases; see `events.span.Recorder` for the events.
+class _ActionContext:
+    """`StepRecorder.begin_action` and `end` around a block."""
 
-    Spans inside a span are drawn but not counted twice. A span outside of a step (a last checkpoint) is drawn and
-    belongs to the previous step. A step of a large model has thousands of actions of a few milliseconds, and two events
-    for each would delay a host-bound step. So neighbouring spans of one phase in the lane `compute` share a span, which
-    ends where another phase or a wait for another rank (`gap`) begins. With `detail` on nothing is joined,
-    communication is recorded too, and `take` returns all of it.
+    __slots__ = ("_action", "_index", "_recorder", "_tokens")
+
+    def __init__(self, recorder: StepRecorder, index: int, action: ScheduledAction, tokens: int) -> None:
+        self._recorder, self._index, self._action, self._tokens = recorder, index, action, tokens
+
+    def __enter__(self) -> None:
+        self._recorder.begin_action(self._index, self._action, self._tokens)
+
+    def __exit__(self, *error: object) -> None:
+        self._recorder.end()
+
+
+class _WaitContext:
+    """A wait: its span, if it is recorded, and the note in the progress page while the host is blocked."""
+
+    __slots__ = ("_page", "_recorder", "_span")
+
+    def __init__(self, recorder: StepRecorder, span: OpenSpan | None, page: ProgressPage | None) -> None:
+        self._recorder, self._span, self._page = recorder, span, page
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        if self._page is not None:
+            self._page.end_wait()
+        if self._span is not None:
+            self._recorder.finish(self._span)
+
+
+class StepRecorder:
+    """Measures steps, their phases and the spans of a rank; see `events.span.Recorder` for the events.
+
+    Spans inside a span are not counted twice. A span outside of a step (a last checkpoint) belongs to the previous step.
+    A step of a large model has thousands of unit actions of a few milliseconds, and two events for each would delay a
+    host-bound step. So neighbouring units of one action share a span, which ends where another action or a wait for
+    another rank (`gap`) begins; of the many waits between units only some are measured. `sink` receives the records
+    of each step once the device has finished it. With `detail` on nothing is joined, communication is recorded too, and
+    `take` returns all of it.
     """
 
-    def __init__(self, device: torch.device, rank: int = 0, clock: Clock | None = None) -> None:
+    def __init__(
+        self, device: torch.device, rank: int = 0, clock: Clock | None = None, sink: Sink | None = None
+    ) -> None:
         self._clock = clock or clock_of(device)
-        self._rank = rank
-        self._window: _Window | None = None
-        self._stack: list[_Open] = []
-        self._joined: _Open | None = None
-        self._in_transfer: list[_Message] = []
-        self._pending: deque[_Window] = deque()
+        self._rank, self._sink = rank, sink
+        self.page: ProgressPage | None = None
+        """Page that shows for which communication the host waits."""
+        self._window: Window | None = None
+        self._stack: list[OpenSpan] = []
+        self._joined: OpenSpan | None = None
+        self._in_transfer: list[PostedMessage] = []
+        self._pending: deque[Window] = deque()
+        self._unseen: Reference | None = None
+        self._host, self._device_time = HostTime(), DeviceTime(self._clock)
+        self._host_records: list[SpanRecord] = []
+        self._waits, self._every = 0, 1
         self._times: dict[int, PhaseTimes] = {}
-        self._spans: Ring[Span] = Ring(KEPT_SPANS)
         self._detail = False
         self._detailed: list[StepSpans] = []
         self._last_step = 0
@@ -228,66 +139,123 @@ class StepRecorder:
         taken, self._detailed = self._detailed, []
         return taken
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int, tokens: int = 0) -> None:
         if self._window is not None:
             raise RuntimeError(f"step {step} begins inside step {self._window.step}; call end_step first")
-        self._window = _Window(step, self._clock.stamp(), counted=True, detail=self._detail)
         self._last_step = step
+        self._open_window(counted=True).tokens = tokens
 
     def end_step(self) -> None:
         if self._window is None or self._stack:
             raise RuntimeError(f"end_step with no step open, or inside a span ({[s.name for s in self._stack]})")
         self._close_window()
+        self._every, self._waits = max(1, math.ceil(self._waits / SAMPLED_WAITS)), 0
         self._collect()
 
     def begin(self, name: str, lane: str = "step") -> None:
-        if self._window is None:
-            self._window = _Window(self._last_step, self._clock.stamp(), counted=False, detail=self._detail)
-        joins = lane == "compute" and not self._detail
-        if joins and self._joined is not None and self._joined.name == phase_of(name):
-            self._stack.append(self._joined)
+        stamp = self._begin_stamp()
+        outermost = not self._stack and lane != "mark"
+        phase = span_phase(name) if outermost else None
+        counts = (step_phase(phase) if phase else name) if outermost else None
+        self._stack.append(OpenSpan(name, lane, counts, stamp, phase=phase))
+
+    def begin_action(self, index: int, action: ScheduledAction, tokens: int = 0) -> None:
+        """Open the span of an action's compute, or continue that of the unit before it."""
+        joined = self._joined
+        if joined is not None and joined.extends_to(action):
+            joined.extend(action, tokens)
+            self._stack.append(joined)
             self._joined = None
             return
-        self.gap()
-        self._stack.append(_Open(phase_of(name) if joins else name, lane, len(self._stack), self._clock.stamp()))
+        stamp, phase = self._begin_stamp(), span_phase(action.op)
+        assert phase is not None, action.op
+        name = action.label if self._detail else phase
+        counts = None if self._stack else step_phase(phase)
+        unit = unit_of(action)
+        self._stack.append(
+            OpenSpan(name, "compute", counts, stamp, None, phase, index, action, tokens, 1, action.micro_batch, unit)
+        )
 
     def end(self) -> None:
         if not self._stack or self._window is None:
             raise RuntimeError("end with no span open")
         span = self._stack.pop()
-        if span.lane == "compute" and not self._detail and not self._stack:
+        if span.action is not None and not self._detail and not self._stack:
             self._joined = span
         else:
-            self._finish(span)
+            self.finish(span)
         if not self._stack and not self._window.counted:
             self._close_window()
 
     def span(self, name: str, lane: str = "step") -> AbstractContextManager[None]:
         return _SpanContext(self, name, lane)
 
+    def action(self, index: int, action: ScheduledAction, tokens: int = 0) -> AbstractContextManager[None]:
+        return _ActionContext(self, index, action, tokens)
+
+    def waiting(
+        self, phase: SpanPhase, index: int = -1, action: ScheduledAction | None = None, size: int = 0
+    ) -> AbstractContextManager[None]:
+        page = self.page if self._clock.blocks_host else None
+        if page is not None:
+            page.begin_wait(action)
+        span = self._wait_span(phase, index, action, size) if self._sink is not None else None
+        if span is None and phase != "collective_wait":
+            self.gap()
+        return _WaitContext(self, span, page) if span is not None or page is not None else nullcontext()
+
+    def posted(self, index: int, action: ScheduledAction, size: int) -> None:
+        if self._sink is None or self._window is None:
+            return
+        span = self._recorded_wait("send", index, action, size, self._clock.stamp())
+        self._end_joined(span.first)
+        span.last = span.first
+        self._window.spans.append(span)
+
     def gap(self) -> None:
         if self._joined is not None:
-            joined, self._joined = self._joined, None
-            self._finish(joined)
+            self._end_joined(self._clock.stamp())
 
     @contextmanager
     def concurrent_span(self, name: str, lane: str) -> Iterator[None]:
-        span = _Open(name, lane, OUTSIDE_PHASES, self._clock.stamp())
+        span = OpenSpan(name, lane, None, self._clock.stamp())
         try:
             yield
         finally:
-            self._finish(span)
+            self.finish(span)
 
     def message(self, name: str, lane: str, transfer: MessageTransfer) -> None:
         assert self._window is not None, "messages are sent inside steps"
         self._in_transfer = [message for message in self._in_transfer if not message.poll()]
-        message = _Message(name, lane, OUTSIDE_PHASES, self._clock.stamp(), transfer=transfer)
+        message = PostedMessage(name, lane, None, self._clock.stamp(), transfer=transfer)
         self._in_transfer.append(message)
         self._window.spans.append(message)
 
     def mark(self, name: str) -> None:
         with self.span(name, "mark"):
             pass
+
+    @contextmanager
+    def garbage_collections(self) -> Iterator[None]:
+        """Record Python's garbage collections in a block, on the host's clock."""
+        began = 0
+
+        def collection(event: str, details: dict[str, int]) -> None:
+            nonlocal began
+            now = self._host.now_ns()
+            if event == "start":
+                began = now
+            elif self._sink is not None and now - began >= SHORTEST_COLLECTION_NS:
+                record = SpanRecord(
+                    began, now - began, details["generation"], self._last_step, phase="garbage_collection"
+                )
+                self._host_records.append(record)
+
+        gc.callbacks.append(collection)
+        try:
+            yield
+        finally:
+            gc.callbacks.remove(collection)
 
     def step_times(self, step: int | None = None) -> dict[str, float]:
         """Seconds by phase of `step` (None: the newest finished step), adding up to the whole step.
@@ -298,10 +266,9 @@ class StepRecorder:
         wanted = next(reversed(self._times), None) if step is None else step
         return dict(self._times[wanted].seconds) if wanted in self._times else {}
 
-    def spans(self) -> tuple[Span, ...]:
-        """The newest finished spans, in the order in which they ended."""
+    def flush(self) -> None:
+        """Hand every finished step's records to the sink. Never waits."""
         self._collect()
-        return tuple(self._spans)
 
     def wait(self) -> None:
         """Block until every closed step can be read, at the end of a run."""
@@ -311,10 +278,61 @@ class StepRecorder:
                 span.wait(self._clock)
         self._collect()
 
-    def _finish(self, span: _Open) -> None:
+    def finish(self, span: OpenSpan) -> None:
+        """End a span now."""
         assert self._window is not None, "a span is inside a step, or makes a window of its own"
         span.last = self._clock.stamp()
         self._window.spans.append(span)
+
+    def _begin_stamp(self) -> Any:
+        """The stamp of a span that begins now, which also ends the actions before it."""
+        if self._window is None:
+            self._open_window(counted=False)
+        if self._unseen is not None and self._unseen.look(self._clock, self._host):
+            self._unseen = None
+        stamp = self._clock.stamp()
+        self._end_joined(stamp)
+        return stamp
+
+    def _end_joined(self, stamp: Any) -> None:
+        joined, self._joined = self._joined, None
+        if joined is not None:
+            assert self._window is not None
+            joined.last = stamp
+            self._window.spans.append(joined)
+
+    def _wait_span(self, phase: SpanPhase, index: int, action: ScheduledAction | None, size: int) -> OpenSpan | None:
+        """The span of a wait that begins now; None for a wait that is not measured."""
+        if self._window is None:
+            return None
+        if self._stack:
+            return self._recorded_wait(phase, index, action, size, self._clock.stamp())
+        if phase != "collective_wait" or action is None:
+            return self._recorded_wait(phase, index, action, size, self._begin_stamp())
+        needs = span_phase(action.op)
+        if self._joined is not None and (needs is None or self._joined.extends_to(action)):
+            self._waits += 1
+            if (self._waits + self._last_step) % self._every:
+                return None
+            span = self._recorded_wait(phase, index, action, size, self._clock.stamp())
+            span.count = self._every
+            return span
+        span = self._recorded_wait(phase, index, action, size, self._begin_stamp())
+        span.counts = step_phase(needs) if needs else None
+        return span
+
+    def _recorded_wait(
+        self, phase: SpanPhase, index: int, action: ScheduledAction | None, size: int, stamp: Any
+    ) -> OpenSpan:
+        micro_batch, unit = (-1, -1) if action is None else (action.micro_batch, unit_of(action))
+        return OpenSpan(phase, "wait", None, stamp, None, phase, index, action, size, 1, micro_batch, unit)
+
+    def _open_window(self, *, counted: bool) -> Window:
+        reference = self._clock.reference() if self._sink is not None else None
+        if reference is not None and not reference.look(self._clock, self._host):
+            self._unseen = reference
+        self._window = Window(self._last_step, self._clock.stamp(), counted, self._detail, reference)
+        return self._window
 
     def _close_window(self) -> None:
         assert self._window is not None
@@ -327,28 +345,46 @@ class StepRecorder:
         while self._pending and (times := self._pending[0].read(self._clock)) is not None:
             self._take_in(self._pending.popleft(), times)
 
-    def _take_in(self, window: _Window, times: list[tuple[float, float]]) -> None:
+    def _take_in(self, window: Window, times: list[tuple[float, float]]) -> None:
+        if self._sink is not None:
+            self._send_records(window, times, self._sink)
         start, total = self._start_of(window), self._clock.seconds(window.first, window.last)
         phases: dict[str, float] = {}
-        spans: list[Span] = []
         for span, (first, last) in zip(window.spans, times, strict=True):
-            if span.depth == 0 and span.lane != "mark":
-                phase = phase_of(span.name)
-                phases[phase] = phases.get(phase, 0.0) + last - first
-            spans.append(Span(span.name, start + first, last - first, window.step, self._rank, span.lane))
+            if span.counts is not None:
+                phases[span.counts] = phases.get(span.counts, 0.0) + last - first
         if window.counted:
             phases["host"] = max(0.0, total - sum(phases.values()))
             self._keep(PhaseTimes(window.step, phases))
         if window.detail:
             step = window.step if window.counted else BETWEEN_STEPS
+            spans = (
+                Span(span.name, start + first, last - first, window.step, self._rank, span.lane)
+                for span, (first, last) in zip(window.spans, times, strict=True)
+                if span.lane != "wait"
+            )
             self._detailed.append(StepSpans(step, start, total, tuple(spans)))
-        for span in spans:
-            self._spans.append(span)
-        for stamp in (window.last, *(s for span in window.spans for s in (span.first, span.last))):
-            if stamp is not None:
-                self._clock.recycle(stamp)
+        stamps = [window.last, *(stamp for span in window.spans for stamp in (span.first, span.last))]
+        for stamp in {id(stamp): stamp for stamp in stamps if stamp is not None}.values():
+            self._clock.recycle(stamp)
 
-    def _start_of(self, window: _Window) -> float:
+    def _send_records(self, window: Window, times: list[tuple[float, float]], sink: Sink) -> None:
+        """Hand the records of a window to `sink`, on the host's clock."""
+        assert window.reference is not None
+        window.reference.look(self._clock, self._host)
+        reference_ns, error_ns = self._device_time.of(window.reference)
+        origin = reference_ns + round(self._clock.seconds(window.reference.stamp, window.first) * 1e9)
+        records, self._host_records = self._host_records, []
+        for span, (first, last) in zip(window.spans, times, strict=True):
+            if span.phase is not None:
+                records.append(span.record(window.step, origin + round(first * 1e9), round((last - first) * 1e9)))
+        if window.counted:
+            whole = round(self._clock.seconds(window.first, window.last) * 1e9)
+            records.append(SpanRecord(reference_ns, error_ns, 0, window.step, phase="clock"))
+            records.append(SpanRecord(origin, whole, window.tokens, window.step, phase="step"))
+        sink(records)
+
+    def _start_of(self, window: Window) -> float:
         """Seconds from the first window to this one, summed over windows: distant events lose precision (float ms)."""
         if self._origin is not None:
             self._elapsed += self._clock.seconds(self._origin, window.first)
@@ -364,11 +400,11 @@ class StepRecorder:
 
 
 class DetailRecorder(StepRecorder):
-    """Measures only steps with `detail` on, for a run without timed phases that may record a timeline."""
+    """Measures only steps with `detail` on, for a run without phases and spans that may record a timeline."""
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int, tokens: int = 0) -> None:
         if self.detail:
-            super().begin_step(step)
+            super().begin_step(step, tokens)
 
     def end_step(self) -> None:
         if self.detail:
@@ -377,6 +413,10 @@ class DetailRecorder(StepRecorder):
     def begin(self, name: str, lane: str = "step") -> None:
         if self.detail:
             super().begin(name, lane)
+
+    def begin_action(self, index: int, action: ScheduledAction, tokens: int = 0) -> None:
+        if self.detail:
+            super().begin_action(index, action, tokens)
 
     def end(self) -> None:
         if self.detail:

@@ -102,11 +102,11 @@ def _charts(run: RunFolder, charts: Sheet) -> str:
         (index for index, chart in enumerate(charts.charts[1:]) if chart.key in ("lr", "grad_norm")), len(later)
     )
     cards = [*later[:after_speed], memory, *later[after_speed:]]
-    return f"""<div class="charts-head"><h2>Training</h2>{_switch(charts)}</div>
+    return f"""<div class="charts-head"><h2>Training</h2>{_axis_selector(charts)}</div>
 <div class="grid"><div class="wide">{first}</div>{"".join(cards)}</div>"""
 
 
-def _switch(charts: Sheet) -> str:
+def _axis_selector(charts: Sheet) -> str:
     """The selector of the x axis; the script shows it."""
     first = charts.axes[0].key
     choices = "".join(

@@ -64,7 +64,7 @@ def sheet(run: RunFolder) -> Sheet:
     return Sheet(tuple(chart for chart in charts if chart), tables, _axes(positions))
 
 
-def steady(values: Values) -> float | None:
+def steady_median(values: Values) -> float | None:
     """The median after the first tenth of the values (compilation, filling of caches)."""
     numbers = [value for value in values[len(values) // 10 :] if value is not None]
     return median(numbers) if numbers else None
@@ -126,7 +126,7 @@ def _phases(run: RunFolder) -> Chart | None:
         seconds = column(run.steps, "phases", phase)
         if not _has_numbers(seconds):
             continue
-        legend_text = number_text.duration(steady([value or 0.0 for value in seconds]) or 0.0)
+        legend_text = number_text.duration(steady_median([value or 0.0 for value in seconds]) or 0.0)
         series.append(
             Series(phase, f"c-{phase}", "windows", bucket_means(seconds, MOST_COLUMNS), "column", legend_text)
         )
@@ -148,7 +148,7 @@ def _curve(
 def _steady_line(
     values: Values, label: str, colour: str, indices: Sequence[int], text: Callable[[float], str]
 ) -> Series:
-    steady_value = steady(values)
+    steady_value = steady_median(values)
     return Series(
         label,
         colour,

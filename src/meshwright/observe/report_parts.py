@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.events.start import start_line
 from meshwright.observe import number_text
-from meshwright.observe.report_charts import steady
+from meshwright.observe.report_charts import steady_median
 from meshwright.observe.runfolder import RunFolder, column, number
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.layout import Layout
@@ -17,14 +17,19 @@ from meshwright.spec.plan import LayerStrategy, Plan
 from meshwright.spec.plan_name import zero_stage
 
 MOST_RANKS_DRAWN = 128
+"""Most ranks in the picture of a plan, about."""
 MOST_ROWS = 200
+"""Most lines of a table."""
 LONG_LABEL = 16
 """Characters above which the label of a table line wraps."""
 SHORT_NAMES = {"context_ring": "ring", "context_ulysses": "Ulysses"}
 """Short axis names for the narrow boxes of ranks."""
 MOST_SAMPLES = 12
+"""Most generated samples that are shown."""
 SAMPLE_CHARACTERS = 3000
+"""Longest text of a sample."""
 CONFIG_CHARACTERS = 60_000
+"""Longest text of the configuration."""
 
 
 def tiles(run: RunFolder) -> str:
@@ -71,7 +76,7 @@ def _validation_tile(run: RunFolder) -> Tile:
 
 
 def _speed_tile(run: RunFolder) -> Tile:
-    speed = steady(column(run.steps, "tokens_per_second"))
+    speed = steady_median(column(run.steps, "tokens_per_second"))
     if speed is None:
         return None
     ranks = run.plan.ranks if run.plan else 1
@@ -82,10 +87,10 @@ def _speed_tile(run: RunFolder) -> Tile:
 
 
 def _mfu_tile(run: RunFolder) -> Tile:
-    mfu = steady(column(run.steps, "mfu"))
+    mfu = steady_median(column(run.steps, "mfu"))
     if mfu is None:
         return None
-    full = steady(column(run.steps, "mfu_full"))
+    full = steady_median(column(run.steps, "mfu_full"))
     return (
         "MFU",
         number_text.percent(mfu),

@@ -17,6 +17,7 @@ from meshwright.observe import number_text
 from meshwright.observe.curves import Values, tick_labels, ticks, value_range
 
 WIDTH = 1000
+"""Width of a drawing in its own units."""
 Format = Literal["loss", "short", "percent", "seconds", "scientific"]
 _FORMATS = {
     "loss": "{:.4f}".format,
@@ -77,18 +78,18 @@ class Chart:
     def limits(self) -> tuple[float, float]:
         """Limits of the y axis."""
         levels = [self.reference[1]] if self.reference else []
-        return value_range([*self._reach(), *levels], from_zero=self.from_zero)
+        return value_range([*self._drawn_values(), *levels], from_zero=self.from_zero)
 
     def y(self, value: float) -> float:
         """Pixels from the top; values outside of the axis are at its edge."""
         low, high = self.limits
         return round(self.height * min(1.0, max(0.0, (high - value) / (high - low))), 1)
 
-    def above(self) -> list[float]:
+    def values_above(self) -> list[float]:
         """Values above the axis."""
-        return [value for value in self._reach() if value is not None and value > self.limits[1]]
+        return [value for value in self._drawn_values() if value is not None and value > self.limits[1]]
 
-    def _reach(self) -> list[float | None]:
+    def _drawn_values(self) -> list[float | None]:
         columns = [series.values for series in self.series if series.shape == "column"]
         stacked = [sum(value or 0.0 for value in values) for values in zip(*columns, strict=True)]
         lines = [value for series in self.series if series.shape in ("line", "points") for value in series.values]
@@ -133,7 +134,7 @@ def numbers(chart: Chart) -> dict[str, Any]:
 
 def _unit(chart: Chart) -> str:
     """The unit, with a note about points above the axis."""
-    above = chart.above()
+    above = chart.values_above()
     hidden = f"{len(above):,} above the axis, up to {_FORMATS[chart.format](max(above))}" if above else ""
     return " · ".join(text for text in (chart.unit, hidden) if text)
 

@@ -11,7 +11,9 @@ from meshwright.schedules.action import COMPUTE
 from meshwright.simulator.timeline import Record, Timeline
 
 WIDTH, LANE_HEIGHT, TRANSFER_HEIGHT, GAP = 1000, 20, 7, 9
+"""Width of a drawing in its own units; heights of compute and transfers, and the gap between ranks, in pixels."""
 RANKS_DRAWN = 16
+"""Most ranks in a drawing."""
 SEAM = 1.0
 """Gap, in units of the width, below which neighbouring blocks of one colour are joined."""
 COLOURS = {

@@ -131,6 +131,9 @@ class _Step:
             partial(_communication_span, recorder),
         )
         self.reductions_left = Counter(self.unit(a).sharded for a in self.rank_actions if a.op == "reduce_grad")
+        self.index = -1  # of the action in progress
+        self.tokens = [batch.valid_tokens for batch in batches]
+        self.host_blocks = self.rank_model.device.type == "cpu"
 
     def run(self) -> Tensor:
         if self.executor.scales is not None:
@@ -144,6 +147,7 @@ class _Step:
         on_action = self.executor.on_action
         for index, action in enumerate(self.rank_actions):
             on_action(index)
+            self.index = index
             if index in self.visits_at:
                 self.offload.begin_compute()
             for part in action.parts:
@@ -160,12 +164,28 @@ class _Step:
         sharded.begin_backward(skip_accumulate=skip_accumulate)
         _RUN[action.op](self, action)
         if not skip_accumulate:
-            with self.recorder.span(action.label, "compute"):  # the sum is part of the backward's time
+            with self.action_span(action):  # the sum is part of the backward's time
                 sharded.accumulate()
 
+    def action_span(self, action: Action) -> Span:
+        """Profiler span around the compute of an action."""
+        return self.recorder.action(self.index, action, self.tokens[action.micro_batch] if action.stage >= 0 else 0)
+
     def span(self, action: Action, lane: str) -> Span | None:
-        """Profiler span around a collective, in steps whose communication is recorded."""
+        """Profiler span around a collective: a wait if the host blocks in it, else only in steps with recorded communication."""
+        if self.host_blocks and not self.recorder.detail:
+            return self.recorder.waiting(
+                "collective_wait", self.index, action, self.unit(action).sharded.gathered_bytes
+            )
         return _communication_span(self.recorder, action.label, lane)
+
+    def wait_for_gather(self, action: Action) -> None:
+        """Make compute wait for the weights of the action's unit."""
+        sharded = self.unit(action).sharded
+        if not self.host_blocks and sharded.gathering:
+            with self.recorder.waiting("collective_wait", self.index, action, sharded.gathered_bytes):
+                sharded.wait_for_collectives()
+        sharded.wait_for_gather()
 
     def visits(self, action: Action) -> tuple[Visit, ...]:
         """The (stage, micro-batch, unit) whose forward or backward the action runs; a visit is one micro-batch in one unit.
@@ -215,7 +235,7 @@ class _Step:
         self.forwards_left[number] -= 1
         if not self.forwards_left[number]:
             del self.shared[number]  # autograd holds the tensors that a backward needs
-        unit.sharded.wait_for_gather()
+        self.wait_for_gather(action)
         trains = action.op == "forward"
         x = None if stage == unit_index == 0 else self.exchange.take("activation", visit).requires_grad_(trains)
         saved = (
@@ -225,7 +245,7 @@ class _Step:
         )
         leaf, x = leaf_without_memory(x.detach()) if saved and x is not None else (x, x)
         with (
-            self.recorder.span(action.label, "compute"),
+            self.action_span(action),
             torch.set_grad_enabled(trains),
             saved.collect() if saved else nullcontext(),
         ):
@@ -280,15 +300,15 @@ class _Step:
         """Run a unit's backward. With `queue` the gradients of its linear weights are deferred to it."""
         stage, _, unit_index = visit = _visit_of(action)
         if self.is_loss(stage, unit_index):
-            with self.recorder.span(action.label, "compute"):
+            with self.action_span(action):
                 return  # `add_loss` has run it; the span shows the action in timelines
         sharded = self.unit_of(visit).sharded
-        sharded.wait_for_gather()
+        self.wait_for_gather(action)
         x, y, balance = self.kept.pop(visit)
         y_gradient = self.exchange.take("gradient", visit)
         with (
             self.offload.backward(visit),
-            self.recorder.span(action.label, "compute"),
+            self.action_span(action),
             nullcontext() if queue is None else sharded.gradient_sink.defer_to(queue),
         ):
             if balance is None:
@@ -307,14 +327,14 @@ class _Step:
     def backward_weight(self, action: Action) -> None:
         queue = self.deferred.pop(_visit_of(action))
         sharded = self.unit(action).sharded
-        with self.recorder.span(action.label, "compute"):
+        with self.action_span(action):
             queue.drain(sharded.gathered_weights, add=sharded.add_product)
 
     def send(self, action: Action) -> None:
-        self.exchange.send(action)
+        self.exchange.send(self.index, action)
 
     def receive(self, action: Action) -> None:
-        self.exchange.receive(action, self.rank_model.message_shape(self.batches[action.micro_batch]))
+        self.exchange.receive(self.index, action, self.rank_model.message_shape(self.batches[action.micro_batch]))
 
     def unshard(self, action: Action) -> None:
         self.unit(action).sharded.gather(self.span(action, "unshard"))
@@ -332,15 +352,16 @@ class _Step:
 
     def norm_barrier(self, action: Action) -> None:
         """Wait until every gradient is complete, then compute the norm over all ranks."""
-        with self.recorder.span(action.label, "compute"):
-            for units in self.rank_model.stages.values():
-                for unit in units:
-                    unit.sharded.finish_reductions()
-            self.executor.sums.finish()
+        with self.action_span(action):
+            with self.recorder.waiting("collective_wait", self.index, action):
+                for units in self.rank_model.stages.values():
+                    for unit in units:
+                        unit.sharded.finish_reductions()
+                self.executor.sums.finish()
             self.run_callback(action)
 
     def optim(self, action: Action) -> None:
-        with self.recorder.span(action.label, "compute"):
+        with self.action_span(action):
             self.run_callback(action)
 
     def run_callback(self, action: Action) -> None:

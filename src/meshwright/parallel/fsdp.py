@@ -80,6 +80,17 @@ class ParameterGroup:
         with self._group.use_training_state(TrainingState.FORWARD), _in_span(self._group, "_all_gather_comm", span):
             self._group.unshard(False)
 
+    @property
+    def gathering(self) -> bool:
+        """Whether a gather has started for which compute has not waited."""
+        return self._group._all_gather_result is not None
+
+    def wait_for_collective(self) -> None:
+        """Make the compute stream wait for the all-gather that has started, without the copy that follows it."""
+        gather = self._group._all_gather_result
+        if gather is not None and gather.all_gather_event is not None and self.device.type == "cuda":
+            torch.cuda.current_stream().wait_event(gather.all_gather_event)
+
     def wait_for_gather(self) -> None:
         """Make the compute stream wait until the weights are gathered."""
         gather = self._group._all_gather_result

@@ -182,6 +182,21 @@ class ShardedUnit:
         for group in self.groups:
             group.gather(spans.get(group))
 
+    @property
+    def gathering(self) -> bool:
+        """Whether an all-gather between ranks has started for which compute has not waited."""
+        return any(group.gathering for group in self._sharded_groups)
+
+    def wait_for_collectives(self) -> None:
+        """Make the compute stream wait for the all-gathers that have started, without the copies that follow them."""
+        for group in self._sharded_groups:
+            group.wait_for_collective()
+
+    @cached_property
+    def gathered_bytes(self) -> int:
+        """Bytes of the unit's weights when they are gathered between ranks."""
+        return sum(group.gathered_bytes for group in self._sharded_groups)
+
     def wait_for_gather(self) -> None:
         """Make the compute stream wait until the weights are gathered."""
         for group in self.groups:

@@ -20,6 +20,9 @@ from meshwright.schedules.action import Action, Payload
 Message = tuple[Payload, int, int]
 """(payload, stage, micro-batch): an activation or gradient, and the stage that sends it or, on its receiver, uses it."""
 
+_Posted = tuple[int, Action, Transfer]
+"""A message that may still run: index of its action in the schedule, the action, the transfer."""
+
 
 class UnitExchange:
     """The tensors between units of one rank in one step, and the messages that may still run.
@@ -34,8 +37,8 @@ class UnitExchange:
         self._channels = channels
         self._local: dict[Message, Tensor] = {}
         self._to_send: dict[Message, Tensor] = {}
-        self._sending: list[Transfer] = []
-        self._receiving: dict[Message, Transfer] = {}
+        self._sending: list[_Posted] = []
+        self._receiving: dict[Message, _Posted] = {}
 
     def pass_on(self, payload: Payload, visit: Visit, tensor: Tensor) -> None:
         """Keep the output of a unit for the next unit, or the gradient of its input for the previous unit."""
@@ -51,33 +54,38 @@ class UnitExchange:
     def take(self, payload: Payload, visit: Visit) -> Tensor:
         """Return and forget a unit's input, or the gradient of its output. Compute waits for it if another rank sends it."""
         stage, micro_batch, _ = visit
-        transfer = self._receiving.pop((payload, stage, micro_batch), None)
-        if transfer is None:
+        posted = self._receiving.pop((payload, stage, micro_batch), None)
+        if posted is None:
             return self._local.pop((payload, stage, micro_batch))
-        self._recorder.gap()
-        return transfer.wait()
+        index, action, transfer = posted
+        with self._recorder.waiting("receive", index, action, transfer.tensor.nbytes):
+            return transfer.wait()
 
-    def send(self, action: Action) -> None:
+    def send(self, index: int, action: Action) -> None:
         """Start to send the tensor of a send action to the rank of its peer stage."""
         assert self._channels is not None and action.payload is not None
         tensor = self._to_send.pop((action.payload, action.stage, action.micro_batch))
         # Dropping a completed transfer frees its buffer.
-        self._sending = [transfer for transfer in self._sending if not transfer.work.is_completed()]
+        self._sending = [posted for posted in self._sending if not posted[2].work.is_completed()]
+        self._recorder.posted(index, action, tensor.nbytes)
         transfer = self._channels.send(self._rank_of[action.peer], tensor)
-        self._sending.append(transfer)
+        self._sending.append((index, action, transfer))
         self._record(action, transfer)
 
-    def receive(self, action: Action, shape: Sequence[int]) -> None:
+    def receive(self, index: int, action: Action, shape: Sequence[int]) -> None:
         """Start to receive the tensor of a receive action, of this shape, from the rank of its peer stage."""
         assert self._channels is not None and action.payload is not None
         transfer = self._channels.recv(self._rank_of[action.peer], shape, self._rank_model.dtype)
-        self._receiving[action.payload, action.stage, action.micro_batch] = transfer
+        self._receiving[action.payload, action.stage, action.micro_batch] = index, action, transfer
         self._record(action, transfer)
 
     def finish_sends(self) -> None:
         """Make compute wait until every message has been sent."""
-        for transfer in self._sending:
-            transfer.wait()
+        for peer in {action.peer: None for _, action, _ in self._sending}:
+            pending = [posted for posted in self._sending if posted[1].peer == peer]
+            with self._recorder.waiting("send", *pending[0][:2]):
+                for _, _, transfer in pending:
+                    transfer.wait()
 
     def _record(self, action: Action, transfer: Transfer) -> None:
         if self._recorder.detail:

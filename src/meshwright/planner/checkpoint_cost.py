@@ -7,12 +7,15 @@ from dataclasses import dataclass
 
 from meshwright.costs.machine_rates import machine_of
 from meshwright.costs.offload_costs import host_rate, rate_both_ways
+from meshwright.costs.partner_copies import PORT_SHARE, partner_rate
 from meshwright.costs.plan_costs import as_nodes, format_of_products, number
 from meshwright.planner.candidate import host_budget, memory_budget, peak_bytes
 from meshwright.policies.checkpoint_times import auto_interval
+from meshwright.policies.partner_host import PartnerHosts, choose_partner_hosts, partner_sentence
 from meshwright.policies.snapshot_copies import SNAPSHOT_GROUPS, STATE_BYTES, StepTimes, plan_device_copies
 from meshwright.simulator.step_simulation import host_bytes
 from meshwright.spec.job import ASYNC_BYTES, CheckpointSpec
+from meshwright.spec.layout import Layout
 from meshwright.spec.model import parameter_count
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
@@ -25,6 +28,8 @@ WRITE_RATE = 2.4e9
 
 Measured by `benchmarks/checkpoint_stall.py` on an H200 host with 16 cores, to tmpfs: 2.3 to 2.7 GB/s. Storage that is slower is not known.
 """
+PARTNER_COPIES = 2
+"""Copies of each snapshot of another host for which a host has memory: one that is complete, and one that arrives."""
 SLOWDOWN = 0.01
 """Slow-down of steps while a save is copied and written, an upper bound.
 
@@ -43,7 +48,10 @@ class CheckpointCost:
     reason: str
     """Why training waits for a save; empty if it does not."""
     host_bytes: int
-    """Memory of one host for snapshots and, where there is room, for second buffers of an optimizer in host memory."""
+    """Memory of one host for snapshots, for copies of a partner host's, and for second buffers of an optimizer in host memory.
+
+    Second buffers count where there is room.
+    """
     copy_seconds: float | None = None
     """Copy of a rank's state to host memory."""
     device_copy_bytes: int | None = None
@@ -56,6 +64,12 @@ class CheckpointCost:
     """Time from one checkpoint to the next."""
     storage_bytes_per_second: float | None = None
     """What all ranks write on average."""
+    partner: str | None = None
+    """The choice of partner hosts in words; None without one."""
+    partner_seconds: float | None = None
+    """Copy of a rank's snapshot to the memory of its partner host, at the bound of its rate."""
+    partner_link_share: float | None = None
+    """Largest share of a rank's network port that the copy takes."""
 
 
 def checkpoint_cost(run: RunSpec, plan: Plan, step_seconds: float | None = None) -> CheckpointCost | None:
@@ -76,7 +90,9 @@ def checkpoint_cost(run: RunSpec, plan: Plan, step_seconds: float | None = None)
     offloaded = optimizer_on_host(run.model, plan, cluster.nodes) / cluster.gpus_per_node
     snapshots = rank_bytes * cluster.gpus_per_node
     second_buffers = offloaded * cluster.gpus_per_node
-    if snapshots + second_buffers > _host_memory_left(run, plan):
+    partners = _partner_hosts(run, plan)
+    reserved = snapshots + (PARTNER_COPIES * snapshots if partners is not None else 0)
+    if reserved + second_buffers > _host_memory_left(run, plan):
         second_buffers = 0.0
     copies, cost = _Copies(), None
     if step is not None and not cluster.is_cpu:
@@ -90,13 +106,16 @@ def checkpoint_cost(run: RunSpec, plan: Plan, step_seconds: float | None = None)
         bytes=whole,
         beside_training=True,
         reason="",
-        host_bytes=int(snapshots + second_buffers),
+        host_bytes=int(reserved + second_buffers),
         copy_seconds=copies.seconds,
         device_copy_bytes=copies.device_copy_bytes,
         stall_seconds=copies.stall_seconds,
         cost_seconds=cost,
         interval_seconds=interval,
         storage_bytes_per_second=whole / interval if interval else None,
+        partner=None if partners is None else partner_sentence(partners),
+        partner_seconds=None if partners is None else rank_bytes / partner_rate(run.cluster),
+        partner_link_share=None if partners is None else PORT_SHARE,
     )
 
 
@@ -159,18 +178,29 @@ def checkpoint_sentences(run: RunSpec, cost: CheckpointCost) -> Iterator[str]:
         )
     if cost.storage_bytes_per_second is not None:
         yield f"saves write {cost.storage_bytes_per_second / 1e9:.2f} GB/s to storage on average"
+    if cost.partner is not None and cost.partner_seconds is not None and cost.partner_link_share is not None:
+        yield (
+            f"copies in a partner host's memory: {cost.partner}; a copy takes {cost.partner_seconds:.2f} s "
+            f"with at most {cost.partner_link_share:.0%} of a rank's port"
+        )
 
 
 def _reason_to_wait(run: RunSpec, plan: Plan, spec: CheckpointSpec, rank_bytes: float) -> str:
     if spec.mode == "sync":
         return "checkpoint.mode is sync"
-    if spec.mode == "auto" and rank_bytes < ASYNC_BYTES:
+    if spec.mode == "auto" and rank_bytes < ASYNC_BYTES and _partner_hosts(run, plan) is None:
         return f"a rank's state is less than {ASYNC_BYTES >> 20} MB"
     snapshots = rank_bytes * as_nodes(run.cluster).gpus_per_node
     left = _host_memory_left(run, plan)
     if snapshots > left:
         return f"snapshots need {_gigabytes(snapshots)} of host memory on each host, and {_gigabytes(max(0.0, left))} are free"
     return ""
+
+
+def _partner_hosts(run: RunSpec, plan: Plan) -> PartnerHosts | None:
+    if run.checkpoint.partner == "none":
+        return None
+    return choose_partner_hosts(Layout.of(plan, run.cluster.gpus_per_node))
 
 
 def _host_memory_left(run: RunSpec, plan: Plan) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 from meshwright.costs.machine_rates import machine_of
 from meshwright.costs.offload_costs import host_rate
+from meshwright.costs.partner_copies import PORT_SHARE
 from meshwright.costs.plan_costs import as_nodes, format_of_products, number
 from meshwright.planner.checkpoint_cost import HOST_COPY_RATE, STATE_BYTES, WRITE_RATE, checkpoint_cost
 from meshwright.policies.checkpoint_times import auto_interval
@@ -112,7 +113,7 @@ def failure_model(run: RunSpec, plan: Plan, step_seconds: float | None, assumed:
     """The run's failures by class.
 
     A process or hang restarts from the copy in host memory if snapshots are written beside training, else from storage.
-    A lost host takes its memory with it: all ranks load from storage what was durable.
+    A lost host takes its memory with it: all ranks load from storage what was durable, or what a partner host has of each snapshot.
     """
     step = step_seconds or (plan.predicted.step_seconds if plan.predicted is not None else None)
     cost = checkpoint_cost(run, plan, step)
@@ -130,7 +131,10 @@ def failure_model(run: RunSpec, plan: Plan, step_seconds: float | None, assumed:
     stall = cost.cost_seconds if cost.cost_seconds is not None else save
     interval = cost.interval_seconds or auto_interval(stall, save, cluster.nodes, cluster.host_mtbf_hours)
     memory = (from_memory, copy) if cost.beside_training else (from_storage, 0.0)
-    storage = (from_storage, save if cost.beside_training else 0.0)
+    host = (from_storage, save if cost.beside_training else 0.0)
+    if cost.partner_seconds is not None and run.checkpoint.partner_every == 1:
+        # The ranks of the lost host read their partner's copy at the whole rate of the port.
+        host = (from_memory + PORT_SHARE * cost.partner_seconds, copy + cost.partner_seconds)
     crash_share = 1 - assumed.hang_share
     hang = run.supervision.hang_seconds or assumed.hang_detect_seconds
     restart = assumed.restart_seconds
@@ -142,9 +146,7 @@ def failure_model(run: RunSpec, plan: Plan, step_seconds: float | None, assumed:
         classes=(
             FailureClass("process", crash_share * (1 - assumed.host_share), assumed.detect_seconds, restart, *memory),
             FailureClass("hang", assumed.hang_share, max(3 * step + 5, hang), restart, *memory),
-            FailureClass(
-                "host", crash_share * assumed.host_share, assumed.host_detect_seconds, restart, *storage, True
-            ),
+            FailureClass("host", crash_share * assumed.host_share, assumed.host_detect_seconds, restart, *host, True),
         ),
         spares=run.supervision.spares,
         replace_seconds=assumed.replace_seconds,

@@ -17,8 +17,11 @@ import numpy as np
 from meshwright.spec.errors import BadInput
 
 BLOCK = 65536
+"""Samples of a block; a weight is a multiple of 1 / `BLOCK`."""
 ROUNDS = 8
+"""Rounds of the Feistel network."""
 FEWEST_HALF_BITS = 3
+"""Fewest bits of each half of the Feistel network: smaller halves mix poorly."""
 MASK64 = 2**64 - 1
 
 

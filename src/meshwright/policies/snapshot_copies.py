@@ -12,6 +12,7 @@ from dataclasses import dataclass
 SNAPSHOT_GROUPS = 32
 """Most groups of parameters between which an update waits for copies of a snapshot; each group needs one launch."""
 NEGLIGIBLE_SECONDS = 1e-6
+"""A shorter stall counts as none."""
 STATE_BYTES, UPDATE_BYTES = 12, 28
 """Of one parameter: the state, a master weight and two moments in fp32, and the memory traffic of its update.
 

@@ -23,13 +23,13 @@ Transfer = tuple[str, float, float]
 """A communication operation: (axis, issue time, completion time)."""
 
 
-def simulate(schedule: Schedule, timing: Timing) -> Timeline:
-    """Simulate one step of `schedule` with the durations of `timing`.
+def simulate(schedule: Schedule, timing: Timing, durations: Durations | None = None) -> Timeline:
+    """Simulate one step of `schedule` with the durations of `timing`; `durations` replaces its compute seconds.
 
     Raises BadInput when a table does not fit the schedule, or the schedule deadlocks.
     """
     timing.check(schedule)
-    return _Simulation(schedule, timing).run()
+    return _Simulation(schedule, timing, durations or Durations(timing)).run()
 
 
 @dataclass(slots=True)
@@ -72,11 +72,10 @@ class _RankState:
 
 
 class _Simulation:
-    def __init__(self, schedule: Schedule, timing: Timing) -> None:
-        self.schedule, self.timing = schedule, timing
+    def __init__(self, schedule: Schedule, timing: Timing, durations: Durations) -> None:
+        self.schedule, self.timing, self.durations = schedule, timing, durations
         self.rank_of = schedule.rank_of
         self.last_unit = [count - 1 for count in schedule.units or (1,) * schedule.stages]
-        self.durations = Durations(timing)
         self.slowdowns = {
             "unshard": timing.gather_slowdown,
             "reduce": timing.reduce_slowdown,

@@ -80,8 +80,8 @@ def memory_of(model: ModelSpec, train: TrainSpec, plan: Plan, *, cpu: bool) -> t
 
 @lru_cache(maxsize=256)  # a search needs the result twice: whether a plan fits, and its bytes
 def _memory_of(model: ModelSpec, train: TrainSpec, plan: Plan, cpu: bool) -> tuple[dict[str, int], ...]:
-    alive = _activation_peaks(plan, model.layers, activation_bytes(model, train, plan))
-    return memory_by_rank(model, train, plan, cpu=cpu, alive=alive)
+    peaks = _activation_peaks(plan, model.layers, activation_bytes(model, train, plan))
+    return memory_by_rank(model, train, plan, cpu=cpu, activation_peaks=peaks)
 
 
 def _activation_peaks(plan: Plan, layers: int, stage_bytes: Sequence[float]) -> list[float]:

@@ -291,7 +291,7 @@ class UnitCosts:
 
     def _compute_block(self, mode: Recompute, routed: bool, linear: Linear) -> Seconds:
         """Compute seconds of one micro-batch in a block with these settings."""
-        cost_inputs = self.cost_inputs.of(linear)
+        cost_inputs = self.cost_inputs.for_format(linear)
         machine, k = cost_inputs.machine, cost_inputs.constants
         shape, layout = with_blocks(self.cost_inputs.shape, routed=routed), self._single_rank_layout(mode)
         times = layer_times(shape, machine, layout, k)

@@ -112,6 +112,11 @@ class CheckpointSpec:
     mirror: str | None = None
     """Object store that each checkpoint is copied to beside training, as a URL that fsspec knows: s3://bucket/prefix.
     A start resumes from the newest complete checkpoint of folder and mirror. Credentials come from the environment."""
+    partner: Literal["none", "host"] = "none"
+    """host: another host keeps copies of each host's snapshots in its memory, from which a run resumes after a host is lost.
+    Needs agents (`train --agent`); saves then overlap with training whatever the size of the state."""
+    partner_every: Positive = 1
+    """Saves from one that is copied to the partner host to the next."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +141,8 @@ class ObserveSpec:
 
     phases: bool = True
     """Time each phase of every step; without it a step line has only the duration of the whole step."""
+    spans: bool = True
+    """Record the spans of every rank in `spans/`."""
     tensorboard: bool = False
     """Write TensorBoard events into the run folder (package `tensorboard`)."""
     wandb: WandbSpec | None = None
@@ -157,3 +164,6 @@ class SupervisionSpec:
     """Hosts beside `cluster.nodes` that wait to replace a host."""
     wait_seconds: Annotated[float, Bound(at_least=0)] | None = None
     """Seconds to wait for a lost host or its replacement before the run continues on the remaining hosts; none waits on."""
+    check_state_every: NotNegative = 0
+    """Steps between checks of weights and moments for silent corruption, also before each checkpoint; 0 checks never.
+    Corrupt state ends in a rollback to the newest checkpoint, and the rank that had it is named."""

@@ -21,6 +21,7 @@ from meshwright.training.reporting import Reporter
 from meshwright.training.rollback import roll_back
 from meshwright.training.saving import Saver
 from meshwright.training.session import Session
+from meshwright.training.state_check import StateCheck
 from meshwright.training.step_record import FigureReader
 from meshwright.training.stop import FAILED, INTERRUPT, StopRequest
 from meshwright.training.timelines import StepTimelines
@@ -50,12 +51,16 @@ def train(session: Session, reporter: Reporter, stop: StopRequest) -> Trained:
     session.start.end("report")
     timelines, accounting = StepTimelines(session, reporter), Accounting(session, reporter)
     saver = Saver.open(session, reporter)
+    check = StateCheck.open(session, reporter)
     _note_new_length(session, reporter)
-    while session.step < session.run.train.steps:
-        try:
-            last = _train_steps(session, reporter, stop, saver, accounting, timelines, wire)
-        except Rollback as request:
-            roll_back(session, reporter, saver, request)
+    with session.recording():
+        while session.step < session.run.train.steps:
+            try:
+                if check is not None:
+                    check.begin()
+                last = _train_steps(session, reporter, stop, saver, check, accounting, timelines, wire)
+            except Rollback as request:
+                roll_back(session, reporter, saver, request)
     saver.close()
     account = _account(session, reporter, [wire, accounting.waiting], accounting, timelines)
     Ranks(session.world.control).run_on_all(f"ended after step {session.step}", reporter.check)
@@ -67,6 +72,7 @@ def _train_steps(
     reporter: Reporter,
     stop: StopRequest,
     saver: Saver,
+    check: StateCheck | None,
     accounting: Accounting,
     timelines: StepTimelines,
     wire: WireCount | None,
@@ -81,15 +87,18 @@ def _train_steps(
 
     with _loader(session) as loader, _planned_collections(run.train.gc_every), step_trace(session, reporter) as trace:
         for step in range(session.step + 1, run.train.steps + 1):
-            _one_step(session, loader, figures, accounting, saver, step, flag)
+            _one_step(session, loader, figures, accounting, saver, check, step, flag)
             trace.end_step(step)
             accounting.end_step(step, timelines.summary)
             ends = step == run.train.steps
             validates = ends or _due(run.train.validate_every, step)
             saves = saver.due(step, figures.flags)
             pauses = timelines.writes_after(step) or validates or (saves and saver.blocks(step))
-            if pauses or figures.flags.stop:
-                _read(session, figures, accounting, saver)
+            waits = bool(pauses or figures.flags.stop)
+            if waits:
+                _read(session, figures, accounting, saver, check)
+            if check is not None:
+                check.end_step(step, saves=bool(saves or figures.flags.stop), waits=waits)
             if figures.flags.stop:
                 _stop(session, figures.flags.stop, reporter, saver)
             if validates:
@@ -177,12 +186,13 @@ def _one_step(
     figures: FigureReader,
     accounting: Accounting,
     saver: Saver,
+    check: StateCheck | None,
     step: int,
     flag: Callable[[], int],
 ) -> None:
     recorder, rate = session.recorder, learning_rate(session.run.train, step)
     session.progress.begin("train" if figures.flags.step else "compile", step)
-    recorder.begin_step(step)
+    recorder.begin_step(step, session.tokens_per_step)
     with recorder.span("data"):
         micro_batches = next(loader)
     result = train_step(
@@ -195,26 +205,31 @@ def _one_step(
         norm_limit=session.numerics.norm_limit(step),
         recorder=recorder,
         stop_flag=flag,
+        before_update=None if check is None else check.before_update,
     )
     recorder.end_step()
     session.step = step
     host = {"lr": rate, "data_wait_seconds": loader.wait_seconds}
     for record in figures.push(step, result, host):
-        _report(session, accounting, saver, record)
+        _report(session, accounting, saver, check, record)
 
 
-def _read(session: Session, figures: FigureReader, accounting: Accounting, saver: Saver) -> None:
+def _read(
+    session: Session, figures: FigureReader, accounting: Accounting, saver: Saver, check: StateCheck | None
+) -> None:
     """Wait for the device, so that every launched step is reported."""
     session.recorder.wait()
     for record in figures.drain():
-        _report(session, accounting, saver, record)
+        _report(session, accounting, saver, check, record)
 
 
-def _report(session: Session, accounting: Accounting, saver: Saver, record: dict) -> None:
+def _report(session: Session, accounting: Accounting, saver: Saver, check: StateCheck | None, record: dict) -> None:
     step, numerics = record["step"], session.numerics
     session.tokens = record["tokens"]
-    accounting.step({**record, "phases": session.recorder.step_times(step)})
+    accounting.step({**record, "phases": session.phases(step)})
     skipped = numerics.check(record)
+    if check is not None:
+        check.read(step)  # before `saver` lets a save of this step be committed
     if skipped is None:
         saver.read(record)
     else:

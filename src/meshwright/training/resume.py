@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, Literal
 
-from meshwright.checkpoint.memory_tier import find_snapshot
+from meshwright.checkpoint.memory_tier import MemoryTier, find_snapshot
 from meshwright.checkpoint.ranks import Ranks
 from meshwright.checkpoint.verify import list_checkpoints
 from meshwright.spec.errors import Damaged
@@ -13,7 +13,7 @@ from meshwright.spec.errors import Damaged
 if TYPE_CHECKING:
     from meshwright.training.session import Session
 
-Tier = Literal["host memory", "storage"]
+Tier = MemoryTier | Literal["storage"]
 """Where a checkpoint is."""
 
 log = logging.getLogger("meshwright")
@@ -22,41 +22,41 @@ log = logging.getLogger("meshwright")
 def resume(session: Session, at_most: int | None = None) -> Tier | None:
     """Load the newest complete state of at most step `at_most`; returns its tier, None if the run begins. Collective.
 
-    Host memory comes first where both tiers have the step. On damage all ranks turn to the next older state together.
+    Memory comes first where both tiers have the step. On damage all ranks turn to the next older state together.
     Raises Damaged if there are states but no good one.
     """
-    tier: Tier = "host memory"
-    state = _from_memory(session, at_most)
-    if state is None:
+    loaded = _from_memory(session, at_most)
+    if loaded is None:
         newest = session.store.load_newest(session.state(), at_most)
         if newest is None:
             _refuse_if_all_damaged(session, at_most)
             return None
-        state, tier = newest[1], "storage"
+        loaded = newest[1], "storage"
+    state, tier = loaded
     _continue_from(session, state)
     log.info("resumed after step %d from %s", session.step, tier)
     return tier
 
 
-def _from_memory(session: Session, at_most: int | None) -> dict[str, Any] | None:
-    """The run's state from the arenas; None if they hold none, an older one than storage, or a damaged one."""
+def _from_memory(session: Session, at_most: int | None) -> tuple[dict[str, Any], Tier] | None:
+    """The run's state from host memory, and its tier; None if there is none, an older one than storage, or a damaged one."""
     ranks = Ranks(session.world.control)
     snapshot = find_snapshot(ranks, session.lease.run_id)
-    if snapshot is None or (at_most is not None and snapshot.step > at_most):
+    if snapshot is None:
         return None
     stored = session.store.newest_step(at_most)
-    if snapshot.step < (stored or 0):
-        return None
     try:
+        if (at_most is not None and snapshot.step > at_most) or snapshot.step < (stored or 0):
+            return None
         if stored is None:  # a load that fails overwrites initial weights, which no checkpoint would replace
             snapshot.verify(ranks)
-        return snapshot.load(ranks, session.state(), session.recorder, session.world.device_group)
+        return snapshot.load(ranks, session.state(), session.recorder, session.world.device_group), snapshot.tier
     except Damaged as error:
         if ranks.is_first:
             log.warning("%s; %s", error, "the run begins again" if stored is None else "storage is used")
         return None
     finally:
-        snapshot.arena.close()
+        snapshot.close()
 
 
 def _continue_from(session: Session, state: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ from meshwright.policies.snapshot_copies import StepTimes
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput, MeshwrightError, OutOfResources
 from meshwright.spec.job import ASYNC_BYTES, AUTO_SECONDS, CheckpointSpec
+from meshwright.training.partner import find_partner
 from meshwright.training.reporting import Reporter
 from meshwright.training.run_state import run_state
 from meshwright.training.session import Session
@@ -126,13 +127,15 @@ class Saver:
                 "planning checkpoints", lambda: sum(parts.local.nbytes for parts in state.tensors.values())
             )
         )
-        if spec.mode == "auto" and largest < ASYNC_BYTES:
+        partner = find_partner(session.run, session.plan, ranks, reporter.say)
+        if spec.mode == "auto" and largest < ASYNC_BYTES and partner is None:
             log.info("checkpoints are written while training waits: a rank's state is small (%d bytes)", largest)
             return cls(session, reporter, None)
         background = BackgroundSaver(
             session.store.folder, ranks, state, session.world.device, lease=session.lease, keep=spec.keep,
             local_ranks=session.world.environment.local_ranks, parent=session.step or None,
-            start=session.attempt, kept_open=reporter.channel_descriptors, warm_up=lambda: _texts(session),
+            start=session.attempt, partner=partner, partner_every=spec.partner_every,
+            kept_open=reporter.channel_descriptors, warm_up=lambda: _texts(session),
         )  # fmt: skip
         obstacle = memory_obstacle(background.layout.bytes, ranks, session.world.environment.local_ranks)
         if obstacle is not None and spec.mode == "async":

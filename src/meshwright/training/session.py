@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.data.loader import DataSource, has_validation, open_data
@@ -13,7 +18,10 @@ from meshwright.data.verification import ShardVerifier
 from meshwright.durable.writes import write_durable
 from meshwright.events.messages import Channel
 from meshwright.events.progress import ProgressPage, ProgressSender
+from meshwright.events.span import SPAN_PHASES
+from meshwright.events.span_ring import SpanWriter, ring_path
 from meshwright.events.start import StartClock
+from meshwright.observe.device_clock import HostTime
 from meshwright.observe.environment import environment
 from meshwright.observe.recorder import DetailRecorder, StepRecorder
 from meshwright.optim.adamw import AdamW
@@ -49,6 +57,7 @@ class Session:
     data: DataSource
     held_out: HeldOut | None
     recorder: StepRecorder
+    spans: SpanWriter | None
     start: StartClock
     profile: tuple[int, int] | None
     lease: Lease
@@ -64,7 +73,30 @@ class Session:
     def send_progress(self, progress: ProgressSender) -> None:
         """Report progress to the launcher from now on."""
         self.progress = progress
+        self.recorder.page = progress.page
         self.engine.executor.on_action = progress.page.set_action
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of this rank's samples in a step."""
+        batch = self.plan.batch
+        return batch.accumulate * batch.micro_batch * self.run.train.seq_len
+
+    def phases(self, step: int) -> dict[str, float]:
+        """Seconds of a step by phase; empty if the run does not report them."""
+        return self.recorder.step_times(step) if self.run.observe.phases else {}
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record garbage collections in a block, and complete the file of spans at its end."""
+        try:
+            with self.recorder.garbage_collections():
+                yield
+        finally:
+            if self.spans is not None:
+                with suppress(RuntimeError):  # after an error of the device its events cannot be read
+                    self.recorder.flush()
+                self.spans.close()
 
     def state(self) -> dict[str, StateParts]:
         """This rank's tensors of the run's state by logical name; waits for the last update of offloaded state."""
@@ -88,7 +120,9 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
     clock.end("data")
     optimizer = AdamW(engine.model, run.model, run.train, engine.weights, engine.host_offloaded)
     clock.end("optimizer")
-    recorder = (StepRecorder if run.observe.phases else DetailRecorder)(world.device, world.rank)
+    spans = SpanWriter(*_span_file(assignment, world, mesh)) if run.observe.spans else None
+    recorder_class = StepRecorder if spans or run.observe.phases else DetailRecorder
+    recorder = recorder_class(world.device, world.rank, sink=spans.write if spans else None)
     session = Session(
         run=run,
         plan=plan,
@@ -107,6 +141,7 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
         data=data,
         held_out=held_out,
         recorder=recorder,
+        spans=spans,
         start=clock,
         profile=assignment.profile,
         lease=assignment.lease,
@@ -122,6 +157,24 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
     if world.leads:
         _write_environment(folder)
     return session
+
+
+def _span_file(assignment: Assignment, world: World, mesh: Mesh) -> tuple[Path, dict[str, Any]]:
+    """Path and header of this rank's file of spans."""
+    epoch, attempt = assignment.lease.epoch, assignment.attempt
+    header = {
+        "rank": world.rank,
+        "ranks": world.ranks,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "epoch": epoch,
+        "attempt": attempt,
+        "device": world.device.type,
+        "coordinates": dict(mesh.coordinates),
+        "phases": SPAN_PHASES,
+        "wall_minus_monotonic_ns": HostTime().offset_ns,
+    }
+    return ring_path(Path(assignment.folder), epoch, attempt, world.rank), header
 
 
 def _open_data(run: RunSpec, verifier: ShardVerifier) -> tuple[DataSource, HeldOut | None]:

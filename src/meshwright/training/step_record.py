@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from meshwright.observe.recorder import Clock, clock_of
+from meshwright.observe.device_clock import Clock, clock_of
 from meshwright.spec.model import flops_per_token
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec

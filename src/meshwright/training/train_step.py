@@ -48,13 +48,15 @@ def train_step(
     norm_limit: float = math.inf,
     recorder: Recorder,
     stop_flag: Callable[[], int] = lambda: 0,
+    before_update: Callable[[], None] | None = None,
 ) -> StepFigures:
     """Run one step on this rank's micro-batches. Collective; nothing waits for the device.
 
     The update is skipped on the device if the gradient norm is not finite or above `norm_limit`.
-    `stop_flag` is called at the step's end, and its values are summed over ranks.
+    `stop_flag` is called at the step's end, and its values are summed over ranks. `before_update` is called before the optimizer's update.
     """
-    valid = count_valid(micro_batches, mesh)
+    with recorder.waiting("collective_wait"):
+        valid = count_valid(micro_batches, mesh)
     norm = torch.zeros((), dtype=torch.float64, device=mesh.device)
 
     def measure() -> None:
@@ -63,6 +65,8 @@ def train_step(
         )
 
     def update() -> None:
+        if before_update is not None:
+            before_update()
         checked = norm if math.isinf(norm_limit) else torch.where(norm > norm_limit, torch.nan, norm)
         optimizer.step(
             learning_rate,
@@ -76,7 +80,9 @@ def train_step(
     routing = engine.executor.rank_model.routing
     norms = _norm_slots(norm, mesh)
     routed = [] if routing is None else [routing.sums.flatten()]
-    sums = mesh.sum_over_all(torch.cat([loss[None], torch.full_like(loss, stop_flag())[None], norms, *routed]))
+    flags = torch.full_like(loss, stop_flag())
+    with recorder.waiting("collective_wait"):
+        sums = mesh.sum_over_all(torch.cat([loss[None], flags[None], norms, *routed]))
     norms, routed_sums = sums[2 : 2 + len(norms)], sums[2 + len(norms) :]
     figures = [sums[0], norms.max(), *valid, sums[1], skipping_replicas(norms, norm_limit)]
     if routing is None:

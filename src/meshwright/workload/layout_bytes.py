@@ -58,7 +58,7 @@ def _rank_tensors(model: ModelSpec, layout: Layouts, formats: Formats, *, last: 
         last=np.where((loss_parameters > 0) & ~shared, loss_parameters, block),
         sums=np.where((pending_micro_batches > 0) | (micro_batches <= 1), 0.0, sums),
         reduces=np.where(~reduces_once | (single & ~forwards_first) | (pending_micro_batches > 0), 1.0, 0.0),
-        offloaded_share=layout.offload, layers=layers, alive=stored_layers * saved_per_layer,
+        offloaded_share=layout.offload, layers=layers, activations=stored_layers * saved_per_layer,
         working=tokens * formats.compute * temporary_elements, tokens=tokens, width=width, hidden=model.hidden,
         vocab=model.vocab_size, gradients_final=layout.gradients_final_in_backward(model.tied), pending=pending_micro_batches,
         pending_head=np.where(forwards_first, micro_batches, np.maximum(1.0, pending_micro_batches)),

@@ -53,14 +53,14 @@ def formats(
 
 
 def fullest_rank_memory(
-    model: ModelSpec, train: TrainSpec, plan: Plan, *, cpu: bool, alive: Sequence[float] = ()
+    model: ModelSpec, train: TrainSpec, plan: Plan, *, cpu: bool, activation_peaks: Sequence[float] = ()
 ) -> dict[str, int]:
     """Bytes of the fullest rank by category.
 
-    Categories: weights, gradients, optimizer, gathered, activations, transfers (with a pipeline), logits, framework. `alive` is
+    Categories: weights, gradients, optimizer, gathered, activations, transfers (with a pipeline), logits, framework. `activation_peaks` is
     as in `memory_by_rank`.
     """
-    return fullest(memory_by_rank(model, train, plan, cpu=cpu, alive=alive))
+    return fullest(memory_by_rank(model, train, plan, cpu=cpu, activation_peaks=activation_peaks))
 
 
 def fullest(ranks: Sequence[dict[str, int]]) -> dict[str, int]:
@@ -74,11 +74,11 @@ def allocated(categories: dict[str, int]) -> int:
 
 
 def memory_by_rank(
-    model: ModelSpec, train: TrainSpec, plan: Plan, *, cpu: bool, alive: Sequence[float] = ()
+    model: ModelSpec, train: TrainSpec, plan: Plan, *, cpu: bool, activation_peaks: Sequence[float] = ()
 ) -> tuple[dict[str, int], ...]:
     """Bytes by category of every pipeline rank.
 
-    `alive` is, by pipeline rank, the peak of `activation_bytes` under the schedule (`peak_in_flight`). Without it, a rank stores all
+    `activation_peaks` is, by pipeline rank, the peak of `activation_bytes` under the schedule. Without it, a rank stores all
     micro-batches of all its stages, or a single micro-batch if it finishes each before the next.
 
     Of layers with `offload: activations` (or `both`), the device stores two layers of one micro-batch (three with a pipeline). With the
@@ -90,7 +90,11 @@ def memory_by_rank(
     columns, per_token = [], elements_per_token(model, plan)
     for rank in range(len(table)):
         stage = stage_part(model, plan.axis_size("tensor"), shard_size(plan), experts_over(plan), table, rank)
-        saved = alive[rank] if alive else micro_batches * _saved_bytes(model, train, plan, stage.layers)
+        saved = (
+            activation_peaks[rank]
+            if activation_peaks
+            else micro_batches * _saved_bytes(model, train, plan, stage.layers)
+        )
         columns.append(_rank_tensors(model, train, plan, stage, saved, per_token))
     rank_tensors = RankTensors(**{name: np.array([column[name] for column in columns], float) for name in columns[0]})
     replicas = plan.axis_size("replicate")
@@ -127,7 +131,7 @@ def _rank_tensors(
     train: TrainSpec,
     plan: Plan,
     part: StagePart,
-    alive: float,
+    stored_activations: float,
     per_token: Callable[[int], tuple[float, float]],
 ) -> dict[str, float]:
     all_strategies = plan.strategies(model.layers)
@@ -158,7 +162,7 @@ def _rank_tensors(
         "ends_kept": not strategies[-1].reshard, "last": part.last, "sums": _sums(plan, part, strategies),
         "reduces": not reduces_once or finishes_each_micro_batch(plan) or plan.layered,
         "offloaded_share": host_parameters / (sum(part.blocks) + part.ends),
-        "layers": len(part.layers), "alive": alive + sum(sorted(offloaded)[-device_layers:]),
+        "layers": len(part.layers), "activations": stored_activations + sum(sorted(offloaded)[-device_layers:]),
         "working": activation_bytes * (temporary_elements + float(received)), "tokens": tokens, "width": plan.axis_size("tensor"),
         "hidden": model.hidden, "vocab": model.vocab_size, "pending": pending_micro_batches,
         "gradients_final": gradients_final_in_backward(model, plan),

@@ -3,7 +3,7 @@
 The executor, FSDP2 and the kernels decide which tensors are alive (docs/design/cost-model.md, "Memory").
 
 A rank's memory peaks at one of three moments: in the head (logits and the head's gradients), in the first block's backward
-while all activations are alive (gradients in reduction), or at the end of backward (all accumulated gradients, and the
+while all activations are still stored (gradients in reduction), or at the end of backward (all accumulated gradients, and the
 copies that are sent to replicas).
 """
 
@@ -89,7 +89,7 @@ class RankTensors:
     The device keeps their shard in the resident dtype, their gradient sum and staging buffers.
     """
     layers: Array
-    alive: Array
+    activations: Array
     """Bytes of activations that unfinished micro-batches saved for their backwards."""
     working: Array
     """Bytes of temporary tensors of the block in backward: recomputed activations, gradients of activations, gathered inputs."""
@@ -169,7 +169,7 @@ def _head_moment(rank: RankTensors, formats: Formats, stream: Array) -> dict[str
     return {
         "gradients": rank.sums,
         "gathered": _gathered_weights(rank, formats),
-        "activations": rank.alive + rank.pending * stream + formats.workspace,
+        "activations": rank.activations + rank.pending * stream + formats.workspace,
         "logits": np.where(rank.head > 0, head_bytes, 0.0),
     }
 
@@ -192,7 +192,7 @@ def _first_backward_moment(rank: RankTensors, formats: Formats, stream: Array) -
     return {
         "gradients": rank.sums,
         "gathered": _gathered_weights(rank, formats) + rank.gathers * (reduced + computed),
-        "activations": rank.alive + rank.working + rank.pending * stream + formats.workspace,
+        "activations": rank.activations + rank.working + rank.pending * stream + formats.workspace,
         "logits": np.where(rank.head > 0, stream * np.maximum(1.0, rank.pending_head), 0.0),
     }
 
@@ -206,6 +206,6 @@ def _backward_end_moment(rank: RankTensors, formats: Formats) -> dict[str, Array
         "gradients": rank.owned
         * (np.where(rank.gradients_final > 0, formats.compute, formats.stored) + formats.travelling),
         "gathered": rank.gathers * unit * (formats.compute + buffers) + _buffers(rank, formats, 0.0 * rank.last),
-        "activations": formats.workspace + 0.0 * rank.alive,
-        "logits": 0.0 * rank.alive,
+        "activations": formats.workspace + 0.0 * rank.activations,
+        "logits": 0.0 * rank.activations,
     }

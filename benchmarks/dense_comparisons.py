@@ -16,9 +16,9 @@ from meshwright.config.load import load_run
 from meshwright.launch.machine import found_cluster
 from meshwright.spec.run import RunSpec
 
-TRACED = 2
+TRACED_STEPS = 2
 """Steps recorded at a run's end; a step is measured from the end of the one before."""
-WARMED = 2
+PROFILER_WARM_UP_STEPS = 2
 """Steps before them in which torchtitan's profiler warms up."""
 LOG_EVERY = 5
 """Default number of steps between torchtitan's log lines; its host waits for the device at each."""
@@ -45,7 +45,7 @@ class Comparison:
     @property
     def last(self) -> int:
         """The last counted step."""
-        return self.steps - TRACED - WARMED
+        return self.steps - TRACED_STEPS - PROFILER_WARM_UP_STEPS
 
     @property
     def tokens(self) -> int:
@@ -70,9 +70,15 @@ def read_comparisons(options: argparse.Namespace) -> Iterator[Comparison]:
         merged = {**file, **overrides}
         if options.gpus is not None and merged["gpus"] > options.gpus:
             continue
-        numbers = [f"train.global_batch={merged['sequences']}", f"train.steps={merged['steps']}", f"name={name}"]
-        shared = [word.replace("=gpus", f"={merged['gpus']}") for word in file.get("ours", [])]
-        ours = tuple((*shared, *numbers, *words, *options.set) for words in _choices(overrides.get("ours", [])))
+        batch_and_steps = [
+            f"train.global_batch={merged['sequences']}",
+            f"train.steps={merged['steps']}",
+            f"name={name}",
+        ]
+        shared = [override.replace("=gpus", f"={merged['gpus']}") for override in file.get("ours", [])]
+        our_variants = tuple(
+            (*shared, *batch_and_steps, *variant, *options.set) for variant in _variants(overrides.get("ours", []))
+        )
         peer_arguments = [*file.get("peer", "").split(), *overrides.get("peer", "").split()]
         yield Comparison(
             name=name,
@@ -83,18 +89,18 @@ def read_comparisons(options: argparse.Namespace) -> Iterator[Comparison]:
             skip=merged["skip"],
             log_every=merged.get("log_every", LOG_EVERY),
             limit=merged["limit"],
-            ours=ours,
+            ours=our_variants,
             peer=tuple(
                 (*peer_arguments, "--training.local_batch_size", str(batch))
                 for batch in overrides.get("peer_batch", [])
             ),
             against=overrides.get("against"),
-            spec=load_run(HERE / file["run"], list(ours[0]), detect=found_cluster),
+            spec=load_run(HERE / file["run"], list(our_variants[0]), detect=found_cluster),
         )
 
 
-def _choices(words: list[Any]) -> list[list[str]]:
-    return words if words and isinstance(words[0], list) else [words]
+def _variants(overrides: list[Any]) -> list[list[str]]:
+    return overrides if overrides and isinstance(overrides[0], list) else [overrides]
 
 
 def visits(comparisons: list[Comparison], number: int) -> Iterator[Visit]:

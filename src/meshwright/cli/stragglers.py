@@ -1,0 +1,53 @@
+"""`meshwright stragglers`: which rank or stage slows the steps down, and why."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meshwright.cli.options import Json
+from meshwright.spec.errors import BadInput
+
+if TYPE_CHECKING:
+    from meshwright.diagnosis.stragglers import Diagnosis
+
+SHOWN = 5
+"""Entries of each table that are printed."""
+
+
+def stragglers(
+    trace: Annotated[
+        Path, typer.Argument(metavar="TRACE.parquet", help="Recorded operations of a job.", show_default=False)
+    ],
+    meta: Annotated[
+        Path | None, typer.Option("--meta", metavar="FILE", help="YAML file with the sizes of the trace's job.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Name the straggler: how much slower steps are than with ideal durations, by which cause, rank and stage.
+
+    Example: meshwright stragglers trace.parquet --meta meta.yaml
+    """
+    from meshwright.diagnosis.stragglers import diagnose_trace
+
+    if meta is None:
+        raise BadInput(f"{trace.name}: a trace needs --meta FILE, the YAML file with dp_size and pp_size of its job")
+    diagnosis = diagnose_trace(trace, meta)
+    if as_json:
+        print(json.dumps(diagnosis.as_plain()))
+    else:
+        _print(diagnosis)
+
+
+def _print(diagnosis: Diagnosis) -> None:
+    print(diagnosis.sentence)
+    print(f"{len(diagnosis.steps)} steps of {diagnosis.step_seconds:.3g} s, ideal {diagnosis.ideal_seconds:.3g} s")
+    tables = {"type": diagnosis.by_type, "rank": diagnosis.by_rank, "stage": diagnosis.by_stage}
+    for title, slowdowns in tables.items():
+        largest = sorted(slowdowns.items(), key=lambda item: -item[1])[:SHOWN]
+        print(f"slowdown by {title}: " + ", ".join(f"{name} {slowdown:.3f}" for name, slowdown in largest))
+    for note in diagnosis.notes:
+        print(note)

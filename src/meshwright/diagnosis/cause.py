@@ -1,0 +1,246 @@
+"""Names the cause of a slowdown: splits the recorded durations into parts and replays each part alone.
+
+The split of compute needs no model of the job. A cell is an operation type of a model chunk on a stage. Its profile is the
+median duration of each of its operations; a rank's factor is its typical sum over the profile's. The cell's level is the
+profile times the factor of the rank that is slow on no more than half of the ranks, so one slow rank does not raise it.
+The ideal gives every stage the mean sum of a type. What is recorded is then
+
+    ideal + (level − ideal) + steady excess of a rank + excess of a rank or a micro-batch in single steps
+             stage part        steady part               varying part
+
+and the step time with one part added to the ideal is that part's contribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.diagnosis.operations import CATEGORY_OF, CODE_OF, MODEL_COMPUTE_TYPES, P2P_TYPES, TYPES
+from meshwright.diagnosis.replay import MeasuredSteps, replay
+from meshwright.diagnosis.what_if import typical_transfers
+
+FLAGGED_CONTRIBUTION = 0.02
+"""A part that adds less than this share to the ideal step time is no straggler."""
+FLAGGED_JITTER = 0.1
+"""The same for compute times that vary without a pattern: a straggling job in the paper is 10% slower than ideal."""
+SIGNIFICANT = 4.0
+"""A steady excess must be this many standard errors, estimated from its variation over the steps."""
+CORRELATED = 0.9
+"""Correlation of forward and backward of the same micro-batch from which the paper concludes unequal sequences."""
+ONE_RANK_SHARE = 0.75
+"""Share of the varying part's squares on one rank (or host) from which that rank, not the data, varies."""
+EQUALLY_SLOW = 0.5
+"""Ranks with at least this share of the slowest rank's excess are slow together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A part of the recorded durations and what it adds to the ideal step time."""
+
+    cause: str
+    contribution: float
+    """(step time with this part − ideal) ÷ ideal."""
+    rank: int | None = None
+    stage: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ComputeParts:
+    """The parts of the compute durations, each (node, dp, step) and 0 for other operations."""
+
+    ideal: np.ndarray
+    stage: np.ndarray
+    steady: np.ndarray
+    varying: np.ndarray
+
+
+def find_cause(
+    measured: MeasuredSteps, host_of_rank: Mapping[int, str] | None = None
+) -> tuple[Finding | None, list[Finding]]:
+    """The largest finding that counts as a straggler, and all findings, the largest first."""
+    parts = split_compute(measured)
+    baseline = _Baseline(measured, parts)
+    findings = [
+        _stage_imbalance(baseline, parts),
+        _slow_rank(baseline, parts, host_of_rank or {}),
+        _varying(baseline, parts, host_of_rank or {}),
+        _category(baseline, "communication"),
+        _category(baseline, "data"),
+        _category(baseline, "garbage_collection"),
+        _late_launch(baseline),
+    ]
+    findings.sort(key=lambda finding: -finding.contribution)
+    flagged = next((finding for finding in findings if finding.contribution >= FLAGGED_CONTRIBUTION), None)
+    return flagged, findings
+
+
+def split_compute(measured: MeasuredSteps) -> ComputeParts:
+    """Split the compute durations into ideal, stage, steady and varying part."""
+    work, stages = measured.work, measured.graph.stages
+    parts = ComputeParts(*(np.zeros_like(work) for _ in range(4)))
+    for code in np.unique(measured.graph.types):
+        if CATEGORY_OF[TYPES[code]] != "compute":
+            continue
+        of_type = measured.graph.types == code
+        level = np.zeros(len(work))
+        for cell in _cells(measured, of_type):
+            profile = np.median(work[cell], axis=(1, 2))
+            factors = np.median(work[cell].sum(axis=0), axis=1) / (profile.sum() or 1.0)
+            usual = np.sort(factors)[(len(factors) - 1) // 2]
+            level[cell] = profile * usual
+            parts.steady[cell] = profile[:, None, None] * (factors - usual)[None, :, None]
+            parts.varying[cell] = work[cell] - profile[:, None, None] * factors[None, :, None]
+        sums = np.bincount(stages[of_type], weights=level[of_type], minlength=len(measured.rank))
+        with_type = np.bincount(stages[of_type], minlength=len(measured.rank)) > 0
+        ideal = level * sums[with_type].mean() / np.where(sums > 0, sums, 1.0)[stages]
+        parts.ideal[of_type] = ideal[of_type, None, None]
+        parts.stage[of_type] = (level - ideal)[of_type, None, None]
+    return parts
+
+
+def _cells(measured: MeasuredSteps, of_type: np.ndarray) -> list[np.ndarray]:
+    """Indices of the nodes of each cell."""
+    keys = np.stack((measured.graph.stages, measured.virtual_stage))[:, of_type]
+    _, inverse = np.unique(keys, axis=1, return_inverse=True)
+    nodes = np.flatnonzero(of_type)
+    return [nodes[inverse == cell] for cell in range(inverse.max() + 1)]
+
+
+class _Baseline:
+    """The step without stragglers, to which single parts are added."""
+
+    def __init__(self, measured: MeasuredSteps, parts: ComputeParts) -> None:
+        self.measured, self.graph = measured, measured.graph
+        self.category = np.array([CATEGORY_OF[TYPES[code]] for code in measured.graph.types])
+        self.work = parts.ideal + self._typical_others()
+        self.seconds = replay(self.graph, self.work)
+
+    def _typical_others(self) -> np.ndarray:
+        """Typical transfers; 0 for data and garbage collection; checkpoints and validation as recorded."""
+        communicates = (self.category == "communication")[:, None, None]
+        others = np.where((self.category == "other")[:, None, None], self.measured.work, 0.0)
+        return np.where(communicates, typical_transfers(self.measured), others)
+
+    def contribution(self, work: np.ndarray, launch_delay: np.ndarray | None = None) -> float:
+        """What the step time gains with these durations, relative to the baseline."""
+        seconds = replay(self.graph, work, launch_delay)
+        return float((seconds.mean() - self.seconds.mean()) / self.seconds.mean())
+
+    def per_worker(self, part: np.ndarray) -> np.ndarray:
+        """Sum of a part over the operations of each worker, (stage, dp, step)."""
+        return np.stack([part[self.graph.stages == stage].sum(axis=0) for stage in range(len(self.measured.rank))])
+
+    def worst(self, part: np.ndarray) -> tuple[int, int]:
+        """(stage, dp) of the worker with the largest sum of a part."""
+        sums = self.per_worker(part).sum(axis=2)
+        stage, dp = np.unravel_index(int(sums.argmax()), sums.shape)
+        return int(stage), int(dp)
+
+
+def _stage_imbalance(baseline: _Baseline, parts: ComputeParts) -> Finding:
+    sums = baseline.per_worker(parts.stage)[:, 0, 0]  # equal on all ranks and in all steps
+    return Finding("stage_imbalance", baseline.contribution(baseline.work + parts.stage), stage=int(sums.argmax()))
+
+
+def _slow_rank(baseline: _Baseline, parts: ComputeParts, host_of_rank: Mapping[int, str]) -> Finding:
+    """One worker, or all of a host, with a steady excess of compute."""
+    measured = baseline.measured
+    excess = baseline.per_worker(parts.steady)[..., 0]
+    stage, dp = (int(index) for index in np.unravel_index(int(excess.argmax()), excess.shape))
+    contribution = baseline.contribution(baseline.work + parts.steady)
+    rank = int(measured.rank[stage, dp])
+    varying = baseline.per_worker(parts.varying)[stage, dp]
+    if len(varying) > 2:  # the median's standard error is 1.25 times the mean's
+        error = 1.25 * float(varying.std(ddof=1)) / len(varying) ** 0.5
+        contribution *= float(excess[stage, dp] >= SIGNIFICANT * error)
+    slow = measured.rank[(excess >= EQUALLY_SLOW * excess.max()) & (excess > 0)]
+    host = _common_host(slow.tolist(), measured, host_of_rank)
+    if host is not None:
+        return Finding("host", contribution, rank=min(slow.tolist()))
+    return Finding("compute", contribution, rank=rank, stage=stage)
+
+
+def _common_host(ranks: list[int], measured: MeasuredSteps, host_of_rank: Mapping[int, str]) -> str | None:
+    """The host of which `ranks` are all recorded ranks, more than one, if there are other hosts."""
+    hosts = {host_of_rank.get(rank) for rank in ranks}
+    everywhere = {host_of_rank.get(rank) for rank in measured.rank.ravel().tolist()}
+    if len(ranks) < 2 or len(hosts) > 1 or None in hosts or len(everywhere) < 2:
+        return None
+    host = hosts.pop()
+    on_host = [rank for rank in measured.rank.ravel().tolist() if host_of_rank.get(rank) == host]
+    return host if sorted(on_host) == sorted(ranks) else None
+
+
+def _varying(baseline: _Baseline, parts: ComputeParts, host_of_rank: Mapping[int, str]) -> Finding:
+    """Compute times that vary over micro-batches and steps: with the sequences, on one rank, or without a pattern."""
+    measured = baseline.measured
+    contribution = baseline.contribution(baseline.work + parts.varying)
+    positive = np.maximum(parts.varying, 0.0) ** 2
+    squares = baseline.per_worker(positive).sum(axis=2)
+    stage, dp = (int(index) for index in np.unravel_index(int(squares.argmax()), squares.shape))
+    total = float(squares.sum())
+    rank = int(measured.rank[stage, dp])
+    if total and squares[stage, dp] >= ONE_RANK_SHARE * total and squares.size > 1:
+        return Finding("compute", contribution, rank=rank, stage=stage)
+    for host in set(host_of_rank.values()):
+        on_host = np.vectorize(lambda number, host=host: host_of_rank.get(number) == host)(measured.rank)
+        if 1 < on_host.sum() < on_host.size and total and squares[on_host].sum() >= ONE_RANK_SHARE * total:
+            return Finding("host", contribution, rank=int(measured.rank[on_host].min()))
+    if forward_backward_correlation(measured, parts) >= CORRELATED:
+        return Finding("sequence_imbalance", contribution)
+    return Finding("compute", contribution if contribution >= FLAGGED_JITTER else 0.0)
+
+
+def forward_backward_correlation(measured: MeasuredSteps, parts: ComputeParts) -> float:
+    """Correlation of the deviations of a micro-batch's forward and backward, each the mean over the model chunks.
+
+    Deviations are relative to the typical duration of the cell. 0 if there is nothing to compare.
+    """
+    deviations: dict[str, dict[int, list[np.ndarray]]] = {name: {} for name in MODEL_COMPUTE_TYPES}
+    typical = parts.ideal + parts.stage + parts.steady
+    for index, node in enumerate(measured.graph.nodes):
+        name, microbatch = TYPES[node.type], int(measured.microbatch[index])
+        if name in deviations and microbatch >= 0:
+            relative = parts.varying[index] / np.maximum(typical[index], 1e-12)
+            deviations[name].setdefault(microbatch, []).append(relative)
+    forward, backward = deviations["forward-compute"], deviations["backward-compute"]
+    both = sorted(set(forward) & set(backward))
+    if not both:
+        return 0.0
+    first, second = (
+        np.stack([np.mean(by_microbatch[key], axis=0) for key in both]) for by_microbatch in (forward, backward)
+    )
+    if min(first.std(), second.std()) <= 1e-9:
+        return 0.0
+    return float(np.corrcoef(first.ravel(), second.ravel())[0, 1])
+
+
+def _category(baseline: _Baseline, category: str) -> Finding:
+    """The operations of a category as recorded."""
+    nodes = (baseline.category == category)[:, None, None]
+    if not nodes.any():
+        return Finding(category, 0.0)
+    contribution = baseline.contribution(np.where(nodes, baseline.measured.work, baseline.work))
+    stage, dp = baseline.worst(np.where(nodes, baseline.measured.work - baseline.work, 0.0))
+    return Finding(category, contribution, rank=int(baseline.measured.rank[stage, dp]), stage=stage)
+
+
+def _late_launch(baseline: _Baseline) -> Finding:
+    """Operations that start later after their dependencies than operations of their type usually do.
+
+    Delays are taken out of the recorded step: the posting of a message that nobody waits for yet delays nothing.
+    """
+    measured = baseline.measured
+    delay = measured.launch_delay
+    usual = delay.copy()
+    for code in np.unique(baseline.graph.types):
+        nodes = baseline.graph.types == code
+        usual[nodes] = np.minimum(delay[nodes], np.median(delay[nodes]))
+    recorded, faster = (replay(baseline.graph, measured.work, values).mean() for values in (delay, usual))
+    messages = np.isin(baseline.graph.types, [CODE_OF[name] for name in P2P_TYPES])[:, None, None]
+    stage, dp = baseline.worst(np.where(messages, 0.0, delay - usual))
+    contribution = float((recorded - faster) / baseline.seconds.mean())
+    return Finding("host", contribution, rank=int(measured.rank[stage, dp]), stage=stage)

@@ -1,0 +1,141 @@
+"""Replays the operations of recorded steps with other durations.
+
+Arrays have the shape (node, dp, step): all steps and data-parallel ranks share one `StepGraph` and are replayed at once.
+Times are seconds; a replayed step starts at 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.diagnosis.operations import OperationTable
+from meshwright.diagnosis.step_graph import StepGraph
+from meshwright.spec.errors import BadInput
+
+CLOCK_ERROR_SECONDS = 0.01
+"""A time difference between ranks that is more negative than this is no clock error but a wrong match; it counts as 0."""
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredSteps:
+    """Times of the operations of complete steps. Shapes are (node, dp, step) unless stated otherwise."""
+
+    graph: StepGraph
+    steps: np.ndarray
+    """Step numbers, (step)."""
+    skipped_steps: int
+    """Steps of the table that lack operations."""
+    present: np.ndarray
+    """Whether the operation was recorded."""
+    start: np.ndarray
+    duration: np.ndarray
+    work: np.ndarray
+    """The part of the duration that is the operation's own: of communication, the transfer after the last peer's start."""
+    launch_delay: np.ndarray
+    """Time between the end of an operation's last dependency and its start."""
+    step_seconds: np.ndarray
+    """From the first start to the last end over all ranks, (step)."""
+    rank: np.ndarray
+    """Global rank, (stage, dp)."""
+    virtual_stage: np.ndarray
+    """Model chunk in the whole pipeline, (node); −1 if it does not apply."""
+    microbatch: np.ndarray
+    """Micro-batch, (node); −1 if it does not apply."""
+
+
+def measure_steps(table: OperationTable, graph: StepGraph) -> MeasuredSteps:
+    """Arrange the operations of `table` by node of `graph`. Raises BadInput if no step is complete."""
+    steps = table.steps
+    width = int(table.sequence.max()) + 1 if len(table) else 1
+    keys = np.array([(node.stage * 64 + node.type) * width + node.sequence for node in graph.nodes], dtype=np.int64)
+    order = np.argsort(keys)
+    entry_keys = (table.stage.astype(np.int64) * 64 + table.type) * width + table.sequence
+    node = order[np.minimum(np.searchsorted(keys[order], entry_keys), len(keys) - 1)]
+    known = keys[node] == entry_keys
+    node, dp, step = node[known], table.dp[known], np.searchsorted(steps, table.step)[known]
+    first = np.full(len(steps), np.iinfo(np.int64).max)
+    np.minimum.at(first, step, table.start_ns[known])
+    shape = (len(graph.nodes), table.dp_size, len(steps))
+    start, duration, present = np.zeros(shape), np.zeros(shape), np.zeros(shape, dtype=bool)
+    start[node, dp, step] = (table.start_ns[known] - first[step]) * 1e-9
+    duration[node, dp, step] = table.duration_ns[known] * 1e-9
+    present[node, dp, step] = True
+    complete = present[~graph.optional].all(axis=(0, 1))
+    if not complete.any():
+        raise BadInput(_incomplete(graph, present, steps))
+    start, duration, present = start[..., complete], duration[..., complete], present[..., complete]
+    rank = np.full((table.stages, table.dp_size), -1)
+    rank[table.stage, table.dp] = table.rank
+    virtual_stage, microbatch = np.full(len(graph.nodes), -1), np.full(len(graph.nodes), -1)
+    virtual_stage[node], microbatch[node] = table.virtual_stage[known], table.microbatch[known]
+    return MeasuredSteps(
+        graph=graph, steps=steps[complete], skipped_steps=int((~complete).sum()), present=present, start=start, duration=duration,
+        work=_work(graph, start, duration), launch_delay=_launch_delay(graph, start, duration, present),
+        step_seconds=(start + duration).max(axis=(0, 1)), rank=rank,
+        virtual_stage=virtual_stage, microbatch=microbatch,
+    )  # fmt: skip
+
+
+def _incomplete(graph: StepGraph, present: np.ndarray, steps: np.ndarray) -> str:
+    missing = ~present & ~graph.optional[:, None, None]
+    node, dp, step = (int(index[0]) for index in np.nonzero(missing))
+    return f"no step has the operations of every rank; step {steps[step]} lacks {graph.nodes[node]}, data-parallel rank {dp}"
+
+
+def _work(graph: StepGraph, start: np.ndarray, duration: np.ndarray) -> np.ndarray:
+    work = duration.copy()
+    for group in graph.groups:
+        members = list(group.members)
+        if group.blocking:
+            shortest = duration[members].min(axis=0)
+            work[members] = shortest.min(axis=0, keepdims=True) if group.across_dp else shortest
+        elif graph.communicates[members[0]]:
+            last_start = start[members].max(axis=0)
+            if group.across_dp:
+                last_start = last_start.max(axis=0, keepdims=True)
+            transfer = start[members] + duration[members] - last_start
+            work[members] = np.where(transfer <= -CLOCK_ERROR_SECONDS, 0.0, transfer)
+    return work
+
+
+def _launch_delay(graph: StepGraph, start: np.ndarray, duration: np.ndarray, present: np.ndarray) -> np.ndarray:
+    """Delays between the end of the last dependency and the start; a missing operation ends with its dependencies."""
+    end = np.where(present, start + duration, 0.0)
+    delay = np.zeros_like(start)
+    for member in (member for number in graph.order for member in graph.groups[number].members):
+        before = graph.before[member]
+        ready = end[list(before)].max(axis=0) if before else np.zeros_like(start[member])
+        delay[member] = start[member] - ready
+        end[member] = np.where(present[member], end[member], ready)
+    return np.where((delay <= -CLOCK_ERROR_SECONDS) | ~present, 0.0, delay)
+
+
+def replay(graph: StepGraph, work: np.ndarray, launch_delay: np.ndarray | None = None) -> np.ndarray:
+    """Seconds of each step, (step), if its operations take `work`, (node, dp, step), and are launched after `launch_delay`."""
+    end: list[np.ndarray] = [np.zeros(0)] * len(graph.nodes)
+    last = np.zeros(work.shape[1:])
+    for number in graph.order:
+        group = graph.groups[number]
+        starts = [_start(graph, member, end, work, launch_delay) for member in group.members]
+        start = starts[0] if len(starts) == 1 else np.maximum.reduce(starts)
+        if group.across_dp:
+            start = start.max(axis=0, keepdims=True)
+        for member in group.members:
+            end[member] = start + work[member]
+            np.maximum(last, end[member], out=last)
+    return last.max(axis=0)
+
+
+def _start(
+    graph: StepGraph, member: int, end: list[np.ndarray], work: np.ndarray, launch_delay: np.ndarray | None
+) -> np.ndarray:
+    before = graph.before[member]
+    if not before:
+        start = np.zeros(work.shape[1:])
+    elif len(before) == 1:
+        start = end[before[0]]
+    else:
+        start = np.maximum.reduce([end[index] for index in before])
+    return start if launch_delay is None else start + launch_delay[member]

@@ -1,0 +1,240 @@
+"""Turns the recorded spans of a run's ranks into a table of operations.
+
+A compute span contains the waits for collectives between its units, so these are subtracted from it. Of many such waits
+only every n-th is measured and stands for n; the sum over a step is what counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.diagnosis.operations import CODE_OF, MODEL_COMPUTE_TYPES, OperationTable
+from meshwright.spec.errors import BadInput
+
+TYPE_OF_PHASE: Mapping[str, str] = {
+    "data": "data",
+    "forward": "forward-compute",
+    "backward": "backward-compute",
+    "weight_gradient": "weight-gradient-compute",
+    "gradient_norm": "gradient-norm",
+    "optimizer": "optimizer",
+}
+"""By phase of a span, the type of its operation. Messages, waits and garbage collections need more than the phase."""
+COMPUTE_PHASES = ("forward", "backward", "weight_gradient")
+
+
+@dataclass(frozen=True, eq=False)
+class RankRecords:
+    """The spans of one rank. `records` has the fields of `events.span.SpanRecord`, `phase` as an index into `phases`."""
+
+    rank: int
+    stage: int
+    """Pipeline rank."""
+    dp: int
+    """Index among the ranks of the stage."""
+    host: str
+    records: np.ndarray
+    phases: Sequence[str]
+
+
+@dataclass(frozen=True, eq=False)
+class _Columns:
+    """Operations of one rank."""
+
+    step: np.ndarray
+    type: np.ndarray
+    sequence: np.ndarray
+    virtual_stage: np.ndarray
+    microbatch: np.ndarray
+    start_ns: np.ndarray
+    duration_ns: np.ndarray
+
+
+def table_of_spans(ranks: Sequence[RankRecords], last_steps: int) -> OperationTable:
+    """The operations of the last steps that all ranks have completed with the same operations in the same order.
+
+    Raises BadInput if there is no such step.
+    """
+    ordered = {rank.rank: _steps_of(rank) for rank in ranks}
+    signatures = [signature for signature, _ in ordered.values()]
+    steps = _common_steps(signatures)[-last_steps:]
+    if not steps:
+        raise BadInput("the ranks' spans have no complete step in common; at least one is expected")
+    parts = [(rank, columns) for rank in ranks for columns in _operations(rank, ordered[rank.rank][1], steps)]
+    counts = [len(columns.step) for _, columns in parts]
+
+    def repeated(name: str) -> np.ndarray:
+        return np.repeat([getattr(rank, name) for rank, _ in parts], counts)
+
+    def joined(name: str) -> np.ndarray:
+        return np.concatenate([getattr(columns, name) for _, columns in parts])
+
+    table = OperationTable(
+        rank=repeated("rank"), dp=repeated("dp"), stage=repeated("stage"), step=joined("step"), type=joined("type"),
+        chunk=np.full(sum(counts), -1), virtual_stage=joined("virtual_stage"), microbatch=joined("microbatch"),
+        sequence=joined("sequence"), start_ns=joined("start_ns"), duration_ns=joined("duration_ns"),
+        host_of_rank={rank.rank: rank.host for rank in ranks},
+    )  # fmt: skip
+    return _attribute_collections(table)
+
+
+Signature = dict[int, bytes]
+"""By complete step, its operations in order."""
+
+
+def _steps_of(rank: RankRecords) -> tuple[Signature, np.ndarray]:
+    """The signature of each complete step, and the records inside complete steps in the order of their start."""
+    records, codes = rank.records, {name: code for code, name in enumerate(rank.phases)}
+    whole = records[records["phase"] == codes["step"]]
+    whole = whole[np.argsort(whole["step"], kind="stable")]
+    inside = records[
+        ~np.isin(records["phase"], [codes[name] for name in ("step", "clock", "checkpoint", "validation")])
+    ]
+    position = np.searchsorted(whole["step"], inside["step"])
+    known = position < len(whole)
+    inside, position = inside[known], position[known]
+    steps = whole[position]
+    known = (steps["step"] == inside["step"]) & (inside["start_ns"] >= steps["start_ns"])
+    known &= inside["start_ns"] <= steps["start_ns"] + steps["duration_ns"]
+    inside = inside[known]
+    inside = inside[np.lexsort((inside["start_ns"], inside["step"]))]
+    main = inside[np.isin(inside["phase"], [codes[name] for name in (*TYPE_OF_PHASE, "receive")])]
+    shape = np.stack([main[name].astype(np.int32) for name in ("phase", "stage", "micro_batch", "peer")], axis=1)
+    bounds = np.searchsorted(main["step"], whole["step"]), np.searchsorted(main["step"], whole["step"], "right")
+    signature = {
+        int(step): shape[first:last].tobytes() for step, first, last in zip(whole["step"], *bounds, strict=True)
+    }
+    return signature, inside
+
+
+def _common_steps(signatures: Sequence[Signature]) -> list[int]:
+    """Steps in which every rank ran the operations of its last step; the first step of a start has another order."""
+    steps = sorted(set.intersection(*(set(signature) for signature in signatures))) if signatures else []
+    return [step for step in steps if all(signature[step] == signature[steps[-1]] for signature in signatures)]
+
+
+def _operations(rank: RankRecords, records: np.ndarray, steps: Sequence[int]) -> list[_Columns]:
+    """The operations of the chosen steps of one rank."""
+    codes = {name: code for code, name in enumerate(rank.phases)}
+    records = records[np.isin(records["step"], steps)]
+    phase = records["phase"]
+    types = np.full(len(records), -1, dtype=np.int16)
+    for name, operation in TYPE_OF_PHASE.items():
+        types[phase == codes[name]] = CODE_OF[operation]
+    sends = (phase == codes["send"]) & (records["amount"] > 0)  # without an amount: the wait for the last sends
+    for selected, end in ((phase == codes["receive"], "recv"), (sends, "send")):
+        forward = (records["peer"] < records["stage"]) == (end == "recv")
+        types[selected & forward], types[selected & ~forward] = CODE_OF[f"forward-{end}"], CODE_OF[f"backward-{end}"]
+    waits = phase == codes["collective_wait"]
+    at_ends = waits & (records["action"] < 0)
+    types[at_ends] = CODE_OF["step-all-reduce"]
+    main = _columns(records[types >= 0], types[types >= 0])
+    compute = np.flatnonzero(np.isin(phase, [codes[name] for name in COMPUTE_PHASES]))
+    if not len(compute):
+        return [main]
+    by_type = np.isin(main.type, types[compute])
+    collective, nested = _waits_of_compute(records, compute, np.flatnonzero(waits & (records["stage"] >= 0)))
+    nested = np.minimum(nested, main.duration_ns[by_type])
+    main.start_ns[by_type] += nested  # as if the operation had waited first
+    main.duration_ns[by_type] -= nested
+    ordinal = np.arange(len(compute)) - np.searchsorted(records["step"][compute], records["step"][compute])
+    waited = np.flatnonzero(collective)
+    extra = [_at_compute(records[compute[waited]], "collective-wait", ordinal[waited], collective[waited])]
+    collections = np.flatnonzero(phase == codes["garbage_collection"])
+    owner, _ = _owners(records, compute, collections)
+    known = collections[owner >= 0], owner[owner >= 0]
+    extra.append(
+        _at_compute(records[known[0]], "garbage-collection", ordinal[known[1]], records["duration_ns"][known[0]])
+    )
+    return [main, *extra]
+
+
+def _columns(records: np.ndarray, types: np.ndarray) -> _Columns:
+    """Operations with the records' own times; `sequence` is the position among those of the type and step."""
+    sequence = np.zeros(len(types), dtype=np.int64)
+    for code in np.unique(types):
+        indices = np.flatnonzero(types == code)
+        steps = records["step"][indices]
+        sequence[indices] = np.arange(len(indices)) - np.searchsorted(steps, steps)
+    return _Columns(
+        step=records["step"], type=types, sequence=sequence, virtual_stage=records["stage"], microbatch=records["micro_batch"],
+        start_ns=records["start_ns"].astype(np.int64), duration_ns=records["duration_ns"].astype(np.int64),
+    )  # fmt: skip
+
+
+def _at_compute(records: np.ndarray, name: str, ordinal: np.ndarray, duration_ns: np.ndarray) -> _Columns:
+    """Operations before or in the compute operations with the positions `ordinal` in their step."""
+    return _Columns(
+        step=records["step"], type=np.full(len(records), CODE_OF[name]), sequence=ordinal, virtual_stage=records["stage"],
+        microbatch=np.full(len(records), -1), start_ns=records["start_ns"], duration_ns=duration_ns,
+    )  # fmt: skip
+
+
+def _owners(records: np.ndarray, compute: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each of `others` the compute operation (index into `compute`) that contains or follows it, −1 if none of its step
+    does, and whether it contains it. All are indices of records, which are in the order of their start."""
+    position = np.searchsorted(compute, others) - 1
+    before = compute[np.maximum(position, 0)]
+    end = records["start_ns"][before] + records["duration_ns"][before]
+    inside = (
+        (position >= 0) & (records["step"][before] == records["step"][others]) & (records["start_ns"][others] < end)
+    )
+    owner = np.where(inside, position, position + 1)
+    following = compute[np.minimum(owner, len(compute) - 1)]
+    missing = (owner >= len(compute)) | (records["step"][following] != records["step"][others])
+    return np.where(missing, -1, owner), inside
+
+
+def _waits_of_compute(records: np.ndarray, compute: np.ndarray, waits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Nanoseconds of collectives' waits by compute operation: all, and those inside its span.
+
+    Where a measured wait stands for several, the sum is spread over the operations of its phase and step.
+    """
+    owner, inside = _owners(records, compute, waits)
+    known = owner >= 0
+    waits, owner, inside = waits[known], owner[known], inside[known]
+    total = records["duration_ns"][waits] * np.maximum(records["count"][waits], 1).astype(np.int64)
+    sampled = records["count"][waits] > 1
+    every, nested = np.zeros(len(compute), dtype=np.int64), np.zeros(len(compute), dtype=np.int64)
+    np.add.at(every, owner[~sampled], total[~sampled])
+    np.add.at(nested, owner[~sampled & inside], total[~sampled & inside])
+    keys = np.stack((records["step"][compute], records["phase"][compute]))
+    _, group, sizes = np.unique(keys, axis=1, return_inverse=True, return_counts=True)
+    sums = np.zeros(len(sizes), dtype=np.int64)
+    np.add.at(sums, group.ravel()[owner[sampled]], total[sampled])
+    share = (sums // sizes)[group.ravel()]
+    return every + share, nested + share
+
+
+def _attribute_collections(table: OperationTable) -> OperationTable:
+    """Take each garbage collection out of the compute operation that contains it.
+
+    A device works on while the host collects, so a collection costs at most what its operation takes longer than usual.
+    """
+    collections = np.flatnonzero(table.is_type("garbage-collection"))
+    if not len(collections):
+        return table
+    compute = np.flatnonzero(table.is_type(*MODEL_COMPUTE_TYPES))
+    compute = compute[np.lexsort((table.start_ns[compute], table.step[compute], table.rank[compute]))]
+    of_step: dict[tuple[int, int], list[int]] = {}
+    of_rank: dict[tuple[int, int], list[int]] = {}
+    for index, rank, step in zip(
+        compute.tolist(), table.rank[compute].tolist(), table.step[compute].tolist(), strict=True
+    ):
+        operations = of_step.setdefault((rank, step), [])
+        of_rank.setdefault((rank, len(operations)), []).append(index)
+        operations.append(index)
+    start, duration = table.start_ns.copy(), table.duration_ns.copy()
+    for index in collections.tolist():
+        rank, ordinal = int(table.rank[index]), int(table.sequence[index])
+        owner = of_step[rank, int(table.step[index])][ordinal]
+        if table.start_ns[index] >= table.start_ns[owner]:
+            usual = np.median(table.duration_ns[of_rank[rank, ordinal]])
+            duration[index] = min(duration[index], max(0, duration[owner] - int(usual)))
+            duration[owner] -= duration[index]
+            start[index] = start[owner]  # as if the host had collected before the operation
+            start[owner] += duration[index]
+    return table.with_times(start, duration)

@@ -1,0 +1,131 @@
+"""`StepGraph`: the operations of one step and their dependencies, the same for every data-parallel rank and step."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.diagnosis.operations import TYPES
+from meshwright.spec.errors import BadInput
+
+
+class Node(NamedTuple):
+    """An operation of each step and data-parallel rank: the `sequence`-th of its type on its stage."""
+
+    stage: int
+    type: int
+    """Index into `TYPES`."""
+    sequence: int
+
+    def __str__(self) -> str:
+        return f"{TYPES[self.type]} {self.sequence} of stage {self.stage}"
+
+
+class Group(NamedTuple):
+    """Nodes of one communication: no transfer starts before every member has started."""
+
+    members: tuple[int, ...]
+    across_dp: bool
+    """Whether the members of all data-parallel ranks communicate together."""
+    blocking: bool = False
+    """Whether the recorded durations are waits that all end together: the shortest is the transfer, whatever the clocks show."""
+
+
+@dataclass(frozen=True, eq=False)
+class StepGraph:
+    """Nodes are identified by their index."""
+
+    nodes: tuple[Node, ...]
+    before: tuple[tuple[int, ...], ...]
+    """By node, the nodes of the same data-parallel rank that must end before it starts."""
+    groups: tuple[Group, ...]
+    """A node that is no communication is a group of its own."""
+    communicates: np.ndarray
+    """By node, whether its work is a transfer that starts when all of its group have started."""
+    optional: np.ndarray
+    """By node, whether a step or a rank may lack it; its duration is then 0."""
+    order: tuple[int, ...]
+    """Indices into `groups` in an order that respects `before`."""
+
+    @property
+    def types(self) -> np.ndarray:
+        """By node, the index of its type in `TYPES`."""
+        return np.array([node.type for node in self.nodes])
+
+    @property
+    def stages(self) -> np.ndarray:
+        """By node, its pipeline stage."""
+        return np.array([node.stage for node in self.nodes])
+
+
+class GraphBuilder:
+    """Collects nodes, dependencies and communication groups."""
+
+    def __init__(self) -> None:
+        self.index_of: dict[Node, int] = {}
+        self._before: dict[int, list[int]] = defaultdict(list)
+        self._groups: list[Group] = []
+        self._optional: set[int] = set()
+
+    def add(self, node: Node, *, optional: bool = False) -> int:
+        """The index of `node`, which is added if it is new."""
+        index = self.index_of.setdefault(node, len(self.index_of))
+        if optional:
+            self._optional.add(index)
+        return index
+
+    def depend(self, node: int, *before: int) -> None:
+        """`node` starts after each of `before` has ended."""
+        self._before[node] += before
+
+    def chain(self, nodes: Sequence[int]) -> None:
+        """Each of `nodes` starts after its predecessor has ended."""
+        for first, second in pairwise(nodes):
+            self.depend(second, first)
+
+    def communicate(self, *members: int, across_dp: bool = False, blocking: bool = False) -> None:
+        """`members` are one communication."""
+        self._groups.append(Group(members, across_dp, blocking))
+
+    def build(self) -> StepGraph:
+        """The graph. Raises BadInput if dependencies form a cycle."""
+        count = len(self.index_of)
+        communicates = np.zeros(count, dtype=bool)
+        for group in self._groups:
+            communicates[list(group.members)] = True
+        alone = (Group((index,), False) for index in range(count) if not communicates[index])
+        groups = (*self._groups, *alone)
+        optional = np.zeros(count, dtype=bool)
+        optional[list(self._optional)] = True
+        nodes = tuple(self.index_of)
+        before = tuple(tuple(dict.fromkeys(self._before[index])) for index in range(count))
+        return StepGraph(nodes, before, groups, communicates, optional, _sorted(nodes, before, groups))
+
+
+def _sorted(nodes: Sequence[Node], before: Sequence[Iterable[int]], groups: Sequence[Group]) -> tuple[int, ...]:
+    """Indices of the groups in topological order; raises BadInput for a cycle."""
+    group_of = {member: number for number, group in enumerate(groups) for member in group.members}
+    missing = [0] * len(groups)
+    after: list[list[int]] = [[] for _ in groups]
+    for number, group in enumerate(groups):
+        needed = {group_of[index] for member in group.members for index in before[member]}
+        missing[number] = len(needed)
+        for other in needed:
+            after[other].append(number)
+    ready = deque(number for number, count in enumerate(missing) if not count)
+    order: list[int] = []
+    while ready:
+        order.append(ready.popleft())
+        for number in after[order[-1]]:
+            missing[number] -= 1
+            if not missing[number]:
+                ready.append(number)
+    if len(order) < len(groups):
+        blocked = next(group for number, group in enumerate(groups) if missing[number])
+        raise BadInput(f"the recorded operations have cyclic dependencies, for example at {nodes[blocked.members[0]]}")
+    return tuple(order)

@@ -1,0 +1,245 @@
+"""Ring file of a rank's spans: records of fixed size, the newest kept; torch-free.
+
+Layout, little-endian: a header of `HEADER_BYTES` (magic, version, record bytes, capacity, the two indices below, length
+and text of a JSON object), then `capacity` records. Record number i is in slot i mod capacity.
+
+A writer stores the index up to which it is about to write (`reserved`), writes the records, then stores their number
+(`count`). A reader that reads `count` first and `reserved` last therefore knows which records are whole, while the
+writer runs and after its death. Each record also has a checksum of its words and its number: after a crash of the host
+the file's pages may be of different times.
+
+The writer is a thread that calls pwrite. A store to mapped memory would be shorter, but a page fault on a storage that
+hangs holds Python's lock, and one on a full disk kills the process.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import struct
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.events.span import SPAN_PHASES, SpanRecord
+
+MAGIC, VERSION, HEADER_BYTES = b"MWSPANS\0", 1, 4096
+KEPT_STEPS, LARGEST_BYTES, FEWEST_RECORDS = 1000, 8 << 20, 256
+"""A file has space for the records of this many steps like the first, and is not larger than this."""
+KEPT_STARTS = 4
+"""Starts of the ranks whose files are kept."""
+QUEUED_BATCHES = 256
+"""Batches that wait for a slow storage before more are dropped."""
+CLOSE_SECONDS = 2.0
+
+RECORD = np.dtype(
+    [
+        ("start_ns", "<i8"), ("duration_ns", "<i8"), ("amount", "<i8"), ("step", "<u4"), ("action", "<i4"),
+        ("stage", "<i2"), ("micro_batch", "<i2"), ("unit", "<i2"), ("peer", "<i2"), ("count", "<u2"), ("phase", "u1"),
+        ("reserved", "u1"), ("check", "<u4"),
+    ]
+)  # fmt: skip
+"""A record: the fields of `events.span.SpanRecord`, `phase` as an index into `SPAN_PHASES`, and a checksum."""
+_PACK = struct.Struct("<qqqIihhhhHBBI")
+_INDICES = struct.Struct("<QQQ")
+_FIXED = struct.Struct("<8sIIQQQI")
+_RESERVED_OFFSET, _COUNT_OFFSET, _TEXT_OFFSET = 24, 32, 64
+_SALT = 0x9E3779B9
+_PHASE_CODES: Mapping[str, int] = {name: code for code, name in enumerate(SPAN_PHASES)}
+
+log = logging.getLogger("meshwright")
+
+
+@dataclass(frozen=True)
+class RankSpans:
+    """The records of one rank in one start, oldest first.
+
+    `header` has rank, ranks, host, epoch, attempt, coordinates by axis. `overwritten` records are older than the ring's
+    capacity; `damaged` ones have a wrong checksum and are left out.
+    """
+
+    path: Path
+    header: Mapping[str, Any]
+    records: np.ndarray
+    overwritten: int
+    damaged: int
+
+    @property
+    def rank(self) -> int:
+        return self.header["rank"]
+
+    def of_phase(self, *phases: str) -> np.ndarray:
+        """The records of some phases."""
+        return self.records[np.isin(self.records["phase"], [_PHASE_CODES[phase] for phase in phases])]
+
+
+class SpanRing:
+    """A ring file open for writing. Raises OSError if the disk is full or the file cannot be written."""
+
+    def __init__(self, path: Path, header: Mapping[str, Any], capacity: int) -> None:
+        text = json.dumps(dict(header)).encode()
+        if len(text) > HEADER_BYTES - _TEXT_OFFSET:
+            raise ValueError(f"the header of {path} has {len(text)} bytes; {HEADER_BYTES - _TEXT_OFFSET} fit")
+        self.capacity, self._count = capacity, 0
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            os.posix_fallocate(self._descriptor, 0, HEADER_BYTES + capacity * RECORD.itemsize)
+            fixed = _FIXED.pack(MAGIC, VERSION, RECORD.itemsize, capacity, 0, 0, len(text))
+            os.pwrite(self._descriptor, fixed.ljust(_TEXT_OFFSET, b"\0") + text, 0)
+        except OSError:
+            self.close()
+            raise
+
+    def append(self, records: Iterable[SpanRecord]) -> None:
+        """Write records and publish them; only the newest `capacity` of them are written."""
+        data = bytearray().join(_PACK.pack(*record[:-1], _PHASE_CODES[record.phase], 0, 0) for record in records)
+        words = np.frombuffer(data, "<u4").reshape(-1, RECORD.itemsize // 4)
+        first, end = self._count, self._count + len(words)
+        words[:, -1] = _checks(words, first)
+        os.pwrite(self._descriptor, end.to_bytes(8, "little"), _RESERVED_OFFSET)
+        written = max(first, end - self.capacity)
+        while written < end:
+            slot = written % self.capacity
+            until = min(end, written + self.capacity - slot)
+            os.pwrite(self._descriptor, words[written - first : until - first].tobytes(), _offset(slot))
+            written = until
+        os.pwrite(self._descriptor, end.to_bytes(8, "little"), _COUNT_OFFSET)
+        self._count = end
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def read_ring(path: Path) -> RankSpans:
+    """The whole records of a ring file. Raises ValueError if it is not a ring file of this version."""
+    with path.open("rb", buffering=0) as file:
+        head = file.read(HEADER_BYTES)
+        if len(head) < HEADER_BYTES or head[:8] != MAGIC:
+            raise ValueError(f"{path} is not a file of spans")
+        _, version, record_bytes, capacity, _, count, length = _FIXED.unpack_from(head)
+        if (version, record_bytes) != (VERSION, RECORD.itemsize):
+            raise ValueError(f"{path} has version {version} of the format; this release reads version {VERSION}")
+        header = json.loads(head[_TEXT_OFFSET : _TEXT_OFFSET + length])
+        data = file.read(capacity * record_bytes)
+        file.seek(_RESERVED_OFFSET)
+        reserved = int.from_bytes(file.read(8), "little")
+    slots = np.frombuffer(data, "<u4", count=len(data) // record_bytes * (record_bytes // 4)).reshape(
+        -1, record_bytes // 4
+    )
+    numbers = np.arange(max(0, reserved - capacity), count)
+    numbers = numbers[numbers % max(capacity, 1) < len(slots)]
+    words = slots[numbers % max(capacity, 1)]
+    whole = words[:, -1] == _checks(words, numbers)
+    records = np.ascontiguousarray(words[whole]).view(RECORD)[:, 0]
+    return RankSpans(path, header, records, int(max(0, reserved - capacity)), int((~whole).sum()))
+
+
+def ring_path(folder: Path, epoch: int, attempt: int, rank: int) -> Path:
+    """The file of a rank's spans in a run's folder: one folder for each start of the ranks."""
+    return folder / "spans" / f"{epoch:05d}-{attempt:03d}" / f"rank-{rank:05d}.ring"
+
+
+def starts_with_spans(folder: Path) -> list[Path]:
+    """The folders of a run's starts that have spans, oldest first."""
+    return sorted(path for path in (folder / "spans").glob("*-*") if path.is_dir())
+
+
+def read_spans(start: Path) -> tuple[list[RankSpans], list[str]]:
+    """The spans of every rank in the folder of a start by rank, and a note for each file that cannot be read."""
+    spans, notes = [], []
+    for path in sorted(start.glob("rank-*.ring")):
+        try:
+            spans.append(read_ring(path))
+        except (OSError, ValueError) as error:
+            notes.append(f"{path.name}: {error}")
+    return sorted(spans, key=lambda rank_spans: rank_spans.rank), notes
+
+
+@dataclass
+class SpanWriter:
+    """Writes a rank's records in a thread. A storage that fails or hangs loses records and never delays the rank.
+
+    The file is created when the first step is complete, with space for `KEPT_STEPS` such steps.
+    """
+
+    path: Path
+    header: Mapping[str, Any]
+    dropped: int = 0
+    """Records that were not written because the storage was too slow."""
+    _batches: queue.Queue[Sequence[SpanRecord] | None] = field(default_factory=lambda: queue.Queue(QUEUED_BATCHES))
+    _thread: threading.Thread | None = None
+
+    def write(self, records: Sequence[SpanRecord]) -> None:
+        """Hand records over to the thread; returns at once."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
+            self._thread.start()
+        try:
+            self._batches.put_nowait(records)
+        except queue.Full:
+            self.dropped += len(records)
+
+    def close(self) -> None:
+        """Write what was handed over and close the file, in at most `CLOSE_SECONDS`."""
+        if self._thread is not None:
+            try:
+                self._batches.put(None, timeout=CLOSE_SECONDS)
+            except queue.Full:
+                return
+            self._thread.join(CLOSE_SECONDS)
+            self._thread = None
+
+    def _run(self) -> None:
+        early: list[SpanRecord] = []
+        ring: SpanRing | None = None
+        try:
+            while (records := self._batches.get()) is not None:
+                if ring is None:
+                    early += records
+                    if any(record.phase == "step" for record in records):
+                        ring = self._open(len(records))
+                        ring.append(early)
+                else:
+                    ring.append(records)
+            if ring is None and early:
+                ring = self._open(len(early))
+                ring.append(early)
+        except OSError as error:
+            log.warning("spans are not recorded any more: %s: %s", self.path, error.strerror or error)
+            while self._batches.get() is not None:
+                pass
+        finally:
+            if ring is not None:
+                ring.close()
+
+    def _open(self, records_of_step: int) -> SpanRing:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.header["rank"] == 0:
+            self._remove_old_starts()
+        most = (LARGEST_BYTES - HEADER_BYTES) // RECORD.itemsize
+        return SpanRing(self.path, self.header, max(FEWEST_RECORDS, min(most, KEPT_STEPS * records_of_step)))
+
+    def _remove_old_starts(self) -> None:
+        for start in starts_with_spans(self.path.parents[2])[:-KEPT_STARTS]:
+            for path in start.glob("rank-*.ring"):
+                path.unlink(missing_ok=True)
+            if not any(start.iterdir()):
+                start.rmdir()
+
+
+def _offset(slot: int) -> int:
+    return HEADER_BYTES + slot * RECORD.itemsize
+
+
+def _checks(words: np.ndarray, numbers: np.ndarray | int) -> np.ndarray:
+    """The checksum of each record, of its words `(records, words)` and its number; `numbers` may be that of the first."""
+    if isinstance(numbers, int):
+        numbers = np.arange(numbers, numbers + len(words))
+    total = words[:, :-1].sum(axis=1, dtype=np.uint64) + numbers.astype(np.uint64) + np.uint64(_SALT)
+    return total.astype(np.uint32)

@@ -1,0 +1,58 @@
+"""The snapshot server beside an agent: a process that serves the host's snapshots and takes copies of another host's.
+
+The agent keeps the listening socket and the memory of the copies. If the server dies, another one continues with both.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+
+from meshwright.checkpoint.snapshot_memory import SLOTS
+from meshwright.events.terminal import write_line
+from meshwright.launch.control import listen
+from meshwright.launch.local import empty_arenas
+from meshwright.spec.run import RunSpec
+
+
+@contextmanager
+def snapshot_server(run: RunSpec, address: str, arenas: Sequence[str]) -> Iterator[SnapshotServerProcess | None]:
+    """The server of this host's `arenas` within the block, if the run has partner hosts; else None."""
+    if run.checkpoint.partner == "none" or run.cluster.nodes == 1:
+        yield None
+        return
+    with closing(SnapshotServerProcess(address, arenas)) as server:
+        yield server
+
+
+class SnapshotServerProcess:
+    """The server of a host at a free port of `address`, for the `arenas` of its ranks."""
+
+    def __init__(self, address: str, arenas: Sequence[str]) -> None:
+        self._listener = listen((address, 0))
+        self._paths = json.dumps({"arenas": list(arenas), "slots": empty_arenas(SLOTS * len(arenas))})
+        self.address = f"{address}:{self._listener.getsockname()[1]}"
+        """HOST:PORT for `snapshot_transport.SERVER_VARIABLE`."""
+        self._process = self._start()
+
+    def revive(self) -> None:
+        """Start another server if this one has ended."""
+        if self._process.poll() is not None:
+            write_line(
+                f"meshwright: the snapshot server ended with code {self._process.returncode}; another one was started"
+            )
+            self._process = self._start()
+
+    def close(self) -> None:
+        """End the server."""
+        self._process.kill()
+        self._process.wait()
+        self._listener.close()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        descriptor = self._listener.fileno()
+        command = [sys.executable, "-m", "meshwright.checkpoint.snapshot_server", str(descriptor), self._paths]
+        return subprocess.Popen(command, pass_fds=[descriptor], stdin=subprocess.DEVNULL, start_new_session=True)

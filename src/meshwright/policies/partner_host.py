@@ -1,0 +1,58 @@
+"""Which host keeps the copies of another host's snapshots (`checkpoint.partner: host`).
+
+Hosts form a ring: the partner of each is `shift` hosts further, so every host keeps the copies of exactly one other. ByteRobust (arXiv
+2509.16293, section 6) places copies outside a rank's own parallel groups, since a whole group may be evicted at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from meshwright.spec.layout import Layout
+
+OUTSIDE_AXES = ("tensor", "pipeline")
+"""A partner host has no rank of the groups along these axes, where such a host exists."""
+
+
+@dataclass(frozen=True)
+class PartnerHosts:
+    """The partner of host h is host (h + `shift`) modulo `hosts`."""
+
+    hosts: int
+    ranks_per_host: int
+    shift: int
+    inside: int
+    """Number of ranks whose partner host has a rank of their own tensor or pipeline group."""
+
+    def host_of(self, rank: int) -> int:
+        """The host that keeps the copies of `rank`."""
+        return (rank // self.ranks_per_host + self.shift) % self.hosts
+
+
+def choose_partner_hosts(layout: Layout) -> PartnerHosts | None:
+    """The ring with the fewest ranks whose partner host is inside their groups, then the nearest; None for a single host."""
+    hosts = -(-layout.ranks // layout.ranks_per_node)
+    if hosts == 1:
+        return None
+    ranks_inside: Counter[int] = Counter()
+    shifts_of_rank: dict[int, set[int]] = {}
+    for axis in OUTSIDE_AXES:
+        for group in layout.groups(axis):
+            group_hosts = {layout.node(rank) for rank in group}
+            for rank in group:
+                shifts_of_rank.setdefault(rank, set()).update(
+                    (host - layout.node(rank)) % hosts for host in group_hosts
+                )
+    for shifts in shifts_of_rank.values():
+        ranks_inside.update(shifts)
+    shift = min(range(1, hosts), key=lambda shift: (ranks_inside[shift], shift))
+    return PartnerHosts(hosts, layout.ranks_per_node, shift, ranks_inside[shift])
+
+
+def partner_sentence(partners: PartnerHosts) -> str:
+    """The choice in words."""
+    where = "the next host" if partners.shift == 1 else f"the host {partners.shift} further"
+    if not partners.inside:
+        return f"{where} keeps them, outside of each rank's tensor and pipeline groups"
+    return f"{where} keeps them; {partners.inside} ranks have their own tensor or pipeline group there, as no other host is better"

@@ -1,0 +1,211 @@
+"""Checks of a run's state for silent corruption, between its steps and before its checkpoints.
+
+Ranks with copies of the same piece of the state must have the same bits after each update, because they receive the same gradients and
+update them alike. No bit of the state may change between two updates. The result is read before a save of the state can be committed.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint.ranks import Ranks
+from meshwright.kernels.checksum import digests
+from meshwright.policies.silent_corruption import deviating_ranks, farthest_rank
+from meshwright.training.numerics import Rollback
+from meshwright.training.reporting import Reporter
+from meshwright.training.session import Session
+from meshwright.training.state_digests import Exchange, StateDigests
+
+CHUNKS = 1024
+"""Parts of a piece of which one is sent to all ranks, to compare it with the recomputed values."""
+SHOWN = 4
+"""Tensors that a line names at most."""
+
+
+@dataclass(frozen=True)
+class Unresolved:
+    """Copies of a piece that differ without a majority: the elements of one chunk as they are after `step`, by rank.
+
+    `names` describes each rank.
+    """
+
+    step: int
+    key: int
+    label: str
+    chunk: int
+    copies: Mapping[int, Tensor | None]
+    names: Mapping[int, str]
+
+
+class StateCheck:
+    """The checks of one start. Every method is collective, and all ranks come to the same result."""
+
+    def __init__(self, session: Session, reporter: Reporter) -> None:
+        self._session, self._reporter = session, reporter
+        self._every = session.run.supervision.check_state_every
+        self._ranks = Ranks(session.world.control)
+        self._digests = StateDigests(list(session.state().values()), session.world)
+        self._pending: deque[Exchange] = deque()
+        self._values: Tensor | None = None
+        """Digests after the last update, if the next one is preceded by a check."""
+        self._changed = self._none_changed()
+        self._unresolved: Unresolved | None = None
+        reporter.event(session.step, self._digests.coverage.text(self._every))
+
+    @classmethod
+    def open(cls, session: Session, reporter: Reporter) -> StateCheck | None:
+        """The checks of a session whose state has its final memory; None if the run has none."""
+        return cls(session, reporter) if session.run.supervision.check_state_every else None
+
+    def begin(self) -> None:
+        """Check the state with which training begins or continues. Raises Rollback."""
+        self._pending.clear()
+        self._changed = self._none_changed()
+        self._launch(self._session.step)
+        self.read()
+
+    def before_update(self) -> None:
+        """Find pieces that have changed since the last update, if the state was checked after it."""
+        if self._values is not None:
+            self._changed = (self._digests.compute() != self._values).any(dim=1)
+
+    def end_step(self, step: int, *, saves: bool, waits: bool) -> None:
+        """Check the state after `step` if that is due, if a save of it follows, or if copies of it wait for a comparison.
+
+        With `waits`, and on a CPU, the answer is read here, otherwise by a later `read`. Raises Rollback.
+        """
+        unresolved = self._unresolved is not None and step == self._unresolved.step
+        if step % self._every == 0 or saves or unresolved:
+            self._launch(step)
+        elif self._values is not None:
+            self._pending.append(self._digests.exchange(step, self._values, self._changed, compare=False))
+            self._values = None
+        self._changed = self._none_changed()
+        if waits or unresolved or self._session.world.device.type == "cpu":
+            self.read()
+        if unresolved:
+            self._resolve()
+
+    def read(self, step: int | None = None) -> None:
+        """Read the answers of the checks until `step`, by default of all. Raises Rollback where state is corrupt."""
+        while self._pending and (step is None or self._pending[0].step <= step):
+            exchange = self._pending.popleft()
+            sums_by_rank = exchange.read_sums()
+            groups = self._digests.differing_groups(sums_by_rank)
+            if groups or any(sums[-1][0] for sums in sums_by_rank):
+                self._pending.clear()
+                self._values = None
+                raise Rollback(exchange.step, self._cause(exchange, groups), skips_samples=False)
+
+    def _launch(self, step: int) -> None:
+        self._values = self._digests.compute()
+        self._pending.append(self._digests.exchange(step, self._values, self._changed, compare=True))
+
+    def _none_changed(self) -> Tensor:
+        return torch.zeros(len(self._digests.pieces), dtype=torch.bool, device=self._session.world.device)
+
+    def _cause(self, exchange: Exchange, groups: Sequence[int]) -> str:
+        """The sentence that names rank, host and tensors."""
+        pieces, values, changed = self._digests.pieces, exchange.digests.tolist(), exchange.changed.tolist()
+        differing = {
+            pieces[index].key: (pieces[index].label, tuple(values[index]))
+            for index, group in enumerate(self._digests.group_of_piece)
+            if group in groups
+        }
+        own = [piece.label for piece, is_changed in zip(pieces, changed, strict=True) if is_changed]
+        answers = self._ranks.run_on_all("comparing state", lambda: (socket.gethostname(), differing, own))
+        names = {rank: f"rank {rank} (host {host})" for rank, (host, _, _) in enumerate(answers)}
+        start = f"step {exchange.step}: silent corruption: "
+        if any(labels for _, _, labels in answers):
+            return start + "; ".join(
+                f"on {names[rank]} {_some(labels)} changed between two updates"
+                for rank, (_, _, labels) in enumerate(answers)
+                if labels
+            )
+        copies: dict[tuple[str, int], dict[int, tuple[int, ...]]] = {}
+        for rank, (_, entries, _) in enumerate(answers):
+            for key, (label, digest) in entries.items():
+                copies.setdefault((label, key), {})[rank] = digest
+        return start + self._compare(
+            {name: digests for name, digests in sorted(copies.items()) if len(set(digests.values())) > 1}, names
+        )
+
+    def _compare(
+        self, copies: Mapping[tuple[str, int], Mapping[int, tuple[int, ...]]], names: Mapping[int, str]
+    ) -> str:
+        """Name the ranks whose copies differ from a majority's; without one, keep the elements that differ for `_resolve`."""
+        labels_by_rank: dict[int, list[str]] = {}
+        open_cases = []
+        for (label, key), by_rank in copies.items():
+            ranks = deviating_ranks(by_rank)
+            if ranks is None:
+                open_cases.append((label, key, by_rank))
+            for rank in ranks or ():
+                labels_by_rank.setdefault(rank, []).append(label)
+        texts = [
+            f"on {names[rank]} {_some(labels)} differs from the copies on most ranks"
+            for rank, labels in sorted(labels_by_rank.items())
+        ]
+        if open_cases and not texts:
+            label, key, by_rank = open_cases[0]
+            self._unresolved = self._differing_elements(label, key, sorted(by_rank), names)
+            labels = [label for label, _, _ in open_cases]
+            texts.append(
+                f"{_some(labels)} differs between {' and '.join(names[rank] for rank in sorted(by_rank))}; the run recomputes the steps "
+                f"until {self._unresolved.step} to find the wrong copy"
+            )
+        return "; ".join(texts)
+
+    def _differing_elements(self, label: str, key: int, ranks: Sequence[int], names: Mapping[int, str]) -> Unresolved:
+        elements = self._elements(key)
+        sums = None if elements is None else digests(_chunks(elements)).tolist()
+        by_rank = self._ranks.run_on_all("comparing state", lambda: sums)
+        pairs = zip(*(by_rank[rank] for rank in ranks), strict=True)
+        chunk = next((index for index, pair in enumerate(pairs) if any(other != pair[0] for other in pair)), 0)
+        part = None if elements is None else _chunks(elements)[chunk].cpu()
+        parts = self._ranks.run_on_all("comparing state", lambda: part)
+        copies = {rank: parts[rank] for rank in ranks}
+        return Unresolved(self._session.step, key, label, chunk, copies, names)
+
+    def _elements(self, key: int) -> Tensor | None:
+        """This rank's piece with `key`, flat; None if it has none."""
+        return next((piece.elements.reshape(-1) for piece in self._digests.pieces if piece.key == key), None)
+
+    def _resolve(self) -> None:
+        """Name the rank whose copy is farthest from the recomputed elements."""
+        unresolved, self._unresolved = self._unresolved, None
+        assert unresolved is not None
+        elements = self._elements(unresolved.key)
+        recomputed = None if elements is None else _chunks(elements)[unresolved.chunk].cpu()
+        answers = self._ranks.run_on_all("comparing state", lambda: recomputed)
+        right = next(answer for answer in answers if answer is not None)
+        distances = {rank: _distance(copy, right) for rank, copy in unresolved.copies.items() if copy is not None}
+        rank = farthest_rank(distances)
+        shown = ", ".join(f"rank {rank} {distance:.3g}" for rank, distance in sorted(distances.items()))
+        verdict = "the wrong copy is not known" if rank is None else f"{unresolved.names[rank]} had the wrong copy"
+        self._reporter.event(
+            unresolved.step,
+            f"step {unresolved.step}: silent corruption: recomputed {unresolved.label}: {verdict}; distance from the recomputed "
+            f"elements: {shown}",
+        )
+
+
+def _chunks(elements: Tensor) -> tuple[Tensor, ...]:
+    return elements.split(max(1, -(-elements.numel() // CHUNKS)))
+
+
+def _distance(copy: Tensor, right: Tensor) -> float:
+    """The largest distance of an element from the right one; infinite where the copy is not a number."""
+    distance = (copy.double() - right.double()).abs().nan_to_num(nan=torch.inf)
+    return float(distance.max()) if distance.numel() else 0.0
+
+
+def _some(labels: Sequence[str]) -> str:
+    more = f" and {len(labels) - SHOWN} more" if len(labels) > SHOWN else ""
+    return ", ".join(labels[:SHOWN]) + more

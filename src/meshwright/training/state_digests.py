@@ -1,0 +1,149 @@
+"""Digests of a rank's training state, and their exchange, without a wait for the device."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.checkpoint.ranks import Ranks
+from meshwright.kernels.checksum import digests
+from meshwright.parallel.world import World
+from meshwright.policies.silent_corruption import ranks_by_key
+from meshwright.spec.layout import Box
+from meshwright.state.parts import StateParts
+
+# torch 2.13 has the function under another name and deprecates the old one.
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of a state tensor on this rank; ranks with the same `key` must have the same elements."""
+
+    label: str
+    key: int
+    elements: Tensor
+
+    @classmethod
+    def of(cls, parts: StateParts, box: Box, elements: Tensor) -> Piece:
+        position = f"{parts.name} {box.offsets} {box.sizes}"
+        key = int.from_bytes(hashlib.blake2b(position.encode(), digest_size=8).digest(), "big", signed=True)
+        whole = box.sizes == parts.shape
+        rows = "" if whole else f" rows {box.offsets[0]}-{box.offsets[0] + box.sizes[0] - 1}"
+        return cls(parts.name + rows, key, elements)
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Bytes of the state on all ranks: those with a copy on another rank, those in host memory, and all."""
+
+    replicated: int
+    host: int
+    total: int
+
+    def text(self, every: int) -> str:
+        """The sentence about what a check every `every` steps covers."""
+        share, host = self.replicated / self.total, self.host / self.total
+        compared = (
+            f"{share:.2%} of the state's bytes are compared with their copies on other ranks"
+            if self.replicated
+            else "no rank has a copy of another rank's state, so nothing is compared between ranks"
+        )
+        uncovered = f"; the {host:.0%} of the state in host memory is not checked" if self.host else ""
+        return (
+            f"supervision.check_state_every: every {every} steps {compared}, and state on the devices is checked for changes until "
+            f"the next update{uncovered}"
+        )
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The results of a check on their way to the host: sums by rank and group, and this rank's digests and changes by piece."""
+
+    step: int
+    sums: Tensor
+    event: Any
+    digests: Tensor
+    changed: Tensor
+
+    def read_sums(self) -> list[list[list[int]]]:
+        """Both sums by rank and group; waits for them."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.sums.tolist()
+
+
+class StateDigests:
+    """The pieces of this rank's state on its device, and the groups of ranks with the same pieces. Creation is collective."""
+
+    def __init__(self, state: Sequence[StateParts], world: World) -> None:
+        self.pieces = [
+            Piece.of(parts, box, elements)
+            for parts in state
+            if parts.memory == "device"
+            for box, elements in parts.pieces()
+            if elements.numel()
+        ]
+        host = sum(parts.local.nbytes for parts in state if parts.memory == "host")
+        self._world, self._device = world, world.device
+        keys_and_bytes = [(piece.key, piece.elements.nbytes) for piece in self.pieces]
+        answers = Ranks(world.control).run_on_all("listing replicated state", lambda: (keys_and_bytes, host))
+        owners = ranks_by_key([[key for key, _ in pieces] for pieces, _ in answers])
+        self.groups = sorted(set(owners.values()))
+        """Ranks of each set of copies, equal on all ranks."""
+        sizes = [(key in owners, count) for pieces, _ in answers for key, count in pieces]
+        self.coverage = Coverage(
+            sum(count for replicated, count in sizes if replicated),
+            sum(answer[1] for answer in answers),
+            sum(count for _, count in sizes) + sum(answer[1] for answer in answers),
+        )
+        numbers = {group: number for number, group in enumerate(self.groups)}
+        self.group_of_piece = [numbers.get(owners.get(piece.key, ()), -1) for piece in self.pieces]
+        self._own = [
+            [number for number, group in enumerate(self.groups) if rank in group] for rank in range(world.ranks)
+        ]
+        self._sums_per_rank = max(map(len, self._own)) + 1
+        own_index = {number: index for index, number in enumerate(self._own[world.rank])}
+        replicated = [index for index, number in enumerate(self.group_of_piece) if number >= 0]
+        self._replicated = torch.tensor(replicated, dtype=torch.int64, device=self._device)
+        self._index_of_sum = torch.tensor(
+            [own_index[self.group_of_piece[index]] for index in replicated], dtype=torch.int64, device=self._device
+        )
+        # Odd factors by key: pieces that swapped their contents, or changes that cancel, do not leave the sum as it was.
+        factors = [[self.pieces[index].key | 1] for index in replicated]
+        self._factors = torch.tensor(factors, dtype=torch.int64, device=self._device).view(-1, 1)
+
+    def compute(self) -> Tensor:
+        """Both sums of each piece, on the device: `(pieces, 2)`."""
+        if not self.pieces:
+            return torch.zeros((0, 2), dtype=torch.int64, device=self._device)
+        return digests([piece.elements for piece in self.pieces])
+
+    def exchange(self, step: int, values: Tensor, changed: Tensor, *, compare: bool) -> Exchange:
+        """Start to send all ranks the sums over each group's pieces, if `compare`, and the number of `changed` pieces. Collective."""
+        sums = torch.zeros((self._sums_per_rank, 2), dtype=torch.int64, device=self._device)
+        if compare:
+            sums.index_add_(0, self._index_of_sum, values[self._replicated] * self._factors)
+        sums[-1] = changed.sum()
+        table = torch.empty((self._world.ranks * self._sums_per_rank, 2), dtype=torch.int64, device=self._device)
+        ALL_GATHER(table, sums)
+        event = None
+        if self._device.type == "cuda":
+            host = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
+            host.copy_(table, non_blocking=True)
+            table, event = host, torch.cuda.current_stream().record_event()
+        return Exchange(step, table.view(self._world.ranks, self._sums_per_rank, 2), event, values, changed)
+
+    def differing_groups(self, sums_by_rank: Sequence[Sequence[Sequence[int]]]) -> list[int]:
+        """The groups whose ranks have different sums."""
+        sums: list[set[tuple[int, ...]]] = [set() for _ in self.groups]
+        for rank, numbers in enumerate(self._own):
+            for index, number in enumerate(numbers):
+                sums[number].add(tuple(sums_by_rank[rank][index]))
+        return [number for number, values in enumerate(sums) if len(values) > 1]

@@ -1,0 +1,279 @@
+"""Snapshots over real sockets: a copy arrives or is refused, and the one before stays until the next is complete."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+
+import pytest
+
+from meshwright.checkpoint import snapshot_transport as transport
+from meshwright.checkpoint.arena import ARENA, Arena, empty_memory
+from meshwright.checkpoint.file_image import FileImage
+from meshwright.checkpoint.files import BLOCK_BYTES, FileRecord
+from meshwright.checkpoint.snapshot_memory import SnapshotMemory
+from meshwright.checkpoint.snapshot_record import SnapshotName, SnapshotRecord
+from meshwright.checkpoint.snapshot_source import RankOffer, ServerSource, SnapshotLocation, newest_complete
+from meshwright.checkpoint.snapshot_transport import Pace, SnapshotClient, SnapshotServer, TransportFailure
+from meshwright.spec.errors import Damaged
+
+TOKEN = "0123456789abcdef"
+ELEMENTS = BLOCK_BYTES // 4 + 300_000
+"""Elements of the snapshots' tensor: the file has two blocks."""
+HEADERS = [["model.weight", "F32", [ELEMENTS]]]
+FAST = 1e12
+
+
+def name(save: int, rank: int = 0, ranks: int = 2) -> SnapshotName:
+    return SnapshotName("run", f"1-1{save:08x}", 10 * save, rank, ranks)
+
+
+def image(save: int) -> FileImage:
+    return FileImage(HEADERS, memoryview(bytearray(bytes([save]) * (4 * ELEMENTS))))
+
+
+def describe(snapshot: SnapshotName) -> Callable[[FileRecord | None], bytes]:
+    return lambda file: SnapshotRecord(
+        snapshot.run_id, snapshot.attempt, snapshot.step, snapshot.rank, snapshot.ranks, HEADERS, file, {}, None
+    ).encode()
+
+
+@contextmanager
+def host(ranks: int = 1) -> Iterator[tuple[str, list[str]]]:
+    """A snapshot server in threads: its address, and the paths of its slots."""
+    arenas, slots = ([f"/proc/self/fd/{empty_memory()}" for _ in range(count)] for count in (ranks, 2 * ranks))
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = SnapshotServer(listener, TOKEN, SnapshotMemory(arenas, slots))
+
+        def serve() -> None:
+            while not ended.is_set():
+                server.serve(0.02)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{listener.getsockname()[1]}", slots
+        finally:
+            ended.set()
+            thread.join()
+
+
+def store(address: str, save: int, **options: object) -> None:
+    with closing(SnapshotClient(address, TOKEN)) as client:
+        client.store(name(save), image(save), describe(name(save)), **{"bytes_per_second": FAST, **options})  # type: ignore[arg-type]
+
+
+def names(address: str) -> list[SnapshotName]:
+    with closing(SnapshotClient(address, TOKEN)) as client:
+        return sorted(client.names(), key=lambda snapshot: snapshot.order)
+
+
+def test_a_copy_is_read_as_it_was_stored_and_the_two_newest_stay() -> None:
+    with host() as (address, _):
+        for save in (1, 2, 3):
+            store(address, save)
+        assert names(address) == [name(2), name(3)]
+        source, expected = ServerSource(address, TOKEN, name(3)), image(3)
+        assert source.record.file is not None and source.record.file.bytes == expected.bytes
+        for start, count in ((0, BLOCK_BYTES), (BLOCK_BYTES, expected.bytes - BLOCK_BYTES)):
+            read, wanted = memoryview(bytearray(count)), memoryview(bytearray(count))
+            source.read(start, read)
+            expected.read(start, wanted)
+            assert read == wanted
+        source.close()
+        with pytest.raises(Damaged, match="is not here"):
+            ServerSource(address, TOKEN, name(1))
+
+
+def test_a_rank_without_a_file_has_a_copy_of_its_record() -> None:
+    with host() as (address, _), closing(SnapshotClient(address, TOKEN)) as client:
+        empty = SnapshotRecord("run", name(1).attempt, 10, 0, 2, [], None, {"tensor": 1}, "{}")
+        client.store(name(1), FileImage([], memoryview(b"")), lambda file: empty.encode(), bytes_per_second=FAST)
+        assert client.open(name(1)) == empty
+
+
+@pytest.mark.parametrize("position", [1000, BLOCK_BYTES + 1000, None], ids=["first block", "last block", "record"])
+def test_what_is_corrupted_on_the_wire_is_refused_and_the_copy_before_stays(
+    monkeypatch: pytest.MonkeyPatch, position: int | None
+) -> None:
+    with host() as (address, _):
+        store(address, 1)
+        send, sent = transport._Stream.send, [0]
+
+        def corrupt(stream: transport._Stream, data: bytes | memoryview) -> None:
+            if threading.current_thread() is threading.main_thread():
+                before, sent[0] = sent[0], sent[0] + len(data)
+                is_record = bytes(data[:11]) == b'{"version":'
+                if is_record if position is None else len(data) > 1000 and before <= position < sent[0]:
+                    data = bytearray(data)
+                    data[len(data) // 2] ^= 1
+                    data = bytes(data)
+            send(stream, data)
+
+        monkeypatch.setattr(transport._Stream, "send", corrupt)
+        with pytest.raises(TransportFailure, match="does not agree with its digest"):
+            store(address, 2)
+        monkeypatch.undo()
+        assert names(address) == [name(1)]
+        store(address, 3)
+        assert names(address) == [name(1), name(3)]
+
+
+def test_a_sender_that_dies_or_whose_memory_changes_leaves_the_copies_before() -> None:
+    with host() as (address, _):
+        store(address, 1)
+        store(address, 2)
+        pieces = iter([True] * 7)
+        with pytest.raises(TransportFailure, match="the next save began"):
+            store(address, 3, unchanged=lambda: next(pieces, False))
+        assert names(address)[-1] == name(2), "the older copy gave its slot to the one that failed"
+        with closing(SnapshotClient(address, TOKEN)) as client:
+            client._request("store", name=name(4).__dict__, header_bytes=0, data_bytes=1 << 20)
+            client._stream.send(b"x" * 1000)
+        assert name(2) in names(address)
+        store(address, 5)
+        assert names(address) == [name(2), name(5)]
+
+
+def test_a_copy_that_is_not_newer_or_meets_another_one_is_refused() -> None:
+    with host() as (address, _):
+        store(address, 2)
+        for save in (1, 2):
+            with pytest.raises(TransportFailure, match="that is as new is here"):
+                store(address, save)
+        with closing(SnapshotClient(address, TOKEN)) as client:
+            client._request("store", name=name(3).__dict__, header_bytes=0, data_bytes=1 << 20)
+            with pytest.raises(TransportFailure, match="another copy of rank 0 is being received"):
+                store(address, 4)
+
+
+def test_a_copy_without_space_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.checkpoint.snapshot_memory.available_host_memory", lambda: 1 << 20)
+    with host() as (address, _), pytest.raises(TransportFailure, match="host memory has no space"):
+        store(address, 1)
+
+
+def test_a_wrong_token_and_nonsense_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "TOKEN_SECONDS", 0.3)
+    with host() as (address, _):
+        with (
+            closing(SnapshotClient(address, TOKEN + "x")) as client,
+            pytest.raises(TransportFailure, match="wrong token"),
+        ):
+            client.names()
+        for data in (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"x" * 20_000, b'{"op": "names"}\n', b""):
+            answer = exchange(address, data)
+            assert answer in (b"", b'{"error": "wrong token"}\n'), "and the connection is closed"
+        for request in (
+            {"op": "erase"},
+            {"op": "read", "start": 0, "bytes": 1},
+            {"op": "store", "name": name(1).__dict__, "header_bytes": -1, "data_bytes": 1},
+            {"op": "store", "name": {**name(1).__dict__, "rank": 2}, "header_bytes": 0, "data_bytes": 1},
+            {"op": "store", "name": {**name(1).__dict__, "attempt": "../x"}, "header_bytes": 0, "data_bytes": 1},
+            {"op": "open", "name": 3},
+        ):
+            with closing(SnapshotClient(address, TOKEN)) as client, pytest.raises(TransportFailure):
+                client._request(**{"operation": request.pop("op"), **request})  # type: ignore[arg-type]
+        assert names(address) == []
+
+
+def exchange(address: str, data: bytes) -> bytes:
+    """What the server sends in answer to `data` until it closes the connection."""
+    where, _, port = address.rpartition(":")
+    answer = b""
+    with socket.create_connection((where, int(port)), timeout=5) as connection:
+        try:
+            connection.sendall(data)
+            while piece := connection.recv(1 << 16):
+                answer += piece
+        except ConnectionError:
+            pass
+    return answer
+
+
+def test_the_rate_is_at_most_the_bound() -> None:
+    now, waits = [0.0], []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        now[0] += seconds
+
+    pace = Pace(100.0, lambda: now[0], sleep)
+    sent = 0
+    for _ in range(50):
+        pace.wait(10)
+        sent += 10
+        assert sent <= 100.0 * now[0] + 10.001, "one piece may be under way"
+        now[0] += 0.01
+    assert now[0] == pytest.approx(4.91) and waits
+
+
+def test_a_copy_takes_the_time_of_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes that the client sends, by a clock that only its own delays advance."""
+    now = [0.0]
+    monkeypatch.setattr(
+        transport, "Pace", lambda rate: Pace(rate, lambda: now[0], lambda s: now.__setitem__(0, now[0] + s))
+    )
+    with host() as (address, _):
+        store(address, 1, bytes_per_second=1e6)
+    assert now[0] == pytest.approx(image(1).bytes / 1e6, abs=transport.PIECE_BYTES / 1e6)
+
+
+def test_a_slot_whose_snapshot_changes_is_offered_no_more() -> None:
+    with host() as (address, slots):
+        store(address, 1)
+        arena = Arena.of_last_process({ARENA: slots[0]})
+        assert arena is not None
+        arena.begin_snapshot()
+        assert names(address) == []
+
+
+RUN = "run"
+
+
+@pytest.mark.parametrize(
+    ("own", "listed", "expected"),
+    [
+        ([1, 1], [[], []], [(1, None), (1, None)]),  # all arenas survive
+        ([1, None], [[(1, 0), (1, 1)], []], [(1, None), (1, "a")]),  # host b was replaced; its copies were on host a
+        ([1, None], [[(1, 0)], []], None),  # the second rank's snapshot is lost
+        ([2, None], [[(1, 0), (1, 1)], []], [(1, "a"), (1, "a")]),  # the newest save is not complete, the one before is
+        ([None, None], [[(3, 0)], [(3, 1)]], [(3, "a"), (3, "b")]),  # hosts changed places: snapshots are found by rank
+        ([2, 2], [[(3, 1)], [(3, 0)]], [(3, "b"), (3, "a")]),
+        ([2, None], [[(2, 1)], [(2, 1)]], [(2, None), (2, "b")]),  # its own host first
+    ],
+)
+def test_the_newest_save_with_a_snapshot_of_every_rank_is_chosen(
+    own: list[int | None], listed: list[list[tuple[int, int]]], expected: list[tuple[int, str | None]] | None
+) -> None:
+    offers = [
+        RankOffer(
+            None if save is None else name(save, rank),
+            "ab"[rank],
+            tuple(name(other, of_rank) for other, of_rank in listed[rank]),
+        )
+        for rank, save in enumerate(own)
+    ]
+    found = newest_complete(offers, RUN)
+    wanted = expected and [SnapshotLocation(name(save, rank), at) for rank, (save, at) in enumerate(expected)]
+    assert found == wanted
+    assert newest_complete(offers, "another run") is None
+
+
+def test_a_snapshot_of_another_rank_or_another_number_of_ranks_does_not_count() -> None:
+    moved = [RankOffer(name(1, 1)), RankOffer(name(1, 0))]
+    assert newest_complete(moved, RUN) is None, "an arena that another rank wrote is not a rank's own"
+    three = [RankOffer(replace(name(1, rank), ranks=3)) for rank in range(2)]
+    assert newest_complete(three, RUN) is None
+
+
+def test_a_later_start_wins_over_an_earlier_one_with_a_later_step() -> None:
+    """After a return to an older checkpoint the newest save has an earlier step than one of the abandoned steps."""
+    later = [SnapshotName(RUN, "2-200000001", 15, rank, 2) for rank in range(2)]
+    offers = [RankOffer(later[0], "a", (name(9, 0), name(9, 1), later[1])), RankOffer(None, "b")]
+    found = newest_complete(offers, RUN)
+    assert found is not None and [location.name for location in found] == later

@@ -1,0 +1,80 @@
+"""Causes of injected slowdowns, and silence on clean steps. The spans come from schedules played in the simulator."""
+
+from __future__ import annotations
+
+from dataclasses import replace as replaced
+
+import pytest
+
+from meshwright.diagnosis.replay import measure_steps, replay
+from meshwright.diagnosis.run_graph import run_graph
+from meshwright.diagnosis.run_spans import table_of_spans
+from meshwright.diagnosis.stragglers import diagnose
+from tests.diagnosis.injected import CAUSES, PIPELINES, SHARDED, Case, cases
+from tests.diagnosis.played import Faults, Job, play
+
+STEPS = 6
+CLEAN = (
+    Job(),
+    Job(dp=4, micro_batches=2),
+    Job(micro_batches=1),
+    Job(pipeline=2, micro_batches=3),
+    Job("zbv", pipeline=2, dp=1),
+)
+CLEAN_STEPS, WINDOW = 200, 20
+
+
+def wrong_answers(injected: list[Case], steps: int, seed: int) -> list[str]:
+    """The cases whose cause, rank or stage is not found."""
+    wrong = []
+    for number, case in enumerate(injected):
+        table = table_of_spans(play(case.job, steps, case.faults, seed + number), steps)
+        found = diagnose(table, run_graph(table))
+        ranked = (case.rank is None or found.rank == case.rank) and (case.stage is None or found.stage == case.stage)
+        if found.cause != case.cause or not ranked:
+            wrong.append(f"{case}: {found.cause}, rank {found.rank}, stage {found.stage}: {found.contributions}")
+    return wrong
+
+
+def test_causes_of_injected_slowdowns() -> None:
+    injected = [case for number, case in enumerate(cases()) if number % 5 % 2 == 0]
+    assert len(injected) >= 50
+    assert {case.cause for case in injected} == CAUSES
+    assert {case.job for case in injected} == {*SHARDED, *PIPELINES}
+    wrong = wrong_answers(injected, STEPS, seed=0)
+    assert len(wrong) <= 0.1 * len(injected), "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1000, 2000, 3000])
+def test_causes_of_all_injected_slowdowns(seed: int) -> None:
+    injected = list(cases())
+    wrong = wrong_answers(injected, 20, seed)
+    assert len(wrong) <= 0.05 * len(injected), "\n".join(wrong)
+
+
+def test_a_tenth_more_compute_on_a_rank_is_named() -> None:
+    slower = [case for case in cases() if case.name == "rank 10% slower"]
+    assert len(slower) == len(SHARDED) + len(PIPELINES)
+    assert not wrong_answers(slower, WINDOW, seed=7)
+
+
+def test_no_cause_in_a_thousand_clean_steps() -> None:
+    assert len(CLEAN) * CLEAN_STEPS >= 1000
+    for number, job in enumerate(CLEAN):
+        noisy = replaced(job, noise=0.01 + 0.01 * (number % 2))
+        table = table_of_spans(play(noisy, CLEAN_STEPS, lambda step, random: Faults(), seed=number), CLEAN_STEPS)
+        for first in range(1, CLEAN_STEPS, WINDOW):
+            steps = table.select((table.step >= first) & (table.step < first + WINDOW))
+            found = diagnose(steps, run_graph(steps))
+            assert found.cause is None, (job, first, found.contributions)
+
+
+@pytest.mark.parametrize("job", [*SHARDED, *PIPELINES], ids=lambda job: f"{job.schedule}-{job.pipeline}x{job.dp}")
+def test_the_replay_takes_as_long_as_the_played_steps(job: Job) -> None:
+    """The graph has every dependency that delays something, and none that would delay more."""
+    table = table_of_spans(play(job, 3, lambda step, random: Faults(), seed=1), 3)
+    measured = measure_steps(table, run_graph(table))
+    seconds = replay(measured.graph, measured.work, measured.launch_delay)
+    assert seconds == pytest.approx(measured.step_seconds, rel=0.002)
+    assert replay(measured.graph, measured.work) == pytest.approx(measured.step_seconds, rel=0.005)
