@@ -33,6 +33,7 @@ test-crash: $(VENV)/.installed-test
 test-faults: $(VENV)/.installed-test
 	$(PYTEST) -m slow tests/faults
 	$(BIN)/python benchmarks/faults.py --out build/faults.json
+	$(BIN)/python benchmarks/effective_time.py --every 100 --out build/effective-time.json
 
 test-storage: $(VENV)/.installed-storage
 	$(PYTEST) tests/checkpoint/test_mirror.py tests/checkpoint/test_mirror_s3.py

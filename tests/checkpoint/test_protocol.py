@@ -35,16 +35,20 @@ class Protocol(RuleBasedStateMachine):
         self.run = Path(tempfile.mkdtemp())
         (self.run / "checkpoints").mkdir()
         self.old: list[Writers] = []
+        self.started: list[Writers] = []
         self.committed: dict[int, bool] = {}
         """Each visible step, and whether it is intact."""
         self.step = 0
 
     def teardown(self) -> None:
+        for writers in self.started:
+            writers.close()
         shutil.rmtree(self.run)
 
     @initialize(ranks=st.integers(1, 3))
     def start(self, ranks: int) -> None:
         self.writers = Writers(self.run, take_over(self.run), ranks, keep=KEEP)
+        self.started.append(self.writers)
 
     @rule(ranks=st.integers(1, 3))
     def restart(self, ranks: int) -> None:
@@ -154,4 +158,4 @@ def test_random_histories() -> None:
 @pytest.mark.crash
 @pytest.mark.timeout(900)
 def test_many_random_histories() -> None:
-    machine(600, 30)
+    machine(300, 30)

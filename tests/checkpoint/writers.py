@@ -101,6 +101,11 @@ class Writers:
         replies = [reply for reply in self.replies[0].events if reply["event"] in ("committed", "failed")]
         return replies[-1]
 
+    def close(self) -> None:
+        """Free the arenas; no writer may work any more."""
+        for arena in self.arenas:
+            arena.close()
+
     def do(self, rank: int, save: Save) -> None:
         """Have one rank's writer carry out its part of a save of what is staged."""
         self.writers[rank].do(replace(save, checksums=self.checksums[rank]))

@@ -111,7 +111,8 @@ def test_pods_share_a_token_and_a_coordinator_and_only_they_reach_each_other() -
     rendered = objects(jobset_yaml(job_of(), CONTAINER))
     pod = pod_spec(job_of())
     (container,) = pod["containers"]
-    env = {entry["name"]: entry["value"] for entry in container["env"]}
+    env = {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in container["env"]}
+    assert env["MESHWRIGHT_HOST"] == {"fieldRef": {"fieldPath": "spec.nodeName"}}
     assert env["MESHWRIGHT_COORDINATOR"] == "nightly-8b-node-0-0.nightly-8b:29400"
     token = next(volume["secret"] for volume in pod["volumes"] if volume["name"] == "token")
     assert token == {"secretName": "nightly-8b-token", "defaultMode": 0o440}
@@ -188,7 +189,8 @@ def test_emulated_nodes_are_refused() -> None:
 
 def test_the_agent_reads_the_rendered_coordinator_and_token(tmp_path: Path) -> None:
     (container,) = pod_spec(job_of())["containers"]
-    env = {entry["name"]: entry["value"] for entry in container["env"]}
+    env = {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in container["env"]}
+    assert env["MESHWRIGHT_HOST"] == {"fieldRef": {"fieldPath": "spec.nodeName"}}
     assert coordinator_address(env[COORDINATOR_VARIABLE]) == ("nightly-8b-node-0-0.nightly-8b", 29400)
     token = tmp_path / "token"
     token.write_text("0123456789abcdef" * 4)

@@ -5,7 +5,7 @@ import pytest
 from meshwright.launch import machine
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput
-from meshwright.spec.rank_environment import started_by_launcher
+from meshwright.spec.rank_environment import check_tasks, is_node_agent, started_by_launcher
 
 
 def test_without_gpus_one_cpu_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,3 +97,47 @@ def test_which_clusters_are_this_machine(
 
 def test_host_memory_is_plausible() -> None:
     assert 1 << 28 < machine.host_memory_bytes() < 1 << 50
+
+
+NODE_TASK = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_NNODES": "4"}
+COORDINATOR = {"MESHWRIGHT_COORDINATOR": "node1:29400"}
+
+
+@pytest.mark.parametrize(
+    ("env", "agent"),
+    [
+        (NODE_TASK | COORDINATOR, True),
+        (NODE_TASK, False),
+        (NODE_TASK | COORDINATOR | {"SLURM_STEP_TASKS_PER_NODE": "1(x4)"}, True),
+        (NODE_TASK | COORDINATOR | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, False),
+        (NODE_TASK | COORDINATOR | {"SLURM_STEP_TASKS_PER_NODE": "2,1(x2)"}, False),
+        (COORDINATOR | {"SLURM_PROCID": "3", "SLURM_NTASKS": "32", "SLURM_NNODES": "4"}, False),
+        (NODE_TASK | COORDINATOR | {"SLURM_NTASKS_PER_NODE": "8"}, False),
+        (NODE_TASK | COORDINATOR | {"RANK": "0", "WORLD_SIZE": "4"}, False),  # torchrun under Slurm
+        (COORDINATOR | {"JOB_COMPLETION_INDEX": "0"}, True),
+        (COORDINATOR | {"JOB_COMPLETION_INDEX": "0", "RANK": "0"}, False),
+        ({"JOB_COMPLETION_INDEX": "0"}, False),
+        (COORDINATOR, False),
+        ({}, False),
+    ],
+)
+def test_a_task_is_its_nodes_agent_if_it_is_alone_there_and_a_coordinator_is_named(
+    env: dict[str, str], agent: bool
+) -> None:
+    assert is_node_agent(env) is agent
+    assert not (agent and started_by_launcher(env))
+
+
+def test_one_task_per_node_of_several_devices_needs_a_coordinator() -> None:
+    with pytest.raises(BadInput, match=r"cluster\.gpus_per_node is 8; set MESHWRIGHT_COORDINATOR"):
+        check_tasks(8, NODE_TASK)
+    check_tasks(8, NODE_TASK | COORDINATOR)
+    check_tasks(1, NODE_TASK)
+    check_tasks(8, {"SLURM_PROCID": "3", "SLURM_NTASKS": "32", "SLURM_NNODES": "4"})
+    check_tasks(8, {})
+
+
+def test_auto_finds_the_devices_of_an_agents_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "host_memory_bytes", lambda: 2 << 40)
+    monkeypatch.setattr(machine, "_query", lambda field: ["NVIDIA H200"] * 8)
+    assert machine.found_cluster(NODE_TASK | COORDINATOR)["gpus_per_node"] == 8

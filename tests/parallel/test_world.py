@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.parallel.world import RankEnvironment, World, _store, block_size, limit_device_memory
+from meshwright.parallel.world import RankEnvironment, World, block_size, limit_device_memory, open_store
 from meshwright.spec.errors import BadInput
 
 MEET = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
@@ -148,6 +148,6 @@ def test_ranks_that_an_agent_starts_again_do_not_meet_those_before(monkeypatch: 
     stores = []
     for attempt in ("0", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
-        stores.append(_store(RankEnvironment(0, 2, 0, 2, "node1", 29500), timedelta(seconds=1)))
+        stores.append(open_store(RankEnvironment(0, 2, 0, 2, "node1", 29500), timedelta(seconds=1)))
     stores[0].set("address", "old")
     assert not stores[1].check(["address"])

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.policies.restart import Incident, RestartPolicy
-from meshwright.policies.supervision import (
+from meshwright.policies.job_events import (
     Action,
     Begin,
     Committed,
@@ -19,26 +18,30 @@ from meshwright.policies.supervision import (
     Prepare,
     Prepared,
     Ready,
-    Rules,
+    SelfTestEnded,
     SkippedSamples,
-    State,
     StopRequested,
     Tick,
     Trained,
-    decide,
+    Unplannable,
 )
+from meshwright.policies.restart import Incident, RestartPolicy
+from meshwright.policies.supervision import Rules, State, decide
 
 HOSTS = ("a", "b", "c", "d")
-RULES = Rules(hosts=2, global_batch=8, policy=RestartPolicy(3))
+RULES = Rules(hosts=2, global_batch=8, policy=RestartPolicy(3), test_at_end=True)
 host, attempt = st.sampled_from(HOSTS), st.integers(1, 6)
 incident = st.builds(
-    Incident, st.sampled_from([1, 3, 5, -9, 75]), st.just("it failed"), st.just(0), host, st.integers(1, 3)
-)
+    Incident, st.sampled_from([1, 3, 5, 6, -9, -11, 75]), st.sampled_from(["it failed", "CUDA error: it failed"]),
+    st.just(0), host, st.integers(1, 3), st.just("train"), st.booleans(),
+)  # fmt: skip
 EVENTS: st.SearchStrategy[list[Event]] = st.lists(
     st.one_of(
         st.builds(Ready, host, st.booleans()),
         st.builds(Lost, host, st.just("silent")),
         st.builds(Prepared, attempt),
+        st.builds(Unplannable, attempt, st.just("too large")),
+        st.builds(SelfTestEnded, attempt, host, st.sampled_from(["", "wrong"]), st.sampled_from(["", "late"])),
         st.builds(Trained),
         st.builds(Committed, st.integers(1, 9)),
         st.builds(SkippedSamples, st.sampled_from([((8, 16),), ((16, 24), (32, 40))])),
@@ -71,8 +74,12 @@ def test_attempts_never_overlap(events: list[Event]) -> None:
         for action in actions:
             if isinstance(action, Prepare):
                 assert not running, "ranks of the attempt before still run"
-                assert len(set(state.members)) == RULES.hosts
+                missing = bool(state.excluded or state.unplannable)
+                assert len(state.members) == len(set(state.members)) <= RULES.hosts
+                assert len(state.members) == RULES.hosts or missing
+                assert not {exclusion.host for exclusion in state.excluded} & set(state.members)
             elif isinstance(action, Begin):
+                assert state.prepared and not state.testing and not running
                 running = set(state.members)
 
 
@@ -95,6 +102,9 @@ def test_a_failure_of_a_running_attempt_leads_to_exactly_one_decision(events: li
     for number, event in enumerate(events):
         before, (state, actions) = state, decide(state, event, 10.0 * number, RULES)
         if isinstance(event, Failed) and event.attempt == before.attempt and before.status in ("preparing", "running"):
+            if before.stop is not None:  # the self-test before the end
+                assert state.status == "finished"
+                continue
             assert sum(isinstance(action, End) for action in actions) == 1
             assert (state.stop is not None) != (state.status in ("gathering", "preparing") or state.stop is None)
 

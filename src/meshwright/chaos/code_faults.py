@@ -1,4 +1,4 @@
-"""Disturbances from inside the processes: values of a step, a bit of a weight, the clock.
+"""Disturbances from inside the processes: values of a step, a bit of a weight, products of the self-test, the clock.
 
 Nothing outside a process can change these at a chosen step. A file `sitecustomize.py`, which Python reads at its start,
 is put before the module path of the job; the product has no code for it.
@@ -7,19 +7,22 @@ is put before the module path of the job; the product has no code for it.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
+from meshwright.chaos.host_faults import REPLACED_SECONDS, training_host
+from meshwright.chaos.hosts import host_name
 from meshwright.chaos.process_faults import CONTINUES, middle
 from meshwright.chaos.scenario import Scenario, Stage
-from meshwright.spec.rank_environment import ATTEMPT_VARIABLE
+from meshwright.spec.rank_environment import ATTEMPT_VARIABLE, HOST_VARIABLE
 
 VARIABLE = "MESHWRIGHT_CHAOS_CODE"
 """Environment variable with the faults that the injected code causes, separated by semicolons.
 
 `FAULT:RANK:STEP` or `FAULT:RANK:STEP:ATTEMPTS` disturbs a rank in a step, once in each of the first ATTEMPTS attempts (by default
 the first only): `nan`, `spike` or `bit` a weight, `gradient` a reduced gradient, which becomes NaN; `crash` kills the rank. The
-other form is `clock:FILE`.
+other forms are `clock:FILE`, and `product:FILE` for the products of the self-test on a host that the file names.
 """
 JUMP_SECONDS = 86400
 """Offset of the wall clock from the real time: first a day ahead, then a day behind."""
@@ -38,7 +41,21 @@ def due(step):
     return None
 
 
-def patch(module):
+def patch_self_test(module):
+    import torch
+
+    file = faults[0][1]
+
+    def multiply(a, b):
+        product = torch.mm(a, b)
+        if os.path.exists(file) and open(file).read() == os.environ.get("{HOST_VARIABLE}"):
+            product[17, 5] += 1
+        return product
+
+    module.wrong_product.__defaults__ = (multiply,)
+
+
+def patch_step(module):
     import torch
 
     train_step, gradient_norm = module.train_step, module.gradient_norm
@@ -78,7 +95,7 @@ def patch(module):
 
 class Loader(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name != "meshwright.training.train_step":
+        if name != target_module:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         execute = spec.loader.exec_module
@@ -95,6 +112,11 @@ if faults[0][0] == "clock":
     seconds, file = time.time, faults[0][1]
     time.time = lambda: seconds() + (float(open(file).read() or 0) if os.path.exists(file) else 0.0)
 else:
+    target_module, patch = (
+        ("meshwright.training.self_test", patch_self_test)
+        if faults[0][0] == "product"
+        else ("meshwright.training.train_step", patch_step)
+    )
     sys.meta_path.insert(0, Loader())
 '''
 
@@ -122,6 +144,22 @@ def disturb_values(fault: str, printed: str) -> Callable[[Stage], None]:
     return play
 
 
+def make_host_wrong(stage: Stage) -> None:
+    """Let the matrix products of a training host be wrong, and let its rank end as by an error of the processor."""
+    file = stage.folder / "wrong-host"
+    job = stage.start(with_code(stage.folder, f"product:{file}"))
+    job.until_step(middle(stage))
+    host = training_host(stage)
+    file.write_text(host_name(host))
+    stage.signal(next(iter(job.ranks(host).values())), signal.SIGBUS)
+    job.wait()
+    stage.expect(
+        f"{host_name(host)}/{job.processes[host].pid} failed the self-test" in job.output, "no host is excluded"
+    )
+    members = job.states[-1][1]["members"]
+    stage.expect(not any(name.startswith(host_name(host)) for name in members), "the excluded host trains")
+
+
 def jump_clock(stage: Stage) -> None:
     """Set the wall clock of all processes of the job a day ahead, then a day behind the real time."""
     file = Path(stage.folder / "clock")
@@ -135,6 +173,15 @@ def jump_clock(stage: Stage) -> None:
 
 
 CODE_FAULTS = (
+    Scenario(
+        name="bad-host",
+        promise=f"A host whose matrix products are wrong after a failure is excluded, a spare host replaces it, and {CONTINUES}.",
+        play=make_host_wrong,
+        hosts=3,
+        overrides=("cluster.nodes=2",),
+        detect_within=1.0,
+        recover_within=REPLACED_SECONDS,
+    ),
     Scenario(
         name="nan",
         promise=f"With on_nonfinite: rollback a step whose loss is not finite is reported, and {CONTINUES}.",

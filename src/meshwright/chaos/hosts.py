@@ -8,6 +8,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from meshwright.spec.job_token import TOKEN_VARIABLE
+from meshwright.spec.rank_environment import COORDINATOR_VARIABLE, HOST_VARIABLE
+
 INTERFACE = "host0"
 """Name of every host's network interface."""
 PORT = 29400
@@ -62,12 +65,13 @@ class Hosts:
         """Words before a command that runs it on a host."""
         return ["nsenter", f"--net=/run/netns/{self._prefix}{host}"] if self._names else []
 
-    def environment(self) -> dict[str, str]:
-        """Environment variables of agents; host 0 has the coordinator."""
+    def environment(self, host: int) -> dict[str, str]:
+        """Environment variables of the agent of a host; host 0 has the coordinator."""
         address = _address(0) if self._names else "127.0.0.1"
         coordinator_variables = {
-            "MESHWRIGHT_COORDINATOR": f"{address}:{PORT}",
-            "MESHWRIGHT_TOKEN_FILE": str(self._token),
+            COORDINATOR_VARIABLE: f"{address}:{PORT}",
+            TOKEN_VARIABLE: str(self._token),
+            HOST_VARIABLE: host_name(host),
         }
         return coordinator_variables | ({"GLOO_SOCKET_IFNAME": INTERFACE} if self._names else {})
 
@@ -79,6 +83,11 @@ class Hosts:
         """Remove the namespaces with their interfaces."""
         while self._names:
             _ip("netns", "delete", self._names.pop())
+
+
+def host_name(host: int) -> str:
+    """The name of an emulated host."""
+    return f"emulated{host}"
 
 
 def _address(host: int) -> str:

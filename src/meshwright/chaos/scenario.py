@@ -102,7 +102,7 @@ class Stage:
     def launch(self, host: int, env: Mapping[str, str] = MappingProxyType({})) -> None:
         """Start the command of the last job on one host."""
         hosts = self.hosts
-        self.job.launch(hosts.prefix(host) if hosts else (), {**(hosts.environment() if hosts else {}), **env})
+        self.job.launch(hosts.prefix(host) if hosts else (), {**(hosts.environment(host) if hosts else {}), **env})
 
     def pause(self, seconds: float) -> None:
         """Observe the last job for some seconds."""

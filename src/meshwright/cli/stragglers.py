@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshwright.cli.options import Json
+from meshwright.cli.report import find_run
 from meshwright.spec.errors import BadInput
 
 if TYPE_CHECKING:
@@ -19,8 +20,13 @@ SHOWN = 5
 
 
 def stragglers(
-    trace: Annotated[
-        Path, typer.Argument(metavar="TRACE.parquet", help="Recorded operations of a job.", show_default=False)
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN|TRACE.parquet",
+            help="A run's folder or its name under `runs/`, or a trace.",
+            show_default=False,
+        ),
     ],
     meta: Annotated[
         Path | None, typer.Option("--meta", metavar="FILE", help="YAML file with the sizes of the trace's job.")
@@ -29,17 +35,29 @@ def stragglers(
 ) -> None:
     """Name the straggler: how much slower steps are than with ideal durations, by which cause, rank and stage.
 
-    Example: meshwright stragglers trace.parquet --meta meta.yaml
-    """
-    from meshwright.diagnosis.stragglers import diagnose_trace
+    Of a run it analyses the last 100 steps.
 
-    if meta is None:
-        raise BadInput(f"{trace.name}: a trace needs --meta FILE, the YAML file with dp_size and pp_size of its job")
-    diagnosis = diagnose_trace(trace, meta)
+    Example: meshwright stragglers runs/quickstart
+    """
+    diagnosis = _diagnose(source, meta)
     if as_json:
         print(json.dumps(diagnosis.as_plain()))
     else:
         _print(diagnosis)
+
+
+def _diagnose(source: Path, meta: Path | None) -> Diagnosis:
+    from meshwright.diagnosis.stragglers import diagnose_run, diagnose_trace
+
+    if source.suffix == ".parquet":
+        if meta is None:
+            raise BadInput(
+                f"{source.name}: a trace needs --meta FILE, the YAML file with dp_size and pp_size of its job"
+            )
+        return diagnose_trace(source, meta)
+    if meta is not None:
+        raise BadInput(f"{source}: --meta describes a trace; a run's folder needs none")
+    return diagnose_run(find_run(source))
 
 
 def _print(diagnosis: Diagnosis) -> None:

@@ -58,6 +58,7 @@ def train(
 
     The same command starts and resumes: a run of this name with the same configuration continues from its newest good checkpoint.
     Local ranks are started by this command itself. Under torchrun, Slurm or Kubernetes (RANK or SLURM_PROCID set) it joins as one rank.
+    Started once per node by Slurm or an indexed Kubernetes job, with MESHWRIGHT_COORDINATOR set, it is the agent of its node (--agent).
 
     Examples:
 
@@ -74,7 +75,7 @@ def train(
     """
     from meshwright.launch.folder import renamed
     from meshwright.observe.closing import closing_lines
-    from meshwright.spec.rank_environment import started_by_launcher
+    from meshwright.spec.rank_environment import check_tasks, is_node_agent, started_by_launcher
 
     report = partial(all_mistakes, words, runs, fresh=fresh)
     with report():
@@ -84,7 +85,8 @@ def train(
         for option, span in (("--profile-steps", steps), ("--timeline", drawn)):
             if span and span[1] > run.train.steps:
                 raise BadInput(f"{option} {span[0]}:{span[1]}: the run ends with step {run.train.steps}")
-        if agent:
+        check_tasks(run.cluster.gpus_per_node)
+        if agent or is_node_agent():
             sys.exit(
                 start_agent(
                     run, words or [], runs, refused={"--fresh": fresh, "--profile-steps": steps, "--timeline": drawn}
@@ -114,7 +116,9 @@ def start_agent(run: RunSpec, words: list[str], runs: Path, refused: dict[str, o
 
     for option, value in refused.items():
         if value:
-            raise BadInput(f"{option} and --agent exclude each other")
+            raise BadInput(
+                f"{option} and --agent exclude each other (the agent of a node, if Slurm or Kubernetes started it)"
+            )
     return run_agent(run, words, runs)
 
 

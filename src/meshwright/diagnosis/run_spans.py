@@ -142,7 +142,9 @@ def _operations(rank: RankRecords, records: np.ndarray, steps: Sequence[int]) ->
     main.duration_ns[by_type] -= nested
     ordinal = np.arange(len(compute)) - np.searchsorted(records["step"][compute], records["step"][compute])
     waited = np.flatnonzero(collective)
-    extra = [_at_compute(records[compute[waited]], "collective-wait", ordinal[waited], collective[waited])]
+    waits_of = _at_compute(records[compute[waited]], "collective-wait", ordinal[waited], collective[waited])
+    waits_of.start_ns[:] += nested[waited] - collective[waited]  # until its compute operation starts
+    extra = [waits_of]
     collections = np.flatnonzero(phase == codes["garbage_collection"])
     owner, _ = _owners(records, compute, collections)
     known = collections[owner >= 0], owner[owner >= 0]
@@ -169,7 +171,7 @@ def _at_compute(records: np.ndarray, name: str, ordinal: np.ndarray, duration_ns
     """Operations before or in the compute operations with the positions `ordinal` in their step."""
     return _Columns(
         step=records["step"], type=np.full(len(records), CODE_OF[name]), sequence=ordinal, virtual_stage=records["stage"],
-        microbatch=np.full(len(records), -1), start_ns=records["start_ns"], duration_ns=duration_ns,
+        microbatch=np.full(len(records), -1), start_ns=records["start_ns"].astype(np.int64), duration_ns=duration_ns,
     )  # fmt: skip
 
 

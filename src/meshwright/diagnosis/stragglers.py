@@ -10,9 +10,14 @@ from meshwright.diagnosis.cause import Finding, find_cause
 from meshwright.diagnosis.operations import OperationTable
 from meshwright.diagnosis.public_trace import read_job, read_trace
 from meshwright.diagnosis.replay import measure_steps
+from meshwright.diagnosis.run_folder import read_operations
+from meshwright.diagnosis.run_graph import run_graph
 from meshwright.diagnosis.step_graph import StepGraph
 from meshwright.diagnosis.trace_graph import trace_graph
 from meshwright.diagnosis.what_if import analyse
+
+LAST_STEPS = 100
+"""Steps of a run that are analysed, the newest."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,12 @@ def _largest(findings: list[Finding]) -> dict[str, float]:
     for finding in findings:
         contributions[finding.cause] = max(finding.contribution, contributions.get(finding.cause, finding.contribution))
     return contributions
+
+
+def diagnose_run(folder: Path, last_steps: int = LAST_STEPS) -> Diagnosis:
+    """Analyse the last recorded steps of a run, also of one in progress. Raises BadInput if it has no spans of them."""
+    table, notes = read_operations(folder, last_steps)
+    return replace(diagnose(table, run_graph(table)), notes=tuple(notes))
 
 
 def diagnose_trace(path: Path, job: Path) -> Diagnosis:

@@ -34,6 +34,28 @@ class Begin:
 
 
 @dataclass(frozen=True)
+class SelfTest:
+    """Launcher to a process that waits: run the self-test within `seconds`, then wait on.
+
+    `environment` has the variables of a rank, as those of `Begin`: the ranks of the test exchange data.
+    """
+
+    environment: Mapping[str, str]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SelfTestResult:
+    """Waiting process to launcher: what the self-test found wrong; empty if nothing.
+
+    `failure` is about the device, `exchange` about exchanges with other ranks.
+    """
+
+    failure: str
+    exchange: str
+
+
+@dataclass(frozen=True)
 class End:
     """Launcher to rank: another rank failed for the reason `cause`; close files and exit."""
 
@@ -97,10 +119,21 @@ class Failure:
     log: str = ""
 
 
-Message = Begin | End | Step | Progress | Validation | Checkpoint | SkippedSamples | Failure
+Message = Begin | SelfTest | SelfTestResult | End | Step | Progress | Validation | Checkpoint | SkippedSamples | Failure
 _MESSAGE_TYPES: dict[str, type[Message]] = {
     message_type.__name__.lower(): message_type
-    for message_type in (Begin, End, Step, Progress, Validation, Checkpoint, SkippedSamples, Failure)
+    for message_type in (
+        Begin,
+        SelfTest,
+        SelfTestResult,
+        End,
+        Step,
+        Progress,
+        Validation,
+        Checkpoint,
+        SkippedSamples,
+        Failure,
+    )
 }
 
 

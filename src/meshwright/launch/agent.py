@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from meshwright.events.messages import Checkpoint, Message, SkippedSamples
+from meshwright.events.messages import Checkpoint, Message, SelfTestResult, SkippedSamples
 from meshwright.launch.local import Listener, Ranks
-from meshwright.launch.reports import Directive, Report
+from meshwright.launch.reports import Directive, HostTest, Report
 from meshwright.policies.job_end import STOP_EXIT_CODES
 from meshwright.policies.skipped_samples import SampleRange
 from meshwright.spec.errors import EXIT_INTERRUPTED
@@ -24,6 +24,33 @@ SPARE_SECONDS = 3.0
 
 DEAD_SPARES = 2
 """Sets of spares that may end before they are used; the next set begins in any case."""
+
+
+class _RunningTest:
+    """The self-test of the processes that wait, until all have answered or its time is over."""
+
+    def __init__(self, ranks: Ranks, attempt: int, deadline: float) -> None:
+        self.attempt, self._ranks, self._deadline = attempt, ranks, deadline
+        self._results: dict[int, SelfTestResult] = {}
+
+    def poll(self, now: float) -> HostTest | None:
+        """The result once the test has ended."""
+        self._ranks.poll(self._take)
+        states = self._ranks.states
+        answered = {state.rank for state in states} <= self._results.keys()
+        ended = [state for state in states if state.code is not None and state.rank not in self._results]
+        if not answered and not ended and now < self._deadline:
+            return None
+        failures = [f"device {rank}: {result.failure}" for rank, result in self._results.items() if result.failure]
+        exchanges = [f"device {rank}: {result.exchange}" for rank, result in self._results.items() if result.exchange]
+        failures += [f"the process of device {state.rank} ended with exit code {state.code}" for state in ended]
+        if not answered and not ended:
+            exchanges.append("it did not answer in time")
+        return HostTest(self.attempt, "; ".join(failures)[:300], "; ".join(exchanges)[:300])
+
+    def _take(self, rank: int, message: Message) -> None:
+        if isinstance(message, SelfTestResult):
+            self._results[rank] = message
 
 
 class Agent:
@@ -53,9 +80,13 @@ class Agent:
         self._trained_at: float | None = None
         self._kill_at: float | None = None
         self._stop = self._dead_spares = 0
+        self._test: _RunningTest | None = None
+        self._tested: HostTest | None = None
 
     def poll(self, seconds: float) -> None:
         """Wait up to `seconds` for a message of a rank, and take what has arrived."""
+        if self._test is not None:
+            self._poll_test(self._test)
         if self._running is None:
             time.sleep(seconds)
             return
@@ -71,24 +102,32 @@ class Agent:
         return Report(
             host=self._host,
             address=self._address,
-            port=self._waiting.port if self._waiting else 0,
+            port=self._waiting.port if self._waiting and self._test is None else 0,
             attempt=self._attempt,
             ended=running is None or running.ended,
             ranks=tuple(running.states) if running else (),
             checkpoints=tuple(self._checkpoints),
             skipped=tuple(self._skipped),
             stop=self._stop,
+            test=self._tested,
         )
 
     def obey(self, directive: Directive) -> None:
         """Do what the coordinator decided."""
+        if self._test is not None and (directive.order, directive.attempt) != ("test", self._test.attempt):
+            self._test = None
+            self._discard_waiting()  # the processes may wait for a peer that does not answer
+        if directive.order == "test":
+            self._begin_test(directive)
         if directive.order == "run" and directive.attempt > self._attempt:
             self._begin(directive)
         if directive.stop and not self._stop:
             self.stop(directive.stop)
         if directive.order == "end" and directive.attempt == self._attempt:
             self._end(directive)
-        if directive.order in ("wait", "end") or self._wants_spares():
+        if directive.order == "idle":
+            self._discard_waiting()
+        elif directive.order in ("wait", "end") or self._wants_spares():
             self._waiting = self._waiting or self._start(True)
 
     def stop(self, number: int) -> None:
@@ -114,9 +153,30 @@ class Agent:
             if ranks is not None:
                 ranks.discard()
 
+    def _begin_test(self, directive: Directive) -> None:
+        """Let the waiting processes run the self-test of an attempt, once."""
+        if self._test is not None or (self._tested is not None and self._tested.attempt == directive.attempt):
+            return
+        self._waiting = self._waiting or self._start(True)
+        self._test = _RunningTest(self._waiting, directive.attempt, self._clock() + directive.grace)
+        self._waiting.request_self_test(self._variables(self._waiting, directive), directive.grace)
+
+    def _poll_test(self, test: _RunningTest) -> None:
+        result = test.poll(self._clock())
+        if result is None:
+            return
+        self._test, self._tested = None, result
+        if result.failure or result.exchange:
+            self._discard_waiting()
+
+    def _discard_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.discard()
+            self._waiting = None
+
     def _drop_dead_spares(self) -> None:
         """Discard spares that have ended while they waited. After `DEAD_SPARES` sets the next one begins and shows why."""
-        if self._waiting is None or not self._attempt or self._dead_spares >= DEAD_SPARES:
+        if self._waiting is None or self._test or not self._attempt or self._dead_spares >= DEAD_SPARES:
             return
         self._waiting.poll()
         if any(state.code is not None for state in self._waiting.states):
@@ -131,14 +191,14 @@ class Agent:
         self._dead_spares = 0
         self._waiting, self._trained_at, self._kill_at = None, None, None
         self._attempt, self._checkpoints, self._skipped = directive.attempt, [], []
-        self._running.begin(Path(directive.assignment), directive.first_rank, self._variables(directive))
+        variables = self._variables(self._running, directive)
+        self._running.begin(Path(directive.assignment), directive.first_rank, variables)
         if self._stop:  # it arrived while no ranks ran
             self._running.stop(signal.SIGINT if self._stop == EXIT_INTERRUPTED else signal.SIGTERM)
 
-    def _variables(self, directive: Directive) -> list[dict[str, str]]:
-        """Environment variables with which each of the waiting processes becomes a rank of the attempt."""
-        assert self._running is not None
-        count = len(self._running.processes)
+    def _variables(self, ranks: Ranks, directive: Directive) -> list[dict[str, str]]:
+        """Environment variables with which each of the processes becomes a rank of the attempt or self-test."""
+        count = len(ranks.processes)
         job = {"WORLD_SIZE": directive.ranks, "LOCAL_WORLD_SIZE": count, ATTEMPT_VARIABLE: directive.attempt}
         job |= {"MASTER_ADDR": directive.address, "MASTER_PORT": directive.port}
         return [

@@ -8,23 +8,32 @@ from pathlib import Path
 
 from meshwright.checkpoint.verify import list_checkpoints
 from meshwright.durable.writes import write_durable
-from meshwright.launch.coordinator import read_state
+from meshwright.launch.coordinator import NoPlanForHosts, read_state
 from meshwright.launch.corpus import recorded_skips
 from meshwright.launch.folder import take_over
 from meshwright.launch.prepare import Prepared, training_plan
 from meshwright.policies.hang import CPU_SECONDS, GPU_SECONDS
+from meshwright.policies.host_tests import Suspect
 from meshwright.policies.restart import RestartPolicy
 from meshwright.policies.skipped_samples import merge_skips
 from meshwright.policies.supervision import Rules, State
-from meshwright.spec.errors import attach_key
+from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.fields import to_plain
 from meshwright.spec.run import Assignment, RunSpec
 
 
-def rules_of(run: RunSpec) -> Rules:
+def rules_of(run: RunSpec, *, others_may_join: bool = True) -> Rules:
     """The settings of a run that decide about its restarts."""
     policy = RestartPolicy(run.supervision.restarts, run.supervision.on_repeated_failure)
-    return Rules(run.cluster.nodes, run.train.global_batch, policy, run.supervision.wait_seconds)
+    persists = run.train.on_nonfinite != "stop" or run.train.on_spike not in ("stop", "ignore")
+    return Rules(
+        run.cluster.nodes,
+        run.train.global_batch,
+        policy,
+        run.supervision.wait_seconds,
+        test_at_end=persists and run.supervision.restarts > 0,
+        others_may_join=others_may_join,
+    )
 
 
 def hang_seconds(run: RunSpec) -> float:
@@ -33,10 +42,14 @@ def hang_seconds(run: RunSpec) -> float:
 
 
 def opening_state(folder: Path) -> State:
-    """The state of a job that starts in a run's folder: nothing is done, but skipped samples stay skipped."""
-    earlier = read_state(folder)
-    skipped = merge_skips(recorded_skips(folder), earlier.skipped if earlier else ())
-    return State(checkpoints=checkpoint_steps(folder), skipped=skipped)
+    """The state of a job that starts in a run's folder: nothing is done, but skipped samples stay skipped.
+
+    A host that the job before excluded is tested before it trains.
+    """
+    earlier = read_state(folder) or State()
+    skipped = merge_skips(recorded_skips(folder), earlier.skipped)
+    suspects = tuple(Suspect(exclusion.host) for exclusion in earlier.excluded)
+    return State(checkpoints=checkpoint_steps(folder), skipped=skipped, suspects=suspects)
 
 
 def job_state(folder: Path) -> State:
@@ -45,7 +58,7 @@ def job_state(folder: Path) -> State:
     if earlier is None or earlier.status == "finished" or not earlier.attempt:
         return opening_state(folder)
     if earlier.status == "preparing":  # its ranks have not begun
-        earlier = replace(earlier, status="gathering", attempt=earlier.attempt - 1)
+        earlier = replace(earlier, status="gathering", attempt=earlier.attempt - 1, tests=(), testing=())
     return replace(earlier, checkpoints=checkpoint_steps(folder), ready=(), not_before=0.0, short_since=None)
 
 
@@ -68,12 +81,14 @@ def checkpoint_steps(folder: Path) -> tuple[int, ...]:
 def write_attempt(prepared: Prepared, state: State) -> Path:
     """Write the assignment of the state's attempt and return its file.
 
-    Each attempt takes the lease anew, so that a rank of an earlier one that still runs commits nothing.
+    Each attempt takes the lease anew, so that a rank of an earlier one that still runs commits nothing. Raises
+    NoPlanForHosts.
     """
     first = prepared.assignment
+    on_hosts = _on_hosts(first, len(state.members))
     lease = first.lease if state.attempt == 1 else take_over(prepared.folder)
     assignment = replace(
-        _on_hosts(first, len(state.members)),
+        on_hosts,
         lease=lease,
         attempt=state.attempt,
         resume_at_most=state.restart.resume_at_most,
@@ -85,12 +100,17 @@ def write_attempt(prepared: Prepared, state: State) -> Path:
 
 
 def _on_hosts(first: Assignment, hosts: int) -> Assignment:
-    """The run's assignment on `hosts` hosts, with a new Plan if these are not all: the same batch and samples."""
+    """The run's assignment on `hosts` hosts, with a new Plan if these are not all: the same batch and samples.
+
+    Raises NoPlanForHosts if there is none.
+    """
     run = first.run
     if hosts == run.cluster.nodes:
         return first
     run = replace(
         run, cluster=replace(run.cluster, nodes=hosts), plan="auto" if isinstance(run.plan, str) else run.plan
     )
-    with attach_key("supervision.wait_seconds"):
+    try:
         return replace(first, run=run, plan=training_plan(run, lambda text: None))
+    except (BadInput, OutOfResources) as error:
+        raise NoPlanForHosts(str(error).splitlines()[0]) from error

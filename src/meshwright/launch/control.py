@@ -19,9 +19,8 @@ from typing import Any
 from meshwright.launch.reports import Directive, Report
 from meshwright.spec.errors import BadInput
 from meshwright.spec.fields import from_plain, to_plain
+from meshwright.spec.rank_environment import COORDINATOR_VARIABLE
 
-COORDINATOR_VARIABLE = "MESHWRIGHT_COORDINATOR"
-"""Environment variable with HOST:PORT of the coordinator."""
 HEAD_BYTES, BODY_BYTES, CONNECTIONS = 8 << 10, 1 << 20, 8192
 """Most bytes of a request's head and body, and most connections at a time."""
 IDLE_SECONDS, UNKNOWN_SECONDS = 60.0, 10.0

@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from meshwright.durable.writes import append_durable
@@ -18,9 +18,9 @@ from meshwright.events.terminal import write_line
 from meshwright.launch.outcome import RankState, cause, exit_codes, outcome_lines, progress_text
 from meshwright.launch.reports import Directive, Report
 from meshwright.policies.hang import GPU_SECONDS, HangWatch
+from meshwright.policies.host_tests import TEST_SECONDS
 from meshwright.policies.job_end import GRACE_SECONDS, STOP_EXIT_CODES, culprit, next_action
-from meshwright.policies.restart import Incident, Stop
-from meshwright.policies.supervision import (
+from meshwright.policies.job_events import (
     Begin,
     Committed,
     End,
@@ -29,18 +29,21 @@ from meshwright.policies.supervision import (
     Failed,
     Finish,
     Lost,
+    Note,
     Prepare,
     Prepared,
     Ready,
-    Rules,
+    SelfTestEnded,
     SkippedSamples,
-    State,
     StopRequested,
+    Test,
     Tick,
     Trained,
-    decide,
+    Unplannable,
 )
-from meshwright.spec.errors import EXIT_COMMUNICATION
+from meshwright.policies.restart import Incident, Stop
+from meshwright.policies.supervision import Rules, State, decide, is_excluded
+from meshwright.spec.errors import EXIT_COMMUNICATION, MeshwrightError
 from meshwright.spec.failures import as_meshwright_error
 from meshwright.spec.fields import from_plain, to_plain
 
@@ -51,6 +54,10 @@ STOPPED_SECONDS = 2.0
 """A longer time between two calls of `tick` means that this process was stopped."""
 RESTART_GRACE_SECONDS = 2.0
 """Seconds that ranks may take to end before a restart; their reports are not needed then."""
+
+
+class NoPlanForHosts(MeshwrightError):
+    """There is no plan for the number of hosts that an attempt has."""
 
 
 @dataclass
@@ -67,6 +74,8 @@ class Attempt:
 
     Empty and 0 for an attempt that an earlier coordinator began.
     """
+    test_stores: dict[str, tuple[str, int]] = field(default_factory=dict)
+    """Address and port of the store of each host that runs the self-test before the attempt."""
     failed: bool = False
     failed_at: float | None = None
     cause: str = ""
@@ -97,6 +106,7 @@ class Coordinator:
         self._watch = HangWatch(hang_seconds)
         self._ticked = clock()
         self._informed: set[str] = set()
+        self._positions: tuple[tuple[str, ...], dict[str, int]] = ((), {})
         self._stop = 0
         self._attempt = Attempt(self.state.attempt)
         self._reports: dict[str, Report] = {}
@@ -160,7 +170,9 @@ class Coordinator:
     def _events_of(self, report: Report, now: float) -> Iterable[Event]:
         """What is new in a report."""
         state = self.state
-        stale = report.host in state.members and state.status == "running" and report.attempt != state.attempt
+        stale = (
+            self._position(report.host) is not None and state.status == "running" and report.attempt != state.attempt
+        )
         # Without the address of the attempt's store this coordinator cannot tell the host where to join: an earlier
         # coordinator began the attempt, and the address is not in the stored state.
         if stale and not self._attempt.address:
@@ -170,8 +182,10 @@ class Coordinator:
             yield Ready(report.host, ready)
         if report.stop:
             yield StopRequested(report.stop)
+        if report.test is not None and report.test.attempt == state.attempt and report.host in state.testing:
+            yield SelfTestEnded(state.attempt, report.host, report.test.failure, report.test.exchange)
         state = self.state  # the events above may have begun the preparation of another attempt
-        if report.attempt != state.attempt or report.host not in state.members:
+        if report.attempt != state.attempt or self._position(report.host) is None:
             return
         for rank in report.ranks:
             self._attempt.ranks[rank.rank] = rank
@@ -223,7 +237,15 @@ class Coordinator:
         assert progress is not None, "the watch has its progress"
         where = f"in step {progress.step} ({progress.phase}, action {progress.action})"
         text = f"rank {rank} has made no progress for {seconds:.0f} s {where}"
-        return Incident(EXIT_COMMUNICATION, text, rank, self._host_of(rank), progress.step, progress.phase)
+        host, phase = self._host_of(rank), progress.phase
+        return Incident(EXIT_COMMUNICATION, text, rank, host, progress.step, phase, hang=True)
+
+    def _position(self, host: str) -> int | None:
+        """The position of a host among the members of the attempt; None if it is no member."""
+        members = self.state.members
+        if self._positions[0] is not members:
+            self._positions = members, {member: position for position, member in enumerate(members)}
+        return self._positions[1].get(host)
 
     def _host_of(self, rank: int) -> str:
         return self.state.members[rank // self._per_host]
@@ -238,6 +260,9 @@ class Coordinator:
         self._preparation = None
         try:
             self._attempt.assignment = str(preparation.result())
+        except NoPlanForHosts as error:
+            self._apply(Unplannable(self.state.attempt, str(error)), now)
+            return
         except Exception as error:
             failure = as_meshwright_error(error)
             self._apply(Failed(self.state.attempt, Incident(failure.exit_code, str(failure))), now)
@@ -246,15 +271,20 @@ class Coordinator:
 
     def _apply(self, event: Event, now: float) -> None:
         """Decide what follows an event, keep the new state, and carry out the actions."""
-        state, actions = decide(self.state, event, now, self._rules)
-        changed, self.state = state != self.state, state
-        if changed:
+        before = self.state
+        self.state, actions = decide(before, event, now, self._rules)
+        state = self.state
+        # Reports say again which hosts are ready, so a change of these alone is not kept.
+        if state is not before and state != replace(before, ready=state.ready):
             self._keep()
         for action in actions:
             match action:
-                case Prepare():
-                    first = self._reports[state.members[0]]
-                    self._attempt = Attempt(state.attempt, address=first.address, port=first.port)
+                case Prepare() | Test():
+                    first, hosts = self._reports[state.members[0]], [group[0] for group in state.tests]
+                    stores = {host: (self._reports[host].address, self._reports[host].port) for host in hosts}
+                    self._attempt = Attempt(state.attempt, address=first.address, port=first.port, test_stores=stores)
+                    if isinstance(action, Test):
+                        continue
                     self._watch = HangWatch(self._hang_seconds)
                     if len(state.members) < self._rules.hosts:
                         count = f"{len(state.members)} of {self._rules.hosts} hosts"
@@ -263,6 +293,8 @@ class Coordinator:
                 case End(reason, incident):
                     self._attempt.cause = reason
                     self._report_end(reason, incident)
+                case Note(text):
+                    write_line(f"meshwright: {text}")
                 case Begin() | Finish():
                     pass  # directives follow from the state
 
@@ -277,7 +309,12 @@ class Coordinator:
             assert state.stop is not None
             self._informed.add(host)
             return Directive("exit", state.attempt, code=state.stop.code)
-        if host not in state.members or state.status not in ("running", "ending"):
+        if is_excluded(state, host):
+            return Directive("idle", state.attempt)
+        if state.status == "preparing" and host in state.testing:
+            return self._self_test(host)
+        position = self._position(host)
+        if position is None or state.status not in ("running", "ending"):
             # While an attempt runs and a spare host is ready already, nothing depends on a quick report of this one.
             spare_is_ready = state.status in ("running", "ending") and len(state.ready) > 0
             return Directive("wait", state.attempt, heartbeat=1.0 if spare_is_ready else 0.2)
@@ -287,12 +324,21 @@ class Coordinator:
         return Directive(
             "run",
             state.attempt,
-            first_rank=state.members.index(host) * self._per_host,
+            first_rank=position * self._per_host,
             ranks=len(state.members) * self._per_host,
             address=attempt.address,
             port=attempt.port,
             assignment=attempt.assignment,
             stop=self._stop,
+        )
+
+    def _self_test(self, host: str) -> Directive:
+        """Let a host run the self-test, together with the other host of its group."""
+        group = next(group for group in self.state.tests if host in group)
+        address, port = self._attempt.test_stores[group[0]]
+        first_rank, ranks = group.index(host) * self._per_host, len(group) * self._per_host
+        return Directive(
+            "test", self.state.attempt, first_rank, ranks, address, port, grace=TEST_SECONDS, heartbeat=0.2
         )
 
     def _report_end(self, reason: str, incident: Incident | None) -> None:
@@ -315,12 +361,15 @@ class Coordinator:
         write_line(f"meshwright: {'; '.join(parts)}")
 
     def outcome(self, logs: Path) -> list[str]:
-        """Lines for people about the end of the job; empty if it is done."""
+        """Lines for people about the end of the job: why it failed, and which hosts are excluded."""
         stop: Stop | None = self.state.stop
         lines = list(outcome_lines([self._attempt.ranks[rank] for rank in sorted(self._attempt.ranks)], logs))
         if not lines and stop is not None and stop.code and self.state.incidents:
             lines = [self.state.incidents[-1].cause]
-        return [*lines, *([stop.diagnosis] if stop is not None and stop.diagnosis else [])]
+        excluded = [
+            f"host {each.host} was excluded, as it failed the self-test: {each.cause}" for each in self.state.excluded
+        ]
+        return [*lines, *([stop.diagnosis] if stop is not None and stop.diagnosis else []), *excluded]
 
 
 def read_state(folder: Path) -> State | None:

@@ -25,7 +25,6 @@ from meshwright.checkpoint.snapshot_transport import SERVER_VARIABLE
 from meshwright.events.terminal import write_line
 from meshwright.launch.agent import Agent
 from meshwright.launch.control import (
-    COORDINATOR_VARIABLE,
     ControlClient,
     ControlServer,
     coordinator_address,
@@ -41,6 +40,7 @@ from meshwright.launch.snapshot_server import snapshot_server
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, BadInput
 from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.job_token import job_token
+from meshwright.spec.rank_environment import COORDINATOR_VARIABLE, HOST_VARIABLE
 from meshwright.spec.run import RunSpec
 
 if TYPE_CHECKING:
@@ -126,6 +126,11 @@ def checked_report(value: object) -> Report:
         raise ValueError("expected ranges of samples")
     if not all(isinstance(text, str) and 0 < len(text) <= 300 for text in (report.host, report.address)):
         raise ValueError("expected names of host and address")
+    texts = (report.test.failure, report.test.exchange) if report.test is not None else ()
+    if report.test is not None and type(report.test.attempt) is not int:
+        raise ValueError("expected an attempt")
+    if not all(isinstance(text, str) and len(text) <= 1000 for text in texts):
+        raise ValueError("expected results of a self-test")
     if not all(type(rank.rank) is int and (rank.code is None or type(rank.code) is int) for rank in report.ranks):
         raise ValueError("expected ranks")
     return report
@@ -145,7 +150,8 @@ def run_agent(run: RunSpec, words: Sequence[str], runs: Path) -> int:
     with snapshot_server(run, own_address, arenas) as server:
         variables = {} if server is None else {SERVER_VARIABLE: server.address}
         start = rank_starter(run.cluster, runs / run.name, own_address, arenas, variables)
-        host = f"{socket.gethostname()}/{os.getpid()}"
+        machine = os.environ.get(HOST_VARIABLE) or socket.gethostname()
+        host = f"{machine.replace('/', '-')[:200]}/{os.getpid()}"
         agent = Agent(host, start, address=own_address, spares=run.supervision.restarts > 0)
         client = ControlClient(address, token)
         with closing(agent), closing(client), forward_signals(agent.stop, agent.kill_at_once):

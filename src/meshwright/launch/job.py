@@ -85,7 +85,7 @@ def _supervise(agent: Agent, prepared: Prepared) -> int:
     run, folder = prepared.assignment.run, prepared.folder
     coordinator = Coordinator(
         folder,
-        rules_of(run),
+        rules_of(run, others_may_join=False),
         run.cluster.gpus_per_node,
         partial(write_attempt, prepared),
         state=opening_state(folder),

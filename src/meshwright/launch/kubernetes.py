@@ -8,7 +8,6 @@ from textwrap import indent
 from typing import Any
 
 from meshwright.config.yaml_positions import dump_yaml
-from meshwright.launch.control import COORDINATOR_VARIABLE
 from meshwright.launch.scheduler_job import (
     KEPT_FILES,
     REQUEUE_CODES,
@@ -17,6 +16,7 @@ from meshwright.launch.scheduler_job import (
 )
 from meshwright.spec.errors import BadInput
 from meshwright.spec.job_token import TOKEN_VARIABLE
+from meshwright.spec.rank_environment import COORDINATOR_VARIABLE, HOST_VARIABLE
 
 PORT = 29400
 """Port of the coordinator."""
@@ -174,6 +174,7 @@ def _container(job: SchedulerJob, container: Container, name: str) -> Object:
         "env": [
             {"name": COORDINATOR_VARIABLE, "value": f"{name}-{REPLICATED_JOB}-0-0.{name}:{PORT}"},
             {"name": TOKEN_VARIABLE, "value": f"{TOKEN_FOLDER}/token"},
+            {"name": HOST_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
         ],
         "resources": {"limits": limits},
         "securityContext": {"allowPrivilegeEscalation": False},

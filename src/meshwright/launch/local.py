@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType, MappingProxyType
 
 from meshwright.checkpoint.arena import ARENA, empty_memory
-from meshwright.events.messages import CHANNEL, Begin, End, Failure, Message, MessageReader, Step, encode
+from meshwright.events.messages import CHANNEL, Begin, End, Failure, Message, MessageReader, SelfTest, Step, encode
 from meshwright.events.progress import PROGRESS, ProgressPage
 from meshwright.events.start import START_TIME_VARIABLE, process_start_time
 from meshwright.events.terminal import write_line
@@ -205,6 +205,11 @@ class Ranks:
         for state, process, environment in zip(self.states, self.processes, environments, strict=True):
             state.rank += first_rank
             _send(process, Begin(str(assignment), environment))
+
+    def request_self_test(self, environments: Sequence[Mapping[str, str]], seconds: float) -> None:
+        """Let processes that wait run the self-test; each answers with a message `SelfTestResult`."""
+        for process, environment in zip(self.processes, environments, strict=True):
+            _send(process, SelfTest(environment, seconds))
 
     def request_end(self, cause: str) -> None:
         """Ask the ranks to close their files and end, because another rank failed for the reason `cause`."""

@@ -10,6 +10,17 @@ from meshwright.policies.skipped_samples import SampleRange
 
 
 @dataclass(frozen=True)
+class HostTest:
+    """The result of a host's self-test for an attempt: what was wrong; empty texts if nothing was."""
+
+    attempt: int
+    failure: str = ""
+    """What was wrong with the host's devices."""
+    exchange: str = ""
+    """What was wrong with exchanges, or that processes did not answer."""
+
+
+@dataclass(frozen=True)
 class Report:
     """An agent's state."""
 
@@ -30,26 +41,32 @@ class Report:
     """Samples that ranks of this host began to leave out in the attempt."""
     stop: int = 0
     """Exit code of a stop request that this agent received."""
+    test: HostTest | None = None
+    """The last self-test of this host that has ended."""
 
     @property
     def urgency(self) -> tuple[object, ...]:
         """The values whose change an agent reports at once. The progress of ranks waits for the next report."""
         ends = tuple((rank.code, rank.failure) for rank in self.ranks)
-        return (self.port, self.attempt, self.ended, ends, self.checkpoints, self.skipped, self.stop)
+        return (self.port, self.attempt, self.ended, ends, self.checkpoints, self.skipped, self.stop, self.test)
 
 
-Order = Literal["wait", "run", "end", "exit"]
+Order = Literal["wait", "test", "run", "end", "idle", "exit"]
 
 
 @dataclass(frozen=True)
 class Directive:
-    """What an agent does now. `wait`: have processes ready. `run`, `end`: the ranks of `attempt`. `exit`: with `code`."""
+    """What an agent does now.
+
+    `wait`: have processes ready. `test`: let them run the self-test for `attempt`. `run`, `end`: the ranks of `attempt`.
+    `idle`: have no processes, as this host is excluded. `exit`: end with `code`.
+    """
 
     order: Order = "wait"
     attempt: int = 0
     first_rank: int = 0
     ranks: int = 0
-    """Ranks of all hosts."""
+    """Ranks of all hosts; of a self-test, those of the hosts that run it together."""
     address: str = ""
     port: int = 0
     """Address and port of the store, on the host of rank 0."""
@@ -57,7 +74,7 @@ class Directive:
     cause: str = ""
     """Why the ranks end."""
     grace: float = 0.0
-    """Seconds that ranks may take to end before they are killed."""
+    """Seconds that ranks may take to end before they are killed, or that a self-test may take."""
     code: int = 0
     stop: int = 0
     """Stop signal that the ranks get; 0 for none."""

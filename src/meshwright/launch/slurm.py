@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
-from meshwright.launch.control import COORDINATOR_VARIABLE
 from meshwright.launch.scheduler_job import (
     LONGEST_NOTICE,
     REQUEUE_CODES,
@@ -14,6 +13,7 @@ from meshwright.launch.scheduler_job import (
 )
 from meshwright.spec.errors import EXIT_INTERRUPTED
 from meshwright.spec.job_token import TOKEN_VARIABLE
+from meshwright.spec.rank_environment import COORDINATOR_VARIABLE
 
 LEAST_NOTICE = 120
 """Seconds before the time limit at which the run is asked to stop, at least."""

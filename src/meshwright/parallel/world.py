@@ -137,7 +137,7 @@ def join(environment: RankEnvironment, cluster: ClusterSpec, *, timeout_seconds:
         limit_device_memory(int(cluster.memory_gib * GiB), device)
     raise_file_limit(environment.ranks)
     try:
-        store = _store(environment, limit)
+        store = open_store(environment, limit)
     except dist.DistError as error:
         address = f"{environment.address}:{environment.port}"
         raise CommunicationFailure(
@@ -214,10 +214,11 @@ def limit_device_memory(memory: int, device: torch.device) -> None:
         torch.cuda.set_per_process_memory_fraction(memory / total, device)
 
 
-def _store(environment: RankEnvironment, limit: timedelta) -> dist.Store:
+def open_store(environment: RankEnvironment, limit: timedelta) -> dist.Store:
     """The key-value store that connects the ranks.
 
-    torch's TCPStore listens on all interfaces unless it gets a socket, as it does when all ranks are on one host.
+    torch's TCPStore listens on all interfaces unless it gets a socket, as it does when all ranks are on one host. The
+    socket stays open after the store, so that a process can open another one.
     """
     descriptor = _store_socket(environment) if environment.rank == 0 else None
     if environment.ranks == 1 and descriptor is None:
@@ -240,7 +241,7 @@ def _store(environment: RankEnvironment, limit: timedelta) -> dist.Store:
 def _store_socket(environment: RankEnvironment) -> int | None:
     """Descriptor of the socket on which rank 0's store listens: inherited, or bound here; None if torch creates it."""
     if STORE_SOCKET in os.environ:
-        return int(os.environ[STORE_SOCKET])
+        return os.dup(int(os.environ[STORE_SOCKET]))  # the store closes its descriptor
     if STORE_BIND not in os.environ or environment.ranks == 1:
         return None
     address = (os.environ[STORE_BIND], environment.port)

@@ -44,12 +44,15 @@ class HangWatch:
         self._ranks: dict[int, RankProgress] = {}
         self._steps: deque[float] = deque(maxlen=COUNTED_STEPS)
         self._first: float | None = None
+        self._phases: set[str] = set()
 
     def update(
         self, rank: int, phase: str, step: int, action: int, count: int, now: float, *, stopped: bool = False
     ) -> None:
         """Record the progress of a rank; `stopped` says whether a signal has stopped its process."""
         last = self._ranks.get(rank)
+        if last is None or phase != last.phase:
+            self._phases.add(phase)
         if last is None:
             self._ranks[rank] = RankProgress(phase, step, action, count, now)
         elif count != last.count or phase != last.phase:
@@ -93,7 +96,8 @@ class HangWatch:
         have come further, or have made progress later, as collectives are asynchronous. Else they wait for the first of
         them in the order of step and action.
         """
-        stalled = [rank for rank, last in self._ranks.items() if now - last.changed > self.limit(last.phase)]
+        limits = {phase: self.limit(phase) for phase in self._phases}
+        stalled = [rank for rank, last in self._ranks.items() if now - last.changed > limits[last.phase]]
         if not stalled:
             return None
         ranks = self._ranks

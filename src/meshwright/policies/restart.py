@@ -26,6 +26,8 @@ class Incident:
     step: int | None = None
     phase: str = "train"
     """What the rank did (`events.messages.Phase`)."""
+    hang: bool = False
+    """Whether the rank ran but made no progress."""
 
     def repeats(self, other: Incident) -> bool:
         """Whether `other` is the same failure at the same step."""

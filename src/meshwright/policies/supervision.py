@@ -5,17 +5,59 @@ monotonic clock. The coordinator keeps the state in a file and carries out the a
 
     gathering ──► preparing ──► running ──► ending ──► gathering …
                                                 └────► finished
+
+While an attempt is prepared, hosts that may have caused the failure before run the self-test. A host that fails it is
+excluded from the job. If too few hosts are ready the job continues on fewer, if there is a plan for them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from meshwright.policies.host_tests import (
+    Exclusion,
+    Suspect,
+    failed_host,
+    machine_of,
+    self_test_groups,
+    suspects_after,
+)
+from meshwright.policies.job_events import (
+    Action,
+    Begin,
+    Committed,
+    End,
+    Ended,
+    Event,
+    Failed,
+    Finish,
+    Lost,
+    Note,
+    Prepare,
+    Prepared,
+    Ready,
+    SelfTestEnded,
+    SkippedSamples,
+    StopRequested,
+    Test,
+    Tick,
+    Trained,
+    Unplannable,
+)
 from meshwright.policies.restart import Incident, Restart, RestartPolicy, Stop, after_failure
 from meshwright.policies.skipped_samples import SampleRange, merge_skips, skip_step
-from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE
+from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_NUMERICAL
 
+RETURN_SECONDS = 900.0
+"""Seconds to wait for another host: longer than schedulers usually take to supply one (`planner.effective_time`)."""
+SPARE_SECONDS = 30.0
+"""Seconds in which the processes of a spare host are ready."""
+REJOIN_SECONDS = 5.0
+"""Seconds to wait for a member that answers before a spare host takes its place: its memory has the newest snapshot."""
+FINAL_TEST_SECONDS = 30.0
+"""Seconds within which the hosts of a job that ends with non-finite values must be ready for the self-test."""
 Status = Literal["gathering", "preparing", "running", "ending", "finished"]
 
 
@@ -30,6 +72,8 @@ class State:
     """Hosts of the attempt, in the order of their ranks."""
     ended: tuple[str, ...] = ()
     """Members whose ranks have ended."""
+    lost: tuple[str, ...] = ()
+    """Members that stopped to answer."""
     incidents: tuple[Incident, ...] = ()
     """Failures since the newest checkpoint was written, one for each failed attempt."""
     restart: Restart = field(default_factory=Restart)
@@ -48,107 +92,18 @@ class State:
     """Samples that are left out."""
     ready: tuple[str, ...] = ()
     """Hosts whose processes wait to begin."""
-
-
-@dataclass(frozen=True)
-class Ready:
-    """The processes of `host` wait to begin an attempt; they no longer do if not `ready`."""
-
-    host: str
-    ready: bool = True
-
-
-@dataclass(frozen=True)
-class Lost:
-    """`host` does not answer; its ranks have ended or cannot write."""
-
-    host: str
-    cause: str
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """The files of the attempt are written."""
-
-    attempt: int
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A rank has finished a step."""
-
-
-@dataclass(frozen=True)
-class Committed:
-    """The checkpoint of `step` is durable."""
-
-    step: int
-
-
-@dataclass(frozen=True)
-class SkippedSamples:
-    """Ranks of the attempt have begun to leave out `ranges` of samples, after a rollback."""
-
-    ranges: tuple[SampleRange, ...]
-
-
-@dataclass(frozen=True)
-class Failed:
-    """The attempt failed, or was stopped, for a reason that `incident` states."""
-
-    attempt: int
-    incident: Incident
-
-
-@dataclass(frozen=True)
-class Ended:
-    """All ranks of the attempt on `host` have ended."""
-
-    attempt: int
-    host: str
-
-
-@dataclass(frozen=True)
-class StopRequested:
-    """A stop signal arrived, which ends the job with `code`. Running ranks stop by themselves, with a checkpoint."""
-
-    code: int
-
-
-@dataclass(frozen=True)
-class Tick:
-    """Time has passed."""
-
-
-Event = Ready | Lost | Prepared | Trained | Committed | SkippedSamples | Failed | Ended | StopRequested | Tick
-
-
-@dataclass(frozen=True)
-class Prepare:
-    """Write the files of the attempt that the state names: lease, Plan and assignment."""
-
-
-@dataclass(frozen=True)
-class Begin:
-    """Let the ranks of the members begin the attempt."""
-
-
-@dataclass(frozen=True)
-class End:
-    """End the ranks of the attempt for `reason`; `incident` is its failure, None if it has not failed."""
-
-    reason: str
-    incident: Incident | None = None
-
-
-@dataclass(frozen=True)
-class Finish:
-    """The job is over."""
-
-    code: int
-
-
-Action = Prepare | Begin | End | Finish
+    suspects: tuple[Suspect, ...] = ()
+    """Hosts that have to pass the self-test before they train again."""
+    tests: tuple[tuple[str, ...], ...] = ()
+    """Groups of members that run the self-test for the attempt in preparation; the first of each is a suspect."""
+    testing: tuple[str, ...] = ()
+    """Hosts of these groups whose results are not known yet."""
+    prepared: bool = False
+    """Whether the files of the attempt in preparation are written."""
+    excluded: tuple[Exclusion, ...] = ()
+    """Hosts that failed the self-test."""
+    unplannable: tuple[int, ...] = ()
+    """Numbers of hosts for which there is no plan."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +116,15 @@ class Rules:
     policy: RestartPolicy
     wait_seconds: float | None = None
     """Seconds to wait for lost hosts before the job continues on the remaining ones; None waits without end."""
+    test_at_end: bool = False
+    """Whether values that are not finite end the job only if they persist; then the hosts are tested before the end."""
+    others_may_join: bool = True
+    """Whether hosts can join the job later; a job of one launcher has its own host only."""
+
+    @property
+    def return_seconds(self) -> float:
+        """Seconds to wait for hosts without which the job cannot go on: excluded ones, or those that a plan needs."""
+        return max(RETURN_SECONDS, self.wait_seconds or 0.0) if self.others_may_join else 0.0
 
 
 Answer = tuple[State, tuple[Action, ...]]
@@ -171,12 +135,18 @@ def decide(state: State, event: Event, now: float, rules: Rules) -> Answer:
     match event:
         case _ if state.status == "finished":
             return state, ()
+        case Ready(host, True) if is_excluded(state, host):
+            return state, ()
         case Ready(host, ready):
             return _gather(replace(state, ready=_with_host(state.ready, host, ready)), now, rules)
         case Lost(host, cause):
             return _lose(state, host, cause, now, rules)
         case Prepared(attempt) if state.status == "preparing" and attempt == state.attempt:
-            return replace(state, status="running"), (Begin(),)
+            return _begin(replace(state, prepared=True))
+        case Unplannable(attempt, cause) if state.status == "preparing" and attempt == state.attempt:
+            return _fewer(state, cause, now, rules)
+        case SelfTestEnded(attempt, host) if attempt == state.attempt and host in state.testing:
+            return _take_test(state, event, now, rules)
         case Trained():
             return replace(state, trained=True), ()
         case Committed(step):
@@ -196,25 +166,136 @@ def decide(state: State, event: Event, now: float, rules: Rules) -> Answer:
     return state, ()
 
 
+def is_excluded(state: State, host: str) -> bool:
+    """Whether the machine of `host` failed the self-test."""
+    return any(machine_of(exclusion.host) == machine_of(host) for exclusion in state.excluded)
+
+
 def _gather(state: State, now: float, rules: Rules) -> Answer:
     """Choose the members of the next attempt if enough hosts are ready and its time has come."""
     if state.status != "gathering" or now < state.not_before:
         return state, ()
-    if len(state.ready) < rules.hosts:
+    if state.stop is not None:
+        return _gather_for_last_test(state, now)
+    most = min(len(state.ready), rules.hosts)
+    count = next((count for count in range(most, 0, -1) if count not in state.unplannable), 0)
+    present = (*state.ready, *state.lost)
+    absent = any(host not in present and not is_excluded(state, host) for host in state.members)
+    if count < rules.hosts or absent:
         if not state.attempt:
             return state, ()
         since = now if state.short_since is None else state.short_since
         state = replace(state, short_since=since)
-        if not state.ready or rules.wait_seconds is None or now - since < rules.wait_seconds:
+        patience = _patience(state, rules) if count < rules.hosts else 0.0
+        if patience is None or now - since < (max(patience, REJOIN_SECONDS) if absent else patience):
             return state, ()
+        if not count:
+            return _without_hosts(state, now - since, rules)
     ready_members = [host for host in state.members if host in state.ready]
     other_hosts = [host for host in state.ready if host not in ready_members]
-    members = tuple((ready_members + other_hosts)[: rules.hosts])
+    members = tuple((ready_members + other_hosts)[:count])
+    groups = self_test_groups(state.suspects, members)
     state = replace(
-        state, status="preparing", attempt=state.attempt + 1, members=members, ended=(), short_since=None,
+        state, status="preparing", attempt=state.attempt + 1, members=members, ended=(), lost=(), prepared=False,
+        short_since=None if count == rules.hosts else state.short_since, tests=groups,
+        testing=tuple(host for group in groups for host in group),
         ready=tuple(host for host in state.ready if host not in members),
     )  # fmt: skip
     return state, (Prepare(),)
+
+
+def _patience(state: State, rules: Rules) -> float | None:
+    """Seconds to wait for missing hosts before the job continues on fewer; None waits without end.
+
+    An excluded host does not return by itself. Then the wait is only for a spare host that is not ready yet.
+    """
+    if not rules.others_may_join:
+        return 0.0 if state.excluded else None
+    if rules.wait_seconds is not None:
+        return rules.wait_seconds
+    return SPARE_SECONDS if state.excluded else None
+
+
+def _without_hosts(state: State, waited: float, rules: Rules) -> Answer:
+    """No attempt is possible: wait for hosts for a limited time if some are excluded or have no plan, then end the job."""
+    if not (state.excluded or state.unplannable) or waited < rules.return_seconds:
+        return state, ()
+    reasons = [f"host {exclusion.host} failed the self-test" for exclusion in state.excluded]
+    if state.unplannable:
+        reasons.append(
+            f"there is no plan for {' or '.join(map(str, sorted(state.unplannable)))} of {rules.hosts} hosts"
+        )
+    waiting = f" after a wait of {waited:,.0f} s" if rules.return_seconds else ""
+    return _finish(replace(state, stop=Stop(EXIT_COMMUNICATION, f"too few hosts{waiting}: {'; '.join(reasons)}")))
+
+
+def _fewer(state: State, cause: str, now: float, rules: Rules) -> Answer:
+    """There is no plan for the number of members: try fewer, or wait for further hosts."""
+    count = len(state.members)
+    state = replace(
+        state, status="gathering", unplannable=(*state.unplannable, count), tests=(), testing=(),
+        ready=tuple(sorted({*state.ready, *state.members})),
+    )  # fmt: skip
+    left = [number for number in range(1, count) if number not in state.unplannable]
+    then = f"{left[-1]} are tried" if left else f"the job waits for others, at most {rules.return_seconds:,.0f} s"
+    note = Note(f"there is no plan for {count} of {rules.hosts} hosts; {then} ({cause})")
+    state, more = _gather(state, now, rules)
+    return state, (note, *more)
+
+
+def _take_test(state: State, ended: SelfTestEnded, now: float, rules: Rules) -> Answer:
+    """Exclude a host that failed its self-test; begin the attempt once all have passed."""
+    group = next(group for group in state.tests if ended.host in group)
+    failed = failed_host(ended.host, group, ended.failure, ended.exchange)
+    if failed is not None:
+        return _exclude(state, Exclusion(*failed), now, rules)
+    left = tuple(host for host in state.testing if host != ended.host)
+    passed = [group[0] for group in state.tests if not set(group) & set(left)]
+    return _begin(replace(state, testing=left, suspects=_without_machines(state.suspects, passed)))
+
+
+def _exclude(state: State, exclusion: Exclusion, now: float, rules: Rules) -> Answer:
+    """Go on without a host; also a job that was to end, as the host may be the reason."""
+    state = replace(
+        state, status="gathering", excluded=(*state.excluded, exclusion), tests=(), testing=(),
+        suspects=_without_machines(state.suspects, [exclusion.host]),
+        ready=tuple(host for host in state.ready if machine_of(host) != machine_of(exclusion.host)),
+        stop=None, restart=Restart() if state.stop is not None else state.restart,
+    )  # fmt: skip
+    note = Note(f"host {exclusion.host} failed the self-test and is excluded from the job: {exclusion.cause}")
+    state, more = _gather(state, now, rules)
+    return state, (note, *more)
+
+
+def _without_machines(suspects: tuple[Suspect, ...], hosts: Sequence[str]) -> tuple[Suspect, ...]:
+    """The suspects that are on other machines than `hosts`."""
+    machines = {machine_of(host) for host in hosts}
+    return tuple(suspect for suspect in suspects if machine_of(suspect.host) not in machines)
+
+
+def _begin(state: State) -> Answer:
+    """Let a prepared attempt begin once all tested hosts have passed. A job that was to end after the tests ends."""
+    if not state.prepared or state.testing:
+        return state, ()
+    if state.stop is not None:
+        return _finish(state)
+    return replace(state, status="running", tests=(), short_since=None), (Begin(),)
+
+
+def _gather_for_last_test(state: State, now: float) -> Answer:
+    """Test the members of a job that is about to end with values that are not finite, once they are ready."""
+    since = now if state.short_since is None else state.short_since
+    groups = self_test_groups(state.suspects, state.members)
+    if groups and set(state.members) <= set(state.ready):
+        state = replace(
+            state, status="preparing", attempt=state.attempt + 1, ended=(), prepared=True, short_since=None,
+            tests=groups, testing=tuple(host for group in groups for host in group),
+            ready=tuple(host for host in state.ready if host not in state.members),
+        )  # fmt: skip
+        return state, (Test(),)
+    if now - since >= FINAL_TEST_SECONDS:
+        return _finish(state)
+    return replace(state, short_since=since), ()
 
 
 def _grow(state: State, rules: Rules) -> Answer:
@@ -229,9 +310,16 @@ def _fail(state: State, incident: Incident, now: float, rules: Rules) -> Answer:
     """Decide once what follows a failed attempt, and end its ranks."""
     if state.status not in ("preparing", "running"):
         return state, ()
+    if state.stop is not None:  # during the self-test before the end
+        return _finish(state)
     was_running = state.status == "running"
     incidents = (*state.incidents, incident)
-    state = replace(state, status="ending", incidents=incidents, ended=state.ended if was_running else state.members)
+    suspects = suspects_after(incidents, state.members) if rules.policy.restarts else ()
+    state = replace(
+        state, status="ending", incidents=incidents, ended=state.ended if was_running else state.members,
+        tests=(), testing=(),
+        suspects=(*state.suspects, *(suspect for suspect in suspects if suspect not in state.suspects)),
+    )  # fmt: skip
     decision = after_failure(incidents, rules.policy, state.checkpoints, trained=state.trained)
     if isinstance(decision, Stop):
         state = replace(state, stop=decision)
@@ -249,7 +337,9 @@ def _end(state: State, now: float, rules: Rules) -> Answer:
         return state, ()
     if state.status == "running":  # all ranks ended without a failure
         return _finish(replace(state, stop=Stop(EXIT_DONE)))
-    return _finish(state) if state.stop else _gather(replace(state, status="gathering"), now, rules)
+    if state.stop is not None and not (rules.test_at_end and state.stop.code == EXIT_NUMERICAL):
+        return _finish(state)
+    return _gather(replace(state, status="gathering"), now, rules)
 
 
 def _finish(state: State) -> Answer:
@@ -260,8 +350,11 @@ def _finish(state: State) -> Answer:
 def _lose(state: State, host: str, cause: str, now: float, rules: Rules) -> Answer:
     """Count a lost member's ranks as ended; the attempt fails if that is its first failure."""
     state = replace(state, ready=_with_host(state.ready, host, False))
-    if host not in state.members or state.status == "gathering":
+    if host not in state.members:
         return state, ()
+    state = replace(state, lost=_with_host(state.lost, host))
+    if state.status == "gathering":
+        return _gather(state, now, rules)
     state, actions = _fail(state, Incident(EXIT_COMMUNICATION, cause, host=host), now, rules)
     if state.status == "ending":
         state, end_actions = _end(replace(state, ended=_with_host(state.ended, host)), now, rules)

@@ -8,8 +8,7 @@ from math import floor
 from random import Random
 
 from meshwright.policies.effective_time import FailureClass, FailureModel
-from meshwright.policies.restart import Incident, RestartPolicy
-from meshwright.policies.supervision import (
+from meshwright.policies.job_events import (
     Action,
     Begin,
     Committed,
@@ -21,12 +20,11 @@ from meshwright.policies.supervision import (
     Prepare,
     Prepared,
     Ready,
-    Rules,
-    State,
     Tick,
     Trained,
-    decide,
 )
+from meshwright.policies.restart import Incident, RestartPolicy
+from meshwright.policies.supervision import Rules, State, decide
 from meshwright.spec.errors import EXIT_COMMUNICATION
 
 MOST_HOSTS = 8

@@ -13,7 +13,7 @@ from meshwright.events.span import Span
 from meshwright.simulator.timeline import Timeline
 
 MICROSECONDS = 1e6
-LANES = ("step", "compute", "unshard", "reduce", "replicate", "offload", "fetch", "recv", "send")
+LANES = ("step", "compute", "wait", "unshard", "reduce", "replicate", "offload", "fetch", "recv", "send")
 """Order of a rank's lanes from the top, by the first word of their name; other lanes follow."""
 UNNAMED: Mapping[int, str] = MappingProxyType({})
 
@@ -23,9 +23,13 @@ def write_trace(timeline: Timeline, path: Path, ranks: Mapping[int, str] = UNNAM
     write_spans(timeline.spans(), path, ranks)
 
 
-def write_spans(spans: Iterable[Span], path: Path, ranks: Mapping[int, str] = UNNAMED) -> None:
-    """Write predicted or measured spans to `path`, as `write_trace` does."""
-    trace = {"displayTimeUnit": "ms", "traceEvents": trace_events(spans, ranks)}
+def write_spans(
+    spans: Iterable[Span], path: Path, ranks: Mapping[int, str] = UNNAMED, metadata: Mapping[str, Any] | None = None
+) -> None:
+    """Write predicted or measured spans to `path`, as `write_trace` does; `metadata` are figures about the trace."""
+    trace: dict[str, Any] = {"displayTimeUnit": "ms", "traceEvents": trace_events(spans, ranks)}
+    if metadata is not None:
+        trace["otherData"] = dict(metadata)
     text = json.dumps(trace, separators=(",", ":")).encode("utf-8")
     # Without file name and time in the gzip header, the same plan gives the same bytes.
     path.write_bytes(gzip.compress(text, 6, mtime=0) if path.suffix == ".gz" else text)

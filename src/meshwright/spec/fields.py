@@ -13,6 +13,7 @@ import inspect
 import textwrap
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -53,46 +54,77 @@ def from_plain(cls: type[T], data: Any) -> T:
 
     The data must have been validated (`config.load`) or written by `to_plain`; a key the class lacks raises TypeError.
     """
-    return _build(cls, data)
+    return _builder(cls)(data)
 
 
-def _build(annotation: Any, data: Any) -> Any:
-    origin = typing.get_origin(annotation)
-    arguments = typing.get_args(annotation)
+Build = Callable[[Any], Any]
+
+
+def _builder(annotation: Any) -> Build:
+    """The function that rebuilds a value of this type."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
-        return _build(arguments[0], data)
+        return _builder(arguments[0])
     if origin in (Union, types.UnionType):
-        return _build_union(arguments, data)
+        return _union_builder(arguments)
+    if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
+        build = _builder(arguments[0])
+        return tuple if build is _keep else lambda data: tuple([build(value) for value in data])
     if origin is tuple:
-        inner = arguments[0] if len(arguments) == 2 and arguments[1] is Ellipsis else None
-        pairs = [(inner, v) for v in data] if inner is not None else list(zip(arguments, data, strict=True))
-        return tuple(_build(a, v) for a, v in pairs)
+        builders = [_builder(argument) for argument in arguments]
+        return lambda data: tuple([build(value) for build, value in zip(builders, data, strict=True)])
     if origin is dict:
-        return {key: _build(arguments[1], v) for key, v in data.items()}
+        build_value = _builder(arguments[1])
+        return lambda data: {key: build_value(value) for key, value in data.items()}
     if dataclasses.is_dataclass(annotation):
-        hints = hints_of(annotation)
-        unknown = set(data) - set(hints)
-        if unknown:
-            raise TypeError(f"{annotation.__name__} has no field {sorted(unknown)[0]!r}")
-        return annotation(**{key: _build(hints[key], v) for key, v in data.items()})
-    if annotation is float and isinstance(data, int) and not isinstance(data, bool):
-        return float(data)
+        return lambda data: _build_dataclass(annotation, data)
+    return _build_float if annotation is float else _keep
+
+
+def _keep(data: Any) -> Any:
     return data
 
 
-def _build_union(arguments: tuple[Any, ...], data: Any) -> Any:
-    if data is None:
-        return None
+def _build_float(data: Any) -> Any:
+    return float(data) if isinstance(data, int) and not isinstance(data, bool) else data
+
+
+def _build_dataclass(cls: Any, data: Any) -> Any:
+    builders = _field_builders(cls)
+    if not data.keys() <= builders.keys():
+        unknown = set(data) - set(builders)
+        raise TypeError(f"{cls.__name__} has no field {sorted(unknown)[0]!r}")
+    return cls(**{key: builders[key](value) for key, value in data.items()})
+
+
+@cache
+def _field_builders(cls: type) -> dict[str, Build]:
+    """The function that rebuilds each field of a spec class."""
+    return {name: _builder(annotation) for name, annotation in hints_of(cls).items()}
+
+
+def _union_builder(arguments: tuple[Any, ...]) -> Build:
+    """A dict or list becomes the first spec class or container that it can be; an integer a float if only that is possible."""
+    options: list[tuple[tuple[type, ...], Build]] = []
     for option in arguments:
-        spec_class = dataclasses.is_dataclass(option)
-        container = typing.get_origin(option) in (dict, tuple)
-        if (spec_class and isinstance(data, dict)) or (container and isinstance(data, (dict, list, tuple))):
-            return _build(option, data)
+        if dataclasses.is_dataclass(option):
+            options.append(((dict,), _builder(option)))
+        elif typing.get_origin(option) in (dict, tuple):
+            options.append(((dict, list, tuple), _builder(option)))
     bare = [
         typing.get_args(option)[0] if typing.get_origin(option) is typing.Annotated else option for option in arguments
     ]
-    widen = float in bare and int not in bare and isinstance(data, int) and not isinstance(data, bool)
-    return float(data) if widen else data
+    scalar = _build_float if float in bare and int not in bare else _keep
+
+    def build(data: Any) -> Any:
+        if data is None:
+            return None
+        for data_types, build_option in options:
+            if isinstance(data, data_types):
+                return build_option(data)
+        return scalar(data)
+
+    return build
 
 
 @cache

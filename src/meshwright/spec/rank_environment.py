@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +12,10 @@ from meshwright.spec.errors import BadInput
 
 ATTEMPT_VARIABLE = "MESHWRIGHT_ATTEMPT"
 """Environment variable with the number of the attempt, for ranks that an agent started."""
+COORDINATOR_VARIABLE = "MESHWRIGHT_COORDINATOR"
+"""Environment variable with HOST:PORT of the coordinator of a run on several hosts."""
+HOST_VARIABLE = "MESHWRIGHT_HOST"
+"""Environment variable with the name of the machine, for the case that the hostname is not: a pod's is its own."""
 HIGHEST_NUMBER = 2**31 - 1
 HIGHEST_PORT = 2**16 - 1
 _REMEDY = (
@@ -23,7 +28,48 @@ def started_by_launcher(env: Mapping[str, str] = os.environ) -> bool:
 
     Raises BadInput when SLURM_NTASKS is not a number of ranks.
     """
-    return "RANK" in env or ("SLURM_PROCID" in env and _number(env, "SLURM_NTASKS", 1, default=1) > 1)
+    return "RANK" in env or (_is_slurm_task(env) and not is_node_agent(env))
+
+
+def is_node_agent(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether Slurm or Kubernetes started this process as the only one of its node, and a coordinator is named.
+
+    Kubernetes names it in the files of `meshwright launch`: each pod of an indexed job is a node. A process with a RANK
+    is a rank.
+    """
+    if "RANK" in env or not env.get(COORDINATOR_VARIABLE):
+        return False
+    return "JOB_COMPLETION_INDEX" in env or (_is_slurm_task(env) and one_task_per_node(env))
+
+
+def one_task_per_node(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether every node of this Slurm step has one task.
+
+    Raises BadInput when one of Slurm's variables is no number.
+    """
+    tasks = env.get("SLURM_STEP_TASKS_PER_NODE")  # such as 1(x4), or 2(x3),1
+    if tasks is not None:
+        return re.fullmatch(r"1(\(x\d+\))?", tasks) is not None
+    if "SLURM_NTASKS_PER_NODE" in env:
+        return _number(env, "SLURM_NTASKS_PER_NODE", 1) == 1
+    return _number(env, "SLURM_NTASKS", 1, default=1) == _number(env, "SLURM_NNODES", 1, default=0)
+
+
+def _is_slurm_task(env: Mapping[str, str]) -> bool:
+    """Whether this process is one of several tasks of a Slurm step."""
+    return "SLURM_PROCID" in env and _number(env, "SLURM_NTASKS", 1, default=1) > 1
+
+
+def check_tasks(gpus_per_node: int, env: Mapping[str, str] = os.environ) -> None:
+    """Raise BadInput if Slurm started one task per node for several ranks, and no coordinator is named for agents."""
+    if "RANK" in env or not _is_slurm_task(env) or is_node_agent(env) or gpus_per_node == 1:
+        return
+    if one_task_per_node(env):
+        raise BadInput(
+            f"Slurm started one task per node and cluster.gpus_per_node is {gpus_per_node}; set {COORDINATOR_VARIABLE} and "
+            "MESHWRIGHT_TOKEN_FILE, so that each task is the agent of its node (`meshwright launch --to slurm` writes such "
+            f"a script), or start one task per device: srun --ntasks-per-node={gpus_per_node}"
+        )
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from meshwright.events.messages import Begin, Channel, End, Failure, decode
+from meshwright.events.messages import Begin, Channel, End, Failure, SelfTest, SelfTestResult, decode
 from meshwright.events.progress import PROGRESS, ProgressPage, ProgressSender
 from meshwright.events.terminal import write_line
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_INTERNAL, CommunicationFailure, MeshwrightError
@@ -53,19 +53,23 @@ class RankLife:
         self.log_file: Path | None = None
         self._cleanups: list[Callable[[], object]] = []
         self._ending = threading.Lock()
-        self._begin: queue.SimpleQueue[Begin | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[Begin | SelfTest | None] = queue.SimpleQueue()
         # Without a target it keeps every record, whatever its capacity.
         self._early = logging.handlers.MemoryHandler(1000, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
         _log_through(self._early, first=environment.rank == 0 and not spare)
         if self.channel.connected:
             threading.Thread(target=self._listen, name="launcher", daemon=True).start()
 
-    def wait_for_assignment(self) -> Path:
+    def wait_for_assignment(self, self_test: Callable[[SelfTest], SelfTestResult]) -> Path:
         """The assignment file that the launcher names. Exits with code 0 if the pipe closes without one.
 
-        The variables of `Begin` are set first. With a RANK among them this process, so far a spare, becomes that rank.
+        Until then it answers each request of the launcher with the result of `self_test`. The variables of `Begin` are
+        set first. With a RANK among them this process, so far a spare, becomes that rank.
         """
-        begin = self._begin.get() if self.channel.connected else None
+        begin = self._requests.get() if self.channel.connected else None
+        while isinstance(begin, SelfTest):
+            self.channel.send(self_test(begin))
+            begin = self._requests.get()
         if begin is None:
             os._exit(EXIT_DONE)
         os.environ.update(begin.environment)
@@ -162,12 +166,12 @@ class RankLife:
             ):  # not through sys.stdin, whose lock an interpreter that exits would wait for
                 *lines, incomplete = (incomplete + data).split(b"\n")
                 for message in map(decode, lines):
-                    if isinstance(message, Begin):
-                        self._begin.put(message)
+                    if isinstance(message, Begin | SelfTest):
+                        self._requests.put(message)
                     elif isinstance(message, End):
                         self.end(CommunicationFailure(message.cause))
         finally:
-            self._begin.put(None)
+            self._requests.put(None)
 
 
 def end_with_parent() -> None:

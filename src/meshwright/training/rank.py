@@ -1,8 +1,9 @@
 """Process of a locally launched rank: imports during the launcher's planning, then trains.
 
 `python -m meshwright.training.rank cpu|cuda [spare]` waits for the message `Begin` on its standard input
-(`events.messages`), which names the run's assignment. If the input ends without it, there is nothing to run. A spare
-imports the same modules but has no rank and opens no device until `Begin` gives it the variables of a rank.
+(`events.messages`), which names the run's assignment, and runs the self-test on request. If the input ends without
+`Begin`, there is nothing to run. A spare imports the same modules but has no rank and opens no device until `Begin`
+gives it the variables of a rank.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from meshwright.events.start import START_TIME_VARIABLE, StartClock
@@ -30,9 +32,10 @@ def main() -> None:
     life = RankLife(NO_RANK if spare else RankEnvironment.from_environment(), spare=spare)
     import_all(cuda, open_device=not spare)
     from meshwright.training import worker
+    from meshwright.training.self_test import answer_self_test
 
     clock.end("imports")
-    file = life.wait_for_assignment()
+    file = life.wait_for_assignment(partial(answer_self_test, sys.argv[1]))
     if spare:
         clock = StartClock.for_spare()
         if cuda:

@@ -1,5 +1,7 @@
 """Self-test of a host's devices: a matrix product with a known result, a memory pattern, and exchanges in pairs.
 
+After a failure that hardware may have caused, processes that wait for the next attempt call `answer_self_test`.
+
 `python -m meshwright.training.self_test cpu|cuda RANKS [SECONDS]` starts one process per device of this host and prints one
 JSON object: {ok, device, ranks, seconds, checks: [{rank, check, ok, detail}]}. The exit code is 0 if all checks pass, else
 3. A process that does not answer in time fails the check `answer`.
@@ -16,14 +18,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.events.messages import SelfTest, SelfTestResult
 from meshwright.events.terminal import write_line
+from meshwright.parallel.world import open_store
 from meshwright.spec.errors import EXIT_DONE, EXIT_NO_RESOURCES
+from meshwright.spec.failures import as_meshwright_error
+from meshwright.spec.rank_environment import RankEnvironment
 
 SECONDS = 60.0
 """Default limit of a whole test."""
@@ -134,14 +141,57 @@ def run_rank(device_type: str, rank: int, ranks: int, store: str) -> Iterator[Ch
     functions: dict[str, Callable[[], str]] = {
         "product": lambda: wrong_product(device),
         "memory": lambda: wrong_memory(device, _memory_bytes(device, ranks)),
-        "exchange": lambda: _join_and_exchange(backend, device, rank, ranks, store),
+        "exchange": lambda: _join_and_exchange(
+            backend, device, rank, ranks, lambda: dist.FileStore(store, ranks), timedelta(seconds=SECONDS)
+        ),
     }
     for name, function in functions.items():
-        try:
-            detail = function()
-        except Exception as error:
-            detail = f"{type(error).__name__}: {error}".splitlines()[0]
+        detail = _run_check(function)
         yield Check(rank, name, not detail, detail)
+
+
+def _run_check(function: Callable[[], str]) -> str:
+    """What a check found wrong; the error if it raised one."""
+    try:
+        return function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def answer_self_test(device_type: str, request: SelfTest) -> SelfTestResult:
+    """The self-test of a process that waits for an attempt, together with the ranks that `request` names."""
+    environment = RankEnvironment.from_environment({**os.environ, **request.environment})
+    device = torch.device("cpu") if device_type == "cpu" else torch.device("cuda", environment.local_rank)
+    product = _run_check(lambda: _prepare(device) or wrong_product(device))
+    memory = _run_check(lambda: _wrong_memory_if_free(device, environment.local_ranks))
+    limit = timedelta(seconds=request.seconds / 2)
+    backend = "gloo" if device.type == "cpu" else "nccl"
+    exchange = _run_check(
+        lambda: _join_and_exchange(
+            backend, device, environment.rank, environment.ranks, lambda: open_store(environment, limit), limit
+        )
+    )
+    return SelfTestResult(product or memory, exchange)
+
+
+def _prepare(device: torch.device) -> str:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return ""
+
+
+def _wrong_memory_if_free(device: torch.device, ranks: int) -> str:
+    """`wrong_memory` of free memory; memory that others hold is no defect. The allocator's statistics start anew."""
+    try:
+        return wrong_memory(device, _memory_bytes(device, ranks))
+    except Exception as error:
+        if as_meshwright_error(error).exit_code == EXIT_NO_RESOURCES:
+            return ""
+        raise
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
 
 
 def _memory_bytes(device: torch.device, ranks: int) -> int:
@@ -150,12 +200,16 @@ def _memory_bytes(device: torch.device, ranks: int) -> int:
     return min(MEMORY_BYTES["cuda"], torch.cuda.mem_get_info(device)[0] // 2)
 
 
-def _join_and_exchange(backend: str, device: torch.device, rank: int, ranks: int, store: str) -> str:
+def _join_and_exchange(
+    backend: str, device: torch.device, rank: int, ranks: int, store: Callable[[], dist.Store], limit: timedelta
+) -> str:
+    """Exchange data with each other rank; `store` opens the store through which the ranks meet."""
     if ranks == 1:
         return ""
-    dist.init_process_group(backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    dist.init_process_group(backend, store=store(), rank=rank, world_size=ranks, timeout=limit)
     detail = wrong_exchange(device, rank, ranks)
     dist.barrier()
+    dist.destroy_process_group()
     return detail
 
 

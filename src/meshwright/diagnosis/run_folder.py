@@ -1,0 +1,54 @@
+"""Reads the recorded spans of a run's folder."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+
+from meshwright.diagnosis.operations import OperationTable
+from meshwright.diagnosis.run_spans import RankRecords, table_of_spans
+from meshwright.events.span_ring import RankSpans, read_spans, starts_with_spans
+from meshwright.spec.errors import BadInput
+
+
+def read_operations(folder: Path, last_steps: int) -> tuple[OperationTable, list[str]]:
+    """The operations of the last steps of the run's newest start, and notes on files that cannot be read.
+
+    Raises BadInput if a rank's spans are missing or the ranks have no complete step in common.
+    """
+    starts = starts_with_spans(folder)
+    if not starts:
+        raise BadInput(f"{folder} has no spans/; they are recorded unless observe.spans is false")
+    spans, notes = read_spans(starts[-1])
+    expected = spans[0].header["ranks"] if spans else 1
+    if len(spans) < expected:
+        found = {rank_spans.rank for rank_spans in spans}
+        missing = next(rank for rank in range(expected) if rank not in found)
+        reason = f": {notes[0]}" if notes else ""
+        raise BadInput(
+            f"{starts[-1]} has the spans of {len(spans)} of {expected} ranks; rank {missing} is missing{reason}"
+        )
+    return table_of_spans(_with_coordinates(spans), last_steps), notes
+
+
+def _with_coordinates(spans: list[RankSpans]) -> list[RankRecords]:
+    """The ranks with their stage, and their index among the ranks of the stage."""
+    by_stage: dict[int, list[RankSpans]] = defaultdict(list)
+    for rank_spans in spans:
+        by_stage[rank_spans.header["coordinates"].get("pipeline", 0)].append(rank_spans)
+    return [
+        RankRecords(
+            rank=rank_spans.rank, stage=stage, dp=dp, host=rank_spans.header["host"], records=_without_first_step(rank_spans),
+            phases=rank_spans.header["phases"],
+        )
+        for stage, ranks in sorted(by_stage.items())
+        for dp, rank_spans in enumerate(ranks)
+    ]  # fmt: skip
+
+
+def _without_first_step(spans: RankSpans) -> np.ndarray:
+    """The records without those of the start's first step, which compiles, connects and allocates."""
+    steps = spans.records["step"]
+    return spans.records if spans.overwritten or not len(steps) else spans.records[steps > steps.min()]

@@ -1,0 +1,125 @@
+"""What the actions of a schedule need from other ranks, indexed so that the first unmet need is found by bisection.
+
+A position counts half actions of a pipeline rank: 2·i before action i, 2·i + 1 once the rank has joined the collective of
+action i and waits in it, 2·i + 2 after it. -2 is before the step and -1 in the sum over all ranks that begins it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Sequence
+
+from meshwright.schedules.action import COMPUTE, FORWARD, GRADIENT, Action
+from meshwright.schedules.schedule import Schedule
+
+BEFORE_STEP = -2
+"""Position of a rank that has not begun the step."""
+Need = tuple[int, int]
+"""(index of the action that needs, index of the peer's action that provides)."""
+
+
+class PeerNeeds:
+    """What one pipeline rank needs from another: for a peer's position, the first action that cannot complete."""
+
+    def __init__(self, needs: Sequence[Need]) -> None:
+        by_provider = sorted((provider, index) for index, provider in needs)
+        self._providers = [provider for provider, _ in by_provider]
+        self._first = [index for _, index in by_provider]
+        for place in range(len(by_provider) - 2, -1, -1):
+            self._first[place] = min(self._first[place], self._first[place + 1])
+
+    def first_blocked(self, peer_position: int) -> int | None:
+        """Index of the first action that waits while the peer is at this position; None if none does."""
+        place = bisect_left(self._providers, peer_position // 2)
+        return self._first[place] if place < len(self._first) else None
+
+
+class ScheduleDependencies:
+    """The needs of every pipeline rank, and the indices of its actions with collectives."""
+
+    def __init__(self, schedule: Schedule, sends_ahead: int | None = None) -> None:
+        """`sends_ahead` is how many messages of a channel a host issues before it waits for the receiver; None: any number."""
+        self.schedule = schedule
+        self.rank_of = schedule.rank_of
+        self.last = [len(actions) for actions in schedule.actions]
+        self.joint = [_joint_indices(actions) for actions in schedule.actions]
+        """By pipeline rank, the indices at which all ranks of the job wait for each other: begin, gradient norm, end."""
+        self.collectives = [_collective_indices(actions) for actions in schedule.actions]
+        """By pipeline rank and group (`gather`, `reduce`, `compute`), the indices of the actions with a collective."""
+        self.needs: dict[int, dict[int, PeerNeeds]] = {}
+        collected = _message_needs(schedule, sends_ahead)
+        for (rank, peer), needs in collected.items():
+            self.needs.setdefault(rank, {})[peer] = PeerNeeds(needs)
+
+    def first_collective(self, pipeline_rank: int, group: str, position: int) -> int | None:
+        """Index of the first collective of a group that a rank at `position` has not joined."""
+        indices = self.collectives[pipeline_rank][group]
+        place = bisect_left(indices, (position + 1) // 2)
+        return indices[place] if place < len(indices) else None
+
+    def label(self, pipeline_rank: int, index: int) -> str:
+        """The label of an action; the begin or end of the step outside of the schedule."""
+        actions = self.schedule.actions[pipeline_rank]
+        if index < 0:
+            return "begin of step"
+        return actions[index].label if index < len(actions) else "end of step"
+
+    def message(self, pipeline_rank: int, index: int, peer: int) -> str:
+        """What action `index` waits for from pipeline rank `peer`: activation, gradient, or the receive of its own message."""
+        action = self.schedule.actions[pipeline_rank][index]
+        if action.op == "send":
+            return "receive"
+        sources = {part: source_stage(part, len(self.rank_of)) for part in action.parts}
+        for part, stage in sources.items():
+            if stage is not None and self.rank_of[stage] == peer:
+                return "activation" if part.op in FORWARD else "gradient"
+        return "message"
+
+
+def source_stage(part: Action, stages: int) -> int | None:
+    """The stage whose output or gradient a compute action consumes, if any."""
+    if part.op in FORWARD:
+        return part.stage - 1 if part.stage > 0 else None
+    if part.op in GRADIENT:
+        return part.stage + 1 if part.stage + 1 < stages else None
+    return None
+
+
+def _joint_indices(actions: Sequence[Action]) -> tuple[int, ...]:
+    norm = [index for index, action in enumerate(actions) if action.op == "norm_barrier"]
+    return (-1, *norm, len(actions))
+
+
+def _collective_indices(actions: Sequence[Action]) -> dict[str, list[int]]:
+    groups = {"gather": ("unshard",), "reduce": ("reduce_grad",), "compute": tuple(COMPUTE)}
+    return {name: [index for index, a in enumerate(actions) if a.op in ops] for name, ops in groups.items()}
+
+
+def _message_needs(schedule: Schedule, sends_ahead: int | None) -> dict[tuple[int, int], list[Need]]:
+    """By (rank, peer): which action of the rank waits for which action of the peer."""
+    rank_of, needs = schedule.rank_of, defaultdict[tuple[int, int], list[Need]](list)
+    sends: dict[tuple[int, int, int], int] = {}
+    channels: dict[tuple[int, int], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+    for rank, actions in enumerate(schedule.actions):
+        for index, action in enumerate(actions):
+            if action.op == "send":
+                sends[action.stage, action.peer, action.micro_batch] = index
+                channels[rank, rank_of[action.peer]][0].append(index)
+            elif action.op == "recv":
+                channels[rank_of[action.peer], rank][1].append(index)
+    for rank, actions in enumerate(schedule.actions):
+        consumed: set[tuple[int, int, int]] = set()
+        for index, action in enumerate(actions):
+            for part in action.parts if action.op in COMPUTE else ():
+                stage = source_stage(part, len(rank_of))
+                if stage is None or rank_of[stage] == rank:
+                    continue
+                message = stage, part.stage, part.micro_batch
+                if message not in consumed:  # the first unit of the stage that runs
+                    consumed.add(message)
+                    needs[rank, rank_of[stage]].append((index, sends[message]))
+    if sends_ahead is not None:
+        for (sender, receiver), (sent, received) in channels.items():
+            needs[sender, receiver] += list(zip(sent[sends_ahead:], received, strict=False))
+    return needs

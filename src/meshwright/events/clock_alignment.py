@@ -1,0 +1,104 @@
+"""Offsets between the clocks of hosts, from events that all of them recorded; torch-free.
+
+A collective ends on no rank before its last participant has started, and a message arrives after it was ready. Each such
+pair bounds the difference of two hosts' clocks from one side: start − end of one host to the other. The tightest bounds
+over many steps, combined along all paths between hosts, give an interval for every offset (as in Duda et al. 1987).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.events.span_ring import RankSpans
+
+Events = dict[tuple[int, ...], list[tuple[int, int, int]]]
+"""By key of a collective or message: (host, start in ns or none, end in ns or none) of each participant."""
+NEVER, UNKNOWN = 2**62, 2**61
+"""A time that an event does not have, and a difference that no event bounds; two of the latter add without overflow."""
+
+
+@dataclass(frozen=True)
+class ClockAlignment:
+    """What to add to the times of each host to get those of the first, and the error bound of it, in ns.
+
+    The bound includes that of the device's clocks against their hosts' (`device_error_ns`, the largest). It is None for a
+    host that shares no event with the others; its times are not shifted.
+    """
+
+    offset_ns: Mapping[str, int]
+    error_ns: Mapping[str, int | None]
+    device_error_ns: int
+
+    @property
+    def largest_error_ns(self) -> int | None:
+        """The error bound between any rank and the first host; None if it is unknown for a host."""
+        errors = list(self.error_ns.values())
+        return None if None in errors else max(error for error in errors if error is not None)
+
+
+def align_clocks(ranks: Sequence[RankSpans]) -> ClockAlignment:
+    """Estimate the offset of every host to that of the first of `ranks`; ranks of one host share its clock."""
+    hosts = list(dict.fromkeys(rank.header["host"] for rank in ranks))
+    clocks = np.concatenate([rank.of_phase("clock")["duration_ns"] for rank in ranks]) if ranks else np.zeros(0, int)
+    device_error = int(clocks.max(initial=0))
+    distance = _largest_differences(ranks, hosts, 2 * device_error)
+    for middle in range(len(hosts)):  # shortest paths
+        distance = np.minimum(distance, distance[:, middle, None] + distance[None, middle, :])
+    offsets, errors = {}, {}
+    for number, host in enumerate(hosts):
+        high, low = int(distance[number, 0]), -int(distance[0, number])
+        known = high < UNKNOWN // 2 and low > -UNKNOWN // 2
+        offsets[host] = (high + low) // 2 if known and number else 0
+        errors[host] = (abs(high - low) // 2 if number else 0) + device_error if known or not number else None
+    return ClockAlignment(offsets, errors, device_error)
+
+
+def _largest_differences(ranks: Sequence[RankSpans], hosts: Sequence[str], slack: int) -> np.ndarray:
+    """[a, b]: the largest possible offset of host a minus that of host b, in ns."""
+    largest = np.full((len(hosts), len(hosts)), UNKNOWN, dtype=np.int64)
+    np.fill_diagonal(largest, 0)
+    for participants in _events(ranks, hosts).values():
+        for a, start, _ in participants:
+            for b, _, end in participants:
+                if a != b and start > -NEVER and end < NEVER:
+                    largest[a, b] = min(largest[a, b], end - start + slack)
+    return largest
+
+
+def _events(ranks: Sequence[RankSpans], hosts: Sequence[str]) -> Events:
+    """The all-reduces over all ranks by step, and the messages; per host the latest start and the earliest end."""
+    events: dict[tuple[int, ...], dict[int, tuple[int, int]]] = {}
+
+    def add(key: tuple[int, ...], host: int, start: int, end: int) -> None:
+        before = events.setdefault(key, {}).get(host, (-NEVER, NEVER))
+        events[key][host] = max(start, before[0]), min(end, before[1])
+
+    for rank in ranks:
+        host, coordinates = hosts.index(rank.header["host"]), dict(rank.header["coordinates"])
+        coordinates.pop("pipeline", None)
+        column = tuple(coordinates.values())
+        waits = rank.of_phase("collective_wait")
+        waits = waits[waits["action"] < 0]
+        for step in np.unique(waits["step"]).tolist():
+            for number, wait in enumerate(np.sort(waits[waits["step"] == step], order="start_ns")):
+                start = int(wait["start_ns"])
+                add((0, step, number), host, start, start + int(wait["duration_ns"]))
+        for message in rank.of_phase("send"):
+            if message["amount"] > 0:
+                key = (
+                    1,
+                    int(message["step"]),
+                    int(message["stage"]),
+                    int(message["peer"]),
+                    int(message["micro_batch"]),
+                )
+                add((*key, *column), host, int(message["start_ns"]), NEVER)
+        for message in rank.of_phase("receive"):
+            key = (1, int(message["step"]), int(message["peer"]), int(message["stage"]), int(message["micro_batch"]))
+            add((*key, *column), host, -NEVER, int(message["start_ns"] + message["duration_ns"]))
+    return {
+        key: [(host, *times) for host, times in by_host.items()] for key, by_host in events.items() if len(by_host) > 1
+    }

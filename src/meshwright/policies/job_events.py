@@ -1,0 +1,154 @@
+"""Events of a supervised job, and the actions that follow them (`policies.supervision.decide`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.policies.restart import Incident
+from meshwright.policies.skipped_samples import SampleRange
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The processes of `host` wait to begin an attempt; they no longer do if not `ready`."""
+
+    host: str
+    ready: bool = True
+
+
+@dataclass(frozen=True)
+class Lost:
+    """`host` does not answer; its ranks have ended or cannot write."""
+
+    host: str
+    cause: str
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The files of the attempt are written."""
+
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Unplannable:
+    """There is no plan for the number of hosts of the attempt."""
+
+    attempt: int
+    cause: str
+
+
+@dataclass(frozen=True)
+class SelfTestEnded:
+    """The self-test of `host` ended: what was wrong with the host itself, and with its exchanges; empty if nothing was."""
+
+    attempt: int
+    host: str
+    failure: str = ""
+    exchange: str = ""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A rank has finished a step."""
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The checkpoint of `step` is durable."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class SkippedSamples:
+    """Ranks of the attempt have begun to leave out `ranges` of samples, after a rollback."""
+
+    ranges: tuple[SampleRange, ...]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The attempt failed, or was stopped, for a reason that `incident` states."""
+
+    attempt: int
+    incident: Incident
+
+
+@dataclass(frozen=True)
+class Ended:
+    """All ranks of the attempt on `host` have ended."""
+
+    attempt: int
+    host: str
+
+
+@dataclass(frozen=True)
+class StopRequested:
+    """A stop signal arrived, which ends the job with `code`. Running ranks stop by themselves, with a checkpoint."""
+
+    code: int
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = (
+    Ready
+    | Lost
+    | Prepared
+    | Unplannable
+    | SelfTestEnded
+    | Trained
+    | Committed
+    | SkippedSamples
+    | Failed
+    | Ended
+    | StopRequested
+    | Tick
+)
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Write the files of the attempt that the state names: lease, Plan and assignment."""
+
+
+@dataclass(frozen=True)
+class Test:
+    """Let the members run the self-test; no attempt is prepared."""
+
+    __test__ = False  # for pytest
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Let the ranks of the members begin the attempt."""
+
+
+@dataclass(frozen=True)
+class End:
+    """End the ranks of the attempt for `reason`; `incident` is its failure, None if it has not failed."""
+
+    reason: str
+    incident: Incident | None = None
+
+
+@dataclass(frozen=True)
+class Note:
+    """Tell the operator `text`."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The job is over."""
+
+    code: int
+
+
+Action = Prepare | Test | Begin | End | Note | Finish

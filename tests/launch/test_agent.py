@@ -1,0 +1,65 @@
+"""The self-test of waiting processes, which an agent runs on request."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from meshwright.launch.agent import Agent
+from meshwright.launch.local import rank_starter
+from meshwright.launch.reports import Directive, HostTest
+from meshwright.spec.cluster import ClusterSpec
+
+
+@pytest.fixture
+def agents(tmp_path: Path) -> Iterator[list[Agent]]:
+    """Agents of two hosts with a rank each."""
+    start = rank_starter(ClusterSpec(gpu="cpu", gpus_per_node=1), tmp_path / "run")
+    pair = [Agent(name, start) for name in ("a/1", "b/2")]
+    yield pair
+    for agent in pair:
+        agent.close()
+
+
+def let_test(agents: list[Agent], attempt: int, port: int, seconds: float) -> list[HostTest | None]:
+    """The results of a self-test that both hosts run together."""
+    for first_rank, agent in enumerate(agents):
+        agent.obey(Directive("test", attempt, first_rank, 2, "127.0.0.1", port, grace=seconds))
+    deadline = time.monotonic() + 60
+    while any((test := agent.report().test) is None or test.attempt != attempt for agent in agents):
+        assert time.monotonic() < deadline
+        assert all(agent.report().port == 0 or agent.report().test is not None for agent in agents)
+        for agent in agents:
+            agent.poll(0.01)
+    return [agent.report().test for agent in agents]
+
+
+def test_two_hosts_test_themselves_and_their_exchanges_and_wait_on(agents: list[Agent]) -> None:
+    ports = [agent.report().port for agent in agents]
+    assert let_test(agents, 1, ports[0], 60) == [HostTest(1), HostTest(1)]
+    assert let_test(agents, 2, ports[0], 60) == [HostTest(2), HostTest(2)]
+    assert [agent.report().port for agent in agents] == ports
+
+
+def test_a_host_that_does_not_answer_fails_its_exchanges_and_its_processes_are_replaced(agents: list[Agent]) -> None:
+    ports = [agent.report().port for agent in agents]
+    stopped = agents[1]._waiting.processes[0].pid  # type: ignore[union-attr]
+    os.kill(stopped, signal.SIGSTOP)
+    first, second = let_test(agents, 1, ports[0], 6)
+    assert first is not None and second is not None and not first.failure and not second.failure
+    assert first.exchange.startswith("device 0: ") or first.exchange == "it did not answer in time"
+    assert second.exchange == "it did not answer in time"
+    for agent in agents:
+        agent.obey(Directive("wait", 1))
+    assert not {agent.report().port for agent in agents} & {0, *ports}
+    assert not Path(f"/proc/{stopped}").exists()
+
+
+def test_an_excluded_host_has_no_processes(agents: list[Agent]) -> None:
+    agents[0].obey(Directive("idle", 2))
+    assert agents[0].report().port == 0 and agents[0]._waiting is None
