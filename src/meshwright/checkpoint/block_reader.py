@@ -35,7 +35,7 @@ READ_THREADS = max(2, min(16, os.cpu_count() or 1))
 SPARE_BUFFERS = 4
 """Blocks whose copies to a device may still run while every thread reads another block."""
 PART_BYTES = 2 << 20
-"""Bytes that are read and then digested at a time: few enough for the processor's cache, enough for few calls of Python."""
+"""Bytes that are read and then digested at a time: small enough for the processor's cache, large enough that Python is rarely called."""
 
 
 class BlockFiles:
@@ -63,7 +63,7 @@ class BlockFiles:
         try:
             self._headers[file] = read(self._descriptor(file), self.path / file)
         except (OSError, Damaged) as error:
-            raise self._damage(file, 0, error) from error
+            raise self._as_damage(file, 0, error) from error
         return self._headers[file]
 
     def read(self, file: str, index: int, target: memoryview) -> None:
@@ -86,7 +86,7 @@ class BlockFiles:
         try:
             read_range(self._descriptor(file), target[len(header) :], offset + len(header), self.path / file)
         except (OSError, Damaged) as error:
-            raise self._damage(file, offset, error) from error
+            raise self._as_damage(file, offset, error) from error
 
     def _descriptor(self, file: str) -> int:
         with self._lock:
@@ -94,8 +94,13 @@ class BlockFiles:
                 self._descriptors[file] = open_regular(self.path / file)
             return self._descriptors[file]
 
-    def _damage(self, file: str, offset: int, error: Exception) -> Exception:
-        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError) and not unreadable(error):
+    def _as_damage(self, file: str, offset: int, error: Exception) -> Exception:
+        """DamagedCheckpoint if `error` concerns the file, because it is missing or cannot be read.
+
+        Another OSError concerns the host, for example a lack of descriptors, and is returned unchanged.
+        """
+        concerns_file = not isinstance(error, OSError) or isinstance(error, FileNotFoundError) or unreadable(error)
+        if not concerns_file:
             return error
         note = error.strerror if isinstance(error, OSError) else str(error)
         return DamagedCheckpoint(self.path, [Damage(file, offset, "digest", f"unreadable: {note}")])
@@ -133,10 +138,10 @@ class BlockReader:
             self._free.put(BlockBuffer(self._device, on_device=sends))
         sending: SendQueue = queue.SimpleQueue()
         use = BlockUse(self._files.block_bytes, self._fill_received, self._free.put)
-        on_device = {"initializer": _set_device, "initargs": (self._device,)}
+        thread_options = {"initializer": _set_device, "initargs": (self._device,)}
         with (
-            ThreadPoolExecutor(READ_THREADS, **on_device) as readers,
-            ThreadPoolExecutor(2, **on_device) as communicators,
+            ThreadPoolExecutor(READ_THREADS, **thread_options) as readers,
+            ThreadPoolExecutor(2, **thread_options) as communicators,
         ):
             if self._device_group is not None:
                 exchange = DeviceExchange(self._device_group, self._ranks.rank, self._device, use)

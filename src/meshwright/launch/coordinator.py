@@ -351,8 +351,8 @@ class Coordinator:
         source = f"from the checkpoint of step {newest}" if newest else "from the start, as there is no checkpoint yet"
         if state.restart.skip_step is not None:
             source += f", without the samples of step {state.restart.skip_step}"
-        if incident is None:
-            write_line(f"meshwright: {reason}; the run continues on them {source}")
+        if incident is None:  # `reason` is, for example, "4 hosts are ready again"
+            write_line(f"meshwright: {reason}; the run continues on all of these {source}")
             return
         rank = None if incident.rank is None else self._attempt.ranks.get(incident.rank)
         parts = [reason + (f" (host {incident.host})" if len(state.members) > 1 else "")]
