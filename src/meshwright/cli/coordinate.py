@@ -27,9 +27,9 @@ def coordinate(
 ) -> None:
     """Coordinate the agents of a run: start attempts on their hosts, detect failures, restart.
 
-    Agents (`meshwright train --agent`) start the coordinator themselves if MESHWRIGHT_COORDINATOR names their host; this command runs it
-    elsewhere, or again after it died. It continues the job whose state is in the run's folder. MESHWRIGHT_TOKEN_FILE names the file with the
-    job token.
+    Agents (`meshwright train --agent`) start the coordinator themselves if MESHWRIGHT_COORDINATOR names their host. This command runs it
+    elsewhere, or again after it died. It continues the job whose state is in the run's folder. MESHWRIGHT_TOKEN_FILE names the file with
+    the job token.
 
     Examples:
 
