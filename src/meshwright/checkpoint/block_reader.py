@@ -35,7 +35,10 @@ READ_THREADS = max(2, min(16, os.cpu_count() or 1))
 SPARE_BUFFERS = 4
 """Blocks whose copies to a device may still run while every thread reads another block."""
 PART_BYTES = 2 << 20
-"""Bytes that are read and then digested at a time: small enough for the processor's cache, large enough that Python is rarely called."""
+"""Bytes that are read and then digested at a time.
+
+Small enough for the processor's cache, large enough that Python is rarely called.
+"""
 
 
 class BlockFiles:

@@ -34,7 +34,7 @@ SIGNIFICANT = 4.0
 CORRELATED = 0.9
 """Correlation of forward and backward of the same micro-batch from which the paper concludes unequal sequences."""
 ONE_RANK_SHARE = 0.75
-"""If one rank (or host) has at least this share of the sum of squared excesses of the varying part, it is the cause, not the data."""
+"""If one rank (or host) has at least this share of the varying part's squared excesses, it is the cause, not the data."""
 EQUALLY_SLOW = 0.5
 """Ranks with at least this share of the slowest rank's excess are slow together."""
 
@@ -44,7 +44,10 @@ class Finding:
     """A part of the recorded durations and what it adds to the ideal step time."""
 
     cause: str
-    """As in docs/design/diagnosis.md. `host` without a stage: the ranks of a host are slow; with a stage: a rank launches late."""
+    """As in docs/design/diagnosis.md.
+
+    `host` without a stage: the ranks of a host are slow. `host` with a stage: the host thread of a rank launches late.
+    """
     contribution: float
     """(step time with this part − ideal) ÷ ideal."""
     rank: int | None = None

@@ -89,7 +89,10 @@ def quantize(x: Tensor, scaling: Scaling, fp8_dtype: torch.dtype = E4M3) -> Fp8M
 def quantize_transposed(
     x: Tensor, scaling: Scaling, fp8_dtype: torch.dtype = E4M3, after: Tensor | None = None
 ) -> Fp8Matrix:
-    """xᵀ `(inner, rows)` in fp8, of x `(rows, inner)`. The kernel is made to depend on the tensor `after` (`transposed_weight`)."""
+    """xᵀ `(inner, rows)` in fp8, of x `(rows, inner)`.
+
+    The kernel is made to depend on the tensor `after` (see `transposed_weight`).
+    """
     return _round_transposed(x, scale_of(_largest(x, scaling, by_row=False), fp8_dtype), fp8_dtype, after)
 
 
@@ -220,7 +223,10 @@ def transposed_weight(weight: Tensor, scale: Tensor, scaling: Scaling, weight_in
 
 
 def _round_transposed(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, after: Tensor | None = None) -> Fp8Matrix:
-    """xᵀ in fp8; `scale` `()` or `(inner, 1)`. The kernel is made to depend on the tensor `after` (`transposed_weight`)."""
+    """xᵀ in fp8; `scale` `()` or `(inner, 1)`.
+
+    The kernel is made to depend on the tensor `after` (see `transposed_weight`).
+    """
     if x.is_cuda:
         from meshwright.kernels.fp8_triton import round_transposed
 

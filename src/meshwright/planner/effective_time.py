@@ -47,7 +47,7 @@ class Assumptions:
     hang_share: float = 0.15
     """Share of all failures that are hangs."""
     host_share: float = 0.78
-    """Share of the failures other than hangs that lose a host (hardware failures): Llama 3's (arXiv 2407.21783, section 3.3.4)."""
+    """Share of the failures other than hangs that lose a host: Llama 3's hardware failures (arXiv 2407.21783, section 3.3.4)."""
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> Assumptions:
