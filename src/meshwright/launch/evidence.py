@@ -1,4 +1,4 @@
-"""What an agent keeps of its ranks before it ends them: stacks, the kernel's view of the process, and the log's last lines.
+"""Evidence that an agent collects before it ends its ranks: stacks, process state and the end of the log.
 
 The agent signals all ranks together and waits until each has written its stacks, at most `HANG_SECONDS` or
 `CRASH_SECONDS`. A stopped rank cannot write; `py-spy` reads its stacks from outside where it is installed and permitted. A
