@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -11,6 +12,7 @@ from meshwright.parallel.world import World
 from meshwright.spec.errors import MeshwrightError
 from meshwright.spec.run import Assignment
 from meshwright.training.loop import train
+from meshwright.training.saving import Saver
 from meshwright.training.session import Session, open_session
 from meshwright.training.state_digests import StateDigests
 from meshwright.training.stop import StopRequest
@@ -28,11 +30,12 @@ def run_with_flip(
     name: str = "",
     bit: int = 27,
     at_rest: bool = True,
+    saved: bool = False,
 ) -> Answer:
     """(error, (step, loss) of all records, this rank's state, events) of a run.
 
     In `step`, once, a bit of the first element of the state tensor `name` of `rank` flips: before the step if it `at_rest`, else in its
-    update.
+    update. With `saved` it flips between the check and the copy of the first save from `step` on.
     """
     session, flips_left = open_session(assignment, world), [world.rank == rank]
     play, update = session.engine.executor.play, session.optimizer.step
@@ -50,9 +53,17 @@ def run_with_flip(
         update(*arguments)
         flip() if not at_rest else None
 
-    session.engine.executor.play, session.optimizer.step = play_with_flip, update_with_flip
+    def save_with_flip(saver: Saver, after: int, **options: Any) -> bool:
+        if saved and flips_left[0] and after >= step:
+            flips_left[0] = False
+            as_words(session, name)[:1].bitwise_xor_(1 << bit)
+        return save(saver, after, **options)
+
+    save = Saver.save
+    if not saved:
+        session.engine.executor.play, session.optimizer.step = play_with_flip, update_with_flip
     error = ""
-    with closing(_Noting(session)) as reporter:
+    with patch.object(Saver, "save", save_with_flip), closing(_Noting(session)) as reporter:
         try:
             train(session, reporter, StopRequest())
         except MeshwrightError as raised:

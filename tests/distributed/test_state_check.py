@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,18 @@ def test_a_flip_at_rest_is_found_in_its_step(
     assert_equal(answers, calm)
 
 
+def test_a_flip_before_a_saves_copy_is_in_no_checkpoint(pool: Pool, tiny: Path, tmp_path: Path) -> None:
+    """The save is given up, and the run goes back to the one before."""
+    words = [*ranks(2), "train.steps=40", "supervision.check_state_every=100", "checkpoint.every=10"]
+    words.append("checkpoint.mode=async")
+    calm = run(pool, tiny, tmp_path / "calm", *words, count=2)
+    answers = run(pool, tiny, tmp_path / "flip", *words, count=2, step=30, name=WEIGHT, saved=True)
+    line = next(text for text in answers[0][3] if "silent corruption" in text)
+    steps = [int(step) for step in re.findall(r"step (\d+)", line)]
+    assert f"{WEIGHT}" in line and steps[0] > 30 > steps[1]
+    assert_equal(answers, calm)
+
+
 def test_a_majority_names_the_rank_whose_update_went_wrong(pool: Pool, tiny: Path, tmp_path: Path) -> None:
     overrides = [
         *ranks(3, replicate=3),
@@ -147,14 +160,15 @@ def test_recomputing_names_the_wrong_one_of_two_copies(
 
 
 def test_a_run_says_what_its_checks_cover(pool: Pool, tiny: Path, tmp_path: Path) -> None:
-    """And a run without a checkpoint to go back to ends."""
+    """And a run without a checkpoint to go back to ends, so that supervision starts it again."""
     overrides = ["supervision.check_state_every=4", "train.steps=4"]
     without_replicas = run(pool, tiny, tmp_path / "plain", *ranks(2), *overrides, count=2)
     assert "so nothing is compared between ranks, and state on the devices is checked" in without_replicas[0][3][0]
     replicas = run(pool, tiny, tmp_path / "replicas", *ranks(2, replicate=2), *overrides, count=2)
     assert "every 4 steps 100.00% of the state's bytes are compared" in replicas[0][3][0]
     with_flip = run(pool, tiny, tmp_path / "lost", *ranks(2, replicate=2), *overrides, count=2, step=1, name=WEIGHT)
-    assert "silent corruption" in with_flip[0][0] and "there is no checkpoint to go back to" in with_flip[0][0]
+    assert with_flip[0][0].startswith("StateCorrupted: step 1: silent corruption")
+    assert "there is no checkpoint to go back to" in with_flip[0][0]
 
 
 def assert_equal(answers: Any, expected: Any) -> None:

@@ -1,7 +1,7 @@
 """The errors a user can meet, each with the exit code of the command.
 
 Exit codes (docs/reference/exit-codes.md lists them for users): 0 done, 1 internal error, 2 bad input, 3 out of resources,
-4 data or checkpoint damaged, 5 communication failure or hang, 6 numerical failure, 7 the same failure repeated,
+4 data or checkpoint damaged, 5 communication failure, hang or corrupt state, 6 numerical failure, 7 the same failure repeated,
 75 preempted with a checkpoint written, 130 interrupted with a checkpoint written.
 """
 
@@ -67,6 +67,12 @@ class NumericalFailure(MeshwrightError):
     """A loss or gradient is not finite."""
 
     exit_code = EXIT_NUMERICAL
+
+
+class StateCorrupted(MeshwrightError):
+    """State on a rank changed without an update, or differs from its copies, and there is no checkpoint; a restart may help."""
+
+    exit_code = EXIT_COMMUNICATION
 
 
 class Preempted(MeshwrightError):

@@ -51,7 +51,7 @@ def train(session: Session, reporter: Reporter, stop: StopRequest) -> Trained:
     session.start.end("report")
     timelines, accounting = StepTimelines(session, reporter), Accounting(session, reporter)
     saver = Saver.open(session, reporter)
-    check = StateCheck.open(session, reporter)
+    check = StateCheck.open(session, reporter, saver)
     _note_new_length(session, reporter)
     with session.recording():
         while session.step < session.run.train.steps:
@@ -98,7 +98,8 @@ def _train_steps(
             if waits:
                 _read(session, figures, accounting, saver, check)
             if check is not None:
-                check.end_step(step, saves=bool(saves or figures.flags.stop), waits=waits)
+                stops = bool(ends or figures.flags.stop)
+                check.end_step(step, saves=saves or stops, waits=waits, stops=stops)
             if figures.flags.stop:
                 _stop(session, figures.flags.stop, reporter, saver)
             if validates:
@@ -227,11 +228,11 @@ def _report(session: Session, accounting: Accounting, saver: Saver, check: State
     step, numerics = record["step"], session.numerics
     session.tokens = record["tokens"]
     accounting.step({**record, "phases": session.phases(step)})
-    skipped = numerics.check(record)
     if check is not None:
-        check.read(step)  # before `saver` lets a save of this step be committed
+        check.read(step)
+    skipped = numerics.check(record)
     if skipped is None:
-        saver.read(record)
+        saver.read(record) if check is None else check.hold(record)
     else:
         accounting.reporter.event(step, skipped)
         saver.skip(record)

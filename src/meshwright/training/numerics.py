@@ -20,16 +20,24 @@ from meshwright.policies.numerics import (
     spike_limits,
 )
 from meshwright.policies.skipped_samples import SampleRange, merge_skips, samples_of_step, skip_step
-from meshwright.spec.errors import NumericalFailure
+from meshwright.spec.errors import MeshwrightError, NumericalFailure
 from meshwright.spec.job import TrainSpec
 
 
 class Rollback(Exception):
-    """The run goes back to the newest good checkpoint before `step`; `cause` says why."""
+    """The run goes back to the newest good checkpoint before `step`; `cause` says why. Without one it raises `failure`."""
 
-    def __init__(self, step: int, cause: str, *, skips_samples: bool) -> None:
+    def __init__(
+        self,
+        step: int,
+        cause: str,
+        *,
+        skips_samples: bool,
+        failure: type[MeshwrightError] = NumericalFailure,
+    ) -> None:
         super().__init__(cause)
         self.step, self.cause, self.skips_samples = step, cause, skips_samples
+        self.failure = failure
 
 
 class NumericalPolicy:

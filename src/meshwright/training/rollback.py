@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from meshwright.spec.errors import NumericalFailure
 from meshwright.training.numerics import Rollback
 from meshwright.training.reporting import Reporter
 from meshwright.training.resume import resume
@@ -13,19 +12,19 @@ from meshwright.training.session import Session
 def roll_back(session: Session, reporter: Reporter, saver: Saver, request: Rollback) -> None:
     """Load the newest good state before the failed step into the session. Collective; all ranks have the same `request`.
 
-    Raises NumericalFailure if there is none, or if rollbacks to it did not help.
+    Raises the request's failure if there is none, and NumericalFailure if rollbacks to it did not help.
     """
     session.progress.begin("start", request.step)
     session.recorder.wait()
-    saver.settle(request.step)
+    end = saver.settle(request.step)
     samples = ""
     if request.skips_samples:
         first, end = session.numerics.skip_samples_of(request.step, session.plan.batch.global_batch)
         reporter.skip_samples(first, end)
         samples = f"; samples {first} to {end - 1} are left out"
-    tier = resume(session, request.step - 1)
+    tier = resume(session, end - 1)
     if tier is None:
-        raise NumericalFailure(f"{request.cause}; there is no checkpoint to go back to")
+        raise request.failure(f"{request.cause}; there is no checkpoint to go back to")
     session.optimizer.reload_weights()
     session.numerics.count_rollback(session.step, request.cause)
     saver.restart_from(session.step)

@@ -211,14 +211,19 @@ class Saver:
             self._background.give_up()
             self._reported, self._delayed = self._began, True
 
-    def settle(self, step: int) -> None:
-        """Before the run goes back behind `step`: give up a save that began there, wait for an earlier one. Collective."""
+    def settle(self, step: int) -> int:
+        """Before a return behind `step`: give up a save from there on or of a step not read, wait for another.
+
+        Collective. Returns the first step whose snapshot must not be loaded.
+        """
         if self._background is None:
-            return
-        if self._began >= step:
+            return step
+        if self._reported < self._began and (self._began >= step or self._read < self._began):
             self._background.give_up()
-        elif self._wait(self._background, step, None):
+            return min(step, self._began)
+        if self._wait(self._background, step, None):
             self.report()
+        return step
 
     def restart_from(self, step: int) -> None:
         """The run continues from `step` again."""

@@ -10,6 +10,7 @@ import socket
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +18,10 @@ from torch import Tensor
 from meshwright.checkpoint.ranks import Ranks
 from meshwright.kernels.checksum import digests
 from meshwright.policies.silent_corruption import deviating_ranks, farthest_rank
+from meshwright.spec.errors import StateCorrupted
 from meshwright.training.numerics import Rollback
 from meshwright.training.reporting import Reporter
+from meshwright.training.saving import Saver
 from meshwright.training.session import Session
 from meshwright.training.state_digests import Exchange, StateDigests
 
@@ -46,8 +49,8 @@ class Unresolved:
 class StateCheck:
     """The checks of one start. Every method is collective, and all ranks come to the same result."""
 
-    def __init__(self, session: Session, reporter: Reporter) -> None:
-        self._session, self._reporter = session, reporter
+    def __init__(self, session: Session, reporter: Reporter, saver: Saver) -> None:
+        self._session, self._reporter, self._saver = session, reporter, saver
         self._every = session.run.supervision.check_state_every
         self._ranks = Ranks(session.world.control)
         self._digests = StateDigests(list(session.state().values()), session.world)
@@ -56,16 +59,19 @@ class StateCheck:
         """Digests after the last update, if the next one is preceded by a check."""
         self._changed = self._none_changed()
         self._unresolved: Unresolved | None = None
+        self._held: deque[Mapping[str, Any]] = deque()
+        """Records of steps whose save must not be committed yet: a bit may have flipped before the state was copied."""
         reporter.event(session.step, self._digests.coverage.text(self._every))
 
     @classmethod
-    def open(cls, session: Session, reporter: Reporter) -> StateCheck | None:
+    def open(cls, session: Session, reporter: Reporter, saver: Saver) -> StateCheck | None:
         """The checks of a session whose state has its final memory; None if the run has none."""
-        return cls(session, reporter) if session.run.supervision.check_state_every else None
+        return cls(session, reporter, saver) if session.run.supervision.check_state_every else None
 
     def begin(self) -> None:
         """Check the state with which training begins or continues. Raises Rollback."""
         self._pending.clear()
+        self._held.clear()
         self._changed = self._none_changed()
         self._launch(self._session.step)
         self.read()
@@ -75,10 +81,10 @@ class StateCheck:
         if self._values is not None:
             self._changed = (self._digests.compute() != self._values).any(dim=1)
 
-    def end_step(self, step: int, *, saves: bool, waits: bool) -> None:
+    def end_step(self, step: int, *, saves: bool, waits: bool, stops: bool) -> None:
         """Check the state after `step` if that is due, if a save of it follows, or if copies of it wait for a comparison.
 
-        With `waits`, and on a CPU, the answer is read here, otherwise by a later `read`. Raises Rollback.
+        With `waits`, and on a CPU, the result is read here, otherwise by a later `read`. After `stops` no step follows. Raises Rollback.
         """
         unresolved = self._unresolved is not None and step == self._unresolved.step
         if step % self._every == 0 or saves or unresolved:
@@ -91,6 +97,12 @@ class StateCheck:
             self.read()
         if unresolved:
             self._resolve()
+        if stops or (self._values is None and not self._pending):
+            self._release(step)
+
+    def hold(self, record: Mapping[str, Any]) -> None:
+        """Pass the record of a good step to the saver later: once no bit of a checked state changed until the next update."""
+        self._held.append(record)
 
     def read(self, step: int | None = None) -> None:
         """Read the answers of the checks until `step`, by default of all. Raises Rollback where state is corrupt."""
@@ -98,10 +110,20 @@ class StateCheck:
             exchange = self._pending.popleft()
             sums_by_rank = exchange.read_sums()
             groups = self._digests.differing_groups(sums_by_rank)
-            if groups or any(sums[-1][0] for sums in sums_by_rank):
+            changed = any(sums[-1][0] for sums in sums_by_rank)
+            if not changed:
+                self._release(exchange.step - 1)
+            if groups or changed:
                 self._pending.clear()
                 self._values = None
-                raise Rollback(exchange.step, self._cause(exchange, groups), skips_samples=False)
+                raise Rollback(
+                    exchange.step, self._cause(exchange, groups), skips_samples=False, failure=StateCorrupted
+                )
+
+    def _release(self, step: int) -> None:
+        """Pass the held records until `step` to the saver."""
+        while self._held and self._held[0]["step"] <= step:
+            self._saver.read(self._held.popleft())
 
     def _launch(self, step: int) -> None:
         self._values = self._digests.compute()
