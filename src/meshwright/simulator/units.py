@@ -227,7 +227,7 @@ class UnitCosts:
     def _memory_seconds(self, size: float, side_bytes: float = 0.0) -> float:
         """Compute seconds to read and write `size` bytes in total, while another stream reads and writes `side_bytes`."""
         machine, k = self.cost_inputs.machine, self.cost_inputs.constants
-        return number(k.copies * (size + k.side_copies * side_bytes) / (machine.hbm * k.hbm)) * self.jitter
+        return number(k.own_engine * (size + k.side_copies * side_bytes) / (machine.hbm * k.hbm)) * self.jitter
 
     def _strategy(self, unit: Unit) -> LayerStrategy:
         """The strategy of a block; an end of the model has that of the adjacent block."""
