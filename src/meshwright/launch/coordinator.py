@@ -51,6 +51,8 @@ STATE_FILE = "supervision.jsonl"
 SILENT_SECONDS = 8.0
 """Seconds without a report after which an agent counts as lost."""
 STOPPED_SECONDS = 2.0
+UNHEARD_SECONDS = 4.0
+"""Seconds without a report, more than the longest heartbeat, in which no rank counts as hung: it may wait for that host."""
 """A longer time between two calls of `tick` means that this process was stopped."""
 RESTART_GRACE_SECONDS = 2.0
 """Seconds that ranks may take to end before a restart; their reports are not needed then."""
@@ -161,6 +163,8 @@ class Coordinator:
             self._take_preparation(self._preparation, now)
         for event in self._events_of_ranks(now):
             self._apply(event, now)
+        if now - min(self._seen.values(), default=now) > UNHEARD_SECONDS:
+            self._watch.resume(now)  # if the host does not come back it is lost, which takes no longer
         self._apply(Tick(), now)
 
     def close(self) -> None:
