@@ -83,6 +83,7 @@ JSON_COMMANDS: dict[str, tuple[Words, set[str]]] = {
     "checkpoint prune": (lambda tiny, run, tmp: [run], {"deleted", "kept"}),
     "eval": (lambda tiny, run, tmp: [run, "--batches", 1], {"loss", "perplexity", "bits_per_byte", "tokens"}),
     "generate": (lambda tiny, run, tmp: [run, "-p", "the quick", "--tokens", 3], {"samples"}),
+    "incidents": (lambda tiny, run, tmp: [run], {"incidents"}),
     "report": (lambda tiny, run, tmp: [run], {"account", "report", "steps", "missing"}),
 }
 """Words that make each command with --json succeed, and the keys of its answer."""
