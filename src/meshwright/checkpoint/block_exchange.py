@@ -108,7 +108,7 @@ class HostExchange:
         for position, (_, transfer) in enumerate(incoming):
             work, block = pending.pop(0)
             _wait([work])
-            with copied(self._device):
+            with synchronize_copies_on_exit(self._device):
                 self._use.fill(transfer, block)
             if position + RECEIVE_AHEAD < len(incoming):
                 pending.append(begin(position + RECEIVE_AHEAD))
@@ -196,8 +196,11 @@ def host_block(device: torch.device) -> Tensor:
 
 
 @contextmanager
-def copied(device: torch.device) -> Iterator[None]:
-    """Context of host work beside copies that were started to a device; they have ended on exit, so their source may change."""
+def synchronize_copies_on_exit(device: torch.device) -> Iterator[None]:
+    """Context for host work beside copies to a device that were started before; waits for them on exit.
+
+    Afterwards their source may change.
+    """
     event = torch.cuda.current_stream().record_event() if device.type == "cuda" else None
     try:
         yield

@@ -23,7 +23,7 @@ from meshwright.checkpoint.block_exchange import (
     Fill,
     HostExchange,
     SendQueue,
-    copied,
+    synchronize_copies_on_exit,
 )
 from meshwright.checkpoint.digests import block_digest
 from meshwright.checkpoint.files import BLOCK_BYTES, open_regular, read_range, unreadable
@@ -60,7 +60,7 @@ class BlockFiles:
         try:
             self._headers[file] = read(self._descriptor(file), self.path / file)
         except (OSError, Damaged) as error:
-            raise self._damage(file, 0, error) from error
+            raise self._as_damage(file, 0, error) from error
         return self._headers[file]
 
     def read(self, file: str, index: int, target: memoryview) -> None:
@@ -76,7 +76,7 @@ class BlockFiles:
         try:
             read_range(self._descriptor(file), target[len(header) :], offset + len(header), self.path / file)
         except (OSError, Damaged) as error:
-            raise self._damage(file, offset, error) from error
+            raise self._as_damage(file, offset, error) from error
 
     def verify(self, file: str, index: int, data: memoryview) -> None:
         """Raise DamagedCheckpoint unless `data` is block `index` of `file` as it was written."""
@@ -89,8 +89,13 @@ class BlockFiles:
                 self._descriptors[file] = open_regular(self.path / file)
             return self._descriptors[file]
 
-    def _damage(self, file: str, offset: int, error: Exception) -> Exception:
-        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError) and not unreadable(error):
+    def _as_damage(self, file: str, offset: int, error: Exception) -> Exception:
+        """DamagedCheckpoint if `error` concerns the file, because it is missing or cannot be read.
+
+        Another OSError concerns the host, for example a lack of descriptors, and is returned unchanged.
+        """
+        concerns_file = not isinstance(error, OSError) or isinstance(error, FileNotFoundError) or unreadable(error)
+        if not concerns_file:
             return error
         note = error.strerror if isinstance(error, OSError) else str(error)
         return DamagedCheckpoint(self.path, [Damage(file, offset, "digest", f"unreadable: {note}")])
@@ -128,10 +133,10 @@ class BlockReader:
             self._free.put(BlockBuffer.allocate(self._device, on_device=sends))
         sending: SendQueue = queue.SimpleQueue()
         use = BlockUse(self._files.block_bytes, self._fill_received, self._free.put)
-        on_device = {"initializer": _set_device, "initargs": (self._device,)}
+        thread_options = {"initializer": _set_device, "initargs": (self._device,)}
         with (
-            ThreadPoolExecutor(READ_THREADS, **on_device) as readers,
-            ThreadPoolExecutor(2, **on_device) as communicators,
+            ThreadPoolExecutor(READ_THREADS, **thread_options) as readers,
+            ThreadPoolExecutor(2, **thread_options) as communicators,
         ):
             if self._device_group is not None:
                 exchange = DeviceExchange(self._device_group, self._ranks.rank, self._device, use)
@@ -162,7 +167,7 @@ class BlockReader:
                     buffer.device[: block.numel()].copy_(block, non_blocking=True)
                 else:
                     self._fill(transfer.file, transfer.index, block)
-                with copied(self._device):
+                with synchronize_copies_on_exit(self._device):
                     self._files.verify(transfer.file, transfer.index, data)
         except Exception as error:
             self.failure = self.failure or error

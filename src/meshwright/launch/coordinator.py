@@ -415,8 +415,8 @@ class Coordinator:
         state = self.state
         if state.stop is not None:
             return
-        if incident is None:
-            write_line(f"meshwright: {reason}; the run continues on them {self._source()}")
+        if incident is None:  # `reason` is, for example, "4 hosts are ready again"
+            write_line(f"meshwright: {reason}; the run continues on all ready hosts {self._source()}")
             return
         rank = None if incident.rank is None else self._attempt.ranks.get(incident.rank)
         parts = [reason + (f" (host {incident.host})" if len(state.members) > 1 else "")]
