@@ -7,9 +7,11 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from meshwright.launch.incidents import read_incidents
 from meshwright.observe.metrics import read_metrics
 from tests.training.test_processes import Job, alive, last_step, until
 from tests.training.tiny import make_tiny
@@ -24,6 +26,12 @@ def words(tmp_path_factory: pytest.TempPathFactory, runs: Path, *more: str) -> l
 
 def losses(run: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "step"]
+
+
+def only_incident(run: Path) -> dict[str, Any]:
+    """The one incident of a run."""
+    (incident,) = read_incidents(run)
+    return incident
 
 
 def test_a_killed_rank_is_replaced_and_the_losses_are_those_of_an_undisturbed_run(
@@ -46,6 +54,10 @@ def test_a_killed_rank_is_replaced_and_the_losses_are_those_of_an_undisturbed_ru
     assert code == 0, job.output()
     assert "rank 1 was killed by signal 9" in job.output() and "resumed after step " in job.output()
     assert losses(run) == losses(calm.run)
+    incident = only_incident(run)
+    assert (incident["cause"], incident["rank"], incident["code"]) == ("killed", 1, -signal.SIGKILL)
+    assert incident["stacks"] == ["rank-0.txt", "rank-1.txt"]
+    assert "was killed by signal 9" in Path(incident["evidence"], "stacks", "rank-1.txt").read_text()
     assert not [pid for pid in ranks.values() if alive(pid)]
 
 
@@ -61,4 +73,12 @@ def test_a_stopped_rank_counts_as_hung_and_is_replaced(
     assert 4 < time.monotonic() - stopped < 10
     assert job.process.wait(60) == 0, job.output()
     assert re.search(r"rank 1 has made no progress for [5-9] s in step ", job.output()), job.output()
+    incident = only_incident(run)
+    assert (incident["cause"], incident["rank"], incident["confidence"]) == ("hang", 1, "certain")
+    assert [wait["rank"] for wait in incident["waiting"]] == [0] and "and is stopped" in incident["reason"]
+    assert incident["answer"] == "restart 1 of 3 from the checkpoint of step 10"
+    stacks = Path(incident["evidence"], "stacks")
+    assert "State:\tT (stopped)" in (stacks / "rank-1.txt").read_text()
+    waiting = (stacks / "rank-0.txt").read_text()
+    assert "most recent call first" in waiting and "train_step.py" in waiting
     assert [step for step, _ in losses(run)] == list(range(1, STEPS + 1))

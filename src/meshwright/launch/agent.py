@@ -7,6 +7,7 @@ all ranks restart, the spares take over at once.
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,9 @@ from meshwright.spec.rank_environment import ATTEMPT_VARIABLE
 
 SPARE_SECONDS = 3.0
 """Seconds of training after which an attempt gets spares: a short run needs none, and a start needs the processor."""
+
+EVIDENCE_SECONDS = 5.0
+"""Longest time that the end of a job waits for the files of the last evidence."""
 
 DEAD_SPARES = 2
 """Sets of spares that may end before they are used; the next set begins in any case."""
@@ -83,6 +87,7 @@ class Agent:
         self._stop = self._dead_spares = 0
         self._test: _RunningTest | None = None
         self._tested: HostTest | None = None
+        self._evidence: threading.Thread | None = None
 
     def poll(self, seconds: float) -> None:
         """Wait up to `seconds` for a message of a rank, and take what has arrived."""
@@ -149,6 +154,8 @@ class Agent:
         """End the last attempt: read its last messages and wait for its checkpoint writers."""
         if self._running is not None:
             self._running.close_attempt(self._listen)
+        if self._evidence is not None:
+            self._evidence.join(EVIDENCE_SECONDS)
 
     def close(self) -> None:
         """Kill all processes of this host."""
@@ -214,6 +221,9 @@ class Agent:
 
     def _end(self, directive: Directive) -> None:
         if self._kill_at is None and self._running is not None:
+            if directive.evidence:
+                folder = Path(directive.evidence)
+                self._evidence = self._running.collect_evidence(folder, folder.parents[1] / "logs", hang=directive.hang)
             self._kill_at = self._clock() + directive.grace
             self._running.request_end(directive.cause)
 

@@ -13,8 +13,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from meshwright.diagnosis.culprit import Culprit
 from meshwright.durable.writes import append_durable
 from meshwright.events.terminal import write_line
+from meshwright.launch.incidents import (
+    JobSchedule,
+    culprit_of_hang,
+    is_recorded,
+    new_folder,
+    statuses,
+    write_incident,
+)
 from meshwright.launch.outcome import RankState, cause, exit_codes, outcome_lines, progress_text
 from meshwright.launch.reports import Directive, Report
 from meshwright.policies.hang import GPU_SECONDS, HangWatch
@@ -82,6 +91,12 @@ class Attempt:
     failed: bool = False
     failed_at: float | None = None
     cause: str = ""
+    culprit: Culprit | None = None
+    """The rank that holds up a hung attempt, if its schedule is known."""
+    evidence: str = ""
+    """Folder of the attempt's failure."""
+    hang: bool = False
+    """Whether the attempt ends because of a hang."""
 
 
 class Coordinator:
@@ -119,6 +134,7 @@ class Coordinator:
         self._seen: dict[str, float] = dict.fromkeys(self.state.members, clock()) if state is not None else {}
         self._preparation: Future[Path] | None = None
         self._thread = ThreadPoolExecutor(1, "prepare")
+        self._incidents = ThreadPoolExecutor(1, "incidents")
 
     @property
     def code(self) -> int | None:
@@ -176,6 +192,7 @@ class Coordinator:
     def close(self) -> None:
         """Wait for the preparation of an attempt that still runs."""
         self._thread.shutdown()
+        self._incidents.shutdown()
 
     def _events_of(self, report: Report, now: float) -> Iterable[Event]:
         """What is new in a report."""
@@ -231,7 +248,7 @@ class Coordinator:
                 assert first is not None, "a rank has failed"
                 yield Failed(state.attempt, self._incident(ranks[first]))
         elif state.status == "running" and (hung := self._watch.hung(now)) is not None:
-            yield Failed(state.attempt, self._hang(*hung))
+            yield Failed(state.attempt, self._hang(*hung, now))
         if state.status in ("running", "ending"):
             for host in ended:
                 if host not in state.ended:
@@ -246,11 +263,21 @@ class Coordinator:
             phase, step, action = progress.phase, progress.step, progress.action
             self._watch.update(rank.rank, phase, step, action, rank.progress_count, now, stopped=rank.stopped)
 
-    def _hang(self, rank: int, seconds: float) -> Incident:
+    def _hang(self, rank: int, seconds: float, now: float) -> Incident:
+        """The hang that the watch has noticed on `rank`; the schedule may show that another rank holds it up."""
+        ranks = [self._attempt.ranks[number] for number in sorted(self._attempt.ranks)]
+        unchanged = self._watch.seconds(now)
+        job = JobSchedule.read(Path(self._attempt.assignment or self._folder / "assignment.json"))
+        culprit = culprit_of_hang(job, statuses(ranks, self._hosts(), unchanged))
+        if culprit is not None:
+            rank, seconds = culprit.rank, unchanged.get(culprit.rank, seconds)
+        self._attempt.culprit = culprit
         progress = self._attempt.ranks[rank].progress
         assert progress is not None, "the watch has its progress"
-        where = f"in step {progress.step} ({progress.phase}, action {progress.action})"
-        text = f"rank {rank} has made no progress for {seconds:.0f} s {where}"
+        action = culprit.action if culprit else f"action {progress.action}"
+        text = (
+            f"rank {rank} has made no progress for {seconds:.0f} s in step {progress.step} ({progress.phase}, {action})"
+        )
         host, phase = self._host_of(rank), progress.phase
         return Incident(EXIT_COMMUNICATION, text, rank, host, progress.step, phase, hang=True)
 
@@ -260,6 +287,10 @@ class Coordinator:
         if self._positions[0] is not members:
             self._positions = members, {member: position for position, member in enumerate(members)}
         return self._positions[1].get(host)
+
+    def _hosts(self) -> dict[int, str]:
+        """The host of each rank of the attempt."""
+        return {rank: self._host_of(rank) for rank in self._attempt.ranks}
 
     def _host_of(self, rank: int) -> str:
         return self.state.members[rank // self._per_host]
@@ -306,6 +337,7 @@ class Coordinator:
                     self._preparation = self._thread.submit(self._prepare, state)
                 case End(reason, incident):
                     self._attempt.cause = reason
+                    self._record(incident)
                     self._report_end(reason, incident)
                 case Note(text):
                     write_line(f"meshwright: {text}")
@@ -334,7 +366,10 @@ class Coordinator:
             return Directive("wait", state.attempt, heartbeat=1.0 if spare_is_ready else 0.2)
         if state.status == "ending":
             grace = GRACE_SECONDS if state.stop else RESTART_GRACE_SECONDS
-            return Directive("end", state.attempt, cause=attempt.cause, grace=grace, heartbeat=0.2)
+            return Directive(
+                "end", state.attempt, cause=attempt.cause, grace=grace, heartbeat=0.2,
+                evidence=attempt.evidence, hang=attempt.hang,
+            )  # fmt: skip
         return Directive(
             "run",
             state.attempt,
@@ -355,23 +390,52 @@ class Coordinator:
             "test", self.state.attempt, first_rank, ranks, address, port, grace=TEST_SECONDS, heartbeat=0.2
         )
 
-    def _report_end(self, reason: str, incident: Incident | None) -> None:
-        """Print one line about an attempt that ends and is followed by another: why it ends, and from where the next resumes."""
-        state = self.state
-        if state.stop is not None:
+    def _record(self, incident: Incident | None) -> None:
+        """Write a failure to the run's folder, in a thread, and let the agents collect its evidence there."""
+        attempt, state = self._attempt, self.state
+        if incident is None or not is_recorded(incident, tuple(STOP_EXIT_CODES.values())):
             return
+        folder = new_folder(self._folder.absolute(), incident.step)
+        attempt.evidence, attempt.hang = str(folder), incident.hang
+        answer = f"the job ended with code {state.stop.code}" if state.stop else self._restart_text()
+        ranks = [replace(attempt.ranks[rank]) for rank in sorted(attempt.ranks)]
+        hosts, assignment = self._hosts(), Path(attempt.assignment or self._folder / "assignment.json")
+        number, culprit = state.attempt, attempt.culprit
+
+        def write() -> None:
+            try:
+                job = JobSchedule.read(assignment)
+                write_incident(folder, incident, number, answer, ranks, hosts, job, culprit)
+            except OSError as error:
+                write_line(f"meshwright: the incident is not recorded: {error.filename}: {error.strerror}")
+
+        self._incidents.submit(write)
+
+    def _restart_text(self) -> str:
+        return f"restart {len(self.state.incidents)} of {self._rules.policy.restarts} {self._source()}"
+
+    def _source(self) -> str:
+        """From where the next attempt resumes, in words."""
+        state = self.state
         # `resume_at_most` is set if the newest checkpoint is left out, as the same failure has occurred twice after it.
         newest = state.restart.resume_at_most or max(state.checkpoints, default=0)
         source = f"from the checkpoint of step {newest}" if newest else "from the start, as there is no checkpoint yet"
         if state.restart.skip_step is not None:
             source += f", without the samples of step {state.restart.skip_step}"
-        if incident is None:
-            write_line(f"meshwright: {reason}; the run continues on them {source}")
+        return source
+
+    def _report_end(self, reason: str, incident: Incident | None) -> None:
+        """Print one line about an attempt that ends and is followed by another: why it ends, and from where the next resumes."""
+        state = self.state
+        if state.stop is not None:
+            return
+        if incident is None:  # `reason` is, for example, "4 hosts are ready again"
+            write_line(f"meshwright: {reason}; the run continues on all ready hosts {self._source()}")
             return
         rank = None if incident.rank is None else self._attempt.ranks.get(incident.rank)
         parts = [reason + (f" (host {incident.host})" if len(state.members) > 1 else "")]
         parts += [progress_text(rank)] if rank is not None else []
-        parts.append(f"restart {len(state.incidents)} of {self._rules.policy.restarts} {source}")
+        parts.append(self._restart_text())
         write_line(f"meshwright: {'; '.join(parts)}")
 
     def outcome(self, logs: Path) -> list[str]:

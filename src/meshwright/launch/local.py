@@ -25,8 +25,10 @@ from types import FrameType, MappingProxyType
 from meshwright.checkpoint.arena import ARENA, empty_memory
 from meshwright.events.messages import CHANNEL, Begin, End, Failure, Message, MessageReader, SelfTest, Step, encode
 from meshwright.events.progress import PROGRESS, ProgressPage
+from meshwright.events.stacks import STACKS, stacks_memory
 from meshwright.events.start import START_TIME_VARIABLE, process_start_time
 from meshwright.events.terminal import write_line
+from meshwright.launch.evidence import Subject, collect
 from meshwright.launch.outcome import RankState, cause, exit_codes, outcome_lines
 from meshwright.policies.job_end import culprit, job_code, next_action
 from meshwright.spec.cluster import ClusterSpec
@@ -113,8 +115,10 @@ def start_ranks(
                 env = _environment(rank, cluster, listener, threads) | dict(variables[rank] if variables else {})
                 page = ProgressPage.create()
                 env[PROGRESS] = page.path
+                stacks = stacks_memory()
+                env[STACKS] = f"/proc/{os.getpid()}/fd/{stacks}"
                 started = _start(module, arguments, rank, env, listener, logs if rank or quiet else None)
-                ranks.add(*started, page)
+                ranks.add(*started, page, stacks)
     except BaseException:
         ranks.discard()
         raise
@@ -161,13 +165,15 @@ class Ranks:
         """Port of the store socket that the first process holds."""
         self._readers: list[MessageReader] = []
         self._pages: list[ProgressPage] = []
+        self._stacks: list[int] = []
 
-    def add(self, process: subprocess.Popen[bytes], reader: MessageReader, page: ProgressPage) -> None:
-        """Add a process, the reader of its channel, and the page to which it writes its progress."""
+    def add(self, process: subprocess.Popen[bytes], reader: MessageReader, page: ProgressPage, stacks: int) -> None:
+        """Add a process, the reader of its channel, and the memory to which it writes its progress and its stacks."""
         self.states.append(RankState(len(self.processes)))
         self.processes.append(process)
         self._readers.append(reader)
         self._pages.append(page)
+        self._stacks.append(stacks)
 
     @property
     def ended(self) -> bool:
@@ -216,6 +222,14 @@ class Ranks:
         for process in self.processes:
             _send(process, End(cause))
 
+    def collect_evidence(self, folder: Path, logs: Path, *, hang: bool) -> threading.Thread:
+        """Collect stacks and states of all ranks; returns the thread that writes them to `folder`."""
+        self.poll()
+        ranks = zip(self.processes, self.states, self._stacks, strict=True)
+        return collect(
+            [Subject(process.pid, state, stacks) for process, state, stacks in ranks], folder, logs, hang=hang
+        )
+
     def close_attempt(self, listener: Listener | None = None) -> None:
         """Kill the ranks that still run, read their last messages, and wait for checkpoint writers."""
         self.kill()
@@ -258,9 +272,10 @@ class Ranks:
 
     def close(self) -> None:
         """Close the pipes and pages of ranks that have ended."""
-        for process, reader, page in zip(self.processes, self._readers, self._pages, strict=True):
+        for process, reader, page, stacks in zip(self.processes, self._readers, self._pages, self._stacks, strict=True):
             reader.close()
             page.close()
+            os.close(stacks)
             assert process.stdin is not None, "ranks are started with a pipe"
             process.stdin.close()
 
@@ -317,7 +332,7 @@ class Ranks:
         for state, process, reader, page in ranks:
             if page.count == state.progress_count:
                 state.stopped = _is_stopped(process.pid)
-            state.progress, state.progress_count = page.read(), page.count
+            state.progress, state.progress_count, state.pending = page.read(), page.count, page.pending_wait
             for message in reader.read():
                 if isinstance(message, Step):
                     state.last_step = message.step

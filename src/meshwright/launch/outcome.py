@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.events.messages import Failure, Progress
+from meshwright.events.progress import PendingWait
 from meshwright.policies.job_end import PEER_LOSS_CODES
 from meshwright.spec.errors import EXIT_DONE, EXIT_INTERNAL
 
@@ -25,6 +26,8 @@ class RankState:
     """Number of progress marks that the rank has stored."""
     stopped: bool = False
     """Whether a signal has stopped the rank's process."""
+    pending: PendingWait | None = None
+    """The communication in which the rank's host waits."""
 
     @property
     def failed(self) -> bool:
@@ -45,7 +48,7 @@ def cause(rank: RankState) -> str:
     """A sentence about the rank that caused the end of the job (`policies.job_end.culprit`), for the other ranks."""
     if rank.failure:
         return f"rank {rank.rank} failed: {rank.failure.message}"
-    return f"rank {rank.rank} {_death(rank.code)}"
+    return f"rank {rank.rank} {death(rank.code)}"
 
 
 def outcome_lines(ranks: Sequence[RankState], logs: Path) -> Iterator[str]:
@@ -59,20 +62,20 @@ def outcome_lines(ranks: Sequence[RankState], logs: Path) -> Iterator[str]:
     printed = False
     for rank in ranks:
         if rank.code is None and not rank.failed and only_peer_loss:
-            death = "did not answer while others waited for it"
+            end = "did not answer while others waited for it"
         elif rank.failed and rank.failure is None and rank.code not in PEER_LOSS_CODES:
-            death = _death(rank.code)
+            end = death(rank.code)
         else:
             continue
         printed = True
-        yield f"rank {rank.rank} {death}; {progress_text(rank)}; the ranks' logs are in {logs}"
+        yield f"rank {rank.rank} {end}; {progress_text(rank)}; the ranks' logs are in {logs}"
     if culprits or printed:
         yield from _messages(culprits)
     elif failed:
         with_message = [rank for rank in failed if rank.failure]
         yield from _messages(with_message[:1])
         if not with_message:
-            yield f"rank {failed[0].rank} {_death(failed[0].code)}; {progress_text(failed[0])}; the ranks' logs are in {logs}"
+            yield f"rank {failed[0].rank} {death(failed[0].code)}; {progress_text(failed[0])}; the ranks' logs are in {logs}"
 
 
 def _messages(states: Sequence[RankState]) -> Iterator[str]:
@@ -88,7 +91,8 @@ def _messages(states: Sequence[RankState]) -> Iterator[str]:
             yield f"  traceback in {state.failure.log}"
 
 
-def _death(code: int | None) -> str:
+def death(code: int | None) -> str:
+    """How a process ended, in words."""
     if code is not None and code < 0:
         often = ", often because the host ran out of memory" if code == -signal.SIGKILL else ""
         return f"was killed by signal {-code} ({signal.strsignal(-code)}){often}"

@@ -75,6 +75,10 @@ class Directive:
     assignment: str = ""
     cause: str = ""
     """Why the ranks end."""
+    evidence: str = ""
+    """Folder for the evidence of a failure, which is collected before the ranks end; empty if there is none."""
+    hang: bool = False
+    """Whether the ranks end because of a hang."""
     grace: float = 0.0
     """Seconds that ranks may take to end before they are killed, or that a self-test may take."""
     code: int = 0

@@ -80,6 +80,10 @@ class HangWatch:
         for progress in self._ranks.values():
             progress.changed, progress.step_began = now, None
 
+    def seconds(self, now: float) -> dict[int, float]:
+        """Seconds without progress of each rank."""
+        return {rank: now - last.changed for rank, last in self._ranks.items()}
+
     def limit(self, phase: str) -> float:
         """Seconds without progress after which a rank in `phase` hangs."""
         if phase != "train":

@@ -23,6 +23,7 @@ from typing import NoReturn
 
 from meshwright.events.messages import Begin, Channel, End, Failure, SelfTest, SelfTestResult, decode
 from meshwright.events.progress import PROGRESS, ProgressPage, ProgressSender
+from meshwright.events.stacks import write_stacks_on_signal
 from meshwright.events.terminal import write_line
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_INTERNAL, CommunicationFailure, MeshwrightError
 from meshwright.spec.failures import as_meshwright_error
@@ -46,6 +47,7 @@ class RankLife:
         A `spare` has no rank yet: `environment` is replaced once `Begin` names its rank.
         """
         end_with_parent()
+        write_stacks_on_signal()
         self.environment = environment
         self.channel = Channel.from_environment()
         self.progress = ProgressSender(ProgressPage.from_environment(), self.channel)

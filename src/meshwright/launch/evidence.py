@@ -1,0 +1,143 @@
+"""Evidence that an agent collects before it ends its ranks: stacks, process state and the end of the log.
+
+The agent signals all ranks together and waits until each has written its stacks, at most `HANG_SECONDS` or
+`CRASH_SECONDS`. A stopped rank cannot write; `py-spy` reads its stacks from outside where it is installed and permitted. A
+thread writes the files, so that the restart does not wait for the disk.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.durable.writes import write_durable
+from meshwright.events.stacks import STACK_SIGNAL, read_stacks
+from meshwright.events.terminal import write_line
+from meshwright.launch.outcome import RankState, death
+
+HANG_SECONDS, CRASH_SECONDS = 1.0, 0.3
+"""Longest time to collect after a hang, and after a crash."""
+POLL_SECONDS = 0.005
+LOG_BYTES = 4096
+"""Most bytes of a rank's log."""
+PROC_FILES = ("status", "wchan", "stack")
+"""Files of `/proc/PID`; the kernel's stack is readable by root only."""
+PYSPY = ("py-spy", "dump", "--nonblocking", "--pid")
+
+
+@dataclass
+class Subject:
+    """One rank: its process, what is known of it, and the memory file with its stacks."""
+
+    pid: int
+    state: RankState
+    stacks: int
+
+    @property
+    def runs(self) -> bool:
+        return self.state.code is None
+
+
+def collect(subjects: Sequence[Subject], folder: Path, logs: Path, *, hang: bool) -> threading.Thread:
+    """Collect the evidence of all ranks; returns the thread that writes it to `folder/stacks`."""
+    deadline = time.monotonic() + (HANG_SECONDS if hang else CRASH_SECONDS)
+    kernel = {subject.state.rank: _kernel_view(subject.pid) for subject in subjects if subject.runs}
+    signalled = [subject for subject in subjects if subject.runs and _request_stacks(subject, kernel)]
+    others = [subject for subject in subjects if subject.runs and subject not in signalled]
+    spies = {subject.state.rank: spy for subject in others if hang and (spy := _spy(subject.pid)) is not None}
+    _await_stacks(signalled, deadline)
+    seen = {rank: _spy_output(spy, deadline) for rank, spy in spies.items()}
+    texts = {s.state.rank: _text(s, kernel.get(s.state.rank, {}), seen.get(s.state.rank, ""), logs) for s in subjects}
+    thread = threading.Thread(target=_write, args=(folder / "stacks", texts), name="evidence", daemon=True)
+    thread.start()
+    return thread
+
+
+def _kernel_view(pid: int) -> dict[str, str]:
+    """The readable files of `/proc/PID` by name."""
+    files = {}
+    for name in PROC_FILES:
+        with suppress(OSError):
+            files[name] = Path(f"/proc/{pid}/{name}").read_text(errors="replace")
+    return files
+
+
+def _request_stacks(subject: Subject, kernel: Mapping[int, Mapping[str, str]]) -> bool:
+    """Send the signal to a rank that handles it and runs; it would end a process that does not handle it."""
+    fields = dict(
+        line.split(":", 1) for line in kernel[subject.state.rank].get("status", "").splitlines() if ":" in line
+    )
+    handled = int(fields.get("SigCgt", "0").strip(), 16) >> (STACK_SIGNAL - 1) & 1
+    if not handled or fields.get("State", "").strip()[:1] in ("T", "t", "Z", "X"):
+        return False
+    with suppress(ProcessLookupError):
+        os.kill(subject.pid, STACK_SIGNAL)
+        return True
+    return False
+
+
+def _await_stacks(subjects: Sequence[Subject], deadline: float) -> None:
+    """Wait until the stacks of all ranks have arrived and have stopped growing."""
+    before: list[int] = []
+    while time.monotonic() < deadline:
+        sizes = [os.fstat(subject.stacks).st_size for subject in subjects]
+        if all(sizes) and sizes == before:
+            return
+        before = sizes
+        time.sleep(POLL_SECONDS)
+
+
+def _spy(pid: int) -> subprocess.Popen[str] | None:
+    if shutil.which(PYSPY[0]) is None:
+        return None
+    return subprocess.Popen(
+        [*PYSPY, str(pid)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def _spy_output(spy: subprocess.Popen[str], deadline: float) -> str:
+    try:
+        return spy.communicate(timeout=max(0.01, deadline - time.monotonic()))[0]
+    except subprocess.TimeoutExpired:
+        spy.kill()
+        spy.communicate()
+        return "py-spy did not answer in time\n"
+
+
+def _text(subject: Subject, kernel: Mapping[str, str], spy: str, logs: Path) -> str:
+    """The evidence of one rank as text."""
+    state = subject.state
+    status = "it runs" if subject.runs else death(state.code)
+    parts = [
+        f"rank {state.rank}, process {subject.pid}: {'it is stopped' if state.stopped and subject.runs else status}"
+    ]
+    if state.progress is not None:
+        parts[0] += f"; step {state.progress.step}, {state.progress.phase}, action {state.progress.action}"
+    if state.failure is not None:
+        parts.append(f"== failure\n{state.failure.message}")
+    stacks = read_stacks(subject.stacks).decode(errors="replace")
+    parts.append(f"== stacks of all threads\n{stacks or 'none: the process did not write them'}")
+    if spy:
+        parts.append(f"== py-spy\n{spy}")
+    parts += [f"== /proc/PID/{name}\n{content}" for name, content in kernel.items()]
+    log = logs / f"rank-{state.rank:05d}.log"
+    with suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
+        parts.append(f"== end of {log.name}\n{file.read(LOG_BYTES).decode(errors='replace')}")
+    return "\n\n".join(part.rstrip() for part in parts) + "\n"
+
+
+def _write(folder: Path, texts: Mapping[int, str]) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for rank, text in texts.items():
+            write_durable(folder / f"rank-{rank}.txt", text)
+    except OSError as error:
+        write_line(f"meshwright: evidence of the failure is not kept: {error.filename}: {error.strerror}")

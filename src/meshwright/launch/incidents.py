@@ -1,0 +1,152 @@
+"""Incidents of a run: which rank caused a failure, what it did, who waited for it, and what followed.
+
+The coordinator writes `RUN/incidents/NNNN-STEP/incident.json` before it ends the ranks; agents add `stacks/rank-R.txt`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.diagnosis.culprit import TRAINING, Culprit, RankStatus, find_culprit
+from meshwright.durable.writes import write_durable
+from meshwright.launch.outcome import RankState
+from meshwright.policies.restart import Incident
+from meshwright.schedules.plan_schedule import training_schedule
+from meshwright.schedules.schedule import Schedule
+from meshwright.spec.errors import EXIT_BAD_INPUT
+from meshwright.spec.fields import to_plain
+from meshwright.spec.layout import Layout
+from meshwright.spec.run import Assignment
+
+FOLDER, FILE = "incidents", "incident.json"
+KEPT = 50
+"""Incidents that a run keeps; the oldest are removed."""
+LISTED_RANKS = 1024
+"""Most ranks and waiting ranks that an incident lists."""
+
+
+@dataclass(frozen=True)
+class JobSchedule:
+    """The schedule and layout of an attempt, and whether hosts wait in collectives."""
+
+    schedule: Schedule
+    layout: Layout
+    hosts_wait: bool
+
+    @classmethod
+    def read(cls, assignment: Path) -> JobSchedule | None:
+        """Those of an assignment file; None if it cannot be read."""
+        try:
+            job = Assignment.read(assignment)
+            cluster = job.run.cluster
+            schedule = training_schedule(job.plan, job.run.model.layers)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            return None
+        return cls(schedule, Layout.of(job.plan, cluster.gpus_per_node), cluster.is_cpu)
+
+    def label(self, state: RankState) -> str:
+        """What a rank did last: the label of its action, or its phase."""
+        progress = state.progress
+        if progress is None or progress.phase not in TRAINING or state.rank >= self.layout.ranks:
+            return progress.phase if progress else "start"
+        schedule = self.schedule.in_turns() if progress.phase == "compile" else self.schedule
+        actions = schedule.actions[self.layout.coordinates(state.rank).get("pipeline", 0)]
+        return actions[min(progress.action, len(actions) - 1)].label
+
+
+def statuses(ranks: Sequence[RankState], hosts: Mapping[int, str], seconds: Mapping[int, float]) -> list[RankStatus]:
+    """What `diagnosis.culprit` needs of the ranks that have begun."""
+    return [
+        RankStatus(
+            rank.rank, hosts[rank.rank], rank.progress.phase, rank.progress.step, max(0, rank.progress.action),
+            seconds.get(rank.rank, 0.0), rank.stopped and rank.code is None, rank.failed, rank.pending,
+        )
+        for rank in ranks
+        if rank.progress is not None
+    ]  # fmt: skip
+
+
+def culprit_of_hang(job: JobSchedule | None, ranks: Sequence[RankStatus]) -> Culprit | None:
+    """The rank that holds up the job; None if the attempt's schedule is not known."""
+    return None if job is None else find_culprit(ranks, job.schedule, job.layout, hosts_wait=job.hosts_wait)
+
+
+def is_recorded(incident: Incident, stop_codes: Sequence[int]) -> bool:
+    """Whether a failure is an incident: bad input and requests to stop are none."""
+    return incident.code not in (EXIT_BAD_INPUT, *stop_codes)
+
+
+def new_folder(run: Path, step: int | None) -> Path:
+    """The folder of the next incident, numbered after the newest; the oldest ones are removed."""
+    existing = sorted(path for path in (run / FOLDER).glob("[0-9]*-*") if path.is_dir())
+    for path in existing[: max(0, len(existing) + 1 - KEPT)]:
+        shutil.rmtree(path, ignore_errors=True)
+    number = int(existing[-1].name.partition("-")[0]) + 1 if existing else 1
+    return run / FOLDER / f"{number:04d}-{step or 0}"
+
+
+def write_incident(
+    folder: Path,
+    incident: Incident,
+    attempt: int,
+    answer: str,
+    ranks: Sequence[RankState],
+    hosts: Mapping[int, str],
+    job: JobSchedule | None,
+    culprit: Culprit | None,
+) -> None:
+    """Write `incident.json`. `answer` says what follows; `culprit` is the finding for a hang."""
+    state = next((rank for rank in ranks if rank.rank == incident.rank), None)
+    action = culprit.action if culprit else job.label(state) if job and state else incident.phase
+    record = {
+        "time": time.time(),
+        "step": incident.step,
+        "attempt": attempt,
+        "cause": "hang" if incident.hang else "killed" if incident.code < 0 else "failure",
+        "code": incident.code,
+        "rank": incident.rank,
+        "host": incident.host,
+        "phase": incident.phase,
+        "action": action,
+        "reason": culprit.reason if culprit else incident.cause,
+        "confidence": culprit.confidence if culprit else "certain",
+        "answer": answer,
+        "waiting": [to_plain(wait) for wait in culprit.waiting[:LISTED_RANKS]] if culprit else [],
+        "ranks": [_rank_record(rank, hosts, job) for rank in ranks[:LISTED_RANKS]],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    write_durable(folder / FILE, json.dumps(record, indent=1) + "\n")
+
+
+def _rank_record(state: RankState, hosts: Mapping[int, str], job: JobSchedule | None) -> dict[str, Any]:
+    progress = state.progress
+    return {
+        "rank": state.rank,
+        "host": hosts.get(state.rank, ""),
+        "code": state.code,
+        "stopped": state.stopped,
+        "step": progress.step if progress else None,
+        "phase": progress.phase if progress else "start",
+        "action": job.label(state) if job else str(progress.action) if progress else "",
+        "pending": to_plain(state.pending) if state.pending else None,
+        "failure": state.failure.message if state.failure else None,
+    }
+
+
+def read_incidents(run: Path) -> list[dict[str, Any]]:
+    """The incidents of a run, oldest first, each with the folder of its evidence."""
+    found = []
+    for path in sorted((run / FOLDER).glob(f"*/{FILE}")):
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        stacks = sorted((path.parent / "stacks").glob("rank-*.txt"))
+        found.append({**record, "evidence": str(path.parent), "stacks": [stack.name for stack in stacks]})
+    return found

@@ -1,0 +1,97 @@
+"""Records of failures, and the evidence that an agent collects of its processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli.incidents import incidents
+from meshwright.diagnosis.culprit import Culprit, Waiting
+from meshwright.events.messages import Progress
+from meshwright.events.stacks import STACKS, stacks_memory
+from meshwright.launch.evidence import CRASH_SECONDS, HANG_SECONDS, Subject, collect
+from meshwright.launch.incidents import KEPT, is_recorded, new_folder, read_incidents, write_incident
+from meshwright.launch.outcome import RankState
+from meshwright.policies.restart import Incident
+from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_PREEMPTED
+
+RANKS = [RankState(0, progress=Progress("train", 41, 3)), RankState(1, progress=Progress("train", 41, 7), stopped=True)]
+HANG = Incident(EXIT_COMMUNICATION, "rank 1 has made no progress", 1, "b", 41, hang=True)
+CHILD = """
+import threading, time
+from meshwright.events.stacks import write_stacks_on_signal
+write_stacks_on_signal()
+def wait_for_peer():
+    print("ready", flush=True)
+    time.sleep(60)
+threading.Thread(target=wait_for_peer, name="second").start()
+"""
+
+
+def test_a_record_says_who_did_what_and_who_waited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    waiting = (Waiting(0, 1, "activation"),)
+    culprit = Culprit(1, "b", 41, "forward 2.3", 12.1, "rank 1 on b is in forward 2.3", "certain", waiting)
+    folder = new_folder(tmp_path, HANG.step)
+    write_incident(folder, HANG, 2, "restart 1 of 3", RANKS, {0: "a", 1: "b"}, None, culprit)
+    (record,) = read_incidents(tmp_path)
+    assert folder.name == "0001-41" and record["evidence"] == str(folder)
+    assert (record["cause"], record["rank"], record["host"], record["attempt"]) == ("hang", 1, "b", 2)
+    assert record["waiting"] == [{"rank": 0, "for_rank": 1, "needs": "activation"}]
+    assert [rank["stopped"] for rank in record["ranks"]] == [False, True]
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "config.yaml").touch()
+    incidents(tmp_path)
+    printed = capsys.readouterr().out
+    assert "step 41, attempt 2: hang" in printed and "certain: rank 1 on b, forward 2.3" in printed
+    assert "restart 1 of 3" in printed and str(folder) in printed
+
+
+def test_old_incidents_are_removed_and_numbers_go_on(tmp_path: Path) -> None:
+    for step in range(KEPT + 5):
+        new_folder(tmp_path, step).mkdir(parents=True)
+    names = sorted(path.name for path in (tmp_path / "incidents").iterdir())
+    assert len(names) == KEPT and (names[0], names[-1]) == ("0006-5", f"{KEPT + 5:04d}-{KEPT + 4}")
+
+
+def test_requests_to_stop_are_no_incidents() -> None:
+    assert not is_recorded(Incident(EXIT_PREEMPTED, "SIGTERM"), (EXIT_PREEMPTED,))
+    assert is_recorded(Incident(-9, "killed"), (EXIT_PREEMPTED,))
+
+
+def test_evidence_has_the_stacks_of_all_threads_and_waits_for_no_stopped_process(tmp_path: Path) -> None:
+    subjects, processes = [], []
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-00000.log").write_text("x" * 10_000 + "\nlast words\n")
+    for rank, script in enumerate((CHILD, CHILD, "print('ready', flush=True); import time; time.sleep(60)")):
+        stacks = stacks_memory()
+        env = {**os.environ, STACKS: f"/proc/{os.getpid()}/fd/{stacks}"}
+        process = subprocess.Popen([sys.executable, "-c", script], env=env, stdout=subprocess.PIPE, text=True)
+        processes.append(process)
+        subjects.append(Subject(process.pid, RankState(rank), stacks))
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+        processes[1].send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, processes[1].pid, os.WSTOPPED | os.WNOWAIT)
+        subjects[1].state.stopped = True
+        for hang, limit in ((False, CRASH_SECONDS), (True, HANG_SECONDS)):
+            began = time.monotonic()
+            collect(subjects, tmp_path / "incident", tmp_path / "logs", hang=hang).join()
+            assert time.monotonic() - began < limit + 1.0
+        assert [process.poll() for process in processes] == [None] * 3
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    first, stopped, without = ((tmp_path / "incident" / "stacks" / f"rank-{rank}.txt").read_text() for rank in range(3))
+    assert "in wait_for_peer" in first and first.count("most recent call first") >= 2
+    assert first.endswith("last words\n") and len(first) < 20_000
+    assert "it is stopped" in stopped and "State:\tT (stopped)" in stopped
+    assert "none: the process did not write them" in without
