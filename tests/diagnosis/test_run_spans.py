@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 
 from meshwright.diagnosis.operations import OperationTable
+from meshwright.diagnosis.run_folder import _without_first_step
 from meshwright.diagnosis.run_spans import RankRecords, table_of_spans
+from meshwright.events.span_ring import RankSpans
 from meshwright.spec.errors import BadInput
 from tests.diagnosis.played import PHASES, RECORD, Faults, Job, play
 
@@ -118,3 +122,10 @@ def test_messages_have_the_direction_of_their_payload() -> None:
     table = table_of_spans(spans, 1)
     for name, stage in (("forward-send", 0), ("forward-recv", 1), ("backward-send", 1), ("backward-recv", 0)):
         assert table.stage[table.is_type(name)].tolist() == [stage, stage]
+
+
+def test_the_first_step_is_left_out_also_after_records_from_before_it() -> None:
+    collection = record("garbage_collection", 0, 50, step=0, stage=-1)
+    records = one_rank(collection, *two_forwards(1), *two_forwards(2, at=2000)).records
+    spans = SimpleNamespace(records=records, overwritten=0, header={"phases": PHASES})
+    assert set(_without_first_step(cast(RankSpans, spans))["step"]) == {2}
