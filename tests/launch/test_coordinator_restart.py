@@ -89,6 +89,10 @@ class SimulatedRanks(Ranks):
     def request_end(self, cause: str) -> None:
         self.kill()
 
+    def collect_evidence(self, folder: Path, logs: Path, *, hang: bool) -> threading.Thread:
+        """Collect nothing: there are no processes."""
+        return cast("threading.Thread", None)
+
     def close(self) -> None:
         pass
 
