@@ -213,7 +213,9 @@ SPREAD = 0.05
 def straggler_band(cases: list[Case]) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of each case with equal ranks, and with all ranks waiting for the slowest one at `SPREAD`."""
     slow = [
-        replace(case, layout=replace(case.layout, slowest=float(expected_slowest(case.layout.ranks, SPREAD))))
+        replace(
+            case, layout=replace(case.layout, slowest_rank_ratio=float(expected_slowest(case.layout.ranks, SPREAD)))
+        )
         for case in cases
     ]
     return price(cases).seconds, price(slow).seconds
@@ -365,8 +367,8 @@ def speed_criteria() -> list[Criterion]:
     """Criteria for the time of a prediction, and of a sweep for a 175B model on 16,384 GPUs."""
     model = shape_from_dimensions(dimensions_by_name("GPT-175B"))
     chip = CHIPS["H100"]
-    machine = Machine(peak=chip.peak_flops["bf16"], half_peak=chip.peak_flops["bf16"], low=0.0, hbm=chip.hbm, memory=chip.memory_bytes,
-                      link=chip.link, nic=chip.nic, domain=8.0, per_node=8.0)  # fmt: skip
+    machine = Machine(peak=chip.peak_flops["bf16"], half_peak=chip.peak_flops["bf16"], product_format=0.0, hbm=chip.hbm,
+                      memory=chip.memory_bytes, link=chip.link, nic=chip.nic, domain=8.0, per_node=8.0)  # fmt: skip
     k = constants("hopper", "bridge")
     grid = sweep(16384.0)
     start = time.perf_counter()

@@ -510,7 +510,7 @@ def best_quartile(arrays: RunArrays, table: dict[str, Any]) -> dict[str, float]:
     k = at_release(constant_arrays(arrays.pairs, table), arrays.release)
     shape = arrays.shape
     # `low` is 0 for products in bf16 or wider.
-    comparable = (shape.moe_layers + shape.mixer_layers == 0) & (arrays.machine.low == 0)
+    comparable = (shape.moe_layers + shape.mixer_layers == 0) & (arrays.machine.product_format == 0)
     comparable &= (k.scores == 0) & (shape.params >= MIN_COMPARABLE_PARAMETERS)
     product_shares = k.gemm / k.slow * predict(arrays, table) / arrays.measured
     generations = np.array([generation for generation, _ in arrays.pairs])

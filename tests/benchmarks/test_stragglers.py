@@ -39,7 +39,7 @@ def test_one_rank_waits_for_nobody() -> None:
 
 def test_a_slow_rank_holds_its_stage_and_no_other() -> None:
     """m micro-batches of the slowest stage are longer by the factor; the fill runs through the others."""
-    even, slow = (step_cost(MODEL, MACHINE, plan, K) for plan in (PLAN, replace(PLAN, slowest=1.2)))
+    even, slow = (step_cost(MODEL, MACHINE, plan, K) for plan in (PLAN, replace(PLAN, slowest_rank_ratio=1.2)))
     waited = float(slow.exposed["slowest rank"])
     assert float(slow.seconds - even.seconds) == pytest.approx(waited)
     assert float(slow.bubble) == pytest.approx(float(even.bubble))

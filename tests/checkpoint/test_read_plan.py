@@ -91,12 +91,10 @@ def test_any_cut_of_an_entry_fills_any_box_of_it(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_a_digest_of_parts_is_xxh3_64_of_the_whole(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_digest_is_xxh3_64(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not compiled:
-        monkeypatch.setattr(digests, "_c_functions", lambda: None)
+        monkeypatch.setattr(digests, "_c_function", lambda: None)
     for size in (0, 1, 240, 241, 100_001):
         data = bytearray(number % 251 for number in range(size))
-        for part in (1000, 4096, size + 1):
-            parts = (memoryview(data)[start : start + part] for start in range(0, size, part))
-            assert digests.digest_of_parts(parts) == xxhash.xxh3_64(data).hexdigest()
-    assert (digests._c_functions() is not None) == compiled
+        assert digests.block_digest(memoryview(data)) == xxhash.xxh3_64(data).hexdigest()
+    assert (digests._c_function() is not None) == compiled

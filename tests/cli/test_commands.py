@@ -84,6 +84,44 @@ JSON_COMMANDS: dict[str, tuple[Words, set[str]]] = {
     "eval": (lambda tiny, run, tmp: [run, "--batches", 1], {"loss", "perplexity", "bits_per_byte", "tokens"}),
     "generate": (lambda tiny, run, tmp: [run, "-p", "the quick", "--tokens", 3], {"samples"}),
     "incidents": (lambda tiny, run, tmp: [run], {"incidents"}),
+    "stragglers": (
+        lambda tiny, run, tmp: [run],
+        {
+            "slowdown",
+            "cause",
+            "rank",
+            "stage",
+            "by_type",
+            "by_rank",
+            "by_dp_rank",
+            "by_stage",
+            "contributions",
+            "m_s",
+            "m_w",
+            "launch_slowdown",
+            "step_seconds",
+            "replayed_seconds",
+            "ideal_seconds",
+            "steps",
+            "skipped_steps",
+            "notes",
+        },
+    ),
+    "trace": (
+        lambda tiny, run, tmp: [run, "--out", tmp / "trace.json"],
+        {
+            "trace",
+            "start",
+            "ranks",
+            "steps",
+            "spans",
+            "missing",
+            "origin_unix_ns",
+            "clock_error_ns",
+            "clock_offset_ns",
+            "largest_clock_error_ns",
+        },
+    ),
     "report": (lambda tiny, run, tmp: [run], {"account", "report", "steps", "missing"}),
 }
 """Words that make each command with --json succeed, and the keys of its answer."""
@@ -200,8 +238,13 @@ def test_what_of_a_plan_gains_nothing_on_its_mesh_is_said_and_no_mistake(tiny: P
         meshwright(*command, f"plan={file}") for command in (("check", *arguments), ("plan", *arguments[:2]))
     )
     output = [line for line in planned.err.splitlines() if "has no effect" in line]
-    idle = {"schedule = gpipe": "pipeline rank", "gradients = whole": "shard", "gather_engine = copy": "shard",
-            "reduce_replicas = fp32": "replica", "tensor_engine = copy": "tensor rank"}  # fmt: skip
+    idle = {
+        "schedule = gpipe": "pipeline rank",
+        "gradients = whole": "shard",
+        "gather_engine = copy": "shard",
+        "reduce_replicas = fp32": "replica",
+        "tensor_engine = copy": "tensor rank",
+    }
     assert output == [f"plan.{key} has no effect: the mesh has one {axis}" for key, axis in idle.items()]
     assert checked.code == 0 and [*checked.err.splitlines()] == [*output, "ok"]
     pinned = meshwright("check", tiny, "plan.shard=2", "plan.reduce_replicas=fp32", *arguments[2:])
@@ -351,7 +394,7 @@ def test_h_is_help(arguments: list[str]) -> None:
 @pytest.mark.parametrize(
     ("line", "proposals", "loaded"),
     [
-        ("meshwright tr", ["train"], set(COMMAND_MODULES)),
+        ("meshwright tr", ["train", "trace"], set(COMMAND_MODULES)),
         ("meshwright train --fr", ["--fresh"], {"train"}),
         ("meshwright checkpoint ver", ["verify"], {"checkpoint"}),
     ],
@@ -374,7 +417,7 @@ def test_a_shell_completes_commands_and_options(
 
 def test_a_command_that_is_not_there_brings_the_nearest_once() -> None:
     answer = meshwright("trian")
-    assert answer.code == 2 and answer.err.count("Did you mean 'train'?") == 1
+    assert answer.code == 2 and answer.err.count("(Did you mean one of: 'trace', 'train'?)") == 1
 
 
 def test_a_checkpoint_records_the_content_and_tokenizer_of_its_corpus(tiny: Path, finished: Path) -> None:

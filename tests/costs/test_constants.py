@@ -68,7 +68,7 @@ def test_plans_are_priced_with_own_constants_and_a_narrow_band() -> None:
 def test_own_constants_do_not_change_predictions_of_published_runs() -> None:
     published = yaml.safe_load(FILE.read_text(encoding="utf-8"))
     own_values = yaml.safe_load(OWN_FILE.read_text(encoding="utf-8"))
-    changed = with_own(published, {**own_values, "stack": {**own_values["stack"], "slow": 9.0, "copies": 1.0}})
+    changed = with_own(published, {**own_values, "stack": {**own_values["stack"], "slow": 9.0, "own_engine": 1.0}})
     with RUNS.open(encoding="utf-8", newline="") as file:
         records = list(islice(csv.DictReader(file), 0, None, 40))
     assert predict_records(records, published) == predict_records(records, changed) == predict_records(records)

@@ -16,7 +16,7 @@ from meshwright.spec.network import NetworkSpec, NodeGroup
 def test_a_chip_name_sets_all_rates_of_the_machine() -> None:
     """`low` is the number of the product format: 1 is fp8 with one scale per tensor."""
     machine = machine_of(ClusterSpec(gpu="H100", nodes=4, gpus_per_node=8), "fp8")
-    assert (machine.peak, machine.half_peak, machine.low) == (1979e12, 989e12, 1.0)
+    assert (machine.peak, machine.half_peak, machine.product_format) == (1979e12, 989e12, 1.0)
     assert (machine.link, machine.nic, machine.domain) == (450e9, 50e9, 8)
     assert machine_of(ClusterSpec(gpu="GB200", nodes=16, gpus_per_node=4)).domain == 64
     assert machine_of(ClusterSpec(gpu="H100", nodes=2, gpus_per_node=4)).domain == 4

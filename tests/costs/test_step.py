@@ -220,7 +220,9 @@ def test_copy_engine_gathers_are_faster_and_slow_compute_less() -> None:
     """A fully hidden collective costs its seconds times its overlap tax. Copy engines change only the gathers."""
     k, machine = constants("hopper", OWN), machine_of(ClusterSpec(gpu="H200", gpus_per_node=8))
     kernels = layout(zero=3, micro_batch=4, global_batch=32)
-    by_kernel, by_copy = (step_cost(MODEL, machine, replace(kernels, copied=value), k) for value in (0.0, 1.0))
+    by_kernel, by_copy = (
+        step_cost(MODEL, machine, replace(kernels, weights_by_copy_engine=value), k) for value in (0.0, 1.0)
+    )
     shards = rank_group(machine, k, 8.0, 1.0)
     seconds = [
         float(2 * gather(group, k, 2 * MODEL.params, MODEL.layers))
@@ -230,7 +232,8 @@ def test_copy_engine_gathers_are_faster_and_slow_compute_less() -> None:
     saved = seconds[0] * k.overlap_tax - seconds[1] * k.overlap_tax * k.copy_tax
     assert by_kernel.exposed["shard"] - by_copy.exposed["shard"] == pytest.approx(saved, rel=1e-6)
     unsharded = [
-        step_cost(MODEL, machine, replace(kernels, copied=v, shards=1.0, zero=0.0), k).seconds for v in (0.0, 1.0)
+        step_cost(MODEL, machine, replace(kernels, weights_by_copy_engine=v, shards=1.0, zero=0.0), k).seconds
+        for v in (0.0, 1.0)
     ]
     assert unsharded[0] == unsharded[1], "nothing is gathered"
 

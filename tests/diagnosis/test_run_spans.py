@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 
 from meshwright.diagnosis.operations import OperationTable
+from meshwright.diagnosis.run_folder import _without_first_step
 from meshwright.diagnosis.run_spans import RankRecords, table_of_spans
+from meshwright.events.span_ring import RankSpans
 from meshwright.spec.errors import BadInput
 from tests.diagnosis.played import PHASES, RECORD, Faults, Job, play
 
@@ -18,8 +22,21 @@ Span = tuple[str, int, int]
 def record(
     phase: str, start: int, duration: int, *, step: int = 1, stage: int = 0, micro_batch: int = 0, count: int = 1
 ) -> tuple:
-    """A record without amount, action 0 unless it concerns no stage."""
-    return (start, duration, 0, step, 0 if stage >= 0 else -1, stage, micro_batch, -1, -1, count, PHASES.index(phase))
+    """The record of a span; its amount of bytes is 0. Without a stage it has no action either: both are -1."""
+    values = {
+        "start_ns": start,
+        "duration_ns": duration,
+        "amount": 0,
+        "step": step,
+        "action": 0 if stage >= 0 else -1,
+        "stage": stage,
+        "micro_batch": micro_batch,
+        "unit": -1,
+        "peer": -1,
+        "count": count,
+        "phase": PHASES.index(phase),
+    }
+    return tuple(values[name] for name in RECORD.names or ())
 
 
 def one_rank(*records: tuple) -> RankRecords:
@@ -55,14 +72,14 @@ def test_a_measured_wait_that_stands_for_four_is_spread_over_its_phase() -> None
     assert durations(table, "collective-wait") == [40, 40]
 
 
-def test_waits_without_an_action_are_the_sums_over_all_ranks() -> None:
+def test_waits_outside_of_stages_become_step_all_reduces() -> None:
     waits = (record("collective_wait", 10, 30, stage=-1), record("collective_wait", 900, 60, stage=-1))
     table = table_of_spans([one_rank(*two_forwards(), *waits)], 1)
     assert durations(table, "step-all-reduce") == [30, 60]
     assert durations(table, "forward-compute") == [300, 300]
 
 
-def test_a_collection_costs_what_its_operation_takes_longer_than_usual() -> None:
+def test_a_garbage_collection_costs_the_excess_of_the_operation_around_it() -> None:
     steps = [entry for step in range(1, 6) for entry in two_forwards(step, 1000 * step)]
     slower = record("forward", 3500, 350, step=3, micro_batch=1)
     steps[steps.index(record("forward", 3500, 300, step=3, micro_batch=1))] = slower
@@ -101,7 +118,14 @@ def test_ranks_without_a_common_step_are_refused() -> None:
 
 
 def test_messages_have_the_direction_of_their_payload() -> None:
-    spans = play(Job("1f1b", pipeline=2, dp=1, micro_batches=2), 1, lambda step, random: Faults())
+    spans = play(Job("1f1b", pipeline=2, dp=1, micro_batches=2), steps=1, faults=lambda step, random: Faults())
     table = table_of_spans(spans, 1)
     for name, stage in (("forward-send", 0), ("forward-recv", 1), ("backward-send", 1), ("backward-recv", 0)):
         assert table.stage[table.is_type(name)].tolist() == [stage, stage]
+
+
+def test_the_first_step_is_left_out_also_after_records_from_before_it() -> None:
+    collection = record("garbage_collection", 0, 50, step=0, stage=-1)
+    records = one_rank(collection, *two_forwards(1), *two_forwards(2, at=2000)).records
+    spans = SimpleNamespace(records=records, overwritten=0, header={"phases": PHASES})
+    assert set(_without_first_step(cast(RankSpans, spans))["step"]) == {2}

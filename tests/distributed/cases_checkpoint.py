@@ -7,7 +7,7 @@ import math
 import os
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -23,16 +23,25 @@ from meshwright.parallel.world import World, world_group
 from meshwright.spec.errors import MeshwrightError
 from tests.checkpoint.reads import counted_reads
 
-LAYOUTS: dict[str, tuple[int, tuple[int, ...], tuple[Any, ...]]] = {
-    "one": (1, (1,), (Shard(0),)),
-    "rows2": (2, (2,), (Shard(0),)),
-    "rows4": (4, (4,), (Shard(0),)),
-    "columns4": (4, (4,), (Shard(1),)),
-    "copies2": (2, (2,), (Replicate(),)),
-    "hsdp2x2": (4, (2, 2), (Replicate(), Shard(0))),
-    "grid2x2": (4, (2, 2), (Shard(0), Shard(1))),
+
+class DistributedLayout(NamedTuple):
+    """How the test's tensors are distributed."""
+
+    ranks: int
+    mesh_shape: tuple[int, ...]
+    placements: tuple[Any, ...]
+
+
+LAYOUTS: dict[str, DistributedLayout] = {
+    "one": DistributedLayout(1, (1,), (Shard(0),)),
+    "rows2": DistributedLayout(2, (2,), (Shard(0),)),
+    "rows4": DistributedLayout(4, (4,), (Shard(0),)),
+    "columns4": DistributedLayout(4, (4,), (Shard(1),)),
+    "copies2": DistributedLayout(2, (2,), (Replicate(),)),
+    "hsdp2x2": DistributedLayout(4, (2, 2), (Replicate(), Shard(0))),
+    "grid2x2": DistributedLayout(4, (2, 2), (Shard(0), Shard(1))),
 }
-"""Ranks, mesh shape and placements. The shapes below divide by none of them, and leave some ranks without rows."""
+"""The shapes below divide by no layout's ranks, and leave some ranks without rows."""
 
 
 def values(seed: int) -> dict[str, torch.Tensor]:
@@ -185,7 +194,7 @@ def unseen(world: World, folder: str) -> str:
     return "nothing"
 
 
-def kept_checkpoints(world: World, folder: str) -> list[str]:
+def deleted_checkpoints(world: World, folder: str) -> list[str]:
     store = CheckpointStore(Path(folder), group=world.control)
     tensors = local_pieces("rows2", values(1))
     for step in (1, 2, 3):

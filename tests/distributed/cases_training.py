@@ -24,7 +24,7 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import DATA_AXES
 from meshwright.spec.run import Assignment
 from meshwright.training.evaluate import Evaluation, evaluate
-from meshwright.training.join import agreed_assignment
+from meshwright.training.join import broadcast_assignment
 from meshwright.training.loop import train
 from meshwright.training.reporting import Reporter
 from meshwright.training.run_state import load_initial
@@ -171,8 +171,8 @@ def validate_and_compare(world: World, assignment: Assignment) -> tuple[list[boo
     return before_validation, sharded()
 
 
-def agreed(world: World, assignment: Assignment | None, full_disk: bool = False) -> Any:
-    """What `agreed_assignment` returns or raises if rank 0 prepares `assignment`, or fails to prepare it."""
+def received_assignment(world: World, assignment: Assignment | None, full_disk: bool = False) -> Any:
+    """What `broadcast_assignment` returns or raises if rank 0 prepares `assignment`, or fails to prepare it."""
 
     def prepare() -> Assignment:
         if full_disk:
@@ -182,7 +182,7 @@ def agreed(world: World, assignment: Assignment | None, full_disk: bool = False)
         return assignment
 
     try:
-        return agreed_assignment(world, prepare)
+        return broadcast_assignment(world, prepare)
     except (MeshwrightError, OSError) as error:
         return type(error).__name__, str(error)
 

@@ -32,10 +32,10 @@ PAIRS = [
 
 @pytest.mark.parametrize(("saved_layout", "loaded_layout"), PAIRS)
 def test_any_layout_loads_into_any_other_bit_for_bit(pool: Pool, tmp_path: Path, saved_layout: str, loaded_layout: str):
-    saved = pool.run(cases.save, cases.LAYOUTS[saved_layout][0], str(tmp_path), saved_layout, 7)
+    saved = pool.run(cases.save, cases.LAYOUTS[saved_layout].ranks, str(tmp_path), saved_layout, 7)
     assert all(checkpoint == saved[0] for checkpoint in saved)
-    assert pool.run(cases.load, cases.LAYOUTS[loaded_layout][0], str(tmp_path), loaded_layout) == [
-        {"seed": 7, "equal": True, "whole": True} for _ in range(cases.LAYOUTS[loaded_layout][0])
+    assert pool.run(cases.load, cases.LAYOUTS[loaded_layout].ranks, str(tmp_path), loaded_layout) == [
+        {"seed": 7, "equal": True, "whole": True} for _ in range(cases.LAYOUTS[loaded_layout].ranks)
     ]
 
 
@@ -104,7 +104,7 @@ def test_ranks_with_nothing_to_write_write_no_file(pool: Pool, tmp_path: Path):
     assert [chunk.sizes for chunk in record.chunks] == [(1, 3)]
 
 
-def test_damage_in_any_ranks_file_turns_all_ranks_to_the_older_one(pool: Pool, tmp_path: Path):
+def test_damage_in_any_ranks_file_makes_all_ranks_load_the_older_checkpoint(pool: Pool, tmp_path: Path):
     pool.run(cases.save, 2, str(tmp_path), "rows2", 1)
     pool.run(cases.save, 2, str(tmp_path), "rows2", 2)
     shutil.copytree(tmp_path / "step-00000002", tmp_path / "good")
@@ -127,8 +127,8 @@ def test_a_folder_that_hosts_do_not_share_is_reported(pool: Pool, tmp_path: Path
         assert answer.startswith("BadInput: ") and "rank 1 does not see" in answer and "that all hosts share" in answer
 
 
-def test_the_first_rank_deletes_and_all_know(pool: Pool, tmp_path: Path):
-    assert pool.run(cases.kept_checkpoints, 2, str(tmp_path)) == [["step-00000001", "step-00000002"]] * 2
+def test_the_first_rank_deletes_checkpoints_and_all_ranks_learn_which(pool: Pool, tmp_path: Path):
+    assert pool.run(cases.deleted_checkpoints, 2, str(tmp_path)) == [["step-00000001", "step-00000002"]] * 2
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
 
@@ -150,21 +150,22 @@ def test_fsdp_parameters_and_moments_come_back_exactly(pool: Pool, tmp_path: Pat
 def test_every_byte_of_files_of_several_blocks_is_read_once_and_passed_on(
     pool: Pool, tmp_path: Path, saved_layout: str, loaded_layout: str, device_exchange: bool
 ):
-    (path, *_) = pool.run(cases.save_large, cases.LAYOUTS[saved_layout][0], str(tmp_path), saved_layout)
-    answers = pool.run(cases.load_large, cases.LAYOUTS[loaded_layout][0], str(tmp_path), loaded_layout, device_exchange)
+    (path, *_) = pool.run(cases.save_large, cases.LAYOUTS[saved_layout].ranks, str(tmp_path), saved_layout)
+    answers = pool.run(
+        cases.load_large, cases.LAYOUTS[loaded_layout].ranks, str(tmp_path), loaded_layout, device_exchange
+    )
     assert all(answer["equal"] for answer in answers)
     total = sum((Counter(answer["read"]) for answer in answers), Counter())
     assert total == {file.name: file.stat().st_size for file in Path(path).iterdir()}
     bytes_read_by_rank = [sum(answer["read"].values()) for answer in answers]
-    assert (
-        max(bytes_read_by_rank) - min(bytes_read_by_rank) <= 3 * BLOCK_BYTES
-    )  # files, not only blocks, are shared out
+    # Ranks read about equally much of the whole checkpoint: blocks are assigned across files, not within each.
+    assert max(bytes_read_by_rank) - min(bytes_read_by_rank) <= 3 * BLOCK_BYTES
 
 
 @pytest.mark.parametrize(
     ("offset", "device_exchange"), [(100, False), (20 << 20, False), (40 << 20, False), (20 << 20, True)]
 )
-def test_damage_that_one_rank_reads_turns_all_ranks_to_the_older_one(
+def test_damage_that_one_rank_reads_makes_all_ranks_load_the_older_checkpoint(
     pool: Pool, tmp_path: Path, offset: int, device_exchange: bool
 ):
     for step in (1, 2):

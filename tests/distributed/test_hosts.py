@@ -29,12 +29,12 @@ def test_attempts_on_fewer_and_then_on_more_hosts_equal_starts_by_hand(
 
     def attempt(number: int, *hosts: str, stop_at: int = 0) -> Any:
         assignment = Assignment.read(write_attempt(begun, State(attempt=number, members=hosts)))
-        return pool.run(partial(cases.poisoned, stop_at=stop_at), len(hosts), assignment)
+        return pool.run(partial(cases.run_with_nan, stop_at=stop_at), len(hosts), assignment)
 
     def by_hand(name: str, words: tuple[str, ...], count: int) -> Any:
         """Start from a copy of the run's folder as it is now."""
         shutil.copytree(tmp_path / "supervised", tmp_path / name)
-        return pool.run(cases.poisoned, count, prepared(tiny, tmp_path / name, *words, *WORDS).assignment)
+        return pool.run(cases.run_with_nan, count, prepared(tiny, tmp_path / name, *words, *WORDS).assignment)
 
     attempt(1, "a", "b", stop_at=4)
     shrunk_by_hand = by_hand("shrunk", ONE_HOST, 1)

@@ -341,11 +341,11 @@ def test_weights_of_another_model_are_refused(
 
 def test_ranks_agree_on_the_first_ones_assignment(pool: Pool, tiny: Path, tmp_path: Path) -> None:
     assignment = prepared(tiny, tmp_path, *ranks(2)).assignment
-    assert pool.run(cases.agreed, 2, assignment) == [assignment, assignment]
-    answers = pool.run(cases.agreed, 2, None)
+    assert pool.run(cases.received_assignment, 2, assignment) == [assignment, assignment]
+    answers = pool.run(cases.received_assignment, 2, None)
     assert answers[0] == ("BadInput", "planned")
     assert answers[1] == ("BadInput", "rank 0 could not prepare the run: planned")
-    full, other_answer = pool.run(cases.agreed, 2, None, True)
+    full, other_answer = pool.run(cases.received_assignment, 2, None, True)
     assert full[0] == "OSError" and other_answer[0] == "OutOfResources"
     assert "rank 0 could not prepare the run: /runs/x/config.yaml: No space left on device" in other_answer[1]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from meshwright.events.messages import Progress
 from meshwright.launch.coordinator import Coordinator
 from meshwright.launch.outcome import RankState
 from meshwright.launch.reports import Report
@@ -31,4 +32,38 @@ def test_a_report_that_begins_an_attempt_adds_no_ranks_of_the_attempt_before(tmp
     coordinator.receive(Report("host", attempt=2, ranks=(RankState(0, code=0),)))
     until("finished")
     assert coordinator.code == 0
+    coordinator.close()
+
+
+def test_no_rank_counts_as_hung_while_a_host_is_not_heard(tmp_path: Path) -> None:
+    """The link of host b is down for 3 s, just before its next report; the ranks make no progress for 5.6 s."""
+    now = [0.0]
+    coordinator = Coordinator(
+        tmp_path, Rules(2, 8, RestartPolicy(3)), 1, lambda state: tmp_path, hang_seconds=5.0, clock=lambda: now[0]
+    )
+    for host in "ab":
+        coordinator.receive(Report(host, port=1))
+    while coordinator.state.status != "running":
+        coordinator.tick()
+        time.sleep(0.001)
+
+    def train(until: float, hosts: str, *, progress: bool) -> None:
+        """Reports of hosts every 0.1 s; ranks finish ten steps a second if they make progress."""
+        while now[0] < until:
+            now[0] += 0.1
+            for rank, host in enumerate("ab"):
+                step = 1 + round(10 * (now[0] if progress else progressed))
+                state = RankState(rank, last_step=step, progress=Progress("train", step), progress_count=step)
+                if host in hosts:
+                    coordinator.receive(Report(host, attempt=1, ended=False, ranks=(state,)))
+            coordinator.tick()
+
+    progressed = 0.0
+    train(10.0, "ab", progress=True)
+    progressed = now[0]
+    train(15.6, "a", progress=False)
+    train(16.2, "ab", progress=False)
+    assert coordinator.state.status == "running" and not coordinator.state.incidents
+    train(22.5, "ab", progress=False)
+    assert coordinator.state.incidents[-1].hang
     coordinator.close()

@@ -28,7 +28,7 @@ def test_the_failed_rank_is_reported_and_ranks_that_failed_because_of_it_are_not
 
 
 def test_what_a_rank_reported_counts_more_than_how_its_process_ended() -> None:
-    """Also of one that reports while it still cleans up."""
+    """This also holds for a rank without an exit code: it has reported a failure, and its process has not ended yet."""
     states = [RankState(0, -6, Failure(3, "out of memory")), RankState(1, 5), RankState(2, None, LOST)]
     assert exit_codes(states) == [3, 5, 5]
     assert culprit(exit_codes(states)) == 0 and job_code(exit_codes(states)) == 3
@@ -58,5 +58,5 @@ def test_a_failed_job_has_at_least_one_line() -> None:
     assert len(lines(RankState(0, 0), RankState(1, -6))) == 1
 
 
-def test_peers_lost_elsewhere_are_one_line() -> None:
+def test_ranks_that_all_report_a_lost_connection_are_one_line() -> None:
     assert lines(RankState(0, 5, LOST), RankState(1, 5, LOST)) == [LOST.message]

@@ -53,7 +53,7 @@ def test_points_are_dots_of_no_length():
 def test_hidden_spikes_are_said():
     values = [1.0] * 60 + [90.0]
     chart = Chart("c", "t", "u", "short", (Series("a", "x", "s", values),))
-    assert "1 above the axis, up to 90.0" in draw(chart, {"s": {"step": [0.0] * 61}}, AXIS)
+    assert "1 value above the chart, up to 90.0" in draw(chart, {"s": {"step": [0.0] * 61}}, AXIS)
 
 
 def test_titles_and_labels_are_escaped():

@@ -9,7 +9,12 @@ import pytest
 from meshwright.config.load import load_run
 from meshwright.launch.prepare import plan_for
 from meshwright.planner.checkpoint_cost import checkpoint_cost
-from meshwright.planner.effective_time import Assumptions, effective_sentence, predict_effective_time, with_hosts
+from meshwright.planner.effective_time import (
+    Assumptions,
+    effective_sentence,
+    host_loss_alternatives,
+    predict_effective_time,
+)
 from meshwright.spec.errors import BadInput
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
@@ -86,7 +91,7 @@ def test_spares_and_fewer_hosts_keep_a_run_going(planned: tuple[RunSpec, Plan]) 
     run, plan = planned
     prediction = predict_effective_time(on_hosts(run, 1536, 2.78), plan, STEP)
     assert prediction is not None
-    alone, shrinking, spared = (model for _, model in with_hosts(prediction.model))
+    alone, shrinking, spared = (model for _, model in host_loss_alternatives(prediction.model))
     assert (alone.wait_seconds, shrinking.wait_seconds, spared.spares) == (None, 0.0, prediction.spares_needed)
     assert "every 2.8 hours (lost: " in effective_sentence(prediction)
     assert "missing hosts" in effective_sentence(prediction)

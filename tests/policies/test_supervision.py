@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from meshwright.policies.job_events import (
     Action,
+    AttemptReported,
     Begin,
     Committed,
     End,
@@ -39,6 +40,7 @@ EVENTS: st.SearchStrategy[list[Event]] = st.lists(
     st.one_of(
         st.builds(Ready, host, st.booleans()),
         st.builds(Lost, host, st.just("silent")),
+        st.builds(AttemptReported, attempt),
         st.builds(Prepared, attempt),
         st.builds(Unplannable, attempt, st.just("too large")),
         st.builds(SelfTestEnded, attempt, host, st.sampled_from(["", "wrong"]), st.sampled_from(["", "late"])),

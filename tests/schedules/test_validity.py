@@ -20,6 +20,9 @@ def schedule_of(*printed_ranks, placement=None, micro_batches=1, units=None):
     return Schedule("written", micro_batches, placement or looped(len(printed_ranks)), actions, units)
 
 
+# Printed actions (`schedules.action`): stage.micro-batch, or stage.micro-batch/unit, after F forward, B backward, I input half,
+# W weight half; SA0.0>1 sends an activation of stage 0 to stage 1, RG0.0<1 receives a gradient from stage 1. stage/unit after U gather,
+# D free, G reduce. N gradient norm, O optimizer.
 GOOD = ("F0.0 SA0.0>1 RG0.0<1 B0.0", "RA1.0<0 F1.0 B1.0 SG1.0>0")
 
 
@@ -39,8 +42,14 @@ def test_a_schedule_written_by_hand_passes():
         (("F0.0 RG0.0<1 B0.0", GOOD[1]), "deadlock: rank 0 at B0.0, rank 1 at F1.0"),
         ((GOOD[0], GOOD[1] + " SG1.0>0"), "SG1.0>0 between ranks 1 and 0 has no counterpart"),
         (("SA0.0>1 F0.0 RG0.0<1 B0.0", GOOD[1]), "rank 0 issues SA0.0>1 before its payload is computed"),
-        ((GOOD[0], "RA1.0<0 B1.0 SG1.0>0 F1.0"), "rank 1 runs B1.0 before the forward of stage 1 for it is done"),
-        ((GOOD[0], "RA1.0<0 F1.0 W1.0 I1.0 SG1.0>0"), "rank 1 runs W1.0 before the gradient of stage 1 for it is done"),
+        (
+            (GOOD[0], "RA1.0<0 B1.0 SG1.0>0 F1.0"),
+            "rank 1 runs B1.0 before the forward of stage 1, unit 0, micro-batch 0",
+        ),
+        (
+            (GOOD[0], "RA1.0<0 F1.0 W1.0 I1.0 SG1.0>0"),
+            "rank 1 runs W1.0 before the input gradient of stage 1, unit 0, micro-batch 0",
+        ),
         ((GOOD[0] + " N", GOOD[1]), "rank 0 must end with one norm_barrier and one optim"),
         ((GOOD[0], "O " + GOOD[1]), "rank 1 must end with one norm_barrier and one optim"),
     ],

@@ -421,7 +421,7 @@ def _machine(record: Record, chip: Chip, layout: Layouts, assumed: list[str]) ->
     return Machine(
         peak=chip.peak_flops.get(number_format, half_peak),
         half_peak=half_peak,
-        low=low,
+        product_format=low,
         hbm=chip.hbm,
         memory=chip.memory_bytes,
         link=chip.link,
@@ -436,7 +436,7 @@ def _machine(record: Record, chip: Chip, layout: Layouts, assumed: list[str]) ->
 
 
 def _product_format(record: Record, chip: Chip, assumed: list[str]) -> tuple[str, float]:
-    """(dtype in the chip table, its class as in Machine.low); without a dtype, MLPerf records use the chip's narrowest."""
+    """(dtype in the chip table, its `Machine.product_format`); without a dtype, MLPerf records use the chip's narrowest."""
     dtype_text = (record.get("dtype") or "").lower()
     if not dtype_text:
         narrow_dtypes = ("nvfp4", "fp8") if "mlcommons" in (record.get("source") or "") else ()

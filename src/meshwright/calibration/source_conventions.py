@@ -56,7 +56,7 @@ def _whole_graph(model: str, gpu: str, pull_request: int) -> Convention:
     return Convention(
         source="megatron-bridge",
         only={"model": model, "gpu": gpu, "note": r"container 26\.0[6-9]", "dtype": "mxfp8"},
-        layout={"host_sizes": 0, "exchange_beside": 1},
+        layout={"host_sizes": 0, "exchange_overlaps": 1},
         stack="bridge_graphs",
         because="the step is one graph, products of experts are fused, tokens travel beside compute (recipes of 26.06, pull request "
         f"{pull_request})",
@@ -89,7 +89,7 @@ CONVENTIONS = (
     Convention(
         source="deepseek-v3 report",
         blanks={"micro_batch": "1", "vpp": "1", "vocab": "129280"},
-        layout={"fill": 14 / 45, "imbalance": 1, "exchange_beside": 1, "one_copy": 1, "domains_per_token": 4},
+        layout={"fill": 14 / 45, "imbalance": 1, "exchange_overlaps": 1, "one_copy": 1, "domains_per_token": 4},
         because="DualPipe: (p/2 - 1)(F&B + B - 3W) idle, with B = 2F, W = F; loads are kept even; a token goes to at most 4 nodes, once to "
         "each, beside compute (arXiv 2412.19437, table 2, 2.1.2, 3.2)",
     ),
@@ -134,20 +134,25 @@ CONVENTIONS = (
     _whole_graph("Qwen3-30B", "^B300", 4211),
     _whole_graph("GPT-OSS", "^GB", 4173),
     _recipe(
-        "DeepSeek-V3", "^H100", "25", f"DeepEP, {_EXCHANGE_OVERLAPS.format('deepseek')}", exchange_beside=1, one_copy=1
+        "DeepSeek-V3",
+        "^H100",
+        "25",
+        f"DeepEP, {_EXCHANGE_OVERLAPS.format('deepseek')}",
+        exchange_overlaps=1,
+        one_copy=1,
     ),
     _recipe(
         "DeepSeek-V3",
         "^B200",
         r"26\.0[4-9]",
         f"DeepEP, {_EXCHANGE_OVERLAPS.format('deepseek')}",
-        exchange_beside=1,
+        exchange_overlaps=1,
         one_copy=1,
     ),
-    _recipe("Qwen3-235B", "^H100", "2", _EXCHANGE_OVERLAPS.format("qwen3"), exchange_beside=1),
-    _recipe("Qwen3-235B", "^B200", r"25\.11", _EXCHANGE_OVERLAPS.format("qwen3"), exchange_beside=1),
-    _recipe("Qwen3-235B", "^B300", r"26\.02", _EXCHANGE_OVERLAPS.format("qwen3"), exchange_beside=1),
-    _recipe("Qwen3-30B", "^H100", r"25\.11", _EXCHANGE_OVERLAPS.format("qwen3"), exchange_beside=1),
+    _recipe("Qwen3-235B", "^H100", "2", _EXCHANGE_OVERLAPS.format("qwen3"), exchange_overlaps=1),
+    _recipe("Qwen3-235B", "^B200", r"25\.11", _EXCHANGE_OVERLAPS.format("qwen3"), exchange_overlaps=1),
+    _recipe("Qwen3-235B", "^B300", r"26\.02", _EXCHANGE_OVERLAPS.format("qwen3"), exchange_overlaps=1),
+    _recipe("Qwen3-30B", "^H100", r"25\.11", _EXCHANGE_OVERLAPS.format("qwen3"), exchange_overlaps=1),
     _recipe("Qwen3-30B", "^H100", "26", "HybridEP (qwen3_workload_base_configs.py)", one_copy=1),
     _recipe("Nemotron-3-Super", "^B200", "26", "HybridEP (perf_recipes/nemotronh/b200/nemotronh.py)", one_copy=1),
     Convention(
@@ -171,7 +176,7 @@ CONVENTIONS = (
     Convention(
         source="megatron-moe-modelzoo",
         only={"note": "1F1B overlap"},
-        layout={"exchange_beside": 1},
+        layout={"exchange_overlaps": 1},
         because="1F1B overlap",
     ),
     Convention(

@@ -14,7 +14,10 @@ from meshwright.chaos.scenario import Scenario, Stage
 LOST_SECONDS, REPLACED_SECONDS = 10.0, 25.0
 """Most seconds from the loss of a host to its detection, and to the next step."""
 FLAP_SECONDS, PARTITION_SECONDS = 3.0, 20.0
-"""Seconds without a link: shorter than any limit, and long enough that the host counts as lost."""
+"""Seconds without a link: too short for a host to be lost, and long enough that it counts as lost."""
+FLAP_HANG_SECONDS = 10.0
+"""Limit of a hang for the short cut: TCP doubles its waits between retransmissions, so ranks exchange nothing for up to
+6.4 s, which is more than the usual limit on a CPU."""
 TWO_HOSTS = ("cluster.nodes=2",)
 
 
@@ -153,10 +156,11 @@ HOST_FAULTS = (
     ),
     Scenario(
         name="flap-link",
-        promise=f"A link that is down for {FLAP_SECONDS:g} s only delays training: there is no restart, and the losses are the same.",
+        promise=f"A link that is down for {FLAP_SECONDS:g} s only delays training: there is no restart, and the losses are the same "
+        f"(with supervision.hang_seconds={FLAP_HANG_SECONDS:g}).",
         play=after(middle, cut_link(FLAP_SECONDS)),
         hosts=2,
-        overrides=TWO_HOSTS,
+        overrides=(*TWO_HOSTS, f"supervision.hang_seconds={FLAP_HANG_SECONDS:g}"),
         restarts=False,
         unavailable=namespace_obstacle,
     ),

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,36 +31,19 @@ Fill = Callable[[str, int, Tensor], None]
 """Takes a file's name, the position of a block in it, and the block's bytes."""
 
 
+@dataclass(frozen=True)
 class BlockBuffer:
-    """Memory of one block on the host, pinned for a CUDA `device`, and with `on_device` also there, to be sent from there.
+    """Memory of one block on the host and, if it may be sent from the device, there."""
 
-    It is allocated by the thread that uses it first.
-    """
+    host: Tensor
+    device: Tensor | None = None
 
-    def __init__(self, device: torch.device, *, on_device: bool) -> None:
-        self.on_device = on_device
-        self._device = device
-        self._copy_end: torch.cuda.Event | None = None
-
-    @cached_property
-    def host(self) -> Tensor:
-        return host_block(self._device)
-
-    @cached_property
-    def device(self) -> Tensor:
-        return torch.empty(BLOCK_BYTES, dtype=torch.uint8, device=self._device)
-
-    def begin_copy(self) -> None:
-        """Note that copies from the host memory were given to the current stream."""
-        if self._device.type == "cuda":
-            self._copy_end = torch.cuda.Event()
-            self._copy_end.record()
-
-    def finish_copy(self) -> None:
-        """Wait for these copies; then the memory may change."""
-        if self._copy_end is not None:
-            self._copy_end.synchronize()
-            self._copy_end = None
+    @classmethod
+    def allocate(cls, device: torch.device, *, on_device: bool) -> BlockBuffer:
+        """A new buffer, its host memory pinned for a CUDA `device`."""
+        return cls(
+            host_block(device), torch.empty(BLOCK_BYTES, dtype=torch.uint8, device=device) if on_device else None
+        )
 
 
 SendQueue = queue.SimpleQueue[tuple[BlockTransfer, BlockBuffer, "Future[None]"] | None]
@@ -126,7 +108,7 @@ class HostExchange:
         for position, (_, transfer) in enumerate(incoming):
             work, block = pending.pop(0)
             _wait([work])
-            with copied(self._device):
+            with synchronize_copies_on_exit(self._device):
                 self._use.fill(transfer, block)
             if position + RECEIVE_AHEAD < len(incoming):
                 pending.append(begin(position + RECEIVE_AHEAD))
@@ -180,6 +162,7 @@ class DeviceExchange:
         entry = sending.get()
         assert entry is not None and entry[0] == transfer
         _, buffer, done = entry
+        assert buffer.device is not None
         try:
             if not done.done():
                 self._release_sent(0)
@@ -213,8 +196,11 @@ def host_block(device: torch.device) -> Tensor:
 
 
 @contextmanager
-def copied(device: torch.device) -> Iterator[None]:
-    """Context of host work beside copies that were started to a device; they have ended on exit, so their source may change."""
+def synchronize_copies_on_exit(device: torch.device) -> Iterator[None]:
+    """Context for host work beside copies to a device that were started before; waits for them on exit.
+
+    Afterwards their source may change.
+    """
     event = torch.cuda.current_stream().record_event() if device.type == "cuda" else None
     try:
         yield

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -23,8 +23,9 @@ from meshwright.checkpoint.block_exchange import (
     Fill,
     HostExchange,
     SendQueue,
+    synchronize_copies_on_exit,
 )
-from meshwright.checkpoint.digests import digest_of_parts
+from meshwright.checkpoint.digests import block_digest
 from meshwright.checkpoint.files import BLOCK_BYTES, open_regular, read_range, unreadable
 from meshwright.checkpoint.manifest import Damage, DamagedCheckpoint, Manifest
 from meshwright.checkpoint.ranks import Ranks
@@ -32,10 +33,6 @@ from meshwright.checkpoint.read_plan import BlockTransfer
 from meshwright.spec.errors import Damaged
 
 READ_THREADS = max(2, min(16, os.cpu_count() or 1))
-SPARE_BUFFERS = 4
-"""Blocks whose copies to a device may still run while every thread reads another block."""
-PART_BYTES = 2 << 20
-"""Bytes that are read and then digested at a time: few enough for the processor's cache, enough for few calls of Python."""
 
 
 class BlockFiles:
@@ -63,30 +60,28 @@ class BlockFiles:
         try:
             self._headers[file] = read(self._descriptor(file), self.path / file)
         except (OSError, Damaged) as error:
-            raise self._damage(file, 0, error) from error
+            raise self._as_damage(file, 0, error) from error
         return self._headers[file]
 
     def read(self, file: str, index: int, target: memoryview) -> None:
         """Fill `target` with block `index` of `file`. Raises DamagedCheckpoint unless the block is what was written."""
+        self.read_unverified(file, index, target)
+        self.verify(file, index, target)
+
+    def read_unverified(self, file: str, index: int, target: memoryview) -> None:
+        """Fill `target` with block `index` of `file`, in one read: with a few threads Python's lock would limit many small ones."""
         offset = index * BLOCK_BYTES
-
-        def parts() -> Iterator[memoryview]:
-            for start in range(0, len(target), PART_BYTES):
-                part = target[start : start + PART_BYTES]
-                self.read_unverified(file, offset + start, part)
-                yield part
-
-        if digest_of_parts(parts()) != self.manifest.files[file].blocks[index]:
-            raise DamagedCheckpoint(self.path, [Damage(file, offset, "digest")])
-
-    def read_unverified(self, file: str, offset: int, target: memoryview) -> None:
-        """Fill `target` with the bytes of `file` from `offset` on."""
         header = self._headers.get(file, b"")[offset : offset + len(target)]
         target[: len(header)] = header
         try:
             read_range(self._descriptor(file), target[len(header) :], offset + len(header), self.path / file)
         except (OSError, Damaged) as error:
-            raise self._damage(file, offset, error) from error
+            raise self._as_damage(file, offset, error) from error
+
+    def verify(self, file: str, index: int, data: memoryview) -> None:
+        """Raise DamagedCheckpoint unless `data` is block `index` of `file` as it was written."""
+        if block_digest(data) != self.manifest.files[file].blocks[index]:
+            raise DamagedCheckpoint(self.path, [Damage(file, index * BLOCK_BYTES, "digest")])
 
     def _descriptor(self, file: str) -> int:
         with self._lock:
@@ -94,8 +89,13 @@ class BlockFiles:
                 self._descriptors[file] = open_regular(self.path / file)
             return self._descriptors[file]
 
-    def _damage(self, file: str, offset: int, error: Exception) -> Exception:
-        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError) and not unreadable(error):
+    def _as_damage(self, file: str, offset: int, error: Exception) -> Exception:
+        """DamagedCheckpoint if `error` concerns the file, because it is missing or cannot be read.
+
+        Another OSError concerns the host, for example a lack of descriptors, and is returned unchanged.
+        """
+        concerns_file = not isinstance(error, OSError) or isinstance(error, FileNotFoundError) or unreadable(error)
+        if not concerns_file:
             return error
         note = error.strerror if isinstance(error, OSError) else str(error)
         return DamagedCheckpoint(self.path, [Damage(file, offset, "digest", f"unreadable: {note}")])
@@ -129,14 +129,14 @@ class BlockReader:
         """
         mine = [transfer for transfer in transfers if transfer.reader == self._ranks.rank]
         sends = self._device_group is not None and any(transfer.receivers for transfer in mine)
-        for _ in range(min(READ_THREADS + SPARE_BUFFERS, len(mine))):
-            self._free.put(BlockBuffer(self._device, on_device=sends))
+        for _ in range(min(READ_THREADS + 2, len(mine))):
+            self._free.put(BlockBuffer.allocate(self._device, on_device=sends))
         sending: SendQueue = queue.SimpleQueue()
         use = BlockUse(self._files.block_bytes, self._fill_received, self._free.put)
-        on_device = {"initializer": _set_device, "initargs": (self._device,)}
+        thread_options = {"initializer": _set_device, "initargs": (self._device,)}
         with (
-            ThreadPoolExecutor(READ_THREADS, **on_device) as readers,
-            ThreadPoolExecutor(2, **on_device) as communicators,
+            ThreadPoolExecutor(READ_THREADS, **thread_options) as readers,
+            ThreadPoolExecutor(2, **thread_options) as communicators,
         ):
             if self._device_group is not None:
                 exchange = DeviceExchange(self._device_group, self._ranks.rank, self._device, use)
@@ -147,47 +147,33 @@ class BlockReader:
                     communicators.submit(host_exchange.receive, transfers),
                     communicators.submit(host_exchange.send, transfers, sending),
                 ]
-            pending, lock = iter(mine), threading.Lock()
-            reading = [readers.submit(self._read_pending, pending, lock, sending) for _ in range(READ_THREADS)]
-            for future in reading:
-                future.result()
+            for transfer in mine:  # buffers go out in the order of the plan, so the next block to send always has one
+                buffer = self._free.get()
+                done = readers.submit(self._read, transfer, buffer)
+                if transfer.receivers:
+                    sending.put((transfer, buffer, done))
             sending.put(None)
             for future in talking:
                 future.result()
-        while not self._free.empty():
-            self._free.get().finish_copy()
-
-    def _read_pending(self, pending: Iterator[BlockTransfer], lock: threading.Lock, sending: SendQueue) -> None:
-        """Read what `pending`, which all reading threads share, has left."""
-        while True:
-            with lock:  # buffers go out in the order of the plan, so the next block to send always has one
-                transfer = next(pending, None)
-                if transfer is None:
-                    return
-                buffer, done = self._free.get(), Future[None]()
-                if transfer.receivers:
-                    sending.put((transfer, buffer, done))
-            self._read(transfer, buffer)
-            done.set_result(None)
-            if not transfer.receivers:
-                self._free.put(buffer)
 
     def _read(self, transfer: BlockTransfer, buffer: BlockBuffer) -> None:
         try:
-            buffer.finish_copy()
-            if self.failure is not None:
-                return
-            block = buffer.host[: self._files.block_bytes(transfer.file, transfer.index)]
-            self._files.read(transfer.file, transfer.index, block.numpy().data)
-            if transfer.receivers and buffer.on_device:
-                buffer.device[: block.numel()].copy_(block, non_blocking=True)
-            else:
-                self._fill(transfer.file, transfer.index, block)
-            buffer.begin_copy()
-            if transfer.receivers:
-                buffer.finish_copy()
+            if self.failure is None:
+                block = buffer.host[: self._files.block_bytes(transfer.file, transfer.index)]
+                data = block.numpy().data
+                self._files.read_unverified(transfer.file, transfer.index, data)
+                # The copy to a device runs while the block is verified; a wrong block fails the load, whatever it filled.
+                if transfer.receivers and buffer.device is not None:
+                    buffer.device[: block.numel()].copy_(block, non_blocking=True)
+                else:
+                    self._fill(transfer.file, transfer.index, block)
+                with synchronize_copies_on_exit(self._device):
+                    self._files.verify(transfer.file, transfer.index, data)
         except Exception as error:
             self.failure = self.failure or error
+        finally:
+            if not transfer.receivers:
+                self._free.put(buffer)
 
     def _fill_received(self, transfer: BlockTransfer, block: Tensor) -> None:
         """Fill this rank's tensors from a block that another rank or another thread has verified, unless the load has failed."""

@@ -1,4 +1,4 @@
-"""The safetensors file that the data of an arena makes with its header, read by blocks without writing it. Torch-free."""
+"""A view of an arena's data, with its header, as a safetensors file, read by blocks. No file is written. Torch-free."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class FileImage:
         return copy
 
     def data_of_block(self, index: int) -> tuple[int, memoryview]:
-        """Offset in the data of what block `index` has of them, and a view of it."""
+        """The part of block `index` that is data, not header: its offset in `data`, and a view of it."""
         start = max(0, index * BLOCK_BYTES - len(self.header))
         return start, self.data[start : max(0, (index + 1) * BLOCK_BYTES - len(self.header))]
 

@@ -221,5 +221,5 @@ class _SnapshotFile(BlockFiles):
         del file, read
         return FileImage(self._source.record.headers, memoryview(b"")).header
 
-    def read_unverified(self, file: str, offset: int, target: memoryview) -> None:
-        self._source.read(offset, target)
+    def read_unverified(self, file: str, index: int, target: memoryview) -> None:
+        self._source.read(index * BLOCK_BYTES, target)

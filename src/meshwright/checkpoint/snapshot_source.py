@@ -34,9 +34,10 @@ class SnapshotLocation:
 
 
 def newest_complete(offers: Sequence[RankOffer], run_id: str | None) -> list[SnapshotLocation] | None:
-    """The snapshots of the newest save of the run of which every rank's is offered, in rank order; None without one.
+    """The newest save of the run for which every rank's snapshot is offered: their locations in rank order; None without one.
 
-    A rank's own arena comes first, then its own host, then any other. Saves with another number of ranks are left out.
+    If a snapshot is offered at several locations, the rank's own arena comes first, then its own host, then any other.
+    Saves with another number of ranks are left out.
     """
     candidates: dict[tuple[tuple[int, int], int], dict[int, list[SnapshotLocation]]] = {}
     for rank, offer in enumerate(offers):
@@ -46,6 +47,7 @@ def newest_complete(offers: Sequence[RankOffer], run_id: str | None) -> list[Sna
         for location in locations:
             name = location.name
             if (name.run_id, name.ranks) == (run_id, len(offers)):
+                # `order` is (epoch of the lease, number of the save): the newest save has the greatest.
                 by_rank = candidates.setdefault((name.order, name.step), {})
                 by_rank.setdefault(name.rank, []).append(location)
     complete = [save for save, by_rank in candidates.items() if len(by_rank) == len(offers)]
@@ -62,14 +64,17 @@ def newest_complete(offers: Sequence[RankOffer], run_id: str | None) -> list[Sna
 
 
 class SnapshotSource(Protocol):
-    """The bytes of the file that one rank's snapshot makes. `read` is thread-safe and raises Damaged if they cannot be had."""
+    """One rank's snapshot, read as the bytes of a checkpoint file.
+
+    `read` is thread-safe and raises Damaged if they cannot be read.
+    """
 
     record: SnapshotRecord
 
     def read(self, start: int, target: memoryview) -> None: ...
 
     def discard(self) -> None:
-        """Offer the snapshot to no later start."""
+        """Do not offer the snapshot to later starts."""
         ...
 
     def close(self) -> None: ...
@@ -86,7 +91,7 @@ class ArenaSource:
         self._image.read(start, target)
 
     def discard(self) -> None:
-        self._arena.begin_snapshot()
+        self._arena.begin_snapshot()  # marks the arena's data as incomplete
 
     def close(self) -> None:
         self._arena.close()

@@ -52,7 +52,7 @@ def find_mistakes(
 
 
 @contextmanager
-def all_mistakes(words: list[str] | None, runs: Path, *, fresh: bool = False) -> Iterator[None]:
+def report_all_mistakes(words: list[str] | None, runs: Path, *, fresh: bool = False) -> Iterator[None]:
     """Report every mistake of the run, as `check` does, when the block raises an error about it."""
     try:
         yield

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from meshwright.cli.check import all_mistakes
+from meshwright.cli.check import report_all_mistakes
 from meshwright.cli.options import Runs, Words, load, print_now
 
 
@@ -28,8 +27,9 @@ def coordinate(
 ) -> None:
     """Coordinate the agents of a run: start attempts on their hosts, detect failures, restart.
 
-    Agents (`meshwright train --agent`) start it themselves if MESHWRIGHT_COORDINATOR names their host; this command runs it elsewhere, or
-    again after it died. It continues the job whose state is in the run's folder. MESHWRIGHT_TOKEN_FILE names the file with the job token.
+    Agents (`meshwright train --agent`) start the coordinator themselves if MESHWRIGHT_COORDINATOR names their host. This command runs it
+    elsewhere, or again after it died. It continues the job whose state is in the run's folder. MESHWRIGHT_TOKEN_FILE names the file with
+    the job token.
 
     Examples:
 
@@ -39,8 +39,7 @@ def coordinate(
     from meshwright.launch.control import coordinator_address
     from meshwright.launch.hosts import run_coordinator
 
-    report = partial(all_mistakes, words, runs, fresh=False)
-    with report():
+    with report_all_mistakes(words, runs):
         run = load(words, runs)
         code = run_coordinator(run, runs, coordinator_address(listen), print_now, announce)
     sys.exit(code)

@@ -68,13 +68,13 @@ def _show_inputs(console: Any, prediction: EffectiveTime) -> None:
 
 def _played(prediction: EffectiveTime) -> tuple[float, list[dict[str, Any]]]:
     """The simulated effective time, and that of other answers to a lost host beside the closed form."""
-    from meshwright.planner.effective_time import with_hosts
+    from meshwright.planner.effective_time import host_loss_alternatives
     from meshwright.policies.effective_time import effective_time
     from meshwright.simulator.failures import simulate_failures
 
     hosts = [
         {"name": name, "effective": effective_time(model), "simulated": simulate_failures(model)}
-        for name, model in with_hosts(prediction.model)
+        for name, model in host_loss_alternatives(prediction.model)
     ]
     return simulate_failures(prediction.model), hosts
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from meshwright.cli.check import all_mistakes
+from meshwright.cli.check import report_all_mistakes
 from meshwright.cli.options import Runs, Words, load, print_now
 from meshwright.spec.errors import BadInput
 
@@ -77,7 +77,7 @@ def train(
     from meshwright.observe.closing import closing_lines
     from meshwright.spec.rank_environment import check_tasks, is_node_agent, started_by_launcher
 
-    report = partial(all_mistakes, words, runs, fresh=fresh)
+    report = partial(report_all_mistakes, words, runs, fresh=fresh)
     with report():
         run = load(words, runs)
         steps = parse_steps("--profile-steps", profile_steps)
@@ -152,7 +152,7 @@ def join_ranks(
         import_all(cuda=not run.cluster.is_cpu)
         from meshwright.launch.folder import folder_lock, renamed
         from meshwright.parallel.world import join
-        from meshwright.training.join import agreed_assignment
+        from meshwright.training.join import broadcast_assignment
         from meshwright.training.worker import run_rank
 
         clock.end("imports")
@@ -167,7 +167,7 @@ def join_ranks(
 
         world = join(life.environment, run.cluster, timeout_seconds=run.train.timeout_seconds)
         clock.end("join")
-        if assignment := agreed_assignment(world, prepare):
+        if assignment := broadcast_assignment(world, prepare):
             life.log_to(Path(assignment.folder))
             clock.end("plan")
             run_rank(assignment, world, life, clock)

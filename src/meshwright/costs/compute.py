@@ -103,7 +103,7 @@ class ForwardBackward:
 def product_rate(machine: Machine, k: Constants) -> ProductRate:
     """The rate of products in the machine's format."""
     format_share = np.choose(
-        np.asarray(machine.low, dtype=np.int64),
+        np.asarray(machine.product_format, dtype=np.int64),
         np.broadcast_arrays(1.0, k.gemm_low, k.gemm_block, k.gemm_fp4, k.gemm_low * k.gemm_rowwise),
     )
     return _sustained_rate(machine, k, machine.peak, format_share)
@@ -145,7 +145,9 @@ def layer_times(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -
         / tensor_ranks
     )
     quantise_seconds = np.where(
-        machine.low > 0, tokens * shape.hidden * shape.layers * 8 * k.quantise / memory_rate / tensor_ranks, 0.0
+        machine.product_format > 0,
+        tokens * shape.hidden * shape.layers * 8 * k.quantise / memory_rate / tensor_ranks,
+        0.0,
     )
     tail_seconds = KERNELS_WITH_TAIL * shape.layers * k.tail_us * 1e-6
     forward = products.forward + core_forward + pass_seconds + routed_seconds + quantise_seconds + tail_seconds
@@ -169,7 +171,9 @@ def layer_times(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -
     )
     loss_seconds = tokens * shape.vocab / tensor_ranks * k.logit_bytes / memory_rate
     # The weight gradient of each chunk of logits is added to an fp32 sum (kernels.loss).
-    sum_seconds = np.ceil(tokens / layout.loss_chunk) * shape.table_params / tensor_ranks * 8 * k.copies / memory_rate
+    sum_seconds = (
+        np.ceil(tokens / layout.loss_chunk) * shape.table_params / tensor_ranks * 8 * k.own_engine / memory_rate
+    )
     embed = tokens * shape.hidden * 12 / memory_rate
     padded_vocab = np.where(np.mod(shape.vocab / tensor_ranks, 8) > 1e-6, k.ragged_vocab, 1.0)
     return LayerTime(
@@ -187,7 +191,7 @@ def _routed_bytes(shape: Shape, layout: Layouts, k: Constants, per_element: Arra
     They sort and sum its hidden vector (`per_element` bytes for each element), and apply the activation over the expert's
     width. For this program's engine the fitted `per_element` includes the activation.
     """
-    width = np.where(k.copies > 0, 0.0, ACTIVATION_BYTES_RATIO * shape.expert_ffn)
+    width = np.where(k.own_engine > 0, 0.0, ACTIVATION_BYTES_RATIO * shape.expert_ffn)
     biases = (
         shape.expert_bias * layout.host_sizes * BIAS_BYTES * (shape.expert_in + (1 + shape.gated) * shape.expert_ffn)
     )

@@ -123,8 +123,12 @@ class Constants:
     """
     net_tax: Array = 0.05
     """As `overlap_tax`, for communication across nodes, which takes longer and uses fewer multiprocessors of the device."""
-    copies: Array = 0.0
-    """1 if copies of weights and gradients through buffers are counted separately, 0 if `passes` includes them."""
+    own_engine: Array = 0.0
+    """1 for this program's engine, 0 for other stacks.
+
+    The formulas count more of this engine, for example copies of weights and gradients through buffers. The fitted constants of
+    other stacks, `passes` above all, include that time.
+    """
     copy_tax: Array = 0.22
     """Slow-down of compute per second of a copy-engine gather, relative to `overlap_tax` of kernels.
 
@@ -151,13 +155,13 @@ class Constants:
     Own engine: from two runs of Llama-3-8B on 2 H200s, the time beyond products and communication
     (benchmarks/results/2026-11-22-tensor-2xH200.json and 2026-11-22-tensor-fsdp-2xH200.json, `tp2-fsdp`).
     """
-    copied_tokens: Array = 0.9
+    copy_engine_tokens: Array = 0.9
     """Exposed share of an exchange between two tensor ranks by copy engines, relative to kernels.
 
     Llama-3-8B on 2 H200s: 1.04 of 1.22 ms per layer without compute, 0.12 s of a step of 1.56 s (docs/design/tensor.md).
     """
-    copied_tokens_of_more: Array = 2.0
-    """Exposed share of such an exchange between more than two ranks.
+    copy_engine_tokens_many_ranks: Array = 2.0
+    """Exposed share of such an exchange between more than two tensor ranks.
 
     With four ranks, a step took 2.39 s instead of 1.95 s by kernels (Llama-3-8B on 4 H200s:
     benchmarks/results/2026-11-22-tensor-4xH200.json). A guess for more ranks.

@@ -2,7 +2,7 @@
 
 FSDP2 gathers into one buffer and copies every parameter out of it, and copies gradients into the buffer that it reduces.
 Gradient accumulation reads and writes the whole gradient for each micro-batch. Device memory bandwidth limits all of these
-copies. `Constants.copies` is 0 for other stacks, so all results are 0 for them.
+copies. `Constants.own_engine` is 0 for other stacks, so all results are 0 for them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def copy_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Constants) 
     cast = MASTER_READ + gathered_bytes
     copy_out = np.where(casts_in_place, cast, 2 * gathered_bytes + k.side_copies * cast / layout.shards)
 
-    by_products = np.where(machine.low > 0, 1.0, k.product_sums)
+    by_products = np.where(machine.product_format > 0, 1.0, k.product_sums)
     accumulate = ACCUMULATE * (block_parameters * by_products + expert_parameters + end_parameters) / parameters
     padded = COPY_IN * (1 + (1 / k.packing - 1) * (1 - expert_parameters / parameters))
     in_place = np.where(casts_in_place & ~reduces_once, accumulate, COPY_IN)
@@ -63,5 +63,5 @@ def copy_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Constants) 
     per_micro_batch = per_micro_batch + np.where(reduces_once, np.where(accumulates, accumulate, 0.0), copy_in)
     per_step = gathers_once * np.where(layout.layered > 0, gathers, 1.0) * copy_out
     per_step = per_step + np.where(reduces_once, copy_in, 0.0)
-    seconds_per_byte = k.copies * parameters / (machine.hbm * k.hbm)
+    seconds_per_byte = k.own_engine * parameters / (machine.hbm * k.hbm)
     return per_micro_batch * seconds_per_byte, per_step * seconds_per_byte

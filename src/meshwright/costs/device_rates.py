@@ -9,7 +9,7 @@ import numpy as np
 from meshwright.workload.arrays import Array
 
 ROWWISE = 4.0
-"""`Machine.low` of fp8 products with one scale per row."""
+"""`Machine.product_format` of fp8 products with one scale per row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class Machine:
     """Peak of matrix products in the format the plan computes in."""
     half_peak: Array
     """Peak in bf16 or fp16 (attention, head)."""
-    low: Array
+    product_format: Array
     """Format of matrix products.
 
     0 bf16 or wider, 1 fp8 with one scale per tensor, 2 block-scaled fp8, 3 fp4, 4 (`ROWWISE`) fp8 with one scale per row.

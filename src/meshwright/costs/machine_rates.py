@@ -16,7 +16,7 @@ from meshwright.spec.network import NetworkSpec
 from meshwright.spec.nodes import node_type_runs
 
 FORMATS = {"bf16": 0.0, "fp16": 0.0, "fp32": 0.0, "fp64": 0.0, "fp8": 1.0, "mxfp8": 2.0, "nvfp4": 3.0}
-"""Number format of matrix products → Machine.low."""
+"""Number format of matrix products → Machine.product_format."""
 KERNEL_US = 10.0
 """Microseconds that a CPU spends per operation outside its arithmetic and bytes: a guess."""
 GUESSED_BAND, MEASURED_BAND, CORRECTED_BAND = (-1.1, 1.1), (-0.3, 0.9), (-0.2, 0.2)
@@ -89,7 +89,7 @@ def machine_of(cluster: ClusterSpec, number_format: str = "bf16") -> Machine:
     return Machine(
         peak=min(chip.peak_flops[number_format] for chip in chips),
         half_peak=min(_half_peak(chip, number_format) for chip in chips),
-        low=FORMATS[number_format],
+        product_format=FORMATS[number_format],
         hbm=min(chip.hbm for chip in chips),
         memory=min([stated_memory or first_chip.memory_bytes, *other_memories]),
         link=min(links),

@@ -132,7 +132,7 @@ def pricing(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec
         product_format = format_of_products(uniform.precision, cluster)
         k, machine = with_measurements(constants, _cached_machine(cluster, product_format), cluster, product_format)
         if product_format == "fp8" and linear == "fp8_rowwise":
-            machine = replace(machine, low=ROWWISE)
+            machine = replace(machine, product_format=ROWWISE)
         return Pricing(shape, machine, layout_of(model, train, uniform), k)
 
     most_frequent, *other_formats = _formats(model, plan)

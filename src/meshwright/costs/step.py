@@ -2,7 +2,8 @@
 
     step = pipeline(m micro-batches of the slowest stage, plus the fill) + exposed data-parallel traffic + optimizer + constants
 
-Each term is a formula of docs/design/cost-model.md. The layout's strides say which ranks form a group. `k` is the constants.
+Each term is a formula of docs/design/cost-model.md. The layout's strides say which ranks form a group. `k` is the constants
+of a stack, that is, of a training software: this program's engine, or a published one.
 """
 
 from __future__ import annotations
@@ -42,17 +43,19 @@ LAST_ROUND_OVERLAP = 0.8
 The schedule allows 1; links that also carry activations allow less. Set by hand (docs/design/cost-model.md, "Blind
 spots").
 """
-EDGE_UNITS = 1.5
-"""Units of a stage whose collectives do not delay the next stage: two gathers and one reduction, on average."""
+EARLY_GATHERS = 2
+"""Units of a stage that are gathered before the stage's input arrives; their gathers do not delay the micro-batch."""
+LATE_REDUCTIONS = 1
+"""Units of a stage that are reduced after the stage has sent its result; their reductions do not delay the micro-batch."""
 WEIGHT_BACKWARD = 0.7
 """Time of the weight-gradient part of a split backward, relative to a forward: its products, without attention.
 
 Gradient reductions overlap only with that part.
 """
-RING_COLLECTIVES = 10.0
+SEQUENCE_COLLECTIVES = 10.0
 """Collectives of a layer, forward and backward, with sequence-split tensor parallelism: six gathers, four scatters."""
 RING_EXPOSED = 0.5
-"""Share of a context ring's messages that attention does not hide: a guess, the same for all stacks."""
+"""Share of a context ring's messages that attention does not hide: a guess."""
 COUNT_SYNC_US = 50.0
 """Host synchronisation of a layer for the row counts of its experts, beside their all-to-all.
 
@@ -112,25 +115,31 @@ def step_cost(shape: Shape, machine: Machine, layout: Layouts, k: Constants, mem
     layers_time = layers_device + layer_seconds.host
     backward = layers_time * times.backward / np.maximum(device, 1e-12)
     overlap_seconds = np.where(layout.gather_once > 0, backward, layers_time) * k.hide
-    copied, copied_once = copy_seconds(shape, machine, layout, k)
+    # Copies between shards and communication buffers: per micro-batch, and once per step.
+    copies_each, copies_once = copy_seconds(shape, machine, layout, k)
     collective_seconds = gathers.each + reductions.each
     mean_tax = (gathers.each * gathers.tax + reductions.each * reductions.tax) / np.maximum(collective_seconds, 1e-12)
-    shared_overlap = _exposed_seconds(collective_seconds, overlap_seconds, mean_tax)
-    separate_overlap = _exposed_seconds(gathers.each, overlap_seconds, gathers.tax) + _exposed_seconds(
+    # Gathers and reductions together overlap with all compute. If the backward is split, reductions overlap only with its weight
+    # half, so the exposed time may be larger.
+    exposed_if_joint = _exposed_seconds(collective_seconds, overlap_seconds, mean_tax)
+    exposed_if_split = _exposed_seconds(gathers.each, overlap_seconds, gathers.tax) + _exposed_seconds(
         reductions.each, k.hide * WEIGHT_BACKWARD * times.forward, reductions.tax
     )
-    splits_backward = (layout.pipeline > 1) & (layout.fill < 1)
-    shard_exposed = np.where(splits_backward, np.maximum(shared_overlap, separate_overlap), shared_overlap) + copied
+    shard_exposed = (
+        np.where(layout.splits_backward, np.maximum(exposed_if_joint, exposed_if_split), exposed_if_joint) + copies_each
+    )
     offloaded = exposed_copies(shape, machine, layout, times.forward, times.backward)
-    chain = layers_time + shard_exposed + offloaded
+    all_layers_seconds = layers_time + shard_exposed + offloaded
     host_micro = k.host_micro_us * 1e-6
-    stage, all_stages = _stage_seconds(shape, layout, chain, times)
+    stage, all_stages = _stage_seconds(shape, layout, all_layers_seconds, times)
     message = _boundary_seconds(shape, machine, layout, k)
     micro_batches = layout.micro_batches
-    # A stage issues its first gathers before its input arrives, and sends its result before its last reduction.
+    # Collectives at the two ends of a stage do not delay the next stage. `shard_exposed` does not distinguish gathers from
+    # reductions, so the mean of their units is taken.
     units = shape.layers / layout.pipeline / layout.virtual
+    edge_units = (EARLY_GATHERS + LATE_REDUCTIONS) / 2
     all_stages = all_stages - np.where(
-        layout.pipeline > 1, (shard_exposed - copied) * np.minimum(1.0, EDGE_UNITS / units), 0.0
+        layout.pipeline > 1, (shard_exposed - copies_each) * np.minimum(1.0, edge_units / units), 0.0
     )
     fill = np.where(
         layout.pipeline > 1, layout.fill * k.bubble * np.maximum(0.0, all_stages - stage) / layout.virtual, 0.0
@@ -143,18 +152,22 @@ def step_cost(shape: Shape, machine: Machine, layout: Layouts, k: Constants, mem
     )
     pipe_seconds = np.where(layout.pipeline > 1, pipe_seconds, 0.0)
     stalls = _stall_seconds(machine, layout, k, memory_share)
-    imbalance = micro_batches * (layout.slowest - 1) * stage
+    imbalance = micro_batches * (layout.slowest_rank_ratio - 1) * stage
     steady = micro_batches * (stage + host_micro) + imbalance
     overlapping = k.hide * _overlapping_micro_batches(layout)
     first = _exposed_seconds(gathers.once, (layers_time - backward) * overlapping, gathers.tax)
     last = _exposed_seconds(reductions.once, backward * overlapping, reductions.tax)
-    # One rank's collectives precede the next rank's, except those of the units at its edges.
+    # `first` and `last` are seconds of all layers; a pipeline rank has 1/pipeline of them. The first micro-batch reaches a rank after
+    # the gathers of the ranks before it, so these delays add up, except those of the units that are gathered early. Likewise the
+    # last micro-batch's backward is delayed by reductions of one rank after another, unless they follow a later weight half.
+    # In layered order no rank waits for another's collectives.
     other_ranks = np.where(layout.layered > 0, 0.0, layout.pipeline - 1)
-    first = first * (1 + other_ranks * np.maximum(0.0, 1 - 2 / units))
-    last = last * (1 + np.where(splits_backward, 0.0, other_ranks * (1 - 1 / units)))
-    first_and_last = (first + last + copied_once) / layout.pipeline
+    first = first * (1 + other_ranks * np.maximum(0.0, 1 - EARLY_GATHERS / units))
+    last = last * (1 + np.where(layout.splits_backward, 0.0, other_ranks * (1 - LATE_REDUCTIONS / units)))
+    first_and_last = (first + last + copies_once) / layout.pipeline
     # Nothing overlaps with the first gather, the embedding's, nor with the last reduction, also the embedding's.
-    table_elements = k.copies * shape.table_params / layout.tensor
+    # Constants of other stacks include both.
+    table_elements = k.own_engine * shape.table_params / layout.tensor
     group = rank_group(machine, k, layout.shards, layout.shard_step)
     table_seconds = gather(group, k, table_elements * COMPUTE_BYTES) + gather(
         group, k, table_elements * k.scatter_bytes
@@ -167,23 +180,24 @@ def step_cost(shape: Shape, machine: Machine, layout: Layouts, k: Constants, mem
     nodes = np.log2(np.maximum(1.0, layout.ranks / machine.per_node))
     constant = (k.step_ms + k.sync_ms * nodes) * 1e-3
     seconds = (steady + fill + pipe_seconds) * (1 + k.jitter * nodes) + data_seconds + update + constant + stalls
-    step_share = micro_batches * stage / np.maximum(chain + times.head + times.embed, 1e-12)
+    # From seconds of one micro-batch over all layers to seconds of a step on the slowest stage.
+    per_step = micro_batches * stage / np.maximum(all_layers_seconds + times.head + times.embed, 1e-12)
     exposed = {
-        "tensor": layer_seconds.tensor * step_share,
-        "context": layer_seconds.context * step_share,
-        "expert": layer_seconds.expert * step_share,
-        "shard": shard_exposed * step_share,
+        "tensor": layer_seconds.tensor * per_step,
+        "context": layer_seconds.context * per_step,
+        "expert": layer_seconds.expert * per_step,
+        "shard": shard_exposed * per_step,
         "pipeline": pipe_seconds + stalls,
         "data": data_seconds,
-        "host link": offloaded * step_share,
+        "host link": offloaded * per_step,
         "slowest rank": imbalance,
     }
-    compute = (device + times.head + times.embed) * step_share
+    compute = (device + times.head + times.embed) * per_step
     return StepCost(
         seconds,
         compute,
         fill,
-        layer_seconds.host * step_share + micro_batches * host_micro,
+        layer_seconds.host * per_step + micro_batches * host_micro,
         update,
         constant,
         exposed,
@@ -198,10 +212,10 @@ def _smooth_maximum(first: Array, second: Array) -> Array:
     return high * np.sqrt(np.sqrt(1 + square * square))
 
 
-def _stage_seconds(shape: Shape, layout: Layouts, chain: Array, times: LayerTime) -> tuple[Array, Array]:
-    """Seconds of one micro-batch in the slowest stage, and in all stages together. `chain` is the time of all layers."""
-    all_stages = chain + times.head + times.embed
-    per_layer = chain / shape.layers
+def _stage_seconds(shape: Shape, layout: Layouts, all_layers_seconds: Array, times: LayerTime) -> tuple[Array, Array]:
+    """Seconds of one micro-batch in the slowest stage, and in all stages together."""
+    all_stages = all_layers_seconds + times.head + times.embed
+    per_layer = all_layers_seconds / shape.layers
     full_layers, last_layers = stage_layers(shape, layout)
     stage = np.maximum(full_layers * per_layer, last_layers * per_layer + times.head)
     return np.where(layout.pipeline > 1, stage, all_stages), all_stages
@@ -221,29 +235,30 @@ def _stall_seconds(machine: Machine, layout: Layouts, k: Constants, memory_share
 def _tensor_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:
     """Exposed seconds of tensor-parallel exchanges: a gather and a reduce-scatter take as long as an all-reduce.
 
-    The constants were fitted without the gather for weight gradients. After a gather by kernels, tokens of several sequences
-    are reordered.
+    The backward's second gather, for weight gradients, is not counted: the exposed share was fitted without it and so includes its
+    time. After a gather by kernels, tokens of several sequences are reordered.
     """
     tokens = step_shape(shape, layout).tokens
     _, sums = tensor_messages(shape, layout, step_shape(shape, layout))
     group = rank_group(machine, k, layout.tensor, layout.tensor_step, congestion(machine, layout, k))
     exchange_seconds = all_reduce(group, k, sums.bytes)
+    # `token_passes` is of a layer's four exchanges; `slow` lowers the memory bandwidth that the stack reaches.
     reordered = tokens * shape.hidden * k.token_passes / (machine.hbm * k.hbm / k.slow) / 4
     reordered = np.where((layout.tensor > 1) & (np.asarray(layout.micro_batch) > 1), reordered, 0.0)
     by_kernels = exchange_seconds * k.tensor_exposed + reordered
-    copied = np.asarray(layout.tokens_copied) > 0
-    relative = np.where(layout.tensor > 2, k.copied_tokens_of_more, k.copied_tokens)
-    return sums.count * np.where(copied, exchange_seconds * k.tensor_exposed * relative, by_kernels)
+    by_copy_engine = np.asarray(layout.tokens_by_copy_engine) > 0
+    relative = np.where(layout.tensor > 2, k.copy_engine_tokens_many_ranks, k.copy_engine_tokens)
+    return sums.count * np.where(by_copy_engine, exchange_seconds * k.tensor_exposed * relative, by_kernels)
 
 
 def context_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> tuple[Array, Array]:
     """Exposed seconds of context ranks' messages over all layers: in the forward, and in the backward.
 
-    Attention hides half of a ring's messages. Published stacks repeat no message, sum gradients in bf16 and send no gradients back
-    to the rank that owns the keys and values.
+    Attention hides half of a ring's messages. For published stacks the formula counts no messages that recompute repeats, and as many
+    bf16 messages of gradients as of keys and values in the forward: without the last one, to the rank that owns them.
     """
-    with_repeats = _with_repeated_messages(layout, k)
-    heads, passes, sums = context_messages(shape, with_repeats, step_shape(shape, with_repeats))
+    counted = _without_repeats_of_other_stacks(layout, k)
+    heads, passes, sums = context_messages(shape, counted, step_shape(shape, counted))
     exchange_group = rank_group(machine, k, layout.ulysses, layout.ulysses_step)
     exchange = all_to_all(exchange_group, k, machine, heads.bytes)
     ring_steps = np.maximum(1.0, layout.ring - 1)
@@ -252,14 +267,17 @@ def context_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constant
         * gather(rank_group(machine, k, layout.ring, layout.ring_step), k, passes.bytes * layout.ring)
         / ring_steps
     )
-    summed = np.where(k.copies > 0, sums.bytes / passes.bytes * sums.count, passes.forward)
+    summed = np.where(k.own_engine > 0, sums.bytes / passes.bytes * sums.count, passes.forward)
     forward = heads.forward * exchange + passes.forward * message_seconds
     return forward, heads.backward * exchange + (passes.backward + summed) * message_seconds
 
 
-def _with_repeated_messages(layout: Layouts, k: Constants) -> Layouts:
-    """The layout with the recompute mode only for this program's engine: other stacks are fitted without repeated messages."""
-    return replace(layout, recompute=np.where(k.copies > 0, layout.recompute, 0.0))
+def _without_repeats_of_other_stacks(layout: Layouts, k: Constants) -> Layouts:
+    """The layout for this program's engine, and without its recompute mode for other stacks.
+
+    Recompute repeats messages of the forward. The constants of other stacks were fitted without these repeats.
+    """
+    return replace(layout, recompute=np.where(k.own_engine > 0, layout.recompute, 0.0))
 
 
 def _expert_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constants, compute: Array) -> Array:
@@ -270,15 +288,16 @@ def _expert_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constant
     """
     if not np.any(shape.moe_layers):
         return np.zeros_like(compute)
-    message = expert_message(shape, _with_repeated_messages(layout, k), step_shape(shape, layout))
+    message = expert_message(shape, _without_repeats_of_other_stacks(layout, k), step_shape(shape, layout))
     group = rank_group(machine, k, layout.expert, 1.0)
     sent_once = np.where(np.asarray(layout.one_copy) > 0, _distinct_domains(group.domains, shape.top_k, layout), 1.0)
     exchange = message.count * all_to_all(group, k, machine, message.bytes, sent_once) * layout.imbalance
+    # Half of the messages are dispatches: one for each forward, repeats by recompute included, and one for each layer's backward.
     forwards = message.count / 2 - shape.moe_layers
     count_seconds = (
-        k.copies * forwards * (all_to_all(group, k, machine, 0.0) + COUNT_SYNC_US * 1e-6) * (layout.expert > 1)
+        k.own_engine * forwards * (all_to_all(group, k, machine, 0.0) + COUNT_SYNC_US * 1e-6) * (layout.expert > 1)
     )
-    overlaps = np.asarray(layout.exchange_beside) > 0
+    overlaps = np.asarray(layout.exchange_overlaps) > 0
     return (
         np.where(overlaps, _exposed_seconds(exchange, compute, k.overlap_tax), exchange * k.expert_exposed)
         + count_seconds
@@ -319,43 +338,46 @@ def _weights_traffic(
     """Gathers and reduce-scatters of fully sharded weights. With several expert ranks, kernels gather the experts in any case."""
     tensor_ranks = layout.tensor
     group = rank_group(machine, k, layout.shards, layout.shard_step)
-    # For other stacks the fitted `passes` includes embedding and head.
-    end_elements = k.copies * (2 - shape.tied) * shape.table_params
+    # For other stacks the fitted constant `passes` includes the time of gathers of embedding and head.
+    end_elements = k.own_engine * (2 - shape.tied) * shape.table_params
     block_elements = shape.dense_params / tensor_ranks
-    copied, size = (
-        np.asarray(layout.copied) > 0,
-        block_elements * layout.gathered_bytes + end_elements / tensor_ranks * COMPUTE_BYTES,
-    )
-    gathered = _gather_seconds(group, machine, k, size, shape.layers, copied)
+    by_copy_engine = np.asarray(layout.weights_by_copy_engine) > 0
+    size = block_elements * layout.gathered_bytes + end_elements / tensor_ranks * COMPUTE_BYTES
+    gathered = _gather_seconds(group, machine, k, size, shape.layers, by_copy_engine)
     by_kernels = gather(
         group, k, block_elements * COMPUTE_BYTES + end_elements / tensor_ranks * COMPUTE_BYTES, shape.layers
     )
     expert_ranks = np.maximum(layout.expert, 1.0)
     experts = rank_group(machine, k, layout.expert_shard, expert_ranks)
     size = shape.expert_params / expert_ranks * COMPUTE_BYTES
-    gathered = gathered + _gather_seconds(experts, machine, k, size, shape.moe_layers, copied & (expert_ranks <= 1))
+    gathered = gathered + _gather_seconds(
+        experts, machine, k, size, shape.moe_layers, by_copy_engine & (expert_ranks <= 1)
+    )
     by_kernels = by_kernels + gather(experts, k, size, shape.moe_layers)
     scatter = by_kernels * (k.scatter_bytes / COMPUTE_BYTES)
     scatter = scatter + _contention_seconds(group, layout, k, scatter, backward)
     gathers, reductions = (count / layout.micro_batches for count in weight_collectives(layout))
     gathers = np.where(layout.gather_once > 0, 0.0, gathers)
+    # A pipeline's only micro-batch reduces once per step, so its reductions are priced like those of `reduce_once`.
     once = np.where((layout.pipeline > 1) & (layout.micro_batches <= 1), 1.0, np.asarray(layout.reduce_once) > 0)
     reductions = (1.0 - once) * reductions
     sharded = layout.zero >= 3
-    kernel_tax = np.where((group.domains > 1) & (k.copies > 0), k.net_tax, k.overlap_tax)
-    copy_tax = np.where(copied & (expert_ranks <= 1), k.overlap_tax * k.copy_tax, kernel_tax)
+    kernel_tax = np.where((group.domains > 1) & (k.own_engine > 0), k.net_tax, k.overlap_tax)
+    copy_tax = np.where(by_copy_engine & (expert_ranks <= 1), k.overlap_tax * k.copy_tax, kernel_tax)
     return (
         _Traffic(np.where(sharded, gathers * gathered, 0.0), np.where(sharded, layout.gather_once * gathered, 0.0), copy_tax),
         _Traffic(np.where(sharded, reductions * scatter, 0.0), np.where(sharded, once * scatter, 0.0), kernel_tax),
     )  # fmt: skip
 
 
-def _gather_seconds(group: Group, machine: Machine, k: Constants, size: Array, messages: Array, copied: Array) -> Array:
-    """Seconds to gather `size` bytes: by copy engines where `copied`, by kernels elsewhere."""
+def _gather_seconds(
+    group: Group, machine: Machine, k: Constants, size: Array, messages: Array, by_copy_engine: Array
+) -> Array:
+    """Seconds to gather `size` bytes: by copy engines where `by_copy_engine`, by kernels elsewhere."""
     by_kernels = gather(group, k, size, messages)
-    if not np.any(copied):
+    if not np.any(by_copy_engine):
         return by_kernels
-    return np.where(copied, gather(copy_engine_group(group, machine, k), k, size, messages), by_kernels)
+    return np.where(by_copy_engine, gather(copy_engine_group(group, machine, k), k, size, messages), by_kernels)
 
 
 def _exposed_seconds(traffic: Array, compute: Array, tax: Array) -> Array:
@@ -369,10 +391,12 @@ def _gradient_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Consta
     data_ranks = layout.data * layout.context
     group = rank_group(machine, k, data_ranks, layout.data_step, congestion(machine, layout, k))
     dense, experts = stage_parameters(shape, layout, 1 / layout.pipeline)
-    weight = np.where(machine.low > 0, 1.0, COMPUTE_BYTES)
+    # With fp8 products one byte of each updated weight is gathered.
+    bytes_per_weight = np.where(machine.product_format > 0, 1.0, COMPUTE_BYTES)
     messages = k.messages * shape.layers / layout.pipeline
-    replicas_of = np.maximum(layout.expert, 1.0)
-    copy_group = rank_group(machine, k, np.maximum(1.0, data_ranks * tensor_ranks / replicas_of), replicas_of)
+    expert_ranks = np.maximum(layout.expert, 1.0)
+    # Ranks with the same experts.
+    expert_replicas = rank_group(machine, k, np.maximum(1.0, data_ranks * tensor_ranks / expert_ranks), expert_ranks)
     expert_bytes = np.where(shape.experts > 0, experts, 0.0)
     hybrid = rank_group(machine, k, np.maximum(1.0, data_ranks / layout.shards), layout.replicate_step)
     summed = all_reduce(group, k, dense * k.reduce_bytes, messages)
@@ -382,15 +406,21 @@ def _gradient_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Consta
     replica_sums = replica_sums + _contention_seconds(hybrid, layout, k, replica_sums, backward)
     summed = summed + _contention_seconds(group, layout, k, summed, backward)
     reduced = np.where(layout.zero == 0, summed, scattered) + gather(
-        copy_group, k, expert_bytes * k.reduce_bytes, messages
+        expert_replicas, k, expert_bytes * k.reduce_bytes, messages
     )
     reduced = np.where(layout.zero >= 3, replica_sums, reduced)
-    ring_host_seconds = 2 * (data_ranks - 1) * k.ring_us / RING_COLLECTIVES * 1e-6 * shape.layers / layout.pipeline
+    # Host time of a layer's all-reduce, which is a ring of reductions and a ring of gathers over the data ranks. `ring_us` is the
+    # host time of all `SEQUENCE_COLLECTIVES` of a layer per further rank, so a tenth of it is that of one ring. It is counted with
+    # sequence parallelism, as in `compute.layer_times`.
+    ring_host_seconds = 2 * (data_ranks - 1) * k.ring_us / SEQUENCE_COLLECTIVES * 1e-6 * shape.layers / layout.pipeline
     reduced = reduced + np.where(layout.zero == 0, layout.sequence * ring_host_seconds, 0.0)
-    gathered = gather(group, k, dense * weight, messages) + gather(copy_group, k, expert_bytes * weight, messages)
+    gathered = gather(group, k, dense * bytes_per_weight, messages) + gather(
+        expert_replicas, k, expert_bytes * bytes_per_weight, messages
+    )
     gathered = np.where((layout.zero >= 1) & (layout.zero < 3), gathered, 0.0)
-    # An interleaved rank ends with p backward passes of each chunk in turn (Narayanan et al. 2021, figure 4), so the reduction of one chunk
-    # overlaps with the last round of the others. The first forward needs the gathered weights at once.
+    # An interleaved rank ends with p backward passes of each chunk in turn (Narayanan et al. 2021, figure 4), so the reduction of one
+    # chunk overlaps with the last round of the others. Gathers of updated weights overlap with the first forward only, which takes
+    # half as long as a backward.
     rounds = 1 + LAST_ROUND_OVERLAP * (1 - 1 / layout.virtual) * np.minimum(layout.micro_batches, layout.pipeline)
     rounds = np.where(layout.layered > 0, 1.0, rounds)
     least_exposed = 1 - np.minimum(k.hide, 1.0)  # exposed share with unlimited compute beside it
@@ -423,7 +453,7 @@ def _tied_sum_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Consta
     end_group = rank_group(machine, k, 2.0, layout.pipeline_step * np.maximum(1.0, layout.pipeline - 1))
     elements = shape.table_params / layout.tensor / np.where(layout.zero >= 3, layout.shards, 1.0)
     on_two_ranks = (layout.pipeline > 1) & (layout.vee == 0)
-    return np.where(on_two_ranks, shape.tied * k.copies * all_reduce(end_group, k, elements * k.reduce_bytes), 0.0)
+    return np.where(on_two_ranks, shape.tied * k.own_engine * all_reduce(end_group, k, elements * k.reduce_bytes), 0.0)
 
 
 def _boundary_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:

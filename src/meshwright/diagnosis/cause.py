@@ -1,9 +1,12 @@
 """Names the cause of a slowdown: splits the recorded durations into parts and replays each part alone.
 
+The method follows "Understanding Stragglers in Large Model Training Using What-if Analysis" (OSDI'25), below "the paper".
+
 The split of compute needs no model of the job. A cell is an operation type of a model chunk on a stage. Its profile is the
-median duration of each of its operations; a rank's factor is its typical sum over the profile's. The cell's level is the
-profile times the factor of the rank that is slow on no more than half of the ranks, so one slow rank does not raise it.
-The ideal gives every stage the mean sum of a type. What is recorded is then
+median duration of each of its operations. For a rank's factor, the rank's durations are summed in each step; the median of
+these sums is divided by the sum of the profile. The cell's level is the profile times the lower median of the ranks' factors,
+which slow ranks do not raise if they are fewer than half. The ideal scales the levels of each type so that every stage with
+operations of the type spends the same time on them, the mean over these stages. A recorded duration is then
 
     ideal + (level − ideal) + steady excess of a rank + excess of a rank or a micro-batch in single steps
              stage part        steady part               varying part
@@ -31,7 +34,7 @@ SIGNIFICANT = 4.0
 CORRELATED = 0.9
 """Correlation of forward and backward of the same micro-batch from which the paper concludes unequal sequences."""
 ONE_RANK_SHARE = 0.75
-"""Share of the varying part's squares on one rank (or host) from which that rank, not the data, varies."""
+"""If one rank (or host) has at least this share of the varying part's squared excesses, it is the cause, not the data."""
 EQUALLY_SLOW = 0.5
 """Ranks with at least this share of the slowest rank's excess are slow together."""
 
@@ -41,6 +44,10 @@ class Finding:
     """A part of the recorded durations and what it adds to the ideal step time."""
 
     cause: str
+    """As in docs/design/diagnosis.md.
+
+    `host` without a stage: the ranks of a host are slow. `host` with a stage: the host thread of a rank launches late.
+    """
     contribution: float
     """(step time with this part − ideal) ÷ ideal."""
     rank: int | None = None
@@ -49,7 +56,7 @@ class Finding:
 
 @dataclass(frozen=True, eq=False)
 class ComputeParts:
-    """The parts of the compute durations, each (node, dp, step) and 0 for other operations."""
+    """The parts of the compute durations, each of shape (node, dp, step) as in `replay` and 0 for other operations."""
 
     ideal: np.ndarray
     stage: np.ndarray
@@ -93,8 +100,8 @@ def split_compute(measured: MeasuredSteps) -> ComputeParts:
             level[cell] = profile * usual
             parts.steady[cell] = profile[:, None, None] * (factors - usual)[None, :, None]
             parts.varying[cell] = work[cell] - profile[:, None, None] * factors[None, :, None]
-        sums = np.bincount(stages[of_type], weights=level[of_type], minlength=len(measured.rank))
-        with_type = np.bincount(stages[of_type], minlength=len(measured.rank)) > 0
+        sums = np.bincount(stages[of_type], weights=level[of_type], minlength=measured.stage_count)
+        with_type = np.bincount(stages[of_type], minlength=measured.stage_count) > 0
         ideal = level * sums[with_type].mean() / np.where(sums > 0, sums, 1.0)[stages]
         parts.ideal[of_type] = ideal[of_type, None, None]
         parts.stage[of_type] = (level - ideal)[of_type, None, None]
@@ -102,7 +109,7 @@ def split_compute(measured: MeasuredSteps) -> ComputeParts:
 
 
 def _cells(measured: MeasuredSteps, of_type: np.ndarray) -> list[np.ndarray]:
-    """Indices of the nodes of each cell."""
+    """Indices of each cell's operations in the graph's nodes."""
     keys = np.stack((measured.graph.stages, measured.virtual_stage))[:, of_type]
     _, inverse = np.unique(keys, axis=1, return_inverse=True)
     nodes = np.flatnonzero(of_type)
@@ -125,34 +132,34 @@ class _Baseline:
         return np.where(communicates, typical_transfers(self.measured), others)
 
     def contribution(self, work: np.ndarray, launch_delay: np.ndarray | None = None) -> float:
-        """What the step time gains with these durations, relative to the baseline."""
+        """Increase of the step time with these durations, relative to the baseline."""
         seconds = replay(self.graph, work, launch_delay)
         return float((seconds.mean() - self.seconds.mean()) / self.seconds.mean())
 
-    def per_worker(self, part: np.ndarray) -> np.ndarray:
-        """Sum of a part over the operations of each worker, (stage, dp, step)."""
-        return np.stack([part[self.graph.stages == stage].sum(axis=0) for stage in range(len(self.measured.rank))])
+    def per_rank(self, part: np.ndarray) -> np.ndarray:
+        """Sum of a part over the operations of each recorded rank, (stage, dp, step)."""
+        return np.stack([part[self.graph.stages == stage].sum(axis=0) for stage in range(self.measured.stage_count)])
 
     def worst(self, part: np.ndarray) -> tuple[int, int]:
-        """(stage, dp) of the worker with the largest sum of a part."""
-        sums = self.per_worker(part).sum(axis=2)
+        """(stage, dp) of the rank with the largest sum of a part."""
+        sums = self.per_rank(part).sum(axis=2)
         stage, dp = np.unravel_index(int(sums.argmax()), sums.shape)
         return int(stage), int(dp)
 
 
 def _stage_imbalance(baseline: _Baseline, parts: ComputeParts) -> Finding:
-    sums = baseline.per_worker(parts.stage)[:, 0, 0]  # equal on all ranks and in all steps
+    sums = baseline.per_rank(parts.stage)[:, 0, 0]  # equal on all ranks and in all steps
     return Finding("stage_imbalance", baseline.contribution(baseline.work + parts.stage), stage=int(sums.argmax()))
 
 
 def _slow_rank(baseline: _Baseline, parts: ComputeParts, host_of_rank: Mapping[int, str]) -> Finding:
-    """One worker, or all of a host, with a steady excess of compute."""
+    """A steady excess of compute of one rank, or of all ranks of a host."""
     measured = baseline.measured
-    excess = baseline.per_worker(parts.steady)[..., 0]
+    excess = baseline.per_rank(parts.steady)[..., 0]
     stage, dp = (int(index) for index in np.unravel_index(int(excess.argmax()), excess.shape))
     contribution = baseline.contribution(baseline.work + parts.steady)
     rank = int(measured.rank[stage, dp])
-    varying = baseline.per_worker(parts.varying)[stage, dp]
+    varying = baseline.per_rank(parts.varying)[stage, dp]
     if len(varying) > 2:  # the median's standard error is 1.25 times the mean's
         error = 1.25 * float(varying.std(ddof=1)) / len(varying) ** 0.5
         contribution *= float(excess[stage, dp] >= SIGNIFICANT * error)
@@ -164,10 +171,10 @@ def _slow_rank(baseline: _Baseline, parts: ComputeParts, host_of_rank: Mapping[i
 
 
 def _common_host(ranks: list[int], measured: MeasuredSteps, host_of_rank: Mapping[int, str]) -> str | None:
-    """The host of which `ranks` are all recorded ranks, more than one, if there are other hosts."""
+    """The host whose recorded ranks are exactly `ranks`; None for a single rank, or if all recorded ranks are on one host."""
     hosts = {host_of_rank.get(rank) for rank in ranks}
-    everywhere = {host_of_rank.get(rank) for rank in measured.rank.ravel().tolist()}
-    if len(ranks) < 2 or len(hosts) > 1 or None in hosts or len(everywhere) < 2:
+    all_hosts = {host_of_rank.get(rank) for rank in measured.rank.ravel().tolist()}
+    if len(ranks) < 2 or len(hosts) > 1 or None in hosts or len(all_hosts) < 2:
         return None
     host = hosts.pop()
     on_host = [rank for rank in measured.rank.ravel().tolist() if host_of_rank.get(rank) == host]
@@ -179,7 +186,7 @@ def _varying(baseline: _Baseline, parts: ComputeParts, host_of_rank: Mapping[int
     measured = baseline.measured
     contribution = baseline.contribution(baseline.work + parts.varying)
     positive = np.maximum(parts.varying, 0.0) ** 2
-    squares = baseline.per_worker(positive).sum(axis=2)
+    squares = baseline.per_rank(positive).sum(axis=2)
     stage, dp = (int(index) for index in np.unravel_index(int(squares.argmax()), squares.shape))
     total = float(squares.sum())
     rank = int(measured.rank[stage, dp])
@@ -219,7 +226,7 @@ def forward_backward_correlation(measured: MeasuredSteps, parts: ComputeParts) -
 
 
 def _category(baseline: _Baseline, category: str) -> Finding:
-    """The operations of a category as recorded."""
+    """What a category's recorded durations add to the baseline, and the rank to whose operations they add most."""
     nodes = (baseline.category == category)[:, None, None]
     if not nodes.any():
         return Finding(category, 0.0)
@@ -231,7 +238,8 @@ def _category(baseline: _Baseline, category: str) -> Finding:
 def _late_launch(baseline: _Baseline) -> Finding:
     """Operations that start later after their dependencies than operations of their type usually do.
 
-    Delays are taken out of the recorded step: the posting of a message that nobody waits for yet delays nothing.
+    Unlike other parts, the delays are not added to the baseline but removed from the recorded step. A message that is posted
+    late may delay nothing in the recorded step, because its peer is later still, but it would delay the baseline.
     """
     measured = baseline.measured
     delay = measured.launch_delay

@@ -1,6 +1,7 @@
 """Replays the operations of recorded steps with other durations.
 
-Arrays have the shape (node, dp, step): all steps and data-parallel ranks share one `StepGraph` and are replayed at once.
+Arrays have the shape (node, dp, step); a node is an operation of the `StepGraph`. All steps and data-parallel ranks share one
+graph and are replayed at once.
 Times are seconds; a replayed step starts at 0.
 """
 
@@ -43,6 +44,10 @@ class MeasuredSteps:
     """Model chunk in the whole pipeline, (node); −1 if it does not apply."""
     microbatch: np.ndarray
     """Micro-batch, (node); −1 if it does not apply."""
+
+    @property
+    def stage_count(self) -> int:
+        return len(self.rank)
 
 
 def measure_steps(table: OperationTable, graph: StepGraph) -> MeasuredSteps:

@@ -50,5 +50,7 @@ def _with_coordinates(spans: list[RankSpans]) -> list[RankRecords]:
 
 def _without_first_step(spans: RankSpans) -> np.ndarray:
     """The records without those of the start's first step, which compiles, connects and allocates."""
-    steps = spans.records["step"]
-    return spans.records if spans.overwritten or not len(steps) else spans.records[steps > steps.min()]
+    records = spans.records
+    # Records from before the first step have the number of the step before it.
+    steps = records["step"][records["phase"] == spans.header["phases"].index("step")]
+    return records if spans.overwritten or not len(steps) else records[records["step"] > steps.min()]

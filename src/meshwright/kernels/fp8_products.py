@@ -9,7 +9,7 @@ Tensor cores of Hopper and Ada take fp8 operands in one layout only, so every pr
 Tensor X and gradient dY are therefore needed straight and transposed; one kernel rounds and transposes them. Xᵀ in fp8 is kept for
 backward, which is half the bytes of X. Scales are computed from the values that are rounded ("current" or "dynamic" scaling, Micikevicius
 et al. 2022), one per tensor or one per row of each operand. They are powers of two, so only the rounding to fp8 loses precision, and the
-order of scaling and multiplication does not change a bit.
+result is bit-identical whether scaling or multiplication comes first.
 
 On CUDA the products are `torch._scaled_mm` with the Triton kernels of `fp8_triton`. Elsewhere the same rounded values are multiplied in
 fp32.
@@ -89,7 +89,10 @@ def quantize(x: Tensor, scaling: Scaling, fp8_dtype: torch.dtype = E4M3) -> Fp8M
 def quantize_transposed(
     x: Tensor, scaling: Scaling, fp8_dtype: torch.dtype = E4M3, after: Tensor | None = None
 ) -> Fp8Matrix:
-    """xᵀ `(inner, rows)` in fp8, of x `(rows, inner)`; computed after `after`."""
+    """xᵀ `(inner, rows)` in fp8, of x `(rows, inner)`.
+
+    The kernel is made to depend on the tensor `after` (see `transposed_weight`).
+    """
     return _round_transposed(x, scale_of(_largest(x, scaling, by_row=False), fp8_dtype), fp8_dtype, after)
 
 
@@ -133,7 +136,8 @@ def linear(
     """x · weightᵀ `(…, out)` of x `(…, in)` in fp8, differentiable.
 
     `gathered` is the weight `(out, in)` in fp8 if it was gathered in fp8; then `weight` only receives the gradient and its values are not
-    read. With `taps` (see `tap_shapes`) backward returns the factors of the weight gradient as their gradients, and none for the weight.
+    read. `taps` are placeholder inputs (see `tap_shapes`). Their gradients are the factors of the weight gradient, so that the caller can
+    multiply these later (split backward); the weight gets no gradient.
     """
     values, scale = gathered if gathered is not None else (None, None)
     save = torch.is_grad_enabled() and weight.requires_grad
@@ -148,7 +152,7 @@ def weight_as_fp8(
 
 
 def tap_shapes(weight: Tensor, tokens: int, scaling: Scaling) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-    """Shapes and dtypes of the factors of a weight gradient: dYᵀ and its scale, Xᵀ and its scale."""
+    """Shapes and dtypes of a linear layer's taps, those of the weight gradient's factors: dYᵀ and its scale, Xᵀ and its scale."""
     outputs, inputs = weight.shape
     by_row = scaling == "rowwise"
     return (
@@ -219,7 +223,10 @@ def transposed_weight(weight: Tensor, scale: Tensor, scaling: Scaling, weight_in
 
 
 def _round_transposed(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, after: Tensor | None = None) -> Fp8Matrix:
-    """xᵀ in fp8; `scale` `()` or `(inner, 1)`; computed after `after`."""
+    """xᵀ in fp8; `scale` `()` or `(inner, 1)`.
+
+    The kernel is made to depend on the tensor `after` (see `transposed_weight`).
+    """
     if x.is_cuda:
         from meshwright.kernels.fp8_triton import round_transposed
 

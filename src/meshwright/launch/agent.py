@@ -79,6 +79,7 @@ class Agent:
         self._running: Ranks | None = None
         self._waiting: Ranks | None = start(False)
         self._attempt = 0
+        self._job = ""
         self._checkpoints: list[int] = []
         self._skipped: list[SampleRange] = []
         self._trained_at: float | None = None
@@ -115,10 +116,12 @@ class Agent:
             skipped=tuple(self._skipped),
             stop=self._stop,
             test=self._tested,
+            job=self._job,
         )
 
     def obey(self, directive: Directive) -> None:
         """Do what the coordinator decided."""
+        self._job = directive.job
         if self._test is not None and (directive.order, directive.attempt) != ("test", self._test.attempt):
             self._test = None
             self._discard_waiting()  # the processes may wait for a peer that does not answer

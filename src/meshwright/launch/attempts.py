@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,7 +50,13 @@ def opening_state(folder: Path) -> State:
     earlier = read_state(folder) or State()
     skipped = merge_skips(recorded_skips(folder), earlier.skipped)
     suspects = tuple(Suspect(exclusion.host) for exclusion in earlier.excluded)
-    return State(checkpoints=checkpoint_steps(folder), skipped=skipped, suspects=suspects)
+    return State(checkpoints=checkpoint_steps(folder), skipped=skipped, suspects=suspects, job=secrets.token_hex(8))
+
+
+def finished_state(folder: Path) -> State | None:
+    """The state of the last job in a run's folder if it is over and agents may not know it yet."""
+    earlier = read_state(folder)
+    return earlier if earlier is not None and earlier.status == "finished" and earlier.job else None
 
 
 def job_state(folder: Path) -> State:

@@ -30,6 +30,7 @@ from meshwright.policies.hang import GPU_SECONDS, HangWatch
 from meshwright.policies.host_tests import TEST_SECONDS
 from meshwright.policies.job_end import GRACE_SECONDS, STOP_EXIT_CODES, culprit, next_action
 from meshwright.policies.job_events import (
+    AttemptReported,
     Begin,
     Committed,
     End,
@@ -59,6 +60,8 @@ from meshwright.spec.fields import from_plain, to_plain
 STATE_FILE = "supervision.jsonl"
 SILENT_SECONDS = 8.0
 """Seconds without a report after which an agent counts as lost."""
+UNHEARD_SECONDS = 4.0
+"""Seconds without a report, more than the longest heartbeat, in which no rank counts as hung: it may wait for that host."""
 STOPPED_SECONDS = 2.0
 """A longer time between two calls of `tick` means that this process was stopped."""
 RESTART_GRACE_SECONDS = 2.0
@@ -107,15 +110,18 @@ class Coordinator:
         prepare: Callable[[State], Path],
         *,
         state: State | None = None,
+        finished: State | None = None,
         hang_seconds: float = GPU_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`prepare` writes the files of the state's attempt, in a thread, and returns the path of the assignment.
 
         The assignment is the file that tells the ranks of an attempt what to run. A training rank without progress for
-        `hang_seconds` or more, depending on its usual step time, counts as hung (policies/hang.py).
+        `hang_seconds` or more, depending on its usual step time, counts as hung (policies/hang.py). `finished` is the
+        state of the job before in this folder: its agents that ask late learn that it is over.
         """
         self.state = state or State()
+        self._finished = finished
         self._folder, self._rules, self._per_host = folder, rules, ranks_per_host
         self._prepare, self._clock, self._hang_seconds = prepare, clock, hang_seconds
         self._watch = HangWatch(hang_seconds)
@@ -151,11 +157,13 @@ class Coordinator:
 
     def receive(self, report: Report) -> Directive:
         """Take an agent's report and return what the agent does now."""
+        if self._finished is not None and report.job == self._finished.job:
+            return exit_directive(self._finished)
         now = self._clock()
         self._reports[report.host], self._seen[report.host] = report, now
         for event in self._events_of(report, now):
             self._apply(event, now)
-        return self._directive(report.host)
+        return replace(self._directive(report.host), job=self.state.job)
 
     def tick(self) -> None:
         """Decide what follows from the passing of time. Called several times a second."""
@@ -171,6 +179,8 @@ class Coordinator:
             if self.state.status == "ending" and host in self.state.members:  # its peers failed first
                 write_line(f"meshwright: {text}; it is lost")
             self._apply(Lost(host, text), now)
+        if now - min(self._seen.values(), default=now) > UNHEARD_SECONDS:
+            self._watch.resume(now)  # if the host does not come back it is lost, which takes no longer
         if self._stop:
             self._apply(StopRequested(STOP_EXIT_CODES[self._stop]), now)
         if self._preparation is not None and self._preparation.done():
@@ -187,6 +197,8 @@ class Coordinator:
     def _events_of(self, report: Report, now: float) -> Iterable[Event]:
         """What is new in a report."""
         state = self.state
+        if report.attempt > max(state.attempt, state.newest_attempt):
+            yield AttemptReported(report.attempt)
         stale = (
             self._position(report.host) is not None and state.status == "running" and report.attempt != state.attempt
         )
@@ -197,6 +209,8 @@ class Coordinator:
         ready = report.port != 0 and not stale  # processes that wait to begin report the port of their store
         if ready != (report.host in state.ready):
             yield Ready(report.host, ready)
+        if state.status == "ending" and self._position(report.host) is not None and report.attempt != state.attempt:
+            yield Ended(state.attempt, report.host)  # it has not begun the attempt, and does not any more
         if report.stop:
             yield StopRequested(report.stop)
         if report.test is not None and report.test.attempt == state.attempt and report.host in state.testing:
@@ -340,7 +354,7 @@ class Coordinator:
         if state.status == "finished":
             assert state.stop is not None
             self._informed.add(host)
-            return Directive("exit", state.attempt, code=state.stop.code)
+            return exit_directive(state)
         if is_excluded(state, host):
             return Directive("idle", state.attempt)
         if state.status == "preparing" and host in state.testing:
@@ -415,8 +429,8 @@ class Coordinator:
         state = self.state
         if state.stop is not None:
             return
-        if incident is None:
-            write_line(f"meshwright: {reason}; the run continues on them {self._source()}")
+        if incident is None:  # `reason` is, for example, "4 hosts are ready again"
+            write_line(f"meshwright: {reason}; the run continues on all ready hosts {self._source()}")
             return
         rank = None if incident.rank is None else self._attempt.ranks.get(incident.rank)
         parts = [reason + (f" (host {incident.host})" if len(state.members) > 1 else "")]
@@ -434,6 +448,12 @@ class Coordinator:
             f"host {each.host} was excluded, as it failed the self-test: {each.cause}" for each in self.state.excluded
         ]
         return [*lines, *([stop.diagnosis] if stop is not None and stop.diagnosis else []), *excluded]
+
+
+def exit_directive(state: State) -> Directive:
+    """The answer to agents of a job that is over."""
+    assert state.stop is not None, "a finished job has a code"
+    return Directive("exit", state.attempt, code=state.stop.code, job=state.job)
 
 
 def read_state(folder: Path) -> State | None:

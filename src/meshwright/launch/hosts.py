@@ -27,16 +27,19 @@ from meshwright.launch.agent import Agent
 from meshwright.launch.control import (
     ControlClient,
     ControlServer,
+    Handler,
     coordinator_address,
     listen,
 )
-from meshwright.launch.coordinator import Coordinator
+from meshwright.launch.coordinator import Coordinator, exit_directive
 from meshwright.launch.folder import folder_lock
 from meshwright.launch.local import POLL_SECONDS, empty_arenas, forward_signals, rank_starter
 from meshwright.launch.machine import check_devices
 from meshwright.launch.orphans import end_orphans
 from meshwright.launch.reports import Directive, Report
 from meshwright.launch.snapshot_server import snapshot_server
+from meshwright.policies.restart import Stop
+from meshwright.policies.supervision import State
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, BadInput
 from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.job_token import job_token
@@ -61,38 +64,73 @@ def run_coordinator(
 ) -> int:
     """Prepare the run and coordinate its agents until it is over; returns the exit code.
 
-    In the folder of a run whose job is not over it continues that job: agents connect again.
+    In the folder of a run whose job is not over it continues that job: agents connect again. If only agents of a job
+    that is over connect, they learn its exit code.
     """
-    from meshwright.launch.attempts import hang_seconds, job_state, prepared_before, rules_of, write_attempt
+    from meshwright.launch.attempts import (
+        finished_state,
+        hang_seconds,
+        job_state,
+        prepared_before,
+        rules_of,
+        write_attempt,
+    )
     from meshwright.launch.prepare import prepare_run
 
     token = job_token()
     descriptor = os.environ.pop(LISTEN_DESCRIPTOR, None)
     listener = listen(address) if descriptor is None else socket.socket(fileno=int(descriptor))
     folder = runs / run.name
-    with closing(listener), folder_lock(folder):
+    handlers: dict[str, Handler] = {}
+    with closing(listener), folder_lock(folder), closing(ControlServer(listener, token, handlers)) as server:
+        finished = finished_state(folder)
+        if finished is not None and dismiss_agents(server, handlers, finished, until_another=True):
+            return exit_directive(finished).code
         state = job_state(folder)
         prepared = prepared_before(run, folder) if state.attempt else prepare_run(run, runs, profile=None, note=note)
         if prepared is None:
+            dismiss_agents(server, handlers, State("finished", stop=Stop(EXIT_DONE)))
             return EXIT_DONE
         announce(prepared)
         coordinator = Coordinator(
             folder, rules_of(run), run.cluster.gpus_per_node, partial(write_attempt, prepared),
-            state=state, hang_seconds=hang_seconds(run),
+            state=state, finished=finished, hang_seconds=hang_seconds(run),
         )  # fmt: skip
-        server = ControlServer(
-            listener,
-            token,
-            {
-                "POST /report": lambda value: to_plain(coordinator.receive(checked_report(value))),
-                "GET /state": lambda _: to_plain(coordinator.state),
-            },
-        )
-        with closing(coordinator), closing(server), forward_signals(coordinator.request_stop, lambda: None):
+        handlers["POST /report"] = lambda value: to_plain(coordinator.receive(checked_report(value)))
+        handlers["GET /state"] = lambda _: to_plain(coordinator.state)
+        with closing(coordinator), forward_signals(coordinator.request_stop, lambda: None):
             _coordinate(coordinator, server)
     for line in coordinator.outcome(folder / "logs"):
         write_line(line if line.startswith("  ") else f"meshwright: {line}")
     return EXIT_COMMUNICATION if coordinator.code is None else coordinator.code
+
+
+def dismiss_agents(
+    server: ControlServer, handlers: dict[str, Handler], state: State, *, until_another: bool = False
+) -> bool:
+    """Tell agents the exit code of the job of `state`, until none has asked for `FAREWELL_SECONDS`.
+
+    With `until_another` only agents of this job are told, and an agent of another job ends the wait at once. Returns
+    whether there were agents, all of them of this job.
+    """
+    dismissed: set[str] = set()
+    others: set[str] = set()
+
+    def answer(value: object) -> object:
+        report = checked_report(value)
+        if until_another and report.job != state.job:
+            others.add(report.host)
+            return to_plain(Directive("wait", heartbeat=0.2))
+        dismissed.add(report.host)
+        return to_plain(exit_directive(state))
+
+    handlers["POST /report"] = answer
+    asked, deadline = 0, time.monotonic() + FAREWELL_SECONDS
+    while time.monotonic() < deadline and not others:
+        server.serve(POLL_SECONDS)
+        if len(dismissed) > asked:
+            asked, deadline = len(dismissed), time.monotonic() + FAREWELL_SECONDS
+    return bool(dismissed) and not others
 
 
 def _coordinate(coordinator: Coordinator, server: ControlServer) -> None:
@@ -126,6 +164,8 @@ def checked_report(value: object) -> Report:
         raise ValueError("expected ranges of samples")
     if not all(isinstance(text, str) and 0 < len(text) <= 300 for text in (report.host, report.address)):
         raise ValueError("expected names of host and address")
+    if not isinstance(report.job, str) or len(report.job) > 300:
+        raise ValueError("expected the identity of a job")
     texts = (report.test.failure, report.test.exchange) if report.test is not None else ()
     if report.test is not None and type(report.test.attempt) is not int:
         raise ValueError("expected an attempt")

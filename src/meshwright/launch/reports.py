@@ -43,6 +43,8 @@ class Report:
     """Exit code of a stop request that this agent received."""
     test: HostTest | None = None
     """The last self-test of this host that has ended."""
+    job: str = ""
+    """The job of which this agent has had a directive; empty before the first."""
 
     @property
     def urgency(self) -> tuple[object, ...]:
@@ -84,3 +86,5 @@ class Directive:
     """Stop signal that the ranks get; 0 for none."""
     heartbeat: float = 3.0
     """Seconds until the next report, unless something happens."""
+    job: str = ""
+    """Identity of the job (`policies.supervision.State.job`)."""

@@ -29,9 +29,10 @@ class Family:
     ends: Mapping[str, str]
     """Modules outside the layers: our name → Hugging Face's."""
     modules: Mapping[str, tuple[str, ...]]
-    """Modules of a layer: our name → Hugging Face's names, one for each block of a fused weight.
+    """Modules of a layer: our name → Hugging Face's names.
 
-    A weight that is fused in both has one name. Names of a weight that stacks a layer's experts contain `{expert}` for the
+    A weight that is fused only here has several names, in the order in which it concatenates theirs. A weight that is fused
+    here and in Hugging Face's model has one name. Names of a weight that stacks a layer's experts contain `{expert}` for the
     expert's number.
     """
     transposed: frozenset[str] = frozenset()
@@ -108,7 +109,7 @@ class HFConfig:
 def read_rope(config: HFConfig) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling` from any of the formats that versions of transformers have written.
 
-    Version 5 writes `rope_parameters`, which contains the base; version 4 wrote `rope_theta`, and `rope_scaling` if scaled.
+    Version 5 writes `rope_parameters`, which contains `rope_theta`; version 4 wrote `rope_theta` itself, and `rope_scaling` if scaled.
     """
     key, rope = _rope_section(config)
     inside = HFConfig(rope, f"{config.where}: {key}")
@@ -132,7 +133,7 @@ def read_rope(config: HFConfig) -> dict[str, Any]:
 
 
 def write_rope(spec: ModelSpec) -> dict[str, Any]:
-    """The keys of transformers 4 and 5. With those of version 5 alone, version 4 would silently use its default base."""
+    """The keys of transformers 4 and 5. With those of version 5 alone, version 4 would silently use its default `rope_theta`."""
     rope: dict[str, Any] = {"rope_type": "default"}
     if spec.rope_scaling is not None:
         scaling = spec.rope_scaling

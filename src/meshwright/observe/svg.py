@@ -51,7 +51,8 @@ The table of a stacked chart has the edges of its columns: one more than its poi
 @dataclass(frozen=True)
 class Series:
     """A curve: `values` at the x values of `table`.
-    `colour` is a CSS class; `shown` is its legend text while no point is selected."""
+    `colour` is a CSS class; `shown` is its legend text while no point is selected. Points of the shape `marks` are dots at the x
+    positions of events. Their y values are no data, so the legend and the limits of the y axis leave them out."""
 
     label: str
     colour: str
@@ -86,7 +87,7 @@ class Chart:
         return round(self.height * min(1.0, max(0.0, (high - value) / (high - low))), 1)
 
     def values_above(self) -> list[float]:
-        """Values above the axis."""
+        """Values above the upper limit of the y axis, which are drawn at it."""
         return [value for value in self._drawn_values() if value is not None and value > self.limits[1]]
 
     def _drawn_values(self) -> list[float | None]:
@@ -104,7 +105,7 @@ def draw(chart: Chart, tables: dict[str, Table], axis: Axis) -> str:
         f'<li style="top:{chart.y(level)}px">{text}</li>'
         for level, text in zip(levels, _level_labels(chart, levels), strict=True)
     )
-    marks = "".join(
+    tick_items = "".join(
         f'<li style="left:{100 * axis.position(value):.2f}%">{escape(text)}</li>' for value, text in axis.ticks
     )
     return f"""<figure class="card chart" data-chart="{chart.key}">
@@ -113,7 +114,7 @@ def draw(chart: Chart, tables: dict[str, Table], axis: Axis) -> str:
 <svg viewBox="0 0 {WIDTH} {chart.height}" height="{chart.height}" preserveAspectRatio="none" role="img"
  aria-label="{escape(chart.title)}">
 <path class="grid" d="{grid}"/>{_reference_line(chart)}{_curves(chart, tables, axis)}<path class="cursor" d=""/></svg>
-{_reference_label(chart)}</div><ol class="x" aria-hidden="true">{marks}</ol></div>
+{_reference_label(chart)}</div><ol class="x" aria-hidden="true">{tick_items}</ol></div>
 </figure>"""
 
 
@@ -133,9 +134,10 @@ def numbers(chart: Chart) -> dict[str, Any]:
 
 
 def _unit(chart: Chart) -> str:
-    """The unit, with a note about points above the axis."""
+    """The unit, with a note about values above the upper limit of the y axis."""
     above = chart.values_above()
-    hidden = f"{len(above):,} above the axis, up to {_FORMATS[chart.format](max(above))}" if above else ""
+    largest = _FORMATS[chart.format](max(above)) if above else ""
+    hidden = f"{len(above):,} value{'s' * (len(above) > 1)} above the chart, up to {largest}" if above else ""
     return " · ".join(text for text in (chart.unit, hidden) if text)
 
 

@@ -22,7 +22,7 @@ from meshwright.parallel.channels import open_channels
 from meshwright.parallel.context import divide_sequences
 from meshwright.parallel.copy_engine import use_copy_engines
 from meshwright.parallel.executor import Executor
-from meshwright.parallel.experts import distribute_experts, use_whole_sequence_loads
+from meshwright.parallel.experts import count_expert_loads_over_whole_sequences, distribute_experts
 from meshwright.parallel.fp8_weights import WeightScales, use_fp8_products
 from meshwright.parallel.fsdp import DTYPES, CommunicationStreams
 from meshwright.parallel.gradient_sums import GradientSums
@@ -42,7 +42,7 @@ from meshwright.spec.layout import UNDIVIDED, WHOLE, Box, Division, Part, local_
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
 from meshwright.spec.plan import Plan, Recompute
 from meshwright.state.parts import StateParts, weight_name
-from meshwright.workload.dtypes import accumulated_by_products
+from meshwright.workload.dtypes import products_accumulate_gradients
 
 COMPILER_OPTIONS: dict[str, Any] = {"unroll_reductions_threshold": 17}
 """Compiler options of blocks.
@@ -57,7 +57,7 @@ class Engine:
     """One rank's part of a model under a plan, and the executor that runs it.
 
     `training` is the schedule of a step; `evaluation_schedule(n)` returns that of n micro-batches without backward. `weights` has this
-    rank's part of each parameter on the device (of master weights in host memory, `AdamW.state` has the part). `duplicate_rows` has, by
+    rank's part of each parameter on the device. Master weights in host memory are in `AdamW.state`. `duplicate_rows` has, by
     parameter, the rows of this rank's part that the gradient norm must not count, because another rank counts its copy: the last stage's
     copy of a tied weight, and on all tensor ranks but the first the parameters that tensor ranks do not divide. `host_offloaded` maps
     each parameter whose optimizer state is in host memory to the function that releases its master weight on the device, or to None if the
@@ -113,11 +113,15 @@ def build_engine(
     divide_over_tensor_ranks(model, mesh, plan.tensor_engine)
     context = divide_sequences(model, plan, mesh)
     distribute_experts(model, mesh)
-    use_whole_sequence_loads(model, mesh)
+    count_expert_loads_over_whole_sequences(model, mesh)
     use_fp8_products(model, plan, mesh.device)
     wrap_blocks(model, plan)
     for number, block in model.layers.items():
-        if entry_of(plan.schedule.name).splits_backward or accumulated_by_products(plan, int(number), spec.layers):
+        # Products that add to gradients of earlier micro-batches run in the weight half of a split backward, since autograd would return
+        # each micro-batch's gradient separately.
+        if entry_of(plan.schedule.name).splits_backward or products_accumulate_gradients(
+            plan, int(number), spec.layers
+        ):
             split_backward(block)
     units = make_units(model, table[pipeline_rank], plan, mesh)
     model.to_empty(device=mesh.device)
@@ -131,10 +135,17 @@ def build_engine(
     sharded = list(dict.fromkeys(unit.sharded for stage_units in units for unit in stage_units))
     streams = CommunicationStreams((group for unit in sharded for group in unit.groups), mesh.device)
     if plan.gather_engine == "copy":
-        # Experts with a parameter group of their own, the first of their unit, are gathered by NCCL kernels.
-        is_block = {unit.sharded.groups[-1]: unit.layer is not None for stage_units in units for unit in stage_units}
-        blocks, ends = ([group for group in is_block if is_block[group] is wanted] for wanted in (True, False))
-        use_copy_engines(blocks, ends, mesh)
+        # The last parameter group of a unit is gathered by copy engines. Experts may have a group before it, which NCCL kernels gather.
+        blocks, ends = (
+            dict.fromkeys(
+                unit.sharded.groups[-1]
+                for stage_units in units
+                for unit in stage_units
+                if (unit.layer is not None) is of_block
+            )
+            for of_block in (True, False)
+        )
+        use_copy_engines(list(blocks), list(ends), mesh)
     rank_model = RankModel(
         model,
         dict(zip(training.placement[pipeline_rank], units, strict=True)),

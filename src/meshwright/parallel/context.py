@@ -7,7 +7,7 @@ instead, because each query then attends to few keys (Grattafiori et al. 2024, Â
 first collects all tokens of a ring rank. `spec.layout.local_tokens` returns the tokens of each rank.
 
 For parameters a context rank is like a data rank: it shards weights and sums gradients (`Mesh.shards`). In a mixture of
-experts only the balance loss needs counts over whole sequences (`parallel.experts.use_whole_sequence_loads`).
+experts only the balance loss needs counts over whole sequences (`parallel.experts.count_expert_loads_over_whole_sequences`).
 """
 
 from __future__ import annotations

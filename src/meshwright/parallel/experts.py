@@ -46,7 +46,7 @@ def distribute_experts(model: Decoder, mesh: Mesh) -> None:
         mixture.experts = DistributedExperts(mixture.experts, group.group_name, group.size())
 
 
-def use_whole_sequence_loads(model: Decoder, mesh: Mesh) -> None:
+def count_expert_loads_over_whole_sequences(model: Decoder, mesh: Mesh) -> None:
     """Make the balance loss use loads of whole sequences: sums over context and tensor ranks, which have parts of each.
 
     A load is the number of tokens that chose an expert. With whole loads the balance losses of a sequence's parts add up to that of the

@@ -34,8 +34,8 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: str, rank: int, ranks
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: str, rank: int, ranks: int, plain: bool) -> Tensor:
-        out, total = ring_forward(q, k, v, group, rank, ranks, plain)
-        ctx.save_for_backward(q, k, v, out, total)
+        out, logsumexp = ring_forward(q, k, v, group, rank, ranks, plain)
+        ctx.save_for_backward(q, k, v, out, logsumexp)
         ctx.ring = group, rank, ranks, plain
         return out
 
@@ -77,10 +77,10 @@ def _(q: Tensor, k: Tensor, v: Tensor, group: str, rank: int, ranks: int, plain:
 
 @torch.library.custom_op("meshwright::ring_backward", mutates_args=())
 def ring_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, group: str, rank: int, ranks: int, plain: bool
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, group: str, rank: int, ranks: int, plain: bool
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of this rank's q, k and v. They are summed and sent in the dtype of the log-sum-exps."""
-    ring, wide = _RingGroup(group, rank, ranks), total.dtype
+    ring, wide = _RingGroup(group, rank, ranks), logsumexp.dtype
     keys_values, grad = torch.stack((k, v)), grad.contiguous()
     q_sum = torch.zeros(q.shape, dtype=wide, device=q.device)
     pending_sums: _PendingExchange | None = None
@@ -88,8 +88,8 @@ def ring_backward(
         next_keys_values = ring.start_exchange(keys_values) if turn + 1 < ranks else None
         queries, keys, causal = visible_block(rank, (rank - turn) % ranks, q.shape[1])
         gradients = partial_gradients(
-            grad[:, queries], q[:, queries], keys_values[0, :, keys], keys_values[1, :, keys], out[:, queries], total[..., queries], causal,
-            plain=plain,
+            grad[:, queries], q[:, queries], keys_values[0, :, keys], keys_values[1, :, keys], out[:, queries],
+            logsumexp[..., queries], causal, plain=plain,
         )  # fmt: skip
         sums = (
             torch.zeros(keys_values.shape, dtype=wide, device=q.device) if pending_sums is None else pending_sums.wait()
@@ -109,7 +109,7 @@ def ring_backward(
 
 @ring_backward.register_fake
 def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor, group: str, rank: int, ranks: int, plain: bool
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, group: str, rank: int, ranks: int, plain: bool
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     q_grad, k_grad, v_grad = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     return q_grad, k_grad, v_grad

@@ -39,15 +39,15 @@ class Assumptions:
     host_detect_seconds: float = 10.0
     """Until a dead host is detected."""
     hang_detect_seconds: float = 30.0
-    """Least time until a hang is detected; 3 steps and 5 s if that is longer."""
+    """Until a hang is detected, but at least the time of 3 steps plus 5 s."""
     restart_seconds: float = 30.0
     """From detection until ranks can load their state: a guess for warm spare processes."""
     replace_seconds: float = 600.0
     """Until the cluster supplies another host: ByteRobust's requeue takes 454 to 768 s (arXiv 2509.16293, table 7)."""
     hang_share: float = 0.15
-    """Hangs among all failures."""
+    """Share of all failures that are hangs."""
     host_share: float = 0.78
-    """Failures of hardware, which lose a host, among the others: Llama 3's (arXiv 2407.21783, section 3.3.4)."""
+    """Share of the failures other than hangs that lose a host: Llama 3's hardware failures (arXiv 2407.21783, section 3.3.4)."""
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> Assumptions:
@@ -87,7 +87,7 @@ class EffectiveTime:
     first_order_formula: str
     model: FailureModel
     restarts: int
-    """`supervision.restarts`."""
+    """Restarts that the run allows (`supervision.restarts`)."""
 
 
 def predict_effective_time(
@@ -112,8 +112,9 @@ def predict_effective_time(
 def failure_model(run: RunSpec, plan: Plan, step_seconds: float | None, assumed: Assumptions) -> FailureModel | None:
     """The run's failures by class.
 
-    A process or hang restarts from the copy in host memory if snapshots are written beside training, else from storage.
-    A lost host takes its memory with it: all ranks load from storage what was durable, or what a partner host has of each snapshot.
+    After a failed process or a hang, ranks load the snapshot in host memory if saves are asynchronous, else the checkpoint in storage.
+    A lost host loses its snapshots, so all ranks load the newest durable checkpoint from storage. If a partner host gets a copy of every
+    snapshot, the ranks of the lost host load that copy instead, and the others their own snapshots.
     """
     step = step_seconds or (plan.predicted.step_seconds if plan.predicted is not None else None)
     cost = checkpoint_cost(run, plan, step)
@@ -128,13 +129,15 @@ def failure_model(run: RunSpec, plan: Plan, step_seconds: float | None, assumed:
     from_storage = rank_bytes / READ_RATE + from_memory
     copy = cost.copy_seconds if cost.copy_seconds is not None else from_memory
     save = copy + rank_bytes / WRITE_RATE
-    stall = cost.cost_seconds if cost.cost_seconds is not None else save
-    interval = cost.interval_seconds or auto_interval(stall, save, cluster.nodes, cluster.host_mtbf_hours)
-    memory = (from_memory, copy) if cost.beside_training else (from_storage, 0.0)
-    host = (from_storage, save if cost.beside_training else 0.0)
+    save_cost = cost.cost_seconds if cost.cost_seconds is not None else save
+    interval = cost.interval_seconds or auto_interval(save_cost, save, cluster.nodes, cluster.host_mtbf_hours)
+    # A lag is the time from the start of a save until its state can be loaded, 0 if training waits for the save.
+    process_load, process_lag = (from_memory, copy) if cost.beside_training else (from_storage, 0.0)
+    host_load, host_lag = from_storage, save if cost.beside_training else 0.0
     if cost.partner_seconds is not None and run.checkpoint.partner_every == 1:
-        # The ranks of the lost host read their partner's copy at the whole rate of the port.
-        host = (from_memory + PORT_SHARE * cost.partner_seconds, copy + cost.partner_seconds)
+        # Copies to the partner take only PORT_SHARE of the port's bandwidth. Reading a copy back takes all of it, and so that share of
+        # the time.
+        host_load, host_lag = from_memory + PORT_SHARE * cost.partner_seconds, copy + cost.partner_seconds
     crash_share = 1 - assumed.hang_share
     hang = run.supervision.hang_seconds or assumed.hang_detect_seconds
     restart = assumed.restart_seconds
@@ -142,11 +145,33 @@ def failure_model(run: RunSpec, plan: Plan, step_seconds: float | None, assumed:
         hosts=cluster.nodes,
         mttf_seconds=cluster.host_mtbf_hours * 3600 / cluster.nodes,
         interval_seconds=interval,
-        cost_seconds=stall,
+        cost_seconds=save_cost,
         classes=(
-            FailureClass("process", crash_share * (1 - assumed.host_share), assumed.detect_seconds, restart, *memory),
-            FailureClass("hang", assumed.hang_share, max(3 * step + 5, hang), restart, *memory),
-            FailureClass("host", crash_share * assumed.host_share, assumed.host_detect_seconds, restart, *host, True),
+            FailureClass(
+                "process",
+                crash_share * (1 - assumed.host_share),
+                assumed.detect_seconds,
+                restart,
+                load_seconds=process_load,
+                lag_seconds=process_lag,
+            ),
+            FailureClass(
+                "hang",
+                assumed.hang_share,
+                max(3 * step + 5, hang),
+                restart,
+                load_seconds=process_load,
+                lag_seconds=process_lag,
+            ),
+            FailureClass(
+                "host",
+                crash_share * assumed.host_share,
+                assumed.host_detect_seconds,
+                restart,
+                load_seconds=host_load,
+                lag_seconds=host_lag,
+                loses_host=True,
+            ),
         ),
         spares=run.supervision.spares,
         replace_seconds=assumed.replace_seconds,
@@ -155,12 +180,15 @@ def failure_model(run: RunSpec, plan: Plan, step_seconds: float | None, assumed:
     )
 
 
-def with_hosts(model: FailureModel) -> Iterator[tuple[str, FailureModel]]:
-    """The same run with other answers to a lost host: no spares, enough spares, and fewer hosts meanwhile."""
+def host_loss_alternatives(model: FailureModel) -> Iterator[tuple[str, FailureModel]]:
+    """The same run with other answers to a lost host: no spares, fewer hosts meanwhile, and enough spares."""
     enough = max(1, spares_needed(model))
     yield "no spares, wait for a host", replace(model, spares=0, wait_seconds=None)
     yield "no spares, continue on fewer hosts", replace(model, spares=0, wait_seconds=0.0)
-    yield f"{enough} spare{'s' * (enough > 1)}, wait beyond", replace(model, spares=enough, wait_seconds=None)
+    yield (
+        f"{enough} spare{'s' * (enough > 1)}, wait for a host if all are used",
+        replace(model, spares=enough, wait_seconds=None),
+    )
 
 
 def effective_sentence(prediction: EffectiveTime) -> str:

@@ -62,9 +62,11 @@ def without_guess(run: RunSpec, plan: Plan) -> Plan:
 
 def _breakdown(run: RunSpec, plan: Plan, by_units: bool, timing: Timing) -> Breakdown:
     parts = (simulated_by_units if by_units else simulated_by_stages)(run, plan, timing)
+    # The simulated compute actions contain the exposed communication of tensor, context and expert ranks, and host time.
     in_compute = dict(timing.exposed_in_compute)
     host = in_compute.pop("host", 0.0)
     exposed = in_compute | {axis: parts[axis] for axis in TIMED_AXES}
+    # "closing" is the gradient norm and the optimizer, the last actions of a step.
     return Breakdown(
         compute=parts["compute"] + parts["closing"] - sum(in_compute.values()) - host,
         exposed={axis: seconds for axis, seconds in exposed.items() if seconds > 0},

@@ -372,8 +372,8 @@ def layouts(run: RunSpec, points: Points, layer: LayerStrategy) -> Layouts:
         run.model, run.train, precision_of(run), points.column, expert=points.column("expert"), schedule=points.schedule,
         virtual=points.virtual, micro_batch=points.micro, accumulate=points.accumulate,
         layers=balanced_layers(run.model.layers, head_in_layers(run), pipeline, points.virtual, v_placement),
-        copied=points.column("copied"), tokens_copied=points.column("tokens copied"),
-        slowest=points.column("pace"), port=points.column("port"),
+        weights_by_copy_engine=points.column("copied"), tokens_by_copy_engine=points.column("tokens copied"),
+        slowest_rank_ratio=points.column("pace"), port=points.column("port"),
         **{f"{axis}_stride": points.column(f"{axis} stride") for axis in strides}, **strategy_columns(layer),
     )  # fmt: skip
 
@@ -411,6 +411,8 @@ def peak_rank_bytes(run: RunSpec, layout: Layouts) -> np.ndarray:
     """Bytes of the fullest rank by the closed form."""
     byte_widths = formats(run.train, precision_of(run), cpu=run.cluster.is_cpu)
     byte_widths = replace(
-        byte_widths, window=layout.copied, token_window=0.0 if run.cluster.is_cpu else layout.tokens_copied
+        byte_widths,
+        window=layout.weights_by_copy_engine,
+        token_window=0.0 if run.cluster.is_cpu else layout.tokens_by_copy_engine,
     )
     return np.asarray(sum(layout_memory(run.model, layout, byte_widths).values()))

@@ -25,6 +25,13 @@ class Lost:
 
 
 @dataclass(frozen=True)
+class AttemptReported:
+    """An agent has begun a later attempt than the state knows, whose record was lost."""
+
+    attempt: int
+
+
+@dataclass(frozen=True)
 class Prepared:
     """The files of the attempt are written."""
 
@@ -99,6 +106,7 @@ class Tick:
 Event = (
     Ready
     | Lost
+    | AttemptReported
     | Prepared
     | Unplannable
     | SelfTestEnded

@@ -26,6 +26,7 @@ from meshwright.policies.host_tests import (
 )
 from meshwright.policies.job_events import (
     Action,
+    AttemptReported,
     Begin,
     Committed,
     End,
@@ -68,6 +69,10 @@ class State:
     status: Status = "gathering"
     attempt: int = 0
     """Number of the current or last attempt, from 1."""
+    newest_attempt: int = 0
+    """The largest attempt that an agent has reported; larger than `attempt` if records of the state were lost."""
+    job: str = ""
+    """Identity of the job among those in the run's folder; an agent of a finished one is not taken for one of the next."""
     members: tuple[str, ...] = ()
     """Hosts of the attempt, in the order of their ranks."""
     ended: tuple[str, ...] = ()
@@ -139,6 +144,8 @@ def decide(state: State, event: Event, now: float, rules: Rules) -> Answer:
             return state, ()
         case Ready(host, ready):
             return _gather(replace(state, ready=_with_host(state.ready, host, ready)), now, rules)
+        case AttemptReported(attempt):
+            return replace(state, newest_attempt=max(state.newest_attempt, attempt)), ()
         case Lost(host, cause):
             return _lose(state, host, cause, now, rules)
         case Prepared(attempt) if state.status == "preparing" and attempt == state.attempt:
@@ -196,12 +203,17 @@ def _gather(state: State, now: float, rules: Rules) -> Answer:
     members = tuple((ready_members + other_hosts)[:count])
     groups = self_test_groups(state.suspects, members)
     state = replace(
-        state, status="preparing", attempt=state.attempt + 1, members=members, ended=(), lost=(), prepared=False,
+        state, status="preparing", attempt=_next_attempt(state), members=members, ended=(), lost=(), prepared=False,
         short_since=None if count == rules.hosts else state.short_since, tests=groups,
         testing=tuple(host for group in groups for host in group),
         ready=tuple(host for host in state.ready if host not in members),
     )  # fmt: skip
     return state, (Prepare(),)
+
+
+def _next_attempt(state: State) -> int:
+    """A number that no agent has begun: agents ignore smaller ones."""
+    return max(state.attempt, state.newest_attempt) + 1
 
 
 def _patience(state: State, rules: Rules) -> float | None:
@@ -288,7 +300,7 @@ def _gather_for_last_test(state: State, now: float) -> Answer:
     groups = self_test_groups(state.suspects, state.members)
     if groups and set(state.members) <= set(state.ready):
         state = replace(
-            state, status="preparing", attempt=state.attempt + 1, ended=(), prepared=True, short_since=None,
+            state, status="preparing", attempt=_next_attempt(state), ended=(), prepared=True, short_since=None,
             tests=groups, testing=tuple(host for group in groups for host in group),
             ready=tuple(host for host in state.ready if host not in state.members),
         )  # fmt: skip

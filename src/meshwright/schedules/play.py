@@ -119,9 +119,11 @@ class Play:
                 needs.append(("gradient", stage, micro_batch, unit + 1))
             elif source is not None and self.rank_of[source] == rank:
                 needs.append(("gradient", source, micro_batch, 0))
-        for result, *location in needs:
-            if (result, *location) not in self.done:
-                self._fail(f"rank {rank} runs {part} before the {result} of stage {location[0]} for it is done")
+        for result, needed_stage, needed_micro_batch, needed_unit in needs:
+            if (result, needed_stage, needed_micro_batch, needed_unit) not in self.done:
+                name = "input gradient" if result == "gradient" else result
+                of = f"stage {needed_stage}, unit {needed_unit}, micro-batch {needed_micro_batch}"
+                self._fail(f"rank {rank} runs {part} before the {name} of {of}")
         if self.gathers and part.op != "backward_weight" and (stage, unit) not in self.gathered:
             self._fail(f"rank {rank} runs {part} while its parameters are not gathered")
 

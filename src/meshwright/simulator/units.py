@@ -23,7 +23,7 @@ from meshwright.spec.layout import gradients_final_in_backward, stage_table
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import RECOMPUTE_MODES, RECOMPUTES_PRODUCTS, LayerStrategy, Linear, Plan, Recompute
 from meshwright.workload.activations import saved_elements_by_layer
-from meshwright.workload.dtypes import accumulated_by_products, bytes_of, gathered_width, state_bytes
+from meshwright.workload.dtypes import bytes_of, gathered_width, products_accumulate_gradients, state_bytes
 from meshwright.workload.groups import experts_over, shard_size
 from meshwright.workload.layer_products import layer_products
 from meshwright.workload.layouts import Layouts
@@ -185,7 +185,7 @@ class UnitCosts:
         width = bytes_of(self.plan.precision.compute) + 2 * bytes_of(self.plan.precision.reduce)
         parameters = self.parameters(unit)
         count = float(parameters.count)
-        if not isinstance(unit, str) and accumulated_by_products(self.plan, unit, self.model.layers):
+        if not isinstance(unit, str) and products_accumulate_gradients(self.plan, unit, self.model.layers):
             count = parameters.experts + parameters.dense * number(self.cost_inputs.constants.product_sums)
         return self._memory_seconds(count * width)
 
@@ -227,7 +227,7 @@ class UnitCosts:
     def _memory_seconds(self, size: float, side_bytes: float = 0.0) -> float:
         """Compute seconds to read and write `size` bytes in total, while another stream reads and writes `side_bytes`."""
         machine, k = self.cost_inputs.machine, self.cost_inputs.constants
-        return number(k.copies * (size + k.side_copies * side_bytes) / (machine.hbm * k.hbm)) * self.jitter
+        return number(k.own_engine * (size + k.side_copies * side_bytes) / (machine.hbm * k.hbm)) * self.jitter
 
     def _strategy(self, unit: Unit) -> LayerStrategy:
         """The strategy of a block; an end of the model has that of the adjacent block."""

@@ -1,4 +1,4 @@
-"""Distribution of the assignment to ranks that a launcher started: rank 0 writes it, the others receive it."""
+"""Sends rank 0's assignment (run, plan and folder: `spec.run.Assignment`) to the other ranks that a launcher started."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.run import Assignment
 
 
-def agreed_assignment(world: World, prepare: Callable[[], Assignment | None]) -> Assignment | None:
+def broadcast_assignment(world: World, prepare: Callable[[], Assignment | None]) -> Assignment | None:
     """Rank 0's assignment on every rank; None if the run is finished; collective.
 
     An exception of `prepare` on rank 0 is raised there, and an error with the same exit code on the others, so that no

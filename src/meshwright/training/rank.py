@@ -77,7 +77,7 @@ def _begin_device() -> None:
     local_rank = RankEnvironment.from_environment().local_rank
 
     def begin() -> None:
-        if local_rank < torch.cuda.device_count():  # else joining reports the error
+        if local_rank < torch.cuda.device_count():  # else joining the process group reports the error
             torch.empty(1, device=torch.device("cuda", local_rank))
 
     threading.Thread(target=begin, name="device", daemon=True).start()

@@ -35,7 +35,7 @@ def accumulates_before_reduction(plan: Plan, strategy: LayerStrategy) -> bool:
     return plan.batch.accumulate > 1 and (plan.layered or strategy.gradients == "whole")
 
 
-def accumulated_by_products(plan: Plan, layer: int, layers: int) -> bool:
+def products_accumulate_gradients(plan: Plan, layer: int, layers: int) -> bool:
     """Whether the weight-gradient products of a block's linear layers add to the gradients of earlier micro-batches."""
     summed = accumulates_before_reduction(plan, plan.strategy(layer, layers)) or (
         plan.batch.accumulate > 1 and shard_size(plan) == 1

@@ -47,10 +47,10 @@ class Layouts:
     """1 if gathered weights are kept from forward to backward."""
     gathered_bytes: Array = 2.0
     """Bytes per element of a block's gathered weight."""
-    copied: Array = 0.0
+    weights_by_copy_engine: Array = 0.0
     """1 when copy engines gather weights, on links of a communicator of their own."""
-    tokens_copied: Array = 0.0
-    """1 when tensor ranks copy their tokens beside the products."""
+    tokens_by_copy_engine: Array = 0.0
+    """1 when copy engines carry the tokens between tensor ranks, beside the products."""
     gather_once: Array = 0.0
     """1 if gathered weights are kept for the whole step, all its micro-batches."""
     reduce_once: Array = 0.0
@@ -58,7 +58,7 @@ class Layouts:
     replica_bytes: Array = 0.0
     """Bytes per gradient element sent between replicas of sharded weights; 0 selects the stack's constant."""
     fill: Array = 1.0
-    """Idle time at the pipeline's ends, relative to 1F1B with as many virtual stages; less if the backward is split."""
+    """Idle time at the pipeline's ends, relative to 1F1B with as many virtual stages; below 1 only with a split backward."""
     in_flight: Array = 0.0
     """Peak of micro-batches in flight on the first pipeline rank (`schedules.in_flight`); 0 selects 1F1B's."""
     in_flight_last: Array = 0.0
@@ -73,7 +73,7 @@ class Layouts:
     """Bytes of a parameter's state in host memory (`workload.dtypes.state_bytes`)."""
     offload_activations: Array = 0.0
     """Share of all layers whose saved activations are offloaded to host memory; 0 for a layer that is not."""
-    slowest: Array = 1.0
+    slowest_rank_ratio: Array = 1.0
     """Compute time of the slowest rank relative to the mean (`benchmarks/stragglers.py`)."""
     ulysses: Array = 1.0
     """Context ranks that exchange heads; the other context ranks (`ring`) pass keys and values round a ring."""
@@ -83,7 +83,7 @@ class Layouts:
     """Tokens of the busiest expert rank relative to the mean."""
     one_copy: Array = 0.0
     """1 if each domain with experts of a token receives it once and distributes it inside (DeepEP and similar)."""
-    exchange_beside: Array = 0.0
+    exchange_overlaps: Array = 0.0
     """1 if another micro-batch computes during dispatch and combine (DualPipe and similar)."""
     domains_per_token: Array = 0.0
     """Largest number of domains that the router sends a token to; 0 without a limit."""
@@ -109,6 +109,11 @@ class Layouts:
     shard_stride: Array = 0.0
     replicate_stride: Array = 0.0
     pipeline_stride: Array = 0.0
+
+    @property
+    def splits_backward(self) -> Array:
+        """Whether the pipeline's schedule splits the backward: only such schedules have less idle time than 1F1B."""
+        return (self.pipeline > 1) & (self.fill < 1)
 
     @property
     def ranks(self) -> Array:
@@ -189,8 +194,8 @@ def layout_of(model: ModelSpec, train: TrainSpec, plan: Plan) -> Layouts:
     columns = layouts_of(
         model, train, plan.precision, plan.axis_size, expert=experts_over(plan), schedule=NAMES.index(plan.schedule.name),
         virtual=len(table[0]) if len(table) > 1 else 1, micro_batch=plan.batch.micro_batch, accumulate=plan.batch.accumulate,
-        layers=table_layers(table), copied=plan.gather_engine == "copy",
-        tokens_copied=plan.tensor_engine == "copy", **_strides(plan), **strategy_columns(plan.layers[0]),
+        layers=table_layers(table), weights_by_copy_engine=plan.gather_engine == "copy",
+        tokens_by_copy_engine=plan.tensor_engine == "copy", **_strides(plan), **strategy_columns(plan.layers[0]),
     )  # fmt: skip
     return Layouts(**{field.name: float(getattr(columns, field.name)) for field in fields(Layouts)})
 
