@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from meshwright.diagnosis.culprit import Culprit, Waiting
 from meshwright.events.messages import Progress
 from meshwright.events.stacks import STACKS, stacks_memory
 from meshwright.launch.evidence import CRASH_SECONDS, HANG_SECONDS, Subject, collect
-from meshwright.launch.incidents import KEPT, is_recorded, new_folder, read_incidents, write_incident
+from meshwright.launch.incidents import KEPT, blamed, is_recorded, new_folder, read_incidents, write_incident
 from meshwright.launch.outcome import RankState
 from meshwright.policies.restart import Incident
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_PREEMPTED
@@ -57,6 +58,15 @@ def test_old_incidents_are_removed_and_numbers_go_on(tmp_path: Path) -> None:
         new_folder(tmp_path, step).mkdir(parents=True)
     names = sorted(path.name for path in (tmp_path / "incidents").iterdir())
     assert len(names) == KEPT and (names[0], names[-1]) == ("0006-5", f"{KEPT + 5:04d}-{KEPT + 4}")
+
+
+def test_a_stopped_rank_is_named_when_the_others_report_a_lost_peer() -> None:
+    loss = Incident(EXIT_COMMUNICATION, "rank 0 lost the others", 0, "a", 41)
+    hosts = {0: "a", 1: "b"}
+    named = blamed(loss, RANKS, hosts)
+    assert (named.rank, named.host, named.cause) == (1, "b", "rank 1 is stopped; rank 0 lost the others")
+    assert blamed(loss, RANKS[:1], hosts) == loss
+    assert blamed(replace(loss, code=-9), RANKS, hosts).rank == 0
 
 
 def test_requests_to_stop_are_no_incidents() -> None:

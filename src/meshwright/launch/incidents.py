@@ -9,13 +9,14 @@ import json
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from meshwright.diagnosis.culprit import TRAINING, Culprit, RankStatus, find_culprit
 from meshwright.durable.writes import write_durable
 from meshwright.launch.outcome import RankState
+from meshwright.policies.job_end import PEER_LOSS_CODES
 from meshwright.policies.restart import Incident
 from meshwright.schedules.plan_schedule import training_schedule
 from meshwright.schedules.schedule import Schedule
@@ -82,6 +83,15 @@ def is_recorded(incident: Incident, stop_codes: Sequence[int]) -> bool:
     return incident.code not in (EXIT_BAD_INPUT, *stop_codes)
 
 
+def blamed(incident: Incident, ranks: Sequence[RankState], hosts: Mapping[int, str]) -> Incident:
+    """The incident with the rank that caused it: if ranks only report a lost peer, the one rank that a signal has stopped."""
+    stopped = [rank.rank for rank in ranks if rank.stopped and rank.code is None and not rank.failed]
+    if incident.hang or incident.code not in PEER_LOSS_CODES or len(stopped) != 1:
+        return incident
+    text = f"rank {stopped[0]} is stopped; {incident.cause}"
+    return replace(incident, rank=stopped[0], host=hosts[stopped[0]], cause=text)
+
+
 def new_folder(run: Path, step: int | None) -> Path:
     """The folder of the next incident, numbered after the newest; the oldest ones are removed."""
     existing = sorted(path for path in (run / FOLDER).glob("[0-9]*-*") if path.is_dir())
@@ -102,6 +112,7 @@ def write_incident(
     culprit: Culprit | None,
 ) -> None:
     """Write `incident.json`. `answer` says what follows; `culprit` is the finding for a hang."""
+    incident = blamed(incident, ranks, hosts)
     state = next((rank for rank in ranks if rank.rank == incident.rank), None)
     action = culprit.action if culprit else job.label(state) if job and state else incident.phase
     record = {
