@@ -23,6 +23,8 @@ LOSS_TOLERANCE = 1e-2
 """Largest relative difference on a GPU between the losses of one step in two attempts."""
 GPU_RECOVERY_FACTOR = 3.0
 """Factor for the limit of a recovery on a GPU, whose context and kernels have to be loaded again."""
+GPU_EXIT_SECONDS = 1.0
+"""Seconds by which the limit of a detection is longer on a GPU: a killed process ends only after the driver has freed its memory."""
 ORPHAN_SECONDS = 3.0
 """Seconds after the end of a job in which its last processes may end."""
 
@@ -294,25 +296,28 @@ def _violations(
     scenario: Scenario, stage: Stage, orphans: Sequence[int], undisturbed: Callable[[], Losses], patience: float = 1.0
 ) -> list[str]:
     """Sentences about the parts of the promise that were not kept."""
-    violations, longest = [], patience * (GPU_RECOVERY_FACTOR if stage.template.gpu else 1.0)
+    gpu = stage.template.gpu
+    violations: list[str] = []
     code = stage.job.code
     if code != scenario.code:
         violations.append(f"exit code {code} instead of {scenario.code}")
     detected, recovery = stage.detected_seconds(scenario.detected_by), stage.recovery()
     recovered = recovery and recovery[0]
-    for description, seconds, limit, factor in (
-        ("detected", detected, scenario.detect_within, patience),
-        ("training again", recovered, scenario.recover_within, longest),
+    for description, seconds, limit, limit_on_gpu in (
+        ("detected", detected, scenario.detect_within, lambda limit: limit + GPU_EXIT_SECONDS),
+        ("training again", recovered, scenario.recover_within, lambda limit: limit * GPU_RECOVERY_FACTOR),
     ):
-        if limit is not None and (seconds is None or seconds > limit * factor):
-            violations.append(
-                f"{description} {'never' if seconds is None else f'after {seconds:.1f} s'}, allowed are {limit * factor:g} s"
-            )
+        if limit is None:
+            continue
+        allowed = patience * (limit_on_gpu(limit) if gpu else limit)
+        if seconds is None or seconds > allowed:
+            duration = "never" if seconds is None else f"after {seconds:.1f} s"
+            violations.append(f"{description} {duration}, allowed are {allowed:g} s")
     if not scenario.restarts and any(state["attempt"] > 1 for job in stage.jobs for _, state in job.states):
         violations.append("the job restarted its ranks")
     if orphans:
         violations.append(f"{len(orphans)} processes still ran after the end")
-    if scenario.same_losses and stage.template.gpu:
+    if scenario.same_losses and gpu:
         violations += _gpu_loss_violations(stage)
     elif scenario.same_losses and stage.losses() != undisturbed():
         violations.append("losses differ from those of the undisturbed run")
