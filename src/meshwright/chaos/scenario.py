@@ -24,7 +24,7 @@ LOSS_TOLERANCE = 1e-2
 GPU_RECOVERY_FACTOR = 3.0
 """Factor for the limit of a recovery on a GPU, whose context and kernels have to be loaded again."""
 GPU_EXIT_SECONDS = 1.0
-"""Seconds by which the limit of a detection is longer on a GPU: a killed process ends only after the driver has freed its memory."""
+"""Added to the limit of a detection on a GPU: a killed process ends only after the driver has freed its memory."""
 ORPHAN_SECONDS = 3.0
 """Seconds after the end of a job in which its last processes may end."""
 
