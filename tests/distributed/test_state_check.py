@@ -116,7 +116,7 @@ def test_a_flip_at_rest_is_found_in_its_step(
 
 
 def test_a_flip_before_a_saves_copy_is_in_no_checkpoint(pool: Pool, tiny: Path, tmp_path: Path) -> None:
-    """The save is given up, and the run goes back to the one before. On a slow machine that is not the save of step 30 but a later one."""
+    """The save is given up, and the run goes back to an earlier one. Saves that are due while one is in flight are skipped."""
     words = [*ranks(2), "train.steps=100", "supervision.check_state_every=100", "checkpoint.every=10"]
     words.append("checkpoint.mode=async")
     calm = run(pool, tiny, tmp_path / "calm", *words, count=2)
