@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from typing import Any
 
 from meshwright.chaos.hosts import Hosts
 from meshwright.chaos.job import LONGEST_GPU_SECONDS, LONGEST_SECONDS, POLL_SECONDS, Job, NotReached
-from meshwright.chaos.processes import kill_all, processes_with, send
+from meshwright.chaos.processes import kill_all, processes_with, send, state
 from meshwright.observe.metrics import scan_metrics
 
 Losses = list[tuple[int, float | None]]
@@ -23,8 +24,6 @@ LOSS_TOLERANCE = 1e-2
 """Largest relative difference on a GPU between the losses of one step in two attempts."""
 GPU_RECOVERY_FACTOR = 3.0
 """Factor for the limit of a recovery on a GPU, whose context and kernels have to be loaded again."""
-GPU_EXIT_SECONDS = 1.0
-"""Added to the limit of a detection on a GPU: a killed process ends only after the driver has freed its memory."""
 ORPHAN_SECONDS = 3.0
 """Seconds after the end of a job in which its last processes may end."""
 
@@ -72,6 +71,11 @@ class Stage:
         self.violations: list[str] = []
         """Parts of the promise that the injection itself saw broken."""
         self.injected: float | None = None
+        self._ended: float | None = None
+        """When the process that the injection killed had ended; None if it kills none.
+
+        A process with a GPU ends only after the driver has freed its memory, and nothing can detect its end earlier.
+        """
         self._attempt = 0
         self._closing: list[Callable[[], object]] = []
         self._overrides = tuple(overrides)
@@ -117,13 +121,17 @@ class Stage:
         """The disturbance begins now."""
         job = self.jobs[-1]
         job.poll()
-        self.injected, self._attempt = time.monotonic(), job.attempt
+        self.injected, self._attempt, self._ended = time.monotonic(), job.attempt, None
         self._show(f"the disturbance begins after step {job.last_step}")
 
     def signal(self, pid: int, number: int) -> None:
-        """Disturb the job by a signal to one of its processes."""
+        """Disturb the job by a signal to one of its processes; wait for the end of a process that it kills."""
         self.mark()
         send(pid, number)
+        if number == signal.SIGKILL:
+            while state(pid) not in ("Z", "X", ""):
+                self.pause(POLL_SECONDS)
+            self._ended = time.monotonic()
 
     def expect(self, kept: bool, violation: str) -> None:
         """Record a part of the promise that is broken unless `kept`."""
@@ -173,7 +181,10 @@ class Stage:
             self._closing.pop()()
 
     def detected_seconds(self, text: str | None = None) -> float | None:
-        """Seconds from the injection to the coordinator's decision, or to a printed line with `text`; None without either."""
+        """Seconds to the coordinator's decision, or to a printed line with `text`; None without either.
+
+        They count from the injection, or from the end of the process that it killed.
+        """
         if self.injected is None:
             return None
         for job in self.jobs:
@@ -182,7 +193,7 @@ class Stage:
                 times = [moment for moment, state in job.states if state["status"] == "ending"]
             for moment in times:
                 if moment >= self.injected:
-                    return moment - self.injected
+                    return max(0.0, moment - (self._ended or self.injected))
         return None
 
     def recovery(self) -> tuple[float, int] | None:
@@ -303,14 +314,12 @@ def _violations(
         violations.append(f"exit code {code} instead of {scenario.code}")
     detected, recovery = stage.detected_seconds(scenario.detected_by), stage.recovery()
     recovered = recovery and recovery[0]
-    for description, seconds, limit, limit_on_gpu in (
-        ("detected", detected, scenario.detect_within, lambda limit: limit + GPU_EXIT_SECONDS),
-        ("training again", recovered, scenario.recover_within, lambda limit: limit * GPU_RECOVERY_FACTOR),
+    for description, seconds, limit, factor in (
+        ("detected", detected, scenario.detect_within, 1.0),
+        ("training again", recovered, scenario.recover_within, GPU_RECOVERY_FACTOR if gpu else 1.0),
     ):
-        if limit is None:
-            continue
-        allowed = patience * (limit_on_gpu(limit) if gpu else limit)
-        if seconds is None or seconds > allowed:
+        allowed = None if limit is None else patience * factor * limit
+        if allowed is not None and (seconds is None or seconds > allowed):
             duration = "never" if seconds is None else f"after {seconds:.1f} s"
             violations.append(f"{description} {duration}, allowed are {allowed:g} s")
     if not scenario.restarts and any(state["attempt"] > 1 for job in stage.jobs for _, state in job.states):

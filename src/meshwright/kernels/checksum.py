@@ -2,7 +2,8 @@
 
 A word is 8 bytes of a tensor's content, in the byte order of the machine; zeros complete the last one. The sum of the words detects any
 single change. The weighted sum also detects changes that cancel each other in the sum, and words that swapped their positions. A device
-and a CPU compute equal values, and nothing here waits for the device.
+and a CPU compute equal values, and nothing here waits for the device. `checkpoint.checksum` has other sums: those of pieces that may
+begin within a word, which a writer without torch compares.
 """
 
 from __future__ import annotations
@@ -14,16 +15,6 @@ from torch import Tensor
 
 COLUMNS = 1024
 """Words with the same index modulo `COLUMNS` have the same weight, so that one read of a tensor gives both sums."""
-
-
-def word_sums(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum of the words of each tensor, modulo 2⁶⁴: int64 `(tensors,)` on the tensors' device. Reads each tensor once."""
-    return torch.stack([_sum(tensor) for tensor in tensors])
-
-
-def weighted_word_sums(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum of each tensor's words times their weights 1, 3, 5, …, modulo 2⁶⁴: int64 `(tensors,)`; see `digests`."""
-    return digests(tensors)[:, 1]
 
 
 def digests(tensors: Sequence[Tensor]) -> Tensor:
@@ -41,11 +32,6 @@ def digests(tensors: Sequence[Tensor]) -> Tensor:
         torch._foreach_add_(totals, remainders)  # few launches for many tensors that are small
     weights = torch.arange(1, 2 * COLUMNS, 2, device=columns.device)
     return torch.stack([columns.sum(1), (columns * weights).sum(1)], dim=1)
-
-
-def _sum(tensor: Tensor) -> Tensor:
-    words, last = _words(tensor)
-    return words.sum() + last.sum()
 
 
 def _sum_complete_rows(tensor: Tensor, columns: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
