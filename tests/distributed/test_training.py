@@ -23,7 +23,7 @@ from meshwright.spec.layout import shard_rows
 from meshwright.spec.model import parameters
 from meshwright.spec.run import Assignment, RunSpec
 from meshwright.training.evaluate import HeldOut, evaluate_plain, plain_loss
-from meshwright.training.single_device import load_model
+from meshwright.checkpoint.single_device import load_model
 from meshwright.training.stop import INTERRUPT, PREEMPT
 from tests.distributed import cases_training as cases
 from tests.distributed.cases_training import Seen
