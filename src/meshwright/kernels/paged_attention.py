@@ -1,11 +1,12 @@
 """Attention over a paged key/value cache: writes of new keys and values, and attention of one step's queries.
 
-The cache of a group of layers is one tensor `(blocks, layers, 2, kv_heads, tokens, head_dim)`: index 0 of the third dimension
-has the keys, rotated, and index 1 the values. `cache_layer` is `cache[:, layer]`, a strided view. A slot is a place of one token in the
-cache, `block * tokens + offset`. Sequence s of a step has the queries `query_starts[s]` to `query_starts[s + 1] - 1`; they are the last ones
-of its `context_lengths[s]` tokens, whose keys and values are in the blocks `block_tables[s]`.
+The cache of a group of layers is one tensor `(blocks, layers, 2, kv_heads, tokens, head_dim)`: index 0 of the third
+dimension has the keys, rotated, and index 1 the values. `cache_layer` is `cache[:, layer]`, a strided view. The slot of
+a token in the cache is `block * tokens + offset`. Sequence s of a step has the queries `query_starts[s]` to
+`query_starts[s + 1] - 1`; they are the last ones of its `context_lengths[s]` tokens, whose keys and values are in the
+blocks `block_tables[s]`.
 
-On CUDA, Triton kernels run; elsewhere, and with `plain`, torch's operators gather the blocks of one sequence after another.
+On CUDA, Triton kernels run; elsewhere, and with `plain`, torch's operators gather the blocks of each sequence in turn.
 An fp8 cache has `scales` `(2, kv_heads)` in fp32: a stored number times its scale is the key or value.
 """
 
@@ -106,7 +107,6 @@ def prompt_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    query_starts: Tensor,
     lengths: Sequence[int],
     *,
     window: int | None = None,
@@ -114,10 +114,8 @@ def prompt_attention(
 ) -> Tensor:
     """Causal attention within whole prompts of `lengths` tokens, from the step's own q, k (rotated) and v, without the cache.
 
-    q is `(tokens, heads, head_dim)`, k and v are `(tokens, kv_heads, head_dim)`, `query_starts` `(prompts + 1,)` int32. The result is shaped
-    like q and contiguous.
+    q is `(tokens, heads, head_dim)`, k and v are `(tokens, kv_heads, head_dim)`. The result is shaped like q and contiguous.
     """
-    del query_starts
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     start = 0
     for length in lengths:
