@@ -114,7 +114,7 @@ def test_rotation_and_write(dtype: torch.dtype, rotary: bool) -> None:
 
 
 def test_fp8_cache_divides_by_its_scales() -> None:
-    """A number of e4m3 has 3 bits behind its first, so each stored one is at most 1/16 of itself away; larger ones are limited."""
+    """e4m3 has 3 bits of mantissa, so rounding changes a number by at most 1/16 of itself; large numbers are limited."""
     k, v = draws(0, (5, KV_HEADS, DIM), (5, KV_HEADS, DIM), dtype=torch.float32)
     k[0, 0, 0] = 1e6
     scales = torch.tensor([[0.5, 0.25], [0.125, 1.0]])

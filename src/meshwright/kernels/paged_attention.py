@@ -151,7 +151,7 @@ def _visible(queries: int, keys: int, window: int | None, device: torch.device) 
 
 
 def _store(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x `(tokens, kv_heads, head_dim)` as the cache stores it: divided by `scale` `(kv_heads,)` and limited to the range of fp8."""
+    """x `(tokens, kv_heads, head_dim)` in `dtype`: for fp8 divided by `scale` `(kv_heads,)` and limited to its range."""
     if scale is None:
         return x.to(dtype)
     largest = torch.finfo(dtype).max
