@@ -50,7 +50,8 @@ class BlockBuffer:
     def note_copies(self, device: torch.device) -> None:
         """Note that copies from the host memory were given to the current stream of `device`."""
         if device.type == "cuda":
-            self._copies = torch.cuda.current_stream(device).record_event(self._copies)
+            self._copies = self._copies or torch.cuda.Event()
+            self._copies.record(torch.cuda.current_stream(device))
 
     def wait_for_copies(self) -> None:
         """Wait until the host memory may change."""
