@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -106,6 +107,8 @@ class PeerSave:
     begin: float
     staged: float | None = None
     end: float | None = None
+    call: float | None = None
+    """Duration of the call that begins it, which waits for the save before; None for the save after the last step."""
     beside: list[float] = field(default_factory=list)
     """Seconds of the steps beside it."""
 
@@ -142,16 +145,17 @@ def _peer_saves(log: str, step_ends: dict[int, float]) -> list[PeerSave]:
     begins = [time for _, time in _line_times(log, r"(Saving) the checkpoint \(or staging")]
     staged = dict(_line_times(log, r"Received async checkpoint request with id=\S*step-(\d+)"))
     ends = dict(_line_times(log, r"Completed checkpoint save request for checkpoint_id=.*step-(\d+)"))
+    calls = [float(seconds) for seconds in re.findall(r"Finished saving the checkpoint .*in ([\d.]+) seconds", log)]
     saves = []
-    for begin in begins:
+    for begin, call in zip_longest(begins, calls[: len(begins)]):
         step = max(step for step, time in step_ends.items() if time <= begin)
-        saves.append(PeerSave(step, begin, staged.get(step), ends.get(step)))
+        saves.append(PeerSave(step, begin, staged.get(step), ends.get(step), call))
     return saves
 
 
 def _peer_save_line(save: PeerSave) -> Line:
     """`staging` contains the start of the writer process in the first save."""
-    line: Line = {"step": save.step}
+    line: Line = {"step": save.step, "call": save.call}
     if save.staged is not None:
         line["staging"] = round(save.staged - save.begin, 3)
     if save.staged is None or save.end is None:

@@ -63,6 +63,9 @@ class BenchmarkCase:
     overrides: tuple[str, ...] = ("train.seq_len=8192",)
     peer: tuple[str, ...] = ()
     """torchtitan's arguments for the model; none where it is not compared."""
+    peer_steps: int = 0
+    peer_interval: int = 1
+    """Steps between its saves, enough that a save ends before the next: torchtitan waits for it otherwise."""
     peer_batches: tuple[int, ...] = (4, 2)
     """torchtitan's sequences per micro-batch, of which the first that fits into memory is used."""
 
@@ -75,8 +78,19 @@ ONE_GPU = (
 CASES = {
     case.model: case
     for case in (
-        BenchmarkCase("llama3-1b", 4, 52, 16, saved_bytes=14.83e9, peer=(*ONE_GPU, "--model.flavor", "1B")),
-        BenchmarkCase("llama3-3b", 4, 30, 14, 1, 38.56e9, peer=(*ONE_GPU, "--model.flavor", "3B")),
+        BenchmarkCase(
+            "llama3-1b",
+            4,
+            52,
+            16,
+            saved_bytes=14.83e9,
+            peer=(*ONE_GPU, "--model.flavor", "1B"),
+            peer_steps=84,
+            peer_interval=30,
+        ),
+        BenchmarkCase(
+            "llama3-3b", 4, 30, 14, 1, 38.56e9, peer=(*ONE_GPU, "--model.flavor", "3B"), peer_steps=49, peer_interval=25
+        ),
         BenchmarkCase("llama3-8b", 16, 32, 20, 1, 96.4e9),
     )
 }
@@ -214,22 +228,13 @@ def peer_obstacle(case: BenchmarkCase, options: argparse.Namespace) -> str | Non
     Two checkpoints, the last weights and the staged state are in the memory of /dev/shm, if --runs is there.
     """
     if not case.peer:
-        return f"torchtitan's arguments for {case.model} are not known"
+        return "torchtitan's arguments for this model are not known"
     if not peer_is_installed():
         return f"torchtitan {TORCHTITAN} cannot be imported (benchmarks/peers/README.md)"
-    saves = peer_steps(case) // case.save_interval
+    saves = case.peer_steps // case.peer_interval
     need = (saves + 1 / 3 + 1) * case.saved_bytes
     free = shutil.disk_usage(options.runs).free
     return f"{options.runs} has {free / 1e9:.0f} GB free, of {need / 1e9:.0f} GB needed" if free < need else None
-
-
-def peer_steps(case: BenchmarkCase) -> int:
-    """Steps of a run of torchtitan: those of ours, without the last save that would only begin in them.
-
-    torchtitan writes its weights once more after its last step, in any case.
-    """
-    committed = max(1, case.steps // case.save_interval - 1)
-    return min(case.steps, (committed + 1) * case.save_interval - 1)
 
 
 def peer_run(case: BenchmarkCase, number: int, options: argparse.Namespace, seconds_left: float) -> Line:
@@ -239,8 +244,8 @@ def peer_run(case: BenchmarkCase, number: int, options: argparse.Namespace, seco
     line: Line = {}
     for batch in case.peer_batches:
         arguments = [
-            *case.peer, "--training.steps", str(peer_steps(case)), "--training.global_batch_size", str(case.sequences),
-            "--training.local_batch_size", str(batch), "--checkpoint.enable", "--checkpoint.interval", str(case.save_interval),
+            *case.peer, "--training.steps", str(case.peer_steps), "--training.global_batch_size", str(case.sequences),
+            "--training.local_batch_size", str(batch), "--checkpoint.enable", "--checkpoint.interval", str(case.peer_interval),
             "--checkpoint.folder", str((folder / "checkpoints").resolve()), "--checkpoint.async_mode", PEER_MODE,
         ]  # fmt: skip
         shutil.rmtree(folder, ignore_errors=True)
@@ -252,8 +257,8 @@ def peer_run(case: BenchmarkCase, number: int, options: argparse.Namespace, seco
         log = (options.logs / f"{name}.log").read_text(encoding="utf-8", errors="replace")
         try:
             figures = peer_save_figures(log, case.sequences * 8192) | {"host_bytes": memory.peak_bytes}
-            if (done := len(figures["step_seconds"])) < peer_steps(case):
-                figures["error"] = f"ended after {done} of {peer_steps(case)} steps: {log[-LOG_TAIL:]}"
+            if (done := len(figures["step_seconds"])) < case.peer_steps:
+                figures["error"] = f"ended after {done} of {case.peer_steps} steps: {log[-LOG_TAIL:]}"
             return {"arguments": arguments, **figures}
         except ValueError as error:
             line = {"arguments": arguments, "error": f"{error}: {log[-LOG_TAIL:]}"}

@@ -64,6 +64,24 @@ def test_the_stall_of_torchtitan_is_the_longest_step_beside_a_save_minus_the_med
     assert (figures["loss_first"], figures["loss_last"]) == (9.9, 8.0)
 
 
+def test_a_recorded_log_of_torchtitan_is_read() -> None:
+    """Lines of torchtitan 0.2.2 with torch 2.13, its debug model with 64 tokens per step on a slow CPU, saves after steps 8 and 16.
+
+    The first save has not ended when the second begins, which waits for it in step 17.
+    """
+    figures = peer_save_figures((Path(__file__).parent / "torchtitan-saves.log").read_text(encoding="utf-8"), 64)
+    first, second = figures["saves"]
+    assert (first["step"], first["call"], first["steps"]) == (8, 0.12, 8)
+    assert (second["step"], second["call"], second["steps"]) == (16, 27.76, 2)
+    assert first["staging"] == pytest.approx(44.958) and first["writing"] == pytest.approx(
+        0.963
+    )  # 22:17:13.555, 58.513, 59.476
+    median = (64 / 25 + 64 / 59) / 2  # of steps 7, 8, 19, 20 with 23, 25, 59 and 59 tokens per second
+    assert figures["steps"] == 4
+    assert figures["stall_seconds"] == pytest.approx([64 / 22 - median, 64 / 2 - median], abs=1e-4)
+    assert (figures["loss_first"], figures["loss_last"]) == (8.11869, 7.29209)
+
+
 def test_a_log_without_enough_steps_is_refused() -> None:
     with pytest.raises(ValueError, match="2 steps"):
         peer_save_figures(peer_log({}, [1.0, 0.5]), TOKENS)
