@@ -77,6 +77,14 @@ def corrupt_and_delete(world: World, session: Session) -> None:
     delete_checkpoints(world, session)
 
 
+def exchange_arenas(world: World, session: Session) -> None:
+    """Hosts change places: each rank finds the arena of the next one."""
+    ranks, path = Ranks(world.control), os.environ[ARENA].replace("self", str(os.getpid()))
+    paths = ranks.run_on_all("exchanging", lambda: path)
+    os.environ[ARENA] = paths[(world.rank + 1) % world.ranks]
+    delete_checkpoints(world, session)
+
+
 def _arena() -> Arena:
     arena = Arena.of_last_process()
     assert arena is not None

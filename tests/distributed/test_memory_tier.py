@@ -30,6 +30,11 @@ def test_a_restart_loads_the_newest_snapshot_without_storage(
     assert pool.run(cases.restarted, count, assignment, cases.delete_checkpoints) == [("host memory", 6, True)] * count
 
 
+def test_ranks_that_change_places_load_what_each_has_in_its_memory(pool: Pool, tiny: Path, tmp_path: Path) -> None:
+    assignment = prepared(tiny, tmp_path, *ranks(2), *ASYNC).assignment
+    assert pool.run(cases.restarted, 2, assignment, cases.exchange_arenas) == [("host memory", 6, True)] * 2
+
+
 @pytest.mark.parametrize(
     ("change", "tier"),
     [

@@ -51,15 +51,14 @@ class SnapshotMemory:
         self._arenas, self._slots = tuple(arenas), tuple(slots)
         self._receiving = [threading.Lock() for _ in range(len(slots) // SLOTS)]
 
-    def names(self) -> list[SnapshotName]:
-        """The snapshots that are complete."""
-        names = []
-        for path in (*self._arenas, *self._slots):
-            snapshot = open_snapshot(path)
-            if snapshot is not None:
-                names.append(snapshot.record.name)
-                snapshot.close()
-        return names
+    def names(self) -> tuple[list[SnapshotName], list[SnapshotName]]:
+        """The complete snapshots of this host's ranks, and the complete copies of another host's."""
+        own, copies = ([name for path in paths if (name := _name_at(path))] for paths in (self._arenas, self._slots))
+        return own, copies
+
+    def path(self, name: SnapshotName) -> str | None:
+        """The path of the memory with the complete snapshot `name`; None if it is not here, or no longer."""
+        return next((path for path in (*self._arenas, *self._slots) if _name_at(path) == name), None)
 
     @property
     def slot_bytes(self) -> int:
@@ -68,13 +67,12 @@ class SnapshotMemory:
 
     def open(self, name: SnapshotName) -> OpenSnapshot | None:
         """The snapshot `name`; None if it is not here, or no longer."""
-        for path in (*self._arenas, *self._slots):
-            snapshot = open_snapshot(path)
-            if snapshot is not None and snapshot.record.name == name:
-                return snapshot
-            if snapshot is not None:
-                snapshot.close()
-        return None
+        path = self.path(name)
+        snapshot = None if path is None else open_snapshot(path)
+        if snapshot is not None and snapshot.record.name != name:
+            snapshot.close()
+            return None
+        return snapshot
 
     @contextmanager
     def receive(self, name: SnapshotName, data_bytes: int) -> Iterator[IncomingCopy]:
@@ -133,6 +131,14 @@ def open_snapshot(path: str) -> OpenSnapshot | None:
             arena.close()
         return None
     return OpenSnapshot(arena, data, record)
+
+
+def _name_at(path: str) -> SnapshotName | None:
+    """The name of the complete snapshot in the arena at `path`; None if there is none."""
+    snapshot = open_snapshot(path)
+    if snapshot is not None:
+        snapshot.close()
+    return None if snapshot is None else snapshot.record.name
 
 
 def plain_name(name: SnapshotName) -> dict[str, Any]:
