@@ -20,7 +20,8 @@ def report(
     json: Annotated[
         bool,
         typer.Option(
-            "--json", help="Print one JSON object: the path, steps, predicted and measured figures, and missing parts."
+            "--json",
+            help="Print one JSON object: the path, steps, predicted and measured figures, goodput, and missing parts.",
         ),
     ] = False,
 ) -> None:
@@ -43,10 +44,14 @@ def report(
     if json:
         content = read_run(folder)
         steps = content.steps[-1]["step"] if content.steps else 0
-        account = to_plain(content.account)
-        print(
-            json_module.dumps({"report": str(path), "steps": steps, "account": account, "missing": list(content.notes)})
-        )
+        answer = {
+            "report": str(path),
+            "steps": steps,
+            "account": to_plain(content.account),
+            "goodput": content.goodput.as_plain() if content.goodput else None,
+            "missing": list(content.notes),
+        }
+        print(json_module.dumps(answer))
     else:
         print(path)
 

@@ -20,6 +20,7 @@ from meshwright.durable.writes import write_durable
 from meshwright.observe import number_text, report_parts
 from meshwright.observe.report_account import predicted_and_measured
 from meshwright.observe.report_charts import Sheet, sheet
+from meshwright.observe.report_goodput import goodput_card
 from meshwright.observe.runfolder import RunFolder, read_run
 from meshwright.observe.svg import draw, numbers
 
@@ -53,6 +54,7 @@ def render(run: RunFolder) -> str:
 {report_parts.tiles(run)}
 {_charts(run, charts)}
 {predicted_and_measured(run)}
+{goodput_card(run.goodput)}
 {report_parts.plan_picture(run)}
 {report_parts.samples(run)}
 <div class="grid">{report_parts.history(run)}</div>
