@@ -166,7 +166,9 @@ LINES = st.builds(
 
 
 @given(st.lists(LINES, min_size=1, max_size=30), st.lists(st.floats(0, 1000).map(BEGIN.__add__), max_size=4))
-def test_the_categories_add_up_to_the_wall_time_for_any_lines(lines: list[dict[str, Any]], incidents: list[float]) -> None:
+def test_the_categories_add_up_to_the_wall_time_for_any_lines(
+    lines: list[dict[str, Any]], incidents: list[float]
+) -> None:
     found = goodput(lines, sorted(incidents))
     assert found is not None
     assert sum(found.seconds.values()) == pytest.approx(found.wall_seconds, abs=1e-3)
@@ -177,7 +179,9 @@ def test_a_damaged_file_loses_only_its_damaged_lines(tmp_path: Path) -> None:
     run = Run(tmp_path / "wall_time.jsonl")
     run.start(0)
     run.steps(2, 3)
-    run.path.write_text(run.path.read_text() + '[1]\n{"time": "x", "kind": "step", "step": 2}\n{"kind": "new"}\n{"time"')
+    run.path.write_text(
+        run.path.read_text() + '[1]\n{"time": "x", "kind": "step", "step": 2}\n{"kind": "new"}\n{"time"'
+    )
     found = run_goodput(tmp_path)
     assert found is not None and dict(found.seconds) == pytest.approx(run.true, abs=1e-3)
 

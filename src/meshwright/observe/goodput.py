@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -157,11 +158,17 @@ def _undone(lines: Sequence[Line]) -> list[bool]:
 
 def _usual_step(lines: Sequence[Line]) -> float:
     """Median seconds between the lines of neighbouring steps; the shortest first step if there are none."""
-    pairs = zip(lines, lines[1:], strict=False)
+    pairs = pairwise(lines)
     times = [
-        after["time"] - before["time"] for before, after in pairs if before["kind"] == "step" and after["kind"] == "step"
+        after["time"] - before["time"]
+        for before, after in pairs
+        if before["kind"] == "step" and after["kind"] == "step"
     ]
-    return median(times) if times else min((line["first_step_seconds"] for line in lines if line["kind"] == "start"), default=0.0)
+    return (
+        median(times)
+        if times
+        else min((line["first_step_seconds"] for line in lines if line["kind"] == "start"), default=0.0)
+    )
 
 
 def _parse(text: str) -> dict[str, Any] | None:
@@ -173,4 +180,6 @@ def _parse(text: str) -> dict[str, Any] | None:
         return None
     needed = {"start": ("seconds", "first_step_seconds"), "step": ("data_seconds",), "end": ()}
     keys = needed.get(line["kind"], ("seconds",)) if line.get("kind") in (*needed, *PAUSES) else None
-    return line if complete and keys is not None and all(isinstance(line.get(key), (int, float)) for key in keys) else None
+    return (
+        line if complete and keys is not None and all(isinstance(line.get(key), (int, float)) for key in keys) else None
+    )

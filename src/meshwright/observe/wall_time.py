@@ -21,10 +21,14 @@ log = logging.getLogger("meshwright")
 
 
 class WallTimeWriter:
-    """Appends lines to a run's file. A disk that fails ends the recording with one warning, never the run."""
+    """Appends lines to a run's file. A disk that fails ends the recording with one warning, never the run.
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        self._path, self._clock, self._failed = path, clock, False
+    Times follow the monotonic clock from the writer's creation on, so that a wall clock that is set changes none.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] | None = None) -> None:
+        began = time.time() - time.monotonic()
+        self._path, self._clock, self._failed = path, clock or (lambda: began + time.monotonic()), False
 
     def start(self, step: int, seconds: float, first_step_seconds: float) -> None:
         """Write that a start after `step` took `seconds`, its first step included."""
