@@ -43,9 +43,9 @@ class Run:
             self.passes(0.25, "waiting_for_data")
             self.writer.step(step, 0.25, skipped=skipped)
 
-    def pause(self, kind: Any, step: int, seconds: float, category: str) -> None:
+    def pause(self, activity: Any, step: int, seconds: float, category: str) -> None:
         self.passes(seconds, category)
-        self.writer.pause(kind, step, seconds)
+        self.writer.pause(activity, step, seconds)
 
     def fails(self, noticed_after: float) -> None:
         """The ranks stop in the middle of a step; the failure is noticed later."""

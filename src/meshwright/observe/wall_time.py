@@ -38,18 +38,18 @@ class WallTimeWriter:
         """Write that `step` ended: seconds of its wait for data, and whether its update was left out."""
         self._append("step", step, {"data_seconds": data_seconds, **({"skipped": True} if skipped else {})})
 
-    def pause(self, kind: Pause, step: int, seconds: float) -> None:
+    def pause(self, activity: Pause, step: int, seconds: float) -> None:
         """Write that a pause of `seconds` ended; the run continues after `step`."""
-        self._append(kind, step, {"seconds": seconds})
+        self._append(activity, step, {"seconds": seconds})
 
     def end(self, step: int) -> None:
         """Write that the start ended in order."""
         self._append("end", step, {})
 
-    def _append(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+    def _append(self, event: str, step: int, values: Mapping[str, Any]) -> None:
         if self._failed:
             return
-        line = json.dumps({"time": round(self._clock(), 6), "kind": kind, "step": step, **values})
+        line = json.dumps({"time": round(self._clock(), 6), "kind": event, "step": step, **values})
         try:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")

@@ -108,14 +108,14 @@ class Reporter:
         self._last_step = step
 
     @contextmanager
-    def pause(self, kind: Pause, session: Session) -> Iterator[None]:
+    def pause(self, activity: Pause, session: Session) -> Iterator[None]:
         """Record the time of a `with` block in which the session does not train."""
         began = time.monotonic()
         try:
             yield
         finally:
             if self._wall_time:
-                self._wall_time.pause(kind, session.step, time.monotonic() - began)
+                self._wall_time.pause(activity, session.step, time.monotonic() - began)
 
     def _log_step(self, record: dict[str, Any]) -> None:
         """Write a line to the rank's log every `LOG_SECONDS`; metrics.jsonl has every step."""
