@@ -39,7 +39,7 @@ def frame(snapshot: RunSnapshot, console: Console) -> Group:
     top = _figure_lines(snapshot, width)
     states = _titled("ranks", _state_lines(snapshot, LISTED_STATES))
     waits = _titled("waiting", _wait_lines(snapshot, LISTED_WAITS))
-    incidents = _titled(f"incidents: {snapshot.figures.incidents}", _incident_text(snapshot))
+    incidents = _titled("incidents", _incident_text(snapshot))
     below = [states, waits, incidents]
     heat_rows = min(MOST_HEAT_ROWS, max(len(snapshot.seconds), 1))
     _shorten(below, height - len(top) - 3 - min(heat_rows, max(LEAST_HEAT_ROWS, height // 3)))
@@ -193,7 +193,7 @@ def _wait_lines(snapshot: RunSnapshot, most: int) -> list[Text]:
 def _incident_text(snapshot: RunSnapshot) -> list[Text]:
     """The lines of all incidents, the newest first."""
     lines = [line for record in reversed(snapshot.incidents) for line in incident_lines(record)]
-    return [Text(f"  {line}") for line in lines]
+    return [Text(f"  {line}") for line in lines] or [Text("  none", "dim")]
 
 
 def _titled(title: str, lines: list[Text]) -> list[Text]:

@@ -29,7 +29,7 @@ def heat_map(steps: np.ndarray, seconds: np.ndarray, rows: int, columns: int) ->
     """
     if not seconds.size or rows < 1 or columns < 1:
         return HeatMap((), (), np.zeros((0, 0)))
-    width = _group_size(int(steps[-1] - steps[0]) + 1, columns)
+    width = -(-int(steps[-1] - steps[0] + 1) // columns)
     firsts = np.flatnonzero(np.diff(steps // width, prepend=-1))
     if len(firsts) > columns:
         steps, seconds, firsts = steps[firsts[1] :], seconds[:, firsts[1] :], firsts[1:] - firsts[1]
@@ -46,12 +46,6 @@ def heat_map(steps: np.ndarray, seconds: np.ndarray, rows: int, columns: int) ->
         tuple(zip(steps[firsts].tolist(), steps[lasts].tolist(), strict=True)),
         slowest / _medians(means),
     )
-
-
-def _group_size(count: int, columns: int) -> int:
-    """The smallest of 1, 2, 5, 10, 20, 50, … with which `count` steps need at most `columns` groups."""
-    sizes = (digit * 10**power for power in range(10) for digit in (1, 2, 5))
-    return next(size for size in sizes if -(-count // size) <= columns)
 
 
 def _medians(means: np.ndarray) -> np.ndarray:

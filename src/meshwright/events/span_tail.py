@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -180,6 +181,6 @@ def _header(path: str) -> Mapping[str, Any]:
             head = file.read(HEADER_BYTES)
         length = FIXED_HEADER.unpack_from(head)[-1]
         value = json.loads(head[64 : 64 + length])
-    except (OSError, ValueError, IndexError):
+    except (OSError, ValueError, struct.error):
         return {}
     return value if isinstance(value, dict) else {}
