@@ -25,7 +25,7 @@ class HeatMap:
 def heat_map(steps: np.ndarray, seconds: np.ndarray, rows: int, columns: int) -> HeatMap:
     """Aggregate `seconds` `(ranks, steps)` of ascending `steps` to at most `rows` × `columns`.
 
-    Groups of steps begin at multiples of their size, so that a picture moves on by whole columns.
+    Groups of steps begin at multiples of their size, so that the picture moves on by whole columns.
     """
     if not seconds.size or rows < 1 or columns < 1:
         return HeatMap((), (), np.zeros((0, 0)))
@@ -37,7 +37,7 @@ def heat_map(steps: np.ndarray, seconds: np.ndarray, rows: int, columns: int) ->
     counts = np.add.reduceat(known, firsts, axis=1, dtype=np.int32)
     sums = np.add.reduceat(np.where(known, seconds, 0), firsts, axis=1)
     means = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
-    height = -(-len(means) // rows)
+    height = _row_size(len(means), rows)
     bottoms = np.arange(0, len(means), height)
     slowest = np.fmax.reduceat(means, bottoms, axis=0)
     lasts = np.append(firsts[1:], len(steps)) - 1
@@ -46,6 +46,12 @@ def heat_map(steps: np.ndarray, seconds: np.ndarray, rows: int, columns: int) ->
         tuple(zip(steps[firsts].tolist(), steps[lasts].tolist(), strict=True)),
         slowest / _medians(means),
     )
+
+
+def _row_size(ranks: int, rows: int) -> int:
+    """The smallest 2ⁿ or 3·2ⁿ ranks of a row that need at most `rows` rows: rows then end where hosts end."""
+    least = -(-ranks // rows)
+    return min(size << max(0, (-(-least // size) - 1).bit_length()) for size in (1, 3))
 
 
 def _medians(means: np.ndarray) -> np.ndarray:

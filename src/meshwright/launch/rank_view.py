@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.diagnosis.culprit import Culprit, RankStatus
+from meshwright.diagnosis.culprit import TRAINING, Culprit, RankStatus
 from meshwright.launch.incidents import JobSchedule, culprit_of_hang
 from meshwright.launch.progress_file import JobProgress, RankProgress
 
@@ -46,9 +46,10 @@ class RankView:
         ]
 
     def culprit(self, progress: JobProgress) -> Culprit | None:
-        """The rank that the others wait for, if a rank makes no progress and others wait."""
+        """The rank that the others wait for, if a rank makes no progress and others wait for it in training steps."""
         ranks = progress.ranks
-        if not any(rank.seconds >= STALLED_SECONDS and rank.code is None for rank in ranks):
+        stalled = any(rank.seconds >= STALLED_SECONDS and rank.code is None for rank in ranks)
+        if not stalled or not any(rank.phase in TRAINING for rank in ranks):
             return None
         found = culprit_of_hang(self._job(), [_status(rank) for rank in ranks])
         return found if found is not None and found.waiting else None

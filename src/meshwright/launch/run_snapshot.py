@@ -17,7 +17,7 @@ from meshwright.launch.incidents import FILE, FOLDER, read_incidents
 from meshwright.launch.rank_view import RankActivity, RankView, activities_of_spans
 from meshwright.launch.run_figures import FigureReader, RunFigures
 
-READ_BYTES = 48 << 20
+READ_BYTES = 24 << 20
 """Bytes of spans that one refresh reads; those of a larger job come over several refreshes, the newest first."""
 
 
