@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from meshwright.launch.rank_view import RankActivity
 from meshwright.launch.run_figures import FigureReader
 from meshwright.launch.run_snapshot import RunSnapshot
 from tests.cli.command import meshwright
+from tests.launch.test_metrics_endpoint import parse
 
 INCIDENT = {
     "time": 0.0, "step": 12, "attempt": 1, "cause": "hang", "rank": 3, "host": "node-0", "action": "backward 0.1",
@@ -50,7 +52,7 @@ def snapshot(folder: Path, ranks: int, steps: int, *, slow: int) -> RunSnapshot:
     )
 
 
-@pytest.mark.parametrize(("width", "height"), [(80, 24), (160, 50), (40, 12)])
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (160, 50), (60, 20)])
 @pytest.mark.parametrize(("ranks", "steps"), [(2, 3), (64, 70), (4096, 1000)])
 def test_a_picture_fits_the_terminal_and_shows_the_slow_rank(
     tmp_path: Path, width: int, height: int, ranks: int, steps: int
@@ -69,11 +71,17 @@ def test_a_picture_fits_the_terminal_and_shows_the_slow_rank(
     assert "incidents" in lines
 
 
+def test_a_picture_in_a_small_terminal_is_cut(tmp_path: Path) -> None:
+    for width, height in ((40, 12), (20, 5), (1, 1)):
+        lines = picture(snapshot(tmp_path, 64, 70, slow=1), width, height, no_color=True)
+        assert len(lines) <= max(1, height - 1) and all(len(line) <= width for line in lines)
+
+
 def test_colours_take_the_place_of_characters(tmp_path: Path) -> None:
     colour = "\n".join(picture(snapshot(tmp_path, 4, 10, slow=1), 80, 24, force_terminal=True, color_system="256"))
     assert "\x1b[41m" in colour and "#" not in colour
     plain = "\n".join(picture(snapshot(tmp_path, 4, 10, slow=1), 80, 24))
-    assert "\x1b" not in plain and "rank 1  ##########" in plain
+    assert "\x1b" not in plain and "rank 1   ##########" in plain
 
 
 def test_a_run_that_is_just_beginning(tmp_path: Path) -> None:
@@ -97,9 +105,11 @@ def test_a_finished_run(finished: Path) -> None:
 
 @pytest.mark.parametrize("end", ["q", "interrupt"])
 def test_q_and_control_c_end_it_and_restore_the_terminal(tmp_path: Path, end: str) -> None:
+    """Without torch, so that it starts quickly."""
     (tmp_path / "config.yaml").write_text("train: {steps: 40}\n")
     master, slave = pty.openpty()
-    command = [sys.executable, "-m", "meshwright", "monitor", str(tmp_path)]
+    code = f"import sys; sys.modules['torch'] = None; sys.argv = ['meshwright', 'monitor', {str(tmp_path)!r}]"
+    command = [sys.executable, "-c", f"{code}\nfrom meshwright.cli.main import main; main()"]
     env = {**os.environ, "TERM": "xterm"}
     process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=env, start_new_session=True)
     os.close(slave)
@@ -122,6 +132,32 @@ def test_q_and_control_c_end_it_and_restore_the_terminal(tmp_path: Path, end: st
         os.close(master)
     assert b"\x1b[?1049h" in shown and shown.rindex(b"\x1b[?1049l") > shown.rindex(b"\x1b[?1049h")
     assert b"Traceback" not in shown and b"interrupted" not in shown
+
+
+@pytest.mark.slow
+def test_a_real_run_is_scraped_and_shown_while_it_trains(tiny: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "meshwright", "train", str(tiny), "train.steps=2000", "observe.prometheus=:0"]
+    process = subprocess.Popen([*command, "--runs", tmp_path], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    try:
+        assert process.stderr is not None
+        url = process.stderr.readline().decode().split()[-1]
+        step, deadline = 0.0, time.monotonic() + 120
+        while not step and time.monotonic() < deadline:
+            time.sleep(0.2)
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                found = parse(answer.read().decode())
+            step = sum(found["meshwright_step"][2].values())
+        assert step and found["meshwright_tokens"][2].keys() == {frozenset({("run", "tiny")})}
+        assert {dict(labels)["rank"] for labels in found["meshwright_rank_phase_age_seconds"][2]} == {"0", "1"}
+        shown = meshwright("monitor", tmp_path / "tiny", "--json").json
+        assert (shown["state"], shown["steps"], len(shown["ranks"])) == ("running", 2000, 2)
+        assert shown["step"] >= step and 0 < shown["goodput"] <= 1
+        assert {rank["phase"] for rank in shown["ranks"]} <= {"compile", "train"} and shown["ranks"][0]["action"]
+    finally:
+        process.terminate()
+        process.wait(60)
+    after = meshwright("monitor", tmp_path / "tiny", "--json").json
+    assert (after["state"], after["running"]) == ("ended with code 75", False)
 
 
 def _read(master: int) -> bytes:

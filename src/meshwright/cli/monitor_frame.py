@@ -34,7 +34,7 @@ LISTED_STATES, LISTED_WAITS = 8, 6
 
 def frame(snapshot: RunSnapshot, console: Console) -> Group:
     """The picture in the size of a console, one line less high, so that nothing scrolls."""
-    width, height = console.size.width, max(12, console.size.height - 1)
+    width, height = console.size.width, max(1, console.size.height - 1)
     colours = console.color_system is not None and not console.no_color
     top = _figure_lines(snapshot, width)
     states = _titled("ranks", _state_lines(snapshot, LISTED_STATES))
@@ -87,7 +87,7 @@ def _figure_lines(snapshot: RunSnapshot, width: int) -> list[Text]:
 def _heat_lines(snapshot: RunSnapshot, rows: int, width: int, *, colours: bool) -> list[Text]:
     """A title with the legend, the heat map, and its first and last step."""
     ranks = len(snapshot.seconds)
-    title = Text("compute time / median", "bold")
+    title = Text.assemble(("compute time / median", "bold"))
     label = len(_range_text((max(0, ranks - rows), max(0, ranks - 1)))) + 6
     heat = snapshot.heat_map(rows, width - label)
     if not heat.steps:
@@ -99,7 +99,7 @@ def _heat_lines(snapshot: RunSnapshot, rows: int, width: int, *, colours: bool) 
 def _heat_rows(heat: HeatMap, label: int, *, colours: bool) -> list[Text]:
     lines = []
     for ranks, values in zip(heat.ranks, heat.ratio.tolist(), strict=True):
-        line = Text(f"rank {_range_text(ranks)}".ljust(label), "dim")
+        line = Text.assemble((f"rank {_range_text(ranks)}".ljust(label), "dim"))
         for level, same in groupby(values, _level):
             line.append_text(_cells(level, len(list(same)), colours=colours))
         lines.append(line)

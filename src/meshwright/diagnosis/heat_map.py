@@ -55,11 +55,7 @@ def _row_size(ranks: int, rows: int) -> int:
 
 
 def _medians(means: np.ndarray) -> np.ndarray:
-    """The median of each column's known values; NaN without any."""
+    """The median of each column's known values, of two middle values the lower; NaN without any."""
     ordered = np.sort(means, axis=0)  # NaN last
-    counts, columns = np.isfinite(means).sum(axis=0), np.arange(means.shape[1])
-    low, high = (
-        ordered[np.maximum(counts - 1, 0) // 2, columns],
-        ordered[np.minimum(counts // 2, len(means) - 1), columns],
-    )
-    return (low + high) / 2
+    counts = np.isfinite(means).sum(axis=0)
+    return ordered[np.maximum(counts - 1, 0) // 2, np.arange(means.shape[1])]
