@@ -74,9 +74,9 @@ class FigureReader:
         self.progress = read_progress(self._folder)
         job = next(reversed(self._jobs.values()), None)
         running = now - self._changed(PROGRESS_FILE if job else "metrics.jsonl") < FRESH_SECONDS
-        running &= job is None or job.code is None
         metrics, steps = self._metrics, self._total_steps()
         step = metrics.newest.get("step", 0)
+        running &= step != steps if job is None else job.code is None
         wall = self._wall_seconds(now, running)
         pace = metrics.recent_step_seconds
         return RunFigures(
