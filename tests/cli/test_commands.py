@@ -111,6 +111,7 @@ JSON_COMMANDS: dict[str, tuple[Words, set[str]]] = {
             "ideal_seconds",
             "steps",
             "skipped_steps",
+            "needed_steps",
             "notes",
         },
     ),

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from meshwright.checkpoint.convert import export_checkpoint
+from meshwright.checkpoint.single_device import load_model
 from meshwright.checkpoint.verify import list_checkpoints
 from meshwright.config.load import load_resolved
 from meshwright.data.loader import MicroBatch, open_data
@@ -23,7 +24,6 @@ from meshwright.spec.layout import shard_rows
 from meshwright.spec.model import parameters
 from meshwright.spec.run import Assignment, RunSpec
 from meshwright.training.evaluate import HeldOut, evaluate_plain, plain_loss
-from meshwright.training.single_device import load_model
 from meshwright.training.stop import INTERRUPT, PREEMPT
 from tests.distributed import cases_training as cases
 from tests.distributed.cases_training import Seen

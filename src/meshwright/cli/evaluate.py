@@ -73,11 +73,11 @@ def _evaluate(
 ) -> Evaluation:
     from dataclasses import replace
 
+    from meshwright.checkpoint.single_device import device_and_dtype, load_model
     from meshwright.config.load import load_resolved
     from meshwright.data.loader import open_data
     from meshwright.spec.job import DataSpec, TrainSpec
     from meshwright.training.evaluate import HeldOut, evaluate_plain
-    from meshwright.training.single_device import device_and_dtype, load_model
 
     config = model / "config.yaml"
     run = load_resolved(config) if config.exists() else None

@@ -116,8 +116,8 @@ def _shown(tokenizer: Tokenizer, tokens: Iterable[int], show: Callable[[str], ob
 def _continued(
     folder: Path, prompts: Sequence[Sequence[int]], how: Sampling, plan: Path | None
 ) -> Sequence[Iterable[int]]:
+    from meshwright.checkpoint.single_device import device_and_dtype, load_model
     from meshwright.training.generate import generate
-    from meshwright.training.single_device import device_and_dtype, load_model
 
     if plan is None:
         model = load_model(folder, *device_and_dtype())

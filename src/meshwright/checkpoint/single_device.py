@@ -1,4 +1,4 @@
-"""A trained model on one device, for evaluation and generation: no process group, no shards."""
+"""Loads a model onto one device, for inference and evaluation: no process group, no shards."""
 
 from __future__ import annotations
 

@@ -1,0 +1,282 @@
+"""Continuous batching: which tokens of which requests the next step computes, and in which cache blocks.
+
+Each step decodes every running request and fills the token budget with chunks of prompts. Requests go first come, first
+served; a level of priority is worth a number of seconds. A request that needs a block when none is free takes it from
+the last in this order, which is computed again later. So the first request always advances, and none starves.
+
+The caller plans a step, computes it and completes it. It may plan the next step before: the policy knows how many tokens
+are coming, only their values arrive with `complete`. A block that is released while a step is in flight is written by
+later steps only, so the steps must be computed in the order in which they are planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from meshwright.policies.batch_queue import RequestQueue
+from meshwright.policies.batch_request import BatchLimits, CacheGroup, Ended, Part, Progress, Reason, Request, Step
+from meshwright.policies.running_batch import RunningBatch
+from meshwright.spec.errors import BadInput
+
+
+class BatchPolicy:
+    """Plans the steps of one model replica."""
+
+    def __init__(self, limits: BatchLimits, groups: Sequence[CacheGroup], tokens_per_block: int) -> None:
+        self.limits = limits
+        self._progress: dict[int, Progress] = {}
+        self._queue = RequestQueue()
+        self._batch = RunningBatch(limits, groups, tokens_per_block, self._queue)
+        self.cache = self._batch.cache
+        self._last_parts: list[Part] | None = None
+        self._ended: list[Ended] = []
+        self._in_flight = self._steps = 0
+        self._drafts_in_flight = self._preempted = False
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that have not ended."""
+        return len(self._progress)
+
+    @property
+    def running(self) -> int:
+        """Requests that hold cache blocks."""
+        return len(self._batch.requests)
+
+    @property
+    def preemptions(self) -> int:
+        """Times that a request lost its blocks."""
+        return self._batch.preemptions
+
+    @property
+    def cached_tokens(self) -> int:
+        """Positions that were taken from the prefix cache."""
+        return self._batch.cached_tokens
+
+    @property
+    def next_deadline(self) -> float | None:
+        """The earliest deadline in seconds of an unfinished request."""
+        return self._queue.next_deadline()
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises BadInput if the cache could not hold it alone or its numbers make no sense."""
+        self._check(request)
+        key = (request.arrival - request.priority * self.limits.priority_seconds, request.number)
+        salt = f"={request.salt}" if self.limits.prefix_cache else None
+        progress = Progress(request, key, len(self.cache.pools), salt)
+        self._progress[request.number] = progress
+        if request.deadline is not None:
+            self._queue.watch_deadline(progress, request.deadline)
+        leader = None if request.samples_of is None else self._progress.get(request.samples_of)
+        if leader is None:
+            self._queue.push(progress)
+            return
+        if not self.limits.prefix_cache:
+            progress.salt, progress.shares, leader.shares = leader.salt, True, True
+        if len(leader.tokens) > len(leader.request.prompt):
+            self._queue.push(progress)
+        else:
+            self._queue.wait_for(leader.request.number, progress)
+
+    def abort(self, number: int) -> None:
+        """End a request at once; a number that is unknown or has ended is ignored."""
+        if number in self._progress:
+            self._end(self._progress[number], "abort")
+
+    def drain_ended(self) -> list[Ended]:
+        """Requests that ended since the last call, in order."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def forget_cache(self) -> None:
+        """Empty the prefix cache, for new weights; blocks of running requests do not enter it any more."""
+        self._batch.forget_cache()
+
+    def next_step(self, now: float, drafts: Mapping[int, int] | None = None) -> Step | None:
+        """Plan a step at time `now` in seconds; None if there is nothing to compute until a step in flight is completed.
+
+        `drafts` maps request numbers to draft tokens to verify; fewer are planned where budget, blocks or the request's
+        end do not allow all. A step with drafts must be completed before the next is planned.
+        """
+        if self._drafts_in_flight:
+            raise RuntimeError("complete the step with draft tokens before planning the next one")
+        while (late := self._queue.take_late(now)) is not None:
+            self._end(late, "deadline")
+        step, batch = Step(self._steps), self._batch
+        preemptions = batch.preemptions
+        self._plan_decodes(step)
+        chunks: list[Part] = []
+        joining: list[Part] = []
+        if batch.prefills or batch.next_head() is not None:
+            self._plan_prefills(step, chunks, joining, preemptions)
+        self._preempted = batch.preemptions > preemptions
+        decodes = batch.current_decodes()
+        if not decodes and not chunks:
+            return None
+        step.final = [progress for progress in step.final if progress.live]
+        step.decodes = len(decodes)
+        step.tokens = len(decodes) + sum(part.count for part in chunks)
+        if drafts:
+            self._add_drafts(step, decodes, drafts)
+        step.parts = decodes + chunks if chunks else decodes
+        step.sampling = decodes + [part for part in chunks if part.samples] if chunks else decodes
+        step.unchanged = step.parts is self._last_parts and not step.drafts
+        self._last_parts = None if step.drafts else step.parts
+        for progress in step.final:
+            batch.drain(progress)
+        if joining:
+            batch.decodes = decodes + joining
+        self._steps += 1
+        self._in_flight += 1
+        return step
+
+    def _plan_decodes(self, step: Step) -> None:
+        """Move every decode to its next position and take the blocks that this needs."""
+        decodes, reached = self._batch.current_decodes(), []
+        for index, part in enumerate(decodes):
+            part.start = start = part.start + 1
+            if start >= part.limit:
+                reached.append(index)
+        for index in reached:
+            part = decodes[index]
+            progress, start = part.progress, part.start
+            if progress.part is not part:
+                continue
+            full = start >= len(part.tables[0]) * self.cache.tokens_per_block
+            if full and not self._batch.begin_block(step, index, part, start):
+                continue
+            if start >= progress.final:
+                step.final.append(progress)
+            self._batch.set_limit(part)
+
+    def _add_drafts(self, step: Step, decodes: list[Part], drafts: Mapping[int, int]) -> None:
+        """Lengthen decode parts by draft tokens, where neither a prefill nor another request's block is in the way."""
+        for index, part in enumerate(decodes):
+            allowed = min(self.limits.tokens - step.tokens, part.progress.final - part.start)
+            wanted = min(drafts.get(part.request.number, 0), allowed)
+            wanted = min(wanted, self.cache.room(part.tables) - part.start - 1) if wanted > 0 else 0
+            if wanted > 0:
+                part.count, step.tokens, step.drafts = 1 + wanted, step.tokens + wanted, True
+                self.cache.grow(part.tables, part.start + part.count)
+                step.grown.append(index)
+                self._batch.set_limit(part)
+        self._drafts_in_flight = step.drafts
+
+    def _plan_prefills(self, step: Step, chunks: list[Part], joining: list[Part], preemptions: int) -> None:
+        """Fill the token budget with prompts in order; admit requests in their turn, unless this step has preempted any."""
+        batch, index = self._batch, 0
+        budget, admitting = self.limits.tokens - len(batch.current_decodes()), True
+        while budget > 0:
+            head = batch.next_head() if admitting and batch.preemptions == preemptions else None
+            admitting = head is not None
+            current = batch.prefills[index] if index < len(batch.prefills) else None
+            if head is not None and (current is None or head.key < current.key):
+                admitting = batch.admit_head(budget)
+            elif current is None:
+                break
+            elif (count := batch.plan_chunk(current, budget, chunks)) and chunks[-1].samples:
+                batch.prefills.remove(current)
+                joining.extend(batch.begin_decode(current, step))
+                budget -= count
+            else:
+                budget -= count
+                index += 1
+
+    def extend(self, step: Step, most: int) -> int:
+        """Let a step of decodes that was just planned stand for up to `most` identical ones; returns their number.
+
+        The result is exactly that of so many single steps with unknown tokens, each completed before the next is planned,
+        if nothing is added, aborted or late meanwhile; `complete` completes the last of them. A step with a prefill or
+        drafts, and one beside another in flight, stays single.
+        """
+        parts, window = step.parts, self.cache.smallest_window
+        single = self._in_flight > 1 or step.number != self._steps - 1 or step.decodes < len(parts) or step.drafts
+        admits = self._preempted or self._batch.next_head() is not None
+        releases = window is not None and self._queue.head() is not None
+        if single or admits or releases or step.final or most < 2:
+            return step.repeat
+        step.repeat = self._batch.grow_ahead(step, most)
+        for part in parts:
+            if part.start == part.progress.final:
+                step.final.append(part.progress)
+                self._batch.drain(part.progress)
+        return step.repeat
+
+    def complete(self, step: Step, tokens: Sequence[int] | None, stopped: Collection[int] = ()) -> None:
+        """Take in the results of a step without drafts.
+
+        `tokens` are the new tokens of `step.sampling`, in that order; None stands for unknown ones, of a simulated step.
+        `stopped` are numbers of requests for which the new token is the last.
+        """
+        if step.drafts or (step.repeat > 1 and tokens is not None):
+            raise ValueError("a step with drafts is completed by complete_drafts, a repeated one without tokens")
+        for part, token in zip(step.sampling, tokens or [0] * len(step.sampling), strict=True):
+            if part.progress.live:
+                part.tokens.append(token)
+            else:
+                self._deliver(part.progress, (token,))
+        self._finish(step, stopped)
+
+    def complete_drafts(self, step: Step, tokens: Sequence[Sequence[int]], stopped: Collection[int] = ()) -> None:
+        """Take in the results of a step with drafts: for each of `step.sampling`, the accepted draft tokens and one more."""
+        for index, (part, new) in enumerate(zip(step.sampling, tokens, strict=True)):
+            if not 0 < len(new) <= (part.count if index < step.decodes else 1):
+                raise ValueError(f"request {part.request.number}: {len(new)} new tokens from a part of {part.count}")
+            self._deliver(part.progress, new)
+            if part.progress.part is part:
+                part.start, part.count = part.start + len(new) - 1, 1
+                if part.start >= part.progress.final and part.progress not in step.final:
+                    step.final.append(part.progress)
+        self._drafts_in_flight = False
+        self._finish(step, stopped)
+
+    def fail(self, step: Step) -> None:
+        """End all requests of a step that could not be computed. Its blocks do not enter the prefix cache."""
+        self._in_flight -= 1
+        self._drafts_in_flight = False
+        for part in step.parts:
+            self._end(part.progress, "failed")
+
+    def _deliver(self, progress: Progress, tokens: Sequence[int]) -> None:
+        if progress.ended:
+            return
+        progress.tokens.extend(tokens)
+        if not progress.live and len(progress.tokens) == progress.expected < progress.total:
+            self._queue.push(progress)
+
+    def _finish(self, step: Step, stopped: Collection[int]) -> None:
+        self._in_flight -= 1
+        for part in step.parts[step.decodes :]:
+            progress = part.progress
+            if part.computation == progress.computation and not progress.ended:
+                progress.confirmed = part.start + part.count
+                self._batch.register(progress)
+                if part.samples:
+                    self._queue.release_samples(progress.request.number)
+        for progress, blocks in step.filled:
+            if progress.live:
+                self._batch.register(progress, blocks)
+        for number in stopped:
+            if number in self._progress:
+                self._end(self._progress[number], "stop")
+        for progress in step.final:
+            if len(progress.tokens) >= progress.total:
+                self._end(progress, "length")
+
+    def _end(self, progress: Progress, reason: Reason) -> None:
+        if progress.ended:
+            return
+        if progress.live:
+            self._batch.free(progress)
+        progress.ended = True
+        del self._progress[progress.request.number]
+        self._ended.append(Ended(progress.request.number, reason, progress.new_tokens))
+        self._queue.replace_leader(progress.request.number)
+
+    def _check(self, request: Request) -> None:
+        name = f"request {request.number}"
+        if request.number in self._progress:
+            raise BadInput(f"{name}: another request has this number")
+        if not request.prompt or request.new_tokens < 1:
+            raise BadInput(f"{name}: expected a prompt of at least one token and at least one new token")
+        self._batch.check_size(request)
