@@ -1,0 +1,162 @@
+"""Attention over a paged key/value cache: writes of new keys and values, and attention of one step's queries.
+
+The cache of a group of layers is one tensor `(blocks, layers, 2, kv_heads, tokens, head_dim)`: index 0 of the third
+dimension has the keys, rotated, and index 1 the values. `cache_layer` is `cache[:, layer]`, a strided view. The slot of
+a token in the cache is `block * tokens + offset`. Sequence s of a step has the queries `query_starts[s]` to
+`query_starts[s + 1] - 1`; they are the last ones of its `context_lengths[s]` tokens, whose keys and values are in the
+blocks `block_tables[s]`.
+
+On CUDA, Triton kernels run; elsewhere, and with `plain`, torch's operators gather the blocks of each sequence in turn.
+An fp8 cache has `scales` `(2, kv_heads)` in fp32: a stored number times its scale is the key or value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from meshwright.kernels.attention import AttentionMask, attention
+from meshwright.kernels.norm import accumulate_dtype
+from meshwright.kernels.rope import RotaryTables, rotate
+
+
+def write_cache(
+    k: Tensor, v: Tensor, cache_layer: Tensor, slots: Tensor, *, scales: Tensor | None = None, plain: bool = False
+) -> None:
+    """Write k and v `(tokens, kv_heads, head_dim)` into the `slots` `(tokens,)` of `cache_layer`; negative slots are skipped."""
+    del plain
+    block_tokens = cache_layer.shape[3]
+    kept = slots >= 0
+    slots = slots[kept].long()
+    for index, x in enumerate((k, v)):
+        stored = _store(x[kept], None if scales is None else scales[index], cache_layer.dtype)
+        # Bytes, because torch has no indexed write of fp8.
+        target = cache_layer.view(torch.uint8) if _is_fp8(cache_layer) else cache_layer
+        stored = stored.view(torch.uint8) if _is_fp8(cache_layer) else stored
+        target[slots // block_tokens, index, :, slots % block_tokens] = stored
+
+
+def rotate_and_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: RotaryTables | None,
+    positions: Tensor,
+    cache_layer: Tensor,
+    slots: Tensor,
+    *,
+    scales: Tensor | None = None,
+    rotated_keys: Tensor | None = None,
+    plain: bool = False,
+) -> Tensor:
+    """Return q rotated to `positions` `(tokens,)`, and write k, rotated, and v into the `slots` of `cache_layer`.
+
+    q is `(tokens, heads, head_dim)`, k and v are `(tokens, kv_heads, head_dim)`. `tables` are cosines and sines, each
+    `(max_positions, head_dim / 2)`; None means a model without rotary embedding. Negative slots are skipped. The rotated keys are also
+    written into `rotated_keys`, shaped like k, if given. Rotation and rounding are those of `rope.rotate`.
+    """
+    if tables is not None:
+        cos, sin = tables
+        step_tables = cos[positions][:, None], sin[positions][:, None]
+        q, k = rotate(q, step_tables), rotate(k, step_tables)
+    if rotated_keys is not None:
+        rotated_keys.copy_(k)
+    write_cache(k, v, cache_layer, slots, scales=scales, plain=plain)
+    return q
+
+
+def paged_attention(
+    q: Tensor,
+    cache_layer: Tensor,
+    block_tables: Tensor,
+    context_lengths: Tensor,
+    query_starts: Tensor,
+    *,
+    decodes: int = 0,
+    decode_queries: int = 1,
+    window: int | None = None,
+    scales: Tensor | None = None,
+    invariant: bool = False,
+    plain: bool = False,
+) -> Tensor:
+    """Causal attention of q `(queries, heads, head_dim)` over the cache; the result is shaped like q and contiguous.
+
+    `block_tables` is `(sequences, max_blocks)`, `context_lengths` `(sequences,)`, `query_starts` `(sequences + 1,)`, all int32. The first
+    `decodes` sequences have `decode_queries` queries each: a kernel for few queries computes them. `window` is the number of tokens
+    that a query attends to, itself included; blocks before the window are not read. A sequence of context length 0 is padding: its
+    results are 0. With `invariant` the bits of a sequence's result do not depend on the other sequences.
+    """
+    del decodes, decode_queries, invariant
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    starts, lengths = query_starts.tolist(), context_lengths.tolist()
+    for sequence, length in enumerate(lengths):
+        queries = slice(starts[sequence], starts[sequence + 1])
+        count = queries.stop - queries.start
+        if length == 0 or count == 0:
+            continue
+        first = 0 if window is None else max(0, length - count - window + 1)
+        k, v = _gather(cache_layer, block_tables[sequence], first, length, scales, q.dtype)
+        mask = AttentionMask(dense=_visible(count, k.shape[0], window, q.device))
+        out[queries] = attention(q[queries][None], k[None], v[None], mask, plain=plain)[0]
+    return out
+
+
+def prompt_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Sequence[int],
+    *,
+    window: int | None = None,
+    plain: bool = False,
+) -> Tensor:
+    """Causal attention within whole prompts of `lengths` tokens, from the step's own q, k (rotated) and v, without the cache.
+
+    q is `(tokens, heads, head_dim)`, k and v are `(tokens, kv_heads, head_dim)`. The result is shaped like q and contiguous.
+    """
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    start = 0
+    for length in lengths:
+        tokens = slice(start, start + length)
+        mask = AttentionMask(dense=_visible(length, length, window, q.device))
+        out[tokens] = attention(q[tokens][None], k[tokens][None], v[tokens][None], mask, plain=plain)[0]
+        start += length
+    return out
+
+
+def _gather(
+    cache_layer: Tensor, table: Tensor, first: int, length: int, scales: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of the tokens `first` to `length` - 1 of a sequence, each `(length - first, kv_heads, head_dim)`."""
+    block_tokens = cache_layer.shape[3]
+    first_block = first // block_tokens
+    table = table[first_block : -(-length // block_tokens)].long()
+    source = cache_layer.view(torch.uint8) if _is_fp8(cache_layer) else cache_layer
+    stored = source[table].view(cache_layer.dtype)
+    inside = slice(first - first_block * block_tokens, length - first_block * block_tokens)
+    k, v = (stored[:, index].transpose(1, 2).flatten(0, 1)[inside] for index in (0, 1))
+    if scales is None:
+        return k, v
+    return (k.float() * scales[0, :, None]).to(dtype), (v.float() * scales[1, :, None]).to(dtype)
+
+
+def _visible(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Whether each of the last `queries` of `keys` tokens attends to a key, `(1, 1, queries, keys)`."""
+    position = torch.arange(keys - queries, keys, device=device)[:, None]
+    key = torch.arange(keys, device=device)
+    visible = key <= position
+    return (visible if window is None else visible & (position - key < window))[None, None]
+
+
+def _store(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x `(tokens, kv_heads, head_dim)` in `dtype`: for fp8 divided by `scale` `(kv_heads,)` and limited to its range."""
+    if scale is None:
+        return x.to(dtype)
+    largest = torch.finfo(dtype).max
+    return (x.to(accumulate_dtype(x.dtype)) / scale[:, None]).clamp(-largest, largest).to(dtype)
+
+
+def _is_fp8(x: Tensor) -> bool:
+    return x.dtype.itemsize == 1
