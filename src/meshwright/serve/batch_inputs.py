@@ -199,7 +199,9 @@ class BatchInputs:
     def _copy_tables(self, changes: Sequence[tuple[int, int, int]]) -> None:
         """Copy columns [first, last) of table rows to the device."""
         _, rows, columns = self._host_tables.shape
-        places = np.concatenate([np.arange(row * columns + first, row * columns + last) for row, first, last in changes])
+        places = np.concatenate(
+            [np.arange(row * columns + first, row * columns + last) for row, first, last in changes]
+        )
         places = np.concatenate([places + group * rows * columns for group in range(self.groups)])
         pairs = torch.from_numpy(np.stack((places, self._host_tables.reshape(-1)[places]))).pin_memory()
         places_here, blocks_here = pairs.to(self.device, non_blocking=True)

@@ -37,18 +37,12 @@ class CachedAttention:
         q, k, v = q[0], k[0], v[0]
         keys = torch.empty_like(k) if step.prompts else None
         slots = step.slots[self._group]
-        q = rotate_and_write(
-            q, k, v, self._rope, step.positions, self._cache, slots, rotated_keys=keys, plain=plain
-        )
+        q = rotate_and_write(q, k, v, self._rope, step.positions, self._cache, slots, rotated_keys=keys, plain=plain)
         if keys is None:
             return self._attend_to_cache(q, step, step.context_lengths.shape[0], plain)[None]
         sequences = step.context_lengths.shape[0] - len(step.prompts)
         cut = q.shape[0] - sum(step.prompts)
-        starts = step.query_starts[sequences:]
-        starts = starts - starts[0] if cut else starts
-        prompts = prompt_attention(
-            q[cut:], keys[cut:], v[cut:], starts, step.prompts, window=self._window, plain=plain
-        )
+        prompts = prompt_attention(q[cut:], keys[cut:], v[cut:], step.prompts, window=self._window, plain=plain)
         if not cut:
             return prompts[None]
         return torch.cat((self._attend_to_cache(q[:cut], step, sequences, plain), prompts))[None]

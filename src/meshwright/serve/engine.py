@@ -41,6 +41,8 @@ class EngineOptions:
     """Tokens in a block of the cache."""
     cache_blocks: int | None = None
     """Blocks of the cache of each group; None takes what fits the device."""
+    context: int | None = None
+    """Longest text in tokens, prompt and new tokens together; None, or more than the model's context: that."""
     prefix_cache: bool = True
     """Whether requests share cached blocks of equal prefixes."""
     overlap: bool | None = None
@@ -66,6 +68,7 @@ class Engine:
     ) -> None:
         self.options = options = options or EngineOptions()
         self.spec, self._tokenizer, self._clock = model.spec, tokenizer, clock
+        self.context = min(options.context or model.spec.max_seq_len, model.spec.max_seq_len)
         weight = model.embed.weight
         cuda = weight.device.type == "cuda"
         self._overlap = cuda if options.overlap is None else options.overlap
@@ -76,10 +79,15 @@ class Engine:
             tokens_per_block=options.tokens_per_block,
             sequences=options.sequences,
             step_tokens=options.step_tokens,
+            context=self.context,
         )
         groups = layer_groups(model.spec)
         self._policy = BatchPolicy(
-            BatchLimits(tokens=options.step_tokens, sequences=options.sequences, prefix_cache=options.prefix_cache),
+            BatchLimits(
+                tokens=max(options.step_tokens, options.sequences),
+                sequences=options.sequences,
+                prefix_cache=options.prefix_cache,
+            ),
             [CacheGroup(blocks, group.window) for group in groups],
             options.tokens_per_block,
         )
@@ -94,7 +102,7 @@ class Engine:
         )
         self._inputs = BatchInputs(
             rows=rows,
-            blocks=-(-model.spec.max_seq_len // options.tokens_per_block),
+            blocks=-(-self.context // options.tokens_per_block),
             groups=len(groups),
             tokens_per_block=options.tokens_per_block,
             step_tokens=options.step_tokens,
@@ -142,7 +150,7 @@ class Engine:
             Request(
                 number,
                 ids,
-                min(new_tokens, self.spec.max_seq_len - len(ids)),
+                min(new_tokens, self.context - len(ids)),
                 priority=priority,
                 deadline=None if seconds is None else now + seconds,
                 arrival=now,
@@ -170,11 +178,11 @@ class Engine:
         """
         updates: list[Update] = []
         launched = self._launch(updates)
+        self._report_ended(updates)
         if self._overlap:
             launched, self._under_way = self._under_way, launched
         if launched is not None:
             self._complete(launched, updates)
-        self._report_ended(updates)
         return updates
 
     def _launch(self, updates: list[Update]) -> LaunchedStep | None:
@@ -239,9 +247,7 @@ class Engine:
         for ended in self._policy.drain_ended():
             generation = self._generations.pop(ended.number)
             self._rows.release(ended.number)
-            updates.append(
-                generation.update(ended.number, ended.reason, error if ended.reason == "failed" else None)
-            )
+            updates.append(generation.update(ended.number, ended.reason, error if ended.reason == "failed" else None))
 
     def _encode(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         if not isinstance(prompt, str):
@@ -251,14 +257,14 @@ class Engine:
         return tuple(self._tokenizer.encode(prompt).ids)
 
     def _check(self, ids: Sequence[int], new_tokens: int, stop_strings: Sequence[str]) -> None:
-        context, vocab = self.spec.max_seq_len, self.spec.vocab_size
+        context, vocab = self.context, self.spec.vocab_size
         if not ids or min(ids) < 0 or max(ids) >= vocab:
             raise BadInput(f"prompt: expected token ids of 0 to {vocab - 1}, at least one, got {_shown(ids)}")
         if new_tokens < 1:
             raise BadInput(f"new_tokens: expected at least 1, got {new_tokens}")
         if len(ids) >= context:
             raise BadInput(
-                f"a prompt of {len(ids)} tokens leaves no room in the model's context of {context}; shorten it to {context - 1}"
+                f"a prompt of {len(ids)} tokens leaves no room in a context of {context} tokens; shorten it to {context - 1}"
             )
         if stop_strings and self._tokenizer is None:
             raise BadInput("stop strings need an engine with a tokenizer; give stop ids")

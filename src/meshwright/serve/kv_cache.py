@@ -43,17 +43,24 @@ def bytes_per_block(spec: ModelSpec, group: LayerGroup, tokens_per_block: int, d
     return len(group.layers) * 2 * spec.kv_heads * tokens_per_block * spec.head_dim * dtype.itemsize
 
 
-def most_blocks(spec: ModelSpec, sequences: int, tokens_per_block: int) -> int:
-    """Blocks with which `sequences` requests of the model's longest context never wait; with the unused block 0."""
-    return 1 + sequences * -(-spec.max_seq_len // tokens_per_block)
+def most_blocks(context: int, sequences: int, tokens_per_block: int) -> int:
+    """Blocks with which `sequences` requests of `context` tokens never wait; with the unused block 0."""
+    return 1 + sequences * -(-context // tokens_per_block)
 
 
 def fitting_blocks(
-    spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, tokens_per_block: int, sequences: int, step_tokens: int
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    tokens_per_block: int,
+    sequences: int,
+    step_tokens: int,
+    context: int,
 ) -> int:
     """Blocks of each group that fit the memory of `device` beside the weights, at most `most_blocks`.
 
-    Raises OutOfResources if not even one request of the model's longest context fits.
+    Raises OutOfResources if not even one request of `context` tokens fits.
     """
     block = sum(bytes_per_block(spec, group, tokens_per_block, dtype) for group in layer_groups(spec))
     if device.type == "cuda":
@@ -62,12 +69,12 @@ def fitting_blocks(
         available = free - (1 - DEVICE_SHARE) * total - _activation_bytes(spec, dtype, sequences, step_tokens)
     else:
         available = HOST_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    blocks = min(most_blocks(spec, sequences, tokens_per_block), int(available // block))
-    needed = most_blocks(spec, 1, tokens_per_block)
+    blocks = min(most_blocks(context, sequences, tokens_per_block), int(available // block))
+    needed = most_blocks(context, 1, tokens_per_block)
     if blocks < needed:
         raise OutOfResources(
-            f"the key/value cache of one request of {spec.max_seq_len} tokens takes {needed * block / 2**30:.2f} GiB, and "
-            f"{max(available, 0) / 2**30:.2f} GiB of {device} are free for it; give a number of cache blocks for shorter requests"
+            f"the key/value cache of one request of {context} tokens takes {needed * block / 2**30:.2f} GiB, and "
+            f"{max(available, 0) / 2**30:.2f} GiB of {device} are free for it; give a shorter context"
         )
     return blocks
 

@@ -26,7 +26,9 @@ class _Graph(NamedTuple):
 class ModelRunner:
     """Runs the model on steps. It changes the model's attention, so the model is then the engine's."""
 
-    def __init__(self, model: Decoder, cache: KVCache, inputs: BatchInputs, *, graph_sizes: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, model: Decoder, cache: KVCache, inputs: BatchInputs, *, graph_sizes: tuple[int, ...] = ()
+    ) -> None:
         self._model, self._inputs = model, inputs
         self._step = use_cached_attention(model, cache)
         self._layers = list(model.layers.values())
