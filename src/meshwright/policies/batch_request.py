@@ -1,0 +1,174 @@
+"""Requests to an inference engine, and the steps in which a batch of them is computed.
+
+Positions count a request's tokens from 0: first the prompt, then the new tokens. A part that ends at the last known token
+samples the next one. So a decode is a part of one token, and a preempted request is computed again like a longer prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from meshwright.spec.errors import BadInput
+
+Reason = Literal["length", "stop", "deadline", "abort", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt to continue."""
+
+    number: int
+    """Identity; no two requests of a policy have the same."""
+    prompt: Sequence[int]
+    """Token ids, each in [0, 2**32); at least one."""
+    new_tokens: int
+    """New tokens at most; at least 1."""
+    priority: int = 0
+    """Requests of a larger number go first, within the limit of `BatchLimits.priority_seconds`."""
+    deadline: float | None = None
+    """Time in seconds at which the request ends in any case."""
+    arrival: float = 0.0
+    """Time in seconds of the same clock as `now` of the policy's methods."""
+    samples_of: int | None = None
+    """Number of another request with the same prompt; this one waits until that prompt is computed, then shares its blocks."""
+    salt: str = ""
+    """Only requests of equal salt share cached blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """What a step and the batch may hold."""
+
+    tokens: int
+    """Tokens of a step at most; at least `sequences`, so that a prefill beside decodes always advances."""
+    sequences: int
+    """Requests that hold cache blocks at a time, at most."""
+    prefix_cache: bool = True
+    """Whether requests share cached blocks of equal prefixes; without it only samples of one prompt do."""
+    priority_seconds: float = 60.0
+    """A request goes before those that came up to so many seconds earlier for each level of priority above theirs.
+
+    The order of two requests never changes, and only finitely many requests go before any other: none starves.
+    """
+    reserve: float = 0.01
+    """Fraction of the blocks that admission leaves free for the growth of running requests."""
+
+    def __post_init__(self) -> None:
+        if self.sequences < 1 or self.tokens < self.sequences:
+            problem = f"{self.tokens} tokens a step for {self.sequences} sequences"
+            raise BadInput(f"limits of a batch: {problem}; expected at least one sequence and a token for each")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """The cache blocks of all layers with the same attention."""
+
+    blocks: int
+    """Number of blocks. Block 0 holds no tokens: it stands in block tables for those that have left the window."""
+    window: int | None = None
+    """Tokens that a query attends to, its own included; None for all."""
+
+
+class Progress:
+    """The state of an unfinished request. The policy owns it; others only read `tokens`."""
+
+    __slots__ = (
+        "computation", "computed", "confirmed", "digests", "draining", "ended", "expected", "final", "generation", "key",
+        "live", "part", "registered", "request", "salt", "shares", "tables", "tokens", "total",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, key: tuple[float, int], groups: int, salt: str | None) -> None:
+        self.request, self.key = request, key
+        """`key` orders requests: the smallest goes first."""
+        self.salt, self.shares = salt or f"/{request.number}", salt is not None
+        """Salt of its digests, and whether its full blocks are entered in the prefix cache."""
+        self.tokens = list(request.prompt)
+        """Prompt and new tokens so far."""
+        self.total = len(request.prompt) + request.new_tokens
+        """Tokens at the end at most."""
+        self.final = self.total - 2
+        """Position whose logits give the last token."""
+        self.expected = len(request.prompt)
+        """Tokens that its prefill computes; some may still be in flight when its blocks are taken away."""
+        self.live = False
+        """Whether it holds a slot of the batch and blocks."""
+        self.ended = self.draining = False
+        """Whether the request has ended; whether its last part is in flight."""
+        self.part: Part | None = None
+        """Its decode part; None while its prompt is computed."""
+        self.tables: list[list[int]] = [[] for _ in range(groups)]
+        """Block ids, one table for each group."""
+        self.digests: list[bytes] = []
+        self.generation = 0
+        """Generation of weights that `digests` are for."""
+        self.computation = 0
+        """Number of times that its blocks were taken away."""
+        self.computed = self.confirmed = self.registered = 0
+        """Positions that are planned and those of completed steps, kept up during prefill; blocks in the prefix cache."""
+
+    def confirmed_positions(self) -> int:
+        """Positions whose keys and values are in the cache, by the completed steps."""
+        # While it decodes, all tokens but the newest are computed.
+        return len(self.tokens) - 1 if self.confirmed >= self.expected else self.confirmed
+
+
+class Part:
+    """Consecutive tokens of one request in a step: positions `start` … `start + count - 1`.
+
+    A decode part is one object for as long as its request decodes: `start` moves on when the next step is planned.
+    """
+
+    __slots__ = ("computation", "count", "limit", "progress", "request", "samples", "start", "tables", "tokens")
+
+    def __init__(self, progress: Progress, start: int, count: int, samples: bool) -> None:
+        self.progress, self.start, self.count, self.samples = progress, start, count, samples
+        """`samples`: whether the logits of the last position give a new token."""
+        self.request = progress.request
+        self.tokens = progress.tokens
+        """The request's tokens so far. In a decode that is planned ahead, the token at `start` is not known yet."""
+        self.tables = progress.tables
+        """Block ids, one table for each group; they cover `start + count` positions and may be longer."""
+        self.computation = progress.computation
+        self.limit = 0
+        """Position at which a decode needs a block or is at its last token."""
+
+    @property
+    def blocks(self) -> list[int]:
+        """The block table of the first group."""
+        return self.tables[0]
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """One batch. Parts and tables are valid until the policy plans the next step."""
+
+    number: int
+    parts: list[Part] = field(default_factory=list)
+    """Decodes first, then prefill chunks. Not to be changed."""
+    decodes: int = 0
+    """Number of decode parts. Each has one token, and draft tokens where they were asked for."""
+    tokens: int = 0
+    """Tokens of all parts."""
+    sampling: list[Part] = field(default_factory=list)
+    """Parts that give a new token, in the order of `parts`."""
+    repeat: int = 1
+    """Number of identical decode steps that this one stands for; `start` is then that of the last of them."""
+    unchanged: bool = False
+    """Whether the parts are those of the step before, each one token further."""
+    grown: list[int] = field(default_factory=list)
+    """If `unchanged`: indices of the parts whose block tables differ from those of the step before."""
+    filled: list[tuple[Progress, int]] = field(default_factory=list)
+    """Requests that begin a block, and the number of full blocks before it."""
+    final: list[Progress] = field(default_factory=list)
+    """Requests that reach their number of new tokens."""
+    drafts: bool = False
+    """Whether a part has draft tokens."""
+
+
+class Ended(NamedTuple):
+    """The end of a request."""
+
+    number: int
+    reason: Reason

@@ -1,0 +1,190 @@
+"""Blocks of the paged key-value cache: reference counts, prefix cache, one block table for each group of layers.
+
+Equal prefixes are recognised by a chain of hashes over full blocks: BLAKE2b of the parent's digest and the block's token
+ids, from a root that depends on the salt. With 256 bits, equal digests mean equal prefixes; tokens are not compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+
+from meshwright.policies.batch_request import CacheGroup
+
+UNUSED_BLOCK = 0
+"""Id that stands in a table for a block outside of the window; it is never given to a request."""
+
+
+def root_digest(salt: str, generation: int) -> bytes:
+    """Digest before the first block, for a salt and a generation of weights."""
+    name = salt.encode("utf-8", "surrogateescape")
+    return hashlib.blake2b(name + generation.to_bytes(8, "little"), digest_size=32).digest()
+
+
+def block_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """Digest of a full block after a prefix."""
+    return hashlib.blake2b(parent + array("I", tokens).tobytes(), digest_size=32).digest()
+
+
+class BlockPool:
+    """The blocks of one group. A block without references stays in the prefix cache until it is needed (LRU)."""
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks - 1
+        """Blocks that requests can have; the first is `UNUSED_BLOCK`."""
+        self.references = [0] * blocks
+        self.block_of: dict[bytes, int] = {}
+        """Cached blocks by digest."""
+        self._digest_of: dict[int, bytes] = {}
+        self._empty = list(range(blocks - 1, 0, -1))
+        self._idle: dict[int, None] = {}
+        """Cached blocks without references, the least recently used first."""
+
+    @property
+    def free(self) -> int:
+        """Blocks without references."""
+        return len(self._empty) + len(self._idle)
+
+    @property
+    def cached(self) -> int:
+        """Cached blocks without references."""
+        return len(self._idle)
+
+    def take(self) -> int:
+        """A free block with one reference; empty blocks go first. Raises IndexError if there is none."""
+        if self._empty:
+            block = self._empty.pop()
+        elif self._idle:
+            block = next(iter(self._idle))
+            del self._idle[block]
+            del self.block_of[self._digest_of.pop(block)]
+        else:
+            raise IndexError("no free cache block")
+        self.references[block] = 1
+        return block
+
+    def share(self, block: int) -> None:
+        """Add a reference to a cached block."""
+        if not self.references[block]:
+            del self._idle[block]
+        self.references[block] += 1
+
+    def release(self, block: int) -> None:
+        """Remove a reference."""
+        self.references[block] -= 1
+        if self.references[block]:
+            return
+        if block in self._digest_of:
+            self._idle[block] = None
+        else:
+            self._empty.append(block)
+
+    def is_idle(self, digest: bytes) -> bool:
+        """Whether the cached block of `digest` has no references."""
+        return not self.references[self.block_of[digest]]
+
+    def register(self, block: int, digest: bytes) -> None:
+        """Enter a computed block in the prefix cache, unless an equal one is there already."""
+        if digest not in self.block_of and block not in self._digest_of:
+            self.block_of[digest] = block
+            self._digest_of[block] = digest
+
+    def forget(self) -> None:
+        """Empty the prefix cache."""
+        self._empty.extend(self._idle)
+        self._idle.clear()
+        self.block_of.clear()
+        self._digest_of.clear()
+
+
+class CacheBlocks:
+    """The pools of all groups. `tables` of its methods are the block tables of one request, one for each group."""
+
+    def __init__(self, groups: Sequence[CacheGroup], tokens_per_block: int) -> None:
+        self.tokens_per_block = tokens_per_block
+        self.pools = [BlockPool(group.blocks) for group in groups]
+        self.windows = [group.window for group in groups]
+        self.smallest_window = min((window for window in self.windows if window is not None), default=None)
+
+    def first_block(self, group: int, position: int) -> int:
+        """Index of the first block that a query at `position` attends to."""
+        window = self.windows[group]
+        return 0 if window is None else max(position - window + 1, 0) // self.tokens_per_block
+
+    def most_held(self, group: int, tokens: int, chunk: int = 1) -> int:
+        """Blocks of a group that a request of `tokens` holds at most, computed `chunk` tokens at a time."""
+        size, window = self.tokens_per_block, self.windows[group]
+        whole = -(-tokens // size)
+        return whole if window is None else min(whole, -(-(window + chunk - 2) // size) + 1)
+
+    def matching(self, digests: Sequence[bytes]) -> int:
+        """Length in blocks of the longest prefix of which all groups have cached what the next token attends to."""
+        longest, consecutive = 0, [0] * len(self.pools)
+        for index, digest in enumerate(digests):
+            needed = (index + 1) * self.tokens_per_block
+            usable = True
+            for group, pool in enumerate(self.pools):
+                consecutive[group] = consecutive[group] + 1 if digest in pool.block_of else 0
+                usable = usable and consecutive[group] >= index + 1 - self.first_block(group, needed)
+            if usable:
+                longest = index + 1
+        return longest
+
+    def idle_matches(self, group: int, digests: Sequence[bytes], length: int) -> int:
+        """How many blocks of a matching prefix of `length` blocks count as free."""
+        first = self.first_block(group, length * self.tokens_per_block)
+        return sum(self.pools[group].is_idle(digest) for digest in digests[first:length])
+
+    def share(self, tables: list[list[int]], digests: Sequence[bytes], length: int) -> None:
+        """Begin `tables` with a matching prefix of `length` blocks."""
+        for group, (pool, table) in enumerate(zip(self.pools, tables, strict=True)):
+            first = self.first_block(group, length * self.tokens_per_block)
+            table.extend([UNUSED_BLOCK] * first)
+            for digest in digests[first:length]:
+                block = pool.block_of[digest]
+                pool.share(block)
+                table.append(block)
+
+    def room(self, tables: list[list[int]]) -> int:
+        """Positions that `tables` can cover with the free blocks."""
+        blocks = min(len(table) + pool.free for pool, table in zip(self.pools, tables, strict=True))
+        return blocks * self.tokens_per_block
+
+    def grow(self, tables: list[list[int]], tokens: int) -> None:
+        """Take blocks until `tables` cover `tokens` positions; `room` says whether that is possible."""
+        blocks = -(-tokens // self.tokens_per_block)
+        for pool, table in zip(self.pools, tables, strict=True):
+            for _ in range(blocks - len(table)):
+                table.append(pool.take())
+
+    def leave_window(self, tables: list[list[int]], position: int) -> int:
+        """Release the blocks that no query from `position` on attends to; returns their number."""
+        released = 0
+        for group, (pool, table) in enumerate(zip(self.pools, tables, strict=True)):
+            for index in range(self.first_block(group, position) - 1, -1, -1):
+                if table[index] == UNUSED_BLOCK:
+                    break
+                pool.release(table[index])
+                table[index] = UNUSED_BLOCK
+                released += 1
+        return released
+
+    def register(self, tables: list[list[int]], digests: Sequence[bytes], first: int, last: int) -> None:
+        """Enter blocks `first` … `last - 1`, which are computed, in the prefix cache."""
+        for pool, table in zip(self.pools, tables, strict=True):
+            for index in range(first, last):
+                if table[index] != UNUSED_BLOCK:
+                    pool.register(table[index], digests[index])
+
+    def release(self, tables: list[list[int]]) -> None:
+        """Release all blocks, the last one first, so that a chain is evicted from its end."""
+        for pool, table in zip(self.pools, tables, strict=True):
+            for block in reversed(table):
+                if block != UNUSED_BLOCK:
+                    pool.release(block)
+
+    def forget(self) -> None:
+        """Empty the prefix cache: the weights have changed."""
+        for pool in self.pools:
+            pool.forget()
