@@ -15,8 +15,8 @@ _LOW_32 = 0xFFFFFFFF
 def draw_tokens(logits: Tensor, temperatures: Tensor, top_k: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     """One token for each row of logits `(rows, vocab)`, as `(rows,)` int64.
 
-    `temperatures` `(rows,)`: 0 takes the likeliest token. `top_k` `(rows,)`: only tokens as likely as the k-th likeliest are drawn; 0 allows
-    all. `seeds` and `positions` `(rows,)` int64: the position is that of the new token in its text.
+    `temperatures` `(rows,)`: 0 takes the likeliest token. `top_k` `(rows,)`: only tokens as likely as the k-th likeliest are
+    drawn; 0 allows all. `seeds` and `positions` `(rows,)` int64: the position is that of the new token in its text.
     """
     scores = logits.float()
     drawn = temperatures > 0

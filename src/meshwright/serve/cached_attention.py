@@ -12,7 +12,7 @@ from torch import Tensor
 from meshwright.kernels.attention import AttentionMask
 from meshwright.kernels.paged_attention import paged_attention, prompt_attention, rotate_and_write
 from meshwright.kernels.rope import RotaryTables
-from meshwright.models.decoder import Decoder
+from meshwright.models.decoder import Attention, Decoder
 from meshwright.serve.batch_inputs import StepInputs
 from meshwright.serve.kv_cache import KVCache
 
@@ -69,5 +69,7 @@ def use_cached_attention(model: Decoder, cache: KVCache) -> CurrentStep:
         rope = (rope[0][0, :, 0], rope[1][0, :, 0])
     for number, layer in model.layers.items():
         group, cache_layer = cache.layer(int(number))
-        layer.attention.attend = CachedAttention(step, cache_layer, group, cache.groups[group].window, rope)
+        attention = layer.attention
+        assert isinstance(attention, Attention)
+        attention.attend = CachedAttention(step, cache_layer, group, cache.groups[group].window, rope)
     return step

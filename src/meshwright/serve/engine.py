@@ -139,9 +139,9 @@ class Engine:
     ) -> int:
         """Queue a request for at most `new_tokens` tokens after a prompt; the number by which updates name it.
 
-        It ends with the reason "stop" at a token of `stop_ids` or where the text has one of `stop_strings`; with "length" after `new_tokens`
-        or at the end of the model's context; with "deadline" after `seconds`. `samples_of` names an earlier request with the same prompt,
-        whose cache it shares. Raises BadInput for a prompt that the model or the cache cannot hold.
+        It ends with the reason "stop" at a token of `stop_ids` or where the text has one of `stop_strings`, with "length" after
+        `new_tokens` or at the end of the context, with "deadline" after `seconds`. `samples_of` names an earlier request with the same
+        prompt, whose cache it shares. Raises BadInput for a prompt that the model or the cache cannot hold.
         """
         ids = self._encode(prompt)
         self._check(ids, new_tokens, stop_strings)
