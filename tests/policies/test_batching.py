@@ -16,7 +16,7 @@ def test_a_prompt_is_computed_in_chunks_and_then_decoded() -> None:
         chunks += [(part.start, part.count, part.samples, len(part.blocks)) for part in step.parts]
         policy.complete(step, [100 + step.number] * len(step.sampling))
     assert chunks == [(0, 8, False, 2), (8, 8, False, 4), (16, 2, True, 5), (18, 1, True, 5), (19, 1, True, 5)]
-    assert policy.drain_ended() == [Ended(1, "length")]
+    assert policy.drain_ended() == [Ended(1, "length", 3)]
     assert policy.cache.pools[0].free == 64
 
 
@@ -32,5 +32,5 @@ def test_a_step_planned_ahead_counts_the_tokens_in_flight() -> None:
     assert policy.next_step(0.0) is None
     policy.complete(second, [8])
     policy.complete(third, [9])
-    assert policy.drain_ended() == [Ended(1, "length")]
+    assert policy.drain_ended() == [Ended(1, "length", 3)]
     assert first.parts[0].tokens == [0, 1, 2, 3, 4, 7, 8, 9]

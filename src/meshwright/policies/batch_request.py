@@ -108,6 +108,11 @@ class Progress:
         self.computed = self.confirmed = self.registered = 0
         """Positions that are planned and those of completed steps, kept up during prefill; blocks in the prefix cache."""
 
+    @property
+    def new_tokens(self) -> int:
+        """Number of new tokens so far."""
+        return len(self.tokens) - len(self.request.prompt)
+
     def confirmed_positions(self) -> int:
         """Positions whose keys and values are in the cache, by the completed steps."""
         # While it decodes, all tokens but the newest are computed.
@@ -172,3 +177,4 @@ class Ended(NamedTuple):
 
     number: int
     reason: Reason
+    new_tokens: int

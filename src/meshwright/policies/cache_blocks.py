@@ -33,6 +33,8 @@ class BlockPool:
     def __init__(self, blocks: int) -> None:
         self.blocks = blocks - 1
         """Blocks that requests can have; the first is `UNUSED_BLOCK`."""
+        self.free = self.blocks
+        """Blocks without references."""
         self.references = [0] * blocks
         self.block_of: dict[bytes, int] = {}
         """Cached blocks by digest."""
@@ -40,11 +42,6 @@ class BlockPool:
         self._empty = list(range(blocks - 1, 0, -1))
         self._idle: dict[int, None] = {}
         """Cached blocks without references, the least recently used first."""
-
-    @property
-    def free(self) -> int:
-        """Blocks without references."""
-        return len(self._empty) + len(self._idle)
 
     @property
     def cached(self) -> int:
@@ -62,12 +59,14 @@ class BlockPool:
         else:
             raise IndexError("no free cache block")
         self.references[block] = 1
+        self.free -= 1
         return block
 
     def share(self, block: int) -> None:
         """Add a reference to a cached block."""
         if not self.references[block]:
             del self._idle[block]
+            self.free -= 1
         self.references[block] += 1
 
     def release(self, block: int) -> None:
@@ -75,6 +74,7 @@ class BlockPool:
         self.references[block] -= 1
         if self.references[block]:
             return
+        self.free += 1
         if block in self._digest_of:
             self._idle[block] = None
         else:
@@ -111,6 +111,10 @@ class CacheBlocks:
         """Index of the first block that a query at `position` attends to."""
         window = self.windows[group]
         return 0 if window is None else max(position - window + 1, 0) // self.tokens_per_block
+
+    def blocks_outside(self, position: int) -> int:
+        """Number of first blocks that a query at `position` does not attend to in some group."""
+        return max(self.first_block(group, position) for group in range(len(self.pools)))
 
     def most_held(self, group: int, tokens: int, chunk: int = 1) -> int:
         """Blocks of a group that a request of `tokens` holds at most, computed `chunk` tokens at a time."""
@@ -150,6 +154,15 @@ class CacheBlocks:
         """Positions that `tables` can cover with the free blocks."""
         blocks = min(len(table) + pool.free for pool, table in zip(self.pools, tables, strict=True))
         return blocks * self.tokens_per_block
+
+    def append(self, tables: list[list[int]]) -> bool:
+        """Add a block to each table; false, and nothing is done, if a group has none."""
+        for pool in self.pools:
+            if not pool.free:
+                return False
+        for pool, table in zip(self.pools, tables, strict=True):
+            table.append(pool.take())
+        return True
 
     def grow(self, tables: list[list[int]], tokens: int) -> None:
         """Take blocks until `tables` cover `tokens` positions; `room` says whether that is possible."""

@@ -1,0 +1,258 @@
+"""The requests that hold cache blocks: admission, growth and release of their blocks, preemption, prefix cache."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+
+from meshwright.policies.batch_queue import RequestQueue
+from meshwright.policies.batch_request import BatchLimits, CacheGroup, Part, Progress, Request, Step
+from meshwright.policies.cache_blocks import CacheBlocks, block_digest, root_digest
+from meshwright.spec.errors import BadInput
+
+
+class RunningBatch:
+    """Requests that have been admitted and have not ended, with their blocks."""
+
+    def __init__(
+        self, limits: BatchLimits, groups: Sequence[CacheGroup], tokens_per_block: int, queue: RequestQueue
+    ) -> None:
+        self.limits, self.queue = limits, queue
+        self.cache = CacheBlocks(groups, tokens_per_block)
+        self.requests: dict[int, Progress] = {}
+        self.decodes: list[Part] = []
+        """Decode parts in the order of their first decode. Replaced, never changed, so a step can keep it."""
+        self.prefills: list[Progress] = []
+        """Requests whose prompt is not planned to the end yet, the first in order first."""
+        self.stale = False
+        """Whether `decodes` has parts of requests that do not decode any more."""
+        self.preemptions = self.cached_tokens = self.generation = 0
+        self._releases = 0
+        self._refused: tuple[Progress | None, int] = (None, -1)
+
+    def check_size(self, request: Request) -> None:
+        """Raise BadInput if the cache could not hold the request alone."""
+        tokens = len(request.prompt) + request.new_tokens
+        for group, pool in enumerate(self.cache.pools):
+            needed = self.cache.most_held(group, tokens - 1)
+            if needed > pool.blocks:
+                size = f"{len(request.prompt)} tokens and {request.new_tokens} new ones need {needed} cache blocks"
+                raise BadInput(
+                    f"request {request.number}: {size}; there are {pool.blocks}. Allow fewer new tokens or a larger cache"
+                )
+
+    def current_decodes(self) -> list[Part]:
+        """`decodes`, freed of stale parts."""
+        if self.stale:
+            self.stale = False
+            self.decodes = [part for part in self.decodes if part.progress.part is part]
+        return self.decodes
+
+    def next_head(self) -> Progress | None:
+        """The head of the queue, unless it was refused and no block has been released since."""
+        head = self.queue.head()
+        return None if head is not None and self._refused == (head, self._releases) else head
+
+    def admit_head(self, budget: int) -> bool:
+        """Start the request at the head of the queue, if it gets a slot and blocks."""
+        progress = self.queue.head()
+        assert progress is not None
+        if progress.generation != self.generation:
+            progress.digests, progress.generation = [], self.generation
+        digests = progress.digests
+        if progress.shares:
+            blocks = (len(progress.tokens) - 1) // self.cache.tokens_per_block
+            self._extend_digests(progress, blocks)
+            digests = digests[:blocks]
+        matched = self.cache.matching(digests)
+        while len(self.requests) >= self.limits.sequences or not self._fits(progress, digests, matched, budget):
+            last = self._last() if self.requests else None
+            if last is None or last.draining or not self._may_displace(progress, last):
+                self._refused = (progress, self._releases)
+                return False
+            self.detach(last)
+            matched = self.cache.matching(digests)
+        self.queue.pop()
+        self.cache.share(progress.tables, digests, matched)
+        progress.live, progress.registered = True, matched
+        progress.computed = progress.confirmed = matched * self.cache.tokens_per_block
+        self.cached_tokens += progress.computed
+        self.requests[progress.request.number] = progress
+        insort(self.prefills, progress, key=lambda running: running.key)
+        return True
+
+    @staticmethod
+    def _may_displace(progress: Progress, running: Progress) -> bool:
+        return running.key > progress.key and running.request.priority < progress.request.priority
+
+    def _fits(self, progress: Progress, digests: Sequence[bytes], matched: int, budget: int) -> bool:
+        """Whether every group has free blocks for all known tokens of a request, beside what running prefills still need."""
+        tokens = len(progress.tokens)
+        for group, pool in enumerate(self.cache.pools):
+            held = matched - self.cache.first_block(group, matched * self.cache.tokens_per_block)
+            blocks = min(self.cache.most_held(group, tokens, min(budget, tokens)), pool.blocks) - held
+            owed = sum(self._owed(group, running, budget) for running in self.prefills)
+            reserve = int(self.limits.reserve * pool.blocks) if self.requests else 0
+            if pool.free - self.cache.idle_matches(group, digests, matched) < blocks + owed + reserve:
+                return False
+        return True
+
+    def _owed(self, group: int, progress: Progress, budget: int) -> int:
+        """Blocks of a group that a running prefill has yet to take."""
+        held = len(progress.tables[group]) - self.cache.first_block(group, progress.confirmed)
+        tokens = len(progress.tokens)
+        return max(self.cache.most_held(group, tokens, min(budget, tokens)) - held, 0)
+
+    def begin_block(self, step: Step, index: int, part: Part, start: int) -> bool:
+        """Take the block of position `start` for part `index` of a step; false if the request itself was preempted."""
+        progress = part.progress
+        if self.cache.smallest_window is not None:
+            self.leave_window(progress, start)
+        while not self.cache.append(part.tables):
+            last = self._last()
+            self.detach(last)
+            if last is progress:
+                return False
+        step.grown.append(index)
+        step.filled.append((progress, start // self.cache.tokens_per_block))
+        return True
+
+    def room_for_prefill(self, progress: Progress) -> int:
+        """Positions that the request's tables can cover, after preemptions if they could not cover another one."""
+        if self.cache.smallest_window is not None:
+            self.leave_window(progress, progress.confirmed)
+        while (room := self.cache.room(progress.tables)) <= progress.computed:
+            last = self._last()
+            if not last.draining and last.key <= progress.key:
+                return progress.computed
+            self.detach(last)
+        return room
+
+    def plan_chunk(self, progress: Progress, budget: int, chunks: list[Part]) -> int:
+        """Plan the next tokens of a prompt; returns their number, 0 if there are no blocks for them."""
+        start, known = progress.computed, len(progress.tokens)
+        count = min(budget, known - start, self.room_for_prefill(progress) - start)
+        if count > 0:
+            progress.computed = start + count
+            self.cache.grow(progress.tables, progress.computed)
+            chunks.append(Part(progress, start, count, samples=progress.computed == known))
+        return count
+
+    def begin_decode(self, progress: Progress, step: Step) -> list[Part]:
+        """The decode part that follows the last chunk of a prompt; none if the request ends there."""
+        last = len(progress.tokens) - 1
+        if last >= progress.final:
+            step.final.append(progress)
+            return []
+        progress.part = Part(progress, last, 1, samples=True)
+        self.set_limit(progress.part)
+        return [progress.part]
+
+    def grow_ahead(self, step: Step, most: int) -> int:
+        """Take the blocks of `most` decode steps in the order of single steps; returns how many there can be."""
+        size, before, reached = self.cache.tokens_per_block, 0, []
+        for index, part in enumerate(step.parts):
+            if part.limit < part.start + most:
+                reached.append(index)
+                most = min(most, part.progress.final - part.start + 1)
+        events: dict[int, list[int]] = {}
+        for index in reached:
+            part = step.parts[index]
+            for position in range(len(part.tables[0]) * size, part.start + most, size):
+                events.setdefault(position - part.start, []).append(index)
+        for offset in sorted(events):
+            if min(pool.free for pool in self.cache.pools) < len(events[offset]):
+                most = offset
+                break
+            self._register_filled(step)
+            before = offset
+            for index in events[offset]:
+                part = step.parts[index]
+                part.tokens.extend([0] * (part.start + offset + 1 - len(part.tokens)))
+                self.begin_block(step, index, part, part.start + offset)
+        if before < most - 1:
+            self._register_filled(step)
+        for part in step.parts:
+            part.start = start = part.start + most - 1
+            part.tokens.extend([0] * (start + 1 - len(part.tokens)))
+        for index in reached:
+            self.set_limit(step.parts[index])
+        return most
+
+    def _register_filled(self, step: Step) -> None:
+        for progress, blocks in step.filled:
+            self.register(progress, blocks)
+        step.filled.clear()
+
+    def set_limit(self, part: Part) -> None:
+        """Note the position at which a decode needs a block or is at its last token."""
+        covered, final = len(part.tables[0]) * self.cache.tokens_per_block, part.progress.final
+        part.limit = covered if covered < final else final
+
+    def _last(self) -> Progress:
+        """The request to preempt: one whose last part is in flight, for it needs no blocks any more, or the last in order."""
+        return max(self.requests.values(), key=lambda progress: (progress.draining, progress.key))
+
+    def detach(self, progress: Progress) -> None:
+        """Take the blocks of a request. It is queued again as soon as its tokens in flight are known, unless they are the last."""
+        if progress.draining:
+            progress.expected = progress.total
+        else:
+            # The decode part has moved on already, to the position of a token that is known or in flight.
+            progress.expected = progress.part.start + 1 if progress.part is not None else len(progress.tokens)
+            self.preemptions += 1
+        self.free(progress)
+        progress.tables = [[] for _ in progress.tables]
+        progress.computation += 1
+        progress.computed = progress.confirmed = progress.registered = 0
+        if len(progress.tokens) == progress.expected:
+            self.queue.push(progress)
+
+    def free(self, progress: Progress) -> None:
+        """Remove a request from the batch and release its blocks."""
+        self.register(progress)
+        self.cache.release(progress.tables)
+        self._releases += 1
+        del self.requests[progress.request.number]
+        if progress.part is not None:
+            progress.part, self.stale = None, True
+        elif progress in self.prefills:
+            self.prefills.remove(progress)
+        progress.live = False
+
+    def drain(self, progress: Progress) -> None:
+        """Note that the last part of a request is planned."""
+        progress.draining = True
+        if progress.part is not None:
+            progress.part, self.stale = None, True
+
+    def leave_window(self, progress: Progress, position: int) -> None:
+        """Release blocks that the positions from `position` on do not attend to."""
+        # Only these blocks: the order in which equal blocks are entered must not depend on when the window moves.
+        self.register(progress, self.cache.blocks_outside(position))
+        self._releases += self.cache.leave_window(progress.tables, position)
+
+    def register(self, progress: Progress, blocks: int | None = None) -> None:
+        """Enter the computed full blocks of a request in the prefix cache, at most the first `blocks`."""
+        if not progress.shares or progress.generation != self.generation:
+            return
+        full = progress.confirmed_positions() // self.cache.tokens_per_block
+        if blocks is not None and blocks < full:
+            full = blocks
+        if full > progress.registered:
+            self._extend_digests(progress, full)
+            self.cache.register(progress.tables, progress.digests, progress.registered, full)
+            progress.registered = full
+
+    def _extend_digests(self, progress: Progress, blocks: int) -> None:
+        """Compute the digests of the first full blocks, as far as they are missing."""
+        digests, size = progress.digests, self.cache.tokens_per_block
+        parent = digests[-1] if digests else root_digest(progress.salt, progress.generation)
+        for start in range(len(digests) * size, blocks * size, size):
+            parent = block_digest(parent, progress.tokens[start : start + size])
+            digests.append(parent)
+
+    def forget_cache(self) -> None:
+        """Empty the prefix cache; blocks of running requests do not enter it any more."""
+        self.generation += 1
+        self.cache.forget()
