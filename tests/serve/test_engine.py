@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.policies.batch_request import Step
 from meshwright.serve.engine import Engine
 from meshwright.serve.sampling import SamplingOptions
-from meshwright.spec.errors import BadInput, OutOfResources
+from meshwright.spec.errors import BadInput
 from tests.models.tiny import ALL, LLAMA
 from tests.serve.helpers import PROMPTS, TOKENS, engine_of, greedy, record_logits, texts, tiny
 
