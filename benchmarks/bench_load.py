@@ -2,7 +2,8 @@
 
     python benchmarks/bench_load.py --folder /dev/shm/load --gigabytes 14.8 --rounds 5
 
-One JSON line for each round: seconds of the raw read, of the load, and their ratio. Both run in turn on the same committed checkpoint.
+Both run in turn on the same committed checkpoint, and each round begins with the other one. One JSON line for each round has the seconds
+of both and their ratio; the last line has the medians and whether their ratio is within the limit.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ import json
 import os
 import queue
 import shutil
+import statistics
+import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,8 +26,11 @@ from meshwright.checkpoint.block_reader import READ_THREADS
 from meshwright.checkpoint.files import BLOCK_BYTES
 from meshwright.checkpoint.store import CheckpointStore
 
+LIMIT, GOAL = 1.3, 1.1
+"""Largest ratio of the medians that is accepted, and the one aimed at."""
 
-def main() -> None:
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="empty or absent; removed at the end")
     parser.add_argument("--gigabytes", type=float, default=1.0)
@@ -41,27 +48,32 @@ def main() -> None:
         torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(READ_THREADS)
     ]
     target = torch.empty(BLOCK_BYTES * READ_THREADS, dtype=torch.uint8, device=device)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    rounds: list[dict[str, float]] = []
     try:
         for number in range(arguments.rounds):
             for tensor in tensors.values():
                 tensor.zero_()
-            raw_seconds = _timed(lambda: _read_raw(path, buffers, target))
-            load_seconds = _timed(lambda: store.load(path, tensors))
+            calls = {"raw_s": lambda: _read_raw(path, buffers, target), "load_s": lambda: store.load(path, tensors)}
+            order = list(calls)[:: 1 if number % 2 == 0 else -1]
+            seconds = {key: _timed(calls[key]) for key in order}
             assert all(float(tensor.double().sum()) == expected[name] for name, tensor in tensors.items())
-            record = {
-                "bytes": size,
-                "threads": READ_THREADS,
-                "raw_s": raw_seconds,
-                "load_s": load_seconds,
-                "ratio": load_seconds / raw_seconds,
-            }
-            name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-            print(json.dumps({"round": number, "device": name, **record, "raw_gb_s": size / raw_seconds / 1e9}))
+            rounds.append(seconds)
+            print(
+                json.dumps(
+                    {"round": number, "first": order[0], **seconds, "ratio": seconds["load_s"] / seconds["raw_s"]}
+                )
+            )
     finally:
         shutil.rmtree(arguments.folder)
+    medians = {key: statistics.median(seconds[key] for seconds in rounds) for key in ("raw_s", "load_s")}
+    ratio = medians["load_s"] / medians["raw_s"]
+    summary = {"device": name, "bytes": size, "threads": READ_THREADS, "rounds": len(rounds), **medians, "ratio": ratio}
+    print(json.dumps({"median": summary, "limit": LIMIT, "goal": GOAL, "ok": ratio <= LIMIT}))
+    return 0 if ratio <= LIMIT else 1
 
 
-def _timed(call) -> float:
+def _timed(call: Callable[[], object]) -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -102,4 +114,4 @@ def _read_raw(path: Path, buffers: list[torch.Tensor], target: torch.Tensor) -> 
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

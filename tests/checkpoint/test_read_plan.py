@@ -93,8 +93,15 @@ def test_any_cut_of_an_entry_fills_any_box_of_it(data: st.DataObject) -> None:
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_block_digest_is_xxh3_64(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not compiled:
-        monkeypatch.setattr(digests, "_c_function", lambda: None)
+        monkeypatch.setattr(digests, "_c_functions", lambda: None)
     for size in (0, 1, 240, 241, 100_001):
         data = bytearray(number % 251 for number in range(size))
         assert digests.block_digest(memoryview(data)) == xxhash.xxh3_64(data).hexdigest()
-    assert (digests._c_function() is not None) == compiled
+        filled, expected = bytearray(size), xxhash.xxh3_64(data).hexdigest()
+
+        def fill(start: int, end: int, data: bytearray = data, filled: bytearray = filled) -> None:
+            assert not any(filled[start:]), "parts are filled from front to back"
+            filled[start:end] = data[start:end]
+
+        assert digests.digest_while_filling(memoryview(filled), 777, fill) == expected and filled == data
+    assert (digests._c_functions() is not None) == compiled

@@ -7,18 +7,23 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from meshwright.checkpoint import background
 from meshwright.checkpoint import snapshot_transport as transport
 from meshwright.checkpoint.arena import ARENA, Arena, empty_memory
 from meshwright.checkpoint.file_image import FileImage
 from meshwright.checkpoint.files import BLOCK_BYTES, FileRecord
+from meshwright.checkpoint.ranks import Ranks
 from meshwright.checkpoint.snapshot_memory import SnapshotMemory
 from meshwright.checkpoint.snapshot_record import SnapshotName, SnapshotRecord
 from meshwright.checkpoint.snapshot_source import RankOffer, ServerSource, SnapshotLocation, newest_complete
 from meshwright.checkpoint.snapshot_transport import Pace, SnapshotClient, SnapshotServer, TransportFailure
 from meshwright.spec.errors import Damaged
+from meshwright.spec.job_token import TOKEN_VARIABLE
+from meshwright.training.partner import missing_copy_bytes
 
 TOKEN = "0123456789abcdef"
 ELEMENTS = BLOCK_BYTES // 4 + 300_000
@@ -87,6 +92,29 @@ def test_a_copy_is_read_as_it_was_stored_and_the_two_newest_stay() -> None:
         source.close()
         with pytest.raises(Damaged, match="is not here"):
             ServerSource(address, TOKEN, name(1))
+
+
+def test_memory_for_copies_is_checked_at_the_start_without_what_the_slots_already_take(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(background, "available_host_memory", lambda: 10**9)
+    rank_bytes, ranks = 250 * 10**6, Ranks(None)
+    assert background.memory_obstacle(rank_bytes, ranks, 2) is None  # 500 of 900 MB
+    obstacle = background.memory_obstacle(rank_bytes, ranks, 2, lambda: missing_copy_bytes(rank_bytes, 2))
+    assert obstacle is not None
+    assert obstacle.startswith(
+        "0.5 GB of arenas and 1.0 GB for a partner host's snapshots (checkpoint.partner) on a host"
+    )
+    (tmp_path / "token").touch(mode=0o600)
+    (tmp_path / "token").write_text(TOKEN)
+    with host() as (address, _):
+        monkeypatch.setenv(transport.SERVER_VARIABLE, address)
+        monkeypatch.setenv(TOKEN_VARIABLE, str(tmp_path / "token"))
+        assert missing_copy_bytes(rank_bytes, 2) == 4 * rank_bytes
+        store(address, 1)
+        left = 4 * rank_bytes - missing_copy_bytes(rank_bytes, 2)
+        assert image(1).bytes <= left < image(1).bytes + 10**6
+    assert missing_copy_bytes(rank_bytes, 2) == 4 * rank_bytes, "the server has ended"
 
 
 def test_a_rank_without_a_file_has_a_copy_of_its_record() -> None:

@@ -16,6 +16,7 @@ from meshwright.planner.checkpoint_cost import (
     HOST_COPY_RATE,
     WRITE_RATE,
     CheckpointCost,
+    SaveRates,
     checkpoint_cost,
     checkpoint_sentences,
 )
@@ -110,27 +111,31 @@ def test_training_waits_for_a_reason(tmp_path: Path, override: str, reason: str)
 
 
 def measured_saves(name: str) -> list[dict[str, Any]]:
-    """The runs of llama3-1b on one H200 in a file of results, `checkpoint.every=16`: asynchronous, synchronous."""
+    """The runs of llama3-1b on one H200 in a file of results, a save every 16 steps: asynchronous, then any synchronous."""
     lines = json.loads((RESULTS / name).read_text(encoding="utf-8"))["lines"]
     return [line for line in lines if line["kind"] == "run"]
 
 
-@pytest.mark.parametrize("name", ["2026-11-24-checkpoint-stall-H200.json", "2026-11-24-checkpoint-saves-H200.json"])
+@pytest.mark.parametrize(
+    "name", [f"2026-11-24-checkpoint-{name}-H200.json" for name in ("stall", "saves", "checksums")]
+)
 def test_predictions_agree_with_measured_saves(tmp_path: Path, name: str) -> None:
     """Bytes, host memory, time to storage and its bandwidth within 10%.
 
     `mean_step_beside` of a result is the mean time of steps during which a save was running, seconds.
 
-    The measured `staging` includes the wait for the end of the step on the device, so the time of the copy alone is not compared.
+    In the older results `staging` includes the wait for the end of the step on the device, so only the newest compares the copy's time.
     """
-    asynchronous, _ = measured_saves(name)
+    asynchronous = measured_saves(name)[0]
     one_h200 = ("cluster={gpu: H200, gpus_per_node: 1}", "train.global_batch=4", "checkpoint.every=16")
     cost = checkpoint_cost(*planned(tmp_path, *one_h200), step_seconds=asynchronous["median_step_seconds"])
     assert cost is not None and cost.beside_training
     saves = asynchronous["saves"]
     for save in saves:
         assert cost.bytes == cost.host_bytes == pytest.approx(save["megabytes"] * 1e6, rel=0.01)
-    assert cost.bytes / WRITE_RATE == pytest.approx(mean(save["writing"] for save in saves), rel=0.1)
+    assert cost.writing_seconds == pytest.approx(mean(save["writing"] for save in saves), rel=0.1)
+    if "checksums" in name:
+        assert cost.copy_seconds == pytest.approx(mean(save["staging"] for save in saves), rel=0.1)
     bandwidth = saves[0]["megabytes"] * 1e6 / (16 * asynchronous["mean_step_beside"])
     assert cost.storage_bytes_per_second == pytest.approx(bandwidth, rel=0.1)
 
@@ -143,6 +148,23 @@ def test_the_stall_predicted_for_the_measured_runs_is_within_the_variation_of_st
     assert cost is not None and cost.stall_seconds == 0
     variation = max(waiting["step_seconds"][6:]) - waiting["median_step_seconds"]
     assert all(0 < stall < variation < 0.03 for stall in asynchronous["stall_seconds"])
+
+
+def test_measured_rates_replace_those_that_are_assumed(tmp_path: Path) -> None:
+    """Writes and copies of offloaded state take bytes over rate; CPU ranks have a prediction with measured rates only."""
+    run, plan = planned(tmp_path, "plan.offload=optimizer", "plan.compute=bf16", "cluster.host_memory_gib=50")
+    cost = checkpoint_cost(run, plan, 0.3, SaveRates(write=1e9, host_copy=5e9))
+    assert cost is not None
+    assert cost.writing_seconds == pytest.approx(cost.bytes / 2 / 1e9)
+    assert cost.copy_seconds == pytest.approx(cost.bytes / 2 / 5e9)
+    small = ("model={preset: llama-nano}", "train.seq_len=128", "checkpoint.mode=async")
+    run, plan = planned(tmp_path, "cluster={gpu: cpu, gpus_per_node: 2}", *small)
+    assumed = checkpoint_cost(run, plan, 2.0)
+    assert assumed is not None and assumed.copy_seconds is assumed.stall_seconds is None
+    assert assumed.writing_seconds == pytest.approx(assumed.bytes / 2 / WRITE_RATE)
+    measured = checkpoint_cost(run, plan, 2.0, SaveRates(host_copy=assumed.bytes / 2 / 3.0))
+    assert measured is not None
+    assert measured.copy_seconds == pytest.approx(3.0) and measured.stall_seconds == pytest.approx(1.0)
 
 
 def test_a_run_without_checkpoints_has_no_cost(tmp_path: Path) -> None:

@@ -322,19 +322,23 @@ class _SaveInFlight:
         )
 
 
-def memory_obstacle(rank_bytes: int, ranks: Ranks, local_ranks: int) -> str | None:
+def memory_obstacle(
+    rank_bytes: int, ranks: Ranks, local_ranks: int, copies: Callable[[], int] = lambda: 0
+) -> str | None:
     """Why the hosts' memory does not hold `rank_bytes` for each rank, or None where it does.
 
+    `copies` returns the bytes that this host's copies of a partner host's snapshots will take beside that.
     Collective over `ranks`; the same answer on all.
     """
 
-    def look() -> tuple[int, int]:
+    def look() -> tuple[int, int, int]:
         missing = max(0, rank_bytes - allocated_bytes())
-        return missing * local_ranks, int(available_host_memory() * (1 - RESERVED_SHARE))
+        return missing * local_ranks, copies(), int(available_host_memory() * (1 - RESERVED_SHARE))
 
-    for need, available in ranks.run_on_all("planning checkpoints", look):
-        if need > available:
-            return f"{need / 1e9:.1f} GB of arenas on a host with {available / 1e9:.1f} GB of memory left"
+    for arenas, of_partner, available in ranks.run_on_all("planning checkpoints", look):
+        if arenas + of_partner > available:
+            partner = f" and {of_partner / 1e9:.1f} GB for a partner host's snapshots (checkpoint.partner)"
+            return f"{arenas / 1e9:.1f} GB of arenas{partner if of_partner else ''} on a host with {available / 1e9:.1f} GB of memory left"
     return None
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import queue
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,12 +31,14 @@ Fill = Callable[[str, int, Tensor], None]
 """Takes a file's name, the position of a block in it, and the block's bytes."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class BlockBuffer:
     """Memory of one block on the host and, if it may be sent from the device, there."""
 
     host: Tensor
     device: Tensor | None = None
+    _copies: torch.cuda.Event | None = None
+    """The end of copies from the host memory."""
 
     @classmethod
     def allocate(cls, device: torch.device, *, on_device: bool) -> BlockBuffer:
@@ -44,6 +46,17 @@ class BlockBuffer:
         return cls(
             host_block(device), torch.empty(BLOCK_BYTES, dtype=torch.uint8, device=device) if on_device else None
         )
+
+    def note_copies(self, device: torch.device) -> None:
+        """Note that copies from the host memory were given to the current stream of `device`."""
+        if device.type == "cuda":
+            self._copies = self._copies or torch.cuda.Event()
+            self._copies.record(torch.cuda.current_stream(device))
+
+    def wait_for_copies(self) -> None:
+        """Wait until the host memory may change."""
+        if self._copies is not None:
+            self._copies.synchronize()
 
 
 SendQueue = queue.SimpleQueue[tuple[BlockTransfer, BlockBuffer, "Future[None]"] | None]
@@ -108,8 +121,8 @@ class HostExchange:
         for position, (_, transfer) in enumerate(incoming):
             work, block = pending.pop(0)
             _wait([work])
-            with synchronize_copies_on_exit(self._device):
-                self._use.fill(transfer, block)
+            self._use.fill(transfer, block)
+            _synchronize_copies(self._device)  # before the buffer receives another block
             if position + RECEIVE_AHEAD < len(incoming):
                 pending.append(begin(position + RECEIVE_AHEAD))
 
@@ -195,18 +208,10 @@ def host_block(device: torch.device) -> Tensor:
     return torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
-@contextmanager
-def synchronize_copies_on_exit(device: torch.device) -> Iterator[None]:
-    """Context for host work beside copies to a device that were started before; waits for them on exit.
-
-    Afterwards their source may change.
-    """
-    event = torch.cuda.current_stream().record_event() if device.type == "cuda" else None
-    try:
-        yield
-    finally:
-        if event is not None:
-            event.synchronize()
+def _synchronize_copies(device: torch.device) -> None:
+    """Wait for the copies that were given to the current stream of `device`; their source may then change."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).record_event().synchronize()
 
 
 def _wait(works: Sequence[dist.Work | None]) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -23,9 +23,8 @@ from meshwright.checkpoint.block_exchange import (
     Fill,
     HostExchange,
     SendQueue,
-    synchronize_copies_on_exit,
 )
-from meshwright.checkpoint.digests import block_digest
+from meshwright.checkpoint.digests import digest_while_filling
 from meshwright.checkpoint.files import BLOCK_BYTES, open_regular, read_range, unreadable
 from meshwright.checkpoint.manifest import Damage, DamagedCheckpoint, Manifest
 from meshwright.checkpoint.ranks import Ranks
@@ -33,6 +32,13 @@ from meshwright.checkpoint.read_plan import BlockTransfer
 from meshwright.spec.errors import Damaged
 
 READ_THREADS = max(2, min(16, os.cpu_count() or 1))
+SPARE_BUFFERS = 4
+"""Blocks whose copies to a device may still run while every thread reads another block."""
+PART_BYTES = 2 << 20
+"""Bytes that are read and then digested at a time: few enough for the processor's cache, and enough that threads rarely wait for the GIL.
+
+Reads are limited by the memory bandwidth of each core. A digest of a block that has left the cache makes them a third slower.
+"""
 
 
 class BlockFiles:
@@ -65,23 +71,30 @@ class BlockFiles:
 
     def read(self, file: str, index: int, target: memoryview) -> None:
         """Fill `target` with block `index` of `file`. Raises DamagedCheckpoint unless the block is what was written."""
-        self.read_unverified(file, index, target)
-        self.verify(file, index, target)
+        read, offset = self.reader(file), index * BLOCK_BYTES
+        digest = digest_while_filling(target, PART_BYTES, lambda start, end: read(offset + start, target[start:end]))
+        if digest != self.manifest.files[file].blocks[index]:
+            raise DamagedCheckpoint(self.path, [Damage(file, offset, "digest")])
 
-    def read_unverified(self, file: str, index: int, target: memoryview) -> None:
-        """Fill `target` with block `index` of `file`, in one read: with a few threads Python's lock would limit many small ones."""
-        offset = index * BLOCK_BYTES
-        header = self._headers.get(file, b"")[offset : offset + len(target)]
-        target[: len(header)] = header
+    def reader(self, file: str) -> Callable[[int, memoryview], object]:
+        """A function that fills memory with the bytes of `file` from an offset on; they are not verified."""
+        path, header = self.path / file, self._headers.get(file, b"")
         try:
-            read_range(self._descriptor(file), target[len(header) :], offset + len(header), self.path / file)
+            descriptor = self._descriptor(file)
         except (OSError, Damaged) as error:
-            raise self._as_damage(file, offset, error) from error
+            raise self._as_damage(file, 0, error) from error
 
-    def verify(self, file: str, index: int, data: memoryview) -> None:
-        """Raise DamagedCheckpoint unless `data` is block `index` of `file` as it was written."""
-        if block_digest(data) != self.manifest.files[file].blocks[index]:
-            raise DamagedCheckpoint(self.path, [Damage(file, index * BLOCK_BYTES, "digest")])
+        def read(offset: int, target: memoryview) -> None:
+            if offset < len(header):
+                known = header[offset : offset + len(target)]
+                target[: len(known)] = known
+                offset, target = offset + len(known), target[len(known) :]
+            try:
+                read_range(descriptor, target, offset, path)
+            except (OSError, Damaged) as error:
+                raise self._as_damage(file, offset // BLOCK_BYTES * BLOCK_BYTES, error) from error
+
+        return read
 
     def _descriptor(self, file: str) -> int:
         with self._lock:
@@ -129,7 +142,7 @@ class BlockReader:
         """
         mine = [transfer for transfer in transfers if transfer.reader == self._ranks.rank]
         sends = self._device_group is not None and any(transfer.receivers for transfer in mine)
-        for _ in range(min(READ_THREADS + 2, len(mine))):
+        for _ in range(min(READ_THREADS + SPARE_BUFFERS, len(mine))):
             self._free.put(BlockBuffer.allocate(self._device, on_device=sends))
         sending: SendQueue = queue.SimpleQueue()
         use = BlockUse(self._files.block_bytes, self._fill_received, self._free.put)
@@ -147,33 +160,50 @@ class BlockReader:
                     communicators.submit(host_exchange.receive, transfers),
                     communicators.submit(host_exchange.send, transfers, sending),
                 ]
-            for transfer in mine:  # buffers go out in the order of the plan, so the next block to send always has one
-                buffer = self._free.get()
-                done = readers.submit(self._read, transfer, buffer)
-                if transfer.receivers:
-                    sending.put((transfer, buffer, done))
+            pending, lock = iter(mine), threading.Lock()
+            threads = [readers.submit(self._read_pending, pending, lock, sending) for _ in range(READ_THREADS)]
+            for future in threads:
+                future.result()
             sending.put(None)
             for future in talking:
                 future.result()
+        while not self._free.empty():
+            self._free.get().wait_for_copies()
+
+    def _read_pending(self, pending: Iterator[BlockTransfer], lock: threading.Lock, sending: SendQueue) -> None:
+        """Read what `pending`, which all reading threads share, has left."""
+        while True:
+            done = None
+            with lock:  # buffers go out in the order of the plan, so the next block to send always has one
+                transfer = next(pending, None)
+                if transfer is None:
+                    return
+                buffer = self._free.get()
+                if transfer.receivers:
+                    done = Future[None]()
+                    sending.put((transfer, buffer, done))
+            self._read(transfer, buffer)
+            if done is None:
+                self._free.put(buffer)
+            else:
+                done.set_result(None)
 
     def _read(self, transfer: BlockTransfer, buffer: BlockBuffer) -> None:
         try:
-            if self.failure is None:
-                block = buffer.host[: self._files.block_bytes(transfer.file, transfer.index)]
-                data = block.numpy().data
-                self._files.read_unverified(transfer.file, transfer.index, data)
-                # The copy to a device runs while the block is verified; a wrong block fails the load, whatever it filled.
-                if transfer.receivers and buffer.device is not None:
-                    buffer.device[: block.numel()].copy_(block, non_blocking=True)
-                else:
-                    self._fill(transfer.file, transfer.index, block)
-                with synchronize_copies_on_exit(self._device):
-                    self._files.verify(transfer.file, transfer.index, data)
+            buffer.wait_for_copies()
+            if self.failure is not None:
+                return
+            block = buffer.host[: self._files.block_bytes(transfer.file, transfer.index)]
+            self._files.read(transfer.file, transfer.index, block.numpy().data)
+            if transfer.receivers and buffer.device is not None:
+                buffer.device[: block.numel()].copy_(block, non_blocking=True)
+            else:
+                self._fill(transfer.file, transfer.index, block)
+            buffer.note_copies(self._device)
+            if transfer.receivers:
+                buffer.wait_for_copies()
         except Exception as error:
             self.failure = self.failure or error
-        finally:
-            if not transfer.receivers:
-                self._free.put(buffer)
 
     def _fill_received(self, transfer: BlockTransfer, block: Tensor) -> None:
         """Fill this rank's tensors from a block that another rank or another thread has verified, unless the load has failed."""

@@ -10,26 +10,72 @@ import ctypes
 from collections.abc import Callable
 from functools import lru_cache
 from importlib import import_module
+from typing import Any
 
 import xxhash
 
 
 def block_digest(data: memoryview) -> str:
     """The xxh3_64 digest of a writable, contiguous view, in hexadecimal."""
-    function = _c_function()
-    if function is None or not len(data):
+    functions = _c_functions()
+    if functions is None or not len(data):
         return xxhash.xxh3_64(data).hexdigest()
-    return f"{function(ctypes.addressof(ctypes.c_char.from_buffer(data)), len(data)):016x}"
+    return f"{functions.digest(_address(data), len(data)):016x}"
+
+
+def digest_while_filling(data: memoryview, part_bytes: int, fill: Callable[[int, int], object]) -> str:
+    """The xxh3_64 digest of a writable, contiguous view, in hexadecimal; `fill(start, end)` writes one part of it after the other.
+
+    A part is digested before the next is written, so that it is still in the processor's cache.
+    """
+    parts = [(start, min(start + part_bytes, len(data))) for start in range(0, len(data), part_bytes)]
+    functions = _c_functions()
+    if functions is None or not parts:
+        digest = xxhash.xxh3_64()
+        for start, end in parts:
+            fill(start, end)
+            digest.update(data[start:end])
+        return digest.hexdigest()
+    address, state = _address(data), functions.create_state()
+    try:
+        functions.reset(state)
+        for start, end in parts:
+            fill(start, end)
+            functions.update(state, address + start, end - start)
+        return f"{functions.result(state):016x}"
+    finally:
+        functions.free_state(state)
+
+
+def _address(data: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(data))
+
+
+class _XXHash:
+    """Functions of libxxhash. Calls that take long release the GIL, and short ones keep it: giving it back takes longer than they do."""
+
+    def __init__(self, path: str) -> None:
+        long, short = ctypes.CDLL(path), ctypes.PyDLL(path)
+        pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64
+        # On x86 the plain functions have the instructions of every processor only: half the rate of those for this processor.
+        self.digest = _typed(getattr(long, "XXH3_64bits_dispatch", long.XXH3_64bits), number, pointer, size)
+        update = getattr(long, "XXH3_64bits_update_dispatch", long.XXH3_64bits_update)
+        self.update = _typed(update, ctypes.c_int, pointer, pointer, size)
+        self.create_state = _typed(short.XXH3_createState, pointer)
+        self.free_state = _typed(short.XXH3_freeState, ctypes.c_int, pointer)
+        self.reset = _typed(short.XXH3_64bits_reset, ctypes.c_int, pointer)
+        self.result = _typed(short.XXH3_64bits_digest, number, pointer)
+
+
+def _typed(function: Any, result: Any, *arguments: Any) -> Any:
+    function.argtypes, function.restype = arguments, result
+    return function
 
 
 @lru_cache(maxsize=1)
-def _c_function() -> Callable[[int, int], int] | None:
-    """The function `XXH3_64bits` of `xxhash`'s compiled module; None if that does not export it."""
+def _c_functions() -> _XXHash | None:
+    """The functions in `xxhash`'s compiled module; None if that does not export them."""
     try:
-        library = ctypes.CDLL(str(import_module("xxhash._xxhash").__file__))
-        # On x86 the plain function has the instructions of every processor only: half the rate of those for this processor.
-        function = getattr(library, "XXH3_64bits_dispatch", library.XXH3_64bits)
+        return _XXHash(str(import_module("xxhash._xxhash").__file__))
     except (ImportError, OSError, AttributeError):
         return None
-    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_size_t], ctypes.c_uint64
-    return function

@@ -36,6 +36,7 @@ class Destination:
             # Whole rows are consecutive in the file: copy them as a vector.
             offsets, target = (offsets[0] * math.prod(shape[1:]),), target.view(-1)
             shape = (math.prod(shape),)
+        self._consecutive = len(shape) == 1
         self._entry, self._shape, self._offsets, self._target = entry, shape, offsets, target
         self._lock = threading.Lock()
         self._missing_bytes = self.end - self.start
@@ -62,7 +63,11 @@ class Destination:
             data, start = complete, self.start
         values = data.view(DTYPES[self._entry.dtype])
         position = (start - self._entry.start) // ITEM_BYTES[self._entry.dtype]
-        _scatter(values, position, self._shape, self._offsets, self._target)
+        if self._consecutive:
+            first = position - self._offsets[0]
+            self._target[first : first + values.numel()].copy_(values, non_blocking=True)
+        else:
+            _scatter(values, position, self._shape, self._offsets, self._target)
 
     def _collect(self, data: Tensor, offset: int) -> Tensor | None:
         """Store `data` at byte `offset` of the box's rows; return all bytes of these rows once they are complete."""

@@ -124,8 +124,9 @@ def load_tensors(
 
         def assign() -> tuple[dict[str, list[tuple[int, int]]], str]:
             ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
+            paths = {file: opened.path / file for file in entries}
             for part in parts:
-                entry = find_entry(entries[part.file], part.key, part.dtype, part.shape, opened.path / part.file)
+                entry = find_entry(entries[part.file], part.key, part.dtype, part.shape, paths[part.file])
                 destination = Destination(entry, part.offsets, part.target)
                 ranges[part.file].append((destination.start, destination.end))
                 for index in range(destination.start // BLOCK_BYTES, -(-destination.end // BLOCK_BYTES)):
@@ -180,6 +181,11 @@ def _chunk_parts(contents: Contents, tensors: Mapping[str, Tensor | StateParts])
         record = contents[name]
         for offsets, elements in _local_boxes(tensor):
             for chunk in record.chunks:
+                if (chunk.offsets, chunk.sizes) == (offsets, elements.shape) and elements.numel():
+                    yield _ChunkPart(
+                        chunk.file, chunk.key, record.dtype, chunk.sizes, (0,) * len(chunk.sizes), elements
+                    )
+                    continue
                 intersection = intersect(chunk, offsets, tuple(elements.shape))
                 if intersection is not None:
                     chunk_offsets, box_offsets, sizes = intersection

@@ -61,6 +61,11 @@ class SnapshotMemory:
                 snapshot.close()
         return names
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of host memory that the slots take."""
+        return sum(allocated_bytes({ARENA: path}) for path in self._slots)
+
     def open(self, name: SnapshotName) -> OpenSnapshot | None:
         """The snapshot `name`; None if it is not here, or no longer."""
         for path in (*self._arenas, *self._slots):

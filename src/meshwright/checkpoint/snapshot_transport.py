@@ -4,6 +4,7 @@ Clients are writers, and ranks that resume. A request is a line of JSON; the fir
 in constant time. Every answer is a line of JSON, and has `error` where the request is refused. Operations:
 
     names    the complete snapshots of the host
+    memory   how much of the host's memory copies of another host's snapshots take (`bytes`)
     open     a snapshot for reading; its record follows (`bytes`)
     read     bytes of the file that the opened snapshot makes; they follow
     store    a copy: after the answer the client sends the file block by block, each with its digest (8 bytes), then a line with the
@@ -104,6 +105,8 @@ class _Session:
         match request["op"]:
             case "names":
                 self._stream.send_line({"names": [plain_name(name) for name in self._memory.names()]})
+            case "memory":
+                self._stream.send_line({"bytes": self._memory.slot_bytes})
             case "open":
                 self._open(parse_name(request["name"]))
             case "read":
@@ -188,6 +191,11 @@ class SnapshotClient:
         """The complete snapshots of the host."""
         with self._failures():
             return [parse_name(value) for value in self._request("names", limit=RECORD_BYTES)["names"]]
+
+    def slot_bytes(self) -> int:
+        """Bytes of the host's memory that copies of another host's snapshots take."""
+        with self._failures():
+            return _number(self._request("memory")["bytes"], DATA_BYTES)
 
     def open(self, name: SnapshotName) -> SnapshotRecord:
         """Open a snapshot for `read`; returns its record."""

@@ -23,10 +23,11 @@ from meshwright.workload.plan_bytes import optimizer_on_host
 
 HOST_COPY_RATE = 10e9
 """Bytes a second that one rank copies from host memory to host memory: a guess."""
-WRITE_RATE = 2.4e9
+WRITE_RATE = 2.62e9
 """Bytes a second that the writer of one rank brings to storage.
 
-Measured by `benchmarks/checkpoint_stall.py` on an H200 host with 16 cores, to tmpfs: 2.3 to 2.7 GB/s. Storage that is slower is not known.
+Measured by `benchmarks/checkpoint_stall.py` with one rank on H200 hosts with 16 cores, to tmpfs: 2.3 to 3.0 GB/s. Storage that is slower is
+not known.
 """
 PARTNER_COPIES = 2
 """Copies of each snapshot of another host for which a host has memory: one that is complete, and one that arrives."""
@@ -35,6 +36,16 @@ SLOWDOWN = 0.01
 
 On one H200 it was within the variation of steps (-0.6%).
 """
+
+
+@dataclass(frozen=True)
+class SaveRates:
+    """Rates of one rank's save in bytes per second, for machines on which they were measured."""
+
+    write: float = WRITE_RATE
+    """From host memory to storage."""
+    host_copy: float | None = None
+    """From host memory to host memory. None: `HOST_COPY_RATE` beside a GPU, and no prediction for CPU ranks."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +69,8 @@ class CheckpointCost:
     """Part of a rank's state that is first copied within device memory, so that the next update does not wait for it."""
     stall_seconds: float | None = None
     """How long the update of the next step waits for copies."""
+    writing_seconds: float | None = None
+    """Write of a rank's state from host memory to storage."""
     cost_seconds: float | None = None
     """What a save costs training: the stall, and slower steps while it is copied and written."""
     interval_seconds: float | None = None
@@ -72,11 +85,14 @@ class CheckpointCost:
     """Largest share of a rank's network port that the copy takes."""
 
 
-def checkpoint_cost(run: RunSpec, plan: Plan, step_seconds: float | None = None) -> CheckpointCost | None:
+def checkpoint_cost(
+    run: RunSpec, plan: Plan, step_seconds: float | None = None, rates: SaveRates | None = None
+) -> CheckpointCost | None:
     """The cost of the run's checkpoints, or None for a run that writes none but the last.
 
-    A step takes `step_seconds`, or what the plan predicts where that is None.
+    A step takes `step_seconds`, or what the plan predicts where that is None. `rates` replace those that are assumed.
     """
+    rates = rates or SaveRates()
     spec, cluster = run.checkpoint, as_nodes(run.cluster)
     if not spec.every:
         return None
@@ -95,10 +111,14 @@ def checkpoint_cost(run: RunSpec, plan: Plan, step_seconds: float | None = None)
     if reserved + second_buffers > _host_memory_left(run, plan):
         second_buffers = 0.0
     copies, cost = _Copies(), None
-    if step is not None and not cluster.is_cpu:
-        copies = _copies(run, plan, step, rank_bytes, offloaded, waits=bool(offloaded and not second_buffers))
-        assert copies.seconds is not None and copies.stall_seconds is not None
-        save = copies.seconds + rank_bytes / WRITE_RATE
+    writing = rank_bytes / rates.write
+    if step is not None and cluster.is_cpu and rates.host_copy is not None:
+        copies = _processor_copies(step, rank_bytes, rates.host_copy)
+    elif step is not None and not cluster.is_cpu:
+        host_copy, waits = rates.host_copy or HOST_COPY_RATE, bool(offloaded and not second_buffers)
+        copies = _copies(run, plan, step, rank_bytes, offloaded, host_copy, waits=waits)
+    if copies.seconds is not None and copies.stall_seconds is not None:
+        save = copies.seconds + writing
         cost = copies.stall_seconds + SLOWDOWN * save
         if spec.every == "auto":
             interval = auto_interval(cost, save, cluster.nodes, cluster.host_mtbf_hours)
@@ -110,6 +130,7 @@ def checkpoint_cost(run: RunSpec, plan: Plan, step_seconds: float | None = None)
         copy_seconds=copies.seconds,
         device_copy_bytes=copies.device_copy_bytes,
         stall_seconds=copies.stall_seconds,
+        writing_seconds=writing,
         cost_seconds=cost,
         interval_seconds=interval,
         storage_bytes_per_second=whole / interval if interval else None,
@@ -128,9 +149,21 @@ class _Copies:
     stall_seconds: float | None = None
 
 
-def _copies(run: RunSpec, plan: Plan, step: float, rank_bytes: float, offloaded: float, *, waits: bool) -> _Copies:
+def _processor_copies(step: float, rank_bytes: float, rate: float) -> _Copies:
+    """The copies of a CPU rank, whose state is in host memory, beside a step of `step` seconds.
+
+    The seconds of its update are not known and counted as 0, so the stall is a lower bound.
+    """
+    stall = plan_device_copies(_in_groups(rank_bytes), StepTimes(step, 0.0, rate), room=0).stall_seconds
+    return _Copies(rank_bytes / rate, 0, stall)
+
+
+def _copies(
+    run: RunSpec, plan: Plan, step: float, rank_bytes: float, offloaded: float, host_copy: float, *, waits: bool
+) -> _Copies:
     """The copies of `rank_bytes` of state of which `offloaded` are in host memory, beside a step of `step` seconds.
 
+    `host_copy` is the rate of copies within host memory.
     `waits`: the update of the state in host memory waits for its copy, as there are no second buffers.
     """
     cluster = as_nodes(run.cluster)
@@ -142,9 +175,9 @@ def _copies(run: RunSpec, plan: Plan, step: float, rank_bytes: float, offloaded:
     stall = device_copies.stall_seconds
     if waits:
         update = min(step, offloaded / number(rate_both_ways(machine)))
-        host_times = StepTimes(step - update, update, HOST_COPY_RATE)
+        host_times = StepTimes(step - update, update, host_copy)
         stall = max(stall, plan_device_copies(_in_groups(offloaded), host_times, room=0).stall_seconds)
-    return _Copies(max(on_device / link, offloaded / HOST_COPY_RATE), device_copies.bytes, stall)
+    return _Copies(max(on_device / link, offloaded / host_copy), device_copies.bytes, stall)
 
 
 def _in_groups(count: float) -> list[float]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import closing
 
 from meshwright.checkpoint.partner_copy import Partner
 from meshwright.checkpoint.ranks import Ranks
-from meshwright.checkpoint.snapshot_transport import SERVER_VARIABLE
+from meshwright.checkpoint.snapshot_memory import SLOTS
+from meshwright.checkpoint.snapshot_transport import SERVER_VARIABLE, SnapshotClient, TransportFailure
 from meshwright.costs.partner_copies import partner_rate
 from meshwright.policies.partner_host import choose_partner_hosts, partner_sentence
+from meshwright.spec.job_token import job_token
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
@@ -39,3 +42,15 @@ def find_partner(run: RunSpec, plan: Plan, ranks: Ranks, say: Callable[[str], No
     rate = partner_rate(cluster)
     say(f"copies of snapshots at up to {rate / 1e9:.2f} GB/s a rank: {partner_sentence(partners)}")
     return Partner(address, rate)
+
+
+def missing_copy_bytes(rank_bytes: int, local_ranks: int) -> int:
+    """Bytes of this host's memory that copies of another host's snapshots of `rank_bytes` a rank will take beyond what they have."""
+    needed, address = SLOTS * rank_bytes * local_ranks, os.environ.get(SERVER_VARIABLE)
+    if address is None:
+        return needed
+    try:
+        with closing(SnapshotClient(address, job_token())) as client:
+            return max(0, needed - client.slot_bytes())
+    except TransportFailure:  # the agent starts another server, whose copies may need all of it
+        return needed

@@ -24,7 +24,7 @@ from meshwright.policies.snapshot_copies import StepTimes
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput, MeshwrightError, OutOfResources
 from meshwright.spec.job import ASYNC_BYTES, AUTO_SECONDS, CheckpointSpec
-from meshwright.training.partner import find_partner
+from meshwright.training.partner import find_partner, missing_copy_bytes
 from meshwright.training.reporting import Reporter
 from meshwright.training.run_state import run_state
 from meshwright.training.session import Session
@@ -137,17 +137,25 @@ class Saver:
             start=session.attempt, partner=partner, partner_every=spec.partner_every,
             kept_open=reporter.channel_descriptors, warm_up=lambda: _texts(session),
         )  # fmt: skip
-        obstacle = memory_obstacle(background.layout.bytes, ranks, session.world.environment.local_ranks)
+        local_ranks, copied = session.world.environment.local_ranks, 0
+        if partner is not None:
+            copied = max(ranks.run_on_all("planning checkpoints", lambda: background.layout.bytes))
+
+        def copies() -> int:
+            return missing_copy_bytes(copied, local_ranks) if copied else 0
+
+        obstacle = memory_obstacle(background.layout.bytes, ranks, local_ranks, copies)
         if obstacle is not None and spec.mode == "async":
+            without = "" if partner is None else ", checkpoint.partner=none"
             raise OutOfResources(
-                f"checkpoint.mode is async: {obstacle}; use more ranks or hosts, or set checkpoint.mode=auto"
+                f"checkpoint.mode is async: {obstacle}; use more ranks or hosts, or set checkpoint.mode=auto{without}"
             )
         if obstacle is not None:
             reporter.say(f"checkpoints are written while training waits: {obstacle}")
             return cls(session, reporter, None)
         if optimizer.host_bytes:
             both = background.layout.bytes + optimizer.host_bytes
-            obstacle = memory_obstacle(both, ranks, session.world.environment.local_ranks)
+            obstacle = memory_obstacle(both, ranks, local_ranks, copies)
             background.second_buffers = obstacle is None
             if obstacle is not None:
                 reporter.say(f"updates of state in host memory wait for copies of snapshots: {obstacle}")
