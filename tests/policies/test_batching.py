@@ -14,9 +14,7 @@ def make_policy(
     blocks: int = 64, tokens: int = 32, sequences: int = 8, window: int | None = None, **limits: float
 ) -> BatchPolicy:
     """A policy with `blocks` usable blocks, none of them held in reserve."""
-    return BatchPolicy(
-        BatchLimits(tokens, sequences, reserve=0.0, **limits), [CacheGroup(blocks + 1, window)], SIZE
-    )
+    return BatchPolicy(BatchLimits(tokens, sequences, reserve=0.0, **limits), [CacheGroup(blocks + 1, window)], SIZE)
 
 
 def parts_of(step: Step | None) -> list[tuple[int, int, int]]:
