@@ -1,4 +1,4 @@
-"""Figures of a run's folder, from files written by hand: goodput and state by closed forms."""
+"""Figures of a run's folder, from files written by hand: goodput by a closed form."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from meshwright.launch.progress_file import JobProgress, ProgressFile
-from meshwright.launch.run_figures import FigureReader, RunFigures
+from meshwright.launch.run_figures import FigureReader
 
 HOUR = 3600.0
 
@@ -32,11 +32,11 @@ def supervision(moment: float, status: str, attempt: int, job: str = "a", code: 
 
 
 def steps(count: int, seconds: float = 10.0) -> list[dict[str, Any]]:
-    step = {"kind": "step", "loss": 2.0, "step_seconds": seconds, "phases": {"data": 1.0}, "tokens_per_second": 5.0}
+    step = {"kind": "step", "loss": 2.0, "step_seconds": seconds, "tokens_per_second": 5.0}
     return [{**step, "step": number, "tokens": 100 * number} for number in range(1, count + 1)]
 
 
-def test_goodput_counts_all_jobs_but_not_the_time_between(tmp_path: Path) -> None:
+def test_figures_of_a_run_of_two_jobs(tmp_path: Path) -> None:
     begin = time.time() - 10 * HOUR
     lines(
         tmp_path / "supervision.jsonl",
@@ -56,22 +56,34 @@ def test_goodput_counts_all_jobs_but_not_the_time_between(tmp_path: Path) -> Non
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "checkpoints" / "step-00000008" / "COMMITTED").touch()
     figures = FigureReader(tmp_path).read()
-    assert figures.wall_seconds == pytest.approx(180, abs=0.01) and figures.productive_seconds == 90
-    assert figures.goodput == pytest.approx(0.5, abs=0.001)
     assert (figures.state, figures.running, figures.restarts, figures.incidents) == ("finished", False, 1, 7)
     assert (figures.step, figures.steps, figures.seconds_left, figures.checkpoint_step) == (10, 40, 300.0, 8)
-    assert (figures.tokens, figures.mfu) == (1000, None)
+    assert (figures.tokens, figures.mfu, figures.goodput) == (1000, None, None)
 
 
-def test_a_running_job_counts_from_the_begin_of_its_process_to_now(tmp_path: Path) -> None:
+def test_goodput_is_that_of_the_account_and_follows_its_file(tmp_path: Path) -> None:
+    """A start of 30 s with a first step of 10 s, and steps of 10 s of which 1 s waits for data."""
+    reader, file = FigureReader(tmp_path), tmp_path / "wall_time.jsonl"
+    start = {"time": 130.0, "kind": "start", "step": 0, "seconds": 30.0, "first_step_seconds": 10.0}
+    step = {"kind": "step", "data_seconds": 1.0}
+    lines(file, [start, *({**step, "time": 130.0 + 10 * (number - 1), "step": number} for number in (1, 2))])
+    figures = reader.read()
+    assert figures.wall_seconds == 40.0 and figures.goodput == pytest.approx(18 / 40)
+    lines(file, [{**step, "time": 150.0, "step": 3}])
+    deadline = time.monotonic() + 10
+    while reader.read().wall_seconds == 40.0 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert reader.read().goodput == pytest.approx(27 / 50)
+
+
+def test_a_job_runs_while_its_progress_is_new(tmp_path: Path) -> None:
     now = time.time()
     lines(tmp_path / "supervision.jsonl", [supervision(now, "preparing", 1), supervision(now, "running", 1)])
     reader = FigureReader(tmp_path)
     file = ProgressFile(tmp_path, lambda: JobProgress("a", 1, "running"))
     file.close()
     figures = reader.read(now + 5)
-    assert reader.progress is not None and figures.wall_seconds == pytest.approx(now + 5 - reader.progress.began)
-    assert (figures.state, figures.running, figures.goodput) == ("starting", True, 0.0)
+    assert reader.progress is not None and (figures.state, figures.running) == ("starting", True)
     lines(tmp_path / "metrics.jsonl", steps(1, seconds=2.0))
     assert reader.read(now + 5).state == "running"
     lines(tmp_path / "supervision.jsonl", [supervision(now + 5, "ending", 1)])
@@ -80,16 +92,15 @@ def test_a_running_job_counts_from_the_begin_of_its_process_to_now(tmp_path: Pat
     assert reader.read(now + 6).state == "not running"
 
 
-def state_of(folder: Path) -> tuple[str, float | None]:
-    figures: RunFigures = FigureReader(folder).read()
-    return figures.state, figures.goodput
+def state_of(folder: Path) -> str:
+    return FigureReader(folder).read().state
 
 
-def test_a_run_without_supervision_has_no_goodput(tmp_path: Path) -> None:
-    assert state_of(tmp_path) == ("starting", None)
+def test_states_of_a_run_without_supervision(tmp_path: Path) -> None:
+    assert state_of(tmp_path) == "starting"
     lines(tmp_path / "metrics.jsonl", steps(3))
-    assert state_of(tmp_path) == ("running", None)
+    assert state_of(tmp_path) == "running"
     os.utime(tmp_path / "metrics.jsonl", (1, 1))
-    assert state_of(tmp_path) == ("not running", None)
+    assert state_of(tmp_path) == "not running"
     (tmp_path / "config.yaml").write_text("train: {steps: 3}\n")
-    assert state_of(tmp_path) == ("finished", None)
+    assert state_of(tmp_path) == "finished"

@@ -12,9 +12,9 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class HeatMap:
-    """`ratio` is `(rows, columns)`: the mean time over a column's steps of the row's slowest rank, over that of the median rank.
+    """`ratio` is `(rows, columns)`: the time of the row's slowest rank over that of the median rank.
 
-    NaN where no time is known.
+    Times are means over the column's steps; NaN where none is known.
     """
 
     ranks: tuple[Range, ...]

@@ -16,7 +16,6 @@ from typing import Any
 
 from meshwright.durable.writes import write_replacing
 from meshwright.events.progress import PendingWait
-from meshwright.events.start import process_start_time
 from meshwright.launch.outcome import RankState
 
 FILE = "progress.json"
@@ -51,8 +50,6 @@ class JobProgress:
     attempt: int
     status: str
     ranks: tuple[RankProgress, ...] = ()
-    began: float = 0.0
-    """Unix time at which the process of the coordinator began."""
     time: float = 0.0
     """Unix time at which this was written."""
 
@@ -72,7 +69,6 @@ class ProgressFile:
         self, folder: Path, progress: Callable[[], JobProgress], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._path, self._progress, self._clock = folder / FILE, progress, clock
-        self._began = time.time() - (time.monotonic() - process_start_time())
         self._due = clock()
         self._latest: JobProgress | None = None
         self._changed = threading.Condition()
@@ -104,7 +100,7 @@ class ProgressFile:
                 self._changed.wait_for(lambda: self._latest is not None)
                 latest, self._latest = self._latest, None
             assert latest is not None, "the wait ends when there is one"
-            text = json.dumps(_to_columns(latest, self._began), separators=(",", ":"))
+            text = json.dumps(_to_columns(latest), separators=(",", ":"))
             with suppress(OSError):  # the disk is full or gone, which other writers report
                 write_replacing(self._path, text.encode())
             if self._closing and self._latest is None:
@@ -120,13 +116,13 @@ def read_progress(folder: Path) -> JobProgress | None:
         return None
 
 
-def _to_columns(progress: JobProgress, began: float) -> dict[str, Any]:
+def _to_columns(progress: JobProgress) -> dict[str, Any]:
     """The file's JSON object: one list for each field of the ranks."""
     hosts = list(dict.fromkeys(rank.host for rank in progress.ranks))
     places = {host: place for place, host in enumerate(hosts)}
     ranks = progress.ranks
     return {
-        "time": time.time(), "began": began, "job": progress.job, "attempt": progress.attempt, "status": progress.status,
+        "time": time.time(), "job": progress.job, "attempt": progress.attempt, "status": progress.status,
         "hosts": hosts,
         "rank": [rank.rank for rank in ranks],
         "host": [places[rank.host] for rank in ranks],
@@ -156,4 +152,4 @@ def _from_columns(data: Any) -> JobProgress:
             *(data[name] for name in names), strict=True
         )
     )  # fmt: skip
-    return JobProgress(data["job"], data["attempt"], data["status"], ranks, data["began"], data["time"])
+    return JobProgress(data["job"], data["attempt"], data["status"], ranks, data["time"])

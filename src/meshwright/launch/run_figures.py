@@ -15,7 +15,9 @@ from meshwright.launch.coordinator import STATE_FILE
 from meshwright.launch.incidents import FOLDER as INCIDENTS
 from meshwright.launch.progress_file import FILE as PROGRESS_FILE
 from meshwright.launch.progress_file import JobProgress, read_progress
+from meshwright.observe.goodput import Goodput, run_goodput
 from meshwright.observe.metrics_tail import LineTail, MetricsTail
+from meshwright.observe.wall_time import FILE as WALL_TIME
 
 FRESH_SECONDS = 15.0
 """Age of `progress.json` up to which a job runs, and of `metrics.jsonl` if the run is not supervised."""
@@ -42,9 +44,7 @@ class RunFigures:
     validation_loss: float | None
     grad_norm: float | None
     wall_seconds: float | None
-    """Seconds of all jobs of the run from begin to end or now; None if it is not supervised."""
-    productive_seconds: float
-    """Seconds of steps that count, without waits for data."""
+    """Seconds from the begin of the first start to the last step or pause (`observe.goodput`)."""
     goodput: float | None
     """Productive share of the wall time."""
     checkpoint_step: int | None
@@ -61,6 +61,7 @@ class FigureReader:
         self._folder = folder
         self._metrics = MetricsTail(folder / "metrics.jsonl")
         self._history = LineTail(folder / STATE_FILE)
+        self._goodput = _GoodputReader(folder)
         self._jobs: dict[str, _Job] = {}
         self._steps: tuple[float, int | None] = (0.0, None)
         self.progress: JobProgress | None = None
@@ -77,7 +78,7 @@ class FigureReader:
         metrics, steps = self._metrics, self._total_steps()
         step = metrics.newest.get("step", 0)
         running &= step != steps if job is None else job.code is None
-        wall = self._wall_seconds(now, running)
+        account = self._goodput.read()
         pace = metrics.recent_step_seconds
         return RunFigures(
             name=self._folder.resolve().name,
@@ -87,8 +88,7 @@ class FigureReader:
             tokens=metrics.number("tokens"), tokens_per_second=metrics.number("tokens_per_second"),
             mfu=metrics.number("mfu"), loss=metrics.number("loss"), validation_loss=metrics.validation_loss,
             grad_norm=metrics.number("grad_norm"),
-            wall_seconds=wall, productive_seconds=metrics.productive_seconds,
-            goodput=min(1.0, metrics.productive_seconds / wall) if wall else None,
+            wall_seconds=account.wall_seconds if account else None, goodput=account.goodput if account else None,
             checkpoint_step=_newest_checkpoint(self._folder / "checkpoints"),
             attempt=job.attempt if job else 0,
             restarts=sum(max(0, len(job.attempts) - 1) for job in self._jobs.values()),
@@ -101,19 +101,6 @@ class FigureReader:
             self._jobs.clear()
         for record in records:
             self._jobs.setdefault(str(record.get("job", "")), _Job()).add(record)
-
-    def _wall_seconds(self, now: float, running: bool) -> float | None:
-        """Seconds of all jobs: a job's begin is that of its process where the file says so, else its first record."""
-        if not self._jobs:
-            return None
-        progress, total = self.progress, 0.0
-        for name, job in self._jobs.items():
-            begin, end = job.first, job.last
-            if progress is not None and progress.job == name:
-                begin, end = min(begin, progress.began), max(end, progress.time if job.code is None else end)
-                end = now if running else end
-            total += end - begin
-        return total
 
     def _total_steps(self) -> int | None:
         """`train.steps` of the resolved configuration."""
@@ -134,19 +121,37 @@ class FigureReader:
             return 0.0
 
 
+class _GoodputReader:
+    """The goodput account of a run, read again when its file has changed and at most a tenth of the time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read_size, self._due = -1, 0.0
+        self._account: Goodput | None = None
+
+    def read(self) -> Goodput | None:
+        """The newest account; None without a readable file."""
+        began = time.monotonic()
+        try:
+            size = (self._folder / WALL_TIME).stat().st_size
+            if size != self._read_size and began >= self._due:
+                self._account, self._read_size = run_goodput(self._folder), size
+                self._due = time.monotonic() + 10 * (time.monotonic() - began)
+        except OSError:
+            self._account = None
+        return self._account
+
+
 class _Job:
     """What the records of one job say."""
 
     def __init__(self) -> None:
-        self.first = self.last = 0.0
         self.attempt, self.status = 0, ""
         self.code: int | None = None
         self.attempts: set[int] = set()
 
     def add(self, record: Mapping[str, Any]) -> None:
-        moment, stop = record.get("time"), record.get("stop")
-        if isinstance(moment, (int, float)):
-            self.first, self.last = self.first or moment, moment
+        stop = record.get("stop")
         self.status, self.attempt = str(record.get("status")), int(record.get("attempt") or 0)
         if self.status == "running":
             self.attempts.add(self.attempt)

@@ -1,4 +1,4 @@
-"""Follows files of JSON lines of a run in progress, and sums up its metrics; torch-free."""
+"""Follows files of JSON lines of a run in progress, and its metrics; torch-free."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _object(line: bytes) -> dict[str, Any] | None:
 
 
 class MetricsTail:
-    """The newest step of `metrics.jsonl`, and sums over all steps that it has."""
+    """The newest step of `metrics.jsonl`, the mean duration of the newest steps, and the last validation."""
 
     def __init__(self, path: Path) -> None:
         self._lines = LineTail(path)
@@ -81,19 +81,12 @@ class MetricsTail:
     def _clear(self) -> None:
         self.newest: Mapping[str, Any] = {}
         """The record of the newest step; empty before the first."""
-        self.productive_seconds = 0.0
-        """Seconds of steps that changed the weights and were not undone, without waits for data."""
         self.validation_loss: float | None = None
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
 
     def _add_step(self, record: Mapping[str, Any]) -> None:
         self.newest = record
-        seconds = _number(record.get("step_seconds")) or 0.0
-        self._recent.append(seconds)
-        if not record.get("update_skipped"):
-            phases = record.get("phases")
-            waited = _number(phases.get("data")) if isinstance(phases, Mapping) else None
-            self.productive_seconds += max(0.0, seconds - (waited or 0.0))
+        self._recent.append(_number(record.get("step_seconds")) or 0.0)
 
 
 def _number(value: Any) -> float | None:
