@@ -80,6 +80,17 @@ def test_after_the_loss_of_a_host_its_ranks_load_the_copy_of_their_partner(
     assert pool.run(cases.after_lost_host, 2, assignment, token, change) == [(tier, 5, True)] * 2
 
 
+REPLICAS = ("cluster.nodes=2", "cluster.gpus_per_node=2", "plan.replicate=2", "plan.shard=2", "checkpoint.partner=host")
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_after_the_loss_of_a_host_its_replica_has_all_state_and_nothing_was_sent(
+    pool: Pool, tiny: Path, tmp_path: Path, lost: int
+) -> None:
+    assignment = prepared(tiny, tmp_path, *REPLICAS, "checkpoint.every=5", "train.steps=8").assignment
+    assert pool.run(cases.after_lost_replica, 4, assignment, lost) == [("partner memory", 8, True)] * 4
+
+
 def test_the_next_start_saves_in_the_same_memory(pool: Pool, tiny: Path, tmp_path: Path) -> None:
     assignment = prepared(tiny, tmp_path, *ranks(2), *ASYNC).assignment
     expected = [("host memory", 4), ("host memory", 6)]

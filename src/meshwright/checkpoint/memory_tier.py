@@ -1,7 +1,8 @@
 """The memory tier: the newest snapshot that is complete in the memory of the hosts, loaded without storage.
 
 An arena outlives its rank in a memfd that the launcher keeps (`checkpoint.arena`). With `checkpoint.partner: host` each host also keeps
-copies of another host's snapshots, and serves all snapshots that it has to ranks of other hosts (`checkpoint.snapshot_transport`).
+copies of another host's snapshots, in slots or, of a replica, in its ranks' arenas, and serves all snapshots that it has to ranks of
+other hosts (`checkpoint.snapshot_transport`).
 Snapshots are found by run, save and rank, whichever host has them and whatever ranks and hosts are now called. A save counts if the
 snapshots of all ranks that saved it are found. Blocks are verified with the digests of the file that the arena makes. A rank of the host
 that has a snapshot reads it and sends blocks that other ranks need, as a load from storage does.
@@ -14,7 +15,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,11 +31,11 @@ from meshwright.checkpoint.manifest import STATE, Manifest, step_name
 from meshwright.checkpoint.ranks import Ranks
 from meshwright.checkpoint.snapshot_record import SnapshotRecord
 from meshwright.checkpoint.snapshot_source import (
-    ArenaSource,
     RankOffer,
     SnapshotLocation,
     SnapshotSource,
     newest_complete,
+    open_in_arena,
     open_on_host,
 )
 from meshwright.checkpoint.snapshot_transport import SERVER_VARIABLE, SnapshotClient, TransportFailure
@@ -135,45 +136,26 @@ class MemorySnapshot:
 def find_snapshot(ranks: Ranks, run_id: str | None) -> MemorySnapshot | None:
     """The newest save of the run of which every rank's snapshot is in the memory of some host; None without one. Collective."""
     activity = "looking for a snapshot in host memory"
-    arena = Arena.of_last_process()
-    record = None if arena is None else _record_of(arena)
-    own = None if record is None else record.name
-    offers = ranks.run_on_all(activity, lambda: RankOffer(own, os.environ.get(SERVER_VARIABLE)))
+    offers = ranks.run_on_all(activity, _own_offer)
     if any(offer.address is not None for offer in offers):  # the writers of all ranks have ended
         offers = ranks.run_on_all(activity, lambda: _with_list(offers[ranks.rank]))
     locations = newest_complete(offers, run_id)
-    own_source = None if arena is None or record is None else ArenaSource(arena, record)
-    used = locations is not None and any(
-        (location.reader, location.address) == (ranks.rank, None) for location in locations
-    )
-    if arena is not None and not used:
-        arena.close()
     if locations is None:
-        count = len(
-            {name.rank for offer in offers for name in (offer.own, *offer.listed, *offer.copies) if name is not None}
-        )
+        count = len({name.rank for offer in offers for name in offer.names})
         if count and ranks.is_first:
             log.info("%d of %d ranks have a snapshot in memory; it is not used", count, ranks.size)
         return None
-    return _open(ranks, activity, locations, own_source if used else None)
+    return _open(ranks, activity, locations)
 
 
-def _open(
-    ranks: Ranks, activity: str, locations: list[SnapshotLocation], own: SnapshotSource | None
-) -> MemorySnapshot | None:
-    """The snapshot at `locations`; None, with a warning, if a server does not answer.
-
-    `own` is this rank's arena if it reads that.
-    """
+def _open(ranks: Ranks, activity: str, locations: list[SnapshotLocation]) -> MemorySnapshot | None:
+    """The snapshot at `locations`; None, with a warning, if a server does not answer."""
     sources: dict[int, SnapshotSource] = {}
 
     def open_sources() -> dict[int, int | None]:
         for location in locations:
-            if location.reader == ranks.rank and location.address is None:
-                assert own is not None
-                sources[location.name.rank] = own
-            elif location.reader == ranks.rank and location.address is not None:
-                sources[location.name.rank] = open_on_host(location.address, job_token(), location.name)
+            if location.reader == ranks.rank:
+                sources[location.name.rank] = _open_source(location)
         files = {rank: source.record.file for rank, source in sources.items()}
         return {rank: None if file is None else file.bytes for rank, file in files.items()}
 
@@ -198,6 +180,26 @@ def _open(
     return MemorySnapshot(name.step, name.attempt, sources, tier, file_bytes, readers, contents, state)
 
 
+def _open_source(location: SnapshotLocation) -> SnapshotSource:
+    if location.address is None:
+        return open_in_arena(location.name)
+    return open_on_host(location.address, job_token(), location.name)
+
+
+def _own_offer() -> RankOffer:
+    """The snapshots in this rank's arena. Waits for a writer that works."""
+    address, arena = os.environ.get(SERVER_VARIABLE), Arena.of_last_process()
+    if arena is None:
+        return RankOffer(None, address)
+    with closing(arena):
+        _await_writer(arena)
+        data = arena.read_record()
+    record = None if data is None else SnapshotRecord.decode(data)
+    if record is None:
+        return RankOffer(None, address)
+    return RankOffer(record.name, address, replica=None if record.replica is None else record.replica.name)
+
+
 def _with_list(offer: RankOffer) -> RankOffer:
     """The offer of this rank with the snapshots of its host, if it is the first rank there."""
     if offer.address is None or os.environ.get("LOCAL_RANK", "0") != "0":
@@ -208,14 +210,7 @@ def _with_list(offer: RankOffer) -> RankOffer:
     except TransportFailure as error:
         log.warning("%s", error)
         return offer
-    return RankOffer(offer.own, offer.address, tuple(listed), tuple(copies))
-
-
-def _record_of(arena: Arena) -> SnapshotRecord | None:
-    """The record of the arena's snapshot. Waits for a writer that works."""
-    _await_writer(arena)
-    data = arena.read_record()
-    return None if data is None else SnapshotRecord.decode(data)
+    return replace(offer, listed=tuple(listed), copies=tuple(copies))
 
 
 def _await_writer(arena: Arena) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import queue
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from meshwright.checkpoint.arena import DATA_OFFSET, Arena
+from meshwright.checkpoint.arena import ARENA, DATA_OFFSET, Arena
 from meshwright.checkpoint.file_image import FileImage
 from meshwright.checkpoint.files import read_range
 from meshwright.checkpoint.snapshot_memory import open_snapshot
@@ -32,6 +33,13 @@ class RankOffer:
     """Snapshots in the arenas of its host."""
     copies: tuple[SnapshotName, ...] = ()
     """Copies of another host's snapshots in the memory of its host."""
+    replica: SnapshotName | None = None
+    """The snapshot of a replica on another host, in its own arena."""
+
+    @property
+    def names(self) -> Iterator[SnapshotName]:
+        """All of them; some more than once."""
+        return (name for name in (self.own, self.replica, *self.listed, *self.copies) if name is not None)
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,8 @@ def newest_complete(offers: Sequence[RankOffer], run_id: str | None) -> list[Sna
     saves: dict[tuple[tuple[int, int], int, int], dict[int, list[SnapshotLocation]]] = {}
     for rank, offer in enumerate(offers):
         locations = [] if offer.own is None else [SnapshotLocation(offer.own, rank)]
+        if offer.replica is not None:
+            locations.append(SnapshotLocation(offer.replica, rank, is_copy=True))
         for is_copy, names in ((False, offer.listed), (True, offer.copies)):
             for name in names:
                 ranks = ranks_of_host.get(offer.address or "", [rank])
@@ -98,17 +108,17 @@ class SnapshotSource(Protocol):
 
 
 class ArenaSource:
-    """The snapshot in this rank's arena."""
+    """A snapshot in this rank's arena, whose data begin at `start`. Closes the arena."""
 
-    def __init__(self, arena: Arena, record: SnapshotRecord) -> None:
-        self.record = record
+    def __init__(self, arena: Arena, record: SnapshotRecord, start: int = 0) -> None:
+        self.record, self._start = record, DATA_OFFSET + start
         self._arena, self._header = arena, FileImage(record.headers, memoryview(b"")).header
 
     def read(self, start: int, target: memoryview) -> None:
         header = self._header[start : start + len(target)]
         target[: len(header)] = header
         # Copied by the kernel, which unlike a copy in Python lets other threads copy meanwhile.
-        offset = DATA_OFFSET + start + len(header) - len(self._header)
+        offset = self._start + start + len(header) - len(self._header)
         read_range(self._arena.descriptor, target[len(header) :], offset, MEMORY)
 
     def discard(self) -> None:
@@ -125,6 +135,15 @@ class HostSource(ArenaSource):
         """The memory is not this rank's; each start verifies it again."""
 
 
+def open_in_arena(name: SnapshotName) -> SnapshotSource:
+    """The snapshot `name` in this rank's arena. Raises Damaged if it is not there."""
+    path = os.environ.get(ARENA)
+    snapshot = None if path is None else open_snapshot(path, name)
+    if snapshot is None:
+        raise Damaged(f"the snapshot of step {name.step} on rank {name.rank} is no longer in the arena")
+    return ArenaSource(snapshot.arena, snapshot.record, snapshot.start)
+
+
 def open_on_host(address: str, token: str, name: SnapshotName) -> SnapshotSource:
     """A snapshot that this host's server at `address` keeps, read from its memory or, where that cannot be mapped, from the server.
 
@@ -133,13 +152,11 @@ def open_on_host(address: str, token: str, name: SnapshotName) -> SnapshotSource
     try:
         with closing(SnapshotClient(address, token)) as client:
             path = client.path(name)
-        snapshot = None if path is None else open_snapshot(path)
+        snapshot = None if path is None else open_snapshot(path, name)
     except (TransportFailure, OSError):
         snapshot = None
-    if snapshot is not None and snapshot.record.name == name:
-        return HostSource(snapshot.arena, snapshot.record)
     if snapshot is not None:
-        snapshot.close()
+        return HostSource(snapshot.arena, snapshot.record, snapshot.start)
     return ServerSource(address, token, name)
 
 

@@ -127,8 +127,9 @@ class _Session:
         if self._opened is None:
             self._stream.send_line({"error": "the snapshot is not here"})
             return
-        self._stream.send_line({"bytes": len(self._opened.data)})
-        self._stream.send(self._opened.data)
+        record = self._opened.record.encode()
+        self._stream.send_line({"bytes": len(record)})
+        self._stream.send(record)
 
     def _read(self, start: object, count: object) -> None:
         if self._opened is None:
