@@ -1,7 +1,8 @@
 """The snapshots in the memory of one host: those of its own ranks, and copies of another host's snapshots. Torch-free.
 
 Each rank of the host has one arena, which may also have the snapshot of a replica on another host. Each rank of the other host has two
-slots, arenas as well: while a copy is received into one of them, the other one has the copy before. All of this memory belongs to the host's agent and outlives the processes that map it.
+slots, arenas as well: while a copy is received into one of them, the other one has the copy before. All of this memory belongs to the
+host's agent and outlives the processes that map it.
 """
 
 from __future__ import annotations

@@ -161,8 +161,10 @@ class _InMemory:
 
     @classmethod
     def of(cls, run: RunSpec, plan: Plan) -> _InMemory:
+        if run.checkpoint.partner == "none":
+            return cls()
         layout = Layout.of(plan, run.cluster.gpus_per_node)
-        partners = None if run.checkpoint.partner == "none" else choose_partner_hosts(layout)
+        partners = choose_partner_hosts(layout)
         if partners is None:
             return cls()
         if choose_replicas(layout) is not None:

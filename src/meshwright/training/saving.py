@@ -128,7 +128,8 @@ class Saver:
             )
         )
         partner, replicas = find_copies(session.run, session.plan, ranks, reporter.say)
-        if spec.mode == "auto" and largest < ASYNC_BYTES and partner is replicas is None:
+        copied_elsewhere = partner is not None or replicas is not None
+        if spec.mode == "auto" and largest < ASYNC_BYTES and not copied_elsewhere:
             log.info("checkpoints are written while training waits: a rank's state is small (%d bytes)", largest)
             return cls(session, reporter, None)
         background = BackgroundSaver(
@@ -146,7 +147,7 @@ class Saver:
 
         obstacle = memory_obstacle(background.layout.bytes, ranks, local_ranks, copies)
         if obstacle is not None and spec.mode == "async":
-            without = "" if partner is replicas is None else ", checkpoint.partner=none"
+            without = ", checkpoint.partner=none" if copied_elsewhere else ""
             raise OutOfResources(
                 f"checkpoint.mode is async: {obstacle}; use more ranks or hosts, or set checkpoint.mode=auto{without}"
             )
