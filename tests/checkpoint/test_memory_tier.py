@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from meshwright.checkpoint.file_image import FileImage
 from meshwright.checkpoint.files import BLOCK_BYTES, FileRecord
 from meshwright.checkpoint.memory_tier import MemorySnapshot, find_snapshot
 from meshwright.checkpoint.ranks import Ranks
+from meshwright.checkpoint.snapshot_memory import SnapshotMemory
 from meshwright.checkpoint.snapshot_record import SnapshotRecord
 from meshwright.checkpoint.snapshot_transport import SERVER_VARIABLE, SnapshotClient
 from meshwright.events.span import NullRecorder
@@ -52,15 +54,22 @@ def image(rank: int) -> FileImage:
     return FileImage(HEADERS, memoryview(bytearray(part.numpy().tobytes())))
 
 
-def fill_arena(rank: int) -> str:
-    """The path of an arena with the snapshot of `rank`."""
-    path, snapshot = f"/proc/self/fd/{empty_memory()}", image(rank)
+def complete_record(rank: int) -> SnapshotRecord:
+    snapshot = image(rank)
     blocks = tuple(xxhash.xxh3_64(snapshot.block(index)).hexdigest() for index in range(snapshot.blocks))
-    with closing(Arena.create(len(snapshot.data), {ARENA: path})) as arena:
+    return record(rank, FileRecord(snapshot.bytes, "", blocks))
+
+
+def fill_arena(rank: int, replica: int | None = None) -> str:
+    """The path of an arena with the snapshot of `rank`, and that of `replica` behind it."""
+    path, written = f"/proc/self/fd/{empty_memory()}", [rank] if replica is None else [rank, replica]
+    data = b"".join(image(each).data for each in written)
+    with closing(Arena.create(len(data), {ARENA: path})) as arena:
         generation = arena.begin_snapshot()
-        arena.data[: len(snapshot.data)] = snapshot.data
+        arena.data[: len(data)] = data
         arena.complete_snapshot()
-        arena.write_record(record(rank, FileRecord(snapshot.bytes, "", blocks)).encode(), generation)
+        of_replica = None if replica is None else complete_record(replica)
+        arena.write_record(replace(complete_record(rank), replica=of_replica).encode(), generation)
     return path
 
 
@@ -96,6 +105,31 @@ def test_one_rank_loads_its_own_snapshot_and_the_copy_of_a_lost_host(
         ):
             snapshot.load(ranks, tensors, NullRecorder())
         assert find_snapshot(ranks, "run") is None, "the arena is not offered again"
+
+
+@pytest.mark.parametrize("own", [0, 1])
+def test_one_rank_loads_its_own_snapshot_and_that_of_its_replica_from_its_arena(
+    own: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, ranks, other = fill_arena(own, replica=1 - own), Ranks(None), 1 - own
+    names = [record(rank, None).name for rank in (own, other)]
+    memory = SnapshotMemory([path], [])
+    assert memory.names() == ([names[0]], [names[1]]) and memory.path(names[1]) == path
+    for name in names:
+        opened = memory.open(name)
+        assert opened is not None and opened.record.name == name and opened.image.data == image(name.rank).data
+    monkeypatch.setenv(ARENA, path)
+    tensors = {"weight": torch.zeros_like(WHOLE)}
+    with closing(found(ranks)) as snapshot:
+        assert (snapshot.tier, snapshot.step, snapshot.readers) == ("partner memory", 10, (0, 0))
+        assert snapshot.load(ranks, tensors, NullRecorder()) == {"step": 10}
+    assert torch.equal(tensors["weight"], WHOLE)
+    arena = Arena.of_last_process()
+    assert arena is not None
+    arena.data[arena.size - 5] ^= 1
+    with closing(found(ranks)) as snapshot, pytest.raises(Damaged, match=f"tensors-{other:05d}"):
+        snapshot.verify(ranks)
+    assert find_snapshot(ranks, "run") is None, "the arena is not offered again"
 
 
 def found(ranks: Ranks) -> MemorySnapshot:

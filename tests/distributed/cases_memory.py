@@ -204,10 +204,11 @@ def after_lost_replica(world: World, assignment: Assignment, lost: int) -> tuple
 
     No server can take a copy. `equal` tells whether the state is the trained one; in storage each byte was once.
     """
-    ranks, memory = Ranks(world.control), {ARENA: f"/proc/self/fd/{empty_memory()}", SERVER_VARIABLE: "127.0.0.1:1"}
+    ranks, memory = Ranks(world.control), {ARENA: f"/proc/self/fd/{empty_memory()}"}
     with mock.patch.dict(os.environ, memory):
         session = open_session(assignment, world)
-        _train(session)
+        with mock.patch.dict(os.environ, {SERVER_VARIABLE: "127.0.0.1:1"}):
+            _train(session)
         trained = {name: parts.local.clone() for name, parts in session.state().items()}
         sizes = ranks.run_on_all("training", lambda: sum(parts.local.nbytes for parts in session.state().values()))
         files = list((session.folder / "checkpoints" / "step-00000008").glob("*.safetensors"))
@@ -220,7 +221,7 @@ def after_lost_replica(world: World, assignment: Assignment, lost: int) -> tuple
     if world.rank // 2 == lost:
         memory[ARENA] = f"/proc/self/fd/{empty_memory()}"
     ranks.run_on_all("changing", lambda: None)
-    with mock.patch.dict(os.environ, {ARENA: memory[ARENA]}):
+    with mock.patch.dict(os.environ, memory):
         session = open_session(_resume_assignment(assignment, None), world)
     equal = all(torch.equal(parts.local, trained[name]) for name, parts in session.state().items())
     return session.resumed_from, session.step, equal
