@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from meshwright.cli.main import app_for
 from meshwright.config.load import load_run
 from meshwright.data.source import open_data
 from meshwright.launch.prepare import prepare_run
-from meshwright.training.generate import _Text
+from meshwright.launch.run_figures import RunFigures
+from meshwright.serve.engine import Engine
 from tests.cli.command import meshwright
 from tests.cli.conftest import ONE_RANK
 from tests.training.tiny import WORDS
@@ -84,6 +86,11 @@ JSON_COMMANDS: dict[str, tuple[Words, set[str]]] = {
     "eval": (lambda tiny, run, tmp: [run, "--batches", 1], {"loss", "perplexity", "bits_per_byte", "tokens"}),
     "generate": (lambda tiny, run, tmp: [run, "-p", "the quick", "--tokens", 3], {"samples"}),
     "incidents": (lambda tiny, run, tmp: [run], {"incidents"}),
+    "monitor": (
+        lambda tiny, run, tmp: [run],
+        {field.name for field in fields(RunFigures)}
+        | {"ranks", "progress_seconds", "waiting", "heat_map", "incident_records"},
+    ),
     "stragglers": (
         lambda tiny, run, tmp: [run],
         {
@@ -104,6 +111,7 @@ JSON_COMMANDS: dict[str, tuple[Words, set[str]]] = {
             "ideal_seconds",
             "steps",
             "skipped_steps",
+            "needed_steps",
             "notes",
         },
     ),
@@ -122,7 +130,7 @@ JSON_COMMANDS: dict[str, tuple[Words, set[str]]] = {
             "largest_clock_error_ns",
         },
     ),
-    "report": (lambda tiny, run, tmp: [run], {"account", "report", "steps", "missing"}),
+    "report": (lambda tiny, run, tmp: [run], {"account", "report", "steps", "goodput", "stragglers", "missing"}),
 }
 """Words that make each command with --json succeed, and the keys of its answer."""
 JSON_COMMANDS_ELSEWHERE = {"chaos", "predict"}
@@ -322,10 +330,10 @@ def test_generate_depends_on_the_seed_alone(finished: Path, tmp_path: Path, monk
 
 
 def test_a_text_is_shown_while_it_is_made(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens_drawn: list[int] = []
+    steps: list[object] = []
     texts_shown: list[tuple[int, str]] = []
-    draw = _Text.draw
-    monkeypatch.setattr(_Text, "draw", lambda text, logits: tokens_drawn.append(draw(text, logits)) or tokens_drawn[-1])
+    step = Engine.step
+    monkeypatch.setattr(Engine, "step", lambda engine: steps.append(engine) or step(engine))
     (continuation,) = generate.sample(
         finished,
         ["seven é"],
@@ -333,7 +341,7 @@ def test_a_text_is_shown_while_it_is_made(finished: Path, monkeypatch: pytest.Mo
         temperature=2,
         top_k=0,
         seed=1,
-        show=lambda piece: texts_shown.append((len(tokens_drawn), piece)),
+        show=lambda piece: texts_shown.append((len(steps), piece)),
     )
     assert (
         texts_shown[0] == (0, "seven é")

@@ -8,12 +8,13 @@ from functools import cache
 import pytest
 import torch
 
+from meshwright.kernels.token_draw import draw_tokens
 from meshwright.models.decoder import Decoder
 from meshwright.models.initial_values import initial_values
 from meshwright.parallel.world import World
 from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.plan import Plan
-from meshwright.training.generate import Sampling, generate
+from meshwright.training.generate import Sampling
 from tests.distributed.pool import Pool
 from tests.distributed.test_schedules import DEEP, DEEP_TIED, Case
 from tests.slow import quick_first
@@ -53,7 +54,18 @@ def generated_alone(spec: ModelSpec, sampling: Sampling, dtype: torch.dtype = to
             )
             weight.copy_(values.view(parameter.shape))
     model = model.to(dtype)
-    return [list(generate(model, prompt, sampling)) for prompt in PROMPTS]
+    return [continued(model, prompt, sampling) for prompt in PROMPTS]
+
+
+@torch.no_grad()
+def continued(model: Decoder, prompt: tuple[int, ...], how: Sampling) -> list[int]:
+    """The new tokens, each from the logits of all tokens that fit the model's positions."""
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + how.tokens:
+        logits = model(torch.tensor([tokens[-model.spec.max_seq_len :]]))[0, -1:]
+        values = (torch.tensor([value]) for value in (how.temperature, how.top_k, how.seed, len(tokens)))
+        tokens.append(int(draw_tokens(logits, *values)))
+    return tokens[len(prompt) :]
 
 
 def generated_by_plan(world: World, spec: ModelSpec, plan: Plan, sampling: Sampling) -> list[list[int]]:

@@ -15,7 +15,7 @@ LAYERS = {
     "config": 1, "workload": 1, "costs": 1, "schedules": 1, "events": 1, "policies": 1, "models": 1, "kernels": 1, "data": 1, "state": 1,
     "simulator": 2, "parallel": 2, "optim": 2, "calibration": 2,
     "planner": 3, "profile": 3, "checkpoint": 3, "observe": 3, "diagnosis": 3,
-    "training": 4,
+    "training": 4, "serve": 4,
     "launch": 5, "chaos": 5,
     "cli": 6,
 }  # fmt: skip
@@ -100,6 +100,17 @@ def test_engine_does_not_import_costs() -> None:
         if path.relative_to(SOURCE).parts[0] in ("parallel", "optim", "kernels", "models", "schedules")
         for line, module in imports(path)
         if module.startswith("meshwright.costs")
+    ]
+    assert not users
+
+
+def test_training_and_launch_run_without_the_inference_engine() -> None:
+    users = [
+        f"{path.relative_to(SOURCE)}:{line}"
+        for path in files()
+        if path.relative_to(SOURCE).parts[0] in ("training", "launch")
+        for line, module in imports(path)
+        if module.startswith("meshwright.serve")
     ]
     assert not users
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -18,7 +18,8 @@ from meshwright.spec.errors import BadInput
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from meshwright.training.generate import Sampling
+MOST_AT_ONCE = 64
+"""Prompts that are continued at the same time."""
 
 
 def generate(
@@ -65,11 +66,10 @@ def sample(
 ) -> list[dict[str, str]]:
     """`[{prompt, text}]`: each prompt with the model's continuation, computed by the ranks of `plan` if it is given.
 
-    `show` receives the texts: on one device each piece as it is generated, from ranks when all are complete.
+    `show` receives the texts in the order of the prompts: on one device each piece as it is generated, from ranks when all are complete.
+    All prompts are continued at the same time.
     """
     from tokenizers import Tokenizer
-
-    from meshwright.training.generate import Sampling
 
     candidates = [folder / "tokenizer.json", folder.parent.parent / "tokenizer.json"]
     file = next((path for path in candidates if path.exists()), None)
@@ -77,54 +77,93 @@ def sample(
         raise BadInput(f"{folder} has no tokenizer.json to read the prompt with")
     tokenizer = Tokenizer.from_file(str(file))
     stop = tokenizer.token_to_id("<|endoftext|>")
-    how = Sampling(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, stop=stop)
-    ids = [tokenizer.encode(prompt).ids or [stop or 0] for prompt in prompts]
-    _warn_past_context(folder, max(map(len, ids)), tokens)
-    continuation = _continued(folder, ids, how, plan)
-    samples = []
-    for prompt, tokens_made in zip(prompts, continuation, strict=True):
-        show(prompt)
-        samples.append({"prompt": prompt, "text": _shown(tokenizer, tokens_made, show)})
-        show("\n")
-    return samples
+    how = _Sampling(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, stop=stop)
+    ids = [tuple(tokenizer.encode(prompt).ids or [stop or 0]) for prompt in prompts]
+    _warn_past_context(folder, max(map(len, ids)), tokens, spread=plan is not None)
+    texts = _TextsInOrder(prompts, show)
+    if plan is None:
+        _continue_here(folder, tokenizer, ids, how, texts)
+    else:
+        for number, new in enumerate(_continued_by_ranks(folder, plan, ids, how)):
+            texts.add(number, tokenizer.decode(list(new)), ended=True)
+    return [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts.texts, strict=True)]
 
 
-def _warn_past_context(folder: Path, prompt: int, tokens: int) -> None:
+class _Sampling(NamedTuple):
+    tokens: int
+    temperature: float
+    top_k: int
+    seed: int
+    stop: int | None
+
+
+class _TextsInOrder:
+    """Shows the continuations of several prompts one after another, each as it grows once those before it have ended."""
+
+    def __init__(self, prompts: Sequence[str], show: Callable[[str], object]) -> None:
+        self.texts = [""] * len(prompts)
+        self._prompts, self._show = prompts, show
+        self._ended = [False] * len(prompts)
+        self._current = self._shown = 0
+        show(prompts[0])
+
+    def add(self, number: int, piece: str, *, ended: bool) -> None:
+        """A piece of the continuation of a prompt, the last one if it has `ended`."""
+        self.texts[number] += piece
+        self._ended[number] = ended
+        while self._current < len(self.texts):
+            text = self.texts[self._current]
+            if len(text) > self._shown:
+                self._show(text[self._shown :])
+                self._shown = len(text)
+            if not self._ended[self._current]:
+                return
+            self._show("\n")
+            self._current, self._shown = self._current + 1, 0
+            if self._current < len(self.texts):
+                self._show(self._prompts[self._current])
+
+
+def _warn_past_context(folder: Path, prompt: int, tokens: int, *, spread: bool) -> None:
     """Warn on stderr if a prompt of `prompt` tokens and `tokens` new ones exceed the model's context."""
     context = model_in(folder)[0].max_seq_len
-    if prompt + tokens > context:
-        say(
-            f"meshwright: a prompt of {prompt} tokens and {tokens} new tokens pass the model's context of {context}; "
-            f"each new token then follows from the last {context} alone. Fewer --tokens or a shorter prompt stay within it"
-        )
+    if prompt + tokens <= context:
+        return
+    end = f"each new token then follows from the last {context} alone" if spread else "the text ends there"
+    say(
+        f"meshwright: a prompt of {prompt} tokens and {tokens} new tokens pass the model's context of {context}; "
+        f"{end}. Fewer --tokens or a shorter prompt stay within it"
+    )
 
 
-def _shown(tokenizer: Tokenizer, tokens: Iterable[int], show: Callable[[str], object]) -> str:
-    """The text of `tokens` up to the last complete character; a character may take several tokens."""
-    ids: list[int] = []
-    text = previous = ""
-    for token in tokens:
-        ids.append(token)
-        text = tokenizer.decode(ids)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            show(text[len(previous) :])
-            previous = text
-    show(text[len(previous) :])
-    return text
-
-
-def _continued(
-    folder: Path, prompts: Sequence[Sequence[int]], how: Sampling, plan: Path | None
-) -> Sequence[Iterable[int]]:
+def _continue_here(
+    folder: Path, tokenizer: Tokenizer, prompts: Sequence[tuple[int, ...]], how: _Sampling, texts: _TextsInOrder
+) -> None:
+    """Continue all prompts on one device."""
     from meshwright.checkpoint.single_device import device_and_dtype, load_model
-    from meshwright.training.generate import generate
+    from meshwright.serve.engine import Engine, EngineOptions
+    from meshwright.serve.sampling import SamplingOptions
 
-    if plan is None:
-        model = load_model(folder, *device_and_dtype())
-        return [generate(model, prompt, how) for prompt in prompts]
+    longest = max(map(len, prompts)) + how.tokens
+    options = EngineOptions(sequences=min(len(prompts), MOST_AT_ONCE), context=longest, graphs=False)
+    engine = Engine(load_model(folder, *device_and_dtype()), tokenizer, options)
+    sampling = SamplingOptions(temperature=how.temperature, top_k=how.top_k, seed=how.seed)
+    stop_ids = () if how.stop is None else (how.stop,)
+    numbers = [engine.submit(prompt, new_tokens=how.tokens, sampling=sampling, stop_ids=stop_ids) for prompt in prompts]
+    for update in engine.run():
+        if update.error is not None:
+            raise RuntimeError(update.error)
+        texts.add(numbers.index(update.number), update.text, ended=update.reason is not None)
+
+
+def _continued_by_ranks(
+    folder: Path, plan: Path, prompts: Sequence[tuple[int, ...]], how: _Sampling
+) -> Sequence[Sequence[int]]:
+    """The new tokens after each prompt, by the ranks of a plan."""
+    from meshwright.training.generate import Sampling
     from meshwright.training.spread import Continuation
 
-    continuation = Continuation(prompts=tuple(map(tuple, prompts)), sampling=how)
+    continuation = Continuation(prompts=tuple(prompts), sampling=Sampling(**how._asdict()))
     answer = ask_ranks(folder, plan, continuation=continuation)
     assert answer.tokens is not None
     return answer.tokens

@@ -1,8 +1,8 @@
-"""Text generation on one device or under a plan; each new token runs the model on all tokens so far."""
+"""Text generation under a plan; each new token runs the model on all tokens so far."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from meshwright.data.loader import MicroBatch
 from meshwright.events.span import NullRecorder
-from meshwright.models.decoder import Decoder
+from meshwright.kernels.token_draw import draw_tokens
 from meshwright.parallel.apply import Engine
 from meshwright.parallel.mesh import Mesh
 
@@ -20,8 +20,8 @@ from meshwright.parallel.mesh import Mesh
 class Sampling:
     """Sampling parameters: at most `tokens` new tokens, ending early at token `stop`.
 
-    temperature 0 takes the likeliest token; otherwise one of the `top_k` likeliest (0: any) is drawn. The draws are a
-    function of `seed` alone, and the same for every prompt.
+    temperature 0 takes the likeliest token; otherwise one of the `top_k` likeliest (0: any) is drawn. A draw is a function
+    of `seed` and the token's position (`kernels.token_draw`).
     """
 
     tokens: int
@@ -29,18 +29,6 @@ class Sampling:
     top_k: int
     seed: int
     stop: int | None
-
-
-@torch.no_grad()
-def generate(model: Decoder, prompt: Sequence[int], how: Sampling) -> Iterator[int]:
-    """Yields the new token ids after a prompt, by a whole model on one device."""
-    device = next(model.parameters()).device
-    text = _Text(prompt, how, model.spec.max_seq_len)
-    while not text.ended:
-        token = text.draw(model(torch.tensor([text.window], device=device))[0, -1])
-        text.add(token)
-        if token != how.stop:
-            yield token
 
 
 def generate_under_plan(
@@ -81,7 +69,6 @@ class _Text:
 
     def __init__(self, prompt: Sequence[int], how: Sampling, longest: int) -> None:
         self._prompt, self._how, self._longest = list(prompt), how, longest
-        self._draws = torch.Generator().manual_seed(how.seed)
         self.new: list[int] = []
         self.ended = not how.tokens
 
@@ -92,13 +79,9 @@ class _Text:
 
     def draw(self, logits: torch.Tensor) -> int:
         """The next token, by the logits `(vocab)` after the last one."""
-        logits, how = logits.float().cpu(), self._how
-        if how.temperature == 0:
-            return int(logits.argmax())
-        if how.top_k:
-            floor = logits.topk(min(how.top_k, logits.numel())).values[-1]
-            logits = logits.masked_fill(logits < floor, -torch.inf)
-        return int(torch.multinomial(torch.softmax(logits / how.temperature, 0), 1, generator=self._draws))
+        how, position = self._how, len(self._prompt) + len(self.new)
+        options = (torch.tensor([value]) for value in (how.temperature, how.top_k, how.seed, position))
+        return int(draw_tokens(logits[None].cpu(), *options))
 
     def add(self, token: int) -> None:
         stopped = token == self._how.stop

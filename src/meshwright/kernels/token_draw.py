@@ -1,0 +1,52 @@
+"""Random draws of tokens that depend on (seed, position) alone: not on the batch, the device or earlier draws.
+
+A token is drawn by the Gumbel-max method: the largest logit after adding independent Gumbel noise has the distribution of the softmax.
+The noise is a hash of seed, position and token, so there is no random state to keep.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_LOW_32 = 0xFFFFFFFF
+
+
+def draw_tokens(logits: Tensor, temperatures: Tensor, top_k: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """One token for each row of logits `(rows, vocab)`, as `(rows,)` int64.
+
+    `temperatures` `(rows,)`: 0 takes the likeliest token. `top_k` `(rows,)`: only tokens as likely as the k-th likeliest are
+    drawn; 0 allows all. `seeds` and `positions` `(rows,)` int64: the position is that of the new token in its text.
+    """
+    scores = logits.float()
+    drawn = temperatures > 0
+    scores = scores / torch.where(drawn, temperatures, 1.0)[:, None]
+    scores = _keep_top_k(scores, top_k)
+    noise = gumbel_noise(seeds, positions, logits.shape[1])
+    return torch.where(drawn[:, None], scores + noise, scores).argmax(1)
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
+    """Gumbel noise `(rows, vocab)` in fp32, a function of each row's seed and position and the token."""
+    keys = _mix(_mix(seeds & _LOW_32) ^ (seeds >> 32 & _LOW_32))
+    keys = _mix(keys ^ (positions & _LOW_32))
+    tokens = torch.arange(vocab, device=seeds.device)
+    hashes = _mix(_mix(keys[:, None] + tokens) ^ keys[:, None])
+    uniform = ((hashes >> 8).float() + 0.5) * 2.0**-24
+    return -torch.log(-torch.log(uniform))
+
+
+def _keep_top_k(scores: Tensor, top_k: Tensor) -> Tensor:
+    """`scores` with -inf for tokens below the k-th largest of their row."""
+    vocab = scores.shape[1]
+    ranked = scores.sort(dim=1, descending=True).values
+    floor = ranked.gather(1, (top_k.long().clamp(1, vocab) - 1)[:, None])
+    return scores.masked_fill((scores < floor) & (top_k > 0)[:, None], float("-inf"))
+
+
+def _mix(x: Tensor) -> Tensor:
+    """MurmurHash3's 32-bit finalizer (Appleby, public domain) of the low 32 bits of int64 values."""
+    x = x & _LOW_32
+    x = (x ^ (x >> 16)) * 0x85EBCA6B & _LOW_32
+    x = (x ^ (x >> 13)) * 0xC2B2AE35 & _LOW_32
+    return x ^ (x >> 16)

@@ -1,0 +1,1 @@
+"""Inference engine: continuous batching over a paged key/value cache, with the trainer's modules and weights."""

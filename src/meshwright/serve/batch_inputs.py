@@ -1,0 +1,247 @@
+"""The tensors of one step, made from the policy's plan and copied to the device in one piece.
+
+Each running request has a row in the block tables and in the vector of newest tokens, both on the device. So a decode needs neither its
+token nor its block table from the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshwright.policies.batch_request import Part, Step
+
+BUFFERS = 3
+"""Pinned buffers that are used in turn: a step is prepared while the copies of the two before it may be under way."""
+Array = np.ndarray
+
+
+class StepInputs(NamedTuple):
+    """The tensors of one step, int32. Its sequences are decodes, then chunks of prompts with a prefix, then those without one."""
+
+    tokens: Tensor
+    """`(tokens,)`."""
+    positions: Tensor
+    """`(tokens,)`, from 0 in each request."""
+    slots: Tensor
+    """`(groups, tokens)`: places of the tokens in the cache of each group; -1 for padding."""
+    block_tables: tuple[Tensor, ...]
+    """For each group `(sequences, blocks)`."""
+    context_lengths: Tensor
+    """`(sequences,)`: tokens of each request up to the end of this step; 0 for padding."""
+    query_starts: Tensor
+    """`(sequences + 1,)`: the first token of each sequence, then the number of tokens."""
+    decodes: int
+    """Sequences at the front that have one token each."""
+    prompts: tuple[int, ...]
+    """Tokens of each sequence without a prefix: it attends to nothing that was computed before."""
+    sampled: Tensor | None
+    """`(samples,)`: indices of the tokens whose logits are needed; None for all."""
+
+
+class Packed(NamedTuple):
+    """A step before its tokens are resolved: what the host knows, on the device."""
+
+    decode_size: int | None
+    """Sequences of a step of decodes only, with padding; None for a mixed step."""
+    decodes: int
+    sampled_rows: Tensor
+    """`(samples,)`: table rows of the requests that get a token."""
+    sampled_positions: Tensor
+    """`(samples,)`: positions of their new tokens."""
+    sampled_parts: Sequence[Part]
+    """The parts that get a token, in the order of `sampled_rows`."""
+    blocks: int
+    """Columns of the block tables that the step reads."""
+    mixed: StepInputs | None
+    """The inputs of a mixed step."""
+
+
+class BatchInputs:
+    """Makes the inputs of steps; holds the block tables and the newest token of each table row.
+
+    `rows` is the number of table rows, `blocks` the most blocks of a request, `step_tokens` the most tokens of a step.
+    """
+
+    def __init__(
+        self, *, rows: int, blocks: int, groups: int, tokens_per_block: int, step_tokens: int, device: torch.device
+    ) -> None:
+        self.rows, self.groups, self.tokens_per_block, self.device = rows, groups, tokens_per_block, device
+        self._on_host = device.type != "cuda"
+        self._host_tables = np.zeros((groups, rows + 1, blocks), np.int32)
+        tables = torch.from_numpy(self._host_tables)
+        self.tables = tables if self._on_host else tables.to(device)
+        """Block tables `(groups, rows + 1, blocks)`; the last row is for padding."""
+        self.newest = torch.zeros(rows + 1, dtype=torch.int32, device=device)
+        """The newest token of each table row."""
+        self._known: list[tuple[int, int]] = [(-1, 0)] * rows
+        self._starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self._buffer = _CopyBuffer(4 * step_tokens + (6 + groups) * (rows + 1) + step_tokens * groups, device)
+        self._decode_rows = self._decode_positions = np.zeros(0, np.int32)
+
+    def forget_row(self, row: int) -> None:
+        """A table row gets another request."""
+        self._known[row] = (-1, 0)
+
+    def pack(self, step: Step, row_of: Mapping[int, int], decode_sizes: Sequence[int] = ()) -> Packed:
+        """Copy what the step needs to the device; `row_of` has the table row of each request number.
+
+        A step of decodes only is padded to the next of `decode_sizes`, if there is one. The tensors are valid until the next call.
+        """
+        if step.unchanged and len(step.parts) == step.decodes == len(self._decode_rows):
+            self._decode_positions += 1
+            changed = [(step.parts[index], int(self._decode_rows[index])) for index in step.grown]
+        else:
+            changed = [(part, row_of[part.request.number]) for part in step.parts]
+            decodes = changed[: step.decodes]
+            self._decode_rows = np.array([row for _, row in decodes], np.int32)
+            self._decode_positions = np.array([part.start for part, _ in decodes], np.int32)
+        self._update_tables(changed)
+        if len(step.parts) == step.decodes and not step.drafts:
+            return self._pack_decodes(step, decode_sizes)
+        return self._pack_mixed(step, changed)
+
+    def pack_padding(self, size: int) -> Packed:
+        """A step of `size` decodes that are all padding, to capture it: it writes nothing into the cache."""
+        arrays = [np.full(size, value, np.int32) for value in (self.rows, 0, *[-1] * self.groups)]
+        rows, context_lengths, *_ = self._buffer.copy(arrays)
+        return Packed(size, 0, rows[:0], context_lengths[:0], (), self.tables.shape[2], None)
+
+    def resolve(self, packed: Packed) -> StepInputs:
+        """The step's inputs with all tokens, by operations on the device that a CUDA graph can repeat."""
+        if packed.mixed is not None:
+            tokens = packed.mixed.tokens
+            newest = self.newest[(-1 - tokens).clamp_(min=0)]
+            return packed.mixed._replace(tokens=torch.where(tokens < 0, newest, tokens))
+        assert packed.decode_size is not None
+        size = packed.decode_size
+        rows, context_lengths, *slots = self._buffer.views([size] * (2 + self.groups))
+        return StepInputs(
+            tokens=self.newest[rows],
+            positions=(context_lengths - 1).clamp_(min=0),
+            slots=torch.stack(slots) if self.groups > 1 else slots[0][None],
+            block_tables=tuple(table[rows] for table in self.tables[:, :, : packed.blocks]),
+            context_lengths=context_lengths,
+            query_starts=self._starts[: size + 1],
+            decodes=size,
+            prompts=(),
+            sampled=None,
+        )
+
+    def _pack_decodes(self, step: Step, decode_sizes: Sequence[int]) -> Packed:
+        count, positions = step.decodes, self._decode_positions
+        size = next((size for size in decode_sizes if size >= count), count)
+        padding = size - count
+        arrays = [_padded(self._decode_rows, padding, self.rows), _padded(positions + 1, padding, 0)]
+        slots = self._slots(self._decode_rows, positions)
+        arrays += [_padded(group, padding, -1) for group in slots]
+        rows, context_lengths, *_ = self._buffer.copy(arrays)
+        blocks = self.tables.shape[2] if decode_sizes else int(positions.max()) // self.tokens_per_block + 1
+        return Packed(size, count, rows[:count], context_lengths[:count], step.parts, blocks, None)
+
+    def _pack_mixed(self, step: Step, parts: Sequence[tuple[Part, int]]) -> Packed:
+        decodes = parts[: step.decodes]
+        chunks = sorted(parts[step.decodes :], key=lambda pair: pair[0].start == 0)  # those without a prefix last
+        parts = [*decodes, *chunks]
+        starts, counts, rows = (
+            np.array(column, np.int32) for column in zip(*((p.start, p.count, row) for p, row in parts), strict=True)
+        )
+        ends = np.cumsum(counts, dtype=np.int32)
+        query_starts = np.concatenate((np.zeros(1, np.int32), ends))
+        positions = np.arange(ends[-1], dtype=np.int32) + np.repeat(starts - query_starts[:-1], counts)
+        tokens = np.fromiter((token for part, row in parts for token in _known_tokens(part, row)), np.int32, ends[-1])
+        slots = self._slots(np.repeat(rows, counts), positions)
+        samples = np.array([part.samples for part, _ in parts])
+        arrays = [tokens, positions, rows, starts + counts, query_starts]
+        arrays += [ends[samples] - 1, rows[samples], (starts + counts)[samples], *slots]
+        tensors = self._buffer.copy(arrays)
+        blocks = int((starts + counts).max() - 1) // self.tokens_per_block + 1
+        inputs = StepInputs(
+            tokens=tensors[0],
+            positions=tensors[1],
+            slots=torch.stack(tensors[8:]) if self.groups > 1 else tensors[8][None],
+            block_tables=tuple(table[tensors[2]] for table in self.tables[:, :, :blocks]),
+            context_lengths=tensors[3],
+            query_starts=tensors[4],
+            decodes=0 if step.drafts else step.decodes,
+            prompts=tuple(part.count for part, _ in chunks if part.start == 0),
+            sampled=tensors[5],
+        )
+        sampled_parts = [part for part, _ in parts if part.samples]
+        return Packed(None, step.decodes, tensors[6], tensors[7], sampled_parts, blocks, inputs)
+
+    def _slots(self, rows: Array, positions: Array) -> Array:
+        """`(groups, tokens)`: the places in the cache of tokens of these table rows at these positions."""
+        blocks = self._host_tables[:, rows, positions // self.tokens_per_block]
+        return blocks * self.tokens_per_block + positions % self.tokens_per_block
+
+    def _update_tables(self, parts: Sequence[tuple[Part, int]]) -> None:
+        """Copy blocks that requests have got to the block tables."""
+        changes = []
+        for part, row in parts:
+            computation, known = self._known[row]
+            length = len(part.tables[0])
+            if computation != part.computation:
+                known = 0
+            if known == length and known:
+                continue
+            for group, table in enumerate(part.tables):
+                self._host_tables[group, row, known:length] = table[known:]
+            self._known[row] = (part.computation, length)
+            changes.append((row, known, length))
+        if changes and not self._on_host:
+            self._copy_tables(changes)
+
+    def _copy_tables(self, changes: Sequence[tuple[int, int, int]]) -> None:
+        """Copy columns [first, last) of table rows to the device."""
+        _, rows, columns = self._host_tables.shape
+        places = np.concatenate(
+            [np.arange(row * columns + first, row * columns + last) for row, first, last in changes]
+        )
+        places = np.concatenate([places + group * rows * columns for group in range(self.groups)])
+        pairs = torch.from_numpy(np.stack((places, self._host_tables.reshape(-1)[places]))).pin_memory()
+        places_here, blocks_here = pairs.to(self.device, non_blocking=True)
+        self.tables.view(-1)[places_here] = blocks_here.to(torch.int32)
+
+
+class _CopyBuffer:
+    """Copies arrays of int32 to the device in one piece; on a CPU it only concatenates them."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self._hosts = [torch.zeros(capacity, dtype=torch.int32, pin_memory=cuda) for _ in range(BUFFERS if cuda else 1)]
+        self._device = torch.zeros(capacity, dtype=torch.int32, device=device) if cuda else self._hosts[0]
+        self._copied = [torch.cuda.Event() for _ in self._hosts] if cuda else []
+        self._turn = 0
+
+    def copy(self, arrays: Sequence[Array]) -> list[Tensor]:
+        """The arrays on the device, valid until the next call."""
+        host = self._hosts[self._turn]
+        if self._copied:
+            self._copied[self._turn].synchronize()
+        sizes = [len(array) for array in arrays]
+        used = sum(sizes)
+        np.concatenate(arrays, out=host.numpy()[:used])
+        if self._copied:
+            self._device[:used].copy_(host[:used], non_blocking=True)
+            self._copied[self._turn].record()
+            self._turn = (self._turn + 1) % BUFFERS
+        return self.views(sizes)
+
+    def views(self, sizes: Sequence[int]) -> list[Tensor]:
+        """Consecutive parts of the buffer on the device."""
+        return list(self._device[: sum(sizes)].split(list(sizes)))
+
+
+def _padded(array: Array, count: int, value: int) -> Array:
+    return np.concatenate((array, np.full(count, value, np.int32))) if count else array
+
+
+def _known_tokens(part: Part, row: int) -> list[int]:
+    """The part's tokens; -1 - row stands for one that is only on the device."""
+    known = part.tokens[part.start : part.start + part.count]
+    return known if len(known) == part.count else [*known, -1 - row]

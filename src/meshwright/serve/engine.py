@@ -1,0 +1,274 @@
+"""The inference engine: requests go in, tokens and text come out, step by step.
+
+On a GPU a step is launched before the tokens of the one before it are read, so the device does not wait for the host. The newest tokens
+stay on the device; a request that turns out to have ended has one needless token in the step that is under way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from meshwright.models.decoder import Decoder
+from meshwright.policies.batch_request import BatchLimits, CacheGroup, Request, Step
+from meshwright.policies.batching import BatchPolicy
+from meshwright.serve.batch_inputs import BatchInputs
+from meshwright.serve.generation import Generation, Update
+from meshwright.serve.kv_cache import KVCache, fitting_blocks, layer_groups
+from meshwright.serve.model_runner import ModelRunner, graph_sizes
+from meshwright.serve.readback import LaunchedStep, TokenReadback
+from meshwright.serve.request_rows import RequestRows
+from meshwright.serve.sampling import GREEDY, Sampler, SamplingOptions
+from meshwright.spec.errors import BadInput
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Sizes and switches of an engine."""
+
+    sequences: int = 256
+    """Requests in a batch at most."""
+    step_tokens: int = 8192
+    """Tokens of a step at most; a longer prompt is computed in chunks."""
+    tokens_per_block: int = 16
+    """Tokens in a block of the cache."""
+    cache_blocks: int | None = None
+    """Blocks of the cache of each group; None takes what fits the device."""
+    context: int | None = None
+    """Longest text in tokens, prompt and new tokens together; None, or more than the model's context: that."""
+    prefix_cache: bool = True
+    """Whether requests share cached blocks of equal prefixes."""
+    overlap: bool | None = None
+    """Whether a step is launched before the tokens of the one before are read; None: on a GPU."""
+    graphs: bool | None = None
+    """Whether decodes are repeated from CUDA graphs; None: on a GPU."""
+
+
+class Engine:
+    """Continues texts with one model on one device. Not for several threads at once.
+
+    The engine takes the model over: its attention works only in the engine's steps from then on. `tokenizer` is needed for prompts given as
+    text, for texts in the updates, and for stop strings.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer | None = None,
+        options: EngineOptions | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.options = options = options or EngineOptions()
+        self.spec, self._tokenizer, self._clock = model.spec, tokenizer, clock
+        self.context = min(options.context or model.spec.max_seq_len, model.spec.max_seq_len)
+        weight = model.embed.weight
+        cuda = weight.device.type == "cuda"
+        self._overlap = cuda if options.overlap is None else options.overlap
+        blocks = options.cache_blocks or fitting_blocks(
+            model.spec,
+            weight.device,
+            weight.dtype,
+            tokens_per_block=options.tokens_per_block,
+            sequences=options.sequences,
+            step_tokens=options.step_tokens,
+            context=self.context,
+        )
+        groups = layer_groups(model.spec)
+        self._policy = BatchPolicy(
+            BatchLimits(
+                tokens=max(options.step_tokens, options.sequences),
+                sequences=options.sequences,
+                prefix_cache=options.prefix_cache,
+            ),
+            [CacheGroup(blocks, group.window) for group in groups],
+            options.tokens_per_block,
+        )
+        # Requests of the step under way and of the next one have table rows at the same time.
+        rows = 2 * options.sequences
+        cache = KVCache(
+            model.spec,
+            [blocks] * len(groups),
+            tokens_per_block=options.tokens_per_block,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
+        self._inputs = BatchInputs(
+            rows=rows,
+            blocks=-(-self.context // options.tokens_per_block),
+            groups=len(groups),
+            tokens_per_block=options.tokens_per_block,
+            step_tokens=options.step_tokens,
+            device=weight.device,
+        )
+        graphs = cuda if options.graphs is None else options.graphs
+        sizes = graph_sizes(options.sequences) if graphs else ()
+        self._runner = ModelRunner(model, cache, self._inputs, graph_sizes=sizes)
+        self._sampler = Sampler(rows, weight.device)
+        self._rows = RequestRows(rows)
+        self._generations: dict[int, Generation] = {}
+        self._readback = TokenReadback(rows, weight.device)
+        self._numbers = 0
+        self._under_way: LaunchedStep | None = None
+        if graphs:
+            self._runner.capture_graphs()
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that have not ended."""
+        return len(self._generations)
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        new_tokens: int,
+        sampling: SamplingOptions = GREEDY,
+        stop_ids: Collection[int] = (),
+        stop_strings: Sequence[str] = (),
+        priority: int = 0,
+        seconds: float | None = None,
+        samples_of: int | None = None,
+    ) -> int:
+        """Queue a request for at most `new_tokens` tokens after a prompt; the number by which updates name it.
+
+        It ends with the reason "stop" at a token of `stop_ids` or where the text has one of `stop_strings`, with "length" after
+        `new_tokens` or at the end of the context, with "deadline" after `seconds`. `samples_of` names an earlier request with the same
+        prompt, whose cache it shares. Raises BadInput for a prompt that the model or the cache cannot hold.
+        """
+        ids = self._encode(prompt)
+        self._check(ids, new_tokens, stop_strings)
+        number, now = self._numbers, self._clock()
+        self._policy.add(
+            Request(
+                number,
+                ids,
+                min(new_tokens, self.context - len(ids)),
+                priority=priority,
+                deadline=None if seconds is None else now + seconds,
+                arrival=now,
+                samples_of=samples_of,
+            )
+        )
+        self._numbers += 1
+        self._generations[number] = Generation(sampling, self._tokenizer, stop_ids, stop_strings)
+        return number
+
+    def abort(self, number: int) -> None:
+        """End a request; the next step reports it. A number that is unknown or has ended is ignored."""
+        self._policy.abort(number)
+
+    def run(self) -> Iterator[Update]:
+        """Yields the updates of all steps until no request is left."""
+        while self._generations:
+            yield from self.step()
+
+    @torch.inference_mode()
+    def step(self) -> list[Update]:
+        """Compute one step; the updates of requests that got tokens or have ended.
+
+        With overlap these are the tokens of the step before. If a step raises, its requests end with the reason "failed".
+        """
+        updates: list[Update] = []
+        launched = self._launch(updates)
+        self._report_ended(updates)
+        if self._overlap:
+            launched, self._under_way = self._under_way, launched
+        if launched is not None:
+            self._complete(launched, updates)
+        return updates
+
+    def _launch(self, updates: list[Update]) -> LaunchedStep | None:
+        """Plan a step and start it; None if there is none, or if it raised."""
+        step = self._policy.next_step(self._clock())
+        if step is None:
+            return None
+        try:
+            self._assign_rows(step)
+            packed = self._inputs.pack(step, self._rows.row_of, self._runner.decode_sizes)
+            logits = self._runner.logits(packed)
+            greedy = all(generation.sampling.temperature == 0 for generation in self._generations.values())
+            tokens = self._sampler.sample(logits, packed.sampled_rows, packed.sampled_positions, greedy=greedy)
+            self._inputs.newest[packed.sampled_rows] = tokens
+            return LaunchedStep(step, packed.sampled_parts, *self._readback.start(tokens))
+        except Exception as error:
+            if self._under_way is not None:
+                self._complete(self._under_way, updates)
+                self._under_way = None
+            self._fail(step, error, updates)
+            return None
+
+    def _assign_rows(self, step: Step) -> None:
+        """Give table rows to the requests that have none; a request begins with a chunk of its prompt."""
+        chunks = step.parts[step.decodes :]
+        new = [part.request.number for part in chunks if part.request.number not in self._rows.row_of]
+        if not new:
+            return
+        needed = {part.request.number for part in step.parts}
+        if self._under_way is not None:
+            needed.update(part.request.number for part in self._under_way.step.parts)
+        for number in new:
+            row = self._rows.take(number, needed)
+            self._inputs.forget_row(row)
+            self._sampler.assign(row, self._generations[number].sampling)
+
+    def _complete(self, launched: LaunchedStep, updates: list[Update]) -> None:
+        """Read the tokens of a launched step and pass them on."""
+        step = launched.step
+        try:
+            tokens = launched.read()
+        except Exception as error:
+            self._fail(step, error, updates)
+            return
+        token_of = {part.request.number: token for part, token in zip(launched.parts, tokens, strict=True)}
+        stopped = {
+            number
+            for number, token in token_of.items()
+            if (generation := self._generations.get(number)) is not None and generation.add(token)
+        }
+        self._policy.complete(step, [token_of[part.request.number] for part in step.sampling], stopped)
+        self._report_ended(updates)
+        updates += [self._generations[number].update(number) for number in token_of if number in self._generations]
+
+    def _fail(self, step: Step, error: Exception, updates: list[Update]) -> None:
+        """End the requests of a step that raised."""
+        self._policy.fail(step)
+        self._report_ended(updates, f"{type(error).__name__}: {error}")
+
+    def _report_ended(self, updates: list[Update], error: str | None = None) -> None:
+        """Add the last update of each request that has ended."""
+        for ended in self._policy.drain_ended():
+            generation = self._generations.pop(ended.number)
+            self._rows.release(ended.number)
+            updates.append(generation.update(ended.number, ended.reason, error if ended.reason == "failed" else None))
+
+    def _encode(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        if not isinstance(prompt, str):
+            return tuple(prompt)
+        if self._tokenizer is None:
+            raise BadInput("a prompt given as text needs an engine with a tokenizer; give token ids")
+        return tuple(self._tokenizer.encode(prompt).ids)
+
+    def _check(self, ids: Sequence[int], new_tokens: int, stop_strings: Sequence[str]) -> None:
+        context, vocab = self.context, self.spec.vocab_size
+        if not ids or min(ids) < 0 or max(ids) >= vocab:
+            raise BadInput(f"prompt: expected token ids of 0 to {vocab - 1}, at least one, got {_shown(ids)}")
+        if new_tokens < 1:
+            raise BadInput(f"new_tokens: expected at least 1, got {new_tokens}")
+        if len(ids) >= context:
+            raise BadInput(
+                f"a prompt of {len(ids)} tokens leaves no room in a context of {context} tokens; shorten it to {context - 1}"
+            )
+        if stop_strings and self._tokenizer is None:
+            raise BadInput("stop strings need an engine with a tokenizer; give stop ids")
+
+
+def _shown(ids: Sequence[int]) -> str:
+    return f"{list(ids[:8])}{' …' if len(ids) > 8 else ''}"

@@ -1,0 +1,114 @@
+"""The paged key/value cache: its groups of layers, its size in blocks, and its memory.
+
+All layers with the same attention form a group. A group's cache is one tensor `(blocks, layers, 2, kv_heads, tokens, head_dim)`, so that a
+block is contiguous and the part of one head is a long run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwright.spec.errors import OutOfResources
+from meshwright.spec.model import ModelSpec
+
+DEVICE_SHARE = 0.92
+"""Share of a GPU's memory that weights, cache and activations take."""
+HOST_SHARE = 0.25
+"""Share of a host's memory that the cache takes at most on a CPU."""
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers that share block tables; `window` is the number of tokens that a query attends to, None for all."""
+
+    layers: tuple[int, ...]
+    window: int | None
+
+
+def layer_groups(spec: ModelSpec) -> tuple[LayerGroup, ...]:
+    """The groups of the model's layers by type of attention."""
+    window = spec.sliding_window
+    if window is not None and window >= spec.max_seq_len:
+        window = None
+    return (LayerGroup(tuple(range(spec.layers)), window),)
+
+
+def bytes_per_block(spec: ModelSpec, group: LayerGroup, tokens_per_block: int, dtype: torch.dtype) -> int:
+    """Bytes of one block of a group's cache."""
+    return len(group.layers) * 2 * spec.kv_heads * tokens_per_block * spec.head_dim * dtype.itemsize
+
+
+def most_blocks(context: int, sequences: int, tokens_per_block: int) -> int:
+    """Blocks with which `sequences` requests of `context` tokens never wait; with the unused block 0."""
+    return 1 + sequences * -(-context // tokens_per_block)
+
+
+def fitting_blocks(
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    tokens_per_block: int,
+    sequences: int,
+    step_tokens: int,
+    context: int,
+) -> int:
+    """Blocks of each group that fit the memory of `device` beside the weights, at most `most_blocks`.
+
+    Raises OutOfResources if not even one request of `context` tokens fits.
+    """
+    block = sum(bytes_per_block(spec, group, tokens_per_block, dtype) for group in layer_groups(spec))
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        available = free - (1 - DEVICE_SHARE) * total - _activation_bytes(spec, dtype, sequences, step_tokens)
+    else:
+        available = HOST_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    blocks = min(most_blocks(context, sequences, tokens_per_block), int(available // block))
+    needed = most_blocks(context, 1, tokens_per_block)
+    if blocks < needed:
+        raise OutOfResources(
+            f"the key/value cache of one request of {context} tokens takes {needed * block / 2**30:.2f} GiB, and "
+            f"{max(available, 0) / 2**30:.2f} GiB of {device} are free for it; give a shorter context"
+        )
+    return blocks
+
+
+class KVCache:
+    """The cache tensors of all groups, filled with zeros."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        blocks: Sequence[int],
+        *,
+        tokens_per_block: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.groups, self.tokens_per_block = layer_groups(spec), tokens_per_block
+        self.tensors = [
+            torch.zeros(
+                count, len(group.layers), 2, spec.kv_heads, tokens_per_block, spec.head_dim, device=device, dtype=dtype
+            )
+            for group, count in zip(self.groups, blocks, strict=True)
+        ]
+
+    def layer(self, layer: int) -> tuple[int, Tensor]:
+        """The group of a layer, and its part of the cache `(blocks, 2, kv_heads, tokens, head_dim)`, a strided view."""
+        for number, group in enumerate(self.groups):
+            if layer in group.layers:
+                return number, self.tensors[number][:, group.layers.index(layer)]
+        raise KeyError(layer)
+
+
+def _activation_bytes(spec: ModelSpec, dtype: torch.dtype, sequences: int, step_tokens: int) -> int:
+    """An upper estimate of the memory of one step beside weights and cache: the widest layer, and three fp32 copies of the logits."""
+    width = 4 * spec.hidden + 2 * (spec.heads + 2 * spec.kv_heads) * spec.head_dim
+    width += 3 * max(spec.ffn_hidden, spec.experts_per_token * (spec.expert_hidden + spec.hidden))
+    return 2 * step_tokens * width * dtype.itemsize + 3 * sequences * spec.vocab_size * 4

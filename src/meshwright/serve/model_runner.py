@@ -1,0 +1,82 @@
+"""The forward pass of one step: logits of the tokens after which a new one is drawn.
+
+On CUDA, steps of decodes only are repeated from CUDA graphs, one for each of some batch sizes, because a decode is shorter than the launch
+of its kernels by the host.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshwright.models.decoder import Decoder, SharedInputs
+from meshwright.models.moe import RoutedOutput
+from meshwright.serve.batch_inputs import BatchInputs, Packed, StepInputs
+from meshwright.serve.cached_attention import use_cached_attention
+from meshwright.serve.kv_cache import KVCache
+
+
+class _Graph(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor
+
+
+class ModelRunner:
+    """Runs the model on steps. It changes the model's attention, so the model is then the engine's."""
+
+    def __init__(
+        self, model: Decoder, cache: KVCache, inputs: BatchInputs, *, graph_sizes: tuple[int, ...] = ()
+    ) -> None:
+        self._model, self._inputs = model, inputs
+        self._step = use_cached_attention(model, cache)
+        self._layers = list(model.layers.values())
+        self.decode_sizes = graph_sizes
+        """Batch sizes with a CUDA graph, ascending."""
+        self._graphs: dict[int, _Graph] = {}
+
+    def logits(self, packed: Packed) -> Tensor:
+        """Logits `(samples, vocab)` of a packed step, valid until the next call."""
+        if packed.decode_size in self._graphs:
+            graph = self._graphs[packed.decode_size]
+            graph.graph.replay()
+            return graph.logits[: packed.decodes]
+        return self._forward(self._inputs.resolve(packed))[: len(packed.sampled_parts)]
+
+    def capture_graphs(self) -> None:
+        """Capture a graph for each batch size, the largest first, so that the others share its memory.
+
+        The steps captured are all padding: they write nothing into the cache.
+        """
+        pool = torch.cuda.graph_pool_handle()
+        for size in sorted(self.decode_sizes, reverse=True):
+            packed = self._inputs.pack_padding(size)
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):  # loads and tunes kernels, which a capture cannot
+                self._forward(self._inputs.resolve(packed))
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                logits = self._forward(self._inputs.resolve(packed))
+            self._graphs[size] = _Graph(graph, logits)
+
+    def _forward(self, inputs: StepInputs) -> Tensor:
+        """Logits of the sampled tokens, `(samples, vocab)`."""
+        self._step.inputs = inputs
+        shared = SharedInputs(inputs.positions[None], None, None)
+        x = self._model.embed_tokens(inputs.tokens[None], shared)
+        for layer in self._layers:
+            x = layer(x, None, None)
+            if isinstance(x, RoutedOutput):
+                x = x.x
+        if inputs.sampled is not None:
+            x = x[:, inputs.sampled]
+        return self._model.logits_or_loss(x, None)[0]
+
+
+def graph_sizes(sequences: int) -> tuple[int, ...]:
+    """Batch sizes for CUDA graphs: 1, 2, 4, steps of 8 up to 256, then steps of 32, up to `sequences` and that itself."""
+    sizes = {1, 2, 4, *range(8, 257, 8), *range(288, sequences + 1, 32), sequences}
+    return tuple(sorted(size for size in sizes if size <= sequences))

@@ -1,0 +1,39 @@
+"""Stop strings: the text of a request up to the first of them, returned as soon as no stop string can begin in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """Holds back the end of a growing text while it may be the beginning of a stop string."""
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self._strings = [string for string in strings if string]
+        self._held = ""
+        self.found = False
+        """Whether a stop string has come; the text before it is complete."""
+
+    def add(self, text: str) -> str:
+        """The text that can be returned now: up to a stop string, or to where one may begin."""
+        if not self._strings:
+            return text
+        text = self._held + text
+        ends = [position for string in self._strings if (position := text.find(string)) >= 0]
+        if ends:
+            self.found, self._held = True, ""
+            return text[: min(ends)]
+        keep = max(self._possible_start(text, string) for string in self._strings)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def finish(self) -> str:
+        """The text held back, once no more follows."""
+        text, self._held = self._held, ""
+        return text
+
+    @staticmethod
+    def _possible_start(text: str, string: str) -> int:
+        """Length of the longest end of `text` that begins `string`."""
+        longest = min(len(text), len(string) - 1)
+        return next((length for length in range(longest, 0, -1) if string.startswith(text[-length:])), 0)

@@ -1,0 +1,45 @@
+"""Incremental detokenisation: the text of a growing list of tokens, character by complete character."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+"""What a tokenizer decodes bytes to that are no complete character."""
+CONTEXT = 5
+"""Tokens before the new ones that are decoded with them, because a decoder may treat the first token of a text differently."""
+
+
+class TextStream:
+    """The text of tokens as they come; a character that takes several tokens is returned with the last of them."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._context = 0
+        """First token that is decoded again."""
+        self._returned = 0
+        """Tokens whose text has been returned."""
+
+    def add(self, tokens: list[int]) -> str:
+        """The text that these tokens complete."""
+        self._tokens += tokens
+        return self._advance(final=False)
+
+    def finish(self) -> str:
+        """The text of the last tokens, complete or not."""
+        return self._advance(final=True)
+
+    def _advance(self, *, final: bool) -> str:
+        if self._returned == len(self._tokens):
+            return ""
+        before = self._tokenizer.decode(self._tokens[self._context : self._returned])
+        text = self._tokenizer.decode(self._tokens[self._context :])
+        if text.endswith(INCOMPLETE) and not final:
+            return ""
+        self._returned = len(self._tokens)
+        self._context = max(self._context, self._returned - CONTEXT)
+        return text[len(before) :]

@@ -1,0 +1,171 @@
+"""The engine against the trainer's forward over whole texts, on a CPU in fp32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.serve.engine import Engine
+from meshwright.serve.sampling import SamplingOptions
+from meshwright.spec.errors import BadInput
+from tests.models.tiny import ALL, LLAMA
+from tests.serve.helpers import PROMPTS, TOKENS, engine_of, greedy, record_logits, texts, tiny
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_logits_of_prefill_and_decode_are_those_of_the_trainer(name: str) -> None:
+    model = tiny(ALL[name])
+    engine = engine_of(model)
+    seen = record_logits(engine)
+    new = texts(engine)
+    with torch.no_grad():
+        for number, (prompt, tokens) in enumerate(zip(PROMPTS, new, strict=True)):
+            whole = model(torch.tensor([[*prompt, *tokens]]))[0, len(prompt) - 1 : -1]
+            assert (torch.stack(seen[number]) - whole).abs().max() < 1e-5
+            assert tokens == whole.argmax(1).tolist()
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    return greedy(tiny(LLAMA))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"overlap": True},
+        {"sequences": 1},
+        {"step_tokens": 4, "overlap": True},
+        {"step_tokens": 512},
+        {"tokens_per_block": 16, "prefix_cache": False},
+        {"cache_blocks": 16},
+        {"cache_blocks": 16, "overlap": True, "step_tokens": 7},
+    ],
+    ids=str,
+)
+def test_texts_do_not_depend_on_batches_chunks_blocks_and_preemption(
+    options: dict[str, Any], expected: list[list[int]]
+) -> None:
+    engine = engine_of(tiny(LLAMA), **options)
+    assert texts(engine) == expected
+    assert (engine._policy.preemptions > 0) == (options.get("cache_blocks") == 16)
+    assert_all_free(engine)
+
+
+def test_prefix_hits_do_not_change_texts(expected: list[list[int]]) -> None:
+    engine = engine_of(tiny(LLAMA))
+    assert [texts(engine, [prompt])[0] for prompt in PROMPTS] == expected
+    assert engine._policy.cached_tokens == 32  # of the last prompt, which begins like the first
+    assert texts(engine) == expected
+
+
+def test_drawn_texts_depend_on_seed_and_text_alone() -> None:
+    model, drawn = tiny(LLAMA), SamplingOptions(temperature=1.5, top_k=40, seed=7)
+    alone = [texts(engine_of(model), [prompt], sampling=drawn)[0] for prompt in PROMPTS]
+    assert texts(engine_of(model, overlap=True, step_tokens=6), sampling=drawn) == alone
+    other = texts(engine_of(model), sampling=SamplingOptions(temperature=1.5, top_k=40, seed=8))
+    assert all(left != right for left, right in zip(alone, other, strict=True))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_stop_token_ends_a_text_before_it(overlap: bool, expected: list[list[int]]) -> None:
+    stop = expected[0][5]
+    engine = engine_of(tiny(LLAMA), overlap=overlap)
+    until = [tokens[: tokens.index(stop)] if stop in tokens else tokens for tokens in expected]
+    assert texts(engine, stop_ids=[stop]) == until
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_aborted_request_frees_its_blocks_and_the_others_go_on(overlap: bool, expected: list[list[int]]) -> None:
+    engine = engine_of(tiny(LLAMA), overlap=overlap)
+    numbers = [engine.submit(prompt, new_tokens=TOKENS) for prompt in PROMPTS]
+    tokens: dict[int, list[int]] = {number: [] for number in numbers}
+    ends: dict[int, object] = {}
+    while engine.unfinished:
+        for update in engine.step():
+            tokens[update.number] += update.tokens
+            ends[update.number] = update.reason
+        if len(tokens[1]) == 3:
+            engine.abort(1)
+    assert ends == {0: "length", 1: "abort", 2: "length", 3: "length", 4: "length"}
+    assert tokens[1] == expected[1][:3]
+    assert [tokens[number] for number in (0, 2, 3, 4)] == [expected[number] for number in (0, 2, 3, 4)]
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_that_raises_ends_its_requests_and_the_engine_goes_on(
+    overlap: bool, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(tiny(LLAMA), overlap=overlap, sequences=2)
+    compute, steps = engine._runner.logits, []
+
+    def logits(packed: Any) -> torch.Tensor:
+        steps.append(packed)
+        if len(steps) == 6:
+            raise ValueError("out of luck")
+        return compute(packed)
+
+    monkeypatch.setattr(engine._runner, "logits", logits)
+    numbers = [engine.submit(prompt, new_tokens=TOKENS) for prompt in PROMPTS]
+    ends, tokens = {}, {number: [] for number in numbers}
+    for update in engine.run():
+        tokens[update.number] += update.tokens
+        ends[update.number] = update.reason, update.error
+    failed = [number for number, end in ends.items() if end == ("failed", "ValueError: out of luck")]
+    assert 1 <= len(failed) <= 2
+    assert all(ends[number] == ("length", None) for number in set(numbers) - set(failed))
+    for number in numbers:
+        assert tokens[number] == expected[number][: len(tokens[number])]
+        assert (len(tokens[number]) == TOKENS) == (number not in failed)
+    assert texts(engine) == expected
+    assert_all_free(engine)
+
+
+def test_a_deadline_ends_a_request() -> None:
+    engine = engine_of(tiny(LLAMA))
+    now = [0.0]
+    engine._clock = lambda: now[0]
+    engine.submit(PROMPTS[0], new_tokens=TOKENS, seconds=5.0)
+    engine.submit(PROMPTS[1], new_tokens=TOKENS)
+    ends = {}
+    while engine.unfinished:
+        now[0] += 1.0
+        ends.update({update.number: update.reason for update in engine.step()})
+    assert ends == {0: "deadline", 1: "length"}
+    assert_all_free(engine)
+
+
+def test_a_text_ends_at_the_end_of_the_context(expected: list[list[int]]) -> None:
+    engine = engine_of(tiny(LLAMA), context=len(PROMPTS[0]) + 4)
+    engine.submit(PROMPTS[0], new_tokens=TOKENS)
+    updates = list(engine.run())
+    assert [token for update in updates for token in update.tokens] == expected[0][:4]
+    assert updates[-1].reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "request_options", "message"),
+    [
+        ((), {}, "at least one"),
+        ((3, LLAMA.vocab_size), {}, "expected token ids of 0 to 130"),
+        ((1,) * 64, {}, "a prompt of 64 tokens leaves no room in a context of 64 tokens; shorten it to 63"),
+        ((1,), {"new_tokens": 0}, "new_tokens: expected at least 1"),
+        ("text", {}, "needs an engine with a tokenizer"),
+        ((1,), {"stop_strings": ["x"]}, "stop strings need an engine with a tokenizer"),
+    ],
+)
+def test_a_wrong_request_is_refused(prompt: Any, request_options: dict[str, Any], message: str) -> None:
+    engine = engine_of(tiny(LLAMA))
+    with pytest.raises(BadInput, match=message):
+        engine.submit(prompt, **{"new_tokens": 3, **request_options})
+    assert not engine.unfinished
+
+
+def assert_all_free(engine: Engine) -> None:
+    for pool in engine._policy.cache.pools:
+        assert pool.free == pool.blocks
+    assert not engine._rows.row_of
