@@ -130,7 +130,7 @@ JSON_COMMANDS: dict[str, tuple[Words, set[str]]] = {
             "largest_clock_error_ns",
         },
     ),
-    "report": (lambda tiny, run, tmp: [run], {"account", "report", "steps", "goodput", "missing"}),
+    "report": (lambda tiny, run, tmp: [run], {"account", "report", "steps", "goodput", "stragglers", "missing"}),
 }
 """Words that make each command with --json succeed, and the keys of its answer."""
 JSON_COMMANDS_ELSEWHERE = {"chaos", "predict"}
