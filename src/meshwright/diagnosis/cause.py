@@ -221,8 +221,8 @@ def _varying(baseline: _Baseline, parts: ComputeParts, host_of_rank: Mapping[int
 def _is_no_chance(by_step: np.ndarray, share: float, candidates: int) -> bool:
     """Whether chance hardly puts so large a share of the slow steps on one of `candidates`.
 
-    `by_step` has its squared excesses. Bound: `candidates` × exp(−steps × Kullback–Leibler divergence of `share` from an equal share). The number of slow steps is
-    the participation ratio (sum of the values)² ÷ sum of their squares.
+    `by_step` has its squared excesses. Bound: `candidates` × exp(−steps × Kullback–Leibler divergence of `share` from
+    an equal share). The number of slow steps is the participation ratio (sum of the values)² ÷ sum of their squares.
     """
     slow_steps = float(by_step.sum() ** 2 / (by_step**2).sum())
     equal = 1.0 / candidates
