@@ -65,7 +65,7 @@ def test_the_stall_of_torchtitan_is_the_longest_step_beside_a_save_minus_the_med
 
 
 def test_a_recorded_log_of_torchtitan_is_read() -> None:
-    """Lines of torchtitan 0.2.2 with torch 2.13, its debug model with 64 tokens per step on a slow CPU, saves after steps 8 and 16.
+    """Lines of torchtitan 0.2.2 with torch 2.13: its debug model on a CPU, 64 tokens per step, saves after steps 8 and 16.
 
     The first save has not ended when the second begins, which waits for it in step 17.
     """

@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from meshwright.cli.main import app_for
 from meshwright.config.load import load_run
 from meshwright.data.source import open_data
 from meshwright.launch.prepare import prepare_run
+from meshwright.launch.run_figures import RunFigures
 from meshwright.serve.engine import Engine
 from tests.cli.command import meshwright
 from tests.cli.conftest import ONE_RANK
@@ -84,6 +86,11 @@ JSON_COMMANDS: dict[str, tuple[Words, set[str]]] = {
     "eval": (lambda tiny, run, tmp: [run, "--batches", 1], {"loss", "perplexity", "bits_per_byte", "tokens"}),
     "generate": (lambda tiny, run, tmp: [run, "-p", "the quick", "--tokens", 3], {"samples"}),
     "incidents": (lambda tiny, run, tmp: [run], {"incidents"}),
+    "monitor": (
+        lambda tiny, run, tmp: [run],
+        {field.name for field in fields(RunFigures)}
+        | {"ranks", "progress_seconds", "waiting", "heat_map", "incident_records"},
+    ),
     "stragglers": (
         lambda tiny, run, tmp: [run],
         {
@@ -104,6 +111,7 @@ JSON_COMMANDS: dict[str, tuple[Words, set[str]]] = {
             "ideal_seconds",
             "steps",
             "skipped_steps",
+            "needed_steps",
             "notes",
         },
     ),
@@ -122,7 +130,7 @@ JSON_COMMANDS: dict[str, tuple[Words, set[str]]] = {
             "largest_clock_error_ns",
         },
     ),
-    "report": (lambda tiny, run, tmp: [run], {"account", "report", "steps", "missing"}),
+    "report": (lambda tiny, run, tmp: [run], {"account", "report", "steps", "goodput", "stragglers", "missing"}),
 }
 """Words that make each command with --json succeed, and the keys of its answer."""
 JSON_COMMANDS_ELSEWHERE = {"chaos", "predict"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,8 +15,8 @@ import pytest
 
 from meshwright.cli.incidents import incidents
 from meshwright.diagnosis.culprit import Culprit, Waiting
-from meshwright.events.messages import Progress
-from meshwright.events.stacks import STACKS, stacks_memory
+from meshwright.events.messages import CHANNEL, CollectivesRequest, Progress, encode
+from meshwright.events.stacks import STACKS, evidence_memory
 from meshwright.launch.evidence import CRASH_SECONDS, HANG_SECONDS, Subject, collect
 from meshwright.launch.incidents import KEPT, blamed, is_recorded, new_folder, read_incidents, write_incident
 from meshwright.launch.outcome import RankState
@@ -24,10 +25,16 @@ from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_PREEMPTED
 
 RANKS = [RankState(0, progress=Progress("train", 41, 3)), RankState(1, progress=Progress("train", 41, 7), stopped=True)]
 HANG = Incident(EXIT_COMMUNICATION, "rank 1 has made no progress", 1, "b", 41, hang=True)
-CHILD = """
-import threading, time
-from meshwright.events.stacks import write_stacks_on_signal
-write_stacks_on_signal()
+ENTRY = {"profiling_name": "gloo:all_reduce", "process_group": ["1", "shard"], "is_p2p": False, "collective_seq_id": 7}
+ENTRY |= {"retired": False, "state": "scheduled", "input_sizes": [[4]]}
+CHILD = f"""
+import json, sys, threading, time, types
+dump = json.dumps({{"entries": [{ENTRY!r}], "version": "2.10"}}).encode()
+sys.modules["torch._C._distributed_c10d"] = types.SimpleNamespace(_dump_fr_trace_json=lambda: dump)
+from meshwright.spec.rank_environment import RankEnvironment
+from meshwright.training.lifecycle import RankLife
+from meshwright.training.stop import StopRequest
+RankLife(RankEnvironment(0, 1, 0, 1, "127.0.0.1", 0), StopRequest())
 def wait_for_peer():
     print("ready", flush=True)
     time.sleep(60)
@@ -79,11 +86,15 @@ def test_evidence_has_the_stacks_of_all_threads_and_waits_for_no_stopped_process
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank-00000.log").write_text("x" * 10_000 + "\nlast words\n")
     for rank, script in enumerate((CHILD, CHILD, "print('ready', flush=True); import time; time.sleep(60)")):
-        stacks = stacks_memory()
-        env = {**os.environ, STACKS: f"/proc/{os.getpid()}/fd/{stacks}"}
-        process = subprocess.Popen([sys.executable, "-c", script], env=env, stdout=subprocess.PIPE, text=True)
+        stacks = evidence_memory()
+        _, channel = os.pipe()
+        env = {**os.environ, STACKS: f"/proc/{os.getpid()}/fd/{stacks}", CHANNEL: str(channel)}
+        process = subprocess.Popen(
+            [sys.executable, "-c", script], env=env, pass_fds=[channel],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
         processes.append(process)
-        subjects.append(Subject(process.pid, RankState(rank), stacks))
+        subjects.append(Subject(process.pid, RankState(rank), stacks, evidence_memory()))
     try:
         for process in processes:
             assert process.stdout is not None
@@ -91,6 +102,11 @@ def test_evidence_has_the_stacks_of_all_threads_and_waits_for_no_stopped_process
         processes[1].send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, processes[1].pid, os.WSTOPPED | os.WNOWAIT)
         subjects[1].state.stopped = True
+        for process, subject in zip(processes, subjects, strict=True):
+            assert process.stdin is not None
+            os.write(
+                process.stdin.fileno(), encode(CollectivesRequest(f"/proc/{os.getpid()}/fd/{subject.collectives}"))
+            )
         for hang, limit in ((False, CRASH_SECONDS), (True, HANG_SECONDS)):
             began = time.monotonic()
             collect(subjects, tmp_path / "incident", tmp_path / "logs", hang=hang).join()
@@ -102,6 +118,10 @@ def test_evidence_has_the_stacks_of_all_threads_and_waits_for_no_stopped_process
             process.wait()
     first, stopped, without = ((tmp_path / "incident" / "stacks" / f"rank-{rank}.txt").read_text() for rank in range(3))
     assert "in wait_for_peer" in first and first.count("most recent call first") >= 2
-    assert first.endswith("last words\n") and len(first) < 20_000
+    assert "last words\n" in first and len(first) < 20_000
+    assert first.endswith("== unfinished collectives\ngloo:all_reduce 7 of group 1 shard, [[4]], scheduled\n")
+    record = json.loads((tmp_path / "incident" / "collectives" / "rank-0.json").read_text())
+    assert record == {"gloo": {"entries": [{**ENTRY, "finished": False}], "version": "2.10"}}
+    assert [path.name for path in (tmp_path / "incident" / "collectives").iterdir()] == ["rank-0.json"]
     assert "it is stopped" in stopped and "State:\tT (stopped)" in stopped
     assert "none: the process did not write them" in without

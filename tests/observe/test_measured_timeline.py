@@ -24,6 +24,7 @@ from meshwright.schedules.expand import expand
 from meshwright.schedules.plan_schedule import training_schedule
 from meshwright.schedules.registry import SCHEDULES, build
 from meshwright.schedules.schedule import Schedule
+from meshwright.simulator.predicted_step import predicted_step
 from meshwright.simulator.simulate import simulate
 from meshwright.simulator.timeline import Timeline
 from meshwright.simulator.timing import Link, Timing
@@ -34,7 +35,6 @@ from meshwright.training.loop import train
 from meshwright.training.reporting import Reporter
 from meshwright.training.session import open_session
 from meshwright.training.stop import StopRequest
-from meshwright.training.timelines import prediction
 from tests.cli.command import meshwright
 from tests.distributed.pool import Pool
 from tests.training.tiny import cpu_profile, make_tiny, prepared
@@ -164,10 +164,10 @@ def test_only_a_known_chip_has_a_prediction(tmp_path: Path) -> None:
     words = ["model=llama3-8b", "train.seq_len=8192", "train.global_batch=32", "plan.pipeline=2", "plan.schedule=1f1b"]
     run = load_run(None, [*words, "cluster.gpu=H200", "cluster.gpus_per_node=8"])
     plan, _ = plan_for(run)
-    timeline, why_not = prediction(run, plan)
+    timeline, why_not = predicted_step(run, plan)
     assert timeline is not None and why_not is None and 0 < timeline.bubble < 1
     unknown = replace(run, cluster=replace(run.cluster, gpu="T4"))
-    timeline, why_not = prediction(unknown, plan)
+    timeline, why_not = predicted_step(unknown, plan)
     assert timeline is None and why_not is not None and "no figures for T4" in why_not
 
 

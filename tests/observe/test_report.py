@@ -15,6 +15,7 @@ from meshwright.observe.report_charts import Sheet
 from meshwright.observe.report_parts import plan_section
 from meshwright.observe.runfolder import read_run
 from meshwright.observe.svg import Axis
+from meshwright.observe.wall_time import WallTimeWriter
 from meshwright.spec.fields import to_plain
 from meshwright.spec.model import ModelSpec, parameter_count
 from meshwright.spec.plan import BatchPlan, Breakdown, LayerStrategy, MeshAxis, Plan, Precision, Predicted
@@ -446,3 +447,20 @@ def test_ranges_that_differ_in_what_waits_on_the_host_say_so_and_ranges_alike_sh
     assert list(rows) == ["Layers 0-1, 6-7", "Layers 2-5"]
     assert "activations in host memory" in rows["Layers 0-1, 6-7"] and "host" not in rows["Layers 2-5"]
     assert "<span>Ulysses 1</span>" in section
+
+
+def test_the_goodput_card_has_every_category_and_a_bar_of_the_whole_wall_time(folder):
+    writer = WallTimeWriter(folder / "wall_time.jsonl", iter([1030.0, 1040.0, 1042.0, 1047.0, 1049.0]).__next__)
+    writer.start(0, 30.0, 2.0)
+    for step in (1, 2):
+        writer.step(step, 0.5, skipped=False)
+    writer.pause("save", 2, 5.0)
+    writer.step(3, 0.0, skipped=True)
+    page = Page(write_report(folder).read_text(encoding="utf-8"))
+    account = read_run(folder).goodput
+    assert account.wall_seconds == pytest.approx(49.0)
+    assert all(name.replace("_", " ") in page.text for name in account.seconds)
+    card = render(read_run(folder)).split('id="goodput"')[1].split("</section>")[0]
+    widths = [float(width) for width in re.findall(r"width:([\d.]+)%", card)]
+    assert sum(widths) == pytest.approx(100.0, abs=0.01)
+    assert f"{100 * account.goodput:.1f}% of 49.0 s wall time was productive" in page.text

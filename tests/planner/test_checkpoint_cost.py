@@ -111,7 +111,7 @@ def test_training_waits_for_a_reason(tmp_path: Path, override: str, reason: str)
 
 
 def measured_saves(name: str) -> list[dict[str, Any]]:
-    """The runs of llama3-1b on one H200 in a file of results, `checkpoint.every=16`: asynchronous, then synchronous if there is one."""
+    """The runs of llama3-1b on one H200 in a file of results, a save every 16 steps: asynchronous, then any synchronous."""
     lines = json.loads((RESULTS / name).read_text(encoding="utf-8"))["lines"]
     return [line for line in lines if line["kind"] == "run"]
 
@@ -151,7 +151,7 @@ def test_the_stall_predicted_for_the_measured_runs_is_within_the_variation_of_st
 
 
 def test_measured_rates_replace_those_that_are_assumed(tmp_path: Path) -> None:
-    """The write takes bytes over rate, beside offloaded state the copy too; a CPU rank has a prediction with measured rates only."""
+    """Writes and copies of offloaded state take bytes over rate; CPU ranks have a prediction with measured rates only."""
     run, plan = planned(tmp_path, "plan.offload=optimizer", "plan.compute=bf16", "cluster.host_memory_gib=50")
     cost = checkpoint_cost(run, plan, 0.3, SaveRates(write=1e9, host_copy=5e9))
     assert cost is not None

@@ -58,6 +58,8 @@ class CacheModel:
     """All tokens of each request, as the device knows them."""
     next_position: dict[tuple[int, int], int] = field(default_factory=dict)
     """First position that is not computed yet, by request and computation."""
+    previous: list[tuple[Part, int, list[list[int]]]] = field(default_factory=list)
+    """Parts of the last step, with `start` and tables as they were."""
     failed: set[int] = field(default_factory=set)
     """Requests of steps that were not computed."""
 
@@ -75,6 +77,7 @@ class CacheModel:
         assert 0 < sum(part.count for part in step.parts) == step.tokens <= self.policy.limits.tokens
         assert self.policy.running <= self.policy.limits.sequences
         assert len({part.request.number for part in step.parts}) == len(step.parts)
+        self._check_unchanged(step)
         written: set[tuple[int, int, int]] = set()
         outcome = Outcome(step, [], fails)
         chains = {}
@@ -100,6 +103,15 @@ class CacheModel:
             if part.request.number not in self.failed:
                 self._check_reads(part, chains[part.request.number])
         return outcome
+
+    def _check_unchanged(self, step: Step) -> None:
+        """A caller that keeps parts and tables of the last step only needs `unchanged` and `grown`."""
+        if step.unchanged:
+            assert [part for part, *_ in self.previous] == step.parts
+            assert all(part.start == start + 1 and part.count == 1 for part, start, _ in self.previous)
+            changed = [index for index, (part, _, tables) in enumerate(self.previous) if part.tables != tables]
+            assert step.grown == changed
+        self.previous = [(part, part.start, [list(table) for table in part.tables]) for part in step.parts]
 
     def _check_position(self, part: Part, last: int) -> None:
         """Each position is computed once in each computation, after a prefix of whole cached blocks."""

@@ -61,5 +61,7 @@ def report_all_mistakes(words: list[str] | None, runs: Path, *, fresh: bool = Fa
             raise
         mistakes, code = find_mistakes(words, runs, error, note=lambda text: None, fresh=fresh)
         if not mistakes:
-            raise
+            if error.key is None:
+                raise
+            mistakes, code = [read(words, runs).refusal(error, error.key, "")], error.exit_code
         raise BadConfig(mistakes, code) from error

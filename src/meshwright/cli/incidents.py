@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -30,13 +31,20 @@ def incidents(
         print(json.dumps({"incidents": records}))
         return
     for record in records:
-        moment = datetime.fromtimestamp(record["time"]).astimezone().isoformat(" ", "seconds")
-        where = "before the first step" if record["step"] is None else f"step {record['step']}"
-        print(f"{moment}  {where}, attempt {record['attempt']}: {record['cause']}")
-        rank = "no rank" if record["rank"] is None else f"rank {record['rank']} on {record['host']}, {record['action']}"
-        print(f"  {record['confidence']}: {rank}")
-        print(f"  {record['reason']}")
-        print(f"  {record['answer']}")
-        print(f"  evidence in {record['evidence']}")
+        print("\n".join(incident_lines(record)))
     if not records:
         print("no incidents")
+
+
+def incident_lines(record: Mapping[str, Any]) -> list[str]:
+    """The lines about one incident."""
+    moment = datetime.fromtimestamp(record["time"]).astimezone().isoformat(" ", "seconds")
+    where = "before the first step" if record["step"] is None else f"step {record['step']}"
+    rank = "no rank" if record["rank"] is None else f"rank {record['rank']} on {record['host']}, {record['action']}"
+    return [
+        f"{moment}  {where}, attempt {record['attempt']}: {record['cause']}",
+        f"  {record['confidence']}: {rank}",
+        f"  {record['reason']}",
+        f"  {record['answer']}",
+        f"  evidence in {record['evidence']}",
+    ]

@@ -20,33 +20,41 @@ def report(
     json: Annotated[
         bool,
         typer.Option(
-            "--json", help="Print one JSON object: the path, steps, predicted and measured figures, and missing parts."
+            "--json",
+            help="Print one JSON object: the path, steps, predicted and measured figures, goodput, stragglers, missing parts.",
         ),
     ] = False,
 ) -> None:
     """Write report.html for a run and print its path.
 
-    One self-contained file: loss, throughput, step time, memory, what was predicted, the plan, samples, configuration. It opens from disk,
-    needs no network, and is written from metrics.jsonl and its neighbours, so it also serves a run that is still going
-    or was stopped.
+    One self-contained file: loss, throughput, step time, memory, what was predicted, goodput, slow ranks, the pipeline's timeline, the
+    plan, samples, configuration. It opens from disk, needs no network, and is written from metrics.jsonl and its
+    neighbours, so it also serves a run that is still going or was stopped.
 
     Example: meshwright report runs/quickstart
     """
+    from meshwright.cli.span_findings import span_findings
     from meshwright.observe.report import write_report
     from meshwright.observe.runfolder import read_run
     from meshwright.spec.fields import to_plain
 
     folder = find_run(run)
-    path = write_report(folder)
+    findings = span_findings(folder)
+    path = write_report(folder, findings)
     if open_page:
         webbrowser.open(path.resolve().as_uri())
     if json:
         content = read_run(folder)
         steps = content.steps[-1]["step"] if content.steps else 0
-        account = to_plain(content.account)
-        print(
-            json_module.dumps({"report": str(path), "steps": steps, "account": account, "missing": list(content.notes)})
-        )
+        answer = {
+            "report": str(path),
+            "steps": steps,
+            "account": to_plain(content.account),
+            "goodput": content.goodput.as_plain() if content.goodput else None,
+            "stragglers": findings.stragglers,
+            "missing": [*content.notes, *findings.notes],
+        }
+        print(json_module.dumps(answer))
     else:
         print(path)
 

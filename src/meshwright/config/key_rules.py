@@ -25,6 +25,7 @@ from meshwright.spec.layout import (
     stage_table,
     tensor_split_error,
 )
+from meshwright.spec.listen_address import EXPECTED, listen_address
 from meshwright.spec.model import ModelSpec, parameter_count
 from meshwright.spec.plan import (
     CONTEXT_AXES,
@@ -64,6 +65,7 @@ def cross_checks(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
         _warmup,
         _partner,
         _data,
+        _prometheus,
         _chip,
         _ranks,
         _emulated,
@@ -266,6 +268,15 @@ def _partner(run: RunValues) -> Iterator[Mistake]:
 def _data(run: RunValues) -> Iterator[Mistake]:
     if run("data.mix") == {}:
         yield run.mistake("data.mix", "at least one data directory", "stdlib")
+
+
+def _prometheus(run: RunValues) -> Iterator[Mistake]:
+    address = run("observe.prometheus")
+    if address is not None:
+        try:
+            listen_address(address)
+        except ValueError:
+            yield run.mistake("observe.prometheus", EXPECTED, f":{address}" if address.isdigit() else None)
 
 
 def _chip(run: RunValues) -> Iterator[Mistake]:

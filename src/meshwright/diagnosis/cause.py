@@ -16,6 +16,7 @@ and the step time with one part added to the ideal is that part's contribution.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -35,6 +36,8 @@ CORRELATED = 0.9
 """Correlation of forward and backward of the same micro-batch from which the paper concludes unequal sequences."""
 ONE_RANK_SHARE = 0.75
 """If one rank (or host) has at least this share of the varying part's squared excesses, it is the cause, not the data."""
+CHANCE = 0.125
+"""A varying part belongs to one of several ranks only if chance would put its slow steps on one of them less often than this."""
 EQUALLY_SLOW = 0.5
 """Ranks with at least this share of the slowest rank's excess are slow together."""
 
@@ -51,6 +54,7 @@ class Finding:
     contribution: float
     """(step time with this part − ideal) ÷ ideal."""
     rank: int | None = None
+    """None where no rank stands out by more than the variation over the steps."""
     stage: int | None = None
 
 
@@ -140,11 +144,19 @@ class _Baseline:
         """Sum of a part over the operations of each recorded rank, (stage, dp, step)."""
         return np.stack([part[self.graph.stages == stage].sum(axis=0) for stage in range(self.measured.stage_count)])
 
-    def worst(self, part: np.ndarray) -> tuple[int, int]:
-        """(stage, dp) of the rank with the largest sum of a part."""
-        sums = self.per_rank(part).sum(axis=2)
-        stage, dp = np.unravel_index(int(sums.argmax()), sums.shape)
-        return int(stage), int(dp)
+    def worst(self, part: np.ndarray) -> tuple[int | None, int | None]:
+        """(rank, stage) with the largest sum of a part; None if it does not exceed the other ranks' mean in most steps.
+
+        Its excess must be `SIGNIFICANT` standard errors of the mean over the steps. A single rank is always named.
+        """
+        by_step = self.per_rank(part)
+        sums = by_step.sum(axis=2)
+        stage, dp = (int(index) for index in np.unravel_index(int(sums.argmax()), sums.shape))
+        if sums.size > 1:
+            excess = by_step[stage, dp] - (by_step.sum(axis=(0, 1)) - by_step[stage, dp]) / (sums.size - 1)
+            if len(excess) > 2 and excess.mean() < SIGNIFICANT * excess.std(ddof=1) / len(excess) ** 0.5:
+                return None, None
+        return int(self.measured.rank[stage, dp]), stage
 
 
 def _stage_imbalance(baseline: _Baseline, parts: ComputeParts) -> Finding:
@@ -186,25 +198,44 @@ def _varying(baseline: _Baseline, parts: ComputeParts, host_of_rank: Mapping[int
     measured = baseline.measured
     contribution = baseline.contribution(baseline.work + parts.varying)
     positive = np.maximum(parts.varying, 0.0) ** 2
-    squares = baseline.per_rank(positive).sum(axis=2)
+    by_step = baseline.per_rank(positive)
+    squares = by_step.sum(axis=2)
     stage, dp = (int(index) for index in np.unravel_index(int(squares.argmax()), squares.shape))
     total = float(squares.sum())
     rank = int(measured.rank[stage, dp])
-    if total and squares[stage, dp] >= ONE_RANK_SHARE * total and squares.size > 1:
+    share = float(squares[stage, dp]) / (total or 1.0)
+    if share >= ONE_RANK_SHARE and _is_no_chance(by_step[stage, dp], share, squares.size):
         return Finding("compute", contribution, rank=rank, stage=stage)
-    for host in set(host_of_rank.values()):
+    hosts = set(host_of_rank.values())
+    for host in hosts:
         on_host = np.vectorize(lambda number, host=host: host_of_rank.get(number) == host)(measured.rank)
-        if 1 < on_host.sum() < on_host.size and total and squares[on_host].sum() >= ONE_RANK_SHARE * total:
+        share = float(squares[on_host].sum()) / (total or 1.0)
+        several = 1 < on_host.sum() < on_host.size and share >= ONE_RANK_SHARE
+        if several and _is_no_chance(by_step[on_host].sum(axis=0), share, len(hosts)):
             return Finding("host", contribution, rank=int(measured.rank[on_host].min()))
     if forward_backward_correlation(measured, parts) >= CORRELATED:
         return Finding("sequence_imbalance", contribution)
     return Finding("compute", contribution if contribution >= FLAGGED_JITTER else 0.0)
 
 
+def _is_no_chance(by_step: np.ndarray, share: float, candidates: int) -> bool:
+    """Whether chance hardly puts so large a share of the slow steps on one of `candidates`; `by_step` has its squared excesses.
+
+    Bound: `candidates` × exp(−steps × Kullback–Leibler divergence of `share` from an equal share). The number of slow steps is
+    the participation ratio (sum of the values)² ÷ sum of their squares.
+    """
+    slow_steps = float(by_step.sum() ** 2 / (by_step**2).sum())
+    equal = 1.0 / candidates
+    divergence = share * math.log(share / equal) if candidates > 1 else 0.0
+    divergence += (1.0 - share) * math.log((1.0 - share) / (1.0 - equal)) if equal < share < 1.0 else 0.0
+    return candidates * math.exp(-slow_steps * divergence) <= CHANCE
+
+
 def forward_backward_correlation(measured: MeasuredSteps, parts: ComputeParts) -> float:
     """Correlation of the deviations of a micro-batch's forward and backward, each the mean over the model chunks.
 
-    Deviations are relative to the typical duration of the cell. 0 if there is nothing to compare.
+    Deviations are relative to the typical duration of the cell, and with several micro-batches to the mean of the rank's step: a
+    rank that is slow for a whole step is no sequence. 0 if there is nothing to compare.
     """
     deviations: dict[str, dict[int, list[np.ndarray]]] = {name: {} for name in MODEL_COMPUTE_TYPES}
     typical = parts.ideal + parts.stage + parts.steady
@@ -220,6 +251,8 @@ def forward_backward_correlation(measured: MeasuredSteps, parts: ComputeParts) -
     first, second = (
         np.stack([np.mean(by_microbatch[key], axis=0) for key in both]) for by_microbatch in (forward, backward)
     )
+    if len(both) > 1:
+        first, second = (values - values.mean(axis=0) for values in (first, second))
     if min(first.std(), second.std()) <= 1e-9:
         return 0.0
     return float(np.corrcoef(first.ravel(), second.ravel())[0, 1])
@@ -231,8 +264,8 @@ def _category(baseline: _Baseline, category: str) -> Finding:
     if not nodes.any():
         return Finding(category, 0.0)
     contribution = baseline.contribution(np.where(nodes, baseline.measured.work, baseline.work))
-    stage, dp = baseline.worst(np.where(nodes, baseline.measured.work - baseline.work, 0.0))
-    return Finding(category, contribution, rank=int(baseline.measured.rank[stage, dp]), stage=stage)
+    rank, stage = baseline.worst(np.where(nodes, baseline.measured.work - baseline.work, 0.0))
+    return Finding(category, contribution, rank=rank, stage=stage)
 
 
 def _late_launch(baseline: _Baseline) -> Finding:
@@ -249,6 +282,5 @@ def _late_launch(baseline: _Baseline) -> Finding:
         usual[nodes] = np.minimum(delay[nodes], np.median(delay[nodes]))
     recorded, faster = (replay(baseline.graph, measured.work, values).mean() for values in (delay, usual))
     messages = np.isin(baseline.graph.types, [CODE_OF[name] for name in P2P_TYPES])[:, None, None]
-    stage, dp = baseline.worst(np.where(messages, 0.0, delay - usual))
-    contribution = float((recorded - faster) / baseline.seconds.mean())
-    return Finding("host", contribution, rank=int(measured.rank[stage, dp]), stage=stage)
+    rank, stage = baseline.worst(np.where(messages, 0.0, delay - usual))
+    return Finding("host", float((recorded - faster) / baseline.seconds.mean()), rank=rank, stage=stage)

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import numpy as np
 
-from meshwright.diagnosis.operations import OperationTable
+from meshwright.diagnosis.operations import MODEL_COMPUTE_TYPES, OperationTable
 from meshwright.diagnosis.run_spans import RankRecords, table_of_spans
+from meshwright.events.clock_alignment import on_one_clock
 from meshwright.events.span_ring import RankSpans, read_spans, starts_with_spans
 from meshwright.spec.errors import BadInput
 
 
 def read_operations(folder: Path, last_steps: int) -> tuple[OperationTable, list[str]]:
-    """The operations of the last steps of the run's newest start, and notes on files that cannot be read.
+    """The operations of the last steps of the run's newest start on one clock, and notes on files and clocks.
 
     Raises BadInput if a rank's spans are missing or the ranks have no complete step in common.
     """
@@ -30,7 +31,22 @@ def read_operations(folder: Path, last_steps: int) -> tuple[OperationTable, list
         raise BadInput(
             f"{starts[-1]} has the spans of {len(spans)} of {expected} ranks; rank {missing} is missing{reason}"
         )
+    spans, alignment = on_one_clock(spans)
+    notes += [
+        f"rank {rank_spans.rank}: its host shares no message or collective with that of rank {spans[0].rank}; its times are not aligned"
+        for rank_spans in spans
+        if alignment.error_ns[rank_spans.header["host"]] is None
+    ]
     return table_of_spans(_with_coordinates(spans), last_steps), notes
+
+
+def compute_seconds(table: OperationTable) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(ranks, steps, seconds): what each rank computed in each step, waits for others left out; seconds is (rank, step)."""
+    compute = table.select(table.is_type(*MODEL_COMPUTE_TYPES))
+    ranks, row = np.unique(compute.rank, return_inverse=True)
+    steps, column = np.unique(compute.step, return_inverse=True)
+    seconds = np.bincount(row * len(steps) + column, compute.duration_ns / 1e9, len(ranks) * len(steps))
+    return ranks, steps, seconds.reshape(len(ranks), len(steps))
 
 
 def _with_coordinates(spans: list[RankSpans]) -> list[RankRecords]:

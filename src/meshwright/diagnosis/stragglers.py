@@ -18,6 +18,9 @@ from meshwright.diagnosis.what_if import analyse
 
 LAST_STEPS = 100
 """Steps of a run that are analysed, the newest."""
+FEWEST_STEPS = 12
+"""Steps without which no cause of a run is named. A steady excess has to be 4 standard errors (`cause.SIGNIFICANT`), themselves
+estimated from the steps: by chance a rank has that in 0.5% of the cases with 6 steps, in 0.1% with 12."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Diagnosis:
 
     slowdown: float
     cause: str | None
-    """None if no part of the recorded durations explains at least `cause.FLAGGED_CONTRIBUTION` of the ideal step time."""
+    """None with too few steps, or if no part of the durations explains `cause.FLAGGED_CONTRIBUTION` of the ideal step time."""
     rank: int | None
     stage: int | None
     contributions: dict[str, float]
@@ -47,6 +50,8 @@ class Diagnosis:
     steps: tuple[int, ...]
     skipped_steps: int
     """Steps that lack operations of some rank."""
+    needed_steps: int
+    """Steps without which no cause is named."""
     notes: tuple[str, ...] = ()
 
     def as_plain(self) -> dict[str, Any]:
@@ -60,6 +65,8 @@ class Diagnosis:
     def sentence(self) -> str:
         """The result in words."""
         slower = f"steps take {self.slowdown - 1:.1%} longer than with ideal durations"
+        if len(self.steps) < self.needed_steps:
+            return f"too few steps: {len(self.steps)} of {self.needed_steps}; {slower}, and no cause is named"
         if self.cause is None:
             return f"no straggler: {slower}, and no single cause adds 2%"
         ranked = [
@@ -70,14 +77,15 @@ class Diagnosis:
         return f"{slower}; cause: {self.cause.replace('_', ' ')}{subject}, which adds {added:.1%}"
 
 
-def diagnose(table: OperationTable, graph: StepGraph) -> Diagnosis:
-    """Analyse the steps of `table`, whose operations depend on each other as in `graph`.
+def diagnose(table: OperationTable, graph: StepGraph, needed_steps: int = 1) -> Diagnosis:
+    """Analyse the steps of `table`, whose operations depend on each other as in `graph`; of too few steps without a cause.
 
     Raises BadInput if no step has the operations of every rank.
     """
     measured = measure_steps(table, graph)
     result = analyse(measured)
     flagged, findings = find_cause(measured, table.host_of_rank)
+    flagged = flagged if len(measured.steps) >= needed_steps else None
     return Diagnosis(
         slowdown=result.slowdown, cause=flagged.cause if flagged else None,
         rank=flagged.rank if flagged else None, stage=flagged.stage if flagged else None,
@@ -86,6 +94,7 @@ def diagnose(table: OperationTable, graph: StepGraph) -> Diagnosis:
         launch_slowdown=result.launch_slowdown, step_seconds=float(measured.step_seconds.mean()),
         replayed_seconds=result.seconds, ideal_seconds=result.ideal_seconds,
         steps=tuple(measured.steps.tolist()), skipped_steps=measured.skipped_steps,
+        needed_steps=needed_steps,
     )  # fmt: skip
 
 
@@ -99,7 +108,7 @@ def _largest(findings: list[Finding]) -> dict[str, float]:
 def diagnose_run(folder: Path, last_steps: int = LAST_STEPS) -> Diagnosis:
     """Analyse the last recorded steps of a run, also of one in progress. Raises BadInput if it has no spans of them."""
     table, notes = read_operations(folder, last_steps)
-    return replace(diagnose(table, run_graph(table)), notes=tuple(notes))
+    return replace(diagnose(table, run_graph(table), FEWEST_STEPS), notes=tuple(notes))
 
 
 def diagnose_trace(path: Path, job: Path) -> Diagnosis:

@@ -44,6 +44,17 @@ def write_durable(path: Path, content: bytes | str | Iterable[str]) -> None:
         raise
 
 
+def write_replacing(path: Path, content: bytes) -> None:
+    """Replace `path` by `content` in one step, without flushing it to the disk: for a file that is soon written again."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
+    try:
+        partial.write_bytes(content)
+        os.replace(partial, path)
+    except OSError:
+        _remove(partial)
+        raise
+
+
 def append_durable(path: Path, content: bytes) -> None:
     """Append `content` to a file, which is created if missing, and flush it; a crash may leave a part of `content` at the end."""
     is_new = not path.exists()

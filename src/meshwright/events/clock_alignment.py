@@ -8,7 +8,7 @@ over many steps, combined along all paths between hosts, give an interval for ev
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -44,7 +44,9 @@ def align_clocks(ranks: Sequence[RankSpans]) -> ClockAlignment:
     hosts = list(dict.fromkeys(rank.header["host"] for rank in ranks))
     clocks = np.concatenate([rank.of_phase("clock")["duration_ns"] for rank in ranks]) if ranks else np.zeros(0, int)
     device_error = int(clocks.max(initial=0))
-    distance = _largest_differences(ranks, hosts, 2 * device_error)
+    distance = (
+        _largest_differences(ranks, hosts, 2 * device_error) if len(hosts) > 1 else np.zeros((len(hosts),) * 2, int)
+    )
     for middle in range(len(hosts)):  # shortest paths
         distance = np.minimum(distance, distance[:, middle, None] + distance[None, middle, :])
     offsets, errors = {}, {}
@@ -54,6 +56,20 @@ def align_clocks(ranks: Sequence[RankSpans]) -> ClockAlignment:
         offsets[host] = (high + low) // 2 if known and number else 0
         errors[host] = (abs(high - low) // 2 if number else 0) + device_error if known or not number else None
     return ClockAlignment(offsets, errors, device_error)
+
+
+def on_one_clock(ranks: Sequence[RankSpans]) -> tuple[list[RankSpans], ClockAlignment]:
+    """The spans with all times on the clock of the first rank's host, and the alignment."""
+    alignment = align_clocks(ranks)
+    return [_shifted(rank, alignment.offset_ns[rank.header["host"]]) for rank in ranks], alignment
+
+
+def _shifted(rank: RankSpans, offset_ns: int) -> RankSpans:
+    if not offset_ns:
+        return rank
+    records = rank.records.copy()
+    records["start_ns"] += offset_ns
+    return replace(rank, records=records)
 
 
 def _largest_differences(ranks: Sequence[RankSpans], hosts: Sequence[str], slack: int) -> np.ndarray:

@@ -63,6 +63,13 @@ class End:
 
 
 @dataclass(frozen=True)
+class CollectivesRequest:
+    """Launcher to rank: append the collectives that torch has recorded to the memory file `path`, as one line of JSON."""
+
+    path: str
+
+
+@dataclass(frozen=True)
 class Step:
     """Rank to launcher: optimizer step `step` is complete. The first rank adds `figures`, a part of the step's metrics record."""
 
@@ -119,7 +126,19 @@ class Failure:
     log: str = ""
 
 
-Message = Begin | SelfTest | SelfTestResult | End | Step | Progress | Validation | Checkpoint | SkippedSamples | Failure
+Message = (
+    Begin
+    | SelfTest
+    | SelfTestResult
+    | End
+    | CollectivesRequest
+    | Step
+    | Progress
+    | Validation
+    | Checkpoint
+    | SkippedSamples
+    | Failure
+)
 _MESSAGE_TYPES: dict[str, type[Message]] = {
     message_type.__name__.lower(): message_type
     for message_type in (
@@ -127,6 +146,7 @@ _MESSAGE_TYPES: dict[str, type[Message]] = {
         SelfTest,
         SelfTestResult,
         End,
+        CollectivesRequest,
         Step,
         Progress,
         Validation,

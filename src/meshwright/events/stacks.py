@@ -29,9 +29,9 @@ def write_stacks_on_signal(env: Mapping[str, str] = os.environ) -> None:
     faulthandler.register(STACK_SIGNAL, descriptor, all_threads=True)
 
 
-def stacks_memory() -> int:
-    """A new memory file for one rank's stacks."""
-    return os.memfd_create("meshwright-stacks", os.MFD_CLOEXEC)
+def evidence_memory() -> int:
+    """A new memory file for what one rank writes: its stacks, or its collectives."""
+    return os.memfd_create("meshwright-evidence", os.MFD_CLOEXEC)
 
 
 def read_stacks(descriptor: int) -> bytes:

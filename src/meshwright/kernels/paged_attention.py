@@ -21,12 +21,23 @@ from meshwright.kernels.attention import AttentionMask, attention
 from meshwright.kernels.norm import accumulate_dtype
 from meshwright.kernels.rope import RotaryTables, rotate
 
+PROGRAMS_PER_PROCESSOR = 4
+"""Programs of the decode kernel that each multiprocessor should get at least."""
+MAX_SPLITS, MIN_SPLIT_TOKENS = 32, 64
+"""Bounds of the parts of a context: the second kernel reads all of them, and a part has at least one tile of tokens."""
+INVARIANT_SPLITS = 16
+"""Parts of every context in invariant mode."""
+
 
 def write_cache(
     k: Tensor, v: Tensor, cache_layer: Tensor, slots: Tensor, *, scales: Tensor | None = None, plain: bool = False
 ) -> None:
     """Write k and v `(tokens, kv_heads, head_dim)` into the `slots` `(tokens,)` of `cache_layer`; negative slots are skipped."""
-    del plain
+    if _runs_kernels(k, plain):
+        from meshwright.kernels.cache_write_triton import rotate_write
+
+        rotate_write(k, k, v, None, slots, cache_layer, slots, None, None, scales)
+        return
     block_tokens = cache_layer.shape[3]
     kept = slots >= 0
     slots = slots[kept].long()
@@ -57,6 +68,12 @@ def rotate_and_write(
     `(max_positions, head_dim / 2)`; None means a model without rotary embedding. Negative slots are skipped. The rotated keys are also
     written into `rotated_keys`, shaped like k, if given. Rotation and rounding are those of `rope.rotate`.
     """
+    if _runs_kernels(q, plain):
+        from meshwright.kernels.cache_write_triton import rotate_write
+
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        rotate_write(q, k, v, tables, positions, cache_layer, slots, out, rotated_keys, scales)
+        return out
     if tables is not None:
         cos, sin = tables
         step_tables = cos[positions][:, None], sin[positions][:, None]
@@ -88,7 +105,9 @@ def paged_attention(
     that a query attends to, itself included; blocks before the window are not read. A sequence of context length 0 is padding: its
     results are 0. With `invariant` the bits of a sequence's result do not depend on the other sequences.
     """
-    del decodes, decode_queries, invariant
+    if _runs_kernels(q, plain):
+        step = (cache_layer, block_tables, context_lengths, query_starts)
+        return _attend_by_kernels(q, *step, decodes, decode_queries, window, scales, invariant)
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     starts, lengths = query_starts.tolist(), context_lengths.tolist()
     for sequence, length in enumerate(lengths):
@@ -98,7 +117,7 @@ def paged_attention(
             continue
         first = 0 if window is None else max(0, length - count - window + 1)
         k, v = _gather(cache_layer, block_tables[sequence], first, length, scales, q.dtype)
-        mask = AttentionMask(dense=_visible(count, k.shape[0], window, q.device))
+        mask = _mask(count, k.shape[0], window, q.device)
         out[queries] = attention(q[queries][None], k[None], v[None], mask, plain=plain)[0]
     return out
 
@@ -114,16 +133,67 @@ def prompt_attention(
 ) -> Tensor:
     """Causal attention within whole prompts of `lengths` tokens, from the step's own q, k (rotated) and v, without the cache.
 
-    q is `(tokens, heads, head_dim)`, k and v are `(tokens, kv_heads, head_dim)`. The result is shaped like q and contiguous.
+    q is `(tokens, heads, head_dim)`, k and v are `(tokens, kv_heads, head_dim)`. The result is shaped like q and contiguous. Many short
+    prompts, and a `window` shorter than a prompt, are faster with `paged_attention` on CUDA: here each prompt is a call of its own.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     start = 0
     for length in lengths:
         tokens = slice(start, start + length)
-        mask = AttentionMask(dense=_visible(length, length, window, q.device))
+        mask = _mask(length, length, window, q.device)
         out[tokens] = attention(q[tokens][None], k[tokens][None], v[tokens][None], mask, plain=plain)[0]
         start += length
     return out
+
+
+def decode_splits(programs: int, tokens: int, processors: int, *, invariant: bool = False) -> int:
+    """Number of parts into which the decode kernel divides a context of up to `tokens` tokens.
+
+    `programs` is the number of pairs (sequence, key/value head). The parts give each of the `processors` (multiprocessors) of the GPU
+    several programs, because one alone has too few loads in flight for the memory bandwidth. With `invariant` the number is fixed.
+    """
+    if invariant:
+        return INVARIANT_SPLITS
+    wanted = -(-PROGRAMS_PER_PROCESSOR * processors // programs)
+    return max(1, min(wanted, MAX_SPLITS, -(-tokens // MIN_SPLIT_TOKENS)))
+
+
+def _attend_by_kernels(
+    q: Tensor,
+    cache_layer: Tensor,
+    block_tables: Tensor,
+    context_lengths: Tensor,
+    query_starts: Tensor,
+    decodes: int,
+    decode_queries: int,
+    window: int | None,
+    scales: Tensor | None,
+    invariant: bool,
+) -> Tensor:
+    """`paged_attention` by the Triton kernels: one for the first `decodes` sequences, another for the chunks behind them."""
+    from meshwright.kernels.paged_decode_triton import paged_decode
+    from meshwright.kernels.paged_prefill_triton import paged_prefill
+
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    rows = decodes * decode_queries
+    if decodes:
+        tokens, kv_heads = block_tables.shape[1] * cache_layer.shape[3], cache_layer.shape[2]
+        splits = decode_splits(
+            decodes * kv_heads,
+            tokens if window is None else min(tokens, window + decode_queries),
+            torch.cuda.get_device_properties(q.device).multi_processor_count,
+            invariant=invariant,
+        )
+        step = (cache_layer, block_tables[:decodes], context_lengths[:decodes])
+        paged_decode(q, *step, out, queries=decode_queries, splits=splits, window=window, scales=scales)
+    if q.shape[0] > rows:
+        step = (cache_layer, block_tables[decodes:], context_lengths[decodes:], query_starts[decodes:])
+        paged_prefill(q, *step, out, queries=q.shape[0] - rows, window=window, scales=scales)
+    return out
+
+
+def _runs_kernels(x: Tensor, plain: bool) -> bool:
+    return x.is_cuda and x.element_size() <= 4 and not plain
 
 
 def _gather(
@@ -142,12 +212,14 @@ def _gather(
     return (k.float() * scales[0, :, None]).to(dtype), (v.float() * scales[1, :, None]).to(dtype)
 
 
-def _visible(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Whether each of the last `queries` of `keys` tokens attends to a key, `(1, 1, queries, keys)`."""
+def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> AttentionMask | None:
+    """Which of `keys` tokens each of the last `queries` attends to; None if that is all earlier ones of the same tokens."""
+    if queries == keys and (window is None or window >= keys):
+        return None
     position = torch.arange(keys - queries, keys, device=device)[:, None]
     key = torch.arange(keys, device=device)
     visible = key <= position
-    return (visible if window is None else visible & (position - key < window))[None, None]
+    return AttentionMask(dense=(visible if window is None else visible & (position - key < window))[None, None])
 
 
 def _store(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:

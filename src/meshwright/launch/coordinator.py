@@ -25,6 +25,7 @@ from meshwright.launch.incidents import (
     write_incident,
 )
 from meshwright.launch.outcome import RankState, cause, exit_codes, outcome_lines, progress_text
+from meshwright.launch.progress_file import JobProgress, rank_progress
 from meshwright.launch.reports import Directive, Report
 from meshwright.policies.hang import GPU_SECONDS, HangWatch
 from meshwright.policies.host_tests import TEST_SECONDS
@@ -150,6 +151,13 @@ class Coordinator:
     def uninformed(self) -> bool:
         """Whether an agent has not learnt yet that the job is over."""
         return bool(set(self._seen) - self._informed)
+
+    def progress(self) -> JobProgress:
+        """Where the ranks of the attempt are."""
+        seconds, state = self._watch.seconds(self._clock()), self.state
+        ranks = [self._attempt.ranks[rank] for rank in sorted(self._attempt.ranks)]
+        found = tuple(rank_progress(rank, self._host_of(rank.rank), seconds.get(rank.rank, 0.0)) for rank in ranks)
+        return JobProgress(state.job, state.attempt, state.status, found)
 
     def request_stop(self, number: int) -> None:
         """Handle a stop signal of the coordinator's own process: the ranks end after the running step."""

@@ -1,18 +1,20 @@
-"""Evidence that an agent collects before it ends its ranks: stacks, process state and the end of the log.
+"""Evidence that an agent collects before it ends its ranks: stacks, collectives, process state and the end of the log.
 
 The agent signals all ranks together and waits until each has written its stacks, at most `HANG_SECONDS` or
-`CRASH_SECONDS`. A stopped rank cannot write; `py-spy` reads its stacks from outside where it is installed and permitted. A
-thread writes the files, so that the restart does not wait for the disk.
+`CRASH_SECONDS`. A thread of each rank writes the collectives that torch's flight recorder has (`observe.flight_recorder`)
+into memory of the agent. A stopped rank cannot write; `py-spy` reads its stacks from outside where it is installed and
+permitted. A thread writes the files, so that the restart does not wait for the disk.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,8 @@ from meshwright.launch.outcome import RankState, death
 HANG_SECONDS, CRASH_SECONDS = 1.0, 0.3
 """Longest time to collect after a hang, and after a crash."""
 POLL_SECONDS = 0.005
+LARGEST_RECORD = 4 << 20
+"""Most bytes of a rank's collectives."""
 LOG_BYTES = 4096
 """Most bytes of a rank's log."""
 PROC_FILES = ("status", "wchan", "stack")
@@ -34,11 +38,12 @@ PYSPY = ("py-spy", "dump", "--nonblocking", "--pid")
 
 @dataclass
 class Subject:
-    """One rank: its process, what is known of it, and the memory file with its stacks."""
+    """One rank: its process, what is known of it, and the memory files for its stacks and for the collectives it was asked for."""
 
     pid: int
     state: RankState
     stacks: int
+    collectives: int | None = None
 
     @property
     def runs(self) -> bool:
@@ -52,12 +57,22 @@ def collect(subjects: Sequence[Subject], folder: Path, logs: Path, *, hang: bool
     signalled = [subject for subject in subjects if subject.runs and _request_stacks(subject, kernel)]
     others = [subject for subject in subjects if subject.runs and subject not in signalled]
     spies = {subject.state.rank: spy for subject in others if hang and (spy := _spy(subject.pid)) is not None}
-    _await_stacks(signalled, deadline)
+    _await_answers(signalled, deadline)
+    recorded = {subject.state.rank: text for subject in subjects if (text := _read_collectives(subject.collectives))}
     seen = {rank: _spy_output(spy, deadline) for rank, spy in spies.items()}
     texts = {s.state.rank: _text(s, kernel.get(s.state.rank, {}), seen.get(s.state.rank, ""), logs) for s in subjects}
-    thread = threading.Thread(target=_write, args=(folder / "stacks", texts), name="evidence", daemon=True)
+    files = {f"stacks/rank-{rank}.txt": text for rank, text in texts.items()}
+    thread = threading.Thread(target=_write, args=(folder, files, recorded), name="evidence", daemon=True)
     thread.start()
     return thread
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal or a debugger has stopped a process; False where the kernel does not say."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1] in (b"T", b"t")
+    except OSError:
+        return False
 
 
 def _kernel_view(pid: int) -> dict[str, str]:
@@ -83,11 +98,18 @@ def _request_stacks(subject: Subject, kernel: Mapping[int, Mapping[str, str]]) -
     return False
 
 
-def _await_stacks(subjects: Sequence[Subject], deadline: float) -> None:
-    """Wait until the stacks of all ranks have arrived and have stopped growing."""
+def _read_collectives(memory: int | None) -> str:
+    """The line in a memory file; empty unless it is complete."""
+    text = "" if memory is None else os.pread(memory, LARGEST_RECORD, 0).decode(errors="replace")
+    return text if text.endswith("\n") else ""
+
+
+def _await_answers(subjects: Sequence[Subject], deadline: float) -> None:
+    """Wait until the stacks and collectives of all ranks that can write have arrived and have stopped growing."""
+    files = [file for subject in subjects for file in (subject.stacks, subject.collectives) if file is not None]
     before: list[int] = []
     while time.monotonic() < deadline:
-        sizes = [os.fstat(subject.stacks).st_size for subject in subjects]
+        sizes = [os.fstat(file).st_size for file in files]
         if all(sizes) and sizes == before:
             return
         before = sizes
@@ -134,10 +156,31 @@ def _text(subject: Subject, kernel: Mapping[str, str], spy: str, logs: Path) -> 
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
 
-def _write(folder: Path, texts: Mapping[int, str]) -> None:
+def unfinished_collectives(record: str) -> Iterator[str]:
+    """One line for each unfinished collective of a rank's record: its name, number, group, shapes and state.
+
+    Raises ValueError if the record is no JSON.
+    """
+    for dump in json.loads(record).values():
+        for entry in dump["entries"]:
+            if not entry["finished"]:
+                group = " ".join(filter(None, entry["process_group"])) or "default"
+                number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
+                yield f"{entry['profiling_name']} {number} of group {group}, {entry['input_sizes']}, {entry['state']}"
+
+
+def _write(folder: Path, files: Mapping[str, str], recorded: Mapping[int, str]) -> None:
+    """Write the files by name, and each rank's collectives, whose unfinished ones are also listed with its stacks."""
+    contents = dict(files)
+    for rank, record in recorded.items():
+        contents[f"collectives/rank-{rank}.json"] = record
+        with suppress(ValueError, KeyError, TypeError):  # a release of torch with other keys
+            lines = list(unfinished_collectives(record))
+            listed = "\n".join(lines or ["none"])
+            contents[f"stacks/rank-{rank}.txt"] += f"\n== unfinished collectives\n{listed}\n"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for rank, text in texts.items():
-            write_durable(folder / f"rank-{rank}.txt", text)
+        for name, text in contents.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            write_durable(folder / name, text)
     except OSError as error:
         write_line(f"meshwright: evidence of the failure is not kept: {error.filename}: {error.strerror}")

@@ -35,7 +35,10 @@ from meshwright.launch.coordinator import Coordinator, exit_directive
 from meshwright.launch.folder import folder_lock
 from meshwright.launch.local import POLL_SECONDS, empty_arenas, forward_signals, rank_starter
 from meshwright.launch.machine import check_devices
+from meshwright.launch.metrics_endpoint import metrics_endpoint
 from meshwright.launch.orphans import end_orphans
+from meshwright.launch.outcome import RankState
+from meshwright.launch.progress_file import ProgressFile
 from meshwright.launch.reports import Directive, Report
 from meshwright.launch.snapshot_server import snapshot_server
 from meshwright.policies.restart import Stop
@@ -98,8 +101,9 @@ def run_coordinator(
         )  # fmt: skip
         handlers["POST /report"] = lambda value: to_plain(coordinator.receive(checked_report(value)))
         handlers["GET /state"] = lambda _: to_plain(coordinator.state)
-        with closing(coordinator), forward_signals(coordinator.request_stop, lambda: None):
-            _coordinate(coordinator, server)
+        progress = ProgressFile(folder, coordinator.progress)
+        with closing(coordinator), closing(progress), forward_signals(coordinator.request_stop, lambda: None):
+            _coordinate(coordinator, server, progress)
     for line in coordinator.outcome(folder / "logs"):
         write_line(line if line.startswith("  ") else f"meshwright: {line}")
     return EXIT_COMMUNICATION if coordinator.code is None else coordinator.code
@@ -133,7 +137,7 @@ def dismiss_agents(
     return bool(dismissed) and not others
 
 
-def _coordinate(coordinator: Coordinator, server: ControlServer) -> None:
+def _coordinate(coordinator: Coordinator, server: ControlServer, progress: ProgressFile) -> None:
     """Serve agents until the job is over and they know it, or until there are none."""
     last_report = ticked = time.monotonic()
     while coordinator.code is None:
@@ -142,6 +146,7 @@ def _coordinate(coordinator: Coordinator, server: ControlServer) -> None:
             continue
         ticked = time.monotonic()
         coordinator.tick()
+        progress.update()
         if coordinator.hosts:
             last_report = time.monotonic()
         if time.monotonic() - last_report > ABANDONED_SECONDS:
@@ -187,7 +192,8 @@ def run_agent(run: RunSpec, words: Sequence[str], runs: Path) -> int:
     coordinator = partial(_start_coordinator, address, [*words, "--runs", str(runs)])
     own_address = _reach(address, coordinator)
     arenas = empty_arenas(run.cluster.gpus_per_node)
-    with snapshot_server(run, own_address, arenas) as server:
+    endpoint_of_host = metrics_endpoint(run.observe.prometheus, runs / run.name)
+    with endpoint_of_host as endpoint, snapshot_server(run, own_address, arenas) as server:
         variables = {} if server is None else {SERVER_VARIABLE: server.address}
         start = rank_starter(run.cluster, runs / run.name, own_address, arenas, variables)
         machine = os.environ.get(HOST_VARIABLE) or socket.gethostname()
@@ -195,7 +201,8 @@ def run_agent(run: RunSpec, words: Sequence[str], runs: Path) -> int:
         agent = Agent(host, start, address=own_address, spares=run.supervision.restarts > 0)
         client = ControlClient(address, token)
         with closing(agent), closing(client), forward_signals(agent.stop, agent.kill_at_once):
-            return _Link(agent, client, coordinator, revive=server.revive if server else lambda: None).follow()
+            revive = server.revive if server else lambda: None
+            return _Link(agent, client, coordinator, revive=revive, observe=endpoint.update).follow()
 
 
 class _Link:
@@ -207,9 +214,14 @@ class _Link:
         client: ControlClient,
         start_coordinator: Callable[[], object],
         revive: Callable[[], object],
+        observe: Callable[[Sequence[RankState]], object] = lambda ranks: None,
     ) -> None:
-        """`revive` is called now and then: it starts again what runs beside the agent and has died."""
+        """`revive` is called now and then: it starts again what runs beside the agent and has died.
+
+        `observe` receives the states of this host's ranks as often.
+        """
         self._agent, self._client, self._start_coordinator, self._revive = agent, client, start_coordinator, revive
+        self._observe = observe
         self._sent: Report | None = None
         self._due = 0.0
         self._failures = 0
@@ -221,6 +233,7 @@ class _Link:
             self._agent.poll(POLL_SECONDS)
             self._revive()
             report, now = self._agent.report(), time.monotonic()
+            self._observe(report.ranks)
             urgent = self._sent is None or report.urgency != self._sent.urgency
             if now < self._due and not (urgent and not self._failures):
                 continue

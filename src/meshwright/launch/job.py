@@ -17,7 +17,9 @@ from meshwright.launch.coordinator import Coordinator
 from meshwright.launch.folder import folder_lock
 from meshwright.launch.local import POLL_SECONDS, Listener, forward_signals, rank_starter
 from meshwright.launch.machine import check_devices
+from meshwright.launch.metrics_endpoint import MetricsEndpoint, metrics_endpoint
 from meshwright.launch.orphans import end_orphans
+from meshwright.launch.progress_file import ProgressFile
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_REPEATED, BadInput, Interrupted
 from meshwright.spec.run import RunSpec
 
@@ -58,7 +60,11 @@ def run_job(
     folder = runs / run.name
     guard = _Guard(listener)
     start = rank_starter(run.cluster, folder)
-    with folder_lock(folder), closing(Agent(HOST, start, listener=guard, spares=run.supervision.restarts > 0)) as agent:
+    with (
+        folder_lock(folder),
+        metrics_endpoint(run.observe.prometheus, folder) as endpoint,
+        closing(Agent(HOST, start, listener=guard, spares=run.supervision.restarts > 0)) as agent,
+    ):
         guard.agent = agent
         end_orphans(folder)
         from meshwright.launch.prepare import prepare_run  # during the imports of the ranks
@@ -68,7 +74,7 @@ def run_job(
             return EXIT_DONE
         announce(prepared)
         try:
-            code = _supervise(agent, prepared)
+            code = _supervise(agent, prepared, endpoint)
         except Interrupted as end:
             raise Interrupted(f"{end}; {describe_continuation(folder)}") from None
         if guard.error is not None:
@@ -78,7 +84,7 @@ def run_job(
     return code
 
 
-def _supervise(agent: Agent, prepared: Prepared) -> int:
+def _supervise(agent: Agent, prepared: Prepared, endpoint: MetricsEndpoint) -> int:
     """Run the attempts of a prepared run until one is done or no further one follows; returns the exit code."""
     from meshwright.launch.attempts import hang_seconds, opening_state, rules_of, write_attempt
 
@@ -91,11 +97,15 @@ def _supervise(agent: Agent, prepared: Prepared) -> int:
         state=opening_state(folder),
         hang_seconds=hang_seconds(run),
     )
-    with closing(coordinator), forward_signals(agent.stop, agent.kill_at_once):
+    progress = ProgressFile(folder, coordinator.progress)
+    with closing(coordinator), closing(progress), forward_signals(agent.stop, agent.kill_at_once):
         while coordinator.code is None:
             agent.poll(POLL_SECONDS)
-            directive = coordinator.receive(agent.report())
+            report = agent.report()
+            directive = coordinator.receive(report)
             coordinator.tick()
+            progress.update()
+            endpoint.update(report.ranks)
             agent.obey(directive)
     agent.close_attempt()
     for line in coordinator.outcome(folder / "logs"):

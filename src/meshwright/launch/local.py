@@ -23,12 +23,23 @@ from pathlib import Path
 from types import FrameType, MappingProxyType
 
 from meshwright.checkpoint.arena import ARENA, empty_memory
-from meshwright.events.messages import CHANNEL, Begin, End, Failure, Message, MessageReader, SelfTest, Step, encode
+from meshwright.events.messages import (
+    CHANNEL,
+    Begin,
+    CollectivesRequest,
+    End,
+    Failure,
+    Message,
+    MessageReader,
+    SelfTest,
+    Step,
+    encode,
+)
 from meshwright.events.progress import PROGRESS, ProgressPage
-from meshwright.events.stacks import STACKS, stacks_memory
+from meshwright.events.stacks import STACKS, evidence_memory
 from meshwright.events.start import START_TIME_VARIABLE, process_start_time
 from meshwright.events.terminal import write_line
-from meshwright.launch.evidence import Subject, collect
+from meshwright.launch.evidence import Subject, collect, is_stopped
 from meshwright.launch.outcome import RankState, cause, exit_codes, outcome_lines
 from meshwright.policies.job_end import culprit, job_code, next_action
 from meshwright.spec.cluster import ClusterSpec
@@ -115,7 +126,7 @@ def start_ranks(
                 env = _environment(rank, cluster, listener, threads) | dict(variables[rank] if variables else {})
                 page = ProgressPage.create()
                 env[PROGRESS] = page.path
-                stacks = stacks_memory()
+                stacks = evidence_memory()
                 env[STACKS] = f"/proc/{os.getpid()}/fd/{stacks}"
                 started = _start(module, arguments, rank, env, listener, logs if rank or quiet else None)
                 ranks.add(*started, page, stacks)
@@ -166,6 +177,7 @@ class Ranks:
         self._readers: list[MessageReader] = []
         self._pages: list[ProgressPage] = []
         self._stacks: list[int] = []
+        self._answers: list[int] = []
 
     def add(self, process: subprocess.Popen[bytes], reader: MessageReader, page: ProgressPage, stacks: int) -> None:
         """Add a process, the reader of its channel, and the memory to which it writes its progress and its stacks."""
@@ -223,12 +235,17 @@ class Ranks:
             _send(process, End(cause))
 
     def collect_evidence(self, folder: Path, logs: Path, *, hang: bool) -> threading.Thread:
-        """Collect stacks and states of all ranks; returns the thread that writes them to `folder`."""
+        """Collect stacks, collectives and states of all ranks; returns the thread that writes them to `folder`."""
         self.poll()
         ranks = zip(self.processes, self.states, self._stacks, strict=True)
-        return collect(
-            [Subject(process.pid, state, stacks) for process, state, stacks in ranks], folder, logs, hang=hang
-        )
+        subjects = [Subject(process.pid, state, stacks, self._request(process)) for process, state, stacks in ranks]
+        return collect(subjects, folder, logs, hang=hang)
+
+    def _request(self, process: subprocess.Popen[bytes]) -> int:
+        """Ask a rank for its collectives; returns the memory file of the answer, open until the rank has ended."""
+        self._answers.append(evidence_memory())
+        _send(process, CollectivesRequest(f"/proc/{os.getpid()}/fd/{self._answers[-1]}"))
+        return self._answers[-1]
 
     def close_attempt(self, listener: Listener | None = None) -> None:
         """Kill the ranks that still run, read their last messages, and wait for checkpoint writers."""
@@ -271,7 +288,9 @@ class Ranks:
                     os.killpg(process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Close the pipes and pages of ranks that have ended."""
+        """Close the pipes, pages and memory files of ranks that have ended."""
+        for answer in self._answers:
+            os.close(answer)
         for process, reader, page, stacks in zip(self.processes, self._readers, self._pages, self._stacks, strict=True):
             reader.close()
             page.close()
@@ -331,7 +350,7 @@ class Ranks:
         ranks = zip(self.states, self.processes, self._readers, self._pages, strict=True)
         for state, process, reader, page in ranks:
             if page.count == state.progress_count:
-                state.stopped = _is_stopped(process.pid)
+                state.stopped = is_stopped(process.pid)
             state.progress, state.progress_count, state.pending = page.read(), page.count, page.pending_wait
             for message in reader.read():
                 if isinstance(message, Step):
@@ -340,14 +359,6 @@ class Ranks:
                     state.failure = message
                 if listener is not None:
                     listener(state.rank, message)
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether a signal or a debugger has stopped a process; False where the kernel does not say."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1] in (b"T", b"t")
-    except OSError:
-        return False
 
 
 def _send(process: subprocess.Popen[bytes], message: Message) -> None:

@@ -10,28 +10,48 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from meshwright import __version__
 from meshwright.durable.writes import write_durable
 from meshwright.observe import number_text, report_parts
 from meshwright.observe.report_account import predicted_and_measured
 from meshwright.observe.report_charts import Sheet, sheet
+from meshwright.observe.report_goodput import goodput_card
+from meshwright.observe.report_heat_map import HeatMapFigures, heat_map_card
+from meshwright.observe.report_stragglers import stragglers_card
 from meshwright.observe.runfolder import RunFolder, read_run
 from meshwright.observe.svg import draw, numbers
 
 
-def write_report(run_folder: Path) -> Path:
+@dataclass(frozen=True)
+class SpanFindings:
+    """What the spans of a run show; each part is optional."""
+
+    heat_map: HeatMapFigures | None = None
+    stragglers: Mapping[str, Any] | None = None
+    """JSON values of the straggler analysis."""
+    stragglers_sentence: str = ""
+    timeline: str = ""
+    """HTML figure of the pipeline's measured and predicted step."""
+    notes: tuple[str, ...] = ()
+    """Reasons why parts are missing."""
+
+
+def write_report(run_folder: Path, findings: SpanFindings = SpanFindings()) -> Path:
     """Write `report.html` into the run's folder atomically and return its path."""
     path = run_folder / "report.html"
-    write_durable(path, render(read_run(run_folder)))
+    write_durable(path, render(read_run(run_folder), findings))
     return path
 
 
-def render(run: RunFolder) -> str:
+def render(run: RunFolder, findings: SpanFindings = SpanFindings()) -> str:
     """The HTML of the page."""
     charts = sheet(run)
     script = _template("report.js")
@@ -53,11 +73,15 @@ def render(run: RunFolder) -> str:
 {report_parts.tiles(run)}
 {_charts(run, charts)}
 {predicted_and_measured(run)}
+{goodput_card(run.goodput)}
+{heat_map_card(findings.heat_map)}
+{stragglers_card(findings.stragglers, findings.stragglers_sentence)}
+{findings.timeline}
 {report_parts.plan_picture(run)}
 {report_parts.samples(run)}
 <div class="grid">{report_parts.history(run)}</div>
 <div class="grid">{report_parts.environment(run)}{report_parts.config(run)}</div>
-{report_parts.notes(run)}
+{report_parts.notes((*run.notes, *findings.notes))}
 </main>
 <footer>meshwright {__version__} · written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC</footer>
 <script type="application/json" id="figures">{_figures(charts)}</script>

@@ -391,7 +391,7 @@ def config(run: RunFolder) -> str:
 <pre class="config">{highlighted}{ellipsis}</pre></details></section>"""
 
 
-def notes(run: RunFolder) -> str:
-    """The missing or unreadable files of the folder."""
-    items = "".join(f"<li>{escape(note)}</li>" for note in run.notes)
+def notes(texts: Sequence[str]) -> str:
+    """What is missing in the report, and why."""
+    items = "".join(f"<li>{escape(text)}</li>" for text in texts)
     return f'<section class="missing"><h2>Not in this report</h2><ul>{items}</ul></section>' if items else ""

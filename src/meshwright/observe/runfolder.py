@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from meshwright.config.plan_file import drop_removed_keys
+from meshwright.observe.goodput import Goodput, run_goodput
 from meshwright.observe.metrics import scan_metrics
 from meshwright.observe.prediction_account import Account, read_account
 from meshwright.spec.fields import from_plain
@@ -31,6 +32,7 @@ class RunFolder:
     events: tuple[Record, ...]
     starts: tuple[Record, ...]
     account: Account | None
+    goodput: Goodput | None
     config: Record
     config_text: str
     plan: Plan | None
@@ -74,6 +76,7 @@ def read_run(folder: Path) -> RunFolder:
         events=tuple(record for record in records if record.get("kind") == "event"),
         starts=tuple(record for record in records if record.get("kind") == "start"),
         account=_account([record for record in records if record.get("kind") == "account"], notes),
+        goodput=_goodput(folder, notes),
         config=config if isinstance(config, dict) else {},
         config_text=_text(folder / "config.yaml", []) or "",
         plan=_plan(folder / "plan.yaml", notes),
@@ -126,6 +129,14 @@ def _account(records: Sequence[Record], notes: list[str]) -> Account | None:
         return read_account(records[-1])
     except ValueError as error:
         notes.append(f"metrics.jsonl: the account after step {records[-1]['step']}: {error}")
+        return None
+
+
+def _goodput(folder: Path, notes: list[str]) -> Goodput | None:
+    try:
+        return run_goodput(folder)
+    except OSError as error:
+        notes.append(f"wall_time.jsonl: {error.strerror}")
         return None
 
 

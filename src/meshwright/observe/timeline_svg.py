@@ -1,17 +1,20 @@
-"""A step's timeline as inline SVG: for each pipeline rank its compute and, below it, its transfers."""
+"""Timelines of a step as inline SVG: for each pipeline rank its compute and, below it, its transfers."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from html import escape
+from typing import NamedTuple
 
+from meshwright.observe.curves import time_labels, time_ticks
 from meshwright.observe.number_text import duration
 from meshwright.schedules.action import COMPUTE
-from meshwright.simulator.timeline import Record, Timeline
+from meshwright.simulator.timeline import Timeline
 
 WIDTH, LANE_HEIGHT, TRANSFER_HEIGHT, GAP = 1000, 20, 7, 9
 """Width of a drawing in its own units; heights of compute and transfers, and the gap between ranks, in pixels."""
+PITCH = LANE_HEIGHT + TRANSFER_HEIGHT + GAP
 RANKS_DRAWN = 16
 """Most ranks in a drawing."""
 SEAM = 1.0
@@ -27,49 +30,101 @@ NAMES = {
 }  # fmt: skip
 
 
+class Block(NamedTuple):
+    """A period of a pipeline rank in seconds; `computes` tells the lane, `colour` is the report's class."""
+
+    rank: int
+    computes: bool
+    colour: str
+    start: float
+    end: float
+
+
+def timeline_blocks(timeline: Timeline) -> list[Block]:
+    """The operations of a timeline that take time."""
+    return [
+        Block(
+            rank, action.op in COMPUTE or action.op in ("norm_barrier", "optim"), COLOURS[action.op], float(start), float(end)
+        )
+        for rank, _, action, start, end in timeline.records
+        if action.op in COLOURS and end > start
+    ]  # fmt: skip
+
+
 def draw_timeline(timeline: Timeline, title: str, note: str = "") -> str:
     """The timeline as an HTML figure in the report's style; of many ranks the first and the last."""
-    ranks = timeline.schedule.ranks
+    end = max(record[4] for record in timeline.records)
+    frame = _frame(timeline_blocks(timeline), timeline.schedule.ranks, end, title, "rank")
+    used = {COLOURS[record[2].op] for record in timeline.records if record[2].op in COLOURS}
+    return f"""<figure class="card chart wide"><figcaption><h3>{escape(title)}</h3><span class="unit">{escape(duration(end))}</span>
+{_legend(used, NAMES)}</figcaption>{frame}
+<p class="aside">{escape(_omitted(timeline.schedule.ranks) + note)}</p></figure>"""
+
+
+def draw_panels(
+    title: str, panels: Sequence[tuple[str, Sequence[Block]]], ranks: int, note: str, names: dict[str, str]
+) -> str:
+    """Labelled timelines of `ranks` stages, one below the other on one time scale, as an HTML figure with a time axis.
+
+    `names` are the legend's texts by colour.
+    """
+    end = max(block.end for _, blocks in panels for block in blocks)
+    frames = "".join(
+        f'<p class="panel">{escape(label)}</p>{_frame(blocks, ranks, end, f"{title}, {label}", "stage")}'
+        for label, blocks in panels
+    )
+    marks = time_ticks(end)
+    axis = "".join(
+        f'<li style="left:{100 * mark / end:.2f}%">{escape(text)}</li>'
+        for mark, text in zip(marks, time_labels(marks), strict=True)
+    )
+    used = {block.colour for _, blocks in panels for block in blocks}
+    return f"""<figure class="card chart panels" id="timeline"><figcaption><h2>{escape(title)}</h2>{_legend(used, names)}</figcaption>
+{frames}<div class="frame axis"><ol class="x">{axis}</ol></div>
+<p class="aside">{escape(_omitted(ranks) + note)}</p></figure>"""
+
+
+def _omitted(ranks: int) -> str:
+    return f"{ranks - RANKS_DRAWN} ranks between them look alike. " if ranks > RANKS_DRAWN else ""
+
+
+def _legend(used: set[str], names: dict[str, str]) -> str:
+    keys = "".join(f'<li class="{colour} column">{names[colour]}</li>' for colour in names if colour in used)
+    return f'<ul class="legend">{keys}</ul>'
+
+
+def _frame(blocks: Sequence[Block], ranks: int, end: float, title: str, unit: str) -> str:
+    """The drawing of all shown ranks with their labels; `end` seconds are its width."""
     shown = (
         range(ranks) if ranks <= RANKS_DRAWN else [*range(RANKS_DRAWN // 2), *range(ranks - RANKS_DRAWN // 2, ranks)]
     )
-    end = max(record[4] for record in timeline.records)
-    tops = {rank: top for top, rank in enumerate(shown)}
-    height = len(tops) * (LANE_HEIGHT + TRANSFER_HEIGHT + GAP)
-    body = "".join(
-        _rank(timeline.records, rank, top * (LANE_HEIGHT + TRANSFER_HEIGHT + GAP), WIDTH / end)
-        for rank, top in tops.items()
-    )
+    by_rank: dict[int, list[Block]] = defaultdict(list)
+    for block in blocks:
+        by_rank[block.rank].append(block)
+    height = len(shown) * PITCH
+    body = "".join(_rank(by_rank[rank], top * PITCH, WIDTH / end) for top, rank in enumerate(shown))
     labels = "".join(
-        f'<li style="top:{top * (LANE_HEIGHT + TRANSFER_HEIGHT + GAP) + LANE_HEIGHT / 2}px">rank {rank}</li>'
-        for rank, top in tops.items()
+        f'<li style="top:{top * PITCH + LANE_HEIGHT / 2}px">{unit} {rank}</li>' for top, rank in enumerate(shown)
     )
-    used_colours = dict.fromkeys(COLOURS[record[2].op] for record in timeline.records if record[2].op in COLOURS)
-    keys = "".join(f'<li class="{colour} column">{NAMES[colour]}</li>' for colour in NAMES if colour in used_colours)
-    omitted = f"{ranks - len(tops)} ranks between them look alike. " if ranks > len(tops) else ""
-    return f"""<figure class="card chart wide"><figcaption><h3>{escape(title)}</h3><span class="unit">{escape(duration(end))}</span>
-<ul class="legend">{keys}</ul></figcaption><div class="frame"><ol class="y">{labels}</ol><div class="plot">
+    return f"""<div class="frame"><ol class="y">{labels}</ol><div class="plot">
 <svg viewBox="0 0 {WIDTH} {height}" height="{height}" preserveAspectRatio="none" role="img"
- aria-label="{escape(title)}">{body}</svg></div></div>
-<p class="aside">{escape(omitted + note)}</p></figure>"""
+ aria-label="{escape(title)}">{body}</svg></div></div>"""
 
 
-def _rank(records: Sequence[Record], rank: int, top: float, scale: float) -> str:
+def _rank(blocks: Iterable[Block], top: float, scale: float) -> str:
     """Blocks of one rank: a path for each colour, compute in the high lane, transfers in the low one below."""
     spans_by_path: dict[tuple[bool, str], list[tuple[float, float]]] = defaultdict(list)
-    for record_rank, _, action, start, end in records:
-        if record_rank == rank and action.op in COLOURS and end > start:
-            computes = action.op in COMPUTE or action.op in ("norm_barrier", "optim")
-            spans_by_path[computes, COLOURS[action.op]].append((start * scale, end * scale))
+    for block in blocks:
+        spans_by_path[block.computes, block.colour].append((block.start * scale, block.end * scale))
     base = f'<path style="fill:var(--grid);stroke:none" d="M0,{top}H{WIDTH}V{top + LANE_HEIGHT}H0Z"/>'
     paths = []
     for (computes, colour), spans in spans_by_path.items():
         lane_top, height = (top, LANE_HEIGHT) if computes else (top + LANE_HEIGHT + 1, TRANSFER_HEIGHT)
-        paths.append(f'<path class="column {colour}" d="{_blocks(spans, lane_top, height)}"/>')
+        paths.append(f'<path class="column {colour}" d="{_outlines(spans, lane_top, height)}"/>')
     return base + "".join(paths)
 
 
-def _blocks(spans: Iterable[tuple[float, float]], top: float, height: float) -> str:
+def _outlines(spans: Iterable[tuple[float, float]], top: float, height: float) -> str:
     """Outlines of the spans; consecutive units of one pass are one block, with a small gap to the next pass."""
     joined: list[list[float]] = []
     for start, end in sorted(spans):

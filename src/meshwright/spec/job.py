@@ -143,6 +143,9 @@ class ObserveSpec:
     """Time each phase of every step; without it a step line has only the duration of the whole step."""
     spans: bool = True
     """Record the spans of every rank in `spans/`."""
+    prometheus: str | None = None
+    """HOST:PORT at which the process that starts the ranks of a host serves Prometheus metrics; `:PORT` is 127.0.0.1, and
+    port 0 any free port."""
     tensorboard: bool = False
     """Write TensorBoard events into the run folder (package `tensorboard`)."""
     wandb: WandbSpec | None = None

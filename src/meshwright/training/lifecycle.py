@@ -21,7 +21,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from meshwright.events.messages import Begin, Channel, End, Failure, SelfTest, SelfTestResult, decode
+from meshwright.events.messages import (
+    Begin,
+    Channel,
+    CollectivesRequest,
+    End,
+    Failure,
+    SelfTest,
+    SelfTestResult,
+    decode,
+)
 from meshwright.events.progress import PROGRESS, ProgressPage, ProgressSender
 from meshwright.events.stacks import write_stacks_on_signal
 from meshwright.events.terminal import write_line
@@ -170,10 +179,23 @@ class RankLife:
                 for message in map(decode, lines):
                     if isinstance(message, Begin | SelfTest):
                         self._requests.put(message)
+                    elif isinstance(message, CollectivesRequest):
+                        # In a thread of its own: torch may wait for a lock that a broken communicator keeps.
+                        threading.Thread(target=_answer, args=(message,), name="collectives", daemon=True).start()
                     elif isinstance(message, End):
                         self.end(CommunicationFailure(message.cause))
         finally:
             self._requests.put(None)
+
+
+def _answer(request: CollectivesRequest) -> None:
+    """Write the collectives that torch has recorded; nothing if that fails, for example because the launcher is gone."""
+    from meshwright.observe.flight_recorder import write_collectives  # imports nothing that needs torch
+
+    try:
+        write_collectives(Path(request.path))
+    except Exception as error:
+        log.debug("the recorded collectives are not written: %s", error)
 
 
 def end_with_parent() -> None:

@@ -60,8 +60,10 @@ def train(session: Session, reporter: Reporter, stop: StopRequest) -> Trained:
                     check.begin()
                 last = _train_steps(session, reporter, stop, saver, check, accounting, timelines, wire)
             except Rollback as request:
-                roll_back(session, reporter, saver, request)
-    saver.close()
+                with reporter.pause("rollback", session):
+                    roll_back(session, reporter, saver, request)
+    with reporter.pause("save", session):
+        saver.close()
     account = _account(session, reporter, [wire, accounting.waiting], accounting, timelines)
     Ranks(session.world.control).run_on_all(f"ended after step {session.step}", reporter.check)
     return Trained(last, account)
@@ -104,10 +106,12 @@ def _train_steps(
                 _stop(session, figures.flags.stop, reporter, saver)
             if validates:
                 session.progress.begin("validate", step)
-                last = _validate(session, reporter)
+                with reporter.pause("validation", session):
+                    last = _validate(session, reporter)
             if saves:
                 session.progress.begin("save", step)
-                saver.save(step)
+                with reporter.pause("save", session):
+                    saver.save(step)
             if _due(run.train.gc_every, step):
                 gc.collect()
             timelines.end_step(step)
@@ -260,7 +264,9 @@ def _stop(session: Session, flag: int, reporter: Reporter, saver: Saver) -> None
     if checkpoint.every or checkpoint.at_end:
         try:
             limit = checkpoint.grace_seconds if flag < INTERRUPT else None
-            if saver.save(session.step, waits=True, limit=limit):
+            with reporter.pause("save", session):
+                saved = saver.save(session.step, waits=True, limit=limit)
+            if saved:
                 where += "; run it again (without --fresh) to continue from its checkpoint"
             else:
                 where += (

@@ -16,6 +16,7 @@ from meshwright.observe.metrics import STEP_KEYS, MetricsWriter
 from meshwright.observe.prediction_account import Account
 from meshwright.observe.run_progress import Progress
 from meshwright.observe.sinks import SinkThread, open_sinks
+from meshwright.observe.wall_time import FILE, Pause, WallTimeWriter
 from meshwright.spec.errors import MeshwrightError
 from meshwright.spec.failures import as_meshwright_error
 from meshwright.spec.fields import to_plain
@@ -38,7 +39,9 @@ class Reporter:
         sinks: SinkThread | None,
         start: StartClock | None = None,
         channel: Channel | None = None,
+        wall_time: WallTimeWriter | None = None,
     ) -> None:
+        self._wall_time, self._last_step = wall_time, 0
         self._metrics, self._progress, self._sinks, self._start = metrics, progress, sinks, start
         self._channel = channel or Channel(None)
         self._leads = metrics is not None
@@ -55,7 +58,8 @@ class Reporter:
         metrics = MetricsWriter(session.folder / "metrics.jsonl", session.step, session.lease)
         progress = Progress(run.train.steps, session.step, session.world.ranks, show_mfu=show_mfu, title=run.name)
         sinks = open_sinks(run.observe, session.folder, to_plain(run), log.warning, resume_from=session.step)
-        return cls(metrics, progress, sinks, session.start, channel)
+        wall_time = WallTimeWriter(session.folder / FILE)
+        return cls(metrics, progress, sinks, session.start, channel, wall_time)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -87,10 +91,31 @@ class Reporter:
         if self._metrics:
             with self.writing():
                 self._metrics.write_step(record)
+        if self._wall_time:
+            self._record_time(self._wall_time, record)
         self._show(record)
         if self._start:
             self._say_start(self._start, record)
             self._start = None
+
+    def _record_time(self, wall_time: WallTimeWriter, record: dict[str, Any]) -> None:
+        """Write when the step ended and, of the first step, how long the start took."""
+        step, seconds = record["step"], record["step_seconds"]
+        if self._start:
+            wall_time.start(step - 1, sum(self._start.phases.values()) + seconds, seconds)
+        data_seconds = record.get("phases", {}).get("data", record["data_wait_seconds"])
+        wall_time.step(step, data_seconds, skipped=bool(record.get("update_skipped")))
+        self._last_step = step
+
+    @contextmanager
+    def pause(self, activity: Pause, session: Session) -> Iterator[None]:
+        """Record the time of a `with` block in which the session does not train."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            if self._wall_time:
+                self._wall_time.pause(activity, session.step, time.monotonic() - began)
 
     def _log_step(self, record: dict[str, Any]) -> None:
         """Write a line to the rank's log every `LOG_SECONDS`; metrics.jsonl has every step."""
@@ -174,4 +199,6 @@ class Reporter:
         for target in (self._progress, self._sinks, self._metrics):
             if target is not None:
                 target.close()
-        self._metrics = self._progress = self._sinks = None
+        if self._wall_time:
+            self._wall_time.end(self._last_step)
+        self._metrics = self._progress = self._sinks = self._wall_time = None

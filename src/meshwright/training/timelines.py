@@ -23,11 +23,8 @@ from meshwright.observe.timeline_files import (
 )
 from meshwright.parallel.world import World
 from meshwright.simulator.picture import draw_within
-from meshwright.simulator.timeline import Timeline
 from meshwright.simulator.trace import write_spans
 from meshwright.spec.errors import BadInput
-from meshwright.spec.plan import Plan
-from meshwright.spec.run import RunSpec
 from meshwright.training.reporting import Reporter
 from meshwright.training.session import Session
 
@@ -86,7 +83,10 @@ class StepTimelines:
     def _write(self, recordings: list[Recording]) -> None:
         session, layout = self._session, self._session.mesh.layout
         measured = MeasuredSteps.of(session.engine.training, layout, recordings)
-        predicted, why_not = prediction(session.run, session.plan)
+        # Imported here: runs without a timeline do not need simulator and cost model.
+        from meshwright.simulator.predicted_step import predicted_step
+
+        predicted, why_not = predicted_step(session.run, session.plan)
         folder = session.folder / "timelines"
         folder.mkdir(exist_ok=True)
         file = folder / f"steps-{self._first}-{self._last}.json.gz"
@@ -99,23 +99,6 @@ class StepTimelines:
             picture = draw_within(timeline, shutil.get_terminal_size().columns) if timeline else None
             if picture is not None:
                 self._reporter.say(f"{title}\n{picture}")
-
-
-def prediction(run: RunSpec, plan: Plan) -> tuple[Timeline | None, str | None]:
-    """The simulated step, or the reason why there is none."""
-    # Imported here: runs without a timeline do not need simulator and cost model.
-    from meshwright.costs.machine_rates import is_guessed, unpredicted_message
-    from meshwright.costs.plan_costs import pricing
-    from meshwright.simulator.step_simulation import simulate_plan
-
-    if is_guessed(run.cluster):
-        return None, unpredicted_message(run.cluster)
-    try:
-        if pricing(run.model, run.train, plan, run.cluster) is None:
-            return None, f"the cost model has no figures for {run.cluster.gpu} in {plan.precision.compute}"
-        return simulate_plan(run.model, run.train, plan, run.cluster), None
-    except BadInput as refusal:
-        return None, str(refusal)
 
 
 def gather_bytes(world: World, data: bytes) -> list[bytes]:

@@ -1,0 +1,120 @@
+"""`meshwright monitor`: shows a run in a terminal, during the run and after it."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meshwright.cli.options import Json
+from meshwright.cli.report import find_run
+
+if TYPE_CHECKING:
+    from meshwright.launch.run_snapshot import RunSnapshot, SnapshotReader
+
+REFRESH_SECONDS = 1.0
+MARKS = ("metrics.jsonl", "config.yaml", "supervision.jsonl", "lease.json")
+"""Files of which a run's folder has at least one, also at its begin."""
+JSON_ROWS, JSON_COLUMNS = 64, 100
+"""Largest heat map in the JSON output."""
+
+
+def monitor(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="The run's folder, or its name under `runs/`.", show_default=False)
+    ],
+    once: Annotated[bool, typer.Option("--once", help="Print one picture and stop.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Watch a run: progress, speed, goodput, slow ranks, what each rank does, who waits for whom, incidents.
+
+    It reads only files in the run's folder and may start and stop at any time. It ends with q or Ctrl-C.
+    Without a terminal on stdout it prints one picture, as with --once.
+
+    Example: meshwright monitor runs/quickstart
+    """
+    from meshwright.launch.run_snapshot import SnapshotReader, snapshot_as_plain
+
+    reader = SnapshotReader(_folder(run))
+    if as_json:
+        print(json.dumps(snapshot_as_plain(_complete(reader), JSON_ROWS, JSON_COLUMNS)))
+    elif once or not sys.stdout.isatty():
+        _print_once(_complete(reader))
+    else:
+        _watch(reader)
+
+
+def _folder(run: Path) -> Path:
+    """The folder that `run` names, also of a run that has written no metrics yet."""
+    for folder in (run, Path("runs") / run):
+        if any((folder / name).is_file() for name in MARKS):
+            return folder
+    return find_run(run)
+
+
+def _complete(reader: SnapshotReader) -> RunSnapshot:
+    """A snapshot with all spans."""
+    snapshot = reader.read()
+    while not reader.complete:
+        snapshot = reader.read()
+    return snapshot
+
+
+def _print_once(snapshot: RunSnapshot) -> None:
+    from rich.console import Console
+
+    from meshwright.cli.monitor_frame import frame
+
+    console = Console(highlight=False)
+    console.print(frame(snapshot, console), soft_wrap=True)
+
+
+def _watch(reader: SnapshotReader) -> None:
+    """Refresh the picture until q or Ctrl-C."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from meshwright.cli.monitor_frame import frame
+
+    console = Console(highlight=False)
+    try:
+        with _keyboard() as wait_for_key, Live(console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                began = time.monotonic()
+                live.update(frame(reader.read(), console), refresh=True)
+                took = time.monotonic() - began
+                if wait_for_key(max(REFRESH_SECONDS - took, took)) in ("q", "Q", "\x03"):
+                    return
+    except KeyboardInterrupt:
+        return
+
+
+@contextmanager
+def _keyboard() -> Iterator[Callable[[float], str]]:
+    """A function that waits some seconds for a key and returns it, empty without one; keys are not shown meanwhile."""
+    if not sys.stdin.isatty():
+        yield lambda seconds: time.sleep(seconds) or ""
+        return
+    import termios
+    import tty
+
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+
+    def wait_for_key(seconds: float) -> str:
+        ready, _, _ = select.select([descriptor], [], [], seconds)
+        return os.read(descriptor, 1).decode(errors="replace") if ready else ""
+
+    try:
+        tty.setcbreak(descriptor)
+        yield wait_for_key
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

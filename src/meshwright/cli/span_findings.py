@@ -1,0 +1,80 @@
+"""What the spans of a run show in its report: heat map, straggler analysis, measured over predicted pipeline step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshwright.spec.errors import BadInput, MeshwrightError
+
+if TYPE_CHECKING:
+    from meshwright.observe.report import SpanFindings
+    from meshwright.observe.report_heat_map import HeatMapFigures
+    from meshwright.simulator.timeline import Timeline
+
+MOST_BYTES = 1 << 30
+"""Most bytes of spans that a report reads."""
+HEAT_MAP_STEPS = 1000
+"""Newest steps in the heat map."""
+
+
+def span_findings(folder: Path) -> SpanFindings:
+    """The parts that the newest start's spans give; `notes` says which are missing and why."""
+    from meshwright.diagnosis.stragglers import diagnose_run
+    from meshwright.events.span_ring import starts_with_spans
+    from meshwright.observe.report import SpanFindings
+
+    starts = starts_with_spans(folder)
+    if not starts:
+        return SpanFindings(notes=("heat map, stragglers and timeline: the run has no spans/",))
+    size = sum(path.stat().st_size for path in starts[-1].glob("rank-*.ring"))
+    if size > MOST_BYTES:
+        return SpanFindings(notes=(f"heat map, stragglers and timeline: spans/ has {size / 1e9:.1f} GB",))
+    timeline = _timeline(folder, starts[-1])
+    try:
+        figures, diagnosis = heat_map(folder), diagnose_run(folder)
+    except BadInput as error:
+        return SpanFindings(timeline=timeline, notes=(f"heat map and stragglers: {_without_path(error, folder)}",))
+    return SpanFindings(figures, diagnosis.as_plain(), diagnosis.sentence, timeline)
+
+
+def heat_map(folder: Path) -> HeatMapFigures | None:
+    """The cells of the heat map, from the newest steps; None with fewer than two ranks. Raises BadInput without a common step."""
+    from meshwright.diagnosis.run_folder import compute_seconds, read_operations
+    from meshwright.observe.report_heat_map import heat_map_figures
+
+    table, _ = read_operations(folder, HEAT_MAP_STEPS)
+    return heat_map_figures(*compute_seconds(table))
+
+
+def _timeline(folder: Path, start: Path) -> str:
+    """The figure of the measured over the predicted step of the pipeline; empty without a pipeline."""
+    from meshwright.events.clock_alignment import on_one_clock
+    from meshwright.events.span_ring import read_spans
+    from meshwright.observe.report_timeline import pipeline_timeline
+
+    spans, _ = read_spans(start)
+    if not any(rank.header["coordinates"].get("pipeline", 0) for rank in spans):
+        return ""
+    ranks, alignment = on_one_clock(spans)
+    predicted, guessed, reason = _predicted(folder)
+    return pipeline_timeline(ranks, alignment, predicted, reason, guessed=guessed)
+
+
+def _predicted(folder: Path) -> tuple[Timeline | None, bool, str | None]:
+    """(simulated step of the run's plan, whether its rates are guessed, the reason if there is none)."""
+    from meshwright.config.load import load_plan, load_resolved
+    from meshwright.costs.machine_rates import is_guessed
+    from meshwright.simulator.predicted_step import predicted_step
+
+    try:
+        run, plan = load_resolved(folder / "config.yaml"), load_plan(folder / "plan.yaml")
+    except (OSError, MeshwrightError) as error:
+        return None, False, _without_path(error, folder).splitlines()[0]
+    timeline, reason = predicted_step(run, plan, guessed=True)
+    return timeline, is_guessed(run.cluster), reason
+
+
+def _without_path(error: Exception, folder: Path) -> str:
+    """The error's text with the run's name in place of its path: reports are passed on."""
+    return str(error).replace(str(folder), folder.name)

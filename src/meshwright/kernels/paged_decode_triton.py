@@ -1,0 +1,228 @@
+"""The Triton kernels of `paged_attention` for sequences with few queries; imported only with a CUDA device.
+
+One program computes all query heads of one key/value head over a part (split) of a sequence's tokens; a second kernel combines the
+splits. The grid depends on the number of sequences and splits only, so that a CUDA graph can replay it for other lengths.
+Tensor names: ROWS are pairs (query, query head of the group), padded to 16 for the tensor cores; TILE are tokens; DIMS is head_dim,
+padded to a power of two.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE_BYTES = 16384
+"""Size of a tile of keys: with values, and a second stage, three programs fit into the shared memory of a Hopper multiprocessor."""
+
+
+class Launch(NamedTuple):
+    """Tokens of a tile, warps of a program, stages of the software pipeline, and rows of a program."""
+
+    tile: int
+    warps: int
+    stages: int
+    rows: int = 16
+
+
+def decode_launch(head_dim: int, itemsize: int, block_tokens: int) -> Launch:
+    """Launch parameters for a cache of numbers of `itemsize` bytes; tiles that lie in one block need no gather."""
+    tile = min(128, max(16, TILE_BYTES // (triton.next_power_of_2(head_dim) * itemsize)))
+    return Launch(min(tile, block_tokens) if block_tokens >= 32 else tile, warps=4, stages=3)
+
+
+def paged_decode(
+    q: Tensor,
+    cache_layer: Tensor,
+    block_tables: Tensor,
+    context_lengths: Tensor,
+    out: Tensor,
+    *,
+    queries: int,
+    splits: int,
+    window: int | None,
+    scales: Tensor | None,
+    launch: Launch | None = None,
+) -> None:
+    """Attention of q `(sequences · queries, heads, head_dim)` into `out`; see `paged_attention.paged_attention`."""
+    sequences, (heads, head_dim), kv_heads = len(context_lengths), q.shape[1:], cache_layer.shape[2]
+    block_tokens, rows = cache_layer.shape[3], queries * heads // kv_heads
+    launch = launch or decode_launch(head_dim, cache_layer.element_size(), block_tokens)
+    shape: dict[str, Any] = {
+        "QUERIES": queries,
+        "GROUP": heads // kv_heads,
+        "HEAD_DIM": head_dim,
+        "DIMS": triton.next_power_of_2(head_dim),
+        "WINDOW": window or 0,
+        "TILE": launch.tile,
+    }
+    partial, logarithms = out, out
+    if splits > 1:
+        partial = q.new_empty(sequences * kv_heads * splits * rows, head_dim, dtype=torch.float32)
+        logarithms = q.new_empty(len(partial), dtype=torch.float32)
+    _decode[(kv_heads, splits, sequences)](
+        q,
+        cache_layer,
+        block_tables,
+        context_lengths,
+        q if scales is None else scales,
+        partial,
+        logarithms,
+        math.log2(math.e) / math.sqrt(head_dim),
+        q.stride(0),
+        block_tables.stride(0),
+        *cache_layer.stride()[:3],
+        **shape,
+        ROWS=max(launch.rows, triton.next_power_of_2(rows)),
+        BLOCK=block_tokens,
+        SCALED=scales is not None,
+        SPLIT=splits > 1,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+    )
+    if splits > 1:
+        _combine[(rows, kv_heads, sequences)](
+            partial,
+            logarithms,
+            context_lengths,
+            out,
+            splits,
+            **shape,
+            SPLITS=triton.next_power_of_2(splits),
+            num_warps=2,
+        )
+
+
+@triton.jit
+def tile_blocks(table, start, low, end, BLOCK: tl.constexpr, TILE: tl.constexpr) -> tl.tensor:
+    """The block of the tile of tokens from `start` on, or the block of each of its tokens; 0 outside [low, end)."""
+    if BLOCK % TILE == 0:
+        return tl.load(table + start // BLOCK, mask=start < end, other=0).to(tl.int64)
+    else:
+        position = start + tl.arange(0, TILE)
+        # A tile may begin before the window, where blocks are freed, and end behind the last block.
+        inside = (position >= low) & (position < end)
+        return tl.load(table + position // BLOCK, mask=inside, other=0).to(tl.int64)
+
+
+@triton.jit
+def load_tile(
+    base, blocks, start, low, end, block_stride, BLOCK: tl.constexpr, TILE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr, MASKED: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The tokens `start` to start + TILE - 1 of keys or values, `(TILE, DIMS)`; with MASKED, tokens outside [low, end) are 0.
+
+    `base` points to the keys or values of the head in block 0.
+    """
+    token = tl.arange(0, TILE)
+    dim = tl.arange(0, DIMS)
+    if BLOCK % TILE == 0:
+        pointers = base + blocks * block_stride + start % BLOCK * HEAD_DIM
+        pointers = pointers + token[:, None] * HEAD_DIM + dim[None, :]
+    else:
+        pointers = base + (blocks * block_stride + (start + token) % BLOCK * HEAD_DIM)[:, None] + dim[None, :]
+    if MASKED:
+        inside = ((start + token >= low) & (start + token < end))[:, None]
+        return tl.load(pointers, mask=inside & (dim[None, :] < HEAD_DIM) if HEAD_DIM < DIMS else inside, other=0.0)
+    elif HEAD_DIM < DIMS:
+        return tl.load(pointers, mask=dim[None, :] < HEAD_DIM, other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def _tile_range(
+    length, split, splits, QUERIES: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """First tile of a split, and the first behind it: visible tiles in equal parts."""
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(length - QUERIES - WINDOW + 1, 0) // TILE
+    tiles = (length + TILE - 1) // TILE - first
+    return first + tiles * split // splits, first + tiles * (split + 1) // splits
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _decode(
+    q, cache, tables, lengths, scales, out, logarithms, scale, q_stride, table_stride, block_stride, value_stride,
+    head_stride, QUERIES: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
+    WINDOW: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
+    SPLIT: tl.constexpr,
+) -> None:  # fmt: skip
+    head, split, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    heads, splits = tl.num_programs(0), tl.num_programs(1)
+    length = tl.load(lengths + sequence)
+    begin, end = _tile_range(length, split, splits, QUERIES, WINDOW, TILE)
+    row, dim, token = tl.arange(0, ROWS), tl.arange(0, DIMS), tl.arange(0, TILE)
+    used = (row < QUERIES * GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    source = (sequence * QUERIES + row // GROUP).to(tl.int64) * q_stride + (head * GROUP + row % GROUP) * HEAD_DIM
+    queries = tl.load(q + source[:, None] + dim[None, :], mask=used, other=0.0)
+    position = length - QUERIES + row // GROUP
+    low = 0
+    if WINDOW > 0:
+        low = tl.maximum(length - QUERIES - WINDOW + 1, 0)
+    table = tables + sequence.to(tl.int64) * table_stride
+    keys_begin = cache + head * head_stride
+    values_begin = keys_begin + value_stride
+    if SCALED:
+        scale = scale * tl.load(scales + head)
+    # Finite, so that rows without a visible token in a tile give zeros and not NaN.
+    highest = tl.full([ROWS], -1.0e30, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, DIMS], tl.float32)
+    # Blocks are loaded one tile ahead, so that the loads of a tile do not wait for the block table.
+    blocks = tile_blocks(table, begin * TILE, low, length, BLOCK, TILE)
+    for tile in range(begin, end):
+        start = tile * TILE
+        keys = load_tile(keys_begin, blocks, start, low, length, block_stride, BLOCK, TILE, HEAD_DIM, DIMS, True)
+        values = load_tile(values_begin, blocks, start, low, length, block_stride, BLOCK, TILE, HEAD_DIM, DIMS, True)
+        blocks = tile_blocks(table, start + TILE, low, length, BLOCK, TILE)
+        scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
+        key = (start + token)[None, :]
+        visible = key <= position[:, None]
+        if WINDOW > 0:
+            visible = visible & (position[:, None] - key < WINDOW)
+        scores = tl.where(visible, scores, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, 1) * scale)
+        weights = tl.exp2(scores * scale - higher[:, None])
+        shrink = tl.exp2(highest - higher)
+        total = total * shrink + tl.sum(weights, 1)
+        sums = sums * shrink[:, None]
+        sums = tl.dot(weights.to(queries.dtype), values.to(queries.dtype), sums, input_precision="ieee")
+        highest = higher
+    divisor = tl.where(total > 0, total, 1.0)
+    sums = sums / divisor[:, None]
+    if SCALED:
+        sums = sums * tl.load(scales + heads + head)
+    if SPLIT:
+        target = ((sequence * heads + head).to(tl.int64) * splits + split) * (QUERIES * GROUP) + row
+        used = used & (begin < end)
+        tl.store(logarithms + target, highest + tl.log2(divisor), mask=(row < QUERIES * GROUP) & (begin < end))
+    else:
+        target = (sequence * QUERIES + row // GROUP).to(tl.int64) * (heads * GROUP) + head * GROUP + row % GROUP
+    tl.store(out + target[:, None] * HEAD_DIM + dim[None, :], sums.to(out.dtype.element_ty), mask=used)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _combine(
+    partial, logarithms, lengths, out, splits, QUERIES: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
+) -> None:  # fmt: skip
+    """The sum of the splits' results, weighted by the sums of their exponentials, of one query head."""
+    row, head, sequence, heads = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(1)
+    split, dim = tl.arange(0, SPLITS), tl.arange(0, DIMS)
+    begin, end = _tile_range(tl.load(lengths + sequence), split, splits, QUERIES, WINDOW, TILE)
+    full = (split < splits) & (begin < end)
+    source = ((sequence * heads + head).to(tl.int64) * splits + split) * (QUERIES * GROUP) + row
+    logarithm = tl.load(logarithms + source, mask=full, other=-1.0e30)
+    weight = tl.where(full, tl.exp2(logarithm - tl.max(logarithm, 0)), 0.0)
+    used = full[:, None] & (dim < HEAD_DIM)[None, :]
+    sums = tl.load(partial + source[:, None] * HEAD_DIM + dim[None, :], mask=used, other=0.0) * weight[:, None]
+    total = tl.sum(weight, 0)
+    result = tl.sum(sums, 0) / tl.where(total > 0, total, 1.0)
+    target = (sequence * QUERIES + row // GROUP).to(tl.int64) * (heads * GROUP) + head * GROUP + row % GROUP
+    tl.store(out + target * HEAD_DIM + dim, result.to(out.dtype.element_ty), mask=dim < HEAD_DIM)

@@ -1,0 +1,168 @@
+"""The Triton kernel of `paged_attention` for chunks of prompts; imported only with a CUDA device.
+
+One program computes all query heads of one key/value head for some consecutive queries of a sequence, over the cache from the first
+visible token on. Tiles of tokens begin at multiples of TILE and are added in ascending order, so that the bits of a query's
+result do not depend on where its chunk begins.
+"""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from meshwright.kernels.paged_decode_triton import Launch, load_tile, tile_blocks
+
+
+def prefill_launch(head_dim: int, itemsize: int) -> Launch:
+    """Launch parameters for queries of `itemsize` bytes; fp32 has no tensor cores, so its tiles are small."""
+    wide = head_dim > 128
+    if itemsize > 2:
+        return Launch(16, warps=4, stages=1, rows=16 if wide else 32)
+    return Launch(32 if wide else 64, warps=8, stages=2 if wide else 3, rows=128)
+
+
+def paged_prefill(
+    q: Tensor,
+    cache_layer: Tensor,
+    block_tables: Tensor,
+    context_lengths: Tensor,
+    query_starts: Tensor,
+    out: Tensor,
+    *,
+    queries: int,
+    window: int | None,
+    scales: Tensor | None,
+    launch: Launch | None = None,
+) -> None:
+    """Attention of the `queries` rows of q `(…, heads, head_dim)` from `query_starts[0]` on, into the same rows of `out`."""
+    sequences, (heads, head_dim), kv_heads = len(context_lengths), q.shape[1:], cache_layer.shape[2]
+    launch, group = launch or prefill_launch(head_dim, q.element_size()), heads // kv_heads
+    # 128 rows (pairs of query and query head) are two instructions of Hopper's tensor cores.
+    rows = max(launch.rows, triton.next_power_of_2(group))
+    _prefill[(kv_heads, queries // (rows // group) + sequences)](
+        q,
+        cache_layer,
+        block_tables,
+        context_lengths,
+        query_starts,
+        q if scales is None else scales,
+        out,
+        math.log2(math.e) / math.sqrt(head_dim),
+        sequences,
+        q.stride(0),
+        block_tables.stride(0),
+        *cache_layer.stride()[:3],
+        SEQUENCES=triton.next_power_of_2(sequences),
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        DIMS=triton.next_power_of_2(head_dim),
+        WINDOW=window or 0,
+        TILE=launch.tile,
+        ROWS=rows,
+        BLOCK=cache_layer.shape[3],
+        SCALED=scales is not None,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+    )
+
+
+@triton.jit
+def _attend(
+    sums, highest, total, queries, begin, end, position, low, length, keys_begin, value_stride, table, block_stride,
+    scale, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
+    BLOCK: tl.constexpr, MASKED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """Add the tiles `begin` to end - 1; with MASKED, some of their tokens are not visible to some of the queries."""
+    token = tl.arange(0, TILE)
+    blocks = tile_blocks(table, begin * TILE, low, length, BLOCK, TILE)
+    for tile in range(begin, end):
+        start = tile * TILE
+        keys = load_tile(keys_begin, blocks, start, low, length, block_stride, BLOCK, TILE, HEAD_DIM, DIMS, MASKED)
+        scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
+        if MASKED:
+            key = (start + token)[None, :]
+            visible = key <= position[:, None]
+            if WINDOW > 0:
+                visible = visible & (position[:, None] - key < WINDOW)
+            scores = tl.where(visible, scores, float("-inf"))
+        # The same operations with and without a mask, so that both round alike.
+        higher = tl.maximum(highest, tl.max(scores, 1) * scale)
+        weights = tl.exp2(scores * scale - higher[:, None])
+        shrink = tl.exp2(highest - higher)
+        total = total * shrink + tl.sum(weights, 1)
+        values = load_tile(
+            keys_begin + value_stride, blocks, start, low, length, block_stride, BLOCK, TILE, HEAD_DIM, DIMS, MASKED
+        )
+        blocks = tile_blocks(table, start + TILE, low, length, BLOCK, TILE)
+        sums = sums * shrink[:, None]
+        sums = tl.dot(weights.to(queries.dtype), values.to(queries.dtype), sums, input_precision="ieee")
+        highest = higher
+    return sums, highest, total
+
+
+@triton.jit(do_not_specialize=["sequences", "table_stride"])
+def _prefill(
+    q, cache, tables, lengths, starts, scales, out, scale, sequences, q_stride, table_stride, block_stride,
+    value_stride, head_stride, SEQUENCES: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    SCALED: tl.constexpr,
+) -> None:  # fmt: skip
+    head, heads = tl.program_id(0), tl.num_programs(0)
+    part: tl.constexpr = ROWS // GROUP
+    # The last queries of a prompt see the most tokens, so their programs start first.
+    number = tl.num_programs(1) - 1 - tl.program_id(1)
+    # Sequence s gets the programs from first_program(s) on: at least as many as it has parts of `part` queries.
+    candidate = tl.arange(0, SEQUENCES)
+    begins = tl.load(starts + candidate, mask=candidate < sequences, other=0)
+    first_program = (begins - tl.load(starts)) // part + candidate
+    sequence = tl.sum(((candidate < sequences) & (first_program <= number)).to(tl.int32), 0) - 1
+    query_begin = tl.load(starts + sequence)
+    count = tl.load(starts + sequence + 1) - query_begin
+    first = (number - ((query_begin - tl.load(starts)) // part + sequence)) * part
+    if first >= count:
+        return
+    length = tl.load(lengths + sequence)
+    row, dim = tl.arange(0, ROWS), tl.arange(0, DIMS)
+    query = first + row // GROUP
+    used = ((row < part * GROUP) & (query < count))[:, None] & (dim < HEAD_DIM)[None, :]
+    source = (query_begin + query).to(tl.int64)
+    head_offset = (head * GROUP + row % GROUP) * HEAD_DIM
+    queries = tl.load(q + (source * q_stride + head_offset)[:, None] + dim[None, :], mask=used, other=0.0)
+    position = length - count + query
+    lowest, last = length - count + first, length - count + tl.minimum(first + part, count) - 1
+    end = (last + TILE) // TILE
+    table = tables + sequence.to(tl.int64) * table_stride
+    keys_begin = cache + head * head_stride
+    if SCALED:
+        scale = scale * tl.load(scales + head)
+    highest = tl.full([ROWS], -1.0e30, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, DIMS], tl.float32)
+    begin, low = 0, 0
+    full_end = (lowest + 1) // TILE
+    if WINDOW > 0:
+        low = tl.maximum(lowest - WINDOW + 1, 0)
+        begin = low // TILE
+        full_begin = tl.maximum(tl.minimum((tl.maximum(last - WINDOW + 1, 0) + TILE - 1) // TILE, full_end), begin)
+        sums, highest, total = _attend(
+            sums, highest, total, queries, begin, full_begin, position, low, length, keys_begin, value_stride,
+            table, block_stride, scale, HEAD_DIM, DIMS, WINDOW, TILE, BLOCK, True,
+        )  # fmt: skip
+        begin = full_begin
+        full_end = tl.maximum(full_end, begin)
+    sums, highest, total = _attend(
+        sums, highest, total, queries, begin, full_end, position, low, length, keys_begin, value_stride, table,
+        block_stride, scale, HEAD_DIM, DIMS, WINDOW, TILE, BLOCK, False,
+    )  # fmt: skip
+    sums, highest, total = _attend(
+        sums, highest, total, queries, full_end, end, position, low, length, keys_begin, value_stride, table,
+        block_stride, scale, HEAD_DIM, DIMS, WINDOW, TILE, BLOCK, True,
+    )  # fmt: skip
+    sums = sums / total[:, None]
+    if SCALED:
+        sums = sums * tl.load(scales + heads + head)
+    target = source * (heads * GROUP * HEAD_DIM) + head_offset
+    tl.store(out + target[:, None] + dim[None, :], sums.to(out.dtype.element_ty), mask=used)

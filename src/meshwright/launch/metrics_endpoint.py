@@ -1,0 +1,163 @@
+"""Serves the figures of a run in the text format of Prometheus, from the process that starts the ranks of a host.
+
+Off unless `observe.prometheus` names an address. On several hosts every agent serves the figures of the whole run and
+its own ranks. Requests are answered in threads; neither supervision nor training waits for them.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from meshwright.events.terminal import write_line
+from meshwright.launch.outcome import RankState
+from meshwright.launch.run_figures import FigureReader, RunFigures
+from meshwright.spec.errors import BadInput
+from meshwright.spec.listen_address import listen_address
+
+KEY = "observe.prometheus"
+STOP_SECONDS = 0.1
+"""Longest time that the end of a job waits for the server."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric: its samples have labels and a value."""
+
+    name: str
+    type: Literal["gauge", "counter"]
+    help: str
+    samples: Sequence[tuple[Mapping[str, str], float | None]]
+
+
+def exposition(metrics: Sequence[Metric]) -> str:
+    """The text format 0.0.4; samples whose value is None are left out, and so are metrics without samples."""
+    lines: list[str] = []
+    for metric in metrics:
+        samples = [(labels, value) for labels, value in metric.samples if value is not None]
+        if samples:
+            text = metric.help.replace("\\", r"\\").replace("\n", r"\n")
+            lines += [f"# HELP {metric.name} {text}", f"# TYPE {metric.name} {metric.type}"]
+            lines += [f"{metric.name}{_labels_text(labels)} {_value_text(value)}" for labels, value in samples]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _labels_text(labels: Mapping[str, str]) -> str:
+    escaped = (
+        (name, value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")) for name, value in labels.items()
+    )
+    return "{" + ",".join(f'{name}="{value}"' for name, value in escaped) + "}" if labels else ""
+
+
+def _value_text(value: float) -> str:
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "+Inf" if value > 0 else "-Inf"
+    return repr(value)
+
+
+@dataclass
+class _RankPhase:
+    """The step and phase of a rank, and the monotonic time at which the phase was first seen."""
+
+    step: int
+    phase: str
+    since: float
+
+
+class MetricsEndpoint:
+    """The metrics of one host. `update` is called by the process that supervises, `text` by the threads that serve."""
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._run, self._clock = folder.name, clock
+        self._figures = FigureReader(folder)
+        self._ranks: dict[int, _RankPhase] = {}
+        self._reading = threading.Lock()
+
+    def update(self, ranks: Sequence[RankState]) -> None:
+        """Take the states of this host's ranks."""
+        known = self._ranks
+        found: dict[int, _RankPhase] = {}
+        for state in ranks:
+            step, phase = (state.progress.step, state.progress.phase) if state.progress else (0, "start")
+            last = known.get(state.rank)
+            if last is None or (last.step, last.phase) != (step, phase):
+                last = _RankPhase(step, phase, self._clock())
+            found[state.rank] = last
+        self._ranks = found
+
+    def text(self) -> str:
+        """The answer to a request."""
+        with self._reading:
+            figures = self._figures.read()
+        return exposition([*run_metrics(self._run, figures), *self._rank_metrics()])
+
+    def _rank_metrics(self) -> list[Metric]:
+        ranks, now = self._ranks, self._clock()
+        labels = {rank: {"run": self._run, "rank": str(rank)} for rank in ranks}
+        step = [(labels[rank], float(state.step)) for rank, state in ranks.items()]
+        ages = [({**labels[rank], "phase": state.phase}, now - state.since) for rank, state in ranks.items()]
+        return [
+            Metric("meshwright_rank_step", "gauge", "Step on which a rank of this host works.", step),
+            Metric(
+                "meshwright_rank_phase_age_seconds", "gauge",
+                "Time since a rank of this host began its step or phase.", ages,
+            ),
+        ]  # fmt: skip
+
+
+def run_metrics(run: str, figures: RunFigures) -> list[Metric]:
+    """The metrics of the whole run."""
+    values: list[tuple[str, Literal["gauge", "counter"], str, float | None]] = [
+        ("step", "gauge", "Optimizer steps done.", figures.step),
+        ("tokens", "gauge", "Valid tokens trained on since the run began; a rollback takes some back.", figures.tokens),
+        ("tokens_per_second", "gauge", "Tokens per second of all ranks in the last step.", figures.tokens_per_second),
+        ("loss", "gauge", "Mean loss of the last step, in nats per token.", figures.loss),
+        ("gradient_norm", "gauge", "Gradient norm of the last step before clipping.", figures.grad_norm),
+        ("mfu", "gauge", "Model FLOPs utilisation of the last step, causal attention.", figures.mfu),
+        ("goodput", "gauge", "Share of the wall time in steps that count.", figures.goodput),
+        ("step_seconds", "gauge", "Mean duration of the last 50 steps.", figures.step_seconds),
+        ("incidents_total", "counter", "Failures of the run.", figures.incidents),
+        ("restarts_total", "counter", "Restarts of all ranks after failures.", figures.restarts),
+        ("checkpoint_step", "gauge", "Step of the newest committed checkpoint.", figures.checkpoint_step),
+    ]  # fmt: skip
+    return [
+        Metric(f"meshwright_{name}", metric_type, text, [({"run": run}, None if value is None else float(value))])
+        for name, metric_type, text, value in values
+    ]
+
+
+@contextmanager
+def metrics_endpoint(address: str | None, folder: Path) -> Iterator[MetricsEndpoint]:
+    """Serve the metrics of the run in `folder` during a `with` block; with the address None nothing listens.
+
+    Raises BadInput if the address cannot be used.
+    """
+    endpoint = MetricsEndpoint(folder)
+    if address is None:
+        yield endpoint
+        return
+    from meshwright.launch.metrics_server import MetricsServer  # imports http.server
+
+    try:
+        server = MetricsServer(listen_address(address), endpoint.text)
+    except (OSError, ValueError) as error:
+        reason = error.strerror or error if isinstance(error, OSError) else error
+        raise BadInput(f"{KEY} = {address}: cannot listen there: {reason}; name another address", key=KEY) from error
+    with server:
+        write_line(f"metrics at {server.url}")
+        thread = threading.Thread(
+            target=server.serve_forever, args=(STOP_SECONDS,), name="metrics endpoint", daemon=True
+        )
+        thread.start()
+        try:
+            yield endpoint
+        finally:
+            server.shutdown()

@@ -1,0 +1,155 @@
+"""`RUN/progress.json`: where every rank of a supervised job is, written once a second while the job runs.
+
+The process of the coordinator writes it, in a thread: a storage that hangs delays neither supervision nor training.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.durable.writes import write_replacing
+from meshwright.events.progress import PendingWait
+from meshwright.launch.outcome import RankState
+
+FILE = "progress.json"
+SECONDS = 1.0
+"""Time from one file to the next."""
+CLOSE_SECONDS = 2.0
+"""Longest time that the end of a job waits for the last file."""
+
+
+@dataclass(frozen=True)
+class RankProgress:
+    """A rank's phase, step, index of its action, and seconds without progress."""
+
+    rank: int
+    host: str
+    phase: str
+    step: int
+    action: int
+    seconds: float
+    stopped: bool = False
+    code: int | None = None
+    """Exit code of a rank that has ended."""
+    pending: PendingWait | None = None
+    """The communication in which its host waits; `since_ns` is not kept."""
+
+
+@dataclass(frozen=True)
+class JobProgress:
+    """A job's attempt, the status of supervision (`policies.supervision`), and its ranks that have begun."""
+
+    job: str
+    attempt: int
+    status: str
+    ranks: tuple[RankProgress, ...] = ()
+    time: float = 0.0
+    """Unix time at which this was written."""
+
+
+def rank_progress(state: RankState, host: str, seconds: float) -> RankProgress:
+    """What the file says of a rank, given its seconds without progress."""
+    phase, step, action = ("start", 0, -1)
+    if (progress := state.progress) is not None:
+        phase, step, action = progress.phase, progress.step, progress.action
+    return RankProgress(state.rank, host, phase, step, action, seconds, state.stopped, state.code, state.pending)
+
+
+class ProgressFile:
+    """Writes the progress that `progress` returns."""
+
+    def __init__(
+        self, folder: Path, progress: Callable[[], JobProgress], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._path, self._progress, self._clock = folder / FILE, progress, clock
+        self._due = clock()
+        self._latest: JobProgress | None = None
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._write_changes, name="progress file", daemon=True)
+        self._thread.start()
+
+    def update(self) -> None:
+        """Hand over the progress if it is due. Called several times a second."""
+        if self._clock() >= self._due:
+            self._due = self._clock() + SECONDS
+            self._hand_over()
+
+    def close(self) -> None:
+        """Write the last progress and end the thread, in at most `CLOSE_SECONDS`."""
+        self._closing = True
+        self._hand_over()
+        self._thread.join(CLOSE_SECONDS)
+
+    def _hand_over(self) -> None:
+        progress = self._progress()
+        with self._changed:
+            self._latest = progress
+            self._changed.notify()
+
+    def _write_changes(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._latest is not None)
+                latest, self._latest = self._latest, None
+            assert latest is not None, "the wait ends when there is one"
+            text = json.dumps(_to_columns(latest), separators=(",", ":"))
+            with suppress(OSError):  # the disk is full or gone, which other writers report
+                write_replacing(self._path, text.encode())
+            if self._closing and self._latest is None:
+                return
+
+
+def read_progress(folder: Path) -> JobProgress | None:
+    """The last progress of a run's ranks; None without a readable file."""
+    try:
+        data = json.loads((folder / FILE).read_bytes())
+        return _from_columns(data)
+    except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError):
+        return None
+
+
+def _to_columns(progress: JobProgress) -> dict[str, Any]:
+    """The file's JSON object: one list for each field of the ranks."""
+    hosts = list(dict.fromkeys(rank.host for rank in progress.ranks))
+    places = {host: place for place, host in enumerate(hosts)}
+    ranks = progress.ranks
+    return {
+        "time": time.time(), "job": progress.job, "attempt": progress.attempt, "status": progress.status,
+        "hosts": hosts,
+        "rank": [rank.rank for rank in ranks],
+        "host": [places[rank.host] for rank in ranks],
+        "phase": [rank.phase for rank in ranks],
+        "step": [rank.step for rank in ranks],
+        "action": [rank.action for rank in ranks],
+        "seconds": [round(rank.seconds, 2) for rank in ranks],
+        "stopped": [rank.stopped for rank in ranks],
+        "code": [rank.code for rank in ranks],
+        "pending": [_wait_values(rank.pending) for rank in ranks],
+    }  # fmt: skip
+
+
+def _wait_values(wait: PendingWait | None) -> Sequence[Any] | None:
+    return None if wait is None else (wait.op, wait.stage, wait.micro_batch, wait.unit, wait.peer)
+
+
+def _from_columns(data: Any) -> JobProgress:
+    hosts = data["hosts"]
+    names = ("rank", "host", "phase", "step", "action", "seconds", "stopped", "code", "pending")
+    ranks = tuple(
+        RankProgress(
+            rank, hosts[host], phase, step, action, seconds, stopped, code,
+            None if pending is None else PendingWait(*pending, since_ns=0),
+        )
+        for rank, host, phase, step, action, seconds, stopped, code, pending in zip(
+            *(data[name] for name in names), strict=True
+        )
+    )  # fmt: skip
+    return JobProgress(data["job"], data["attempt"], data["status"], ranks, data["time"])

@@ -1,0 +1,106 @@
+"""What every rank of a run does and for whom it waits, from `progress.json`, or from the spans without it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.diagnosis.culprit import TRAINING, Culprit, RankStatus
+from meshwright.launch.incidents import JobSchedule, culprit_of_hang
+from meshwright.launch.progress_file import JobProgress, RankProgress
+
+STALLED_SECONDS = 4.0
+"""Seconds without progress of a rank from which waits are analysed. Reports of hosts come every 3 s at most, so the
+positions of ranks that make progress are of different times and would not fit together."""
+
+
+@dataclass(frozen=True)
+class RankActivity:
+    """A rank's step, phase and action, and its seconds without progress, None if they are not known."""
+
+    rank: int
+    host: str
+    step: int
+    phase: str
+    action: str
+    seconds: float | None
+    note: str = ""
+    """stopped, ended, or the communication in which it waits."""
+
+
+class RankView:
+    """Names actions and waits by the schedule of the run's current attempt."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "assignment.json"
+        self._read_at: float | None = None
+        self._schedule: JobSchedule | None = None
+
+    def activities(self, progress: JobProgress) -> list[RankActivity]:
+        """What each rank does, by rank."""
+        labels = self._labels(progress)
+        return [
+            RankActivity(rank.rank, rank.host, rank.step, rank.phase, label, rank.seconds, _note(rank))
+            for rank, label in zip(progress.ranks, labels, strict=True)
+        ]
+
+    def culprit(self, progress: JobProgress) -> Culprit | None:
+        """The rank that the others wait for, if a rank makes no progress and others wait for it in training steps."""
+        ranks = progress.ranks
+        stalled = any(rank.seconds >= STALLED_SECONDS and rank.code is None for rank in ranks)
+        if not stalled or not any(rank.phase in TRAINING for rank in ranks):
+            return None
+        found = culprit_of_hang(self._job(), [_status(rank) for rank in ranks])
+        return found if found is not None and found.waiting else None
+
+    def _labels(self, progress: JobProgress) -> list[str]:
+        """The label of each rank's action; empty outside of training steps."""
+        job = self._job()
+        if job is None:
+            return [""] * len(progress.ranks)
+        phases = {rank.phase for rank in progress.ranks}
+        schedules = {"train": job.schedule.actions}
+        if "compile" in phases:
+            schedules["compile"] = job.schedule.in_turns().actions
+        labels = []
+        for rank in progress.ranks:
+            inside = rank.phase in schedules and rank.rank < job.layout.ranks
+            actions = schedules[rank.phase][job.layout.coordinates(rank.rank).get("pipeline", 0)] if inside else ()
+            labels.append(actions[min(max(0, rank.action), len(actions) - 1)].label if actions else "")
+        return labels
+
+    def _job(self) -> JobSchedule | None:
+        """The schedule of the newest assignment."""
+        try:
+            changed = self._file.stat().st_mtime
+        except OSError:
+            return None
+        if changed != self._read_at:
+            self._read_at, self._schedule = changed, JobSchedule.read(self._file)
+        return self._schedule
+
+
+def activities_of_spans(last_steps: Sequence[int]) -> list[RankActivity]:
+    """What is known of ranks without `progress.json`: the newest step of each that is complete, -1 without any."""
+    return [
+        RankActivity(rank, "", step, "step complete", "", None) for rank, step in enumerate(last_steps) if step >= 0
+    ]
+
+
+def _note(rank: RankProgress) -> str:
+    if rank.code is not None:
+        return "ended" if rank.code == 0 else f"ended with code {rank.code}"
+    if rank.stopped:
+        return "stopped"
+    if rank.pending is None:
+        return ""
+    peer = f" with stage {rank.pending.peer}" if rank.pending.peer >= 0 else ""
+    return f"waits in {rank.pending.op}{peer}"
+
+
+def _status(rank: RankProgress) -> RankStatus:
+    return RankStatus(
+        rank.rank, rank.host, rank.phase, rank.step, max(0, rank.action), rank.seconds,
+        rank.stopped and rank.code is None, rank.code is not None and rank.code != 0, rank.pending,
+    )  # fmt: skip

@@ -1,0 +1,179 @@
+"""The figures of a run from the files in its folder: progress, speed, goodput, restarts; during the run and after it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from meshwright.checkpoint.manifest import has_commit, step_of, steps_in
+from meshwright.launch.coordinator import STATE_FILE
+from meshwright.launch.incidents import FOLDER as INCIDENTS
+from meshwright.launch.progress_file import FILE as PROGRESS_FILE
+from meshwright.launch.progress_file import JobProgress, read_progress
+from meshwright.observe.goodput import Goodput, run_goodput
+from meshwright.observe.metrics_tail import LineTail, MetricsTail
+from meshwright.observe.wall_time import FILE as WALL_TIME
+
+FRESH_SECONDS = 15.0
+"""Age of `progress.json` up to which a job runs, and of `metrics.jsonl` if the run is not supervised."""
+
+
+@dataclass(frozen=True)
+class RunFigures:
+    """Figures of a run; None where they are not known (yet)."""
+
+    name: str
+    state: str
+    """starting, running, the status of supervision, or how the run ended."""
+    running: bool
+    step: int
+    steps: int | None
+    """Steps of the whole run."""
+    seconds_left: float | None
+    """Seconds that the remaining steps take at the recent pace."""
+    step_seconds: float | None
+    tokens: float | None
+    tokens_per_second: float | None
+    mfu: float | None
+    loss: float | None
+    validation_loss: float | None
+    grad_norm: float | None
+    wall_seconds: float | None
+    """Seconds from the begin of the first start to the last step or pause (`observe.goodput`)."""
+    goodput: float | None
+    """Productive share of the wall time."""
+    checkpoint_step: int | None
+    """Step of the newest committed checkpoint."""
+    attempt: int
+    restarts: int
+    incidents: int
+
+
+class FigureReader:
+    """Reads the figures of a run again and again; each call reads only what is new."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._metrics = MetricsTail(folder / "metrics.jsonl")
+        self._history = LineTail(folder / STATE_FILE)
+        self._goodput = _GoodputReader(folder)
+        self._jobs: dict[str, _Job] = {}
+        self._steps: tuple[float, int | None] = (0.0, None)
+        self.progress: JobProgress | None = None
+        """The progress of the ranks at the last `read`; None without a readable file."""
+
+    def read(self, now: float | None = None) -> RunFigures:
+        """The figures at the Unix time `now`, by default the present."""
+        now = time.time() if now is None else now
+        self._metrics.update()
+        self._read_history()
+        self.progress = read_progress(self._folder)
+        job = next(reversed(self._jobs.values()), None)
+        running = now - self._changed(PROGRESS_FILE if job else "metrics.jsonl") < FRESH_SECONDS
+        metrics, steps = self._metrics, self._total_steps()
+        step = metrics.newest.get("step", 0)
+        running &= step != steps if job is None else job.code is None
+        account = self._goodput.read()
+        pace = metrics.recent_step_seconds
+        return RunFigures(
+            name=self._folder.resolve().name,
+            state=_state(job, running, step, steps), running=running, step=step, steps=steps,
+            seconds_left=None if steps is None or pace is None else max(0, steps - step) * pace,
+            step_seconds=pace,
+            tokens=metrics.number("tokens"), tokens_per_second=metrics.number("tokens_per_second"),
+            mfu=metrics.number("mfu"), loss=metrics.number("loss"), validation_loss=metrics.validation_loss,
+            grad_norm=metrics.number("grad_norm"),
+            wall_seconds=account.wall_seconds if account else None, goodput=account.goodput if account else None,
+            checkpoint_step=_newest_checkpoint(self._folder / "checkpoints"),
+            attempt=job.attempt if job else 0,
+            restarts=sum(max(0, len(job.attempts) - 1) for job in self._jobs.values()),
+            incidents=_newest_incident(self._folder / INCIDENTS),
+        )  # fmt: skip
+
+    def _read_history(self) -> None:
+        records, anew = self._history.read()
+        if anew:
+            self._jobs.clear()
+        for record in records:
+            self._jobs.setdefault(str(record.get("job", "")), _Job()).add(record)
+
+    def _total_steps(self) -> int | None:
+        """`train.steps` of the resolved configuration."""
+        changed = self._changed("config.yaml")
+        if changed != self._steps[0]:
+            try:
+                steps = yaml.safe_load((self._folder / "config.yaml").read_text(encoding="utf-8"))["train"]["steps"]
+            except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+                steps = None
+            self._steps = changed, steps if isinstance(steps, int) else None
+        return self._steps[1]
+
+    def _changed(self, name: str) -> float:
+        """Unix time of a file's last change; 0 if there is none."""
+        try:
+            return (self._folder / name).stat().st_mtime
+        except OSError:
+            return 0.0
+
+
+class _GoodputReader:
+    """The goodput account of a run, read again when its file has changed and at most a tenth of the time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read_size, self._due = -1, 0.0
+        self._account: Goodput | None = None
+
+    def read(self) -> Goodput | None:
+        """The newest account; None without a readable file."""
+        began = time.monotonic()
+        try:
+            size = (self._folder / WALL_TIME).stat().st_size
+            if size != self._read_size and began >= self._due:
+                self._account, self._read_size = run_goodput(self._folder), size
+                self._due = time.monotonic() + 10 * (time.monotonic() - began)
+        except OSError:
+            self._account = None
+        return self._account
+
+
+class _Job:
+    """What the records of one job say."""
+
+    def __init__(self) -> None:
+        self.attempt, self.status = 0, ""
+        self.code: int | None = None
+        self.attempts: set[int] = set()
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        stop = record.get("stop")
+        self.status, self.attempt = str(record.get("status")), int(record.get("attempt") or 0)
+        if self.status == "running":
+            self.attempts.add(self.attempt)
+        finished = self.status == "finished" and isinstance(stop, Mapping)
+        self.code = stop.get("code") if finished else None  # pyrefly: ignore
+
+
+def _state(job: _Job | None, running: bool, step: int, steps: int | None) -> str:
+    if job is not None and job.code is not None:
+        return "finished" if job.code == 0 else f"ended with code {job.code}"
+    if running:
+        return "starting" if not step and (job is None or job.status == "running") else job.status if job else "running"
+    if step and step == steps:
+        return "finished"
+    return "not running" if job or step else "starting"
+
+
+def _newest_incident(folder: Path) -> int:
+    """The number of the newest incident, which counts those whose folders are removed too; 0 without any."""
+    numbers = (path.name.partition("-")[0] for path in folder.glob("[0-9]*-*"))
+    return max((int(number) for number in numbers if number.isdigit()), default=0)
+
+
+def _newest_checkpoint(folder: Path) -> int | None:
+    return next((step_of(path.name) for path in reversed(steps_in(folder)) if has_commit(path)), None)

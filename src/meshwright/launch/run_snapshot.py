@@ -1,0 +1,90 @@
+"""Everything that `meshwright monitor` shows of a run, read again and again from the files in its folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.diagnosis.compute_times import ComputeTimes
+from meshwright.diagnosis.culprit import Culprit
+from meshwright.diagnosis.heat_map import HeatMap, heat_map
+from meshwright.launch.incidents import FILE, FOLDER, read_incidents
+from meshwright.launch.rank_view import RankActivity, RankView, activities_of_spans
+from meshwright.launch.run_figures import FigureReader, RunFigures
+
+READ_BYTES = 24 << 20
+"""Bytes of spans that one refresh reads; those of a larger job come over several refreshes, the newest first."""
+
+
+@dataclass(frozen=True, eq=False)
+class RunSnapshot:
+    """A run at one time. `steps` and `seconds` `(ranks, steps)` are the times of compute."""
+
+    figures: RunFigures
+    ranks: Sequence[RankActivity]
+    progress_seconds: float | None
+    """Age of the ranks' progress; None if the job is not supervised or over."""
+    culprit: Culprit | None
+    incidents: Sequence[Mapping[str, Any]]
+    steps: np.ndarray
+    seconds: np.ndarray
+
+    def heat_map(self, rows: int, columns: int) -> HeatMap:
+        """Times relative to the median rank, in at most `rows` × `columns`."""
+        return heat_map(self.steps, self.seconds, rows, columns)
+
+
+class SnapshotReader:
+    """Reads snapshots of the run in a folder, which may be just beginning."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._figures = FigureReader(folder)
+        self._times = ComputeTimes(folder)
+        self._view = RankView(folder)
+        self._incidents: tuple[object, Sequence[Mapping[str, Any]]] = (None, ())
+
+    @property
+    def complete(self) -> bool:
+        """Whether the last snapshot has all the spans that the files have."""
+        return self._times.complete
+
+    def read(self) -> RunSnapshot:
+        """The present state of the run."""
+        figures = self._figures.read()
+        self._times.update(READ_BYTES)
+        steps, seconds = self._times.known
+        progress = self._figures.progress
+        if progress is None or not figures.running:
+            ranks = activities_of_spans(self._times.last_step.tolist())
+            return RunSnapshot(figures, ranks, None, None, self._read_incidents(), steps, seconds)
+        age = max(0.0, time.time() - progress.time)
+        ranks, culprit = self._view.activities(progress), self._view.culprit(progress)
+        return RunSnapshot(figures, ranks, age, culprit, self._read_incidents(), steps, seconds)
+
+    def _read_incidents(self) -> Sequence[Mapping[str, Any]]:
+        """The incidents; their files are read again only when there are others."""
+        found = sorted(str(path) for path in (self._folder / FOLDER).glob(f"*/{FILE}"))
+        if found != self._incidents[0]:
+            self._incidents = found, read_incidents(self._folder)
+        return self._incidents[1]
+
+
+def snapshot_as_plain(snapshot: RunSnapshot, rows: int, columns: int) -> dict[str, Any]:
+    """JSON values; the heat map has at most `rows` × `columns`, and null where no time is known."""
+    figures, heat = snapshot.figures, snapshot.heat_map(rows, columns)
+    ratio = [[round(value, 4) if np.isfinite(value) else None for value in row] for row in heat.ratio.tolist()]
+    culprit = snapshot.culprit
+    return {
+        **vars(figures),
+        "ranks": [vars(rank) for rank in snapshot.ranks],
+        "progress_seconds": snapshot.progress_seconds,
+        "waiting": None if culprit is None else {**vars(culprit), "waiting": [vars(wait) for wait in culprit.waiting]},
+        "heat_map": {"ranks": heat.ranks, "steps": heat.steps, "ratio": ratio},
+        "incident_records": list(snapshot.incidents),
+    }

@@ -1,0 +1,94 @@
+"""Follows files of JSON lines of a run in progress, and its metrics; torch-free."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+RECENT_STEPS = 50
+"""Newest steps whose mean predicts the remaining time."""
+
+
+class LineTail:
+    """The objects of a file of JSON lines. Lines that are not whole or no objects are left out."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: tuple[int, int] | None = None
+        self._offset = 0
+
+    def read(self) -> tuple[list[dict[str, Any]], bool]:
+        """The objects written since the last call, and whether the file was replaced or cut, so that these are all.
+
+        Returns nothing while the file does not exist.
+        """
+        try:
+            with self._path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                identity = (status.st_dev, status.st_ino)
+                anew = identity != self._file or status.st_size < self._offset
+                if anew:
+                    self._file, self._offset = identity, 0
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            return [], False
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return [value for line in whole.splitlines() if (value := _object(line)) is not None], anew
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+class MetricsTail:
+    """The newest step of `metrics.jsonl`, the mean duration of the newest steps, and the last validation."""
+
+    def __init__(self, path: Path) -> None:
+        self._lines = LineTail(path)
+        self._clear()
+
+    def update(self) -> None:
+        """Read what is new."""
+        records, anew = self._lines.read()
+        if anew:
+            self._clear()
+        for record in records:
+            kind = record.get("kind", "step")
+            if kind == "step" and isinstance(record.get("step"), int):
+                self._add_step(record)
+            elif kind == "validation":
+                self.validation_loss = _number(record.get("loss"))
+
+    @property
+    def recent_step_seconds(self) -> float | None:
+        """Mean seconds of the newest steps; None without any."""
+        return sum(self._recent) / len(self._recent) if self._recent else None
+
+    def number(self, key: str) -> float | None:
+        """A finite number of the newest step."""
+        return _number(self.newest.get(key))
+
+    def _clear(self) -> None:
+        self.newest: Mapping[str, Any] = {}
+        """The record of the newest step; empty before the first."""
+        self.validation_loss: float | None = None
+        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
+
+    def _add_step(self, record: Mapping[str, Any]) -> None:
+        self.newest = record
+        self._recent.append(_number(record.get("step_seconds")) or 0.0)
+
+
+def _number(value: Any) -> float | None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value if number and abs(value) < float("inf") else None

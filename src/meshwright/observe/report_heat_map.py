@@ -1,0 +1,134 @@
+"""The report's heat map rank × step: compute time relative to the median rank, with a sentence about the slowest rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.observe import number_text
+
+MOST_ROWS, MOST_COLUMNS = 200, 400
+"""Most cells of the picture: rows of ranks and columns of steps."""
+LEVELS = ((0.9, "h0"), (0.97, "h1"), (1.03, "h2"), (1.1, "h3"), (1.25, "h4"), (1.5, "h5"), (math.inf, "h6"))
+"""Upper limits of the ratio to the median rank, with the colour class of each level."""
+LABELS = {
+    "h0": "over 10% shorter", "h1": "3% to 10% shorter", "h2": "within 3%", "h3": "3% to 10% longer", "h4": "10% to 25% longer",
+    "h5": "25% to 50% longer", "h6": "over 50% longer",
+}  # fmt: skip
+NOTABLE = 0.02
+"""Excess of a rank's median ratio from which the sentence calls it slow."""
+HEIGHT, LEAST_CELL = 320, 4
+"""Most and least pixels: of the picture's height, and of a row's."""
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class HeatMapFigures:
+    """Cells of the picture. `ratio` has a row for each range of ranks and a value or None for each range of steps.
+
+    A value is the compute time of the slowest rank of the row over that of the median rank. `excess` is, by rank, the
+    median over steps of its own ratio, less 1.
+    """
+
+    ranks: Sequence[Range]
+    steps: Sequence[Range]
+    ratio: Sequence[Sequence[float | None]]
+    excess: Mapping[int, float]
+
+
+def heat_map_figures(ranks: np.ndarray, steps: np.ndarray, seconds: np.ndarray) -> HeatMapFigures | None:
+    """The figures of times `seconds`, (rank, step), with at most `MOST_ROWS` × `MOST_COLUMNS` cells; None below two ranks."""
+    if len(ranks) < 2 or not len(steps):
+        return None
+    medians = np.median(seconds, axis=0)
+    ratio = seconds / np.where(medians > 0, medians, np.nan)
+    rows, columns = _bounds(len(ranks), MOST_ROWS), _bounds(len(steps), MOST_COLUMNS)
+    # Sums of times, so that a cell of several steps shows a rank's mean over that of the median rank.
+    summed = np.add.reduceat(seconds, columns, axis=1)
+    totals = np.median(summed, axis=0)
+    cells = np.maximum.reduceat(summed / np.where(totals > 0, totals, np.nan), rows, axis=0)
+    excess = (
+        dict(zip(ranks.tolist(), (np.nanmedian(ratio, axis=1) - 1).tolist(), strict=True))
+        if (medians > 0).any()
+        else {}
+    )
+    values = [[float(value) if np.isfinite(value) else None for value in cell_row] for cell_row in cells]
+    return HeatMapFigures(_ranges(ranks, rows), _ranges(steps, columns), values, excess)
+
+
+def _bounds(count: int, most: int) -> np.ndarray:
+    """First indices of at most `most` groups of equal size, the last one possibly smaller."""
+    return np.arange(0, count, -(-count // most))
+
+
+def _ranges(numbers: np.ndarray, firsts: np.ndarray) -> list[Range]:
+    lasts = np.append(firsts[1:], len(numbers)) - 1
+    return list(zip(numbers[firsts].tolist(), numbers[lasts].tolist(), strict=True))
+
+
+def heat_map_card(figures: HeatMapFigures | None) -> str:
+    """The card; empty without figures of at least two ranks."""
+    if figures is None or not figures.steps or len(figures.excess) < 2:
+        return ""
+    rows, columns = len(figures.ranks), len(figures.steps)
+    cell = max(LEAST_CELL, min(28, HEIGHT // rows))
+    height = cell * rows
+    paths: dict[str, list[str]] = {}
+    for row, ratios in enumerate(figures.ratio):
+        for level, first, end in _runs(ratios):
+            left, right = (round(1000 * column / columns, 2) for column in (first, end))
+            paths.setdefault(level, []).append(f"M{left:g},{row * cell}H{right:g}v{cell}H{left:g}Z")
+    drawn = "".join(f'<path class="column {level}" d="{"".join(parts)}"/>' for level, parts in sorted(paths.items()))
+    keys = "".join(f'<li class="{level} column">{text}</li>' for level, text in LABELS.items() if level in paths)
+    return f"""<section class="card chart ranks-steps" id="heat-map"><figcaption><h2>Compute time of ranks</h2>
+<span class="unit">relative to the median rank</span><ul class="legend">{keys}</ul></figcaption>
+<p class="finding">{heat_map_sentence(figures.excess)}</p>
+<div class="frame"><ol class="y">{_rank_labels(figures.ranks, cell)}</ol><div class="plot">
+<svg viewBox="0 0 1000 {height}" height="{height}" preserveAspectRatio="none" role="img" aria-label="compute time of ranks">
+<path class="column h-none" d="M0,0H1000V{height}H0Z"/>{drawn}</svg></div><ol class="x">{_step_labels(figures.steps)}</ol></div>
+<p class="aside">Rows are ranks, columns are steps {figures.steps[0][0]:,} to {figures.steps[-1][1]:,}. A cell of several ranks shows
+ the slowest. A blank cell was not recorded.</p></section>"""
+
+
+def heat_map_sentence(excess: Mapping[int, float]) -> str:
+    """Which rank computes longest, and by how much."""
+    rank = max(excess, key=lambda rank: excess[rank])
+    if excess[rank] < NOTABLE:
+        return f"No rank computes {number_text.percent(NOTABLE)} longer than the median rank in most steps."
+    return f"Rank {rank} computes {number_text.percent(excess[rank])} longer than the median rank in the median step."
+
+
+def _runs(ratios: Sequence[float | None]) -> list[tuple[str, int, int]]:
+    """(level, first column, end) of neighbouring cells of one level; cells without a value are left out."""
+    runs: list[tuple[str, int, int]] = []
+    for column, ratio in enumerate(ratios):
+        if ratio is None:
+            continue
+        level = next(name for limit, name in LEVELS if ratio < limit)
+        if runs and runs[-1][0] == level and runs[-1][2] == column:
+            runs[-1] = (level, runs[-1][1], column + 1)
+        else:
+            runs.append((level, column, column + 1))
+    return runs
+
+
+def _rank_labels(ranks: Sequence[Range], cell: int) -> str:
+    every = max(1, math.ceil(18 / cell))
+    return "".join(
+        f'<li style="top:{(row + 0.5) * cell:g}px">{f"rank {first}" if first == last else f"{first}–{last}"}</li>'
+        for row, (first, last) in enumerate(ranks)
+        if row % every == 0
+    )
+
+
+def _step_labels(steps: Sequence[Range]) -> str:
+    every = max(1, math.ceil(len(steps) / 8))
+    return "".join(
+        f'<li style="left:{100 * (column + 0.5) / len(steps):.2f}%">{first:,}</li>'
+        for column, (first, _) in enumerate(steps)
+        if column % every == 0
+    )

@@ -1,0 +1,67 @@
+"""The report's picture of a pipeline: one measured step over the predicted one, a row for each stage, on one time scale."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshwright.events.clock_alignment import ClockAlignment
+from meshwright.events.span_ring import RankSpans
+from meshwright.observe import number_text
+from meshwright.observe.measured_step import MeasuredStep, typical_step
+from meshwright.observe.timeline_svg import NAMES, Block, draw_panels, timeline_blocks
+from meshwright.simulator.timeline import Timeline
+
+LEGEND = {**NAMES, "k3": "gathers; measured: waits for collectives", "k7": "messages; measured: waits for them"}
+
+
+def pipeline_timeline(
+    ranks: Sequence[RankSpans],
+    alignment: ClockAlignment,
+    predicted: Timeline | None,
+    remark: str | None,
+    *,
+    guessed: bool,
+) -> str:
+    """The figure; empty if the run has no pipeline or no complete step of it.
+
+    `ranks` are on one clock. A prediction from `guessed` rates is drawn as long as the measured step. `remark` says why
+    there is no prediction.
+    """
+    measured = typical_step(ranks)
+    if measured is None or len(measured.ranks) < 2:
+        return ""
+    end = max(block.end for block in measured.blocks)
+    panels: list[tuple[str, Sequence[Block]]] = [
+        (f"measured: step {measured.step:,}, {number_text.duration(end)}", measured.blocks)
+    ]
+    sentences = [_measured_sentence(measured, alignment)]
+    if predicted is not None:
+        blocks = timeline_blocks(predicted)
+        length = max(block.end for block in blocks)
+        label = "predicted order" if guessed else f"predicted: {number_text.duration(length)}"
+        panels.append((label, _scaled(blocks, end / length) if guessed else blocks))
+        if guessed:
+            sentences.append(
+                "The rates of this device are guessed: the predicted step is drawn as long as the measured one."
+            )
+        else:
+            comparison = "longer" if end > length else "shorter"
+            sentences.append(f"The measured step is {abs(end / length - 1):.1%} {comparison} than the predicted one.")
+    elif remark:
+        sentences.append(f"Not predicted: {remark}.")
+    return draw_panels("Pipeline: measured over predicted", panels, len(measured.ranks), " ".join(sentences), LEGEND)
+
+
+def _measured_sentence(measured: MeasuredStep, alignment: ClockAlignment) -> str:
+    ranks = ", ".join(map(str, measured.ranks[:8])) + (", …" if len(measured.ranks) > 8 else "")
+    error = alignment.largest_error_ns
+    clocks = (
+        "the clocks of some hosts are not aligned"
+        if error is None
+        else f"clocks agree to {number_text.duration(error / 1e9)}"
+    )
+    return f"The step of median length on ranks {ranks}, from its first operation; thin rows are waits; {clocks}."
+
+
+def _scaled(blocks: Sequence[Block], factor: float) -> list[Block]:
+    return [block._replace(start=block.start * factor, end=block.end * factor) for block in blocks]

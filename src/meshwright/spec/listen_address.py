@@ -1,0 +1,22 @@
+"""Addresses at which a process listens, as users write them."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+
+LOOPBACK = "127.0.0.1"
+EXPECTED = "HOST:PORT with a port of 0 to 65535, or :PORT for 127.0.0.1"
+_HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,252}[A-Za-z0-9])?")
+
+
+def listen_address(text: str) -> tuple[str, int]:
+    """Host and port of `HOST:PORT`, `[IPV6]:PORT` or `:PORT`, which is loopback. Raises ValueError for another form."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 0xFFFF:
+        raise ValueError(f"{text!r}: expected {EXPECTED}")
+    if host.startswith("[") and host.endswith("]"):
+        return str(ipaddress.IPv6Address(host[1:-1])), int(port)
+    if host and not _HOST_NAME.fullmatch(host):
+        raise ValueError(f"{text!r}: expected {EXPECTED}")
+    return host or LOOPBACK, int(port)

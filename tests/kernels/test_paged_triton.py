@@ -1,0 +1,146 @@
+"""The Triton kernels of the paged cache against the plain references, in Triton's interpreter, with small shapes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright.kernels.paged_attention import (
+    INVARIANT_SPLITS,
+    MAX_SPLITS,
+    decode_splits,
+    paged_attention,
+    rotate_and_write,
+)
+from meshwright.kernels.rope import rotary_tables
+from tests.kernels.test_paged_attention import draws, filled_cache, starts_of
+
+pytest.importorskip("triton")
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels themselves")
+
+
+def step(
+    lengths: list[int], counts: list[int], block: int, heads: int, kv_heads: int, dim: int, window: int | None
+) -> tuple[Tensor, ...]:
+    """Queries, cache, block tables, lengths and starts of a step; blocks before the window are freed."""
+    layer, tables, _ = filled_cache(lengths, block, kv_heads, dim, torch.float32)
+    for sequence, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        if window is not None:
+            tables[sequence, : max(0, length - count - window + 1) // block] = -(2**30)
+    (q,) = draws(9, (sum(counts), heads, dim), dtype=torch.float32)
+    return q, layer, tables, torch.tensor(lengths, dtype=torch.int32), starts_of(counts)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "block", "queries", "splits", "window"),
+    [
+        (2, 2, 16, 32, 1, 1, None),
+        (2, 1, 24, 4, 2, 2, 20),
+        pytest.param(4, 2, 24, 16, 1, 3, None, marks=pytest.mark.slow),
+        pytest.param(3, 1, 16, 4, 2, 2, None, marks=pytest.mark.slow),
+        pytest.param(2, 2, 16, 32, 3, 4, 20, marks=pytest.mark.slow),
+        pytest.param(6, 1, 16, 8, 1, 2, 13, marks=pytest.mark.slow),
+    ],
+)
+def test_decode(heads: int, kv_heads: int, dim: int, block: int, queries: int, splits: int, window: int | None) -> None:
+    from meshwright.kernels.paged_decode_triton import Launch, paged_decode
+
+    lengths = [0, 50, 3]
+    counts = [queries] * len(lengths)
+    q, layer, tables, context, starts = step(lengths, counts, block, heads, kv_heads, dim, window)
+    out = torch.full_like(q, torch.nan)
+    paged_decode(
+        q,
+        layer,
+        tables,
+        context,
+        out,
+        queries=queries,
+        splits=splits,
+        window=window,
+        scales=None,
+        launch=Launch(16, 4, 1),
+    )
+    expected = paged_attention(q, layer, tables, context, starts, window=window, plain=True)
+    torch.testing.assert_close(out, expected, rtol=2e-6, atol=2e-6)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "block", "window"),
+    [
+        (2, 1, 16, 32, None),
+        (3, 1, 24, 8, 20),
+        pytest.param(4, 2, 16, 32, None, marks=pytest.mark.slow),
+        pytest.param(3, 1, 24, 8, None, marks=pytest.mark.slow),
+        pytest.param(4, 2, 16, 32, 20, marks=pytest.mark.slow),
+        pytest.param(2, 1, 16, 4, 1, marks=pytest.mark.slow),
+        pytest.param(2, 2, 16, 16, 40, marks=pytest.mark.slow),
+    ],
+)
+def test_chunks(heads: int, kv_heads: int, dim: int, block: int, window: int | None) -> None:
+    """Chunks at the begin, in the middle and at the end of prompts, longer and shorter than a program's queries."""
+    from meshwright.kernels.paged_prefill_triton import Launch, paged_prefill
+
+    lengths, counts = [20, 60, 5, 18], [20, 17, 1, 18]
+    q, layer, tables, context, starts = step(lengths, counts, block, heads, kv_heads, dim, window)
+    out = torch.full_like(q, torch.nan)
+    first = counts[0]
+    paged_prefill(
+        q,
+        layer,
+        tables[1:],
+        context[1:],
+        starts[1:],
+        out,
+        queries=len(q) - first,
+        window=window,
+        scales=None,
+        launch=Launch(16, 4, 1),
+    )
+    expected = paged_attention(q, layer, tables, context, starts, window=window, plain=True)
+    torch.testing.assert_close(out[first:], expected[first:], rtol=2e-6, atol=2e-6)
+    assert out[:first].isnan().all(), "rows of other sequences are not written"
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rotary"),
+    [
+        (3, 1, 24, True),
+        pytest.param(8, 2, 16, False, marks=pytest.mark.slow),
+        pytest.param(40, 20, 8, True, marks=pytest.mark.slow),
+    ],
+)
+def test_rotation_and_write(heads: int, kv_heads: int, dim: int, rotary: bool) -> None:
+    """Views of the fused projection, as the model gives them."""
+    from meshwright.kernels.cache_write_triton import rotate_write
+
+    (qkv,) = draws(0, (4, heads + 2 * kv_heads, dim), dtype=torch.float32)
+    q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+    positions, slots = torch.tensor([3, 0, 1, 30]), torch.tensor([9, -1, 3, 4])
+    cos, sin = rotary_tables(torch.arange(32), dim, 1e4, None, torch.float32)
+    tables = (cos[0, :, 0], sin[0, :, 0]) if rotary else None
+    layers = torch.zeros(2, 3, 3, 2, kv_heads, 4, dim)
+    keys = torch.empty(2, 4, kv_heads, dim)
+    out = torch.empty(4, heads, dim)
+    rotate_write(q, k, v, tables, positions, layers[0, :, 1], slots, out, keys[0], None)
+    expected = rotate_and_write(q, k, v, tables, positions, layers[1, :, 1], slots, rotated_keys=keys[1], plain=True)
+    assert torch.equal(out, expected)
+    assert torch.equal(layers[0], layers[1]) and torch.equal(keys[0], keys[1])
+    rotate_write(k, k, v, None, slots, layers[0, :, 2], slots, None, None, None)
+    rotate_and_write(q, k, v, None, positions, layers[1, :, 2], slots, plain=True)
+    assert torch.equal(layers[0], layers[1])
+
+
+def test_splits_fill_the_device() -> None:
+    """Enough programs for every multiprocessor, and no more parts than a context has tiles."""
+    assert decode_splits(1024, 4096, 132) == 1
+    assert decode_splits(256, 4096, 132) * 256 >= 2 * 132
+    assert decode_splits(8, 1024, 132) == 16
+    assert decode_splits(8, 10**6, 132) == MAX_SPLITS
+    assert decode_splits(8, 1, 132) == 1
+    for programs in (1, 8, 256, 4096):
+        assert decode_splits(programs, 4096, 132, invariant=True) == INVARIANT_SPLITS
