@@ -103,17 +103,19 @@ class Engine:
         self._inputs = BatchInputs(
             rows=rows,
             blocks=-(-self.context // options.tokens_per_block),
-            groups=len(groups),
+            windows=[group.window for group in groups],
             tokens_per_block=options.tokens_per_block,
-            step_tokens=options.step_tokens,
+            step_tokens=max(options.step_tokens, options.sequences),
             device=weight.device,
         )
         graphs = cuda if options.graphs is None else options.graphs
         sizes = graph_sizes(options.sequences) if graphs else ()
-        self._runner = ModelRunner(model, cache, self._inputs, graph_sizes=sizes)
+        self._runner = ModelRunner(model, cache, self._inputs, context=self.context, graph_sizes=sizes)
         self._sampler = Sampler(rows, weight.device)
         self._rows = RequestRows(rows)
         self._generations: dict[int, Generation] = {}
+        self._drawn = 0
+        """Unfinished requests with a temperature above 0."""
         self._readback = TokenReadback(rows, weight.device)
         self._numbers = 0
         self._under_way: LaunchedStep | None = None
@@ -159,6 +161,7 @@ class Engine:
         )
         self._numbers += 1
         self._generations[number] = Generation(sampling, self._tokenizer, stop_ids, stop_strings)
+        self._drawn += sampling.temperature > 0
         return number
 
     def abort(self, number: int) -> None:
@@ -194,8 +197,7 @@ class Engine:
             self._assign_rows(step)
             packed = self._inputs.pack(step, self._rows.row_of, self._runner.decode_sizes)
             logits = self._runner.logits(packed)
-            greedy = all(generation.sampling.temperature == 0 for generation in self._generations.values())
-            tokens = self._sampler.sample(logits, packed.sampled_rows, packed.sampled_positions, greedy=greedy)
+            tokens = self._sampler.sample(logits, packed.sampled_rows, packed.sampled_positions, greedy=not self._drawn)
             self._inputs.newest[packed.sampled_rows] = tokens
             return LaunchedStep(step, packed.sampled_parts, *self._readback.start(tokens))
         except Exception as error:
@@ -247,6 +249,7 @@ class Engine:
         for ended in self._policy.drain_ended():
             generation = self._generations.pop(ended.number)
             self._rows.release(ended.number)
+            self._drawn -= generation.sampling.temperature > 0
             updates.append(generation.update(ended.number, ended.reason, error if ended.reason == "failed" else None))
 
     def _encode(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
