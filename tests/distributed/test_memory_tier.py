@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from meshwright.checkpoint.verify import list_checkpoints
+from meshwright.spec.plan import MeshAxis
 from tests.distributed import cases_memory as cases
 from tests.distributed.pool import Pool
 from tests.training.tiny import make_tiny, prepared, ranks, staged
@@ -81,6 +83,7 @@ def test_after_the_loss_of_a_host_its_ranks_load_the_copy_of_their_partner(
 
 
 REPLICAS = ("cluster.nodes=2", "cluster.gpus_per_node=2", "plan.replicate=2", "plan.shard=2", "checkpoint.partner=host")
+ACROSS_HOSTS = (MeshAxis(axis="replicate", size=2, crosses="node"), MeshAxis(axis="shard", size=2))
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -88,6 +91,7 @@ def test_after_the_loss_of_a_host_its_replica_has_all_state_and_nothing_was_sent
     pool: Pool, tiny: Path, tmp_path: Path, lost: int
 ) -> None:
     assignment = prepared(tiny, tmp_path, *REPLICAS, "checkpoint.every=5", "train.steps=8").assignment
+    assignment = replace(assignment, plan=replace(assignment.plan, mesh=ACROSS_HOSTS))
     assert pool.run(cases.after_lost_replica, 4, assignment, lost) == [("partner memory", 8, True)] * 4
 
 

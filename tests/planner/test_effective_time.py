@@ -93,7 +93,7 @@ def test_replicas_on_another_host_have_what_was_copied_whatever_is_sent_to_partn
     run, plan = planned
     with_partner = replace(run, checkpoint=replace(run.checkpoint, partner="host", partner_every=5))
     assert plan.ranks == 2 * run.cluster.gpus_per_node
-    replicated = replace(plan, mesh=(MeshAxis("replicate", 2), MeshAxis("shard", plan.ranks // 2)))
+    replicated = replace(plan, mesh=(MeshAxis(axis="replicate", size=2), MeshAxis(axis="shard", size=plan.ranks // 2)))
     prediction = predict_effective_time(with_partner, replicated, STEP)
     cost = checkpoint_cost(with_partner, replicated, STEP)
     assert prediction is not None and cost is not None
