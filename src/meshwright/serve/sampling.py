@@ -43,7 +43,8 @@ class Sampler:
     def sample(self, logits: Tensor, table_rows: Tensor, positions: Tensor, *, greedy: bool) -> Tensor:
         """The next tokens `(samples,)` int32 of logits `(samples, vocab)`.
 
-        `table_rows` and `positions` `(samples,)` are the table rows and the positions of the new tokens. `greedy`: no request has a temperature.
+        `table_rows` and `positions` `(samples,)` are the table rows and the positions of the new tokens.
+        `greedy`: no request has a temperature.
         """
         if greedy:
             return logits.argmax(1).to(torch.int32)
