@@ -28,22 +28,23 @@ GREEDY = SamplingOptions(temperature=0.0)
 class Sampler:
     """Draws tokens for the requests of a batch; the options of each table row are on the device."""
 
-    def __init__(self, rows: int, device: torch.device) -> None:
-        self._floats = torch.zeros(rows, dtype=torch.float32)
-        self._integers = torch.zeros(2, rows, dtype=torch.int64)
+    def __init__(self, table_rows: int, device: torch.device) -> None:
+        self._floats = torch.zeros(table_rows, dtype=torch.float32)
+        self._integers = torch.zeros(2, table_rows, dtype=torch.int64)
         self._device, self._temperatures, self._top_k_and_seeds = device, self._floats, self._integers
         self._changed = False
 
-    def assign(self, row: int, options: SamplingOptions) -> None:
+    def assign(self, table_row: int, options: SamplingOptions) -> None:
         """A table row gets another request."""
-        self._floats[row] = options.temperature
-        self._integers[0, row], self._integers[1, row] = options.top_k, options.seed
+        self._floats[table_row] = options.temperature
+        self._integers[0, table_row], self._integers[1, table_row] = options.top_k, options.seed
         self._changed = True
 
-    def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, *, greedy: bool) -> Tensor:
+    def sample(self, logits: Tensor, table_rows: Tensor, positions: Tensor, *, greedy: bool) -> Tensor:
         """The next tokens `(samples,)` int32 of logits `(samples, vocab)`.
 
-        `rows` and `positions` `(samples,)` are the table rows and the positions of the new tokens. `greedy`: no request has a temperature.
+        `table_rows` and `positions` `(samples,)` are the table rows and the positions of the new tokens.
+        `greedy`: no request has a temperature.
         """
         if greedy:
             return logits.argmax(1).to(torch.int32)
@@ -51,5 +52,5 @@ class Sampler:
             self._temperatures = self._floats.to(self._device)
             self._top_k_and_seeds = self._integers.to(self._device)
             self._changed = False
-        top_k, seeds = self._top_k_and_seeds[:, rows]
-        return draw_tokens(logits, self._temperatures[rows], top_k, seeds, positions.long()).to(torch.int32)
+        top_k, seeds = self._top_k_and_seeds[:, table_rows]
+        return draw_tokens(logits, self._temperatures[table_rows], top_k, seeds, positions.long()).to(torch.int32)
