@@ -56,7 +56,7 @@ def newest_complete(offers: Sequence[RankOffer], run_id: str | None) -> list[Sna
     """The newest save of the run of which all snapshots are offered: their locations in the order of its ranks; None without one.
 
     Snapshots are found by what they are, so ranks and hosts may have other numbers than at the save, and be fewer or more. Each is
-    read by a rank of a host that has it: by its own rank where possible, from an arena rather than from a copy.
+    read by a rank of a host that has it: from an arena rather than from a copy, by its own rank where possible.
     """
     ranks_of_host: dict[str, list[int]] = {}
     for rank, offer in enumerate(offers):
@@ -85,7 +85,7 @@ def newest_complete(offers: Sequence[RankOffer], run_id: str | None) -> list[Sna
 
     def distance(location: SnapshotLocation) -> tuple[bool, bool, bool, str, int]:
         is_other = location.reader != location.name.rank
-        return is_other, location.is_copy, location.address is not None, location.address or "", location.reader
+        return location.is_copy, is_other, location.address is not None, location.address or "", location.reader
 
     return [min(by_rank[rank], key=distance) for rank in sorted(by_rank)]
 
