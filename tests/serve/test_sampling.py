@@ -104,8 +104,9 @@ def test_filters_are_those_of_transformers() -> None:
         (1.5, 80, 0.6, 0.1),
     ):
         expected = TemperatureLogitsWarper(temperature)(ids, scores)
-        for warper in [TopKLogitsWarper(top_k)] * (top_k > 0) + [TopPLogitsWarper(top_p), MinPLogitsWarper(min_p)]:
-            expected = warper(ids, expected)
+        if top_k:
+            expected = TopKLogitsWarper(top_k)(ids, expected)
+        expected = MinPLogitsWarper(min_p)(ids, TopPLogitsWarper(top_p)(ids, expected))
         options = SamplingOptions(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         rows = torch.zeros(64, dtype=torch.int64)
         ours = sampler_with(options, vocab=500).scores(scores, rows)
