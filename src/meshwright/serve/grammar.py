@@ -1,4 +1,4 @@
-"""Output that follows a grammar: a JSON schema, a regular expression or a Lark grammar, by llguidance (the extra `grammar`).
+"""Output that follows a JSON schema, a regular expression or a Lark grammar, by llguidance (the extra `grammar`).
 
 A matcher follows the tokens of one request on the host and gives a bitmask of the tokens that may come next. The sampler removes all
 others on the device (`logit_filters.keep_allowed`).
@@ -6,6 +6,7 @@ others on the device (`logit_filters.keep_allowed`).
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -77,9 +78,9 @@ class GrammarMatcher:
         """Whether the text so far matches the grammar."""
         return self._matcher.is_accepting()
 
-    def write_bitmask(self, bitmask: Tensor, row: int) -> None:
-        """Set a row of `bitmask` `(rows, words)`, int32 and on the host, to the tokens that may come next."""
-        words = bitmask[row]
+    def write_bitmask(self, bitmask: Tensor, index: int) -> None:
+        """Set row `index` of `bitmask` `(samples, words)`, int32 and on the host, to the tokens that may come next."""
+        words = bitmask[index]
         assert words.numel() == self._words and words.is_contiguous() and words.device.type == "cpu"
         self._matcher.unsafe_compute_mask_ptr(words.data_ptr(), 4 * self._words)
 
@@ -93,9 +94,9 @@ class GrammarMatcher:
         return self._matcher.validate_tokens(list(drafts))
 
 
-def unconstrained(rows: int, vocab: int, *, pin_memory: bool = False) -> Tensor:
-    """A bitmask `(rows, ceil(vocab / 32))` on the host that allows all tokens."""
-    return torch.full((rows, -(-vocab // 32)), -1, dtype=torch.int32, pin_memory=pin_memory)
+def unconstrained(samples: int, vocab: int, *, pin_memory: bool = False) -> Tensor:
+    """A bitmask `(samples, ceil(vocab / 32))` on the host that allows all tokens."""
+    return torch.full((samples, -(-vocab // 32)), -1, dtype=torch.int32, pin_memory=pin_memory)
 
 
 def _check_json(text: str) -> None:
@@ -107,10 +108,9 @@ def _check_json(text: str) -> None:
 
 def _llguidance() -> Any:
     try:
-        import llguidance
+        return importlib.import_module("llguidance")
     except ImportError:
         raise BadInput("grammar: needs the extra `grammar`: pip install 'meshwright[grammar]'") from None
-    return llguidance
 
 
 def _first_line(message: str) -> str:

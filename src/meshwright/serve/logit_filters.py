@@ -33,7 +33,7 @@ def add_biases(scores: Tensor, tokens: Tensor, biases: Tensor) -> Tensor:
 
 
 def keep_allowed(scores: Tensor, bitmask: Tensor) -> Tensor:
-    """Remove tokens whose bit is 0 in `bitmask` `(samples, ceil(vocab / 32))` int32; bit t % 32 of word t // 32 is for token t."""
+    """Remove tokens whose bit is 0: for token t, bit t % 32 of word t // 32 of `bitmask` `(samples, words)` int32."""
     vocab = scores.shape[1]
     bits = bitmask[:, :, None] >> torch.arange(32, dtype=torch.int32, device=scores.device) & 1
     return scores.masked_fill(bits.flatten(1)[:, :vocab] == 0, REMOVED)

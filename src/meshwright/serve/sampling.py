@@ -38,15 +38,15 @@ class TokenLogprobs(NamedTuple):
 class Sampler:
     """Draws tokens for the requests of a batch; the options of each table row are on the device.
 
-    A draw is a function of the request's logits, its seed and the token's position. So it does not depend on the batch. `rows` is the
+    A draw is a function of the request's logits, its seed and the token's position. So it does not depend on the batch. `table_rows` is the
     number of table rows.
     """
 
-    def __init__(self, rows: int, device: torch.device, vocab: int) -> None:
+    def __init__(self, table_rows: int, device: torch.device, vocab: int) -> None:
         self._device, self._vocab = device, vocab
-        self._floats = _MirroredTable(6, rows, torch.float32, device)
-        self._integers = _MirroredTable(3, rows, torch.int64, device)
-        self._biases = _Biases(rows, device)
+        self._floats = _MirroredTable(6, table_rows, torch.float32, device)
+        self._integers = _MirroredTable(3, table_rows, torch.int64, device)
+        self._biases = _Biases(table_rows, device)
         self._history = _TokenHistory(vocab, device)
         self._assigned: dict[int, SamplingOptions] = {}
         self._drawing = self._filtering = self._penalising = self._biased = 0
@@ -64,55 +64,57 @@ class Sampler:
         """Whether a request wants log probabilities."""
         return bool(self._logprobs)
 
-    def assign(self, row: int, options: SamplingOptions, tokens: Sequence[int] = (), prompt_tokens: int = 0) -> None:
+    def assign(
+        self, table_row: int, options: SamplingOptions, tokens: Sequence[int] = (), prompt_tokens: int = 0
+    ) -> None:
         """A table row gets another request, with its text so far: the first `prompt_tokens` of `tokens` are its prompt."""
-        self.release(row)
+        self.release(table_row)
         temperature = options.temperature if options.draws else 0.0
         penalties = options.repetition_penalty, options.presence_penalty, options.frequency_penalty
-        self._floats.set(row, (temperature, options.top_p, options.min_p, *penalties))
-        slot = self._history.begin(row, tokens, prompt_tokens) if options.penalises else 0
-        self._integers.set(row, (options.top_k, options.seed, slot))
-        self._biases.set(row, options.logit_bias)
-        self._assigned[row] = options
+        self._floats.set(table_row, (temperature, options.top_p, options.min_p, *penalties))
+        slot = self._history.begin(table_row, tokens, prompt_tokens) if options.penalises else 0
+        self._integers.set(table_row, (options.top_k, options.seed, slot))
+        self._biases.set(table_row, options.logit_bias)
+        self._assigned[table_row] = options
         self._count(options, 1)
 
-    def release(self, row: int) -> None:
+    def release(self, table_row: int) -> None:
         """A table row has no request any more."""
-        if (options := self._assigned.pop(row, None)) is not None:
+        if (options := self._assigned.pop(table_row, None)) is not None:
             self._count(options, -1)
-            self._history.end(row)
+            self._history.end(table_row)
 
-    def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, allowed: Tensor | None = None) -> Tensor:
+    def sample(self, logits: Tensor, table_rows: Tensor, positions: Tensor, allowed: Tensor | None = None) -> Tensor:
         """The next tokens `(samples,)` int32 of logits `(samples, vocab)`.
 
-        `rows` and `positions` `(samples,)` are the table rows and the positions of the new tokens. `allowed` is the bitmask of a grammar
-        (`logit_filters.keep_allowed`), or None. The new tokens are counted for the penalties of later ones.
+        `table_rows` and `positions` `(samples,)` are the rows of the options and the positions of the new tokens. `allowed` is None or
+        the bitmask of grammars (`logit_filters.keep_allowed`). The new tokens are counted for the penalties of later ones.
         """
         if self.greedy:
             return (logits if allowed is None else keep_allowed(logits.float(), allowed)).argmax(1).to(torch.int32)
-        scores = self.scores(logits, rows, allowed)
+        scores = self.scores(logits, table_rows, allowed)
         if self._drawing:
-            drawn = (self._floats.here[0, rows] > 0)[:, None]
-            noise = gumbel_noise(self._integers.here[1, rows], positions.long(), self._vocab)
+            drawn = (self._floats.here[0, table_rows] > 0)[:, None]
+            noise = gumbel_noise(self._integers.here[1, table_rows], positions.long(), self._vocab)
             scores = torch.where(drawn, scores + noise, scores)
         tokens = scores.argmax(1)
         if self._penalising:
-            self._history.add(self._integers.here[2, rows], tokens)
+            self._history.add(self._integers.here[2, table_rows], tokens)
         return tokens.to(torch.int32)
 
-    def scores(self, logits: Tensor, rows: Tensor, allowed: Tensor | None = None) -> Tensor:
+    def scores(self, logits: Tensor, table_rows: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Scores `(samples, vocab)` in fp32 whose softmax is the distribution that the options describe.
 
         A row at temperature 0 keeps the scale of its logits; its likeliest token is taken.
         """
         self._copy_options()
-        temperature, top_p, min_p, repetition, presence, frequency = self._floats.here[:, rows]
-        top_k, _, slots = self._integers.here[:, rows]
+        temperature, top_p, min_p, repetition, presence, frequency = self._floats.here[:, table_rows]
+        top_k, _, slots = self._integers.here[:, table_rows]
         scores = logits.float()
         if self._penalising:
             scores = penalise(scores, self._history.counts[slots], repetition, presence, frequency)
         if self._biased:
-            scores = add_biases(scores, self._biases.tokens[rows], self._biases.values[rows])
+            scores = add_biases(scores, self._biases.tokens[table_rows], self._biases.values[table_rows])
         if allowed is not None:
             scores = keep_allowed(scores, allowed)
         if self._drawing:
@@ -143,17 +145,17 @@ class Sampler:
 
 
 class _MirroredTable:
-    """A table `(columns, rows)` that the host changes and the device reads, at one place there."""
+    """A table `(columns, table_rows)` that the host changes and the device reads, always at the same address."""
 
-    def __init__(self, columns: int, rows: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._host = torch.zeros(columns, rows, dtype=dtype)
-        self.here = self._host if device.type == "cpu" else torch.zeros(columns, rows, dtype=dtype, device=device)
+    def __init__(self, columns: int, table_rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._host = torch.zeros(columns, table_rows, dtype=dtype)
+        self.here = self._host if device.type == "cpu" else torch.zeros(columns, table_rows, dtype=dtype, device=device)
         """The table on the device, as of the last copy."""
         self._changed = False
 
-    def set(self, row: int, values: Sequence[float]) -> None:
+    def set(self, table_row: int, values: Sequence[float]) -> None:
         """Change a row on the host."""
-        self._host[:, row] = torch.tensor(values, dtype=self._host.dtype)
+        self._host[:, table_row] = torch.tensor(values, dtype=self._host.dtype)
         self._changed = True
 
     def copy(self) -> None:
@@ -166,27 +168,27 @@ class _MirroredTable:
 class _Biases:
     """The biases of each table row on the device, as wide as the longest list of biases so far."""
 
-    def __init__(self, rows: int, device: torch.device) -> None:
+    def __init__(self, table_rows: int, device: torch.device) -> None:
         self._device = device
-        self.tokens = torch.zeros(rows, 0, dtype=torch.int64, device=device)
-        """`(rows, width)`; 0 for padding."""
-        self.values = torch.zeros(rows, 0, device=device)
-        """`(rows, width)`; 0 for padding."""
+        self.tokens = torch.zeros(table_rows, 0, dtype=torch.int64, device=device)
+        """`(table_rows, width)`; 0 for padding."""
+        self.values = torch.zeros(table_rows, 0, device=device)
+        """`(table_rows, width)`; 0 for padding."""
         self._used: set[int] = set()
 
-    def set(self, row: int, biases: Mapping[int, float]) -> None:
+    def set(self, table_row: int, biases: Mapping[int, float]) -> None:
         """Change a row."""
         width = self.tokens.shape[1]
         if len(biases) > width:
             more = max(len(biases), 2 * width, 8) - width
             self.tokens, self.values = (functional.pad(table, (0, more)) for table in (self.tokens, self.values))
             width += more
-        if not biases and row not in self._used:
+        if not biases and table_row not in self._used:
             return
         padding = width - len(biases)
-        _copy(torch.tensor([*biases, *[0] * padding]), self.tokens[row])
-        _copy(torch.tensor([*biases.values(), *[0.0] * padding]), self.values[row])
-        (self._used.add if biases else self._used.discard)(row)
+        _copy(torch.tensor([*biases, *[0] * padding]), self.tokens[table_row])
+        _copy(torch.tensor([*biases.values(), *[0.0] * padding]), self.values[table_row])
+        (self._used.add if biases else self._used.discard)(table_row)
 
 
 class _TokenHistory:
@@ -202,13 +204,13 @@ class _TokenHistory:
         self._slot_of: dict[int, int] = {}
         self._free: list[int] = []
 
-    def begin(self, row: int, tokens: Sequence[int], prompt_tokens: int) -> int:
+    def begin(self, table_row: int, tokens: Sequence[int], prompt_tokens: int) -> int:
         """Count the tokens of a request; its slot."""
         if not self._free:
             slots = len(self.counts)
             self.counts = functional.pad(self.counts, (0, 0, 0, max(slots, 4)))
             self._free = list(range(len(self.counts) - 1, slots - 1, -1))
-        self._slot_of[row] = slot = self._free.pop()
+        self._slot_of[table_row] = slot = self._free.pop()
         counts = self.counts[slot]
         ids = torch.empty(len(tokens), dtype=torch.int64, device=self._device)
         _copy(torch.tensor(tokens, dtype=torch.int64), ids)
@@ -218,9 +220,9 @@ class _TokenHistory:
         counts.index_add_(0, new, torch.full_like(new, NEW_TOKEN, dtype=torch.int32))
         return slot
 
-    def end(self, row: int) -> None:
-        """Free the slot of a row, if it has one."""
-        if (slot := self._slot_of.pop(row, None)) is not None:
+    def end(self, table_row: int) -> None:
+        """Free the slot of a table row, if it has one."""
+        if (slot := self._slot_of.pop(table_row, None)) is not None:
             self._free.append(slot)
 
     def add(self, slots: Tensor, tokens: Tensor) -> None:
@@ -229,7 +231,7 @@ class _TokenHistory:
         self.counts.index_put_((slots, tokens), new, accumulate=True)
 
 
-def _copy(values: Tensor, place: Tensor) -> None:
-    """Copy values of the host to a place on the device without waiting for it."""
+def _copy(values: Tensor, target: Tensor) -> None:
+    """Copy values of the host to a tensor on the device without waiting for it."""
     # A fresh pinned copy: the next change may come while this one is under way.
-    place.copy_(values.pin_memory() if place.is_cuda else values, non_blocking=True)
+    target.copy_(values.pin_memory() if target.is_cuda else values, non_blocking=True)

@@ -104,10 +104,10 @@ def accept_equal(drafts: Tensor, lengths: Tensor, drawn: Tensor) -> Checked:
 def accept_by_rejection(
     drafts: Drafts, lengths: Tensor, scores: Tensor, draws: Tensor, seeds: Tensor, positions: Tensor
 ) -> Checked:
-    """Accept each draft with the probability min(1, p / q), and draw one more token so that the text has the model's distribution p.
+    """Accept each draft with the probability min(1, p / q), then draw one more token; texts keep the distribution p.
 
-    `scores` `(sequences, drafts + 1, vocab)` are the model's after the text and after each draft; q is the distribution of the draft.
-    `lengths` `(sequences,)` are numbers of drafts; the other arguments are those of `draft_tokens`.
+    p is the softmax of the model's `scores` `(sequences, drafts + 1, vocab)` after the text and after each draft; q is the distribution
+    of the draft. `lengths` `(sequences,)` are numbers of drafts; the other arguments are those of `draft_tokens`.
     """
     count = drafts.tokens.shape[1]
     target = _probabilities(scores, draws)
