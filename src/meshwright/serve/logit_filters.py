@@ -39,12 +39,6 @@ def keep_allowed(scores: Tensor, bitmask: Tensor) -> Tensor:
     return scores.masked_fill(bits.flatten(1)[:, :vocab] == 0, REMOVED)
 
 
-def divide_by_temperature(scores: Tensor, temperature: Tensor) -> Tensor:
-    """Scores below the row's largest, divided by a temperature `(samples,)` above 0; the largest becomes 0."""
-    lowest = torch.finfo(scores.dtype).min
-    return (scores - scores.amax(1, keepdim=True).clamp(min=lowest)) / temperature[:, None]
-
-
 def keep_likeliest(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Remove all but the likeliest tokens by top-k, then by top-p among the others, and by min-p; each is `(samples,)`.
 

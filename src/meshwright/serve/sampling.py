@@ -10,16 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from meshwright.kernels.token_draw import gumbel_noise
+from meshwright.kernels.token_draw import draw_from_scores
 from meshwright.serve.logit_filters import (
     NEW_TOKEN,
     add_biases,
-    divide_by_temperature,
     keep_allowed,
     keep_likeliest,
     penalise,
 )
-from meshwright.serve.sampling_options import GREEDY, LOWEST_TEMPERATURE, SamplingOptions
+from meshwright.serve.sampling_options import GREEDY, SamplingOptions
 
 __all__ = ["GREEDY", "Sampler", "SamplingOptions", "TokenLogprobs"]
 
@@ -92,12 +91,12 @@ class Sampler:
         """
         if self.greedy:
             return (logits if allowed is None else keep_allowed(logits.float(), allowed)).argmax(1).to(torch.int32)
-        scores = self.scores(logits, table_rows, allowed)
-        if self._drawing:
-            drawn = (self._floats.here[0, table_rows] > 0)[:, None]
-            noise = gumbel_noise(self._integers.here[1, table_rows], positions.long(), self._vocab)
-            scores = torch.where(drawn, scores + noise, scores)
-        tokens = scores.argmax(1)
+        self._copy_options()
+        temperatures, seeds, scores = self._floats.here[0, table_rows], self._integers.here[1, table_rows], logits
+        if self._filtering or self._penalising or self._biased or allowed is not None:
+            scores = self.scores(logits, table_rows, allowed)
+            temperatures = (temperatures > 0).float()
+        tokens = draw_from_scores(scores, temperatures, seeds, positions.long())
         if self._penalising:
             self._history.add(self._integers.here[2, table_rows], tokens)
         return tokens.to(torch.int32)
@@ -118,8 +117,7 @@ class Sampler:
         if allowed is not None:
             scores = keep_allowed(scores, allowed)
         if self._drawing:
-            divisor = torch.where(temperature >= LOWEST_TEMPERATURE, temperature, 1.0)
-            scores = divide_by_temperature(scores, divisor)
+            scores = scores / torch.where(temperature > 0, temperature, 1.0)[:, None]
         if self._filtering:
             scores = keep_likeliest(scores, top_k, top_p, min_p)
         return scores
