@@ -15,13 +15,15 @@ from torch import Tensor
 
 from meshwright.policies.batch_request import Part, Step
 
+SHORTEST_PROMPT = 512
+"""Tokens from which on, on a GPU, a prompt without a prefix is worth a call of the trainer's attention."""
 BUFFERS = 3
 """Pinned buffers that are used in turn: a step is prepared while the copies of the two before it may be under way."""
 Array = np.ndarray
 
 
 class StepInputs(NamedTuple):
-    """The tensors of one step, int32. Its sequences are decodes, then chunks of prompts with a prefix, then those without one."""
+    """The tensors of one step, int32. Its sequences are decodes, then chunks of prompts, then those that need no cache."""
 
     tokens: Tensor
     """`(tokens,)`."""
@@ -38,7 +40,7 @@ class StepInputs(NamedTuple):
     decodes: int
     """Sequences at the front that have one token each."""
     prompts: tuple[int, ...]
-    """Tokens of each sequence without a prefix: it attends to nothing that was computed before."""
+    """Tokens of each sequence at the end that has no prefix and attends to its own keys and values, not to the cache."""
     sampled: Tensor | None
     """`(samples,)`: indices of the tokens whose logits are needed; None for all."""
 
@@ -64,14 +66,27 @@ class Packed(NamedTuple):
 class BatchInputs:
     """Makes the inputs of steps; holds the block tables and the newest token of each table row.
 
-    `rows` is the number of table rows, `blocks` the most blocks of a request, `step_tokens` the most tokens of a step.
+    `rows` is the number of table rows, `blocks` the most blocks of a request, `step_tokens` the most tokens of a step. `windows` has the
+    window of each group of layers, or None.
     """
 
     def __init__(
-        self, *, rows: int, blocks: int, groups: int, tokens_per_block: int, step_tokens: int, device: torch.device
+        self,
+        *,
+        rows: int,
+        blocks: int,
+        windows: Sequence[int | None],
+        tokens_per_block: int,
+        step_tokens: int,
+        device: torch.device,
     ) -> None:
+        groups = len(windows)
         self.rows, self.groups, self.tokens_per_block, self.device = rows, groups, tokens_per_block, device
         self._on_host = device.type != "cuda"
+        self._shortest_prompt = 1 if self._on_host else SHORTEST_PROMPT
+        # The kernels of the cache skip what is before a window.
+        bounds = [window for window in windows if window is not None and not self._on_host]
+        self._longest_prompt = min(bounds, default=step_tokens)
         self._host_tables = np.zeros((groups, rows + 1, blocks), np.int32)
         tables = torch.from_numpy(self._host_tables)
         self.tables = tables if self._on_host else tables.to(device)
@@ -145,7 +160,7 @@ class BatchInputs:
 
     def _pack_mixed(self, step: Step, parts: Sequence[tuple[Part, int]]) -> Packed:
         decodes = parts[: step.decodes]
-        chunks = sorted(parts[step.decodes :], key=lambda pair: pair[0].start == 0)  # those without a prefix last
+        chunks = sorted(parts[step.decodes :], key=lambda pair: self._needs_no_cache(pair[0]))
         parts = [*decodes, *chunks]
         starts, counts, rows = (
             np.array(column, np.int32) for column in zip(*((p.start, p.count, row) for p, row in parts), strict=True)
@@ -168,11 +183,14 @@ class BatchInputs:
             context_lengths=tensors[3],
             query_starts=tensors[4],
             decodes=0 if step.drafts else step.decodes,
-            prompts=tuple(part.count for part, _ in chunks if part.start == 0),
+            prompts=tuple(part.count for part, _ in chunks if self._needs_no_cache(part)),
             sampled=tensors[5],
         )
         sampled_parts = [part for part, _ in parts if part.samples]
         return Packed(None, step.decodes, tensors[6], tensors[7], sampled_parts, blocks, inputs)
+
+    def _needs_no_cache(self, part: Part) -> bool:
+        return part.start == 0 and self._shortest_prompt <= part.count <= self._longest_prompt
 
     def _slots(self, rows: Array, positions: Array) -> Array:
         """`(groups, tokens)`: the places in the cache of tokens of these table rows at these positions."""

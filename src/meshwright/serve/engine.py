@@ -103,9 +103,9 @@ class Engine:
         self._inputs = BatchInputs(
             rows=rows,
             blocks=-(-self.context // options.tokens_per_block),
-            groups=len(groups),
+            windows=[group.window for group in groups],
             tokens_per_block=options.tokens_per_block,
-            step_tokens=options.step_tokens,
+            step_tokens=max(options.step_tokens, options.sequences),
             device=weight.device,
         )
         graphs = cuda if options.graphs is None else options.graphs

@@ -45,7 +45,10 @@ def find_partner(run: RunSpec, plan: Plan, ranks: Ranks, say: Callable[[str], No
 
 
 def missing_copy_bytes(rank_bytes: int, local_ranks: int) -> int:
-    """Bytes of this host's memory that copies of another host's snapshots of `rank_bytes` a rank will take beyond what they have."""
+    """Bytes of this host's memory that the copies of another host's snapshots still need.
+
+    A snapshot has `rank_bytes` bytes for each rank. Memory that the copies have already is not counted.
+    """
     needed, address = SLOTS * rank_bytes * local_ranks, os.environ.get(SERVER_VARIABLE)
     if address is None:
         return needed
