@@ -47,12 +47,12 @@ def test_a_decoder_that_drops_the_first_space_keeps_those_between_pieces() -> No
 @given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), st.data())
 def test_stop_strings_cut_a_text_where_the_whole_text_has_the_first(text: str, stops: list[str], data: st.DataObject):
     stream, shown, rest = StopStrings(stops), "", text
-    while rest and not stream.found:
+    while rest and not stream.complete:
         size = data.draw(st.integers(1, 1 if stops else len(rest)))
         shown += stream.add(rest[:size])
         rest = rest[size:]
     ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
-    assert stream.found is bool(ends)
+    assert stream.complete is bool(ends)
     if ends:
         complete = min(end for end, _ in ends)
         assert shown == text[: min(start for end, start in ends if end == complete)]
@@ -63,4 +63,4 @@ def test_stop_strings_cut_a_text_where_the_whole_text_has_the_first(text: str, s
 def test_text_is_held_back_only_while_a_stop_string_may_begin() -> None:
     stream = StopStrings(["END", "N!"])
     assert [stream.add(piece) for piece in ("a", "bE", "N", "x", "E", "ND")] == ["a", "b", "", "ENx", "", ""]
-    assert stream.found
+    assert stream.complete
