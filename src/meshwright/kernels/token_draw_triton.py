@@ -16,10 +16,10 @@ BLOCK, BLOCKS = 1024, 8
 """Tokens that a program reads at a time, and how often; a large vocabulary is spread over several programs."""
 
 
-def draw(scores: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+def draw(scores: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, blocks: int = BLOCKS) -> Tensor:
     """One token for each row of scores; see `token_draw.draw_from_scores`."""
     count, vocab = scores.shape
-    parts = triton.cdiv(vocab, BLOCK * BLOCKS)
+    parts = triton.cdiv(vocab, BLOCK * blocks)
     best = torch.empty(count, parts, dtype=torch.float32, device=scores.device)
     tokens = torch.empty(count, parts, dtype=torch.int64, device=scores.device)
     if count == 0:
@@ -37,7 +37,7 @@ def draw(scores: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor)
         parts,
         SERIES_BELOW=SERIES_BELOW,
         BLOCK=BLOCK,
-        BLOCKS=BLOCKS,
+        BLOCKS=blocks,
     )
     return tokens.gather(1, best.argmax(1, keepdim=True))[:, 0]
 
