@@ -1,4 +1,4 @@
-"""What the engine keeps of an unfinished request beside the policy's state: its stops, and tokens and text not yet reported."""
+"""The output of unfinished requests: their stops, and the tokens and text that are not reported yet."""
 
 from __future__ import annotations
 
