@@ -118,6 +118,15 @@ class SkippedSamples:
 
 
 @dataclass(frozen=True)
+class Corruption:
+    """First rank to launcher: state of `rank` was silently corrupt after `step`; `cause` names the tensors."""
+
+    rank: int
+    step: int
+    cause: str
+
+
+@dataclass(frozen=True)
 class Failure:
     """Rank to launcher: the rank ends with `exit_code` (spec.errors) because of `message`; `log` has the traceback."""
 
@@ -137,6 +146,7 @@ Message = (
     | Validation
     | Checkpoint
     | SkippedSamples
+    | Corruption
     | Failure
 )
 _MESSAGE_TYPES: dict[str, type[Message]] = {
@@ -152,6 +162,7 @@ _MESSAGE_TYPES: dict[str, type[Message]] = {
         Validation,
         Checkpoint,
         SkippedSamples,
+        Corruption,
         Failure,
     )
 }

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from meshwright.events.messages import Checkpoint, Message, SelfTestResult, SkippedSamples
+from meshwright.events.messages import Checkpoint, Corruption, Message, SelfTestResult, SkippedSamples
 from meshwright.launch.local import Listener, Ranks
 from meshwright.launch.reports import Directive, HostTest, Report
 from meshwright.policies.job_end import STOP_EXIT_CODES
@@ -82,6 +82,7 @@ class Agent:
         self._job = ""
         self._checkpoints: list[int] = []
         self._skipped: list[SampleRange] = []
+        self._corruptions: list[Corruption] = []
         self._trained_at: float | None = None
         self._kill_at: float | None = None
         self._stop = self._dead_spares = 0
@@ -114,6 +115,7 @@ class Agent:
             ranks=tuple(running.states) if running else (),
             checkpoints=tuple(self._checkpoints),
             skipped=tuple(self._skipped),
+            corruptions=tuple(self._corruptions),
             stop=self._stop,
             test=self._tested,
             job=self._job,
@@ -200,7 +202,7 @@ class Agent:
         self._running = self._waiting or self._start(False)
         self._dead_spares = 0
         self._waiting, self._trained_at, self._kill_at = None, None, None
-        self._attempt, self._checkpoints, self._skipped = directive.attempt, [], []
+        self._attempt, self._checkpoints, self._skipped, self._corruptions = directive.attempt, [], [], []
         variables = self._variables(self._running, directive)
         self._running.begin(Path(directive.assignment), directive.first_rank, variables)
         if self._stop:  # it arrived while no ranks ran
@@ -240,5 +242,7 @@ class Agent:
             self._checkpoints.append(message.step)
         if isinstance(message, SkippedSamples):
             self._skipped.append((message.first, message.end))
+        if isinstance(message, Corruption):
+            self._corruptions.append(message)
         if self._listener is not None:
             self._listener(rank, message)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from meshwright.diagnosis.culprit import Culprit
 from meshwright.durable.writes import append_durable
+from meshwright.events.messages import Corruption
 from meshwright.events.terminal import write_line
 from meshwright.launch.incidents import (
     JobSchedule,
@@ -34,6 +35,7 @@ from meshwright.policies.job_events import (
     AttemptReported,
     Begin,
     Committed,
+    Corrupted,
     End,
     Ended,
     Event,
@@ -44,6 +46,7 @@ from meshwright.policies.job_events import (
     Prepare,
     Prepared,
     Ready,
+    Record,
     SelfTestEnded,
     SkippedSamples,
     StopRequested,
@@ -237,6 +240,8 @@ class Coordinator:
                 yield Committed(step)
         if not set(report.skipped) <= set(state.skipped):
             yield SkippedSamples(report.skipped)
+        for number, corruption in enumerate(report.corruptions[state.corruptions :], state.corruptions + 1):
+            yield Corrupted(state.attempt, number, self._corruption(corruption))
 
     def _events_of_ranks(self, now: float) -> Iterable[Event]:
         """Failures and ends of the attempt's ranks."""
@@ -309,6 +314,10 @@ class Coordinator:
         step, phase = (rank.progress.step or None, rank.progress.phase) if rank.progress else (None, "start")
         return Incident(code, cause(rank), rank.rank, self._host_of(rank.rank), step, phase)
 
+    def _corruption(self, report: Corruption) -> Incident:
+        host = self._host_of(report.rank)
+        return Incident(EXIT_COMMUNICATION, report.cause, report.rank, host, report.step, corrupt=True)
+
     def _take_preparation(self, preparation: Future[Path], now: float) -> None:
         self._preparation = None
         try:
@@ -347,6 +356,8 @@ class Coordinator:
                     self._attempt.cause = reason
                     self._record(incident)
                     self._report_end(reason, incident)
+                case Record(incident):
+                    self._record(incident, ends=False)
                 case Note(text):
                     write_line(f"meshwright: {text}")
                 case Begin() | Finish():
@@ -398,14 +409,19 @@ class Coordinator:
             "test", self.state.attempt, first_rank, ranks, address, port, grace=TEST_SECONDS, heartbeat=0.2
         )
 
-    def _record(self, incident: Incident | None) -> None:
-        """Write a failure to the run's folder, in a thread, and let the agents collect its evidence there."""
+    def _record(self, incident: Incident | None, *, ends: bool = True) -> None:
+        """Write a failure to the run's folder, in a thread. If it ends the attempt, the agents collect its evidence there."""
         attempt, state = self._attempt, self.state
         if incident is None or not is_recorded(incident, tuple(STOP_EXIT_CODES.values())):
             return
         folder = new_folder(self._folder.absolute(), incident.step)
-        attempt.evidence, attempt.hang = str(folder), incident.hang
-        answer = f"the job ended with code {state.stop.code}" if state.stop else self._restart_text()
+        if ends:
+            attempt.evidence, attempt.hang = str(folder), incident.hang
+            answer = f"the job ended with code {state.stop.code}" if state.stop else self._restart_text()
+        else:
+            answer = "the ranks go back to a checkpoint" + (
+                f"; host {incident.host} runs the self-test before the next attempt" if state.suspects else ""
+            )
         ranks = [replace(attempt.ranks[rank]) for rank in sorted(attempt.ranks)]
         hosts, assignment = self._hosts(), Path(attempt.assignment or self._folder / "assignment.json")
         number, culprit = state.attempt, attempt.culprit

@@ -86,7 +86,7 @@ def is_recorded(incident: Incident, stop_codes: Sequence[int]) -> bool:
 def blamed(incident: Incident, ranks: Sequence[RankState], hosts: Mapping[int, str]) -> Incident:
     """The incident with the rank that caused it: if ranks only report a lost peer, the one rank that a signal has stopped."""
     stopped = [rank.rank for rank in ranks if rank.stopped and rank.code is None and not rank.failed]
-    if incident.hang or incident.code not in PEER_LOSS_CODES or len(stopped) != 1:
+    if incident.hang or incident.corrupt or incident.code not in PEER_LOSS_CODES or len(stopped) != 1:
         return incident
     text = f"rank {stopped[0]} is stopped; {incident.cause}"
     return replace(incident, rank=stopped[0], host=hosts[stopped[0]], cause=text)
@@ -115,11 +115,15 @@ def write_incident(
     incident = blamed(incident, ranks, hosts)
     state = next((rank for rank in ranks if rank.rank == incident.rank), None)
     action = culprit.action if culprit else job.label(state) if job and state else incident.phase
+    action = "check of its state" if incident.corrupt else action
+    cause = (
+        "hang" if incident.hang else "corruption" if incident.corrupt else "killed" if incident.code < 0 else "failure"
+    )
     record = {
         "time": time.time(),
         "step": incident.step,
         "attempt": attempt,
-        "cause": "hang" if incident.hang else "killed" if incident.code < 0 else "failure",
+        "cause": cause,
         "code": incident.code,
         "rank": incident.rank,
         "host": incident.host,

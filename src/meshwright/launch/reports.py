@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from meshwright.events.messages import Corruption
 from meshwright.launch.outcome import RankState
 from meshwright.policies.skipped_samples import SampleRange
 
@@ -39,6 +40,8 @@ class Report:
     """Steps of the checkpoints that ranks of this host committed in the attempt."""
     skipped: tuple[SampleRange, ...] = ()
     """Samples that ranks of this host began to leave out in the attempt."""
+    corruptions: tuple[Corruption, ...] = ()
+    """Silent corruption that ranks of this host reported in the attempt."""
     stop: int = 0
     """Exit code of a stop request that this agent received."""
     test: HostTest | None = None
@@ -50,7 +53,8 @@ class Report:
     def urgency(self) -> tuple[object, ...]:
         """The values whose change an agent reports at once. The progress of ranks waits for the next report."""
         ends = tuple((rank.code, rank.failure) for rank in self.ranks)
-        return (self.port, self.attempt, self.ended, ends, self.checkpoints, self.skipped, self.stop, self.test)
+        progress = self.checkpoints, self.skipped, self.corruptions
+        return (self.port, self.attempt, self.ended, ends, progress, self.stop, self.test)
 
 
 Order = Literal["wait", "test", "run", "end", "idle", "exit"]

@@ -50,9 +50,11 @@ def suspects_after(incidents: Sequence[Incident], members: Sequence[str]) -> tup
 
     A configuration error, exhausted memory and a lost host lead to no test. A killed process, and a rank that lost a
     peer, do so only if the same host or the same failure was involved before. Non-finite values end the job only if
-    they persist: then any host may have produced them.
+    they persist: then any host may have produced them. The host of a rank whose state was corrupt is tested.
     """
     last, earlier = incidents[-1], incidents[:-1]
+    if last.corrupt:
+        return (Suspect(last.host),) if last.host in members else ()
     if last.code == EXIT_NUMERICAL:
         return tuple(Suspect(host) for host in members)
     if last.rank is None or last.host not in members:

@@ -76,6 +76,15 @@ class SkippedSamples:
 
 
 @dataclass(frozen=True)
+class Corrupted:
+    """The state of a rank was corrupt, and the ranks go back by themselves; `number` counts such reports of the attempt from 1."""
+
+    attempt: int
+    number: int
+    incident: Incident
+
+
+@dataclass(frozen=True)
 class Failed:
     """The attempt failed, or was stopped, for a reason that `incident` states."""
 
@@ -113,6 +122,7 @@ Event = (
     | Trained
     | Committed
     | SkippedSamples
+    | Corrupted
     | Failed
     | Ended
     | StopRequested
@@ -146,6 +156,13 @@ class End:
 
 
 @dataclass(frozen=True)
+class Record:
+    """Record `incident`, which does not end the attempt."""
+
+    incident: Incident
+
+
+@dataclass(frozen=True)
 class Note:
     """Tell the operator `text`."""
 
@@ -159,4 +176,4 @@ class Finish:
     code: int
 
 
-Action = Prepare | Test | Begin | End | Note | Finish
+Action = Prepare | Test | Begin | End | Record | Note | Finish

@@ -29,6 +29,7 @@ from meshwright.policies.job_events import (
     AttemptReported,
     Begin,
     Committed,
+    Corrupted,
     End,
     Ended,
     Event,
@@ -39,6 +40,7 @@ from meshwright.policies.job_events import (
     Prepare,
     Prepared,
     Ready,
+    Record,
     SelfTestEnded,
     SkippedSamples,
     StopRequested,
@@ -99,6 +101,8 @@ class State:
     """Hosts whose processes wait to begin."""
     suspects: tuple[Suspect, ...] = ()
     """Hosts that have to pass the self-test before they train again."""
+    corruptions: int = 0
+    """Reports of corrupt state that were taken in the attempt."""
     tests: tuple[tuple[str, ...], ...] = ()
     """Groups of members that run the self-test for the attempt in preparation; the first of each is a suspect."""
     testing: tuple[str, ...] = ()
@@ -162,6 +166,8 @@ def decide(state: State, event: Event, now: float, rules: Rules) -> Answer:
             return _grow(replace(state, checkpoints=checkpoints, incidents=() if newer else state.incidents), rules)
         case SkippedSamples(ranges):
             return replace(state, skipped=merge_skips(state.skipped, ranges)), ()
+        case Corrupted(attempt, number, incident) if attempt == state.attempt and number > state.corruptions:
+            return _take_corruption(replace(state, corruptions=number), incident, now, rules)
         case Failed(attempt, incident) if attempt == state.attempt:
             return _fail(state, incident, now, rules)
         case Ended(attempt, host) if attempt == state.attempt and host in state.members:
@@ -204,6 +210,7 @@ def _gather(state: State, now: float, rules: Rules) -> Answer:
     groups = self_test_groups(state.suspects, members)
     state = replace(
         state, status="preparing", attempt=_next_attempt(state), members=members, ended=(), lost=(), prepared=False,
+        corruptions=0,
         short_since=None if count == rules.hosts else state.short_since, tests=groups,
         testing=tuple(host for group in groups for host in group),
         ready=tuple(host for host in state.ready if host not in members),
@@ -264,6 +271,16 @@ def _take_test(state: State, ended: SelfTestEnded, now: float, rules: Rules) -> 
     left = tuple(host for host in state.testing if host != ended.host)
     passed = [group[0] for group in state.tests if not set(group) & set(left)]
     return _begin(replace(state, testing=left, suspects=_without_machines(state.suspects, passed)))
+
+
+def _take_corruption(state: State, incident: Incident, now: float, rules: Rules) -> Answer:
+    """Let the host run the self-test before the next attempt, and at once if it already waits for it: it is the second time."""
+    if state.status != "running":
+        return state, ()
+    suspects = suspects_after((incident,), state.members) if rules.policy.restarts else ()
+    if any(suspect in state.suspects for suspect in suspects):
+        return _fail(state, incident, now, rules)
+    return replace(state, suspects=(*state.suspects, *suspects)), (Record(incident),)
 
 
 def _exclude(state: State, exclusion: Exclusion, now: float, rules: Rules) -> Answer:
