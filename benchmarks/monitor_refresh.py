@@ -2,14 +2,16 @@
 
     python benchmarks/monitor_refresh.py --ranks 4096 --steps 1000
 
-Prints one JSON line: the first picture, the mean of the refreshes until all spans are read, and the median of refreshes
-with one new step of every rank. Times are processor seconds of one core.
+Prints one JSON line: the first picture, the mean of the next refreshes, which read older spans, then that without news,
+and the median of refreshes with one new step of every rank. Times are processor seconds of one core. `--distinct N`
+writes the files of N ranks only; the others are hard links to them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -27,7 +29,7 @@ from meshwright.launch.run_snapshot import SnapshotReader
 PHASES = ("data", "collective_wait", "forward", "receive", "collective_wait", "collective_wait", "backward", "send",
           "collective_wait", "gradient_norm", "optimizer", "collective_wait", "clock", "step")  # fmt: skip
 """Records of a step."""
-STEP_NS, NEW_STEPS = 10**9, 5
+STEP_NS, NEW_STEPS, OLDER = 10**9, 5, 5
 
 
 def records_of(first: int, steps: int, slowdown: float) -> np.ndarray:
@@ -47,18 +49,21 @@ def records_of(first: int, steps: int, slowdown: float) -> np.ndarray:
     return records
 
 
-def write_files(folder: Path, ranks: int, steps: int) -> None:
-    """The ring files of all ranks after `steps` steps, with space for as many."""
+def write_files(folder: Path, ranks: int, steps: int, distinct: int) -> None:
+    """The ring files of all ranks after `steps` steps, with space for as many; `distinct` of them are not links."""
     usual, slow = records_of(1, steps, 1.0).tobytes(), records_of(1, steps, 1.4).tobytes()
     for rank in range(ranks):
         path = ring_path(folder, 1, 1, rank)
         path.parent.mkdir(parents=True, exist_ok=True)
+        if rank >= distinct:
+            os.link(ring_path(folder, 1, 1, rank % distinct), path)
+            continue
         text = json.dumps({"rank": rank, "ranks": ranks, "host": f"host-{rank // 8}", "coordinates": {}}).encode()
         count = steps * len(PHASES)
         fixed = FIXED_HEADER.pack(MAGIC, VERSION, RECORD.itemsize, count, count, count, len(text))
         with path.open("wb") as file:
             file.write((fixed.ljust(64, b"\0") + text).ljust(HEADER_BYTES, b"\0"))
-            file.write(slow if rank == ranks // 3 else usual)
+            file.write(slow if rank == distinct // 3 else usual)
 
 
 def append_step(folder: Path, ranks: int, steps: int, number: int) -> None:
@@ -101,12 +106,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--distinct", type=int, default=0, help="ranks with files of their own (0: all)")
     options = parser.parse_args()
-    ranks, steps = options.ranks, options.steps
+    ranks, steps, distinct = options.ranks, options.steps, options.distinct or options.ranks
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "large"
         folder.mkdir()
-        write_files(folder, ranks, steps)
+        write_files(folder, ranks, steps, distinct)
         write_others(folder, ranks, steps)
         reader, console = SnapshotReader(folder), Console(width=80, height=24, force_terminal=True)
 
@@ -117,17 +123,18 @@ def main() -> None:
             return time.process_time() - began
 
         first, filling = refresh(), []
-        while not reader.complete:
+        while not reader.complete and len(filling) < OLDER:
             filling.append(refresh())
+        reader.read(complete=True)
         unchanged = refresh()
         new = []
         for number in range(steps + 1, steps + 1 + NEW_STEPS):
-            append_step(folder, ranks, steps, number)
+            append_step(folder, distinct, steps, number)
             new.append(refresh())
         console.print(frame(reader.read(), console))
     print(json.dumps({
-        "ranks": ranks, "steps": steps, "records_per_step": len(PHASES), "first_seconds": round(first, 3),
-        "filling_seconds": round(statistics.mean(filling or [0.0]), 3), "filling_refreshes": len(filling),
+        "ranks": ranks, "steps": steps, "distinct": distinct, "records_per_step": len(PHASES), "first_seconds": round(first, 3),
+        "older_seconds": round(statistics.mean(filling or [0.0]), 3),
         "unchanged_seconds": round(unchanged, 3), "new_step_seconds": round(statistics.median(new), 3),
         "largest_seconds": round(max([first, unchanged, *filling, *new]), 3),
     }))  # fmt: skip

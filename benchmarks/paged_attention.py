@@ -195,10 +195,10 @@ def sweep_figures(copy: float, budget: float) -> Iterator[dict[str, Any]]:
     for queries, prefix in ((2048, 6144), (8192, 0)):
         step = Step(1, prefix + queries, queries, 64, torch.bfloat16, layers=4)
         flops = 4.0 * HEADS * DIM * queries * (prefix + (queries + 1) / 2)
-        for (rows, warps), tile, stages in itertools.product(((128, 8), (128, 4), (64, 4)), (64, 128, 32), (2, 3, 4)):
+        for (pairs, warps), tile, stages in itertools.product(((128, 8), (128, 4), (64, 4)), (64, 128, 32), (2, 3, 4)):
             if time.monotonic() - begin > budget:
                 return
-            launch = Launch(tile, warps, stages, rows)
+            launch = Launch(tile, warps, stages, pairs)
             step_seconds = _timed(
                 lambda layer, step=step, launch=launch, queries=queries: paged_prefill(
                     *step.inputs(layer), step.starts, step.out, queries=queries, window=None, scales=None, launch=launch

@@ -55,16 +55,9 @@ class Hosts:
 
     def members(self) -> list[Job]:
         """The agents of the current attempt, in the order of their ranks."""
-        return self._agents_named("members")
-
-    def ready(self) -> list[Job]:
-        """The agents whose processes wait to begin an attempt."""
-        return self._agents_named("ready")
-
-    def _agents_named(self, field: str) -> list[Job]:
         last = json.loads((self.run / "supervision.jsonl").read_text().splitlines()[-1])
         by_pid = {agent.process.pid: agent for agent in self.agents}
-        return [by_pid[int(host.rpartition("/")[2])] for host in last[field]]
+        return [by_pid[int(host.rpartition("/")[2])] for host in last["members"]]
 
     def children(self) -> list[int]:
         """Processes that the agents have started."""
@@ -161,7 +154,7 @@ def test_a_run_that_shrinks_and_grows_has_the_losses_of_undisturbed_runs_with_th
     for rank in remaining.ranks().values():
         os.kill(rank, signal.SIGSTOP)
     shrunk_plan, returned = plan_of(run), hosts.add_agent()
-    until(lambda: returned in hosts.ready(), remaining)
+    until(lambda: f"/{returned.process.pid} is ready and waits" in hosts.output, remaining)
     for rank in remaining.ranks().values():
         os.kill(rank, signal.SIGCONT)
     assert sorted(hosts.codes()) == [-9, 0, 0], hosts.output

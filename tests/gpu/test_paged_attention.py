@@ -12,6 +12,17 @@ from meshwright.kernels.rope import rotary_tables
 pytestmark = pytest.mark.gpu
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+CASES = [
+    (torch.bfloat16, 32, 8, 128, 64, None),
+    (torch.bfloat16, 32, 8, 128, 16, None),
+    (torch.bfloat16, 32, 8, 128, 32, 100),
+    (torch.bfloat16, 14, 2, 64, 64, 300),
+    (torch.bfloat16, 16, 16, 96, 64, 100),
+    (torch.bfloat16, 8, 1, 256, 64, None),
+    (torch.float16, 32, 8, 128, 64, None),
+    (torch.float32, 14, 2, 64, 64, 100),
+]
+"""(dtype, heads, kv_heads, head_dim, tokens of a block, window): each compiles its own kernels."""
 LENGTHS = [1000, 1, 64, 0, 129, 2048, 77]
 
 
@@ -57,20 +68,16 @@ class Step:
         torch.testing.assert_close(out.double(), exact, rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (14, 2, 64), (16, 16, 96), (8, 1, 256)])
-@pytest.mark.parametrize(("block", "window"), [(64, None), (16, None), (32, 100)])
-def test_decode(block: int, window: int | None, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "heads", "kv_heads", "dim", "block", "window"), CASES)
+def test_decode(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, block: int, window: int | None) -> None:
     step = Step(LENGTHS, [1] * len(LENGTHS), heads, kv_heads, dim, block, dtype, window)
     step.agrees(step.attention(decodes=len(LENGTHS)))
     step.agrees(step.attention(decodes=len(LENGTHS), invariant=True))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (14, 2, 64), (16, 16, 96), (8, 1, 256)])
-@pytest.mark.parametrize(("block", "window"), [(64, None), (16, 300), (64, 100)])
+@pytest.mark.parametrize(("dtype", "heads", "kv_heads", "dim", "block", "window"), CASES)
 def test_decodes_and_chunks(
-    block: int, window: int | None, heads: int, kv_heads: int, dim: int, dtype: torch.dtype
+    dtype: torch.dtype, heads: int, kv_heads: int, dim: int, block: int, window: int | None
 ) -> None:
     """A step of two decodes of 3 queries and chunks at the begin, in the middle and at the end of prompts."""
     step = Step(

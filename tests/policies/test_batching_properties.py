@@ -156,7 +156,7 @@ def play_session(seed: int, drafts: bool) -> Session:
 
 
 @given(SEEDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=45, deadline=None)
 def test_no_leak_no_wrong_sharing_no_starvation(seed: int) -> None:
     play_session(seed, drafts=False)
 
@@ -186,7 +186,7 @@ def snapshot(policy: BatchPolicy) -> object:
 
 
 @given(SEEDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=45, deadline=None)
 def test_a_repeated_step_equals_single_steps(seed: int) -> None:
     draw = random.Random(seed)
     state = draw.getstate()

@@ -45,9 +45,9 @@ def monitor(
 
     reader = SnapshotReader(_folder(run))
     if as_json:
-        print(json.dumps(snapshot_as_plain(_complete(reader), JSON_ROWS, JSON_COLUMNS)))
+        print(json.dumps(snapshot_as_plain(reader.read(complete=True), JSON_ROWS, JSON_COLUMNS)))
     elif once or not sys.stdout.isatty():
-        _print_once(_complete(reader))
+        _print_once(reader.read(complete=True))
     else:
         _watch(reader)
 
@@ -58,14 +58,6 @@ def _folder(run: Path) -> Path:
         if any((folder / name).is_file() for name in MARKS):
             return folder
     return find_run(run)
-
-
-def _complete(reader: SnapshotReader) -> RunSnapshot:
-    """A snapshot with all spans."""
-    snapshot = reader.read()
-    while not reader.complete:
-        snapshot = reader.read()
-    return snapshot
 
 
 def _print_once(snapshot: RunSnapshot) -> None:

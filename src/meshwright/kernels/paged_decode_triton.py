@@ -2,8 +2,8 @@
 
 One program computes all query heads of one key/value head over a part (split) of a sequence's tokens; a second kernel combines the
 splits. The grid depends on the number of sequences and splits only, so that a CUDA graph can replay it for other lengths.
-Tensor names: ROWS are pairs (query, query head of the group), padded to 16 for the tensor cores; TILE are tokens; DIMS is head_dim,
-padded to a power of two.
+Sizes: PAIRS is the number of pairs (query, query head of the group), at least 16 for the tensor cores; TILE is a number of tokens;
+DIMS is head_dim rounded up to a power of two.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import triton.language as tl
 from torch import Tensor
 
 TILE_BYTES = 16384
-"""Size of a tile of keys: with values, and a second stage, three programs fit into the shared memory of a Hopper multiprocessor."""
+"""Bytes of a tile of keys: with values and two stages, three programs fit into the shared memory of a multiprocessor."""
 
 
 class Launch(NamedTuple):
-    """Tokens of a tile, warps of a program, stages of the software pipeline, and rows of a program."""
+    """Tokens of a tile, warps of a program, stages of the software pipeline, and pairs (query, query head) of a program."""
 
     tile: int
     warps: int
     stages: int
-    rows: int = 16
+    pairs: int = 16
 
 
 def decode_launch(head_dim: int, itemsize: int, block_tokens: int) -> Launch:
@@ -77,7 +77,7 @@ def paged_decode(
         block_tables.stride(0),
         *cache_layer.stride()[:3],
         **shape,
-        ROWS=max(launch.rows, triton.next_power_of_2(rows)),
+        PAIRS=max(launch.pairs, triton.next_power_of_2(rows)),
         BLOCK=block_tokens,
         SCALED=scales is not None,
         SPLIT=splits > 1,
@@ -92,7 +92,7 @@ def paged_decode(
             out,
             splits,
             **shape,
-            SPLITS=triton.next_power_of_2(splits),
+            SPLITS=8 if splits <= 8 else triton.next_power_of_2(splits),  # few variants to compile
             num_warps=2,
         )
 
@@ -150,14 +150,14 @@ def _tile_range(
 def _decode(
     q, cache, tables, lengths, scales, out, logarithms, scale, q_stride, table_stride, block_stride, value_stride,
     head_stride, QUERIES: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
-    WINDOW: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
+    WINDOW: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
     SPLIT: tl.constexpr,
 ) -> None:  # fmt: skip
     head, split, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads, splits = tl.num_programs(0), tl.num_programs(1)
     length = tl.load(lengths + sequence)
     begin, end = _tile_range(length, split, splits, QUERIES, WINDOW, TILE)
-    row, dim, token = tl.arange(0, ROWS), tl.arange(0, DIMS), tl.arange(0, TILE)
+    row, dim, token = tl.arange(0, PAIRS), tl.arange(0, DIMS), tl.arange(0, TILE)
     used = (row < QUERIES * GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
     source = (sequence * QUERIES + row // GROUP).to(tl.int64) * q_stride + (head * GROUP + row % GROUP) * HEAD_DIM
     queries = tl.load(q + source[:, None] + dim[None, :], mask=used, other=0.0)
@@ -171,9 +171,9 @@ def _decode(
     if SCALED:
         scale = scale * tl.load(scales + head)
     # Finite, so that rows without a visible token in a tile give zeros and not NaN.
-    highest = tl.full([ROWS], -1.0e30, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    sums = tl.zeros([ROWS, DIMS], tl.float32)
+    highest = tl.full([PAIRS], -1.0e30, tl.float32)
+    total = tl.zeros([PAIRS], tl.float32)
+    sums = tl.zeros([PAIRS, DIMS], tl.float32)
     # Blocks are loaded one tile ahead, so that the loads of a tile do not wait for the block table.
     blocks = tile_blocks(table, begin * TILE, low, length, BLOCK, TILE)
     for tile in range(begin, end):

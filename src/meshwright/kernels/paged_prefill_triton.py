@@ -20,8 +20,8 @@ def prefill_launch(head_dim: int, itemsize: int) -> Launch:
     """Launch parameters for queries of `itemsize` bytes; fp32 has no tensor cores, so its tiles are small."""
     wide = head_dim > 128
     if itemsize > 2:
-        return Launch(16, warps=4, stages=1, rows=16 if wide else 32)
-    return Launch(32 if wide else 64, warps=8, stages=2 if wide else 3, rows=128)
+        return Launch(16, warps=4, stages=1, pairs=16 if wide else 32)
+    return Launch(32 if wide else 64, warps=8, stages=2 if wide else 3, pairs=128)
 
 
 def paged_prefill(
@@ -40,8 +40,8 @@ def paged_prefill(
     """Attention of the `queries` rows of q `(…, heads, head_dim)` from `query_starts[0]` on, into the same rows of `out`."""
     sequences, (heads, head_dim), kv_heads = len(context_lengths), q.shape[1:], cache_layer.shape[2]
     launch, group = launch or prefill_launch(head_dim, q.element_size()), heads // kv_heads
-    # 128 rows (pairs of query and query head) are two instructions of Hopper's tensor cores.
-    rows = max(launch.rows, triton.next_power_of_2(group))
+    # 128 pairs are two instructions of Hopper's tensor cores.
+    rows = max(launch.pairs, triton.next_power_of_2(group))
     _prefill[(kv_heads, queries // (rows // group) + sequences)](
         q,
         cache_layer,
@@ -61,7 +61,7 @@ def paged_prefill(
         DIMS=triton.next_power_of_2(head_dim),
         WINDOW=window or 0,
         TILE=launch.tile,
-        ROWS=rows,
+        PAIRS=rows,
         BLOCK=cache_layer.shape[3],
         SCALED=scales is not None,
         num_warps=launch.warps,
@@ -107,11 +107,11 @@ def _attend(
 def _prefill(
     q, cache, tables, lengths, starts, scales, out, scale, sequences, q_stride, table_stride, block_stride,
     value_stride, head_stride, SEQUENCES: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    DIMS: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
     SCALED: tl.constexpr,
 ) -> None:  # fmt: skip
     head, heads = tl.program_id(0), tl.num_programs(0)
-    part: tl.constexpr = ROWS // GROUP
+    part: tl.constexpr = PAIRS // GROUP
     # The last queries of a prompt see the most tokens, so their programs start first.
     number = tl.num_programs(1) - 1 - tl.program_id(1)
     # Sequence s gets the programs from first_program(s) on: at least as many as it has parts of `part` queries.
@@ -125,7 +125,7 @@ def _prefill(
     if first >= count:
         return
     length = tl.load(lengths + sequence)
-    row, dim = tl.arange(0, ROWS), tl.arange(0, DIMS)
+    row, dim = tl.arange(0, PAIRS), tl.arange(0, DIMS)
     query = first + row // GROUP
     used = ((row < part * GROUP) & (query < count))[:, None] & (dim < HEAD_DIM)[None, :]
     source = (query_begin + query).to(tl.int64)
@@ -138,9 +138,9 @@ def _prefill(
     keys_begin = cache + head * head_stride
     if SCALED:
         scale = scale * tl.load(scales + head)
-    highest = tl.full([ROWS], -1.0e30, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    sums = tl.zeros([ROWS, DIMS], tl.float32)
+    highest = tl.full([PAIRS], -1.0e30, tl.float32)
+    total = tl.zeros([PAIRS], tl.float32)
+    sums = tl.zeros([PAIRS, DIMS], tl.float32)
     begin, low = 0, 0
     full_end = (lowest + 1) // TILE
     if WINDOW > 0:

@@ -220,6 +220,10 @@ class Coordinator:
         ready = report.port != 0 and not stale  # processes that wait to begin report the port of their store
         if ready != (report.host in state.ready):
             yield Ready(report.host, ready)
+            if ready and state.status == "running" and report.host not in state.members:
+                write_line(
+                    f"meshwright: host {report.host} is ready and waits beside the {len(state.members)} that train"
+                )
         if state.status == "ending" and self._position(report.host) is not None and report.attempt != state.attempt:
             yield Ended(state.attempt, report.host)  # it has not begun the attempt, and does not any more
         if report.stop:

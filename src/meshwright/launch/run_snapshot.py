@@ -54,10 +54,12 @@ class SnapshotReader:
         """Whether the last snapshot has all the spans that the files have."""
         return self._times.complete
 
-    def read(self) -> RunSnapshot:
-        """The present state of the run."""
+    def read(self, *, complete: bool = False) -> RunSnapshot:
+        """The present state of the run, with all spans of the newest start if `complete`."""
         figures = self._figures.read()
         self._times.update(READ_BYTES)
+        while complete and not self.complete:
+            self._times.update(READ_BYTES)
         steps, seconds = self._times.known
         progress = self._figures.progress
         if progress is None or not figures.running:

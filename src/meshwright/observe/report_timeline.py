@@ -55,11 +55,10 @@ def pipeline_timeline(
 def _measured_sentence(measured: MeasuredStep, alignment: ClockAlignment) -> str:
     ranks = ", ".join(map(str, measured.ranks[:8])) + (", …" if len(measured.ranks) > 8 else "")
     error = alignment.largest_error_ns
-    clocks = (
-        "the clocks of some hosts are not aligned"
-        if error is None
-        else f"clocks agree to {number_text.duration(error / 1e9)}"
-    )
+    if error is None:
+        clocks = "the clocks of some hosts are not aligned"
+    else:
+        clocks = f"clocks agree to {number_text.duration(error / 1e9)}" if error else "all on one clock"
     return f"The step of median length on ranks {ranks}, from its first operation; thin rows are waits; {clocks}."
 
 

@@ -83,7 +83,11 @@ class Progress:
         self.request, self.key = request, key
         """`key` orders requests: the smallest goes first."""
         self.salt, self.shares = salt or f"/{request.number}", salt is not None
-        """Salt of its digests, and whether its full blocks are entered in the prefix cache."""
+        """Salt of its digests, and whether its full blocks are entered in the prefix cache.
+
+        Those of the prompt are entered when they are computed, those of new tokens when the request loses its blocks: to
+        hash them one by one would take as long as the rest of a decode step.
+        """
         self.tokens = list(request.prompt)
         """Prompt and new tokens so far."""
         self.total = len(request.prompt) + request.new_tokens
@@ -164,8 +168,6 @@ class Step:
     """Whether the parts are those of the step before, each one token further."""
     grown: list[int] = field(default_factory=list)
     """If `unchanged`: indices of the parts whose block tables differ from those of the step before."""
-    filled: list[tuple[Progress, int]] = field(default_factory=list)
-    """Requests that begin a block, and the number of full blocks before it."""
     final: list[Progress] = field(default_factory=list)
     """Requests that reach their number of new tokens."""
     drafts: bool = False

@@ -253,9 +253,6 @@ class BatchPolicy:
                 self._batch.register(progress)
                 if part.samples:
                     self._queue.release_samples(progress.request.number)
-        for progress, blocks in step.filled:
-            if progress.live:
-                self._batch.register(progress, blocks)
         for number in stopped:
             if number in self._progress:
                 self._end(self._progress[number], "stop")

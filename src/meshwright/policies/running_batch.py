@@ -114,7 +114,6 @@ class RunningBatch:
             if last is progress:
                 return False
         step.grown.append(index)
-        step.filled.append((progress, start // self.cache.tokens_per_block))
         return True
 
     def room_for_prefill(self, progress: Progress) -> int:
@@ -150,7 +149,7 @@ class RunningBatch:
 
     def grow_ahead(self, step: Step, most: int) -> int:
         """Take the blocks of `most` decode steps in the order of single steps; returns how many there can be."""
-        size, before, reached = self.cache.tokens_per_block, 0, []
+        size, reached = self.cache.tokens_per_block, []
         for index, part in enumerate(step.parts):
             if part.limit < part.start + most:
                 reached.append(index)
@@ -164,25 +163,16 @@ class RunningBatch:
             if min(pool.free for pool in self.cache.pools) < len(events[offset]):
                 most = offset
                 break
-            self._register_filled(step)
-            before = offset
             for index in events[offset]:
                 part = step.parts[index]
                 part.tokens.extend([0] * (part.start + offset + 1 - len(part.tokens)))
                 self.begin_block(step, index, part, part.start + offset)
-        if before < most - 1:
-            self._register_filled(step)
         for part in step.parts:
             part.start = start = part.start + most - 1
             part.tokens.extend([0] * (start + 1 - len(part.tokens)))
         for index in reached:
             self.set_limit(step.parts[index])
         return most
-
-    def _register_filled(self, step: Step) -> None:
-        for progress, blocks in step.filled:
-            self.register(progress, blocks)
-        step.filled.clear()
 
     def set_limit(self, part: Part) -> None:
         """Note the position at which a decode needs a block or is at its last token."""
@@ -228,7 +218,7 @@ class RunningBatch:
 
     def leave_window(self, progress: Progress, position: int) -> None:
         """Release blocks that the positions from `position` on do not attend to."""
-        # Only these blocks: the order in which equal blocks are entered must not depend on when the window moves.
+        # Only these blocks: which of equal blocks is entered must not depend on how many steps are planned in one call.
         self.register(progress, self.cache.blocks_outside(position))
         self._releases += self.cache.leave_window(progress.tables, position)
 
