@@ -9,7 +9,7 @@ from meshwright.events.messages import Corruption, Progress
 from meshwright.launch.coordinator import Coordinator
 from meshwright.launch.incidents import read_incidents
 from meshwright.launch.outcome import RankState
-from meshwright.launch.reports import Report
+from meshwright.launch.reports import Evidence, Report
 from meshwright.policies.restart import RestartPolicy
 from meshwright.policies.supervision import Rules
 
@@ -88,3 +88,21 @@ def test_corrupt_state_makes_its_host_a_suspect_and_is_recorded(tmp_path: Path) 
     assert (record["cause"], record["rank"], record["host"], record["step"]) == ("corruption", 1, "b", 11)
     assert record["reason"] == corruption.cause
     assert record["answer"].endswith("host b runs the self-test before the next attempt")
+
+
+def test_agents_learn_of_the_evidence_also_when_all_ranks_have_ended_and_the_next_attempt_is_prepared(
+    tmp_path: Path,
+) -> None:
+    coordinator = Coordinator(tmp_path, Rules(1, 8, RestartPolicy(3)), 1, lambda state: tmp_path)
+    coordinator.receive(Report("a", port=1))
+    while coordinator.state.status != "running":
+        coordinator.tick()
+        time.sleep(0.001)
+    killed = Report("a", port=1, attempt=1, ended=True, ranks=(RankState(0, -9, progress=Progress("train", 3)),))
+    assert coordinator.receive(killed).order == "run"
+    coordinator.tick()
+    directive = coordinator.receive(killed)
+    assert directive.order != "end" and coordinator.state.attempt == 2
+    coordinator.close()
+    (record,) = read_incidents(tmp_path)
+    assert directive.evidence == Evidence(1, str(Path(record["evidence"]).absolute()))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.policies.host_tests import Suspect, self_test_groups, suspects_after
+from meshwright.policies.host_tests import Suspect, self_test_groups, suspects_after, seconds_of_test
 from meshwright.policies.job_events import (
     Begin,
     Corrupted,
@@ -146,6 +146,25 @@ def test_a_failed_exchange_excludes_the_suspect_and_not_its_partner() -> None:
     assert [(exclusion.host, exclusion.cause) for exclusion in job.state.excluded] == [
         ("b/2", "exchange with a/1: no answer")
     ]
+
+
+def test_a_test_that_does_not_end_is_repeated_once_with_a_longer_limit_before_it_excludes() -> None:
+    for passes in (True, False):
+        job = Job(Rules(1, 8, RestartPolicy(3), others_may_join=False))
+        job.fail(incident(5, hang=True, host="a/1"))
+        assert seconds_of_test(("a/1",), job.state.incomplete) == 60
+        late = SelfTestEnded(2, "a/1", exchange="it did not answer in time", complete=False)
+        assert types(job.take(Prepared(2), late)) == [Note] and not job.state.excluded
+        assert types(job.take(Tick(), Ready("a/1"), Prepared(3), seconds=60)) == [Prepare]
+        assert job.state.testing == ("a/1",) and seconds_of_test(("a/1",), job.state.incomplete) == 180
+        if passes:
+            assert types(job.take(SelfTestEnded(3, "a/1"))) == [Begin] and job.state.incomplete == ()
+        else:
+            assert job.take(SelfTestEnded(3, "a/1", exchange="late", complete=False))[-1] == Finish(5)
+    job = Job()
+    job.fail(incident(-signal.SIGBUS))
+    job.take(SelfTestEnded(2, "b/2", "wrong product", "late", complete=False))
+    assert [exclusion.host for exclusion in job.state.excluded] == ["b/2"]
 
 
 def test_without_a_spare_the_job_continues_on_the_remaining_hosts_after_an_exclusion() -> None:

@@ -48,11 +48,12 @@ class SelfTest:
 class SelfTestResult:
     """Waiting process to launcher: what the self-test found wrong; empty if nothing.
 
-    `failure` is about the device, `exchange` about exchanges with other ranks.
+    `failure` is about the device, `exchange` about exchanges with other ranks. Not `exchanged`: they ended with an error.
     """
 
     failure: str
     exchange: str
+    exchanged: bool = True
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import json
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -93,12 +94,15 @@ def blamed(incident: Incident, ranks: Sequence[RankState], hosts: Mapping[int, s
 
 
 def new_folder(run: Path, step: int | None) -> Path:
-    """The folder of the next incident, numbered after the newest; the oldest ones are removed."""
+    """Create the folder of the next incident, numbered after the newest, and return it; the oldest ones are removed."""
     existing = sorted(path for path in (run / FOLDER).glob("[0-9]*-*") if path.is_dir())
     for path in existing[: max(0, len(existing) + 1 - KEPT)]:
         shutil.rmtree(path, ignore_errors=True)
     number = int(existing[-1].name.partition("-")[0]) + 1 if existing else 1
-    return run / FOLDER / f"{number:04d}-{step or 0}"
+    folder = run / FOLDER / f"{number:04d}-{step or 0}"
+    with suppress(OSError):  # the writer of the incident reports it
+        folder.mkdir(parents=True)  # now, so that an incident at the same time gets the next number
+    return folder
 
 
 def write_incident(

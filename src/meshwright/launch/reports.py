@@ -19,6 +19,19 @@ class HostTest:
     """What was wrong with the host's devices."""
     exchange: str = ""
     """What was wrong with exchanges, or that processes did not answer."""
+    complete: bool = True
+    """Whether all checks ended; if not, the host may only have been slow."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The evidence of a failed attempt, which agents collect before they end its ranks or begin the next attempt."""
+
+    attempt: int = 0
+    folder: str = ""
+    """Folder of the incident; empty if there is none."""
+    hang: bool = False
+    """Whether the attempt failed because of a hang."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +92,8 @@ class Directive:
     assignment: str = ""
     cause: str = ""
     """Why the ranks end."""
-    evidence: str = ""
-    """Folder for the evidence of a failure, which is collected before the ranks end; empty if there is none."""
-    hang: bool = False
-    """Whether the ranks end because of a hang."""
+    evidence: Evidence = Evidence()
+    """The last failure. It stands in every answer, as an agent may get no order to end ranks that have all ended."""
     grace: float = 0.0
     """Seconds that ranks may take to end before they are killed, or that a self-test may take."""
     code: int = 0

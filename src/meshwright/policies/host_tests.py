@@ -20,8 +20,8 @@ HARDWARE_SIGNALS = tuple(
 Programs, users and the kernel's out-of-memory killer send the others."""
 DEVICE_ERRORS = re.compile(r"CUDA error|CUBLAS_STATUS_|CUDNN_STATUS_|NCCL.*unhandled|ECC error|HIP error")
 """Texts of internal errors that a broken device may have caused."""
-TEST_SECONDS = 60.0
-"""Seconds that a host's self-test may take."""
+TEST_SECONDS, REPEATED_TEST_SECONDS = 60.0, 180.0
+"""Seconds that a host's self-test may take, start of its processes included; and one after a test that did not end."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,11 @@ def self_test_groups(suspects: Sequence[Suspect], members: Sequence[str]) -> tup
             idle.remove(partner)
         answer.append((host,) if partner is None else (host, partner))
     return tuple(answer)
+
+
+def seconds_of_test(group: Sequence[str], incomplete: Sequence[str]) -> float:
+    """Seconds that the test of a group may take. `incomplete` are hosts whose last test did not end."""
+    return REPEATED_TEST_SECONDS if set(group) & set(incomplete) else TEST_SECONDS
 
 
 def failed_host(host: str, group: Sequence[str], failure: str, exchange: str) -> tuple[str, str] | None:

@@ -54,6 +54,8 @@ class SelfTestEnded:
     host: str
     failure: str = ""
     exchange: str = ""
+    complete: bool = True
+    """Whether all checks ended; if not, the host may only have been slow."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ monotonic clock. The coordinator keeps the state in a file and carries out the a
                                                 └────► finished
 
 While an attempt is prepared, hosts that may have caused the failure before run the self-test. A host that fails it is
-excluded from the job. If too few hosts are ready the job continues on fewer, if there is a plan for them.
+excluded from the job; a test that does not end in time is repeated once, with a longer limit. If too few hosts are
+ready the job continues on fewer, if there is a plan for them.
 """
 
 from __future__ import annotations
@@ -107,6 +108,8 @@ class State:
     """Groups of members that run the self-test for the attempt in preparation; the first of each is a suspect."""
     testing: tuple[str, ...] = ()
     """Hosts of these groups whose results are not known yet."""
+    incomplete: tuple[str, ...] = ()
+    """Hosts whose last self-test did not end in time."""
     prepared: bool = False
     """Whether the files of the attempt in preparation are written."""
     excluded: tuple[Exclusion, ...] = ()
@@ -265,12 +268,27 @@ def _fewer(state: State, cause: str, now: float, rules: Rules) -> Answer:
 def _take_test(state: State, ended: SelfTestEnded, now: float, rules: Rules) -> Answer:
     """Exclude a host that failed its self-test; begin the attempt once all have passed."""
     group = next(group for group in state.tests if ended.host in group)
+    if not ended.complete and not ended.failure and not set(group) & set(state.incomplete):
+        return _repeat_test(state, ended, group, now, rules)
     failed = failed_host(ended.host, group, ended.failure, ended.exchange)
     if failed is not None:
         return _exclude(state, Exclusion(*failed), now, rules)
     left = tuple(host for host in state.testing if host != ended.host)
     passed = [group[0] for group in state.tests if not set(group) & set(left)]
-    return _begin(replace(state, testing=left, suspects=_without_machines(state.suspects, passed)))
+    incomplete = tuple(host for host in state.incomplete if host not in group or set(group) & set(left))
+    return _begin(
+        replace(state, testing=left, suspects=_without_machines(state.suspects, passed), incomplete=incomplete)
+    )
+
+
+def _repeat_test(state: State, ended: SelfTestEnded, group: tuple[str, ...], now: float, rules: Rules) -> Answer:
+    """Test a group once more with a longer limit, in the preparation of a new attempt: its hosts may only be busy."""
+    state = replace(
+        state, status="gathering", tests=(), testing=(), incomplete=(*state.incomplete, *group), short_since=None
+    )
+    note = Note(f"host {ended.host} did not end the self-test ({ended.exchange}); it is repeated with a longer limit")
+    state, more = _gather(state, now, rules)
+    return state, (note, *more)
 
 
 def _take_corruption(state: State, incident: Incident, now: float, rules: Rules) -> Answer:
@@ -287,7 +305,7 @@ def _exclude(state: State, exclusion: Exclusion, now: float, rules: Rules) -> An
     """Go on without a host; also a job that was to end, as the host may be the reason."""
     state = replace(
         state, status="gathering", excluded=(*state.excluded, exclusion), tests=(), testing=(),
-        suspects=_without_machines(state.suspects, [exclusion.host]),
+        suspects=_without_machines(state.suspects, [exclusion.host]), incomplete=(),
         ready=tuple(host for host in state.ready if machine_of(host) != machine_of(exclusion.host)),
         stop=None, restart=Restart() if state.stop is not None else state.restart,
     )  # fmt: skip
