@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.policies.host_tests import Suspect, self_test_groups, suspects_after, seconds_of_test
+from meshwright.policies.host_tests import Suspect, seconds_of_test, self_test_groups, suspects_after
 from meshwright.policies.job_events import (
     Begin,
     Corrupted,
