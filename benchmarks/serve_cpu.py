@@ -105,7 +105,7 @@ def _random_model(preset: str) -> Decoder:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=list(MODEL_PRESETS), default="llama-nano")
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--prompt", type=int, default=16)

@@ -150,6 +150,8 @@ def test_a_real_run_is_scraped_and_shown_while_it_trains(tiny: Path, tmp_path: P
         assert step and found["meshwright_tokens"][2].keys() == {frozenset({("run", "tiny")})}
         assert {dict(labels)["rank"] for labels in found["meshwright_rank_phase_age_seconds"][2]} == {"0", "1"}
         shown = meshwright("monitor", tmp_path / "tiny", "--json").json
+        while {rank["phase"] for rank in shown["ranks"]} == {"start"} and time.monotonic() < deadline:
+            shown = meshwright("monitor", tmp_path / "tiny", "--json").json  # heartbeats are 3 s apart
         assert (shown["state"], shown["steps"], len(shown["ranks"])) == ("running", 2000, 2)
         assert shown["step"] >= step and 0 < shown["goodput"] <= 1
         assert {rank["phase"] for rank in shown["ranks"]} <= {"compile", "train"} and shown["ranks"][0]["action"]

@@ -135,6 +135,23 @@ def test_rotation_and_write(heads: int, kv_heads: int, dim: int, rotary: bool) -
     assert torch.equal(layers[0], layers[1])
 
 
+@interpreted
+def test_fp8_cache() -> None:
+    """A cache of e4m3 with a scale per head; torch fills it, because the interpreter rounds wrongly to fp8."""
+    from meshwright.kernels.paged_decode_triton import Launch, paged_decode
+    from meshwright.kernels.paged_prefill_triton import paged_prefill
+
+    q, layer, tables, context, starts = step([20, 9], [2, 2], 16, 2, 2, 16, None)
+    layer, scales = layer.nan_to_num(0.0).to(torch.float8_e4m3fn), torch.tensor([[0.5, 2.0], [0.25, 1.5]])
+    expected = paged_attention(q, layer, tables, context, starts, scales=scales, plain=True)
+    launch, common = Launch(16, 4, 1), {"queries": 2, "window": None, "scales": scales}
+    decoded, chunked = torch.empty_like(q), torch.empty_like(q)
+    paged_decode(q, layer, tables, context, decoded, splits=1, launch=launch, **common)
+    paged_prefill(q, layer, tables, context, starts, chunked, launch=launch, **common | {"queries": 4})
+    torch.testing.assert_close(decoded, expected, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(chunked, expected, rtol=2e-6, atol=2e-6)
+
+
 def test_splits_fill_the_device() -> None:
     """Enough programs for every multiprocessor, and no more parts than a context has tiles."""
     assert decode_splits(1024, 4096, 132) == 1

@@ -168,4 +168,4 @@ def test_a_wrong_request_is_refused(prompt: Any, request_options: dict[str, Any]
 def assert_all_free(engine: Engine) -> None:
     for pool in engine._policy.cache.pools:
         assert pool.free == pool.blocks
-    assert not engine._rows.row_of
+    assert not engine._table_rows.row_of

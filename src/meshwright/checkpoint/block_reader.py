@@ -35,7 +35,9 @@ READ_THREADS = max(2, min(16, os.cpu_count() or 1))
 SPARE_BUFFERS = 4
 """Blocks whose copies to a device may still run while every thread reads another block."""
 PART_BYTES = 2 << 20
-"""Bytes that are read and then digested at a time: few enough for the processor's cache, and enough that threads rarely wait for the GIL.
+"""Bytes that are read and then digested at a time.
+
+Few enough for the processor's cache, and enough that threads rarely wait for the GIL.
 
 Reads are limited by the memory bandwidth of each core. A digest of a block that has left the cache makes them a third slower.
 """

@@ -24,9 +24,10 @@ def block_digest(data: memoryview) -> str:
 
 
 def digest_while_filling(data: memoryview, part_bytes: int, fill: Callable[[int, int], object]) -> str:
-    """The xxh3_64 digest of a writable, contiguous view, in hexadecimal; `fill(start, end)` writes one part of it after the other.
+    """The xxh3_64 digest of a writable, contiguous view, in hexadecimal.
 
-    A part is digested before the next is written, so that it is still in the processor's cache.
+    `fill(start, end)` writes one part of the view after the other. A part is digested before the next is written, so
+    that it is still in the processor's cache.
     """
     parts = [(start, min(start + part_bytes, len(data))) for start in range(0, len(data), part_bytes)]
     functions = _c_functions()
@@ -52,7 +53,10 @@ def _address(data: memoryview) -> int:
 
 
 class _XXHash:
-    """Functions of libxxhash. Calls that take long release the GIL, and short ones keep it: giving it back takes longer than they do."""
+    """Functions of libxxhash.
+
+    Calls that take long release the GIL. Short ones keep it: giving it back takes longer than they do.
+    """
 
     def __init__(self, path: str) -> None:
         long, short = ctypes.CDLL(path), ctypes.PyDLL(path)

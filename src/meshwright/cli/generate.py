@@ -145,7 +145,7 @@ def _continue_here(
     from meshwright.serve.sampling import SamplingOptions
 
     longest = max(map(len, prompts)) + how.tokens
-    options = EngineOptions(sequences=min(len(prompts), MOST_AT_ONCE), context=longest, graphs=False)
+    options = EngineOptions(sequences=min(len(prompts), MOST_AT_ONCE), context=longest)
     engine = Engine(load_model(folder, *device_and_dtype()), tokenizer, options)
     sampling = SamplingOptions(temperature=how.temperature, top_k=how.top_k, seed=how.seed)
     stop_ids = () if how.stop is None else (how.stop,)

@@ -84,12 +84,12 @@ def _figure_lines(snapshot: RunSnapshot, width: int) -> list[Text]:
     return [title, bar, *lines]
 
 
-def _heat_lines(snapshot: RunSnapshot, rows: int, width: int, *, colours: bool) -> list[Text]:
+def _heat_lines(snapshot: RunSnapshot, lines: int, width: int, *, colours: bool) -> list[Text]:
     """A title with the legend, the heat map, and its first and last step."""
     ranks = len(snapshot.seconds)
     title = Text.assemble(("compute time / median", "bold"))
-    label = len(_range_text((max(0, ranks - rows), max(0, ranks - 1)))) + 6
-    heat = snapshot.heat_map(rows, width - label)
+    label = len(_range_text((max(0, ranks - lines), max(0, ranks - 1)))) + 6
+    heat = snapshot.heat_map(lines, width - label)
     if not heat.steps:
         return [title, Text("  no spans yet", "dim")]
     title.append("  ").append_text(_legend(colours=colours))

@@ -37,7 +37,7 @@ CORRELATED = 0.9
 ONE_RANK_SHARE = 0.75
 """If one rank (or host) has at least this share of the varying part's squared excesses, it is the cause, not the data."""
 CHANCE = 0.125
-"""A varying part belongs to one of several ranks only if chance would put its slow steps on one of them less often than this."""
+"""A varying part belongs to one of several ranks if chance puts its slow steps on one of them less often than this."""
 EQUALLY_SLOW = 0.5
 """Ranks with at least this share of the slowest rank's excess are slow together."""
 
@@ -219,10 +219,10 @@ def _varying(baseline: _Baseline, parts: ComputeParts, host_of_rank: Mapping[int
 
 
 def _is_no_chance(by_step: np.ndarray, share: float, candidates: int) -> bool:
-    """Whether chance hardly puts so large a share of the slow steps on one of `candidates`; `by_step` has its squared excesses.
+    """Whether chance hardly puts so large a share of the slow steps on one of `candidates`.
 
-    Bound: `candidates` × exp(−steps × Kullback–Leibler divergence of `share` from an equal share). The number of slow steps is
-    the participation ratio (sum of the values)² ÷ sum of their squares.
+    `by_step` has its squared excesses. Bound: `candidates` × exp(−steps × Kullback–Leibler divergence of `share` from
+    an equal share). The number of slow steps is the participation ratio (sum of the values)² ÷ sum of their squares.
     """
     slow_steps = float(by_step.sum() ** 2 / (by_step**2).sum())
     equal = 1.0 / candidates

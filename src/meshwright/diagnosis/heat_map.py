@@ -12,7 +12,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class HeatMap:
-    """`ratio` is `(rows, columns)`: the time of the row's slowest rank over that of the median rank.
+    """`ratio` is `(lines, columns)`: the time of the line's slowest rank over that of the median rank.
 
     Times are means over the column's steps; NaN where none is known.
     """
@@ -22,12 +22,12 @@ class HeatMap:
     ratio: np.ndarray
 
 
-def heat_map(steps: np.ndarray, seconds: np.ndarray, rows: int, columns: int) -> HeatMap:
-    """Aggregate `seconds` `(ranks, steps)` of ascending `steps` to at most `rows` × `columns`.
+def heat_map(steps: np.ndarray, seconds: np.ndarray, lines: int, columns: int) -> HeatMap:
+    """Aggregate `seconds` `(ranks, steps)` of ascending `steps` to at most `lines` × `columns`.
 
     Groups of steps begin at multiples of their size, so that the picture moves on by whole columns.
     """
-    if not seconds.size or rows < 1 or columns < 1:
+    if not seconds.size or lines < 1 or columns < 1:
         return HeatMap((), (), np.zeros((0, 0)))
     width = -(-int(steps[-1] - steps[0] + 1) // columns)
     firsts = np.flatnonzero(np.diff(steps // width, prepend=-1))
@@ -37,7 +37,7 @@ def heat_map(steps: np.ndarray, seconds: np.ndarray, rows: int, columns: int) ->
     counts = np.add.reduceat(known, firsts, axis=1, dtype=np.int32)
     sums = np.add.reduceat(np.where(known, seconds, 0), firsts, axis=1)
     means = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
-    height = _row_size(len(means), rows)
+    height = _row_size(len(means), lines)
     bottoms = np.arange(0, len(means), height)
     slowest = np.fmax.reduceat(means, bottoms, axis=0)
     lasts = np.append(firsts[1:], len(steps)) - 1
@@ -48,9 +48,9 @@ def heat_map(steps: np.ndarray, seconds: np.ndarray, rows: int, columns: int) ->
     )
 
 
-def _row_size(ranks: int, rows: int) -> int:
-    """The smallest 2ⁿ or 3·2ⁿ ranks of a row that need at most `rows` rows: rows then end where hosts end."""
-    least = -(-ranks // rows)
+def _row_size(ranks: int, lines: int) -> int:
+    """The smallest 2ⁿ or 3·2ⁿ ranks of a row that need at most `lines` lines: lines then end where hosts end."""
+    least = -(-ranks // lines)
     return min(size << max(0, (-(-least // size) - 1).bit_length()) for size in (1, 3))
 
 

@@ -19,8 +19,11 @@ from meshwright.diagnosis.what_if import analyse
 LAST_STEPS = 100
 """Steps of a run that are analysed, the newest."""
 FEWEST_STEPS = 12
-"""Steps without which no cause of a run is named. A steady excess has to be 4 standard errors (`cause.SIGNIFICANT`), themselves
-estimated from the steps: by chance a rank has that in 0.5% of the cases with 6 steps, in 0.1% with 12."""
+"""Steps without which no cause of a run is named.
+
+A steady excess has to be 4 standard errors (`cause.SIGNIFICANT`), themselves
+estimated from the steps: by chance a rank has that in 0.5% of the cases with 6 steps, in 0.1% with 12.
+"""
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,7 @@ def _prefill(
         sums, highest, total, queries, full_end, end, position, low, length, keys_begin, value_stride, table,
         block_stride, scale, HEAD_DIM, DIMS, WINDOW, TILE, BLOCK, True,
     )  # fmt: skip
-    sums = sums / total[:, None]
+    sums = sums / tl.where(total > 0, total, 1.0)[:, None]
     if SCALED:
         sums = sums * tl.load(scales + heads + head)
     target = source * (heads * GROUP * HEAD_DIM) + head_offset

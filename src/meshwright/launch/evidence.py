@@ -38,7 +38,7 @@ PYSPY = ("py-spy", "dump", "--nonblocking", "--pid")
 
 @dataclass
 class Subject:
-    """One rank: its process, what is known of it, and the memory files for its stacks and for the collectives it was asked for."""
+    """One rank: its process, its state, and the memory files for its stacks and for its collectives."""
 
     pid: int
     state: RankState

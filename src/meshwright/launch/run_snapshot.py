@@ -34,9 +34,9 @@ class RunSnapshot:
     steps: np.ndarray
     seconds: np.ndarray
 
-    def heat_map(self, rows: int, columns: int) -> HeatMap:
-        """Times relative to the median rank, in at most `rows` × `columns`."""
-        return heat_map(self.steps, self.seconds, rows, columns)
+    def heat_map(self, lines: int, columns: int) -> HeatMap:
+        """Times relative to the median rank, in at most `lines` × `columns`."""
+        return heat_map(self.steps, self.seconds, lines, columns)
 
 
 class SnapshotReader:
@@ -77,9 +77,9 @@ class SnapshotReader:
         return self._incidents[1]
 
 
-def snapshot_as_plain(snapshot: RunSnapshot, rows: int, columns: int) -> dict[str, Any]:
-    """JSON values; the heat map has at most `rows` × `columns`, and null where no time is known."""
-    figures, heat = snapshot.figures, snapshot.heat_map(rows, columns)
+def snapshot_as_plain(snapshot: RunSnapshot, lines: int, columns: int) -> dict[str, Any]:
+    """JSON values; the heat map has at most `lines` × `columns`, and null where no time is known."""
+    figures, heat = snapshot.figures, snapshot.heat_map(lines, columns)
     ratio = [[round(value, 4) if np.isfinite(value) else None for value in row] for row in heat.ratio.tolist()]
     culprit = snapshot.culprit
     return {

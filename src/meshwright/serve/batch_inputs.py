@@ -15,13 +15,15 @@ from torch import Tensor
 
 from meshwright.policies.batch_request import Part, Step
 
+SHORTEST_PROMPT = 512
+"""Tokens from which on, on a GPU, a prompt without a prefix is worth a call of the trainer's attention."""
 BUFFERS = 3
 """Pinned buffers that are used in turn: a step is prepared while the copies of the two before it may be under way."""
 Array = np.ndarray
 
 
 class StepInputs(NamedTuple):
-    """The tensors of one step, int32. Its sequences are decodes, then chunks of prompts with a prefix, then those without one."""
+    """The tensors of one step, int32. Its sequences are decodes, then chunks of prompts, then those that need no cache."""
 
     tokens: Tensor
     """`(tokens,)`."""
@@ -38,7 +40,7 @@ class StepInputs(NamedTuple):
     decodes: int
     """Sequences at the front that have one token each."""
     prompts: tuple[int, ...]
-    """Tokens of each sequence without a prefix: it attends to nothing that was computed before."""
+    """Tokens of each sequence at the end that has no prefix and attends to its own keys and values, not to the cache."""
     sampled: Tensor | None
     """`(samples,)`: indices of the tokens whose logits are needed; None for all."""
 
@@ -64,28 +66,41 @@ class Packed(NamedTuple):
 class BatchInputs:
     """Makes the inputs of steps; holds the block tables and the newest token of each table row.
 
-    `rows` is the number of table rows, `blocks` the most blocks of a request, `step_tokens` the most tokens of a step.
+    `table_rows` is the number of rows of the tables, `blocks` the most blocks of a request, `step_tokens` the most tokens of a step.
+    `windows` has the window of each group of layers, or None.
     """
 
     def __init__(
-        self, *, rows: int, blocks: int, groups: int, tokens_per_block: int, step_tokens: int, device: torch.device
+        self,
+        *,
+        table_rows: int,
+        blocks: int,
+        windows: Sequence[int | None],
+        tokens_per_block: int,
+        step_tokens: int,
+        device: torch.device,
     ) -> None:
-        self.rows, self.groups, self.tokens_per_block, self.device = rows, groups, tokens_per_block, device
+        groups = len(windows)
+        self.padding_row, self.groups, self.tokens_per_block, self.device = table_rows, groups, tokens_per_block, device
         self._on_host = device.type != "cuda"
-        self._host_tables = np.zeros((groups, rows + 1, blocks), np.int32)
+        self._shortest_prompt = 1 if self._on_host else SHORTEST_PROMPT
+        # The kernels of the cache skip what is before a window.
+        bounds = [window for window in windows if window is not None and not self._on_host]
+        self._longest_prompt = min(bounds, default=step_tokens)
+        self._host_tables = np.zeros((groups, table_rows + 1, blocks), np.int32)
         tables = torch.from_numpy(self._host_tables)
         self.tables = tables if self._on_host else tables.to(device)
-        """Block tables `(groups, rows + 1, blocks)`; the last row is for padding."""
-        self.newest = torch.zeros(rows + 1, dtype=torch.int32, device=device)
+        """Block tables `(groups, table_rows + 1, blocks)`; the last row is for padding."""
+        self.newest = torch.zeros(table_rows + 1, dtype=torch.int32, device=device)
         """The newest token of each table row."""
-        self._known: list[tuple[int, int]] = [(-1, 0)] * rows
-        self._starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        self._buffer = _CopyBuffer(4 * step_tokens + (6 + groups) * (rows + 1) + step_tokens * groups, device)
+        self._known: list[tuple[int, int]] = [(-1, 0)] * table_rows
+        self._starts = torch.arange(table_rows + 1, dtype=torch.int32, device=device)
+        self._buffer = _CopyBuffer(4 * step_tokens + (6 + groups) * (table_rows + 1) + step_tokens * groups, device)
         self._decode_rows = self._decode_positions = np.zeros(0, np.int32)
 
-    def forget_row(self, row: int) -> None:
+    def forget_row(self, table_row: int) -> None:
         """A table row gets another request."""
-        self._known[row] = (-1, 0)
+        self._known[table_row] = (-1, 0)
 
     def pack(self, step: Step, row_of: Mapping[int, int], decode_sizes: Sequence[int] = ()) -> Packed:
         """Copy what the step needs to the device; `row_of` has the table row of each request number.
@@ -107,7 +122,7 @@ class BatchInputs:
 
     def pack_padding(self, size: int) -> Packed:
         """A step of `size` decodes that are all padding, to capture it: it writes nothing into the cache."""
-        arrays = [np.full(size, value, np.int32) for value in (self.rows, 0, *[-1] * self.groups)]
+        arrays = [np.full(size, value, np.int32) for value in (self.padding_row, 0, *[-1] * self.groups)]
         rows, context_lengths, *_ = self._buffer.copy(arrays)
         return Packed(size, 0, rows[:0], context_lengths[:0], (), self.tables.shape[2], None)
 
@@ -136,7 +151,7 @@ class BatchInputs:
         count, positions = step.decodes, self._decode_positions
         size = next((size for size in decode_sizes if size >= count), count)
         padding = size - count
-        arrays = [_padded(self._decode_rows, padding, self.rows), _padded(positions + 1, padding, 0)]
+        arrays = [_padded(self._decode_rows, padding, self.padding_row), _padded(positions + 1, padding, 0)]
         slots = self._slots(self._decode_rows, positions)
         arrays += [_padded(group, padding, -1) for group in slots]
         rows, context_lengths, *_ = self._buffer.copy(arrays)
@@ -145,7 +160,7 @@ class BatchInputs:
 
     def _pack_mixed(self, step: Step, parts: Sequence[tuple[Part, int]]) -> Packed:
         decodes = parts[: step.decodes]
-        chunks = sorted(parts[step.decodes :], key=lambda pair: pair[0].start == 0)  # those without a prefix last
+        chunks = sorted(parts[step.decodes :], key=lambda pair: self._needs_no_cache(pair[0]))
         parts = [*decodes, *chunks]
         starts, counts, rows = (
             np.array(column, np.int32) for column in zip(*((p.start, p.count, row) for p, row in parts), strict=True)
@@ -168,15 +183,18 @@ class BatchInputs:
             context_lengths=tensors[3],
             query_starts=tensors[4],
             decodes=0 if step.drafts else step.decodes,
-            prompts=tuple(part.count for part, _ in chunks if part.start == 0),
+            prompts=tuple(part.count for part, _ in chunks if self._needs_no_cache(part)),
             sampled=tensors[5],
         )
         sampled_parts = [part for part, _ in parts if part.samples]
         return Packed(None, step.decodes, tensors[6], tensors[7], sampled_parts, blocks, inputs)
 
-    def _slots(self, rows: Array, positions: Array) -> Array:
+    def _needs_no_cache(self, part: Part) -> bool:
+        return part.start == 0 and self._shortest_prompt <= part.count <= self._longest_prompt
+
+    def _slots(self, table_rows: Array, positions: Array) -> Array:
         """`(groups, tokens)`: the places in the cache of tokens of these table rows at these positions."""
-        blocks = self._host_tables[:, rows, positions // self.tokens_per_block]
+        blocks = self._host_tables[:, table_rows, positions // self.tokens_per_block]
         return blocks * self.tokens_per_block + positions % self.tokens_per_block
 
     def _update_tables(self, parts: Sequence[tuple[Part, int]]) -> None:
@@ -241,7 +259,7 @@ def _padded(array: Array, count: int, value: int) -> Array:
     return np.concatenate((array, np.full(count, value, np.int32))) if count else array
 
 
-def _known_tokens(part: Part, row: int) -> list[int]:
-    """The part's tokens; -1 - row stands for one that is only on the device."""
+def _known_tokens(part: Part, table_row: int) -> list[int]:
+    """The part's tokens; -1 - table_row stands for one that is only on the device."""
     known = part.tokens[part.start : part.start + part.count]
-    return known if len(known) == part.count else [*known, -1 - row]
+    return known if len(known) == part.count else [*known, -1 - table_row]

@@ -14,30 +14,60 @@ from meshwright.kernels.paged_attention import paged_attention, prompt_attention
 from meshwright.kernels.rope import RotaryTables
 from meshwright.models.decoder import Attention, Decoder
 from meshwright.serve.batch_inputs import StepInputs
+from meshwright.serve.host_attention import HostDecodes, prepare_decodes, signed_tables
 from meshwright.serve.kv_cache import KVCache
 
 
 class CurrentStep:
     """The inputs of the step that the model computes; all layers read them."""
 
-    inputs: StepInputs
+    def __init__(self, rope: RotaryTables | None, cache: KVCache) -> None:
+        self.rope, self._cache = rope, cache
+        """Rotary tables `(context, head_dim / 2)`, or None for a model with learned positions."""
+        on_host = cache.tensors[0].device.type == "cpu"
+        self._host_rope = signed_tables(rope) if on_host and rope is not None else None
+        self._on_host = on_host
+        self._host_decodes: dict[int, HostDecodes] = {}
+        self._inputs: StepInputs
+
+    @property
+    def inputs(self) -> StepInputs:
+        """The current step."""
+        return self._inputs
+
+    @inputs.setter
+    def inputs(self, inputs: StepInputs) -> None:
+        self._inputs = inputs
+        self._host_decodes.clear()
+
+    def host_decodes(self, group: int) -> HostDecodes | None:
+        """What the layers of a group share in a step of decodes on a CPU; None for other steps."""
+        step = self._inputs
+        if not self._on_host or step.decodes != len(step.tokens):
+            return None
+        if group not in self._host_decodes:
+            window, size = self._cache.groups[group].window, self._cache.tokens_per_block
+            self._host_decodes[group] = prepare_decodes(step, group, window, self._host_rope, size)
+        return self._host_decodes[group]
 
 
 class CachedAttention:
     """`attend` of one layer: writes keys and values into the cache and attends to all tokens of each request."""
 
-    def __init__(
-        self, step: CurrentStep, cache_layer: Tensor, group: int, window: int | None, rope: RotaryTables | None
-    ) -> None:
-        self._step, self._cache, self._group, self._window, self._rope = step, cache_layer, group, window, rope
+    def __init__(self, step: CurrentStep, cache_layer: Tensor, group: int, window: int | None) -> None:
+        self._step, self._cache, self._group, self._window = step, cache_layer, group, window
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, *, plain: bool) -> Tensor:
         """Attention output of q `(1, tokens, heads, head_dim)`, shaped like q; k and v are `(1, tokens, kv_heads, head_dim)`."""
-        step = self._step.inputs
         q, k, v = q[0], k[0], v[0]
+        if not plain and (decodes := self._step.host_decodes(self._group)) is not None:
+            return decodes.attend(q, k, v, self._cache)[None]
+        step = self._step.inputs
         keys = torch.empty_like(k) if step.prompts else None
         slots = step.slots[self._group]
-        q = rotate_and_write(q, k, v, self._rope, step.positions, self._cache, slots, rotated_keys=keys, plain=plain)
+        q = rotate_and_write(
+            q, k, v, self._step.rope, step.positions, self._cache, slots, rotated_keys=keys, plain=plain
+        )
         if keys is None:
             return self._attend_to_cache(q, step, step.context_lengths.shape[0], plain)[None]
         sequences = step.context_lengths.shape[0] - len(step.prompts)
@@ -60,16 +90,17 @@ class CachedAttention:
         )
 
 
-def use_cached_attention(model: Decoder, cache: KVCache) -> CurrentStep:
-    """Let every layer of `model` attend to the cache; the model then computes only steps whose inputs are set in the result."""
-    step = CurrentStep()
+def use_cached_attention(model: Decoder, cache: KVCache, context: int) -> CurrentStep:
+    """Let every layer of `model` attend to the cache, in texts of up to `context` tokens.
+
+    The model then computes only steps whose inputs are set in the result.
+    """
     weight = model.embed.weight
-    rope = model.rope(torch.arange(model.spec.max_seq_len, device=weight.device), weight.dtype)
-    if rope is not None:
-        rope = (rope[0][0, :, 0], rope[1][0, :, 0])
+    rope = model.rope(torch.arange(context, device=weight.device), weight.dtype)
+    step = CurrentStep(None if rope is None else (rope[0][0, :, 0], rope[1][0, :, 0]), cache)
     for number, layer in model.layers.items():
         group, cache_layer = cache.layer(int(number))
         attention = layer.attention
         assert isinstance(attention, Attention)
-        attention.attend = CachedAttention(step, cache_layer, group, cache.groups[group].window, rope)
+        attention.attend = CachedAttention(step, cache_layer, group, cache.groups[group].window)
     return step

@@ -1,4 +1,4 @@
-"""What the engine keeps of an unfinished request beside the policy's state: its stops, and tokens and text not yet reported."""
+"""The output of unfinished requests: their stops, and the tokens and text that are not reported yet."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class Generation:
         self._tokens.append(token)
         if self._stream is not None:
             self._text += self._stops.add(self._stream.add([token]))
-        return self._stops.found
+        return self._stops.complete
 
     def update(self, number: int, reason: Reason | None = None, error: str | None = None) -> Update:
         """What has come since the last update; with a reason also the text that was held back."""
-        if reason is not None and self._stream is not None and not self._stops.found:
+        if reason is not None and self._stream is not None and not self._stops.complete:
             self._text += self._stops.add(self._stream.finish()) + self._stops.finish()
         update = Update(number, tuple(self._tokens), self._text, reason, error)
         self._tokens, self._text = [], ""

@@ -108,7 +108,7 @@ class KVCache:
 
 
 def _activation_bytes(spec: ModelSpec, dtype: torch.dtype, sequences: int, step_tokens: int) -> int:
-    """An upper estimate of the memory of one step beside weights and cache: the widest layer, and three fp32 copies of the logits."""
+    """Estimated bytes of one step beside weights and cache: the widest layer and three fp32 copies of the logits."""
     width = 4 * spec.hidden + 2 * (spec.heads + 2 * spec.kv_heads) * spec.head_dim
     width += 3 * max(spec.ffn_hidden, spec.experts_per_token * (spec.expert_hidden + spec.hidden))
     return 2 * step_tokens * width * dtype.itemsize + 3 * sequences * spec.vocab_size * 4

@@ -6,8 +6,6 @@ of its kernels by the host.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -18,32 +16,28 @@ from meshwright.serve.cached_attention import use_cached_attention
 from meshwright.serve.kv_cache import KVCache
 
 
-class _Graph(NamedTuple):
-    graph: torch.cuda.CUDAGraph
-    logits: Tensor
-
-
 class ModelRunner:
     """Runs the model on steps. It changes the model's attention, so the model is then the engine's."""
 
     def __init__(
-        self, model: Decoder, cache: KVCache, inputs: BatchInputs, *, graph_sizes: tuple[int, ...] = ()
+        self, model: Decoder, cache: KVCache, inputs: BatchInputs, *, context: int, graph_sizes: tuple[int, ...] = ()
     ) -> None:
         self._model, self._inputs = model, inputs
-        self._step = use_cached_attention(model, cache)
+        self._step = use_cached_attention(model, cache, context)
         self._layers = list(model.layers.values())
         self.decode_sizes = graph_sizes
         """Batch sizes with a CUDA graph, ascending."""
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graph_logits = torch.empty(0)
 
     def logits(self, packed: Packed) -> Tensor:
         """Logits `(samples, vocab)` of a packed step, valid until the next call."""
         if packed.decode_size in self._graphs:
-            graph = self._graphs[packed.decode_size]
-            graph.graph.replay()
-            return graph.logits[: packed.decodes]
+            self._graphs[packed.decode_size].replay()
+            return self._graph_logits[: packed.decodes]
         return self._forward(self._inputs.resolve(packed))[: len(packed.sampled_parts)]
 
+    @torch.inference_mode()
     def capture_graphs(self) -> None:
         """Capture a graph for each batch size, the largest first, so that the others share its memory.
 
@@ -52,15 +46,14 @@ class ModelRunner:
         pool = torch.cuda.graph_pool_handle()
         for size in sorted(self.decode_sizes, reverse=True):
             packed = self._inputs.pack_padding(size)
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):  # loads and tunes kernels, which a capture cannot
-                self._forward(self._inputs.resolve(packed))
-            torch.cuda.current_stream().wait_stream(stream)
+            logits = self._forward(self._inputs.resolve(packed))  # loads and tunes kernels, which a capture cannot
+            if not self._graph_logits.numel():
+                self._graph_logits = torch.empty_like(logits)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                logits = self._forward(self._inputs.resolve(packed))
-            self._graphs[size] = _Graph(graph, logits)
+                # Into one tensor for all graphs: the logits of each would stay allocated.
+                self._graph_logits[:size].copy_(self._forward(self._inputs.resolve(packed)))
+            self._graphs[size] = graph
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         """Logits of the sampled tokens, `(samples, vocab)`."""

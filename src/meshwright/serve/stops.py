@@ -11,7 +11,7 @@ class StopStrings:
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = [string for string in strings if string]
         self._held = ""
-        self.found = False
+        self.complete = False
         """Whether a stop string has come; the text before it is complete."""
 
     def add(self, text: str) -> str:
@@ -21,7 +21,7 @@ class StopStrings:
         text = self._held + text
         ends = [position for string in self._strings if (position := text.find(string)) >= 0]
         if ends:
-            self.found, self._held = True, ""
+            self.complete, self._held = True, ""
             return text[: min(ends)]
         keep = max(self._possible_start(text, string) for string in self._strings)
         self._held = text[len(text) - keep :]

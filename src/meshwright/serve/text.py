@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """What a tokenizer decodes bytes to that are no complete character."""
 CONTEXT = 5
-"""Tokens before the new ones that are decoded with them, because a decoder may treat the first token of a text differently."""
+"""Tokens before the new ones that are decoded with them: a decoder may treat the first token differently."""
 
 
 class TextStream:

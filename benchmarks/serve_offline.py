@@ -1,0 +1,166 @@
+"""Tokens per second of the engine for many requests at once, and milliseconds of a decode step, with random weights.
+
+    python benchmarks/serve_offline.py --model llama3-8b [--requests 256] [--decode 1 8 32 128 256] [--out FILE]
+
+The requests are those of nano-vllm's script: seed 0, prompts and outputs of 100 to 1024 tokens, temperature 0.6. Prints one JSON object
+per measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.checkpoint.single_device import device_and_dtype
+from meshwright.config.presets import MODEL_PRESETS
+from meshwright.models.decoder import Decoder
+from meshwright.serve.engine import Engine, EngineOptions
+from meshwright.serve.sampling import GREEDY, SamplingOptions
+from meshwright.spec.fields import from_plain
+from meshwright.spec.model import ModelSpec
+
+LARGEST_TOKEN = 10_000
+
+
+def main() -> None:
+    options = _arguments()
+    started = time.perf_counter()
+    model = random_model(options.model)
+    loaded = time.perf_counter()
+    engine = Engine(
+        model,
+        options=EngineOptions(
+            sequences=options.sequences,
+            step_tokens=options.step_tokens,
+            tokens_per_block=options.block,
+            context=options.context,
+            prefix_cache=False,
+            graphs=None if not options.eager else False,
+        ),
+    )
+    ready = time.perf_counter()
+    finish(engine, [([1] * 8, 4)], GREEDY)
+    times = {
+        "model_seconds": loaded - started,
+        "engine_seconds": ready - loaded,
+        "first_seconds": time.perf_counter() - ready,
+    }
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    common = {
+        "benchmark": "serve_offline",
+        "model": options.model,
+        "device": device,
+        "torch": torch.__version__,
+        **times,
+    }
+    results = [{**common, "sequences": options.sequences, "step_tokens": options.step_tokens, "block": options.block}]
+    results += [{**common, "batch": batch, **decode(engine, batch, options.decode_prompt)} for batch in options.decode]
+    requests = nano_vllm_requests(options.requests, model.spec.vocab_size)
+    results += [{**common, "repeat": repeat, **offline(engine, requests)} for repeat in range(options.repeats)]
+    text = "".join(json.dumps(result) + "\n" for result in results)
+    print(text, end="")
+    if options.out:
+        options.out.write_text(text, encoding="utf-8")
+
+
+def nano_vllm_requests(count: int, vocab: int) -> list[tuple[list[int], int]]:
+    """Prompts and numbers of new tokens, drawn in the order of that script."""
+    draws = random.Random(0)
+    largest = min(LARGEST_TOKEN, vocab - 1)
+    prompts = [[draws.randint(0, largest) for _ in range(draws.randint(100, 1024))] for _ in range(count)]
+    return [(prompt, draws.randint(100, 1024)) for prompt in prompts]
+
+
+def offline(engine: Engine, requests: Sequence[tuple[list[int], int]]) -> dict[str, Any]:
+    """All requests at once."""
+    steps, seconds = finish(engine, requests, SamplingOptions(temperature=0.6))
+    new, given = sum(count for _, count in requests), sum(len(prompt) for prompt, _ in requests)
+    return {
+        "requests": len(requests),
+        "prompt_tokens": given,
+        "new_tokens": new,
+        "seconds": seconds,
+        "new_tokens_per_second": new / seconds,
+        "tokens_per_second": (new + given) / seconds,
+        "steps": steps,
+    }
+
+
+def decode(engine: Engine, batch: int, prompt: int) -> dict[str, Any]:
+    """The median step of `batch` requests after prompts of `prompt` tokens."""
+    draws = random.Random(batch)
+    for _ in range(batch):
+        engine.submit(
+            [draws.randint(0, 100) for _ in range(prompt)], new_tokens=192, sampling=SamplingOptions(temperature=0.6)
+        )
+    times: list[float] = []
+    begun: set[int] = set()
+    while engine.unfinished == batch:
+        start = time.perf_counter()
+        updates = engine.step()
+        if len(begun) == batch:
+            times.append(time.perf_counter() - start)
+        begun.update(update.number for update in updates if update.tokens)
+    while engine.unfinished:
+        engine.step()
+    return {"decode_milliseconds": 1000 * statistics.median(times), "steps": len(times)}
+
+
+def finish(engine: Engine, requests: Sequence[tuple[list[int], int]], sampling: SamplingOptions) -> tuple[int, float]:
+    """Steps and seconds until all requests have ended."""
+    start, steps = time.perf_counter(), 0
+    for number, (prompt, count) in enumerate(requests):
+        draws = SamplingOptions(temperature=sampling.temperature, seed=number)
+        engine.submit(prompt, new_tokens=count, sampling=draws)
+    while engine.unfinished:
+        for update in engine.step():
+            if update.error is not None:
+                raise RuntimeError(update.error)
+        steps += 1
+    return steps, time.perf_counter() - start
+
+
+def random_model(preset: str) -> Decoder:
+    """A preset's model with normal weights, made on the device."""
+    values = MODEL_PRESETS[preset]
+    spec = from_plain(ModelSpec, {**values, "vocab_size": values["vocab_size"] or 4096})
+    device, dtype = device_and_dtype()
+    with torch.device("meta"):
+        model = Decoder(spec)
+    model = model.to(dtype).to_empty(device=device)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.02)
+            else:
+                parameter.fill_(1.0)
+    return model
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", choices=list(MODEL_PRESETS), default="llama-nano")
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--decode", type=int, nargs="*", default=[])
+    parser.add_argument("--decode-prompt", type=int, default=960)
+    parser.add_argument("--sequences", type=int, default=256)
+    parser.add_argument("--step-tokens", type=int, default=8192)
+    parser.add_argument("--block", type=int, default=16, help="tokens in a block of the cache")
+    parser.add_argument("--context", type=int, default=2304)
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

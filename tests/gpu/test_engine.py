@@ -1,0 +1,35 @@
+"""The engine on a GPU: CUDA graphs, kernels and overlap against the trainer's forward in bf16."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tests.models.tiny import GPT2, LLAMA, MIXTRAL, QWEN3, SLIDING, built
+from tests.serve.helpers import PROMPTS, record_logits, texts
+
+from meshwright.serve.engine import Engine, EngineOptions
+
+pytestmark = pytest.mark.gpu
+SPECS = {"llama": LLAMA, "qwen3": QWEN3, "gpt2": GPT2, "sliding": SLIDING, "mixtral": MIXTRAL}
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("name", SPECS)
+def test_logits_are_within_the_bf16_spread_of_the_trainer(name: str, graphs: bool) -> None:
+    exact = built(SPECS[name], dtype=torch.float32)
+    model = copy.deepcopy(exact).to("cuda", torch.bfloat16)
+    options = EngineOptions(
+        sequences=4, step_tokens=16, tokens_per_block=16, cache_blocks=64, context=64, graphs=graphs
+    )
+    engine = Engine(copy.deepcopy(model), options=options)
+    seen = record_logits(engine)
+    for number, (prompt, new) in enumerate(zip(PROMPTS, texts(engine), strict=True)):
+        whole = torch.tensor([[*prompt, *new]])
+        with torch.no_grad():
+            truth = exact(whole)[0, len(prompt) - 1 : -1]
+            trained = model(whole.cuda())[0, len(prompt) - 1 : -1].float().cpu()
+        error = (torch.stack(seen[number]).float().cpu() - truth).abs().max()
+        assert error < 2 * (trained - truth).abs().max() + 0.02
+    assert not engine.unfinished
