@@ -23,17 +23,17 @@ from meshwright.spec.errors import Damaged
 from meshwright.spec.job_token import TOKEN_VARIABLE
 from tests.checkpoint.test_snapshot_transport import TOKEN, host
 
-ROWS, COLUMNS = 1100, 4096
+PART_HEIGHT, COLUMNS = 1100, 4096
 """Of the part of each rank: its file has two blocks."""
-WHOLE = torch.arange(2 * ROWS * COLUMNS, dtype=torch.float32).view(2 * ROWS, COLUMNS)
+WHOLE = torch.arange(2 * PART_HEIGHT * COLUMNS, dtype=torch.float32).view(2 * PART_HEIGHT, COLUMNS)
 CONTENTS = {
     "weight": {
-        "shape": [2 * ROWS, COLUMNS],
+        "shape": [2 * PART_HEIGHT, COLUMNS],
         "dtype": "F32",
         "chunks": [
             {
-                "offsets": [ROWS * rank, 0],
-                "sizes": [ROWS, COLUMNS],
+                "offsets": [PART_HEIGHT * rank, 0],
+                "sizes": [PART_HEIGHT, COLUMNS],
                 "file": f"tensors-{rank:05d}.safetensors",
                 "key": "part",
             }
@@ -41,7 +41,7 @@ CONTENTS = {
         ],
     }
 }
-HEADERS = [["part", "F32", [ROWS, COLUMNS]]]
+HEADERS = [["part", "F32", [PART_HEIGHT, COLUMNS]]]
 
 
 def record(rank: int, file: FileRecord | None) -> SnapshotRecord:
@@ -50,7 +50,7 @@ def record(rank: int, file: FileRecord | None) -> SnapshotRecord:
 
 
 def image(rank: int) -> FileImage:
-    part = WHOLE[ROWS * rank : ROWS * (rank + 1)]
+    part = WHOLE[PART_HEIGHT * rank : PART_HEIGHT * (rank + 1)]
     return FileImage(HEADERS, memoryview(bytearray(part.numpy().tobytes())))
 
 
@@ -91,7 +91,7 @@ def test_one_rank_loads_its_own_snapshot_and_the_copy_of_a_lost_host(
                 record(other, None).name, image(other), lambda file: record(other, file).encode(), bytes_per_second=1e12
             )
         tensors = {"weight": torch.zeros_like(WHOLE)}
-        with closing(found(ranks)) as snapshot:
+        with closing(open_snapshot_of_run(ranks)) as snapshot:
             assert (snapshot.tier, snapshot.step, snapshot.readers) == ("partner memory", 10, (0, 0))
             snapshot.verify(ranks)
             assert snapshot.load(ranks, tensors, NullRecorder()) == {"step": 10}
@@ -100,7 +100,7 @@ def test_one_rank_loads_its_own_snapshot_and_the_copy_of_a_lost_host(
         assert copy is not None
         copy.data[BLOCK_BYTES + 5] ^= 1
         with (
-            closing(found(ranks)) as snapshot,
+            closing(open_snapshot_of_run(ranks)) as snapshot,
             pytest.raises(Damaged, match=f"tensors-{other:05d}.*byte {BLOCK_BYTES:,}"),
         ):
             snapshot.load(ranks, tensors, NullRecorder())
@@ -120,19 +120,19 @@ def test_one_rank_loads_its_own_snapshot_and_that_of_its_replica_from_its_arena(
         assert opened is not None and opened.record.name == name and opened.image.data == image(name.rank).data
     monkeypatch.setenv(ARENA, path)
     tensors = {"weight": torch.zeros_like(WHOLE)}
-    with closing(found(ranks)) as snapshot:
+    with closing(open_snapshot_of_run(ranks)) as snapshot:
         assert (snapshot.tier, snapshot.step, snapshot.readers) == ("partner memory", 10, (0, 0))
         assert snapshot.load(ranks, tensors, NullRecorder()) == {"step": 10}
     assert torch.equal(tensors["weight"], WHOLE)
     arena = Arena.of_last_process()
     assert arena is not None
     arena.data[arena.size - 5] ^= 1
-    with closing(found(ranks)) as snapshot, pytest.raises(Damaged, match=f"tensors-{other:05d}"):
+    with closing(open_snapshot_of_run(ranks)) as snapshot, pytest.raises(Damaged, match=f"tensors-{other:05d}"):
         snapshot.verify(ranks)
     assert find_snapshot(ranks, "run") is None, "the arena is not offered again"
 
 
-def found(ranks: Ranks) -> MemorySnapshot:
+def open_snapshot_of_run(ranks: Ranks) -> MemorySnapshot:
     snapshot = find_snapshot(ranks, "run")
     assert snapshot is not None
     return snapshot
