@@ -65,6 +65,23 @@ def test_times_count_from_the_injection_and_repeated_steps_are_lost(tmp_path: Pa
     assert observed(tmp_path, DISTURBED, injected=12.0).detected_seconds() is None
 
 
+def test_the_first_incident_has_to_name_the_disturbed_rank_or_host(tmp_path: Path) -> None:
+    stage, entry = observed(tmp_path, {}), Scenario(name="x", promise="", play=lambda stage: None, same_losses=False)
+
+    def broken(*expected: Any) -> bool:
+        stage.expect_incident(*expected)
+        return any("the incident says" in text for text in scenarios._violations(entry, stage, [], list))
+
+    assert broken("hang", 1)
+    for number, rank in ((1, 1), (2, 0)):
+        folder = stage.run / "incidents" / f"{number:04d}-12"
+        folder.mkdir(parents=True)
+        record = {"cause": "hang", "rank": rank, "host": "emulated1/77", "step": 12}
+        (folder / "incident.json").write_text(json.dumps(record))
+    assert not broken("hang", 1) and not broken("hang", None, "emulated1") and not broken("hang")
+    assert broken("hang", 0) and broken("killed", 1) and broken("hang", 1, "emulated0")
+
+
 def check(tmp_path: Path, job: dict[str, Any], losses: list[tuple[int, float]], **limits: Any) -> list[str]:
     """What `_violations` says of a job whose metrics have the loss 1.5 at step 60, against `losses` of an undisturbed run."""
     stage = observed(tmp_path, job)

@@ -19,7 +19,14 @@ from meshwright.checkpoint.files import BLOCK_BYTES, FileRecord
 from meshwright.checkpoint.ranks import Ranks
 from meshwright.checkpoint.snapshot_memory import SnapshotMemory
 from meshwright.checkpoint.snapshot_record import SnapshotName, SnapshotRecord
-from meshwright.checkpoint.snapshot_source import RankOffer, ServerSource, SnapshotLocation, newest_complete
+from meshwright.checkpoint.snapshot_source import (
+    HostSource,
+    RankOffer,
+    ServerSource,
+    SnapshotLocation,
+    newest_complete,
+    open_on_host,
+)
 from meshwright.checkpoint.snapshot_transport import Pace, SnapshotClient, SnapshotServer, TransportFailure
 from meshwright.spec.errors import Damaged
 from meshwright.spec.job_token import TOKEN_VARIABLE
@@ -74,7 +81,9 @@ def store(address: str, save: int, **options: object) -> None:
 
 def names(address: str) -> list[SnapshotName]:
     with closing(SnapshotClient(address, TOKEN)) as client:
-        return sorted(client.names(), key=lambda snapshot: snapshot.order)
+        own, copies = client.names()
+        assert not own, "the host's own ranks have no snapshots"
+        return sorted(copies, key=lambda snapshot: snapshot.order)
 
 
 def test_a_copy_is_read_as_it_was_stored_and_the_two_newest_stay() -> None:
@@ -89,9 +98,14 @@ def test_a_copy_is_read_as_it_was_stored_and_the_two_newest_stay() -> None:
             source.read(start, read)
             expected.read(start, wanted)
             assert read == wanted
+            with closing(open_on_host(address, TOKEN, name(3))) as mapped:
+                assert isinstance(mapped, HostSource) and mapped.record == source.record
+                mapped.read(start, read)
+                assert read == wanted
         source.close()
-        with pytest.raises(Damaged, match="is not here"):
-            ServerSource(address, TOKEN, name(1))
+        for open_source in (ServerSource, open_on_host):
+            with pytest.raises(Damaged, match="is not here"):
+                open_source(address, TOKEN, name(1))
 
 
 def test_memory_for_copies_is_checked_at_the_start_without_what_the_slots_already_take(
@@ -264,39 +278,74 @@ RUN = "run"
 
 
 @pytest.mark.parametrize(
-    ("own", "listed", "expected"),
+    ("own", "copies", "expected"),
     [
-        ([1, 1], [[], []], [(1, None), (1, None)]),  # all arenas survive
-        ([1, None], [[(1, 0), (1, 1)], []], [(1, None), (1, "a")]),  # host b was replaced; its copies were on host a
+        ([1, 1], [[], []], [(1, 0, None), (1, 1, None)]),  # all arenas survive
+        (
+            [1, None],
+            [[(1, 0), (1, 1)], []],
+            [(1, 0, None), (1, 0, "a")],
+        ),  # host b was replaced; its copies were on host a
         ([1, None], [[(1, 0)], []], None),  # the second rank's snapshot is lost
-        ([2, None], [[(1, 0), (1, 1)], []], [(1, "a"), (1, "a")]),  # the newest save is not complete, the one before is
-        ([None, None], [[(3, 0)], [(3, 1)]], [(3, "a"), (3, "b")]),  # hosts changed places: snapshots are found by rank
-        ([2, 2], [[(3, 1)], [(3, 0)]], [(3, "b"), (3, "a")]),
-        ([2, None], [[(2, 1)], [(2, 1)]], [(2, None), (2, "b")]),  # its own host first
+        (
+            [2, None],
+            [[(1, 0), (1, 1)], []],
+            [(1, 0, "a"), (1, 0, "a")],
+        ),  # the newest save is not complete, the one before is
+        ([None, None], [[(3, 0)], [(3, 1)]], [(3, 0, "a"), (3, 1, "b")]),  # both arenas are lost
+        ([2, 2], [[(3, 1)], [(3, 0)]], [(3, 1, "b"), (3, 0, "a")]),
+        ([2, None], [[(2, 1)], [(2, 1)]], [(2, 0, None), (2, 1, "b")]),  # its own host first
     ],
 )
 def test_the_newest_save_with_a_snapshot_of_every_rank_is_chosen(
-    own: list[int | None], listed: list[list[tuple[int, int]]], expected: list[tuple[int, str | None]] | None
+    own: list[int | None],
+    copies: list[list[tuple[int, int]]],
+    expected: list[tuple[int, int, str | None]] | None,
 ) -> None:
+    """`expected` has the save of each rank's snapshot, the rank that reads it, and the host that has it."""
     offers = [
         RankOffer(
             None if save is None else name(save, rank),
             "ab"[rank],
-            tuple(name(other, of_rank) for other, of_rank in listed[rank]),
+            copies=tuple(name(other, of_rank) for other, of_rank in copies[rank]),
         )
         for rank, save in enumerate(own)
     ]
     found = newest_complete(offers, RUN)
-    wanted = expected and [SnapshotLocation(name(save, rank), at) for rank, (save, at) in enumerate(expected)]
+    wanted = expected and [
+        SnapshotLocation(name(save, rank), reader, at, is_copy=at is not None)
+        for rank, (save, reader, at) in enumerate(expected)
+    ]
     assert found == wanted
     assert newest_complete(offers, "another run") is None
 
 
-def test_a_snapshot_of_another_rank_or_another_number_of_ranks_does_not_count() -> None:
+def readers(offers: list[RankOffer]) -> list[tuple[int, str | None, bool]] | None:
+    """The rank that reads each rank's snapshot, the server of its host, and whether it is a copy."""
+    found = newest_complete(offers, RUN)
+    return found and [(location.reader, location.address, location.is_copy) for location in found]
+
+
+def test_hosts_that_change_places_read_their_own_memory() -> None:
     moved = [RankOffer(name(1, 1)), RankOffer(name(1, 0))]
-    assert newest_complete(moved, RUN) is None, "an arena that another rank wrote is not a rank's own"
-    three = [RankOffer(replace(name(1, rank), ranks=3)) for rank in range(2)]
-    assert newest_complete(three, RUN) is None
+    assert readers(moved) == [(1, None, False), (0, None, False)]
+    two = [
+        RankOffer(name(1, 2, 4), "b", (name(1, 2, 4), name(1, 3, 4))),
+        RankOffer(name(1, 3, 4), "b"),
+        RankOffer(name(1, 0, 4), "a", (name(1, 0, 4), name(1, 1, 4))),
+        RankOffer(name(1, 1, 4), "a"),
+    ]
+    assert readers(two) == [(2, None, False), (3, None, False), (0, None, False), (1, None, False)]
+
+
+def test_fewer_ranks_read_all_snapshots_in_the_memory_of_their_hosts() -> None:
+    """Of three hosts with a rank each the first was excluded; the second, now the first, has its copy."""
+    left = [
+        RankOffer(name(1, 1, 3), "b", (name(1, 1, 3),), copies=(name(1, 0, 3),)),
+        RankOffer(name(1, 2, 3), "c", (name(1, 2, 3),), copies=(name(1, 1, 3),)),
+    ]
+    assert readers(left) == [(0, "b", True), (0, None, False), (1, None, False)]
+    assert readers([replace(left[0], copies=()), left[1]]) is None
 
 
 def test_a_later_start_wins_over_an_earlier_one_with_a_later_step() -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from meshwright.checkpoint import block_file
 from meshwright.checkpoint import writer as writing
 from meshwright.checkpoint.attempt import await_writers
 from meshwright.checkpoint.manifest import read_manifest, step_name
+from meshwright.checkpoint.snapshot_record import SnapshotRecord
 from meshwright.checkpoint.writer import Discard, decode, encode
 from meshwright.launch.folder import take_over
 from tests.checkpoint.crash import CALLS, intercept_calls
@@ -74,6 +76,25 @@ def test_writers_of_several_ranks_meet_in_the_folder(tmp_path: Path) -> None:
         "metadata.json",
         "state.json",
     }
+
+
+def records(writers: Writers) -> list[SnapshotRecord]:
+    found = [SnapshotRecord.decode(arena.read_record() or b"") for arena in writers.arenas]
+    return [record for record in found if record is not None]
+
+
+def test_a_record_describes_the_replica_in_the_arena_unless_its_memory_changed(tmp_path: Path) -> None:
+    writers = new_writers(tmp_path, 2, replicas=(1, 0))
+    assert writers.save(5)["event"] == "committed" and newest(tmp_path) == 5
+    both = records(writers)
+    assert both[0].state and both[0].contents and not both[1].contents
+    for own, other in zip(both, reversed(both), strict=True):
+        assert own.replica is not None and own.replica.file is not None and other.file is not None
+        assert own.replica == replace(other, file=replace(other.file, digest=""), replica=None)
+    save = writers.stage(6)
+    writers.arenas[0].data[writers.arenas[0].size - 1] ^= 1
+    assert writers.carry_out(save)["event"] == "committed", "storage gets the rank's own part"
+    assert [record.replica is None for record in records(writers)] == [True, False]
 
 
 def test_a_rank_that_fails_ends_the_save_for_all(tmp_path: Path) -> None:

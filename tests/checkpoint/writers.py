@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,15 +36,28 @@ class Replies:
 
 
 class Writers:
-    """One writer a rank, under a lease of `run`. Rank r writes every tensor whose number is r modulo `ranks`."""
+    """One writer a rank, under a lease of `run`. Rank r writes every tensor whose number is r modulo `ranks`.
 
-    def __init__(self, run: Path, lease: Lease, ranks: int = 1, *, keep: int = 2, peer_seconds: float = 20.0) -> None:
+    With `replicas` the arena of rank r also has what rank `replicas[r]` writes.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        lease: Lease,
+        ranks: int = 1,
+        *,
+        keep: int = 2,
+        peer_seconds: float = 20.0,
+        replicas: Sequence[int] = (),
+    ) -> None:
         self.lease, self.ranks, self.saves = lease, ranks, 0
         self.replies = [Replies() for _ in range(ranks)]
-        self.names = [NAMES[rank::ranks] for rank in range(ranks)]
-        headers = [
-            [TensorHeader(name, "F32", SIZES[name.rpartition(".")[2]]) for name in names] for names in self.names
-        ]
+        written = [NAMES[rank::ranks] for rank in range(ranks)]
+        headers = [[TensorHeader(name, "F32", SIZES[name.rpartition(".")[2]]) for name in names] for names in written]
+        of_replicas = [headers[replica] for replica in replicas] or [[] for _ in range(ranks)]
+        staged = [own + more for own, more in zip(headers, of_replicas, strict=True)]
+        self.names = [[header.key for header in rank_headers] for rank_headers in staged]
         contents = {
             header.key: TensorRecord(
                 header.shape,
@@ -56,13 +69,18 @@ class Writers:
         }
         self.checksums: list[list[list[int]]] = []
         """Of each rank's tensors, as staged last."""
-        self.arenas = [Arena.create(sum(header.bytes for header in rank_headers)) for rank_headers in headers]
+        self.arenas = [Arena.create(sum(header.bytes for header in rank_headers)) for rank_headers in staged]
         self.writers = [Writer(arena, reply) for arena, reply in zip(self.arenas, self.replies, strict=True)]
-        for rank, (writer, rank_headers) in enumerate(zip(self.writers, headers, strict=True)):
-            header_entries = [[header.key, header.dtype, list(header.shape)] for header in rank_headers]
+        entries = [
+            [[header.key, header.dtype, list(header.shape)] for header in rank_headers] for rank_headers in headers
+        ]
+        for rank, writer in enumerate(self.writers):
+            replica = replicas[rank] if replicas else None
             setup = Setup(
-                str(run / "checkpoints"), rank, ranks, header_entries, {} if rank else encoded_contents(contents), asdict(lease),
-                keep, 1, "2.0", peer_seconds=peer_seconds, folder_seconds=1.0,
+                str(run / "checkpoints"), rank, ranks, entries[rank],
+                encoded_contents(contents) if 0 in (rank, replica) else {}, asdict(lease),
+                keep, 1, "2.0", peer_seconds=peer_seconds, folder_seconds=1.0, replica=replica,
+                replica_headers=[] if replica is None else entries[replica],
             )  # fmt: skip
             writer.do(setup)
 

@@ -18,6 +18,7 @@ import torch
 
 from meshwright.checkpoint.arena import ARENA, Arena, empty_memory
 from meshwright.checkpoint.ranks import Ranks
+from meshwright.checkpoint.shards import ShardFile
 from meshwright.checkpoint.snapshot_memory import SnapshotMemory, open_snapshot
 from meshwright.checkpoint.snapshot_transport import SERVER_VARIABLE, SnapshotServer
 from meshwright.observe.metrics import MetricsWriter
@@ -74,6 +75,14 @@ def lose_arena(world: World, session: Session) -> None:
 
 def corrupt_and_delete(world: World, session: Session) -> None:
     corrupt_byte(world, session)
+    delete_checkpoints(world, session)
+
+
+def exchange_arenas(world: World, session: Session) -> None:
+    """Hosts change places: each rank finds the arena of the next one."""
+    ranks, path = Ranks(world.control), os.environ[ARENA].replace("self", str(os.getpid()))
+    paths = ranks.run_on_all("exchanging", lambda: path)
+    os.environ[ARENA] = paths[(world.rank + 1) % world.ranks]
     delete_checkpoints(world, session)
 
 
@@ -188,6 +197,34 @@ def after_lost_host(world: World, assignment: Assignment, token: Path, change: H
     finally:
         for host in hosts:
             host.close()
+
+
+def after_lost_replica(world: World, assignment: Assignment, lost: int) -> tuple[Any, ...]:
+    """(tier, step, equal) of a start after the host `lost` of two was replaced by an empty one, and storage emptied.
+
+    No server can take a copy. `equal` tells whether the state is the trained one; in storage each byte was once.
+    """
+    ranks, memory = Ranks(world.control), {ARENA: f"/proc/self/fd/{empty_memory()}"}
+    with mock.patch.dict(os.environ, memory):
+        session = open_session(assignment, world)
+        with mock.patch.dict(os.environ, {SERVER_VARIABLE: "127.0.0.1:1"}):
+            _train(session)
+        trained = {name: parts.local.clone() for name, parts in session.state().items()}
+        sizes = ranks.run_on_all("training", lambda: sum(parts.local.nbytes for parts in session.state().values()))
+        files = list((session.folder / "checkpoints" / "step-00000008").glob("*.safetensors"))
+        stored = sum(entry.end - entry.start for path in files for entry in ShardFile(path).entries.values())
+        assert (len(files), stored) == (world.ranks, sum(sizes) // 2)
+        arena = _arena()
+        assert arena.size == sizes[world.rank], "the rank's part and its replica's are the whole shard"
+        arena.close()
+        delete_checkpoints(world, session)
+    if world.rank // 2 == lost:
+        memory[ARENA] = f"/proc/self/fd/{empty_memory()}"
+    ranks.run_on_all("changing", lambda: None)
+    with mock.patch.dict(os.environ, memory):
+        session = open_session(_resume_assignment(assignment, None), world)
+    equal = all(torch.equal(parts.local, trained[name]) for name, parts in session.state().items())
+    return session.resumed_from, session.step, equal
 
 
 _close = Saver.close

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from meshwright.checkpoint.verify import list_checkpoints
+from meshwright.spec.plan import MeshAxis
 from tests.distributed import cases_memory as cases
 from tests.distributed.pool import Pool
 from tests.training.tiny import make_tiny, prepared, ranks, staged
@@ -28,6 +30,11 @@ def test_a_restart_loads_the_newest_snapshot_without_storage(
     assignment = prepared(tiny, tmp_path, *layout, *ASYNC, "model.tied=true").assignment
     count = assignment.run.cluster.ranks
     assert pool.run(cases.restarted, count, assignment, cases.delete_checkpoints) == [("host memory", 6, True)] * count
+
+
+def test_ranks_that_change_places_load_what_each_has_in_its_memory(pool: Pool, tiny: Path, tmp_path: Path) -> None:
+    assignment = prepared(tiny, tmp_path, *ranks(2), *ASYNC).assignment
+    assert pool.run(cases.restarted, 2, assignment, cases.exchange_arenas) == [("host memory", 6, True)] * 2
 
 
 @pytest.mark.parametrize(
@@ -73,6 +80,19 @@ def test_after_the_loss_of_a_host_its_ranks_load_the_copy_of_their_partner(
     token.touch(mode=0o600)
     token.write_text(cases.TOKEN)
     assert pool.run(cases.after_lost_host, 2, assignment, token, change) == [(tier, 5, True)] * 2
+
+
+REPLICAS = ("cluster.nodes=2", "cluster.gpus_per_node=2", "plan.replicate=2", "plan.shard=2", "checkpoint.partner=host")
+ACROSS_HOSTS = (MeshAxis(axis="replicate", size=2, crosses="node"), MeshAxis(axis="shard", size=2))
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_after_the_loss_of_a_host_its_replica_has_all_state_and_nothing_was_sent(
+    pool: Pool, tiny: Path, tmp_path: Path, lost: int
+) -> None:
+    assignment = prepared(tiny, tmp_path, *REPLICAS, "checkpoint.every=5", "train.steps=8").assignment
+    assignment = replace(assignment, plan=replace(assignment.plan, mesh=ACROSS_HOSTS))
+    assert pool.run(cases.after_lost_replica, 4, assignment, lost) == [("partner memory", 8, True)] * 4
 
 
 def test_the_next_start_saves_in_the_same_memory(pool: Pool, tiny: Path, tmp_path: Path) -> None:

@@ -73,22 +73,18 @@ def losses(run: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "step"]
 
 
-@pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float]]:
-    """The losses of an undisturbed run."""
-    hosts = Hosts(tmp_path_factory.mktemp("calm") / "runs", make_tiny(tmp_path_factory.getbasetemp() / "tiny"), 2)
-    assert hosts.codes() == [0, 0], hosts.output
-    return losses(hosts.run)
-
-
 @pytest.mark.slow
+@pytest.mark.parametrize("axis", ["shard", "replicate"])
 def test_the_partner_of_a_lost_host_has_its_newest_step(
-    calm: list[tuple[int, float]], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    axis: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """The run's storage has lost all checkpoints when a spare host replaces the lost one."""
     tiny = make_tiny(tmp_path_factory.getbasetemp() / "tiny")
+    plan = f"plan.{axis}=2"
+    calm = Hosts(tmp_path / "calm", tiny, 2, plan)
+    assert calm.codes() == [0, 0], calm.output
     hosts = Hosts(
-        tmp_path / "lost", tiny, 3, "supervision.spares=1", "checkpoint.partner=host", "checkpoint.at_end=false"
+        tmp_path / "lost", tiny, 3, plan, "supervision.spares=1", "checkpoint.partner=host", "checkpoint.at_end=false"
     )
     until(lambda: last_step(hosts.run) >= 25, hosts.agents[0])
     lost = hosts.members()[1]
@@ -99,7 +95,7 @@ def test_the_partner_of_a_lost_host_has_its_newest_step(
     assert sorted(hosts.codes()) == [-9, 0, 0], hosts.output
     resumed = [line for line in hosts.output.splitlines() if "resumed after step" in line]
     assert resumed and "from partner memory" in resumed[-1], hosts.output
-    assert losses(hosts.run) == calm
+    assert losses(hosts.run) == losses(calm.run)
 
 
 @pytest.mark.slow

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 
-from meshwright.kernels.token_draw import draw_tokens, gumbel_noise
+from meshwright.kernels.token_draw import draw_from_scores, draw_tokens, gumbel_noise, gumbel_of_hash
 
 LOGITS = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5, -3.0])
 
@@ -47,3 +50,30 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     many = gumbel_noise(torch.tensor([5, 2**40 + 5, 9]), torch.tensor([1, 1, 7]), 30)
     assert torch.equal(many[2:], gumbel_noise(torch.tensor([9]), torch.tensor([7]), 30))
     assert not torch.equal(many[0], many[1])
+
+
+def test_no_hash_gives_infinite_noise_and_the_largest_noise_is_exact() -> None:
+    hashes = [0, 1, 77, 2**20, 2**31, 2**32 - 2**16]
+    expected = [-math.log(-math.log1p(-(x + 0.5) / 2**32)) for x in hashes]
+    assert gumbel_of_hash(torch.tensor(hashes)).tolist() == pytest.approx(expected, abs=1e-4)
+    assert (gumbel_of_hash(torch.arange(2**32 - 400, 2**32)) < -2.7).all()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernel itself")
+def test_the_kernel_draws_the_tokens_of_the_plain_operations() -> None:
+    pytest.importorskip("triton")
+    from meshwright.kernels import token_draw_triton
+
+    torch.manual_seed(0)
+    scores = 3 * torch.randn(6, 2100)
+    scores[2, 5:] = -torch.inf
+    scores[3, [40, 2099]] = 50.0  # the first of equal scores
+    temperatures, positions = torch.tensor([1.0, 0.3, 2.0, 0.0, 5.0, 1.0]), torch.tensor([0, 7, 7, 1, 2**31, 3])
+    seeds = torch.tensor([3, 2**62 + 1, 5, 6, -9, 3])
+    for each in (scores, scores[2:4].bfloat16()):
+        options = (
+            (temperatures, seeds, positions) if len(each) == 6 else (temperatures[2:4], seeds[2:4], positions[2:4])
+        )
+        plain = draw_from_scores(each, *options)
+        assert token_draw_triton.draw(each, *options, blocks=1).equal(plain)
+        assert plain[-3 if len(each) == 6 else 1] == 40

@@ -12,7 +12,7 @@ import pytest
 
 from meshwright.launch.agent import Agent
 from meshwright.launch.local import rank_starter
-from meshwright.launch.reports import Directive, HostTest
+from meshwright.launch.reports import Directive, Evidence, HostTest
 from meshwright.spec.cluster import ClusterSpec
 
 
@@ -53,11 +53,34 @@ def test_a_host_that_does_not_answer_fails_its_exchanges_and_its_processes_are_r
     first, second = let_test(agents, 1, ports[0], 6)
     assert first is not None and second is not None and not first.failure and not second.failure
     assert first.exchange.startswith("device 0: ") or first.exchange == "it did not answer in time"
-    assert second.exchange == "it did not answer in time"
+    assert second.exchange == "it did not answer in time" and not first.complete and not second.complete
     for agent in agents:
         agent.obey(Directive("wait", 1))
     assert not {agent.report().port for agent in agents} & {0, *ports}
     assert not Path(f"/proc/{stopped}").exists()
+
+
+def test_evidence_of_ranks_that_have_ended_is_collected_before_the_next_attempt(
+    agents: list[Agent], tmp_path: Path
+) -> None:
+    agent, folder = agents[0], tmp_path / "run" / "incidents" / "0001-0"
+    log = tmp_path / "run" / "logs" / "rank-00000.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("ValueError: its last line\n")
+    agent.obey(Directive("run", 1, 0, 1, "127.0.0.1", 1, assignment=str(tmp_path / "none")))
+    os.kill(agent._running.processes[0].pid, signal.SIGKILL)  # type: ignore[union-attr]
+    while not agent.report().ended:
+        agent.poll(0.01)
+    agent.obey(Directive("run", 2, 0, 1, "127.0.0.1", 1, evidence=Evidence(1, str(folder))))
+    assert agent._evidence is not None
+    agent._evidence.join()
+    text = (folder / "stacks" / "rank-0.txt").read_text()
+    assert "was killed by signal 9" in text and "none: the process has ended" in text
+    assert text.endswith("ValueError: its last line\n")
+    (folder / "stacks" / "rank-0.txt").unlink()
+    agent.obey(Directive("run", 2, 0, 1, "127.0.0.1", 1, evidence=Evidence(1, str(folder))))
+    agent._evidence.join()
+    assert not (folder / "stacks" / "rank-0.txt").exists()
 
 
 def test_an_excluded_host_has_no_processes(agents: list[Agent]) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from meshwright.events.messages import Progress
+from meshwright.events.messages import Corruption, Progress
 from meshwright.launch.coordinator import Coordinator
+from meshwright.launch.incidents import read_incidents
 from meshwright.launch.outcome import RankState
-from meshwright.launch.reports import Report
+from meshwright.launch.reports import Evidence, Report
 from meshwright.policies.restart import RestartPolicy
 from meshwright.policies.supervision import Rules
 
@@ -67,3 +68,41 @@ def test_no_rank_counts_as_hung_while_a_host_is_not_heard(tmp_path: Path) -> Non
     train(22.5, "ab", progress=False)
     assert coordinator.state.incidents[-1].hang
     coordinator.close()
+
+
+def test_corrupt_state_makes_its_host_a_suspect_and_is_recorded(tmp_path: Path) -> None:
+    coordinator = Coordinator(tmp_path, Rules(2, 8, RestartPolicy(3)), 1, lambda state: tmp_path)
+    for host in "ab":
+        coordinator.receive(Report(host, port=1))
+    while coordinator.state.status != "running":
+        coordinator.tick()
+        time.sleep(0.001)
+    corruption = Corruption(1, 11, "silent corruption: on rank 1 (host b) norm.weight changed between two updates")
+    for _ in range(2):
+        ranks = (RankState(0, last_step=11, progress=Progress("train", 11)),)
+        coordinator.receive(Report("a", attempt=1, ended=False, ranks=ranks, corruptions=(corruption,)))
+    assert [suspect.host for suspect in coordinator.state.suspects] == ["b"]
+    assert coordinator.state.status == "running"
+    coordinator.close()
+    (record,) = read_incidents(tmp_path)
+    assert (record["cause"], record["rank"], record["host"], record["step"]) == ("corruption", 1, "b", 11)
+    assert record["reason"] == corruption.cause
+    assert record["answer"].endswith("host b runs the self-test before the next attempt")
+
+
+def test_agents_learn_of_the_evidence_also_when_all_ranks_have_ended_and_the_next_attempt_is_prepared(
+    tmp_path: Path,
+) -> None:
+    coordinator = Coordinator(tmp_path, Rules(1, 8, RestartPolicy(3)), 1, lambda state: tmp_path)
+    coordinator.receive(Report("a", port=1))
+    while coordinator.state.status != "running":
+        coordinator.tick()
+        time.sleep(0.001)
+    killed = Report("a", port=1, attempt=1, ended=True, ranks=(RankState(0, -9, progress=Progress("train", 3)),))
+    assert coordinator.receive(killed).order == "run"
+    coordinator.tick()
+    directive = coordinator.receive(killed)
+    assert directive.order != "end" and coordinator.state.attempt == 2
+    coordinator.close()
+    (record,) = read_incidents(tmp_path)
+    assert directive.evidence == Evidence(1, str(Path(record["evidence"]).absolute()))

@@ -62,7 +62,7 @@ def test_a_record_says_who_did_what_and_who_waited(tmp_path: Path, capsys: pytes
 
 def test_old_incidents_are_removed_and_numbers_go_on(tmp_path: Path) -> None:
     for step in range(KEPT + 5):
-        new_folder(tmp_path, step).mkdir(parents=True)
+        new_folder(tmp_path, step)
     names = sorted(path.name for path in (tmp_path / "incidents").iterdir())
     assert len(names) == KEPT and (names[0], names[-1]) == ("0006-5", f"{KEPT + 5:04d}-{KEPT + 4}")
 

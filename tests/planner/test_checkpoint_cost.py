@@ -176,7 +176,7 @@ def test_a_run_without_checkpoints_has_no_cost(tmp_path: Path) -> None:
 
 
 def test_a_partner_host_takes_memory_of_two_copies_and_a_tenth_of_the_port(tmp_path: Path) -> None:
-    hosts = ("cluster.nodes=2", "cluster.network.port_gb_per_s=25")
+    hosts = ("cluster.nodes=2", "cluster.network.port_gb_per_s=25", "plan.shard=4")
     alone, cost = cost_of(tmp_path, *hosts), cost_of(tmp_path, *hosts, "checkpoint.partner=host")
     assert alone.partner is alone.partner_seconds is None
     assert cost.host_bytes == pytest.approx(3 * alone.host_bytes, abs=3)
@@ -185,3 +185,23 @@ def test_a_partner_host_takes_memory_of_two_copies_and_a_tenth_of_the_port(tmp_p
     assert "a copy takes" in "\n".join(checkpoint_sentences(planned(tmp_path, *hosts)[0], cost))
     single = cost_of(tmp_path, "checkpoint.partner=host")
     assert single.partner is None and single.host_bytes == cost_of(tmp_path).host_bytes
+
+
+def test_a_replica_on_another_host_takes_memory_of_one_copy_and_nothing_is_sent(tmp_path: Path) -> None:
+    """Two hosts with a whole replica each: a rank copies twice what it writes, which is half of its shard."""
+    hosts = ("cluster.nodes=2", "cluster.network.port_gb_per_s=25", "plan.replicate=2", "plan.shard=2")
+    alone, cost = cost_of(tmp_path, *hosts), cost_of(tmp_path, *hosts, "checkpoint.partner=host")
+    assert cost.host_bytes == cost.bytes == 2 * alone.host_bytes
+    assert cost.partner_seconds == cost.partner_link_share == 0 and cost.writing_seconds == alone.writing_seconds
+    assert cost.copy_seconds == pytest.approx(cost.bytes / 2 / 50e9)
+    text = "\n".join(checkpoint_sentences(planned(tmp_path, *hosts)[0], cost))
+    assert "its replica on another host writes, so nothing is sent" in text and "a copy takes" not in text
+
+
+def test_training_waits_if_memory_holds_the_snapshots_but_not_the_copies_of_a_partner(tmp_path: Path) -> None:
+    """A host's snapshots take 7.4 GB; with the partner's two copies that is 22.2 GB."""
+    hosts = ("cluster.nodes=2", "plan.shard=4", "cluster.host_memory_gib=18")
+    assert cost_of(tmp_path, *hosts).beside_training
+    cost = cost_of(tmp_path, *hosts, "checkpoint.partner=host")
+    assert not cost.beside_training
+    assert "snapshots and copies for checkpoint.partner need 22.2 GB of host memory" in cost.reason

@@ -16,7 +16,7 @@ from meshwright.planner.effective_time import (
     predict_effective_time,
 )
 from meshwright.spec.errors import BadInput
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan import MeshAxis, Plan
 from meshwright.spec.run import RunSpec
 
 STEP = 5.0
@@ -85,6 +85,19 @@ def test_a_partner_host_has_newer_steps_than_storage(planned: tuple[RunSpec, Pla
     assert partner.model.classes[2].lag_seconds == cost.copy_seconds + cost.partner_seconds
     assert partner.model.classes[2].load_seconds < alone.model.classes[2].load_seconds
     assert partner.model.classes[:2] == alone.model.classes[:2]
+
+
+def test_replicas_on_another_host_have_what_was_copied_whatever_is_sent_to_partners(
+    planned: tuple[RunSpec, Plan],
+) -> None:
+    run, plan = planned
+    with_partner = replace(run, checkpoint=replace(run.checkpoint, partner="host", partner_every=5))
+    assert plan.ranks == 2 * run.cluster.gpus_per_node
+    replicated = replace(plan, mesh=(MeshAxis(axis="replicate", size=2), MeshAxis(axis="shard", size=plan.ranks // 2)))
+    prediction = predict_effective_time(with_partner, replicated, STEP)
+    cost = checkpoint_cost(with_partner, replicated, STEP)
+    assert prediction is not None and cost is not None
+    assert prediction.model.classes[2].lag_seconds == cost.copy_seconds
 
 
 def test_spares_and_fewer_hosts_keep_a_run_going(planned: tuple[RunSpec, Plan]) -> None:

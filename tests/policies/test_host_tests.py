@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 
 import pytest
 
-from meshwright.policies.host_tests import Suspect, self_test_groups, suspects_after
+from meshwright.policies.host_tests import Suspect, seconds_of_test, self_test_groups, suspects_after
 from meshwright.policies.job_events import (
     Begin,
+    Corrupted,
     End,
     Ended,
     Event,
@@ -19,6 +21,7 @@ from meshwright.policies.job_events import (
     Prepare,
     Prepared,
     Ready,
+    Record,
     SelfTestEnded,
     StopRequested,
     Test,
@@ -145,6 +148,25 @@ def test_a_failed_exchange_excludes_the_suspect_and_not_its_partner() -> None:
     ]
 
 
+def test_a_test_that_does_not_end_is_repeated_once_with_a_longer_limit_before_it_excludes() -> None:
+    for passes in (True, False):
+        job = Job(Rules(1, 8, RestartPolicy(3), others_may_join=False))
+        job.fail(incident(5, hang=True, host="a/1"))
+        assert seconds_of_test(("a/1",), job.state.incomplete) == 60
+        late = SelfTestEnded(2, "a/1", exchange="it did not answer in time", complete=False)
+        assert types(job.take(Prepared(2), late)) == [Note] and not job.state.excluded
+        assert types(job.take(Tick(), Ready("a/1"), Prepared(3), seconds=60)) == [Prepare]
+        assert job.state.testing == ("a/1",) and seconds_of_test(("a/1",), job.state.incomplete) == 180
+        if passes:
+            assert types(job.take(SelfTestEnded(3, "a/1"))) == [Begin] and job.state.incomplete == ()
+        else:
+            assert job.take(SelfTestEnded(3, "a/1", exchange="late", complete=False))[-1] == Finish(5)
+    job = Job()
+    job.fail(incident(-signal.SIGBUS))
+    job.take(SelfTestEnded(2, "b/2", "wrong product", "late", complete=False))
+    assert [exclusion.host for exclusion in job.state.excluded] == ["b/2"]
+
+
 def test_without_a_spare_the_job_continues_on_the_remaining_hosts_after_an_exclusion() -> None:
     job = Job()
     job.fail(incident(-signal.SIGBUS))
@@ -213,3 +235,24 @@ def test_without_any_plan_the_job_waits_for_hosts_and_then_ends_with_5() -> None
     job = short()
     assert types(job.take(Ready("c/3"), seconds=RETURN_SECONDS / 2)) == [Prepare]
     assert job.state.members == ("a/1", "c/3")
+
+
+def test_the_host_of_a_rank_with_corrupt_state_is_tested_before_the_next_attempt_and_at_once_after_the_second_time() -> (
+    None
+):
+    corrupt = replace(incident(5), corrupt=True)
+    assert suspects_after([corrupt], MEMBERS) == (Suspect("b/2"),)
+    state = State(status="running", attempt=1, members=MEMBERS)
+    state, actions = decide(state, Corrupted(1, 1, corrupt), 0.0, RULES)
+    assert actions == (Record(corrupt),) and state.status == "running" and not state.incidents
+    assert decide(state, Corrupted(1, 1, corrupt), 0.0, RULES) == (state, ())  # an agent reports it again
+    failed, _ = decide(state, Failed(1, incident(-signal.SIGKILL, host="a/1")), 0.0, RULES)
+    assert failed.suspects == (Suspect("b/2"),)
+    again, actions = decide(state, Corrupted(1, 2, corrupt), 0.0, RULES)
+    assert again.status == "ending" and again.suspects == (Suspect("b/2"),)
+    assert actions[0] == End(corrupt.cause, corrupt)
+    without = replace(RULES, policy=RestartPolicy(0))
+    assert (
+        decide(State(status="running", attempt=1, members=MEMBERS), Corrupted(1, 1, corrupt), 0.0, without)[0].suspects
+        == ()
+    )

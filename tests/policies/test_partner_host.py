@@ -6,7 +6,13 @@ from itertools import permutations, product
 
 import pytest
 
-from meshwright.policies.partner_host import OUTSIDE_AXES, PartnerHosts, choose_partner_hosts, partner_sentence
+from meshwright.policies.partner_host import (
+    OUTSIDE_AXES,
+    PartnerHosts,
+    choose_partner_hosts,
+    choose_replicas,
+    partner_sentence,
+)
 from meshwright.spec.layout import Layout
 
 AXES = ("pipeline", "replicate", "shard", "tensor")
@@ -66,6 +72,43 @@ def test_examples(axes: list[tuple[str, int]], ranks_per_host: int, expected: tu
     partners = choose_partner_hosts(Layout(tuple(axes), ranks_per_host))
     assert partners is not None and (partners.shift, partners.inside) == expected
     assert ("as no other host is better" in partner_sentence(partners)) == (partners.inside > 0)
+
+
+def test_each_rank_keeps_the_part_of_one_replica_on_another_host_where_one_distance_allows_it() -> None:
+    chosen = 0
+    for layout in shapes():
+        groups = [layout.group("replicate", rank) for rank in range(layout.ranks)]
+
+        def outside(shift: int, groups: list[tuple[int, ...]] = groups, layout: Layout = layout) -> bool:
+            """Whether the replica `shift` further along the axis is on another host, for all ranks."""
+            return all(
+                layout.node(group[(group.index(rank) + shift) % len(group)]) != layout.node(rank)
+                for rank, group in enumerate(groups)
+            )
+
+        replicas = choose_replicas(layout)
+        assert (replicas is not None) == any(outside(shift) for shift in range(1, layout.size("replicate")))
+        if replicas is not None:
+            assert sorted(replicas) == list(range(layout.ranks)), "each rank's part is kept once"
+            assert all(replicas[rank] in group for rank, group in enumerate(groups))
+            assert all(layout.node(other) != layout.node(rank) for rank, other in enumerate(replicas))
+            chosen += 1
+    assert chosen > 300
+
+
+@pytest.mark.parametrize(
+    ("axes", "ranks_per_host", "expected"),
+    [
+        ([("replicate", 2), ("shard", 2)], 2, (2, 3, 0, 1)),
+        ([("replicate", 4)], 2, (2, 3, 0, 1)),  # the next replica is on the same host
+        ([("replicate", 2), ("shard", 2)], 4, None),
+        ([("shard", 4)], 2, None),
+    ],
+)
+def test_examples_of_replicas(
+    axes: list[tuple[str, int]], ranks_per_host: int, expected: tuple[int, ...] | None
+) -> None:
+    assert choose_replicas(Layout(tuple(axes), ranks_per_host)) == expected
 
 
 def test_a_thousand_hosts_take_no_time() -> None:

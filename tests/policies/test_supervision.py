@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,6 +12,7 @@ from meshwright.policies.job_events import (
     AttemptReported,
     Begin,
     Committed,
+    Corrupted,
     End,
     Ended,
     Event,
@@ -47,6 +50,7 @@ EVENTS: st.SearchStrategy[list[Event]] = st.lists(
         st.builds(Trained),
         st.builds(Committed, st.integers(1, 9)),
         st.builds(SkippedSamples, st.sampled_from([((8, 16),), ((16, 24), (32, 40))])),
+        st.builds(Corrupted, attempt, st.integers(1, 3), st.builds(replace, incident, corrupt=st.just(True))),
         st.builds(Failed, attempt, incident),
         st.builds(Ended, attempt, host),
         st.builds(StopRequested, st.sampled_from([75, 130])),

@@ -135,6 +135,8 @@ def disturb_values(fault: str, printed: str) -> Callable[[Stage], None]:
 
     def play(stage: Stage) -> None:
         step = middle(stage)
+        if fault == "bit":
+            stage.expect_incident("corruption", stage.template.ranks - 1)
         job = stage.start(with_code(stage.folder, f"{fault}:{stage.template.ranks - 1}:{step}"))
         job.until_step(step - 1)
         stage.mark()
@@ -151,6 +153,7 @@ def make_host_wrong(stage: Stage) -> None:
     job.until_step(middle(stage))
     host = training_host(stage)
     file.write_text(host_name(host))
+    stage.expect_incident("killed", host=host_name(host))
     stage.signal(next(iter(job.ranks(host).values())), signal.SIGBUS)
     job.wait()
     stage.expect(

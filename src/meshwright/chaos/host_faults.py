@@ -6,7 +6,7 @@ import shutil
 import signal
 from collections.abc import Callable
 
-from meshwright.chaos.hosts import namespace_obstacle
+from meshwright.chaos.hosts import host_name, namespace_obstacle
 from meshwright.chaos.process_faults import CONTINUES, RESTART_SECONDS, after, middle
 from meshwright.chaos.processes import children, command, processes_with, send
 from meshwright.chaos.scenario import Scenario, Stage
@@ -56,7 +56,8 @@ def lose_host(stage: Stage) -> None:
     host = training_host(stage)
     agent = stage.job.processes[host]
     stage.mark()
-    if namespace_obstacle() is None:
+    if namespace_obstacle() is None:  # else its connections are closed, and the other host reports that first
+        stage.expect_incident("failure", host=host_name(host))
         stage.hosts.set_link(host, False)
     for pid in [agent.pid, *children(agent.pid)]:
         send(pid, signal.SIGKILL)
@@ -74,6 +75,7 @@ def lose_host_and_checkpoints(stage: Stage) -> None:
 
 def lose_store(stage: Stage) -> None:
     """Kill rank 0, which holds the store of the attempt; the ranks of the other host lose it."""
+    stage.expect_incident("killed", 0, host_name(0))
     stage.signal(stage.job.ranks(0)[0], signal.SIGKILL)
 
 
@@ -86,6 +88,8 @@ def cut_link(seconds: float | None) -> Callable[[Stage], None]:
         agent = stage.job.processes[host]
         stage.mark()
         stage.hosts.set_link(host, False)
+        if seconds is None or seconds > LOST_SECONDS:
+            stage.expect_incident("failure", host=host_name(host))
         if seconds is not None:
             stage.pause(seconds)
             stage.hosts.set_link(host, True)

@@ -41,8 +41,14 @@ def middle(stage: Stage) -> int:
 
 
 def signal_rank(rank: int, number: int) -> Callable[[Stage], None]:
-    """Disturb by a signal to `rank`, from the end if negative."""
-    return lambda stage: stage.signal(stage.job.ranks()[rank % stage.template.ranks], number)
+    """Disturb by SIGKILL or SIGSTOP to `rank`, from the end if negative; the incident has to name it."""
+
+    def disturb(stage: Stage) -> None:
+        chosen = rank % stage.template.ranks
+        stage.expect_incident("killed" if number == signal.SIGKILL else "hang", chosen)
+        stage.signal(stage.job.ranks()[chosen], number)
+
+    return disturb
 
 
 def stop_rank(stage: Stage) -> None:
@@ -131,6 +137,7 @@ def exhaust_memory(stage: Stage) -> None:
     group.add(job.process.pid)
     job.until_step(middle(stage))
     stage.mark()
+    stage.expect_incident("killed", stage.template.ranks - 1)
     victim = job.ranks()[stage.template.ranks - 1]
     group.exhaust(victim)
     job.until(lambda: state(victim) in ("Z", "X", ""), "the kernel's kill of a rank", seconds=60)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
@@ -46,6 +47,22 @@ class Template:
     """Whether the ranks compute on GPUs, whose sums may differ from one attempt to the next in their last bits."""
 
 
+@dataclass(frozen=True)
+class Culprit:
+    """What an incident has to name; None for what it may name as it likes."""
+
+    cause: str
+    rank: int | None
+    host: str | None
+
+    def is_named_by(self, incident: Mapping[str, Any] | None) -> bool:
+        """Whether an incident (`Stage.first_incident`) names this cause, rank and host. Agents are named HOST/PID."""
+        if incident is None or incident["cause"] != self.cause:
+            return False
+        same_host = self.host in (None, incident["host"].partition("/")[0])
+        return same_host and self.rank in (None, incident["rank"])
+
+
 class Stage:
     """The jobs of one scenario in a folder of their own, and the moment of the injection."""
 
@@ -84,6 +101,8 @@ class Stage:
         self._host_count = hosts
         self.hosts: Hosts | None = None
         """The emulated hosts, if there are several."""
+        self.culprit: Culprit | None = None
+        """What the first incident of the run has to name; None if the disturbance makes none."""
 
     def start(self, env: Mapping[str, str] = MappingProxyType({})) -> Job:
         """Start the training command, on all hosts, with further environment variables."""
@@ -137,6 +156,17 @@ class Stage:
         """Record a part of the promise that is broken unless `kept`."""
         if not kept:
             self.violations.append(violation)
+
+    def expect_incident(self, cause: str, rank: int | None = None, host: str | None = None) -> None:
+        """The first incident of the run has to name this cause, and the rank or host, where given."""
+        self.culprit = Culprit(cause, rank, host)
+
+    def first_incident(self) -> dict[str, Any] | None:
+        """The first incident of the run: cause, rank and host; None without one."""
+        for path in sorted(self.run.glob("incidents/*/incident.json")):
+            record = json.loads(path.read_text(encoding="utf-8"))
+            return {name: record[name] for name in ("cause", "rank", "host")}
+        return None
 
     def require(self, reached: bool, violation: str) -> None:
         """Raise NotReached unless the scenario can go on."""
@@ -230,6 +260,8 @@ class Verdict:
     detected_seconds: float | None = None
     recovered_seconds: float | None = None
     lost_steps: int | None = None
+    incident: Mapping[str, Any] | None = None
+    """Cause, rank and host in the first incident of the run, where the scenario expects one."""
 
     def as_plain(self) -> dict[str, Any]:
         """The verdict as values of JSON, seconds rounded to hundredths."""
@@ -300,6 +332,7 @@ def run_scenario(
         stage.detected_seconds(scenario.detected_by),
         recovery and recovery[0],
         recovery and recovery[1],
+        stage.first_incident() if stage.culprit else None,
     )
 
 
@@ -324,6 +357,8 @@ def _violations(
             violations.append(f"{description} {duration}, allowed are {allowed:g} s")
     if not scenario.restarts and any(state["attempt"] > 1 for job in stage.jobs for _, state in job.states):
         violations.append("the job restarted its ranks")
+    if stage.culprit is not None and not stage.culprit.is_named_by(incident := stage.first_incident()):
+        violations.append(f"the incident says {incident or 'nothing'}, expected is {stage.culprit}")
     if orphans:
         violations.append(f"{len(orphans)} processes still ran after the end")
     if scenario.same_losses and gpu:

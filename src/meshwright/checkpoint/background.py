@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from meshwright.checkpoint.arena import Arena, allocated_bytes, available_host_memory
+from meshwright.checkpoint.header import TensorHeader
 from meshwright.checkpoint.layout import plan_layout
 from meshwright.checkpoint.partner_copy import Partner
 from meshwright.checkpoint.ranks import Ranks
@@ -92,22 +93,24 @@ class BackgroundSaver:
         start: int = 1,
         partner: Partner | None = None,
         partner_every: int = 1,
+        replicas: Sequence[int] | None = None,
         kept_open: Sequence[int] = (),
         warm_up: Callable[[], object] = lambda: None,
         **limits: float,
     ) -> None:
         """`start` counts the starts of the ranks under the lease, from 1.
 
-        `partner` gets a copy of every `partner_every`-th snapshot.
+        `partner` gets a copy of every `partner_every`-th snapshot. `replicas` has for each rank another one with the same state whose part
+        its snapshots have too.
         `kept_open` and the time `limits` are those of `WriterProcess`; `warm_up` is called when all else is prepared.
         """
         self._ranks, self._state, self._device, self._lease = ranks, state, device, lease
-        self.layout = plan_layout(ranks, state.tensors)
+        self.layout = plan_layout(ranks, state.tensors, replicas)
         self._setup = Setup(
             folder=str(folder),
             rank=ranks.rank,
             ranks=ranks.size,
-            headers=[[header.key, header.dtype, list(header.shape)] for header in self.layout.headers],
+            headers=_plain_headers(self.layout.headers),
             contents=encoded_contents(self.layout.contents),
             lease=asdict(lease),
             keep=keep,
@@ -115,6 +118,8 @@ class BackgroundSaver:
             torch_version=str(torch.__version__),
             parent=parent,
             partner=None if partner is None else asdict(partner),
+            replica=self.layout.replica,
+            replica_headers=_plain_headers(self.layout.replica_headers),
         )
         self._partner_every = partner_every
         self._kept_open, self._warm_up = kept_open, warm_up
@@ -151,6 +156,11 @@ class BackgroundSaver:
                 raise self._failure
 
         self._ranks.run_on_all("preparing checkpoints", check)
+
+    @property
+    def describes_first(self) -> bool:
+        """Whether this rank's snapshots have the first rank's part."""
+        return 0 in (self._setup.rank, self._setup.replica)
 
     @property
     def in_flight(self) -> bool:
@@ -190,7 +200,7 @@ class BackgroundSaver:
         return copies
 
     def describe(self, step: int, plain: Callable[[], Mapping[str, bytes]]) -> None:
-        """Give the first rank's plain files of the save of `step`, which are made in another thread; other ranks give none.
+        """Give the plain files of the save of `step`, which are made in another thread; only ranks with `describes_first` give some.
 
         The call says that the step's loss and gradient norm were finite. Without it the snapshot is not written.
         """
@@ -254,6 +264,10 @@ class BackgroundSaver:
             self._state.allocate_second_buffers()
         except OutOfResources as error:
             log.warning("%s; updates wait for copies of snapshots", error)
+
+
+def _plain_headers(headers: Sequence[TensorHeader]) -> list[Any]:
+    return [[header.key, header.dtype, list(header.shape)] for header in headers]
 
 
 class _SaveInFlight:

@@ -1,10 +1,11 @@
 """The memory tier: the newest snapshot that is complete in the memory of the hosts, loaded without storage.
 
 An arena outlives its rank in a memfd that the launcher keeps (`checkpoint.arena`). With `checkpoint.partner: host` each host also keeps
-copies of another host's snapshots, and serves all snapshots that it has to ranks of other hosts (`checkpoint.snapshot_transport`).
-Snapshots are found by rank, whichever host has them. A save counts if every rank's snapshot of it is found, with the number of ranks that
-saved it. Blocks are verified with the digests of the file that the arena makes. Each rank reads its own snapshot and sends blocks that
-other ranks need (replicas, tied weights) as a load from storage does.
+copies of another host's snapshots, in slots or, of a replica, in its ranks' arenas, and serves all snapshots that it has to ranks of
+other hosts (`checkpoint.snapshot_transport`).
+Snapshots are found by run, save and rank, whichever host has them and whatever ranks and hosts are now called. A save counts if the
+snapshots of all ranks that saved it are found. Blocks are verified with the digests of the file that the arena makes. A rank of the host
+that has a snapshot reads it and sends blocks that other ranks need, as a load from storage does.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,14 +29,14 @@ from meshwright.checkpoint.files import BLOCK_BYTES, FileRecord
 from meshwright.checkpoint.load import OpenCheckpoint, load_tensors
 from meshwright.checkpoint.manifest import STATE, Manifest, step_name
 from meshwright.checkpoint.ranks import Ranks
-from meshwright.checkpoint.snapshot_record import SnapshotName, SnapshotRecord
+from meshwright.checkpoint.snapshot_record import SnapshotRecord
 from meshwright.checkpoint.snapshot_source import (
-    ArenaSource,
     RankOffer,
-    ServerSource,
     SnapshotLocation,
     SnapshotSource,
     newest_complete,
+    open_in_arena,
+    open_on_host,
 )
 from meshwright.checkpoint.snapshot_transport import SERVER_VARIABLE, SnapshotClient, TransportFailure
 from meshwright.checkpoint.state import decode_state
@@ -50,25 +52,25 @@ WRITER_SECONDS, POLL_SECONDS = 5.0, 0.02
 LIST_SECONDS = 10.0
 """How long a rank waits for the list of its host's snapshots."""
 MemoryTier = Literal["host memory", "partner memory"]
-"""Whether each rank's snapshot is in its own arena, or some come from a snapshot server."""
+"""Whether all snapshots are in arenas of the hosts that made them, or some are copies for a partner host."""
 
 log = logging.getLogger("meshwright")
 
 
 @dataclass(frozen=True)
 class MemorySnapshot:
-    """A save whose snapshots of all ranks are complete in memory; this rank reads its own from `source`."""
+    """A save whose snapshots of all ranks are complete in memory; this rank reads `sources`, by the rank that saved each."""
 
-    source: SnapshotSource
+    step: int
+    attempt: str
+    sources: Mapping[int, SnapshotSource]
     tier: MemoryTier
     file_bytes: tuple[int | None, ...]
-    """Bytes of each rank's file, in rank order; None for a rank without a file."""
+    """Bytes of each saved rank's file, in rank order; None for a rank without a file."""
+    readers: tuple[int, ...]
+    """The rank that reads each of them."""
     contents: Mapping[str, Any]
     state: Mapping[str, Any]
-
-    @property
-    def step(self) -> int:
-        return self.source.record.step
 
     def load(
         self,
@@ -83,122 +85,132 @@ class MemorySnapshot:
         """
         blocks = self._blocks()
         opened = OpenCheckpoint(blocks.path, blocks.manifest, decoded_contents(dict(self.contents)), dict(self.state))
-        owners = {shard_name(rank): rank for rank in range(ranks.size)}
+        owners = {shard_name(rank): reader for rank, reader in enumerate(self.readers)}
         try:
             load_tensors(
                 ranks, opened, tensors, recorder, prefix="", convert=False, activity=f"loading {blocks.path}",
                 device_group=device_group, files=blocks, owners=owners,
             )  # fmt: skip
         except Damaged:
-            self.source.discard()
+            self._discard()
             raise
         return opened.state
 
     def verify(self, ranks: Ranks) -> None:
         """Raise Damaged on all ranks if a block on any does not match its digest; nothing is filled. Collective."""
-        blocks, buffer, record = self._blocks(), bytearray(BLOCK_BYTES), self.source.record
+        blocks, buffer = self._blocks(), bytearray(BLOCK_BYTES)
 
         def check() -> None:
-            for index in range(0 if record.file is None else len(record.file.blocks)):
-                file = shard_name(record.rank)
-                blocks.read(file, index, memoryview(buffer)[: blocks.block_bytes(file, index)])
+            for rank, source in self.sources.items():
+                file, record = shard_name(rank), source.record.file
+                for index in range(0 if record is None else len(record.blocks)):
+                    blocks.read(file, index, memoryview(buffer)[: blocks.block_bytes(file, index)])
 
         try:
             ranks.run_on_all(f"verifying {blocks.path}", check)
         except Damaged:
-            self.source.discard()
+            self._discard()
             raise
 
     def close(self) -> None:
-        """Release the memory or the connections of this rank's source."""
-        self.source.close()
+        """Release the memory or the connections of this rank's sources."""
+        for source in self.sources.values():
+            source.close()
 
-    def _blocks(self) -> _SnapshotFile:
-        record = self.source.record
+    def _discard(self) -> None:
+        for source in self.sources.values():
+            source.discard()
+
+    def _blocks(self) -> _SnapshotFiles:
         files = {
-            shard_name(rank): FileRecord(size, "", ())  # each rank verifies its own file only
+            shard_name(rank): FileRecord(size, "", ())  # each rank verifies the files that it reads
             for rank, size in enumerate(self.file_bytes)
             if size is not None
         }
-        if record.file is not None:
-            files[shard_name(record.rank)] = record.file
-        manifest = Manifest(self.step, len(self.file_bytes), record.attempt, "", {}, files)
-        return _SnapshotFile(Path(f"{self.tier} of {step_name(self.step)}"), manifest, self.source)
+        sources = {shard_name(rank): source for rank, source in self.sources.items()}
+        files |= {name: source.record.file for name, source in sources.items() if source.record.file is not None}
+        manifest = Manifest(self.step, len(self.file_bytes), self.attempt, "", {}, files)
+        return _SnapshotFiles(Path(f"{self.tier} of {step_name(self.step)}"), manifest, sources)
 
 
 def find_snapshot(ranks: Ranks, run_id: str | None) -> MemorySnapshot | None:
     """The newest save of the run of which every rank's snapshot is in the memory of some host; None without one. Collective."""
     activity = "looking for a snapshot in host memory"
-    arena = Arena.of_last_process()
-    record = None if arena is None else _record_of(arena)
-    own = None if record is None else record.name
-    offers = ranks.run_on_all(activity, lambda: RankOffer(own, os.environ.get(SERVER_VARIABLE)))
+    offers = ranks.run_on_all(activity, _own_offer)
     if any(offer.address is not None for offer in offers):  # the writers of all ranks have ended
         offers = ranks.run_on_all(activity, lambda: _with_list(offers[ranks.rank]))
     locations = newest_complete(offers, run_id)
-    source: SnapshotSource | None = None
-    if arena is not None:
-        if locations is not None and record is not None and locations[ranks.rank].address is None:
-            source = ArenaSource(arena, record)
-        else:
-            arena.close()
     if locations is None:
-        count = len({name.rank for offer in offers for name in (offer.own, *offer.listed) if name is not None})
+        count = len({name.rank for offer in offers for name in offer.names})
         if count and ranks.is_first:
             log.info("%d of %d ranks have a snapshot in memory; it is not used", count, ranks.size)
         return None
-    return _open(ranks, activity, locations, source)
+    return _open(ranks, activity, locations)
 
 
-def _open(
-    ranks: Ranks, activity: str, locations: list[SnapshotLocation], source: SnapshotSource | None
-) -> MemorySnapshot | None:
-    """The snapshot at `locations`; None, with a warning, if a server does not answer.
+def _open(ranks: Ranks, activity: str, locations: list[SnapshotLocation]) -> MemorySnapshot | None:
+    """The snapshot at `locations`; None, with a warning, if a server does not answer."""
+    sources: dict[int, SnapshotSource] = {}
 
-    `source` is this rank's arena if its snapshot is there.
-    """
-    opened: list[SnapshotSource] = [] if source is None else [source]
-
-    def open_source() -> int | None:
-        location = locations[ranks.rank]
-        if location.address is not None:
-            opened.append(ServerSource(location.address, job_token(), location.name))
-        file = opened[0].record.file
-        return None if file is None else file.bytes
+    def open_sources() -> dict[int, int | None]:
+        for location in locations:
+            if location.reader == ranks.rank:
+                sources[location.name.rank] = _open_source(location)
+        files = {rank: source.record.file for rank, source in sources.items()}
+        return {rank: None if file is None else file.bytes for rank, file in files.items()}
 
     try:
-        sizes = ranks.run_on_all(activity, open_source)
+        sizes = {rank: size for part in ranks.run_on_all(activity, open_sources) for rank, size in part.items()}
     except Damaged as error:
         if ranks.is_first:
             log.warning("%s; storage is used", error)
-        for part in opened:
-            part.close()
+        for source in sources.values():
+            source.close()
         return None
-    own = opened[0].record
-    contents, text = ranks.run_on_first(activity, lambda: (own.contents, own.state or "{}"))
-    tier: MemoryTier = "host memory" if all(location.address is None for location in locations) else "partner memory"
-    return MemorySnapshot(opened[0], tier, tuple(sizes), contents, decode_state(text.encode(), Path(STATE)))
+
+    def describe() -> tuple[dict[str, Any], str]:
+        record = sources[0].record
+        return record.contents, record.state or "{}"
+
+    contents, text = ranks.run_on(locations[0].reader, activity, describe)
+    tier: MemoryTier = "partner memory" if any(location.is_copy for location in locations) else "host memory"
+    name, readers = locations[0].name, tuple(location.reader for location in locations)
+    file_bytes = tuple(sizes[location.name.rank] for location in locations)
+    state = decode_state(text.encode(), Path(STATE))
+    return MemorySnapshot(name.step, name.attempt, sources, tier, file_bytes, readers, contents, state)
+
+
+def _open_source(location: SnapshotLocation) -> SnapshotSource:
+    if location.address is None:
+        return open_in_arena(location.name)
+    return open_on_host(location.address, job_token(), location.name)
+
+
+def _own_offer() -> RankOffer:
+    """The snapshots in this rank's arena. Waits for a writer that works."""
+    address, arena = os.environ.get(SERVER_VARIABLE), Arena.of_last_process()
+    if arena is None:
+        return RankOffer(None, address)
+    with closing(arena):
+        _await_writer(arena)
+        data = arena.read_record()
+    record = None if data is None else SnapshotRecord.decode(data)
+    if record is None:
+        return RankOffer(None, address)
+    return RankOffer(record.name, address, replica=None if record.replica is None else record.replica.name)
 
 
 def _with_list(offer: RankOffer) -> RankOffer:
     """The offer of this rank with the snapshots of its host, if it is the first rank there."""
     if offer.address is None or os.environ.get("LOCAL_RANK", "0") != "0":
         return offer
-    names: list[SnapshotName] = []
     try:
-        client = SnapshotClient(offer.address, job_token(), seconds=LIST_SECONDS)
-        names = client.names()
-        client.close()
+        with closing(SnapshotClient(offer.address, job_token(), seconds=LIST_SECONDS)) as client:
+            listed, copies = client.names()
     except TransportFailure as error:
         log.warning("%s", error)
-    return RankOffer(offer.own, offer.address, tuple(names))
-
-
-def _record_of(arena: Arena) -> SnapshotRecord | None:
-    """The record of the arena's snapshot. Waits for a writer that works."""
-    _await_writer(arena)
-    data = arena.read_record()
-    return None if data is None else SnapshotRecord.decode(data)
+        return offer
+    return replace(offer, listed=tuple(listed), copies=tuple(copies))
 
 
 def _await_writer(arena: Arena) -> None:
@@ -210,17 +222,16 @@ def _await_writer(arena: Arena) -> None:
         time.sleep(POLL_SECONDS)
 
 
-class _SnapshotFile(BlockFiles):
-    """This rank's file as its snapshot makes it; the rank reads no other."""
+class _SnapshotFiles(BlockFiles):
+    """The files that this rank reads, as their snapshots make them."""
 
-    def __init__(self, path: Path, manifest: Manifest, source: SnapshotSource) -> None:
+    def __init__(self, path: Path, manifest: Manifest, sources: Mapping[str, SnapshotSource]) -> None:
         super().__init__(path, manifest)
-        self._source = source
+        self._sources = sources
 
     def read_header(self, file: str, read: Callable[[int, Path], bytes]) -> bytes:
-        del file, read
-        return FileImage(self._source.record.headers, memoryview(b"")).header
+        del read
+        return FileImage(self._sources[file].record.headers, memoryview(b"")).header
 
     def reader(self, file: str) -> Callable[[int, memoryview], object]:
-        del file
-        return self._source.read
+        return self._sources[file].read

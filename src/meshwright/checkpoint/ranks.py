@@ -68,10 +68,14 @@ class Ranks:
 
     def run_on_first(self, activity: str, function: Callable[[], T]) -> T:
         """Call `function` on the first rank; return its result on all ranks, or raise its error on all."""
-        outcome, cause = self._call(activity, function) if self.is_first else (None, None)
-        outcome = self._broadcast(activity, outcome) if not self.is_single else outcome
+        return self.run_on(0, activity, function)
+
+    def run_on(self, rank: int, activity: str, function: Callable[[], T]) -> T:
+        """Call `function` on `rank`; return its result on all ranks, or raise its error on all."""
+        outcome, cause = self._call(activity, function) if self.rank == rank else (None, None)
+        outcome = self._broadcast(activity, outcome, rank) if not self.is_single else outcome
         if isinstance(outcome, _Failure):
-            raise self._error({0: outcome}) from cause
+            raise self._error({rank: outcome}) from cause
         return cast(T, outcome)
 
     def run_collective(self, activity: str, function: Callable[[], T]) -> T:
@@ -117,9 +121,9 @@ class Ranks:
         self.run_communication(activity, lambda: dist.all_gather_object(values, value, group=self.group))
         return values
 
-    def _broadcast(self, activity: str, value: Any) -> Any:
+    def _broadcast(self, activity: str, value: Any, rank: int) -> Any:
         values = [value]
-        self.run_communication(activity, lambda: dist.broadcast_object_list(values, group=self.group, group_src=0))
+        self.run_communication(activity, lambda: dist.broadcast_object_list(values, group=self.group, group_src=rank))
         return values[0]
 
 

@@ -1,7 +1,8 @@
 """The snapshots in the memory of one host: those of its own ranks, and copies of another host's snapshots. Torch-free.
 
-Each rank of the host has one arena. Each rank of the other host has two slots, arenas as well: while a copy is received into one of
-them, the other one has the copy before. All of this memory belongs to the host's agent and outlives the processes that map it.
+Each rank of the host has one arena, which may also have the snapshot of a replica on another host. Each rank of the other host has two
+slots, arenas as well: while a copy is received into one of them, the other one has the copy before. All of this memory belongs to the
+host's agent and outlives the processes that map it.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ class CopyRefused(OutOfResources):
 
 @dataclass(frozen=True)
 class OpenSnapshot:
-    """A complete snapshot: its record, and the file that it makes. Close the arena after use."""
+    """A complete snapshot: its record, and the file that it makes of the arena's data from `start` on. Close the arena after use."""
 
     arena: Arena
-    data: bytes
     record: SnapshotRecord
+    start: int = 0
 
     @cached_property
     def image(self) -> FileImage:
-        return FileImage(self.record.headers, self.arena.data)
+        return FileImage(self.record.headers, self.arena.data[self.start :])
 
     def close(self) -> None:
         self.arena.close()
@@ -51,15 +52,15 @@ class SnapshotMemory:
         self._arenas, self._slots = tuple(arenas), tuple(slots)
         self._receiving = [threading.Lock() for _ in range(len(slots) // SLOTS)]
 
-    def names(self) -> list[SnapshotName]:
-        """The snapshots that are complete."""
-        names = []
-        for path in (*self._arenas, *self._slots):
-            snapshot = open_snapshot(path)
-            if snapshot is not None:
-                names.append(snapshot.record.name)
-                snapshot.close()
-        return names
+    def names(self) -> tuple[list[SnapshotName], list[SnapshotName]]:
+        """The complete snapshots of this host's ranks, and the complete copies of another host's."""
+        arenas, slots = ([_names_at(path) for path in paths] for paths in (self._arenas, self._slots))
+        own = [names[0] for names in arenas if names]
+        return own, [name for names in arenas for name in names[1:]] + [name for names in slots for name in names]
+
+    def path(self, name: SnapshotName) -> str | None:
+        """The path of the memory with the complete snapshot `name`; None if it is not here, or no longer."""
+        return next((path for path in (*self._arenas, *self._slots) if name in _names_at(path)), None)
 
     @property
     def slot_bytes(self) -> int:
@@ -68,13 +69,8 @@ class SnapshotMemory:
 
     def open(self, name: SnapshotName) -> OpenSnapshot | None:
         """The snapshot `name`; None if it is not here, or no longer."""
-        for path in (*self._arenas, *self._slots):
-            snapshot = open_snapshot(path)
-            if snapshot is not None and snapshot.record.name == name:
-                return snapshot
-            if snapshot is not None:
-                snapshot.close()
-        return None
+        path = self.path(name)
+        return None if path is None else open_snapshot(path, name)
 
     @contextmanager
     def receive(self, name: SnapshotName, data_bytes: int) -> Iterator[IncomingCopy]:
@@ -123,16 +119,26 @@ class IncomingCopy:
         self._arena.write_record(record, self._arena.generation)
 
 
-def open_snapshot(path: str) -> OpenSnapshot | None:
-    """The complete snapshot in the arena at `path`; None if there is none."""
+def open_snapshot(path: str, name: SnapshotName | None = None) -> OpenSnapshot | None:
+    """The complete snapshot `name` in the arena at `path`, or the first one there; None if there is none."""
     arena = Arena.of_last_process({ARENA: path})
     data = None if arena is None else arena.read_record()
     record = None if data is None else SnapshotRecord.decode(data)
-    if arena is None or data is None or record is None:
-        if arena is not None:
-            arena.close()
-        return None
-    return OpenSnapshot(arena, data, record)
+    parts = [part for part in (() if record is None else record.parts) if name in (None, part.record.name)]
+    if arena is not None and parts:
+        return OpenSnapshot(arena, parts[0].record, parts[0].start)
+    if arena is not None:
+        arena.close()
+    return None
+
+
+def _names_at(path: str) -> list[SnapshotName]:
+    """The names of the complete snapshots in the arena at `path`, that of its own rank first."""
+    snapshot = open_snapshot(path)
+    if snapshot is None:
+        return []
+    snapshot.close()
+    return [part.record.name for part in snapshot.record.parts]
 
 
 def plain_name(name: SnapshotName) -> dict[str, Any]:

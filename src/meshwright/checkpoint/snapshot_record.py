@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from meshwright.checkpoint.files import FileRecord
+from meshwright.checkpoint.header import TensorHeader
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class SnapshotRecord:
 
     `headers` are (key, dtype, shape) of the tensors in the arena; `file` has the size and the digests of the safetensors file that the
     arena makes with them, None if the rank writes no file. `contents` and `state` are those of the checkpoint, on the first rank.
+    `replica` describes the snapshot of another rank whose data follow in the same arena.
     """
 
     run_id: str | None
@@ -48,6 +51,13 @@ class SnapshotRecord:
     file: FileRecord | None
     contents: dict[str, Any]
     state: str | None
+    replica: SnapshotRecord | None = None
+
+    @property
+    def parts(self) -> tuple[SnapshotPart, ...]:
+        """The snapshots in the arena: the rank's own, and that of its replica."""
+        own = SnapshotPart(self, 0)
+        return (own,) if self.replica is None else (own, SnapshotPart(self.replica, _data_bytes(self.headers)))
 
     @property
     def name(self) -> SnapshotName:
@@ -60,8 +70,22 @@ class SnapshotRecord:
     def decode(cls, data: bytes) -> SnapshotRecord | None:
         """The record in `data`; None if another version wrote it."""
         fields = json.loads(data)
-        if fields.pop("version") != VERSION:
-            return None
-        file = fields.pop("file")
+        return cls._of_fields(fields) if fields.pop("version") == VERSION else None
+
+    @classmethod
+    def _of_fields(cls, fields: dict[str, Any]) -> SnapshotRecord:
+        file, replica = fields.pop("file"), fields.pop("replica")
         record = None if file is None else FileRecord(file["bytes"], file["digest"], tuple(file["blocks"]))
-        return cls(file=record, **fields)
+        return cls(file=record, replica=None if replica is None else cls._of_fields(replica), **fields)
+
+
+@dataclass(frozen=True)
+class SnapshotPart:
+    """A snapshot in an arena: its record, and the byte of the arena's data where its own begin."""
+
+    record: SnapshotRecord
+    start: int
+
+
+def _data_bytes(headers: Sequence[Any]) -> int:
+    return sum(TensorHeader(key, dtype, tuple(shape)).bytes for key, dtype, shape in headers)

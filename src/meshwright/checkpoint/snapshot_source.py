@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import queue
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
-from meshwright.checkpoint.arena import Arena
+from meshwright.checkpoint.arena import ARENA, DATA_OFFSET, Arena
 from meshwright.checkpoint.file_image import FileImage
+from meshwright.checkpoint.files import read_range
+from meshwright.checkpoint.snapshot_memory import open_snapshot
 from meshwright.checkpoint.snapshot_record import SnapshotName, SnapshotRecord
 from meshwright.checkpoint.snapshot_transport import SnapshotClient, TransportFailure
 from meshwright.spec.errors import Damaged
+
+MEMORY = Path("host memory")
+"""The name of arenas in messages."""
 
 
 @dataclass(frozen=True)
@@ -23,44 +30,64 @@ class RankOffer:
     address: str | None = None
     """HOST:PORT of its host's server, if there is one."""
     listed: tuple[SnapshotName, ...] = ()
+    """Snapshots in the arenas of its host."""
+    copies: tuple[SnapshotName, ...] = ()
+    """Copies of another host's snapshots in the memory of its host."""
+    replica: SnapshotName | None = None
+    """The snapshot of a replica on another host, in its own arena."""
+
+    @property
+    def names(self) -> Iterator[SnapshotName]:
+        """All of them; some more than once."""
+        return (name for name in (self.own, self.replica, *self.listed, *self.copies) if name is not None)
 
 
 @dataclass(frozen=True)
 class SnapshotLocation:
-    """A snapshot in the arena of its rank or, with an `address`, on the server there."""
+    """A snapshot in the arena of the rank `reader` or, with an `address`, in the memory of its host, whose server is there."""
 
     name: SnapshotName
+    reader: int
     address: str | None = None
+    is_copy: bool = False
 
 
 def newest_complete(offers: Sequence[RankOffer], run_id: str | None) -> list[SnapshotLocation] | None:
-    """The newest save of the run for which every rank's snapshot is offered: their locations in rank order; None without one.
+    """The newest save of the run of which all snapshots are offered: their locations in the order of its ranks; None without one.
 
-    If a snapshot is offered at several locations, the rank's own arena comes first, then its own host, then any other.
-    Saves with another number of ranks are left out.
+    Snapshots are found by what they are, so ranks and hosts may have other numbers than at the save, and be fewer or more. Each is
+    read by a rank of a host that has it: from an arena rather than from a copy, by its own rank where possible.
     """
-    candidates: dict[tuple[tuple[int, int], int], dict[int, list[SnapshotLocation]]] = {}
+    ranks_of_host: dict[str, list[int]] = {}
     for rank, offer in enumerate(offers):
-        locations = [SnapshotLocation(name, offer.address) for name in offer.listed]
-        if offer.own is not None and offer.own.rank == rank:
-            locations.append(SnapshotLocation(offer.own))
+        if offer.address is not None:
+            ranks_of_host.setdefault(offer.address, []).append(rank)
+    saves: dict[tuple[tuple[int, int], int, int], dict[int, list[SnapshotLocation]]] = {}
+    for rank, offer in enumerate(offers):
+        locations = [] if offer.own is None else [SnapshotLocation(offer.own, rank)]
+        if offer.replica is not None:
+            locations.append(SnapshotLocation(offer.replica, rank, is_copy=True))
+        for is_copy, names in ((False, offer.listed), (True, offer.copies)):
+            for name in names:
+                ranks = ranks_of_host.get(offer.address or "", [rank])
+                reader = name.rank if name.rank in ranks else ranks[name.rank % len(ranks)]
+                locations.append(SnapshotLocation(name, reader, offer.address, is_copy))
         for location in locations:
             name = location.name
-            if (name.run_id, name.ranks) == (run_id, len(offers)):
+            if name.run_id == run_id:
                 # `order` is (epoch of the lease, number of the save): the newest save has the greatest.
-                by_rank = candidates.setdefault((name.order, name.step), {})
+                by_rank = saves.setdefault((name.order, name.step, name.ranks), {})
                 by_rank.setdefault(name.rank, []).append(location)
-    complete = [save for save, by_rank in candidates.items() if len(by_rank) == len(offers)]
+    complete = [save for save, by_rank in saves.items() if len(by_rank) == save[2]]
     if not complete:
         return None
-    by_rank = candidates[max(complete)]
+    by_rank = saves[max(complete)]
 
-    def distance(rank: int, location: SnapshotLocation) -> tuple[int, str]:
-        if location.address is None:
-            return 0, ""
-        return (1 if location.address == offers[rank].address else 2), location.address
+    def distance(location: SnapshotLocation) -> tuple[bool, bool, bool, str, int]:
+        is_other = location.reader != location.name.rank
+        return location.is_copy, is_other, location.address is not None, location.address or "", location.reader
 
-    return [min(by_rank[rank], key=lambda location: distance(rank, location)) for rank in range(len(offers))]
+    return [min(by_rank[rank], key=distance) for rank in sorted(by_rank)]
 
 
 class SnapshotSource(Protocol):
@@ -81,20 +108,56 @@ class SnapshotSource(Protocol):
 
 
 class ArenaSource:
-    """The snapshot in this rank's arena."""
+    """A snapshot in this rank's arena, whose data begin at `start`. Closes the arena."""
 
-    def __init__(self, arena: Arena, record: SnapshotRecord) -> None:
-        self.record = record
-        self._arena, self._image = arena, FileImage(record.headers, arena.data)
+    def __init__(self, arena: Arena, record: SnapshotRecord, start: int = 0) -> None:
+        self.record, self._start = record, DATA_OFFSET + start
+        self._arena, self._header = arena, FileImage(record.headers, memoryview(b"")).header
 
     def read(self, start: int, target: memoryview) -> None:
-        self._image.read(start, target)
+        header = self._header[start : start + len(target)]
+        target[: len(header)] = header
+        # Copied by the kernel, which unlike a copy in Python lets other threads copy meanwhile.
+        offset = self._start + start + len(header) - len(self._header)
+        read_range(self._arena.descriptor, target[len(header) :], offset, MEMORY)
 
     def discard(self) -> None:
         self._arena.begin_snapshot()  # marks the arena's data as incomplete
 
     def close(self) -> None:
         self._arena.close()
+
+
+class HostSource(ArenaSource):
+    """A snapshot in other memory of this host, which the host's server keeps."""
+
+    def discard(self) -> None:
+        """The memory is not this rank's; each start verifies it again."""
+
+
+def open_in_arena(name: SnapshotName) -> SnapshotSource:
+    """The snapshot `name` in this rank's arena. Raises Damaged if it is not there."""
+    path = os.environ.get(ARENA)
+    snapshot = None if path is None else open_snapshot(path, name)
+    if snapshot is None:
+        raise Damaged(f"the snapshot of step {name.step} on rank {name.rank} is no longer in the arena")
+    return ArenaSource(snapshot.arena, snapshot.record, snapshot.start)
+
+
+def open_on_host(address: str, token: str, name: SnapshotName) -> SnapshotSource:
+    """A snapshot that this host's server at `address` keeps, read from its memory or, where that cannot be mapped, from the server.
+
+    Raises Damaged if the server does not have it.
+    """
+    try:
+        with closing(SnapshotClient(address, token)) as client:
+            path = client.path(name)
+        snapshot = None if path is None else open_snapshot(path, name)
+    except (TransportFailure, OSError):
+        snapshot = None
+    if snapshot is not None:
+        return HostSource(snapshot.arena, snapshot.record, snapshot.start)
+    return ServerSource(address, token, name)
 
 
 class ServerSource:

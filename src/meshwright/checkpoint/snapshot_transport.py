@@ -3,7 +3,8 @@
 Clients are writers, and ranks that resume. A request is a line of JSON; the first of a connection has the job's token, which is compared
 in constant time. Every answer is a line of JSON, and has `error` where the request is refused. Operations:
 
-    names    the complete snapshots of the host
+    names    the complete snapshots of the host's ranks, and the complete `copies` of another host's
+    path     the path of a snapshot's memory, which processes of the host map
     memory   how much of the host's memory copies of another host's snapshots take (`bytes`)
     open     a snapshot for reading; its record follows (`bytes`)
     read     bytes of the file that the opened snapshot makes; they follow
@@ -104,7 +105,10 @@ class _Session:
     def _answer(self, request: dict[str, Any]) -> None:
         match request["op"]:
             case "names":
-                self._stream.send_line({"names": [plain_name(name) for name in self._memory.names()]})
+                own, copies = ([plain_name(name) for name in names] for names in self._memory.names())
+                self._stream.send_line({"names": own, "copies": copies})
+            case "path":
+                self._stream.send_line({"path": self._memory.path(parse_name(request["name"]))})
             case "memory":
                 self._stream.send_line({"bytes": self._memory.slot_bytes})
             case "open":
@@ -123,8 +127,9 @@ class _Session:
         if self._opened is None:
             self._stream.send_line({"error": "the snapshot is not here"})
             return
-        self._stream.send_line({"bytes": len(self._opened.data)})
-        self._stream.send(self._opened.data)
+        record = self._opened.record.encode()
+        self._stream.send_line({"bytes": len(record)})
+        self._stream.send(record)
 
     def _read(self, start: object, count: object) -> None:
         if self._opened is None:
@@ -187,10 +192,18 @@ class SnapshotClient:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._stream = _Stream(connected, seconds)
 
-    def names(self) -> list[SnapshotName]:
-        """The complete snapshots of the host."""
+    def names(self) -> tuple[list[SnapshotName], list[SnapshotName]]:
+        """The complete snapshots of the host's ranks, and the complete copies of another host's."""
         with self._failures():
-            return [parse_name(value) for value in self._request("names", limit=RECORD_BYTES)["names"]]
+            answer = self._request("names", limit=RECORD_BYTES)
+            own, copies = ([parse_name(value) for value in answer[key]] for key in ("names", "copies"))
+            return own, copies
+
+    def path(self, name: SnapshotName) -> str | None:
+        """The path of a snapshot's memory on the server's host; None if it is not there."""
+        with self._failures():
+            path = self._request("path", name=plain_name(name))["path"]
+            return None if path is None else str(path)
 
     def slot_bytes(self) -> int:
         """Bytes of the host's memory that copies of another host's snapshots take."""

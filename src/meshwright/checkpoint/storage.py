@@ -107,8 +107,6 @@ class ShardWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results: list[WriteResult] = []
         try:
-            if plan.storage_data is not None:
-                raise OutOfResources(plan.storage_data)
             results = self._write(plan, planner)
         except Exception as error:
             self.failure = error
@@ -139,6 +137,8 @@ class ShardWriter(StorageWriter):
         return False
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        if plan.storage_data is not None:
+            raise OutOfResources(plan.storage_data)
         if not plan.items:
             return []
         items, headers = order_items(plan)

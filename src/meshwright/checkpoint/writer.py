@@ -20,9 +20,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from meshwright.checkpoint.attempt import Attempt, Provenance, delete_beyond, re
 from meshwright.checkpoint.block_file import write_blocks
 from meshwright.checkpoint.checksum import ArenaChecksums
 from meshwright.checkpoint.contents import Chunk, Contents, TensorRecord
+from meshwright.checkpoint.digests import block_digest
 from meshwright.checkpoint.file_image import FileImage
 from meshwright.checkpoint.files import FileRecord
 from meshwright.checkpoint.header import TensorHeader, encode_header
@@ -65,7 +67,10 @@ POLL_SECONDS = (0.01, 0.5)
 
 @dataclass(frozen=True)
 class Setup:
-    """What stays the same for all saves of a start. `headers` are (key, dtype, shape); `contents` is the first rank's alone."""
+    """What stays the same for all saves of a start. `headers` are (key, dtype, shape).
+
+    `contents` is that of the first rank, and of the rank that keeps the first rank's snapshot too.
+    """
 
     folder: str
     rank: int
@@ -81,11 +86,17 @@ class Setup:
     folder_seconds: float = FOLDER_SECONDS
     partner: dict[str, Any] | None = None
     """Where copies of the snapshots go (`partner_copy.Partner`); None if nowhere."""
+    replica: int | None = None
+    """The rank on another host whose snapshot follows in the arena, with the headers `replica_headers`."""
+    replica_headers: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Save:
-    """Write the snapshot of `step` that the arena holds at `generation`. `plain` has the first rank's other files."""
+    """Write the snapshot of `step` that the arena holds at `generation`.
+
+    `plain` has the first rank's other files. The rank that keeps the first rank's snapshot too has its state there.
+    """
 
     step: int
     attempt: str
@@ -97,7 +108,7 @@ class Save:
     to_partner: bool = False
     """Whether the partner gets a copy."""
     checksums: list[list[int]] = field(default_factory=list)
-    """Phase and sum of each tensor of `Setup.headers`, computed before it was copied to the arena (`checkpoint.checksum`)."""
+    """Phase and sum of each tensor in the arena, computed before it was copied there (`checkpoint.checksum`)."""
     plain: dict[str, str] = field(default_factory=dict)
 
 
@@ -236,13 +247,21 @@ class Writer:
         self._reply("committed", step=save.step, path=str(attempt.target), bytes=size, seconds=seconds)
 
     def _write(self, setup: Setup, save: Save, folder: Path) -> dict[str, FileRecord]:
+        with ThreadPoolExecutor(1) as beside:
+            replica = beside.submit(self._describe_replica, setup, save)
+            return self._write_own(setup, save, folder, replica.result)
+
+    def _write_own(
+        self, setup: Setup, save: Save, folder: Path, replica: Callable[[], SnapshotRecord | None]
+    ) -> dict[str, FileRecord]:
+        """Write the rank's file; the record in the arena then also has what `replica` returns."""
         if not setup.headers:
-            self._record(setup, save, None)
+            self._record(setup, save, None, replica())
             return {}
         self._check_generation(save)
         name, data = f"tensors-{setup.rank:05d}.safetensors", self._arena.data
         threads = setup.threads if save.urgent else -(-setup.threads // 2)
-        checksums, size = _checksums(setup, save)
+        checksums, size = _checksums(setup.headers, save.checksums[: len(setup.headers)])
 
         def compare(part: int, offset: int, piece: memoryview) -> None:
             if part == 1:
@@ -250,7 +269,7 @@ class Writer:
 
         def complete(record: FileRecord) -> None:
             checksums.check()
-            self._record(setup, save, record)
+            self._record(setup, save, record, replica())
 
         parts = [memoryview(self._header), data[:size]]
         record = write_blocks(folder / name, parts, threads, self._count, complete, compare)
@@ -258,20 +277,39 @@ class Writer:
         return {name: record}
 
     def _copy_to_partner(self, copier: PartnerCopier, setup: Setup, save: Save) -> None:
-        checksums, _ = _checksums(setup, save)
+        checksums, _ = _checksums(setup.headers, save.checksums)
 
         def describe(file: FileRecord | None) -> bytes:
             checksums.check()
-            return self._record(setup, save, file)
+            return self._record(setup, save, file, None)
 
         image = FileImage(setup.headers, self._arena.data)
         copier.start(_name(setup, save), image, save.generation, describe, checksums.add)
 
-    def _record(self, setup: Setup, save: Save, file: FileRecord | None) -> bytes:
-        """Store in the arena what another process needs to load the snapshot from there; returns it."""
-        record = SnapshotRecord(
-            **asdict(_name(setup, save)), headers=setup.headers, file=file, contents=setup.contents, state=save.plain.get(STATE)
-        ).encode()  # fmt: skip
+    def _describe_replica(self, setup: Setup, save: Save) -> SnapshotRecord | None:
+        """The record of the replica's snapshot in the arena; None if there is none, or if it is not the state that was copied."""
+        if setup.replica is None:
+            return None
+        own = len(setup.headers)
+        checksums, _ = _checksums(setup.replica_headers, save.checksums[own:])
+        image, digests = FileImage(setup.replica_headers, self._arena.data[sum(_sizes(setup.headers)) :]), []
+        for index in range(image.blocks):
+            block = image.block(index)
+            digests.append(block_digest(block))
+            checksums.add(*image.data_of_block(index))
+            self._arena.count_saved(len(block))  # a start that waits for the record sees progress
+        try:
+            checksums.check()
+        except Damaged as error:
+            log.warning("step %d has no second copy in host memory: %s", save.step, error)
+            return None
+        file = FileRecord(image.bytes, "", tuple(digests)) if digests else None
+        return _snapshot_record(setup, save, setup.replica, setup.replica_headers, file)
+
+    def _record(self, setup: Setup, save: Save, file: FileRecord | None, replica: SnapshotRecord | None) -> bytes:
+        """Store in the arena what another process needs to load the snapshots from there; returns it."""
+        own = _snapshot_record(setup, save, setup.rank, setup.headers, file)
+        record = replace(own, replica=replica).encode()
         with self._recording:
             self._check_generation(save)
             self._arena.write_record(record, save.generation)
@@ -301,15 +339,28 @@ class Writer:
         return Attempt(Path(setup.folder), command.step, command.attempt, lease)
 
 
-def _checksums(setup: Setup, save: Save) -> tuple[ArenaChecksums, int]:
-    """The comparison of a pass over the arena's data with the checksums of the state, and the size of the data in bytes."""
-    sizes = [TensorHeader(key, dtype, tuple(shape)).bytes for key, dtype, shape in setup.headers]
-    return ArenaChecksums([key for key, _, _ in setup.headers], sizes, save.checksums), sum(sizes)
+def _checksums(headers: Sequence[Any], expected: Sequence[Sequence[int]]) -> tuple[ArenaChecksums, int]:
+    """The comparison of a pass over a snapshot's data with the checksums of the state, and the size of the data in bytes."""
+    sizes = _sizes(headers)
+    return ArenaChecksums([key for key, _, _ in headers], sizes, expected), sum(sizes)
+
+
+def _sizes(headers: Sequence[Any]) -> list[int]:
+    return [TensorHeader(key, dtype, tuple(shape)).bytes for key, dtype, shape in headers]
 
 
 def _name(setup: Setup, save: Save) -> SnapshotName:
     run_id = None if setup.lease is None else setup.lease["run_id"]
     return SnapshotName(run_id, save.attempt, save.step, setup.rank, setup.ranks)
+
+
+def _snapshot_record(
+    setup: Setup, save: Save, rank: int, headers: list[Any], file: FileRecord | None
+) -> SnapshotRecord:
+    """The record of the snapshot of `rank`, which is this rank or its replica."""
+    contents, state = ({}, None) if rank else (setup.contents, save.plain.get(STATE))
+    name = replace(_name(setup, save), rank=rank)
+    return SnapshotRecord(**asdict(name), headers=headers, file=file, contents=contents, state=state)
 
 
 def done_name(rank: int) -> str:

@@ -48,11 +48,12 @@ class SelfTest:
 class SelfTestResult:
     """Waiting process to launcher: what the self-test found wrong; empty if nothing.
 
-    `failure` is about the device, `exchange` about exchanges with other ranks.
+    `failure` is about the device, `exchange` about exchanges with other ranks. Not `exchanged`: they ended with an error.
     """
 
     failure: str
     exchange: str
+    exchanged: bool = True
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,15 @@ class SkippedSamples:
 
 
 @dataclass(frozen=True)
+class Corruption:
+    """First rank to launcher: state of `rank` was silently corrupt after `step`; `cause` names the tensors."""
+
+    rank: int
+    step: int
+    cause: str
+
+
+@dataclass(frozen=True)
 class Failure:
     """Rank to launcher: the rank ends with `exit_code` (spec.errors) because of `message`; `log` has the traceback."""
 
@@ -137,6 +147,7 @@ Message = (
     | Validation
     | Checkpoint
     | SkippedSamples
+    | Corruption
     | Failure
 )
 _MESSAGE_TYPES: dict[str, type[Message]] = {
@@ -152,6 +163,7 @@ _MESSAGE_TYPES: dict[str, type[Message]] = {
         Validation,
         Checkpoint,
         SkippedSamples,
+        Corruption,
         Failure,
     )
 }

@@ -10,19 +10,34 @@ import torch
 from torch import Tensor
 
 _LOW_32 = 0xFFFFFFFF
+SERIES_BELOW = 1e-3
+"""Below it, -log(1 - v) is computed by its series, since 1 - v loses the digits of v."""
 
 
 def draw_tokens(logits: Tensor, temperatures: Tensor, top_k: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     """One token for each row of logits `(rows, vocab)`, as `(rows,)` int64.
 
-    `temperatures` `(rows,)`: 0 takes the likeliest token. `top_k` `(rows,)`: only tokens as likely as the k-th likeliest are
-    drawn; 0 allows all. `seeds` and `positions` `(rows,)` int64: the position is that of the new token in its text.
+    `top_k` `(rows,)`: only tokens as likely as the k-th likeliest are drawn; 0 allows all. The other arguments are those of
+    `draw_from_scores`.
     """
-    scores = logits.float()
+    return draw_from_scores(_keep_top_k(logits.float(), top_k), temperatures, seeds, positions)
+
+
+def draw_from_scores(
+    scores: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, *, plain: bool = False
+) -> Tensor:
+    """One token for each row of scores `(rows, vocab)`, as `(rows,)` int64; a token whose score is -inf is not drawn.
+
+    `temperatures` `(rows,)` divide the scores; 0 takes the likeliest token. `seeds` and `positions` `(rows,)` int64: the position is
+    that of the new token in its text.
+    """
+    if scores.is_cuda and not plain:
+        from meshwright.kernels.token_draw_triton import draw
+
+        return draw(scores, temperatures, seeds, positions)
     drawn = temperatures > 0
-    scores = scores / torch.where(drawn, temperatures, 1.0)[:, None]
-    scores = _keep_top_k(scores, top_k)
-    noise = gumbel_noise(seeds, positions, logits.shape[1])
+    scores = scores.float() / torch.where(drawn, temperatures, 1.0)[:, None]
+    noise = gumbel_noise(seeds, positions, scores.shape[1])
     return torch.where(drawn[:, None], scores + noise, scores).argmax(1)
 
 
@@ -32,8 +47,15 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
     keys = _mix(keys ^ (positions & _LOW_32))
     tokens = torch.arange(vocab, device=seeds.device)
     hashes = _mix(_mix(keys[:, None] + tokens) ^ keys[:, None])
-    uniform = ((hashes >> 8).float() + 0.5) * 2.0**-24
-    return -torch.log(-torch.log(uniform))
+    return gumbel_of_hash(hashes)
+
+
+def gumbel_of_hash(hashes: Tensor) -> Tensor:
+    """Gumbel noise in fp32 from uniform integers of 32 bits; the smallest give the largest noise, at most 23."""
+    v = (hashes.float() + 0.5) * 2.0**-32
+    # A token that is removed has score -inf, so noise must not be inf: v may round to 1, but not to 0.
+    exponential = torch.where(v < SERIES_BELOW, v * (1 + v * (0.5 + v / 3)), -torch.log(1 - v))
+    return -torch.log(exponential)
 
 
 def _keep_top_k(scores: Tensor, top_k: Tensor) -> Tensor:

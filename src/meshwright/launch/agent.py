@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from meshwright.events.messages import Checkpoint, Message, SelfTestResult, SkippedSamples
+from meshwright.events.messages import Checkpoint, Corruption, Message, SelfTestResult, SkippedSamples
 from meshwright.launch.local import Listener, Ranks
-from meshwright.launch.reports import Directive, HostTest, Report
+from meshwright.launch.reports import Directive, Evidence, HostTest, Report
 from meshwright.policies.job_end import STOP_EXIT_CODES
 from meshwright.policies.skipped_samples import SampleRange
 from meshwright.spec.errors import EXIT_INTERRUPTED
@@ -50,7 +50,8 @@ class _RunningTest:
         failures += [f"the process of device {state.rank} ended with exit code {state.code}" for state in ended]
         if not answered and not ended:
             exchanges.append("it did not answer in time")
-        return HostTest(self.attempt, "; ".join(failures)[:300], "; ".join(exchanges)[:300])
+        complete = answered and all(result.exchanged for result in self._results.values())
+        return HostTest(self.attempt, "; ".join(failures)[:300], "; ".join(exchanges)[:300], complete)
 
     def _take(self, rank: int, message: Message) -> None:
         if isinstance(message, SelfTestResult):
@@ -82,12 +83,14 @@ class Agent:
         self._job = ""
         self._checkpoints: list[int] = []
         self._skipped: list[SampleRange] = []
+        self._corruptions: list[Corruption] = []
         self._trained_at: float | None = None
         self._kill_at: float | None = None
         self._stop = self._dead_spares = 0
         self._test: _RunningTest | None = None
         self._tested: HostTest | None = None
         self._evidence: threading.Thread | None = None
+        self._collected = Evidence()
 
     def poll(self, seconds: float) -> None:
         """Wait up to `seconds` for a message of a rank, and take what has arrived."""
@@ -114,6 +117,7 @@ class Agent:
             ranks=tuple(running.states) if running else (),
             checkpoints=tuple(self._checkpoints),
             skipped=tuple(self._skipped),
+            corruptions=tuple(self._corruptions),
             stop=self._stop,
             test=self._tested,
             job=self._job,
@@ -122,6 +126,7 @@ class Agent:
     def obey(self, directive: Directive) -> None:
         """Do what the coordinator decided."""
         self._job = directive.job
+        self._collect(directive.evidence)
         if self._test is not None and (directive.order, directive.attempt) != ("test", self._test.attempt):
             self._test = None
             self._discard_waiting()  # the processes may wait for a peer that does not answer
@@ -200,7 +205,7 @@ class Agent:
         self._running = self._waiting or self._start(False)
         self._dead_spares = 0
         self._waiting, self._trained_at, self._kill_at = None, None, None
-        self._attempt, self._checkpoints, self._skipped = directive.attempt, [], []
+        self._attempt, self._checkpoints, self._skipped, self._corruptions = directive.attempt, [], [], []
         variables = self._variables(self._running, directive)
         self._running.begin(Path(directive.assignment), directive.first_rank, variables)
         if self._stop:  # it arrived while no ranks ran
@@ -221,11 +226,16 @@ class Agent:
 
     def _end(self, directive: Directive) -> None:
         if self._kill_at is None and self._running is not None:
-            if directive.evidence:
-                folder = Path(directive.evidence)
-                self._evidence = self._running.collect_evidence(folder, folder.parents[1] / "logs", hang=directive.hang)
             self._kill_at = self._clock() + directive.grace
             self._running.request_end(directive.cause)
+
+    def _collect(self, evidence: Evidence) -> None:
+        """Collect the evidence of the ranks' attempt, once; those that have ended have left their logs and messages."""
+        if self._running is None or not evidence.folder or evidence.attempt != self._attempt:
+            return
+        if evidence != self._collected:
+            self._collected, folder = evidence, Path(evidence.folder)
+            self._evidence = self._running.collect_evidence(folder, folder.parents[1] / "logs", hang=evidence.hang)
 
     def _wants_spares(self) -> bool:
         """Whether the attempt has trained for long enough to get spares."""
@@ -240,5 +250,7 @@ class Agent:
             self._checkpoints.append(message.step)
         if isinstance(message, SkippedSamples):
             self._skipped.append((message.first, message.end))
+        if isinstance(message, Corruption):
+            self._corruptions.append(message)
         if self._listener is not None:
             self._listener(rank, message)

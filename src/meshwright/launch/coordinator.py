@@ -15,6 +15,7 @@ from pathlib import Path
 
 from meshwright.diagnosis.culprit import Culprit
 from meshwright.durable.writes import append_durable
+from meshwright.events.messages import Corruption
 from meshwright.events.terminal import write_line
 from meshwright.launch.incidents import (
     JobSchedule,
@@ -26,14 +27,15 @@ from meshwright.launch.incidents import (
 )
 from meshwright.launch.outcome import RankState, cause, exit_codes, outcome_lines, progress_text
 from meshwright.launch.progress_file import JobProgress, rank_progress
-from meshwright.launch.reports import Directive, Report
+from meshwright.launch.reports import Directive, Evidence, Report
 from meshwright.policies.hang import GPU_SECONDS, HangWatch
-from meshwright.policies.host_tests import TEST_SECONDS
+from meshwright.policies.host_tests import seconds_of_test
 from meshwright.policies.job_end import GRACE_SECONDS, STOP_EXIT_CODES, culprit, next_action
 from meshwright.policies.job_events import (
     AttemptReported,
     Begin,
     Committed,
+    Corrupted,
     End,
     Ended,
     Event,
@@ -44,6 +46,7 @@ from meshwright.policies.job_events import (
     Prepare,
     Prepared,
     Ready,
+    Record,
     SelfTestEnded,
     SkippedSamples,
     StopRequested,
@@ -94,10 +97,6 @@ class Attempt:
     cause: str = ""
     culprit: Culprit | None = None
     """The rank that holds up a hung attempt, if its schedule is known."""
-    evidence: str = ""
-    """Folder of the attempt's failure."""
-    hang: bool = False
-    """Whether the attempt ends because of a hang."""
 
 
 class Coordinator:
@@ -131,6 +130,7 @@ class Coordinator:
         self._positions: tuple[tuple[str, ...], dict[str, int]] = ((), {})
         self._stop = 0
         self._attempt = Attempt(self.state.attempt)
+        self._evidence = Evidence()
         self._reports: dict[str, Report] = {}
         self._seen: dict[str, float] = dict.fromkeys(self.state.members, clock()) if state is not None else {}
         self._preparation: Future[Path] | None = None
@@ -171,7 +171,7 @@ class Coordinator:
         self._reports[report.host], self._seen[report.host] = report, now
         for event in self._events_of(report, now):
             self._apply(event, now)
-        return replace(self._directive(report.host), job=self.state.job)
+        return replace(self._directive(report.host), job=self.state.job, evidence=self._evidence)
 
     def tick(self) -> None:
         """Decide what follows from the passing of time. Called several times a second."""
@@ -226,7 +226,8 @@ class Coordinator:
         if report.stop:
             yield StopRequested(report.stop)
         if report.test is not None and report.test.attempt == state.attempt and report.host in state.testing:
-            yield SelfTestEnded(state.attempt, report.host, report.test.failure, report.test.exchange)
+            test = report.test
+            yield SelfTestEnded(state.attempt, report.host, test.failure, test.exchange, test.complete)
         state = self.state  # the events above may have begun the preparation of another attempt
         if report.attempt != state.attempt or self._position(report.host) is None:
             return
@@ -241,6 +242,8 @@ class Coordinator:
                 yield Committed(step)
         if not set(report.skipped) <= set(state.skipped):
             yield SkippedSamples(report.skipped)
+        for number, corruption in enumerate(report.corruptions[state.corruptions :], state.corruptions + 1):
+            yield Corrupted(state.attempt, number, self._corruption(corruption))
 
     def _events_of_ranks(self, now: float) -> Iterable[Event]:
         """Failures and ends of the attempt's ranks."""
@@ -313,6 +316,10 @@ class Coordinator:
         step, phase = (rank.progress.step or None, rank.progress.phase) if rank.progress else (None, "start")
         return Incident(code, cause(rank), rank.rank, self._host_of(rank.rank), step, phase)
 
+    def _corruption(self, report: Corruption) -> Incident:
+        host = self._host_of(report.rank)
+        return Incident(EXIT_COMMUNICATION, report.cause, report.rank, host, report.step, corrupt=True)
+
     def _take_preparation(self, preparation: Future[Path], now: float) -> None:
         self._preparation = None
         try:
@@ -351,6 +358,8 @@ class Coordinator:
                     self._attempt.cause = reason
                     self._record(incident)
                     self._report_end(reason, incident)
+                case Record(incident):
+                    self._record(incident, ends=False)
                 case Note(text):
                     write_line(f"meshwright: {text}")
                 case Begin() | Finish():
@@ -378,10 +387,7 @@ class Coordinator:
             return Directive("wait", state.attempt, heartbeat=1.0 if spare_is_ready else 0.2)
         if state.status == "ending":
             grace = GRACE_SECONDS if state.stop else RESTART_GRACE_SECONDS
-            return Directive(
-                "end", state.attempt, cause=attempt.cause, grace=grace, heartbeat=0.2,
-                evidence=attempt.evidence, hang=attempt.hang,
-            )  # fmt: skip
+            return Directive("end", state.attempt, cause=attempt.cause, grace=grace, heartbeat=0.2)
         return Directive(
             "run",
             state.attempt,
@@ -398,18 +404,22 @@ class Coordinator:
         group = next(group for group in self.state.tests if host in group)
         address, port = self._attempt.test_stores[group[0]]
         first_rank, ranks = group.index(host) * self._per_host, len(group) * self._per_host
-        return Directive(
-            "test", self.state.attempt, first_rank, ranks, address, port, grace=TEST_SECONDS, heartbeat=0.2
-        )
+        grace = seconds_of_test(group, self.state.incomplete)
+        return Directive("test", self.state.attempt, first_rank, ranks, address, port, grace=grace, heartbeat=0.2)
 
-    def _record(self, incident: Incident | None) -> None:
-        """Write a failure to the run's folder, in a thread, and let the agents collect its evidence there."""
+    def _record(self, incident: Incident | None, *, ends: bool = True) -> None:
+        """Write a failure to the run's folder, in a thread. If it ends the attempt, the agents collect its evidence there."""
         attempt, state = self._attempt, self.state
         if incident is None or not is_recorded(incident, tuple(STOP_EXIT_CODES.values())):
             return
         folder = new_folder(self._folder.absolute(), incident.step)
-        attempt.evidence, attempt.hang = str(folder), incident.hang
-        answer = f"the job ended with code {state.stop.code}" if state.stop else self._restart_text()
+        if ends:
+            self._evidence = Evidence(state.attempt, str(folder), incident.hang)
+            answer = f"the job ended with code {state.stop.code}" if state.stop else self._restart_text()
+        else:
+            answer = "the ranks go back to a checkpoint" + (
+                f"; host {incident.host} runs the self-test before the next attempt" if state.suspects else ""
+            )
         ranks = [replace(attempt.ranks[rank]) for rank in sorted(attempt.ranks)]
         hosts, assignment = self._hosts(), Path(attempt.assignment or self._folder / "assignment.json")
         number, culprit = state.attempt, attempt.culprit

@@ -145,7 +145,8 @@ def _text(subject: Subject, kernel: Mapping[str, str], spy: str, logs: Path) -> 
     if state.failure is not None:
         parts.append(f"== failure\n{state.failure.message}")
     stacks = read_stacks(subject.stacks).decode(errors="replace")
-    parts.append(f"== stacks of all threads\n{stacks or 'none: the process did not write them'}")
+    missing = "the process did not write them" if subject.runs else "the process has ended"
+    parts.append(f"== stacks of all threads\n{stacks or f'none: {missing}'}")
     if spy:
         parts.append(f"== py-spy\n{spy}")
     parts += [f"== /proc/PID/{name}\n{content}" for name, content in kernel.items()]

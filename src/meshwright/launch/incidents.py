@@ -9,6 +9,7 @@ import json
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -86,19 +87,22 @@ def is_recorded(incident: Incident, stop_codes: Sequence[int]) -> bool:
 def blamed(incident: Incident, ranks: Sequence[RankState], hosts: Mapping[int, str]) -> Incident:
     """The incident with the rank that caused it: if ranks only report a lost peer, the one rank that a signal has stopped."""
     stopped = [rank.rank for rank in ranks if rank.stopped and rank.code is None and not rank.failed]
-    if incident.hang or incident.code not in PEER_LOSS_CODES or len(stopped) != 1:
+    if incident.hang or incident.corrupt or incident.code not in PEER_LOSS_CODES or len(stopped) != 1:
         return incident
     text = f"rank {stopped[0]} is stopped; {incident.cause}"
     return replace(incident, rank=stopped[0], host=hosts[stopped[0]], cause=text)
 
 
 def new_folder(run: Path, step: int | None) -> Path:
-    """The folder of the next incident, numbered after the newest; the oldest ones are removed."""
+    """Create the folder of the next incident, numbered after the newest, and return it; the oldest ones are removed."""
     existing = sorted(path for path in (run / FOLDER).glob("[0-9]*-*") if path.is_dir())
     for path in existing[: max(0, len(existing) + 1 - KEPT)]:
         shutil.rmtree(path, ignore_errors=True)
     number = int(existing[-1].name.partition("-")[0]) + 1 if existing else 1
-    return run / FOLDER / f"{number:04d}-{step or 0}"
+    folder = run / FOLDER / f"{number:04d}-{step or 0}"
+    with suppress(OSError):  # the writer of the incident reports it
+        folder.mkdir(parents=True)  # now, so that an incident at the same time gets the next number
+    return folder
 
 
 def write_incident(
@@ -115,11 +119,15 @@ def write_incident(
     incident = blamed(incident, ranks, hosts)
     state = next((rank for rank in ranks if rank.rank == incident.rank), None)
     action = culprit.action if culprit else job.label(state) if job and state else incident.phase
+    action = "check of its state" if incident.corrupt else action
+    cause = (
+        "hang" if incident.hang else "corruption" if incident.corrupt else "killed" if incident.code < 0 else "failure"
+    )
     record = {
         "time": time.time(),
         "step": incident.step,
         "attempt": attempt,
-        "cause": "hang" if incident.hang else "killed" if incident.code < 0 else "failure",
+        "cause": cause,
         "code": incident.code,
         "rank": incident.rank,
         "host": incident.host,

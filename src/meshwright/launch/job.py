@@ -107,6 +107,7 @@ def _supervise(agent: Agent, prepared: Prepared, endpoint: MetricsEndpoint) -> i
             progress.update()
             endpoint.update(report.ranks)
             agent.obey(directive)
+        agent.obey(coordinator.receive(agent.report()))  # its evidence, if the job ended at once
     agent.close_attempt()
     for line in coordinator.outcome(folder / "logs"):
         write_line(line if line.startswith("  ") else f"meshwright: {line}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from meshwright.events.messages import Corruption
 from meshwright.launch.outcome import RankState
 from meshwright.policies.skipped_samples import SampleRange
 
@@ -18,6 +19,19 @@ class HostTest:
     """What was wrong with the host's devices."""
     exchange: str = ""
     """What was wrong with exchanges, or that processes did not answer."""
+    complete: bool = True
+    """Whether all checks ended; if not, the host may only have been slow."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The evidence of a failed attempt, which agents collect before they end its ranks or begin the next attempt."""
+
+    attempt: int = 0
+    folder: str = ""
+    """Folder of the incident; empty if there is none."""
+    hang: bool = False
+    """Whether the attempt failed because of a hang."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +53,8 @@ class Report:
     """Steps of the checkpoints that ranks of this host committed in the attempt."""
     skipped: tuple[SampleRange, ...] = ()
     """Samples that ranks of this host began to leave out in the attempt."""
+    corruptions: tuple[Corruption, ...] = ()
+    """Silent corruption that ranks of this host reported in the attempt."""
     stop: int = 0
     """Exit code of a stop request that this agent received."""
     test: HostTest | None = None
@@ -50,7 +66,8 @@ class Report:
     def urgency(self) -> tuple[object, ...]:
         """The values whose change an agent reports at once. The progress of ranks waits for the next report."""
         ends = tuple((rank.code, rank.failure) for rank in self.ranks)
-        return (self.port, self.attempt, self.ended, ends, self.checkpoints, self.skipped, self.stop, self.test)
+        progress = self.checkpoints, self.skipped, self.corruptions
+        return (self.port, self.attempt, self.ended, ends, progress, self.stop, self.test)
 
 
 Order = Literal["wait", "test", "run", "end", "idle", "exit"]
@@ -75,10 +92,8 @@ class Directive:
     assignment: str = ""
     cause: str = ""
     """Why the ranks end."""
-    evidence: str = ""
-    """Folder for the evidence of a failure, which is collected before the ranks end; empty if there is none."""
-    hang: bool = False
-    """Whether the ranks end because of a hang."""
+    evidence: Evidence = Evidence()
+    """The last failure. It stands in every answer, as an agent may get no order to end ranks that have all ended."""
     grace: float = 0.0
     """Seconds that ranks may take to end before they are killed, or that a self-test may take."""
     code: int = 0

@@ -11,10 +11,16 @@ from meshwright.costs.partner_copies import PORT_SHARE, partner_rate
 from meshwright.costs.plan_costs import as_nodes, format_of_products, number
 from meshwright.planner.candidate import host_budget, memory_budget, peak_bytes
 from meshwright.policies.checkpoint_times import auto_interval
-from meshwright.policies.partner_host import PartnerHosts, choose_partner_hosts, partner_sentence
+from meshwright.policies.partner_host import (
+    REPLICA_SENTENCE,
+    REPLICATE,
+    choose_partner_hosts,
+    choose_replicas,
+    partner_sentence,
+)
 from meshwright.policies.snapshot_copies import SNAPSHOT_GROUPS, STATE_BYTES, StepTimes, plan_device_copies
 from meshwright.simulator.step_simulation import host_bytes
-from meshwright.spec.job import ASYNC_BYTES, CheckpointSpec
+from meshwright.spec.job import ASYNC_BYTES
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import parameter_count
 from meshwright.spec.plan import Plan
@@ -29,6 +35,8 @@ WRITE_RATE = 2.62e9
 Measured by `benchmarks/checkpoint_stall.py` with one rank on H200 hosts with 16 cores, to tmpfs: 2.3 to 3.0 GB/s. Storage that is slower is
 not known.
 """
+REPLICA_PARTS = 2
+"""Parts of a snapshot that a rank with a replica on another host copies: its own, and the replica's."""
 PARTNER_COPIES = 2
 """Copies of each snapshot of another host for which a host has memory: one that is complete, and one that arrives."""
 SLOWDOWN = 0.01
@@ -78,9 +86,9 @@ class CheckpointCost:
     storage_bytes_per_second: float | None = None
     """What all ranks write on average."""
     partner: str | None = None
-    """The choice of partner hosts in words; None without one."""
+    """The choice of partner hosts, or of replicas instead, in words; None without one."""
     partner_seconds: float | None = None
-    """Copy of a rank's snapshot to the memory of its partner host, at the bound of its rate."""
+    """Copy of a rank's snapshot to the memory of its partner host, at the bound of its rate; 0 if a replica has it anyway."""
     partner_link_share: float | None = None
     """Largest share of a rank's network port that the copy takes."""
 
@@ -100,23 +108,25 @@ def checkpoint_cost(
     rank_bytes = whole / plan.ranks
     step = step_seconds or (plan.predicted.step_seconds if plan.predicted is not None else None)
     interval = step * spec.every if step is not None and spec.every != "auto" else None
-    reason = _reason_to_wait(run, plan, spec, rank_bytes)
+    in_memory = _InMemory.of(run, plan)
+    staged = in_memory.parts * rank_bytes
+    reserved = (in_memory.parts + in_memory.received) * rank_bytes * cluster.gpus_per_node
+    reason = _reason_to_wait(run, plan, rank_bytes, reserved, in_memory)
     if reason:
         return CheckpointCost(whole, False, reason, 0, interval_seconds=interval)
     offloaded = optimizer_on_host(run.model, plan, cluster.nodes) / cluster.gpus_per_node
-    snapshots = rank_bytes * cluster.gpus_per_node
     second_buffers = offloaded * cluster.gpus_per_node
-    partners = _partner_hosts(run, plan)
-    reserved = snapshots + (PARTNER_COPIES * snapshots if partners is not None else 0)
     if reserved + second_buffers > _host_memory_left(run, plan):
         second_buffers = 0.0
     copies, cost = _Copies(), None
     writing = rank_bytes / rates.write
     if step is not None and cluster.is_cpu and rates.host_copy is not None:
-        copies = _processor_copies(step, rank_bytes, rates.host_copy)
+        copies = _processor_copies(step, staged, rates.host_copy)
     elif step is not None and not cluster.is_cpu:
         host_copy, waits = rates.host_copy or HOST_COPY_RATE, bool(offloaded and not second_buffers)
-        copies = _copies(run, plan, step, rank_bytes, offloaded, host_copy, waits=waits)
+        # Each replica updates all of its state, and copies only its parts of that.
+        staged_on_host = offloaded * in_memory.parts / plan.axis_size(REPLICATE)
+        copies = _copies(run, plan, step, staged, staged_on_host, host_copy, waits=waits)
     if copies.seconds is not None and copies.stall_seconds is not None:
         save = copies.seconds + writing
         cost = copies.stall_seconds + SLOWDOWN * save
@@ -134,10 +144,37 @@ def checkpoint_cost(
         cost_seconds=cost,
         interval_seconds=interval,
         storage_bytes_per_second=whole / interval if interval else None,
-        partner=None if partners is None else partner_sentence(partners),
-        partner_seconds=None if partners is None else rank_bytes / partner_rate(run.cluster),
-        partner_link_share=None if partners is None else PORT_SHARE,
+        partner=in_memory.choice,
+        partner_seconds=rank_bytes / partner_rate(run.cluster) if in_memory.received else in_memory.nothing_sent,
+        partner_link_share=PORT_SHARE if in_memory.received else in_memory.nothing_sent,
     )
+
+
+@dataclass(frozen=True)
+class _InMemory:
+    """What a host's memory has for each of its ranks: `parts` that the rank copies there, and `received` copies of another host's."""
+
+    parts: int = 1
+    received: int = 0
+    choice: str | None = None
+    """The choice of partner hosts or replicas in words; None if other hosts keep nothing."""
+
+    @classmethod
+    def of(cls, run: RunSpec, plan: Plan) -> _InMemory:
+        if run.checkpoint.partner == "none":
+            return cls()
+        layout = Layout.of(plan, run.cluster.gpus_per_node)
+        partners = choose_partner_hosts(layout)
+        if partners is None:
+            return cls()
+        if choose_replicas(layout) is not None:
+            return cls(REPLICA_PARTS, 0, REPLICA_SENTENCE)
+        return cls(1, PARTNER_COPIES, partner_sentence(partners))
+
+    @property
+    def nothing_sent(self) -> float | None:
+        """Figure of what is sent to a partner host if that is nothing: 0 as replicas have it, None if other hosts keep nothing."""
+        return None if self.choice is None else 0.0
 
 
 @dataclass(frozen=True)
@@ -211,29 +248,27 @@ def checkpoint_sentences(run: RunSpec, cost: CheckpointCost) -> Iterator[str]:
         )
     if cost.storage_bytes_per_second is not None:
         yield f"saves write {cost.storage_bytes_per_second / 1e9:.2f} GB/s to storage on average"
-    if cost.partner is not None and cost.partner_seconds is not None and cost.partner_link_share is not None:
+    if cost.partner is not None and cost.partner_link_share:
         yield (
             f"copies in a partner host's memory: {cost.partner}; a copy takes {cost.partner_seconds:.2f} s "
             f"with at most {cost.partner_link_share:.0%} of a rank's port"
         )
+    elif cost.partner is not None:
+        yield f"copies in another host's memory: {cost.partner}"
 
 
-def _reason_to_wait(run: RunSpec, plan: Plan, spec: CheckpointSpec, rank_bytes: float) -> str:
-    if spec.mode == "sync":
+def _reason_to_wait(run: RunSpec, plan: Plan, rank_bytes: float, reserved: float, in_memory: _InMemory) -> str:
+    """Why training waits for saves, which need `reserved` bytes of each host's memory beside it; empty if it does not wait."""
+    mode = run.checkpoint.mode
+    if mode == "sync":
         return "checkpoint.mode is sync"
-    if spec.mode == "auto" and rank_bytes < ASYNC_BYTES and _partner_hosts(run, plan) is None:
+    if mode == "auto" and rank_bytes < ASYNC_BYTES and in_memory.choice is None:
         return f"a rank's state is less than {ASYNC_BYTES >> 20} MB"
-    snapshots = rank_bytes * as_nodes(run.cluster).gpus_per_node
     left = _host_memory_left(run, plan)
-    if snapshots > left:
-        return f"snapshots need {_gigabytes(snapshots)} of host memory on each host, and {_gigabytes(max(0.0, left))} are free"
+    if reserved > left:
+        snapshots = "snapshots" if in_memory.choice is None else "snapshots and copies for checkpoint.partner"
+        return f"{snapshots} need {_gigabytes(reserved)} of host memory on each host, and {_gigabytes(max(0.0, left))} are free"
     return ""
-
-
-def _partner_hosts(run: RunSpec, plan: Plan) -> PartnerHosts | None:
-    if run.checkpoint.partner == "none":
-        return None
-    return choose_partner_hosts(Layout.of(plan, run.cluster.gpus_per_node))
 
 
 def _host_memory_left(run: RunSpec, plan: Plan) -> float:

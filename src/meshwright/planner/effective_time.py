@@ -7,9 +7,15 @@ from dataclasses import dataclass, fields, replace
 
 from meshwright.costs.machine_rates import machine_of
 from meshwright.costs.offload_costs import host_rate
-from meshwright.costs.partner_copies import PORT_SHARE
+from meshwright.costs.partner_copies import PORT_SHARE, partner_rate
 from meshwright.costs.plan_costs import as_nodes, format_of_products, number
-from meshwright.planner.checkpoint_cost import HOST_COPY_RATE, STATE_BYTES, WRITE_RATE, checkpoint_cost
+from meshwright.planner.checkpoint_cost import (
+    HOST_COPY_RATE,
+    REPLICA_PARTS,
+    STATE_BYTES,
+    WRITE_RATE,
+    checkpoint_cost,
+)
 from meshwright.policies.checkpoint_times import auto_interval
 from meshwright.policies.effective_time import (
     FIRST_ORDER_FORMULA,
@@ -114,7 +120,7 @@ def failure_model(run: RunSpec, plan: Plan, step_seconds: float | None, assumed:
 
     After a failed process or a hang, ranks load the snapshot in host memory if saves are asynchronous, else the checkpoint in storage.
     A lost host loses its snapshots, so all ranks load the newest durable checkpoint from storage. If a partner host gets a copy of every
-    snapshot, the ranks of the lost host load that copy instead, and the others their own snapshots.
+    snapshot, or replicas on other hosts have them, the ranks of the lost host load that copy instead, and the others their own snapshots.
     """
     step = step_seconds or (plan.predicted.step_seconds if plan.predicted is not None else None)
     cost = checkpoint_cost(run, plan, step)
@@ -134,7 +140,11 @@ def failure_model(run: RunSpec, plan: Plan, step_seconds: float | None, assumed:
     # A lag is the time from the start of a save until its state can be loaded, 0 if training waits for the save.
     process_load, process_lag = (from_memory, copy) if cost.beside_training else (from_storage, 0.0)
     host_load, host_lag = from_storage, save if cost.beside_training else 0.0
-    if cost.partner_seconds is not None and run.checkpoint.partner_every == 1:
+    if cost.partner is not None and not cost.partner_link_share:
+        # The replica sends both parts of the lost rank with all of its port.
+        sent_seconds = PORT_SHARE * REPLICA_PARTS * rank_bytes / partner_rate(run.cluster)
+        host_load, host_lag = REPLICA_PARTS * from_memory + sent_seconds, copy
+    elif cost.partner_seconds is not None and run.checkpoint.partner_every == 1:
         # Copies to the partner take only PORT_SHARE of the port's bandwidth. Reading a copy back takes all of it, and so that share of
         # the time.
         host_load, host_lag = from_memory + PORT_SHARE * cost.partner_seconds, copy + cost.partner_seconds

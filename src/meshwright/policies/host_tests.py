@@ -20,8 +20,8 @@ HARDWARE_SIGNALS = tuple(
 Programs, users and the kernel's out-of-memory killer send the others."""
 DEVICE_ERRORS = re.compile(r"CUDA error|CUBLAS_STATUS_|CUDNN_STATUS_|NCCL.*unhandled|ECC error|HIP error")
 """Texts of internal errors that a broken device may have caused."""
-TEST_SECONDS = 60.0
-"""Seconds that a host's self-test may take."""
+TEST_SECONDS, REPEATED_TEST_SECONDS = 60.0, 180.0
+"""Seconds that a host's self-test may take, start of its processes included; and one after a test that did not end."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,11 @@ def suspects_after(incidents: Sequence[Incident], members: Sequence[str]) -> tup
 
     A configuration error, exhausted memory and a lost host lead to no test. A killed process, and a rank that lost a
     peer, do so only if the same host or the same failure was involved before. Non-finite values end the job only if
-    they persist: then any host may have produced them.
+    they persist: then any host may have produced them. The host of a rank whose state was corrupt is tested.
     """
     last, earlier = incidents[-1], incidents[:-1]
+    if last.corrupt:
+        return (Suspect(last.host),) if last.host in members else ()
     if last.code == EXIT_NUMERICAL:
         return tuple(Suspect(host) for host in members)
     if last.rank is None or last.host not in members:
@@ -84,6 +86,11 @@ def self_test_groups(suspects: Sequence[Suspect], members: Sequence[str]) -> tup
             idle.remove(partner)
         answer.append((host,) if partner is None else (host, partner))
     return tuple(answer)
+
+
+def seconds_of_test(group: Sequence[str], incomplete: Sequence[str]) -> float:
+    """Seconds that the test of a group may take. `incomplete` are hosts whose last test did not end."""
+    return REPEATED_TEST_SECONDS if set(group) & set(incomplete) else TEST_SECONDS
 
 
 def failed_host(host: str, group: Sequence[str], failure: str, exchange: str) -> tuple[str, str] | None:

@@ -54,6 +54,8 @@ class SelfTestEnded:
     host: str
     failure: str = ""
     exchange: str = ""
+    complete: bool = True
+    """Whether all checks ended; if not, the host may only have been slow."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,15 @@ class SkippedSamples:
     """Ranks of the attempt have begun to leave out `ranges` of samples, after a rollback."""
 
     ranges: tuple[SampleRange, ...]
+
+
+@dataclass(frozen=True)
+class Corrupted:
+    """The state of a rank was corrupt, and the ranks go back by themselves; `number` counts such reports of the attempt from 1."""
+
+    attempt: int
+    number: int
+    incident: Incident
 
 
 @dataclass(frozen=True)
@@ -113,6 +124,7 @@ Event = (
     | Trained
     | Committed
     | SkippedSamples
+    | Corrupted
     | Failed
     | Ended
     | StopRequested
@@ -146,6 +158,13 @@ class End:
 
 
 @dataclass(frozen=True)
+class Record:
+    """Record `incident`, which does not end the attempt."""
+
+    incident: Incident
+
+
+@dataclass(frozen=True)
 class Note:
     """Tell the operator `text`."""
 
@@ -159,4 +178,4 @@ class Finish:
     code: int
 
 
-Action = Prepare | Test | Begin | End | Note | Finish
+Action = Prepare | Test | Begin | End | Record | Note | Finish

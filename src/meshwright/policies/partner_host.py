@@ -2,6 +2,8 @@
 
 Hosts form a ring: the partner of each is `shift` hosts further, so every host keeps the copies of exactly one other. ByteRobust (arXiv
 2509.16293, section 6) places copies outside a rank's own parallel groups, since a whole group may be evicted at once.
+
+With replicas on other hosts nothing is sent: a rank has all state that its replicas write, and keeps the part of one of them itself.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from dataclasses import dataclass
 
 from meshwright.spec.layout import Layout
 
+REPLICATE = "replicate"
+"""The mesh axis whose ranks have the same state."""
 OUTSIDE_AXES = ("tensor", "pipeline")
 """A partner host has no rank of the groups along these axes, where such a host exists."""
 
@@ -48,6 +52,29 @@ def choose_partner_hosts(layout: Layout) -> PartnerHosts | None:
         ranks_inside.update(shifts)
     shift = min(range(1, hosts), key=lambda shift: (ranks_inside[shift], shift))
     return PartnerHosts(hosts, layout.ranks_per_node, shift, ranks_inside[shift])
+
+
+def choose_replicas(layout: Layout) -> tuple[int, ...] | None:
+    """For each rank the replica on another host whose part of a snapshot it also keeps; None if some rank has no such replica.
+
+    Each rank's part is kept by one other rank. It is the nearest one at the same distance along the axis for all ranks.
+    """
+    size = layout.size(REPLICATE)
+    for shift in range(1, size):
+        replicas = []
+        for rank in range(layout.ranks):
+            coordinates = layout.coordinates(rank)
+            replica = layout.rank(coordinates | {REPLICATE: (coordinates[REPLICATE] + shift) % size})
+            if layout.node(replica) == layout.node(rank):
+                break
+            replicas.append(replica)
+        else:
+            return tuple(replicas)
+    return None
+
+
+REPLICA_SENTENCE = "each rank also keeps what its replica on another host writes, so nothing is sent"
+"""The choice of replicas in words."""
 
 
 def partner_sentence(partners: PartnerHosts) -> str:

@@ -28,6 +28,8 @@ class Incident:
     """What the rank did (`events.messages.Phase`)."""
     hang: bool = False
     """Whether the rank ran but made no progress."""
+    corrupt: bool = False
+    """Whether the rank's state was silently corrupt."""
 
     def repeats(self, other: Incident) -> bool:
         """Whether `other` is the same failure at the same step."""

@@ -7,7 +7,8 @@ monotonic clock. The coordinator keeps the state in a file and carries out the a
                                                 └────► finished
 
 While an attempt is prepared, hosts that may have caused the failure before run the self-test. A host that fails it is
-excluded from the job. If too few hosts are ready the job continues on fewer, if there is a plan for them.
+excluded from the job; a test that does not end in time is repeated once, with a longer limit. If too few hosts are
+ready the job continues on fewer, if there is a plan for them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from meshwright.policies.job_events import (
     AttemptReported,
     Begin,
     Committed,
+    Corrupted,
     End,
     Ended,
     Event,
@@ -39,6 +41,7 @@ from meshwright.policies.job_events import (
     Prepare,
     Prepared,
     Ready,
+    Record,
     SelfTestEnded,
     SkippedSamples,
     StopRequested,
@@ -99,10 +102,14 @@ class State:
     """Hosts whose processes wait to begin."""
     suspects: tuple[Suspect, ...] = ()
     """Hosts that have to pass the self-test before they train again."""
+    corruptions: int = 0
+    """Reports of corrupt state that were taken in the attempt."""
     tests: tuple[tuple[str, ...], ...] = ()
     """Groups of members that run the self-test for the attempt in preparation; the first of each is a suspect."""
     testing: tuple[str, ...] = ()
     """Hosts of these groups whose results are not known yet."""
+    incomplete: tuple[str, ...] = ()
+    """Hosts whose last self-test did not end in time."""
     prepared: bool = False
     """Whether the files of the attempt in preparation are written."""
     excluded: tuple[Exclusion, ...] = ()
@@ -162,6 +169,8 @@ def decide(state: State, event: Event, now: float, rules: Rules) -> Answer:
             return _grow(replace(state, checkpoints=checkpoints, incidents=() if newer else state.incidents), rules)
         case SkippedSamples(ranges):
             return replace(state, skipped=merge_skips(state.skipped, ranges)), ()
+        case Corrupted(attempt, number, incident) if attempt == state.attempt and number > state.corruptions:
+            return _take_corruption(replace(state, corruptions=number), incident, now, rules)
         case Failed(attempt, incident) if attempt == state.attempt:
             return _fail(state, incident, now, rules)
         case Ended(attempt, host) if attempt == state.attempt and host in state.members:
@@ -204,6 +213,7 @@ def _gather(state: State, now: float, rules: Rules) -> Answer:
     groups = self_test_groups(state.suspects, members)
     state = replace(
         state, status="preparing", attempt=_next_attempt(state), members=members, ended=(), lost=(), prepared=False,
+        corruptions=0,
         short_since=None if count == rules.hosts else state.short_since, tests=groups,
         testing=tuple(host for group in groups for host in group),
         ready=tuple(host for host in state.ready if host not in members),
@@ -258,19 +268,44 @@ def _fewer(state: State, cause: str, now: float, rules: Rules) -> Answer:
 def _take_test(state: State, ended: SelfTestEnded, now: float, rules: Rules) -> Answer:
     """Exclude a host that failed its self-test; begin the attempt once all have passed."""
     group = next(group for group in state.tests if ended.host in group)
+    if not ended.complete and not ended.failure and not set(group) & set(state.incomplete):
+        return _repeat_test(state, ended, group, now, rules)
     failed = failed_host(ended.host, group, ended.failure, ended.exchange)
     if failed is not None:
         return _exclude(state, Exclusion(*failed), now, rules)
     left = tuple(host for host in state.testing if host != ended.host)
     passed = [group[0] for group in state.tests if not set(group) & set(left)]
-    return _begin(replace(state, testing=left, suspects=_without_machines(state.suspects, passed)))
+    incomplete = tuple(host for host in state.incomplete if host not in group or set(group) & set(left))
+    return _begin(
+        replace(state, testing=left, suspects=_without_machines(state.suspects, passed), incomplete=incomplete)
+    )
+
+
+def _repeat_test(state: State, ended: SelfTestEnded, group: tuple[str, ...], now: float, rules: Rules) -> Answer:
+    """Test a group once more with a longer limit, in the preparation of a new attempt: its hosts may only be busy."""
+    state = replace(
+        state, status="gathering", tests=(), testing=(), incomplete=(*state.incomplete, *group), short_since=None
+    )
+    note = Note(f"host {ended.host} did not end the self-test ({ended.exchange}); it is repeated with a longer limit")
+    state, more = _gather(state, now, rules)
+    return state, (note, *more)
+
+
+def _take_corruption(state: State, incident: Incident, now: float, rules: Rules) -> Answer:
+    """Let the host run the self-test before the next attempt, and at once if it already waits for it: it is the second time."""
+    if state.status != "running":
+        return state, ()
+    suspects = suspects_after((incident,), state.members) if rules.policy.restarts else ()
+    if any(suspect in state.suspects for suspect in suspects):
+        return _fail(state, incident, now, rules)
+    return replace(state, suspects=(*state.suspects, *suspects)), (Record(incident),)
 
 
 def _exclude(state: State, exclusion: Exclusion, now: float, rules: Rules) -> Answer:
     """Go on without a host; also a job that was to end, as the host may be the reason."""
     state = replace(
         state, status="gathering", excluded=(*state.excluded, exclusion), tests=(), testing=(),
-        suspects=_without_machines(state.suspects, [exclusion.host]),
+        suspects=_without_machines(state.suspects, [exclusion.host]), incomplete=(),
         ready=tuple(host for host in state.ready if machine_of(host) != machine_of(exclusion.host)),
         stop=None, restart=Restart() if state.stop is not None else state.restart,
     )  # fmt: skip

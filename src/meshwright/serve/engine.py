@@ -111,11 +111,9 @@ class Engine:
         graphs = cuda if options.graphs is None else options.graphs
         sizes = graph_sizes(options.sequences) if graphs else ()
         self._runner = ModelRunner(model, cache, self._inputs, context=self.context, graph_sizes=sizes)
-        self._sampler = Sampler(rows, weight.device)
+        self._sampler = Sampler(rows, weight.device, model.spec.vocab_size)
         self._table_rows = RequestRows(rows)
         self._generations: dict[int, Generation] = {}
-        self._drawn = 0
-        """Unfinished requests with a temperature above 0."""
         self._readback = TokenReadback(rows, weight.device)
         self._numbers = 0
         self._under_way: LaunchedStep | None = None
@@ -147,6 +145,7 @@ class Engine:
         """
         ids = self._encode(prompt)
         self._check(ids, new_tokens, stop_strings)
+        sampling.check_tokens(self.spec.vocab_size)
         number, now = self._numbers, self._clock()
         self._policy.add(
             Request(
@@ -161,7 +160,6 @@ class Engine:
         )
         self._numbers += 1
         self._generations[number] = Generation(sampling, self._tokenizer, stop_ids, stop_strings)
-        self._drawn += sampling.temperature > 0
         return number
 
     def abort(self, number: int) -> None:
@@ -197,7 +195,7 @@ class Engine:
             self._assign_rows(step)
             packed = self._inputs.pack(step, self._table_rows.row_of, self._runner.decode_sizes)
             logits = self._runner.logits(packed)
-            tokens = self._sampler.sample(logits, packed.sampled_rows, packed.sampled_positions, greedy=not self._drawn)
+            tokens = self._sampler.sample(logits, packed.sampled_rows, packed.sampled_positions)
             self._inputs.newest[packed.sampled_rows] = tokens
             return LaunchedStep(step, packed.sampled_parts, *self._readback.start(tokens))
         except Exception as error:
@@ -210,16 +208,17 @@ class Engine:
     def _assign_rows(self, step: Step) -> None:
         """Give table rows to the requests that have none; a request begins with a chunk of its prompt."""
         chunks = step.parts[step.decodes :]
-        new = [part.request.number for part in chunks if part.request.number not in self._table_rows.row_of]
+        new = [part for part in chunks if part.request.number not in self._table_rows.row_of]
         if not new:
             return
         needed = {part.request.number for part in step.parts}
         if self._under_way is not None:
             needed.update(part.request.number for part in self._under_way.step.parts)
-        for number in new:
+        for part in new:
+            number = part.request.number
             row = self._table_rows.take(number, needed)
             self._inputs.forget_row(row)
-            self._sampler.assign(row, self._generations[number].sampling)
+            self._sampler.assign(row, self._generations[number].sampling, part.tokens, len(part.request.prompt))
 
     def _complete(self, launched: LaunchedStep, updates: list[Update]) -> None:
         """Read the tokens of a launched step and pass them on."""
@@ -248,8 +247,8 @@ class Engine:
         """Add the last update of each request that has ended."""
         for ended in self._policy.drain_ended():
             generation = self._generations.pop(ended.number)
-            self._table_rows.release(ended.number)
-            self._drawn -= generation.sampling.temperature > 0
+            if (row := self._table_rows.release(ended.number)) is not None:
+                self._sampler.release(row)
             updates.append(generation.update(ended.number, ended.reason, error if ended.reason == "failed" else None))
 
     def _encode(self, prompt: str | Sequence[int]) -> tuple[int, ...]:

@@ -23,7 +23,8 @@ class RequestRows:
         self.row_of[number] = row = self._free.pop()
         return row
 
-    def release(self, number: int) -> None:
-        """Take back the row of a request, if it has one."""
+    def release(self, number: int) -> int | None:
+        """Take back the row of a request; None if it has none."""
         if (row := self.row_of.pop(number, None)) is not None:
             self._free.append(row)
+        return row

@@ -2,55 +2,234 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from meshwright.kernels.token_draw import draw_tokens
+from meshwright.kernels.token_draw import draw_from_scores
+from meshwright.serve.logit_filters import (
+    NEW_TOKEN,
+    add_biases,
+    keep_allowed,
+    keep_likeliest,
+    penalise,
+)
+from meshwright.serve.sampling_options import GREEDY, SamplingOptions
+
+__all__ = ["GREEDY", "Sampler", "SamplingOptions", "TokenLogprobs"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
-    """How the next token of a request is chosen from its logits."""
+class TokenLogprobs(NamedTuple):
+    """Log probabilities of the model, before any sampling option applies."""
 
-    temperature: float = 1.0
-    """Divides the logits; 0 takes the likeliest token."""
-    top_k: int = 0
-    """Only so many likeliest tokens are drawn; 0 allows all."""
-    seed: int = 0
-    """The draws of a request depend on its seed and the positions of its tokens alone."""
-
-
-GREEDY = SamplingOptions(temperature=0.0)
+    chosen: Tensor
+    """`(samples,)` fp32: those of the tokens that were taken."""
+    top_tokens: Tensor
+    """`(samples, most)` int64: the likeliest tokens, the likeliest first; `most` is that of the request which asks for most."""
+    top: Tensor
+    """`(samples, most)` fp32: their log probabilities."""
 
 
 class Sampler:
-    """Draws tokens for the requests of a batch; the options of each table row are on the device."""
+    """Draws tokens for the requests of a batch; the options of each table row are on the device.
 
-    def __init__(self, table_rows: int, device: torch.device) -> None:
-        self._floats = torch.zeros(table_rows, dtype=torch.float32)
-        self._integers = torch.zeros(2, table_rows, dtype=torch.int64)
-        self._device, self._temperatures, self._top_k_and_seeds = device, self._floats, self._integers
-        self._changed = False
+    A draw is a function of the request's logits, its seed and the token's position. So it does not depend on the batch. `table_rows` is the
+    number of table rows.
+    """
 
-    def assign(self, table_row: int, options: SamplingOptions) -> None:
-        """A table row gets another request."""
-        self._floats[table_row] = options.temperature
-        self._integers[0, table_row], self._integers[1, table_row] = options.top_k, options.seed
-        self._changed = True
+    def __init__(self, table_rows: int, device: torch.device, vocab: int) -> None:
+        self._device, self._vocab = device, vocab
+        self._floats = _MirroredTable(6, table_rows, torch.float32, device)
+        self._integers = _MirroredTable(3, table_rows, torch.int64, device)
+        self._biases = _Biases(table_rows, device)
+        self._history = _TokenHistory(vocab, device)
+        self._assigned: dict[int, SamplingOptions] = {}
+        self._drawing = self._filtering = self._penalising = self._biased = 0
+        """Assigned rows that draw, filter, penalise, have biases."""
+        self._logprobs: Counter[int] = Counter()
+        """For each number of top log probabilities, the assigned rows that want it."""
 
-    def sample(self, logits: Tensor, table_rows: Tensor, positions: Tensor, *, greedy: bool) -> Tensor:
+    @property
+    def greedy(self) -> bool:
+        """Whether all requests take the token with the largest logit."""
+        return not (self._drawing or self._penalising or self._biased)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether a request wants log probabilities."""
+        return bool(self._logprobs)
+
+    def assign(
+        self, table_row: int, options: SamplingOptions, tokens: Sequence[int] = (), prompt_tokens: int = 0
+    ) -> None:
+        """A table row gets another request, with its text so far: the first `prompt_tokens` of `tokens` are its prompt."""
+        self.release(table_row)
+        temperature = options.temperature if options.draws else 0.0
+        penalties = options.repetition_penalty, options.presence_penalty, options.frequency_penalty
+        self._floats.set(table_row, (temperature, options.top_p, options.min_p, *penalties))
+        slot = self._history.begin(table_row, tokens, prompt_tokens) if options.penalises else 0
+        self._integers.set(table_row, (options.top_k, options.seed, slot))
+        self._biases.set(table_row, options.logit_bias)
+        self._assigned[table_row] = options
+        self._count(options, 1)
+
+    def release(self, table_row: int) -> None:
+        """A table row has no request any more."""
+        if (options := self._assigned.pop(table_row, None)) is not None:
+            self._count(options, -1)
+            self._history.end(table_row)
+
+    def sample(self, logits: Tensor, table_rows: Tensor, positions: Tensor, allowed: Tensor | None = None) -> Tensor:
         """The next tokens `(samples,)` int32 of logits `(samples, vocab)`.
 
-        `table_rows` and `positions` `(samples,)` are the table rows and the positions of the new tokens.
-        `greedy`: no request has a temperature.
+        `table_rows` and `positions` `(samples,)` are the rows of the options and the positions of the new tokens. `allowed` is None or
+        the bitmask of grammars (`logit_filters.keep_allowed`). The new tokens are counted for the penalties of later ones.
         """
-        if greedy:
-            return logits.argmax(1).to(torch.int32)
-        if self._changed:
-            self._temperatures = self._floats.to(self._device)
-            self._top_k_and_seeds = self._integers.to(self._device)
-            self._changed = False
-        top_k, seeds = self._top_k_and_seeds[:, table_rows]
-        return draw_tokens(logits, self._temperatures[table_rows], top_k, seeds, positions.long()).to(torch.int32)
+        if self.greedy:
+            return (logits if allowed is None else keep_allowed(logits.float(), allowed)).argmax(1).to(torch.int32)
+        self._copy_options()
+        temperatures, seeds, scores = self._floats.here[0, table_rows], self._integers.here[1, table_rows], logits
+        if self._filtering or self._penalising or self._biased or allowed is not None:
+            scores = self.scores(logits, table_rows, allowed)
+            temperatures = (temperatures > 0).float()
+        tokens = draw_from_scores(scores, temperatures, seeds, positions.long())
+        if self._penalising:
+            self._history.add(self._integers.here[2, table_rows], tokens)
+        return tokens.to(torch.int32)
+
+    def scores(self, logits: Tensor, table_rows: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """Scores `(samples, vocab)` in fp32 whose softmax is the distribution that the options describe.
+
+        A row at temperature 0 keeps the scale of its logits; its likeliest token is taken.
+        """
+        self._copy_options()
+        temperature, top_p, min_p, repetition, presence, frequency = self._floats.here[:, table_rows]
+        top_k, _, slots = self._integers.here[:, table_rows]
+        scores = logits.float()
+        if self._penalising:
+            scores = penalise(scores, self._history.counts[slots], repetition, presence, frequency)
+        if self._biased:
+            scores = add_biases(scores, self._biases.tokens[table_rows], self._biases.values[table_rows])
+        if allowed is not None:
+            scores = keep_allowed(scores, allowed)
+        if self._drawing:
+            scores = scores / torch.where(temperature > 0, temperature, 1.0)[:, None]
+        if self._filtering:
+            scores = keep_likeliest(scores, top_k, top_p, min_p)
+        return scores
+
+    def logprobs(self, logits: Tensor, tokens: Tensor) -> TokenLogprobs:
+        """Log probabilities of the tokens `(samples,)` taken from logits `(samples, vocab)`, and of the likeliest ones."""
+        logprobs = logits.float().log_softmax(1)
+        top, top_tokens = logprobs.topk(min(max(self._logprobs, default=0), self._vocab), dim=1)
+        return TokenLogprobs(logprobs.gather(1, tokens.long()[:, None])[:, 0], top_tokens, top)
+
+    def _copy_options(self) -> None:
+        self._floats.copy()
+        self._integers.copy()
+
+    def _count(self, options: SamplingOptions, change: int) -> None:
+        self._drawing += change * options.draws
+        self._filtering += change * options.filters
+        self._penalising += change * options.penalises
+        self._biased += change * bool(options.logit_bias)
+        if options.logprobs:
+            self._logprobs[options.top_logprobs] += change
+            self._logprobs += Counter()  # without those that no row wants
+
+
+class _MirroredTable:
+    """A table `(columns, table_rows)` that the host changes and the device reads, always at the same address."""
+
+    def __init__(self, columns: int, table_rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._host = torch.zeros(columns, table_rows, dtype=dtype)
+        self.here = self._host if device.type == "cpu" else torch.zeros(columns, table_rows, dtype=dtype, device=device)
+        """The table on the device, as of the last copy."""
+        self._changed = False
+
+    def set(self, table_row: int, values: Sequence[float]) -> None:
+        """Change a row on the host."""
+        self._host[:, table_row] = torch.tensor(values, dtype=self._host.dtype)
+        self._changed = True
+
+    def copy(self) -> None:
+        """Bring changes to the device."""
+        if self._changed and self.here is not self._host:
+            _copy(self._host, self.here)
+        self._changed = False
+
+
+class _Biases:
+    """The biases of each table row on the device, as wide as the longest list of biases so far."""
+
+    def __init__(self, table_rows: int, device: torch.device) -> None:
+        self._device = device
+        self.tokens = torch.zeros(table_rows, 0, dtype=torch.int64, device=device)
+        """`(table_rows, width)`; 0 for padding."""
+        self.values = torch.zeros(table_rows, 0, device=device)
+        """`(table_rows, width)`; 0 for padding."""
+        self._used: set[int] = set()
+
+    def set(self, table_row: int, biases: Mapping[int, float]) -> None:
+        """Change a row."""
+        width = self.tokens.shape[1]
+        if len(biases) > width:
+            more = max(len(biases), 2 * width, 8) - width
+            self.tokens, self.values = (functional.pad(table, (0, more)) for table in (self.tokens, self.values))
+            width += more
+        if not biases and table_row not in self._used:
+            return
+        padding = width - len(biases)
+        _copy(torch.tensor([*biases, *[0] * padding]), self.tokens[table_row])
+        _copy(torch.tensor([*biases.values(), *[0.0] * padding]), self.values[table_row])
+        (self._used.add if biases else self._used.discard)(table_row)
+
+
+class _TokenHistory:
+    """How often each token is in the prompt and the new text of requests with penalties.
+
+    Only these requests have a slot of `counts`, which grows with their number. Slot 0 is for all others; what it has is never used.
+    """
+
+    def __init__(self, vocab: int, device: torch.device) -> None:
+        self._device = device
+        self.counts = torch.zeros(1, vocab, dtype=torch.int32, device=device)
+        """`(slots, vocab)`, as `logit_filters.penalise` reads it."""
+        self._slot_of: dict[int, int] = {}
+        self._free: list[int] = []
+
+    def begin(self, table_row: int, tokens: Sequence[int], prompt_tokens: int) -> int:
+        """Count the tokens of a request; its slot."""
+        if not self._free:
+            slots = len(self.counts)
+            self.counts = functional.pad(self.counts, (0, 0, 0, max(slots, 4)))
+            self._free = list(range(len(self.counts) - 1, slots - 1, -1))
+        self._slot_of[table_row] = slot = self._free.pop()
+        counts = self.counts[slot]
+        ids = torch.empty(len(tokens), dtype=torch.int64, device=self._device)
+        _copy(torch.tensor(tokens, dtype=torch.int64), ids)
+        counts.zero_()
+        counts[ids[:prompt_tokens]] = 1
+        new = ids[prompt_tokens:]
+        counts.index_add_(0, new, torch.full_like(new, NEW_TOKEN, dtype=torch.int32))
+        return slot
+
+    def end(self, table_row: int) -> None:
+        """Free the slot of a table row, if it has one."""
+        if (slot := self._slot_of.pop(table_row, None)) is not None:
+            self._free.append(slot)
+
+    def add(self, slots: Tensor, tokens: Tensor) -> None:
+        """Count new tokens `(samples,)` in slots `(samples,)`."""
+        new = torch.full_like(tokens, NEW_TOKEN, dtype=torch.int32)
+        self.counts.index_put_((slots, tokens), new, accumulate=True)
+
+
+def _copy(values: Tensor, target: Tensor) -> None:
+    """Copy values of the host to a tensor on the device without waiting for it."""
+    # A fresh pinned copy: the next change may come while this one is under way.
+    target.copy_(values.pin_memory() if target.is_cuda else values, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The partner host of a rank: where its writer sends copies of its snapshots (`checkpoint.partner: host`)."""
+"""Where copies of a rank's snapshots are (`checkpoint.partner: host`): at a partner host, or in the arena of a replica."""
 
 from __future__ import annotations
 
@@ -11,37 +11,48 @@ from meshwright.checkpoint.ranks import Ranks
 from meshwright.checkpoint.snapshot_memory import SLOTS
 from meshwright.checkpoint.snapshot_transport import SERVER_VARIABLE, SnapshotClient, TransportFailure
 from meshwright.costs.partner_copies import partner_rate
-from meshwright.policies.partner_host import choose_partner_hosts, partner_sentence
+from meshwright.policies.partner_host import (
+    REPLICA_SENTENCE,
+    choose_partner_hosts,
+    choose_replicas,
+    partner_sentence,
+)
 from meshwright.spec.job_token import job_token
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
 
 
-def find_partner(run: RunSpec, plan: Plan, ranks: Ranks, say: Callable[[str], None]) -> Partner | None:
-    """The partner of this rank. Collective.
+def find_copies(
+    run: RunSpec, plan: Plan, ranks: Ranks, say: Callable[[str], None]
+) -> tuple[Partner | None, tuple[int, ...] | None]:
+    """The partner of this rank, or for each rank its replica on another host; at most one of them. Collective.
 
-    None, on all ranks, without `checkpoint.partner` or if a host has no snapshot server. `say` receives one sentence about the
+    Neither, on all ranks, without `checkpoint.partner` or if a host has no snapshot server. `say` receives one sentence about the
     choice, or about why there is none.
     """
     if run.checkpoint.partner == "none":
-        return None
-    cluster = run.cluster
-    partners = choose_partner_hosts(Layout.of(plan, cluster.gpus_per_node))
+        return None, None
+    cluster, layout = run.cluster, Layout.of(plan, run.cluster.gpus_per_node)
+    partners = choose_partner_hosts(layout)
     if partners is None:
         say("no copies of snapshots in the memory of another host: the run has one host")
-        return None
+        return None, None
     addresses = ranks.run_on_all("finding partner hosts", lambda: os.environ.get(SERVER_VARIABLE))
     if None in addresses:
         say(
             "no copies of snapshots in the memory of another host: the ranks were not started by agents (`train --agent`)"
         )
-        return None
+        return None, None
+    replicas = choose_replicas(layout)
+    if replicas is not None:
+        say(f"copies of snapshots in the memory of another host: {REPLICA_SENTENCE}")
+        return None, replicas
     address = addresses[partners.host_of(ranks.rank) * partners.ranks_per_host]
     assert address is not None
     rate = partner_rate(cluster)
     say(f"copies of snapshots at up to {rate / 1e9:.2f} GB/s a rank: {partner_sentence(partners)}")
-    return Partner(address, rate)
+    return Partner(address, rate), None
 
 
 def missing_copy_bytes(rank_bytes: int, local_ranks: int) -> int:

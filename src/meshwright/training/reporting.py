@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from meshwright.events.messages import Channel, Checkpoint, SkippedSamples, Step, Validation
+from meshwright.events.messages import Channel, Checkpoint, Corruption, SkippedSamples, Step, Validation
 from meshwright.events.start import StartClock, start_line
 from meshwright.observe.compiling import compiler_work
 from meshwright.observe.metrics import STEP_KEYS, MetricsWriter
@@ -168,6 +168,11 @@ class Reporter:
         """Report that the run leaves out these samples from now on, so that a restart leaves them out too."""
         if self._leads:
             self._channel.send(SkippedSamples(first, end))
+
+    def corruption(self, rank: int, step: int, cause: str) -> None:
+        """Report that state of `rank` was corrupt after `step`, so that its host is tested before the next attempt."""
+        if self._leads:
+            self._channel.send(Corruption(rank, step, cause))
 
     def rewind(self, step: int) -> None:
         """Remove the records after `step`: the run continues from there again."""

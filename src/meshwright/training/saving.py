@@ -24,7 +24,7 @@ from meshwright.policies.snapshot_copies import StepTimes
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput, MeshwrightError, OutOfResources
 from meshwright.spec.job import ASYNC_BYTES, AUTO_SECONDS, CheckpointSpec
-from meshwright.training.partner import find_partner, missing_copy_bytes
+from meshwright.training.partner import find_copies, missing_copy_bytes
 from meshwright.training.reporting import Reporter
 from meshwright.training.run_state import run_state
 from meshwright.training.session import Session
@@ -127,14 +127,15 @@ class Saver:
                 "planning checkpoints", lambda: sum(parts.local.nbytes for parts in state.tensors.values())
             )
         )
-        partner = find_partner(session.run, session.plan, ranks, reporter.say)
-        if spec.mode == "auto" and largest < ASYNC_BYTES and partner is None:
+        partner, replicas = find_copies(session.run, session.plan, ranks, reporter.say)
+        copied_elsewhere = partner is not None or replicas is not None
+        if spec.mode == "auto" and largest < ASYNC_BYTES and not copied_elsewhere:
             log.info("checkpoints are written while training waits: a rank's state is small (%d bytes)", largest)
             return cls(session, reporter, None)
         background = BackgroundSaver(
             session.store.folder, ranks, state, session.world.device, lease=session.lease, keep=spec.keep,
             local_ranks=session.world.environment.local_ranks, parent=session.step or None,
-            start=session.attempt, partner=partner, partner_every=spec.partner_every,
+            start=session.attempt, partner=partner, partner_every=spec.partner_every, replicas=replicas,
             kept_open=reporter.channel_descriptors, warm_up=lambda: _texts(session),
         )  # fmt: skip
         local_ranks, copied = session.world.environment.local_ranks, 0
@@ -146,7 +147,7 @@ class Saver:
 
         obstacle = memory_obstacle(background.layout.bytes, ranks, local_ranks, copies)
         if obstacle is not None and spec.mode == "async":
-            without = "" if partner is None else ", checkpoint.partner=none"
+            without = ", checkpoint.partner=none" if copied_elsewhere else ""
             raise OutOfResources(
                 f"checkpoint.mode is async: {obstacle}; use more ranks or hosts, or set checkpoint.mode=auto{without}"
             )
@@ -329,7 +330,7 @@ class Saver:
 
     def _plain(self, step: int, tokens: int) -> Callable[[], dict[str, bytes]]:
         run, session = self._session.run, self._session
-        if not session.world.leads:
+        if self._background is None or not self._background.describes_first:
             return dict
         state = run_state(step, run.train, tokens, session.data.record(), session.numerics.state(step))
         return lambda: encode_plain(state, _texts(session))

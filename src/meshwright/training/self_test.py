@@ -155,7 +155,11 @@ def _run_check(function: Callable[[], str]) -> str:
     try:
         return function()
     except Exception as error:
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+        return _description(error)
+
+
+def _description(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def answer_self_test(device_type: str, request: SelfTest) -> SelfTestResult:
@@ -166,11 +170,12 @@ def answer_self_test(device_type: str, request: SelfTest) -> SelfTestResult:
     memory = _run_check(lambda: _wrong_memory_if_free(device, environment.local_ranks))
     limit = timedelta(seconds=request.seconds / 2)
     backend = "gloo" if device.type == "cpu" else "nccl"
-    exchange = _run_check(
-        lambda: _join_and_exchange(
+    try:
+        exchange = _join_and_exchange(
             backend, device, environment.rank, environment.ranks, lambda: open_store(environment, limit), limit
         )
-    )
+    except Exception as error:
+        return SelfTestResult(product or memory, _description(error), exchanged=False)
     return SelfTestResult(product or memory, exchange)
 
 

@@ -145,21 +145,27 @@ class StateCheck:
         names = {rank: f"rank {rank} (host {host})" for rank, (host, _, _) in enumerate(answers)}
         start = f"step {exchange.step}: silent corruption: "
         if any(labels for _, _, labels in answers):
-            return start + "; ".join(
-                f"on {names[rank]} {_some(labels)} changed between two updates"
-                for rank, (_, _, labels) in enumerate(answers)
-                if labels
-            )
+            changed_by_rank = {rank: labels for rank, (_, _, labels) in enumerate(answers) if labels}
+            return start + self._named(changed_by_rank, names, exchange.step, "changed between two updates")
         copies: dict[tuple[str, int], dict[int, tuple[int, ...]]] = {}
         for rank, (_, entries, _) in enumerate(answers):
             for key, (label, digest) in entries.items():
                 copies.setdefault((label, key), {})[rank] = digest
         return start + self._compare(
-            {name: digests for name, digests in sorted(copies.items()) if len(set(digests.values())) > 1}, names
+            {name: digests for name, digests in sorted(copies.items()) if len(set(digests.values())) > 1},
+            names,
+            exchange.step,
         )
 
+    def _named(self, labels_by_rank: Mapping[int, list[str]], names: Mapping[int, str], step: int, problem: str) -> str:
+        """The sentence that names each rank with its tensors; also reports these ranks to the launcher."""
+        texts = [f"on {names[rank]} {_some(labels)} {problem}" for rank, labels in sorted(labels_by_rank.items())]
+        for rank, text in zip(sorted(labels_by_rank), texts, strict=True):
+            self._reporter.corruption(rank, step, f"silent corruption: {text}")
+        return "; ".join(texts)
+
     def _compare(
-        self, copies: Mapping[tuple[str, int], Mapping[int, tuple[int, ...]]], names: Mapping[int, str]
+        self, copies: Mapping[tuple[str, int], Mapping[int, tuple[int, ...]]], names: Mapping[int, str], step: int
     ) -> str:
         """Name the ranks whose copies differ from a majority's; without one, keep the elements that differ for `_resolve`."""
         labels_by_rank: dict[int, list[str]] = {}
@@ -170,19 +176,16 @@ class StateCheck:
                 open_cases.append((label, key, by_rank))
             for rank in ranks or ():
                 labels_by_rank.setdefault(rank, []).append(label)
-        texts = [
-            f"on {names[rank]} {_some(labels)} differs from the copies on most ranks"
-            for rank, labels in sorted(labels_by_rank.items())
-        ]
-        if open_cases and not texts:
+        text = self._named(labels_by_rank, names, step, "differs from the copies on most ranks")
+        if open_cases and not text:
             label, key, by_rank = open_cases[0]
             self._unresolved = self._differing_elements(label, key, sorted(by_rank), names)
             labels = [label for label, _, _ in open_cases]
-            texts.append(
+            text = (
                 f"{_some(labels)} differs between {' and '.join(names[rank] for rank in sorted(by_rank))}; the run recomputes the steps "
                 f"until {self._unresolved.step} to find the wrong copy"
             )
-        return "; ".join(texts)
+        return text
 
     def _differing_elements(self, label: str, key: int, ranks: Sequence[int], names: Mapping[int, str]) -> Unresolved:
         elements = self._elements(key)
@@ -209,6 +212,9 @@ class StateCheck:
         right = next(answer for answer in answers if answer is not None)
         distances = {rank: _distance(copy, right) for rank, copy in unresolved.copies.items() if copy is not None}
         rank = farthest_rank(distances)
+        if rank is not None:
+            cause = f"silent corruption: {unresolved.names[rank]} had the wrong copy of {unresolved.label}"
+            self._reporter.corruption(rank, unresolved.step, cause)
         shown = ", ".join(f"rank {rank} {distance:.3g}" for rank, distance in sorted(distances.items()))
         verdict = "the wrong copy is not known" if rank is None else f"{unresolved.names[rank]} had the wrong copy"
         self._reporter.event(

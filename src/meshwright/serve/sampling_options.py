@@ -1,0 +1,123 @@
+"""How the tokens of one request are chosen: its options and their ranges."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from meshwright.spec.errors import BadInput
+
+LOWEST_TEMPERATURE = 1e-5
+"""Below it the likeliest token is taken."""
+MOST_BIASES = 1024
+"""Tokens of one request that may have a bias."""
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "temperature": (0, 100),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 100),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+}
+_WHOLE_RANGES: Mapping[str, tuple[int, int]] = {
+    "top_k": (0, 2**31 - 1),
+    "seed": (0, 2**63 - 1),
+    "top_logprobs": (0, 20),
+}
+_BIAS_RANGE = (-100, 100)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How the next token of a request is chosen from its logits.
+
+    They apply in this order: repetition penalty, presence and frequency penalty, bias, temperature, top-k, top-p of the tokens
+    that top-k leaves, min-p. Raises BadInput for a value out of range.
+    """
+
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the likeliest token."""
+    top_k: int = 0
+    """Only so many likeliest tokens are drawn, and those as likely as the last of them; 0 allows all."""
+    top_p: float = 1.0
+    """Only the likeliest tokens are drawn, as few as have this probability together; 1 allows all."""
+    min_p: float = 0.0
+    """Only tokens are drawn that have this fraction of the likeliest token's probability; 0 allows all."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits of tokens in the prompt or the new text, and multiplies negative ones (arXiv 1909.05858)."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens in the new text."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token for each time that the new text has it."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of these token ids."""
+    seed: int = 0
+    """The draws of a request depend on its seed and the positions of its tokens alone."""
+    logprobs: bool = False
+    """Whether the log probability of each new token is returned: that of the model, before any option applies."""
+    top_logprobs: int = 0
+    """So many likeliest tokens are returned with their log probabilities, for each new token; needs `logprobs`."""
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in _RANGES.items():
+            _check_range(name, getattr(self, name), low, high)
+        for name, bounds in _WHOLE_RANGES.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise BadInput(f"{name}: expected a whole number, got {value!r}")
+            _check_range(name, value, *bounds)
+        if self.top_logprobs and not self.logprobs:
+            raise BadInput(f"top_logprobs: {self.top_logprobs} needs logprobs: true, or set top_logprobs to 0")
+        if len(self.logit_bias) > MOST_BIASES:
+            raise BadInput(f"logit_bias: expected at most {MOST_BIASES} tokens, got {len(self.logit_bias)}")
+        for token, bias in self.logit_bias.items():
+            _check_range(f"logit_bias of token {token}", bias, *_BIAS_RANGE)
+
+    def check_tokens(self, vocab: int) -> None:
+        """Raises BadInput if a bias is for a token that a vocabulary of this size does not have."""
+        for token in self.logit_bias:
+            if not 0 <= token < vocab:
+                nearest = min(max(token, 0), vocab - 1)
+                raise BadInput(
+                    f"logit_bias: expected token ids of 0 to {vocab - 1}, got {token}; the nearest is {nearest}"
+                )
+
+    def sample(self, index: int) -> SamplingOptions:
+        """The options of sample `index` of the same prompt: those of sample 0 with another seed for each."""
+        return self if index == 0 else replace(self, seed=_mixed_seed(self.seed, index))
+
+    @property
+    def draws(self) -> bool:
+        """Whether tokens are drawn; if not, the likeliest is taken."""
+        return self.temperature >= LOWEST_TEMPERATURE
+
+    @property
+    def filters(self) -> bool:
+        """Whether some tokens are never drawn."""
+        return self.draws and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def penalises(self) -> bool:
+        """Whether logits depend on the tokens so far."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+def _check_range(name: str, value: float, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        raise BadInput(f"{name}: expected a number from {low} to {high}, got {value!r}")
+    if not low <= value <= high:
+        nearest = low if value < low else high
+        raise BadInput(f"{name}: expected {low} to {high}, got {value}; the nearest valid value is {nearest}")
+
+
+def _mixed_seed(seed: int, index: int) -> int:
+    """A seed of 63 bits, by the finalizer of SplitMix64 (Steele et al. 2014)."""
+    mask = 2**64 - 1
+    x = (seed + index * 0x9E3779B97F4A7C15) & mask
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & mask
+    return (x ^ x >> 31) >> 1
+
+
+GREEDY = SamplingOptions(temperature=0.0)

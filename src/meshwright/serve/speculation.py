@@ -1,0 +1,150 @@
+"""Speculative decoding: a cheap draft proposes tokens, and the model checks them all in one step.
+
+Two ways to check drafts leave the distribution of the text as it is without them:
+
+- `accept_equal` keeps the drafts that equal the tokens which the model draws at their positions. Draws depend on seed and position
+  alone, so even the text is the same. For a draft that is certain of its token, as in prompt lookup, no method accepts more.
+- `accept_by_rejection` is the rejection sampling of Leviathan et al. (arXiv 2211.17192). It accepts more of a draft model's tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshwright.kernels.token_draw import gumbel_noise
+
+_DRAFT, _ACCEPT, _REPLACE = 0x2545F4914F6CDD1D, 0x61C8864680B583EB, 0x1F83D9ABFB41BD6B
+"""Make three seeds from that of a request, so that the draws of the draft and those of the check are independent."""
+
+
+class PromptLookup:
+    """Proposes what followed the last tokens of a text where they came before; memory and time are linear in the text.
+
+    Of all places, the last one counts where most of the last `longest` tokens came before, but at least `shortest`.
+    """
+
+    def __init__(self, tokens: Iterable[int] = (), *, longest: int = 4, shortest: int = 2) -> None:
+        self._tokens: list[int] = []
+        self._lengths = range(longest, shortest - 1, -1)
+        self._after: dict[tuple[int, ...], int] = {}
+        """Position after the last place of each run of tokens, apart from the one at the end of the text."""
+        self.add(tokens)
+
+    def add(self, tokens: Iterable[int]) -> None:
+        """Append tokens to the text."""
+        text = self._tokens
+        for token in tokens:
+            end = len(text)
+            self._after.update({tuple(text[end - length :]): end for length in self._lengths if length <= end})
+            text.append(token)
+
+    def propose(self, count: int) -> list[int]:
+        """At most `count` draft tokens; none if the last tokens are new to the text."""
+        text, end = self._tokens, len(self._tokens)
+        runs = (tuple(text[end - length :]) for length in self._lengths if length <= end)
+        start = next((self._after[run] for run in runs if run in self._after), None)
+        drafts: list[int] = []
+        if start is None:
+            return drafts
+        for position in range(start, start + count):
+            # A run that reaches the end of the text is taken to repeat.
+            drafts.append(text[position] if position < end else drafts[position - end])
+        return drafts
+
+
+class Drafts(NamedTuple):
+    """Draft tokens of a batch, and the distributions that they were drawn from."""
+
+    tokens: Tensor
+    """`(sequences, drafts)` int64."""
+    probabilities: Tensor
+    """`(sequences, drafts, vocab)` fp32."""
+
+
+class Checked(NamedTuple):
+    """The outcome of a check."""
+
+    tokens: Tensor
+    """`(sequences, drafts + 1)` int64: the accepted drafts and one more token; then arbitrary ones."""
+    accepted: Tensor
+    """`(sequences,)` int64: number of accepted drafts."""
+
+
+def draft_tokens(
+    next_scores: Callable[[Tensor], Tensor], count: int, draws: Tensor, seeds: Tensor, positions: Tensor
+) -> Drafts:
+    """`count` draft tokens for each sequence, by a draft model.
+
+    `next_scores` gives the model's scores `(sequences, vocab)` after the drafts so far, `(sequences, 0)` to `(sequences, count - 1)`.
+    `draws`, `seeds` and `positions` `(sequences,)`: whether a sequence draws its tokens or takes the likeliest, its seed, and the position
+    of its first draft.
+    """
+    tokens, distributions = torch.empty(len(seeds), 0, dtype=torch.int64, device=seeds.device), []
+    for index in range(count):
+        probabilities = _probabilities(next_scores(tokens), draws)
+        drawn = _draw(probabilities, seeds ^ _DRAFT, positions + index)
+        tokens = torch.cat((tokens, drawn[:, None]), 1)
+        distributions.append(probabilities)
+    return Drafts(tokens, torch.stack(distributions, 1))
+
+
+def accept_equal(drafts: Tensor, lengths: Tensor, drawn: Tensor) -> Checked:
+    """Accept the leading drafts `(sequences, drafts)` that equal the tokens drawn by the model.
+
+    `drawn` `(sequences, drafts + 1)` are its draws after the text and after each draft; `lengths` `(sequences,)` numbers of drafts.
+    """
+    equal = drafts == drawn[:, :-1]
+    return Checked(drawn, _leading(equal, lengths))
+
+
+def accept_by_rejection(
+    drafts: Drafts, lengths: Tensor, scores: Tensor, draws: Tensor, seeds: Tensor, positions: Tensor
+) -> Checked:
+    """Accept each draft with the probability min(1, p / q), then draw one more token; texts keep the distribution p.
+
+    p is the softmax of the model's `scores` `(sequences, drafts + 1, vocab)` after the text and after each draft; q is the distribution
+    of the draft. `lengths` `(sequences,)` are numbers of drafts; the other arguments are those of `draft_tokens`.
+    """
+    count = drafts.tokens.shape[1]
+    target = _probabilities(scores, draws)
+    p = target[:, :count].gather(2, drafts.tokens[:, :, None])[:, :, 0]
+    q = drafts.probabilities.gather(2, drafts.tokens[:, :, None])[:, :, 0]
+    places = positions[:, None] + torch.arange(count, device=positions.device)
+    noise = gumbel_noise((seeds ^ _ACCEPT).repeat_interleave(count), places.flatten(), 1).view_as(p)
+    uniform = torch.exp(-torch.exp(-noise))
+    accepted = _leading(uniform * q < p, lengths)
+
+    vocab = target.shape[2]
+    here = accepted[:, None, None].expand(-1, 1, vocab)
+    p_here = target.gather(1, here)[:, 0]
+    q_here = torch.zeros_like(p_here)
+    if count:
+        rejected = (accepted < lengths)[:, None]
+        q_here = torch.where(rejected, drafts.probabilities.gather(1, here.clamp(max=count - 1))[:, 0], 0.0)
+    excess = (p_here - q_here).clamp(min=0)
+    # Rounding may leave nothing where the two distributions are almost equal.
+    excess = torch.where(excess.sum(1, keepdim=True) > 0, excess, p_here)
+    last = _draw(excess, seeds ^ _REPLACE, positions + accepted)
+    tokens = torch.cat((drafts.tokens, last[:, None]), 1)
+    return Checked(tokens.scatter(1, accepted[:, None], last[:, None]), accepted)
+
+
+def _probabilities(scores: Tensor, draws: Tensor) -> Tensor:
+    """The softmax of scores `(sequences, …, vocab)`, or 1 for the likeliest token in sequences that do not draw."""
+    likeliest = torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+    return torch.where(draws.view(-1, *[1] * (scores.ndim - 1)), scores.softmax(-1), likeliest)
+
+
+def _draw(weights: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """Tokens `(sequences,)` drawn in proportion to weights `(sequences, vocab)`."""
+    return (weights.log() + gumbel_noise(seeds, positions, weights.shape[1])).argmax(1)
+
+
+def _leading(accepted: Tensor, lengths: Tensor) -> Tensor:
+    """How many of the first `lengths` values of each row of `accepted` `(sequences, drafts)` are true before one is not."""
+    within = torch.arange(accepted.shape[1], device=accepted.device) < lengths[:, None]
+    return (accepted & within).long().cumprod(1).sum(1)
