@@ -200,8 +200,9 @@ class BackgroundSaver:
         return copies
 
     def describe(self, step: int, plain: Callable[[], Mapping[str, bytes]]) -> None:
-        """Give the plain files of the save of `step`, which are made in another thread; only ranks with `describes_first` give some.
+        """Give the plain files of the save of `step`, which are made in another thread.
 
+        Only ranks with `describes_first` give some.
         The call says that the step's loss and gradient norm were finite. Without it the snapshot is not written.
         """
         if self._current is not None and self._current.save.step == step:

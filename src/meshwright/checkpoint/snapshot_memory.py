@@ -31,7 +31,10 @@ class CopyRefused(OutOfResources):
 
 @dataclass(frozen=True)
 class OpenSnapshot:
-    """A complete snapshot: its record, and the file that it makes of the arena's data from `start` on. Close the arena after use."""
+    """A complete snapshot: its record, and the file that it makes of the arena's data from `start` on.
+
+    Close the arena after use.
+    """
 
     arena: Arena
     record: SnapshotRecord

@@ -53,7 +53,7 @@ class SnapshotLocation:
 
 
 def newest_complete(offers: Sequence[RankOffer], run_id: str | None) -> list[SnapshotLocation] | None:
-    """The newest save of the run of which all snapshots are offered: their locations in the order of its ranks; None without one.
+    """Where the snapshots of the newest save are of which all are offered, in the order of its ranks; None without one.
 
     Snapshots are found by what they are, so ranks and hosts may have other numbers than at the save, and be fewer or more. Each is
     read by a rank of a host that has it: from an arena rather than from a copy, by its own rank where possible.
@@ -145,9 +145,9 @@ def open_in_arena(name: SnapshotName) -> SnapshotSource:
 
 
 def open_on_host(address: str, token: str, name: SnapshotName) -> SnapshotSource:
-    """A snapshot that this host's server at `address` keeps, read from its memory or, where that cannot be mapped, from the server.
+    """A snapshot that this host's server at `address` keeps, read from its memory.
 
-    Raises Damaged if the server does not have it.
+    Where that cannot be mapped, the server sends it. Raises Damaged if the server does not have it.
     """
     try:
         with closing(SnapshotClient(address, token)) as client:

@@ -152,7 +152,10 @@ def checkpoint_cost(
 
 @dataclass(frozen=True)
 class _InMemory:
-    """What a host's memory has for each of its ranks: `parts` that the rank copies there, and `received` copies of another host's."""
+    """What a host's memory has for each of its ranks.
+
+    These are `parts` that the rank copies there, and `received` copies of another host's snapshot.
+    """
 
     parts: int = 1
     received: int = 0
