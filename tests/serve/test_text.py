@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from meshwright.data.tokenizer import train_tokenizer
@@ -44,20 +44,20 @@ def test_a_decoder_that_drops_the_first_space_keeps_those_between_pieces() -> No
     ]  # fmt: skip
 
 
-@given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), st.data())
-def test_stop_strings_cut_a_text_where_the_whole_text_has_the_first(text: str, stops: list[str], data: st.DataObject):
-    stream, shown, rest = StopStrings(stops), "", text
-    while rest and not stream.complete:
-        size = data.draw(st.integers(1, 1 if stops else len(rest)))
-        shown += stream.add(rest[:size])
-        rest = rest[size:]
-    ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
-    assert stream.complete is bool(ends)
-    if ends:
-        complete = min(end for end, _ in ends)
-        assert shown == text[: min(start for end, start in ends if end == complete)]
-    else:
-        assert shown + stream.finish() == text
+@pytest.mark.parametrize("stops", [["a"], ["ab"], ["aab", "b"], ["bab", "ab"], ["abba", "bb", "aaa"]], ids=str)
+def test_stop_strings_cut_every_text_at_the_first(stops: list[str]) -> None:
+    for characters in product("ab", repeat=7):
+        stream, shown, text = StopStrings(stops), "", "".join(characters)
+        for character in text:
+            if not stream.complete:
+                shown += stream.add(character)
+        ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+        assert stream.complete is bool(ends)
+        if ends:
+            first_end = min(end for end, _ in ends)
+            assert shown == text[: min(start for end, start in ends if end == first_end)]
+        else:
+            assert shown + stream.finish() == text
 
 
 def test_text_is_held_back_only_while_a_stop_string_may_begin() -> None:
