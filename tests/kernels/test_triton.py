@@ -159,3 +159,17 @@ def test_adamw(skip: bool, gradient_dtype: torch.dtype, monkeypatch: pytest.Monk
 
     for ours, theirs in zip(stepped(fused._fast), stepped(fused._plain), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(2, 3, 48), (1, 4096), (0, 16)])
+def test_add_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    from meshwright.kernels.add_norm_triton import fused_add_rms_norm
+
+    x, delta, weight = (torch.randn(size).to(dtype) for size in (shape, shape, shape[-1:]))
+    total, normed = fused_add_rms_norm(x, delta, weight, 1e-5)
+    assert next_to(total, x + delta)
+    assert dtype == torch.bfloat16 or same(total, x + delta)
+    exact = total.double() / (total.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    assert normed.dtype == dtype and normed.shape == x.shape
+    torch.testing.assert_close(normed.double(), exact, rtol=max(torch.finfo(dtype).eps, 1e-6), atol=1e-6)

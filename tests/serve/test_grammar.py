@@ -124,3 +124,9 @@ def test_the_missing_extra_is_named(tokenizer: Tokenizer, monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(BadInput, match=r"pip install 'meshwright\[grammar\]'"):
         GrammarTokens(tokenizer, vocab=VOCAB, end_tokens=[0])
+
+
+@needs_llguidance
+def test_a_tokenizer_without_bytes_is_refused() -> None:
+    with pytest.raises(BadInput, match="grammar: this tokenizer cannot be used: can't determine decoder type"):
+        GrammarTokens(Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[])), vocab=2, end_tokens=[1])

@@ -79,7 +79,7 @@ class SkippedSamples:
 
 @dataclass(frozen=True)
 class Corrupted:
-    """The state of a rank was corrupt, and the ranks go back by themselves; `number` counts such reports of the attempt from 1."""
+    """The state of a rank was corrupt, and the ranks go back by themselves; `number` counts reports of the attempt from 1."""
 
     attempt: int
     number: int

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from meshwright.models.decoder import Decoder
-from meshwright.policies.batch_request import BatchLimits, CacheGroup, Request, Step
+from meshwright.policies.batch_request import BatchLimits, CacheGroup, Part, Request, Step
 from meshwright.policies.batching import BatchPolicy
 from meshwright.serve.batch_inputs import BatchInputs
 from meshwright.serve.generation import Generation, Update
+from meshwright.serve.grammar import Grammar, GrammarTokens, unconstrained
 from meshwright.serve.kv_cache import KVCache, fitting_blocks, layer_groups
 from meshwright.serve.model_runner import ModelRunner, graph_sizes
 from meshwright.serve.readback import LaunchedStep, TokenReadback
@@ -117,6 +119,10 @@ class Engine:
         self._readback = TokenReadback(rows, weight.device)
         self._numbers = 0
         self._under_way: LaunchedStep | None = None
+        self._constrained = 0
+        """Unfinished requests with a grammar."""
+        self._grammars: dict[tuple[int, ...], GrammarTokens] = {}
+        """The vocabulary prepared for grammars, by end tokens."""
         if graphs:
             self._runner.capture_graphs()
 
@@ -136,16 +142,19 @@ class Engine:
         priority: int = 0,
         seconds: float | None = None,
         samples_of: int | None = None,
+        grammar: Grammar | None = None,
     ) -> int:
         """Queue a request for at most `new_tokens` tokens after a prompt; the number by which updates name it.
 
         It ends with the reason "stop" at a token of `stop_ids` or where the text has one of `stop_strings`, with "length" after
         `new_tokens` or at the end of the context, with "deadline" after `seconds`. `samples_of` names an earlier request with the same
-        prompt, whose cache it shares. Raises BadInput for a prompt that the model or the cache cannot hold.
+        prompt, whose cache it shares. The new text follows `grammar` up to a token of `stop_ids`.
+        Raises BadInput for a prompt that the model or the cache cannot hold.
         """
         ids = self._encode(prompt)
         self._check(ids, new_tokens, stop_strings)
         sampling.check_tokens(self.spec.vocab_size)
+        matcher = None if grammar is None else self._grammar_tokens(stop_ids).matcher(grammar)
         number, now = self._numbers, self._clock()
         self._policy.add(
             Request(
@@ -159,7 +168,8 @@ class Engine:
             )
         )
         self._numbers += 1
-        self._generations[number] = Generation(sampling, self._tokenizer, stop_ids, stop_strings)
+        self._constrained += grammar is not None
+        self._generations[number] = Generation(sampling, self._tokenizer, stop_ids, stop_strings, matcher)
         return number
 
     def abort(self, number: int) -> None:
@@ -178,9 +188,14 @@ class Engine:
         With overlap these are the tokens of the step before. If a step raises, its requests end with the reason "failed".
         """
         updates: list[Update] = []
+        # A grammar allows the next tokens only once the newest is known.
+        overlap = self._overlap and not self._constrained
+        if self._under_way is not None and not overlap:
+            self._complete(self._under_way, updates)
+            self._under_way = None
         launched = self._launch(updates)
         self._report_ended(updates)
-        if self._overlap:
+        if overlap:
             launched, self._under_way = self._under_way, launched
         if launched is not None:
             self._complete(launched, updates)
@@ -195,9 +210,11 @@ class Engine:
             self._assign_rows(step)
             packed = self._inputs.pack(step, self._table_rows.row_of, self._runner.decode_sizes)
             logits = self._runner.logits(packed)
-            tokens = self._sampler.sample(logits, packed.sampled_rows, packed.sampled_positions)
-            self._inputs.newest[packed.sampled_rows] = tokens
-            return LaunchedStep(step, packed.sampled_parts, *self._readback.start(tokens))
+            rows, positions, parts = packed.sampled_rows, packed.sampled_positions, packed.sampled_parts
+            tokens = self._sampler.sample(logits, rows, positions, self._allowed(parts))
+            self._inputs.newest[rows] = tokens
+            logprobs = self._sampler.logprobs(logits, tokens) if self._sampler.wants_logprobs else None
+            return LaunchedStep(step, parts, *self._readback.start(tokens, logprobs))
         except Exception as error:
             if self._under_way is not None:
                 self._complete(self._under_way, updates)
@@ -224,15 +241,15 @@ class Engine:
         """Read the tokens of a launched step and pass them on."""
         step = launched.step
         try:
-            tokens = launched.read()
+            tokens, logprobs = launched.read(), launched.token_logprobs()
         except Exception as error:
             self._fail(step, error, updates)
             return
         token_of = {part.request.number: token for part, token in zip(launched.parts, tokens, strict=True)}
         stopped = {
             number
-            for number, token in token_of.items()
-            if (generation := self._generations.get(number)) is not None and generation.add(token)
+            for (number, token), logprob in zip(token_of.items(), logprobs, strict=True)
+            if (generation := self._generations.get(number)) is not None and generation.add(token, logprob)
         }
         self._policy.complete(step, [token_of[part.request.number] for part in step.sampling], stopped)
         self._report_ended(updates)
@@ -247,9 +264,30 @@ class Engine:
         """Add the last update of each request that has ended."""
         for ended in self._policy.drain_ended():
             generation = self._generations.pop(ended.number)
+            self._constrained -= generation.matcher is not None
             if (row := self._table_rows.release(ended.number)) is not None:
                 self._sampler.release(row)
             updates.append(generation.update(ended.number, ended.reason, error if ended.reason == "failed" else None))
+
+    def _grammar_tokens(self, end_tokens: Collection[int]) -> GrammarTokens:
+        if self._tokenizer is None:
+            raise BadInput("a grammar needs an engine with a tokenizer")
+        key = tuple(sorted(end_tokens))
+        if key not in self._grammars:
+            self._grammars[key] = GrammarTokens(self._tokenizer, vocab=self.spec.vocab_size, end_tokens=key)
+        return self._grammars[key]
+
+    def _allowed(self, parts: Sequence[Part]) -> Tensor | None:
+        """The bitmask of the tokens that grammars allow next, on the device; None without grammars."""
+        if not self._constrained:
+            return None
+        matchers = [self._generations[part.request.number].matcher for part in parts]
+        device = self._inputs.device
+        bitmask = unconstrained(len(parts), self.spec.vocab_size, pin_memory=device.type == "cuda")
+        for index, matcher in enumerate(matchers):
+            if matcher is not None:
+                matcher.write_bitmask(bitmask, index)
+        return bitmask.to(device, non_blocking=True)
 
     def _encode(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         if not isinstance(prompt, str):

@@ -6,12 +6,21 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.policies.batch_request import Reason
+from meshwright.serve.grammar import GrammarMatcher
 from meshwright.serve.sampling import SamplingOptions
 from meshwright.serve.stops import StopStrings
 from meshwright.serve.text import TextStream
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+
+class TokenLogprob(NamedTuple):
+    """Log probability of a new token by the model, before any sampling option applies."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...]
+    """The likeliest tokens, the likeliest first, each with its log probability; as many as `SamplingOptions.top_logprobs`."""
 
 
 class Update(NamedTuple):
@@ -26,6 +35,8 @@ class Update(NamedTuple):
     """Why the request has ended; None while it goes on."""
     error: str | None = None
     """What failed, with the reason "failed"."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One for each of `tokens`, if `SamplingOptions.logprobs` is set."""
 
 
 class Generation:
@@ -37,19 +48,26 @@ class Generation:
         tokenizer: Tokenizer | None,
         stop_ids: Collection[int],
         stop_strings: Sequence[str],
+        matcher: GrammarMatcher | None = None,
     ) -> None:
-        self.sampling = sampling
+        self.sampling, self.matcher = sampling, matcher
+        """`matcher` follows the text if it has a grammar."""
         self._stop_ids = frozenset(stop_ids)
         self._stream = None if tokenizer is None else TextStream(tokenizer)
         self._stops = StopStrings(stop_strings)
         self._tokens: list[int] = []
         self._text = ""
+        self._logprobs: list[TokenLogprob] = []
 
-    def add(self, token: int) -> bool:
+    def add(self, token: int, logprob: TokenLogprob | None = None) -> bool:
         """Take in the next token; whether it ends the request."""
         if token in self._stop_ids:
             return True
         self._tokens.append(token)
+        if logprob is not None and self.sampling.logprobs:
+            self._logprobs.append(logprob._replace(top=logprob.top[: self.sampling.top_logprobs]))
+        if self.matcher is not None:
+            self.matcher.advance(token)
         if self._stream is not None:
             self._text += self._stops.add(self._stream.add([token]))
         return self._stops.complete
@@ -58,6 +76,6 @@ class Generation:
         """What has come since the last update; with a reason also the text that was held back."""
         if reason is not None and self._stream is not None and not self._stops.complete:
             self._text += self._stops.add(self._stream.finish()) + self._stops.finish()
-        update = Update(number, tuple(self._tokens), self._text, reason, error)
-        self._tokens, self._text = [], ""
+        update = Update(number, tuple(self._tokens), self._text, reason, error, tuple(self._logprobs))
+        self._tokens, self._text, self._logprobs = [], "", []
         return update

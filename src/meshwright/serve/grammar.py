@@ -41,7 +41,7 @@ class GrammarTokens:
     """The vocabulary of a tokenizer, prepared for grammars; takes about a second for a large one.
 
     `end_tokens` end a text: they are allowed where the grammar may end. `vocab` is the number of logits; tokens beyond the tokenizer's
-    are never allowed. Raises BadInput without the extra `grammar`, or without an end token.
+    are never allowed. Raises BadInput without the extra `grammar`, an end token, or a tokenizer of bytes.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, vocab: int, end_tokens: Sequence[int]) -> None:
@@ -49,7 +49,10 @@ class GrammarTokens:
         if not end_tokens:
             raise BadInput("grammar: a text that follows a grammar ends with an end token; give at least one stop id")
         self.vocab = vocab
-        self._tokens = self._library.LLTokenizer(tokenizer.to_str(), n_vocab=vocab, eos_token=list(end_tokens))
+        try:
+            self._tokens = self._library.LLTokenizer(tokenizer.to_str(), n_vocab=vocab, eos_token=list(end_tokens))
+        except ValueError as error:
+            raise BadInput(f"grammar: this tokenizer cannot be used: {_first_line(str(error))}") from None
 
     def matcher(self, grammar: Grammar) -> GrammarMatcher:
         """A matcher at the beginning of a text. Raises BadInput for a grammar that is wrong."""

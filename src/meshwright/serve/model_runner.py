@@ -6,12 +6,14 @@ of its kernels by the host.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
-from meshwright.models.decoder import Decoder, SharedInputs
-from meshwright.models.moe import RoutedOutput
+from meshwright.models.decoder import Block, Decoder, SharedInputs
 from meshwright.serve.batch_inputs import BatchInputs, Packed, StepInputs
+from meshwright.serve.blocks import add_and_norm, block_forward
 from meshwright.serve.cached_attention import use_cached_attention
 from meshwright.serve.kv_cache import KVCache
 
@@ -24,7 +26,7 @@ class ModelRunner:
     ) -> None:
         self._model, self._inputs = model, inputs
         self._step = use_cached_attention(model, cache, context)
-        self._layers = list(model.layers.values())
+        self._layers = cast("list[Block]", list(model.layers.values()))
         self.decode_sizes = graph_sizes
         """Batch sizes with a CUDA graph, ascending."""
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
@@ -59,14 +61,14 @@ class ModelRunner:
         """Logits of the sampled tokens, `(samples, vocab)`."""
         self._step.inputs = inputs
         shared = SharedInputs(inputs.positions[None], None, None)
-        x = self._model.embed_tokens(inputs.tokens[None], shared)
+        x, delta = self._model.embed_tokens(inputs.tokens[None], shared), None
         for layer in self._layers:
-            x = layer(x, None, None)
-            if isinstance(x, RoutedOutput):
-                x = x.x
+            x, delta = block_forward(layer, x, delta)
         if inputs.sampled is not None:
-            x = x[:, inputs.sampled]
-        return self._model.logits_or_loss(x, None)[0]
+            x, delta = x[:, inputs.sampled], None if delta is None else delta[:, inputs.sampled]
+        _, normed = add_and_norm(x, delta, self._model.norm)
+        tied = self._model.embed.weight if self._model.spec.tied else None
+        return self._model.head(normed, None, tied)[0]
 
 
 def graph_sizes(sequences: int) -> tuple[int, ...]:

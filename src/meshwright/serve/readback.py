@@ -1,4 +1,4 @@
-"""Reading the tokens of a step on the host, without waiting for the device when the step is launched."""
+"""Reading the results of a step on the host, without waiting for the device when the step is launched."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from meshwright.policies.batch_request import Part, Step
+from meshwright.serve.generation import TokenLogprob
+from meshwright.serve.sampling import TokenLogprobs
 
 BUFFERS = 3
 """Steps whose tokens may be on their way to the host, and one more."""
@@ -23,6 +25,8 @@ class LaunchedStep:
     """The parts that get a token."""
     tokens: Tensor
     """Their tokens on the host, once `copied` has passed."""
+    logprobs: TokenLogprobs | None
+    """Log probabilities on the host, if a request wants them."""
     copied: torch.cuda.Event | None
     """None on a CPU."""
 
@@ -31,6 +35,15 @@ class LaunchedStep:
         if self.copied is not None:
             self.copied.synchronize()
         return self.tokens.tolist()
+
+    def token_logprobs(self) -> list[TokenLogprob | None]:
+        """The log probabilities of the tokens, after `read`; None for each if no request wants them."""
+        if self.logprobs is None:
+            return [None] * len(self.parts)
+        chosen, top_tokens, top = (values.tolist() for values in self.logprobs)
+        return [
+            TokenLogprob(p, tuple(zip(*pairs, strict=True))) for p, *pairs in zip(chosen, top_tokens, top, strict=True)
+        ]
 
 
 class TokenReadback:
@@ -43,12 +56,20 @@ class TokenReadback:
         self._events = [torch.cuda.Event() for _ in range(count)]
         self._turn = 0
 
-    def start(self, tokens: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Where tokens `(count,)` will be on the host, and the event after which they are there."""
+    def start(
+        self, tokens: Tensor, logprobs: TokenLogprobs | None
+    ) -> tuple[Tensor, TokenLogprobs | None, torch.cuda.Event | None]:
+        """Where tokens `(count,)` and log probabilities will be on the host, and the event after which they are there."""
         if not self._cuda:
-            return tokens, None
+            return tokens, logprobs, None
         buffer, event = self._buffers[self._turn][: len(tokens)], self._events[self._turn]
         self._turn = (self._turn + 1) % BUFFERS
         buffer.copy_(tokens, non_blocking=True)
+        if logprobs is not None:
+            logprobs = TokenLogprobs(*map(_to_pinned_memory, logprobs))
         event.record()
-        return buffer, event
+        return buffer, logprobs, event
+
+
+def _to_pinned_memory(values: Tensor) -> Tensor:
+    return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)

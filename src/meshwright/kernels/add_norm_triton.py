@@ -1,0 +1,42 @@
+"""The Triton kernel of `add_rms_norm`; imported only with a CUDA device, as CPU builds of torch lack Triton."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ELEMENTS_PER_THREAD = 8
+"""16 bytes of bf16: one vector load of each input, up to the widest block of 32 warps."""
+
+
+def fused_add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The sum and its norm; see `add_norm.add_rms_norm`. One program computes one token."""
+    x, delta = x.contiguous(), delta.contiguous()
+    total, normed = torch.empty_like(x), torch.empty_like(x)
+    width = x.shape[-1]
+    if x.numel():
+        block = triton.next_power_of_2(width)
+        warps = min(32, max(1, block // (32 * ELEMENTS_PER_THREAD)))
+        _add_rms_norm[(x.numel() // width,)](
+            x, delta, weight, total, normed, eps, WIDTH=width, BLOCK=block, num_warps=warps
+        )
+    return total, normed
+
+
+@triton.jit
+def _add_rms_norm(x, delta, weight, total, normed, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    offset = tl.program_id(0).to(tl.int64) * WIDTH + column
+    dtype = total.dtype.element_ty
+    # All loads are issued before the first use of one, so that their latencies overlap.
+    left = tl.load(x + offset, mask=inside, other=0.0)
+    right = tl.load(delta + offset, mask=inside, other=0.0)
+    factor = tl.load(weight + column, mask=inside, other=0.0)
+    rounded = (left.to(tl.float32) + right.to(tl.float32)).to(dtype)
+    tl.store(total + offset, rounded, mask=inside)
+    wide = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) * (1.0 / WIDTH) + eps)
+    tl.store(normed + offset, (wide * scale * factor.to(tl.float32)).to(dtype), mask=inside)

@@ -1,0 +1,35 @@
+"""The trainer's blocks with each residual addition fused into the next norm.
+
+The residual stream between two halves of a block is a pair `(x, delta)`: `delta` is the output of the last half, and the next norm adds it
+to x. The roundings are those of `models.decoder.Block`. All tensors are `(1, tokens, hidden)`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from meshwright.kernels.add_norm import add_rms_norm
+from meshwright.models.decoder import Block, Norm
+
+
+def block_forward(block: Block, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return `(x, delta)` behind the block, whose attention rotates and masks by itself; the first block has no delta."""
+    x, normed = add_and_norm(x, delta, block.attention_norm)
+    if block.parallel and not block.routed:
+        return x, block.add_branches(block, normed, None, None)
+    attended = block.attention(normed, None, None)
+    if block.parallel:
+        x = x + attended
+    else:
+        x, normed = add_and_norm(x, attended, block.mlp_norm)
+    return x, block.moe(normed).x if block.routed else block.mlp(normed)
+
+
+def add_and_norm(x: Tensor, delta: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
+    """Return `x + delta`, or x without a delta, and its norm."""
+    if delta is None:
+        return x, norm(x)
+    if norm.bias is None:
+        return add_rms_norm(x, delta, norm.weight, norm.eps, plain=norm.plain)
+    x = x + delta
+    return x, norm(x)
