@@ -15,8 +15,6 @@ from torch import Tensor
 
 from meshwright.policies.batch_request import Part, Step
 
-SHORTEST_PROMPT = 512
-"""Tokens from which on, on a GPU, a prompt without a prefix is worth a call of the trainer's attention."""
 BUFFERS = 3
 """Pinned buffers that are used in turn: a step is prepared while the copies of the two before it may be under way."""
 Array = np.ndarray
@@ -67,7 +65,7 @@ class BatchInputs:
     """Makes the inputs of steps; holds the block tables and the newest token of each table row.
 
     `table_rows` is the number of rows of the tables, `blocks` the most blocks of a request, `step_tokens` the most tokens of a step.
-    `windows` has the window of each group of layers, or None.
+    `groups` is the number of groups of layers that share a block table.
     """
 
     def __init__(
@@ -75,18 +73,13 @@ class BatchInputs:
         *,
         table_rows: int,
         blocks: int,
-        windows: Sequence[int | None],
+        groups: int,
         tokens_per_block: int,
         step_tokens: int,
         device: torch.device,
     ) -> None:
-        groups = len(windows)
         self.padding_row, self.groups, self.tokens_per_block, self.device = table_rows, groups, tokens_per_block, device
         self._on_host = device.type != "cuda"
-        self._shortest_prompt = 1 if self._on_host else SHORTEST_PROMPT
-        # The kernels of the cache skip what is before a window.
-        bounds = [window for window in windows if window is not None and not self._on_host]
-        self._longest_prompt = min(bounds, default=step_tokens)
         self._host_tables = np.zeros((groups, table_rows + 1, blocks), np.int32)
         tables = torch.from_numpy(self._host_tables)
         self.tables = tables if self._on_host else tables.to(device)
@@ -190,7 +183,11 @@ class BatchInputs:
         return Packed(None, step.decodes, tensors[6], tensors[7], sampled_parts, blocks, inputs)
 
     def _needs_no_cache(self, part: Part) -> bool:
-        return part.start == 0 and self._shortest_prompt <= part.count <= self._longest_prompt
+        """Whether the trainer's attention computes this part.
+
+        Not on a GPU: cuDNN prepares a plan for each new length, about 50 ms, and is no faster than the kernel of the cache.
+        """
+        return self._on_host and part.start == 0
 
     def _slots(self, table_rows: Array, positions: Array) -> Array:
         """`(groups, tokens)`: the places in the cache of tokens of these table rows at these positions."""

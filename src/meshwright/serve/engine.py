@@ -105,7 +105,7 @@ class Engine:
         self._inputs = BatchInputs(
             table_rows=rows,
             blocks=-(-self.context // options.tokens_per_block),
-            windows=[group.window for group in groups],
+            groups=len(groups),
             tokens_per_block=options.tokens_per_block,
             step_tokens=max(options.step_tokens, options.sequences),
             device=weight.device,
