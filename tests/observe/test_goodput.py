@@ -132,6 +132,19 @@ def continued_the_next_day(run: Run) -> None:
     run.ends()
 
 
+def noticed_while_training(run: Run) -> None:
+    """An incident without a restart explains no later gap."""
+    run.start(0)
+    run.steps(2, 5)
+    run.incidents.append(run.now - 0.5)
+    run.steps(6, 10)
+    run.pause("save", 10, 2.0, "saving")
+    run.ends()
+    run.passes(600.0, "idle")
+    run.start(10)
+    run.steps(12, 20)
+
+
 def failed_for_good(run: Run) -> None:
     run.start(0)
     run.steps(2, 10)
@@ -141,7 +154,8 @@ def failed_for_good(run: Run) -> None:
 
 
 STORIES = [
-    undisturbed, restarted, failed_twice_before_a_step, undone_twice, rolled_back, skipping, continued_the_next_day, failed_for_good,
+    undisturbed, restarted, failed_twice_before_a_step, undone_twice, rolled_back, skipping, continued_the_next_day, noticed_while_training,
+    failed_for_good,
 ]  # fmt: skip
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.serve.engine import Engine
+from meshwright.serve.engine import Engine, EngineOptions
+from meshwright.serve.generation import Generation
 from meshwright.serve.sampling import SamplingOptions
 from meshwright.spec.errors import BadInput
 from tests.models.tiny import ALL, LLAMA
@@ -96,20 +97,23 @@ def test_an_aborted_request_frees_its_blocks_and_the_others_go_on(overlap: bool,
     assert_all_free(engine)
 
 
+@pytest.mark.parametrize("method", ["logits", "add"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_step_that_raises_ends_its_requests_and_the_engine_goes_on(
-    overlap: bool, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    method: str, overlap: bool, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The sixth launch raises, or the sixth time that a request takes a token in."""
     engine = engine_of(tiny(LLAMA), overlap=overlap, sequences=2)
-    compute, steps = engine._runner.logits, []
+    target = engine._runner if method == "logits" else Generation
+    call, calls = getattr(target, method), []
 
-    def logits(packed: Any) -> torch.Tensor:
-        steps.append(packed)
-        if len(steps) == 6:
+    def raises_once(*inputs: Any) -> Any:
+        calls.append(inputs)
+        if len(calls) == 6:
             raise ValueError("out of luck")
-        return compute(packed)
+        return call(*inputs)
 
-    monkeypatch.setattr(engine._runner, "logits", logits)
+    monkeypatch.setattr(target, method, raises_once)
     numbers = [engine.submit(prompt, new_tokens=TOKENS) for prompt in PROMPTS]
     ends, tokens = {}, {number: [] for number in numbers}
     for update in engine.run():
@@ -169,3 +173,9 @@ def assert_all_free(engine: Engine) -> None:
     for pool in engine._policy.cache.pools:
         assert pool.free == pool.blocks
     assert not engine._table_rows.row_of
+
+
+@pytest.mark.parametrize("size", ["sequences", "step_tokens", "tokens_per_block", "cache_blocks", "context"])
+def test_sizes_of_an_engine_are_at_least_one(size: str) -> None:
+    with pytest.raises(BadInput, match=f"{size}: expected at least 1, got 0"):
+        EngineOptions(**{size: 0})

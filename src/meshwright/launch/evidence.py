@@ -175,7 +175,7 @@ def _write(folder: Path, files: Mapping[str, str], recorded: Mapping[int, str]) 
     contents = dict(files)
     for rank, record in recorded.items():
         contents[f"collectives/rank-{rank}.json"] = record
-        with suppress(ValueError, KeyError, TypeError):  # a release of torch with other keys
+        with suppress(ValueError, KeyError, TypeError, AttributeError):  # a release of torch with other keys
             lines = list(unfinished_collectives(record))
             listed = "\n".join(lines or ["none"])
             contents[f"stacks/rank-{rank}.txt"] += f"\n== unfinished collectives\n{listed}\n"

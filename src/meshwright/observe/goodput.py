@@ -83,13 +83,13 @@ def goodput(lines: Sequence[Line], incidents: Sequence[float] = ()) -> Goodput |
 
 
 class _Sweep:
-    """Passes over the lines in order of time and assigns all time up to `now` and `_of_step` to categories."""
+    """Passes over the lines in order of time and assigns all time up to `now` to categories, except `_of_step`."""
 
     def __init__(self, lines: Sequence[Line], incidents: Sequence[float]) -> None:
         first = lines[0]
         self.begin = self.now = first["time"] - (first["seconds"] if first["kind"] == "start" else 0.0)
         self.seconds = dict.fromkeys(CATEGORIES, 0.0)
-        self._incidents = [time for time in incidents if time > self.begin]
+        self._incidents = sorted(time for time in incidents if time > self.begin)
         self._usual, self._of_step = _usual_step(lines), 0.0
         """Usual seconds of a step, and seconds since the last step line that belong to the next one."""
         self._ended = self.begin
@@ -106,6 +106,8 @@ class _Sweep:
         elif kind == "step":
             self._step(self._of_step + end - self.now, line, lost=undone or bool(line.get("skipped")))
             self._of_step = 0.0
+            # Training went on after an incident before this step, so it explains no later gap.
+            self._incidents = [time for time in self._incidents if time > end]
         else:  # the end of a start; what follows says whether a failure caused it
             self._ended = end
             return

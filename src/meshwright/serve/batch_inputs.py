@@ -1,7 +1,7 @@
 """The tensors of one step, made from the policy's plan and copied to the device in one piece.
 
-Each running request has a row in the block tables and in the vector of newest tokens, both on the device. So a decode needs neither its
-token nor its block table from the host.
+Each running request has a row in the block tables and in the vector of newest tokens, both on the device. A decode reads its token and its
+block table there; the host copies only blocks that the request has got since.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Array = np.ndarray
 
 
 class StepInputs(NamedTuple):
-    """The tensors of one step, int32. Its sequences are decodes, then chunks of prompts, then those that need no cache."""
+    """The tensors of one step, int32. Its sequences are decodes, then chunks that read the cache, then other chunks."""
 
     tokens: Tensor
     """`(tokens,)`."""
@@ -38,17 +38,18 @@ class StepInputs(NamedTuple):
     decodes: int
     """Sequences at the front that have one token each."""
     prompts: tuple[int, ...]
-    """Tokens of each sequence at the end that has no prefix and attends to its own keys and values, not to the cache."""
+    """Tokens of each sequence at the end that begins at position 0 and attends to the keys and values of this step alone."""
     sampled: Tensor | None
     """`(samples,)`: indices of the tokens whose logits are needed; None for all."""
 
 
 class Packed(NamedTuple):
-    """A step before its tokens are resolved: what the host knows, on the device."""
+    """A step on the device. Tokens that the host does not know yet are placeholders, which `resolve` fills in."""
 
     decode_size: int | None
     """Sequences of a step of decodes only, with padding; None for a mixed step."""
     decodes: int
+    """Sequences at the front that are decodes, without padding."""
     sampled_rows: Tensor
     """`(samples,)`: table rows of the requests that get a token."""
     sampled_positions: Tensor
@@ -92,7 +93,7 @@ class BatchInputs:
         self._decode_rows = self._decode_positions = np.zeros(0, np.int32)
 
     def forget_row(self, table_row: int) -> None:
-        """A table row gets another request."""
+        """Mark the table of a row as not copied, before the row gets another request."""
         self._known[table_row] = (-1, 0)
 
     def pack(self, step: Step, row_of: Mapping[int, int], decode_sizes: Sequence[int] = ()) -> Packed:
@@ -183,9 +184,9 @@ class BatchInputs:
         return Packed(None, step.decodes, tensors[6], tensors[7], sampled_parts, blocks, inputs)
 
     def _needs_no_cache(self, part: Part) -> bool:
-        """Whether the trainer's attention computes this part.
+        """Whether this part attends only to keys and values of its own step: without a prefix, on a CPU.
 
-        Not on a GPU: cuDNN prepares a plan for each new length, about 50 ms, and is no faster than the kernel of the cache.
+        On a GPU cuDNN would prepare a plan for each new length, about 50 ms, and is no faster than the kernel of the cache.
         """
         return self._on_host and part.start == 0
 

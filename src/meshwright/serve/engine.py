@@ -1,7 +1,7 @@
 """The inference engine: requests go in, tokens and text come out, step by step.
 
-On a GPU a step is launched before the tokens of the one before it are read, so the device does not wait for the host. The newest tokens
-stay on the device; a request that turns out to have ended has one needless token in the step that is under way.
+On a GPU step n + 1 is launched before the tokens of step n are read, so the device does not wait for the host. The newest tokens stay on
+the device. If step n has ended a request, step n + 1 still computes one token for it, which is discarded.
 """
 
 from __future__ import annotations
@@ -38,26 +38,31 @@ class EngineOptions:
     sequences: int = 256
     """Requests in a batch at most."""
     step_tokens: int = 8192
-    """Tokens of a step at most; a longer prompt is computed in chunks."""
+    """Tokens of a step at most, raised to `sequences` if smaller. A longer prompt is computed in chunks."""
     tokens_per_block: int = 16
     """Tokens in a block of the cache."""
     cache_blocks: int | None = None
-    """Blocks of the cache of each group; None takes what fits the device."""
+    """Blocks in the cache of each group; None takes as many as fit the device."""
     context: int | None = None
-    """Longest text in tokens, prompt and new tokens together; None, or more than the model's context: that."""
+    """Longest text in tokens, prompt and new tokens together. None, or a value above the model's context, means the model's."""
     prefix_cache: bool = True
     """Whether requests share cached blocks of equal prefixes."""
     overlap: bool | None = None
     """Whether a step is launched before the tokens of the one before are read; None: on a GPU."""
     graphs: bool | None = None
-    """Whether decodes are repeated from CUDA graphs; None: on a GPU."""
+    """Whether steps of decodes only are replayed as CUDA graphs; None: on a GPU."""
+
+    def __post_init__(self) -> None:
+        for name in ("sequences", "step_tokens", "tokens_per_block", "cache_blocks", "context"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise BadInput(f"{name}: expected at least 1, got {value}")
 
 
 class Engine:
     """Continues texts with one model on one device. Not for several threads at once.
 
-    The engine takes the model over: its attention works only in the engine's steps from then on. `tokenizer` is needed for prompts given as
-    text, for texts in the updates, and for stop strings.
+    The engine replaces the model's attention: afterwards the model works only in the engine's steps. `tokenizer` is needed for prompts
+    given as text, for texts in the updates, for stop strings and for grammars.
     """
 
     def __init__(
@@ -74,26 +79,27 @@ class Engine:
         weight = model.embed.weight
         cuda = weight.device.type == "cuda"
         self._overlap = cuda if options.overlap is None else options.overlap
+        step_tokens = max(options.step_tokens, options.sequences)
         blocks = options.cache_blocks or fitting_blocks(
             model.spec,
             weight.device,
             weight.dtype,
             tokens_per_block=options.tokens_per_block,
             sequences=options.sequences,
-            step_tokens=options.step_tokens,
+            step_tokens=step_tokens,
             context=self.context,
         )
         groups = layer_groups(model.spec)
         self._policy = BatchPolicy(
             BatchLimits(
-                tokens=max(options.step_tokens, options.sequences),
+                tokens=step_tokens,
                 sequences=options.sequences,
                 prefix_cache=options.prefix_cache,
             ),
             [CacheGroup(blocks, group.window) for group in groups],
             options.tokens_per_block,
         )
-        # Requests of the step under way and of the next one have table rows at the same time.
+        # Requests of the step in flight and of the next one have table rows at the same time.
         rows = 2 * options.sequences
         cache = KVCache(
             model.spec,
@@ -107,7 +113,7 @@ class Engine:
             blocks=-(-self.context // options.tokens_per_block),
             groups=len(groups),
             tokens_per_block=options.tokens_per_block,
-            step_tokens=max(options.step_tokens, options.sequences),
+            step_tokens=step_tokens,
             device=weight.device,
         )
         graphs = cuda if options.graphs is None else options.graphs
@@ -117,9 +123,9 @@ class Engine:
         self._table_rows = RequestRows(rows)
         self._generations: dict[int, Generation] = {}
         self._readback = TokenReadback(rows, weight.device)
-        self._numbers = 0
-        self._under_way: LaunchedStep | None = None
-        self._constrained = 0
+        self._next_number = 0
+        self._in_flight: LaunchedStep | None = None
+        self._grammar_requests = 0
         """Unfinished requests with a grammar."""
         self._grammars: dict[tuple[int, ...], GrammarTokens] = {}
         """The vocabulary prepared for grammars, by end tokens."""
@@ -144,18 +150,19 @@ class Engine:
         samples_of: int | None = None,
         grammar: Grammar | None = None,
     ) -> int:
-        """Queue a request for at most `new_tokens` tokens after a prompt; the number by which updates name it.
+        """Queue a request for at most `new_tokens` tokens after a prompt. Returns its number, which its updates carry.
 
         It ends with the reason "stop" at a token of `stop_ids` or where the text has one of `stop_strings`, with "length" after
         `new_tokens` or at the end of the context, with "deadline" after `seconds`. `samples_of` names an earlier request with the same
-        prompt, whose cache it shares. The new text follows `grammar` up to a token of `stop_ids`.
+        prompt, whose cache it shares. With a grammar the text ends at a token of `stop_ids` once the grammar
+        allows one.
         Raises BadInput for a prompt that the model or the cache cannot hold.
         """
         ids = self._encode(prompt)
         self._check(ids, new_tokens, stop_strings)
         sampling.check_tokens(self.spec.vocab_size)
         matcher = None if grammar is None else self._grammar_tokens(stop_ids).matcher(grammar)
-        number, now = self._numbers, self._clock()
+        number, now = self._next_number, self._clock()
         self._policy.add(
             Request(
                 number,
@@ -167,8 +174,8 @@ class Engine:
                 samples_of=samples_of,
             )
         )
-        self._numbers += 1
-        self._constrained += grammar is not None
+        self._next_number += 1
+        self._grammar_requests += grammar is not None
         self._generations[number] = Generation(sampling, self._tokenizer, stop_ids, stop_strings, matcher)
         return number
 
@@ -185,18 +192,18 @@ class Engine:
     def step(self) -> list[Update]:
         """Compute one step; the updates of requests that got tokens or have ended.
 
-        With overlap these are the tokens of the step before. If a step raises, its requests end with the reason "failed".
+        With overlap these are the tokens of the step that the call before has launched. If a step raises, its requests end with
+        the reason "failed".
         """
         updates: list[Update] = []
         # A grammar allows the next tokens only once the newest is known.
-        overlap = self._overlap and not self._constrained
-        if self._under_way is not None and not overlap:
-            self._complete(self._under_way, updates)
-            self._under_way = None
+        overlap = self._overlap and not self._grammar_requests
+        if not overlap:
+            self._complete_in_flight(updates)
         launched = self._launch(updates)
         self._report_ended(updates)
         if overlap:
-            launched, self._under_way = self._under_way, launched
+            launched, self._in_flight = self._in_flight, launched
         if launched is not None:
             self._complete(launched, updates)
         return updates
@@ -216,9 +223,7 @@ class Engine:
             logprobs = self._sampler.logprobs(logits, tokens) if self._sampler.wants_logprobs else None
             return LaunchedStep(step, parts, *self._readback.start(tokens, logprobs))
         except Exception as error:
-            if self._under_way is not None:
-                self._complete(self._under_way, updates)
-                self._under_way = None
+            self._complete_in_flight(updates)
             self._fail(step, error, updates)
             return None
 
@@ -229,28 +234,33 @@ class Engine:
         if not new:
             return
         needed = {part.request.number for part in step.parts}
-        if self._under_way is not None:
-            needed.update(part.request.number for part in self._under_way.step.parts)
+        if self._in_flight is not None:
+            needed.update(part.request.number for part in self._in_flight.step.parts)
         for part in new:
             number = part.request.number
             row = self._table_rows.take(number, needed)
             self._inputs.forget_row(row)
             self._sampler.assign(row, self._generations[number].sampling, part.tokens, len(part.request.prompt))
 
+    def _complete_in_flight(self, updates: list[Update]) -> None:
+        launched, self._in_flight = self._in_flight, None
+        if launched is not None:
+            self._complete(launched, updates)
+
     def _complete(self, launched: LaunchedStep, updates: list[Update]) -> None:
         """Read the tokens of a launched step and pass them on."""
         step = launched.step
         try:
             tokens, logprobs = launched.read(), launched.token_logprobs()
+            token_of = {part.request.number: token for part, token in zip(launched.parts, tokens, strict=True)}
+            stopped = {
+                number
+                for (number, token), logprob in zip(token_of.items(), logprobs, strict=True)
+                if (generation := self._generations.get(number)) is not None and generation.add(token, logprob)
+            }
         except Exception as error:
             self._fail(step, error, updates)
             return
-        token_of = {part.request.number: token for part, token in zip(launched.parts, tokens, strict=True)}
-        stopped = {
-            number
-            for (number, token), logprob in zip(token_of.items(), logprobs, strict=True)
-            if (generation := self._generations.get(number)) is not None and generation.add(token, logprob)
-        }
         self._policy.complete(step, [token_of[part.request.number] for part in step.sampling], stopped)
         self._report_ended(updates)
         updates += [self._generations[number].update(number) for number in token_of if number in self._generations]
@@ -264,7 +274,7 @@ class Engine:
         """Add the last update of each request that has ended."""
         for ended in self._policy.drain_ended():
             generation = self._generations.pop(ended.number)
-            self._constrained -= generation.matcher is not None
+            self._grammar_requests -= generation.matcher is not None
             if (row := self._table_rows.release(ended.number)) is not None:
                 self._sampler.release(row)
             updates.append(generation.update(ended.number, ended.reason, error if ended.reason == "failed" else None))
@@ -279,7 +289,7 @@ class Engine:
 
     def _allowed(self, parts: Sequence[Part]) -> Tensor | None:
         """The bitmask of the tokens that grammars allow next, on the device; None without grammars."""
-        if not self._constrained:
+        if not self._grammar_requests:
             return None
         matchers = [self._generations[part.request.number].matcher for part in parts]
         device = self._inputs.device
