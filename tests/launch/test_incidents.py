@@ -17,7 +17,7 @@ from meshwright.cli.incidents import incidents
 from meshwright.diagnosis.culprit import Culprit, Waiting
 from meshwright.events.messages import CHANNEL, CollectivesRequest, Progress, encode
 from meshwright.events.stacks import STACKS, evidence_memory
-from meshwright.launch.evidence import CRASH_SECONDS, HANG_SECONDS, Subject, collect
+from meshwright.launch.evidence import CRASH_SECONDS, HANG_SECONDS, RankProcess, collect
 from meshwright.launch.incidents import KEPT, blamed, is_recorded, new_folder, read_incidents, write_incident
 from meshwright.launch.outcome import RankState
 from meshwright.policies.restart import Incident
@@ -94,7 +94,7 @@ def test_evidence_has_the_stacks_of_all_threads_and_waits_for_no_stopped_process
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         processes.append(process)
-        subjects.append(Subject(process.pid, RankState(rank), stacks, evidence_memory()))
+        subjects.append(RankProcess(process.pid, RankState(rank), stacks, evidence_memory()))
     try:
         for process in processes:
             assert process.stdout is not None

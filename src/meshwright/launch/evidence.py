@@ -1,9 +1,10 @@
 """Evidence that an agent collects before it ends its ranks: stacks, collectives, process state and the end of the log.
 
 The agent signals all ranks together and waits until each has written its stacks, at most `HANG_SECONDS` or
-`CRASH_SECONDS`. A thread of each rank writes the collectives that torch's flight recorder has (`observe.flight_recorder`)
-into memory of the agent. A stopped rank cannot write; `py-spy` reads its stacks from outside where it is installed and
-permitted. A thread writes the files, so that the restart does not wait for the disk.
+`CRASH_SECONDS`. In each rank a thread writes the collectives that torch's flight recorder has (`observe.flight_recorder`)
+into memory of the agent. A rank that a signal or a debugger has stopped cannot write; `py-spy` reads its stacks from
+outside where it is installed and permitted. In the agent a thread writes the files, so that the restart does not wait
+for the disk.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ POLL_SECONDS = 0.005
 LARGEST_RECORD = 4 << 20
 """Most bytes of a rank's collectives."""
 LOG_BYTES = 4096
-"""Most bytes of a rank's log."""
+"""Bytes kept from the end of a rank's log."""
 PROC_FILES = ("status", "wchan", "stack")
 """Files of `/proc/PID`; the kernel's stack is readable by root only."""
 PYSPY = ("py-spy", "dump", "--nonblocking", "--pid")
 
 
 @dataclass
-class Subject:
+class RankProcess:
     """One rank: its process, its state, and the memory files for its stacks and for its collectives."""
 
     pid: int
@@ -46,16 +47,17 @@ class Subject:
     collectives: int | None = None
 
     @property
-    def runs(self) -> bool:
+    def alive(self) -> bool:
+        """Whether the process has not ended; it may be stopped."""
         return self.state.code is None
 
 
-def collect(subjects: Sequence[Subject], folder: Path, logs: Path, *, hang: bool) -> threading.Thread:
-    """Collect the evidence of all ranks; returns the thread that writes it to `folder/stacks`."""
+def collect(subjects: Sequence[RankProcess], folder: Path, logs: Path, *, hang: bool) -> threading.Thread:
+    """Collect the evidence of all ranks; returns the thread that writes it to `folder`."""
     deadline = time.monotonic() + (HANG_SECONDS if hang else CRASH_SECONDS)
-    kernel = {subject.state.rank: _kernel_view(subject.pid) for subject in subjects if subject.runs}
-    signalled = [subject for subject in subjects if subject.runs and _request_stacks(subject, kernel)]
-    others = [subject for subject in subjects if subject.runs and subject not in signalled]
+    kernel = {subject.state.rank: _kernel_view(subject.pid) for subject in subjects if subject.alive}
+    signalled = [subject for subject in subjects if subject.alive and _request_stacks(subject, kernel)]
+    others = [subject for subject in subjects if subject.alive and subject not in signalled]
     spies = {subject.state.rank: spy for subject in others if hang and (spy := _spy(subject.pid)) is not None}
     _await_answers(signalled, deadline)
     recorded = {subject.state.rank: text for subject in subjects if (text := _read_collectives(subject.collectives))}
@@ -84,8 +86,11 @@ def _kernel_view(pid: int) -> dict[str, str]:
     return files
 
 
-def _request_stacks(subject: Subject, kernel: Mapping[int, Mapping[str, str]]) -> bool:
-    """Send the signal to a rank that handles it and runs; it would end a process that does not handle it."""
+def _request_stacks(subject: RankProcess, kernel: Mapping[int, Mapping[str, str]]) -> bool:
+    """Signal a rank and return whether it was signalled.
+
+    Only a rank that handles the signal and is not stopped gets it: without a handler the signal ends a process.
+    """
     fields = dict(
         line.split(":", 1) for line in kernel[subject.state.rank].get("status", "").splitlines() if ":" in line
     )
@@ -104,8 +109,8 @@ def _read_collectives(memory: int | None) -> str:
     return text if text.endswith("\n") else ""
 
 
-def _await_answers(subjects: Sequence[Subject], deadline: float) -> None:
-    """Wait until the stacks and collectives of all ranks that can write have arrived and have stopped growing."""
+def _await_answers(subjects: Sequence[RankProcess], deadline: float) -> None:
+    """Wait until no file of the signalled ranks is empty and none has grown between two polls, or until the deadline."""
     files = [file for subject in subjects for file in (subject.stacks, subject.collectives) if file is not None]
     before: list[int] = []
     while time.monotonic() < deadline:
@@ -119,9 +124,11 @@ def _await_answers(subjects: Sequence[Subject], deadline: float) -> None:
 def _spy(pid: int) -> subprocess.Popen[str] | None:
     if shutil.which(PYSPY[0]) is None:
         return None
-    return subprocess.Popen(
-        [*PYSPY, str(pid)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    with suppress(OSError):
+        return subprocess.Popen(
+            [*PYSPY, str(pid)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+    return None
 
 
 def _spy_output(spy: subprocess.Popen[str], deadline: float) -> str:
@@ -133,19 +140,19 @@ def _spy_output(spy: subprocess.Popen[str], deadline: float) -> str:
         return "py-spy did not answer in time\n"
 
 
-def _text(subject: Subject, kernel: Mapping[str, str], spy: str, logs: Path) -> str:
+def _text(subject: RankProcess, kernel: Mapping[str, str], spy: str, logs: Path) -> str:
     """The evidence of one rank as text."""
     state = subject.state
-    status = "it runs" if subject.runs else death(state.code)
+    status = "it runs" if subject.alive else death(state.code)
     parts = [
-        f"rank {state.rank}, process {subject.pid}: {'it is stopped' if state.stopped and subject.runs else status}"
+        f"rank {state.rank}, process {subject.pid}: {'it is stopped' if state.stopped and subject.alive else status}"
     ]
     if state.progress is not None:
         parts[0] += f"; step {state.progress.step}, {state.progress.phase}, action {state.progress.action}"
     if state.failure is not None:
         parts.append(f"== failure\n{state.failure.message}")
     stacks = read_stacks(subject.stacks).decode(errors="replace")
-    missing = "the process did not write them" if subject.runs else "the process has ended"
+    missing = "the process did not write them" if subject.alive else "the process has ended"
     parts.append(f"== stacks of all threads\n{stacks or f'none: {missing}'}")
     if spy:
         parts.append(f"== py-spy\n{spy}")

@@ -39,7 +39,7 @@ from meshwright.events.progress import PROGRESS, ProgressPage
 from meshwright.events.stacks import STACKS, evidence_memory
 from meshwright.events.start import START_TIME_VARIABLE, process_start_time
 from meshwright.events.terminal import write_line
-from meshwright.launch.evidence import Subject, collect, is_stopped
+from meshwright.launch.evidence import RankProcess, collect, is_stopped
 from meshwright.launch.outcome import RankState, cause, exit_codes, outcome_lines
 from meshwright.policies.job_end import culprit, job_code, next_action
 from meshwright.spec.cluster import ClusterSpec
@@ -238,7 +238,7 @@ class Ranks:
         """Collect stacks, collectives and states of all ranks; returns the thread that writes them to `folder`."""
         self.poll()
         ranks = zip(self.processes, self.states, self._stacks, strict=True)
-        subjects = [Subject(process.pid, state, stacks, self._request(process)) for process, state, stacks in ranks]
+        subjects = [RankProcess(process.pid, state, stacks, self._request(process)) for process, state, stacks in ranks]
         return collect(subjects, folder, logs, hang=hang)
 
     def _request(self, process: subprocess.Popen[bytes]) -> int:

@@ -1,7 +1,8 @@
 """Goodput account: how the wall time of a run divides into productive and other time, from wall_time.jsonl and incidents.
 
 Every moment from the begin of the first start to the last line counts in exactly one category, so they add up to the
-wall time. Before a line that has `seconds` lies the pause it describes; all other time belongs to the next step line.
+wall time. A line with `seconds` describes the interval of that length that ends at its `time`. All other time belongs
+to the next step line.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ class _Sweep:
         self.begin = self.now = first["time"] - (first["seconds"] if first["kind"] == "start" else 0.0)
         self.seconds = dict.fromkeys(CATEGORIES, 0.0)
         self._incidents = sorted(time for time in incidents if time > self.begin)
-        self._usual, self._of_step = _usual_step(lines), 0.0
-        """Usual seconds of a step, and seconds since the last step line that belong to the next one."""
+        self._median_step, self._of_step = _median_step(lines), 0.0
+        """Median seconds of a step, and seconds since the last step line that belong to the next one."""
         self._ended = self.begin
 
     def add(self, line: Line, *, undone: bool) -> None:
@@ -122,7 +123,7 @@ class _Sweep:
     def _start(self, end: float, line: Line) -> None:
         begin = min(end, max(self.now, end - line["seconds"]))
         self._gap(begin, "restarting")
-        first_step = min(end - begin, line["first_step_seconds"], self._usual)
+        first_step = min(end - begin, line["first_step_seconds"], self._median_step)
         self.seconds["restarting"] += end - begin - first_step
         self._of_step = first_step
 
@@ -141,7 +142,7 @@ class _Sweep:
             self.seconds["idle"] += end - self.now
             return
         first = max(self.now, noticed[0])
-        unfinished = min(first - self.now, self._usual)
+        unfinished = min(first - self.now, self._median_step)
         self.seconds["recomputing"] += unfinished
         self.seconds["detecting"] += first - self.now - unfinished
         self.seconds[after_failure] += end - first
@@ -158,7 +159,7 @@ def _undone(lines: Sequence[Line]) -> list[bool]:
     return undone[::-1]
 
 
-def _usual_step(lines: Sequence[Line]) -> float:
+def _median_step(lines: Sequence[Line]) -> float:
     """Median seconds between the lines of neighbouring steps; the shortest first step if there are none."""
     pairs = pairwise(lines)
     times = [
