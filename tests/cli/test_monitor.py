@@ -111,7 +111,16 @@ def test_q_and_control_c_end_it_and_restore_the_terminal(tmp_path: Path, end: st
     code = f"import sys; sys.modules['torch'] = None; sys.argv = ['meshwright', 'monitor', {str(tmp_path)!r}]"
     command = [sys.executable, "-c", f"{code}\nfrom meshwright.cli.main import main; main()"]
     env = {**os.environ, "TERM": "xterm"}
-    process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=env, start_new_session=True)
+    # A job in the background of a shell passes on that it ignores the interrupt; a terminal does not.
+    process = subprocess.Popen(
+        command,
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env=env,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     os.close(slave)
     shown = b""
     try:

@@ -38,7 +38,7 @@ def test_the_run_is_whole_and_its_report_shows_the_pipeline(run: Path) -> None:
     ids=["drawn", "greedy"],
 )
 def test_generate_by_the_plan_is_that_of_one_device(run: Path, sampling_options: list[object]) -> None:
-    arguments = [run, "-p", "the quick", "-p", "seven wizards", "--tokens", 12, "--json", *sampling_options]
+    arguments = [run, "-p", "the quick", "-p", "seven wizards", "--tokens", 6, "--json", *sampling_options]
     one_device, spread = (
         meshwright("generate", *arguments, *plan_options) for plan_options in ([], ["--plan", run / "plan.yaml"])
     )
