@@ -23,7 +23,7 @@ from rich.console import Console
 from meshwright.cli.monitor_frame import frame
 from meshwright.events.span import SPAN_PHASES
 from meshwright.events.span_ring import FIXED_HEADER, HEADER_BYTES, MAGIC, RECORD, VERSION, record_checks, ring_path
-from meshwright.launch.progress_file import JobProgress, ProgressFile, RankProgress
+from meshwright.launch.progress_file import JobProgress, ProgressFile, RankSnapshot
 from meshwright.launch.run_snapshot import SnapshotReader
 
 PHASES = ("data", "collective_wait", "forward", "receive", "collective_wait", "collective_wait", "backward", "send",
@@ -96,7 +96,7 @@ def write_others(folder: Path, ranks: int, steps: int) -> None:
         json.dumps({"time": time.time() - steps, "job": "a", "status": "running", "attempt": 1}) + "\n"
     )
     found = tuple(
-        RankProgress(rank, f"host-{rank // 8}", "train", steps, rank % 40, 0.1) for rank in range(ranks)
+        RankSnapshot(rank, f"host-{rank // 8}", "train", steps, rank % 40, 0.1) for rank in range(ranks)
     )  # fmt: skip
     file = ProgressFile(folder, lambda: JobProgress("a", 1, "running", found))
     file.close()

@@ -31,7 +31,7 @@ INCIDENT = {
 
 
 def picture(snapshot: RunSnapshot, width: int, height: int, **options: object) -> list[str]:
-    console = Console(width=width, height=height, highlight=False, **options)  # type: ignore[arg-type]
+    console = Console(width=width, height=height, highlight=False, **options)
     with console.capture() as capture:
         console.print(frame(snapshot, console), soft_wrap=True)
     return capture.get().removesuffix("\n").split("\n")

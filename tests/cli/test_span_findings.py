@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshwright.cli.span_findings import heat_map, span_findings
+from meshwright.cli.span_findings import heat_map_figures, heat_map_of_run, span_findings
 from meshwright.diagnosis.stragglers import diagnose_run
 from meshwright.observe.report import write_report
-from meshwright.observe.report_heat_map import MOST_COLUMNS, MOST_ROWS, HeatMapFigures, heat_map_card, heat_map_figures
+from meshwright.observe.report_heat_map import MOST_COLUMNS, HeatMapFigures, heat_map_card
 from tests.cli.command import meshwright
 from tests.diagnosis.injected import slow
 from tests.diagnosis.played import Faults, Job, play
@@ -36,7 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_heat_map_shows_the_slow_rank_where_it_is_slow(run: Path) -> None:
-    figures = heat_map(run)
+    figures = heat_map_of_run(run)
     assert figures is not None and [first for first, _ in figures.ranks] == [0, 1, 2, 3]
     ratio = np.array(figures.ratio, dtype=float)
     first_slow = [first for first, _ in figures.steps].index(STEPS // 2 + 1)
@@ -93,7 +93,7 @@ def test_the_timeline_has_a_row_for_each_stage_and_one_time_scale(run: Path) -> 
     assert re.findall(r">(stage \d)</li>", figure) == ["stage 0", "stage 1"]
     length = max(right for blocks in paths(figure).values() for _, right, _ in blocks)
     assert length == pytest.approx(1000, abs=1)
-    measured = float(re.search(r"measured: step [\d,]+, ([\d.]+) s", figure)[1])  # type: ignore[index]
+    measured = float(re.search(r"measured: step [\d,]+, ([\d.]+) s", figure)[1])
     by_stage = {
         top: sum(
             right - left
@@ -122,20 +122,21 @@ def test_measured_and_predicted_step_share_their_scale(run: Path, tmp_path: Path
 
 
 def test_many_ranks_and_steps_become_a_limited_number_of_cells() -> None:
-    """2,000 ranks and 1,200 steps: a cell of 10 ranks and 3 steps shows the slowest rank's mean over that of the median rank."""
-    seconds = np.full((10 * MOST_ROWS, 3 * MOST_COLUMNS), 0.2)
+    """1,800 ranks and 1,200 steps: a cell of 12 ranks and 3 steps shows the slowest rank's mean over that of the median rank."""
+    lines = 150
+    seconds = np.full((12 * lines, 3 * MOST_COLUMNS), 0.2)
     seconds[75] *= 1.4
     seconds[31, 6] *= 1.6  # one step of three: 20% in its cell
-    figures = heat_map_figures(np.arange(len(seconds)), np.arange(1, seconds.shape[1] + 1), seconds)
-    assert figures is not None and figures.ranks[7] == (70, 79) and figures.steps[2] == (7, 9)
+    figures = heat_map_figures(np.arange(len(seconds)), np.arange(3, seconds.shape[1] + 3), seconds)
+    assert figures is not None and figures.ranks[6] == (72, 83) and figures.steps[2] == (9, 11)
     ratio = np.array(figures.ratio, dtype=float)
-    assert ratio.shape == (MOST_ROWS, MOST_COLUMNS)
-    assert ratio[7] == pytest.approx(1.4) and ratio[3, 2] == pytest.approx(1.2) and ratio[3, 3] == pytest.approx(1.0)
+    assert ratio.shape == (lines, MOST_COLUMNS)
+    assert ratio[6] == pytest.approx(1.4) and ratio[2, 2] == pytest.approx(1.2) and ratio[2, 3] == pytest.approx(1.0)
     card = heat_map_card(figures)
     assert "Rank 75 computes 40.0% longer" in card
     assert [(left, right) for left, right, _ in paths(card)["h5"]] == [(0.0, 1000.0)]
     assert [(left, right) for left, right, _ in paths(card)["h4"]] == [(5.0, 7.5)]
-    assert len(paths(card)["h2"]) == MOST_ROWS  # one block for each row of equal cells, two beside the slow cell
+    assert len(paths(card)["h2"]) == lines  # one block for each row of equal cells, two beside the slow cell
 
 
 def test_equal_ranks_are_not_called_slow_and_one_rank_has_no_heat_map() -> None:

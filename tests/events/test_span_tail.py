@@ -54,7 +54,7 @@ def test_all_records_are_read_once_in_parts(tmp_path: Path, capacity: int) -> No
 def test_a_step_longer_than_a_part_is_read_in_a_longer_part(tmp_path: Path) -> None:
     ring = open_ring(tmp_path, 0, 5000)
     for number in (1, 2, 3):
-        ring.append(step(number, 0, (*["forward"] * 500, "step")))  # type: ignore[list-item]
+        ring.append(step(number, 0, (*["forward"] * 500, "step")))
     tail, steps = SpanTail(tmp_path), set[int]()
     for _ in range(12):
         batch = tail.read(FEWEST_RECORDS * RECORD.itemsize)

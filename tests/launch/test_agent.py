@@ -68,7 +68,7 @@ def test_evidence_of_ranks_that_have_ended_is_collected_before_the_next_attempt(
     log.parent.mkdir(parents=True)
     log.write_text("ValueError: its last line\n")
     agent.obey(Directive("run", 1, 0, 1, "127.0.0.1", 1, assignment=str(tmp_path / "none")))
-    os.kill(agent._running.processes[0].pid, signal.SIGKILL)  # type: ignore[union-attr]
+    os.kill(agent._running.processes[0].pid, signal.SIGKILL)
     while not agent.report().ended:
         agent.poll(0.01)
     agent.obey(Directive("run", 2, 0, 1, "127.0.0.1", 1, evidence=Evidence(1, str(folder))))

@@ -13,7 +13,7 @@ from meshwright.events.progress import PendingWait
 from meshwright.launch import progress_file
 from meshwright.launch.coordinator import Coordinator
 from meshwright.launch.outcome import RankState
-from meshwright.launch.progress_file import JobProgress, ProgressFile, RankProgress, read_progress
+from meshwright.launch.progress_file import JobProgress, ProgressFile, RankSnapshot, read_progress
 from meshwright.launch.reports import Report
 from meshwright.policies.restart import RestartPolicy
 from meshwright.policies.supervision import Rules
@@ -40,8 +40,8 @@ def test_a_coordinator_writes_where_its_ranks_are(tmp_path: Path) -> None:
     found = read_progress(tmp_path)
     assert found is not None and (found.attempt, found.status) == (1, "running")
     assert found.ranks == (
-        RankProgress(0, "a", "train", 7, 3, 2.5),
-        RankProgress(1, "b", "start", 0, -1, 0.0, True, None, PendingWait("recv", 1, 2, -1, 0, 0)),
+        RankSnapshot(0, "a", "train", 7, 3, 2.5),
+        RankSnapshot(1, "b", "start", 0, -1, 0.0, True, None, PendingWait("recv", 1, 2, -1, 0, 0)),
     )
     assert abs(found.time - time.time()) < 60
 

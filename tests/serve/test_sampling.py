@@ -41,7 +41,7 @@ def frequencies(options: SamplingOptions) -> Tensor:
     """Counts of tokens drawn at many positions of one request."""
     sampler = sampler_with(options)
     # All draws follow the same text.
-    sampler._history.add = lambda slots, tokens: None  # type: ignore[method-assign]
+    sampler._history.add = lambda slots, tokens: None
     rows = torch.zeros(DRAWS, dtype=torch.int64)
     return torch.bincount(sampler.sample(LOGITS.expand(DRAWS, -1), rows, torch.arange(DRAWS)), minlength=VOCAB)
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from meshwright.spec.errors import BadInput, MeshwrightError
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from meshwright.observe.report import SpanFindings
     from meshwright.observe.report_heat_map import HeatMapFigures
     from meshwright.simulator.timeline import Timeline
@@ -32,19 +34,34 @@ def span_findings(folder: Path) -> SpanFindings:
         return SpanFindings(notes=(f"heat map, stragglers and timeline: spans/ has {size / 1e9:.1f} GB",))
     timeline = _timeline(folder, starts[-1])
     try:
-        figures, diagnosis = heat_map(folder), diagnose_run(folder)
+        figures, diagnosis = heat_map_of_run(folder), diagnose_run(folder)
     except BadInput as error:
         return SpanFindings(timeline=timeline, notes=(f"heat map and stragglers: {_without_path(error, folder)}",))
     return SpanFindings(figures, diagnosis.as_plain(), diagnosis.sentence, timeline)
 
 
-def heat_map(folder: Path) -> HeatMapFigures | None:
+def heat_map_of_run(folder: Path) -> HeatMapFigures | None:
     """The cells of the heat map, from the newest steps; None with fewer than two ranks. Raises BadInput without a common step."""
     from meshwright.diagnosis.run_folder import compute_seconds, read_operations
-    from meshwright.observe.report_heat_map import heat_map_figures
 
     table, _ = read_operations(folder, HEAT_MAP_STEPS)
     return heat_map_figures(*compute_seconds(table))
+
+
+def heat_map_figures(ranks: np.ndarray, steps: np.ndarray, seconds: np.ndarray) -> HeatMapFigures | None:
+    """The cells of times `seconds`, (rank, step), 0 where a rank has none; None with fewer than two ranks."""
+    import numpy as np
+
+    from meshwright.diagnosis.heat_map import excess_of_ranks, heat_map
+    from meshwright.observe.report_heat_map import MOST_COLUMNS, MOST_ROWS, HeatMapFigures
+
+    if len(ranks) < 2 or not len(steps):
+        return None
+    seconds, numbers = np.where(seconds > 0, seconds, np.nan), ranks.tolist()
+    cells = heat_map(steps, seconds, MOST_ROWS, MOST_COLUMNS)
+    ratio = [[float(value) if np.isfinite(value) else None for value in values] for values in cells.ratio]
+    excess = {numbers[index]: value for index, value in excess_of_ranks(seconds).items()}
+    return HeatMapFigures([(numbers[first], numbers[last]) for first, last in cells.ranks], cells.steps, ratio, excess)
 
 
 def _timeline(folder: Path, start: Path) -> str:

@@ -48,6 +48,16 @@ def heat_map(steps: np.ndarray, seconds: np.ndarray, lines: int, columns: int) -
     )
 
 
+def excess_of_ranks(seconds: np.ndarray) -> dict[int, float]:
+    """By rank, the median over the steps of its time over that of the median rank, less 1; ranks without a time are left out.
+
+    `seconds` is `(ranks, steps)`, NaN where unknown.
+    """
+    ratio = seconds / _medians(seconds)
+    ranks = np.flatnonzero(np.isfinite(ratio).any(axis=1))
+    return dict(zip(ranks.tolist(), (np.nanmedian(ratio[ranks], axis=1) - 1).tolist(), strict=True))
+
+
 def _row_size(ranks: int, lines: int) -> int:
     """The smallest 2ⁿ or 3·2ⁿ ranks of a row that need at most `lines` lines: lines then end where hosts end."""
     least = -(-ranks // lines)

@@ -133,8 +133,8 @@ def prompt_attention(
 ) -> Tensor:
     """Causal attention within whole prompts of `lengths` tokens, from the step's own q, k (rotated) and v, without the cache.
 
-    q is `(tokens, heads, head_dim)`, k and v are `(tokens, kv_heads, head_dim)`. The result is shaped like q and contiguous. Many short
-    prompts, and a `window` shorter than a prompt, are faster with `paged_attention` on CUDA: here each prompt is a call of its own.
+    q is `(tokens, heads, head_dim)`, k and v are `(tokens, kv_heads, head_dim)`. The result is shaped like q and contiguous.
+    Each prompt is a call of the trainer's attention. On CUDA `paged_attention` is as fast, without preparing each new length.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     start = 0

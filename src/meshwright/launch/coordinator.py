@@ -26,7 +26,7 @@ from meshwright.launch.incidents import (
     write_incident,
 )
 from meshwright.launch.outcome import RankState, cause, exit_codes, outcome_lines, progress_text
-from meshwright.launch.progress_file import JobProgress, rank_progress
+from meshwright.launch.progress_file import JobProgress, rank_snapshot
 from meshwright.launch.reports import Directive, Evidence, Report
 from meshwright.policies.hang import GPU_SECONDS, HangWatch
 from meshwright.policies.host_tests import seconds_of_test
@@ -156,7 +156,7 @@ class Coordinator:
         """Where the ranks of the attempt are."""
         seconds, state = self._watch.seconds(self._clock()), self.state
         ranks = [self._attempt.ranks[rank] for rank in sorted(self._attempt.ranks)]
-        found = tuple(rank_progress(rank, self._host_of(rank.rank), seconds.get(rank.rank, 0.0)) for rank in ranks)
+        found = tuple(rank_snapshot(rank, self._host_of(rank.rank), seconds.get(rank.rank, 0.0)) for rank in ranks)
         return JobProgress(state.job, state.attempt, state.status, found)
 
     def request_stop(self, number: int) -> None:

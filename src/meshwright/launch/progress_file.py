@@ -26,7 +26,7 @@ CLOSE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class RankProgress:
+class RankSnapshot:
     """A rank's phase, step, index of its action, and seconds without progress."""
 
     rank: int
@@ -49,17 +49,17 @@ class JobProgress:
     job: str
     attempt: int
     status: str
-    ranks: tuple[RankProgress, ...] = ()
+    ranks: tuple[RankSnapshot, ...] = ()
     time: float = 0.0
     """Unix time at which this was written."""
 
 
-def rank_progress(state: RankState, host: str, seconds: float) -> RankProgress:
-    """What the file says of a rank, given its seconds without progress."""
+def rank_snapshot(state: RankState, host: str, seconds: float) -> RankSnapshot:
+    """The snapshot of a rank with `seconds` without progress."""
     phase, step, action = ("start", 0, -1)
     if (progress := state.progress) is not None:
         phase, step, action = progress.phase, progress.step, progress.action
-    return RankProgress(state.rank, host, phase, step, action, seconds, state.stopped, state.code, state.pending)
+    return RankSnapshot(state.rank, host, phase, step, action, seconds, state.stopped, state.code, state.pending)
 
 
 class ProgressFile:
@@ -144,7 +144,7 @@ def _from_columns(data: Any) -> JobProgress:
     hosts = data["hosts"]
     names = ("rank", "host", "phase", "step", "action", "seconds", "stopped", "code", "pending")
     ranks = tuple(
-        RankProgress(
+        RankSnapshot(
             rank, hosts[host], phase, step, action, seconds, stopped, code,
             None if pending is None else PendingWait(*pending, since_ns=0),
         )

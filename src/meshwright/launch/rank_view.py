@@ -8,7 +8,7 @@ from pathlib import Path
 
 from meshwright.diagnosis.culprit import TRAINING, Culprit, RankStatus
 from meshwright.launch.incidents import JobSchedule, culprit_of_hang
-from meshwright.launch.progress_file import JobProgress, RankProgress
+from meshwright.launch.progress_file import JobProgress, RankSnapshot
 
 STALLED_SECONDS = 4.0
 """Seconds without progress of a rank from which waits are analysed. Reports of hosts come every 3 s at most, so the
@@ -88,7 +88,7 @@ def activities_of_spans(last_steps: Sequence[int]) -> list[RankActivity]:
     ]
 
 
-def _note(rank: RankProgress) -> str:
+def _note(rank: RankSnapshot) -> str:
     if rank.code is not None:
         return "ended" if rank.code == 0 else f"ended with code {rank.code}"
     if rank.stopped:
@@ -99,7 +99,7 @@ def _note(rank: RankProgress) -> str:
     return f"waits in {rank.pending.op}{peer}"
 
 
-def _status(rank: RankProgress) -> RankStatus:
+def _status(rank: RankSnapshot) -> RankStatus:
     return RankStatus(
         rank.rank, rank.host, rank.phase, rank.step, max(0, rank.action), rank.seconds,
         rank.stopped and rank.code is None, rank.code is not None and rank.code != 0, rank.pending,

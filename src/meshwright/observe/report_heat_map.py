@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from meshwright.observe import number_text
 
 MOST_ROWS, MOST_COLUMNS = 200, 400
@@ -28,46 +26,15 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class HeatMapFigures:
-    """Cells of the picture. `ratio` has a row for each range of ranks and a value or None for each range of steps.
+    """Cells of the picture, from `diagnosis.heat_map`.
 
-    A value is the compute time of the slowest rank of the row over that of the median rank. `excess` is, by rank, the
-    median over steps of its own ratio, less 1.
+    `ratio` has a row for each range of ranks and a value or None for each range of steps. `excess` is, by rank, the median over steps of its time over that of the median rank, less 1.
     """
 
     ranks: Sequence[Range]
     steps: Sequence[Range]
     ratio: Sequence[Sequence[float | None]]
     excess: Mapping[int, float]
-
-
-def heat_map_figures(ranks: np.ndarray, steps: np.ndarray, seconds: np.ndarray) -> HeatMapFigures | None:
-    """The figures of times `seconds`, (rank, step), with at most `MOST_ROWS` × `MOST_COLUMNS` cells; None below two ranks."""
-    if len(ranks) < 2 or not len(steps):
-        return None
-    medians = np.median(seconds, axis=0)
-    ratio = seconds / np.where(medians > 0, medians, np.nan)
-    rows, columns = _bounds(len(ranks), MOST_ROWS), _bounds(len(steps), MOST_COLUMNS)
-    # Sums of times, so that a cell of several steps shows a rank's mean over that of the median rank.
-    summed = np.add.reduceat(seconds, columns, axis=1)
-    totals = np.median(summed, axis=0)
-    cells = np.maximum.reduceat(summed / np.where(totals > 0, totals, np.nan), rows, axis=0)
-    excess = (
-        dict(zip(ranks.tolist(), (np.nanmedian(ratio, axis=1) - 1).tolist(), strict=True))
-        if (medians > 0).any()
-        else {}
-    )
-    values = [[float(value) if np.isfinite(value) else None for value in cell_row] for cell_row in cells]
-    return HeatMapFigures(_ranges(ranks, rows), _ranges(steps, columns), values, excess)
-
-
-def _bounds(count: int, most: int) -> np.ndarray:
-    """First indices of at most `most` groups of equal size, the last one possibly smaller."""
-    return np.arange(0, count, -(-count // most))
-
-
-def _ranges(numbers: np.ndarray, firsts: np.ndarray) -> list[Range]:
-    lasts = np.append(firsts[1:], len(numbers)) - 1
-    return list(zip(numbers[firsts].tolist(), numbers[lasts].tolist(), strict=True))
 
 
 def heat_map_card(figures: HeatMapFigures | None) -> str:

@@ -110,7 +110,7 @@ class BatchInputs:
             self._decode_rows = np.array([row for _, row in decodes], np.int32)
             self._decode_positions = np.array([part.start for part, _ in decodes], np.int32)
         self._update_tables(changed)
-        if len(step.parts) == step.decodes and not step.drafts:
+        if len(step.parts) == step.decodes:
             return self._pack_decodes(step, decode_sizes)
         return self._pack_mixed(step, changed)
 
@@ -176,7 +176,7 @@ class BatchInputs:
             block_tables=tuple(table[tensors[2]] for table in self.tables[:, :, :blocks]),
             context_lengths=tensors[3],
             query_starts=tensors[4],
-            decodes=0 if step.drafts else step.decodes,
+            decodes=step.decodes,
             prompts=tuple(part.count for part, _ in chunks if self._needs_no_cache(part)),
             sampled=tensors[5],
         )
@@ -258,6 +258,6 @@ def _padded(array: Array, count: int, value: int) -> Array:
 
 
 def _known_tokens(part: Part, table_row: int) -> list[int]:
-    """The part's tokens; -1 - table_row stands for one that is only on the device."""
+    """The part's tokens; -1 - table_row stands for the newest one if it is on the device only (`resolve`)."""
     known = part.tokens[part.start : part.start + part.count]
     return known if len(known) == part.count else [*known, -1 - table_row]
