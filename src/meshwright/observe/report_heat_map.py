@@ -28,7 +28,8 @@ Range = tuple[int, int]
 class HeatMapFigures:
     """Cells of the picture, from `diagnosis.heat_map`.
 
-    `ratio` has a row for each range of ranks and a value or None for each range of steps. `excess` is, by rank, the median over steps of its time over that of the median rank, less 1.
+    `ratio` has a row for each range of ranks and a value or None for each range of steps. `excess` is, by rank, the median over steps
+    of its time over that of the median rank, less 1.
     """
 
     ranks: Sequence[Range]
