@@ -18,6 +18,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.policies.batch_request import BatchLimits, CacheGroup, Part, Request, Step
 from meshwright.policies.batching import BatchPolicy
 from meshwright.serve.batch_inputs import BatchInputs
+from meshwright.serve.figures import EngineFigures
 from meshwright.serve.generation import Generation, Update
 from meshwright.serve.grammar import Grammar, GrammarTokens, unconstrained
 from meshwright.serve.kv_cache import KVCache, fitting_blocks, layer_groups
@@ -51,6 +52,8 @@ class EngineOptions:
     """Whether a step is launched before the tokens of the one before are read; None: on a GPU."""
     graphs: bool | None = None
     """Whether steps of decodes only are replayed as CUDA graphs; None: on a GPU."""
+    texts: bool = True
+    """Whether updates have texts and stop strings are found; a caller that decodes the tokens itself needs neither."""
 
     def __post_init__(self) -> None:
         for name in ("sequences", "step_tokens", "tokens_per_block", "cache_blocks", "context"):
@@ -176,12 +179,21 @@ class Engine:
         )
         self._next_number += 1
         self._grammar_requests += grammar is not None
-        self._generations[number] = Generation(sampling, self._tokenizer, stop_ids, stop_strings, matcher)
+        tokenizer = self._tokenizer if self.options.texts else None
+        self._generations[number] = Generation(sampling, tokenizer, stop_ids, stop_strings, matcher)
         return number
 
     def abort(self, number: int) -> None:
         """End a request; the next step reports it. A number that is unknown or has ended is ignored."""
         self._policy.abort(number)
+
+    def figures(self) -> EngineFigures:
+        """The engine's load now."""
+        policy = self._policy
+        pools = policy.cache.pools
+        usage = max(1 - pool.free / pool.blocks for pool in pools)
+        waiting = policy.unfinished - policy.running
+        return EngineFigures(policy.running, waiting, usage, policy.preemptions, policy.cached_tokens)
 
     def run(self) -> Iterator[Update]:
         """Yields the updates of all steps until no request is left."""
@@ -316,8 +328,8 @@ class Engine:
             raise BadInput(
                 f"a prompt of {len(ids)} tokens leaves no room in a context of {context} tokens; shorten it to {context - 1}"
             )
-        if stop_strings and self._tokenizer is None:
-            raise BadInput("stop strings need an engine with a tokenizer; give stop ids")
+        if stop_strings and (self._tokenizer is None or not self.options.texts):
+            raise BadInput("stop strings need an engine with a tokenizer that gives texts; give stop ids")
 
 
 def _shown(ids: Sequence[int]) -> str:
