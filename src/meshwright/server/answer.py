@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from meshwright.server.bodies import DONE, Choice, CompletionBody, TokenEntry, usage
 from meshwright.server.engine_client import EngineClient, EngineRequest, News, Subscription
 from meshwright.server.errors import RequestError
+from meshwright.server.replies import JSON_HEADERS
 from meshwright.server.text_output import TextOutput
 from meshwright.server.text_request import TextRequest
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
     from tokenizers import Tokenizer
 
-JSON_HEADERS = [(b"content-type", b"application/json")]
 EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 

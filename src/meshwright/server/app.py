@@ -10,13 +10,14 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from meshwright.server.endpoints import Api, error_response
+from meshwright.server.admin import Admin
+from meshwright.server.endpoints import Api
 from meshwright.server.errors import RequestError
+from meshwright.server.replies import error_response
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.requests import Request
-    from starlette.routing import Route
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 log = logging.getLogger("meshwright.server")
@@ -27,29 +28,46 @@ Endpoint = Callable[["Request"], Awaitable["ASGIApp"]]
 
 def api_app(api: Api, *, loopback: bool) -> ASGIApp:
     """The application of the API; `loopback`: it listens at a loopback address only."""
-    from starlette.routing import Route
-
-    routes = [
-        _route("/v1/completions", api.completions, "POST"),
-        _route("/v1/chat/completions", api.chat_completions, "POST"),
-        _route("/v1/models", api.models, "GET"),
-        _route("/v1/models/{name:path}", api.model, "GET"),
-        _route("/tokenize", api.tokenize, "POST"),
-        _route("/detokenize", api.detokenize, "POST"),
-        _route("/health", api.health, "GET"),
-        _route("/metrics", api.metrics, "GET"),
-    ]
-    assert all(isinstance(route, Route) for route in routes)
-    app: ASGIApp = KeyCheck(application(routes), api.spec.api_key, open_paths={"/health"})
+    app: ASGIApp = application(
+        [
+            ("GET", "/", api.page),
+            ("GET", "/health", api.health),
+            ("GET", "/metrics", api.metrics),
+            ("GET", "/v1/models", api.models),
+            ("GET", "/v1/models/{name:path}", api.model),
+            ("POST", "/v1/completions", api.completions),
+            ("POST", "/v1/chat/completions", api.chat_completions),
+            ("POST", "/tokenize", api.tokenize),
+            ("POST", "/detokenize", api.detokenize),
+        ]
+    )
+    app = KeyCheck(app, api.spec.api_key, open_paths={"/health"}, basic_paths={"/"})
     if loopback and api.spec.api_key is None:
         app = HostCheck(app)
     return RequestLog(app) if api.spec.log_requests else app
 
 
-def application(routes: Iterable[Route]) -> Starlette:
-    """A Starlette application whose errors are in OpenAI's form."""
+def admin_app(api: Api) -> ASGIApp:
+    """The application of the admin port."""
+    admin = Admin(api)
+    app: ASGIApp = application(
+        [
+            ("GET", "/state", admin.state),
+            ("POST", "/pause", admin.pause),
+            ("POST", "/resume", admin.resume),
+            ("POST", "/drain", admin.drain),
+            ("POST", "/weights", admin.weights),
+        ]
+    )
+    app = KeyCheck(app, api.spec.admin_key)
+    return RequestLog(app) if api.spec.log_requests else app
+
+
+def application(routes: Iterable[tuple[str, str, Endpoint]]) -> Starlette:
+    """A Starlette application with routes (method, path, endpoint), whose errors are in OpenAI's form."""
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
+    from starlette.routing import Route
 
     async def refused(request: Request, error: Exception) -> Any:
         assert isinstance(error, RequestError)
@@ -65,13 +83,8 @@ def application(routes: Iterable[Route]) -> Starlette:
         return error_response(RequestError(500, f"internal error: {type(error).__name__}"))
 
     handlers: Any = {RequestError: refused, HTTPException: not_routed, Exception: failed}
-    return Starlette(routes=list(routes), exception_handlers=handlers)
-
-
-def _route(path: str, endpoint: Endpoint, method: str) -> Route:
-    from starlette.routing import Route
-
-    return Route(path, endpoint, methods=[method])
+    found = [Route(path, endpoint, methods=[method]) for method, path, endpoint in routes]
+    return Starlette(routes=found, exception_handlers=handlers)
 
 
 class KeyCheck:
@@ -88,15 +101,9 @@ class KeyCheck:
         if self._key is None or scope["type"] != "http" or scope["path"] in self._open or self._has_key(scope):
             await self._app(scope, receive, send)
             return
-        response = error_response(
-            RequestError(401, "expected the header Authorization: Bearer KEY with the server's key")
-        )
-        if scope["path"] in self._basic:
-            response.headers = [
-                (b"www-authenticate", b"Basic") if name == b"www-authenticate" else (name, value)
-                for name, value in response.headers
-            ]
-        await response(scope, receive, send)
+        scheme = "Basic" if scope["path"] in self._basic else "Bearer"
+        error = RequestError(401, "expected the header Authorization: Bearer KEY with the server's key", scheme=scheme)
+        await error_response(error)(scope, receive, send)
 
     def _has_key(self, scope: Scope) -> bool:
         assert self._key is not None

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import html
 import itertools
-import json
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.events.exposition import CONTENT_TYPE
-from meshwright.server.answer import JSON_HEADERS, TextAnswer
+from meshwright.server.answer import TextAnswer
 from meshwright.server.bodies import ChatBody, CompletionBody, TokenTexts
 from meshwright.server.chat_messages import read_messages, read_tools
 from meshwright.server.chat_template import ChatTemplate
@@ -19,6 +19,7 @@ from meshwright.server.engine_client import EngineClient
 from meshwright.server.errors import RequestError, wrong
 from meshwright.server.fields import Fields, checked_text, parse_object
 from meshwright.server.model_files import ModelFiles
+from meshwright.server.replies import ContentResponse, json_response, read_body
 from meshwright.server.text_request import Limits, TextRequest, check_prompts, read_shared, token_ids
 from meshwright.spec.serve import ServeSpec
 
@@ -26,8 +27,15 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import ASGIApp
 
-BODY_SECONDS = 30.0
-"""Longest time that a client may take to send a body."""
+PAGE = Path(__file__).with_name("page.html")
+PAGE_HEADERS = [
+    (b"content-type", b"text/html; charset=utf-8"),
+    (
+        b"content-security-policy",
+        b"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'",
+    ),
+    (b"x-frame-options", b"DENY"),
+]
 LONG_TEXT = 8_192
 """Characters from which a text is tokenised in a thread, so that other answers do not wait."""
 RETRY_SECONDS = 1
@@ -144,6 +152,12 @@ class Api:
         content = self.client.metrics.text(self.client.figures).encode()
         return ContentResponse(200, content, [(b"content-type", CONTENT_TYPE.encode("ascii"))])
 
+    async def page(self, request: Request) -> ASGIApp:
+        """GET /: a page to talk to the model and see its load."""
+        content = PAGE.read_bytes().replace(b"MODEL_NAME", html.escape(self.name).encode())
+        content = content.replace(b"HAS_CHAT", b"false" if self.template is None else b"true")
+        return ContentResponse(200, content, PAGE_HEADERS)
+
     @property
     def state(self) -> str:
         """What the server does: loading, ready, paused, draining or failed."""
@@ -216,53 +230,3 @@ class Api:
             "owned_by": "meshwright",
             "max_model_len": None if ready is None else ready["context"],
         }
-
-
-class ContentResponse:
-    """A whole answer, as an ASGI application."""
-
-    def __init__(self, status: int, content: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
-        self.status, self.content = status, content
-        self.headers = [*headers, (b"content-length", str(len(content)).encode("ascii"))]
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": self.status, "headers": self.headers})
-        await send({"type": "http.response.body", "body": self.content})
-
-
-def json_response(value: Mapping[str, Any], status: int = 200) -> ContentResponse:
-    """An answer in JSON."""
-    return ContentResponse(status, json.dumps(value).encode("ascii"), JSON_HEADERS)
-
-
-def error_response(error: RequestError) -> ContentResponse:
-    """An error in OpenAI's form."""
-    return ContentResponse(error.status, error.content, [*JSON_HEADERS, *error.headers])
-
-
-async def read_body(request: Request, most: int) -> bytes:
-    """The body of a request, JSON of at most `most` bytes.
-
-    Raises RequestError. Another content type is refused: a page of another site may send those without asking first.
-    """
-    from starlette.requests import ClientDisconnect
-
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise RequestError(400, "content-type: expected application/json")
-    too_long = RequestError(413, f"the body is longer than {most} bytes")
-    length = request.headers.get("content-length", "0")
-    if not length.isascii() or not length.isdecimal() or int(length[:20]) > most:
-        raise too_long
-    content = bytearray()
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for chunk in request.stream():
-                content += chunk
-                if len(content) > most:
-                    raise too_long
-    except TimeoutError:
-        raise RequestError(400, f"the body has not arrived within {BODY_SECONDS:g} s") from None
-    except ClientDisconnect:
-        raise RequestError(400, "the client has closed the connection") from None
-    return bytes(content)

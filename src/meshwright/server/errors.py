@@ -30,10 +30,13 @@ class RequestError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        scheme: str = "Bearer",
     ) -> None:
-        """`param` is the key of the body that is wrong; `retry_after` are seconds after which the client may try again."""
+        """`param` is the key of the body that is wrong; `retry_after` are seconds after which the client may try again;
+        `scheme` is how a client shows its key, for status 401."""
         super().__init__(message)
-        self.status, self.message, self.param, self.code, self.retry_after = status, message, param, code, retry_after
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.retry_after, self.scheme = retry_after, scheme
 
     @property
     def content(self) -> bytes:
@@ -48,7 +51,7 @@ class RequestError(Exception):
         if self.retry_after is not None:
             headers.append((b"retry-after", str(self.retry_after).encode("ascii")))
         if self.status == 401:
-            headers.append((b"www-authenticate", b"Bearer"))
+            headers.append((b"www-authenticate", self.scheme.encode("ascii")))
         return headers
 
 

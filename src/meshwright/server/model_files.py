@@ -37,13 +37,12 @@ def read_model_files(folder: Path, chat_template: Path | None = None) -> ModelFi
     """
     from tokenizers import Tokenizer
 
-    candidates = [folder, folder.parent.parent]
-    home = next((path for path in candidates if (path / "tokenizer.json").is_file()), None)
-    if home is None:
+    file = tokenizer_file(folder)
+    if file is None:
         raise BadInput(
             f"{folder} has no tokenizer.json; expected the folder of a run, a checkpoint of one, or a Hugging Face folder"
         )
-    file = home / "tokenizer.json"
+    home = file.parent
     try:
         tokenizer: Tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises Exception itself
@@ -54,6 +53,12 @@ def read_model_files(folder: Path, chat_template: Path | None = None) -> ModelFi
     }
     template = _read(chat_template) if chat_template is not None else _folder_template(home, config)
     return ModelFiles(tokenizer, file, _stop_ids(home, tokenizer, special), template, special)
+
+
+def tokenizer_file(folder: Path) -> Path | None:
+    """The tokenizer.json of a model's folder; that of the run, for a checkpoint."""
+    candidates = [parent / "tokenizer.json" for parent in (folder, folder.parent.parent)]
+    return next((path for path in candidates if path.is_file()), None)
 
 
 def _folder_template(home: Path, config: Mapping[str, Any]) -> str | None:

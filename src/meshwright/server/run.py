@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
-import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.server.addresses import check_addresses, is_loopback, listening_socket, url_of, with_keys
 from meshwright.server.engine_client import EngineClient, EngineProcess
+from meshwright.server.follow import follow, newest
 from meshwright.server.metrics import ServerMetrics
+from meshwright.server.model_files import read_model_files, tokenizer_file
 from meshwright.spec.errors import BadInput, MeshwrightError
 from meshwright.spec.serve import ServeSpec
 
@@ -42,23 +42,20 @@ def run_server(folder: Path, spec: ServeSpec, say: Callable[[str], None]) -> Non
     _check_packages()
     spec = with_keys(spec)
     check_addresses(spec)
-    tokenizer = next((p for p in (folder, folder.parent.parent) if (p / "tokenizer.json").is_file()), None)
-    process = EngineProcess(
-        folder,
-        None if tokenizer is None else tokenizer / "tokenizer.json",
-        {name: getattr(spec, name) for name in ENGINE_OPTIONS},
-    )
+    served = newest(folder) if spec.follow else folder
+    process = EngineProcess(served, tokenizer_file(served), {name: getattr(spec, name) for name in ENGINE_OPTIONS})
     try:
         from meshwright.server.endpoints import Api  # while the engine's process imports torch
-        from meshwright.server.model_files import read_model_files
 
         files = read_model_files(folder, None if spec.chat_template is None else Path(spec.chat_template))
         name = spec.name or folder.resolve().name
         client = EngineClient(ServerMetrics(name))
         api = Api(spec, name, files, client)
-        sockets = {"api": listening_socket(spec.host, spec.port, "port")}
+        sockets = [listening_socket(spec.host, spec.port, "port")]
+        if spec.admin_port is not None:
+            sockets.append(listening_socket(spec.host, spec.admin_port, "admin_port"))
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_Server(api, process, sockets, folder, say).run())
+            runner.run(_Server(api, process, sockets, folder, served, say).run())
     finally:
         process.close()
     if client.failure is not None:
@@ -73,36 +70,45 @@ class _Server:
         self,
         api: Api,
         process: EngineProcess,
-        sockets: dict[str, socket.socket],
+        sockets: Sequence[socket.socket],
         folder: Path,
+        served: Path,
         say: Callable[[str], None],
     ) -> None:
         self._api, self._client, self._process, self._sockets, self._say = api, api.client, process, sockets, say
-        self._folder = folder
+        self._folder, self._served = folder, served
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
 
     async def run(self) -> None:
-        from meshwright.server.app import api_app
+        """Serve until a signal, or until the engine cannot continue."""
+        from meshwright.server.app import admin_app, api_app
 
         spec = self._api.spec
-        servers = [uvicorn_server(api_app(self._api, loopback=is_loopback(spec.host)))]
+        apps = [api_app(self._api, loopback=is_loopback(spec.host)), admin_app(self._api)]
+        servers = [uvicorn_server(app) for app in apps[: len(self._sockets)]]
         await self._process.connect(self._client)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         with _logging(spec.log_requests):
             tasks = [
-                asyncio.ensure_future(server.serve(sockets=[sock]))
-                for server, sock in zip(servers, self._sockets.values(), strict=True)
+                asyncio.ensure_future(server.serve(sockets=[end]))
+                for server, end in zip(servers, self._sockets, strict=True)
             ]
+            following = asyncio.ensure_future(self._follow())
             await self._until_stopped()
+            following.cancel()
             await self._drain()
+            self._client.abort_all()
             for server in servers:
                 server.should_exit = True
-            self._client.abort_all()
             await asyncio.gather(*tasks)
         self._client.close()
+
+    async def _follow(self) -> None:
+        if self._api.spec.follow:
+            await follow(self._client, self._folder, self._served, self._api.spec.follow_seconds)
 
     def _on_signal(self) -> None:
         if self._stop.is_set():
@@ -124,7 +130,7 @@ class _Server:
                 break
             if self._client.usable and not served:
                 served = True
-                self._say(f"serving {self._api.name} at {url_of(self._sockets['api'])}")
+                self._say(f"serving {self._api.name} at {url_of(self._sockets[0])}")
         stop.cancel()
 
     async def _drain(self) -> None:
@@ -161,52 +167,6 @@ def uvicorn_server(app: ASGIApp) -> uvicorn.Server:
         h11_max_incomplete_event_size=LARGEST_HEADERS,
     )
     return Server(config)
-
-
-def with_keys(spec: ServeSpec) -> ServeSpec:
-    """The settings with keys that only the environment has."""
-    keys = {"api_key": "MESHWRIGHT_API_KEY", "admin_key": "MESHWRIGHT_ADMIN_KEY"}
-    return replace(spec, **{key: getattr(spec, key) or os.environ.get(name) or None for key, name in keys.items()})
-
-
-def check_addresses(spec: ServeSpec) -> None:
-    """Raise BadInput for an address that needs a key and has none."""
-    if not is_loopback(spec.host) and spec.api_key is None:
-        raise BadInput(
-            f"host: {spec.host} can be reached from other machines; set api_key, or use 127.0.0.1", key="host"
-        )
-    if spec.admin_port is not None and spec.admin_key is None:
-        raise BadInput("admin_port: needs admin_key", key="admin_port")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address is reached from this machine alone."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def listening_socket(host: str, port: int, key: str) -> socket.socket:
-    """A socket that listens; `key` names the port's setting. Raises BadInput if the address cannot be used."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        end = socket.socket(family, socket.SOCK_STREAM)
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        end.bind(address)
-    except OSError as error:
-        raise BadInput(
-            f"{key}: cannot listen at {host}:{port}: {error.strerror or error}; choose another", key=key
-        ) from None
-    return end
-
-
-def url_of(end: socket.socket) -> str:
-    """The address of a listening socket for a browser."""
-    host, port = end.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _check_packages() -> None:
