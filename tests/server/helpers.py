@@ -6,11 +6,12 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -27,6 +28,7 @@ from meshwright.spec.serve import ServeSpec
 from tests.models.tiny import LLAMA
 from tests.serve.helpers import tiny
 
+T = TypeVar("T")
 NAME = "tiny"
 END = "<|endoftext|>"
 TEMPLATE = (
@@ -34,7 +36,7 @@ TEMPLATE = (
     "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-SIZES = {"sequences": 8, "step_tokens": 64, "tokens_per_block": 4, "cache_blocks": 400, "context": 128}
+SIZES = {"sequences": 8, "step_tokens": 64, "tokens_per_block": 4, "cache_blocks": 400, "context": 192}
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -60,6 +62,43 @@ def write_folder(folder: Path) -> Path:
 
 
 @dataclass
+class Answer:
+    """What an application has sent."""
+
+    status: int
+    headers: dict[bytes, bytes]
+    body: bytes
+
+
+async def call(
+    app: Any, method: str, path: str, body: bytes = b"", headers: Sequence[tuple[bytes, bytes]] = ()
+) -> Answer:
+    """The answer of an ASGI application to one request of a client that stays connected."""
+    sent: list[Any] = []
+    parts = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Any:
+        if parts:
+            return parts.pop()
+        await asyncio.Event().wait()  # the client never disconnects
+        raise AssertionError
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http", "http_version": "1.1", "method": method, "path": path, "raw_path": path.encode(), "query_string": b"",
+        "headers": [(b"host", b"localhost"), *headers], "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80), "scheme": "http",
+    }  # fmt: skip
+    await app(scope, receive, send)
+    body = b"".join(message.get("body", b"") for message in sent[1:])
+    return Answer(sent[0]["status"], dict(sent[0]["headers"]), body)
+
+
+JSON = [(b"content-type", b"application/json")]
+
+
+@dataclass
 class RunningServer:
     """A server and its engine, both in this process."""
 
@@ -69,14 +108,21 @@ class RunningServer:
     loop: asyncio.AbstractEventLoop
 
     @property
-    def free_blocks(self) -> bool:
-        """Whether no request holds a block of the cache."""
-        return all(pool.free == pool.blocks for pool in self.engine._policy.cache.pools)
+    def app(self) -> Any:
+        """The application, to be called on `loop`."""
+        return api_app(self.api, loopback=True)
 
-    async def settled(self) -> None:
-        """Wait until the engine has no request."""
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of a coroutine on the server's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(120)
+
+    def settle(self) -> None:
+        """Wait until no request is left; then no block of the cache may be in use."""
+        deadline = time.monotonic() + 60
         while self.engine.unfinished or self.api.client.unfinished:
-            await asyncio.sleep(0.01)
+            assert time.monotonic() < deadline, "requests are left"
+            time.sleep(0.005)
+        assert all(pool.free == pool.blocks for pool in self.engine._policy.cache.pools)
 
 
 @contextmanager

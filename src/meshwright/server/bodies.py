@@ -116,7 +116,8 @@ class CompletionBody:
         return {
             "tokens": texts,
             "token_logprobs": [entry.logprob for entry in entries],
-            "top_logprobs": [{self._tokens[token]: value for token, value in entry.top} for entry in entries],
+            # Of tokens with the same text, such as parts of a character, the likeliest counts.
+            "top_logprobs": [{self._tokens[token]: value for token, value in reversed(entry.top)} for entry in entries],
             "text_offset": offsets,
         }
 
