@@ -19,5 +19,5 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[RunningServer]:
-    with running_server(folder) as running:
+    with running_server(folder, queue=3000) as running:
         yield running

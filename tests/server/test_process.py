@@ -87,12 +87,12 @@ def test_an_engine_that_dies_is_reported(folder: Path) -> None:
 
 def test_mistakes_in_the_settings(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
-    file.write_text("port: 80\nsequence: 3\nmax_logprobs: 99\n")
+    file.write_text("port: 80\nseqences: 3\nmax_logprobs: 99\n")
     command = [sys.executable, "-m", "meshwright", "serve", str(folder), "--config", str(file), "--queue", "0"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     for part in (
-        "serve.yaml:2:1: sequence:",
+        "serve.yaml:2:1: seqences:",
         "nearest: sequences",
         "serve.yaml:3:15: max_logprobs:",
         "command line: queue:",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.server.endpoints import Api
 from meshwright.server.errors import RequestError
-from meshwright.server.fields import Fields, parse_object
+from meshwright.server.fields import parse_object
 from meshwright.server.replies import json_response, read_body
 from meshwright.spec.errors import BadInput
 
@@ -23,29 +23,29 @@ class Admin:
         self._api = api
 
     async def state(self, request: Request) -> ASGIApp:
-        """GET /state: whether requests are taken, and the load."""
+        """Whether requests are taken, and the load."""
         client = self._api.client
         return json_response({"state": self._api.state, "unfinished": client.unfinished, **client.figures._asdict()})
 
     async def pause(self, request: Request) -> ASGIApp:
-        """POST /pause: stop after the current step; requests wait."""
+        """Stop after the current step; requests wait."""
         self._api.client.pause(True)
         return await self.state(request)
 
     async def resume(self, request: Request) -> ASGIApp:
-        """POST /resume: end a pause or a drain."""
+        """End a pause or a drain."""
         self._api.draining = False
         self._api.client.pause(False)
         return await self.state(request)
 
     async def drain(self, request: Request) -> ASGIApp:
-        """POST /drain: refuse new requests with 503; those that run go on."""
+        """Refuse new requests with 503; those that run go on."""
         self._api.draining = True
         return await self.state(request)
 
     async def weights(self, request: Request) -> ASGIApp:
-        """POST /weights: use the weights in `folder` from the next step on."""
-        fields: Fields = parse_object(await read_body(request, self._api.spec.max_body_bytes))
+        """Use the weights in `folder` from the next step on."""
+        fields = parse_object(await read_body(request, self._api.spec.max_body_bytes))
         folder = fields.text("folder", None)
         fields.finish()
         if not folder:

@@ -7,7 +7,8 @@ import binascii
 import hmac
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from meshwright.server.admin import Admin
@@ -23,25 +24,32 @@ if TYPE_CHECKING:
 log = logging.getLogger("meshwright.server")
 LOOPBACK_NAMES = {"localhost", "127.0.0.1", "[::1]", "::1"}
 
-Endpoint = Callable[["Request"], Awaitable["ASGIApp"]]
+
+API_ROUTES: Sequence[tuple[str, str, Callable[[Api, Request], Awaitable[ASGIApp]]]] = (
+    ("GET", "/", Api.page),
+    ("POST", "/v1/completions", Api.completions),
+    ("POST", "/v1/chat/completions", Api.chat_completions),
+    ("GET", "/v1/models", Api.models),
+    ("GET", "/v1/models/{name:path}", Api.model),
+    ("POST", "/tokenize", Api.tokenize),
+    ("POST", "/detokenize", Api.detokenize),
+    ("GET", "/health", Api.health),
+    ("GET", "/metrics", Api.metrics),
+)
+"""Method, path and endpoint; an endpoint's docstring is its line of docs/reference/serve.md."""
+ADMIN_ROUTES: Sequence[tuple[str, str, Callable[[Admin, Request], Awaitable[ASGIApp]]]] = (
+    ("GET", "/state", Admin.state),
+    ("POST", "/pause", Admin.pause),
+    ("POST", "/resume", Admin.resume),
+    ("POST", "/drain", Admin.drain),
+    ("POST", "/weights", Admin.weights),
+)
 
 
 def api_app(api: Api, *, loopback: bool) -> ASGIApp:
     """The application of the API; `loopback`: it listens at a loopback address only."""
-    app: ASGIApp = application(
-        [
-            ("GET", "/", api.page),
-            ("GET", "/health", api.health),
-            ("GET", "/metrics", api.metrics),
-            ("GET", "/v1/models", api.models),
-            ("GET", "/v1/models/{name:path}", api.model),
-            ("POST", "/v1/completions", api.completions),
-            ("POST", "/v1/chat/completions", api.chat_completions),
-            ("POST", "/tokenize", api.tokenize),
-            ("POST", "/detokenize", api.detokenize),
-        ]
-    )
-    app = KeyCheck(app, api.spec.api_key, open_paths={"/health"}, basic_paths={"/"})
+    routes = [(method, path, partial(endpoint, api)) for method, path, endpoint in API_ROUTES]
+    app: ASGIApp = KeyCheck(application(routes), api.spec.api_key, open_paths={"/health"}, basic_paths={"/"})
     if loopback and api.spec.api_key is None:
         app = HostCheck(app)
     return RequestLog(app) if api.spec.log_requests else app
@@ -50,20 +58,12 @@ def api_app(api: Api, *, loopback: bool) -> ASGIApp:
 def admin_app(api: Api) -> ASGIApp:
     """The application of the admin port."""
     admin = Admin(api)
-    app: ASGIApp = application(
-        [
-            ("GET", "/state", admin.state),
-            ("POST", "/pause", admin.pause),
-            ("POST", "/resume", admin.resume),
-            ("POST", "/drain", admin.drain),
-            ("POST", "/weights", admin.weights),
-        ]
-    )
-    app = KeyCheck(app, api.spec.admin_key)
+    routes = [(method, path, partial(endpoint, admin)) for method, path, endpoint in ADMIN_ROUTES]
+    app: ASGIApp = KeyCheck(application(routes), api.spec.admin_key)
     return RequestLog(app) if api.spec.log_requests else app
 
 
-def application(routes: Iterable[tuple[str, str, Endpoint]]) -> Starlette:
+def application(routes: Iterable[tuple[str, str, Callable[[Request], Awaitable[ASGIApp]]]]) -> Starlette:
     """A Starlette application with routes (method, path, endpoint), whose errors are in OpenAI's form."""
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException

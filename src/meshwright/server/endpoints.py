@@ -59,7 +59,7 @@ class Api:
         self._numbers = itertools.count()
 
     async def completions(self, request: Request) -> ASGIApp:
-        """POST /v1/completions: continues prompts."""
+        """Continues prompts."""
         fields, limits = await self._read(request), self._limits()
         logprobs = fields.integer("logprobs", 0, self.spec.max_logprobs, None)
         shared = read_shared(fields, limits, logprobs=logprobs, new_tokens=DEFAULT_COMPLETION_TOKENS)
@@ -77,7 +77,7 @@ class Api:
         return self._answer(shared, limits, CompletionBody, request)
 
     async def chat_completions(self, request: Request) -> ASGIApp:
-        """POST /v1/chat/completions: the next message of a chat."""
+        """The next message of a chat, by the model's chat template."""
         fields, limits = await self._read(request), self._limits()
         if self.template is None:
             raise RequestError(
@@ -100,11 +100,11 @@ class Api:
         return self._answer(shared, limits, ChatBody, request)
 
     async def models(self, request: Request) -> ASGIApp:
-        """GET /v1/models: the model that is served."""
+        """The model that is served."""
         return json_response({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> ASGIApp:
-        """GET /v1/models/NAME: the model of that name."""
+        """The model of that name."""
         if request.path_params["name"] != self.name:
             raise RequestError(
                 404, f"there is no such model here; the one served is {self.name}", code="model_not_found"
@@ -112,7 +112,7 @@ class Api:
         return json_response(self._model())
 
     async def tokenize(self, request: Request) -> ASGIApp:
-        """POST /tokenize: the tokens of a text (`prompt`) or of a chat (`messages`)."""
+        """The tokens of a text (`prompt`) or of a chat (`messages`)."""
         fields = await self._read(request)
         fields.ignore("model")
         special = fields.flag("add_special_tokens", True)
@@ -135,7 +135,7 @@ class Api:
         )
 
     async def detokenize(self, request: Request) -> ASGIApp:
-        """POST /detokenize: the text of `tokens`."""
+        """The text of `tokens`."""
         fields = await self._read(request)
         fields.ignore("model")
         tokens = token_ids(fields.take("tokens"), "tokens", self._limits().vocab)
@@ -143,17 +143,17 @@ class Api:
         return json_response({"prompt": self.files.tokenizer.decode(tokens, skip_special_tokens=False)})
 
     async def health(self, request: Request) -> ASGIApp:
-        """GET /health: 200 while requests are taken, else 503 with the reason."""
+        """200 while requests are taken, else 503 with the reason."""
         state = self.state
         return json_response({"status": state}, 200 if state in ("ready", "paused") else 503)
 
     async def metrics(self, request: Request) -> ASGIApp:
-        """GET /metrics: figures for Prometheus."""
+        """Figures for Prometheus."""
         content = self.client.metrics.text(self.client.figures).encode()
         return ContentResponse(200, content, [(b"content-type", CONTENT_TYPE.encode("ascii"))])
 
     async def page(self, request: Request) -> ASGIApp:
-        """GET /: a page to talk to the model and see its load."""
+        """A page to talk to the model and see its load."""
         content = PAGE.read_bytes().replace(b"MODEL_NAME", html.escape(self.name).encode())
         content = content.replace(b"HAS_CHAT", b"false" if self.template is None else b"true")
         return ContentResponse(200, content, PAGE_HEADERS)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
@@ -310,6 +311,8 @@ class EngineProcess:
 
     def close(self) -> None:
         """Close the socket, and wait until the process has ended; kill it if that takes long."""
+        with suppress(OSError):  # the process has ended
+            self._end.shutdown(socket.SHUT_RDWR)
         self._end.close()
         try:
             self.process.wait(END_SECONDS)
