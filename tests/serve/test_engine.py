@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.serve.engine import Engine, EngineOptions
+from meshwright.serve.engine import EngineOptions
 from meshwright.serve.generation import Generation
 from meshwright.serve.sampling import SamplingOptions
 from meshwright.spec.errors import BadInput
