@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,8 @@ from meshwright.cli.incidents import incidents
 from meshwright.diagnosis.culprit import Culprit, Waiting
 from meshwright.events.messages import CHANNEL, CollectivesRequest, Progress, encode
 from meshwright.events.stacks import STACKS, evidence_memory
-from meshwright.launch.evidence import CRASH_SECONDS, HANG_SECONDS, RankProcess, collect
+from meshwright.launch import evidence
+from meshwright.launch.evidence import CRASH_SECONDS, HANG_SECONDS, SILENT_SECONDS, RankProcess, collect
 from meshwright.launch.incidents import KEPT, blamed, is_recorded, new_folder, read_incidents, write_incident
 from meshwright.launch.outcome import RankState
 from meshwright.policies.restart import Incident
@@ -125,3 +128,78 @@ def test_evidence_has_the_stacks_of_all_threads_and_waits_for_no_stopped_process
     assert [path.name for path in (tmp_path / "incident" / "collectives").iterdir()] == ["rank-0.json"]
     assert "it is stopped" in stopped and "State:\tT (stopped)" in stopped
     assert "none: the process did not write them" in without
+
+
+class Clock:
+    """Time that passes only in `sleep`; `events` are called once their time has come."""
+
+    def __init__(self, events: dict[float, Callable[[], object]]) -> None:
+        self.now, self.events = 0.0, dict(sorted(events.items()))
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        while self.events and next(iter(self.events)) <= self.now:
+            self.events.pop(next(iter(self.events)))()
+
+
+@pytest.mark.parametrize(
+    ("answers", "ends"),
+    [
+        ({0.01: 0, 0.02: 1}, 0.02),
+        ({0.01: 0}, 0.01 + SILENT_SECONDS),
+        ({0.01: 0, 0.2: 0, 0.3: 0}, 0.3 + SILENT_SECONDS),
+        ({0.01: 0, 0.24: 1}, 0.24),
+        ({0.9: 0}, HANG_SECONDS),
+        ({}, HANG_SECONDS),
+    ],
+)
+def test_a_rank_that_cannot_answer_is_awaited_shortly_after_the_answers_of_others(
+    monkeypatch: pytest.MonkeyPatch, answers: dict[float, int], ends: float
+) -> None:
+    """`answers` has by time the rank that writes more stacks."""
+    subjects = [RankProcess(0, RankState(rank), evidence_memory()) for rank in range(2)]
+    clock = Clock({at: partial(os.write, subjects[rank].stacks, b"stack") for at, rank in answers.items()})
+    monkeypatch.setattr(evidence, "time", clock)
+    evidence._await_answers(subjects, HANG_SECONDS)
+    assert clock.now == pytest.approx(ends, abs=3 * evidence.POLL_SECONDS)
+
+
+PY_SPY = """#!/bin/sh
+grep -q '^State:.T' /proc/$4/status || exec sleep 60
+echo "Thread 7 (idle): \"$*\""
+"""
+
+
+def test_py_spy_reads_the_stacks_of_a_stopped_rank_and_is_not_awaited_longer_than_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the two ranks, which no signal reaches, one is stopped; py-spy does not end for the other."""
+    script = tmp_path / "bin" / "py-spy"
+    script.parent.mkdir()
+    script.write_text(PY_SPY)
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{script.parent}:{os.environ['PATH']}")
+    processes = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    subjects = [RankProcess(process.pid, RankState(rank), evidence_memory()) for rank, process in enumerate(processes)]
+    try:
+        processes[0].send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, processes[0].pid, os.WSTOPPED | os.WNOWAIT)
+        for hang in (False, True):
+            folder = tmp_path / ("hang" if hang else "crash")
+            began = time.monotonic()
+            collect(subjects, folder, tmp_path, hang=hang).join()
+            assert time.monotonic() - began < HANG_SECONDS + 1.0
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    stopped, running = ((tmp_path / "hang" / "stacks" / f"rank-{rank}.txt").read_text() for rank in range(2))
+    line = f'Thread 7 (idle): "dump --nonblocking --pid {processes[0].pid}"'
+    assert f"== py-spy\n{line}\n" in stopped
+    assert "== py-spy\npy-spy did not answer in time\n" in running
+    assert "py-spy" not in (tmp_path / "crash" / "stacks" / "rank-0.txt").read_text(), (
+        "after a crash no time is left for it"
+    )
