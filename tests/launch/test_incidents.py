@@ -169,37 +169,46 @@ def test_a_rank_that_cannot_answer_is_awaited_shortly_after_the_answers_of_other
 
 PY_SPY = """#!/bin/sh
 grep -q '^State:.T' /proc/$4/status || exec sleep 60
-echo "Thread 7 (idle): \"$*\""
+echo "Thread 7 (idle): $*"
 """
 
 
-def test_py_spy_reads_the_stacks_of_a_stopped_rank_and_is_not_awaited_longer_than_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of the two ranks, which no signal reaches, one is stopped; py-spy does not end for the other."""
+@pytest.fixture
+def py_spy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `py-spy` on PATH that answers for a stopped process, and does not end for another one."""
     script = tmp_path / "bin" / "py-spy"
     script.parent.mkdir()
     script.write_text(PY_SPY)
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{script.parent}:{os.environ['PATH']}")
-    processes = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
-    subjects = [RankProcess(process.pid, RankState(rank), evidence_memory()) for rank, process in enumerate(processes)]
+    monkeypatch.setattr(evidence, "HANG_SECONDS", 60.0)
+
+
+@pytest.mark.usefixtures("py_spy")
+def test_after_a_hang_py_spy_reads_the_stacks_of_a_stopped_rank(tmp_path: Path) -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    subject = RankProcess(process.pid, RankState(0), evidence_memory())
     try:
-        processes[0].send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, processes[0].pid, os.WSTOPPED | os.WNOWAIT)
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
         for hang in (False, True):
-            folder = tmp_path / ("hang" if hang else "crash")
-            began = time.monotonic()
-            collect(subjects, folder, tmp_path, hang=hang).join()
-            assert time.monotonic() - began < HANG_SECONDS + 1.0
+            collect([subject], tmp_path / str(hang), tmp_path, hang=hang).join()
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    stopped, running = ((tmp_path / "hang" / "stacks" / f"rank-{rank}.txt").read_text() for rank in range(2))
-    line = f'Thread 7 (idle): "dump --nonblocking --pid {processes[0].pid}"'
-    assert f"== py-spy\n{line}\n" in stopped
-    assert "== py-spy\npy-spy did not answer in time\n" in running
-    assert "py-spy" not in (tmp_path / "crash" / "stacks" / "rank-0.txt").read_text(), (
-        "after a crash no time is left for it"
-    )
+        process.kill()
+        process.wait()
+    crash, hang = ((tmp_path / name / "stacks" / "rank-0.txt").read_text() for name in ("False", "True"))
+    assert f"== py-spy\nThread 7 (idle): dump --nonblocking --pid {process.pid}\n" in hang
+    assert "py-spy" not in crash
+
+
+@pytest.mark.usefixtures("py_spy")
+def test_py_spy_is_killed_at_the_deadline() -> None:
+    spy = evidence._spy(os.getpid())
+    assert spy is not None
+    assert evidence._spy_output(spy, time.monotonic()) == "py-spy did not answer in time\n"
+    assert spy.returncode == -signal.SIGKILL
+
+
+def test_without_py_spy_none_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert evidence._spy(os.getpid()) is None
