@@ -209,12 +209,11 @@ def drafter_for(
     blocks: int,
     context: int,
 ) -> Drafter:
-    """The drafter of an engine for a model of `spec`. A draft model without options has those of `Speculation()`.
-
-    A draft model's cache has as many `blocks` in each group as the model's.
-    """
+    """The drafter of an engine for a model of `spec`; a draft model's cache has as many `blocks` in each group as the model's."""
+    if options is None:
+        return NoDrafter()
     if draft_model is None:
-        return NoDrafter() if options is None else LookupDrafter(options)
+        return LookupDrafter(options)
     check_draft_model(draft_model.spec, spec, context)
     weight = draft_model.embed.weight
     cache = KVCache(
@@ -225,7 +224,7 @@ def drafter_for(
         dtype=weight.dtype,
     )
     runner = ModelRunner(draft_model, cache, inputs, context=context)
-    return ModelDrafter(options or Speculation(), runner, inputs, sampler)
+    return ModelDrafter(options, runner, inputs, sampler)
 
 
 def check_draft_model(draft: ModelSpec, spec: ModelSpec, context: int) -> None:

@@ -83,6 +83,7 @@ class Engine:
         self.options = options = options or EngineOptions()
         self.spec, self._tokenizer, self._clock = model.spec, tokenizer, clock
         self.context = min(options.context or model.spec.max_seq_len, model.spec.max_seq_len)
+        speculation = options.speculation or (None if draft_model is None else Speculation())
         weight = model.embed.weight
         cuda = weight.device.type == "cuda"
         self._overlap = cuda if options.overlap is None else options.overlap
@@ -95,6 +96,8 @@ class Engine:
             sequences=options.sequences,
             step_tokens=step_tokens,
             context=self.context,
+            draft=None if draft_model is None else draft_model.spec,
+            drafts=0 if speculation is None else speculation.tokens,
         )
         groups = layer_groups(model.spec)
         self._policy = BatchPolicy(
@@ -130,7 +133,7 @@ class Engine:
         self._table_rows = RequestRows(rows)
         self._generations: dict[int, Generation] = {}
         self._drafter = drafter_for(
-            options.speculation,
+            speculation,
             draft_model,
             model.spec,
             self._inputs,
