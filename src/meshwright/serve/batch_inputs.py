@@ -46,7 +46,10 @@ class StepInputs(NamedTuple):
 
 
 class PackedDrafts(NamedTuple):
-    """The decodes of a step that have draft tokens. They are the first of its sampled parts, with a sample for each of their tokens."""
+    """The decodes of a step that have draft tokens.
+
+    They are the first of its sampled parts, with a sample for each of their tokens.
+    """
 
     first: int
     """Index in the step of their first token."""

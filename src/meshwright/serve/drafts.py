@@ -209,7 +209,10 @@ def drafter_for(
     blocks: int,
     context: int,
 ) -> Drafter:
-    """The drafter of an engine for a model of `spec`; a draft model's cache has as many `blocks` in each group as the model's."""
+    """The drafter of an engine for a model of `spec`.
+
+    A draft model's cache has as many `blocks` in each group as the model's.
+    """
     if options is None:
         return NoDrafter()
     if draft_model is None:
@@ -255,7 +258,7 @@ def _parts_of(packed: Packed) -> tuple[PackedDrafts, Tensor]:
 
 
 def _samples_of(drafts: PackedDrafts) -> Tensor:
-    """`(drafted, longest + 1)` int64: the sample of each part's newest token and of each draft; the last again where there are fewer."""
+    """`(drafted, longest + 1)` int64: the samples of each part with drafts; the last again where a part has fewer."""
     sizes = drafts.lengths.long() + 1
     columns = torch.arange(drafts.longest + 1, device=sizes.device)
     return (sizes.cumsum(0) - sizes)[:, None] + torch.minimum(columns, sizes[:, None] - 1)

@@ -31,7 +31,7 @@ class LaunchedStep:
     copied: torch.cuda.Event | None
     """None on a CPU."""
     draft_counts: Sequence[int] = ()
-    """Tokens of each part with drafts. These parts are the first; their numbers of accepted drafts are at the end of `tokens`."""
+    """Tokens of each part with drafts. These parts are the first; `tokens` ends with their numbers of accepted drafts."""
 
     def read(self) -> list[int]:
         """The tokens; waits until the device has computed them."""
@@ -77,7 +77,10 @@ class TokenReadback:
         logprobs: TokenLogprobs | None,
         accepted: Tensor | None = None,
     ) -> LaunchedStep:
-        """Start to copy the tokens `(samples,)` of a step, their log probabilities, and the numbers of `accepted` drafts `(drafted,)`."""
+        """Start to copy the tokens `(samples,)` of a step, and their log probabilities.
+
+        `accepted` `(drafted,)` are the numbers of accepted drafts of a step with drafts.
+        """
         counts = () if packed.drafts is None else packed.drafts.counts
         if accepted is not None:
             tokens = torch.cat((tokens, accepted))

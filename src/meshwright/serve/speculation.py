@@ -96,7 +96,10 @@ def draft_tokens(
 
 
 def likeliest_tokens(next_scores: Callable[[Tensor], Tensor], count: int, like: Tensor) -> Tensor:
-    """`(sequences, count)` int64: the likeliest draft tokens, by scores as in `draft_tokens`; `like` is any tensor `(sequences, …)`."""
+    """The likeliest `count` draft tokens of each sequence, `(sequences, count)` int64.
+
+    `next_scores` is that of `draft_tokens`; `like` is any tensor `(sequences, …)` on the device.
+    """
     tokens = like.new_empty(len(like), 0, dtype=torch.int64)
     for _ in range(count):
         tokens = torch.cat((tokens, next_scores(tokens).argmax(1, keepdim=True)), 1)
