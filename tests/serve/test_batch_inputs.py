@@ -32,7 +32,7 @@ class Player:
     def __init__(self, groups: list[CacheGroup], decode_sizes: tuple[int, ...], seed: int) -> None:
         self.draw, self.groups, self.decode_sizes = random.Random(seed), groups, decode_sizes
         self.policy = BatchPolicy(BatchLimits(STEP_TOKENS, SEQUENCES), groups, SIZE)
-        self.rows = RequestRows(2 * SEQUENCES)
+        self.table_rows = RequestRows(2 * SEQUENCES)
         self.inputs = BatchInputs(
             table_rows=2 * SEQUENCES,
             blocks=CONTEXT // SIZE,
@@ -72,9 +72,9 @@ class Player:
             return None
         needed = {part.request.number for part in step.parts}
         needed |= set() if self.in_flight is None else {part.request.number for part in self.in_flight[0].parts}
-        for number in [part.request.number for part in step.parts if part.request.number not in self.rows.row_of]:
-            self.inputs.forget_row(self.rows.take(number, needed))
-        packed = self.inputs.pack(step, self.rows.row_of, self.decode_sizes)
+        for number in [part.request.number for part in step.parts if part.request.number not in self.table_rows.row_of]:
+            self.inputs.forget_row(self.table_rows.take(number, needed))
+        packed = self.inputs.pack(step, self.table_rows.row_of, self.decode_sizes)
         resolved = self.inputs.resolve(packed)
         self.check(step, packed, resolved)
         new = {part.request.number: self.texts[part.request.number][part.start + part.count] for part in step.sampling}
@@ -92,7 +92,7 @@ class Player:
 
     def release(self) -> None:
         for ended in self.policy.drain_ended():
-            self.rows.release(ended.number)
+            self.table_rows.release(ended.number)
 
     def check(self, step: Step, packed: Packed, inputs: StepInputs) -> None:
         """Decodes come first, then chunks behind others of their request, then chunks from position 0."""
@@ -135,7 +135,7 @@ class Player:
     def check_samples(self, parts: list[Part], packed: Packed, inputs: StepInputs) -> None:
         samples = [part for part in parts if part.samples]
         assert list(packed.sampled_parts) == samples
-        assert packed.sampled_rows.tolist() == [self.rows.row_of[part.request.number] for part in samples]
+        assert packed.sampled_rows.tolist() == [self.table_rows.row_of[part.request.number] for part in samples]
         assert packed.sampled_positions.tolist() == [part.start + part.count for part in samples]
         if inputs.sampled is not None:
             last = [sum(part.count for part in parts[: index + 1]) - 1 for index in range(len(parts))]

@@ -12,7 +12,7 @@ from meshwright.serve.generation import Update
 
 
 def test_random_requests_end_as_they_must() -> None:
-    soak = Soak(300, failing=30)
+    soak = Soak(200, failing=25)
     soak.run()
     assert set(soak.reasons) == {"length", "stop", "deadline", "abort", "failed"}
     policy = soak.engine._policy
