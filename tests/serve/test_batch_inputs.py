@@ -46,7 +46,7 @@ class Player:
         self.seen: Counter[str] = Counter()
 
     def play(self, requests: int, overlap: bool) -> None:
-        """All requests to their ends, with some stops and aborts; with `overlap` each step is launched before the last is completed."""
+        """Play all requests to their ends; `overlap` launches each step before the last is completed."""
         while self.policy.unfinished or len(self.texts) < requests:
             if len(self.texts) < requests and self.draw.random() < 0.3:
                 self.add(len(self.texts))
