@@ -217,7 +217,7 @@ class Engine:
         """
         if count < 1:
             raise BadInput(f"samples: expected at least 1, got {count}")
-        ids = self._encode(prompt)
+        ids = prompt_ids(prompt, self._tokenizer)
         first = self.submit(ids, sampling=sampling, **options)
         seeds = [(sampling.seed + index) % 2**63 for index in range(1, count)]
         others = [replace(sampling, seed=seed) for seed in seeds]
