@@ -102,24 +102,21 @@ class EngineLoop:
 
         ids, values = request["ids"], request["sampling"]
         grammar = None if request["grammar"] is None else Grammar(*request["grammar"])
-        first = None
+        biases = {int(token): bias for token, bias in values.pop("logit_bias", {}).items()}
         try:
-            biases = {int(token): bias for token, bias in values.pop("logit_bias", {}).items()}
-            sampling = SamplingOptions(**values, logit_bias=biases)
-            for index, id in enumerate(ids):
-                number = self._engine.submit(
-                    request["tokens"],
-                    new_tokens=request["new_tokens"],
-                    sampling=sampling.sample(index),
-                    stop_ids=request["stop_ids"],
-                    grammar=grammar,
-                    samples_of=first,
-                )
-                first = number if first is None else first
-                self._numbers[id], self._ids[number] = number, id
+            numbers = self._engine.submit_samples(
+                request["tokens"],
+                len(ids),
+                sampling=SamplingOptions(**values, logit_bias=biases),
+                new_tokens=request["new_tokens"],
+                stop_ids=request["stop_ids"],
+                grammar=grammar,
+            )
         except BadInput as error:
-            self._abort(ids)
             self._connection.send({"refused": ids, "error": str(error)})
+            return
+        self._numbers.update(zip(ids, numbers, strict=True))
+        self._ids.update(zip(numbers, ids, strict=True))
 
     def _abort(self, ids: list[int]) -> None:
         for id in ids:
