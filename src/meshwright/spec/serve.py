@@ -21,17 +21,13 @@ class ServeSpec:
     api_key: str | None = None
     """Key of the API, sent as `Authorization: Bearer KEY`; the variable MESHWRIGHT_API_KEY sets it too. All paths but /health need it."""
     admin_port: Port | None = None
-    """Port for new weights, pause and drain; none has no such port."""
+    """Port for pause and drain; none has no such port."""
     admin_key: str | None = None
     """Key of the admin port, which needs one; the variable MESHWRIGHT_ADMIN_KEY sets it too."""
     name: str | None = None
     """Name of the model for clients; the folder's name if none."""
     chat_template: str | None = None
     """File with the Jinja template of chats; that of the model's folder if none."""
-    follow: bool = False
-    """Whether each new checkpoint of a run is served as soon as it is committed."""
-    follow_seconds: Annotated[float, Bound(more_than=0)] = 5.0
-    """Time between two looks for a new checkpoint."""
     sequences: Positive = 256
     """Requests in a batch at most."""
     queue: Positive = 1024
