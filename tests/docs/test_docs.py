@@ -63,7 +63,6 @@ NOT_RUN = {
     ),
     ("docs/how-to/measure-a-machine.md", "meshwright profile --from-run runs/quickstart --out here.json"),
     ("docs/how-to/serve.md", "meshwright serve runs/quickstart"),
-    ("docs/how-to/serve.md", "from openai import OpenAI"),
     ("docs/how-to/diagnose.md", "meshwright chaos run.yaml plan.shard=2 --scenario slow-rank --steps 40"),
 }
 """Blocks marked `norun`, by page and first line: they need GPUs, several hosts, the network, or a longer run."""
