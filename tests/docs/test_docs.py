@@ -62,7 +62,8 @@ NOT_RUN = {
         "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m meshwright profile --out cluster.json",
     ),
     ("docs/how-to/measure-a-machine.md", "meshwright profile --from-run runs/quickstart --out here.json"),
-    ("docs/how-to/serve.md", "meshwright serve runs/quickstart"),
+    ("docs/reference/serve.md", "meshwright serve runs/quickstart"),
+    ("docs/reference/serve.md", "from openai import OpenAI"),
     ("docs/how-to/diagnose.md", "meshwright chaos run.yaml plan.shard=2 --scenario slow-rank --steps 40"),
 }
 """Blocks marked `norun`, by page and first line: they need GPUs, several hosts, the network, or a longer run."""
