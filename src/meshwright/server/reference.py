@@ -21,13 +21,11 @@ meshwright serve runs/quickstart
 ```
 
 This serves the newest good checkpoint at `http://127.0.0.1:8000`, to this machine only. It needs
-`pip install 'meshwright[serve]'`. A browser shows a page to talk to the model. Any client of OpenAI's API works:
+`pip install 'meshwright[serve]'`. A browser shows a page to talk to the model. Any client of OpenAI's API works (`base_url` is
+`http://127.0.0.1:8000/v1`):
 
-```python norun
-from openai import OpenAI
-
-client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
-print(client.completions.create(model="quickstart", prompt="def read_lines(path):", max_tokens=64).choices[0].text)
+```bash norun
+curl --json '{"prompt": "def read_lines(path):", "max_tokens": 64}' http://127.0.0.1:8000/v1/completions
 ```
 
 - Chats need a template: that of the folder, or `chat_template`.
