@@ -21,8 +21,8 @@ meshwright serve runs/quickstart
 ```
 
 This serves the newest good checkpoint at `http://127.0.0.1:8000`, to this machine only. It needs
-`pip install 'meshwright[serve]'`. A browser shows a page to talk to the model. Any client of OpenAI's API works (`base_url` is
-`http://127.0.0.1:8000/v1`):
+`pip install 'meshwright[serve]'`. A browser shows a page to talk to the model. Any client of OpenAI's API works, with
+the base URL `http://127.0.0.1:8000/v1`:
 
 ```bash norun
 curl --json '{"prompt": "def read_lines(path):", "max_tokens": 64}' http://127.0.0.1:8000/v1/completions
