@@ -191,7 +191,7 @@ def test_abort_storm(server: RunningServer, count: int) -> None:
     alone = [post(server, {**REQUEST, "prompt": prompt, "max_tokens": 20, "temperature": 0}) for prompt in prompts]
     texts = [json.loads(answer.body)["choices"][0]["text"] for answer in alone]
 
-    async def one(number: int, delay: float | None) -> None:
+    async def ask(number: int, delay: float | None) -> None:
         request = {
             **REQUEST,
             "prompt": prompts[number % 7],
@@ -218,7 +218,7 @@ def test_abort_storm(server: RunningServer, count: int) -> None:
 
     async def storm() -> None:
         delays = [source.random() * 0.05 if source.random() < 0.5 else None for _ in range(count)]
-        await asyncio.gather(*(one(number, delay) for number, delay in enumerate(delays)))
+        await asyncio.gather(*(ask(number, delay) for number, delay in enumerate(delays)))
 
     server.run(storm())
     server.settle()

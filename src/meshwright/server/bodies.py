@@ -1,4 +1,4 @@
-"""The bodies of answers with text, in OpenAI's forms. Streamed events are joined from prepared parts: there is one for each token."""
+"""The bodies of answers with text, in OpenAI's forms; streamed events are joined from prepared parts."""
 
 from __future__ import annotations
 

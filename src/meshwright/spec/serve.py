@@ -19,11 +19,11 @@ class ServeSpec:
     port: Port = 8000
     """Port of the API; 0 takes a free one."""
     api_key: str | None = None
-    """Key of the API, sent as `Authorization: Bearer KEY`; the variable MESHWRIGHT_API_KEY sets it too. All paths but /health need it."""
+    """Key that all paths but /health need, as `Authorization: Bearer KEY`; MESHWRIGHT_API_KEY sets it too."""
     admin_port: Port | None = None
     """Port for pause and drain; none has no such port."""
     admin_key: str | None = None
-    """Key of the admin port, which needs one; the variable MESHWRIGHT_ADMIN_KEY sets it too."""
+    """Key of the admin port, which needs one; MESHWRIGHT_ADMIN_KEY sets it too."""
     name: str | None = None
     """Name of the model for clients; the folder's name if none."""
     chat_template: str | None = None
