@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.events.exposition import Histogram
@@ -23,6 +23,7 @@ VALUES = st.recursive(
 )
 
 
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.dictionaries(st.text(max_size=5), VALUES, max_size=3), max_size=4), st.data())
 def test_messages_arrive_whole_however_bytes_are_split(messages: list[dict], data: st.DataObject) -> None:
     sent = b"".join(map(encode, messages))
