@@ -22,10 +22,17 @@ class ModelRunner:
     """Runs the model on steps. It changes the model's attention, so the model is then the engine's."""
 
     def __init__(
-        self, model: Decoder, cache: KVCache, inputs: BatchInputs, *, context: int, graph_sizes: tuple[int, ...] = ()
+        self,
+        model: Decoder,
+        cache: KVCache,
+        inputs: BatchInputs,
+        *,
+        context: int,
+        graph_sizes: tuple[int, ...] = (),
+        invariant: bool = False,
     ) -> None:
         self._model, self._inputs = model, inputs
-        self._step = use_cached_attention(model, cache, context)
+        self._step = use_cached_attention(model, cache, context, invariant=invariant)
         self._layers = cast("list[Block]", list(model.layers.values()))
         self.decode_sizes = graph_sizes
         """Batch sizes with a CUDA graph, ascending."""
