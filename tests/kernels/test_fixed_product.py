@@ -60,7 +60,15 @@ def test_fp8_product_is_that_of_the_reference(across: bool) -> None:
     x, weight = quantize(x, "rowwise"), quantize(weight, "rowwise")
     expected = fp8_linear(x, weight, bias, torch.float32)
     out = product(
-        x.values, weight.values, x.scale, weight.scale, bias, torch.float32, tile=Tile(16, 16, 4, 1), splits=2, across=across
+        x.values,
+        weight.values,
+        x.scale,
+        weight.scale,
+        bias,
+        torch.float32,
+        tile=Tile(16, 16, 4, 1),
+        splits=2,
+        across=across,
     )
     torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-5)
 

@@ -93,7 +93,7 @@ def logits_of(engine: Engine) -> dict[int, list[Tensor]]:
 
 def test_weights_of_linear_layers_are_in_fp8_and_others_are_not() -> None:
     model = copy.deepcopy(tiny(MIXTRAL))
-    before = {name: parameter for name, parameter in model.named_parameters()}
+    before = dict(model.named_parameters())
     Engine(model, options=engine_of(model, weights="fp8").options)
     block = model.layers["1"]
     assert isinstance(block.attention.qkv, Fp8Linear) and isinstance(block.attention.out, Fp8Linear)

@@ -46,7 +46,9 @@ def test_bits_do_not_depend_on_batches_chunks_and_preemption(formats: dict[str, 
 @pytest.mark.parametrize("name", ["gpt2", "sliding", "mixtral"])
 def test_bits_of_other_families(name: str) -> None:
     model = tiny(ALL[name])
-    assert equal(run(engine_of(model, invariant=True)), run(engine_of(model, invariant=True, sequences=2, step_tokens=9)))
+    assert equal(
+        run(engine_of(model, invariant=True)), run(engine_of(model, invariant=True, sequences=2, step_tokens=9))
+    )
 
 
 def test_bits_do_not_depend_on_prefix_hits() -> None:

@@ -66,7 +66,7 @@ def product(
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
     if across is None:
         across = rows <= 256
-    across = across and 1 < splits and tiles <= MOST_ARRIVALS
+    across = across and splits > 1 and tiles <= MOST_ARRIVALS
     partial, arrivals = out, out
     if across:
         partial = torch.empty(tiles * splits, tile.columns * tile.rows, dtype=torch.float32, device=x.device)

@@ -82,9 +82,7 @@ def _round_rows(x, values, scales, WIDTH: tl.constexpr, BLOCK: tl.constexpr) -> 
 
 
 @triton.jit
-def _round_add_rms_norm(
-    x, delta, weight, total, values, scales, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-) -> None:
+def _round_add_rms_norm(x, delta, weight, total, values, scales, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr) -> None:
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside, offset = column < WIDTH, token * WIDTH + column
     dtype = total.dtype.element_ty

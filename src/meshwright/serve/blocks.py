@@ -7,6 +7,8 @@ to x. The roundings are those of `models.decoder.Block`. All tensors are `(1, to
 
 from __future__ import annotations
 
+from typing import cast
+
 from torch import Tensor
 
 from meshwright.kernels.add_norm import add_rms_norm
@@ -18,20 +20,22 @@ from meshwright.serve.formats import takes_fp8
 
 def block_forward(block: Block, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return `(x, delta)` behind the block, whose attention rotates and masks by itself; the first block has no delta."""
-    only_linear = not block.routed
-    fp8 = takes_fp8(block.attention) and (only_linear or not block.parallel)
+    dense = not block.routed
+    fp8 = takes_fp8(block.attention) and (dense or not block.parallel)
     x, normed = add_and_norm(x, delta, block.attention_norm, fp8=fp8)
-    if block.parallel and only_linear:
-        return x, block.add_branches(block, normed, None, None)
+    if block.parallel and dense:
+        return x, block.add_branches(block, cast("Tensor", normed), None, None)
     attended = block.attention(normed, None, None)
     if block.parallel:
         x = x + attended
     else:
-        x, normed = add_and_norm(x, attended, block.mlp_norm, fp8=only_linear and takes_fp8(block.mlp))
+        x, normed = add_and_norm(x, attended, block.mlp_norm, fp8=dense and takes_fp8(block.mlp))
     return x, block.moe(normed).x if block.routed else block.mlp(normed)
 
 
-def add_and_norm(x: Tensor, delta: Tensor | None, norm: Norm, *, fp8: bool = False) -> tuple[Tensor, Tensor | Fp8Matrix]:
+def add_and_norm(
+    x: Tensor, delta: Tensor | None, norm: Norm, *, fp8: bool = False
+) -> tuple[Tensor, Tensor | Fp8Matrix]:
     """Return `x + delta`, or x without a delta, and its norm; with `fp8` the norm may be rounded to fp8, by one scale per token."""
     if delta is None:
         return x, norm(x)

@@ -131,10 +131,11 @@ class Engine:
         graphs = cuda if options.graphs is None else options.graphs
         sizes = graph_sizes(options.sequences) if graphs else ()
         invariant = options.invariant
-        runner, sampler = (TokenRunner if invariant and not cuda else ModelRunner), InvariantSampler if invariant else Sampler
-        self._runner = runner(
-            model, cache, self._inputs, context=self.context, graph_sizes=sizes, invariant=invariant
+        runner, sampler = (
+            (TokenRunner if invariant and not cuda else ModelRunner),
+            InvariantSampler if invariant else Sampler,
         )
+        self._runner = runner(model, cache, self._inputs, context=self.context, graph_sizes=sizes, invariant=invariant)
         self._sampler = sampler(rows, weight.device, model.spec.vocab_size)
         self._table_rows = RequestRows(rows)
         self._generations: dict[int, Generation] = {}

@@ -56,7 +56,7 @@ class Fp8Linear(nn.Module):
 class Fp8GatedMLP(nn.Module):
     """SwiGLU of two fp8 layers, whose activation is rounded by the kernel that computes it."""
 
-    def __init__(self, gate_up: Fp8Linear, down: Fp8Linear, plain: bool) -> None:
+    def __init__(self, gate_up: nn.Module, down: nn.Module, plain: bool) -> None:
         super().__init__()
         self.gate_up, self.down, self.plain = gate_up, down, plain
 
@@ -70,7 +70,7 @@ class InvariantLinear(nn.Module):
     scaling = None
     """Read by `kernels.gated`, as in `Fp8Linear`."""
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.weight, self.bias = weight, bias
 
@@ -93,7 +93,7 @@ class InvariantHead(nn.Module):
 
 
 def use_formats(model: Decoder, *, weights: Fp8 | None = None, invariant: bool = False) -> None:
-    """Replace the linear layers of the model's blocks, and with `invariant` the head; the memory of weights that are rounded to fp8 is freed.
+    """Replace the linear layers of the model's blocks, and with `invariant` the head; the memory of rounded weights is freed.
 
     Raises BadInput for a device or a model that these formats do not support.
     """
@@ -107,9 +107,9 @@ def use_formats(model: Decoder, *, weights: Fp8 | None = None, invariant: bool =
                 if isinstance(linear, Linear):
                     setattr(parent, name, _replacement(linear, weights, invariant, model.plain))
         if isinstance(mlp := getattr(block, "mlp", None), GatedMLP) and weights is not None:
-            block.mlp = Fp8GatedMLP(mlp.gate_up, mlp.down, mlp.plain)
+            block.add_module("mlp", Fp8GatedMLP(mlp.gate_up, mlp.down, mlp.plain))
     if invariant:
-        model.head = InvariantHead(model.head.weight)
+        model.add_module("head", InvariantHead(model.head.weight))
     if weights is not None and model.embed.weight.is_cuda:
         torch.cuda.empty_cache()  # the rounded weights' memory, for the key/value cache
 
@@ -163,4 +163,6 @@ def _check(model: Decoder, weights: Fp8 | None, invariant: bool) -> None:
             for name, linear in parent.named_children():
                 if isinstance(linear, Linear) and any(size % ALIGNED for size in linear.weight.shape):
                     sizes = " × ".join(map(str, linear.weight.shape))
-                    raise BadInput(f"fp8 weights need dimensions that are multiples of {ALIGNED}, got {name} of {sizes}")
+                    raise BadInput(
+                        f"fp8 weights need dimensions that are multiples of {ALIGNED}, got {name} of {sizes}"
+                    )

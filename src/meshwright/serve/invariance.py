@@ -7,6 +7,7 @@ attention is that of single tokens with a fixed number of parts (`serve.cached_a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ def single_tokens(step: StepInputs, tokens_per_block: int) -> Iterator[StepInput
     starts, positions = step.query_starts.tolist(), step.positions.tolist()
     sampled = range(len(positions)) if step.sampled is None else set(step.sampled.tolist())
     ends = torch.arange(2, dtype=torch.int32)
-    for sequence, (start, stop) in enumerate(zip(starts, starts[1:], strict=False)):
+    for sequence, (start, stop) in enumerate(pairwise(starts)):
         for index in range(start, stop):
             token, blocks = slice(index, index + 1), positions[index] // tokens_per_block + 1
             yield StepInputs(
@@ -80,7 +81,9 @@ class InvariantSampler(Sampler):
         """See `Sampler.logprobs`."""
         if logits.is_cuda or not len(logits):
             return super().logprobs(logits, tokens)
-        rows = [super(InvariantSampler, self).logprobs(*row) for row in zip(logits.split(1), tokens.split(1), strict=True)]
+        rows = [
+            super(InvariantSampler, self).logprobs(*row) for row in zip(logits.split(1), tokens.split(1), strict=True)
+        ]
         return TokenLogprobs(*(torch.cat(columns) for columns in zip(*rows, strict=True)))
 
 
