@@ -73,8 +73,8 @@ def tile_times(x: Fp8Matrix, weights: list[Fp8Matrix]) -> list[dict[str, object]
     """The fastest tiles and splits, with microseconds."""
     outer, inner = weights[0].values.shape
     tile = tile_of(len(x.values))
-    tiles = {tile, tile._replace(stages=3), tile._replace(stages=8 if tile.rows < 64 else 6)}
-    tiles |= {Tile(128, tile.rows, warps, 4) for warps in (4, 8)}
+    tiles = {tile, tile._replace(stages=3), tile._replace(stages=8 if tile.tokens < 64 else 6)}
+    tiles |= {Tile(128, tile.tokens, warps, 4) for warps in (4, 8)}
     found = []
     for candidate in tiles:
         for splits in {1, 2, 4, 8, 16, inner_splits(outer, inner, 1)}:

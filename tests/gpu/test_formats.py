@@ -45,10 +45,10 @@ def multiplies_fp8() -> None:
         pytest.skip("needs Ada, Hopper or later")
 
 
-def operands(rows: int, inner: int, outer: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
+def operands(tokens: int, inner: int, outer: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
     draw = torch.Generator("cuda").manual_seed(0)
     x, weight, bias = (
-        torch.randn(size, generator=draw, device="cuda") for size in ((rows, inner), (outer, inner), (outer,))
+        torch.randn(size, generator=draw, device="cuda") for size in ((tokens, inner), (outer, inner), (outer,))
     )
     return x.to(dtype), weight.to(dtype), bias.to(dtype)
 
@@ -60,8 +60,8 @@ def rounded(x: Tensor) -> Fp8Matrix:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("inner", "outer"), SHAPES[2:4])
 def test_fixed_product(inner: int, outer: int, dtype: torch.dtype) -> None:
-    for rows in (1, 20, 300):
-        x, weight, bias = operands(rows, inner, outer, dtype)
+    for tokens in (1, 20, 300):
+        x, weight, bias = operands(tokens, inner, outer, dtype)
         exact = x.double() @ weight.double().t() + bias.double()
         bound = torch.finfo(dtype).eps * float(exact.abs().max()) + 1e-4
         torch.testing.assert_close(fixed_linear(x, weight, bias).double(), exact, rtol=0, atol=bound)
@@ -74,20 +74,20 @@ def test_bits_of_a_product_do_not_depend_on_the_number_of_tokens(inner: int, out
     x, weight, bias = operands(600, inner, outer)
     weight_fp8 = rounded(weight)
 
-    def product(rows: Tensor) -> Tensor:
+    def product(x: Tensor) -> Tensor:
         if fp8:
-            return fp8_linear(rounded(rows), weight_fp8, bias, torch.bfloat16, invariant=True)
-        return fixed_linear(rows, weight, bias)
+            return fp8_linear(rounded(x), weight_fp8, bias, torch.bfloat16, invariant=True)
+        return fixed_linear(x, weight, bias)
 
     whole = product(x)
     for begin, count in ((0, 1), (7, 1), (500, 2), (3, 17), (100, 64), (0, 65), (1, 129), (299, 257)):
         assert torch.equal(product(x[begin : begin + count]), whole[begin : begin + count]), (begin, count)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 33, FEW_TOKENS, FEW_TOKENS + 1, 300])
+@pytest.mark.parametrize("tokens", [1, 5, 33, FEW_TOKENS, FEW_TOKENS + 1, 300])
 @pytest.mark.parametrize(("inner", "outer"), SHAPES[:3])
-def test_fp8_product(inner: int, outer: int, rows: int) -> None:
-    x, weight, bias = operands(rows, inner, outer)
+def test_fp8_product(inner: int, outer: int, tokens: int) -> None:
+    x, weight, bias = operands(tokens, inner, outer)
     a, b = rounded(x), rounded(weight)
     exact = (a.values.double() * a.scale) @ (b.values.double() * b.scale).t() + bias.double()
     out = fp8_linear(a, b, bias, torch.bfloat16)

@@ -12,15 +12,15 @@ from meshwright.kernels.fp8_products import quantize
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernel itself")
 
 
-def operands(rows: int, columns: int, inner: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def operands(tokens: int, columns: int, inner: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     draw = torch.Generator().manual_seed(0)
-    x, weight, bias = (torch.randn(size, generator=draw) for size in ((rows, inner), (columns, inner), (columns,)))
+    x, weight, bias = (torch.randn(size, generator=draw) for size in ((tokens, inner), (columns, inner), (columns,)))
     return x.to(dtype), weight.to(dtype), bias.to(dtype)
 
 
 @interpreted
 @pytest.mark.parametrize(
-    ("rows", "columns", "inner", "splits", "dtype"),
+    ("tokens", "columns", "inner", "splits", "dtype"),
     [
         (1, 70, 256, 4, torch.float32),
         (19, 64, 72, 2, torch.float16),
@@ -29,13 +29,13 @@ def operands(rows: int, columns: int, inner: int, dtype: torch.dtype) -> tuple[T
     ],
 )
 def test_product_has_the_same_bits_in_any_batch(
-    rows: int, columns: int, inner: int, splits: int, dtype: torch.dtype
+    tokens: int, columns: int, inner: int, splits: int, dtype: torch.dtype
 ) -> None:
     """Parts by one program or by several, tokens alone or together. (Other tiles: numpy's products have other bits.)"""
     pytest.importorskip("triton")
     from meshwright.kernels.fixed_product_triton import Tile, _arrivals, product
 
-    x, weight, bias = operands(rows, columns, inner, dtype)
+    x, weight, bias = operands(tokens, columns, inner, dtype)
     exact = x.double() @ weight.double().t() + bias.double()
     small = Tile(16, 16, 4, 1)
     out = product(x, weight, None, None, bias, dtype, tile=small, splits=splits, across=True)
@@ -45,9 +45,9 @@ def test_product_has_the_same_bits_in_any_batch(
     assert torch.equal(product(x, weight, None, None, bias, dtype, tile=small, splits=splits, across=False), out)
     wide = product(x, weight, None, None, bias, dtype, tile=Tile(64, 32, 4, 1), splits=splits, across=True)
     torch.testing.assert_close(wide.double(), exact, rtol=bound, atol=4 * bound)
-    for row in (0, rows - 1):
-        alone = product(x[row : row + 1], weight, None, None, bias, dtype, tile=small, splits=splits)
-        assert torch.equal(alone[0], out[row])
+    for token in (0, tokens - 1):
+        alone = product(x[token : token + 1], weight, None, None, bias, dtype, tile=small, splits=splits)
+        assert torch.equal(alone[0], out[token])
 
 
 @interpreted

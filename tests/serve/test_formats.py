@@ -21,7 +21,8 @@ from tests.serve.helpers import PROMPTS, engine_of, record_logits, texts, tiny
 SAME = 0.1
 """How far the engine may be from a model with the same roundings, over how far that is from the exact model.
 
-Both round numbers that differ by the order of additions, so a few are rounded to another fp8 number."""
+Both round numbers that differ by the order of additions, so a few are rounded to another fp8 number.
+"""
 
 
 def round_weights(model: Decoder) -> Decoder:
@@ -36,9 +37,9 @@ def round_weights(model: Decoder) -> Decoder:
 def round_cache(model: Decoder) -> Decoder:
     """The model with keys and values rounded to e4m3."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, *masks: Any, **options: Any) -> Tensor:
         k, v = (x.to(torch.float8_e4m3fn).to(x.dtype) for x in (k, v))
-        return attention(q, k, v, *rest, **options)
+        return attention(q, k, v, *masks, **options)
 
     for block in model.layers.values():
         block.attention.attend = attend

@@ -1,4 +1,4 @@
-"""Matrix products x · weightᵀ for inference whose result for a token does not depend on the other tokens, in bf16, fp16, fp32 and fp8.
+"""Products with weights, in 8 to 32 bits, whose result for a token does not depend on the other tokens.
 
 Libraries select a kernel by the number of tokens, and kernels add in different orders. Here the order follows from the weight's shape and
 dtype alone: the inner dimension is divided into `inner_splits` parts, each is summed tile by tile, and the parts are added in ascending
@@ -31,7 +31,7 @@ FEW_TOKENS = 64
 
 
 def inner_splits(columns: int, inner: int, itemsize: int) -> int:
-    """Parts of the inner dimension of a product with a weight `(columns, inner)` of numbers of `itemsize` bytes: a power of two."""
+    """Parts of the inner dimension for a weight `(columns, inner)` of numbers of `itemsize` bytes: a power of two."""
     tiles = -(-inner * itemsize // TILE_BYTES)
     most = min(PROGRAMS // max(1, -(-columns // TILE_COLUMNS)), tiles // MIN_TILES, MAX_SPLITS)
     return 1 << (max(most, 1).bit_length() - 1)

@@ -1,7 +1,7 @@
 """The Triton kernel of `fixed_product`; imported only with a CUDA device, as CPU builds of torch lack Triton.
 
-The weight's rows are the first operand of the tensor cores and the tokens the second, because the first needs at least 64 rows and
-the second only 16. Sizes: COLUMNS outputs and ROWS tokens of a tile, INNER numbers of a row in a step.
+The weight's rows are the first operand of the tensor cores and the tokens the second, because the first needs at least 64 rows and the
+second only 16. Sizes: COLUMNS outputs and TOKENS tokens of a tile, INNER numbers of a token that are added in a step.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ class Tile(NamedTuple):
     """Outputs and tokens of a tile, warps of a program, stages of the software pipeline."""
 
     columns: int
-    rows: int
+    tokens: int
     warps: int
     stages: int
 
 
-def tile_of(rows: int) -> Tile:
+def tile_of(tokens: int) -> Tile:
     """The tile for a number of tokens; its size does not change the results."""
-    if rows <= 16:
+    if tokens <= 16:
         return Tile(64, 16, warps=4, stages=5)
-    if rows <= 64:
-        return Tile(64, 32 if rows <= 32 else 64, warps=4, stages=4)
-    return Tile(64, 128, warps=4, stages=4) if rows <= 256 else Tile(128, 128, warps=8, stages=4)
+    if tokens <= 64:
+        return Tile(64, 32 if tokens <= 32 else 64, warps=4, stages=4)
+    return Tile(64, 128, warps=4, stages=4) if tokens <= 256 else Tile(128, 128, warps=8, stages=4)
 
 
 def product(
@@ -57,19 +57,19 @@ def product(
     Both are contiguous. `across` says whether each part of the inner dimension has a program of its own; None decides by the number of
     programs. Not for several streams at a time: parts count their arrivals in one buffer of the device.
     """
-    (rows, inner), columns = x.shape, weight.shape[0]
-    out = torch.empty(rows, columns, dtype=dtype, device=x.device)
-    if not rows:
+    (tokens, inner), columns = x.shape, weight.shape[0]
+    out = torch.empty(tokens, columns, dtype=dtype, device=x.device)
+    if not tokens:
         return out
-    tile = tile or tile_of(rows)
+    tile = tile or tile_of(tokens)
     splits = splits or inner_splits(columns, inner, x.element_size())
-    tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
+    tiles = triton.cdiv(tokens, tile.tokens) * triton.cdiv(columns, tile.columns)
     if across is None:
-        across = rows <= 256
+        across = tokens <= 256
     across = across and splits > 1 and tiles <= MOST_ARRIVALS
     partial, arrivals = out, out
     if across:
-        partial = torch.empty(tiles * splits, tile.columns * tile.rows, dtype=torch.float32, device=x.device)
+        partial = torch.empty(tiles * splits, tile.columns * tile.tokens, dtype=torch.float32, device=x.device)
         arrivals = _arrivals(x.device)
     inner_tile = TILE_BYTES // x.element_size()
     _product[(tiles, splits if across else 1)](
@@ -81,12 +81,12 @@ def product(
         out,
         partial,
         arrivals,
-        rows,
+        tokens,
         columns,
         inner,
         splits,
         COLUMNS=tile.columns,
-        ROWS=tile.rows,
+        TOKENS=tile.tokens,
         INNER=inner_tile,
         EVEN=inner % inner_tile == 0,
         IMPRECISE=inner_tile if x.element_size() == 1 else 0,
@@ -108,65 +108,65 @@ def _arrivals(device: torch.device) -> Tensor:
 
 @triton.jit
 def _sum_tiles(
-    x, weight, begin, end, row_used, inner, COLUMNS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
+    x, weight, begin, end, token_used, inner, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, INNER: tl.constexpr,
     EVEN: tl.constexpr, IMPRECISE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Products `(COLUMNS, ROWS)` of the tiles `begin` to end - 1 of the inner dimension; x and weight point to the rows."""
-    sums = tl.zeros([COLUMNS, ROWS], tl.float32)
+    """Products `(COLUMNS, TOKENS)` of the tiles `begin` to end - 1; x and weight point to the rows of the operands."""
+    sums = tl.zeros([COLUMNS, TOKENS], tl.float32)
     step = tl.arange(0, INNER)
     for tile in range(begin, end):
         index = tile * INNER + step
         if EVEN:
-            tokens = tl.load(x[:, None] + index[None, :], mask=row_used[:, None], other=0.0)
+            inputs = tl.load(x[:, None] + index[None, :], mask=token_used[:, None], other=0.0)
             weights = tl.load(weight[:, None] + index[None, :])
         else:
             inside = (index < inner)[None, :]
-            tokens = tl.load(x[:, None] + index[None, :], mask=row_used[:, None] & inside, other=0.0)
+            inputs = tl.load(x[:, None] + index[None, :], mask=token_used[:, None] & inside, other=0.0)
             weights = tl.load(weight[:, None] + index[None, :], mask=inside, other=0.0)
-        sums = tl.dot(weights, tl.trans(tokens), sums, input_precision="ieee", max_num_imprecise_acc=IMPRECISE)
+        sums = tl.dot(weights, tl.trans(inputs), sums, input_precision="ieee", max_num_imprecise_acc=IMPRECISE)
     return sums
 
 
 @triton.jit
 def _finish(
-    sums, out, x_scale, weight_scale, bias, row, column, rows, columns, SCALED: tl.constexpr, BIAS: tl.constexpr
+    sums, out, x_scale, weight_scale, bias, token, column, tokens, columns, SCALED: tl.constexpr, BIAS: tl.constexpr
 ) -> None:
-    """Scale the sums `(COLUMNS, ROWS)`, add the bias, and store them as rows of tokens."""
+    """Scale the sums `(COLUMNS, TOKENS)`, add the bias, and store them transposed."""
     column_used = column < columns
     if SCALED:
         sums = sums * tl.load(weight_scale + column, mask=column_used, other=0.0)[:, None]
-        sums = sums * tl.load(x_scale + row, mask=row < rows, other=0.0)[None, :]
+        sums = sums * tl.load(x_scale + token, mask=token < tokens, other=0.0)[None, :]
     if BIAS:
         sums = sums + tl.load(bias + column, mask=column_used, other=0.0).to(tl.float32)[:, None]
-    target = out + row.to(tl.int64)[:, None] * columns + column[None, :]
-    tl.store(target, tl.trans(sums).to(out.dtype.element_ty), mask=(row < rows)[:, None] & column_used[None, :])
+    target = out + token.to(tl.int64)[:, None] * columns + column[None, :]
+    tl.store(target, tl.trans(sums).to(out.dtype.element_ty), mask=(token < tokens)[:, None] & column_used[None, :])
 
 
-@triton.jit(do_not_specialize=["rows", "splits"])
+@triton.jit(do_not_specialize=["tokens", "splits"])
 def _product(
-    x, weight, x_scale, weight_scale, bias, out, partial, arrivals, rows, columns, inner, splits, COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr, INNER: tl.constexpr, EVEN: tl.constexpr, IMPRECISE: tl.constexpr, ACROSS: tl.constexpr,
+    x, weight, x_scale, weight_scale, bias, out, partial, arrivals, tokens, columns, inner, splits, COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr, INNER: tl.constexpr, EVEN: tl.constexpr, IMPRECISE: tl.constexpr, ACROSS: tl.constexpr,
     SCALED: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr,
 ) -> None:  # fmt: skip
-    number, column_tiles, row_tiles = tl.program_id(0), tl.cdiv(columns, COLUMNS), tl.cdiv(rows, ROWS)
-    first_row = number // (GROUP * column_tiles) * GROUP
-    group = tl.minimum(row_tiles - first_row, GROUP)
+    number, column_tiles, token_tiles = tl.program_id(0), tl.cdiv(columns, COLUMNS), tl.cdiv(tokens, TOKENS)
+    first_tile = number // (GROUP * column_tiles) * GROUP
+    group = tl.minimum(token_tiles - first_tile, GROUP)
     within = number % (GROUP * column_tiles)
-    row = (first_row + within % group) * ROWS + tl.arange(0, ROWS)
+    token = (first_tile + within % group) * TOKENS + tl.arange(0, TOKENS)
     column = within // group * COLUMNS + tl.arange(0, COLUMNS)
-    row_used = row < rows
-    x += row.to(tl.int64) * inner
+    token_used = token < tokens
+    x += token.to(tl.int64) * inner
     # Columns behind the last read its weights, and nothing of them is stored.
     weight += tl.minimum(column, columns - 1).to(tl.int64) * inner
     tiles = tl.cdiv(inner, INNER)
-    total = tl.zeros([COLUMNS, ROWS], tl.float32)
+    total = tl.zeros([COLUMNS, TOKENS], tl.float32)
     if ACROSS:
         split = tl.program_id(1)
         begin, end = tiles * split // splits, tiles * (split + 1) // splits
-        sums = _sum_tiles(x, weight, begin, end, row_used, inner, COLUMNS, ROWS, INNER, EVEN, IMPRECISE)
-        place = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        parts = partial + (number * splits).to(tl.int64) * (COLUMNS * ROWS) + place
-        tl.store(parts + split * (COLUMNS * ROWS), sums, mask=row_used[None, :])
+        sums = _sum_tiles(x, weight, begin, end, token_used, inner, COLUMNS, TOKENS, INNER, EVEN, IMPRECISE)
+        place = tl.arange(0, COLUMNS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+        parts = partial + (number * splits).to(tl.int64) * (COLUMNS * TOKENS) + place
+        tl.store(parts + split * (COLUMNS * TOKENS), sums, mask=token_used[None, :])
         # All threads have stored their numbers before one of them says so.
         tl.debug_barrier()
         if tl.atomic_add(arrivals + number, 1, sem="acq_rel") == splits - 1:
@@ -174,11 +174,11 @@ def _product(
             for index in range(splits):
                 # From the L2 cache: what the first level has may be older than the other programs' stores.
                 total += tl.load(
-                    parts + index * (COLUMNS * ROWS), mask=row_used[None, :], other=0.0, cache_modifier=".cg"
+                    parts + index * (COLUMNS * TOKENS), mask=token_used[None, :], other=0.0, cache_modifier=".cg"
                 )
-            _finish(total, out, x_scale, weight_scale, bias, row, column, rows, columns, SCALED, BIAS)
+            _finish(total, out, x_scale, weight_scale, bias, token, column, tokens, columns, SCALED, BIAS)
     else:
         for index in range(splits):
             begin, end = tiles * index // splits, tiles * (index + 1) // splits
-            total += _sum_tiles(x, weight, begin, end, row_used, inner, COLUMNS, ROWS, INNER, EVEN, IMPRECISE)
-        _finish(total, out, x_scale, weight_scale, bias, row, column, rows, columns, SCALED, BIAS)
+            total += _sum_tiles(x, weight, begin, end, token_used, inner, COLUMNS, TOKENS, INNER, EVEN, IMPRECISE)
+        _finish(total, out, x_scale, weight_scale, bias, token, column, tokens, columns, SCALED, BIAS)

@@ -61,15 +61,15 @@ def _launch(width: int) -> dict[str, int]:
 
 
 @triton.jit
-def _store_rounded(row, inside, values, scales, offset, token) -> None:
-    """Store a token `row` in fp8, and its scale: a power of two, or NaN if a number is not finite."""
-    largest = tl.max(tl.where(inside, tl.abs(row), 0.0), 0)
+def _store_rounded(numbers, inside, values, scales, offset, token) -> None:
+    """Store the `numbers` of a token in fp8, and its scale: a power of two, or NaN if a number is not finite."""
+    largest = tl.max(tl.where(inside, tl.abs(numbers), 0.0), 0)
     # A maximum may ignore NaN; a sum does not, and 0 · inf is NaN.
-    finite = tl.sum(tl.where(inside, row * 0.0, 0.0), 0) == 0.0
+    finite = tl.sum(tl.where(inside, numbers * 0.0, 0.0), 0) == 0.0
     bits = tl.maximum(largest, MIN_MAGNITUDE).to(tl.int32, bitcast=True)
     bits = ((bits + CARRY) & EXPONENT) - LARGEST_EXPONENT
     factor = (-bits + INVERSE).to(tl.float32, bitcast=True)
-    tl.store(values + offset, (row * factor).to(values.dtype.element_ty), mask=inside)
+    tl.store(values + offset, (numbers * factor).to(values.dtype.element_ty), mask=inside)
     tl.store(scales + token, tl.where(finite, bits.to(tl.float32, bitcast=True), float("nan")))
 
 

@@ -36,7 +36,7 @@ def block_forward(block: Block, x: Tensor, delta: Tensor | None) -> tuple[Tensor
 def add_and_norm(
     x: Tensor, delta: Tensor | None, norm: Norm, *, fp8: bool = False
 ) -> tuple[Tensor, Tensor | Fp8Matrix]:
-    """Return `x + delta`, or x without a delta, and its norm; with `fp8` the norm may be rounded to fp8, by one scale per token."""
+    """Return `x + delta`, or x without a delta, and its norm; with `fp8` the norm may be rounded to fp8."""
     if delta is None:
         return x, norm(x)
     if norm.bias is None and fp8:

@@ -69,23 +69,14 @@ class InvariantSampler(Sampler):
         ]
         return torch.cat(parts)
 
-    def scores(self, logits: Tensor, table_rows: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """See `Sampler.scores`."""
-        if not logits.is_cuda or len(logits) != 1:
-            return super().scores(logits, table_rows, allowed)
-        # On a GPU cumulative sums of a single row have another order than those of several rows.
-        twice = None if allowed is None else allowed.expand(2, -1)
-        return super().scores(logits.expand(2, -1), table_rows.expand(2), twice)[:1]
-
     def logprobs(self, logits: Tensor, tokens: Tensor) -> TokenLogprobs:
         """See `Sampler.logprobs`."""
         if logits.is_cuda or not len(logits):
             return super().logprobs(logits, tokens)
-        rows = [
-            super(InvariantSampler, self).logprobs(*row) for row in zip(logits.split(1), tokens.split(1), strict=True)
-        ]
-        return TokenLogprobs(*(torch.cat(columns) for columns in zip(*rows, strict=True)))
+        pairs = zip(logits.split(1), tokens.split(1), strict=True)
+        parts = [super(InvariantSampler, self).logprobs(*pair) for pair in pairs]
+        return TokenLogprobs(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
-def _split(allowed: Tensor | None, rows: int) -> Sequence[Tensor | None]:
-    return [None] * rows if allowed is None else allowed.split(1)
+def _split(allowed: Tensor | None, samples: int) -> Sequence[Tensor | None]:
+    return [None] * samples if allowed is None else allowed.split(1)
