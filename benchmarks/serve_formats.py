@@ -139,18 +139,18 @@ def engine_of(model: Decoder, sizes: Sizes, **options: Any) -> Engine:
 def text_logits(engine: Engine, tokens: Sequence[int]) -> Tensor:
     """Logits `(tokens, vocab)` in fp32 on the host after each token of a text that one step computes."""
     runner, seen = engine._runner, []
-    forward = runner._forward
+    forward = runner.forward
 
     def forward_all(inputs: Any) -> Tensor:
         logits = forward(inputs._replace(sampled=None))
         seen.append(logits.float().cpu())
         return logits if inputs.sampled is None else logits[inputs.sampled.long()]
 
-    runner._forward = forward_all
+    runner.forward = forward_all
     try:
         finish(engine, [(list(tokens), 1)], GREEDY)
     finally:
-        del runner._forward
+        del runner.forward
     return seen[0]
 
 

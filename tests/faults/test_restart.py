@@ -13,7 +13,7 @@ import pytest
 
 from meshwright.launch.incidents import read_incidents
 from meshwright.observe.metrics import read_metrics
-from tests.training.test_processes import Job, alive, last_step, until
+from tests.training.test_processes import Job, last_step, until
 from tests.training.tiny import make_tiny
 
 STEPS = 60

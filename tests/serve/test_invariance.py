@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.serve.engine import Engine
+from meshwright.serve.drafts import Speculation
+from meshwright.serve.engine import Engine, EngineOptions
 from meshwright.serve.invariance import InvariantSampler
 from meshwright.serve.sampling import SamplingOptions
+from meshwright.spec.errors import BadInput
 from tests.models.tiny import ALL, LLAMA
 from tests.serve.helpers import PROMPTS, engine_of, greedy, record_logits, texts, tiny
 
@@ -64,6 +66,13 @@ def test_bits_do_not_depend_on_prefix_hits() -> None:
 
 def test_texts_are_those_of_the_trainer() -> None:
     assert texts(engine_of(tiny(LLAMA), invariant=True)) == greedy(tiny(LLAMA))
+
+
+def test_prompt_lookup_does_not_change_bits_and_a_draft_model_is_refused() -> None:
+    lookup = engine_of(tiny(LLAMA), invariant=True, speculation=Speculation(tokens=2))
+    assert texts(lookup) == greedy(tiny(LLAMA)) and lookup.drafts[1] > 0
+    with pytest.raises(BadInput, match="cannot have a draft model"):
+        Engine(tiny(LLAMA), options=EngineOptions(invariant=True), draft_model=tiny(LLAMA))
 
 
 def test_draws_and_log_probabilities_do_not_depend_on_the_batch() -> None:

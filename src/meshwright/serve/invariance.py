@@ -15,14 +15,16 @@ from torch import Tensor
 from meshwright.serve.batch_inputs import StepInputs
 from meshwright.serve.model_runner import ModelRunner
 from meshwright.serve.sampling import Sampler, TokenLogprobs
+from meshwright.spec.errors import BadInput
 
 
 class TokenRunner(ModelRunner):
     """Computes each token of a step by itself, on a CPU."""
 
-    def _forward(self, inputs: StepInputs) -> Tensor:
+    def forward(self, inputs: StepInputs) -> Tensor:
+        """Logits of the sampled tokens, `(samples, vocab)`."""
         size, parent = self._inputs.tokens_per_block, super()
-        logits = [parent._forward(step) for step in single_tokens(inputs, size)]
+        logits = [parent.forward(step) for step in single_tokens(inputs, size)]
         sampled = range(len(logits)) if inputs.sampled is None else inputs.sampled.tolist()
         return torch.cat([logits[0][:0], *(logits[index] for index in sampled)])
 
@@ -76,6 +78,19 @@ class InvariantSampler(Sampler):
         pairs = zip(logits.split(1), tokens.split(1), strict=True)
         parts = [super(InvariantSampler, self).logprobs(*pair) for pair in pairs]
         return TokenLogprobs(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+
+
+def classes_for(device: torch.device) -> tuple[type[ModelRunner], type[Sampler]]:
+    """The runner and the sampler of an invariant engine."""
+    return (ModelRunner if device.type == "cuda" else TokenRunner), InvariantSampler
+
+
+def check_invariant(invariant: bool, draft_model: object | None) -> None:
+    """Raise BadInput for an invariant engine with a draft model."""
+    if invariant and draft_model is not None:
+        raise BadInput(
+            "invariant results cannot have a draft model: which of its drafts are accepted depends on the batch"
+        )
 
 
 def _split(allowed: Tensor | None, samples: int) -> Sequence[Tensor | None]:
