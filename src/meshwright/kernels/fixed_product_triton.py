@@ -52,10 +52,11 @@ def product(
     splits: int | None = None,
     across: bool | None = None,
 ) -> Tensor:
-    """x `(tokens, in)` · weight `(out, in)`ᵀ in `dtype`, times the scales `(tokens, 1)` and `(out, 1)` if given, plus the bias.
+    """x `(tokens, in)` · weight `(out, in)`ᵀ in `dtype`, times the scales, plus the bias, if given.
 
-    Both are contiguous. `across` says whether each part of the inner dimension has a program of its own; None decides by the number of
-    programs. Not for several streams at a time: parts count their arrivals in one buffer of the device.
+    The scales are `(tokens, 1)` and `(out, 1)`. All tensors are contiguous. `across` says whether each part of the inner dimension has
+    a program of its own; None decides by the number of tokens. Not for several streams at a time: parts count their arrivals in one
+    buffer of the device.
     """
     (tokens, inner), columns = x.shape, weight.shape[0]
     out = torch.empty(tokens, columns, dtype=dtype, device=x.device)
