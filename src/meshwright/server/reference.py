@@ -29,12 +29,21 @@ curl --json '{"prompt": "def read_lines(path):", "max_tokens": 64}' http://127.0
 ```
 
 - Chats need a template: that of the folder, or `chat_template`.
-- Another `host` than this machine needs `api_key`. Put a proxy with TLS in front: keys and texts are not encrypted.
-- The admin port has its own key, for `POST /pause`, `/resume` and `/drain`.
 - SIGTERM and Ctrl-C refuse new requests, wait for running ones up to `drain_seconds`, and end the server with code 0.
 - If the engine cannot continue, `/health` answers 503 for two seconds. Then the server ends with the engine's
   [code](exit-codes.md): 7 if steps fail one after the other, 5 if its process has died.
 - HTTP and text are in one process, the engine in another; they exchange JSON over a Unix socket.
+
+## Security
+
+- The server listens on loopback. Another `host` needs `api_key`, which covers all paths but `/health`; the admin port
+  needs its own key. Keys are compared in constant time. Put a proxy with TLS in front: nothing is encrypted.
+- Without `api_key`, requests with another `Host` than this machine are refused. Bodies must be
+  `application/json`, which pages of other sites cannot send without permission. The page at `/` loads nothing else.
+- Bodies, prompts, new tokens, choices, log probabilities, stop strings, schemas and the queue are limited. A client
+  that leaves frees its part of the cache before the next step.
+- Chat templates run in Jinja's sandbox. The log of requests has no text of them.
+- `tests/server/test_limits.py` sends malformed requests and checks each of these.
 
 ## Settings
 
