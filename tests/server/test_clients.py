@@ -57,7 +57,7 @@ def test_streamed_pieces_are_the_text(client: openai.OpenAI, text: str) -> None:
     *events, last = client.completions.create(**request, stream_options={"include_usage": True})
     assert "".join(event.choices[0].text for event in events) == text
     assert [event.choices[0].finish_reason for event in events] == [None] * (len(events) - 1) + ["length"]
-    assert len(events) > LENGTH // 4 and all(event.usage is None for event in events)
+    assert all(event.usage is None for event in events)
     assert not last.choices and last.usage.completion_tokens == LENGTH
 
 
