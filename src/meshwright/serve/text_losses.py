@@ -40,7 +40,10 @@ class TextLosses:
 
     @torch.no_grad()
     def sum(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The summed loss of texts `(batch, seq)`; `targets`, shaped like them, are the tokens to predict, negative ones are ignored."""
+        """The summed loss of texts `(batch, seq)`, in fp64.
+
+        `targets`, shaped like them, are the tokens to predict; negative ones are ignored.
+        """
         total = torch.zeros((), dtype=torch.float64, device=tokens.device)
         for text, wanted in zip(tokens, targets, strict=True):
             for start in range(0, len(text), self._chunk):

@@ -78,7 +78,7 @@ def evaluate_plain(
     device: torch.device,
     loss: Callable[[MicroBatch], torch.Tensor] | None = None,
 ) -> Evaluation:
-    """`evaluate` for a whole model on one device; `loss` computes the summed loss of a micro-batch in the place of `plain_loss`."""
+    """`evaluate` for a whole model on one device; `loss` is the summed loss of a micro-batch, by default `plain_loss`."""
 
     def measure(batches: Sequence[MicroBatch]) -> torch.Tensor:
         losses = [plain_loss(model, batch) if loss is None else loss(batch) for batch in batches]
