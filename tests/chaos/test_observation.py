@@ -14,12 +14,16 @@ from typing import Any
 import pytest
 
 from meshwright.chaos import scenario as scenarios
+from meshwright.chaos.job import Job as ObservedJob
 from meshwright.chaos.job import Tail
 from meshwright.chaos.processes import TOKEN, kill_all, processes_with
 from meshwright.chaos.scenario import Scenario, Stage, Template
 from meshwright.chaos.scenarios import SCENARIOS
 from meshwright.chaos.suite import Suite, scenario_named
 from meshwright.spec.errors import BadInput
+from tests.diagnosis.injected import slow
+from tests.diagnosis.played import Faults, Job, play
+from tests.observe.played_run import write_spans
 from tests.training.tiny import make_tiny, tiny_run
 
 TEMPLATE = Template(("run.yaml",), "run", 60, 2, 10)
@@ -80,6 +84,35 @@ def test_the_first_incident_has_to_name_the_disturbed_rank_or_host(tmp_path: Pat
         (folder / "incident.json").write_text(json.dumps(record))
     assert not broken("hang", 1) and not broken("hang", None, "emulated1") and not broken("hang")
     assert broken("hang", 0) and broken("killed", 1) and broken("hang", 1, "emulated0")
+
+
+@pytest.mark.parametrize(
+    ("faults", "found", "kept"),
+    [
+        (slow(lambda stage, dp: dp == 1, 1.5), {"cause": "compute", "rank": 1}, True),
+        (slow(lambda stage, dp: dp == 0, 1.5), {"cause": "compute", "rank": 0}, False),
+        (lambda step, random: Faults(data={(0, 1): 0.3}), {"cause": "data", "rank": 1}, False),
+        (lambda step, random: Faults(), None, False),
+        (None, None, False),
+    ],
+)
+def test_the_straggler_has_to_be_the_slowed_rank(tmp_path: Path, faults: Any, found: Any, kept: bool) -> None:
+    """Without `faults` the run has no spans."""
+    stage, entry = observed(tmp_path, {}), Scenario(name="x", promise="", play=lambda stage: None, same_losses=False)
+    if faults is not None:
+        write_spans(stage.run, Job(), play(Job(), 14, faults))
+    assert not scenarios._violations(entry, stage, [], list)
+    stage.expect_straggler(1)
+    assert stage.straggler() == found
+    violations = scenarios._violations(entry, stage, [], list)
+    assert violations == [] if kept else "expected is rank 1" in violations[0]
+
+
+def test_the_time_of_a_step_is_that_of_the_last_ten(tmp_path: Path) -> None:
+    job = ObservedJob([], tmp_path, tmp_path / "output", "token")
+    assert job.step_seconds == 0.0
+    job.steps = [(0.0, 1), *((100.0 + 0.5 * number, 2 + number) for number in range(10))]
+    assert job.step_seconds == pytest.approx(0.5)
 
 
 def check(tmp_path: Path, job: dict[str, Any], losses: list[tuple[int, float]], **limits: Any) -> list[str]:

@@ -17,7 +17,9 @@ from typing import Any
 from meshwright.chaos.hosts import Hosts
 from meshwright.chaos.job import LONGEST_GPU_SECONDS, LONGEST_SECONDS, POLL_SECONDS, Job, NotReached
 from meshwright.chaos.processes import kill_all, processes_with, send, state
+from meshwright.diagnosis.stragglers import diagnose_run
 from meshwright.observe.metrics import scan_metrics
+from meshwright.spec.errors import BadInput
 
 Losses = list[tuple[int, float | None]]
 """Step and loss of each step of a run."""
@@ -25,6 +27,8 @@ LOSS_TOLERANCE = 1e-2
 """Largest relative difference on a GPU between the losses of one step in two attempts."""
 GPU_RECOVERY_FACTOR = 3.0
 """Factor for the limit of a recovery on a GPU, whose context and kernels have to be loaded again."""
+SLOW_RANK_CAUSES = ("compute", "host")
+"""Causes of a straggler whose process gets too little of its host's time: it computes longer, or launches late."""
 ORPHAN_SECONDS = 3.0
 """Seconds after the end of a job in which its last processes may end."""
 
@@ -103,6 +107,8 @@ class Stage:
         """The emulated hosts, if there are several."""
         self.culprit: Culprit | None = None
         """What the first incident of the run has to name; None if the disturbance makes none."""
+        self.slow_rank: int | None = None
+        """The rank that the straggler analysis has to name; None if the disturbance slows none."""
 
     def start(self, env: Mapping[str, str] = MappingProxyType({})) -> Job:
         """Start the training command, on all hosts, with further environment variables."""
@@ -160,6 +166,18 @@ class Stage:
     def expect_incident(self, cause: str, rank: int | None = None, host: str | None = None) -> None:
         """The first incident of the run has to name this cause, and the rank or host, where given."""
         self.culprit = Culprit(cause, rank, host)
+
+    def expect_straggler(self, rank: int) -> None:
+        """The straggler analysis has to name this rank, with one of `SLOW_RANK_CAUSES`."""
+        self.slow_rank = rank
+
+    def straggler(self) -> dict[str, Any] | None:
+        """What the straggler analysis of all steps names: cause and rank; None without a cause."""
+        try:
+            found = diagnose_run(self.run, self.template.steps)
+        except BadInput:
+            return None
+        return None if found.cause is None else {"cause": found.cause, "rank": found.rank}
 
     def first_incident(self) -> dict[str, Any] | None:
         """The first incident of the run: cause, rank and host; None without one."""
@@ -262,6 +280,8 @@ class Verdict:
     lost_steps: int | None = None
     incident: Mapping[str, Any] | None = None
     """Cause, rank and host in the first incident of the run, where the scenario expects one."""
+    straggler: Mapping[str, Any] | None = None
+    """Cause and rank of the straggler, where the scenario expects one."""
 
     def as_plain(self) -> dict[str, Any]:
         """The verdict as values of JSON, seconds rounded to hundredths."""
@@ -333,6 +353,7 @@ def run_scenario(
         recovery and recovery[0],
         recovery and recovery[1],
         stage.first_incident() if stage.culprit else None,
+        None if stage.slow_rank is None else stage.straggler(),
     )
 
 
@@ -359,6 +380,10 @@ def _violations(
         violations.append("the job restarted its ranks")
     if stage.culprit is not None and not stage.culprit.is_named_by(incident := stage.first_incident()):
         violations.append(f"the incident says {incident or 'nothing'}, expected is {stage.culprit}")
+    if stage.slow_rank is not None:
+        straggler = stage.straggler() or {"cause": None, "rank": None}
+        if straggler["rank"] != stage.slow_rank or straggler["cause"] not in SLOW_RANK_CAUSES:
+            violations.append(f"the straggler is {straggler}, expected is rank {stage.slow_rank}")
     if orphans:
         violations.append(f"{len(orphans)} processes still ran after the end")
     if scenario.same_losses and gpu:
