@@ -60,17 +60,28 @@ def stop_rank(stage: Stage) -> None:
 
 
 def slow_rank(stage: Stage) -> None:
-    """Stop and continue the last rank in turn, in each of some steps or until the job ends."""
+    """Stop and continue the last rank in turn, in each of some steps or until the job ends.
+
+    It is stopped where it computes: a rank that stops inside a collective looks like a slow network, on all ranks.
+    """
     job, rank = stage.job, stage.template.ranks - 1
     pid, turn = job.ranks()[rank], min(LONGEST_TURN, job.step_seconds)
     stage.expect_straggler(rank)
     stage.mark()
     deadline, step = time.monotonic() + SLOW_SECONDS, job.last_step
     while job.process.poll() is None and (time.monotonic() < deadline or job.last_step < step + SLOW_STEPS):
+        await_running(pid, turn)
         for number, turns in ((signal.SIGSTOP, STOPPED_TURNS), (signal.SIGCONT, 1)):
             send(pid, number)
             time.sleep(turns * turn)
             job.poll()
+
+
+def await_running(pid: int, seconds: float) -> None:
+    """Wait until the main thread of a process runs, that is, waits for nothing; at most some seconds."""
+    deadline = time.monotonic() + seconds
+    while state(pid) != "R" and time.monotonic() < deadline:
+        time.sleep(2e-4)
 
 
 def end_and_continue(disturb: Callable[[Stage], None]) -> Callable[[Stage], None]:
