@@ -87,25 +87,33 @@ def test_the_first_incident_has_to_name_the_disturbed_rank_or_host(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("faults", "found", "kept"),
+    ("faults", "found", "broken"),
     [
-        (slow(lambda stage, dp: dp == 1, 1.5), {"cause": "compute", "rank": 1}, True),
-        (slow(lambda stage, dp: dp == 0, 1.5), {"cause": "compute", "rank": 0}, False),
-        (lambda step, random: Faults(data={(0, 1): 0.3}), {"cause": "data", "rank": 1}, False),
-        (lambda step, random: Faults(), None, False),
-        (None, None, False),
+        (slow(lambda stage, dp: dp == 1, 1.5), {"cause": "compute", "rank": 1}, ""),
+        (slow(lambda stage, dp: dp == 0, 1.5), {"cause": "compute", "rank": 0}, "'rank': 0}, expected is rank 1"),
+        (lambda step, random: Faults(data={(0, 1): 0.3}), {"cause": "data", "rank": 1}, "expected is rank 1"),
+        (lambda step, random: Faults(), None, "None}, expected is rank 1"),
     ],
 )
-def test_the_straggler_has_to_be_the_slowed_rank(tmp_path: Path, faults: Any, found: Any, kept: bool) -> None:
-    """Without `faults` the run has no spans."""
-    stage, entry = observed(tmp_path, {}), Scenario(name="x", promise="", play=lambda stage: None, same_losses=False)
-    if faults is not None:
-        write_spans(stage.run, Job(), play(Job(), 14, faults))
-    assert not scenarios._violations(entry, stage, [], list)
+def test_the_straggler_has_to_be_the_slowed_rank_if_it_computes_for_half_of_the_calm_steps(
+    tmp_path: Path, faults: Any, found: Any, broken: str
+) -> None:
+    """A step computes for 1.2 s, 1.8 s on a slow rank; the calm steps are those up to 4."""
+    stage, entry = (
+        observed(tmp_path, {"last_step": 4}),
+        Scenario(name="x", promise="", play=lambda _: None, same_losses=False),
+    )
     stage.expect_straggler(1)
-    assert stage.straggler() == found
-    violations = scenarios._violations(entry, stage, [], list)
-    assert violations == [] if kept else "expected is rank 1" in violations[0]
+    write_spans(stage.run, Job(micro_batches=6), play(Job(micro_batches=6), 14, faults))
+    computed = 1.8 if found == {"cause": "compute", "rank": 1} else 1.2
+    for seconds, checked in ((2.3, True), (2 * computed + 0.4, False)):
+        steps = [{"kind": "step", "step": step, "step_seconds": seconds if step <= 4 else 9.0} for step in range(1, 15)]
+        (stage.run / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+        assert stage.calm_compute_share() == pytest.approx(computed / seconds, rel=0.05)
+        assert stage.straggler() == found
+        violations = scenarios._violations(entry, stage, [], list)
+        assert (not violations) if not (checked and broken) else (broken in violations[0])
+    assert "the straggler is not checked" in stage.notes[-1]
 
 
 def test_the_time_of_a_step_is_that_of_the_last_ten(tmp_path: Path) -> None:
