@@ -98,18 +98,21 @@ def test_the_first_incident_has_to_name_the_disturbed_rank_or_host(tmp_path: Pat
 def test_the_straggler_has_to_be_the_slowed_rank_if_it_computes_for_half_of_the_calm_steps(
     tmp_path: Path, faults: Any, found: Any, broken: str
 ) -> None:
-    """A step computes for 1.2 s, 1.8 s on a slow rank; the calm steps are those up to 4."""
+    """A step computes for 1.8 s, 2.7 s on a slow rank; the calm steps are those up to 4."""
     stage, entry = (
         observed(tmp_path, {"last_step": 4}),
         Scenario(name="x", promise="", play=lambda _: None, same_losses=False),
     )
     stage.expect_straggler(1)
     write_spans(stage.run, Job(micro_batches=6), play(Job(micro_batches=6), 14, faults))
-    computed = 1.8 if found == {"cause": "compute", "rank": 1} else 1.2
-    for seconds, checked in ((2.3, True), (2 * computed + 0.4, False)):
-        steps = [{"kind": "step", "step": step, "step_seconds": seconds if step <= 4 else 9.0} for step in range(1, 15)]
+    computed = 2.7 if found == {"cause": "compute", "rank": 1} else 1.8
+    for share, checked in ((0.55, True), (0.45, False)):
+        steps = [
+            {"kind": "step", "step": step, "step_seconds": computed / share if step <= 4 else 9.0}
+            for step in range(1, 15)
+        ]
         (stage.run / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-        assert stage.calm_compute_share() == pytest.approx(computed / seconds, rel=0.05)
+        assert stage.calm_compute_share() == pytest.approx(share, rel=0.05)
         assert stage.straggler() == found
         violations = scenarios._violations(entry, stage, [], list)
         assert (not violations) if not (checked and broken) else (broken in violations[0])

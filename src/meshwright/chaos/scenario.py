@@ -30,6 +30,8 @@ GPU_RECOVERY_FACTOR = 3.0
 """Factor for the limit of a recovery on a GPU, whose context and kernels have to be loaded again."""
 SLOW_RANK_CAUSES = ("compute", "host")
 """Causes of a straggler whose process gets too little of its host's time: it computes longer, or launches late."""
+CALM_STEPS = 12
+"""Steps before the disturbance with which the straggler analysis compares; those of the start may be slow for other reasons."""
 COMPUTE_SHARE = 0.5
 """Share of the step time for which a rank has to compute, before it is disturbed, to be named: stops hit the rest, too."""
 ORPHAN_SECONDS = 3.0
@@ -179,17 +181,22 @@ class Stage:
         self.slow_rank, self._last_calm_step = rank, self.job.last_step
 
     def straggler(self) -> dict[str, Any] | None:
-        """What the straggler analysis of all steps names: cause and rank; None without a cause."""
+        """What the straggler analysis names in the steps around the disturbance: cause and rank; None without a cause."""
         try:
-            found = diagnose_run(self.run, self.template.steps)
+            found = diagnose_run(self.run, self._analysed_steps)
         except BadInput:
             return None
         return None if found.cause is None else {"cause": found.cause, "rank": found.rank}
 
+    @property
+    def _analysed_steps(self) -> int:
+        """The number of the run's last steps that the straggler analysis reads."""
+        return self.template.steps - self._last_calm_step + CALM_STEPS
+
     def calm_compute_share(self) -> float:
         """The share of the undisturbed steps for which the slow rank computed; 0 without spans of them."""
         try:
-            ranks, steps, seconds = compute_seconds(read_operations(self.run, self.template.steps)[0])
+            ranks, steps, seconds = compute_seconds(read_operations(self.run, self._analysed_steps)[0])
         except BadInput:
             return 0.0
         calm = steps <= self._last_calm_step
