@@ -87,7 +87,7 @@ def test_the_first_incident_has_to_name_the_disturbed_rank_or_host(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("faults", "found", "broken"),
+    ("faults", "straggler", "broken"),
     [
         (slow(lambda stage, dp: dp == 1, 1.5), {"cause": "compute", "rank": 1}, ""),
         (slow(lambda stage, dp: dp == 0, 1.5), {"cause": "compute", "rank": 0}, "'rank': 0}, expected is rank 1"),
@@ -96,7 +96,7 @@ def test_the_first_incident_has_to_name_the_disturbed_rank_or_host(tmp_path: Pat
     ],
 )
 def test_the_straggler_has_to_be_the_slowed_rank_if_it_computes_for_half_of_the_calm_steps(
-    tmp_path: Path, faults: Any, found: Any, broken: str
+    tmp_path: Path, faults: Any, straggler: Any, broken: str
 ) -> None:
     """A step computes for 1.8 s, 2.7 s on a slow rank; the calm steps are those up to 4."""
     stage, entry = (
@@ -105,7 +105,7 @@ def test_the_straggler_has_to_be_the_slowed_rank_if_it_computes_for_half_of_the_
     )
     stage.expect_straggler(1)
     write_spans(stage.run, Job(micro_batches=6), play(Job(micro_batches=6), 14, faults))
-    computed = 2.7 if found == {"cause": "compute", "rank": 1} else 1.8
+    computed = 2.7 if straggler == {"cause": "compute", "rank": 1} else 1.8
     for share, checked in ((0.55, True), (0.45, False)):
         steps = [
             {"kind": "step", "step": step, "step_seconds": computed / share if step <= 4 else 9.0}
@@ -113,7 +113,7 @@ def test_the_straggler_has_to_be_the_slowed_rank_if_it_computes_for_half_of_the_
         ]
         (stage.run / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
         assert stage.calm_compute_share() == pytest.approx(share, rel=0.05)
-        assert stage.straggler() == found
+        assert stage.straggler() == straggler
         violations = scenarios._violations(entry, stage, [], list)
         assert (not violations) if not (checked and broken) else (broken in violations[0])
     assert "the straggler is not checked" in stage.notes[-1]
