@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from meshwright.models.decoder import Decoder
@@ -22,10 +23,13 @@ def tiny(spec: Any) -> Decoder:
     return built(spec, dtype=torch.float32)
 
 
-def engine_of(model: Decoder, **options: Any) -> Engine:
-    """An engine with small blocks and steps; it gets a copy of the model."""
+def engine_of(
+    model: Decoder, *, tokenizer: Tokenizer | None = None, draft_model: Decoder | None = None, **options: Any
+) -> Engine:
+    """An engine with small blocks and steps; it gets copies of the models."""
     sizes = {"sequences": 4, "step_tokens": 16, "tokens_per_block": 4, "cache_blocks": 128, "context": 64}
-    return Engine(copy.deepcopy(model), options=EngineOptions(**{**sizes, **options}))
+    chosen = EngineOptions(**{**sizes, **options})
+    return Engine(copy.deepcopy(model), tokenizer, chosen, draft_model=copy.deepcopy(draft_model))
 
 
 def texts(engine: Engine, prompts: Sequence[Sequence[int]] = PROMPTS, **request: Any) -> list[list[int]]:
@@ -48,6 +52,12 @@ def greedy(model: Decoder, prompts: Sequence[Sequence[int]] = PROMPTS, count: in
             tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
         continued.append(tokens[len(prompt) :])
     return continued
+
+
+def assert_all_free(engine: Engine) -> None:
+    for pool in engine._policy.cache.pools:
+        assert pool.free == pool.blocks
+    assert not engine._table_rows.row_of
 
 
 def record_logits(engine: Engine) -> dict[int, list[Tensor]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -22,6 +23,20 @@ MOST_AT_ONCE = 64
 """Prompts that are continued at the same time."""
 
 
+class Fp8Format(StrEnum):
+    """Formats narrower than the model's dtype."""
+
+    FP8 = "fp8"
+
+
+class Formats(NamedTuple):
+    """Formats of the engine, as in `serve.engine.EngineOptions`."""
+
+    weights: Fp8Format | None = None
+    kv_cache: Fp8Format | None = None
+    invariant: bool = False
+
+
 def generate(
     model: Model,
     prompt: Annotated[list[str], typer.Option("--prompt", "-p", help="Text to continue; may be given several times.")],
@@ -29,6 +44,9 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 always selects the most likely token.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Draw from this many likeliest tokens; 0 from all.")] = 50,
     seed: Annotated[int, typer.Option(help="Another seed draws another continuation.")] = 0,
+    weights: Annotated[Fp8Format | None, typer.Option(help="Format of the linear layers' weights.")] = None,
+    kv_cache: Annotated[Fp8Format | None, typer.Option(help="Format of cached keys and values.")] = None,
+    invariant: Annotated[bool, typer.Option(help="Make each text independent of the others, bit for bit.")] = False,
     plan: PlanFile = None,
     as_json: Json = False,
 ) -> None:
@@ -43,7 +61,15 @@ def generate(
     folder = model_folder(model)
     show = _unseen if as_json else partial(print, end="", flush=True)
     samples = sample(
-        folder, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, plan=plan, show=show
+        folder,
+        prompt,
+        tokens=tokens,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+        formats=Formats(weights, kv_cache, invariant),
+        plan=plan,
+        show=show,
     )
     if as_json:
         print(json.dumps({"samples": samples}))
@@ -61,16 +87,20 @@ def sample(
     temperature: float,
     top_k: int,
     seed: int,
+    formats: Formats = Formats(),
     plan: Path | None = None,
     show: Callable[[str], object] = _unseen,
 ) -> list[dict[str, str]]:
     """`[{prompt, text}]`: each prompt with the model's continuation, computed by the ranks of `plan` if it is given.
 
+    `formats` are those of the engine, for one device; with `plan` they raise BadInput.
     `show` receives the texts in the order of the prompts: on one device each piece as it is generated, from ranks when all are complete.
     All prompts are continued at the same time.
     """
     from tokenizers import Tokenizer
 
+    if plan is not None and formats != Formats():
+        raise BadInput("--weights, --kv-cache and --invariant are for one device: leave out --plan")
     candidates = [folder / "tokenizer.json", folder.parent.parent / "tokenizer.json"]
     file = next((path for path in candidates if path.exists()), None)
     if file is None:
@@ -82,7 +112,7 @@ def sample(
     _warn_past_context(folder, max(map(len, ids)), tokens, spread=plan is not None)
     texts = _TextsInOrder(prompts, show)
     if plan is None:
-        _continue_here(folder, tokenizer, ids, how, texts)
+        _continue_here(folder, tokenizer, ids, how, texts, formats)
     else:
         for number, new in enumerate(_continued_by_ranks(folder, plan, ids, how)):
             texts.add(number, tokenizer.decode(list(new)), ended=True)
@@ -137,7 +167,12 @@ def _warn_past_context(folder: Path, prompt: int, tokens: int, *, spread: bool) 
 
 
 def _continue_here(
-    folder: Path, tokenizer: Tokenizer, prompts: Sequence[tuple[int, ...]], how: _Sampling, texts: _TextsInOrder
+    folder: Path,
+    tokenizer: Tokenizer,
+    prompts: Sequence[tuple[int, ...]],
+    how: _Sampling,
+    texts: _TextsInOrder,
+    formats: Formats,
 ) -> None:
     """Continue all prompts on one device."""
     from meshwright.checkpoint.single_device import device_and_dtype, load_model
@@ -145,7 +180,14 @@ def _continue_here(
     from meshwright.serve.sampling import SamplingOptions
 
     longest = max(map(len, prompts)) + how.tokens
-    options = EngineOptions(sequences=min(len(prompts), MOST_AT_ONCE), context=longest)
+    weights, kv_cache = (None if name is None else name.value for name in formats[:2])
+    options = EngineOptions(
+        sequences=min(len(prompts), MOST_AT_ONCE),
+        context=longest,
+        weights=weights,
+        kv_cache=kv_cache,
+        invariant=formats.invariant,
+    )
     engine = Engine(load_model(folder, *device_and_dtype()), tokenizer, options)
     sampling = SamplingOptions(temperature=how.temperature, top_k=how.top_k, seed=how.seed)
     stop_ids = () if how.stop is None else (how.stop,)

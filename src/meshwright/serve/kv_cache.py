@@ -1,7 +1,8 @@
 """The paged key/value cache: its groups of layers, its size in blocks, and its memory.
 
 All layers with the same attention form a group. A group's cache is one tensor `(blocks, layers, 2, kv_heads, tokens, head_dim)`, so that a
-block is contiguous and the part of one head is a long run.
+block is contiguous and the part of one head is a long run. In fp8 (e4m3) it has twice the blocks of bf16; its scales are 1, so numbers
+beyond 448 are limited to it.
 """
 
 from __future__ import annotations
@@ -57,16 +58,25 @@ def fitting_blocks(
     sequences: int,
     step_tokens: int,
     context: int,
+    draft: ModelSpec | None = None,
+    drafts: int = 0,
+    cache_dtype: torch.dtype | None = None,
 ) -> int:
     """Blocks of each group that fit the memory of `device` beside the weights, at most `most_blocks`.
 
+    `dtype` is that of activations and, unless `cache_dtype` says otherwise, of the cache. A `draft` model has as many blocks in a cache
+    of its own. `drafts` is the number of draft tokens of a request in a step.
     Raises OutOfResources if not even one request of `context` tokens fits.
     """
-    block = sum(bytes_per_block(spec, group, tokens_per_block, dtype) for group in layer_groups(spec))
+    block = sum(bytes_per_block(spec, group, tokens_per_block, cache_dtype or dtype) for group in layer_groups(spec))
+    samples = sequences * (1 + drafts)
+    if draft is not None:
+        samples *= 2
+        block += sum(bytes_per_block(draft, group, tokens_per_block, dtype) for group in layer_groups(draft))
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        available = free - (1 - DEVICE_SHARE) * total - _activation_bytes(spec, dtype, sequences, step_tokens)
+        available = free - (1 - DEVICE_SHARE) * total - _activation_bytes(spec, dtype, samples, step_tokens)
     else:
         available = HOST_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     blocks = min(most_blocks(context, sequences, tokens_per_block), int(available // block))
@@ -92,6 +102,9 @@ class KVCache:
         dtype: torch.dtype,
     ) -> None:
         self.groups, self.tokens_per_block = layer_groups(spec), tokens_per_block
+        fp8 = dtype.itemsize == 1
+        self.scales = torch.ones(2, spec.kv_heads, device=device) if fp8 else None
+        """What the stored keys and values of each head are multiplied by; None without fp8."""
         self.tensors = [
             torch.zeros(
                 count, len(group.layers), 2, spec.kv_heads, tokens_per_block, spec.head_dim, device=device, dtype=dtype
@@ -107,8 +120,8 @@ class KVCache:
         raise KeyError(layer)
 
 
-def _activation_bytes(spec: ModelSpec, dtype: torch.dtype, sequences: int, step_tokens: int) -> int:
+def _activation_bytes(spec: ModelSpec, dtype: torch.dtype, samples: int, step_tokens: int) -> int:
     """Estimated bytes of one step beside weights and cache: the widest layer and three fp32 copies of the logits."""
     width = 4 * spec.hidden + 2 * (spec.heads + 2 * spec.kv_heads) * spec.head_dim
     width += 3 * max(spec.ffn_hidden, spec.experts_per_token * (spec.expert_hidden + spec.hidden))
-    return 2 * step_tokens * width * dtype.itemsize + 3 * sequences * spec.vocab_size * 4
+    return 2 * step_tokens * width * dtype.itemsize + 3 * samples * spec.vocab_size * 4

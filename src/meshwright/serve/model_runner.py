@@ -15,6 +15,7 @@ from meshwright.models.decoder import Block, Decoder, SharedInputs
 from meshwright.serve.batch_inputs import BatchInputs, Packed, StepInputs
 from meshwright.serve.blocks import add_and_norm, block_forward
 from meshwright.serve.cached_attention import use_cached_attention
+from meshwright.serve.host_decode import HostDecode
 from meshwright.serve.kv_cache import KVCache
 
 
@@ -22,10 +23,19 @@ class ModelRunner:
     """Runs the model on steps. It changes the model's attention, so the model is then the engine's."""
 
     def __init__(
-        self, model: Decoder, cache: KVCache, inputs: BatchInputs, *, context: int, graph_sizes: tuple[int, ...] = ()
+        self,
+        model: Decoder,
+        cache: KVCache,
+        inputs: BatchInputs,
+        *,
+        context: int,
+        graph_sizes: tuple[int, ...] = (),
+        invariant: bool = False,
     ) -> None:
         self._model, self._inputs = model, inputs
-        self._step = use_cached_attention(model, cache, context)
+        self._step = use_cached_attention(model, cache, context, invariant=invariant)
+        usual = not invariant and HostDecode.supports(model, cache)
+        self._host_decode = HostDecode(model, cache, context) if usual else None
         self._layers = cast("list[Block]", list(model.layers.values()))
         self.decode_sizes = graph_sizes
         """Batch sizes with a CUDA graph, ascending."""
@@ -37,7 +47,13 @@ class ModelRunner:
         if packed.decode_size in self._graphs:
             self._graphs[packed.decode_size].replay()
             return self._graph_logits[: packed.decodes]
-        return self._forward(self._inputs.resolve(packed))[: len(packed.sampled_parts)]
+        if self._host_decode is not None and packed.decode_size == 1:
+            return self._host_decode.logits(self._inputs, packed)
+        return self.forward(self._inputs.resolve(packed))[: len(packed.sampled_rows)]
+
+    def fill_cache(self, packed: Packed) -> None:
+        """Write keys and values of a packed step into the cache, without logits."""
+        self._residual(self._inputs.resolve(packed))
 
     @torch.inference_mode()
     def capture_graphs(self) -> None:
@@ -48,27 +64,32 @@ class ModelRunner:
         pool = torch.cuda.graph_pool_handle()
         for size in sorted(self.decode_sizes, reverse=True):
             packed = self._inputs.pack_padding(size)
-            logits = self._forward(self._inputs.resolve(packed))  # loads and tunes kernels, which a capture cannot
+            logits = self.forward(self._inputs.resolve(packed))  # loads and tunes kernels, which a capture cannot
             if not self._graph_logits.numel():
                 self._graph_logits = torch.empty_like(logits)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 # Into one tensor for all graphs: the logits of each would stay allocated.
-                self._graph_logits[:size].copy_(self._forward(self._inputs.resolve(packed)))
+                self._graph_logits[:size].copy_(self.forward(self._inputs.resolve(packed)))
             self._graphs[size] = graph
 
-    def _forward(self, inputs: StepInputs) -> Tensor:
+    def forward(self, inputs: StepInputs) -> Tensor:
         """Logits of the sampled tokens, `(samples, vocab)`."""
-        self._step.inputs = inputs
-        shared = SharedInputs(inputs.positions[None], None, None)
-        x, delta = self._model.embed_tokens(inputs.tokens[None], shared), None
-        for layer in self._layers:
-            x, delta = block_forward(layer, x, delta)
+        x, delta = self._residual(inputs)
         if inputs.sampled is not None:
             x, delta = x[:, inputs.sampled], None if delta is None else delta[:, inputs.sampled]
         _, normed = add_and_norm(x, delta, self._model.norm)
         tied = self._model.embed.weight if self._model.spec.tied else None
         return self._model.head(normed, None, tied)[0]
+
+    def _residual(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
+        """The residual stream after all layers, `(1, tokens, hidden)`, and what is still to be added to it."""
+        self._step.inputs = inputs
+        shared = SharedInputs(inputs.positions[None], None, None)
+        x, delta = self._model.embed_tokens(inputs.tokens[None], shared), None
+        for layer in self._layers:
+            x, delta = block_forward(layer, x, delta)
+        return x, delta
 
 
 def graph_sizes(sequences: int) -> tuple[int, ...]:

@@ -10,14 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from meshwright.kernels.likeliest import keep_likeliest
 from meshwright.kernels.token_draw import draw_from_scores
-from meshwright.serve.logit_filters import (
-    NEW_TOKEN,
-    add_biases,
-    keep_allowed,
-    keep_likeliest,
-    penalise,
-)
+from meshwright.serve.logit_filters import NEW_TOKEN, add_biases, keep_allowed, penalise
 from meshwright.serve.sampling_options import GREEDY, SamplingOptions
 
 __all__ = ["GREEDY", "Sampler", "SamplingOptions", "TokenLogprobs"]
@@ -121,6 +116,11 @@ class Sampler:
         if self._filtering:
             scores = keep_likeliest(scores, top_k, top_p, min_p)
         return scores
+
+    def draws(self, table_rows: Tensor) -> tuple[Tensor, Tensor]:
+        """For table rows `(sequences,)`: whether they draw tokens or take the likeliest, and their seeds."""
+        self._copy_options()
+        return self._floats.here[0, table_rows] > 0, self._integers.here[1, table_rows]
 
     def logprobs(self, logits: Tensor, tokens: Tensor) -> TokenLogprobs:
         """Log probabilities of the tokens `(samples,)` taken from logits `(samples, vocab)`, and of the likeliest ones."""
