@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+CLIENTS := .venv-clients
 # Of ten thousand installed files a few thousand are imported: these are compiled then.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 export OMP_NUM_THREADS ?= 1
@@ -14,7 +15,7 @@ TOGETHER := -n 3 --dist loadgroup --no-loadscope-reorder
 ALONE := tests/distributed/test_cross_node_bytes.py tests/training/test_wire_count.py
 
 .NOTPARALLEL:
-.PHONY: quickstart test test-all test-crash test-faults test-soak test-storage lint docs examples features bench-plan bench-own bench-search published-layouts keep-plans fit-costs fit-own clean
+.PHONY: quickstart test test-all test-crash test-faults test-soak test-storage test-clients lint docs examples features bench-plan bench-own bench-search published-layouts keep-plans fit-costs fit-own clean
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/meshwright quickstart --fresh
@@ -40,6 +41,15 @@ test-soak: $(VENV)/.installed-test
 
 test-storage: $(VENV)/.installed-storage
 	$(PYTEST) tests/checkpoint/test_mirror.py tests/checkpoint/test_mirror_s3.py
+
+# Load generators and evaluations have many dependencies: they get an environment of their own.
+test-clients: $(VENV)/.installed-test $(CLIENTS)/.installed
+	$(BIN)/python -m tests.clients.check $(CLIENTS)/bin
+
+$(CLIENTS)/.installed: tests/clients/requirements.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --requirement $<
+	@touch $@
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check src tests benchmarks
