@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +26,7 @@ from meshwright.serve.model_runner import ModelRunner, graph_sizes
 from meshwright.serve.readback import LaunchedStep, TokenReadback
 from meshwright.serve.request_rows import RequestRows
 from meshwright.serve.sampling import GREEDY, Sampler, SamplingOptions
+from meshwright.serve.weights import check_same_model, open_newer
 from meshwright.spec.errors import BadInput
 
 if TYPE_CHECKING:
@@ -57,6 +59,11 @@ class EngineOptions:
             if (value := getattr(self, name)) is not None and value < 1:
                 raise BadInput(f"{name}: expected at least 1, got {value}")
 
+    @property
+    def most_step_tokens(self) -> int:
+        """`step_tokens`, with room for a decode of each request."""
+        return max(self.step_tokens, self.sequences)
+
 
 class Engine:
     """Continues texts with one model on one device. Not for several threads at once.
@@ -75,20 +82,13 @@ class Engine:
     ) -> None:
         self.options = options = options or EngineOptions()
         self.spec, self._tokenizer, self._clock = model.spec, tokenizer, clock
-        self.context = min(options.context or model.spec.max_seq_len, model.spec.max_seq_len)
+        self._model, self._weights_whole = model, True
+        self.context = _context(model, options)
         weight = model.embed.weight
         cuda = weight.device.type == "cuda"
         self._overlap = cuda if options.overlap is None else options.overlap
-        step_tokens = max(options.step_tokens, options.sequences)
-        blocks = options.cache_blocks or fitting_blocks(
-            model.spec,
-            weight.device,
-            weight.dtype,
-            tokens_per_block=options.tokens_per_block,
-            sequences=options.sequences,
-            step_tokens=step_tokens,
-            context=self.context,
-        )
+        step_tokens = options.most_step_tokens
+        blocks = blocks_that_fit(model, options)
         groups = layer_groups(model.spec)
         self._policy = BatchPolicy(
             BatchLimits(
@@ -183,6 +183,24 @@ class Engine:
         """End a request; the next step reports it. A number that is unknown or has ended is ignored."""
         self._policy.abort(number)
 
+    def load_weights(self, folder: Path) -> None:
+        """Use the weights of the same model in `folder` from the next step on: of a run, a checkpoint or a Hugging Face folder.
+
+        They are copied into the existing parameters, so that CUDA graphs stay valid. The prefix cache is emptied. Running
+        requests keep their text and compute its keys and values again: each later token is that of the new weights alone,
+        whenever they came.
+
+        All files are verified before the first parameter changes. Raises BadInput for another model and Damaged for damaged
+        files; the engine then goes on with its weights. If reading fails after that, `step` raises until weights are loaded.
+        """
+        with open_newer(folder) as stored:
+            check_same_model(self.spec, stored.spec, folder)
+            stored.verify()
+            self._policy.forget_cache()
+            self._weights_whole = False
+            stored.copy_to(self._model)
+            self._weights_whole = True
+
     def run(self) -> Iterator[Update]:
         """Yields the updates of all steps until no request is left."""
         while self._generations:
@@ -195,6 +213,8 @@ class Engine:
         With overlap these are the tokens of the step that the call before has launched. If a step raises, its requests end with
         the reason "failed".
         """
+        if not self._weights_whole:
+            raise RuntimeError("the weights were replaced in part only; load weights again")
         updates: list[Update] = []
         # A grammar allows the next tokens only once the newest is known.
         overlap = self._overlap and not self._grammar_requests
@@ -318,6 +338,27 @@ class Engine:
             )
         if stop_strings and self._tokenizer is None:
             raise BadInput("stop strings need an engine with a tokenizer; give stop ids")
+
+
+def blocks_that_fit(model: Decoder, options: EngineOptions) -> int:
+    """Blocks of each group that the options ask for, or else that fit beside the model on its device.
+
+    Raises OutOfResources if not even one request fits.
+    """
+    weight = model.embed.weight
+    return options.cache_blocks or fitting_blocks(
+        model.spec,
+        weight.device,
+        weight.dtype,
+        tokens_per_block=options.tokens_per_block,
+        sequences=options.sequences,
+        step_tokens=options.most_step_tokens,
+        context=_context(model, options),
+    )
+
+
+def _context(model: Decoder, options: EngineOptions) -> int:
+    return min(options.context or model.spec.max_seq_len, model.spec.max_seq_len)
 
 
 def _shown(ids: Sequence[int]) -> str:
