@@ -83,6 +83,14 @@ def test_micro_batches_have_shape_type_and_a_count_of_valid_targets(source: Data
         epoch = [next(loader)[0] for _ in range(source.windows // 4 + 1)]
     assert all(micro.valid_tokens == int((micro.targets >= 0).sum()) for micro in epoch)
     assert any(micro.valid_tokens < 64 for micro in epoch)
+    assert [micro.attention_work for micro in epoch] == [squared_lengths(micro.documents) for micro in epoch]
+    assert len({micro.attention_work for micro in epoch}) > 1
+
+
+def squared_lengths(documents: torch.Tensor | None) -> int:
+    """Pairs of positions in the same document of a sequence: the sum of the squared lengths."""
+    assert documents is not None
+    return int((documents[:, :, None] == documents[:, None, :]).sum())
 
 
 def test_without_document_mask_positions_and_documents_are_left_out(prepared: Path) -> None:
@@ -90,6 +98,7 @@ def test_without_document_mask_positions_and_documents_are_left_out(prepared: Pa
     with Loader(plain, global_batch=2, data_rank=0, data_ranks=1, micro_batch=2) as loader:
         micro = next(loader)[0]
     assert micro.positions is None and micro.documents is None and micro.valid_tokens == 32
+    assert micro.attention_work == 2 * 16**2
 
 
 def test_an_error_in_the_thread_reaches_the_consumer(source: DataSource) -> None:

@@ -23,6 +23,7 @@ from meshwright.simulator.timing import Link, uniform_timing
 PHASES = (
     "step", "data", "forward", "backward", "weight_gradient", "collective_wait", "send", "receive", "gradient_norm", "optimizer",
     "checkpoint", "validation", "garbage_collection", "clock",
+    "attention_work",
 )  # fmt: skip
 PHASE_OF = {
     "forward": "forward",
@@ -56,6 +57,8 @@ class Faults:
     """Extra seconds of every message by (dp, sending stage, receiving stage)."""
     gather: float = 0.0
     """Extra seconds of every gather."""
+    attention_work: Callable[[int, int], int] | None = None
+    """By dp and micro-batch; None records none."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,12 @@ class _Rank:
         times = round(start * 1e9), round((end - start) * 1e9)
         self.records.append((*times, amount, self.step, index, stage, micro_batch, -1, peer, 1, PHASES.index(phase)))
 
+    def add_attention_work(self, start: float, work: list[int]) -> None:
+        code, at = PHASES.index("attention_work"), round(start * 1e9)
+        self.records += [
+            (at, 0, amount, self.step, -1, -1, number, -1, -1, 1, code) for number, amount in enumerate(work)
+        ]
+
 
 def play(
     job: Job, steps: int, faults: Callable[[int, np.random.Generator], Faults], seed: int = 0
@@ -153,6 +162,9 @@ def _play_step(
     for rank, played in ranks.items():
         played.add("data", start, ready[rank])
         played.add("collective_wait", ready[rank], begin)
+        if faults.attention_work is not None:
+            work = [faults.attention_work(rank[1], number) for number in range(job.micro_batches)]
+            played.add_attention_work(start, work)
     if job.pipeline > 1:
         ends = {}
         for dp in range(job.dp):

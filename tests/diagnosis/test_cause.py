@@ -86,6 +86,29 @@ def test_too_few_steps_name_no_cause() -> None:
     assert diagnose(table, run_graph(table), FEWEST_STEPS).cause == case.cause
 
 
+LENGTH = 1024
+
+
+def test_unequal_sequences_are_named_only_if_the_recorded_work_explains_the_times() -> None:
+    """The same compute times; the recorded documents explain them, are of constant length, or belong to other times."""
+    by_jobs: dict[str, list[str | None]] = {"explain": [], "constant": [], "other": []}
+    for job in (SHARDED[1], PIPELINES[1], Job(dp=4, micro_batches=1)):
+        for recorded, causes in by_jobs.items():
+
+            def faults(step: int, random: np.random.Generator, recorded: str = recorded) -> Faults:
+                """Half of a micro-batch's usual time is attention to documents of one length, cut out of `LENGTH` tokens."""
+                lengths, others = (LENGTH / random.integers(1, 9, (8, 8)) for _ in range(2))
+                shown = {"explain": lengths, "constant": np.full((8, 8), LENGTH), "other": others}[recorded]
+                return Faults(
+                    lambda stage, dp, action: 0.5 + 0.5 * float(lengths[dp, action.micro_batch]) / 256,
+                    attention_work=lambda dp, number: int(LENGTH * shown[dp, number]),
+                )
+
+            table = table_of_spans(play(job, STEPS, faults), STEPS)
+            causes.append(diagnose(table, run_graph(table)).cause)
+    assert by_jobs == {"explain": ["sequence_imbalance"] * 3, "constant": ["compute"] * 3, "other": ["compute"] * 3}
+
+
 def test_no_cause_in_a_thousand_clean_steps() -> None:
     assert len(CLEAN) * CLEAN_STEPS >= 1000
     for number, job in enumerate(CLEAN):

@@ -81,6 +81,17 @@ def test_a_stopped_or_dead_rank_is_named_before_others() -> None:
         assert without.rank == 2
 
 
+@pytest.mark.parametrize("action", [0, len(SCHEDULE.actions[0]) - 1])
+def test_the_others_wait_for_a_rank_that_stopped_in_a_sum_over_all_ranks(action: int) -> None:
+    last = [len(actions) - 1 for actions in SCHEDULE.actions]
+    ranks = [at(rank, 5, action and last[rank // 2], pending=SUM) for rank in range(4)]
+    ranks[2] = replace(ranks[2], stopped=True)
+    culprit = find_culprit(ranks, SCHEDULE, LAYOUT)
+    assert culprit is not None
+    assert (culprit.rank, culprit.confidence) == (2, "certain")
+    assert {wait.rank for wait in culprit.waiting} == {0, 1, 3}
+
+
 @pytest.mark.parametrize("ranks", [[], [at(0, 3, 0, "save"), at(1, 3, 0, "validate")]])
 def test_without_a_training_step_the_first_in_order_is_named(ranks: list[RankStatus]) -> None:
     culprit = find_culprit(ranks, SCHEDULE, LAYOUT)

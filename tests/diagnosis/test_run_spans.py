@@ -20,13 +20,21 @@ Span = tuple[str, int, int]
 
 
 def record(
-    phase: str, start: int, duration: int, *, step: int = 1, stage: int = 0, micro_batch: int = 0, count: int = 1
+    phase: str,
+    start: int,
+    duration: int,
+    *,
+    step: int = 1,
+    stage: int = 0,
+    micro_batch: int = 0,
+    count: int = 1,
+    amount: int = 0,
 ) -> tuple:
-    """The record of a span; its amount of bytes is 0. Without a stage it has no action either: both are -1."""
+    """The record of a span. Without a stage it has no action either: both are -1."""
     values = {
         "start_ns": start,
         "duration_ns": duration,
-        "amount": 0,
+        "amount": amount,
         "step": step,
         "action": 0 if stage >= 0 else -1,
         "stage": stage,
@@ -88,6 +96,21 @@ def test_a_garbage_collection_costs_the_excess_of_the_operation_around_it() -> N
     table = table_of_spans([one_rank(*steps, costly, hidden)], 5)
     assert durations(table, "garbage-collection") == [50, 0]
     assert durations(table, "forward-compute") == [300] * 10
+
+
+def test_attention_work_belongs_to_the_operations_of_its_step_and_micro_batch() -> None:
+    steps = [entry for step in (1, 2) for entry in two_forwards(step, 1000 * step)]
+    work = [
+        record("attention_work", 1000 * step, 0, step=step, stage=-1, micro_batch=number, amount=10 * step + number)
+        for step, number in ((2, 1), (1, 0), (2, 0))
+    ]
+    table = table_of_spans([one_rank(*steps, *work, record("optimizer", 2900, 9, step=2, micro_batch=-1))], 2)
+    assert table.attention_work[table.is_type("forward-compute")].tolist() == [20, 21], "step 1 has no update"
+
+
+def test_spans_of_a_release_without_attention_work_are_read() -> None:
+    rank = replace(one_rank(*two_forwards()), phases=PHASES[: PHASES.index("attention_work")])
+    assert set(table_of_spans([rank], 1).attention_work) == {-1}
 
 
 def test_steps_with_other_operations_than_the_last_are_left_out() -> None:

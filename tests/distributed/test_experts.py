@@ -112,7 +112,7 @@ def test_float64_equals_one_device(pool: Pool, case: Case) -> None:
 @pytest.mark.parametrize(
     ("spec", "case"),
     [
-        *quick_first(5, SPREAD, unpack=True),
+        *quick_first(3, SPREAD, unpack=True),
         *(pytest.param(*row, marks=pytest.mark.slow) for row in (*SPREAD_WIDER, *SPREAD_COMPILED)),
     ],
     ids=named,
@@ -259,7 +259,7 @@ COUNTED = [
 ]
 
 
-@pytest.mark.parametrize("case", quick_first(3, COUNTED), ids=str)
+@pytest.mark.parametrize("case", quick_first(2, COUNTED), ids=str)
 def test_routing_is_counted_once(
     pool: Pool, routed_alone: tuple[torch.Tensor, torch.Tensor, torch.Tensor], case: Case
 ) -> None:

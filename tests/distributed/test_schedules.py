@@ -157,12 +157,12 @@ def test_two_ranks(pool: Pool, case: Case) -> None:
     check(pool, case, tied=False)
 
 
-@pytest.mark.parametrize("case", quick_first(4, FOUR_RANKS), ids=str)
+@pytest.mark.parametrize("case", quick_first(2, FOUR_RANKS), ids=str)
 def test_four_ranks(pool: Pool, case: Case) -> None:
     check(pool, case, tied=False)
 
 
-@pytest.mark.parametrize("case", quick_first(4, FOUR_RANKS_TIED), ids=str)
+@pytest.mark.parametrize("case", quick_first(2, FOUR_RANKS_TIED), ids=str)
 def test_four_ranks_tied(pool: Pool, case: Case) -> None:
     check(pool, case, tied=True)
 

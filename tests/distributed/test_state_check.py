@@ -115,6 +115,7 @@ def test_a_flip_at_rest_is_found_in_its_step(
     assert_equal(answers, calm)
 
 
+@pytest.mark.slow
 def test_a_flip_before_a_saves_copy_is_in_no_checkpoint(pool: Pool, tiny: Path, tmp_path: Path) -> None:
     """The save is given up, and the run goes back to an earlier one. Saves that are due while one is in flight are skipped."""
     words = [*ranks(2), "train.steps=100", "supervision.check_state_every=100", "checkpoint.every=10"]

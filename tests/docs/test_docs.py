@@ -140,7 +140,7 @@ def runnable(page: str) -> list[Block]:
     return [block for block in runnable_blocks if block.text.strip() != SHARED_COMMAND]
 
 
-QUICK_PAGES = {"README.md", "docs/getting-started.md"}
+QUICK_PAGES = {"README.md"}
 """Pages whose commands run in `make test`; `make test-all` runs those of all pages."""
 
 

@@ -34,6 +34,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.getbasetemp() / "tiny")
 
 
+@pytest.mark.slow
 def test_skipped_samples_of_a_rollback_and_of_a_repeated_failure_give_the_run_that_never_read_them(
     tiny: Path, tmp_path: Path
 ) -> None:

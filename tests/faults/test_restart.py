@@ -34,6 +34,7 @@ def only_incident(run: Path) -> dict[str, Any]:
     return incident
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_replaced_and_the_losses_are_those_of_an_undisturbed_run(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from meshwright.kernels.likeliest import keep_likeliest
 from meshwright.kernels.token_draw import draw_from_scores
 from meshwright.serve.sampling import GREEDY, Sampler, SamplingOptions
 
@@ -56,3 +57,16 @@ def test_the_kernel_draws_the_tokens_of_the_plain_operations() -> None:
         plain = draw_from_scores(scores, *arguments, plain=True)
         # Scores that differ by less than the rounding of the logarithms may change places.
         assert (draw_from_scores(scores, *arguments) == plain).sum() >= 63
+
+
+def test_the_kernel_keeps_the_likeliest_of_the_plain_operations() -> None:
+    torch.manual_seed(0)
+    scores = 3 * torch.randn(64, VOCAB, device="cuda")
+    top_k = torch.tensor([0, 1, 50, 200_000], device="cuda").repeat(16)
+    top_p = torch.tensor([0.0, 0.3, 0.9, 1.0], device="cuda").repeat_interleave(16)
+    min_p = torch.tensor([0.0, 0.0, 0.01, 0.0], device="cuda").repeat(16)
+    kept = keep_likeliest(scores, top_k, top_p, min_p).isfinite()
+    expected = keep_likeliest(scores, top_k, top_p, min_p, plain=True).isfinite()
+    # Sums of probabilities in another order move the threshold of top-p past few tokens.
+    assert (kept != expected).sum(1).max() <= 3
+    assert torch.equal(kept[48:], expected[48:])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
+from tests.house.parsed import parsed
 
 SOURCE = Path(__file__).parents[2] / "src" / "meshwright"
 LAYERS = {
@@ -53,10 +55,11 @@ def files() -> list[Path]:
     return sorted(SOURCE.rglob("*.py"))
 
 
+@cache
 def imports(path: Path) -> list[tuple[int, str]]:
     """(line, module) of every meshwright import, also those inside functions."""
     modules = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ImportFrom) and node.module:
             modules.append((node.lineno, node.module))
             modules += [
@@ -164,7 +167,7 @@ def test_only_durable_flushes_and_renames() -> None:
     for path in files():
         if path.parent.name == "durable":
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ImportFrom) and node.module == "os":
                 wrong += [f"{path}:{node.lineno} {alias.name}" for alias in node.names if alias.name in FLUSHES]
             elif isinstance(node, ast.Attribute) and node.attr in FLUSHES and ast.unparse(node.value) == "os":
@@ -186,7 +189,7 @@ def test_files_and_functions_stay_short() -> None:
         text = path.read_text(encoding="utf-8")
         if len(text.splitlines()) > LARGEST_FILE:
             wrong.append(f"{path}: {len(text.splitlines())} lines")
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno:
                 length = node.end_lineno - node.lineno + 1
                 if length > LONGEST_FUNCTION:

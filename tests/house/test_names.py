@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.house.parsed import parsed
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "meshwright"
@@ -81,7 +82,7 @@ def test_no_vague_identifiers() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{line} {name}"
         for path in checked_files()
-        for line, name in declared_names(ast.parse(path.read_text(encoding="utf-8")))
+        for line, name in declared_names(parsed(path))
         if name.strip("_").lower() in VAGUE and (_source_name(path), name) not in KEPT_FIELDS
     ]
     assert not wrong, "\n".join(wrong)
@@ -91,7 +92,7 @@ def test_first_lines_of_docstrings_are_short() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{line} {len(text.strip().splitlines()[0])} characters"
         for path in checked_files()
-        for line, text in documentation(ast.parse(path.read_text(encoding="utf-8")))
+        for line, text in documentation(parsed(path))
         if text.strip() and len(text.strip().splitlines()[0]) > FIRST_LINE
     ]
     assert not wrong, "\n".join(wrong)

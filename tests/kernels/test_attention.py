@@ -9,6 +9,7 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from meshwright.kernels.attention import attention, block_mask, make_mask
+from tests.slow import quick_first
 
 CPU = torch.device("cpu")
 SEQ = 12
@@ -81,7 +82,7 @@ def documents_of(document_order, batch, seq):
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize("document_order", ["none", "rising", "any order"])
 @pytest.mark.parametrize("window", [None, 1, 100, 300])
-@pytest.mark.parametrize("seq", [128, 500])
+@pytest.mark.parametrize("seq", quick_first(1, [500, 128]))
 def test_block_mask_gives_the_same_as_the_dense_one(document_order, window, seq):
     if document_order == "none" and window is None:
         return

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
+
 from meshwright.events.messages import Corruption, Progress
 from meshwright.launch.coordinator import Coordinator
 from meshwright.launch.incidents import read_incidents
@@ -106,3 +108,26 @@ def test_agents_learn_of_the_evidence_also_when_all_ranks_have_ended_and_the_nex
     coordinator.close()
     (record,) = read_incidents(tmp_path)
     assert directive.evidence == Evidence(1, str(Path(record["evidence"]).absolute()))
+
+
+@pytest.mark.parametrize(("code", "named"), [(5, (None, "b")), (1, (0, "a"))])
+def test_a_host_that_does_not_answer_is_named_instead_of_a_rank_that_lost_it(
+    tmp_path: Path, code: int, named: tuple[int | None, str]
+) -> None:
+    """Host b is silent; rank 0 on host a has lost its peer (code 5), or has failed by itself."""
+    now = [0.0]
+    coordinator = Coordinator(tmp_path, Rules(2, 8, RestartPolicy(3)), 1, lambda state: tmp_path, clock=lambda: now[0])
+    for host in "ab":
+        coordinator.receive(Report(host, port=1))
+    while coordinator.state.status != "running":
+        coordinator.tick()
+        time.sleep(0.001)
+    ended = Report("a", attempt=1, ended=True, ranks=(RankState(0, code=code, progress=Progress("train", 7)),))
+    while "b" not in coordinator.state.lost:
+        now[0] += 0.1
+        coordinator.receive(ended)
+        coordinator.tick()
+    coordinator.close()
+    (record,) = read_incidents(tmp_path)
+    assert (record["rank"], record["host"]) == named and (record["cause"], record["step"]) == ("failure", 7)
+    assert record["reason"].startswith("host b has not answered for 8 s; ") is (code == 5)

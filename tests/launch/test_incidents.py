@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,8 @@ from meshwright.cli.incidents import incidents
 from meshwright.diagnosis.culprit import Culprit, Waiting
 from meshwright.events.messages import CHANNEL, CollectivesRequest, Progress, encode
 from meshwright.events.stacks import STACKS, evidence_memory
-from meshwright.launch.evidence import CRASH_SECONDS, HANG_SECONDS, RankProcess, collect
+from meshwright.launch import evidence
+from meshwright.launch.evidence import CRASH_SECONDS, HANG_SECONDS, SILENT_SECONDS, RankProcess, collect
 from meshwright.launch.incidents import KEPT, blamed, is_recorded, new_folder, read_incidents, write_incident
 from meshwright.launch.outcome import RankState
 from meshwright.policies.restart import Incident
@@ -125,3 +128,87 @@ def test_evidence_has_the_stacks_of_all_threads_and_waits_for_no_stopped_process
     assert [path.name for path in (tmp_path / "incident" / "collectives").iterdir()] == ["rank-0.json"]
     assert "it is stopped" in stopped and "State:\tT (stopped)" in stopped
     assert "none: the process did not write them" in without
+
+
+class Clock:
+    """Time that passes only in `sleep`; `events` are called once their time has come."""
+
+    def __init__(self, events: dict[float, Callable[[], object]]) -> None:
+        self.now, self.events = 0.0, dict(sorted(events.items()))
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        while self.events and next(iter(self.events)) <= self.now:
+            self.events.pop(next(iter(self.events)))()
+
+
+@pytest.mark.parametrize(
+    ("answers", "ends"),
+    [
+        ({0.01: 0, 0.02: 1}, 0.02),
+        ({0.01: 0}, 0.01 + SILENT_SECONDS),
+        ({0.01: 0, 0.2: 0, 0.3: 0}, 0.3 + SILENT_SECONDS),
+        ({0.01: 0, 0.24: 1}, 0.24),
+        ({0.9: 0}, HANG_SECONDS),
+        ({}, HANG_SECONDS),
+    ],
+)
+def test_a_rank_that_cannot_answer_is_awaited_shortly_after_the_answers_of_others(
+    monkeypatch: pytest.MonkeyPatch, answers: dict[float, int], ends: float
+) -> None:
+    """`answers` has by time the rank that writes more stacks."""
+    subjects = [RankProcess(0, RankState(rank), evidence_memory()) for rank in range(2)]
+    clock = Clock({at: partial(os.write, subjects[rank].stacks, b"stack") for at, rank in answers.items()})
+    monkeypatch.setattr(evidence, "time", clock)
+    evidence._await_answers(subjects, HANG_SECONDS)
+    assert clock.now == pytest.approx(ends, abs=3 * evidence.POLL_SECONDS)
+
+
+PY_SPY = """#!/bin/sh
+grep -q '^State:.T' /proc/$4/status || exec sleep 60
+echo "Thread 7 (idle): $*"
+"""
+
+
+@pytest.fixture
+def py_spy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `py-spy` on PATH that answers for a stopped process, and does not end for another one."""
+    script = tmp_path / "bin" / "py-spy"
+    script.parent.mkdir()
+    script.write_text(PY_SPY)
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{script.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(evidence, "HANG_SECONDS", 60.0)
+
+
+@pytest.mark.usefixtures("py_spy")
+def test_after_a_hang_py_spy_reads_the_stacks_of_a_stopped_rank(tmp_path: Path) -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    subject = RankProcess(process.pid, RankState(0), evidence_memory())
+    try:
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        for hang in (False, True):
+            collect([subject], tmp_path / str(hang), tmp_path, hang=hang).join()
+    finally:
+        process.kill()
+        process.wait()
+    crash, hang = ((tmp_path / name / "stacks" / "rank-0.txt").read_text() for name in ("False", "True"))
+    assert f"== py-spy\nThread 7 (idle): dump --nonblocking --pid {process.pid}\n" in hang
+    assert "py-spy" not in crash
+
+
+@pytest.mark.usefixtures("py_spy")
+def test_py_spy_is_killed_at_the_deadline() -> None:
+    spy = evidence._spy(os.getpid())
+    assert spy is not None
+    assert evidence._spy_output(spy, time.monotonic()) == "py-spy did not answer in time\n"
+    assert spy.returncode == -signal.SIGKILL
+
+
+def test_without_py_spy_none_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert evidence._spy(os.getpid()) is None

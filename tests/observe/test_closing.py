@@ -36,6 +36,17 @@ def test_no_command_is_named_that_would_be_refused(tmp_path: Path, missing: str,
     assert [line.split()[2] for line in closing_lines(folder, 0)[1:]] == commands
 
 
+@pytest.mark.parametrize("code", [0, 6, 75])
+def test_the_last_line_completes_the_report_if_the_run_has_spans(tmp_path: Path, code: int) -> None:
+    folder = run_folder(tmp_path / "my runs" / "tiny")
+    without = closing_lines(folder, code)
+    (folder / "spans").mkdir()
+    line = f"next: meshwright report '{folder}'  # adds heat map, stragglers and timeline"
+    assert closing_lines(folder, code) == [*without, line]
+    (folder / "report.html").unlink()
+    assert line not in closing_lines(folder, code)
+
+
 @pytest.mark.parametrize("code", [75, 130])
 def test_a_stopped_run_is_continued_by_its_own_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int

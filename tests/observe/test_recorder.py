@@ -295,6 +295,20 @@ def test_events_per_step_are_bounded_for_many_units():
     assert [record.phase for record in records].count("forward") == accumulate
 
 
+def test_attention_work_is_recorded_by_micro_batch_inside_its_step_and_costs_no_event():
+    recorder, clock, records = recorder_of_spans()
+    for work in ([25, None, 16], []):
+        recorder.begin_step(1 + len(records))
+        before = clock.stamps
+        recorder.attention_work(work)
+        assert clock.stamps == before
+        recorder.end_step()
+    recorder.attention_work([1])  # outside of a step
+    recorder.wait()
+    found = [(r.step, r.micro_batch, r.amount, r.duration_ns) for r in records if r.phase == "attention_work"]
+    assert found == [(1, 0, 25, 0), (1, 2, 16, 0)]
+
+
 def test_garbage_collections_are_recorded():
     records = []
     recorder = StepRecorder(torch.device("cpu"), sink=records.extend)

@@ -72,7 +72,7 @@ def test_texts_follow_their_grammars_beside_free_ones(overlap: bool) -> None:
     for number, pattern in patterns.items():
         assert ends[number] == "stop"
         assert re.fullmatch(pattern, "".join(words[token] for token in tokens[number]))
-    assert engine._constrained == 0
+    assert engine._grammar_requests == 0
 
 
 def test_a_grammar_needs_a_tokenizer() -> None:

@@ -15,7 +15,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from meshwright.serve.logit_filters import NEW_TOKEN, keep_allowed, keep_likeliest, penalise
+from meshwright.serve.logit_filters import NEW_TOKEN, keep_allowed, penalise
 from meshwright.serve.sampling import GREEDY, Sampler, SamplingOptions
 from meshwright.spec.errors import BadInput
 from tests.models.tiny import LLAMA
@@ -112,13 +112,6 @@ def test_filters_are_those_of_transformers() -> None:
         ours = sampler_with(options, vocab=500).scores(scores, rows)
         assert torch.equal(ours.isinf(), expected.isinf())
         assert (ours.softmax(1) - expected.softmax(1)).abs().max() < 1e-6
-
-
-def test_equal_scores_stay_together_and_the_likeliest_token_always_stays() -> None:
-    scores = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]])
-    one = torch.ones(1)
-    assert keep_likeliest(scores, 2 * one, one, 0 * one).isfinite().tolist() == [[True] * 4 + [False]]
-    assert keep_likeliest(scores, 0 * one, 0 * one, one).isfinite().tolist() == [[True] + [False] * 4]
 
 
 def test_the_repetition_penalty_is_that_of_transformers() -> None:

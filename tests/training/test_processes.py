@@ -187,6 +187,7 @@ def tell(arguments: list[object], run: Path, jobs: list[Job]) -> Story:
     return Story(run, sockets, preempted, interrupted, lost, killed, newest.name, finished)
 
 
+@pytest.mark.slow
 def test_a_job_that_was_stopped_commits_nothing_once_another_took_over(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -19,6 +19,7 @@ def writer_of(rank: int) -> int:
     return next(pid for pid in children if b"meshwright.checkpoint.writer" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
+@pytest.mark.slow
 def test_a_snapshot_that_is_complete_when_a_rank_dies_becomes_a_checkpoint(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -53,13 +53,14 @@ def _finish(folder: Path) -> None:
     """Generates samples, exports the model, and writes the report with both."""
     from meshwright.checkpoint.convert import export_checkpoint
     from meshwright.cli.generate import sample
+    from meshwright.cli.span_findings import span_findings
     from meshwright.observe.report import write_report
 
     samples = sample(folder, PROMPTS, tokens=60, temperature=0.7, top_k=40, seed=0)
     write_durable(folder / "samples.json", json.dumps(samples, indent=1))
     shutil.rmtree(folder / "hf", ignore_errors=True)
     export_checkpoint(folder, folder / "hf")
-    write_report(folder)
+    write_report(folder, span_findings(folder))
     for result in samples:
         print(f"\n{'─' * 60}\n{result['prompt']}{result['text']}")
 

@@ -31,6 +31,7 @@ class MicroBatch:
 
     `positions` and `documents` are None without `data.document_mask`: each sequence is then one document, counted from
     0. `valid_tokens` is the number of targets other than -1, counted on the host to avoid synchronisation.
+    `attention_work` is the sum of the squared lengths of the documents, None if it is not counted.
     """
 
     tokens: torch.Tensor
@@ -38,6 +39,7 @@ class MicroBatch:
     positions: torch.Tensor | None
     documents: torch.Tensor | None
     valid_tokens: int
+    attention_work: int | None = None
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
         """A copy with `change` applied to each tensor."""
@@ -163,6 +165,7 @@ class Loader:
             positions=torch.from_numpy(batch.positions) if masked else None,
             documents=torch.from_numpy(batch.documents) if masked else None,
             valid_tokens=int(np.count_nonzero(batch.targets >= 0)),
+            attention_work=sum(int((np.bincount(sequence) ** 2).sum()) for sequence in batch.documents),
         )
         return micro.map(torch.Tensor.pin_memory) if self.device.type == "cuda" else micro
 

@@ -34,6 +34,8 @@ SIGNIFICANT = 4.0
 """A steady excess must be this many standard errors, estimated from its variation over the steps."""
 CORRELATED = 0.9
 """Correlation of forward and backward of the same micro-batch from which the paper concludes unequal sequences."""
+WORK_CORRELATED = 0.7
+"""The same of compute time and recorded attention work, to which only a part of the time is proportional."""
 ONE_RANK_SHARE = 0.75
 """If one rank (or host) has at least this share of the varying part's squared excesses, it is the cause, not the data."""
 CHANCE = 0.125
@@ -213,7 +215,7 @@ def _varying(baseline: _Baseline, parts: ComputeParts, host_of_rank: Mapping[int
         several = 1 < on_host.sum() < on_host.size and share >= ONE_RANK_SHARE
         if several and _is_no_chance(by_step[on_host].sum(axis=0), share, len(hosts)):
             return Finding("host", contribution, rank=int(measured.rank[on_host].min()))
-    if forward_backward_correlation(measured, parts) >= CORRELATED:
+    if sequences_differ(measured, parts):
         return Finding("sequence_imbalance", contribution)
     return Finding("compute", contribution if contribution >= FLAGGED_JITTER else 0.0)
 
@@ -231,12 +233,22 @@ def _is_no_chance(by_step: np.ndarray, share: float, candidates: int) -> bool:
     return candidates * math.exp(-slow_steps * divergence) <= CHANCE
 
 
-def forward_backward_correlation(measured: MeasuredSteps, parts: ComputeParts) -> float:
-    """Correlation of the deviations of a micro-batch's forward and backward, each the mean over the model chunks.
+def sequences_differ(measured: MeasuredSteps, parts: ComputeParts) -> bool:
+    """Whether forward and backward of a micro-batch deviate alike and, where attention work is recorded, with this work.
 
-    Deviations are relative to the typical duration of the cell, and with several micro-batches to the mean of the rank's step: a
-    rank that is slow for a whole step is no sequence. 0 if there is nothing to compare.
+    A deviation is the mean over the model chunks, relative to the typical duration of the cell, and with several micro-batches to the
+    mean of the rank's step: a rank that is slow for a whole step is no sequence.
     """
+    microbatches, forward, backward = _deviations(measured, parts)
+    if not microbatches or _correlation(forward, backward) < CORRELATED:
+        return False
+    nodes = [int(np.flatnonzero(measured.microbatch == number)[0]) for number in microbatches]
+    work = measured.attention_work[nodes]
+    return bool((work < 0).any()) or _correlation(_centred(work), forward + backward) >= WORK_CORRELATED
+
+
+def _deviations(measured: MeasuredSteps, parts: ComputeParts) -> tuple[list[int], np.ndarray, np.ndarray]:
+    """The micro-batches with forward and backward, and the deviations of both, each (micro-batch, dp, step)."""
     deviations: dict[str, dict[int, list[np.ndarray]]] = {name: {} for name in MODEL_COMPUTE_TYPES}
     typical = parts.ideal + parts.stage + parts.steady
     for index, node in enumerate(measured.graph.nodes):
@@ -247,12 +259,21 @@ def forward_backward_correlation(measured: MeasuredSteps, parts: ComputeParts) -
     forward, backward = deviations["forward-compute"], deviations["backward-compute"]
     both = sorted(set(forward) & set(backward))
     if not both:
-        return 0.0
+        return both, np.zeros(0), np.zeros(0)
     first, second = (
-        np.stack([np.mean(by_microbatch[key], axis=0) for key in both]) for by_microbatch in (forward, backward)
+        _centred(np.stack([np.mean(by_microbatch[key], axis=0) for key in both]))
+        for by_microbatch in (forward, backward)
     )
-    if len(both) > 1:
-        first, second = (values - values.mean(axis=0) for values in (first, second))
+    return both, first, second
+
+
+def _centred(values: np.ndarray) -> np.ndarray:
+    """Of several micro-batches, the first axis, the differences from their mean in each step of a rank."""
+    return values - values.mean(axis=0) if len(values) > 1 else values
+
+
+def _correlation(first: np.ndarray, second: np.ndarray) -> float:
+    """The correlation coefficient; 0 if one of the arrays does not vary."""
     if min(first.std(), second.std()) <= 1e-9:
         return 0.0
     return float(np.corrcoef(first.ravel(), second.ravel())[0, 1])

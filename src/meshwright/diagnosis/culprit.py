@@ -176,9 +176,10 @@ class _Replay:
         if status.step > self.step or status.phase not in TRAINING:
             return 2 * end + 2
         index = min(status.action, end - 1)
-        if status.pending is not None and status.pending.op == "all_reduce" and not status.stopped:
-            return -1 if index == 0 else 2 * end + 1
-        joins = self.hosts_wait and not status.stopped and not status.dead and self._joins(status, index)
+        halted = status.stopped or status.dead  # its part of a collective does not complete
+        if status.pending is not None and status.pending.op == "all_reduce":
+            return (-1 if index == 0 else 2 * end + 1) - halted
+        joins = self.hosts_wait and not halted and self._joins(status, index)
         return 2 * index + joins
 
     def _joins(self, status: RankStatus, index: int) -> bool:

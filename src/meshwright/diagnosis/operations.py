@@ -53,7 +53,13 @@ P2P_TYPES = ("forward-send", "forward-recv", "backward-send", "backward-recv")
 MODEL_COMPUTE_TYPES = ("forward-compute", "backward-compute", "weight-gradient-compute", "overlap-compute")
 """Compute operations of a stage and a micro-batch."""
 
-_DTYPES = {"start_ns": np.int64, "duration_ns": np.int64, "step": np.int64, "type": np.int16}
+_DTYPES = {
+    "start_ns": np.int64,
+    "duration_ns": np.int64,
+    "attention_work": np.int64,
+    "step": np.int64,
+    "type": np.int16,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +89,8 @@ class OperationTable:
     """Position among the operations of this type, rank and step in the order of their start, from 0."""
     start_ns: np.ndarray
     duration_ns: np.ndarray
+    attention_work: np.ndarray
+    """Sum of the squared document lengths of the operation's micro-batch, if it was recorded."""
     host_of_rank: Mapping[int, str] = field(default_factory=dict)
     """By global rank, the name of its host; empty if unknown."""
 
@@ -147,7 +155,7 @@ def operation_table(
 ) -> OperationTable:
     """Build a table from columns and the operations' type names; computes `sequence` from the start times.
 
-    `chunk`, `virtual_stage` and `microbatch` default to −1. Raises BadInput for an unknown type name.
+    `chunk`, `virtual_stage` and `microbatch` default to −1, and attention work is unknown. Raises BadInput for an unknown type name.
     """
     codes = _codes(type_names)
     unknown = np.full(len(codes), -1)
@@ -157,7 +165,7 @@ def operation_table(
     return OperationTable(
         rank=rank, dp=dp, stage=stage, step=step, type=codes, start_ns=start_ns, duration_ns=duration_ns, sequence=sequence,
         chunk=unknown if chunk is None else chunk, virtual_stage=unknown if virtual_stage is None else virtual_stage,
-        microbatch=unknown if microbatch is None else microbatch,
+        microbatch=unknown if microbatch is None else microbatch, attention_work=unknown,
         host_of_rank=host_of_rank or {},
     )  # fmt: skip
 

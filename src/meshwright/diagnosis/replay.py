@@ -44,6 +44,8 @@ class MeasuredSteps:
     """Model chunk in the whole pipeline, (node); −1 if it does not apply."""
     microbatch: np.ndarray
     """Micro-batch, (node); −1 if it does not apply."""
+    attention_work: np.ndarray
+    """Of the operation's micro-batch; −1 if it does not apply or was not recorded."""
 
     @property
     def stage_count(self) -> int:
@@ -67,6 +69,8 @@ def measure_steps(table: OperationTable, graph: StepGraph) -> MeasuredSteps:
     start[node, dp, step] = (table.start_ns[known] - first[step]) * 1e-9
     duration[node, dp, step] = table.duration_ns[known] * 1e-9
     present[node, dp, step] = True
+    attention_work = np.full(shape, -1)
+    attention_work[node, dp, step] = table.attention_work[known]
     complete = present[~graph.optional].all(axis=(0, 1))
     if not complete.any():
         raise BadInput(_incomplete(graph, present, steps))
@@ -79,7 +83,7 @@ def measure_steps(table: OperationTable, graph: StepGraph) -> MeasuredSteps:
         graph=graph, steps=steps[complete], skipped_steps=int((~complete).sum()), present=present, start=start, duration=duration,
         work=_work(graph, start, duration), launch_delay=_launch_delay(graph, start, duration, present),
         step_seconds=(start + duration).max(axis=(0, 1)), rank=rank,
-        virtual_stage=virtual_stage, microbatch=microbatch,
+        virtual_stage=virtual_stage, microbatch=microbatch, attention_work=attention_work[..., complete],
     )  # fmt: skip
 
 

@@ -51,6 +51,7 @@ class _Columns:
     microbatch: np.ndarray
     start_ns: np.ndarray
     duration_ns: np.ndarray
+    attention_work: np.ndarray
 
 
 def table_of_spans(ranks: Sequence[RankRecords], last_steps: int) -> OperationTable:
@@ -76,6 +77,7 @@ def table_of_spans(ranks: Sequence[RankRecords], last_steps: int) -> OperationTa
         rank=repeated("rank"), dp=repeated("dp"), stage=repeated("stage"), step=joined("step"), type=joined("type"),
         chunk=np.full(sum(counts), -1), virtual_stage=joined("virtual_stage"), microbatch=joined("microbatch"),
         sequence=joined("sequence"), start_ns=joined("start_ns"), duration_ns=joined("duration_ns"),
+        attention_work=joined("attention_work"),
         host_of_rank={rank.rank: rank.host for rank in ranks},
     )  # fmt: skip
     return _attribute_collections(table)
@@ -132,6 +134,8 @@ def _operations(rank: RankRecords, records: np.ndarray, steps: Sequence[int]) ->
     at_ends = waits & (records["action"] < 0)
     types[at_ends] = CODE_OF["step-all-reduce"]
     main = _columns(records[types >= 0], types[types >= 0])
+    work = records[phase == codes["attention_work"]] if "attention_work" in codes else records[:0]
+    main.attention_work[:] = _attention_work(main, work)
     compute = np.flatnonzero(np.isin(phase, [codes[name] for name in COMPUTE_PHASES]))
     if not len(compute):
         return [main]
@@ -164,7 +168,21 @@ def _columns(records: np.ndarray, types: np.ndarray) -> _Columns:
     return _Columns(
         step=records["step"], type=types, sequence=sequence, virtual_stage=records["stage"], microbatch=records["micro_batch"],
         start_ns=records["start_ns"].astype(np.int64), duration_ns=records["duration_ns"].astype(np.int64),
+        attention_work=np.full(len(types), -1),
     )  # fmt: skip
+
+
+def _attention_work(operations: _Columns, work: np.ndarray) -> np.ndarray:
+    """The recorded attention work `work` of each operation's step and micro-batch; −1 where there is none."""
+    if not len(work):
+        return np.full(len(operations.step), -1)
+    recorded, wanted = (
+        step.astype(np.int64) << 16 | micro_batch.astype(np.uint16)
+        for step, micro_batch in ((work["step"], work["micro_batch"]), (operations.step, operations.microbatch))
+    )
+    order = np.argsort(recorded)
+    position = order[np.minimum(np.searchsorted(recorded[order], wanted), len(order) - 1)]
+    return np.where(recorded[position] == wanted, work["amount"][position], -1)
 
 
 def _at_compute(records: np.ndarray, name: str, ordinal: np.ndarray, duration_ns: np.ndarray) -> _Columns:
@@ -172,6 +190,7 @@ def _at_compute(records: np.ndarray, name: str, ordinal: np.ndarray, duration_ns
     return _Columns(
         step=records["step"], type=np.full(len(records), CODE_OF[name]), sequence=ordinal, virtual_stage=records["stage"],
         microbatch=np.full(len(records), -1), start_ns=records["start_ns"].astype(np.int64), duration_ns=duration_ns,
+        attention_work=np.full(len(records), -1),
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ The training loop, the executor and the checkpoint writer use only the `Recorder
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, get_args
@@ -33,10 +34,12 @@ SpanPhase = Literal[
     "validation",
     "garbage_collection",
     "clock",
+    "attention_work",
 ]
 """What a recorded span of a rank measures (`SpanRecord`).
 weight_gradient: the half of a split backward for the weights. collective_wait: compute waits for a collective. send: a
-message was posted. receive: compute waits for a message. clock: the error bound of the step's times."""
+message was posted. receive: compute waits for a message. clock: the error bound of the step's times. attention_work: no
+time, but the sum of the squared document lengths of a micro-batch."""
 
 SPAN_PHASES: tuple[SpanPhase, ...] = get_args(SpanPhase)
 
@@ -95,7 +98,8 @@ class SpanRecord(NamedTuple):
     """Unix time on the host's clock at which the span began on the device."""
     duration_ns: int
     amount: int = 0
-    """Bytes of a collective or message; valid tokens of a forward, a backward or a step; the generation collected."""
+    """Bytes of a collective or message; valid tokens of a forward, a backward or a step; the generation collected;
+    squared tokens of attention work."""
     step: int = 0
     action: int = -1
     stage: int = -1
@@ -175,6 +179,9 @@ class Recorder(Protocol):
     def begin_step(self, step: int, tokens: int = 0) -> None:
         """Begin a step on this number of tokens; later events belong to it until `end_step`."""
 
+    def attention_work(self, work: Sequence[int | None]) -> None:
+        """Record by micro-batch the sum of the squared lengths of the step's documents, None where it is not counted."""
+
     def end_step(self) -> None:
         """End the step."""
 
@@ -225,6 +232,9 @@ class NullRecorder:
 
     def begin_step(self, step: int, tokens: int = 0) -> None:
         del step, tokens
+
+    def attention_work(self, work: Sequence[int | None]) -> None:
+        del work
 
     def end_step(self) -> None:
         pass

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from meshwright.kernels.likeliest import keep_likeliest
+
 _LOW_32 = 0xFFFFFFFF
 SERIES_BELOW = 1e-3
 """Below it, -log(1 - v) is computed by its series, since 1 - v loses the digits of v."""
@@ -20,7 +22,9 @@ def draw_tokens(logits: Tensor, temperatures: Tensor, top_k: Tensor, seeds: Tens
     `top_k` `(rows,)`: only tokens as likely as the k-th likeliest are drawn; 0 allows all. The other arguments are those of
     `draw_from_scores`.
     """
-    return draw_from_scores(_keep_top_k(logits.float(), top_k), temperatures, seeds, positions)
+    neutral = torch.zeros_like(temperatures)
+    scores = keep_likeliest(logits.float(), top_k, neutral + 1, neutral)
+    return draw_from_scores(scores, temperatures, seeds, positions)
 
 
 def draw_from_scores(
@@ -56,14 +60,6 @@ def gumbel_of_hash(hashes: Tensor) -> Tensor:
     # A token that is removed has score -inf, so noise must not be inf: v may round to 1, but not to 0.
     exponential = torch.where(v < SERIES_BELOW, v * (1 + v * (0.5 + v / 3)), -torch.log(1 - v))
     return -torch.log(exponential)
-
-
-def _keep_top_k(scores: Tensor, top_k: Tensor) -> Tensor:
-    """`scores` with -inf for tokens below the k-th largest of their row."""
-    vocab = scores.shape[1]
-    ranked = scores.sort(dim=1, descending=True).values
-    floor = ranked.gather(1, (top_k.long().clamp(1, vocab) - 1)[:, None])
-    return scores.masked_fill((scores < floor) & (top_k > 0)[:, None], float("-inf"))
 
 
 def _mix(x: Tensor) -> Tensor:

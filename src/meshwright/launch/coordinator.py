@@ -17,14 +17,7 @@ from meshwright.diagnosis.culprit import Culprit
 from meshwright.durable.writes import append_durable
 from meshwright.events.messages import Corruption
 from meshwright.events.terminal import write_line
-from meshwright.launch.incidents import (
-    JobSchedule,
-    culprit_of_hang,
-    is_recorded,
-    new_folder,
-    statuses,
-    write_incident,
-)
+from meshwright.launch.incidents import IncidentWriter, JobSchedule, culprit_of_hang, is_recorded, statuses
 from meshwright.launch.outcome import RankState, cause, exit_codes, outcome_lines, progress_text
 from meshwright.launch.progress_file import JobProgress, rank_snapshot
 from meshwright.launch.reports import Directive, Evidence, Report
@@ -135,7 +128,7 @@ class Coordinator:
         self._seen: dict[str, float] = dict.fromkeys(self.state.members, clock()) if state is not None else {}
         self._preparation: Future[Path] | None = None
         self._thread = ThreadPoolExecutor(1, "prepare")
-        self._incidents = ThreadPoolExecutor(1, "incidents")
+        self._incidents = IncidentWriter(folder)
 
     @property
     def code(self) -> int | None:
@@ -186,6 +179,7 @@ class Coordinator:
             text = f"host {host} has not answered for {SILENT_SECONDS:g} s"
             if self.state.status == "ending" and host in self.state.members:  # its peers failed first
                 write_line(f"meshwright: {text}; it is lost")
+                self._incidents.blame_host(host, text)
             self._apply(Lost(host, text), now)
         if now - min(self._seen.values(), default=now) > UNHEARD_SECONDS:
             self._watch.resume(now)  # if the host does not come back it is lost, which takes no longer
@@ -200,7 +194,7 @@ class Coordinator:
     def close(self) -> None:
         """Wait for the preparation of an attempt that still runs."""
         self._thread.shutdown()
-        self._incidents.shutdown()
+        self._incidents.close()
 
     def _events_of(self, report: Report, now: float) -> Iterable[Event]:
         """What is new in a report."""
@@ -412,9 +406,7 @@ class Coordinator:
         attempt, state = self._attempt, self.state
         if incident is None or not is_recorded(incident, tuple(STOP_EXIT_CODES.values())):
             return
-        folder = new_folder(self._folder.absolute(), incident.step)
         if ends:
-            self._evidence = Evidence(state.attempt, str(folder), incident.hang)
             answer = f"the job ended with code {state.stop.code}" if state.stop else self._restart_text()
         else:
             answer = "the ranks go back to a checkpoint" + (
@@ -422,16 +414,9 @@ class Coordinator:
             )
         ranks = [replace(attempt.ranks[rank]) for rank in sorted(attempt.ranks)]
         hosts, assignment = self._hosts(), Path(attempt.assignment or self._folder / "assignment.json")
-        number, culprit = state.attempt, attempt.culprit
-
-        def write() -> None:
-            try:
-                job = JobSchedule.read(assignment)
-                write_incident(folder, incident, number, answer, ranks, hosts, job, culprit)
-            except OSError as error:
-                write_line(f"meshwright: the incident is not recorded: {error.filename}: {error.strerror}")
-
-        self._incidents.submit(write)
+        folder = self._incidents.record(incident, state.attempt, answer, ranks, hosts, assignment, attempt.culprit)
+        if ends:
+            self._evidence = Evidence(state.attempt, str(folder), incident.hang)
 
     def _restart_text(self) -> str:
         return f"restart {len(self.state.incidents)} of {self._rules.policy.restarts} {self._source()}"

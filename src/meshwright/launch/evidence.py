@@ -1,7 +1,7 @@
 """Evidence that an agent collects before it ends its ranks: stacks, collectives, process state and the end of the log.
 
-The agent signals all ranks together and waits until each has written its stacks, at most `HANG_SECONDS` or
-`CRASH_SECONDS`. In each rank a thread writes the collectives that torch's flight recorder has (`observe.flight_recorder`)
+The agent signals all ranks together and waits until each has answered or no answer comes any more, at most
+`HANG_SECONDS` or `CRASH_SECONDS`. In each rank a thread writes the collectives that torch's flight recorder has (`observe.flight_recorder`)
 into memory of the agent. A rank that a signal or a debugger has stopped cannot write; `py-spy` reads its stacks from
 outside where it is installed and permitted. In the agent a thread writes the files, so that the restart does not wait
 for the disk.
@@ -27,6 +27,8 @@ from meshwright.launch.outcome import RankState, death
 
 HANG_SECONDS, CRASH_SECONDS = 1.0, 0.3
 """Longest time to collect after a hang, and after a crash."""
+SILENT_SECONDS = 0.25
+"""Time without more of an answer after which none is awaited: a rank answers within milliseconds, or cannot."""
 POLL_SECONDS = 0.005
 LARGEST_RECORD = 4 << 20
 """Most bytes of a rank's collectives."""
@@ -110,14 +112,19 @@ def _read_collectives(memory: int | None) -> str:
 
 
 def _await_answers(subjects: Sequence[RankProcess], deadline: float) -> None:
-    """Wait until no file of the signalled ranks is empty and none has grown between two polls, or until the deadline."""
+    """Wait until no file of the signalled ranks is empty and none has grown between two polls, or until the deadline.
+
+    A file stays empty if its rank has ended, or if another thread keeps the interpreter's lock. Where others have answers, it is
+    awaited for `SILENT_SECONDS` after them.
+    """
     files = [file for subject in subjects for file in (subject.stacks, subject.collectives) if file is not None]
-    before: list[int] = []
-    while time.monotonic() < deadline:
+    before, grown = [0] * len(files), deadline
+    while (now := time.monotonic()) < min(deadline, grown + SILENT_SECONDS):
         sizes = [os.fstat(file).st_size for file in files]
-        if all(sizes) and sizes == before:
+        if sizes != before:
+            before, grown = sizes, now
+        elif all(sizes):
             return
-        before = sizes
         time.sleep(POLL_SECONDS)
 
 

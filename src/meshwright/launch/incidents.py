@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 from meshwright.diagnosis.culprit import TRAINING, Culprit, RankStatus, find_culprit
 from meshwright.durable.writes import write_durable
+from meshwright.events.terminal import write_line
 from meshwright.launch.outcome import RankState
 from meshwright.policies.job_end import PEER_LOSS_CODES
 from meshwright.policies.restart import Incident
@@ -91,6 +93,53 @@ def blamed(incident: Incident, ranks: Sequence[RankState], hosts: Mapping[int, s
         return incident
     text = f"rank {stopped[0]} is stopped; {incident.cause}"
     return replace(incident, rank=stopped[0], host=hosts[stopped[0]], cause=text)
+
+
+class IncidentWriter:
+    """Writes the incidents of a run, in a thread."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run.absolute()
+        self._thread = ThreadPoolExecutor(1, "incidents")
+        self._newest: tuple[Incident, Callable[[Incident], None]] | None = None
+
+    def record(
+        self,
+        incident: Incident,
+        attempt: int,
+        answer: str,
+        ranks: Sequence[RankState],
+        hosts: Mapping[int, str],
+        assignment: Path,
+        culprit: Culprit | None,
+    ) -> Path:
+        """Write an incident as `write_incident` does, and return its folder. `assignment` is the attempt's file."""
+        folder = new_folder(self._run, incident.step)
+
+        def write(incident: Incident) -> None:
+            try:
+                write_incident(folder, incident, attempt, answer, ranks, hosts, JobSchedule.read(assignment), culprit)
+            except OSError as error:
+                write_line(f"meshwright: the incident is not recorded: {error.filename}: {error.strerror}")
+
+        self._newest = incident, write
+        self._thread.submit(write, incident)
+        return folder
+
+    def blame_host(self, host: str, reason: str) -> None:
+        """Let the newest incident name a lost host instead of a rank that lost its peers, which fails before the host is missed."""
+        if self._newest is None:
+            return
+        incident, write = self._newest
+        by_itself = incident.hang or incident.corrupt or incident.code not in PEER_LOSS_CODES
+        if not by_itself and incident.rank is not None and incident.host != host:
+            incident = replace(incident, rank=None, host=host, cause=f"{reason}; {incident.cause}")
+            self._newest = incident, write
+            self._thread.submit(write, incident)
+
+    def close(self) -> None:
+        """Wait until all incidents are written."""
+        self._thread.shutdown()
 
 
 def new_folder(run: Path, step: int | None) -> Path:

@@ -70,11 +70,19 @@ class SnapshotReader:
         return RunSnapshot(figures, ranks, age, culprit, self._read_incidents(), steps, seconds)
 
     def _read_incidents(self) -> Sequence[Mapping[str, Any]]:
-        """The incidents; their files are read again only when there are others."""
-        found = sorted(str(path) for path in (self._folder / FOLDER).glob(f"*/{FILE}"))
+        """The incidents; their files are read again only when there are others, or other contents."""
+        found = sorted((str(path), _modified_ns(path)) for path in (self._folder / FOLDER).glob(f"*/{FILE}"))
         if found != self._incidents[0]:
             self._incidents = found, read_incidents(self._folder)
         return self._incidents[1]
+
+
+def _modified_ns(path: Path) -> int:
+    """When a file was written last; 0 if it has been removed."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def snapshot_as_plain(snapshot: RunSnapshot, lines: int, columns: int) -> dict[str, Any]:

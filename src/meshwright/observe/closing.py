@@ -13,15 +13,20 @@ def closing_lines(folder: Path, code: int) -> list[str]:
     """Lines about the run in `folder`, which ended with exit code `code`.
 
     After a finished run the next commands sample and evaluate it; after a stopped run the command continues it. After a
-    failed run the lines name its logs, as the error message has said what to change.
+    failed run the lines name its logs, as the error message has said what to change. The last line completes the report:
+    the ranks end without the analysis of their spans, which takes seconds.
     """
     report, quoted_folder = folder / "report.html", shlex.quote(str(folder))
     lines = [f"report: {report}"] if report.exists() else []
     if code == EXIT_DONE:
-        return lines + [f"next: {command}" for command in _next_commands(folder, quoted_folder)]
-    if code in (EXIT_PREEMPTED, EXIT_INTERRUPTED):
-        return lines + [f"continue: {command_to_continue(folder)}"] * _has_checkpoint(folder)
-    return [*lines, f"logs: {folder / 'logs'}"]
+        lines += [f"next: {command}" for command in _next_commands(folder, quoted_folder)]
+    elif code in (EXIT_PREEMPTED, EXIT_INTERRUPTED):
+        lines += [f"continue: {command_to_continue(folder)}"] * _has_checkpoint(folder)
+    else:
+        lines.append(f"logs: {folder / 'logs'}")
+    if report.exists() and (folder / "spans").is_dir():
+        lines.append(f"next: meshwright report {quoted_folder}  # adds heat map, stragglers and timeline")
+    return lines
 
 
 def command_to_continue(folder: Path) -> str:

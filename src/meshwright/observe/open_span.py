@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,6 +109,8 @@ class Window:
     detail: bool
     reference: Reference | None
     tokens: int = 0
+    attention_work: Sequence[int | None] = ()
+    """By micro-batch, as in `events.span.Recorder.attention_work`."""
     last: Any = None
     spans: list[OpenSpan] = field(default_factory=list)
 

@@ -145,6 +145,10 @@ class StepRecorder:
         self._last_step = step
         self._open_window(counted=True).tokens = tokens
 
+    def attention_work(self, work: Sequence[int | None]) -> None:
+        if self._window is not None:
+            self._window.attention_work = work
+
     def end_step(self) -> None:
         if self._window is None or self._stack:
             raise RuntimeError(f"end_step with no step open, or inside a span ({[s.name for s in self._stack]})")
@@ -380,6 +384,9 @@ class StepRecorder:
                 records.append(span.record(window.step, origin + round(first * 1e9), round((last - first) * 1e9)))
         if window.counted:
             whole = round(self._clock.seconds(window.first, window.last) * 1e9)
+            for number, work in enumerate(window.attention_work):
+                if work is not None:
+                    records.append(SpanRecord(origin, 0, work, window.step, micro_batch=number, phase="attention_work"))
             records.append(SpanRecord(reference_ns, error_ns, 0, window.step, phase="clock"))
             records.append(SpanRecord(origin, whole, window.tokens, window.step, phase="step"))
         sink(records)

@@ -57,7 +57,9 @@ def trace_spans(
         shift = alignment.offset_ns[rank.header["host"]] - origin
         for record in rank.records:
             phase = SPAN_PHASES[record["phase"]]
-            if phase == "clock" or (steps is not None and not steps[0] <= record["step"] <= steps[1]):
+            if phase in ("clock", "attention_work") or (
+                steps is not None and not steps[0] <= record["step"] <= steps[1]
+            ):
                 continue
             start = (int(record["start_ns"]) + shift) / 1e9
             duration = int(record["duration_ns"]) / 1e9

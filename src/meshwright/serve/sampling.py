@@ -10,14 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from meshwright.kernels.likeliest import keep_likeliest
 from meshwright.kernels.token_draw import draw_from_scores
-from meshwright.serve.logit_filters import (
-    NEW_TOKEN,
-    add_biases,
-    keep_allowed,
-    keep_likeliest,
-    penalise,
-)
+from meshwright.serve.logit_filters import NEW_TOKEN, add_biases, keep_allowed, penalise
 from meshwright.serve.sampling_options import GREEDY, SamplingOptions
 
 __all__ = ["GREEDY", "Sampler", "SamplingOptions", "TokenLogprobs"]

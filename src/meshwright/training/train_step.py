@@ -55,6 +55,7 @@ def train_step(
     The update is skipped on the device if the gradient norm is not finite or above `norm_limit`.
     `stop_flag` is called at the step's end, and its values are summed over ranks. `before_update` is called before the optimizer's update.
     """
+    recorder.attention_work([batch.attention_work for batch in micro_batches])
     with recorder.waiting("collective_wait"):
         valid = count_valid(micro_batches, mesh)
     norm = torch.zeros((), dtype=torch.float64, device=mesh.device)
