@@ -74,8 +74,9 @@ class DividedHead(Head):
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
         """Logits `(1, tokens, vocab)` of hidden `(1, tokens, hidden)`, gathered from all ranks."""
-        assert targets is None, "a model that is divided for inference computes no loss"
-        logits = F.linear(hidden, self.weight if tied is None else tied)
+        weight = self.weight if tied is None else tied
+        assert targets is None and weight is not None, "a model that is divided for inference computes no loss"
+        logits = F.linear(hidden, weight)
         logits = F.pad(logits, (0, max(self.sizes) - logits.shape[-1]))
         gathered = logits.new_empty((len(self.sizes) * logits.shape[0], *logits.shape[1:]))
         ALL_GATHER(gathered, logits, group=self.group)

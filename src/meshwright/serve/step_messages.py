@@ -20,7 +20,9 @@ class StepMessages:
     """A channel from rank 0 to all other ranks of the job. Creating it is collective."""
 
     def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo", timeout=IDLE_LIMIT)
+        group = dist.new_group(backend="gloo", timeout=IDLE_LIMIT)
+        assert isinstance(group, dist.ProcessGroup), "the group has all ranks"
+        self._group = group
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a message; rank 0 calls this when the others call `receive`."""
