@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -46,6 +47,19 @@ class StepMessages:
             self._broadcast(rest)
             data += rest
         return json.loads(data)
+
+    def acknowledge(self) -> None:
+        """Tell rank 0 that the last message has come; for the other ranks."""
+        dist.send(torch.zeros(1), 0, group=self._group)
+
+    def wait_for_acknowledgement(self) -> None:
+        """Wait until all other ranks have called `acknowledge` or are gone; for rank 0.
+
+        If rank 0 closed its connections at once, Gloo could report that to a rank in place of the last message.
+        """
+        for rank in range(1, dist.get_world_size(self._group)):
+            with suppress(RuntimeError):
+                dist.recv(torch.zeros(1), rank, group=self._group)
 
     def _broadcast(self, data: bytearray) -> None:
         dist.broadcast(torch.frombuffer(data, dtype=torch.uint8), 0, group=self._group)

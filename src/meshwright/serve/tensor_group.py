@@ -154,6 +154,7 @@ class TensorEngine(Engine):
         """Let `follow` return on the other ranks. Called on rank 0 when no step will follow; the engine is then of no use."""
         if self._failure is None:
             self._send(end=True)
+            self._messages.wait_for_acknowledgement()
 
     def follow(self) -> None:
         """Compute the steps of rank 0 until it calls `close`. For all other ranks.
@@ -173,6 +174,7 @@ class TensorEngine(Engine):
             if "load" in message:
                 self._load_or_report(Path(message["load"]))
             if "end" in message:
+                self._messages.acknowledge()
                 return
 
     def _send(self, **message: Any) -> None:
