@@ -14,7 +14,7 @@ TOGETHER := -n 3 --dist loadgroup --no-loadscope-reorder
 ALONE := tests/distributed/test_cross_node_bytes.py tests/training/test_wire_count.py
 
 .NOTPARALLEL:
-.PHONY: quickstart test test-all test-crash test-faults test-storage lint docs examples features bench-plan bench-own bench-search published-layouts keep-plans fit-costs fit-own clean
+.PHONY: quickstart test test-all test-crash test-faults test-soak test-storage lint docs examples features bench-plan bench-own bench-search published-layouts keep-plans fit-costs fit-own clean
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/meshwright quickstart --fresh
@@ -34,6 +34,9 @@ test-faults: $(VENV)/.installed-test
 	$(PYTEST) -m slow tests/faults
 	$(BIN)/python benchmarks/faults.py --out build/faults.json
 	$(BIN)/python benchmarks/effective_time.py --every 100 --out build/effective-time.json
+
+test-soak: $(VENV)/.installed-test
+	$(BIN)/python benchmarks/serve_soak.py --out build/serve-soak.json
 
 test-storage: $(VENV)/.installed-storage
 	$(PYTEST) tests/checkpoint/test_mirror.py tests/checkpoint/test_mirror_s3.py

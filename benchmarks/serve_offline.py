@@ -15,7 +15,8 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,10 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.rank_environment import RankEnvironment, started_by_launcher
 
 LARGEST_TOKEN = 10_000
+TINY: Mapping[str, Any] = {
+    "family": "llama", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_hidden": 64,
+    "vocab_size": 96, "max_seq_len": 64,
+}  # fmt: skip
 
 
 def main() -> None:
@@ -148,10 +153,11 @@ def finish(engine: Engine, requests: Sequence[tuple[list[int], int]], sampling: 
     return steps, time.perf_counter() - start
 
 
-def random_model(preset: str) -> Decoder:
-    """A preset's model with normal weights, made on the device."""
-    values = MODEL_PRESETS[preset]
+def random_model(preset: str, context: int = 0) -> Decoder:
+    """A preset's model, or a "tiny" one, with normal weights, made on the device; with a context of `context` tokens if that is longer."""
+    values = TINY if preset == "tiny" else MODEL_PRESETS[preset]
     spec = from_plain(ModelSpec, {**values, "vocab_size": values["vocab_size"] or 4096})
+    spec = replace(spec, max_seq_len=max(spec.max_seq_len, context))
     device, dtype = device_and_dtype()
     with torch.device("meta"):
         model = Decoder(spec)

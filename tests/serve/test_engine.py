@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,6 +69,23 @@ def test_drawn_texts_depend_on_seed_and_text_alone() -> None:
     assert texts(engine_of(model, overlap=True, step_tokens=6), sampling=drawn) == alone
     other = texts(engine_of(model), sampling=SamplingOptions(temperature=1.5, top_k=40, seed=8))
     assert all(left != right for left, right in zip(alone, other, strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"prefix_cache": False, "overlap": True}], ids=str)
+def test_samples_share_one_computation_of_their_prompt(options: dict[str, Any]) -> None:
+    model, drawn = tiny(LLAMA), SamplingOptions(temperature=1.5, seed=2**63 - 1)
+    engine = engine_of(model, **options)
+    numbers = engine.submit_samples(PROMPTS[0], 3, sampling=drawn, new_tokens=TOKENS)
+    tokens: dict[int, list[int]] = {number: [] for number in numbers}
+    while engine.unfinished:
+        for update in engine.step():
+            tokens[update.number] += update.tokens
+    # All full blocks before the last token of the prompt: its logits are needed.
+    assert engine._policy.cached_tokens == 2 * 36
+    alone = [texts(engine_of(model), PROMPTS[:1], sampling=replace(drawn, seed=seed))[0] for seed in (2**63 - 1, 0, 1)]
+    assert list(tokens.values()) == alone
+    assert len({tuple(text) for text in alone}) == 3
+    assert_all_free(engine)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

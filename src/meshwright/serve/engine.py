@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -178,6 +178,21 @@ class Engine:
         self._grammar_requests += grammar is not None
         self._generations[number] = Generation(sampling, self._tokenizer, stop_ids, stop_strings, matcher)
         return number
+
+    def submit_samples(
+        self, prompt: str | Sequence[int], count: int, *, sampling: SamplingOptions, **options: Any
+    ) -> list[int]:
+        """Queue `count` requests with one prompt, which is computed once. Returns their numbers.
+
+        Sample i has the seed of `sampling` plus i, so it is the text of a single request with that seed. `options` are those of `submit`.
+        """
+        if count < 1:
+            raise BadInput(f"samples: expected at least 1, got {count}")
+        ids = self._encode(prompt)
+        first = self.submit(ids, sampling=sampling, **options)
+        seeds = [(sampling.seed + index) % 2**63 for index in range(1, count)]
+        others = [replace(sampling, seed=seed) for seed in seeds]
+        return [first, *(self.submit(ids, sampling=other, samples_of=first, **options) for other in others)]
 
     def abort(self, number: int) -> None:
         """End a request; the next step reports it. A number that is unknown or has ended is ignored."""
