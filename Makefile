@@ -33,7 +33,7 @@ test-crash: $(VENV)/.installed-test
 test-faults: $(VENV)/.installed-test
 	$(PYTEST) -m slow tests/faults
 	$(BIN)/python benchmarks/faults.py --out build/faults.json
-	$(BIN)/python benchmarks/effective_time.py --every 100 --out build/effective-time.json
+	$(BIN)/python benchmarks/effective_time.py --failures 5 --every 40 --out build/effective-time.json
 
 test-soak: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/serve_soak.py --out build/serve-soak.json

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from meshwright.checkpoint.store import CheckpointStore
@@ -51,10 +52,13 @@ def save_run(folder: Path, model: Decoder) -> Path:
     return folder
 
 
-def engine_of(model: Decoder, **options: Any) -> Engine:
-    """An engine with small blocks and steps; it gets a copy of the model."""
+def engine_of(
+    model: Decoder, *, tokenizer: Tokenizer | None = None, draft_model: Decoder | None = None, **options: Any
+) -> Engine:
+    """An engine with small blocks and steps; it gets copies of the models."""
     sizes = {"sequences": 4, "step_tokens": 16, "tokens_per_block": 4, "cache_blocks": 128, "context": 64}
-    return Engine(copy.deepcopy(model), options=EngineOptions(**{**sizes, **options}))
+    chosen = EngineOptions(**{**sizes, **options})
+    return Engine(copy.deepcopy(model), tokenizer, chosen, draft_model=copy.deepcopy(draft_model))
 
 
 def texts(engine: Engine, prompts: Sequence[Sequence[int]] = PROMPTS, **request: Any) -> list[list[int]]:
@@ -77,6 +81,12 @@ def greedy(model: Decoder, prompts: Sequence[Sequence[int]] = PROMPTS, count: in
             tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
         continued.append(tokens[len(prompt) :])
     return continued
+
+
+def assert_all_free(engine: Engine) -> None:
+    for pool in engine._policy.cache.pools:
+        assert pool.free == pool.blocks
+    assert not engine._table_rows.row_of
 
 
 def record_logits(engine: Engine) -> dict[int, list[Tensor]]:

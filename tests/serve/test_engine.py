@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.serve.engine import Engine, EngineOptions
+from meshwright.serve.engine import EngineOptions
 from meshwright.serve.generation import Generation
 from meshwright.serve.sampling import SamplingOptions
 from meshwright.spec.errors import BadInput
 from tests.models.tiny import ALL, LLAMA
-from tests.serve.helpers import PROMPTS, TOKENS, engine_of, greedy, record_logits, texts, tiny
+from tests.serve.helpers import PROMPTS, TOKENS, assert_all_free, engine_of, greedy, record_logits, texts, tiny
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -185,12 +185,6 @@ def test_a_wrong_request_is_refused(prompt: Any, request_options: dict[str, Any]
     with pytest.raises(BadInput, match=message):
         engine.submit(prompt, **{"new_tokens": 3, **request_options})
     assert not engine.unfinished
-
-
-def assert_all_free(engine: Engine) -> None:
-    for pool in engine._policy.cache.pools:
-        assert pool.free == pool.blocks
-    assert not engine._table_rows.row_of
 
 
 @pytest.mark.parametrize("size", ["sequences", "step_tokens", "tokens_per_block", "cache_blocks", "context"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
 
-from meshwright.serve.engine import Engine, EngineOptions
+from meshwright.serve.drafts import Speculation
 from meshwright.serve.generation import TokenLogprob
 from meshwright.serve.grammar import Grammar
 from meshwright.serve.sampling import SamplingOptions
@@ -45,8 +45,9 @@ def test_log_probabilities_are_those_of_the_trainers_forward(overlap: bool) -> N
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llguidance") is None, reason="needs the extra grammar")
+@pytest.mark.parametrize("speculation", [None, Speculation(tokens=3, shortest=1)], ids=str)
 @pytest.mark.parametrize("overlap", [False, True])
-def test_texts_follow_their_grammars_beside_free_ones(overlap: bool) -> None:
+def test_texts_follow_their_grammars_beside_free_ones(overlap: bool, speculation: Speculation | None) -> None:
     model = tiny(LLAMA)
     words = [*"abcdefghijklmnopqrstuvwxyz0123456789", "<end>"]
     tokenizer = Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=[]))
@@ -55,8 +56,7 @@ def test_texts_follow_their_grammars_beside_free_ones(overlap: bool) -> None:
     end = words.index("<end>")
     free = texts(engine_of(model), PROMPTS[:1])[0]
 
-    options = EngineOptions(sequences=4, step_tokens=16, tokens_per_block=4, cache_blocks=128, overlap=overlap)
-    engine = Engine(tiny(LLAMA), tokenizer, options)
+    engine = engine_of(model, tokenizer=tokenizer, overlap=overlap, speculation=speculation)
     patterns = {1: "(ab|c)[0-9]{3}x*", 2: "[x-z]{2,4}7"}
     sampling = SamplingOptions(seed=3)
     engine.submit(PROMPTS[0], new_tokens=len(free))

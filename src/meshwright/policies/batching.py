@@ -44,6 +44,11 @@ class BatchPolicy:
         return len(self._batch.requests)
 
     @property
+    def decodes(self) -> Sequence[Part]:
+        """The decode parts that the next step moves on."""
+        return self._batch.current_decodes()
+
+    @property
     def preemptions(self) -> int:
         """Times that a request lost its blocks."""
         return self._batch.preemptions

@@ -7,6 +7,7 @@ block table there; the host copies only blocks that the request has got since.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from meshwright.policies.batch_request import Part, Step
 BUFFERS = 3
 """Pinned buffers that are used in turn: a step is prepared while the copies of the two before it may be under way."""
 Array = np.ndarray
+NO_DRAFTS: Mapping[int, Sequence[int]] = MappingProxyType({})
 
 
 class StepInputs(NamedTuple):
@@ -43,6 +45,34 @@ class StepInputs(NamedTuple):
     """`(samples,)`: indices of the tokens whose logits are needed; None for all."""
 
 
+class PackedDrafts(NamedTuple):
+    """The decodes of a step that have draft tokens.
+
+    They are the first of its sampled parts, with a sample for each of their tokens.
+    """
+
+    first: int
+    """Index in the step of their first token."""
+    counts: tuple[int, ...]
+    """Tokens of each: the newest one and its drafts."""
+    table_rows: Tensor
+    """`(drafted,)` int32."""
+    positions: Tensor
+    """`(drafted,)` int32: positions of their newest tokens."""
+    lengths: Tensor
+    """`(drafted,)` int32: numbers of drafts."""
+
+    @property
+    def samples(self) -> int:
+        """Tokens of all of them together."""
+        return sum(self.counts)
+
+    @property
+    def longest(self) -> int:
+        """Drafts of the one with most."""
+        return max(self.counts) - 1
+
+
 class Packed(NamedTuple):
     """A step on the device. Tokens that the host does not know yet are placeholders, which `resolve` fills in."""
 
@@ -51,15 +81,16 @@ class Packed(NamedTuple):
     decodes: int
     """Sequences at the front that are decodes, without padding."""
     sampled_rows: Tensor
-    """`(samples,)`: table rows of the requests that get a token."""
+    """`(samples,)`: table rows of the requests that get a token; one with drafts has a sample for each of its tokens."""
     sampled_positions: Tensor
     """`(samples,)`: positions of their new tokens."""
     sampled_parts: Sequence[Part]
-    """The parts that get a token, in the order of `sampled_rows`."""
+    """The parts that get a token, in the order of `sampled_rows`, each once."""
     blocks: int
     """Columns of the block tables that the step reads."""
     mixed: StepInputs | None
-    """The inputs of a mixed step."""
+    """The inputs of a mixed step; drafts make a step mixed."""
+    drafts: PackedDrafts | None = None
 
 
 class BatchInputs:
@@ -89,17 +120,25 @@ class BatchInputs:
         """The newest token of each table row."""
         self._known: list[tuple[int, int]] = [(-1, 0)] * table_rows
         self._starts = torch.arange(table_rows + 1, dtype=torch.int32, device=device)
-        self._buffer = _CopyBuffer(4 * step_tokens + (6 + groups) * (table_rows + 1) + step_tokens * groups, device)
+        # Tokens, positions, slots, and three arrays of samples, of which drafts need one for each token of a step.
+        self._buffer = _CopyBuffer((5 + groups) * step_tokens + (6 + groups) * (table_rows + 1), device)
         self._decode_rows = self._decode_positions = np.zeros(0, np.int32)
 
     def forget_row(self, table_row: int) -> None:
         """Mark the table of a row as not copied, before the row gets another request."""
         self._known[table_row] = (-1, 0)
 
-    def pack(self, step: Step, row_of: Mapping[int, int], decode_sizes: Sequence[int] = ()) -> Packed:
+    def pack(
+        self,
+        step: Step,
+        row_of: Mapping[int, int],
+        decode_sizes: Sequence[int] = (),
+        drafts: Mapping[int, Sequence[int]] = NO_DRAFTS,
+    ) -> Packed:
         """Copy what the step needs to the device; `row_of` has the table row of each request number.
 
-        A step of decodes only is padded to the next of `decode_sizes`, if there is one. The tensors are valid until the next call.
+        A step of decodes only is padded to the next of `decode_sizes`, if there is one. `drafts` has draft tokens by request
+        number; they follow the known tokens of the part. The tensors are valid until the next call.
         """
         if step.unchanged and len(step.parts) == step.decodes == len(self._decode_rows):
             self._decode_positions += 1
@@ -110,9 +149,9 @@ class BatchInputs:
             self._decode_rows = np.array([row for _, row in decodes], np.int32)
             self._decode_positions = np.array([part.start for part, _ in decodes], np.int32)
         self._update_tables(changed)
-        if len(step.parts) == step.decodes:
+        if len(step.parts) == step.decodes and not step.drafts:
             return self._pack_decodes(step, decode_sizes)
-        return self._pack_mixed(step, changed)
+        return self._pack_mixed(step, changed, drafts)
 
     def pack_padding(self, size: int) -> Packed:
         """A step of `size` decodes that are all padding, to capture it: it writes nothing into the cache."""
@@ -141,6 +180,18 @@ class BatchInputs:
             sampled=None,
         )
 
+    def decodes(self, tokens: Tensor, table_rows: Tensor, positions: Tensor, blocks: int) -> StepInputs:
+        """Inputs, made on the device, of one token for each of some table rows, all `(sequences,)` int32.
+
+        `blocks` is the number of columns of the block tables that they read.
+        """
+        rows, count, size = table_rows.long(), len(tokens), self.tokens_per_block
+        tables = self.tables[:, rows, :blocks]
+        columns = (positions // size).long().expand(self.groups, count)[..., None]
+        slots = tables.gather(2, columns)[..., 0] * size + positions % size
+        starts = self._starts[: count + 1]
+        return StepInputs(tokens, positions, slots, tuple(tables), positions + 1, starts, count, (), None)
+
     def _pack_decodes(self, step: Step, decode_sizes: Sequence[int]) -> Packed:
         count, positions = step.decodes, self._decode_positions
         size = next((size for size in decode_sizes if size >= count), count)
@@ -152,21 +203,26 @@ class BatchInputs:
         blocks = self.tables.shape[2] if decode_sizes else int(positions.max()) // self.tokens_per_block + 1
         return Packed(size, count, rows[:count], context_lengths[:count], step.parts, blocks, None)
 
-    def _pack_mixed(self, step: Step, parts: Sequence[tuple[Part, int]]) -> Packed:
-        decodes = parts[: step.decodes]
+    def _pack_mixed(self, step: Step, parts: Sequence[tuple[Part, int]], drafts: Mapping[int, Sequence[int]]) -> Packed:
+        decodes = sorted(parts[: step.decodes], key=lambda pair: pair[0].count > 1)
+        singles = sum(part.count == 1 for part, _ in decodes)
         chunks = sorted(parts[step.decodes :], key=lambda pair: self._needs_no_cache(pair[0]))
         parts = [*decodes, *chunks]
         starts, counts, rows = (
             np.array(column, np.int32) for column in zip(*((p.start, p.count, row) for p, row in parts), strict=True)
         )
-        ends = np.cumsum(counts, dtype=np.int32)
-        query_starts = np.concatenate((np.zeros(1, np.int32), ends))
-        positions = np.arange(ends[-1], dtype=np.int32) + np.repeat(starts - query_starts[:-1], counts)
-        tokens = np.fromiter((token for part, row in parts for token in _known_tokens(part, row)), np.int32, ends[-1])
-        slots = self._slots(np.repeat(rows, counts), positions)
+        query_starts = np.concatenate((np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)))
+        positions = np.arange(query_starts[-1], dtype=np.int32) + np.repeat(starts - query_starts[:-1], counts)
+        known = (token for part, row in parts for token in _known_tokens(part, row, drafts))
+        tokens = np.fromiter(known, np.int32, query_starts[-1])
+        token_rows = np.repeat(rows, counts)
+        drafted, first = slice(singles, step.decodes), query_starts[singles]
         samples = np.array([part.samples for part, _ in parts])
+        samples[drafted] = False
+        sampled = np.arange(first, query_starts[step.decodes], dtype=np.int32)
+        sampled = np.concatenate((sampled, query_starts[1:][samples] - 1))
         arrays = [tokens, positions, rows, starts + counts, query_starts]
-        arrays += [ends[samples] - 1, rows[samples], (starts + counts)[samples], *slots]
+        arrays += [sampled, token_rows[sampled], positions[sampled] + 1, *self._slots(token_rows, positions)]
         tensors = self._buffer.copy(arrays)
         blocks = int((starts + counts).max() - 1) // self.tokens_per_block + 1
         inputs = StepInputs(
@@ -176,12 +232,19 @@ class BatchInputs:
             block_tables=tuple(table[tensors[2]] for table in self.tables[:, :, :blocks]),
             context_lengths=tensors[3],
             query_starts=tensors[4],
-            decodes=step.decodes,
+            decodes=singles,
             prompts=tuple(part.count for part, _ in chunks if self._needs_no_cache(part)),
             sampled=tensors[5],
         )
-        sampled_parts = [part for part, _ in parts if part.samples]
-        return Packed(None, step.decodes, tensors[6], tensors[7], sampled_parts, blocks, inputs)
+        parts_in_order = [*decodes[singles:], *decodes[:singles], *chunks]
+        sampled_parts = [part for part, _ in parts_in_order if part.samples]
+        packed = Packed(None, step.decodes, tensors[6], tensors[7], sampled_parts, blocks, inputs)
+        if singles == step.decodes:
+            return packed
+        lengths = tensors[4].diff()[drafted] - 1
+        newest = tensors[3][drafted] - 1 - lengths
+        packed_drafts = PackedDrafts(int(first), tuple(counts[drafted].tolist()), tensors[2][drafted], newest, lengths)
+        return packed._replace(drafts=packed_drafts)
 
     def _needs_no_cache(self, part: Part) -> bool:
         """Whether this part attends only to keys and values of its own step: without a prefix, on a CPU.
@@ -257,7 +320,11 @@ def _padded(array: Array, count: int, value: int) -> Array:
     return np.concatenate((array, np.full(count, value, np.int32))) if count else array
 
 
-def _known_tokens(part: Part, table_row: int) -> list[int]:
+def _known_tokens(part: Part, table_row: int, drafts: Mapping[int, Sequence[int]]) -> list[int]:
     """The part's tokens; -1 - table_row stands for the newest one if it is on the device only (`resolve`)."""
     known = part.tokens[part.start : part.start + part.count]
-    return known if len(known) == part.count else [*known, -1 - table_row]
+    missing = part.count - len(known)
+    if not missing:
+        return known
+    following = drafts.get(part.request.number)
+    return [*known, -1 - table_row] if following is None else [*known, *following[:missing]]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +17,15 @@ import torch
 from torch import Tensor
 
 from meshwright.models.decoder import Decoder
-from meshwright.policies.batch_request import BatchLimits, CacheGroup, Part, Request, Step
+from meshwright.policies.batch_request import BatchLimits, CacheGroup, Request, Step
 from meshwright.policies.batching import BatchPolicy
-from meshwright.serve.batch_inputs import BatchInputs
+from meshwright.serve.batch_inputs import BatchInputs, Packed
+from meshwright.serve.drafts import Speculation, drafter_for
 from meshwright.serve.generation import Generation, Update
 from meshwright.serve.grammar import Grammar, GrammarTokens, unconstrained
 from meshwright.serve.kv_cache import KVCache, fitting_blocks, layer_groups
 from meshwright.serve.model_runner import ModelRunner, graph_sizes
+from meshwright.serve.prompts import check_request, prompt_ids
 from meshwright.serve.readback import LaunchedStep, TokenReadback
 from meshwright.serve.request_rows import RequestRows
 from meshwright.serve.sampling import GREEDY, Sampler, SamplingOptions
@@ -53,6 +56,8 @@ class EngineOptions:
     """Whether a step is launched before the tokens of the one before are read; None: on a GPU."""
     graphs: bool | None = None
     """Whether steps of decodes only are replayed as CUDA graphs; None: on a GPU."""
+    speculation: Speculation | None = None
+    """Drafts by prompt lookup, or by a draft model; None: no drafts."""
 
     def __post_init__(self) -> None:
         for name in ("sequences", "step_tokens", "tokens_per_block", "cache_blocks", "context"):
@@ -69,7 +74,8 @@ class Engine:
     """Continues texts with one model on one device. Not for several threads at once.
 
     The engine replaces the model's attention: afterwards the model works only in the engine's steps. `tokenizer` is needed for prompts
-    given as text, for texts in the updates, for stop strings and for grammars.
+    given as text, for texts in the updates, for stop strings and for grammars. A `draft_model` proposes tokens for `options.speculation`
+    (without it by its defaults).
     """
 
     def __init__(
@@ -78,17 +84,19 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         options: EngineOptions | None = None,
         *,
+        draft_model: Decoder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.options = options = options or EngineOptions()
         self.spec, self._tokenizer, self._clock = model.spec, tokenizer, clock
         self._model, self._weights_whole = model, True
         self.context = _context(model, options)
+        speculation = options.speculation or (None if draft_model is None else Speculation())
         weight = model.embed.weight
         cuda = weight.device.type == "cuda"
         self._overlap = cuda if options.overlap is None else options.overlap
         step_tokens = options.most_step_tokens
-        blocks = blocks_that_fit(model, options)
+        blocks = blocks_that_fit(model, options, draft_model)
         groups = layer_groups(model.spec)
         self._policy = BatchPolicy(
             BatchLimits(
@@ -122,7 +130,17 @@ class Engine:
         self._sampler = Sampler(rows, weight.device, model.spec.vocab_size)
         self._table_rows = RequestRows(rows)
         self._generations: dict[int, Generation] = {}
-        self._readback = TokenReadback(rows, weight.device)
+        self._drafter = drafter_for(
+            speculation,
+            draft_model,
+            model.spec,
+            self._inputs,
+            self._sampler,
+            blocks=blocks,
+            context=self.context,
+        )
+        # For each request the drafts, the next token and the number of accepted drafts.
+        self._readback = TokenReadback(options.sequences * (2 + self._drafter.longest), weight.device)
         self._next_number = 0
         self._in_flight: LaunchedStep | None = None
         self._grammar_requests = 0
@@ -131,6 +149,11 @@ class Engine:
         """The vocabulary prepared for grammars, by end tokens."""
         if graphs:
             self._runner.capture_graphs()
+
+    @property
+    def drafts(self) -> tuple[int, int]:
+        """Draft tokens that were proposed, and those of them that were accepted."""
+        return self._drafter.proposed, self._drafter.accepted
 
     @property
     def unfinished(self) -> int:
@@ -158,8 +181,10 @@ class Engine:
         allows one.
         Raises BadInput for a prompt that the model or the cache cannot hold.
         """
-        ids = self._encode(prompt)
-        self._check(ids, new_tokens, stop_strings)
+        ids = prompt_ids(prompt, self._tokenizer)
+        check_request(ids, new_tokens, context=self.context, vocab=self.spec.vocab_size)
+        if stop_strings and self._tokenizer is None:
+            raise BadInput("stop strings need an engine with a tokenizer; give stop ids")
         sampling.check_tokens(self.spec.vocab_size)
         matcher = None if grammar is None else self._grammar_tokens(stop_ids).matcher(grammar)
         number, now = self._next_number, self._clock()
@@ -176,6 +201,8 @@ class Engine:
         )
         self._next_number += 1
         self._grammar_requests += grammar is not None
+        if grammar is None and not sampling.penalises:
+            self._drafter.begin(number)
         self._generations[number] = Generation(sampling, self._tokenizer, stop_ids, stop_strings, matcher)
         return number
 
@@ -188,7 +215,7 @@ class Engine:
         """
         if count < 1:
             raise BadInput(f"samples: expected at least 1, got {count}")
-        ids = self._encode(prompt)
+        ids = prompt_ids(prompt, self._tokenizer)
         first = self.submit(ids, sampling=sampling, **options)
         seeds = [(sampling.seed + index) % 2**63 for index in range(1, count)]
         others = [replace(sampling, seed=seed) for seed in seeds]
@@ -231,8 +258,8 @@ class Engine:
         if not self._weights_whole:
             raise RuntimeError("the weights were replaced in part only; load weights again")
         updates: list[Update] = []
-        # A grammar allows the next tokens only once the newest is known.
-        overlap = self._overlap and not self._grammar_requests
+        # A grammar allows the next tokens, and drafts are proposed, only once the newest is known.
+        overlap = self._overlap and not self._grammar_requests and not self._drafter.active
         if not overlap:
             self._complete_in_flight(updates)
         launched = self._launch(updates)
@@ -245,18 +272,24 @@ class Engine:
 
     def _launch(self, updates: list[Update]) -> LaunchedStep | None:
         """Plan a step and start it; None if there is none, or if it raised."""
-        step = self._policy.next_step(self._clock())
+        drafts = self._drafter.propose(self._policy.decodes)
+        step = self._policy.next_step(self._clock(), {number: len(tokens) for number, tokens in drafts.items()})
         if step is None:
             return None
         try:
             self._assign_rows(step)
-            packed = self._inputs.pack(step, self._table_rows.row_of, self._runner.decode_sizes)
+            packed = self._inputs.pack(step, self._table_rows.row_of, self._runner.decode_sizes, drafts)
+            self._drafter.follow(packed)
             logits = self._runner.logits(packed)
-            rows, positions, parts = packed.sampled_rows, packed.sampled_positions, packed.sampled_parts
-            tokens = self._sampler.sample(logits, rows, positions, self._allowed(parts))
-            self._inputs.newest[rows] = tokens
+            tokens = self._sampler.sample(logits, packed.sampled_rows, packed.sampled_positions, self._allowed(packed))
+            accepted = None
+            if packed.drafts is None:
+                self._inputs.newest[packed.sampled_rows] = tokens
+            else:
+                tokens, accepted, newest, rows = self._drafter.check(packed, logits, tokens)
+                self._inputs.newest[rows] = newest
             logprobs = self._sampler.logprobs(logits, tokens) if self._sampler.wants_logprobs else None
-            return LaunchedStep(step, parts, *self._readback.start(tokens, logprobs))
+            return self._readback.start(step, packed, tokens, logprobs, accepted)
         except Exception as error:
             self._complete_in_flight(updates)
             self._fail(step, error, updates)
@@ -286,19 +319,39 @@ class Engine:
         """Read the tokens of a launched step and pass them on."""
         step = launched.step
         try:
-            tokens, logprobs = launched.read(), launched.token_logprobs()
-            token_of = {part.request.number: token for part, token in zip(launched.parts, tokens, strict=True)}
-            stopped = {
-                number
-                for (number, token), logprob in zip(token_of.items(), logprobs, strict=True)
-                if (generation := self._generations.get(number)) is not None and generation.add(token, logprob)
-            }
+            complete = self._take_in_drafts(launched) if step.drafts else self._take_in(launched)
         except Exception as error:
             self._fail(step, error, updates)
             return
-        self._policy.complete(step, [token_of[part.request.number] for part in step.sampling], stopped)
+        complete()
         self._report_ended(updates)
-        updates += [self._generations[number].update(number) for number in token_of if number in self._generations]
+        numbers = [part.request.number for part in launched.parts]
+        updates += [self._generations[number].update(number) for number in numbers if number in self._generations]
+
+    def _take_in(self, launched: LaunchedStep) -> Callable[[], None]:
+        """Add the tokens of a launched step to the generations; returns the call that completes the step in the policy."""
+        tokens, step = launched.read(), launched.step
+        logprobs = launched.token_logprobs(len(tokens))
+        token_of = {part.request.number: token for part, token in zip(launched.parts, tokens, strict=True)}
+        stopped = {
+            number
+            for (number, token), logprob in zip(token_of.items(), logprobs, strict=True)
+            if (generation := self._generations.get(number)) is not None and generation.add(token, logprob)
+        }
+        return partial(self._policy.complete, step, [token_of[part.request.number] for part in step.sampling], stopped)
+
+    def _take_in_drafts(self, launched: LaunchedStep) -> Callable[[], None]:
+        """`_take_in` for a step with drafts: an accepted draft may end the request."""
+        new, step, new_of, stopped = launched.read_drafted(), launched.step, {}, set()
+        self._drafter.proposed += sum(launched.draft_counts) - len(launched.draft_counts)
+        self._drafter.accepted += sum(map(len, new)) - len(new)
+        for part, pairs in zip(launched.parts, new, strict=True):
+            number = part.request.number
+            new_of[number], ended = self._generations[number].add_drafted(pairs)
+            if ended:
+                stopped.add(number)
+        tokens = [new_of[part.request.number] for part in step.sampling]
+        return partial(self._policy.complete_drafts, step, tokens, stopped)
 
     def _fail(self, step: Step, error: Exception, updates: list[Update]) -> None:
         """End the requests of a step that raised."""
@@ -322,45 +375,26 @@ class Engine:
             self._grammars[key] = GrammarTokens(self._tokenizer, vocab=self.spec.vocab_size, end_tokens=key)
         return self._grammars[key]
 
-    def _allowed(self, parts: Sequence[Part]) -> Tensor | None:
+    def _allowed(self, packed: Packed) -> Tensor | None:
         """The bitmask of the tokens that grammars allow next, on the device; None without grammars."""
         if not self._grammar_requests:
             return None
-        matchers = [self._generations[part.request.number].matcher for part in parts]
+        # Requests with a grammar have one sample each; the drafts of others go before.
+        before = packed.drafts.samples - len(packed.drafts.counts) if packed.drafts is not None else 0
         device = self._inputs.device
-        bitmask = unconstrained(len(parts), self.spec.vocab_size, pin_memory=device.type == "cuda")
-        for index, matcher in enumerate(matchers):
-            if matcher is not None:
+        bitmask = unconstrained(len(packed.sampled_rows), self.spec.vocab_size, pin_memory=device.type == "cuda")
+        for index, part in enumerate(packed.sampled_parts, before):
+            if (matcher := self._generations[part.request.number].matcher) is not None:
                 matcher.write_bitmask(bitmask, index)
         return bitmask.to(device, non_blocking=True)
 
-    def _encode(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
-        if not isinstance(prompt, str):
-            return tuple(prompt)
-        if self._tokenizer is None:
-            raise BadInput("a prompt given as text needs an engine with a tokenizer; give token ids")
-        return tuple(self._tokenizer.encode(prompt).ids)
 
-    def _check(self, ids: Sequence[int], new_tokens: int, stop_strings: Sequence[str]) -> None:
-        context, vocab = self.context, self.spec.vocab_size
-        if not ids or min(ids) < 0 or max(ids) >= vocab:
-            raise BadInput(f"prompt: expected token ids of 0 to {vocab - 1}, at least one, got {_shown(ids)}")
-        if new_tokens < 1:
-            raise BadInput(f"new_tokens: expected at least 1, got {new_tokens}")
-        if len(ids) >= context:
-            raise BadInput(
-                f"a prompt of {len(ids)} tokens leaves no room in a context of {context} tokens; shorten it to {context - 1}"
-            )
-        if stop_strings and self._tokenizer is None:
-            raise BadInput("stop strings need an engine with a tokenizer; give stop ids")
-
-
-def blocks_that_fit(model: Decoder, options: EngineOptions) -> int:
-    """Blocks of each group that the options ask for, or else that fit beside the model on its device.
+def blocks_that_fit(model: Decoder, options: EngineOptions, draft_model: Decoder | None = None) -> int:
+    """Blocks of each group that the options ask for, or else that fit beside the models on their device.
 
     Raises OutOfResources if not even one request fits.
     """
-    weight = model.embed.weight
+    weight, speculation = model.embed.weight, options.speculation or (None if draft_model is None else Speculation())
     return options.cache_blocks or fitting_blocks(
         model.spec,
         weight.device,
@@ -369,12 +403,10 @@ def blocks_that_fit(model: Decoder, options: EngineOptions) -> int:
         sequences=options.sequences,
         step_tokens=options.most_step_tokens,
         context=_context(model, options),
+        draft=None if draft_model is None else draft_model.spec,
+        drafts=0 if speculation is None else speculation.tokens,
     )
 
 
 def _context(model: Decoder, options: EngineOptions) -> int:
     return min(options.context or model.spec.max_seq_len, model.spec.max_seq_len)
-
-
-def _shown(ids: Sequence[int]) -> str:
-    return f"{list(ids[:8])}{' …' if len(ids) > 8 else ''}"

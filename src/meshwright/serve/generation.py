@@ -72,6 +72,15 @@ class Generation:
             self._text += self._stops.add(self._stream.add([token]))
         return self._stops.complete
 
+    def add_drafted(self, new: Sequence[tuple[int, TokenLogprob | None]]) -> tuple[list[int], bool]:
+        """Take in tokens up to the one that ends the request; returns these tokens, and whether they end it."""
+        taken = []
+        for token, logprob in new:
+            taken.append(token)
+            if self.add(token, logprob):
+                return taken, True
+        return taken, False
+
     def update(self, number: int, reason: Reason | None = None, error: str | None = None) -> Update:
         """What has come since the last update; with a reason also the text that was held back."""
         if reason is not None and self._stream is not None and not self._stops.complete:

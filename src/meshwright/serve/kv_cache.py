@@ -57,16 +57,23 @@ def fitting_blocks(
     sequences: int,
     step_tokens: int,
     context: int,
+    draft: ModelSpec | None = None,
+    drafts: int = 0,
 ) -> int:
     """Blocks of each group that fit the memory of `device` beside the weights, at most `most_blocks`.
 
+    A `draft` model has as many blocks in a cache of its own. `drafts` is the number of draft tokens of a request in a step.
     Raises OutOfResources if not even one request of `context` tokens fits.
     """
     block = sum(bytes_per_block(spec, group, tokens_per_block, dtype) for group in layer_groups(spec))
+    samples = sequences * (1 + drafts)
+    if draft is not None:
+        samples *= 2
+        block += sum(bytes_per_block(draft, group, tokens_per_block, dtype) for group in layer_groups(draft))
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        available = free - (1 - DEVICE_SHARE) * total - _activation_bytes(spec, dtype, sequences, step_tokens)
+        available = free - (1 - DEVICE_SHARE) * total - _activation_bytes(spec, dtype, samples, step_tokens)
     else:
         available = HOST_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     blocks = min(most_blocks(context, sequences, tokens_per_block), int(available // block))
@@ -107,8 +114,8 @@ class KVCache:
         raise KeyError(layer)
 
 
-def _activation_bytes(spec: ModelSpec, dtype: torch.dtype, sequences: int, step_tokens: int) -> int:
+def _activation_bytes(spec: ModelSpec, dtype: torch.dtype, samples: int, step_tokens: int) -> int:
     """Estimated bytes of one step beside weights and cache: the widest layer and three fp32 copies of the logits."""
     width = 4 * spec.hidden + 2 * (spec.heads + 2 * spec.kv_heads) * spec.head_dim
     width += 3 * max(spec.ffn_hidden, spec.experts_per_token * (spec.expert_hidden + spec.hidden))
-    return 2 * step_tokens * width * dtype.itemsize + 3 * sequences * spec.vocab_size * 4
+    return 2 * step_tokens * width * dtype.itemsize + 3 * samples * spec.vocab_size * 4

@@ -37,7 +37,11 @@ class ModelRunner:
         if packed.decode_size in self._graphs:
             self._graphs[packed.decode_size].replay()
             return self._graph_logits[: packed.decodes]
-        return self._forward(self._inputs.resolve(packed))[: len(packed.sampled_parts)]
+        return self.forward(self._inputs.resolve(packed))[: len(packed.sampled_rows)]
+
+    def fill_cache(self, packed: Packed) -> None:
+        """Write keys and values of a packed step into the cache, without logits."""
+        self._residual(self._inputs.resolve(packed))
 
     @torch.inference_mode()
     def capture_graphs(self) -> None:
@@ -48,28 +52,33 @@ class ModelRunner:
         pool = torch.cuda.graph_pool_handle()
         for size in sorted(self.decode_sizes, reverse=True):
             packed = self._inputs.pack_padding(size)
-            logits = self._forward(self._inputs.resolve(packed))  # loads and tunes kernels, which a capture cannot
+            logits = self.forward(self._inputs.resolve(packed))  # loads and tunes kernels, which a capture cannot
             if not self._graph_logits.numel():
                 self._graph_logits = torch.empty_like(logits)
             graph = torch.cuda.CUDAGraph()
             # NCCL's watchdog thread queries events meanwhile, which a capture forbids to all threads by default.
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 # Into one tensor for all graphs: the logits of each would stay allocated.
-                self._graph_logits[:size].copy_(self._forward(self._inputs.resolve(packed)))
+                self._graph_logits[:size].copy_(self.forward(self._inputs.resolve(packed)))
             self._graphs[size] = graph
 
-    def _forward(self, inputs: StepInputs) -> Tensor:
+    def forward(self, inputs: StepInputs) -> Tensor:
         """Logits of the sampled tokens, `(samples, vocab)`."""
-        self._step.inputs = inputs
-        shared = SharedInputs(inputs.positions[None], None, None)
-        x, delta = self._model.embed_tokens(inputs.tokens[None], shared), None
-        for layer in self._layers:
-            x, delta = block_forward(layer, x, delta)
+        x, delta = self._residual(inputs)
         if inputs.sampled is not None:
             x, delta = x[:, inputs.sampled], None if delta is None else delta[:, inputs.sampled]
         _, normed = add_and_norm(x, delta, self._model.norm)
         tied = self._model.embed.weight if self._model.spec.tied else None
         return self._model.head(normed, None, tied)[0]
+
+    def _residual(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
+        """The residual stream after all layers, `(1, tokens, hidden)`, and what is still to be added to it."""
+        self._step.inputs = inputs
+        shared = SharedInputs(inputs.positions[None], None, None)
+        x, delta = self._model.embed_tokens(inputs.tokens[None], shared), None
+        for layer in self._layers:
+            x, delta = block_forward(layer, x, delta)
+        return x, delta
 
 
 def graph_sizes(sequences: int) -> tuple[int, ...]:

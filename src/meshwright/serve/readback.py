@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwright.policies.batch_request import Part, Step
+from meshwright.serve.batch_inputs import Packed
 from meshwright.serve.generation import TokenLogprob
 from meshwright.serve.sampling import TokenLogprobs
 
@@ -29,6 +30,8 @@ class LaunchedStep:
     """Log probabilities on the host, if a request wants them."""
     copied: torch.cuda.Event | None
     """None on a CPU."""
+    draft_counts: Sequence[int] = ()
+    """Tokens of each part with drafts. These parts are the first; `tokens` ends with their numbers of accepted drafts."""
 
     def read(self) -> list[int]:
         """The tokens; waits until the device has computed them."""
@@ -36,10 +39,20 @@ class LaunchedStep:
             self.copied.synchronize()
         return self.tokens.tolist()
 
-    def token_logprobs(self) -> list[TokenLogprob | None]:
-        """The log probabilities of the tokens, after `read`; None for each if no request wants them."""
+    def read_drafted(self) -> list[list[tuple[int, TokenLogprob | None]]]:
+        """The new tokens of each part, with log probabilities: the accepted drafts and one more."""
+        drafted, values = len(self.draft_counts), self.read()
+        pairs = list(zip(values[: len(values) - drafted], self.token_logprobs(len(values) - drafted), strict=True))
+        new, start = [], 0
+        for count, accepted in zip(self.draft_counts, values[len(values) - drafted :], strict=True):
+            new.append(pairs[start : start + accepted + 1])
+            start += count
+        return new + [[pair] for pair in pairs[start:]]
+
+    def token_logprobs(self, tokens: int) -> list[TokenLogprob | None]:
+        """The log probabilities of so many tokens, after `read`; None for each if no request wants them."""
         if self.logprobs is None:
-            return [None] * len(self.parts)
+            return [None] * tokens
         chosen, top_tokens, top = (values.tolist() for values in self.logprobs)
         return [
             TokenLogprob(p, tuple(zip(*pairs, strict=True))) for p, *pairs in zip(chosen, top_tokens, top, strict=True)
@@ -57,18 +70,29 @@ class TokenReadback:
         self._turn = 0
 
     def start(
-        self, tokens: Tensor, logprobs: TokenLogprobs | None
-    ) -> tuple[Tensor, TokenLogprobs | None, torch.cuda.Event | None]:
-        """Where tokens `(count,)` and log probabilities will be on the host, and the event after which they are there."""
+        self,
+        step: Step,
+        packed: Packed,
+        tokens: Tensor,
+        logprobs: TokenLogprobs | None,
+        accepted: Tensor | None = None,
+    ) -> LaunchedStep:
+        """Start to copy the tokens `(samples,)` of a step, and their log probabilities.
+
+        `accepted` `(drafted,)` are the numbers of accepted drafts of a step with drafts.
+        """
+        counts = () if packed.drafts is None else packed.drafts.counts
+        if accepted is not None:
+            tokens = torch.cat((tokens, accepted))
         if not self._cuda:
-            return tokens, logprobs, None
+            return LaunchedStep(step, packed.sampled_parts, tokens, logprobs, None, counts)
         buffer, event = self._buffers[self._turn][: len(tokens)], self._events[self._turn]
         self._turn = (self._turn + 1) % BUFFERS
         buffer.copy_(tokens, non_blocking=True)
         if logprobs is not None:
             logprobs = TokenLogprobs(*map(_to_pinned_memory, logprobs))
         event.record()
-        return buffer, logprobs, event
+        return LaunchedStep(step, packed.sampled_parts, buffer, logprobs, event, counts)
 
 
 def _to_pinned_memory(values: Tensor) -> Tensor:

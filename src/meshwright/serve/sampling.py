@@ -117,6 +117,11 @@ class Sampler:
             scores = keep_likeliest(scores, top_k, top_p, min_p)
         return scores
 
+    def draws(self, table_rows: Tensor) -> tuple[Tensor, Tensor]:
+        """For table rows `(sequences,)`: whether they draw tokens or take the likeliest, and their seeds."""
+        self._copy_options()
+        return self._floats.here[0, table_rows] > 0, self._integers.here[1, table_rows]
+
     def logprobs(self, logits: Tensor, tokens: Tensor) -> TokenLogprobs:
         """Log probabilities of the tokens `(samples,)` taken from logits `(samples, vocab)`, and of the likeliest ones."""
         logprobs = logits.float().log_softmax(1)

@@ -34,6 +34,9 @@ class PromptLookup:
         """Position after the last place of each run of tokens, apart from the one at the end of the text."""
         self.add(tokens)
 
+    def __len__(self) -> int:
+        return len(self._tokens)
+
     def add(self, tokens: Iterable[int]) -> None:
         """Append tokens to the text."""
         text = self._tokens
@@ -90,6 +93,17 @@ def draft_tokens(
         tokens = torch.cat((tokens, drawn[:, None]), 1)
         distributions.append(probabilities)
     return Drafts(tokens, torch.stack(distributions, 1))
+
+
+def likeliest_tokens(next_scores: Callable[[Tensor], Tensor], count: int, like: Tensor) -> Tensor:
+    """The likeliest `count` draft tokens of each sequence, `(sequences, count)` int64.
+
+    `next_scores` is that of `draft_tokens`; `like` is any tensor `(sequences, …)` on the device.
+    """
+    tokens = like.new_empty(len(like), 0, dtype=torch.int64)
+    for _ in range(count):
+        tokens = torch.cat((tokens, next_scores(tokens).argmax(1, keepdim=True)), 1)
+    return tokens
 
 
 def accept_equal(drafts: Tensor, lengths: Tensor, drawn: Tensor) -> Checked:

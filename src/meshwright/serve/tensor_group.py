@@ -30,6 +30,7 @@ from meshwright.policies.batch_request import Step
 from meshwright.serve.engine import Engine, EngineOptions, blocks_that_fit
 from meshwright.serve.generation import Update
 from meshwright.serve.grammar import Grammar
+from meshwright.serve.prompts import prompt_ids
 from meshwright.serve.sampling import GREEDY, SamplingOptions
 from meshwright.serve.step_messages import StepMessages
 from meshwright.serve.weights import check_same_model, open_newer
@@ -115,7 +116,7 @@ class TensorEngine(Engine):
     ) -> int:
         """Queue a request on all ranks, as `Engine.submit`."""
         request = {
-            "prompt": self._encode(prompt),
+            "prompt": prompt_ids(prompt, self._tokenizer),
             "new_tokens": new_tokens,
             "sampling": asdict(sampling),
             "stop_ids": list(stop_ids),

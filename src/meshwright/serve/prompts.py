@@ -1,0 +1,33 @@
+"""The prompts of requests: their token ids, and the check that a model can continue them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from meshwright.spec.errors import BadInput
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+def prompt_ids(prompt: str | Sequence[int], tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The token ids of a prompt. Raises BadInput for a text without a tokenizer."""
+    if not isinstance(prompt, str):
+        return tuple(prompt)
+    if tokenizer is None:
+        raise BadInput("a prompt given as text needs an engine with a tokenizer; give token ids")
+    return tuple(tokenizer.encode(prompt).ids)
+
+
+def check_request(ids: Sequence[int], new_tokens: int, *, context: int, vocab: int) -> None:
+    """Raise BadInput if a model of this context and vocabulary cannot continue a prompt by a new token."""
+    if not ids or min(ids) < 0 or max(ids) >= vocab:
+        shown = f"{list(ids[:8])}{' …' if len(ids) > 8 else ''}"
+        raise BadInput(f"prompt: expected token ids of 0 to {vocab - 1}, at least one, got {shown}")
+    if new_tokens < 1:
+        raise BadInput(f"new_tokens: expected at least 1, got {new_tokens}")
+    if len(ids) >= context:
+        raise BadInput(
+            f"a prompt of {len(ids)} tokens leaves no room in a context of {context} tokens; shorten it to {context - 1}"
+        )
