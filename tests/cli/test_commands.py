@@ -341,6 +341,16 @@ def test_generate_on_tensor_ranks_is_that_of_one_device(finished: Path) -> None:
     assert answer.code == 2 and "--plan and --tensor exclude each other" in answer.err
 
 
+def test_generate_in_other_formats(finished: Path) -> None:
+    arguments = ["-p", "the quick", "-p", "seven", "--tokens", 5, "--seed", 1, "--json"]
+    formats = ["--weights", "fp8", "--kv-cache", "fp8", "--invariant"]
+    answer = meshwright("generate", finished, *arguments, *formats)
+    alone = meshwright("generate", finished, *arguments[2:], *formats)
+    assert len(answer.json["samples"]) == 2 and answer.json["samples"][1:] == alone.json["samples"]
+    refused = meshwright("generate", finished, *arguments, *formats, "--plan", finished / "plan.yaml")
+    assert refused.code == 2 and "for one device: leave out --plan" in refused.json["error"]
+
+
 def test_a_text_is_shown_while_it_is_made(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[object] = []
     texts_shown: list[tuple[int, str]] = []

@@ -33,6 +33,12 @@ def test_logits_after_the_swap_are_those_of_the_new_weights(name: str, tmp_path:
             assert (torch.stack(seen[number]) - whole).abs().max() < 1e-5
 
 
+def test_fp8_weights_are_rounded_again(tmp_path: Path) -> None:
+    engine, model = engine_of(tiny(LLAMA), weights="fp8"), newer(LLAMA)
+    engine.load_weights(save_run(tmp_path, model))
+    assert texts(engine) == texts(engine_of(model, weights="fp8"))
+
+
 def test_a_hugging_face_folder_gives_the_same_texts(tmp_path: Path) -> None:
     model, folder = newer(LLAMA), tmp_path / "exported"
     weights = dict(model.named_parameters())

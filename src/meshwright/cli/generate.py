@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -25,6 +26,20 @@ MOST_AT_ONCE = 64
 """Prompts that are continued at the same time."""
 
 
+class Fp8Format(StrEnum):
+    """Formats narrower than the model's dtype."""
+
+    FP8 = "fp8"
+
+
+class Formats(NamedTuple):
+    """Formats of the engine, as in `serve.engine.EngineOptions`."""
+
+    weights: Fp8Format | None = None
+    kv_cache: Fp8Format | None = None
+    invariant: bool = False
+
+
 def generate(
     model: Model,
     prompt: Annotated[list[str], typer.Option("--prompt", "-p", help="Text to continue; may be given several times.")],
@@ -32,6 +47,9 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 always selects the most likely token.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Draw from this many likeliest tokens; 0 from all.")] = 50,
     seed: Annotated[int, typer.Option(help="Another seed draws another continuation.")] = 0,
+    weights: Annotated[Fp8Format | None, typer.Option(help="Format of the linear layers' weights.")] = None,
+    kv_cache: Annotated[Fp8Format | None, typer.Option(help="Format of cached keys and values.")] = None,
+    invariant: Annotated[bool, typer.Option(help="Make each text independent of the others, bit for bit.")] = False,
     plan: PlanFile = None,
     tensor: Annotated[
         int,
@@ -60,6 +78,7 @@ def generate(
         temperature=temperature,
         top_k=top_k,
         seed=seed,
+        formats=Formats(weights, kv_cache, invariant),
         plan=plan,
         tensor=tensor,
         show=show,
@@ -80,17 +99,22 @@ def sample(
     temperature: float,
     top_k: int,
     seed: int,
+    formats: Formats = Formats(),
     plan: Path | None = None,
     tensor: int = 1,
     show: Callable[[str], object] = _unseen,
 ) -> list[dict[str, str]]:
     """`[{prompt, text}]`: each prompt with the model's continuation, by `tensor` ranks, or those of `plan` if it is given.
 
+    `formats` are those of the engine, for one device; with several they raise BadInput.
     `show` receives the texts in the order of the prompts: on one device each piece as it is generated, from ranks when all are complete.
     All prompts are continued at the same time.
     """
     from tokenizers import Tokenizer
 
+    if (plan is not None or tensor > 1) and formats != Formats():
+        option = "--plan" if plan is not None else "--tensor"
+        raise BadInput(f"--weights, --kv-cache and --invariant are for one device: leave out {option}")
     candidates = [folder / "tokenizer.json", folder.parent.parent / "tokenizer.json"]
     file = next((path for path in candidates if path.exists()), None)
     if file is None:
@@ -102,7 +126,7 @@ def sample(
     _warn_past_context(folder, max(map(len, ids)), tokens, spread=plan is not None)
     texts = _TextsInOrder(prompts, show)
     if plan is None and tensor == 1:
-        _continue_here(folder, tokenizer, ids, how, texts)
+        _continue_here(folder, tokenizer, ids, how, texts, formats)
     else:
         by_ranks = (
             _continued_by_tensor_ranks(folder, tensor, ids, how)
@@ -164,23 +188,35 @@ def _warn_past_context(folder: Path, prompt: int, tokens: int, *, spread: bool) 
 
 
 def _continue_here(
-    folder: Path, tokenizer: Tokenizer, prompts: Sequence[tuple[int, ...]], how: Sampling, texts: _TextsInOrder
+    folder: Path,
+    tokenizer: Tokenizer,
+    prompts: Sequence[tuple[int, ...]],
+    how: Sampling,
+    texts: _TextsInOrder,
+    formats: Formats,
 ) -> None:
     """Continue all prompts on one device."""
     from meshwright.checkpoint.single_device import device_and_dtype, load_model
     from meshwright.serve.engine import Engine
 
-    engine = Engine(load_model(folder, *device_and_dtype()), tokenizer, engine_options(prompts, how))
+    engine = Engine(load_model(folder, *device_and_dtype()), tokenizer, engine_options(prompts, how, formats))
     for number, update in continued(engine, prompts, how):
         texts.add(number, update.text, ended=update.reason is not None)
 
 
-def engine_options(prompts: Sequence[Sequence[int]], how: Sampling) -> EngineOptions:
-    """Sizes of an engine for these prompts."""
+def engine_options(prompts: Sequence[Sequence[int]], how: Sampling, formats: Formats = Formats()) -> EngineOptions:
+    """Sizes and formats of an engine for these prompts."""
     from meshwright.serve.engine import EngineOptions
 
     longest = max(map(len, prompts)) + how.tokens
-    return EngineOptions(sequences=min(len(prompts), MOST_AT_ONCE), context=longest)
+    weights, kv_cache = (None if name is None else name.value for name in formats[:2])
+    return EngineOptions(
+        sequences=min(len(prompts), MOST_AT_ONCE),
+        context=longest,
+        weights=weights,
+        kv_cache=kv_cache,
+        invariant=formats.invariant,
+    )
 
 
 def continued(engine: Engine, prompts: Sequence[Sequence[int]], how: Sampling) -> Iterator[tuple[int, Update]]:

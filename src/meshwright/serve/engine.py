@@ -16,13 +16,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from meshwright.kernels.fp8_products import E4M3
 from meshwright.models.decoder import Decoder
 from meshwright.policies.batch_request import BatchLimits, CacheGroup, Request, Step
 from meshwright.policies.batching import BatchPolicy
 from meshwright.serve.batch_inputs import BatchInputs, Packed
 from meshwright.serve.drafts import Speculation, drafter_for
+from meshwright.serve.formats import Fp8, assign_parameter, use_formats
 from meshwright.serve.generation import Generation, Update
 from meshwright.serve.grammar import Grammar, GrammarTokens, unconstrained
+from meshwright.serve.invariance import check_invariant, classes_for
 from meshwright.serve.kv_cache import KVCache, fitting_blocks, layer_groups
 from meshwright.serve.model_runner import ModelRunner, graph_sizes
 from meshwright.serve.prompts import check_request, prompt_ids
@@ -56,6 +59,12 @@ class EngineOptions:
     """Whether a step is launched before the tokens of the one before are read; None: on a GPU."""
     graphs: bool | None = None
     """Whether steps of decodes only are replayed as CUDA graphs; None: on a GPU."""
+    weights: Fp8 | None = None
+    """Format of the linear layers' weights (`serve.formats`); None: the model's dtype."""
+    kv_cache: Fp8 | None = None
+    """Format of cached keys and values; None: the model's dtype."""
+    invariant: bool = False
+    """Whether a request's results do not depend on the other requests, bit for bit (`serve.invariance`). Slower."""
     speculation: Speculation | None = None
     """Drafts by prompt lookup, or by a draft model; None: no drafts."""
 
@@ -92,6 +101,8 @@ class Engine:
         self._model, self._weights_whole = model, True
         self.context = _context(model, options)
         speculation = options.speculation or (None if draft_model is None else Speculation())
+        check_invariant(options.invariant, draft_model)
+        use_formats(model, weights=options.weights, invariant=options.invariant)
         weight = model.embed.weight
         cuda = weight.device.type == "cuda"
         self._overlap = cuda if options.overlap is None else options.overlap
@@ -114,7 +125,7 @@ class Engine:
             [blocks] * len(groups),
             tokens_per_block=options.tokens_per_block,
             device=weight.device,
-            dtype=weight.dtype,
+            dtype=_cache_dtype(model, options),
         )
         self._inputs = BatchInputs(
             table_rows=rows,
@@ -126,8 +137,10 @@ class Engine:
         )
         graphs = cuda if options.graphs is None else options.graphs
         sizes = graph_sizes(options.sequences) if graphs else ()
-        self._runner = ModelRunner(model, cache, self._inputs, context=self.context, graph_sizes=sizes)
-        self._sampler = Sampler(rows, weight.device, model.spec.vocab_size)
+        invariant = options.invariant
+        runner, sampler = classes_for(weight.device) if invariant else (ModelRunner, Sampler)
+        self._runner = runner(model, cache, self._inputs, context=self.context, graph_sizes=sizes, invariant=invariant)
+        self._sampler = sampler(rows, weight.device, model.spec.vocab_size)
         self._table_rows = RequestRows(rows)
         self._generations: dict[int, Generation] = {}
         self._drafter = drafter_for(
@@ -240,7 +253,8 @@ class Engine:
             stored.verify()
             self._policy.forget_cache()
             self._weights_whole = False
-            stored.copy_to(self._model)
+            for name, value in stored.tensors():
+                assign_parameter(self._model, name, value)
             self._weights_whole = True
 
     def run(self) -> Iterator[Update]:
@@ -403,9 +417,14 @@ def blocks_that_fit(model: Decoder, options: EngineOptions, draft_model: Decoder
         sequences=options.sequences,
         step_tokens=options.most_step_tokens,
         context=_context(model, options),
+        cache_dtype=_cache_dtype(model, options),
         draft=None if draft_model is None else draft_model.spec,
         drafts=0 if speculation is None else speculation.tokens,
     )
+
+
+def _cache_dtype(model: Decoder, options: EngineOptions) -> torch.dtype:
+    return model.embed.weight.dtype if options.kv_cache is None else E4M3
 
 
 def _context(model: Decoder, options: EngineOptions) -> int:

@@ -34,7 +34,7 @@ from meshwright.serve.prompts import prompt_ids
 from meshwright.serve.sampling import GREEDY, SamplingOptions
 from meshwright.serve.step_messages import StepMessages
 from meshwright.serve.weights import check_same_model, open_newer
-from meshwright.spec.errors import CommunicationFailure, MeshwrightError
+from meshwright.spec.errors import BadInput, CommunicationFailure, MeshwrightError
 from meshwright.spec.failures import as_meshwright_error
 from meshwright.spec.layout import Part
 from meshwright.spec.model import ModelSpec
@@ -78,6 +78,7 @@ class RankModel:
 class TensorEngine(Engine):
     """The engine of one rank of a group. Creating it is collective, with the same options and tokenizer on all ranks.
 
+    Raises BadInput for fp8 weights and for invariant results.
     Rank 0 calls the methods of `Engine`, and `close` at the end; the others call `follow`, which returns after that.
     """
 
@@ -89,6 +90,8 @@ class TensorEngine(Engine):
         options: EngineOptions | None = None,
     ) -> None:
         options = options or EngineOptions()
+        if options.weights is not None or options.invariant:
+            raise BadInput("fp8 weights and invariant results are for an engine on one device")
         self._world, self._ranks, self._now = world, Ranks(world.control), 0.0
         # The ranks' devices may have different amounts of free memory.
         blocks = min(self._ranks.run_on_all("sizing the cache", lambda: blocks_that_fit(part.model, options)))
