@@ -1,11 +1,15 @@
-"""The admin port: pause and drain. It has a key of its own."""
+"""The admin port: newer weights, pause and drain. It has a key of its own."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.server.endpoints import Api
-from meshwright.server.replies import json_response
+from meshwright.server.errors import RequestError
+from meshwright.server.fields import parse_object
+from meshwright.server.replies import json_response, read_body
+from meshwright.spec.errors import BadInput
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -38,3 +42,18 @@ class Admin:
         """Refuse new requests with 503; those that run go on."""
         self._api.draining = True
         return await self.state(request)
+
+    async def weights(self, request: Request) -> ASGIApp:
+        """Use the weights in `folder` from the next step on."""
+        fields = parse_object(await read_body(request, self._api.spec.max_body_bytes))
+        folder = fields.text("folder", None)
+        fields.finish()
+        if not folder:
+            raise RequestError(
+                400, "folder: expected the folder of a run, a checkpoint or a Hugging Face folder", param="folder"
+            )
+        try:
+            await self._api.client.load(Path(folder))
+        except BadInput as error:
+            raise RequestError(422, str(error), param="folder") from None
+        return json_response({"folder": folder})

@@ -19,7 +19,7 @@ from meshwright.events.parent import PARENT
 from meshwright.serve.figures import EngineFigures
 from meshwright.server.messages import MessageReader, encode
 from meshwright.server.metrics import ServerMetrics
-from meshwright.spec.errors import EXIT_COMMUNICATION
+from meshwright.spec.errors import EXIT_COMMUNICATION, BadInput
 
 BUFFER_BYTES = 4 << 20
 """Size of the socket's buffers: a step of the engine does not wait for the HTTP process."""
@@ -131,6 +131,7 @@ class EngineClient(asyncio.Protocol):
         self._reader = MessageReader()
         self._texts: dict[int, _Text] = {}
         self._numbers = itertools.count()
+        self._loading: dict[str, asyncio.Future[str | None]] = {}
         self._closing = False
 
     @property
@@ -183,6 +184,17 @@ class EngineClient(asyncio.Protocol):
         self.paused = paused
         self._send({"pause": paused})
 
+    async def load(self, folder: Path) -> None:
+        """Use newer weights from the next step on. Raises BadInput with the engine's reason if it cannot."""
+        key = str(folder)
+        if self.failure is not None:
+            raise BadInput(self.failure[0])
+        if key not in self._loading:
+            self._loading[key] = asyncio.get_running_loop().create_future()
+            self._send({"load": key})
+        if (error := await asyncio.shield(self._loading[key])) is not None:
+            raise BadInput(error)
+
     def close(self) -> None:
         """Close the connection, which ends the engine's process."""
         self._closing = True
@@ -198,6 +210,10 @@ class EngineClient(asyncio.Protocol):
         for id, text in list(self._texts.items()):
             self._forget(id, "failed")
             text.subscription.add(News(text.index, (), "failed", message))
+        for future in self._loading.values():
+            if not future.done():
+                future.set_result(message)
+        self._loading.clear()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.WriteTransport, transport)
@@ -247,6 +263,10 @@ class EngineClient(asyncio.Protocol):
                 if (text := self._texts.get(id)) is not None:
                     self._forget(id, "refused")
                     text.subscription.add(News(text.index, (), "refused", message["error"]))
+        elif "loaded" in message:
+            future = self._loading.pop(message["loaded"])
+            if not future.done():
+                future.set_result(message["error"])
         elif "failed" in message:
             self.fail(message["failed"], message["code"])
 

@@ -91,6 +91,7 @@ class EngineLoop:
             "submit": self._submit,
             "abort": self._abort,
             "pause": self._pause,
+            "load": self._load,
         }
         for key, value in message.items():
             actions[key](value)
@@ -124,6 +125,14 @@ class EngineLoop:
 
     def _pause(self, paused: bool) -> None:
         self._paused = paused
+
+    def _load(self, folder: str) -> None:
+        error = None
+        try:
+            self._engine.load_weights(Path(folder))
+        except MeshwrightError as refusal:
+            error = str(refusal)
+        self._connection.send({"loaded": folder, "error": error})
 
     def _send(self, updates: list[Update]) -> None:
         entries, failure = [], None

@@ -5,12 +5,14 @@ To the engine, each message has one of these keys:
 - `submit`: requests with one prompt: `{ids, tokens, new_tokens, sampling, stop_ids, grammar}`
 - `abort`: ids of requests
 - `pause`: whether steps stop
+- `load`: the folder with newer weights
 
 From the engine:
 
 - `ready`: context, vocabulary and sizes, once the model is loaded
 - `step`: `[id, tokens]` or `[id, tokens, reason, error, logprobs]` for each request with news; `figures` as `EngineFigures`
 - `refused`: ids of requests that could not be queued; `error` is the reason
+- `loaded`: the answer to `load`; `error` is none if it succeeded
 - `failed`: why the engine cannot continue; `code` is an exit code
 """
 

@@ -29,6 +29,8 @@ curl --json '{"prompt": "def read_lines(path):", "max_tokens": 64}' http://127.0
 ```
 
 - Chats need a template: that of the folder, or `chat_template`.
+- `--follow`, or `POST /weights` at the admin port, replaces the weights between two steps. Running texts go on with the
+  new ones.
 - SIGTERM and Ctrl-C refuse new requests, wait for running ones up to `drain_seconds`, and end the server with code 0.
 - If the engine cannot continue, `/health` answers 503 for two seconds. Then the server ends with the engine's
   [code](exit-codes.md): 7 if steps fail one after the other, 5 if its process has died.
@@ -36,8 +38,9 @@ curl --json '{"prompt": "def read_lines(path):", "max_tokens": 64}' http://127.0
 
 ## Security
 
-- The server listens on loopback. Another `host` needs `api_key`, which covers all paths but `/health`; the admin port
-  needs its own key. Keys are compared in constant time. Put a proxy with TLS in front: nothing is encrypted.
+- The server listens on loopback. Another `host` needs `api_key`, which covers all paths but `/health`. Keys are
+  compared in constant time. Put a proxy with TLS in front: nothing is encrypted.
+- The admin port needs its own key: who has it can load any weights that the process can read.
 - Without `api_key`, requests with another `Host` than this machine are refused. Bodies must be
   `application/json`, which pages of other sites cannot send without permission. The page at `/` loads nothing else.
 - Bodies, prompts, new tokens, choices, log probabilities, stop strings, schemas and the queue are limited. A client
@@ -48,7 +51,7 @@ curl --json '{"prompt": "def read_lines(path):", "max_tokens": 64}' http://127.0
 ## Settings
 
 Keys of the file that `--config` names. The option of a key has its name: `max_body_bytes` is `--max-body-bytes`, and
-`--no-prefix-cache` sets `prefix_cache: false`. An option replaces the file's value.
+`--no-follow` sets `follow: false`. An option replaces the file's value.
 """
 _WITHOUT_EFFECT = textwrap.fill(
     "- without effect: " + ", ".join(f"`{key}`" for key in WITHOUT_EFFECT), 118, subsequent_indent="  "
@@ -78,7 +81,7 @@ Bodies are JSON objects (`content-type: application/json`). A key that is not li
 | 401 | the key is missing or wrong |
 | 404, 405 | no such path or model; the path has another method |
 | 413 | the body is longer than `max_body_bytes` |
-| 422 | the schema or the chat template cannot be used |
+| 422 | the schema or the chat template cannot be used, or weights cannot be loaded |
 | 429 | the queue is full; `Retry-After` says when to try again |
 | 503 | the server is loading, draining or stopping, or the engine has failed |
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.server.addresses import check_addresses, is_loopback, listening_socket, url_of, with_keys
 from meshwright.server.engine_client import EngineClient, EngineProcess
+from meshwright.server.follow import follow, newest
 from meshwright.server.metrics import ServerMetrics
 from meshwright.server.model_files import read_model_files, tokenizer_file
 from meshwright.spec.errors import BadInput, MeshwrightError
@@ -41,7 +42,8 @@ def run_server(folder: Path, spec: ServeSpec, say: Callable[[str], None]) -> Non
     _check_packages()
     spec = with_keys(spec)
     check_addresses(spec)
-    process = EngineProcess(folder, tokenizer_file(folder), {name: getattr(spec, name) for name in ENGINE_OPTIONS})
+    served = newest(folder) if spec.follow else folder
+    process = EngineProcess(served, tokenizer_file(served), {name: getattr(spec, name) for name in ENGINE_OPTIONS})
     try:
         from meshwright.server.endpoints import Api  # while the engine's process imports torch
 
@@ -53,7 +55,7 @@ def run_server(folder: Path, spec: ServeSpec, say: Callable[[str], None]) -> Non
         if spec.admin_port is not None:
             sockets.append(listening_socket(spec.host, spec.admin_port, "admin_port"))
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_Server(api, process, sockets, say).run())
+            runner.run(_Server(api, process, sockets, folder, served, say).run())
     finally:
         process.close()
     if client.failure is not None:
@@ -69,9 +71,12 @@ class _Server:
         api: Api,
         process: EngineProcess,
         sockets: Sequence[socket.socket],
+        folder: Path,
+        served: Path,
         say: Callable[[str], None],
     ) -> None:
         self._api, self._client, self._process, self._sockets, self._say = api, api.client, process, sockets, say
+        self._folder, self._served = folder, served
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
 
@@ -91,13 +96,19 @@ class _Server:
                 asyncio.ensure_future(server.serve(sockets=[end]))
                 for server, end in zip(servers, self._sockets, strict=True)
             ]
+            following = asyncio.ensure_future(self._follow())
             await self._until_stopped()
+            following.cancel()
             await self._drain()
             self._client.abort_all()
             for server in servers:
                 server.should_exit = True
             await asyncio.gather(*tasks)
         self._client.close()
+
+    async def _follow(self) -> None:
+        if self._api.spec.follow:
+            await follow(self._client, self._folder, self._served, self._api.spec.follow_seconds)
 
     def _on_signal(self) -> None:
         if self._stop.is_set():

@@ -21,13 +21,17 @@ class ServeSpec:
     api_key: str | None = None
     """Key that all paths but /health need, as `Authorization: Bearer KEY`; MESHWRIGHT_API_KEY sets it too."""
     admin_port: Port | None = None
-    """Port for pause and drain; none has no such port."""
+    """Port for new weights, pause and drain; none has no such port."""
     admin_key: str | None = None
     """Key of the admin port, which needs one; MESHWRIGHT_ADMIN_KEY sets it too."""
     name: str | None = None
     """Name of the model for clients; the folder's name if none."""
     chat_template: str | None = None
     """File with the Jinja template of chats; that of the model's folder if none."""
+    follow: bool = False
+    """Whether each new checkpoint of a run is served as soon as it is committed."""
+    follow_seconds: Annotated[float, Bound(more_than=0)] = 5.0
+    """Time between two looks for a new checkpoint."""
     sequences: Positive = 256
     """Requests in a batch at most."""
     queue: Positive = 1024
