@@ -33,7 +33,7 @@ GPU_RECOVERY_FACTOR = 3.0
 SLOW_RANK_CAUSES = ("compute", "host")
 """Causes of a straggler whose process gets too little of its host's time: it computes longer, or launches late."""
 CALM_STEPS = 12
-"""Steps before the disturbance with which the straggler analysis compares; those of the start may be slow for other reasons."""
+"""Steps before the disturbance that the straggler analysis reads; those of the start may be slow for other reasons."""
 COMPUTE_SHARE = 0.5
 """Share of the step time for which a rank has to compute, before it is disturbed, to be named: stops hit the rest, too."""
 ORPHAN_SECONDS = 3.0
