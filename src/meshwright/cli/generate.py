@@ -20,6 +20,15 @@ if TYPE_CHECKING:
 
 MOST_AT_ONCE = 64
 """Prompts that are continued at the same time."""
+DRAFT_TOKENS = 4
+"""Draft tokens of a draft model in a step, without `--speculate`."""
+
+
+class Drafting(NamedTuple):
+    """Speculative decoding: draft tokens of a text in a step at most, and the folder of the draft model, if there is one."""
+
+    tokens: int = 0
+    model: Path | None = None
 
 
 def generate(
@@ -29,6 +38,13 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 always selects the most likely token.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Draw from this many likeliest tokens; 0 from all.")] = 50,
     seed: Annotated[int, typer.Option(help="Another seed draws another continuation.")] = 0,
+    speculate: Annotated[
+        int,
+        typer.Option(min=0, help="Draft tokens that a step checks for each text; 0 for none, or 4 with --draft-model."),
+    ] = 0,
+    draft_model: Annotated[
+        Path | None, typer.Option(help="A smaller model that proposes the draft tokens (default: prompt lookup).")
+    ] = None,
     plan: PlanFile = None,
     as_json: Json = False,
 ) -> None:
@@ -42,8 +58,19 @@ def generate(
     """
     folder = model_folder(model)
     show = _unseen if as_json else partial(print, end="", flush=True)
+    drafting = Drafting(speculate)
+    if draft_model is not None:
+        drafting = Drafting(speculate or DRAFT_TOKENS, model_folder(draft_model))
     samples = sample(
-        folder, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, plan=plan, show=show
+        folder,
+        prompt,
+        tokens=tokens,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+        drafting=drafting,
+        plan=plan,
+        show=show,
     )
     if as_json:
         print(json.dumps({"samples": samples}))
@@ -61,6 +88,7 @@ def sample(
     temperature: float,
     top_k: int,
     seed: int,
+    drafting: Drafting = Drafting(),
     plan: Path | None = None,
     show: Callable[[str], object] = _unseen,
 ) -> list[dict[str, str]]:
@@ -71,6 +99,8 @@ def sample(
     """
     from tokenizers import Tokenizer
 
+    if plan is not None and drafting.tokens:
+        raise BadInput("--speculate and --draft-model are for one device: leave out --plan")
     candidates = [folder / "tokenizer.json", folder.parent.parent / "tokenizer.json"]
     file = next((path for path in candidates if path.exists()), None)
     if file is None:
@@ -82,7 +112,7 @@ def sample(
     _warn_past_context(folder, max(map(len, ids)), tokens, spread=plan is not None)
     texts = _TextsInOrder(prompts, show)
     if plan is None:
-        _continue_here(folder, tokenizer, ids, how, texts)
+        _continue_here(folder, tokenizer, ids, how, texts, drafting)
     else:
         for number, new in enumerate(_continued_by_ranks(folder, plan, ids, how)):
             texts.add(number, tokenizer.decode(list(new)), ended=True)
@@ -137,16 +167,24 @@ def _warn_past_context(folder: Path, prompt: int, tokens: int, *, spread: bool) 
 
 
 def _continue_here(
-    folder: Path, tokenizer: Tokenizer, prompts: Sequence[tuple[int, ...]], how: _Sampling, texts: _TextsInOrder
+    folder: Path,
+    tokenizer: Tokenizer,
+    prompts: Sequence[tuple[int, ...]],
+    how: _Sampling,
+    texts: _TextsInOrder,
+    drafting: Drafting,
 ) -> None:
     """Continue all prompts on one device."""
     from meshwright.checkpoint.single_device import device_and_dtype, load_model
+    from meshwright.serve.drafts import Speculation
     from meshwright.serve.engine import Engine, EngineOptions
     from meshwright.serve.sampling import SamplingOptions
 
     longest = max(map(len, prompts)) + how.tokens
-    options = EngineOptions(sequences=min(len(prompts), MOST_AT_ONCE), context=longest)
-    engine = Engine(load_model(folder, *device_and_dtype()), tokenizer, options)
+    speculation = Speculation(tokens=drafting.tokens) if drafting.tokens else None
+    options = EngineOptions(sequences=min(len(prompts), MOST_AT_ONCE), context=longest, speculation=speculation)
+    draft_model = None if drafting.model is None else load_model(drafting.model, *device_and_dtype())
+    engine = Engine(load_model(folder, *device_and_dtype()), tokenizer, options, draft_model=draft_model)
     sampling = SamplingOptions(temperature=how.temperature, top_k=how.top_k, seed=how.seed)
     stop_ids = () if how.stop is None else (how.stop,)
     numbers = [engine.submit(prompt, new_tokens=how.tokens, sampling=sampling, stop_ids=stop_ids) for prompt in prompts]
@@ -154,6 +192,9 @@ def _continue_here(
         if update.error is not None:
             raise RuntimeError(update.error)
         texts.add(numbers.index(update.number), update.text, ended=update.reason is not None)
+    if drafting.tokens:
+        proposed, accepted = engine.drafts
+        say(f"meshwright: {accepted} of {proposed} draft tokens accepted ({accepted / max(proposed, 1):.0%})")
 
 
 def _continued_by_ranks(
