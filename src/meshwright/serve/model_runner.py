@@ -15,6 +15,7 @@ from meshwright.models.decoder import Block, Decoder, SharedInputs
 from meshwright.serve.batch_inputs import BatchInputs, Packed, StepInputs
 from meshwright.serve.blocks import add_and_norm, block_forward
 from meshwright.serve.cached_attention import use_cached_attention
+from meshwright.serve.host_decode import HostDecode
 from meshwright.serve.kv_cache import KVCache
 
 
@@ -26,6 +27,7 @@ class ModelRunner:
     ) -> None:
         self._model, self._inputs = model, inputs
         self._step = use_cached_attention(model, cache, context)
+        self._host_decode = HostDecode(model, cache, context) if HostDecode.supports(model, cache) else None
         self._layers = cast("list[Block]", list(model.layers.values()))
         self.decode_sizes = graph_sizes
         """Batch sizes with a CUDA graph, ascending."""
@@ -37,6 +39,8 @@ class ModelRunner:
         if packed.decode_size in self._graphs:
             self._graphs[packed.decode_size].replay()
             return self._graph_logits[: packed.decodes]
+        if self._host_decode is not None and packed.decode_size == 1:
+            return self._host_decode.logits(self._inputs, packed)
         return self.forward(self._inputs.resolve(packed))[: len(packed.sampled_rows)]
 
     def fill_cache(self, packed: Packed) -> None:

@@ -1,0 +1,187 @@
+"""The step of a single decode on a CPU: the forward pass of a dense model in as few operators as possible.
+
+With one token a small model's products take less time than the calls of modules and operators around them. So this step writes into fixed
+buffers, whose views are made once, and joins operators: a residual addition is part of its product, and a rotation is one product.
+"""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.kernels.linear import Linear
+from meshwright.models.decoder import Attention, Block, Decoder, Embedding, Head, Norm
+from meshwright.models.mlp import GatedMLP
+from meshwright.serve.batch_inputs import BatchInputs, Packed
+from meshwright.serve.host_attention import signed_tables
+from meshwright.serve.kv_cache import KVCache
+
+
+class _Layer(NamedTuple):
+    """Weights of one layer; those of products are transposed views, `(in, out)`."""
+
+    attention_norm: Tensor
+    qkv: Tensor
+    out: Tensor
+    mlp_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+    head_norms: tuple[Tensor, Tensor] | None
+    """Weights of the norms of q and k."""
+    stored: Tensor
+    """The cache from this layer on, `(rows, tokens · head_dim)`: a row is the keys or values of one head in a block."""
+
+
+class HostDecode:
+    """Computes the logits of steps of one decode. `supports` says for which models."""
+
+    def __init__(self, model: Decoder, cache: KVCache, context: int) -> None:
+        spec, weight = model.spec, model.embed.weight
+        self._eps, self._heads, self._kv_heads, self._head_dim = spec.norm_eps, spec.heads, spec.kv_heads, spec.head_dim
+        (group,), (self._cache,) = cache.groups, cache.tensors
+        self._window, self._block_tokens = group.window, cache.tokens_per_block
+        for parameter in model.parameters():
+            _store_transposed(parameter)
+        self._embed, self._norm = weight, model.norm.weight
+        self._head = (weight if model.head.weight is None else model.head.weight).t()
+        self._layers = [self._weights(index, block) for index, block in enumerate(_blocks(model))]
+        rope = model.rope(torch.arange(context), weight.dtype)
+        assert rope is not None
+        cos, sin = signed_tables((rope[0][0, :, 0], rope[1][0, :, 0]))
+        self._rotations = torch.cat((cos[:, 0], sin[:, 0]), dim=1)
+        """`(context, 2 · head_dim)`: what `_rotation` has on its diagonal, and at the other half's places."""
+        self._rotation = weight.new_zeros(self._head_dim, self._head_dim)
+        """Row vectors times this matrix are rotated to the step's position."""
+        half, columns = self._head_dim // 2, torch.arange(self._head_dim)
+        rows = torch.cat((columns, (columns + half) % self._head_dim))
+        self._rotation_places = rows * self._head_dim + columns.repeat(2)
+        self._rows_of_block = self._cache.stride(0) // self._cache.stride(3)
+        self._rows_in_block = torch.arange(2 * self._kv_heads)[:, None]
+        self._make_buffers(weight, spec.ffn_hidden)
+
+    @staticmethod
+    def supports(model: Decoder, cache: KVCache) -> bool:
+        """Whether this is a dense model on a CPU with RMSNorm, rotary embedding, SwiGLU and no biases, in fp32 or fp64, unchanged."""
+        weight, spec = model.embed.weight, model.spec
+        if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.float64) or model.plain:
+            return False
+        usual = spec.positions == "rope" and spec.norm == "rmsnorm" and spec.mlp == "swiglu"
+        unusual = spec.bias or spec.parallel_block or any(spec.routed(layer) for layer in range(spec.layers))
+        if not usual or unusual or len(cache.groups) != 1 or cache.tensors[0].dtype != weight.dtype:
+            return False
+        return all(_is_unchanged(module, spec.heads) for module in model.modules())
+
+    def logits(self, inputs: BatchInputs, packed: Packed) -> Tensor:
+        """Logits `(1, vocab)` of a packed step of one decode, valid until the next call.
+
+        Writes the token's keys and values into the cache.
+        """
+        position = int(packed.sampled_positions) - 1
+        table = inputs.tables[0, int(packed.sampled_rows)].tolist()
+        x, normed, qkv, attended = self._x, self._normed, self._qkv, self._attended
+        self._rotation.view(-1).index_copy_(0, self._rotation_places, self._rotations[position])
+        block, offset = table[position // self._block_tokens], position % self._block_tokens
+        slots = self._cache.select(0, block).select(3, offset).unbind()
+        rows, stored, keys, values = self._stored(table, position)
+        torch.index_select(self._embed, 0, inputs.newest[packed.sampled_rows], out=x)
+        for layer, slot in zip(self._layers, slots, strict=True):
+            self._normalise(layer.attention_norm)
+            torch.mm(normed, layer.qkv, out=qkv)
+            if layer.head_norms is not None:
+                self._normalise_heads(*layer.head_norms)
+            torch.mm(self._unrotated, self._rotation, out=self._rotated)
+            self._unrotated.copy_(self._rotated)
+            slot.copy_(self._new)
+            torch.index_select(layer.stored, 0, rows, out=stored)
+            scores = torch.baddbmm(self._none, self._q, keys, beta=0, alpha=self._scale)
+            torch.bmm(scores.softmax(-1), values, out=self._attended_heads)
+            torch.addmm(x, attended, layer.out, out=x)
+            self._normalise(layer.mlp_norm)
+            torch.mm(normed, layer.gate_up, out=self._gate_up)
+            torch.mul(nn.functional.silu(self._gate), self._up, out=self._activated)
+            torch.addmm(x, self._activated, layer.down, out=x)
+        self._normalise(self._norm)
+        return torch.mm(normed, self._head, out=self._logits)
+
+    def _weights(self, index: int, block: Block) -> _Layer:
+        attention, mlp = cast("Attention", block.attention), cast("GatedMLP", block.mlp)
+        blocks, layers, *_ = self._cache.shape
+        rows = self._cache.view(blocks * layers * 2 * self._kv_heads, -1)
+        return _Layer(
+            attention_norm=block.attention_norm.weight,
+            qkv=attention.qkv.weight.t(),
+            out=attention.out.weight.t(),
+            mlp_norm=block.mlp_norm.weight,
+            gate_up=mlp.gate_up.weight.t(),
+            down=mlp.down.weight.t(),
+            head_norms=(attention.q_norm.weight, attention.k_norm.weight) if attention.qk_norm else None,
+            stored=rows[index * 2 * self._kv_heads :],
+        )
+
+    def _make_buffers(self, weight: Tensor, ffn_hidden: int) -> None:
+        heads, kv_heads, head_dim = self._heads, self._kv_heads, self._head_dim
+        self._width = weight.shape[1]
+        self._x, self._normed = weight.new_empty(1, self._width), weight.new_empty(1, self._width)
+        self._flat = self._x[0]
+        self._qkv = weight.new_empty(1, (heads + 2 * kv_heads) * head_dim)
+        by_head = self._qkv.view(-1, head_dim)
+        self._unrotated = by_head[: heads + kv_heads]
+        self._rotated = torch.empty_like(self._unrotated)
+        self._q = by_head[:heads].view(kv_heads, heads // kv_heads, head_dim)
+        self._new = by_head[heads:].view(2, kv_heads, head_dim)
+        self._attended = weight.new_empty(1, heads * head_dim)
+        self._attended_heads = self._attended.view(kv_heads, heads // kv_heads, head_dim)
+        self._gate_up = weight.new_empty(1, 2 * ffn_hidden)
+        self._gate, self._up = self._gate_up.chunk(2, dim=1)
+        self._activated = weight.new_empty(1, ffn_hidden)
+        self._logits = weight.new_empty(1, self._head.shape[1])
+        self._zero, self._none, self._scale = weight.new_zeros(1), weight.new_empty(1, 1, 1), head_dim**-0.5
+
+    def _normalise(self, weight: Tensor) -> None:
+        """Write the RMSNorm of the residual stream."""
+        scale = 1.0 / sqrt(self._flat.dot(self._flat).item() / self._width + self._eps)
+        torch.addcmul(self._zero, self._x, weight, value=scale, out=self._normed)
+
+    def _normalise_heads(self, q_weight: Tensor, k_weight: Tensor) -> None:
+        width = (self._head_dim,)
+        for part, weight in ((self._unrotated[: self._heads], q_weight), (self._unrotated[self._heads :], k_weight)):
+            part.copy_(nn.functional.rms_norm(part, width, weight, self._eps))
+
+    def _stored(self, table: list[int], position: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Rows of `_Layer.stored` that the step reads, where they are copied to, and the keys and values there.
+
+        Keys are `(kv_heads, head_dim, tokens)`, values `(kv_heads, tokens, head_dim)`.
+        """
+        size = self._block_tokens
+        first = 0 if self._window is None else max(0, position + 1 - self._window)
+        blocks = torch.tensor(table[first // size : position // size + 1])
+        rows = torch.add(self._rows_in_block, blocks, alpha=self._rows_of_block).view(-1)
+        stored = self._cache.new_empty(len(rows), size * self._head_dim)
+        both = stored.view(2, self._kv_heads, -1, self._head_dim)
+        keys, values = both[:, :, first % size : position + 1 - first // size * size].unbind()
+        return rows, stored, keys.transpose(1, 2), values
+
+
+def _blocks(model: Decoder) -> list[Block]:
+    return cast("list[Block]", list(model.layers.values()))
+
+
+def _store_transposed(parameter: nn.Parameter) -> None:
+    """Let the values of a matrix lie column by column: a product of one token with it then takes about two thirds of the time."""
+    if parameter.dim() == 2:
+        parameter.data = parameter.data.t().contiguous().t()
+
+
+def _is_unchanged(module: nn.Module, heads: int) -> bool:
+    """Whether a module is the trainer's own, with all heads and without fp8."""
+    if type(module) not in _MODULES or "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
+        return False
+    if isinstance(module, Attention):
+        return module.heads == heads
+    return not isinstance(module, Linear) or module.scaling is None
+
+
+_MODULES = (Decoder, Embedding, nn.ModuleDict, Block, Attention, GatedMLP, Norm, Head, Linear)

@@ -1,0 +1,53 @@
+"""Single decodes on a CPU agree with the trainer's forward, whichever models they support."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from meshwright.models.mlp import GatedMLP
+from meshwright.serve.host_decode import HostDecode
+from meshwright.serve.kv_cache import KVCache
+from tests.models.tiny import GPT2, LLAMA, MIXTRAL, PARALLEL, QWEN3, SCALED, SLIDING, built
+from tests.serve.helpers import PROMPTS, engine_of, record_logits, texts, tiny
+
+
+@pytest.mark.parametrize("spec", [LLAMA, QWEN3, SLIDING, replace(LLAMA, kv_heads=1, tied=True)], ids=str)
+def test_logits_are_those_of_the_trainer(spec) -> None:
+    model = tiny(spec)
+    engine = engine_of(model)
+    assert engine._runner._host_decode is not None
+    seen = record_logits(engine)
+    (new,) = texts(engine, PROMPTS[:1])
+    with torch.no_grad():
+        whole = model(torch.tensor([[*PROMPTS[0], *new]]))[0, len(PROMPTS[0]) - 1 : -1]
+    assert (torch.stack(seen[0]) - whole).abs().max() < 1e-5
+
+
+def supported(model, dtype=torch.float32) -> bool:
+    cache = KVCache(model.spec, [4], tokens_per_block=4, device=torch.device("cpu"), dtype=dtype)
+    return HostDecode.supports(model, cache)
+
+
+@pytest.mark.parametrize("spec", [GPT2, MIXTRAL, PARALLEL, SCALED], ids=str)
+def test_other_models_take_the_general_path(spec) -> None:
+    assert supported(tiny(LLAMA))
+    assert not supported(tiny(spec))
+
+
+def test_a_changed_model_takes_the_general_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not supported(built(LLAMA, dtype=torch.float32, plain=True))
+    assert not supported(built(LLAMA, dtype=torch.bfloat16), torch.bfloat16)
+    divided = tiny(LLAMA)
+    divided.layers["1"].attention.heads //= 2
+    assert not supported(divided)
+    hooked = tiny(LLAMA)
+    hooked.layers["0"].mlp.register_forward_hook(lambda module, inputs, output: output)
+    assert not supported(hooked)
+    replaced = tiny(LLAMA)
+    mlp = replaced.layers["0"].mlp
+    assert isinstance(mlp, GatedMLP)
+    monkeypatch.setattr(mlp, "down", torch.nn.Linear(96, 64, bias=False))
+    assert not supported(replaced)
