@@ -340,7 +340,17 @@ def test_generate_with_drafts_gives_the_same_texts(finished: Path) -> None:
     assert drafted.json == meshwright("generate", finished, *greedy).json
     assert "draft tokens accepted (100%)" in drafted.err
     refused = meshwright("generate", finished, *arguments, "--speculate", 2, "--plan", finished / "plan.yaml")
-    assert refused.code == 2 and "for one device: leave out --plan" in refused.err
+    assert refused.code == 2 and "for one device: leave out --plan" in refused.json["error"]
+
+
+def test_generate_in_other_formats(finished: Path) -> None:
+    arguments = ["-p", "the quick", "-p", "seven", "--tokens", 5, "--seed", 1, "--json"]
+    formats = ["--weights", "fp8", "--kv-cache", "fp8", "--invariant"]
+    answer = meshwright("generate", finished, *arguments, *formats)
+    alone = meshwright("generate", finished, *arguments[2:], *formats)
+    assert len(answer.json["samples"]) == 2 and answer.json["samples"][1:] == alone.json["samples"]
+    refused = meshwright("generate", finished, *arguments, *formats, "--plan", finished / "plan.yaml")
+    assert refused.code == 2 and "for one device: leave out --plan" in refused.json["error"]
 
 
 def test_a_text_is_shown_while_it_is_made(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:

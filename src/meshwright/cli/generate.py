@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -31,6 +32,20 @@ class Drafting(NamedTuple):
     model: Path | None = None
 
 
+class Fp8Format(StrEnum):
+    """Formats narrower than the model's dtype."""
+
+    FP8 = "fp8"
+
+
+class Formats(NamedTuple):
+    """Formats of the engine, as in `serve.engine.EngineOptions`."""
+
+    weights: Fp8Format | None = None
+    kv_cache: Fp8Format | None = None
+    invariant: bool = False
+
+
 def generate(
     model: Model,
     prompt: Annotated[list[str], typer.Option("--prompt", "-p", help="Text to continue; may be given several times.")],
@@ -38,6 +53,9 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 always selects the most likely token.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Draw from this many likeliest tokens; 0 from all.")] = 50,
     seed: Annotated[int, typer.Option(help="Another seed draws another continuation.")] = 0,
+    weights: Annotated[Fp8Format | None, typer.Option(help="Format of the linear layers' weights.")] = None,
+    kv_cache: Annotated[Fp8Format | None, typer.Option(help="Format of cached keys and values.")] = None,
+    invariant: Annotated[bool, typer.Option(help="Make each text independent of the others, bit for bit.")] = False,
     speculate: Annotated[
         int,
         typer.Option(min=0, help="Draft tokens that a step checks for each text; 0 for none, or 4 with --draft-model."),
@@ -68,6 +86,7 @@ def generate(
         temperature=temperature,
         top_k=top_k,
         seed=seed,
+        formats=Formats(weights, kv_cache, invariant),
         drafting=drafting,
         plan=plan,
         show=show,
@@ -88,17 +107,21 @@ def sample(
     temperature: float,
     top_k: int,
     seed: int,
+    formats: Formats = Formats(),
     drafting: Drafting = Drafting(),
     plan: Path | None = None,
     show: Callable[[str], object] = _unseen,
 ) -> list[dict[str, str]]:
     """`[{prompt, text}]`: each prompt with the model's continuation, computed by the ranks of `plan` if it is given.
 
+    `formats` are those of the engine, for one device; with `plan` they raise BadInput.
     `show` receives the texts in the order of the prompts: on one device each piece as it is generated, from ranks when all are complete.
     All prompts are continued at the same time.
     """
     from tokenizers import Tokenizer
 
+    if plan is not None and formats != Formats():
+        raise BadInput("--weights, --kv-cache and --invariant are for one device: leave out --plan")
     if plan is not None and drafting.tokens:
         raise BadInput("--speculate and --draft-model are for one device: leave out --plan")
     candidates = [folder / "tokenizer.json", folder.parent.parent / "tokenizer.json"]
@@ -112,7 +135,7 @@ def sample(
     _warn_past_context(folder, max(map(len, ids)), tokens, spread=plan is not None)
     texts = _TextsInOrder(prompts, show)
     if plan is None:
-        _continue_here(folder, tokenizer, ids, how, texts, drafting)
+        _continue_here(folder, tokenizer, ids, how, texts, formats, drafting)
     else:
         for number, new in enumerate(_continued_by_ranks(folder, plan, ids, how)):
             texts.add(number, tokenizer.decode(list(new)), ended=True)
@@ -172,6 +195,7 @@ def _continue_here(
     prompts: Sequence[tuple[int, ...]],
     how: _Sampling,
     texts: _TextsInOrder,
+    formats: Formats,
     drafting: Drafting,
 ) -> None:
     """Continue all prompts on one device."""
@@ -181,8 +205,15 @@ def _continue_here(
     from meshwright.serve.sampling import SamplingOptions
 
     longest = max(map(len, prompts)) + how.tokens
-    speculation = Speculation(tokens=drafting.tokens) if drafting.tokens else None
-    options = EngineOptions(sequences=min(len(prompts), MOST_AT_ONCE), context=longest, speculation=speculation)
+    weights, kv_cache = (None if name is None else name.value for name in formats[:2])
+    options = EngineOptions(
+        sequences=min(len(prompts), MOST_AT_ONCE),
+        context=longest,
+        weights=weights,
+        kv_cache=kv_cache,
+        invariant=formats.invariant,
+        speculation=Speculation(tokens=drafting.tokens) if drafting.tokens else None,
+    )
     draft_model = None if drafting.model is None else load_model(drafting.model, *device_and_dtype())
     engine = Engine(load_model(folder, *device_and_dtype()), tokenizer, options, draft_model=draft_model)
     sampling = SamplingOptions(temperature=how.temperature, top_k=how.top_k, seed=how.seed)

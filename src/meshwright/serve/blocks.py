@@ -1,34 +1,46 @@
 """The trainer's blocks with each residual addition fused into the next norm.
 
 The residual stream between two halves of a block is a pair `(x, delta)`: `delta` is the output of the last half, and the next norm adds it
-to x. The roundings are those of `models.decoder.Block`. All tensors are `(1, tokens, hidden)`.
+to x. The roundings are those of `models.decoder.Block`. All tensors are `(1, tokens, hidden)`. A norm before layers with fp8 weights
+(`serve.formats`) also rounds its result to fp8.
 """
 
 from __future__ import annotations
 
+from typing import cast
+
 from torch import Tensor
 
 from meshwright.kernels.add_norm import add_rms_norm
+from meshwright.kernels.fp8_products import Fp8Matrix
+from meshwright.kernels.row_quantize import quantize_add_rms_norm
 from meshwright.models.decoder import Block, Norm
+from meshwright.serve.formats import takes_fp8
 
 
 def block_forward(block: Block, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return `(x, delta)` behind the block, whose attention rotates and masks by itself; the first block has no delta."""
-    x, normed = add_and_norm(x, delta, block.attention_norm)
-    if block.parallel and not block.routed:
-        return x, block.add_branches(block, normed, None, None)
+    dense = not block.routed
+    fp8 = takes_fp8(block.attention) and (dense or not block.parallel)
+    x, normed = add_and_norm(x, delta, block.attention_norm, fp8=fp8)
+    if block.parallel and dense:
+        return x, block.add_branches(block, cast("Tensor", normed), None, None)
     attended = block.attention(normed, None, None)
     if block.parallel:
         x = x + attended
     else:
-        x, normed = add_and_norm(x, attended, block.mlp_norm)
+        x, normed = add_and_norm(x, attended, block.mlp_norm, fp8=dense and takes_fp8(block.mlp))
     return x, block.moe(normed).x if block.routed else block.mlp(normed)
 
 
-def add_and_norm(x: Tensor, delta: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
-    """Return `x + delta`, or x without a delta, and its norm."""
+def add_and_norm(
+    x: Tensor, delta: Tensor | None, norm: Norm, *, fp8: bool = False
+) -> tuple[Tensor, Tensor | Fp8Matrix]:
+    """Return `x + delta`, or x without a delta, and its norm; with `fp8` the norm may be rounded to fp8."""
     if delta is None:
         return x, norm(x)
+    if norm.bias is None and fp8:
+        return quantize_add_rms_norm(x, delta, norm.weight, norm.eps, plain=norm.plain)
     if norm.bias is None:
         return add_rms_norm(x, delta, norm.weight, norm.eps, plain=norm.plain)
     x = x + delta

@@ -6,6 +6,8 @@ called without rotary tables, because the rotation is fused with the write into 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -17,17 +19,25 @@ from meshwright.serve.batch_inputs import StepInputs
 from meshwright.serve.host_attention import HostDecodes, prepare_decodes, signed_tables
 from meshwright.serve.kv_cache import KVCache
 
+INVARIANT_QUERIES = 512
+"""Tokens whose attention an invariant step computes at a time: the parts of their contexts take memory."""
+
 
 class CurrentStep:
     """The inputs of the step that the model computes; all layers read them."""
 
-    def __init__(self, rope: RotaryTables | None, cache: KVCache) -> None:
+    def __init__(self, rope: RotaryTables | None, cache: KVCache, *, invariant: bool = False) -> None:
         self.rope, self._cache = rope, cache
         """Rotary tables `(context, head_dim / 2)`, or None for a model with learned positions."""
+        self.scales = cache.scales
+        """Scales of an fp8 cache."""
+        self.invariant = invariant
+        """Whether the bits of a token's attention do not depend on the other tokens of the step."""
         on_host = cache.tensors[0].device.type == "cpu"
         self._host_rope = signed_tables(rope) if on_host and rope is not None else None
-        self._on_host = on_host
+        self._host_decodes_work = on_host and cache.scales is None
         self._host_decodes: dict[int, HostDecodes] = {}
+        self._lone_tokens: LoneTokens | None = None
         self._inputs: StepInputs
 
     @property
@@ -39,16 +49,43 @@ class CurrentStep:
     def inputs(self, inputs: StepInputs) -> None:
         self._inputs = inputs
         self._host_decodes.clear()
+        self._lone_tokens = None
 
     def host_decodes(self, group: int) -> HostDecodes | None:
         """What the layers of a group share in a step of decodes on a CPU; None for other steps."""
         step = self._inputs
-        if not self._on_host or step.decodes != len(step.tokens):
+        if not self._host_decodes_work or step.decodes != len(step.tokens):
             return None
         if group not in self._host_decodes:
             window, size = self._cache.groups[group].window, self._cache.tokens_per_block
             self._host_decodes[group] = prepare_decodes(step, group, window, self._host_rope, size)
         return self._host_decodes[group]
+
+    def lone_tokens(self) -> LoneTokens:
+        """The step's tokens as decodes of one token each; all layers share them."""
+        if self._lone_tokens is None:
+            self._lone_tokens = _split_into_tokens(self._inputs)
+        return self._lone_tokens
+
+
+class LoneTokens(NamedTuple):
+    """Each token of a step as a sequence of its own."""
+
+    block_tables: tuple[Tensor, ...]
+    """For each group `(tokens, blocks)`."""
+    context_lengths: Tensor
+    """`(tokens,)` int32: tokens of the text up to this one; 0 for padding."""
+    starts: Tensor
+    """`(tokens + 1,)` int32: 0, 1, 2, …"""
+
+
+def _split_into_tokens(step: StepInputs) -> LoneTokens:
+    tokens = len(step.tokens)
+    starts = torch.arange(tokens + 1, dtype=torch.int32, device=step.tokens.device)
+    if step.decodes == tokens:
+        return LoneTokens(step.block_tables, step.context_lengths, starts)
+    sequence = torch.searchsorted(step.query_starts[1:].contiguous(), starts[:-1], right=True)
+    return LoneTokens(tuple(table[sequence] for table in step.block_tables), step.positions + 1, starts)
 
 
 class CachedAttention:
@@ -63,11 +100,15 @@ class CachedAttention:
         if not plain and (decodes := self._step.host_decodes(self._group)) is not None:
             return decodes.attend(q, k, v, self._cache)[None]
         step = self._step.inputs
-        keys = torch.empty_like(k) if step.prompts else None
+        # What an fp8 cache and an invariant step compute does not depend on where chunks begin: all keys come from the cache.
+        keys = torch.empty_like(k) if step.prompts and self._step.scales is None and not self._step.invariant else None
         slots = step.slots[self._group]
+        rope, scales = self._step.rope, self._step.scales
         q = rotate_and_write(
-            q, k, v, self._step.rope, step.positions, self._cache, slots, rotated_keys=keys, plain=plain
+            q, k, v, rope, step.positions, self._cache, slots, scales=scales, rotated_keys=keys, plain=plain
         )
+        if self._step.invariant and q.is_cuda:
+            return self._attend_alone(q, plain)[None]
         if keys is None:
             return self._attend_to_cache(q, step, step.context_lengths.shape[0], plain)[None]
         sequences = step.context_lengths.shape[0] - len(step.prompts)
@@ -86,18 +127,31 @@ class CachedAttention:
             step.query_starts[: sequences + 1],
             decodes=step.decodes,
             window=self._window,
+            scales=self._step.scales,
             plain=plain,
         )
 
+    def _attend_alone(self, q: Tensor, plain: bool) -> Tensor:
+        """Attention of each token by the kernel for decodes, in the order of addition that it has for this token alone."""
+        lone = self._step.lone_tokens()
+        tables, parts = lone.block_tables[self._group], []
+        for begin in range(0, len(q), INVARIANT_QUERIES):
+            part = slice(begin, begin + INVARIANT_QUERIES)
+            count = len(q[part])
+            step = (self._cache, tables[part], lone.context_lengths[part], lone.starts[: count + 1])
+            options = {"decodes": count, "window": self._window, "scales": self._step.scales, "plain": plain}
+            parts.append(paged_attention(q[part], *step, **options, invariant=True))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-def use_cached_attention(model: Decoder, cache: KVCache, context: int) -> CurrentStep:
+
+def use_cached_attention(model: Decoder, cache: KVCache, context: int, *, invariant: bool = False) -> CurrentStep:
     """Let every layer of `model` attend to the cache, in texts of up to `context` tokens.
 
     The model then computes only steps whose inputs are set in the result.
     """
     weight = model.embed.weight
     rope = model.rope(torch.arange(context, device=weight.device), weight.dtype)
-    step = CurrentStep(None if rope is None else (rope[0][0, :, 0], rope[1][0, :, 0]), cache)
+    step = CurrentStep(None if rope is None else (rope[0][0, :, 0], rope[1][0, :, 0]), cache, invariant=invariant)
     for number, layer in model.layers.items():
         group, cache_layer = cache.layer(int(number))
         attention = layer.attention

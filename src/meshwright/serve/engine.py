@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from meshwright.kernels.fp8_products import E4M3
 from meshwright.models.decoder import Decoder
 from meshwright.policies.batch_request import BatchLimits, CacheGroup, Request, Step
 from meshwright.policies.batching import BatchPolicy
 from meshwright.serve.batch_inputs import BatchInputs, Packed
 from meshwright.serve.drafts import Speculation, drafter_for
+from meshwright.serve.formats import Fp8, use_formats
 from meshwright.serve.generation import Generation, Update
 from meshwright.serve.grammar import Grammar, GrammarTokens, unconstrained
+from meshwright.serve.invariance import check_invariant, classes_for
 from meshwright.serve.kv_cache import KVCache, fitting_blocks, layer_groups
 from meshwright.serve.model_runner import ModelRunner, graph_sizes
 from meshwright.serve.prompts import check_request, prompt_ids
@@ -54,6 +57,12 @@ class EngineOptions:
     """Whether a step is launched before the tokens of the one before are read; None: on a GPU."""
     graphs: bool | None = None
     """Whether steps of decodes only are replayed as CUDA graphs; None: on a GPU."""
+    weights: Fp8 | None = None
+    """Format of the linear layers' weights (`serve.formats`); None: the model's dtype."""
+    kv_cache: Fp8 | None = None
+    """Format of cached keys and values; None: the model's dtype."""
+    invariant: bool = False
+    """Whether a request's results do not depend on the other requests, bit for bit (`serve.invariance`). Slower."""
     speculation: Speculation | None = None
     """Drafts by prompt lookup, or by a draft model; None: no drafts."""
 
@@ -84,7 +93,10 @@ class Engine:
         self.spec, self._tokenizer, self._clock = model.spec, tokenizer, clock
         self.context = min(options.context or model.spec.max_seq_len, model.spec.max_seq_len)
         speculation = options.speculation or (None if draft_model is None else Speculation())
+        check_invariant(options.invariant, draft_model)
+        use_formats(model, weights=options.weights, invariant=options.invariant)
         weight = model.embed.weight
+        cache_dtype = weight.dtype if options.kv_cache is None else E4M3
         cuda = weight.device.type == "cuda"
         self._overlap = cuda if options.overlap is None else options.overlap
         step_tokens = max(options.step_tokens, options.sequences)
@@ -96,6 +108,7 @@ class Engine:
             sequences=options.sequences,
             step_tokens=step_tokens,
             context=self.context,
+            cache_dtype=cache_dtype,
             draft=None if draft_model is None else draft_model.spec,
             drafts=0 if speculation is None else speculation.tokens,
         )
@@ -116,7 +129,7 @@ class Engine:
             [blocks] * len(groups),
             tokens_per_block=options.tokens_per_block,
             device=weight.device,
-            dtype=weight.dtype,
+            dtype=cache_dtype,
         )
         self._inputs = BatchInputs(
             table_rows=rows,
@@ -128,8 +141,10 @@ class Engine:
         )
         graphs = cuda if options.graphs is None else options.graphs
         sizes = graph_sizes(options.sequences) if graphs else ()
-        self._runner = ModelRunner(model, cache, self._inputs, context=self.context, graph_sizes=sizes)
-        self._sampler = Sampler(rows, weight.device, model.spec.vocab_size)
+        invariant = options.invariant
+        runner, sampler = classes_for(weight.device) if invariant else (ModelRunner, Sampler)
+        self._runner = runner(model, cache, self._inputs, context=self.context, graph_sizes=sizes, invariant=invariant)
+        self._sampler = sampler(rows, weight.device, model.spec.vocab_size)
         self._table_rows = RequestRows(rows)
         self._generations: dict[int, Generation] = {}
         self._drafter = drafter_for(

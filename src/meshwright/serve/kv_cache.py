@@ -1,7 +1,8 @@
 """The paged key/value cache: its groups of layers, its size in blocks, and its memory.
 
 All layers with the same attention form a group. A group's cache is one tensor `(blocks, layers, 2, kv_heads, tokens, head_dim)`, so that a
-block is contiguous and the part of one head is a long run.
+block is contiguous and the part of one head is a long run. In fp8 (e4m3) it has twice the blocks of bf16; its scales are 1, so numbers
+beyond 448 are limited to it.
 """
 
 from __future__ import annotations
@@ -59,13 +60,15 @@ def fitting_blocks(
     context: int,
     draft: ModelSpec | None = None,
     drafts: int = 0,
+    cache_dtype: torch.dtype | None = None,
 ) -> int:
     """Blocks of each group that fit the memory of `device` beside the weights, at most `most_blocks`.
 
-    A `draft` model has as many blocks in a cache of its own. `drafts` is the number of draft tokens of a request in a step.
+    `dtype` is that of activations and, unless `cache_dtype` says otherwise, of the cache. A `draft` model has as many blocks in a cache
+    of its own. `drafts` is the number of draft tokens of a request in a step.
     Raises OutOfResources if not even one request of `context` tokens fits.
     """
-    block = sum(bytes_per_block(spec, group, tokens_per_block, dtype) for group in layer_groups(spec))
+    block = sum(bytes_per_block(spec, group, tokens_per_block, cache_dtype or dtype) for group in layer_groups(spec))
     samples = sequences * (1 + drafts)
     if draft is not None:
         samples *= 2
@@ -99,6 +102,9 @@ class KVCache:
         dtype: torch.dtype,
     ) -> None:
         self.groups, self.tokens_per_block = layer_groups(spec), tokens_per_block
+        fp8 = dtype.itemsize == 1
+        self.scales = torch.ones(2, spec.kv_heads, device=device) if fp8 else None
+        """What the stored keys and values of each head are multiplied by; None without fp8."""
         self.tensors = [
             torch.zeros(
                 count, len(group.layers), 2, spec.kv_heads, tokens_per_block, spec.head_dim, device=device, dtype=dtype

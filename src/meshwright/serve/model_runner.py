@@ -23,11 +23,19 @@ class ModelRunner:
     """Runs the model on steps. It changes the model's attention, so the model is then the engine's."""
 
     def __init__(
-        self, model: Decoder, cache: KVCache, inputs: BatchInputs, *, context: int, graph_sizes: tuple[int, ...] = ()
+        self,
+        model: Decoder,
+        cache: KVCache,
+        inputs: BatchInputs,
+        *,
+        context: int,
+        graph_sizes: tuple[int, ...] = (),
+        invariant: bool = False,
     ) -> None:
         self._model, self._inputs = model, inputs
-        self._step = use_cached_attention(model, cache, context)
-        self._host_decode = HostDecode(model, cache, context) if HostDecode.supports(model, cache) else None
+        self._step = use_cached_attention(model, cache, context, invariant=invariant)
+        usual = not invariant and HostDecode.supports(model, cache)
+        self._host_decode = HostDecode(model, cache, context) if usual else None
         self._layers = cast("list[Block]", list(model.layers.values()))
         self.decode_sizes = graph_sizes
         """Batch sizes with a CUDA graph, ascending."""

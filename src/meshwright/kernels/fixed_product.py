@@ -1,0 +1,67 @@
+"""Products with weights, in 8 to 32 bits, whose result for a token does not depend on the other tokens.
+
+Libraries select a kernel by the number of tokens, and kernels add in different orders. Here the order follows from the weight's shape and
+dtype alone: the inner dimension is divided into `inner_splits` parts, each is summed tile by tile, and the parts are added in ascending
+order. One program computes all parts of a tile of the result, or, for few tokens, a program for each part, so that all
+multiprocessors read the weight; the last of them adds the parts. Both give the same bits.
+
+At few tokens the time is that of reading the weight, so a kernel that divides the inner dimension is also used for fp8 where no such
+promise is made.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.kernels import fp8_products as fp8
+from meshwright.kernels.fp8_products import Fp8Matrix
+
+TILE_BYTES = 128
+"""Bytes of a row of a tile: a cache line, and the width of the tensor cores' tiles in shared memory."""
+TILE_COLUMNS = 64
+"""Outputs of a tile: the least of Hopper's tensor cores."""
+PROGRAMS = 512
+"""Programs that the splits aim at: about 4 on each multiprocessor, so that loads of some hide the ends of others."""
+MIN_TILES, MAX_SPLITS = 4, 16
+"""Least tiles of a part, and most parts."""
+FEW_TOKENS = 64
+"""Most tokens for which `fp8_linear` takes this kernel."""
+
+
+def inner_splits(columns: int, inner: int, itemsize: int) -> int:
+    """Parts of the inner dimension for a weight `(columns, inner)` of numbers of `itemsize` bytes: a power of two."""
+    tiles = -(-inner * itemsize // TILE_BYTES)
+    most = min(PROGRAMS // max(1, -(-columns // TILE_COLUMNS)), tiles // MIN_TILES, MAX_SPLITS)
+    return 1 << (max(most, 1).bit_length() - 1)
+
+
+def fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x · weightᵀ + bias `(…, out)` of x `(…, in)`; the bits of a token's result do not depend on the other tokens.
+
+    Only on CUDA; elsewhere the same operation without the promise.
+    """
+    if not x.is_cuda or x.dtype == torch.float64:
+        return F.linear(x, weight, bias)
+    from meshwright.kernels.fixed_product_triton import product
+
+    rows = x.flatten(0, -2).contiguous()
+    return product(rows, weight, None, None, bias, weight.dtype).view(*x.shape[:-1], -1)
+
+
+def fp8_linear(
+    x: Fp8Matrix, weight: Fp8Matrix, bias: Tensor | None, dtype: torch.dtype, *, invariant: bool = False
+) -> Tensor:
+    """x · weightᵀ + bias `(…, out)` in `dtype` of fp8 matrices: x `(…, in)` and weight `(out, in)`, each with a scale per row.
+
+    With `invariant` the bits of a token's result do not depend on the other tokens, on CUDA.
+    """
+    shape = (*x.values.shape[:-1], weight.values.shape[0])
+    rows = Fp8Matrix(x.values.flatten(0, -2), x.scale.flatten(0, -2))
+    if rows.values.is_cuda and (invariant or len(rows.values) <= FEW_TOKENS):
+        from meshwright.kernels.fixed_product_triton import product
+
+        return product(rows.values, weight.values, rows.scale, weight.scale, bias, dtype).view(shape)
+    out = fp8.matmul(rows, weight, dtype, fast=True)
+    return (out if bias is None else out + bias).view(shape)

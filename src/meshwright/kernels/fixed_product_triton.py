@@ -1,0 +1,185 @@
+"""The Triton kernel of `fixed_product`; imported only with a CUDA device, as CPU builds of torch lack Triton.
+
+The weight's rows are the first operand of the tensor cores and the tokens the second, because the first needs at least 64 rows and the
+second only 16. Sizes: COLUMNS outputs and TOKENS tokens of a tile, INNER numbers of a token that are added in a step.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from meshwright.kernels.fixed_product import TILE_BYTES, inner_splits
+
+GROUP = 8
+"""Tiles of tokens that are computed with the same weights one after another, while these are in the L2 cache."""
+MOST_ARRIVALS = 1 << 16
+"""Tiles of a product whose parts have programs of their own."""
+
+
+class Tile(NamedTuple):
+    """Outputs and tokens of a tile, warps of a program, stages of the software pipeline."""
+
+    columns: int
+    tokens: int
+    warps: int
+    stages: int
+
+
+def tile_of(tokens: int) -> Tile:
+    """The tile for a number of tokens; its size does not change the results."""
+    if tokens <= 16:
+        return Tile(64, 16, warps=4, stages=5)
+    if tokens <= 64:
+        return Tile(64, 32 if tokens <= 32 else 64, warps=4, stages=4)
+    return Tile(64, 128, warps=4, stages=4) if tokens <= 256 else Tile(128, 128, warps=8, stages=4)
+
+
+def product(
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor | None,
+    weight_scale: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    tile: Tile | None = None,
+    splits: int | None = None,
+    across: bool | None = None,
+) -> Tensor:
+    """x `(tokens, in)` · weight `(out, in)`ᵀ in `dtype`, times the scales, plus the bias, if given.
+
+    The scales are `(tokens, 1)` and `(out, 1)`. All tensors are contiguous. `across` says whether each part of the inner dimension has
+    a program of its own; None decides by the number of tokens. Not for several streams at a time: parts count their arrivals in one
+    buffer of the device.
+    """
+    (tokens, inner), columns = x.shape, weight.shape[0]
+    out = torch.empty(tokens, columns, dtype=dtype, device=x.device)
+    if not tokens:
+        return out
+    tile = tile or tile_of(tokens)
+    splits = splits or inner_splits(columns, inner, x.element_size())
+    tiles = triton.cdiv(tokens, tile.tokens) * triton.cdiv(columns, tile.columns)
+    if across is None:
+        across = tokens <= 256
+    across = across and splits > 1 and tiles <= MOST_ARRIVALS
+    partial, arrivals = out, out
+    if across:
+        partial = torch.empty(tiles * splits, tile.columns * tile.tokens, dtype=torch.float32, device=x.device)
+        arrivals = _arrivals(x.device)
+    inner_tile = TILE_BYTES // x.element_size()
+    _product[(tiles, splits if across else 1)](
+        x,
+        weight,
+        x if x_scale is None else x_scale,
+        x if weight_scale is None else weight_scale,
+        x if bias is None else bias,
+        out,
+        partial,
+        arrivals,
+        tokens,
+        columns,
+        inner,
+        splits,
+        COLUMNS=tile.columns,
+        TOKENS=tile.tokens,
+        INNER=inner_tile,
+        EVEN=inner % inner_tile == 0,
+        IMPRECISE=inner_tile if x.element_size() == 1 else 0,
+        ACROSS=across,
+        SCALED=x_scale is not None,
+        BIAS=bias is not None,
+        GROUP=GROUP,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out
+
+
+@cache
+def _arrivals(device: torch.device) -> Tensor:
+    """Programs of each tile that have stored their part; every kernel leaves zeros."""
+    return torch.zeros(MOST_ARRIVALS, dtype=torch.int32, device=device)
+
+
+@triton.jit
+def _sum_tiles(
+    x, weight, begin, end, token_used, inner, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, INNER: tl.constexpr,
+    EVEN: tl.constexpr, IMPRECISE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Products `(COLUMNS, TOKENS)` of the tiles `begin` to end - 1; x and weight point to the rows of the operands."""
+    sums = tl.zeros([COLUMNS, TOKENS], tl.float32)
+    step = tl.arange(0, INNER)
+    for tile in range(begin, end):
+        index = tile * INNER + step
+        if EVEN:
+            inputs = tl.load(x[:, None] + index[None, :], mask=token_used[:, None], other=0.0)
+            weights = tl.load(weight[:, None] + index[None, :])
+        else:
+            inside = (index < inner)[None, :]
+            inputs = tl.load(x[:, None] + index[None, :], mask=token_used[:, None] & inside, other=0.0)
+            weights = tl.load(weight[:, None] + index[None, :], mask=inside, other=0.0)
+        sums = tl.dot(weights, tl.trans(inputs), sums, input_precision="ieee", max_num_imprecise_acc=IMPRECISE)
+    return sums
+
+
+@triton.jit
+def _finish(
+    sums, out, x_scale, weight_scale, bias, token, column, tokens, columns, SCALED: tl.constexpr, BIAS: tl.constexpr
+) -> None:
+    """Scale the sums `(COLUMNS, TOKENS)`, add the bias, and store them transposed."""
+    column_used = column < columns
+    if SCALED:
+        sums = sums * tl.load(weight_scale + column, mask=column_used, other=0.0)[:, None]
+        sums = sums * tl.load(x_scale + token, mask=token < tokens, other=0.0)[None, :]
+    if BIAS:
+        sums = sums + tl.load(bias + column, mask=column_used, other=0.0).to(tl.float32)[:, None]
+    target = out + token.to(tl.int64)[:, None] * columns + column[None, :]
+    tl.store(target, tl.trans(sums).to(out.dtype.element_ty), mask=(token < tokens)[:, None] & column_used[None, :])
+
+
+@triton.jit(do_not_specialize=["tokens", "splits"])
+def _product(
+    x, weight, x_scale, weight_scale, bias, out, partial, arrivals, tokens, columns, inner, splits, COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr, INNER: tl.constexpr, EVEN: tl.constexpr, IMPRECISE: tl.constexpr, ACROSS: tl.constexpr,
+    SCALED: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr,
+) -> None:  # fmt: skip
+    number, column_tiles, token_tiles = tl.program_id(0), tl.cdiv(columns, COLUMNS), tl.cdiv(tokens, TOKENS)
+    first_tile = number // (GROUP * column_tiles) * GROUP
+    group = tl.minimum(token_tiles - first_tile, GROUP)
+    within = number % (GROUP * column_tiles)
+    token = (first_tile + within % group) * TOKENS + tl.arange(0, TOKENS)
+    column = within // group * COLUMNS + tl.arange(0, COLUMNS)
+    token_used = token < tokens
+    x += token.to(tl.int64) * inner
+    # Columns behind the last read its weights, and nothing of them is stored.
+    weight += tl.minimum(column, columns - 1).to(tl.int64) * inner
+    tiles = tl.cdiv(inner, INNER)
+    total = tl.zeros([COLUMNS, TOKENS], tl.float32)
+    if ACROSS:
+        split = tl.program_id(1)
+        begin, end = tiles * split // splits, tiles * (split + 1) // splits
+        sums = _sum_tiles(x, weight, begin, end, token_used, inner, COLUMNS, TOKENS, INNER, EVEN, IMPRECISE)
+        place = tl.arange(0, COLUMNS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+        parts = partial + (number * splits).to(tl.int64) * (COLUMNS * TOKENS) + place
+        tl.store(parts + split * (COLUMNS * TOKENS), sums, mask=token_used[None, :])
+        # All threads have stored their numbers before one of them says so.
+        tl.debug_barrier()
+        if tl.atomic_add(arrivals + number, 1, sem="acq_rel") == splits - 1:
+            tl.store(arrivals + number, 0)
+            for index in range(splits):
+                # From the L2 cache: what the first level has may be older than the other programs' stores.
+                total += tl.load(
+                    parts + index * (COLUMNS * TOKENS), mask=token_used[None, :], other=0.0, cache_modifier=".cg"
+                )
+            _finish(total, out, x_scale, weight_scale, bias, token, column, tokens, columns, SCALED, BIAS)
+    else:
+        for index in range(splits):
+            begin, end = tiles * index // splits, tiles * (index + 1) // splits
+            total += _sum_tiles(x, weight, begin, end, token_used, inner, COLUMNS, TOKENS, INNER, EVEN, IMPRECISE)
+        _finish(total, out, x_scale, weight_scale, bias, token, column, tokens, columns, SCALED, BIAS)

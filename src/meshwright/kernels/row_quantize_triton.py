@@ -1,0 +1,110 @@
+"""The Triton kernels of `row_quantize`; imported only with a CUDA device, as CPU builds of torch lack Triton.
+
+One program computes one token. `fp8_dtype` is e4m3; tests in Triton's interpreter, which rounds wrongly to fp8, take fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from meshwright.kernels.fp8_products import E4M3, Fp8Matrix
+
+ELEMENTS_PER_THREAD = 16
+"""More threads would wait longer for the reductions over a token, fewer would have too few loads in flight."""
+MIN_MAGNITUDE = tl.constexpr(2.0**-100)
+CARRY, EXPONENT, INVERSE = tl.constexpr(0x1FFFFF), tl.constexpr(0x7F800000), tl.constexpr(254 << 23)
+LARGEST_EXPONENT = tl.constexpr(8 << 23)
+"""The constants of `fp8_products.scale_of` and `inverse`, for e4m3."""
+
+
+def round_rows(x: Tensor, fp8_dtype: torch.dtype = E4M3) -> Fp8Matrix:
+    """x in fp8; see `row_quantize.quantize_rows`."""
+    x, width = x.contiguous(), x.shape[-1]
+    out = _empty(x, width, fp8_dtype)
+    if x.numel():
+        _round_rows[(x.numel() // width,)](x, *out, WIDTH=width, **_launch(width))
+    return out
+
+
+def round_add_rms_norm(
+    x: Tensor, delta: Tensor, weight: Tensor, eps: float, fp8_dtype: torch.dtype = E4M3
+) -> tuple[Tensor, Fp8Matrix]:
+    """The sum, and its norm in fp8; see `row_quantize.quantize_add_rms_norm`."""
+    x, delta, width = x.contiguous(), delta.contiguous(), x.shape[-1]
+    total, out = torch.empty_like(x), _empty(x, width, fp8_dtype)
+    if x.numel():
+        _round_add_rms_norm[(x.numel() // width,)](x, delta, weight, total, *out, eps, WIDTH=width, **_launch(width))
+    return total, out
+
+
+def round_swiglu_rows(gate_up: Tensor, fp8_dtype: torch.dtype = E4M3) -> Fp8Matrix:
+    """silu(gate) · up in fp8; see `row_quantize.quantize_swiglu`."""
+    gate_up, width = gate_up.contiguous(), gate_up.shape[-1] // 2
+    out = _empty(gate_up, width, fp8_dtype)
+    if gate_up.numel():
+        _round_swiglu[(gate_up.numel() // (2 * width),)](gate_up, *out, WIDTH=width, **_launch(width))
+    return out
+
+
+def _empty(like: Tensor, width: int, fp8_dtype: torch.dtype) -> Fp8Matrix:
+    shape = like.shape[:-1]
+    values = torch.empty((*shape, width), dtype=fp8_dtype, device=like.device)
+    return Fp8Matrix(values, torch.empty((*shape, 1), dtype=torch.float32, device=like.device))
+
+
+def _launch(width: int) -> dict[str, int]:
+    block = triton.next_power_of_2(width)
+    return {"BLOCK": block, "num_warps": min(32, max(1, block // (32 * ELEMENTS_PER_THREAD)))}
+
+
+@triton.jit
+def _store_rounded(numbers, inside, values, scales, offset, token) -> None:
+    """Store the `numbers` of a token in fp8, and its scale: a power of two, or NaN if a number is not finite."""
+    largest = tl.max(tl.where(inside, tl.abs(numbers), 0.0), 0)
+    # A maximum may ignore NaN; a sum does not, and 0 · inf is NaN.
+    finite = tl.sum(tl.where(inside, numbers * 0.0, 0.0), 0) == 0.0
+    bits = tl.maximum(largest, MIN_MAGNITUDE).to(tl.int32, bitcast=True)
+    bits = ((bits + CARRY) & EXPONENT) - LARGEST_EXPONENT
+    factor = (-bits + INVERSE).to(tl.float32, bitcast=True)
+    tl.store(values + offset, (numbers * factor).to(values.dtype.element_ty), mask=inside)
+    tl.store(scales + token, tl.where(finite, bits.to(tl.float32, bitcast=True), float("nan")))
+
+
+@triton.jit
+def _round_rows(x, values, scales, WIDTH: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside, offset = column < WIDTH, token * WIDTH + column
+    row = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
+    _store_rounded(row, inside, values, scales, offset, token)
+
+
+@triton.jit
+def _round_add_rms_norm(x, delta, weight, total, values, scales, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside, offset = column < WIDTH, token * WIDTH + column
+    dtype = total.dtype.element_ty
+    # All loads are issued before the first use of one, so that their latencies overlap.
+    left = tl.load(x + offset, mask=inside, other=0.0)
+    right = tl.load(delta + offset, mask=inside, other=0.0)
+    factor = tl.load(weight + column, mask=inside, other=0.0)
+    rounded = (left.to(tl.float32) + right.to(tl.float32)).to(dtype)
+    tl.store(total + offset, rounded, mask=inside)
+    wide = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) * (1.0 / WIDTH) + eps)
+    row = (wide * scale * factor.to(tl.float32)).to(dtype).to(tl.float32)
+    _store_rounded(row, inside, values, scales, offset, token)
+
+
+@triton.jit
+def _round_swiglu(gate_up, values, scales, WIDTH: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside, offset = column < WIDTH, token * WIDTH + column
+    source = gate_up + token * (2 * WIDTH) + column
+    gate = tl.load(source, mask=inside, other=0.0)
+    up = tl.load(source + WIDTH, mask=inside, other=0.0)
+    wide = gate.to(tl.float32)
+    row = (wide * tl.sigmoid(wide) * up.to(tl.float32)).to(gate.dtype).to(tl.float32)
+    _store_rounded(row, inside, values, scales, offset, token)

@@ -1,0 +1,168 @@
+"""Number formats of the engine's linear layers: weights in fp8, and products whose bits do not depend on the batch.
+
+The layers of the model are replaced by layers of this module, which keep the names of parameters. Embedding, norms, router, routed experts
+and head keep their dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.kernels.fixed_product import fixed_linear, fp8_linear
+from meshwright.kernels.fp8_products import ALIGNED, Fp8Matrix, quantize
+from meshwright.kernels.linear import Linear
+from meshwright.kernels.row_quantize import quantize_rows, quantize_swiglu
+from meshwright.models.decoder import Attention, Block, Decoder
+from meshwright.models.mlp import GatedMLP
+from meshwright.spec.errors import BadInput
+
+Fp8 = Literal["fp8"]
+"""e4m3: 4 significant bits, up to 448."""
+FP8_CAPABILITY = (8, 9)
+"""The first GPUs that multiply fp8: Ada, Hopper."""
+
+
+class Fp8Linear(nn.Module):
+    """A linear layer with its weight in e4m3, one scale per output; inputs are rounded with one scale per token."""
+
+    scaling = None
+    """Read by `kernels.gated`: this layer is not one of the trainer's fp8 layers."""
+    values: Tensor
+    scale: Tensor
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, invariant: bool = False, plain: bool = False) -> None:
+        super().__init__()
+        self.dtype, self.bias, self.invariant, self.plain = weight.dtype, bias, invariant, plain
+        rounded = quantize(weight.detach(), "rowwise")
+        self.register_buffer("values", rounded.values)
+        self.register_buffer("scale", rounded.scale)
+
+    def assign(self, weight: Tensor) -> None:
+        """Round another weight `(out, in)` into the memory of this one, so that CUDA graphs stay valid."""
+        rounded = quantize(weight.detach().to(self.values.device), "rowwise")
+        self.values.copy_(rounded.values)
+        self.scale.copy_(rounded.scale)
+
+    def forward(self, x: Tensor | Fp8Matrix) -> Tensor:
+        """`(…, out)` of x `(…, in)`, rounded here unless it is in fp8."""
+        x = x if isinstance(x, Fp8Matrix) else quantize_rows(x, plain=self.plain)
+        weight = Fp8Matrix(self.values, self.scale)
+        return fp8_linear(x, weight, self.bias, self.dtype, invariant=self.invariant)
+
+
+class Fp8GatedMLP(nn.Module):
+    """SwiGLU of two fp8 layers, whose activation is rounded by the kernel that computes it."""
+
+    def __init__(self, gate_up: nn.Module, down: nn.Module, plain: bool) -> None:
+        super().__init__()
+        self.gate_up, self.down, self.plain = gate_up, down, plain
+
+    def forward(self, x: Tensor | Fp8Matrix) -> Tensor:
+        return self.down(quantize_swiglu(self.gate_up(x), plain=self.plain))
+
+
+class InvariantLinear(nn.Module):
+    """A linear layer whose result for a token does not depend on the other tokens, on CUDA."""
+
+    scaling = None
+    """Read by `kernels.gated`, as in `Fp8Linear`."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return fixed_linear(x, self.weight, self.bias)
+
+
+class InvariantHead(nn.Module):
+    """The head with the product of `InvariantLinear`."""
+
+    def __init__(self, weight: nn.Parameter | None) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, hidden: Tensor, targets: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
+        """Logits of hidden `(batch, seq, hidden)`, as of `models.decoder.Head` without targets."""
+        weight = self.weight if tied is None else tied
+        assert targets is None and weight is not None
+        return fixed_linear(hidden, weight)
+
+
+def use_formats(model: Decoder, *, weights: Fp8 | None = None, invariant: bool = False) -> None:
+    """Replace the linear layers of the model's blocks, and with `invariant` the head; the memory of rounded weights is freed.
+
+    Raises BadInput for a device or a model that these formats do not support.
+    """
+    if weights is None and not invariant:
+        return
+    _check(model, weights, invariant)
+    for block in model.layers.values():
+        assert isinstance(block, Block)
+        for parent in (block.attention, *_networks(block)):
+            for name, linear in parent.named_children():
+                if isinstance(linear, Linear):
+                    setattr(parent, name, _replacement(linear, weights, invariant, model.plain))
+        if isinstance(mlp := getattr(block, "mlp", None), GatedMLP) and weights is not None:
+            block.add_module("mlp", Fp8GatedMLP(mlp.gate_up, mlp.down, mlp.plain))
+    if invariant:
+        model.add_module("head", InvariantHead(model.head.weight))
+    if weights is not None and model.embed.weight.is_cuda:
+        torch.cuda.empty_cache()  # the rounded weights' memory, for the key/value cache
+
+
+def takes_fp8(layer: nn.Module) -> bool:
+    """Whether an attention or feed-forward layer takes inputs in fp8."""
+    first = layer.qkv if isinstance(layer, Attention) else getattr(layer, "gate_up", None) or getattr(layer, "up", None)
+    return isinstance(first, Fp8Linear)
+
+
+@torch.no_grad()
+def assign_parameter(model: Decoder, name: str, value: Tensor) -> None:
+    """Copy a value into the parameter `name` of the model, in the format that it has here; its memory stays in place."""
+    owner, _, leaf = name.rpartition(".")
+    module = model.get_submodule(owner)
+    if isinstance(module, Fp8Linear) and leaf == "weight":
+        module.assign(value)
+    else:
+        getattr(module, leaf).copy_(value)
+
+
+def _networks(block: Block) -> list[nn.Module]:
+    """The feed-forward networks of a block that are not routed."""
+    network = block.moe.shared if block.routed else block.mlp
+    return [] if network is None else [network]
+
+
+def _replacement(linear: Linear, weights: Fp8 | None, invariant: bool, plain: bool) -> nn.Module:
+    if weights is not None:
+        return Fp8Linear(linear.weight, linear.bias, invariant=invariant, plain=plain)
+    return InvariantLinear(linear.weight, linear.bias)
+
+
+def _check(model: Decoder, weights: Fp8 | None, invariant: bool) -> None:
+    weight = model.embed.weight
+    if not weight.is_cuda:
+        return
+    if invariant and weight.dtype == torch.float64:
+        raise BadInput("invariant results need a model in bf16, fp16 or fp32 on a GPU, got fp64")
+    if invariant and any(isinstance(block, Block) and block.routed for block in model.layers.values()):
+        raise BadInput(
+            "invariant results of a mixture of experts need a CPU: on a GPU the grouped products' order of addition depends on the batch"
+        )
+    if weights is None:
+        return
+    if torch.cuda.get_device_capability(weight.device) < FP8_CAPABILITY:
+        raise BadInput(f"{torch.cuda.get_device_name(weight.device)} does not multiply fp8; use weights in bf16")
+    for block in model.layers.values():
+        assert isinstance(block, Block)
+        for parent in (block.attention, *_networks(block)):
+            for name, linear in parent.named_children():
+                if isinstance(linear, Linear) and any(size % ALIGNED for size in linear.weight.shape):
+                    sizes = " × ".join(map(str, linear.weight.shape))
+                    raise BadInput(
+                        f"fp8 weights need dimensions that are multiples of {ALIGNED}, got {name} of {sizes}"
+                    )

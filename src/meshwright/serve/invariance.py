@@ -1,0 +1,97 @@
+"""Results that do not depend on the batch, bit for bit: what the engine's parts do differently then.
+
+Libraries choose the order of additions by the size of a batch. On a GPU the products have a fixed order (`kernels.fixed_product`), and all
+attention is that of single tokens with a fixed number of parts (`serve.cached_attention`). On a CPU each token is computed by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from meshwright.serve.batch_inputs import StepInputs
+from meshwright.serve.model_runner import ModelRunner
+from meshwright.serve.sampling import Sampler, TokenLogprobs
+from meshwright.spec.errors import BadInput
+
+
+class TokenRunner(ModelRunner):
+    """Computes each token of a step by itself, on a CPU."""
+
+    def forward(self, inputs: StepInputs) -> Tensor:
+        """Logits of the sampled tokens, `(samples, vocab)`."""
+        size, parent = self._inputs.tokens_per_block, super()
+        logits = [parent.forward(step) for step in single_tokens(inputs, size)]
+        sampled = range(len(logits)) if inputs.sampled is None else inputs.sampled.tolist()
+        return torch.cat([logits[0][:0], *(logits[index] for index in sampled)])
+
+
+def single_tokens(step: StepInputs, tokens_per_block: int) -> Iterator[StepInputs]:
+    """A step for each token, with the blocks that it reads; the head runs for sampled tokens only."""
+    starts, positions = step.query_starts.tolist(), step.positions.tolist()
+    sampled = range(len(positions)) if step.sampled is None else set(step.sampled.tolist())
+    ends = torch.arange(2, dtype=torch.int32)
+    for sequence, (start, stop) in enumerate(pairwise(starts)):
+        for index in range(start, stop):
+            token, blocks = slice(index, index + 1), positions[index] // tokens_per_block + 1
+            yield StepInputs(
+                tokens=step.tokens[token],
+                positions=step.positions[token],
+                slots=step.slots[:, token],
+                block_tables=tuple(table[sequence : sequence + 1, :blocks] for table in step.block_tables),
+                context_lengths=step.positions[token] + 1,
+                query_starts=ends,
+                decodes=1,
+                prompts=(),
+                sampled=None if index in sampled else torch.empty(0, dtype=torch.int64),
+            )
+
+
+class InvariantSampler(Sampler):
+    """A sampler whose operations for a row do not depend on the other rows."""
+
+    def __init__(self, table_rows: int, device: torch.device, vocab: int) -> None:
+        super().__init__(table_rows, device, vocab)
+        # Then scores are always divided by the temperature here, never by the kernel that draws.
+        self._biased = 1
+
+    def sample(self, logits: Tensor, table_rows: Tensor, positions: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """See `Sampler.sample`."""
+        if logits.is_cuda or not len(logits):
+            return super().sample(logits, table_rows, positions, allowed)
+        # One row at a time: torch's operators round the last numbers of a tensor by other instructions.
+        parts = [
+            super(InvariantSampler, self).sample(row, table_row, position, bits)
+            for row, table_row, position, bits in zip(
+                logits.split(1), table_rows.split(1), positions.split(1), _split(allowed, len(logits)), strict=True
+            )
+        ]
+        return torch.cat(parts)
+
+    def logprobs(self, logits: Tensor, tokens: Tensor) -> TokenLogprobs:
+        """See `Sampler.logprobs`."""
+        if logits.is_cuda or not len(logits):
+            return super().logprobs(logits, tokens)
+        pairs = zip(logits.split(1), tokens.split(1), strict=True)
+        parts = [super(InvariantSampler, self).logprobs(*pair) for pair in pairs]
+        return TokenLogprobs(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+
+
+def classes_for(device: torch.device) -> tuple[type[ModelRunner], type[Sampler]]:
+    """The runner and the sampler of an invariant engine."""
+    return (ModelRunner if device.type == "cuda" else TokenRunner), InvariantSampler
+
+
+def check_invariant(invariant: bool, draft_model: object | None) -> None:
+    """Raise BadInput for an invariant engine with a draft model."""
+    if invariant and draft_model is not None:
+        raise BadInput(
+            "invariant results cannot have a draft model: which of its drafts are accepted depends on the batch"
+        )
+
+
+def _split(allowed: Tensor | None, samples: int) -> Sequence[Tensor | None]:
+    return [None] * samples if allowed is None else allowed.split(1)

@@ -1,0 +1,120 @@
+"""fp8 weights and cache against the trainer's forward with the same roundings, on a CPU in fp32."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright.kernels.attention import attention
+from meshwright.kernels.linear import Linear
+from meshwright.models.decoder import Decoder
+from meshwright.serve.engine import Engine
+from meshwright.serve.formats import Fp8Linear, assign_parameter
+from meshwright.serve.kv_cache import KVCache
+from tests.models.tiny import ALL, LLAMA, MIXTRAL, SLIDING
+from tests.serve.helpers import PROMPTS, engine_of, record_logits, texts, tiny
+
+SAME = 0.1
+"""How far the engine may be from a model with the same roundings, over how far that is from the exact model.
+
+Both round numbers that differ by the order of additions, so a few are rounded to another fp8 number.
+"""
+
+
+def round_weights(model: Decoder) -> Decoder:
+    """The model with the trainer's fp8 products by rows, in all layers of the blocks that are not routed."""
+    for block in model.layers.values():
+        for name, module in block.named_modules():
+            if isinstance(module, Linear) and not name.endswith("router"):
+                module.scaling = "rowwise"
+    return model
+
+
+def round_cache(model: Decoder) -> Decoder:
+    """The model with keys and values rounded to e4m3."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *masks: Any, **options: Any) -> Tensor:
+        k, v = (x.to(torch.float8_e4m3fn).to(x.dtype) for x in (k, v))
+        return attention(q, k, v, *masks, **options)
+
+    for block in model.layers.values():
+        block.attention.attend = attend
+    return model
+
+
+@torch.no_grad()
+def errors(engine: Engine, rounded: Decoder, exact: Decoder) -> tuple[float, float]:
+    """Mean differences of logits: of the engine from the rounded model, and of this from the exact one."""
+    seen = record_logits(engine)
+    ours, spread = [], []
+    for number, (prompt, new) in enumerate(zip(PROMPTS, texts(engine), strict=True)):
+        whole = torch.tensor([[*prompt, *new]])
+        expected = rounded(whole)[0, len(prompt) - 1 : -1]
+        ours.append((torch.stack(seen[number]) - expected).abs().mean())
+        spread.append((expected - exact(whole)[0, len(prompt) - 1 : -1]).abs().mean())
+    return float(sum(ours)), float(sum(spread))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "parallel", "shared expert", "mixtral"])
+def test_fp8_weights(name: str) -> None:
+    exact = tiny(ALL[name])
+    ours, spread = errors(engine_of(exact, weights="fp8"), round_weights(copy.deepcopy(exact)), exact)
+    assert spread > 1e-3 and ours < SAME * spread
+
+
+@pytest.mark.parametrize("spec", [LLAMA, SLIDING], ids=["llama", "sliding"])
+def test_fp8_cache(spec: Any) -> None:
+    exact = tiny(spec)
+    ours, spread = errors(engine_of(exact, kv_cache="fp8"), round_cache(copy.deepcopy(exact)), exact)
+    assert spread > 1e-4 and ours < SAME * spread
+
+
+def test_an_fp8_cache_has_a_quarter_of_the_bytes_of_fp32_and_limits_large_numbers() -> None:
+    caches = [
+        KVCache(LLAMA, [3], tokens_per_block=4, device=torch.device("cpu"), dtype=dtype)
+        for dtype in (torch.float32, torch.float8_e4m3fn)
+    ]
+    assert caches[0].tensors[0].nbytes == 4 * caches[1].tensors[0].nbytes
+    assert caches[0].scales is None and caches[1].scales is not None and (caches[1].scales == 1).all()
+    model = tiny(LLAMA)
+    with torch.no_grad():
+        model.layers["0"].attention.qkv.weight.mul_(1e4)
+    assert all(torch.stack(rows).isfinite().all() for rows in logits_of(engine_of(model, kv_cache="fp8")).values())
+
+
+def logits_of(engine: Engine) -> dict[int, list[Tensor]]:
+    seen = record_logits(engine)
+    texts(engine)
+    return seen
+
+
+def test_weights_of_linear_layers_are_in_fp8_and_others_are_not() -> None:
+    model = copy.deepcopy(tiny(MIXTRAL))
+    before = dict(model.named_parameters())
+    Engine(model, options=engine_of(model, weights="fp8").options)
+    block = model.layers["1"]
+    assert isinstance(block.attention.qkv, Fp8Linear) and isinstance(block.attention.out, Fp8Linear)
+    assert block.attention.qkv.values.dtype == torch.float8_e4m3fn
+    kept = dict(model.named_parameters())
+    assert set(before) - set(kept) == {f"layers.{n}.attention.{part}.weight" for n in (0, 1) for part in ("qkv", "out")}
+    assert all(parameter is before[name] for name, parameter in kept.items())
+
+
+def test_parameters_are_assigned_in_their_format() -> None:
+    """An engine that gets another model's parameters gives the logits of an engine for that model, in the same memory."""
+    first, second = tiny(LLAMA), tiny(LLAMA)
+    with torch.no_grad():
+        for parameter in second.parameters():
+            parameter.mul_(1.25)
+    changed, expected = engine_of(first, weights="fp8"), engine_of(second, weights="fp8")
+    model = changed._runner._model
+    places = [buffer.data_ptr() for buffer in model.buffers()]
+    for name, parameter in second.named_parameters():
+        assign_parameter(model, name, parameter)
+    assert places and [buffer.data_ptr() for buffer in model.buffers()] == places
+    for ours, theirs in zip(logits_of(changed).values(), logits_of(expected).values(), strict=True):
+        assert torch.equal(torch.stack(ours), torch.stack(theirs))
