@@ -48,6 +48,7 @@ lint: $(VENV)/.installed-test
 
 docs: $(VENV)/.installed
 	$(BIN)/meshwright schema --reference > docs/reference/run-file.md
+	$(BIN)/meshwright schema --serve > docs/reference/serve.md
 
 examples: $(VENV)/.installed-test
 	$(BIN)/python -m tests.docs.examples

@@ -14,12 +14,16 @@ from typing import Any
 import pytest
 
 from meshwright.chaos import scenario as scenarios
+from meshwright.chaos.job import Job as ObservedJob
 from meshwright.chaos.job import Tail
 from meshwright.chaos.processes import TOKEN, kill_all, processes_with
 from meshwright.chaos.scenario import Scenario, Stage, Template
 from meshwright.chaos.scenarios import SCENARIOS
 from meshwright.chaos.suite import Suite, scenario_named
 from meshwright.spec.errors import BadInput
+from tests.diagnosis.injected import slow
+from tests.diagnosis.played import Faults, Job, play
+from tests.observe.played_run import write_spans
 from tests.training.tiny import make_tiny, tiny_run
 
 TEMPLATE = Template(("run.yaml",), "run", 60, 2, 10)
@@ -80,6 +84,46 @@ def test_the_first_incident_has_to_name_the_disturbed_rank_or_host(tmp_path: Pat
         (folder / "incident.json").write_text(json.dumps(record))
     assert not broken("hang", 1) and not broken("hang", None, "emulated1") and not broken("hang")
     assert broken("hang", 0) and broken("killed", 1) and broken("hang", 1, "emulated0")
+
+
+@pytest.mark.parametrize(
+    ("faults", "straggler", "broken"),
+    [
+        (slow(lambda stage, dp: dp == 1, 1.5), {"cause": "compute", "rank": 1}, ""),
+        (slow(lambda stage, dp: dp == 0, 1.5), {"cause": "compute", "rank": 0}, "'rank': 0}, expected is rank 1"),
+        (lambda step, random: Faults(data={(0, 1): 0.3}), {"cause": "data", "rank": 1}, "expected is rank 1"),
+        (lambda step, random: Faults(), None, "None}, expected is rank 1"),
+    ],
+)
+def test_the_straggler_has_to_be_the_slowed_rank_if_it_computes_for_half_of_the_calm_steps(
+    tmp_path: Path, faults: Any, straggler: Any, broken: str
+) -> None:
+    """A step computes for 1.8 s, 2.7 s on a slow rank; the calm steps are those up to 4."""
+    stage, entry = (
+        observed(tmp_path, {"last_step": 4}),
+        Scenario(name="x", promise="", play=lambda _: None, same_losses=False),
+    )
+    stage.expect_straggler(1)
+    write_spans(stage.run, Job(micro_batches=6), play(Job(micro_batches=6), 14, faults))
+    computed = 2.7 if straggler == {"cause": "compute", "rank": 1} else 1.8
+    for share, checked in ((0.55, True), (0.45, False)):
+        steps = [
+            {"kind": "step", "step": step, "step_seconds": computed / share if step <= 4 else 9.0}
+            for step in range(1, 15)
+        ]
+        (stage.run / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+        assert stage.calm_compute_share() == pytest.approx(share, rel=0.05)
+        assert stage.straggler() == straggler
+        violations = scenarios._violations(entry, stage, [], list)
+        assert (not violations) if not (checked and broken) else (broken in violations[0])
+    assert "the straggler is not checked" in stage.notes[-1]
+
+
+def test_the_time_of_a_step_is_that_of_the_last_ten(tmp_path: Path) -> None:
+    job = ObservedJob([], tmp_path, tmp_path / "output", "token")
+    assert job.step_seconds == 0.0
+    job.steps = [(0.0, 1), *((100.0 + 0.5 * number, 2 + number) for number in range(10))]
+    assert job.step_seconds == pytest.approx(0.5)
 
 
 def check(tmp_path: Path, job: dict[str, Any], losses: list[tuple[int, float]], **limits: Any) -> list[str]:

@@ -11,6 +11,7 @@ from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import click
 import pytest
@@ -24,6 +25,7 @@ from meshwright.config.load import load_run
 from meshwright.data.source import open_data
 from meshwright.launch.prepare import prepare_run
 from meshwright.launch.run_figures import RunFigures
+from meshwright.serve import text_losses
 from meshwright.serve.engine import Engine
 from tests.cli.command import meshwright
 from tests.cli.conftest import ONE_RANK
@@ -307,6 +309,14 @@ def test_an_exported_model_is_the_same_model(finished: Path, tiny: Path, tmp_pat
     options = ["--data", tiny.parent / "data", "--seq-len", 16, "--json"]
     losses = [meshwright("eval", model, *options).json["loss"] for model in (run, exported, reimported)]
     assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-6)
+    with (
+        mock.patch.object(text_losses, "CHUNK_TOKENS", 6),
+        mock.patch.object(
+            text_losses.TextLosses, "sum", autospec=True, side_effect=text_losses.TextLosses.sum
+        ) as summed,
+    ):
+        assert meshwright("eval", exported, *options).json["loss"] == pytest.approx(losses[0], rel=1e-6)
+    assert summed.called
     assert (
         meshwright("eval", exported, *options[:2], "--json").json["loss"] == losses[1]
     )  # 2048, or what the model takes

@@ -33,6 +33,7 @@ from meshwright.config.schema import all_keys
 from meshwright.data.stdlib import VOCABULARY, stdlib_folder
 from meshwright.events.start import PHASES
 from meshwright.observe.metrics import OPTIONAL_STEP_KEYS, STEP_KEYS
+from meshwright.server.reference import serve_markdown
 from meshwright.spec import errors
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.fields import from_plain
@@ -61,6 +62,11 @@ NOT_RUN = {
         "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m meshwright profile --out cluster.json",
     ),
     ("docs/how-to/measure-a-machine.md", "meshwright profile --from-run runs/quickstart --out here.json"),
+    ("docs/reference/serve.md", "meshwright serve runs/quickstart"),
+    (
+        "docs/reference/serve.md",
+        """curl --json '{"prompt": "def read_lines(path):", "max_tokens": 64}' http://127.0.0.1:8000/v1/completions""",
+    ),
     ("docs/how-to/diagnose.md", "meshwright chaos run.yaml plan.shard=2 --scenario slow-rank --steps 40"),
 }
 """Blocks marked `norun`, by page and first line: they need GPUs, several hosts, the network, or a longer run."""
@@ -278,6 +284,7 @@ def test_run_files_and_plans_on_the_pages_load(block: Block, tmp_path: Path) -> 
 
 def test_the_reference_is_the_generated_one() -> None:
     assert text_of("docs/reference/run-file.md") == reference_markdown(), "run `make docs`"
+    assert text_of("docs/reference/serve.md") == serve_markdown(), "run `make docs`"
 
 
 def test_exit_codes_are_those_of_the_code() -> None:

@@ -18,7 +18,7 @@ LAYERS = {
     "simulator": 2, "parallel": 2, "optim": 2, "calibration": 2,
     "planner": 3, "profile": 3, "checkpoint": 3, "observe": 3, "diagnosis": 3,
     "training": 4, "serve": 4,
-    "launch": 5, "chaos": 5,
+    "launch": 5, "chaos": 5, "server": 5,
     "cli": 6,
 }  # fmt: skip
 SAME_LAYER = {
@@ -45,6 +45,7 @@ TORCH_FREE = (
     "calibration",
     "launch",
     "chaos",
+    "server",
 )
 LARGEST_FILE, LONGEST_FUNCTION = 500, 100
 FLUSHES = {"fsync", "fdatasync", "sync", "rename", "renames", "replace"}

@@ -32,6 +32,7 @@ def training_host(stage: Stage) -> int:
 
 def kill_agent(stage: Stage) -> None:
     """Kill the agent of the second host, and start it again as a scheduler does."""
+    stage.expect_incident("failure", host=host_name(1))
     agent = stage.job.processes[1]
     ranks = list(stage.job.ranks(1).values())
     stage.signal(agent.pid, signal.SIGKILL)
@@ -56,8 +57,8 @@ def lose_host(stage: Stage) -> None:
     host = training_host(stage)
     agent = stage.job.processes[host]
     stage.mark()
-    if namespace_obstacle() is None:  # else its connections are closed, and the other host reports that first
-        stage.expect_incident("failure", host=host_name(host))
+    stage.expect_incident("failure", host=host_name(host))
+    if namespace_obstacle() is None:
         stage.hosts.set_link(host, False)
     for pid in [agent.pid, *children(agent.pid)]:
         send(pid, signal.SIGKILL)

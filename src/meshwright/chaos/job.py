@@ -17,6 +17,8 @@ from meshwright.spec.errors import MeshwrightError
 
 POLL_SECONDS = 0.01
 """Seconds between two looks at the job."""
+RECENT_STEPS = 10
+"""Steps over which the time of a step is averaged."""
 LONGEST_SECONDS, LONGEST_GPU_SECONDS = 180.0, 600.0
 """Seconds that a job may take to reach an awaited point or its end; compilation for a GPU takes longer."""
 
@@ -131,6 +133,12 @@ class Job:
     def last_step(self) -> int:
         """The step that was finished last; 0 before the first."""
         return self.steps[-1][1] if self.steps else 0
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean seconds of the last steps; 0 before the second."""
+        recent = [moment for moment, _ in self.steps[-RECENT_STEPS:]]
+        return (recent[-1] - recent[0]) / (len(recent) - 1) if len(recent) > 1 else 0.0
 
     @property
     def attempt(self) -> int:

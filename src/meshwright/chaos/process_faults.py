@@ -19,8 +19,10 @@ RESTART_SECONDS = 15.0
 """Most seconds from the end of a process to the next step."""
 HANG_SECONDS = 8.0
 """Most seconds to the detection of a hang on CPU ranks: 5, and 3 steps, and the time between two looks."""
-SLOW_SECONDS, STOPPED_PART = 6.0, 0.3
-"""How long a rank is slow, and the seconds for which it is stopped at a time, longer than it runs between."""
+SLOW_SECONDS, SLOW_STEPS = 6.0, 8
+"""Least time and steps in which a rank is slow."""
+LONGEST_TURN, STOPPED_TURNS = 0.1, 3
+"""A slow rank runs for the time of a step, but not for more seconds than this, and is then stopped for so many times as long."""
 
 
 def after(step: Callable[[Stage], int], disturb: Callable[[Stage], None]) -> Callable[[Stage], None]:
@@ -58,15 +60,28 @@ def stop_rank(stage: Stage) -> None:
 
 
 def slow_rank(stage: Stage) -> None:
-    """Stop and continue the last rank in turn, for some seconds or until the job ends."""
-    pid = stage.job.ranks()[stage.template.ranks - 1]
+    """Stop and continue the last rank in turn, in each of some steps or until the job ends.
+
+    It is stopped where it computes: a rank that stops inside a collective looks like a slow network, on all ranks.
+    """
+    job, rank = stage.job, stage.template.ranks - 1
+    pid, turn = job.ranks()[rank], min(LONGEST_TURN, job.step_seconds)
+    stage.expect_straggler(rank)
     stage.mark()
-    deadline = time.monotonic() + SLOW_SECONDS
-    while time.monotonic() < deadline and stage.job.process.poll() is None:
-        for number, seconds in ((signal.SIGSTOP, STOPPED_PART), (signal.SIGCONT, STOPPED_PART / 3)):
+    deadline, step = time.monotonic() + SLOW_SECONDS, job.last_step
+    while job.process.poll() is None and (time.monotonic() < deadline or job.last_step < step + SLOW_STEPS):
+        await_running(pid, turn)
+        for number, turns in ((signal.SIGSTOP, STOPPED_TURNS), (signal.SIGCONT, 1)):
             send(pid, number)
-            time.sleep(seconds)
-            stage.job.poll()
+            time.sleep(turns * turn)
+            job.poll()
+
+
+def await_running(pid: int, seconds: float) -> None:
+    """Wait until the main thread of a process runs, that is, waits for nothing; at most some seconds."""
+    deadline = time.monotonic() + seconds
+    while state(pid) != "R" and time.monotonic() < deadline:
+        time.sleep(2e-4)
 
 
 def end_and_continue(disturb: Callable[[Stage], None]) -> Callable[[Stage], None]:
@@ -169,7 +184,7 @@ PROCESS_FAULTS = (
     ),
     Scenario(
         name="slow-rank",
-        promise="A rank that runs only a quarter of the time is no hang: there is no restart, and the losses stay the same.",
+        promise="A rank that runs only a quarter of the time is no hang but a straggler, which is named; the losses stay the same.",
         play=after(middle, slow_rank),
         restarts=False,
     ),

@@ -17,7 +17,10 @@ from typing import Any
 from meshwright.chaos.hosts import Hosts
 from meshwright.chaos.job import LONGEST_GPU_SECONDS, LONGEST_SECONDS, POLL_SECONDS, Job, NotReached
 from meshwright.chaos.processes import kill_all, processes_with, send, state
+from meshwright.diagnosis.run_folder import compute_seconds, read_operations
+from meshwright.diagnosis.stragglers import diagnose_run
 from meshwright.observe.metrics import scan_metrics
+from meshwright.spec.errors import BadInput
 
 Losses = list[tuple[int, float | None]]
 """Step and loss of each step of a run."""
@@ -25,6 +28,12 @@ LOSS_TOLERANCE = 1e-2
 """Largest relative difference on a GPU between the losses of one step in two attempts."""
 GPU_RECOVERY_FACTOR = 3.0
 """Factor for the limit of a recovery on a GPU, whose context and kernels have to be loaded again."""
+SLOW_RANK_CAUSES = ("compute", "host")
+"""Causes of a straggler whose process gets too little of its host's time: it computes longer, or launches late."""
+CALM_STEPS = 12
+"""Steps before the disturbance with which the straggler analysis compares; those of the start may be slow for other reasons."""
+COMPUTE_SHARE = 0.5
+"""Share of the step time for which a rank has to compute, before it is disturbed, to be named: stops hit the rest, too."""
 ORPHAN_SECONDS = 3.0
 """Seconds after the end of a job in which its last processes may end."""
 
@@ -103,6 +112,9 @@ class Stage:
         """The emulated hosts, if there are several."""
         self.culprit: Culprit | None = None
         """What the first incident of the run has to name; None if the disturbance makes none."""
+        self.slow_rank: int | None = None
+        """The rank that the straggler analysis has to name; None if the disturbance slows none."""
+        self._last_calm_step = 0
 
     def start(self, env: Mapping[str, str] = MappingProxyType({})) -> Job:
         """Start the training command, on all hosts, with further environment variables."""
@@ -160,6 +172,38 @@ class Stage:
     def expect_incident(self, cause: str, rank: int | None = None, host: str | None = None) -> None:
         """The first incident of the run has to name this cause, and the rank or host, where given."""
         self.culprit = Culprit(cause, rank, host)
+
+    def expect_straggler(self, rank: int) -> None:
+        """From now on the straggler analysis has to name this rank, with one of `SLOW_RANK_CAUSES`.
+
+        It need not if the rank computed for less than `COMPUTE_SHARE` of the steps before.
+        """
+        self.slow_rank, self._last_calm_step = rank, self.job.last_step
+
+    def straggler(self) -> dict[str, Any] | None:
+        """What the straggler analysis names in the steps around the disturbance: cause and rank; None without a cause."""
+        try:
+            found = diagnose_run(self.run, self._analysed_steps)
+        except BadInput:
+            return None
+        return None if found.cause is None else {"cause": found.cause, "rank": found.rank}
+
+    @property
+    def _analysed_steps(self) -> int:
+        """The number of the run's last steps that the straggler analysis reads."""
+        return self.template.steps - self._last_calm_step + CALM_STEPS
+
+    def calm_compute_share(self) -> float:
+        """The share of the undisturbed steps for which the slow rank computed; 0 without spans of them."""
+        try:
+            ranks, steps, seconds = compute_seconds(read_operations(self.run, self._analysed_steps)[0])
+        except BadInput:
+            return 0.0
+        calm = steps <= self._last_calm_step
+        records = scan_metrics(self.run / "metrics.jsonl")[0]
+        lengths = {record["step"]: record["step_seconds"] for record in records if record["kind"] == "step"}
+        total = sum(lengths.get(step, 0.0) for step in steps[calm].tolist())
+        return float(seconds[ranks == self.slow_rank][:, calm].sum()) / total if total else 0.0
 
     def first_incident(self) -> dict[str, Any] | None:
         """The first incident of the run: cause, rank and host; None without one."""
@@ -262,6 +306,8 @@ class Verdict:
     lost_steps: int | None = None
     incident: Mapping[str, Any] | None = None
     """Cause, rank and host in the first incident of the run, where the scenario expects one."""
+    straggler: Mapping[str, Any] | None = None
+    """Cause and rank of the straggler, where the scenario expects one."""
 
     def as_plain(self) -> dict[str, Any]:
         """The verdict as values of JSON, seconds rounded to hundredths."""
@@ -333,6 +379,7 @@ def run_scenario(
         recovery and recovery[0],
         recovery and recovery[1],
         stage.first_incident() if stage.culprit else None,
+        None if stage.slow_rank is None else stage.straggler(),
     )
 
 
@@ -359,6 +406,8 @@ def _violations(
         violations.append("the job restarted its ranks")
     if stage.culprit is not None and not stage.culprit.is_named_by(incident := stage.first_incident()):
         violations.append(f"the incident says {incident or 'nothing'}, expected is {stage.culprit}")
+    if stage.slow_rank is not None:
+        violations += _straggler_violations(stage)
     if orphans:
         violations.append(f"{len(orphans)} processes still ran after the end")
     if scenario.same_losses and gpu:
@@ -366,6 +415,18 @@ def _violations(
     elif scenario.same_losses and stage.losses() != undisturbed():
         violations.append("losses differ from those of the undisturbed run")
     return violations
+
+
+def _straggler_violations(stage: Stage) -> list[str]:
+    """Whether the slow rank is named; why that is not required becomes a note."""
+    share = stage.calm_compute_share()
+    if share < COMPUTE_SHARE:
+        stage.notes.append(f"the straggler is not checked: the rank computed for {share:.0%} of the step time")
+        return []
+    straggler = stage.straggler() or {"cause": None, "rank": None}
+    if straggler["rank"] == stage.slow_rank and straggler["cause"] in SLOW_RANK_CAUSES:
+        return []
+    return [f"the straggler is {straggler}, expected is rank {stage.slow_rank}"]
 
 
 def _gpu_loss_violations(stage: Stage) -> list[str]:

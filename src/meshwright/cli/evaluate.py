@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,10 @@ from meshwright.cli.spread import PlanFile, ask_ranks, model_in
 from meshwright.spec.errors import BadInput
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from meshwright.data.loader import MicroBatch
+    from meshwright.models.decoder import Decoder
     from meshwright.training.evaluate import Evaluation
 
 Model = Annotated[
@@ -76,6 +81,7 @@ def _evaluate(
     from meshwright.checkpoint.single_device import device_and_dtype, load_model
     from meshwright.config.load import load_resolved
     from meshwright.data.loader import open_data
+    from meshwright.serve import text_losses
     from meshwright.spec.job import DataSpec, TrainSpec
     from meshwright.training.evaluate import HeldOut, evaluate_plain
 
@@ -101,4 +107,19 @@ def _evaluate(
     decoder = load_model(model, device, dtype)
     source = open_data(spec, seq_len=length, seed=0, vocab_size=decoder.spec.vocab_size, split="validation")
     print(f"evaluating on {device}", file=sys.stderr)
-    return evaluate_plain(decoder, HeldOut.of(source, batch * batches), micro_batch=batch, device=device)
+    long = length > text_losses.CHUNK_TOKENS and not spec.document_mask
+    loss = _loss_in_chunks(decoder, length) if long else None
+    return evaluate_plain(decoder, HeldOut.of(source, batch * batches), micro_batch=batch, device=device, loss=loss)
+
+
+def _loss_in_chunks(model: Decoder, length: int) -> Callable[[MicroBatch], Tensor]:
+    """The summed loss of a micro-batch of texts of `length` tokens, which would need much memory as a whole."""
+    from meshwright.serve import text_losses
+
+    losses = text_losses.TextLosses(model, context=length, chunk=text_losses.CHUNK_TOKENS)
+
+    def loss(texts: MicroBatch) -> Tensor:
+        assert texts.targets is not None
+        return losses.sum(texts.tokens, texts.targets)
+
+    return loss

@@ -21,7 +21,7 @@ COMMANDS = {
     name: name
     for name in (
         "quickstart", "train", "launch", "coordinate", "chaos", "plan", "simulate", "predict", "profile", "check", "data", "tokenizer",
-        "checkpoint", "eval", "generate", "report", "monitor", "incidents", "stragglers", "trace", "schema",
+        "checkpoint", "eval", "generate", "serve", "report", "monitor", "incidents", "stragglers", "trace", "schema",
     )
 } | {"eval": "evaluate"}  # fmt: skip
 """Command → its module in this package. It has a function of the same name, or an `app` with several commands."""

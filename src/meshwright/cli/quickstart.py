@@ -91,6 +91,7 @@ def _closing(folder: Path, total: float, steps: list[float]) -> None:
     )
     print("Next:")
     print(f"  meshwright generate {folder} -p 'class Stack:' --tokens 80")
+    print(f"  meshwright serve {folder}")
     print(f"  meshwright eval {folder}")
     print(
         "  meshwright plan model=llama3-8b cluster.gpu=H100 cluster.gpus_per_node=8 train.seq_len=8192 train.global_batch=16"

@@ -12,6 +12,9 @@ def schema(
     reference: Annotated[
         bool, typer.Option("--reference", help="Print the reference as Markdown instead (docs/reference/run-file.md).")
     ] = False,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Print the HTTP server's reference instead (docs/reference/serve.md).")
+    ] = False,
 ) -> None:
     """Print the JSON schema of the run file, for completion and checks in an editor.
 
@@ -19,6 +22,11 @@ def schema(
 
         `# yaml-language-server: $schema=./meshwright.schema.json`
     """
+    if serve:
+        from meshwright.server.reference import serve_markdown
+
+        print(serve_markdown(), end="")
+        return
     if reference:
         from meshwright.config.reference import reference_markdown
 

@@ -109,6 +109,12 @@ it ([plan file](plan-file.md)).
 """
 
 
+def key_table(cls: type) -> str:
+    """The keys of a spec class as a Markdown table."""
+    entries = [_table_entry(cls, field) for field in dataclasses.fields(cls)]
+    return _table(["key", "type", "default", "meaning"], entries)
+
+
 def _sections(cls: type, key: str, title: str) -> Iterator[str]:
     """One table for `cls`, then one for each section below it."""
     entries = [_EXTENDS] if cls is RunSpec else []

@@ -224,9 +224,9 @@ def _is_no_chance(by_step: np.ndarray, share: float, candidates: int) -> bool:
     """Whether chance hardly puts so large a share of the slow steps on one of `candidates`.
 
     `by_step` has its squared excesses. Bound: `candidates` × exp(−steps × Kullback–Leibler divergence of `share` from
-    an equal share). The number of slow steps is the participation ratio (sum of the values)² ÷ sum of their squares.
+    an equal share). The number of slow steps is the participation ratio (sum of the excesses)² ÷ sum of their squares.
     """
-    slow_steps = float(by_step.sum() ** 2 / (by_step**2).sum())
+    slow_steps = float(np.sqrt(by_step).sum() ** 2 / by_step.sum())
     equal = 1.0 / candidates
     divergence = share * math.log(share / equal) if candidates > 1 else 0.0
     divergence += (1.0 - share) * math.log((1.0 - share) / (1.0 - equal)) if equal < share < 1.0 else 0.0

@@ -6,15 +6,15 @@ its own ranks. Requests are answered in threads; neither supervision nor trainin
 
 from __future__ import annotations
 
-import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from meshwright.events.exposition import Metric, exposition
 from meshwright.events.terminal import write_line
 from meshwright.launch.outcome import RankState
 from meshwright.launch.run_figures import FigureReader, RunFigures
@@ -24,43 +24,6 @@ from meshwright.spec.listen_address import listen_address
 KEY = "observe.prometheus"
 STOP_SECONDS = 0.1
 """Longest time that the end of a job waits for the server."""
-
-
-@dataclass(frozen=True)
-class Metric:
-    """One metric: its samples have labels and a value."""
-
-    name: str
-    type: Literal["gauge", "counter"]
-    help: str
-    samples: Sequence[tuple[Mapping[str, str], float | None]]
-
-
-def exposition(metrics: Sequence[Metric]) -> str:
-    """The text format 0.0.4; samples whose value is None are left out, and so are metrics without samples."""
-    lines: list[str] = []
-    for metric in metrics:
-        samples = [(labels, value) for labels, value in metric.samples if value is not None]
-        if samples:
-            text = metric.help.replace("\\", r"\\").replace("\n", r"\n")
-            lines += [f"# HELP {metric.name} {text}", f"# TYPE {metric.name} {metric.type}"]
-            lines += [f"{metric.name}{_labels_text(labels)} {_value_text(value)}" for labels, value in samples]
-    return "".join(f"{line}\n" for line in lines)
-
-
-def _labels_text(labels: Mapping[str, str]) -> str:
-    escaped = (
-        (name, value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")) for name, value in labels.items()
-    )
-    return "{" + ",".join(f'{name}="{value}"' for name, value in escaped) + "}" if labels else ""
-
-
-def _value_text(value: float) -> str:
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "+Inf" if value > 0 else "-Inf"
-    return repr(value)
 
 
 @dataclass

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+from meshwright.events.exposition import CONTENT_TYPE
+
 REQUEST_SECONDS = 10.0
 """Longest time that a connection may take to send its request and to take the answer."""
 

@@ -7,6 +7,7 @@ to x. The roundings are those of `models.decoder.Block`. All tensors are `(1, to
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import cast
 
 from torch import Tensor
@@ -14,8 +15,16 @@ from torch import Tensor
 from meshwright.kernels.add_norm import add_rms_norm
 from meshwright.kernels.fp8_products import Fp8Matrix
 from meshwright.kernels.row_quantize import quantize_add_rms_norm
-from meshwright.models.decoder import Block, Norm
+from meshwright.models.decoder import Block, Decoder, Norm, SharedInputs
 from meshwright.serve.formats import takes_fp8
+
+
+def residual_stream(model: Decoder, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return `(x, delta)` behind the last block, for tokens and positions `(tokens,)`."""
+    x, delta = model.embed_tokens(tokens[None], SharedInputs(positions[None], None, None)), None
+    for layer in cast("Iterable[Block]", model.layers.values()):
+        x, delta = block_forward(layer, x, delta)
+    return x, delta
 
 
 def block_forward(block: Block, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:

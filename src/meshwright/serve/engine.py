@@ -21,6 +21,7 @@ from meshwright.policies.batch_request import BatchLimits, CacheGroup, Request, 
 from meshwright.policies.batching import BatchPolicy
 from meshwright.serve.batch_inputs import BatchInputs, Packed
 from meshwright.serve.drafts import Speculation, drafter_for
+from meshwright.serve.figures import EngineFigures
 from meshwright.serve.formats import Fp8, use_formats
 from meshwright.serve.generation import Generation, Update
 from meshwright.serve.grammar import Grammar, GrammarTokens, unconstrained
@@ -57,6 +58,8 @@ class EngineOptions:
     """Whether a step is launched before the tokens of the one before are read; None: on a GPU."""
     graphs: bool | None = None
     """Whether steps of decodes only are replayed as CUDA graphs; None: on a GPU."""
+    texts: bool = True
+    """Whether updates have texts and stop strings are found; a caller that decodes the tokens itself needs neither."""
     weights: Fp8 | None = None
     """Format of the linear layers' weights (`serve.formats`); None: the model's dtype."""
     kv_cache: Fp8 | None = None
@@ -200,8 +203,8 @@ class Engine:
         """
         ids = prompt_ids(prompt, self._tokenizer)
         check_request(ids, new_tokens, context=self.context, vocab=self.spec.vocab_size)
-        if stop_strings and self._tokenizer is None:
-            raise BadInput("stop strings need an engine with a tokenizer; give stop ids")
+        if stop_strings and (self._tokenizer is None or not self.options.texts):
+            raise BadInput("stop strings need an engine with a tokenizer that gives texts; give stop ids")
         sampling.check_tokens(self.spec.vocab_size)
         matcher = None if grammar is None else self._grammar_tokens(stop_ids).matcher(grammar)
         number, now = self._next_number, self._clock()
@@ -220,7 +223,8 @@ class Engine:
         self._grammar_requests += grammar is not None
         if grammar is None and not sampling.penalises:
             self._drafter.begin(number)
-        self._generations[number] = Generation(sampling, self._tokenizer, stop_ids, stop_strings, matcher)
+        tokenizer = self._tokenizer if self.options.texts else None
+        self._generations[number] = Generation(sampling, tokenizer, stop_ids, stop_strings, matcher)
         return number
 
     def submit_samples(
@@ -241,6 +245,14 @@ class Engine:
     def abort(self, number: int) -> None:
         """End a request; the next step reports it. A number that is unknown or has ended is ignored."""
         self._policy.abort(number)
+
+    def figures(self) -> EngineFigures:
+        """The engine's load now."""
+        policy = self._policy
+        pools = policy.cache.pools
+        usage = max(1 - pool.free / pool.blocks for pool in pools)
+        waiting = policy.unfinished - policy.running
+        return EngineFigures(policy.running, waiting, usage, policy.preemptions, policy.cached_tokens)
 
     def run(self) -> Iterator[Update]:
         """Yields the updates of all steps until no request is left."""

@@ -6,14 +6,12 @@ of its kernels by the host.
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor
 
-from meshwright.models.decoder import Block, Decoder, SharedInputs
+from meshwright.models.decoder import Decoder
 from meshwright.serve.batch_inputs import BatchInputs, Packed, StepInputs
-from meshwright.serve.blocks import add_and_norm, block_forward
+from meshwright.serve.blocks import add_and_norm, residual_stream
 from meshwright.serve.cached_attention import use_cached_attention
 from meshwright.serve.host_decode import HostDecode
 from meshwright.serve.kv_cache import KVCache
@@ -36,7 +34,6 @@ class ModelRunner:
         self._step = use_cached_attention(model, cache, context, invariant=invariant)
         usual = not invariant and HostDecode.supports(model, cache)
         self._host_decode = HostDecode(model, cache, context) if usual else None
-        self._layers = cast("list[Block]", list(model.layers.values()))
         self.decode_sizes = graph_sizes
         """Batch sizes with a CUDA graph, ascending."""
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
@@ -85,11 +82,7 @@ class ModelRunner:
     def _residual(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
         """The residual stream after all layers, `(1, tokens, hidden)`, and what is still to be added to it."""
         self._step.inputs = inputs
-        shared = SharedInputs(inputs.positions[None], None, None)
-        x, delta = self._model.embed_tokens(inputs.tokens[None], shared), None
-        for layer in self._layers:
-            x, delta = block_forward(layer, x, delta)
-        return x, delta
+        return residual_stream(self._model, inputs.tokens, inputs.positions)
 
 
 def graph_sizes(sequences: int) -> tuple[int, ...]:

@@ -70,11 +70,19 @@ def evaluate(engine: Engine, held_out: HeldOut, *, mesh: Mesh, micro_batch: int,
 
 
 @torch.no_grad()
-def evaluate_plain(model: Decoder, held_out: HeldOut, *, micro_batch: int, device: torch.device) -> Evaluation:
-    """`evaluate` for a whole model on one device."""
+def evaluate_plain(
+    model: Decoder,
+    held_out: HeldOut,
+    *,
+    micro_batch: int,
+    device: torch.device,
+    loss: Callable[[MicroBatch], torch.Tensor] | None = None,
+) -> Evaluation:
+    """`evaluate` for a whole model on one device; `loss` is the summed loss of a micro-batch, by default `plain_loss`."""
 
     def measure(batches: Sequence[MicroBatch]) -> torch.Tensor:
-        return torch.stack([plain_loss(model, batch).double() for batch in batches]).sum()
+        losses = [plain_loss(model, batch) if loss is None else loss(batch) for batch in batches]
+        return torch.stack(losses).double().sum()
 
     return _evaluation(held_out, _sums(held_out, measure, 0, 1, micro_batch, 1, device))
 

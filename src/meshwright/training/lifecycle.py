@@ -7,12 +7,10 @@ or hangs changes neither code nor message.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import logging.handlers
 import os
 import queue
-import signal
 import sys
 import threading
 import traceback
@@ -31,6 +29,7 @@ from meshwright.events.messages import (
     SelfTestResult,
     decode,
 )
+from meshwright.events.parent import end_with_parent
 from meshwright.events.progress import PROGRESS, ProgressPage, ProgressSender
 from meshwright.events.stacks import write_stacks_on_signal
 from meshwright.events.terminal import write_line
@@ -196,17 +195,6 @@ def _answer(request: CollectivesRequest) -> None:
         write_collectives(Path(request.path))
     except Exception as error:
         log.debug("the recorded collectives are not written: %s", error)
-
-
-def end_with_parent() -> None:
-    """Ask the kernel to kill this process when its launcher dies, so that no rank keeps a device in use."""
-    parent = os.environ.get("MESHWRIGHT_PARENT")
-    if parent is None or sys.platform != "linux":
-        return
-    set_parent_death_signal = 1
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    if os.getppid() != int(parent):  # it died before the kernel was asked
-        os._exit(EXIT_INTERNAL)
 
 
 def _log_through(handler: logging.Handler, first: bool) -> None:

@@ -1,0 +1,24 @@
+"""End of a process with its parent, so that no child keeps a device in use. Torch-free."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+from meshwright.spec.errors import EXIT_INTERNAL
+
+PARENT = "MESHWRIGHT_PARENT"
+"""Environment variable with the process id of the parent."""
+
+
+def end_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent dies; does nothing without a parent in the environment."""
+    parent = os.environ.get(PARENT)
+    if parent is None or sys.platform != "linux":
+        return
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != int(parent):  # it died before the kernel was asked
+        os._exit(EXIT_INTERNAL)

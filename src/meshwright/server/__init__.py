@@ -1,0 +1,1 @@
+"""An HTTP server with OpenAI's interface: one process for HTTP and text, one for the engine."""

@@ -1,0 +1,60 @@
+"""Where the server listens, and the keys that it asks for."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from dataclasses import replace
+
+from meshwright.spec.errors import BadInput
+from meshwright.spec.serve import ServeSpec
+
+
+def with_keys(spec: ServeSpec) -> ServeSpec:
+    """The settings with keys that only the environment has."""
+    return replace(
+        spec,
+        api_key=spec.api_key or os.environ.get("MESHWRIGHT_API_KEY") or None,
+        admin_key=spec.admin_key or os.environ.get("MESHWRIGHT_ADMIN_KEY") or None,
+    )
+
+
+def check_addresses(spec: ServeSpec) -> None:
+    """Raise BadInput for an address that needs a key and has none."""
+    if not is_loopback(spec.host) and spec.api_key is None:
+        raise BadInput(
+            f"host: {spec.host} can be reached from other machines; set api_key, or use 127.0.0.1", key="host"
+        )
+    if spec.admin_port is not None and spec.admin_key is None:
+        raise BadInput("admin_port: needs admin_key", key="admin_port")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is reached from this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def listening_socket(host: str, port: int, key: str) -> socket.socket:
+    """A socket that listens; `key` names the port's setting. Raises BadInput if the address cannot be used."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        end = socket.socket(family, socket.SOCK_STREAM)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        end.bind(address)
+    except OSError as error:
+        raise BadInput(
+            f"{key}: cannot listen at {host}:{port}: {error.strerror or error}; choose another", key=key
+        ) from None
+    return end
+
+
+def url_of(end: socket.socket) -> str:
+    """The address of a listening socket for a browser."""
+    host, port = end.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

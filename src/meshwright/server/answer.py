@@ -1,0 +1,172 @@
+"""Carries out a request for text: submits it to the engine and sends the answer, whole or as events (SSE)."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from meshwright.server.bodies import DONE, Choice, CompletionBody, TokenEntry, usage
+from meshwright.server.engine_client import EngineClient, EngineRequest, News, Subscription
+from meshwright.server.errors import RequestError
+from meshwright.server.replies import JSON_HEADERS
+from meshwright.server.text_output import TextOutput
+from meshwright.server.text_request import TextRequest
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+    from tokenizers import Tokenizer
+
+EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+class TextAnswer:
+    """The answer to one request for text, as an ASGI application.
+
+    If the client disconnects, or sending fails, the engine ends the request's texts before its next step.
+    """
+
+    def __init__(
+        self, client: EngineClient, tokenizer: Tokenizer, request: TextRequest, body: CompletionBody, context: int
+    ) -> None:
+        self._client, self._tokenizer, self._request, self._body = client, tokenizer, request, body
+        self._context = context
+        self._ids: list[int] = []
+        count = len(request.prompts) * request.count
+        with_logprobs = request.logprobs is not None
+        self._outputs = [TextOutput(tokenizer, request.stop_strings, logprobs=with_logprobs) for _ in range(count)]
+        self._subscription = Subscription(whole=not request.stream and not request.stop_strings)
+
+    @property
+    def new_tokens(self) -> int:
+        """New tokens of all texts so far."""
+        return sum(output.tokens for output in self._outputs)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._submit()
+        watcher = asyncio.ensure_future(self._watch(receive))
+        try:
+            if self._request.stream:
+                await self._send_events(send)
+            else:
+                await self._send_whole(send)
+        except _ClientGone:
+            pass
+        finally:
+            self._client.abort(self._ids)
+            watcher.cancel()
+            with suppress(asyncio.CancelledError):
+                await watcher
+
+    def _submit(self) -> None:
+        request = self._request
+        for index, prompt in enumerate(request.prompts):
+            room = self._context - len(prompt)
+            engine_request = EngineRequest(
+                tokens=prompt,
+                new_tokens=min(request.new_tokens or room, room),
+                sampling=request.sampling,
+                stop_ids=request.stop_ids,
+                grammar=request.grammar,
+                count=request.count,
+            )
+            self._ids += self._client.submit(engine_request, self._subscription, index * request.count)
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._subscription.close()
+
+    async def _next(self) -> dict[int, list[News]]:
+        """The next news by text. Raises RequestError if the engine refused or failed a text."""
+        news = await self._subscription.next()
+        if not news:
+            raise _ClientGone
+        by_text: dict[int, list[News]] = {}
+        for one in news:
+            if one.reason == "refused":
+                status = 422 if (one.error or "").startswith("grammar") else 400
+                raise RequestError(status, one.error or "", param="response_format" if status == 422 else None)
+            if one.reason == "failed":
+                raise RequestError(503, f"the engine failed: {one.error}", code="engine_failed")
+            if one.reason == "abort":
+                raise RequestError(503, "the server is stopping")
+            by_text.setdefault(one.index, []).append(one)
+        return by_text
+
+    def _add(self, index: int, news: list[News]) -> tuple[str, list[TokenEntry] | None]:
+        """The text and log probabilities that news give; a text that a stop string ends is ended in the engine."""
+        output = self._outputs[index]
+        text = output.add(news)
+        if output.finish_reason is not None and news[-1].reason is None:
+            self._client.abort([self._ids[index]], "stop")
+        return text, output.logprobs(news)
+
+    async def _send_whole(self, send: Send) -> None:
+        texts = [""] * len(self._outputs)
+        logprobs: list[list[TokenEntry]] = [[] for _ in self._outputs]
+        while any(output.finish_reason is None for output in self._outputs):
+            for index, news in (await self._next()).items():
+                if self._outputs[index].finish_reason is None:
+                    text, entries = self._add(index, news)
+                    texts[index] += text
+                    logprobs[index] += entries or ()
+        choices = [
+            Choice(
+                self._echo(index) + texts[index],
+                output.finish_reason or "length",
+                None if self._request.logprobs is None else logprobs[index],
+            )
+            for index, output in enumerate(self._outputs)
+        ]
+        content = self._body.whole(choices, usage(self._request.prompt_tokens, self.new_tokens))
+        headers = [*JSON_HEADERS, (b"content-length", str(len(content)).encode("ascii"))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": content})
+
+    async def _send_events(self, send: Send) -> None:
+        news = await self._next()  # a refused request is answered by its status
+        await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
+        opening = b"".join(self._opening(index) for index in range(len(self._outputs)))
+        if opening:
+            await send({"type": "http.response.body", "body": opening, "more_body": True})
+        try:
+            while True:
+                if content := self._events(news):
+                    await send({"type": "http.response.body", "body": content, "more_body": True})
+                if all(output.finish_reason is not None for output in self._outputs):
+                    break
+                news = await self._next()
+        except RequestError as error:  # the status is sent already
+            await send({"type": "http.response.body", "body": b"data: %b\n\n" % error.content, "more_body": True})
+        else:
+            if self._request.include_usage:
+                tokens = usage(self._request.prompt_tokens, self.new_tokens)
+                await send({"type": "http.response.body", "body": self._body.usage_event(tokens), "more_body": True})
+        await send({"type": "http.response.body", "body": DONE})
+
+    def _opening(self, index: int) -> bytes:
+        """The events that begin a text."""
+        opening, echo = self._body.first(index), self._echo(index)
+        return opening + self._body.event(index, echo, None, None) if echo else opening
+
+    def _events(self, news: dict[int, list[News]]) -> bytes:
+        """The events for news; texts that have ended already get none."""
+        events = []
+        for index, of_text in news.items():
+            output = self._outputs[index]
+            if output.finish_reason is not None:
+                continue
+            text, logprobs = self._add(index, of_text)
+            if text or logprobs or output.finish_reason is not None:
+                events.append(self._body.event(index, text, logprobs, output.finish_reason))
+        return b"".join(events)
+
+    def _echo(self, index: int) -> str:
+        """The prompt's text, if the answer repeats it."""
+        request: TextRequest = self._request
+        return self._tokenizer.decode(request.prompts[index // request.count]) if request.echo else ""
+
+
+class _ClientGone(Exception):
+    """The client has closed its connection."""

@@ -1,0 +1,164 @@
+"""The API as one ASGI application: routes, keys, errors and the log of requests."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from meshwright.server.admin import Admin
+from meshwright.server.endpoints import Api
+from meshwright.server.errors import RequestError
+from meshwright.server.replies import error_response
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+log = logging.getLogger("meshwright.server")
+LOOPBACK_NAMES = {"localhost", "127.0.0.1", "[::1]", "::1"}
+
+
+API_ROUTES: Sequence[tuple[str, str, Callable[[Api, Request], Awaitable[ASGIApp]]]] = (
+    ("GET", "/", Api.page),
+    ("POST", "/v1/completions", Api.completions),
+    ("POST", "/v1/chat/completions", Api.chat_completions),
+    ("GET", "/v1/models", Api.models),
+    ("GET", "/v1/models/{name:path}", Api.model),
+    ("POST", "/tokenize", Api.tokenize),
+    ("POST", "/detokenize", Api.detokenize),
+    ("GET", "/health", Api.health),
+    ("GET", "/metrics", Api.metrics),
+)
+"""Method, path and endpoint; an endpoint's docstring is its line of docs/reference/serve.md."""
+ADMIN_ROUTES: Sequence[tuple[str, str, Callable[[Admin, Request], Awaitable[ASGIApp]]]] = (
+    ("GET", "/state", Admin.state),
+    ("POST", "/pause", Admin.pause),
+    ("POST", "/resume", Admin.resume),
+    ("POST", "/drain", Admin.drain),
+)
+
+
+def api_app(api: Api, *, loopback: bool) -> ASGIApp:
+    """The application of the API; `loopback`: it listens at a loopback address only."""
+    routes = [(method, path, partial(endpoint, api)) for method, path, endpoint in API_ROUTES]
+    app: ASGIApp = KeyCheck(application(routes), api.spec.api_key, open_paths={"/health"}, basic_paths={"/"})
+    if loopback and api.spec.api_key is None:
+        app = HostCheck(app)
+    return RequestLog(app) if api.spec.log_requests else app
+
+
+def admin_app(api: Api) -> ASGIApp:
+    """The application of the admin port."""
+    admin = Admin(api)
+    routes = [(method, path, partial(endpoint, admin)) for method, path, endpoint in ADMIN_ROUTES]
+    app: ASGIApp = KeyCheck(application(routes), api.spec.admin_key)
+    return RequestLog(app) if api.spec.log_requests else app
+
+
+def application(routes: Iterable[tuple[str, str, Callable[[Request], Awaitable[ASGIApp]]]]) -> Starlette:
+    """A Starlette application with routes (method, path, endpoint), whose errors are in OpenAI's form."""
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.routing import Route
+
+    async def refused(request: Request, error: Exception) -> Any:
+        assert isinstance(error, RequestError)
+        return error_response(error)
+
+    async def not_routed(request: Request, error: Exception) -> Any:
+        assert isinstance(error, HTTPException)
+        status = error.status_code if error.status_code in (404, 405) else 400
+        text = {404: "there is no such path", 405: "the path has another method"}.get(status, "the request is wrong")
+        return error_response(RequestError(status, text))
+
+    async def failed(request: Request, error: Exception) -> Any:
+        return error_response(RequestError(500, f"internal error: {type(error).__name__}"))
+
+    handlers: Any = {RequestError: refused, HTTPException: not_routed, Exception: failed}
+    found = [Route(path, endpoint, methods=[method]) for method, path, endpoint in routes]
+    return Starlette(routes=found, exception_handlers=handlers)
+
+
+class KeyCheck:
+    """Answers 401 to requests without the key; without a key all are let through."""
+
+    def __init__(
+        self, app: ASGIApp, key: str | None, *, open_paths: Iterable[str] = (), basic_paths: Iterable[str] = ()
+    ) -> None:
+        """`open_paths` need no key; for `basic_paths` a browser may ask for it as a password."""
+        self._app, self._key = app, None if key is None else key.encode()
+        self._open, self._basic = frozenset(open_paths), frozenset(basic_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._key is None or scope["type"] != "http" or scope["path"] in self._open or self._has_key(scope):
+            await self._app(scope, receive, send)
+            return
+        scheme = "Basic" if scope["path"] in self._basic else "Bearer"
+        error = RequestError(401, "expected the header Authorization: Bearer KEY with the server's key", scheme=scheme)
+        await error_response(error)(scope, receive, send)
+
+    def _has_key(self, scope: Scope) -> bool:
+        assert self._key is not None
+        value = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        scheme, _, given = value.partition(b" ")
+        if scheme.lower() == b"basic" and scope["path"] in self._basic:
+            try:
+                given = base64.b64decode(given, validate=True).partition(b":")[2]
+            except binascii.Error:
+                return False
+        elif scheme.lower() != b"bearer":
+            return False
+        return hmac.compare_digest(given.strip(), self._key)
+
+
+class HostCheck:
+    """Refuses requests for another host than this one: a page whose name leads here must not read answers."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            host = next((value for name, value in scope["headers"] if name == b"host"), b"").decode("latin-1")
+            name = host if host.endswith("]") else host.rpartition(":")[0] or host
+            if name.lower() not in LOOPBACK_NAMES:
+                await error_response(RequestError(400, "host: expected localhost or 127.0.0.1"))(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class RequestLog:
+    """Logs each request with its number, path, status, tokens and seconds; no text of it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app, self._count = app, 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        self._count += 1
+        number, started, status = self._count, time.perf_counter(), 0
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", str(number).encode("ascii"))]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_and_note)
+        finally:
+            seconds = time.perf_counter() - started
+            work = scope.get("meshwright")
+            tokens = "" if work is None else f" prompt={work['prompt_tokens']} new={work['answer'].new_tokens}"
+            path = scope["path"].encode("unicode_escape").decode("ascii")[:100]
+            log.info("request %d: %s %s: %d%s seconds=%.3f", number, scope["method"], path, status, tokens, seconds)

@@ -1,0 +1,307 @@
+"""The HTTP process's end of the engine: queues requests, and gives each HTTP request the news of its texts."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
+
+from meshwright.events.parent import PARENT
+from meshwright.serve.figures import EngineFigures
+from meshwright.server.messages import MessageReader, encode
+from meshwright.server.metrics import ServerMetrics
+from meshwright.spec.errors import EXIT_COMMUNICATION
+
+BUFFER_BYTES = 4 << 20
+"""Size of the socket's buffers: a step of the engine does not wait for the HTTP process."""
+END_SECONDS = 5.0
+"""Longest time that the engine's process may take to end."""
+
+Reason = Literal["stop", "length", "abort", "deadline", "failed", "refused"]
+
+
+class News(NamedTuple):
+    """What a step has given one text of a request."""
+
+    index: int
+    """Number of the text within the request, from 0."""
+    tokens: Sequence[int]
+    """New tokens."""
+    reason: Reason | None = None
+    """Why the text has ended; None while it goes on."""
+    error: str | None = None
+    """What went wrong, with the reasons "failed" and "refused"."""
+    logprobs: Sequence[Any] = ()
+    """For each new token its log probability and `[[token, log probability], …]` of the likeliest."""
+
+
+class Subscription:
+    """The news of all texts of one HTTP request, in order."""
+
+    def __init__(self, *, whole: bool) -> None:
+        """With `whole` the reader is woken only when all texts have ended."""
+        self._news: list[News] = []
+        self._whole = whole
+        self._waiter: asyncio.Future[None] | None = None
+        self.unfinished = 0
+        """Texts that have not ended."""
+        self.closed = False
+        """Whether the client has gone."""
+
+    def add(self, news: News) -> None:
+        """Take in news, and wake the reader."""
+        self._news.append(news)
+        if not self._whole or not self.unfinished:
+            self.wake()
+
+    def close(self) -> None:
+        """The client has gone: the reader gets no more news."""
+        self.closed = True
+        self.wake()
+
+    def wake(self) -> None:
+        """Let `next` return."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def next(self) -> list[News]:
+        """The news since the last call, once there are any; empty if the client has gone."""
+        if self.closed:
+            return []
+        if not self._news or (self._whole and self.unfinished):
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        news, self._news = self._news, []
+        return [] if self.closed else news
+
+
+@dataclass(slots=True)
+class _Text:
+    """One text that the engine continues."""
+
+    subscription: Subscription
+    index: int
+    prompt_tokens: int
+    queued: float
+    last: float
+    """When it had its newest tokens, or was queued."""
+    first: float = 0.0
+    """When it had its first token."""
+    tokens: int = 0
+
+
+@dataclass(kw_only=True)
+class EngineRequest:
+    """Texts with one prompt."""
+
+    tokens: Sequence[int]
+    new_tokens: int
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `SamplingOptions`."""
+    stop_ids: Sequence[int] = ()
+    grammar: tuple[str, str] | None = None
+    """Notation and text of a `Grammar`."""
+    count: int = 1
+    """Number of texts."""
+
+
+class EngineClient(asyncio.Protocol):
+    """One engine. Its methods are called by the event loop's thread only."""
+
+    def __init__(self, metrics: ServerMetrics, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.metrics, self._clock = metrics, clock
+        self.ready: Mapping[str, int] | None = None
+        """Context, vocabulary and sizes of the engine, once it is ready."""
+        self.failure: tuple[str, int] | None = None
+        """Why the engine cannot continue, and the exit code."""
+        self.paused = False
+        self.figures = EngineFigures()
+        self.changed = asyncio.Event()
+        """Set when the engine becomes ready or fails."""
+        self._transport: asyncio.WriteTransport | None = None
+        self._reader = MessageReader()
+        self._texts: dict[int, _Text] = {}
+        self._numbers = itertools.count()
+        self._closing = False
+
+    @property
+    def unfinished(self) -> int:
+        """Texts that have not ended."""
+        return len(self._texts)
+
+    @property
+    def usable(self) -> bool:
+        """Whether requests can be submitted."""
+        return self.ready is not None and self.failure is None
+
+    def submit(self, request: EngineRequest, subscription: Subscription, first_index: int) -> list[int]:
+        """Queue the texts of a request; their ids. Their news go to `subscription`, with indexes from `first_index` on."""
+        now = self._clock()
+        ids = list(itertools.islice(self._numbers, request.count))
+        for offset, id in enumerate(ids):
+            self._texts[id] = _Text(subscription, first_index + offset, len(request.tokens), now, now)
+        subscription.unfinished += len(ids)
+        self._send(
+            {
+                "submit": {
+                    "ids": ids,
+                    "tokens": list(request.tokens),
+                    "new_tokens": request.new_tokens,
+                    "sampling": request.sampling,
+                    "stop_ids": list(request.stop_ids),
+                    "grammar": request.grammar,
+                }
+            }
+        )
+        return ids
+
+    def abort(self, ids: Sequence[int], reason: str = "abort") -> None:
+        """End texts; those that have ended are ignored. There is no more news of them."""
+        ended = [id for id in ids if id in self._texts]
+        for id in ended:
+            self._forget(id, reason)
+        if ended:
+            self._send({"abort": ended})
+
+    def abort_all(self) -> None:
+        """End all texts with the reason "abort"."""
+        for id, text in list(self._texts.items()):
+            self.abort([id])
+            text.subscription.add(News(text.index, (), "abort"))
+
+    def pause(self, paused: bool) -> None:
+        """Stop or continue steps; requests are queued meanwhile."""
+        self.paused = paused
+        self._send({"pause": paused})
+
+    def close(self) -> None:
+        """Close the connection, which ends the engine's process."""
+        self._closing = True
+        if self._transport is not None:
+            self._transport.close()
+
+    def fail(self, message: str, code: int) -> None:
+        """End all texts: the engine cannot continue."""
+        if self.failure is not None:
+            return
+        self.failure = (message, code)
+        self.changed.set()
+        for id, text in list(self._texts.items()):
+            self._forget(id, "failed")
+            text.subscription.add(News(text.index, (), "failed", message))
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.WriteTransport, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._closing:
+            self.fail("the engine's process has ended", EXIT_COMMUNICATION)
+
+    def data_received(self, data: bytes) -> None:
+        for message in self._reader.add(data):
+            if (step := message.get("step")) is not None:
+                self.figures = EngineFigures(*message["figures"])
+                self._take_step(step)
+            else:
+                self._take(message)
+
+    def _take_step(self, entries: Sequence[Sequence[Any]]) -> None:
+        now, texts, metrics = self._clock(), self._texts, self.metrics
+        new_tokens = 0
+        for id, tokens, *rest in entries:
+            if (text := texts.get(id)) is None:
+                continue  # it was aborted
+            if tokens:
+                if text.tokens:
+                    metrics.count_tokens(now - text.last, len(tokens))
+                else:
+                    metrics.count_first_token(now - text.queued)
+                    text.first = now
+                text.tokens += len(tokens)
+                text.last = now
+                new_tokens += len(tokens)
+            if not rest:
+                text.subscription.add(News(text.index, tokens))
+                continue
+            reason, error, logprobs = rest
+            if reason is not None:
+                self._forget(id, reason)
+            text.subscription.add(News(text.index, tokens, reason, error, logprobs))
+        metrics.count_step(new_tokens)
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if "ready" in message:
+            self.ready = message["ready"]
+            self.changed.set()
+        elif "refused" in message:
+            for id in message["refused"]:
+                if (text := self._texts.get(id)) is not None:
+                    self._forget(id, "refused")
+                    text.subscription.add(News(text.index, (), "refused", message["error"]))
+        elif "failed" in message:
+            self.fail(message["failed"], message["code"])
+
+    def _forget(self, id: int, reason: str) -> None:
+        text = self._texts.pop(id)
+        text.subscription.unfinished -= 1
+        if reason != "refused":
+            decoding, whole = text.last - text.first, self._clock() - text.queued
+            self.metrics.count_request(reason, text.prompt_tokens, text.tokens, decoding, whole)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        if self._transport is not None and self.failure is None:
+            self._transport.write(encode(message))
+
+
+class EngineProcess:
+    """The engine's process, and the socket to it."""
+
+    def __init__(self, folder: Path, tokenizer: Path | None, options: Mapping[str, Any]) -> None:
+        """Start it; it loads the model in `folder` with the `EngineOptions` `options`."""
+        self._end, theirs = socket.socketpair()
+        for end in (self._end, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "meshwright.server.engine_process", str(theirs.fileno())],
+                env={**os.environ, PARENT: str(os.getpid())},
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is for the HTTP process, which drains
+            )
+        setup = {
+            "folder": str(folder),
+            "tokenizer": None if tokenizer is None else str(tokenizer),
+            "options": dict(options),
+        }
+        self._end.sendall(encode(setup))
+
+    async def connect(self, client: EngineClient) -> None:
+        """Let `client` talk to the process."""
+        await connect(client, self._end)
+
+    def close(self) -> None:
+        """Close the socket, and wait until the process has ended; kill it if that takes long."""
+        with suppress(OSError):  # the process has ended
+            self._end.shutdown(socket.SHUT_RDWR)
+        self._end.close()
+        try:
+            self.process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+async def connect(client: EngineClient, end: socket.socket) -> None:
+    """Let `client` talk to the engine at the other end of a socket."""
+    end.setblocking(False)
+    await asyncio.get_running_loop().connect_accepted_socket(lambda: client, end)

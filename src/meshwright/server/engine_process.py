@@ -1,0 +1,196 @@
+"""The engine's process: takes requests from the HTTP process and sends their tokens, one message for each step.
+
+The HTTP process starts it with the number of an inherited socket. It ends when that process closes the socket or dies.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.events.parent import end_with_parent
+from meshwright.server.messages import MessageReader, encode
+from meshwright.spec.errors import (
+    EXIT_INTERNAL,
+    EXIT_REPEATED,
+    BadInput,
+    MeshwrightError,
+)
+from meshwright.spec.failures import as_meshwright_error
+
+if TYPE_CHECKING:
+    from meshwright.serve.engine import Engine
+    from meshwright.serve.generation import Update
+
+FAILED_STEPS = 3
+"""Steps that fail one after the other before the engine is given up."""
+_DEVICE_ERRORS = ("AcceleratorError", "CUDA error")
+"""Texts of errors after which a process cannot use its device any more."""
+_RECEIVE_BYTES = 1 << 20
+
+
+class EngineLost(MeshwrightError):
+    """The engine cannot continue."""
+
+    exit_code = EXIT_REPEATED
+
+
+class Connection:
+    """The engine's end of the socket."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket, self._reader = end, MessageReader()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Write a message."""
+        self._socket.sendall(encode(message))
+
+    def receive(self, *, wait: bool) -> list[dict[str, Any]]:
+        """Messages that have arrived; with `wait` at least a part of one. Raises EOFError if the other process has closed."""
+        flags = 0 if wait else socket.MSG_DONTWAIT
+        try:
+            data = self._socket.recv(_RECEIVE_BYTES, flags)
+        except BlockingIOError:
+            return []
+        if not data:
+            raise EOFError
+        return self._reader.add(data)
+
+
+class EngineLoop:
+    """Runs an engine by the messages of the HTTP process."""
+
+    def __init__(self, engine: Engine, connection: Connection) -> None:
+        self._engine, self._connection = engine, connection
+        self._numbers: dict[int, int] = {}
+        """The engine's number of each unfinished request by its id."""
+        self._ids: dict[int, int] = {}
+        self._paused = False
+        self._failed_steps = 0
+
+    def run(self) -> None:
+        """Take messages and compute steps until the HTTP process closes the socket.
+
+        Raises EngineLost if the device is unusable or steps fail one after the other.
+        """
+        with suppress(EOFError, ConnectionError):
+            while True:
+                busy = self._engine.unfinished > 0 and not self._paused
+                for message in self._connection.receive(wait=not busy):
+                    self._take(message)
+                if self._engine.unfinished and not self._paused:
+                    self._send(self._engine.step())
+
+    def _take(self, message: dict[str, Any]) -> None:
+        actions: dict[str, Callable[[Any], None]] = {
+            "submit": self._submit,
+            "abort": self._abort,
+            "pause": self._pause,
+        }
+        for key, value in message.items():
+            actions[key](value)
+
+    def _submit(self, request: dict[str, Any]) -> None:
+        from meshwright.serve.grammar import Grammar
+        from meshwright.serve.sampling_options import SamplingOptions
+
+        ids, values = request["ids"], request["sampling"]
+        grammar = None if request["grammar"] is None else Grammar(*request["grammar"])
+        biases = {int(token): bias for token, bias in values.pop("logit_bias", {}).items()}
+        try:
+            numbers = self._engine.submit_samples(
+                request["tokens"],
+                len(ids),
+                sampling=SamplingOptions(**values, logit_bias=biases),
+                new_tokens=request["new_tokens"],
+                stop_ids=request["stop_ids"],
+                grammar=grammar,
+            )
+        except BadInput as error:
+            self._connection.send({"refused": ids, "error": str(error)})
+            return
+        self._numbers.update(zip(ids, numbers, strict=True))
+        self._ids.update(zip(numbers, ids, strict=True))
+
+    def _abort(self, ids: list[int]) -> None:
+        for id in ids:
+            if id in self._numbers:
+                self._engine.abort(self._numbers[id])
+
+    def _pause(self, paused: bool) -> None:
+        self._paused = paused
+
+    def _send(self, updates: list[Update]) -> None:
+        entries, failure = [], None
+        for update in updates:
+            id = self._ids[update.number]
+            if update.reason is None and not update.logprobs:
+                entries.append([id, update.tokens])
+            else:
+                entries.append([id, update.tokens, update.reason, update.error, update.logprobs])
+            if update.reason is not None:
+                del self._numbers[id], self._ids[update.number]
+                failure = update.error or failure
+        self._connection.send({"step": entries, "figures": self._engine.figures()})
+        self._count_failure(failure)
+
+    def _count_failure(self, failure: str | None) -> None:
+        if failure is None:
+            self._failed_steps = 0
+            return
+        self._failed_steps += 1
+        if any(text in failure for text in _DEVICE_ERRORS):
+            raise EngineLost(f"the device cannot be used any more: {failure}")
+        if self._failed_steps >= FAILED_STEPS:
+            raise EngineLost(f"{FAILED_STEPS} steps failed one after the other; the last: {failure}")
+
+
+def load_engine(folder: Path, tokenizer_file: str | None, options: dict[str, Any]) -> Engine:
+    """An engine for the model in `folder`, on a GPU if there is one; its updates have no texts."""
+    from tokenizers import Tokenizer
+
+    from meshwright.checkpoint.single_device import device_and_dtype, load_model
+    from meshwright.serve.engine import Engine, EngineOptions
+
+    tokenizer = None if tokenizer_file is None else Tokenizer.from_file(tokenizer_file)
+    return Engine(load_model(folder, *device_and_dtype()), tokenizer, EngineOptions(**options, texts=False))
+
+
+def serve_engine(engine: Engine, connection: Connection) -> None:
+    """Report that the engine is ready, then run it until the HTTP process closes the socket."""
+    ready = {"context": engine.context, "vocab": engine.spec.vocab_size, "sequences": engine.options.sequences}
+    connection.send({"ready": ready})
+    EngineLoop(engine, connection).run()
+
+
+def main() -> int:
+    """Run the engine; returns the exit code of docs/reference/exit-codes.md."""
+    end_with_parent()
+    connection = Connection(socket.socket(fileno=int(sys.argv[1])))
+    try:
+        setup: list[dict[str, Any]] = []
+        while not setup:
+            setup = connection.receive(wait=True)
+        serve_engine(
+            load_engine(Path(setup[0]["folder"]), setup[0]["tokenizer"], setup[0]["options"]),
+            connection,
+        )
+    except EOFError:
+        return 0
+    except Exception as error:
+        failure = as_meshwright_error(error)
+        if failure.exit_code == EXIT_INTERNAL:
+            traceback.print_exc()
+        with suppress(OSError):
+            connection.send({"failed": str(failure), "code": failure.exit_code})
+        return failure.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

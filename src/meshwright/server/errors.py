@@ -1,0 +1,71 @@
+"""Errors of HTTP requests in OpenAI's form: `{"error": {message, type, param, code}}`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+_TYPES: Mapping[int, str] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    422: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+"""Types of errors by HTTP status."""
+
+
+class RequestError(Exception):
+    """A request that is not carried out."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+        scheme: str = "Bearer",
+    ) -> None:
+        """`param` is the key of the body that is wrong; `retry_after` are seconds after which the client may try again;
+        `scheme` is how a client shows its key, for status 401."""
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.retry_after, self.scheme = retry_after, scheme
+
+    @property
+    def content(self) -> bytes:
+        """The body of the answer."""
+        error = {"message": self.message, "type": _TYPES[self.status], "param": self.param, "code": self.code}
+        return json.dumps({"error": error}).encode("ascii")
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Further headers of the answer."""
+        headers = []
+        if self.retry_after is not None:
+            headers.append((b"retry-after", str(self.retry_after).encode("ascii")))
+        if self.status == 401:
+            headers.append((b"www-authenticate", self.scheme.encode("ascii")))
+        return headers
+
+
+def wrong(param: str, expected: str, got: object) -> RequestError:
+    """The error for a value of the body that is not as expected."""
+    return RequestError(400, f"{param}: expected {expected}, got {shown(got)}", param=param)
+
+
+def shown(value: object) -> str:
+    """A value of the body in an error; texts are not repeated, since they may be secret."""
+    if isinstance(value, str):
+        return f"text of {len(value)} characters" if len(value) > 20 else json.dumps(value)
+    if isinstance(value, list):
+        return f"a list of {len(value)} values"
+    if isinstance(value, dict):
+        return f"an object of {len(value)} keys"
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)[:40]

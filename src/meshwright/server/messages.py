@@ -1,0 +1,56 @@
+"""Messages between the HTTP process and the engine's process: JSON behind its length, over a Unix socket pair.
+
+To the engine, each message has one of these keys:
+
+- `submit`: requests with one prompt: `{ids, tokens, new_tokens, sampling, stop_ids, grammar}`
+- `abort`: ids of requests
+- `pause`: whether steps stop
+
+From the engine:
+
+- `ready`: context, vocabulary and sizes, once the model is loaded
+- `step`: `[id, tokens]` or `[id, tokens, reason, error, logprobs]` for each request with news; `figures` as `EngineFigures`
+- `refused`: ids of requests that could not be queued; `error` is the reason
+- `failed`: why the engine cannot continue; `code` is an exit code
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+_LENGTH = struct.Struct("!I")
+MOST_BYTES = 256 << 20
+"""Longest message."""
+
+
+def encode(message: dict[str, Any]) -> bytes:
+    """The bytes of a message. Raises ValueError if it is too long."""
+    content = json.dumps(message, separators=(",", ":")).encode("ascii")
+    if len(content) > MOST_BYTES:
+        raise ValueError(f"a message of {len(content)} bytes; expected at most {MOST_BYTES}")
+    return _LENGTH.pack(len(content)) + content
+
+
+class MessageReader:
+    """Splits bytes as they arrive into messages."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def add(self, data: bytes) -> list[dict[str, Any]]:
+        """The messages that these bytes complete. Raises ValueError for a length that no message has."""
+        waiting, start, messages = self._bytes, 0, []
+        waiting += data
+        while len(waiting) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(waiting, start)
+            if length > MOST_BYTES:
+                raise ValueError(f"a message of {length} bytes; expected at most {MOST_BYTES}")
+            end = start + _LENGTH.size + length
+            if len(waiting) < end:
+                break
+            messages.append(json.loads(waiting[start + _LENGTH.size : end]))
+            start = end
+        del waiting[:start]
+        return messages

@@ -1,0 +1,89 @@
+"""The metrics of the HTTP server. Names are those of vLLM behind the prefix `meshwright:`, so that dashboards carry over."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from meshwright.events.exposition import Histogram, Metric, exposition
+from meshwright.serve.figures import EngineFigures
+
+PREFIX = "meshwright:"
+_SHORT = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1, 2.5, 5)
+_LONG = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_REQUEST = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
+_TOKENS = tuple(factor * 10**power for power in range(6) for factor in (1, 2, 5))
+
+
+class ServerMetrics:
+    """Counts what the server does; times are those of the HTTP process, in seconds."""
+
+    def __init__(self, model: str) -> None:
+        self._labels = {"model_name": model}
+        self.prompt_tokens = self.generation_tokens = self.rejected = 0
+        self._ended: Counter[str] = Counter()
+        self._first_token = _histogram("time_to_first_token_seconds", "Time from a request to its first token.", _LONG)
+        self._between = _histogram("inter_token_latency_seconds", "Time between tokens of a text.", _SHORT)
+        self._per_token = _histogram(
+            "request_time_per_output_token_seconds", "Mean time between tokens of a text that has ended.", _SHORT
+        )
+        self._whole = _histogram("e2e_request_latency_seconds", "Time from a request to its end.", _REQUEST)
+        self._prompts = _histogram("request_prompt_tokens", "Tokens of prompts.", _TOKENS)
+        self._texts = _histogram("request_generation_tokens", "New tokens of texts.", _TOKENS)
+        self._steps = _histogram("iteration_tokens_total", "New tokens of a step.", _TOKENS)
+
+    def count_first_token(self, seconds: float) -> None:
+        """Count the time from a request to its first token."""
+        self._first_token.observe(seconds)
+
+    def count_tokens(self, seconds: float, tokens: int) -> None:
+        """Count further tokens of a text, that came `seconds` after those before them."""
+        self._between.observe(seconds / tokens, tokens)
+
+    def count_step(self, tokens: int) -> None:
+        """Count a step and its new tokens."""
+        self.generation_tokens += tokens
+        self._steps.observe(tokens)
+
+    def count_request(self, reason: str, prompt: int, tokens: int, decoding: float, seconds: float) -> None:
+        """Count a text that has ended; `decoding` is the time from its first token to its last."""
+        self._ended[reason] += 1
+        self.prompt_tokens += prompt
+        self._prompts.observe(prompt)
+        self._texts.observe(tokens)
+        self._whole.observe(seconds)
+        if tokens > 1:
+            self._per_token.observe(decoding / (tokens - 1))
+
+    def text(self, figures: EngineFigures) -> str:
+        """All metrics in the text format of Prometheus."""
+        gauges = {
+            "num_requests_running": ("Requests in the batch.", figures.running),
+            "num_requests_waiting": ("Requests in the queue.", figures.waiting),
+            "kv_cache_usage_perc": ("Share of the cache that requests hold; 1 is all of it.", figures.cache_usage),
+        }
+        counters = {
+            "num_preemptions_total": ("Times that a request lost its cache.", figures.preemptions),
+            "prefix_cache_hits_total": ("Tokens of prompts taken from the prefix cache.", figures.cached_tokens),
+            "prefix_cache_queries_total": ("Tokens of prompts.", self.prompt_tokens),
+            "prompt_tokens_total": ("Tokens of prompts.", self.prompt_tokens),
+            "generation_tokens_total": ("New tokens.", self.generation_tokens),
+            "num_requests_rejected_total": ("Requests answered with 429 or 503.", self.rejected),
+        }
+        reasons = [({**self._labels, "finished_reason": reason}, float(n)) for reason, n in self._ended.items()]
+        metrics = [
+            *(Metric(PREFIX + name, "gauge", text, [(self._labels, value)]) for name, (text, value) in gauges.items()),
+            *(
+                Metric(PREFIX + name, "counter", text, [(self._labels, value)])
+                for name, (text, value) in counters.items()
+            ),
+            Metric(f"{PREFIX}request_success_total", "counter", "Texts that have ended, by reason.", reasons),
+        ]
+        histograms = (
+            self._first_token, self._between, self._per_token, self._whole, self._prompts, self._texts, self._steps,
+        )  # fmt: skip
+        lines = [line for histogram in histograms for line in histogram.lines(self._labels)]
+        return exposition(metrics) + "".join(f"{line}\n" for line in lines)
+
+
+def _histogram(name: str, help: str, bounds: tuple[float, ...]) -> Histogram:
+    return Histogram(PREFIX + name, help, bounds)

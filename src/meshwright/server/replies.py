@@ -1,0 +1,67 @@
+"""Whole answers, and the bodies of requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from meshwright.server.errors import RequestError
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+JSON_HEADERS = [(b"content-type", b"application/json")]
+BODY_SECONDS = 30.0
+"""Longest time that a client may take to send a body."""
+
+
+class ContentResponse:
+    """A whole answer, as an ASGI application."""
+
+    def __init__(self, status: int, content: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+        self.status, self.content = status, content
+        self.headers = [*headers, (b"content-length", str(len(content)).encode("ascii"))]
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": self.status, "headers": self.headers})
+        await send({"type": "http.response.body", "body": self.content})
+
+
+def json_response(value: Mapping[str, Any], status: int = 200) -> ContentResponse:
+    """An answer in JSON."""
+    return ContentResponse(status, json.dumps(value).encode("ascii"), JSON_HEADERS)
+
+
+def error_response(error: RequestError) -> ContentResponse:
+    """An error in OpenAI's form."""
+    return ContentResponse(error.status, error.content, [*JSON_HEADERS, *error.headers])
+
+
+async def read_body(request: Request, most: int) -> bytes:
+    """The body of a request, JSON of at most `most` bytes.
+
+    Raises RequestError. Another content type is refused: a page of another site may send those without asking first.
+    """
+    from starlette.requests import ClientDisconnect
+
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise RequestError(400, "content-type: expected application/json")
+    too_long = RequestError(413, f"the body is longer than {most} bytes")
+    length = request.headers.get("content-length", "0")
+    if not length.isascii() or not length.isdecimal() or int(length[:20]) > most:
+        raise too_long
+    content = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for chunk in request.stream():
+                content += chunk
+                if len(content) > most:
+                    raise too_long
+    except TimeoutError:
+        raise RequestError(400, f"the body has not arrived within {BODY_SECONDS:g} s") from None
+    except ClientDisconnect:
+        raise RequestError(400, "the client has closed the connection") from None
+    return bytes(content)

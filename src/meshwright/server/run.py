@@ -1,0 +1,190 @@
+"""Runs the HTTP server: the engine's process, the listening sockets, signals, and the end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.server.addresses import check_addresses, is_loopback, listening_socket, url_of, with_keys
+from meshwright.server.engine_client import EngineClient, EngineProcess
+from meshwright.server.metrics import ServerMetrics
+from meshwright.server.model_files import read_model_files, tokenizer_file
+from meshwright.spec.errors import BadInput, MeshwrightError
+from meshwright.spec.serve import ServeSpec
+
+if TYPE_CHECKING:
+    import uvicorn
+    from starlette.types import ASGIApp
+
+    from meshwright.server.endpoints import Api
+
+FAILED_SECONDS = 2.0
+"""Time for which /health reports an engine that cannot continue, before the server ends."""
+LARGEST_HEADERS = 64 << 10
+ENGINE_OPTIONS = ("sequences", "step_tokens", "tokens_per_block", "cache_blocks", "context", "prefix_cache")
+"""Keys that are passed to the engine."""
+
+
+def run_server(folder: Path, spec: ServeSpec, say: Callable[[str], None]) -> None:
+    """Serve the model in `folder` until SIGTERM or Ctrl-C; `say` receives the address once requests are taken.
+
+    Raises BadInput for wrong settings, and the engine's error if it cannot continue.
+    """
+    _check_packages()
+    spec = with_keys(spec)
+    check_addresses(spec)
+    process = EngineProcess(folder, tokenizer_file(folder), {name: getattr(spec, name) for name in ENGINE_OPTIONS})
+    try:
+        from meshwright.server.endpoints import Api  # while the engine's process imports torch
+
+        files = read_model_files(folder, None if spec.chat_template is None else Path(spec.chat_template))
+        name = spec.name or folder.resolve().name
+        client = EngineClient(ServerMetrics(name))
+        api = Api(spec, name, files, client)
+        sockets = [listening_socket(spec.host, spec.port, "port")]
+        if spec.admin_port is not None:
+            sockets.append(listening_socket(spec.host, spec.admin_port, "admin_port"))
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(_Server(api, process, sockets, say).run())
+    finally:
+        process.close()
+    if client.failure is not None:
+        message, code = client.failure
+        error = MeshwrightError(message)
+        error.exit_code = code
+        raise error
+
+
+class _Server:
+    def __init__(
+        self,
+        api: Api,
+        process: EngineProcess,
+        sockets: Sequence[socket.socket],
+        say: Callable[[str], None],
+    ) -> None:
+        self._api, self._client, self._process, self._sockets, self._say = api, api.client, process, sockets, say
+        self._stop = asyncio.Event()
+        self._stop_now = asyncio.Event()
+
+    async def run(self) -> None:
+        """Serve until a signal, or until the engine cannot continue."""
+        from meshwright.server.app import admin_app, api_app
+
+        spec = self._api.spec
+        apps = [api_app(self._api, loopback=is_loopback(spec.host)), admin_app(self._api)]
+        servers = [uvicorn_server(app) for app in apps[: len(self._sockets)]]
+        await self._process.connect(self._client)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        with _logging(spec.log_requests):
+            tasks = [
+                asyncio.ensure_future(server.serve(sockets=[end]))
+                for server, end in zip(servers, self._sockets, strict=True)
+            ]
+            await self._until_stopped()
+            await self._drain()
+            self._client.abort_all()
+            for server in servers:
+                server.should_exit = True
+            await asyncio.gather(*tasks)
+        self._client.close()
+
+    def _on_signal(self) -> None:
+        if self._stop.is_set():
+            self._stop_now.set()
+        self._stop.set()
+
+    async def _until_stopped(self) -> None:
+        """Wait for a signal, or until the engine cannot continue."""
+        stop = asyncio.ensure_future(self._stop.wait())
+        served = False
+        while not stop.done():
+            changed = asyncio.ensure_future(self._client.changed.wait())
+            await asyncio.wait([stop, changed], return_when=asyncio.FIRST_COMPLETED)
+            changed.cancel()
+            self._client.changed.clear()
+            if self._client.failure is not None:
+                if served:
+                    await asyncio.wait([stop], timeout=FAILED_SECONDS)
+                break
+            if self._client.usable and not served:
+                served = True
+                self._say(f"serving {self._api.name} at {url_of(self._sockets[0])}")
+        stop.cancel()
+
+    async def _drain(self) -> None:
+        """Refuse new requests, and wait for those that run."""
+        self._api.draining = True
+        now = asyncio.ensure_future(self._stop_now.wait())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._api.spec.drain_seconds):
+                while self._client.unfinished and not now.done():
+                    await asyncio.wait([now], timeout=0.02)
+        now.cancel()
+
+
+def uvicorn_server(app: ASGIApp) -> uvicorn.Server:
+    """A uvicorn server that leaves signals to its caller."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        def capture_signals(self) -> Any:
+            return nullcontext()
+
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        date_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=5,
+        h11_max_incomplete_event_size=LARGEST_HEADERS,
+    )
+    return Server(config)
+
+
+def _check_packages() -> None:
+    for package in ("starlette", "uvicorn", "jinja2"):
+        if find_spec(package) is None:
+            raise BadInput(f"serving needs {package}: pip install 'meshwright[serve]'")
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """That of uvloop, which is faster, where it is installed."""
+    if find_spec("uvloop") is None:
+        return None
+    import uvloop
+
+    return uvloop.new_event_loop
+
+
+@contextmanager
+def _logging(requests: bool) -> Iterator[None]:
+    """Print the log of requests, and warnings of uvicorn, on stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    loggers = [logging.getLogger("uvicorn.error")] + [logging.getLogger("meshwright.server")] * requests
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.propagate = False
+    logging.getLogger("meshwright.server").setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)

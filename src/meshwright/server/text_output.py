@@ -1,0 +1,59 @@
+"""The text of a request as its tokens arrive: detokenised, cut at stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from meshwright.serve.stops import StopStrings
+from meshwright.serve.text import TextStream
+from meshwright.server.bodies import TokenEntry
+from meshwright.server.engine_client import News
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+class TextOutput:
+    """One text."""
+
+    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str], *, logprobs: bool) -> None:
+        self._stream = TextStream(tokenizer)
+        self._stops = StopStrings(stop_strings) if stop_strings else None
+        self._with_logprobs = logprobs
+        self.tokens = 0
+        """New tokens so far."""
+        self.finish_reason: str | None = None
+        """Why the text has ended, as OpenAI names it; None while it goes on."""
+
+    def add(self, news: Sequence[News]) -> str:
+        """The text that is certain after these news, which are of this text and in order."""
+        tokens = [token for one in news for token in one.tokens] if len(news) > 1 else list(news[0].tokens)
+        self.tokens += len(tokens)
+        text = self._stream.add(tokens)
+        if self._stops is not None:
+            text = self._stops.add(text)
+            if self._stops.complete:
+                self.finish_reason = "stop"
+                return text
+        if (reason := news[-1].reason) is not None:
+            self.finish_reason = "stop" if reason == "stop" else "length"
+            ending = self._stream.finish()
+            if self._stops is None:
+                return text + ending
+            text += self._stops.add(ending)
+            if self._stops.complete:
+                self.finish_reason = "stop"
+            else:
+                text += self._stops.finish()
+        return text
+
+    def logprobs(self, news: Sequence[News]) -> list[TokenEntry] | None:
+        """The log probabilities in the news; None if they were not asked for."""
+        if not self._with_logprobs:
+            return None
+        return [
+            TokenEntry(token, *logprob)
+            for one in news
+            for token, logprob in zip(one.tokens, one.logprobs, strict=bool(one.logprobs))
+        ]

@@ -1,0 +1,119 @@
+"""`meshwright serve` as a process: start, drain on SIGTERM, and an engine that dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE
+from tests.server.helpers import SIZES
+
+OPTIONS = [word for key, value in SIZES.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+
+
+@contextmanager
+def served(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The command's process and its URL."""
+    command = [sys.executable, "-m", "meshwright", "serve", str(folder), "--port", "0", *OPTIONS, *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert "http://127.0.0.1:" in line, line
+            yield process, line.split()[-1]
+        finally:
+            process.kill()
+
+
+def ask(url: str, **request: Any) -> Any:
+    """The open answer to a request for a completion."""
+    body = json.dumps({"prompt": "a secret prompt", "ignore_eos": True, **request}).encode()
+    return urllib.request.urlopen(
+        urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"}), timeout=60
+    )
+
+
+def engine_of(process: subprocess.Popen[str]) -> int:
+    """The process id of the server's engine."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return next(int(pid) for pid in children if "engine_process" in Path(f"/proc/{pid}/cmdline").read_text())
+
+
+def test_sigterm_lets_running_requests_end(folder: Path) -> None:
+    with served(folder) as (process, url):
+        engine = engine_of(process)
+        with ask(url, max_tokens=150, stream=True) as stream:
+            first = stream.readline()
+            process.send_signal(signal.SIGTERM)
+            lines = [first, *stream]
+        events = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
+        assert lines[-2] == b"data: [DONE]\n"
+        assert process.wait(30) == EXIT_DONE
+        assert not Path(f"/proc/{engine}").exists()
+        log = process.stderr.read()
+    assert "/v1/completions: 200 prompt=15 new=150" in log and "secret" not in log
+
+
+def test_an_engine_that_dies_is_reported(folder: Path) -> None:
+    with served(folder) as (process, url):
+        with ask(url, max_tokens=2) as answer:
+            assert json.load(answer)["usage"]["completion_tokens"] == 2
+        os.kill(engine_of(process), signal.SIGKILL)
+        deadline, status = time.monotonic() + 20, 200
+        while status == 200 and time.monotonic() < deadline:
+            try:
+                with urllib.request.urlopen(f"{url}/health", timeout=10) as answer:
+                    status = answer.status
+            except urllib.error.HTTPError as error:
+                status = error.code
+                assert json.load(error) == {"status": "failed"}
+        assert status == 503
+        assert process.wait(30) == EXIT_COMMUNICATION
+        assert "engine" in process.stderr.read()
+
+
+def test_mistakes_in_the_settings(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("port: 80\nseqences: 3\nmax_logprobs: 99\n")
+    command = [sys.executable, "-m", "meshwright", "serve", str(folder), "--config", str(file), "--queue", "0"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    for part in (
+        "serve.yaml:2:1: seqences:",
+        "nearest: sequences",
+        "serve.yaml:3:15: max_logprobs:",
+        "command line: queue:",
+    ):
+        assert part in result.stderr, result.stderr
+
+
+def test_settings_have_options_of_the_same_names() -> None:
+    import dataclasses
+    import inspect
+
+    from meshwright.cli.serve import serve
+    from meshwright.spec.serve import ServeSpec
+
+    keys = [field.name for field in dataclasses.fields(ServeSpec)]
+    assert list(inspect.signature(serve).parameters) == ["model", "config", *keys]
+    assert len(keys) + 2 < 40
+
+
+@pytest.mark.parametrize("options", [("--host", "0.0.0.0"), ("--admin-port", "0")])
+def test_open_addresses_without_a_key_are_refused(folder: Path, options: tuple[str, str]) -> None:
+    command = [sys.executable, "-m", "meshwright", "serve", str(folder), *options]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2 and "_key" in result.stderr
