@@ -339,6 +339,20 @@ def test_generate_depends_on_the_seed_alone(finished: Path, tmp_path: Path, monk
     assert meshwright("generate", "tiny", *arguments, "--seed", 1).json["samples"] == first
 
 
+def test_generate_with_drafts_gives_the_same_texts(finished: Path) -> None:
+    arguments = ["-p", "the quick", "--tokens", 8, "--json"]
+    plain = meshwright("generate", finished, *arguments)
+    lookup = meshwright("generate", finished, *arguments, "--speculate", 2)
+    assert lookup.json == plain.json and "draft tokens accepted" not in plain.err
+    assert re.search(r"meshwright: \d+ of \d+ draft tokens accepted \(\d+%\)\n", lookup.err)
+    greedy = [*arguments, "--temperature", 0]
+    drafted = meshwright("generate", finished, *greedy, "--draft-model", finished)
+    assert drafted.json == meshwright("generate", finished, *greedy).json
+    assert "draft tokens accepted (100%)" in drafted.err
+    refused = meshwright("generate", finished, *arguments, "--speculate", 2, "--plan", finished / "plan.yaml")
+    assert refused.code == 2 and "for one device: leave out --plan" in refused.json["error"]
+
+
 def test_generate_in_other_formats(finished: Path) -> None:
     arguments = ["-p", "the quick", "-p", "seven", "--tokens", 5, "--seed", 1, "--json"]
     formats = ["--weights", "fp8", "--kv-cache", "fp8", "--invariant"]

@@ -21,6 +21,15 @@ if TYPE_CHECKING:
 
 MOST_AT_ONCE = 64
 """Prompts that are continued at the same time."""
+DRAFT_TOKENS = 4
+"""Draft tokens of a draft model in a step, without `--speculate`."""
+
+
+class Drafting(NamedTuple):
+    """Speculative decoding: draft tokens of a text in a step at most, and the folder of the draft model, if there is one."""
+
+    tokens: int = 0
+    model: Path | None = None
 
 
 class Fp8Format(StrEnum):
@@ -47,6 +56,13 @@ def generate(
     weights: Annotated[Fp8Format | None, typer.Option(help="Format of the linear layers' weights.")] = None,
     kv_cache: Annotated[Fp8Format | None, typer.Option(help="Format of cached keys and values.")] = None,
     invariant: Annotated[bool, typer.Option(help="Make each text independent of the others, bit for bit.")] = False,
+    speculate: Annotated[
+        int,
+        typer.Option(min=0, help="Draft tokens that a step checks for each text; 0 for none, or 4 with --draft-model."),
+    ] = 0,
+    draft_model: Annotated[
+        Path | None, typer.Option(help="A smaller model that proposes the draft tokens (default: prompt lookup).")
+    ] = None,
     plan: PlanFile = None,
     as_json: Json = False,
 ) -> None:
@@ -60,6 +76,9 @@ def generate(
     """
     folder = model_folder(model)
     show = _unseen if as_json else partial(print, end="", flush=True)
+    drafting = Drafting(speculate)
+    if draft_model is not None:
+        drafting = Drafting(speculate or DRAFT_TOKENS, model_folder(draft_model))
     samples = sample(
         folder,
         prompt,
@@ -68,6 +87,7 @@ def generate(
         top_k=top_k,
         seed=seed,
         formats=Formats(weights, kv_cache, invariant),
+        drafting=drafting,
         plan=plan,
         show=show,
     )
@@ -88,6 +108,7 @@ def sample(
     top_k: int,
     seed: int,
     formats: Formats = Formats(),
+    drafting: Drafting = Drafting(),
     plan: Path | None = None,
     show: Callable[[str], object] = _unseen,
 ) -> list[dict[str, str]]:
@@ -101,6 +122,8 @@ def sample(
 
     if plan is not None and formats != Formats():
         raise BadInput("--weights, --kv-cache and --invariant are for one device: leave out --plan")
+    if plan is not None and drafting.tokens:
+        raise BadInput("--speculate and --draft-model are for one device: leave out --plan")
     candidates = [folder / "tokenizer.json", folder.parent.parent / "tokenizer.json"]
     file = next((path for path in candidates if path.exists()), None)
     if file is None:
@@ -112,7 +135,7 @@ def sample(
     _warn_past_context(folder, max(map(len, ids)), tokens, spread=plan is not None)
     texts = _TextsInOrder(prompts, show)
     if plan is None:
-        _continue_here(folder, tokenizer, ids, how, texts, formats)
+        _continue_here(folder, tokenizer, ids, how, texts, formats, drafting)
     else:
         for number, new in enumerate(_continued_by_ranks(folder, plan, ids, how)):
             texts.add(number, tokenizer.decode(list(new)), ended=True)
@@ -173,9 +196,11 @@ def _continue_here(
     how: _Sampling,
     texts: _TextsInOrder,
     formats: Formats,
+    drafting: Drafting,
 ) -> None:
     """Continue all prompts on one device."""
     from meshwright.checkpoint.single_device import device_and_dtype, load_model
+    from meshwright.serve.drafts import Speculation
     from meshwright.serve.engine import Engine, EngineOptions
     from meshwright.serve.sampling import SamplingOptions
 
@@ -187,8 +212,10 @@ def _continue_here(
         weights=weights,
         kv_cache=kv_cache,
         invariant=formats.invariant,
+        speculation=Speculation(tokens=drafting.tokens) if drafting.tokens else None,
     )
-    engine = Engine(load_model(folder, *device_and_dtype()), tokenizer, options)
+    draft_model = None if drafting.model is None else load_model(drafting.model, *device_and_dtype())
+    engine = Engine(load_model(folder, *device_and_dtype()), tokenizer, options, draft_model=draft_model)
     sampling = SamplingOptions(temperature=how.temperature, top_k=how.top_k, seed=how.seed)
     stop_ids = () if how.stop is None else (how.stop,)
     numbers = [engine.submit(prompt, new_tokens=how.tokens, sampling=sampling, stop_ids=stop_ids) for prompt in prompts]
@@ -196,6 +223,9 @@ def _continue_here(
         if update.error is not None:
             raise RuntimeError(update.error)
         texts.add(numbers.index(update.number), update.text, ended=update.reason is not None)
+    if drafting.tokens:
+        proposed, accepted = engine.drafts
+        say(f"meshwright: {accepted} of {proposed} draft tokens accepted ({accepted / max(proposed, 1):.0%})")
 
 
 def _continued_by_ranks(
