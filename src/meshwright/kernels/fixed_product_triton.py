@@ -31,8 +31,10 @@ class Tile(NamedTuple):
     stages: int
 
 
-def tile_of(tokens: int) -> Tile:
-    """The tile for a number of tokens; its size does not change the results."""
+def tile_of(tokens: int, itemsize: int) -> Tile:
+    """The tile for a number of tokens of numbers of `itemsize` bytes; its size does not change the results."""
+    if itemsize > 2:  # fp32 has no tensor cores, and a larger tile would not fit the registers
+        return Tile(64, 16 if tokens <= 16 else 32, warps=4, stages=3)
     if tokens <= 16:
         return Tile(64, 16, warps=4, stages=5)
     if tokens <= 64:
@@ -62,7 +64,7 @@ def product(
     out = torch.empty(tokens, columns, dtype=dtype, device=x.device)
     if not tokens:
         return out
-    tile = tile or tile_of(tokens)
+    tile = tile or tile_of(tokens, x.element_size())
     splits = splits or inner_splits(columns, inner, x.element_size())
     tiles = triton.cdiv(tokens, tile.tokens) * triton.cdiv(columns, tile.columns)
     if across is None:

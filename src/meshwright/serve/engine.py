@@ -242,14 +242,6 @@ class Engine:
         """End a request; the next step reports it. A number that is unknown or has ended is ignored."""
         self._policy.abort(number)
 
-    def figures(self) -> EngineFigures:
-        """The engine's load now."""
-        policy = self._policy
-        pools = policy.cache.pools
-        usage = max(1 - pool.free / pool.blocks for pool in pools)
-        waiting = policy.unfinished - policy.running
-        return EngineFigures(policy.running, waiting, usage, policy.preemptions, policy.cached_tokens)
-
     def load_weights(self, folder: Path) -> None:
         """Use the weights of the same model in `folder` from the next step on: of a run, a checkpoint or a Hugging Face folder.
 
@@ -268,6 +260,14 @@ class Engine:
             for name, value in stored.tensors():
                 assign_parameter(self._model, name, value)
             self._weights_whole = True
+
+    def figures(self) -> EngineFigures:
+        """The engine's load now."""
+        policy = self._policy
+        pools = policy.cache.pools
+        usage = max(1 - pool.free / pool.blocks for pool in pools)
+        waiting = policy.unfinished - policy.running
+        return EngineFigures(policy.running, waiting, usage, policy.preemptions, policy.cached_tokens)
 
     def run(self) -> Iterator[Update]:
         """Yields the updates of all steps until no request is left."""
