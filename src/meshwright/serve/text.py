@@ -10,7 +10,9 @@ if TYPE_CHECKING:
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """What a tokenizer decodes bytes to that are no complete character."""
 CONTEXT = 5
-"""Tokens before the new ones that are decoded with them: a decoder may treat the first token differently."""
+"""Fewest tokens before the new ones that are decoded with them: a decoder may treat the first token differently."""
+MOST_CONTEXT = 20
+"""Most such tokens: as long as they stay the same, their text is known."""
 
 
 class TextStream:
@@ -23,6 +25,8 @@ class TextStream:
         """First token that is decoded again."""
         self._returned = 0
         """Tokens whose text has been returned."""
+        self._before = ""
+        """The text of the tokens from `_context` to `_returned`."""
 
     def add(self, tokens: list[int]) -> str:
         """The text that these tokens complete."""
@@ -36,10 +40,12 @@ class TextStream:
     def _advance(self, *, final: bool) -> str:
         if self._returned == len(self._tokens):
             return ""
-        before = self._tokenizer.decode(self._tokens[self._context : self._returned])
         text = self._tokenizer.decode(self._tokens[self._context :])
         if text.endswith(INCOMPLETE) and not final:
             return ""
-        self._returned = len(self._tokens)
-        self._context = max(self._context, self._returned - CONTEXT)
-        return text[len(before) :]
+        new = text[len(self._before) :]
+        self._returned, self._before = len(self._tokens), text
+        if self._returned - self._context > MOST_CONTEXT:
+            self._context = self._returned - CONTEXT
+            self._before = self._tokenizer.decode(self._tokens[self._context :])
+        return new

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
     from tokenizers import Tokenizer
 
+DIRECT_SEND = "meshwright.send"
+"""Key of a scope: the server's `send` itself."""
 EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
@@ -35,6 +37,8 @@ class TextAnswer:
         count = len(request.prompts) * request.count
         with_logprobs = request.logprobs is not None
         self._outputs = [TextOutput(tokenizer, request.stop_strings, logprobs=with_logprobs) for _ in range(count)]
+        self._open = count
+        """Texts that have not ended."""
         self._subscription = Subscription(whole=not request.stream and not request.stop_strings)
 
     @property
@@ -47,7 +51,7 @@ class TextAnswer:
         watcher = asyncio.ensure_future(self._watch(receive))
         try:
             if self._request.stream:
-                await self._send_events(send)
+                await self._send_events(send, scope.get(DIRECT_SEND, send))
             else:
                 await self._send_whole(send)
         except _ClientGone:
@@ -98,14 +102,16 @@ class TextAnswer:
         """The text and log probabilities that news give; a text that a stop string ends is ended in the engine."""
         output = self._outputs[index]
         text = output.add(news)
-        if output.finish_reason is not None and news[-1].reason is None:
-            self._client.abort([self._ids[index]], "stop")
+        if output.finish_reason is not None:
+            self._open -= 1
+            if news[-1].reason is None:
+                self._client.abort([self._ids[index]], "stop")
         return text, output.logprobs(news)
 
     async def _send_whole(self, send: Send) -> None:
         texts = [""] * len(self._outputs)
         logprobs: list[list[TokenEntry]] = [[] for _ in self._outputs]
-        while any(output.finish_reason is None for output in self._outputs):
+        while self._open:
             for index, news in (await self._next()).items():
                 if self._outputs[index].finish_reason is None:
                     text, entries = self._add(index, news)
@@ -124,26 +130,29 @@ class TextAnswer:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": content})
 
-    async def _send_events(self, send: Send) -> None:
+    async def _send_events(self, send: Send, send_body: Send) -> None:
+        """Send the events; `send_body` is the quicker way for all but the head."""
         news = await self._next()  # a refused request is answered by its status
         await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
         opening = b"".join(self._opening(index) for index in range(len(self._outputs)))
         if opening:
-            await send({"type": "http.response.body", "body": opening, "more_body": True})
+            await send_body({"type": "http.response.body", "body": opening, "more_body": True})
         try:
             while True:
                 if content := self._events(news):
-                    await send({"type": "http.response.body", "body": content, "more_body": True})
-                if all(output.finish_reason is not None for output in self._outputs):
+                    await send_body({"type": "http.response.body", "body": content, "more_body": True})
+                if not self._open:
                     break
                 news = await self._next()
         except RequestError as error:  # the status is sent already
-            await send({"type": "http.response.body", "body": b"data: %b\n\n" % error.content, "more_body": True})
+            await send_body({"type": "http.response.body", "body": b"data: %b\n\n" % error.content, "more_body": True})
         else:
             if self._request.include_usage:
                 tokens = usage(self._request.prompt_tokens, self.new_tokens)
-                await send({"type": "http.response.body", "body": self._body.usage_event(tokens), "more_body": True})
-        await send({"type": "http.response.body", "body": DONE})
+                await send_body(
+                    {"type": "http.response.body", "body": self._body.usage_event(tokens), "more_body": True}
+                )
+        await send_body({"type": "http.response.body", "body": DONE})
 
     def _opening(self, index: int) -> bytes:
         """The events that begin a text."""

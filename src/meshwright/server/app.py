@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from meshwright.server.admin import Admin
+from meshwright.server.answer import DIRECT_SEND
 from meshwright.server.endpoints import Api
 from meshwright.server.errors import RequestError
 from meshwright.server.replies import error_response
@@ -52,7 +53,7 @@ def api_app(api: Api, *, loopback: bool) -> ASGIApp:
     app: ASGIApp = KeyCheck(application(routes), api.spec.api_key, open_paths={"/health"}, basic_paths={"/"})
     if loopback and api.spec.api_key is None:
         app = HostCheck(app)
-    return RequestLog(app) if api.spec.log_requests else app
+    return DirectSend(RequestLog(app) if api.spec.log_requests else app)
 
 
 def admin_app(api: Api) -> ASGIApp:
@@ -132,6 +133,17 @@ class HostCheck:
             if name.lower() not in LOOPBACK_NAMES:
                 await error_response(RequestError(400, "host: expected localhost or 127.0.0.1"))(scope, receive, send)
                 return
+        await self._app(scope, receive, send)
+
+
+class DirectSend:
+    """Lets streams send their events past the applications around them, which need the head of an answer only."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[DIRECT_SEND] = send
         await self._app(scope, receive, send)
 
 
