@@ -37,8 +37,14 @@ cluster: {{gpu: cpu, gpus_per_node: 2}}
 """
 
 
-LONGER_COMPUTE = ["model.hidden=256", "model.head_dim=64", "model.ffn_hidden=1024"]
-"""A rank whose steps hardly compute cannot be named as a straggler (`chaos.scenario.COMPUTE_SHARE`)."""
+LONGER_COMPUTE = [
+    "model.hidden=256",
+    "model.head_dim=64",
+    "model.ffn_hidden=1024",
+    "train.global_batch=64",
+    "plan.shard=2",
+]
+"""A rank whose steps hardly compute cannot be named as a straggler (`chaos.scenario.COMPUTE_SHARE`), nor can one of a tensor group."""
 WORDS = {"slow-rank": LONGER_COMPUTE}
 """By scenario, changes of the run."""
 

@@ -2,8 +2,10 @@
 
     python benchmarks/serve_offline.py --model llama3-8b [--requests 256] [--decode 1 8 32 128 256] [--out FILE]
 
-The requests are those of nano-vllm's script: seed 0, prompts and outputs of 100 to 1024 tokens, temperature 0.6. Prints one JSON object
-per measurement.
+    torchrun --nproc-per-node 2 benchmarks/serve_offline.py --model llama3-8b --repeats 0 --decode 1 32 128
+
+The second form divides the model over tensor ranks. The requests are those of nano-vllm's script: seed 0, prompts and outputs of 100 to
+1024 tokens, temperature 0.6. Prints one JSON object per measurement.
 """
 
 from __future__ import annotations
@@ -22,11 +24,16 @@ import torch
 
 from meshwright.checkpoint.single_device import device_and_dtype
 from meshwright.config.presets import MODEL_PRESETS
+from meshwright.launch.machine import found_cluster
 from meshwright.models.decoder import Decoder
+from meshwright.parallel.world import World, join
 from meshwright.serve.engine import Engine, EngineOptions
 from meshwright.serve.sampling import GREEDY, SamplingOptions
+from meshwright.serve.tensor_group import RankModel, TensorEngine
+from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.rank_environment import RankEnvironment, started_by_launcher
 
 LARGEST_TOKEN = 10_000
 TINY: Mapping[str, Any] = {
@@ -38,19 +45,31 @@ TINY: Mapping[str, Any] = {
 def main() -> None:
     options = _arguments()
     started = time.perf_counter()
-    model = random_model(options.model)
+    world = join_launched() if started_by_launcher() else None
+    model = random_model(options.model) if world is None else random_part(options.model, world)
     loaded = time.perf_counter()
-    engine = Engine(
-        model,
-        options=EngineOptions(
-            sequences=options.sequences,
-            step_tokens=options.step_tokens,
-            tokens_per_block=options.block,
-            context=options.context,
-            prefix_cache=False,
-            graphs=None if not options.eager else False,
-        ),
+    sizes = EngineOptions(
+        sequences=options.sequences,
+        step_tokens=options.step_tokens,
+        tokens_per_block=options.block,
+        context=options.context,
+        prefix_cache=False,
+        graphs=None if not options.eager else False,
     )
+    if world is None or isinstance(model, Decoder):
+        measure(Engine(model, options=sizes), options, started, loaded)
+        return
+    engine = TensorEngine(model, world, options=sizes)
+    if world.leads:
+        measure(engine, options, started, loaded, ranks=world.ranks)
+        engine.close()
+    else:
+        engine.follow()
+    world.leave()
+
+
+def measure(engine: Engine, options: argparse.Namespace, started: float, loaded: float, *, ranks: int = 1) -> None:
+    """Run all measurements and print them; the model was `loaded` at this time after the process had `started`."""
     ready = time.perf_counter()
     finish(engine, [([1] * 8, 4)], GREEDY)
     times = {
@@ -63,12 +82,13 @@ def main() -> None:
         "benchmark": "serve_offline",
         "model": options.model,
         "device": device,
+        "ranks": ranks,
         "torch": torch.__version__,
         **times,
     }
     results = [{**common, "sequences": options.sequences, "step_tokens": options.step_tokens, "block": options.block}]
     results += [{**common, "batch": batch, **decode(engine, batch, options.decode_prompt)} for batch in options.decode]
-    requests = nano_vllm_requests(options.requests, model.spec.vocab_size)
+    requests = nano_vllm_requests(options.requests, engine.spec.vocab_size)
     results += [{**common, "repeat": repeat, **offline(engine, requests)} for repeat in range(options.repeats)]
     text = "".join(json.dumps(result) + "\n" for result in results)
     print(text, end="")
@@ -144,6 +164,21 @@ def random_model(preset: str, context: int = 0) -> Decoder:
     with torch.device("meta"):
         model = Decoder(spec)
     model = model.to(dtype).to_empty(device=device)
+    fill_at_random(model)
+    return model
+
+
+def random_part(preset: str, world: World) -> RankModel:
+    """A rank's part of `random_model`, with other values."""
+    values = MODEL_PRESETS[preset]
+    spec = from_plain(ModelSpec, {**values, "vocab_size": values["vocab_size"] or 4096})
+    part = RankModel.empty(spec, world, device_and_dtype()[1])
+    fill_at_random(part.model)
+    return part
+
+
+def fill_at_random(model: Decoder) -> None:
+    """Normal weights; norms and biases are 1."""
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -151,7 +186,11 @@ def random_model(preset: str, context: int = 0) -> Decoder:
                 parameter.normal_(std=0.02)
             else:
                 parameter.fill_(1.0)
-    return model
+
+
+def join_launched() -> World:
+    """Join the ranks that torchrun has started."""
+    return join(RankEnvironment.from_environment(), from_plain(ClusterSpec, found_cluster()), timeout_seconds=600)
 
 
 def _arguments() -> argparse.Namespace:

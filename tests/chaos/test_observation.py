@@ -20,6 +20,7 @@ from meshwright.chaos.processes import TOKEN, kill_all, processes_with
 from meshwright.chaos.scenario import Scenario, Stage, Template
 from meshwright.chaos.scenarios import SCENARIOS
 from meshwright.chaos.suite import Suite, scenario_named
+from meshwright.events.span_ring import SpanRing, ring_path
 from meshwright.spec.errors import BadInput
 from tests.diagnosis.injected import slow
 from tests.diagnosis.played import Faults, Job, play
@@ -117,6 +118,20 @@ def test_the_straggler_has_to_be_the_slowed_rank_if_it_computes_for_half_of_the_
         violations = scenarios._violations(entry, stage, [], list)
         assert (not violations) if not (checked and broken) else (broken in violations[0])
     assert "the straggler is not checked" in stage.notes[-1]
+
+
+def test_no_straggler_has_to_be_named_among_tensor_ranks(tmp_path: Path) -> None:
+    stage, entry = (
+        observed(tmp_path, {"last_step": 4}),
+        Scenario(name="x", promise="", play=lambda _: None, same_losses=False),
+    )
+    stage.expect_straggler(1)
+    for rank in range(2):
+        path = ring_path(stage.run, 1, 1, rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        SpanRing(path, {"rank": rank, "coordinates": {"tensor": rank}}, 1).close()
+    assert not scenarios._violations(entry, stage, [], list)
+    assert stage.notes == ["the straggler is not checked: the ranks wait for each other inside compute"]
 
 
 def test_the_time_of_a_step_is_that_of_the_last_ten(tmp_path: Path) -> None:

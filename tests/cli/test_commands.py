@@ -339,6 +339,32 @@ def test_generate_depends_on_the_seed_alone(finished: Path, tmp_path: Path, monk
     assert meshwright("generate", "tiny", *arguments, "--seed", 1).json["samples"] == first
 
 
+@pytest.mark.slow
+def test_generate_on_tensor_ranks_is_that_of_one_device(finished: Path) -> None:
+    arguments = ["generate", finished, "-p", "the quick", "-p", "seven", "--tokens", 12, "--temperature", 2, "--json"]
+    alone, divided = (meshwright(*arguments, "--tensor", ranks) for ranks in (1, 2))
+    assert divided.code == 0, divided.err
+    assert divided.json == alone.json
+    answer = meshwright(*arguments, "--tensor", 3)
+    assert answer.code == 2 and "--tensor: expected a divisor of model.heads" in answer.err
+    answer = meshwright(*arguments, "--tensor", 2, "--plan", finished / "plan.yaml")
+    assert answer.code == 2 and "--plan and --tensor exclude each other" in answer.err
+
+
+def test_generate_with_drafts_gives_the_same_texts(finished: Path) -> None:
+    arguments = ["-p", "the quick", "--tokens", 8, "--json"]
+    plain = meshwright("generate", finished, *arguments)
+    lookup = meshwright("generate", finished, *arguments, "--speculate", 2)
+    assert lookup.json == plain.json and "draft tokens accepted" not in plain.err
+    assert re.search(r"meshwright: \d+ of \d+ draft tokens accepted \(\d+%\)\n", lookup.err)
+    greedy = [*arguments, "--temperature", 0]
+    drafted = meshwright("generate", finished, *greedy, "--draft-model", finished)
+    assert drafted.json == meshwright("generate", finished, *greedy).json
+    assert "draft tokens accepted (100%)" in drafted.err
+    refused = meshwright("generate", finished, *arguments, "--speculate", 2, "--plan", finished / "plan.yaml")
+    assert refused.code == 2 and "for one device: leave out --plan" in refused.json["error"]
+
+
 def test_generate_in_other_formats(finished: Path) -> None:
     arguments = ["-p", "the quick", "-p", "seven", "--tokens", 5, "--seed", 1, "--json"]
     formats = ["--weights", "fp8", "--kv-cache", "fp8", "--invariant"]

@@ -1,4 +1,4 @@
-"""Random arrivals, aborts, failures and preemptions, against a model of what each cache slot holds."""
+"""Random arrivals, aborts, failures, preemptions and new weights, against a model of what each cache slot holds."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def make_request(draw: random.Random, number: int, now: float, earlier: list[Req
 
 
 class Session:
-    """One random run: arrivals and aborts while steps are planned up to one ahead of the results."""
+    """One random run: arrivals, aborts and new weights while steps are planned up to one ahead of the results."""
 
     def __init__(self, seed: int, drafts: bool) -> None:
         self.draw = random.Random(seed)
@@ -147,6 +147,10 @@ def play_session(seed: int, drafts: bool) -> Session:
         elif event < 0.23 and session.requests:
             session.policy.abort(session.draw.choice(list(session.requests)))
             session._note(session.policy.drain_ended())
+            check_blocks(session.policy)
+        elif event < 0.25 and not (drafts and session.in_flight):
+            session.policy.forget_cache()
+            session.model.slots.clear()  # reads of these contents fail
             check_blocks(session.policy)
         else:
             session.advance()

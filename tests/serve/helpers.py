@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from meshwright.checkpoint.store import CheckpointStore
+from meshwright.config.load import resolved_yaml
 from meshwright.models.decoder import Decoder
 from meshwright.serve.engine import Engine, EngineOptions
+from meshwright.spec.fields import from_plain, to_plain
+from meshwright.spec.job import TrainSpec
+from meshwright.spec.run import ModelSection, RunSpec
 from tests.models.tiny import built
 
 PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6) * 5, (20,), (7, 7, 7), (11, 2) * 15, (3, 1, 4, 1, 5, 9, 2, 6) * 4 + (8,))
@@ -21,6 +27,29 @@ TOKENS = 12
 
 def tiny(spec: Any) -> Decoder:
     return built(spec, dtype=torch.float32)
+
+
+def newer(spec: Any) -> Decoder:
+    """Another model than `tiny(spec)`, of the same dimensions."""
+    model = tiny(spec)
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def save_run(folder: Path, model: Decoder) -> Path:
+    """A run folder with one checkpoint of the model, which also has another tensor."""
+    section = from_plain(ModelSection, to_plain(model.spec))
+    config = resolved_yaml(RunSpec(name="tiny", model=section, train=TrainSpec(steps=2, global_batch=1, seq_len=16)))
+    weights = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    state = {"step": 1, "tokens": 16}
+    folder.mkdir(exist_ok=True)
+    CheckpointStore(folder / "checkpoints").save(
+        1, weights | {"optimizer.x": torch.ones(3)}, state, {"config.yaml": config}
+    )
+    return folder
 
 
 def engine_of(

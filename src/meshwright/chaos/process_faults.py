@@ -22,7 +22,7 @@ HANG_SECONDS = 8.0
 SLOW_SECONDS, SLOW_STEPS = 6.0, 8
 """Least time and steps in which a rank is slow."""
 LONGEST_TURN, STOPPED_TURNS = 0.1, 3
-"""A slow rank runs for the time of a step, but not for more seconds than this, and is then stopped for so many times as long."""
+"""A slow rank runs for the time of a step, at most these seconds, and is then stopped for so many times as long."""
 
 
 def after(step: Callable[[Stage], int], disturb: Callable[[Stage], None]) -> Callable[[Stage], None]:

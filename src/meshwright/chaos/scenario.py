@@ -19,8 +19,10 @@ from meshwright.chaos.job import LONGEST_GPU_SECONDS, LONGEST_SECONDS, POLL_SECO
 from meshwright.chaos.processes import kill_all, processes_with, send, state
 from meshwright.diagnosis.run_folder import compute_seconds, read_operations
 from meshwright.diagnosis.stragglers import diagnose_run
+from meshwright.events.span_ring import read_spans, starts_with_spans
 from meshwright.observe.metrics import scan_metrics
 from meshwright.spec.errors import BadInput
+from meshwright.spec.plan import CONTEXT_AXES
 
 Losses = list[tuple[int, float | None]]
 """Step and loss of each step of a run."""
@@ -31,7 +33,7 @@ GPU_RECOVERY_FACTOR = 3.0
 SLOW_RANK_CAUSES = ("compute", "host")
 """Causes of a straggler whose process gets too little of its host's time: it computes longer, or launches late."""
 CALM_STEPS = 12
-"""Steps before the disturbance with which the straggler analysis compares; those of the start may be slow for other reasons."""
+"""Steps before the disturbance that the straggler analysis reads; those of the start may be slow for other reasons."""
 COMPUTE_SHARE = 0.5
 """Share of the step time for which a rank has to compute, before it is disturbed, to be named: stops hit the rest, too."""
 ORPHAN_SECONDS = 3.0
@@ -176,7 +178,8 @@ class Stage:
     def expect_straggler(self, rank: int) -> None:
         """From now on the straggler analysis has to name this rank, with one of `SLOW_RANK_CAUSES`.
 
-        It need not if the rank computed for less than `COMPUTE_SHARE` of the steps before.
+        It need not if the rank computed for less than `COMPUTE_SHARE` of the steps before, or if ranks wait for each other inside
+        compute.
         """
         self.slow_rank, self._last_calm_step = rank, self.job.last_step
 
@@ -204,6 +207,12 @@ class Stage:
         lengths = {record["step"]: record["step_seconds"] for record in records if record["kind"] == "step"}
         total = sum(lengths.get(step, 0.0) for step in steps[calm].tolist())
         return float(seconds[ranks == self.slow_rank][:, calm].sum()) / total if total else 0.0
+
+    def waits_inside_compute(self) -> bool:
+        """Whether tensor or context ranks wait for each other inside compute, so that the slow one cannot be told from the others."""
+        starts = starts_with_spans(self.run)
+        ranks = read_spans(starts[-1])[0] if starts else []
+        return any(rank.header["coordinates"].get(axis, 0) for rank in ranks for axis in ("tensor", *CONTEXT_AXES))
 
     def first_incident(self) -> dict[str, Any] | None:
         """The first incident of the run: cause, rank and host; None without one."""
@@ -419,6 +428,9 @@ def _violations(
 
 def _straggler_violations(stage: Stage) -> list[str]:
     """Whether the slow rank is named; why that is not required becomes a note."""
+    if stage.waits_inside_compute():
+        stage.notes.append("the straggler is not checked: the ranks wait for each other inside compute")
+        return []
     share = stage.calm_compute_share()
     if share < COMPUTE_SHARE:
         stage.notes.append(f"the straggler is not checked: the rank computed for {share:.0%} of the step time")

@@ -7,7 +7,7 @@ A block is a consecutive part of a file (16 MiB, `files.BLOCK_BYTES`) with a dig
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,7 +23,7 @@ from meshwright.checkpoint.header import Entry, parse_header
 from meshwright.checkpoint.manifest import CONTENTS, STATE, DamagedCheckpoint, read_manifest
 from meshwright.checkpoint.shards import DTYPES, find_entry
 from meshwright.checkpoint.state import decode_state
-from meshwright.checkpoint.verify import check_sizes, read_verified
+from meshwright.checkpoint.verify import Block, check_blocks, check_sizes, read_verified
 from meshwright.spec.errors import BadInput, Damaged, nearest
 
 _TEXT_LIMIT = 256 << 20
@@ -94,6 +94,21 @@ class CheckpointReader:
             self._fill(record, chunk, (first - chunk.offsets[0], *(0 for _ in chunk.sizes[1:])), box)
         return target
 
+    def verify(self, names: Iterable[str]) -> None:
+        """Compare all blocks that hold elements of these tensors with their digests, in several threads.
+
+        Raises DamagedCheckpoint if one differs.
+        """
+        blocks: dict[Block, None] = {}
+        for name in names:
+            record = self.record(name)
+            for chunk in record.chunks:
+                entry = self._entry(record, chunk)
+                indices = range(entry.start // BLOCK_BYTES, -(-entry.end // BLOCK_BYTES))
+                blocks.update(dict.fromkeys(Block(chunk.file, index) for index in indices))
+        if damage := check_blocks(self.path, self.manifest, list(blocks)):
+            raise DamagedCheckpoint(self.path, damage)
+
     def state(self) -> dict[str, Any]:
         """The contents of `state.json`: step, samples, tokens and other plain values."""
         return decode_state(self._read_file(STATE), self.path / STATE)
@@ -120,10 +135,12 @@ class CheckpointReader:
     def _fill(self, record: TensorRecord, chunk: Chunk, offsets: tuple[int, ...], box: Tensor) -> None:
         if not box.numel():
             return
-        entry = find_entry(self._header(chunk.file), chunk.key, record.dtype, chunk.sizes, self.path / chunk.file)
-        destination = Destination(entry, offsets, box)
+        destination = Destination(self._entry(record, chunk), offsets, box)
         for index in range(destination.start // BLOCK_BYTES, -(-destination.end // BLOCK_BYTES)):
             destination.fill(self._block(chunk.file, index), index * BLOCK_BYTES)
+
+    def _entry(self, record: TensorRecord, chunk: Chunk) -> Entry:
+        return find_entry(self._header(chunk.file), chunk.key, record.dtype, chunk.sizes, self.path / chunk.file)
 
     def _header(self, file: str) -> dict[str, Entry]:
         if file not in self._entries:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from meshwright.checkpoint.hf import import_hf
-from meshwright.checkpoint.reader import CheckpointReader
-from meshwright.checkpoint.verify import newest_checkpoint
-from meshwright.config.load import load_resolved
+from meshwright.checkpoint.stored_model import open_model
 from meshwright.models.decoder import Decoder
-from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
 
 
 def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Decoder:
@@ -20,25 +15,11 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Decode
 
     Raises BadInput when it is none of these, and Damaged when a checkpoint does not match its manifest.
     """
-    if (folder / "config.json").exists():
-        spec, weights = import_hf(folder)
-        return _build(spec, weights.read, device, dtype)
-    checkpoint = newest_checkpoint(folder)
-    trained = load_resolved(checkpoint / "config.yaml").model
-    with CheckpointReader(checkpoint) as reader:
-        return _build(trained, lambda parameter: reader.read(f"model.{parameter.name}"), device, dtype)
-
-
-def _build(
-    spec: ModelSpec, read: Callable[[ParameterSpec], torch.Tensor], device: torch.device, dtype: torch.dtype
-) -> Decoder:
-    with torch.device("meta"):
-        model = Decoder(spec)
-    model = model.to(dtype).to_empty(device=device)
-    weights = dict(model.named_parameters())
-    with torch.no_grad():
-        for parameter in parameters(spec):
-            weights[parameter.name].copy_(read(parameter))
+    with open_model(folder) as stored:
+        with torch.device("meta"):
+            model = Decoder(stored.spec)
+        model = model.to(dtype).to_empty(device=device)
+        stored.copy_to(model)
     return model
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -13,14 +13,26 @@ import typer
 
 from meshwright.cli.evaluate import Model
 from meshwright.cli.options import Json, model_folder, say
-from meshwright.cli.spread import PlanFile, ask_ranks, model_in
+from meshwright.cli.spread import PlanFile, answer_of_ranks, ask_ranks, cluster_here, model_in
 from meshwright.spec.errors import BadInput
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from meshwright.serve.engine import Engine, EngineOptions
+    from meshwright.serve.generation import Update
+
 MOST_AT_ONCE = 64
 """Prompts that are continued at the same time."""
+DRAFT_TOKENS = 4
+"""Draft tokens of a draft model in a step, without `--speculate`."""
+
+
+class Drafting(NamedTuple):
+    """Speculative decoding: draft tokens of a text in a step at most, and the folder of the draft model, if there is one."""
+
+    tokens: int = 0
+    model: Path | None = None
 
 
 class Fp8Format(StrEnum):
@@ -47,19 +59,37 @@ def generate(
     weights: Annotated[Fp8Format | None, typer.Option(help="Format of the linear layers' weights.")] = None,
     kv_cache: Annotated[Fp8Format | None, typer.Option(help="Format of cached keys and values.")] = None,
     invariant: Annotated[bool, typer.Option(help="Make each text independent of the others, bit for bit.")] = False,
+    speculate: Annotated[
+        int,
+        typer.Option(min=0, help="Draft tokens that a step checks for each text; 0 for none, or 4 with --draft-model."),
+    ] = 0,
+    draft_model: Annotated[
+        Path | None, typer.Option(help="A smaller model that proposes the draft tokens (default: prompt lookup).")
+    ] = None,
     plan: PlanFile = None,
+    tensor: Annotated[
+        int,
+        typer.Option(min=1, metavar="RANKS", help="Devices of this host over which the engine divides every layer."),
+    ] = 1,
     as_json: Json = False,
 ) -> None:
-    """Continue a prompt with a trained model, on one device or spread by a plan. The same seed gives the same text.
+    """Continue a prompt with a trained model, on one or several devices. The same seed gives the same text.
 
     Examples:
 
         meshwright generate runs/quickstart -p "def read_lines(path):" --tokens 80
 
+        meshwright generate runs/big --tensor 2 -p "def read_lines(path):"
+
         meshwright generate runs/big --plan runs/big/plan.yaml -p "def read_lines(path):"
     """
+    if plan is not None and tensor > 1:
+        raise BadInput("--plan and --tensor exclude each other: a plan has its own ranks")
     folder = model_folder(model)
     show = _unseen if as_json else partial(print, end="", flush=True)
+    drafting = Drafting(speculate)
+    if draft_model is not None:
+        drafting = Drafting(speculate or DRAFT_TOKENS, model_folder(draft_model))
     samples = sample(
         folder,
         prompt,
@@ -68,7 +98,9 @@ def generate(
         top_k=top_k,
         seed=seed,
         formats=Formats(weights, kv_cache, invariant),
+        drafting=drafting,
         plan=plan,
+        tensor=tensor,
         show=show,
     )
     if as_json:
@@ -88,38 +120,51 @@ def sample(
     top_k: int,
     seed: int,
     formats: Formats = Formats(),
+    drafting: Drafting = Drafting(),
     plan: Path | None = None,
+    tensor: int = 1,
     show: Callable[[str], object] = _unseen,
 ) -> list[dict[str, str]]:
-    """`[{prompt, text}]`: each prompt with the model's continuation, computed by the ranks of `plan` if it is given.
+    """`[{prompt, text}]`: each prompt with the model's continuation, by `tensor` ranks, or those of `plan` if it is given.
 
-    `formats` are those of the engine, for one device; with `plan` they raise BadInput.
+    `formats` are those of the engine, for one device; with several they raise BadInput.
     `show` receives the texts in the order of the prompts: on one device each piece as it is generated, from ranks when all are complete.
     All prompts are continued at the same time.
     """
     from tokenizers import Tokenizer
 
-    if plan is not None and formats != Formats():
-        raise BadInput("--weights, --kv-cache and --invariant are for one device: leave out --plan")
+    if plan is not None or tensor > 1:
+        option = "--plan" if plan is not None else "--tensor"
+        if formats != Formats():
+            raise BadInput(f"--weights, --kv-cache and --invariant are for one device: leave out {option}")
+        if drafting.tokens:
+            raise BadInput(f"--speculate and --draft-model are for one device: leave out {option}")
     candidates = [folder / "tokenizer.json", folder.parent.parent / "tokenizer.json"]
     file = next((path for path in candidates if path.exists()), None)
     if file is None:
         raise BadInput(f"{folder} has no tokenizer.json to read the prompt with")
     tokenizer = Tokenizer.from_file(str(file))
     stop = tokenizer.token_to_id("<|endoftext|>")
-    how = _Sampling(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, stop=stop)
+    how = Sampling(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed, stop=stop)
     ids = [tuple(tokenizer.encode(prompt).ids or [stop or 0]) for prompt in prompts]
     _warn_past_context(folder, max(map(len, ids)), tokens, spread=plan is not None)
     texts = _TextsInOrder(prompts, show)
-    if plan is None:
-        _continue_here(folder, tokenizer, ids, how, texts, formats)
+    if plan is None and tensor == 1:
+        _continue_here(folder, tokenizer, ids, how, texts, formats, drafting)
     else:
-        for number, new in enumerate(_continued_by_ranks(folder, plan, ids, how)):
+        by_ranks = (
+            _continued_by_tensor_ranks(folder, tensor, ids, how)
+            if plan is None
+            else _continued_by_plan(folder, plan, ids, how)
+        )
+        for number, new in enumerate(by_ranks):
             texts.add(number, tokenizer.decode(list(new)), ended=True)
     return [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts.texts, strict=True)]
 
 
-class _Sampling(NamedTuple):
+class Sampling(NamedTuple):
+    """Options of the command."""
+
     tokens: int
     temperature: float
     top_k: int
@@ -170,42 +215,81 @@ def _continue_here(
     folder: Path,
     tokenizer: Tokenizer,
     prompts: Sequence[tuple[int, ...]],
-    how: _Sampling,
+    how: Sampling,
     texts: _TextsInOrder,
     formats: Formats,
+    drafting: Drafting,
 ) -> None:
     """Continue all prompts on one device."""
     from meshwright.checkpoint.single_device import device_and_dtype, load_model
-    from meshwright.serve.engine import Engine, EngineOptions
-    from meshwright.serve.sampling import SamplingOptions
+    from meshwright.serve.engine import Engine
+
+    draft_model = None if drafting.model is None else load_model(drafting.model, *device_and_dtype())
+    options = engine_options(prompts, how, formats, drafting)
+    engine = Engine(load_model(folder, *device_and_dtype()), tokenizer, options, draft_model=draft_model)
+    for number, update in continued(engine, prompts, how):
+        texts.add(number, update.text, ended=update.reason is not None)
+    if drafting.tokens:
+        proposed, accepted = engine.drafts
+        say(f"meshwright: {accepted} of {proposed} draft tokens accepted ({accepted / max(proposed, 1):.0%})")
+
+
+def engine_options(
+    prompts: Sequence[Sequence[int]], how: Sampling, formats: Formats = Formats(), drafting: Drafting = Drafting()
+) -> EngineOptions:
+    """Options of an engine for these prompts."""
+    from meshwright.serve.drafts import Speculation
+    from meshwright.serve.engine import EngineOptions
 
     longest = max(map(len, prompts)) + how.tokens
     weights, kv_cache = (None if name is None else name.value for name in formats[:2])
-    options = EngineOptions(
+    return EngineOptions(
         sequences=min(len(prompts), MOST_AT_ONCE),
         context=longest,
         weights=weights,
         kv_cache=kv_cache,
         invariant=formats.invariant,
+        speculation=Speculation(tokens=drafting.tokens) if drafting.tokens else None,
     )
-    engine = Engine(load_model(folder, *device_and_dtype()), tokenizer, options)
+
+
+def continued(engine: Engine, prompts: Sequence[Sequence[int]], how: Sampling) -> Iterator[tuple[int, Update]]:
+    """Yields the index of a prompt and an update of its continuation until all have ended."""
+    from meshwright.serve.sampling import SamplingOptions
+
     sampling = SamplingOptions(temperature=how.temperature, top_k=how.top_k, seed=how.seed)
     stop_ids = () if how.stop is None else (how.stop,)
     numbers = [engine.submit(prompt, new_tokens=how.tokens, sampling=sampling, stop_ids=stop_ids) for prompt in prompts]
     for update in engine.run():
         if update.error is not None:
             raise RuntimeError(update.error)
-        texts.add(numbers.index(update.number), update.text, ended=update.reason is not None)
+        yield numbers.index(update.number), update
 
 
-def _continued_by_ranks(
-    folder: Path, plan: Path, prompts: Sequence[tuple[int, ...]], how: _Sampling
+def _continued_by_tensor_ranks(
+    folder: Path, ranks: int, prompts: Sequence[tuple[int, ...]], how: Sampling
+) -> Sequence[Sequence[int]]:
+    """The new tokens after each prompt, by the engine on tensor ranks of this host."""
+    from meshwright.cli.generate_rank import TensorJob
+    from meshwright.spec.fields import to_plain
+    from meshwright.spec.inference_layout import split_error
+
+    model, weights = model_in(folder)
+    if expected := split_error(model, ranks):
+        raise BadInput(f"--tensor: expected {expected}, got {ranks}")
+    cluster = cluster_here(ranks, f"--tensor {ranks}", "expected at most that many")
+    job = TensorJob(folder=weights.partition(":")[2], cluster=cluster, prompts=tuple(prompts), **how._asdict())
+    return answer_of_ranks("meshwright.cli.generate_rank", to_plain(job), cluster, weights)
+
+
+def _continued_by_plan(
+    folder: Path, plan: Path, prompts: Sequence[tuple[int, ...]], how: Sampling
 ) -> Sequence[Sequence[int]]:
     """The new tokens after each prompt, by the ranks of a plan."""
-    from meshwright.training.generate import Sampling
+    from meshwright.training.generate import Sampling as PlanSampling
     from meshwright.training.spread import Continuation
 
-    continuation = Continuation(prompts=tuple(prompts), sampling=Sampling(**how._asdict()))
+    continuation = Continuation(prompts=tuple(prompts), sampling=PlanSampling(**how._asdict()))
     answer = ask_ranks(folder, plan, continuation=continuation)
     assert answer.tokens is not None
     return answer.tokens

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -51,7 +51,10 @@ def ask_ranks(
 
     model, weights = model_in(folder)
     plan = load_plan(plan_file)
-    cluster = _cluster(plan, plan_file, launched=started_by_launcher())
+    remedy = (
+        "expected a plan for at most that many (`meshwright plan … --out FILE`), or start this command under a launcher"
+    )
+    cluster = cluster_here(plan.ranks, str(plan_file), remedy, launched=started_by_launcher())
     plan = with_node_crossings(plan, cluster.ranks_per_node)
     _check_fit(plan, model, plan_file, measurement.seq_len if measurement else None)
     job = SpreadJob(
@@ -106,7 +109,11 @@ def _check_fit(plan: Plan, model: ModelSpec, file: Path, seq_len: int | None) ->
         )
 
 
-def _cluster(plan: Plan, file: Path, *, launched: bool) -> ClusterSpec:
+def cluster_here(ranks: int, source: str, remedy: str, *, launched: bool = False) -> ClusterSpec:
+    """This host as a cluster of `ranks` devices, or the hosts of a launcher.
+
+    Raises BadInput if this host has fewer GPUs; `source` is what asks for the ranks.
+    """
     from meshwright.launch.machine import found_cluster
     from meshwright.spec.cluster import ClusterSpec
     from meshwright.spec.fields import from_plain
@@ -114,36 +121,39 @@ def _cluster(plan: Plan, file: Path, *, launched: bool) -> ClusterSpec:
     cluster = from_plain(ClusterSpec, found_cluster())
     if launched:
         return cluster
-    if not cluster.is_cpu and plan.ranks > cluster.gpus_per_node:
-        raise BadInput(
-            f"{file} is for {plan.ranks} ranks and this host has {cluster.gpus_per_node} GPUs; expected a plan for at most that many "
-            "(`meshwright plan … --out FILE`), or start this command under a launcher"
-        )
-    return replace(cluster, gpus_per_node=plan.ranks)
+    if not cluster.is_cpu and ranks > cluster.gpus_per_node:
+        raise BadInput(f"{source} is for {ranks} ranks and this host has {cluster.gpus_per_node} GPUs; {remedy}")
+    return replace(cluster, gpus_per_node=ranks)
 
 
 def _run_here(job: object) -> Answer:
-    """Start the ranks on this host. If they fail, exit with their code and keep logs that have a traceback."""
-    from meshwright.launch.local import run_ranks
+    """Start the ranks of a plan on this host and return their answer."""
     from meshwright.spec.fields import from_plain, to_plain
     from meshwright.training.spread import Answer, SpreadJob
 
     assert isinstance(job, SpreadJob)
+    answer = answer_of_ranks("meshwright.training.spread", to_plain(job), job.cluster, job.weights)
+    return from_plain(Answer, answer)
+
+
+def answer_of_ranks(module: str, question: object, cluster: ClusterSpec, weights: str) -> Any:
+    """Start a rank of `module` for each device of a cluster of this host; the answer of rank 0, both as plain values.
+
+    If they fail, this process exits with their code and keeps logs that have a traceback.
+    """
+    from meshwright.launch.local import run_ranks
+
     folder = Path(tempfile.mkdtemp(prefix="meshwright-"))
-    question, destination = folder / "job.json", folder / "answer.json"
-    question.write_text(json.dumps(to_plain(job)), encoding="utf-8")
-    threads = max(1, (os.cpu_count() or 1) // job.plan.ranks)
-    print(f"loading {job.weights} on {job.plan.ranks} ranks", file=sys.stderr)
+    question_file, answer_file = folder / "job.json", folder / "answer.json"
+    question_file.write_text(json.dumps(question), encoding="utf-8")
+    threads = max(1, (os.cpu_count() or 1) // cluster.ranks)
+    print(f"loading {weights} on {cluster.ranks} ranks", file=sys.stderr)
     code = run_ranks(
-        "meshwright.training.spread",
-        [str(question), str(destination)],
-        cluster=job.cluster,
-        logs=folder / "logs",
-        threads=threads,
+        module, [str(question_file), str(answer_file)], cluster=cluster, logs=folder / "logs", threads=threads
     )
-    answer = json.loads(destination.read_text(encoding="utf-8")) if code == EXIT_DONE else None
+    answer = json.loads(answer_file.read_text(encoding="utf-8")) if code == EXIT_DONE else None
     if code not in (EXIT_INTERNAL, EXIT_COMMUNICATION):
         shutil.rmtree(folder)
     if answer is None:
         sys.exit(code)
-    return from_plain(Answer, answer)
+    return answer

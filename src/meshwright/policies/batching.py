@@ -94,7 +94,12 @@ class BatchPolicy:
         return ended
 
     def forget_cache(self) -> None:
-        """Empty the prefix cache, for new weights; blocks of running requests do not enter it any more."""
+        """Empty the prefix cache, for new weights, and take the blocks of running requests, which are computed again.
+
+        A step with drafts must be completed before.
+        """
+        if self._drafts_in_flight:
+            raise RuntimeError("complete the step with draft tokens before the cache is emptied")
         self._batch.forget_cache()
 
     def next_step(self, now: float, drafts: Mapping[int, int] | None = None) -> Step | None:

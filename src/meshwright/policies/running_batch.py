@@ -243,6 +243,10 @@ class RunningBatch:
             digests.append(parent)
 
     def forget_cache(self) -> None:
-        """Empty the prefix cache; blocks of running requests do not enter it any more."""
+        """Empty the prefix cache, and take the blocks of all requests, which are computed again."""
         self.generation += 1
         self.cache.forget()
+        for progress in list(self.requests.values()):
+            if progress.part is not None:
+                progress.part.start += 1  # as if a step were being planned, which `detach` expects
+            self.detach(progress)

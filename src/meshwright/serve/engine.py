@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,7 @@ from meshwright.policies.batching import BatchPolicy
 from meshwright.serve.batch_inputs import BatchInputs, Packed
 from meshwright.serve.drafts import Speculation, drafter_for
 from meshwright.serve.figures import EngineFigures
-from meshwright.serve.formats import Fp8, use_formats
+from meshwright.serve.formats import Fp8, assign_parameter, use_formats
 from meshwright.serve.generation import Generation, Update
 from meshwright.serve.grammar import Grammar, GrammarTokens, unconstrained
 from meshwright.serve.invariance import check_invariant, classes_for
@@ -32,6 +33,7 @@ from meshwright.serve.prompts import check_request, prompt_ids
 from meshwright.serve.readback import LaunchedStep, TokenReadback
 from meshwright.serve.request_rows import RequestRows
 from meshwright.serve.sampling import GREEDY, Sampler, SamplingOptions
+from meshwright.serve.weights import check_same_model, open_newer
 from meshwright.spec.errors import BadInput
 
 if TYPE_CHECKING:
@@ -74,6 +76,11 @@ class EngineOptions:
             if (value := getattr(self, name)) is not None and value < 1:
                 raise BadInput(f"{name}: expected at least 1, got {value}")
 
+    @property
+    def most_step_tokens(self) -> int:
+        """`step_tokens`, with room for a decode of each request."""
+        return max(self.step_tokens, self.sequences)
+
 
 class Engine:
     """Continues texts with one model on one device. Not for several threads at once.
@@ -94,27 +101,16 @@ class Engine:
     ) -> None:
         self.options = options = options or EngineOptions()
         self.spec, self._tokenizer, self._clock = model.spec, tokenizer, clock
-        self.context = min(options.context or model.spec.max_seq_len, model.spec.max_seq_len)
+        self._model, self._weights_whole = model, True
+        self.context = _context(model, options)
         speculation = options.speculation or (None if draft_model is None else Speculation())
         check_invariant(options.invariant, draft_model)
         use_formats(model, weights=options.weights, invariant=options.invariant)
         weight = model.embed.weight
-        cache_dtype = weight.dtype if options.kv_cache is None else E4M3
         cuda = weight.device.type == "cuda"
         self._overlap = cuda if options.overlap is None else options.overlap
-        step_tokens = max(options.step_tokens, options.sequences)
-        blocks = options.cache_blocks or fitting_blocks(
-            model.spec,
-            weight.device,
-            weight.dtype,
-            tokens_per_block=options.tokens_per_block,
-            sequences=options.sequences,
-            step_tokens=step_tokens,
-            context=self.context,
-            cache_dtype=cache_dtype,
-            draft=None if draft_model is None else draft_model.spec,
-            drafts=0 if speculation is None else speculation.tokens,
-        )
+        step_tokens = options.most_step_tokens
+        blocks = blocks_that_fit(model, options, draft_model)
         groups = layer_groups(model.spec)
         self._policy = BatchPolicy(
             BatchLimits(
@@ -132,7 +128,7 @@ class Engine:
             [blocks] * len(groups),
             tokens_per_block=options.tokens_per_block,
             device=weight.device,
-            dtype=cache_dtype,
+            dtype=_cache_dtype(model, options),
         )
         self._inputs = BatchInputs(
             table_rows=rows,
@@ -246,6 +242,25 @@ class Engine:
         """End a request; the next step reports it. A number that is unknown or has ended is ignored."""
         self._policy.abort(number)
 
+    def load_weights(self, folder: Path) -> None:
+        """Use the weights of the same model in `folder` from the next step on: of a run, a checkpoint or a Hugging Face folder.
+
+        They are copied into the existing parameters, so that CUDA graphs stay valid. The prefix cache is emptied. Running
+        requests keep their text and compute its keys and values again: each later token is that of the new weights alone,
+        whenever they came.
+
+        All files are verified before the first parameter changes. Raises BadInput for another model and Damaged for damaged
+        files; the engine then goes on with its weights. If reading fails after that, `step` raises until weights are loaded.
+        """
+        with open_newer(folder) as stored:
+            check_same_model(self.spec, stored.spec, folder)
+            stored.verify()
+            self._policy.forget_cache()
+            self._weights_whole = False
+            for name, value in stored.tensors():
+                assign_parameter(self._model, name, value)
+            self._weights_whole = True
+
     def figures(self) -> EngineFigures:
         """The engine's load now."""
         policy = self._policy
@@ -266,6 +281,8 @@ class Engine:
         With overlap these are the tokens of the step that the call before has launched. If a step raises, its requests end with
         the reason "failed".
         """
+        if not self._weights_whole:
+            raise RuntimeError("the weights were replaced in part only; load weights again")
         updates: list[Update] = []
         # A grammar allows the next tokens, and drafts are proposed, only once the newest is known.
         overlap = self._overlap and not self._grammar_requests and not self._drafter.active
@@ -396,3 +413,31 @@ class Engine:
             if (matcher := self._generations[part.request.number].matcher) is not None:
                 matcher.write_bitmask(bitmask, index)
         return bitmask.to(device, non_blocking=True)
+
+
+def blocks_that_fit(model: Decoder, options: EngineOptions, draft_model: Decoder | None = None) -> int:
+    """Blocks of each group that the options ask for, or else that fit beside the models on their device.
+
+    Raises OutOfResources if not even one request fits.
+    """
+    weight, speculation = model.embed.weight, options.speculation or (None if draft_model is None else Speculation())
+    return options.cache_blocks or fitting_blocks(
+        model.spec,
+        weight.device,
+        weight.dtype,
+        tokens_per_block=options.tokens_per_block,
+        sequences=options.sequences,
+        step_tokens=options.most_step_tokens,
+        context=_context(model, options),
+        cache_dtype=_cache_dtype(model, options),
+        draft=None if draft_model is None else draft_model.spec,
+        drafts=0 if speculation is None else speculation.tokens,
+    )
+
+
+def _cache_dtype(model: Decoder, options: EngineOptions) -> torch.dtype:
+    return model.embed.weight.dtype if options.kv_cache is None else E4M3
+
+
+def _context(model: Decoder, options: EngineOptions) -> int:
+    return min(options.context or model.spec.max_seq_len, model.spec.max_seq_len)

@@ -65,7 +65,8 @@ class ModelRunner:
             if not self._graph_logits.numel():
                 self._graph_logits = torch.empty_like(logits)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            # NCCL's watchdog thread queries events meanwhile, which a capture forbids to all threads by default.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 # Into one tensor for all graphs: the logits of each would stay allocated.
                 self._graph_logits[:size].copy_(self.forward(self._inputs.resolve(packed)))
             self._graphs[size] = graph

@@ -1,0 +1,68 @@
+"""One rank of `meshwright generate --tensor`: its part of the model, in a tensor-parallel engine.
+
+`python -m meshwright.cli.generate_rank JOB ANSWER` is started by `cli.generate`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from meshwright.cli.generate import Sampling, continued, engine_options
+from meshwright.parallel.world import join
+from meshwright.serve.tensor_group import RankModel, TensorEngine
+from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.fields import from_plain
+from meshwright.spec.rank_environment import RankEnvironment
+from meshwright.training.worker import answer_as_rank
+
+TIMEOUT_SECONDS = 600
+"""Seconds that a rank waits for the others to read their weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorJob:
+    """Input of every rank: a checkpoint or Hugging Face folder, prompts as token ids, and the options of `Sampling`."""
+
+    folder: str
+    cluster: ClusterSpec
+    prompts: tuple[tuple[int, ...], ...]
+    tokens: int
+    temperature: float
+    top_k: int
+    seed: int
+    stop: int | None
+
+
+def continue_prompts(job: TensorJob, environment: RankEnvironment) -> list[list[int]]:
+    """The new tokens after each prompt, on rank 0; the other ranks help to compute them."""
+    world = join(environment, job.cluster, timeout_seconds=TIMEOUT_SECONDS)
+    how = Sampling(**{name: getattr(job, name) for name in Sampling._fields})
+    dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+    part = RankModel.load(Path(job.folder), world, dtype)
+    engine = TensorEngine(part, world, options=engine_options(job.prompts, how))
+    new: list[list[int]] = [[] for _ in job.prompts]
+    if world.leads:
+        for number, update in continued(engine, job.prompts, how):
+            new[number] += update.tokens
+        engine.close()
+    else:
+        engine.follow()
+    world.leave()
+    return new
+
+
+def main() -> None:
+    """Main function of a rank; rank 0 writes the answer."""
+
+    def answer(question: str, environment: RankEnvironment) -> str:
+        return json.dumps(continue_prompts(from_plain(TensorJob, json.loads(question)), environment))
+
+    answer_as_rank(answer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Tensor parallelism for inference: every rank has all tokens, because a step may have any number of them.
+
+A rank computes its heads and its part of the width of each feed-forward network; an all-reduce adds the ranks' outputs (Shoeybi et al.
+2019). A parallel block needs one all-reduce, other blocks two. All ranks get the same bits of every sum and of the gathered logits.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.kernels.attention import AttentionMask
+from meshwright.kernels.rope import RotaryTables
+from meshwright.models.decoder import Block, Decoder, Embedding, Head, sum_of_branches
+from meshwright.models.moe import RoutedOutput
+from meshwright.parallel.products import ALL_GATHER
+from meshwright.spec.errors import BadInput
+from meshwright.spec.inference_layout import rank_dimensions, rank_shape, split_error
+from meshwright.spec.layout import Part, even_rows
+from meshwright.spec.model import parameters
+
+
+def divide_for_inference(model: Decoder, part: Part, group: dist.ProcessGroup) -> None:
+    """Make a model on the meta device compute this rank's part; `group` has the ranks in order.
+
+    `model.spec` then has the dimensions of the rank's blocks. Raises BadInput if the ranks cannot divide the model.
+    """
+    spec = model.spec
+    if expected := split_error(spec, part.count):
+        raise BadInput(f"tensor ranks: expected {expected}, got {part.count}")
+    _shrink_parameters(model, part)
+    model.spec = rank_dimensions(spec, part.count)
+    add_ranks = partial(_add_ranks, group)
+    for block in model.layers.values():
+        assert isinstance(block, Block)
+        block.attention.heads, block.attention.kv_heads = model.spec.heads, model.spec.kv_heads
+        if block.parallel and not block.routed:
+            block.add_branches = partial(_added_branches, group)
+            continue
+        for half in (block.attention, block.moe if block.routed else block.mlp):
+            half.register_forward_hook(add_ranks)
+    vocabulary = [even_rows(spec.vocab_size, part.count, index) for index in range(part.count)]
+    model.embed = DividedEmbedding(model.embed.weight, vocabulary[part.index].start, group)
+    model.head = DividedHead(model.head.weight, [len(rows) for rows in vocabulary], group)
+
+
+class DividedEmbedding(Embedding):
+    """This rank's rows of the token embedding, from row `first` of the vocabulary on."""
+
+    def __init__(self, weight: nn.Parameter, first: int, group: dist.ProcessGroup) -> None:
+        super().__init__(weight)
+        self.first, self.group = first, group
+
+    def forward(self, indices: Tensor) -> Tensor:
+        """Vectors `(…, hidden)` of tokens `(…)`: one rank has the token's row and the others add zeros."""
+        rows, count = indices - self.first, self.weight.shape[0]
+        embedded = F.embedding(rows.clamp(0, count - 1), self.weight)
+        embedded = embedded.masked_fill(((rows < 0) | (rows >= count))[..., None], 0.0)
+        dist.all_reduce(embedded, group=self.group)
+        return embedded
+
+
+class DividedHead(Head):
+    """This rank's rows of the head. `sizes` are the numbers of rows of each rank; `weight` is None for a tied head."""
+
+    def __init__(self, weight: nn.Parameter | None, sizes: list[int], group: dist.ProcessGroup) -> None:
+        super().__init__(weight, loss_chunk=0)
+        self.sizes, self.group = sizes, group
+
+    def forward(self, hidden: Tensor, targets: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
+        """Logits `(1, tokens, vocab)` of hidden `(1, tokens, hidden)`, gathered from all ranks."""
+        weight = self.weight if tied is None else tied
+        assert targets is None and weight is not None, "a model that is divided for inference computes no loss"
+        logits = F.linear(hidden, weight)
+        logits = F.pad(logits, (0, max(self.sizes) - logits.shape[-1]))
+        gathered = logits.new_empty((len(self.sizes) * logits.shape[0], *logits.shape[1:]))
+        ALL_GATHER(gathered, logits, group=self.group)
+        parts = zip(gathered.split(logits.shape[0]), self.sizes, strict=True)
+        return torch.cat([part[..., :size] for part, size in parts], dim=-1)
+
+
+def _shrink_parameters(model: Decoder, part: Part) -> None:
+    """Give each parameter the shape of this rank's part."""
+    specs = {parameter.name: parameter for parameter in parameters(model.spec)}
+    for name, parameter in list(model.named_parameters()):
+        path, _, attribute = name.rpartition(".")
+        shape = rank_shape(model.spec, specs[name], part)
+        local = None if shape is None else nn.Parameter(parameter.new_empty(shape), requires_grad=False)
+        model.get_submodule(path).register_parameter(attribute, local)
+
+
+def _add_ranks(
+    group: dist.ProcessGroup, module: nn.Module, inputs: tuple[Any, ...], output: Tensor | RoutedOutput
+) -> None:
+    """A forward hook that adds the outputs of all ranks, in place."""
+    del module, inputs
+    dist.all_reduce(output.x if isinstance(output, RoutedOutput) else output, group=group)
+
+
+def _added_branches(
+    group: dist.ProcessGroup, block: Block, normed: Tensor, rope: RotaryTables | None, mask: AttentionMask | None
+) -> Tensor:
+    """`models.decoder.sum_of_branches` of all ranks."""
+    total = sum_of_branches(block, normed, rope, mask)
+    dist.all_reduce(total, group=group)
+    return total

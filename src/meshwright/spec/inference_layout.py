@@ -1,0 +1,82 @@
+"""Parameter → part of a tensor rank of the inference engine. Torch-free.
+
+As in training (`spec.layout`), except for routed experts: each rank has a part of the width of every expert, so that all ranks have the
+same work whatever the routers choose, and tokens need not travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from meshwright.spec.layout import TENSOR_SPLITS, Division, Part, even_rows, local_boxes, tensor_split_error
+from meshwright.spec.model import ModelSpec, ParameterSpec
+
+
+class Piece(NamedTuple):
+    """A box of a parameter: its first element and its size, by dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def rank_pieces(spec: ModelSpec, parameter: ParameterSpec, part: Part) -> tuple[Piece, ...]:
+    """The pieces of a parameter that a tensor rank holds, in order along `piece_dimension`. `split_error` says which models can be divided.
+
+    A bias that is added after a sum over ranks is on the first rank only.
+    """
+    if parameter.expert:
+        return tuple(_expert_pieces(spec, parameter, part))
+    module, _, weight_or_bias = parameter.name.removeprefix("layers.").lstrip("0123456789.").rpartition(".")
+    if part.index and weight_or_bias == "bias" and TENSOR_SPLITS.get(module) == "columns":
+        return ()
+    return tuple(Piece(box.offsets, box.sizes) for box in local_boxes(spec, parameter, Division(tensor=part)))
+
+
+def piece_dimension(parameter: ParameterSpec) -> int:
+    """The dimension along which the pieces of a parameter follow one another in a rank's part."""
+    return 1 if parameter.expert else 0
+
+
+def rank_shape(spec: ModelSpec, parameter: ParameterSpec, part: Part) -> tuple[int, ...] | None:
+    """The shape of a rank's part of a parameter; None if it has none."""
+    sizes = [piece.sizes for piece in rank_pieces(spec, parameter, part)]
+    if not sizes:
+        return None
+    dimension = piece_dimension(parameter)
+    total = sum(size[dimension] for size in sizes)
+    return (*sizes[0][:dimension], total, *sizes[0][dimension + 1 :])
+
+
+def rank_dimensions(spec: ModelSpec, ranks: int) -> ModelSpec:
+    """The dimensions of the blocks of one rank. The number of experts, vocabulary and hidden width are the whole model's."""
+    return replace(
+        spec,
+        heads=spec.heads // ranks,
+        kv_heads=max(1, spec.kv_heads // ranks),
+        ffn_hidden=spec.ffn_hidden // ranks,
+        expert_hidden=spec.expert_hidden // ranks,
+        shared_expert_hidden=spec.shared_expert_hidden // ranks,
+    )
+
+
+def split_error(spec: ModelSpec, ranks: int) -> str | None:
+    """The numbers of tensor ranks that can divide the model for inference, in words, if `ranks` cannot; None if they can."""
+    if error := tensor_split_error(ranks, spec.heads, spec.kv_heads, spec.ffn_hidden, spec.vocab_size, None):
+        return error
+    for name in ("expert_hidden", "shared_expert_hidden"):
+        if (width := getattr(spec, name)) % ranks:
+            return f"a divisor of model.{name} = {width}"
+    return None
+
+
+def _expert_pieces(spec: ModelSpec, parameter: ParameterSpec, part: Part) -> Iterator[Piece]:
+    """Input weights `(experts, matrices · width, hidden)` are divided in dimension 1, `down` `(experts, hidden, width)` in 2."""
+    width, (experts, first, second) = spec.expert_hidden, parameter.shape
+    columns = even_rows(width, part.count, part.index)
+    if parameter.name.endswith(".down"):
+        yield Piece((0, 0, columns.start), (experts, first, len(columns)))
+        return
+    for matrix in range(first // width):
+        yield Piece((0, matrix * width + columns.start, 0), (experts, len(columns), second))

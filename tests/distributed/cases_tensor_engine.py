@@ -1,0 +1,121 @@
+"""What an engine does with some requests: run on one device and on a group of tensor ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.checkpoint.stored_model import StoredModel
+from meshwright.parallel.world import World
+from meshwright.serve.engine import Engine, EngineOptions
+from meshwright.serve.sampling import SamplingOptions
+from meshwright.serve.tensor_group import RankModel, TensorEngine
+from meshwright.spec.layout import Part
+from meshwright.spec.model import ModelSpec
+from tests.serve.helpers import PROMPTS, TOKENS, newer, save_run, texts, tiny
+
+DRAWN = SamplingOptions(temperature=1.5, top_k=40, seed=7, repetition_penalty=1.2, logit_bias={5: 2.0})
+Play = Callable[[Engine], Any]
+
+
+def continue_and_abort(engine: Engine) -> Any:
+    """Greedy and drawn texts with preemptions; one request is aborted on its way, and one ends by its deadline."""
+    engine.submit(PROMPTS[0], new_tokens=TOKENS, seconds=0.0)
+    numbers = [engine.submit(prompt, new_tokens=TOKENS) for prompt in PROMPTS]
+    numbers += [engine.submit(prompt, new_tokens=TOKENS, sampling=DRAWN, stop_ids=[1]) for prompt in PROMPTS]
+    tokens: dict[int, list[int]] = {number: [] for number in (0, *numbers)}
+    ends: dict[int, str | None] = {}
+    while engine.unfinished:
+        for update in engine.step():
+            tokens[update.number] += update.tokens
+            ends[update.number] = update.reason
+        if len(tokens[2]) == 3:
+            engine.abort(2)
+    assert ends[0] == "deadline" and ends[2] == "abort"
+    return tokens, ends, engine._policy.preemptions > 0
+
+
+def continue_with_newer_weights(engine: Engine, folder: str, other: str) -> Any:
+    """Texts before and after the swap; weights of another model are refused in between."""
+    before = texts(engine)
+    refused = ""
+    try:
+        engine.load_weights(Path(other))
+    except Exception as error:
+        refused = f"{type(error).__name__}: {error}"
+    engine.load_weights(Path(folder))
+    return before, refused, texts(engine)
+
+
+def options_of(**options: Any) -> EngineOptions:
+    sizes = {"sequences": 4, "step_tokens": 16, "tokens_per_block": 4, "cache_blocks": 24, "context": 64}
+    return EngineOptions(**{**sizes, **options})
+
+
+def tensor_engine(world: World, spec: ModelSpec, options: EngineOptions) -> TensorEngine:
+    """This rank's engine of the model `tiny(spec)`."""
+    weights = dict(tiny(spec).named_parameters())
+    stored = StoredModel(spec, lambda parameter, start, stop: weights[parameter.name][start:stop], lambda: None)
+    part = RankModel.empty(spec, world, torch.float32)
+    stored.copy_to(part.model, Part(world.rank, world.ranks))
+    return TensorEngine(part, world, options=options)
+
+
+def play_on_ranks(world: World, spec: ModelSpec, options: EngineOptions, play: Play, *arguments: Any) -> Any:
+    """The result of `play(engine, *arguments)` on rank 0; None on the others. All blocks are free on all at the end."""
+    engine = tensor_engine(world, spec, options)
+    result = None
+    if world.leads:
+        result = play(engine, *arguments)
+        engine.close()
+    else:
+        engine.follow()
+    assert all(pool.free == pool.blocks for pool in engine._policy.cache.pools)
+    return result
+
+
+def play_alone(spec: ModelSpec, options: EngineOptions, play: Play, *arguments: Any) -> Any:
+    return play(Engine(tiny(spec), options=options), *arguments)
+
+
+def fail_on(world: World, spec: ModelSpec, failing: int) -> None:
+    """The fourth step raises on one rank; afterwards every call raises too."""
+    engine = tensor_engine(world, spec, options_of())
+    compute, calls = engine._runner.logits, []
+
+    def raises_at_the_fourth(packed: Any) -> torch.Tensor:
+        calls.append(packed)
+        if len(calls) == 4 and world.rank == failing:
+            raise ValueError("out of luck")
+        return compute(packed)
+
+    engine._runner.logits = raises_at_the_fourth
+    if world.leads:
+        texts(engine)
+    else:
+        engine.follow()
+
+
+def draw_differently(world: World, spec: ModelSpec) -> None:
+    """Rank 1 takes another token than rank 0 once."""
+    engine = tensor_engine(world, spec, options_of())
+    if world.leads:
+        texts(engine)
+        return
+    sample, calls = engine._sampler.sample, []
+
+    def differs_once(*inputs: Any) -> torch.Tensor:
+        calls.append(inputs)
+        tokens = sample(*inputs)
+        return tokens + 1 if len(calls) == 3 else tokens
+
+    engine._sampler.sample = differs_once
+    engine.follow()
+
+
+def save_newer(folder: Path, spec: ModelSpec) -> str:
+    """A run folder with weights `newer(spec)`."""
+    return str(save_run(folder, newer(spec)))

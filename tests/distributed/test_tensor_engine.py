@@ -1,0 +1,102 @@
+"""The inference engine on tensor ranks against the engine on one device, in fp32."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshwright.spec.inference_layout import rank_pieces, rank_shape, split_error
+from meshwright.spec.layout import Part
+from meshwright.spec.model import ModelSpec, parameters
+from tests.distributed.cases_tensor_engine import (
+    continue_and_abort,
+    continue_with_newer_weights,
+    draw_differently,
+    fail_on,
+    options_of,
+    play_alone,
+    play_on_ranks,
+    save_newer,
+)
+from tests.distributed.pool import CaseFailed, Pool
+from tests.models.tiny import ALL, LLAMA
+
+QUICK = ("llama", "gpt2", "mixtral")
+ONE_KEY_HEAD = replace(LLAMA, kv_heads=1)
+SPECS = [pytest.param(spec, id=name, marks=[] if name in QUICK else [pytest.mark.slow]) for name, spec in ALL.items()]
+
+
+@pytest.mark.parametrize("spec", [*SPECS, pytest.param(ONE_KEY_HEAD, id="one key head", marks=pytest.mark.slow)])
+def test_texts_are_those_of_one_device(pool: Pool, spec: ModelSpec) -> None:
+    options = options_of(overlap=spec == LLAMA)
+    expected = play_alone(spec, options, continue_and_abort)
+    assert expected[2] or spec.sliding_window, "no request was preempted"
+    assert pool.run(play_on_ranks, 2, spec, options, continue_and_abort) == [expected, None]
+
+
+@pytest.mark.slow
+def test_four_ranks_share_two_key_heads(pool: Pool) -> None:
+    expected = play_alone(LLAMA, options_of(), continue_and_abort)
+    assert pool.run(play_on_ranks, 4, LLAMA, options_of(), continue_and_abort) == [expected, None, None, None]
+
+
+def test_newer_weights_reach_all_ranks(pool: Pool, tmp_path: Path) -> None:
+    folders = save_newer(tmp_path / "newer", LLAMA), save_newer(tmp_path / "other", replace(LLAMA, rope_theta=500.0))
+    before, refused, after = play_alone(LLAMA, options_of(), continue_with_newer_weights, *folders)
+    [result, _] = pool.run(play_on_ranks, 2, LLAMA, options_of(), continue_with_newer_weights, *folders)
+    assert (result[0], result[2]) == (before, after) and before != after
+    assert refused.startswith("BadInput: ") and refused.removeprefix("BadInput: ") in result[1]
+
+
+@pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_an_error_on_one_rank_ends_all(pool: Pool, failing: int) -> None:
+    with pytest.raises(CaseFailed) as failed:
+        pool.run(fail_on, 2, LLAMA, failing)
+    answers = dict(zip((0, 1), str(failed.value).split("rank 1:\n"), strict=True))
+    assert f"rank {failing} of 2, a step: internal error: ValueError: out of luck" in answers[failing]
+    other = 1 - failing
+    assert f"CommunicationFailure: rank {other} of 2, a step: communication failed" in answers[other]
+
+
+@pytest.mark.slow
+def test_different_tokens_on_a_rank_are_noticed(pool: Pool) -> None:
+    with pytest.raises(CaseFailed, match="rank 1 of 2, a step: drew other tokens than rank 0"):
+        pool.run(draw_differently, 2, LLAMA)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_ranks_hold_every_element_once_and_norms_each(name: str) -> None:
+    spec, ranks = ALL[name], 2
+    for parameter in parameters(spec):
+        held = [rank_shape(spec, parameter, Part(index, ranks)) for index in range(ranks)]
+        pieces = [piece for index in range(ranks) for piece in rank_pieces(spec, parameter, Part(index, ranks))]
+        elements = [element for piece in pieces for element in _elements(piece.offsets, piece.sizes)]
+        whole = set(_elements((0,) * len(parameter.shape), parameter.shape))
+        assert set(elements) == whole
+        if held[1] == parameter.shape:
+            assert held[0] == held[1] and len(elements) == 2 * len(whole)
+        else:
+            assert len(elements) == len(whole)
+
+
+def _elements(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    elements: list[tuple[int, ...]] = [()]
+    for offset, size in zip(offsets, sizes, strict=True):
+        elements = [(*element, index) for element in elements for index in range(offset, offset + size)]
+    return elements
+
+
+@pytest.mark.parametrize(
+    ("spec", "ranks", "message"),
+    [
+        (LLAMA, 3, "a divisor of model.heads = 4"),
+        (replace(LLAMA, heads=6, kv_heads=2), 3, "a divisor or a multiple of model.kv_heads = 2"),
+        (replace(ALL["qwen3 moe"], expert_hidden=25), 2, "a divisor of model.expert_hidden = 25"),
+        (replace(ALL["shared expert"], shared_expert_hidden=15), 2, "a divisor of model.shared_expert_hidden = 15"),
+    ],
+)
+def test_models_that_ranks_cannot_divide_are_refused(spec: ModelSpec, ranks: int, message: str) -> None:
+    assert message in (split_error(spec, ranks) or "")
+    assert split_error(spec, 1) is None
