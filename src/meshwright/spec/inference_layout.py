@@ -22,9 +22,9 @@ class Piece(NamedTuple):
 
 
 def rank_pieces(spec: ModelSpec, parameter: ParameterSpec, part: Part) -> tuple[Piece, ...]:
-    """The pieces of a parameter that a tensor rank holds, in order along `piece_dimension`. `split_error` says which models can be divided.
+    """The pieces of a parameter that a tensor rank holds, in order along `piece_dimension`.
 
-    A bias that is added after a sum over ranks is on the first rank only.
+    `split_error` says which models can be divided. A bias that is added after a sum over ranks is on the first rank only.
     """
     if parameter.expert:
         return tuple(_expert_pieces(spec, parameter, part))
