@@ -51,7 +51,7 @@ class Sizes:
     def __init__(self, tiny: bool) -> None:
         self.model = "llama-nano" if tiny else "llama3-8b"
         self.batches = (1, 4) if tiny else (1, 8, 32, 128)
-        self.prompt, self.context = (40, 256) if tiny else (960, 1280)
+        self.prompt, self.new_tokens, self.context = (20, 16, 256) if tiny else (960, 192, 1280)
         self.prefill, self.prompts = (64, 2) if tiny else (1024, 32)
         self.text, self.texts = (24, 1) if tiny else (512, 2)
         width, layers = (64, 2) if tiny else (512, 8)
@@ -66,7 +66,7 @@ class Sizes:
             vocab_size=BYTES,
             max_seq_len=512,
         )
-        self.steps, self.batch, self.seq = (40, 8, 64) if tiny else (400, 32, 512)
+        self.steps, self.batch, self.seq = (200, 8, 64) if tiny else (400, 32, 512)
         self.held_out = 4 if tiny else 64
         """Texts of `seq` bytes."""
 
@@ -128,7 +128,8 @@ def measure_times(model: Decoder, sizes: Sizes, formats: dict[str, Any]) -> dict
         "weight_gib": sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())) / 2**30,
         "cache_tokens": engine._runner._step._cache.tensors[0].shape[0] * engine.options.tokens_per_block,
         "decode_milliseconds": {
-            batch: decode(engine, batch, sizes.prompt)["decode_milliseconds"] for batch in sizes.batches
+            batch: decode(engine, batch, sizes.prompt, sizes.new_tokens)["decode_milliseconds"]
+            for batch in sizes.batches
         },
         "prompt_tokens_per_second": sizes.prompts * sizes.prefill / seconds,
     }

@@ -119,12 +119,14 @@ def offline(engine: Engine, requests: Sequence[tuple[list[int], int]]) -> dict[s
     }
 
 
-def decode(engine: Engine, batch: int, prompt: int) -> dict[str, Any]:
+def decode(engine: Engine, batch: int, prompt: int, new_tokens: int = 192) -> dict[str, Any]:
     """The median step of `batch` requests after prompts of `prompt` tokens."""
     draws = random.Random(batch)
     for _ in range(batch):
         engine.submit(
-            [draws.randint(0, 100) for _ in range(prompt)], new_tokens=192, sampling=SamplingOptions(temperature=0.6)
+            [draws.randint(0, 100) for _ in range(prompt)],
+            new_tokens=new_tokens,
+            sampling=SamplingOptions(temperature=0.6),
         )
     times: list[float] = []
     begun: set[int] = set()

@@ -15,6 +15,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.serve.engine import Engine
 from meshwright.serve.formats import Fp8Linear, assign_parameter
 from meshwright.serve.kv_cache import KVCache
+from meshwright.spec.errors import BadInput
 from tests.models.tiny import ALL, LLAMA, MIXTRAL, SLIDING
 from tests.serve.helpers import PROMPTS, engine_of, record_logits, texts, tiny
 
@@ -102,6 +103,14 @@ def test_weights_of_linear_layers_are_in_fp8_and_others_are_not() -> None:
     kept = dict(model.named_parameters())
     assert set(before) - set(kept) == {f"layers.{n}.attention.{part}.weight" for n in (0, 1) for part in ("qkv", "out")}
     assert all(parameter is before[name] for name, parameter in kept.items())
+
+
+@pytest.mark.parametrize("formats", [{"weights": "fp8"}, {"invariant": True}], ids=str)
+def test_a_part_of_a_model_is_refused(formats: dict[str, Any]) -> None:
+    model = tiny(LLAMA)
+    model.layers["0"].attention.heads //= 2  # as on one of two tensor ranks
+    with pytest.raises(BadInput, match="whole model on one device"):
+        engine_of(model, **formats)
 
 
 def test_parameters_are_assigned_in_their_format() -> None:

@@ -145,6 +145,8 @@ def _replacement(linear: Linear, weights: Fp8 | None, invariant: bool, plain: bo
 
 def _check(model: Decoder, weights: Fp8 | None, invariant: bool) -> None:
     weight = model.embed.weight
+    if any(isinstance(module, Attention) and module.heads != model.spec.heads for module in model.modules()):
+        raise BadInput("fp8 weights and invariant results need the whole model on one device, got a part of its heads")
     if not weight.is_cuda:
         return
     if invariant and weight.dtype == torch.float64:
