@@ -247,7 +247,10 @@ def leaf_commands(command: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def test_the_page_of_commands_names_every_command_and_option(root_command: Any) -> None:
-    shown = inline_code("docs/reference/cli.md")
+    """The options of `serve` are the keys of its own page."""
+    keys_of_serve = inline_code("docs/reference/serve.md")
+    shown = [*inline_code("docs/reference/cli.md"), *keys_of_serve]
+    shown += [f"--{key.replace('_', '-')}" for key in keys_of_serve]
     for name, command in leaf_commands(root_command):
         assert any(re.match(rf"(meshwright )?{name}\b", code) for code in shown), f"no command {name}"
         options = [option for parameter in command.params for option in parameter.opts if option.startswith("--")]
