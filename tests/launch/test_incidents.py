@@ -97,7 +97,7 @@ def test_evidence_has_the_stacks_of_all_threads_and_waits_for_no_stopped_process
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         processes.append(process)
-        subjects.append(RankProcess(process.pid, RankState(rank), stacks, evidence_memory()))
+        subjects.append(RankProcess(process.pid, RankState(rank), stacks))
     try:
         for process in processes:
             assert process.stdout is not None
@@ -105,12 +105,12 @@ def test_evidence_has_the_stacks_of_all_threads_and_waits_for_no_stopped_process
         processes[1].send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, processes[1].pid, os.WSTOPPED | os.WNOWAIT)
         subjects[1].state.stopped = True
-        for process, subject in zip(processes, subjects, strict=True):
-            assert process.stdin is not None
-            os.write(
-                process.stdin.fileno(), encode(CollectivesRequest(f"/proc/{os.getpid()}/fd/{subject.collectives}"))
-            )
         for hang, limit in ((False, CRASH_SECONDS), (True, HANG_SECONDS)):
+            for process, subject in zip(processes, subjects, strict=True):
+                assert process.stdin is not None
+                subject.collectives = evidence_memory()
+                request = encode(CollectivesRequest(f"/proc/{os.getpid()}/fd/{subject.collectives}"))
+                subject.request_collectives = partial(os.write, process.stdin.fileno(), request)
             began = time.monotonic()
             collect(subjects, tmp_path / "incident", tmp_path / "logs", hang=hang).join()
             assert time.monotonic() - began < limit + 1.0
@@ -160,10 +160,10 @@ def test_a_rank_that_cannot_answer_is_awaited_shortly_after_the_answers_of_other
     monkeypatch: pytest.MonkeyPatch, answers: dict[float, int], ends: float
 ) -> None:
     """`answers` has by time the rank that writes more stacks."""
-    subjects = [RankProcess(0, RankState(rank), evidence_memory()) for rank in range(2)]
-    clock = Clock({at: partial(os.write, subjects[rank].stacks, b"stack") for at, rank in answers.items()})
+    files = [evidence_memory() for _ in range(2)]
+    clock = Clock({at: partial(os.write, files[rank], b"stack") for at, rank in answers.items()})
     monkeypatch.setattr(evidence, "time", clock)
-    evidence._await_answers(subjects, HANG_SECONDS)
+    evidence._await_answers(files, HANG_SECONDS)
     assert clock.now == pytest.approx(ends, abs=3 * evidence.POLL_SECONDS)
 
 

@@ -1,10 +1,12 @@
 """Evidence that an agent collects before it ends its ranks: stacks, collectives, process state and the end of the log.
 
 The agent signals all ranks together and waits until each has answered or no answer comes any more, at most
-`HANG_SECONDS` or `CRASH_SECONDS`. In each rank a thread writes the collectives that torch's flight recorder has (`observe.flight_recorder`)
-into memory of the agent. A rank that a signal or a debugger has stopped cannot write; `py-spy` reads its stacks from
-outside where it is installed and permitted. In the agent a thread writes the files, so that the restart does not wait
-for the disk.
+`HANG_SECONDS` or `CRASH_SECONDS`. Then a thread in each rank writes the collectives that torch's flight recorder has
+(`observe.flight_recorder`) into memory of the agent. It is not asked before: the writer of the stacks takes no lock, and reading the
+frames of a thread that is starting may end the process.
+
+A rank that a signal or a debugger has stopped cannot write; `py-spy` reads its stacks from outside where it is installed and permitted.
+In the agent a thread writes the files, so that the restart does not wait for the disk.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +49,8 @@ class RankProcess:
     state: RankState
     stacks: int
     collectives: int | None = None
+    request_collectives: Callable[[], object] = lambda: None
+    """Asks the process to write its collectives."""
 
     @property
     def alive(self) -> bool:
@@ -61,7 +65,11 @@ def collect(subjects: Sequence[RankProcess], folder: Path, logs: Path, *, hang: 
     signalled = [subject for subject in subjects if subject.alive and _request_stacks(subject, kernel)]
     others = [subject for subject in subjects if subject.alive and subject not in signalled]
     spies = {subject.state.rank: spy for subject in others if hang and (spy := _spy(subject.pid)) is not None}
-    _await_answers(signalled, deadline)
+    _await_answers([subject.stacks for subject in signalled], deadline)
+    for subject in signalled:
+        subject.request_collectives()
+    answers = (file for subject in signalled for file in (subject.stacks, subject.collectives))
+    _await_answers([file for file in answers if file is not None], deadline)
     recorded = {subject.state.rank: text for subject in subjects if (text := _read_collectives(subject.collectives))}
     seen = {rank: _spy_output(spy, deadline) for rank, spy in spies.items()}
     texts = {s.state.rank: _text(s, kernel.get(s.state.rank, {}), seen.get(s.state.rank, ""), logs) for s in subjects}
@@ -111,13 +119,12 @@ def _read_collectives(memory: int | None) -> str:
     return text if text.endswith("\n") else ""
 
 
-def _await_answers(subjects: Sequence[RankProcess], deadline: float) -> None:
-    """Wait until no file of the signalled ranks is empty and none has grown between two polls, or until the deadline.
+def _await_answers(files: Sequence[int], deadline: float) -> None:
+    """Wait until no memory file of the signalled ranks is empty and none has grown between two polls, or until the deadline.
 
     A file stays empty if its rank has ended, or if another thread keeps the interpreter's lock. Where others have answers, it is
     awaited for `SILENT_SECONDS` after them.
     """
-    files = [file for subject in subjects for file in (subject.stacks, subject.collectives) if file is not None]
     before, grown = [0] * len(files), deadline
     while (now := time.monotonic()) < min(deadline, grown + SILENT_SECONDS):
         sizes = [os.fstat(file).st_size for file in files]

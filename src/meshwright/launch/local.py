@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType, MappingProxyType
 
@@ -238,14 +239,14 @@ class Ranks:
         """Collect stacks, collectives and states of all ranks; returns the thread that writes them to `folder`."""
         self.poll()
         ranks = zip(self.processes, self.states, self._stacks, strict=True)
-        subjects = [RankProcess(process.pid, state, stacks, self._request(process)) for process, state, stacks in ranks]
-        return collect(subjects, folder, logs, hang=hang)
+        return collect([self._subject(*rank) for rank in ranks], folder, logs, hang=hang)
 
-    def _request(self, process: subprocess.Popen[bytes]) -> int:
-        """Ask a rank for its collectives; returns the memory file of the answer, open until the rank has ended."""
-        self._answers.append(evidence_memory())
-        _send(process, CollectivesRequest(f"/proc/{os.getpid()}/fd/{self._answers[-1]}"))
-        return self._answers[-1]
+    def _subject(self, process: subprocess.Popen[bytes], state: RankState, stacks: int) -> RankProcess:
+        """A rank for `collect`; the memory file for its collectives is open until the rank has ended."""
+        collectives = evidence_memory()
+        self._answers.append(collectives)
+        request = CollectivesRequest(f"/proc/{os.getpid()}/fd/{collectives}")
+        return RankProcess(process.pid, state, stacks, collectives, partial(_send, process, request))
 
     def close_attempt(self, listener: Listener | None = None) -> None:
         """Kill the ranks that still run, read their last messages, and wait for checkpoint writers."""
