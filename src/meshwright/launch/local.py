@@ -243,8 +243,7 @@ class Ranks:
 
     def _subject(self, process: subprocess.Popen[bytes], state: RankState, stacks: int) -> RankProcess:
         """A rank for `collect`; the memory file for its collectives is open until the rank has ended."""
-        collectives = evidence_memory()
-        self._answers.append(collectives)
+        self._answers.append(collectives := evidence_memory())
         request = CollectivesRequest(f"/proc/{os.getpid()}/fd/{collectives}")
         return RankProcess(process.pid, state, stacks, collectives, partial(_send, process, request))
 
