@@ -53,10 +53,7 @@ def single_tokens(step: StepInputs, tokens_per_block: int) -> Iterator[StepInput
 class InvariantSampler(Sampler):
     """A sampler whose operations for a row do not depend on the other rows."""
 
-    def __init__(self, table_rows: int, device: torch.device, vocab: int) -> None:
-        super().__init__(table_rows, device, vocab)
-        # Then scores are always divided by the temperature here, never by the kernel that draws.
-        self._biased = 1
+    divides_in_scores = True
 
     def sample(self, logits: Tensor, table_rows: Tensor, positions: Tensor, allowed: Tensor | None = None) -> Tensor:
         """See `Sampler.sample`."""

@@ -36,6 +36,12 @@ class Sampler:
     number of table rows.
     """
 
+    divides_in_scores = False
+    """Whether `scores` always divides by the temperature.
+
+    Otherwise the kernel that draws does it where no other option applies.
+    """
+
     def __init__(self, table_rows: int, device: torch.device, vocab: int) -> None:
         self._device, self._vocab = device, vocab
         self._floats = _MirroredTable(6, table_rows, torch.float32, device)
@@ -88,7 +94,8 @@ class Sampler:
             return (logits if allowed is None else keep_allowed(logits.float(), allowed)).argmax(1).to(torch.int32)
         self._copy_options()
         temperatures, seeds, scores = self._floats.here[0, table_rows], self._integers.here[1, table_rows], logits
-        if self._filtering or self._penalising or self._biased or allowed is not None:
+        changed = self._filtering or self._penalising or self._biased or allowed is not None
+        if changed or self.divides_in_scores:
             scores = self.scores(logits, table_rows, allowed)
             temperatures = (temperatures > 0).float()
         tokens = draw_from_scores(scores, temperatures, seeds, positions.long())

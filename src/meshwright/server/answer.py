@@ -87,15 +87,15 @@ class TextAnswer:
         if not news:
             raise _ClientGone
         by_text: dict[int, list[News]] = {}
-        for one in news:
-            if one.reason == "refused":
-                status = 422 if (one.error or "").startswith("grammar") else 400
-                raise RequestError(status, one.error or "", param="response_format" if status == 422 else None)
-            if one.reason == "failed":
-                raise RequestError(503, f"the engine failed: {one.error}", code="engine_failed")
-            if one.reason == "abort":
+        for item in news:
+            if item.reason == "refused":
+                status = 422 if (item.error or "").startswith("grammar") else 400
+                raise RequestError(status, item.error or "", param="response_format" if status == 422 else None)
+            if item.reason == "failed":
+                raise RequestError(503, f"the engine failed: {item.error}", code="engine_failed")
+            if item.reason == "abort":
                 raise RequestError(503, "the server is stopping")
-            by_text.setdefault(one.index, []).append(one)
+            by_text.setdefault(item.index, []).append(item)
         return by_text
 
     def _add(self, index: int, news: list[News]) -> tuple[str, list[TokenEntry] | None]:
