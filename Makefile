@@ -93,7 +93,7 @@ define install
 endef
 
 $(VENV)/.installed: pyproject.toml constraints.txt
-	$(call install,.)
+	$(call install,'.[serve]')
 	@touch $@
 
 # Not behind .installed, which would install the package twice.
