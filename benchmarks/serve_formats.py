@@ -64,7 +64,7 @@ class Sizes:
             head_dim=32,
             ffn_hidden=3 * width,
             vocab_size=BYTES,
-            max_seq_len=512,
+            max_seq_len=1024,
         )
         self.steps, self.batch, self.seq = (200, 8, 64) if tiny else (400, 32, 512)
         self.held_out = 4 if tiny else 64

@@ -89,5 +89,5 @@ def test_splits_follow_from_the_weight_alone(columns: int, inner: int, itemsize:
 
 
 def test_narrow_weights_are_split_and_wide_ones_are_not() -> None:
-    assert inner_splits(4096, 14336, 1) == 8
+    assert inner_splits(4096, 14336, 1) == 2
     assert inner_splits(28672, 4096, 1) == 1

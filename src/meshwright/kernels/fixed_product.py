@@ -22,8 +22,8 @@ TILE_BYTES = 128
 """Bytes of a row of a tile: a cache line, and the width of the tensor cores' tiles in shared memory."""
 TILE_COLUMNS = 64
 """Outputs of a tile: the least of Hopper's tensor cores."""
-PROGRAMS = 512
-"""Programs that the splits aim at: about 4 on each multiprocessor, so that loads of some hide the ends of others."""
+PROGRAMS = 128
+"""Programs that the splits aim at: one on each multiprocessor of an H200, which keeps eight tiles in flight."""
 MIN_TILES, MAX_SPLITS = 4, 16
 """Least tiles of a part, and most parts."""
 FEW_TOKENS = 64
@@ -47,7 +47,7 @@ def fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     from meshwright.kernels.fixed_product_triton import product
 
     rows = x.flatten(0, -2).contiguous()
-    return product(rows, weight, None, None, bias, weight.dtype).view(*x.shape[:-1], -1)
+    return product(rows, weight, None, None, bias, weight.dtype).view(*x.shape[:-1], weight.shape[0])
 
 
 def fp8_linear(

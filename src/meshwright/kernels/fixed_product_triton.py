@@ -35,10 +35,10 @@ def tile_of(tokens: int, itemsize: int) -> Tile:
     """The tile for a number of tokens of numbers of `itemsize` bytes; its size does not change the results."""
     if itemsize > 2:  # fp32 has no tensor cores, and a larger tile would not fit the registers
         return Tile(64, 16 if tokens <= 16 else 32, warps=4, stages=3)
-    if tokens <= 16:
-        return Tile(64, 16, warps=4, stages=5)
+    if tokens <= 32:
+        return Tile(64, 16 if tokens <= 16 else 32, warps=4, stages=8)
     if tokens <= 64:
-        return Tile(64, 32 if tokens <= 32 else 64, warps=4, stages=4)
+        return Tile(64, 64, warps=4, stages=6)
     return Tile(64, 128, warps=4, stages=4) if tokens <= 256 else Tile(128, 128, warps=8, stages=4)
 
 
