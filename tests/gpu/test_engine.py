@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from tests.models.tiny import GPT2, LLAMA, MIXTRAL, QWEN3, SLIDING, built
 from tests.serve.helpers import PROMPTS, record_logits, texts
 
 from meshwright.serve.engine import Engine, EngineOptions
+from meshwright.serve.sampling import SamplingOptions
 
 pytestmark = pytest.mark.gpu
 SPECS = {"llama": LLAMA, "qwen3": QWEN3, "gpt2": GPT2, "sliding": SLIDING, "mixtral": MIXTRAL}
@@ -33,3 +35,24 @@ def test_logits_are_within_the_bf16_spread_of_the_trainer(name: str, graphs: boo
         error = (torch.stack(seen[number]).float().cpu() - truth).abs().max()
         assert error < 2 * (trained - truth).abs().max() + 0.02
     assert not engine.unfinished
+
+
+@pytest.mark.parametrize("name", ["llama", "sliding"])
+def test_no_kernel_is_compiled_after_the_engine_is_built(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compilation takes about a second, in which all requests wait."""
+    from triton import knobs
+
+    model = built(SPECS[name], dtype=torch.float32).to("cuda", torch.bfloat16)
+    options = EngineOptions(sequences=12, step_tokens=64, tokens_per_block=16, cache_blocks=128, context=64)
+    engine = Engine(model, options=options)
+    compiled: list[str] = []
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **call: compiled.append(call["fn"].name))
+    draws = random.Random(0)
+    for _ in range(60):
+        for _ in range(draws.randrange(3)):
+            prompt = [draws.randrange(40) for _ in range(draws.randrange(1, 40))]
+            sampling = SamplingOptions(temperature=draws.choice([0.0, 0.7]), top_k=draws.choice([0, 5]))
+            engine.submit(prompt, new_tokens=draws.randrange(1, 12), sampling=sampling)
+        engine.step()
+    list(engine.run())
+    assert not compiled

@@ -176,7 +176,8 @@ def test_bits_do_not_depend_on_batches_chunks_and_preemption(name: str, formats:
     ):
         engine = engine_of(model, **options, **sizes)
         ours = logits_of(engine)
-        assert (engine._policy.preemptions > 0) == ("cache_blocks" in sizes)
+        # Blocks that have left the window are free again, so six are enough for all texts.
+        assert (engine._policy.preemptions > 0) == ("cache_blocks" in sizes and name != "sliding")
         assert all(torch.equal(ours[number], expected[number]) for number in range(len(PROMPTS))), sizes
 
 

@@ -96,7 +96,7 @@ def _store_halves(target, first, second, half: tl.constexpr, used, scale, SCALED
     tl.store(target + half, second.to(target.dtype.element_ty), mask=used)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _rotate_write(
     q, k, v, cosines, sines, positions, cache, slots, out, rotated_keys, scales, q_stride, k_stride, v_stride,
     block_stride, value_stride, head_stride, QUERY_PARTS: tl.constexpr, KEY_PARTS: tl.constexpr, HEADS: tl.constexpr,

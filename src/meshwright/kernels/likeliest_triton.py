@@ -28,7 +28,7 @@ def keep(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, block: int
     return kept
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["top_k", "top_p", "min_p"])
 def _keep(scores, kept, top_k, top_p, min_p, vocab, stride, BLOCK: tl.constexpr) -> None:
     sample = tl.program_id(0).to(tl.int64)
     scores += sample * stride

@@ -146,7 +146,7 @@ def _tile_range(
     return first + tiles * split // splits, first + tiles * (split + 1) // splits
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tables", "lengths"])
 def _decode(
     q, cache, tables, lengths, scales, out, logarithms, scale, q_stride, table_stride, block_stride, value_stride,
     head_stride, QUERIES: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
@@ -207,7 +207,7 @@ def _decode(
     tl.store(out + target[:, None] * HEAD_DIM + dim[None, :], sums.to(out.dtype.element_ty), mask=used)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["lengths"])
 def _combine(
     partial, logarithms, lengths, out, splits, QUERIES: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from meshwright.kernels.paged_decode_triton import Launch, load_tile, tile_blocks
 
+MIN_SEQUENCES = 256
+"""Sequences among which a program finds its own: as many as a usual batch has, so that one variant is compiled."""
+
 
 def prefill_launch(head_dim: int, itemsize: int) -> Launch:
     """Launch parameters for queries of `itemsize` bytes; fp32 has no tensor cores, so its tiles are small."""
@@ -55,7 +58,7 @@ def paged_prefill(
         q.stride(0),
         block_tables.stride(0),
         *cache_layer.stride()[:3],
-        SEQUENCES=triton.next_power_of_2(sequences),
+        SEQUENCES=max(MIN_SEQUENCES, triton.next_power_of_2(sequences)),
         GROUP=group,
         HEAD_DIM=head_dim,
         DIMS=triton.next_power_of_2(head_dim),
@@ -103,7 +106,9 @@ def _attend(
     return sums, highest, total
 
 
-@triton.jit(do_not_specialize=["sequences", "table_stride"])
+@triton.jit(
+    do_not_specialize=["sequences", "table_stride"], do_not_specialize_on_alignment=["tables", "lengths", "starts"]
+)
 def _prefill(
     q, cache, tables, lengths, starts, scales, out, scale, sequences, q_stride, table_stride, block_stride,
     value_stride, head_stride, SEQUENCES: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,

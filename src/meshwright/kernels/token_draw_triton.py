@@ -42,7 +42,7 @@ def draw(scores: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor,
     return tokens.gather(1, best.argmax(1, keepdim=True))[:, 0]
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperatures", "seeds", "positions"])
 def _draw_part(
     scores,
     temperatures,

@@ -33,6 +33,7 @@ from meshwright.serve.prompts import check_request, prompt_ids
 from meshwright.serve.readback import LaunchedStep, TokenReadback
 from meshwright.serve.request_rows import RequestRows
 from meshwright.serve.sampling import GREEDY, Sampler, SamplingOptions
+from meshwright.serve.warm_up import warm_up
 from meshwright.serve.weights import check_same_model, open_newer
 from meshwright.spec.errors import BadInput
 
@@ -112,13 +113,14 @@ class Engine:
         step_tokens = options.most_step_tokens
         blocks = blocks_that_fit(model, options, draft_model)
         groups = layer_groups(model.spec)
+        cache_groups = [CacheGroup(blocks, group.window) for group in groups]
         self._policy = BatchPolicy(
             BatchLimits(
                 tokens=step_tokens,
                 sequences=options.sequences,
                 prefix_cache=options.prefix_cache,
             ),
-            [CacheGroup(blocks, group.window) for group in groups],
+            cache_groups,
             options.tokens_per_block,
         )
         # Requests of the step in flight and of the next one have table rows at the same time.
@@ -165,6 +167,8 @@ class Engine:
         """The vocabulary prepared for grammars, by end tokens."""
         if graphs:
             self._runner.capture_graphs()
+        if cuda:
+            warm_up(self._runner, self._inputs, self._sampler, cache_groups, self.context)
 
     @property
     def drafts(self) -> tuple[int, int]:

@@ -1,0 +1,42 @@
+"""The steps before the first request: they run, and leave nothing behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from meshwright.policies.batch_request import CacheGroup
+from meshwright.serve.engine import Engine
+from meshwright.serve.kv_cache import layer_groups
+from meshwright.serve.sampling import SamplingOptions
+from meshwright.serve.warm_up import warm_up
+from tests.models.tiny import LLAMA, SLIDING
+from tests.serve.helpers import engine_of, texts, tiny
+
+
+def warmed(engine: Engine) -> int:
+    """Number of steps that the warm-up computed."""
+    steps: list[Any] = []
+    runner, pools = engine._runner, engine._policy.cache.pools
+    forward = runner.logits
+    runner.logits = lambda packed: steps.append(packed) or forward(packed)  # pyrefly: ignore
+    layers = layer_groups(engine.spec)
+    groups = [CacheGroup(pool.blocks + 1, group.window) for pool, group in zip(pools, layers, strict=True)]
+    warm_up(runner, engine._inputs, engine._sampler, groups, engine.context)
+    runner.logits = forward
+    return len(steps)
+
+
+@pytest.mark.parametrize("spec", [LLAMA, SLIDING], ids=["llama", "sliding"])
+def test_later_texts_are_those_without_a_warm_up(spec: Any) -> None:
+    engine, model = engine_of(tiny(spec)), tiny(spec)
+    assert warmed(engine) == 3
+    assert engine._sampler.greedy
+    for sampling in (SamplingOptions(), SamplingOptions(temperature=0.8, top_p=0.7, seed=3)):
+        assert texts(engine, sampling=sampling) == texts(engine_of(model), sampling=sampling)
+
+
+@pytest.mark.parametrize("options", [{"context": 3}, {"cache_blocks": 1}, {"sequences": 1}], ids=str)
+def test_small_engines_compute_what_fits(options: dict[str, int]) -> None:
+    assert warmed(engine_of(tiny(LLAMA), **options)) == (2 if "sequences" in options else 0)
