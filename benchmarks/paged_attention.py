@@ -12,7 +12,7 @@ import argparse
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -174,11 +174,11 @@ def _write(inputs: tuple[Any, ...], step: Step, slots: Tensor, layer: int, *, pl
     return paged.rotate_and_write(*inputs, step.cache[:, layer], slots, plain=plain)
 
 
-def sweep_figures(copy: float, budget: float) -> Iterator[dict[str, Any]]:
+def sweep_figures(copy: float, budget: float, dtypes: Sequence[torch.dtype]) -> Iterator[dict[str, Any]]:
     """Decode at the target shapes, then chunks, with other launch parameters, until the budget in seconds is used."""
     begin = time.monotonic()
-    for block, (sequences, tokens) in itertools.product((64, 32, 16), TARGETS):
-        step = Step(sequences, tokens, 1, block, torch.bfloat16)
+    for dtype, block, (sequences, tokens) in itertools.product(dtypes, (16, 64), TARGETS):
+        step = Step(sequences, tokens, 1, block, dtype)
         for tile, warps, stages, splits in itertools.product((64, 32, 128), (4, 2, 8), (2, 3, 4), (1, 2, 4, 8)):
             programs = sequences * KV_HEADS * splits
             if time.monotonic() - begin > 0.6 * budget or programs > 4096 or programs < 256:
@@ -186,11 +186,17 @@ def sweep_figures(copy: float, budget: float) -> Iterator[dict[str, Any]]:
             launch = Launch(tile, warps, stages)
             step_seconds = _timed(
                 lambda layer, step=step, launch=launch, splits=splits: paged_decode(
-                    *step.inputs(layer), step.out, queries=1, splits=splits, window=None, scales=None, launch=launch
+                    *step.inputs(layer),
+                    step.out,
+                    queries=1,
+                    splits=splits,
+                    window=None,
+                    scales=step.scales,
+                    launch=launch,
                 ),
                 LAYERS,
             )
-            yield {"sweep": "decode", "sequences": sequences, "tokens": tokens, "block": block, **launch._asdict(), "splits": splits,
+            yield {"sweep": "decode", "cache": str(dtype)[6:], "sequences": sequences, "tokens": tokens, "block": block, **launch._asdict(), "splits": splits,
                    "ms": 1e3 * step_seconds, "share_of_copy": step.bytes / step_seconds / copy}  # fmt: skip
     for queries, prefix in ((2048, 6144), (8192, 0)):
         step = Step(1, prefix + queries, queries, 64, torch.bfloat16, layers=4)
@@ -221,6 +227,7 @@ def _timed(run: Callable[[int], Any], layers: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split(":")[0])
     parser.add_argument("--sweep", action="store_true", help="time other launch parameters")
+    parser.add_argument("--fp8", action="store_true", help="sweep decodes with an fp8 cache only")
     parser.add_argument("--budget", type=float, default=300.0, help="seconds for --sweep (default %(default)s)")
     parser.add_argument("--out", type=Path, help="also write the lines to this file")
     options = parser.parse_args()
@@ -234,7 +241,7 @@ def main() -> None:
 
     report({"environment": environment(), "copy_bytes_per_s": copy})
     if options.sweep:
-        for line in sweep_figures(copy, options.budget):
+        for line in sweep_figures(copy, options.budget, [E4M3] if options.fp8 else [torch.bfloat16, E4M3]):
             report(line)
     else:
         for figures in (decode_figures(copy), chunk_figures(), write_figures(copy)):

@@ -120,7 +120,7 @@ def measure_times(model: Decoder, sizes: Sizes, formats: dict[str, Any]) -> dict
     ready = time.perf_counter() - started
     finish(engine, [([1] * 8, 4)], GREEDY)
     prompts = [([(index + row) % 1000 for index in range(sizes.prefill)], 1) for row in range(sizes.prompts)]
-    finish(engine, prompts[:1], GREEDY)
+    finish(engine, prompts, GREEDY)
     _, seconds = finish(engine, prompts, GREEDY)
     return {
         "engine": engine,

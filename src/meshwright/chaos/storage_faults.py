@@ -55,7 +55,8 @@ def fail_one_save(broken: str, repaired: str) -> Callable[[Stage], None]:
         job = stage.start()
         job.until_step(stage.template.every + 1)  # early: the last save has to find the repaired file system
         status = os.statvfs(folder)
-        used_bytes = (status.f_blocks - status.f_bfree) * status.f_frsize
+        # At least a block: a tmpfs of size 0 has no limit, and the first save may not have written anything yet.
+        used_bytes = max(status.f_blocks - status.f_bfree, 1) * status.f_frsize
         stage.mark()
         remount(folder, broken.format(used=used_bytes))
         job.until_printed(FAILED_SAVE)

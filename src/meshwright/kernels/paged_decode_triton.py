@@ -98,6 +98,16 @@ def paged_decode(
 
 
 @triton.jit
+def fp8_queries(queries) -> tl.tensor:
+    """Queries for products with e4m3 numbers: fp16 has all of these, and the conversion is one instruction; bf16 takes several."""
+    if queries.dtype == tl.bfloat16:
+        # The largest numbers of bf16 are not numbers of fp16.
+        wide = tl.clamp(queries.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
+        queries = wide.to(tl.float16)
+    return queries
+
+
+@triton.jit
 def tile_blocks(table, start, low, end, BLOCK: tl.constexpr, TILE: tl.constexpr) -> tl.tensor:
     """The block of the tile of tokens from `start` on, or the block of each of its tokens; 0 outside [low, end)."""
     if BLOCK % TILE == 0:
@@ -170,6 +180,7 @@ def _decode(
     values_begin = keys_begin + value_stride
     if SCALED:
         scale = scale * tl.load(scales + head)
+        queries = fp8_queries(queries)
     # Finite, so that rows without a visible token in a tile give zeros and not NaN.
     highest = tl.full([PAIRS], -1.0e30, tl.float32)
     total = tl.zeros([PAIRS], tl.float32)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshwright.kernels.paged_decode_triton import Launch, load_tile, tile_blocks
+from meshwright.kernels.paged_decode_triton import Launch, fp8_queries, load_tile, tile_blocks
 
 MIN_SEQUENCES = 256
 """Sequences among which a program finds its own: as many as a usual batch has, so that one variant is compiled."""
@@ -143,6 +143,7 @@ def _prefill(
     keys_begin = cache + head * head_stride
     if SCALED:
         scale = scale * tl.load(scales + head)
+        queries = fp8_queries(queries)
     highest = tl.full([PAIRS], -1.0e30, tl.float32)
     total = tl.zeros([PAIRS], tl.float32)
     sums = tl.zeros([PAIRS, DIMS], tl.float32)
