@@ -196,8 +196,9 @@ def sweep_figures(copy: float, budget: float, dtypes: Sequence[torch.dtype]) -> 
                 ),
                 LAYERS,
             )
-            yield {"sweep": "decode", "cache": str(dtype)[6:], "sequences": sequences, "tokens": tokens, "block": block, **launch._asdict(), "splits": splits,
-                   "ms": 1e3 * step_seconds, "share_of_copy": step.bytes / step_seconds / copy}  # fmt: skip
+            yield {"sweep": "decode", "cache": str(dtype)[6:], "sequences": sequences, "tokens": tokens, "block": block,
+                   **launch._asdict(), "splits": splits, "ms": 1e3 * step_seconds,
+                   "share_of_copy": step.bytes / step_seconds / copy}  # fmt: skip
     for queries, prefix in ((2048, 6144), (8192, 0)):
         step = Step(1, prefix + queries, queries, 64, torch.bfloat16, layers=4)
         flops = 4.0 * HEADS * DIM * queries * (prefix + (queries + 1) / 2)

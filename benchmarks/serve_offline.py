@@ -55,6 +55,8 @@ def main() -> None:
         context=options.context,
         prefix_cache=False,
         graphs=None if not options.eager else False,
+        weights=options.weights,
+        kv_cache=options.kv_cache,
     )
     if world is None or isinstance(model, Decoder):
         measure(Engine(model, options=sizes), options, started, loaded)
@@ -83,6 +85,8 @@ def measure(engine: Engine, options: argparse.Namespace, started: float, loaded:
         "model": options.model,
         "device": device,
         "ranks": ranks,
+        "weights": options.weights,
+        "kv_cache": options.kv_cache,
         "torch": torch.__version__,
         **times,
     }
@@ -204,6 +208,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--step-tokens", type=int, default=8192)
     parser.add_argument("--block", type=int, default=16, help="tokens in a block of the cache")
     parser.add_argument("--context", type=int, default=2304)
+    parser.add_argument("--weights", choices=["fp8"], help="format of the linear layers' weights")
+    parser.add_argument("--kv-cache", choices=["fp8"], help="format of cached keys and values")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
