@@ -150,7 +150,7 @@ def chunk_figures() -> Iterator[dict[str, Any]]:
         yield {**line, "ms": took * 1e3, "tflops": flops / took / 1e12, "error": step.error(run(0), queries)}
         if prefix == 0:
             k, v = (torch.randn(len(step.q), KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-            whole = partial(paged.prompt_attention, step.q, k, v, [queries] * sequences)
+            whole = partial(paged.prompt_attention, step.q, k, v, [queries] * sequences, step.out)
             took = seconds(lambda _, whole=whole: whole(), layers)
             yield {**line, "kernel": "prompts without the cache", "ms": took * 1e3, "tflops": flops / took / 1e12}
 

@@ -82,7 +82,8 @@ def test_equals_attention_over_whole_sequences(window: int | None, plain: bool) 
 def test_prompts_equal_attention_of_each(window: int | None) -> None:
     lengths = [5, 1, 9]
     q, k, v = draws(0, (15, HEADS, DIM), (15, KV_HEADS, DIM), (15, KV_HEADS, DIM))
-    out = prompt_attention(q, k, v, lengths, window=window)
+    out = torch.empty_like(q)
+    prompt_attention(q, k, v, lengths, out, window=window)
     parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), lengths, strict=True)
     expected = [
         attention(*(x[None] for x in part), make_mask(None, window, length, CPU, plain=True), plain=True)[0]

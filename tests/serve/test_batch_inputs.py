@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -26,11 +26,24 @@ def whole_text(number: int, prompt: int, total: int) -> list[int]:
     return [1 + (number % 2) + 7 * p % 50 if p < prompt else 100 + (13 * number + 7 * p) % 1000 for p in range(total)]
 
 
+class Piece(NamedTuple):
+    """Consecutive tokens of a part."""
+
+    part: Part
+    start: int
+    count: int
+
+    @property
+    def samples(self) -> bool:
+        return self.part.samples and self.start + self.count == self.part.start + self.part.count
+
+
 class Player:
     """Computes steps as the engine does, with texts that are known from the beginning."""
 
-    def __init__(self, groups: list[CacheGroup], decode_sizes: tuple[int, ...], seed: int) -> None:
+    def __init__(self, groups: list[CacheGroup], decode_sizes: tuple[int, ...], seed: int, unit: int = 1) -> None:
         self.draw, self.groups, self.decode_sizes = random.Random(seed), groups, decode_sizes
+        self.unit = unit
         self.policy = BatchPolicy(BatchLimits(STEP_TOKENS, SEQUENCES), groups, SIZE)
         self.table_rows = RequestRows(2 * SEQUENCES)
         self.inputs = BatchInputs(
@@ -40,6 +53,7 @@ class Player:
             tokens_per_block=SIZE,
             step_tokens=STEP_TOKENS,
             device=torch.device("cpu"),
+            prompt_unit=unit,
         )
         self.texts: dict[int, list[int]] = {}
         self.in_flight: tuple[Step, list[int]] | None = None
@@ -95,23 +109,27 @@ class Player:
             self.table_rows.release(ended.number)
 
     def check(self, step: Step, packed: Packed, inputs: StepInputs) -> None:
-        """Decodes come first, then chunks behind others of their request, then chunks from position 0."""
+        """Decodes come first, then tokens of chunks that attend to the cache, then those that do not."""
         chunks = step.parts[step.decodes :]
-        parts = [*step.parts[: step.decodes], *(p for p in chunks if p.start), *(p for p in chunks if not p.start)]
+        alone = [part.count // self.unit * self.unit if part.start == 0 else 0 for part in chunks]
+        behind = [Piece(p, p.start + n, p.count - n) for p, n in zip(chunks, alone, strict=True) if n < p.count]
+        first = [Piece(p, 0, n) for p, n in zip(chunks, alone, strict=True) if n]
+        parts = [*(Piece(part, part.start, part.count) for part in step.parts[: step.decodes]), *behind, *first]
         padding = 0
         if not chunks:
             size = min((size for size in self.decode_sizes if size >= len(parts)), default=len(parts))
             padding = size - len(parts)
             assert packed.decode_size == size
-        self.count_cases(step, parts, padding)
+        self.count_cases(step, padding)
+        self.seen["divided"] += len(parts) > len(step.parts)
         spans = [(part, range(part.start, part.start + part.count)) for part in parts]
-        tokens = [self.texts[part.request.number][position] for part, span in spans for position in span]
+        tokens = [self.texts[part.part.request.number][position] for part, span in spans for position in span]
         assert inputs.tokens.tolist()[: len(tokens)] == tokens
         assert len(inputs.tokens) == len(inputs.positions) == len(tokens) + padding
         assert inputs.positions.tolist() == [position for _, span in spans for position in span] + [0] * padding
         assert inputs.slots.shape[0] == len(inputs.block_tables) == len(self.groups)
         for group in range(len(self.groups)):
-            slots = [part.tables[group][at // SIZE] * SIZE + at % SIZE for part, span in spans for at in span]
+            slots = [part.part.tables[group][at // SIZE] * SIZE + at % SIZE for part, span in spans for at in span]
             assert inputs.slots[group].tolist() == slots + [-1] * padding
             self.check_tables(parts, group, inputs.block_tables[group], padding)
         ends = [part.start + part.count for part in parts]
@@ -119,23 +137,23 @@ class Player:
         counts = [part.count for part in parts] + [1] * padding
         assert inputs.query_starts.tolist() == [sum(counts[:index]) for index in range(len(counts) + 1)]
         assert inputs.decodes == step.decodes + padding and packed.decodes == step.decodes
-        assert inputs.prompts == tuple(part.count for part in chunks if part.start == 0)
+        assert inputs.prompts == tuple(part.count for part in first)
         self.check_samples(parts, packed, inputs)
 
-    def check_tables(self, parts: list[Part], group: int, tables: torch.Tensor, padding: int) -> None:
+    def check_tables(self, parts: list[Piece], group: int, tables: torch.Tensor, padding: int) -> None:
         """A table has every block that the part's queries attend to; what stands for others is not read."""
         assert len(tables) == len(parts) + padding
         window = self.groups[group].window or CONTEXT
         for part, table in zip(parts, tables.tolist(), strict=False):
             first, last = max(part.start - window + 1, 0) // SIZE, (part.start + part.count - 1) // SIZE + 1
-            assert table[first:last] == part.tables[group][first:last]
+            assert table[first:last] == part.part.tables[group][first:last]
             assert 0 not in table[first:last]
             self.seen["blocks outside of the window"] += first > 0
 
-    def check_samples(self, parts: list[Part], packed: Packed, inputs: StepInputs) -> None:
+    def check_samples(self, parts: list[Piece], packed: Packed, inputs: StepInputs) -> None:
         samples = [part for part in parts if part.samples]
-        assert list(packed.sampled_parts) == samples
-        assert packed.sampled_rows.tolist() == [self.table_rows.row_of[part.request.number] for part in samples]
+        assert list(packed.sampled_parts) == [part.part for part in samples]
+        assert packed.sampled_rows.tolist() == [self.table_rows.row_of[part.part.request.number] for part in samples]
         assert packed.sampled_positions.tolist() == [part.start + part.count for part in samples]
         if inputs.sampled is not None:
             last = [sum(part.count for part in parts[: index + 1]) - 1 for index in range(len(parts))]
@@ -143,7 +161,8 @@ class Player:
         else:
             assert samples == parts
 
-    def count_cases(self, step: Step, parts: list[Part], padding: int) -> None:
+    def count_cases(self, step: Step, padding: int) -> None:
+        parts = step.parts
         unknown = [part for part in parts if len(part.tokens) < part.start + part.count]
         self.seen["tokens on the device only"] += len(unknown)
         self.seen["such tokens beside chunks"] += bool(unknown) and len(parts) > step.decodes
@@ -154,15 +173,18 @@ class Player:
         self.seen["behind a chunk"] += sum(part.start > 0 for part in parts[step.decodes :])
 
 
-@pytest.mark.parametrize("decode_sizes", [(), DECODE_SIZES], ids=["exact", "padded"])
+@pytest.mark.parametrize(("decode_sizes", "unit"), [((), 1), (DECODE_SIZES, 3)], ids=["exact", "padded"])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("groups", [[FULL], [WINDOW], [FULL, WINDOW]], ids=["full", "window", "both"])
-def test_tensors_are_those_of_the_texts(groups: list[CacheGroup], overlap: bool, decode_sizes: tuple[int, ...]) -> None:
-    player = Player(groups, decode_sizes, seed=len(groups))
+def test_tensors_are_those_of_the_texts(
+    groups: list[CacheGroup], overlap: bool, decode_sizes: tuple[int, ...], unit: int
+) -> None:
+    player = Player(groups, decode_sizes, seed=len(groups), unit=unit)
     player.play(30, overlap)
     expected = {"unchanged", "grown", "behind a chunk"}
     expected |= {"tokens on the device only", "such tokens beside chunks"} if overlap else set()
     expected |= {"padding"} if decode_sizes else set()
+    expected |= {"divided"} if unit > 1 else set()
     expected |= {"blocks outside of the window"} if WINDOW in groups else set()
     expected |= {"computed again"} if FULL in groups else set()
     assert {name for name, count in player.seen.items() if count} >= expected, player.seen

@@ -37,6 +37,17 @@ def test_later_texts_are_those_without_a_warm_up(spec: Any) -> None:
         assert texts(engine, sampling=sampling) == texts(engine_of(model), sampling=sampling)
 
 
+def test_prompts_of_padding_write_nothing() -> None:
+    engine = engine_of(tiny(LLAMA))
+    engine._inputs.prompt_unit = 8
+    lengths: list[int] = []
+    warm_prompt = engine._runner.warm_prompt
+    engine._runner.warm_prompt = lambda tokens: lengths.append(tokens) or warm_prompt(tokens)  # pyrefly: ignore
+    assert warmed(engine) == 3
+    assert lengths == [8, 16]
+    assert texts(engine) == texts(engine_of(tiny(LLAMA)))
+
+
 @pytest.mark.parametrize("options", [{"context": 3}, {"cache_blocks": 1}, {"sequences": 1}], ids=str)
 def test_small_engines_compute_what_fits(options: dict[str, int]) -> None:
     assert warmed(engine_of(tiny(LLAMA), **options)) == (2 if "sequences" in options else 0)

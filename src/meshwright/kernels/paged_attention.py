@@ -97,18 +97,22 @@ def paged_attention(
     scales: Tensor | None = None,
     invariant: bool = False,
     plain: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of q `(queries, heads, head_dim)` over the cache; the result is shaped like q and contiguous.
 
     `block_tables` is `(sequences, max_blocks)`, `context_lengths` `(sequences,)`, `query_starts` `(sequences + 1,)`, all int32. The first
     `decodes` sequences have `decode_queries` queries each: a kernel for few queries computes them. `window` is the number of tokens
     that a query attends to, itself included; blocks before the window are not read. A sequence of context length 0 is padding: its
-    results are 0. With `invariant` the bits of a sequence's result do not depend on the other sequences.
+    results are 0. With `invariant` the bits of a sequence's result do not depend on the other sequences. The result is written
+    into `out`, contiguous, if given.
     """
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     if _runs_kernels(q, plain):
         step = (cache_layer, block_tables, context_lengths, query_starts)
-        return _attend_by_kernels(q, *step, decodes, decode_queries, window, scales, invariant)
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        _attend_by_kernels(q, *step, out, decodes, decode_queries, window, scales, invariant)
+        return out
+    out.zero_()
     starts, lengths = query_starts.tolist(), context_lengths.tolist()
     for sequence, length in enumerate(lengths):
         queries = slice(starts[sequence], starts[sequence + 1])
@@ -127,23 +131,22 @@ def prompt_attention(
     k: Tensor,
     v: Tensor,
     lengths: Sequence[int],
+    out: Tensor,
     *,
     window: int | None = None,
     plain: bool = False,
-) -> Tensor:
-    """Causal attention within whole prompts of `lengths` tokens, from the step's own q, k (rotated) and v, without the cache.
+) -> None:
+    """Causal attention within prompts of `lengths` tokens into `out`, from the step's own q, k (rotated) and v, without the cache.
 
-    q is `(tokens, heads, head_dim)`, k and v are `(tokens, kv_heads, head_dim)`. The result is shaped like q and contiguous.
-    Each prompt is a call of the trainer's attention. On CUDA `paged_attention` is as fast, without preparing each new length.
+    q and `out` are `(tokens, heads, head_dim)`, k and v are `(tokens, kv_heads, head_dim)`. Each prompt is a call of the trainer's
+    attention.
     """
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     start = 0
     for length in lengths:
         tokens = slice(start, start + length)
         mask = _mask(length, length, window, q.device)
         out[tokens] = attention(q[tokens][None], k[tokens][None], v[tokens][None], mask, plain=plain)[0]
         start += length
-    return out
 
 
 def decode_splits(programs: int, tokens: int, processors: int, *, invariant: bool = False) -> int:
@@ -164,17 +167,17 @@ def _attend_by_kernels(
     block_tables: Tensor,
     context_lengths: Tensor,
     query_starts: Tensor,
+    out: Tensor,
     decodes: int,
     decode_queries: int,
     window: int | None,
     scales: Tensor | None,
     invariant: bool,
-) -> Tensor:
+) -> None:
     """`paged_attention` by the Triton kernels: one for the first `decodes` sequences, another for the chunks behind them."""
     from meshwright.kernels.paged_decode_triton import paged_decode
     from meshwright.kernels.paged_prefill_triton import paged_prefill
 
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     rows = decodes * decode_queries
     if decodes:
         tokens, kv_heads = block_tables.shape[1] * cache_layer.shape[3], cache_layer.shape[2]
@@ -189,7 +192,6 @@ def _attend_by_kernels(
     if q.shape[0] > rows:
         step = (cache_layer, block_tables[decodes:], context_lengths[decodes:], query_starts[decodes:])
         paged_prefill(q, *step, out, queries=q.shape[0] - rows, window=window, scales=scales)
-    return out
 
 
 def _runs_kernels(x: Tensor, plain: bool) -> bool:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 TILE_BYTES = 16384
-"""Bytes of a tile of keys: with values and two stages, three programs fit into the shared memory of a multiprocessor."""
+"""Bytes of a tile of keys, half of it in fp8: with values and two stages, three programs fit into the shared memory of a multiprocessor."""
 
 
 class Launch(NamedTuple):
@@ -31,8 +31,9 @@ class Launch(NamedTuple):
 
 def decode_launch(head_dim: int, itemsize: int, block_tokens: int) -> Launch:
     """Launch parameters for a cache of numbers of `itemsize` bytes; tiles that lie in one block need no gather."""
-    tile = min(128, max(16, TILE_BYTES // (triton.next_power_of_2(head_dim) * itemsize)))
-    return Launch(min(tile, block_tokens) if block_tokens >= 32 else tile, warps=4, stages=3)
+    fp8 = itemsize == 1
+    tile = min(128, max(16, TILE_BYTES // (triton.next_power_of_2(head_dim) * max(itemsize, 2))))
+    return Launch(min(tile, block_tokens) if block_tokens >= 32 else tile, warps=2 if fp8 else 4, stages=3)
 
 
 def paged_decode(

@@ -16,6 +16,11 @@ from torch import Tensor
 
 from meshwright.policies.batch_request import Part, Step
 
+PROMPT_UNIT = 1024
+"""On a GPU cuDNN computes this many tokens of a prompt, or a multiple, without the cache.
+
+It is a quarter faster than the kernel of the cache, but prepares a plan for each number of tokens, about 50 ms.
+"""
 BUFFERS = 3
 """Pinned buffers that are used in turn: a step is prepared while the copies of the two before it may be under way."""
 Array = np.ndarray
@@ -97,7 +102,8 @@ class BatchInputs:
     """Makes the inputs of steps; holds the block tables and the newest token of each table row.
 
     `table_rows` is the number of rows of the tables, `blocks` the most blocks of a request, `step_tokens` the most tokens of a step.
-    `groups` is the number of groups of layers that share a block table.
+    `groups` is the number of groups of layers that share a block table. Of a chunk that begins at position 0, the largest multiple
+    of `prompt_unit` tokens attends to itself without the cache; 0 means none.
     """
 
     def __init__(
@@ -109,7 +115,9 @@ class BatchInputs:
         tokens_per_block: int,
         step_tokens: int,
         device: torch.device,
+        prompt_unit: int = 0,
     ) -> None:
+        self.prompt_unit, self.step_tokens = prompt_unit, step_tokens
         self.padding_row, self.groups, self.tokens_per_block, self.device = table_rows, groups, tokens_per_block, device
         self._on_host = device.type != "cuda"
         self._host_tables = np.zeros((groups, table_rows + 1, blocks), np.int32)
@@ -204,20 +212,20 @@ class BatchInputs:
         return Packed(size, count, rows[:count], context_lengths[:count], step.parts, blocks, None)
 
     def _pack_mixed(self, step: Step, parts: Sequence[tuple[Part, int]], drafts: Mapping[int, Sequence[int]]) -> Packed:
-        decodes = sorted(parts[: step.decodes], key=lambda pair: pair[0].count > 1)
-        singles = sum(part.count == 1 for part, _ in decodes)
-        chunks = sorted(parts[step.decodes :], key=lambda pair: self._needs_no_cache(pair[0]))
-        parts = [*decodes, *chunks]
-        starts, counts, rows = (
-            np.array(column, np.int32) for column in zip(*((p.start, p.count, row) for p, row in parts), strict=True)
-        )
+        decodes = sorted((_Piece.of(*pair) for pair in parts[: step.decodes]), key=lambda piece: piece.count > 1)
+        singles = sum(piece.count == 1 for piece in decodes)
+        chunks = [self._divide(*pair) for pair in parts[step.decodes :]]
+        cached, alone = ([piece for pair in chunks if (piece := pair[index]).count] for index in (0, 1))
+        pieces = [*decodes, *cached, *alone]
+        columns = zip(*((piece.start, piece.count, piece.row) for piece in pieces), strict=True)
+        starts, counts, rows = (np.array(column, np.int32) for column in columns)
         query_starts = np.concatenate((np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)))
         positions = np.arange(query_starts[-1], dtype=np.int32) + np.repeat(starts - query_starts[:-1], counts)
-        known = (token for part, row in parts for token in _known_tokens(part, row, drafts))
+        known = (token for piece in pieces for token in _known_tokens(piece, drafts))
         tokens = np.fromiter(known, np.int32, query_starts[-1])
         token_rows = np.repeat(rows, counts)
         drafted, first = slice(singles, step.decodes), query_starts[singles]
-        samples = np.array([part.samples for part, _ in parts])
+        samples = np.array([piece.samples for piece in pieces])
         samples[drafted] = False
         sampled = np.arange(first, query_starts[step.decodes], dtype=np.int32)
         sampled = np.concatenate((sampled, query_starts[1:][samples] - 1))
@@ -233,11 +241,11 @@ class BatchInputs:
             context_lengths=tensors[3],
             query_starts=tensors[4],
             decodes=singles,
-            prompts=tuple(part.count for part, _ in chunks if self._needs_no_cache(part)),
+            prompts=tuple(piece.count for piece in alone),
             sampled=tensors[5],
         )
-        parts_in_order = [*decodes[singles:], *decodes[:singles], *chunks]
-        sampled_parts = [part for part, _ in parts_in_order if part.samples]
+        in_order = [*decodes[singles:], *decodes[:singles], *cached, *alone]
+        sampled_parts = [piece.part for piece in in_order if piece.samples]
         packed = Packed(None, step.decodes, tensors[6], tensors[7], sampled_parts, blocks, inputs)
         if singles == step.decodes:
             return packed
@@ -246,12 +254,14 @@ class BatchInputs:
         packed_drafts = PackedDrafts(int(first), tuple(counts[drafted].tolist()), tensors[2][drafted], newest, lengths)
         return packed._replace(drafts=packed_drafts)
 
-    def _needs_no_cache(self, part: Part) -> bool:
-        """Whether this part attends only to keys and values of its own step: without a prefix, on a CPU.
-
-        On a GPU cuDNN would prepare a plan for each new length, about 50 ms, and is no faster than the kernel of the cache.
-        """
-        return self._on_host and part.start == 0
+    def _divide(self, part: Part, row: int) -> tuple[_Piece, _Piece]:
+        """The tokens of a chunk that attend to the cache, and those before them that need none; one of both may be empty."""
+        count = part.count - part.count % self.prompt_unit if self.prompt_unit and part.start == 0 else 0
+        rest = part.count - count
+        return (
+            _Piece(part, row, part.start + count, rest, part.samples and rest > 0),
+            _Piece(part, row, part.start, count, part.samples and rest == 0),
+        )
 
     def _slots(self, table_rows: Array, positions: Array) -> Array:
         """`(groups, tokens)`: the places in the cache of tokens of these table rows at these positions."""
@@ -325,11 +335,28 @@ def _padded(array: Array, count: int, value: int) -> Array:
     return np.concatenate((array, np.full(count, value, np.int32))) if count else array
 
 
-def _known_tokens(part: Part, table_row: int, drafts: Mapping[int, Sequence[int]]) -> list[int]:
-    """The part's tokens; -1 - table_row stands for the newest one if it is on the device only (`resolve`)."""
-    known = part.tokens[part.start : part.start + part.count]
-    missing = part.count - len(known)
+class _Piece(NamedTuple):
+    """Consecutive tokens of a part, which are one sequence of the step."""
+
+    part: Part
+    row: int
+    """Table row of its request."""
+    start: int
+    count: int
+    samples: bool
+    """Whether the logits of its last token give a new token."""
+
+    @classmethod
+    def of(cls, part: Part, row: int) -> _Piece:
+        """The whole part."""
+        return cls(part, row, part.start, part.count, part.samples)
+
+
+def _known_tokens(piece: _Piece, drafts: Mapping[int, Sequence[int]]) -> list[int]:
+    """Its tokens; -1 - table_row stands for the newest one if it is on the device only (`resolve`)."""
+    known = piece.part.tokens[piece.start : piece.start + piece.count]
+    missing = piece.count - len(known)
     if not missing:
         return known
-    following = drafts.get(part.request.number)
-    return [*known, -1 - table_row] if following is None else [*known, *following[:missing]]
+    following = drafts.get(piece.part.request.number)
+    return [*known, -1 - piece.row] if following is None else [*known, *following[:missing]]

@@ -112,13 +112,15 @@ class CachedAttention:
         if keys is None:
             return self._attend_to_cache(q, step, step.context_lengths.shape[0], plain)[None]
         sequences = step.context_lengths.shape[0] - len(step.prompts)
-        cut = q.shape[0] - sum(step.prompts)
-        prompts = prompt_attention(q[cut:], keys[cut:], v[cut:], step.prompts, window=self._window, plain=plain)
-        if not cut:
-            return prompts[None]
-        return torch.cat((self._attend_to_cache(q[:cut], step, sequences, plain), prompts))[None]
+        cut, out = q.shape[0] - sum(step.prompts), torch.empty_like(q)
+        if cut:
+            self._attend_to_cache(q[:cut], step, sequences, plain, out[:cut])
+        prompt_attention(q[cut:], keys[cut:], v[cut:], step.prompts, out[cut:], window=self._window, plain=plain)
+        return out[None]
 
-    def _attend_to_cache(self, q: Tensor, step: StepInputs, sequences: int, plain: bool) -> Tensor:
+    def _attend_to_cache(
+        self, q: Tensor, step: StepInputs, sequences: int, plain: bool, out: Tensor | None = None
+    ) -> Tensor:
         return paged_attention(
             q,
             self._cache,
@@ -129,6 +131,7 @@ class CachedAttention:
             window=self._window,
             scales=self._step.scales,
             plain=plain,
+            out=out,
         )
 
     def _attend_alone(self, q: Tensor, plain: bool) -> Tensor:

@@ -20,7 +20,7 @@ from meshwright.kernels.fp8_products import E4M3
 from meshwright.models.decoder import Decoder
 from meshwright.policies.batch_request import BatchLimits, CacheGroup, Request, Step
 from meshwright.policies.batching import BatchPolicy
-from meshwright.serve.batch_inputs import BatchInputs, Packed
+from meshwright.serve.batch_inputs import PROMPT_UNIT, BatchInputs, Packed
 from meshwright.serve.drafts import Speculation, drafter_for
 from meshwright.serve.figures import EngineFigures
 from meshwright.serve.formats import Fp8, assign_parameter, use_formats
@@ -139,6 +139,7 @@ class Engine:
             tokens_per_block=options.tokens_per_block,
             step_tokens=step_tokens,
             device=weight.device,
+            prompt_unit=_prompt_unit(weight.device, cache, options),
         )
         graphs = cuda if options.graphs is None else options.graphs
         sizes = graph_sizes(options.sequences) if graphs else ()
@@ -437,6 +438,14 @@ def blocks_that_fit(model: Decoder, options: EngineOptions, draft_model: Decoder
         draft=None if draft_model is None else draft_model.spec,
         drafts=0 if speculation is None else speculation.tokens,
     )
+
+
+def _prompt_unit(device: torch.device, cache: KVCache, options: EngineOptions) -> int:
+    """`BatchInputs.prompt_unit`: on a GPU only where a prompt's attention does not depend on where its chunks begin anyway."""
+    if device.type == "cpu":
+        return 1
+    windows = any(group.window is not None for group in cache.groups)
+    return 0 if windows or cache.scales is not None or options.invariant else PROMPT_UNIT
 
 
 def _cache_dtype(model: Decoder, options: EngineOptions) -> torch.dtype:

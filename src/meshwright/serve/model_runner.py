@@ -6,12 +6,14 @@ of its kernels by the host.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
-from meshwright.models.decoder import Decoder
+from meshwright.models.decoder import Block, Decoder
 from meshwright.serve.batch_inputs import BatchInputs, Packed, StepInputs
-from meshwright.serve.blocks import add_and_norm, residual_stream
+from meshwright.serve.blocks import add_and_norm, block_forward, residual_stream
 from meshwright.serve.cached_attention import use_cached_attention
 from meshwright.serve.host_decode import HostDecode
 from meshwright.serve.kv_cache import KVCache
@@ -70,6 +72,27 @@ class ModelRunner:
                 # Into one tensor for all graphs: the logits of each would stay allocated.
                 self._graph_logits[:size].copy_(self.forward(self._inputs.resolve(packed)))
             self._graphs[size] = graph
+
+    @torch.inference_mode()
+    def warm_prompt(self, tokens: int) -> None:
+        """Run the first block on a prompt of padding without the cache: cuDNN prepares its plan for this number of tokens."""
+        inputs, device = self._inputs, self._model.embed.weight.device
+        positions = torch.arange(tokens, dtype=torch.int32, device=device)
+        ends = torch.tensor([0, tokens], dtype=torch.int32, device=device)
+        self._step.inputs = StepInputs(
+            tokens=positions,
+            positions=positions,
+            slots=torch.full((inputs.groups, tokens), -1, dtype=torch.int32, device=device),
+            block_tables=tuple(table[:1] for table in inputs.tables),
+            context_lengths=ends[1:],
+            query_starts=ends,
+            decodes=0,
+            prompts=(tokens,),
+            sampled=None,
+        )
+        block = next(iter(self._model.layers.values()))
+        hidden = torch.zeros(1, tokens, self._model.spec.hidden, dtype=self._model.embed.weight.dtype, device=device)
+        block_forward(cast("Block", block), hidden, None)
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """Logits of the sampled tokens, `(samples, vocab)`."""

@@ -26,6 +26,9 @@ def warm_up(
 
     A kernel is compiled when it is first used, which takes about a second. A cache or a context too small for that is left as it is.
     """
+    if inputs.prompt_unit > 1:
+        for tokens in range(inputs.prompt_unit, min(context, inputs.step_tokens) + 1, inputs.prompt_unit):
+            runner.warm_prompt(tokens)
     size, new_tokens = inputs.tokens_per_block, len(SAMPLING)
     tokens = min(PROMPT_TOKENS, min(context, *((group.blocks - 1) * size for group in groups)) - new_tokens)
     if tokens < 1:
