@@ -105,9 +105,11 @@ def _rotate_write(
 ) -> None:  # fmt: skip
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     half: tl.constexpr = HEAD_DIM // 2
-    # Lanes behind the half or the last head read some number of it and store nothing.
-    dim = tl.minimum(tl.arange(0, HALF), half - 1)[None, :]
-    inside = (tl.arange(0, HALF) < half)[None, :]
+    dim = tl.arange(0, HALF)[None, :]
+    inside = dim < half
+    if HALF > half:
+        # Lanes behind the half read some number of it and store nothing. Otherwise loads stay vectors, which a minimum prevents.
+        dim = tl.minimum(dim, half - 1)
     lane = tl.arange(0, TILE)[:, None]
     angle = dim.to(tl.int64)
     if ROTARY:
