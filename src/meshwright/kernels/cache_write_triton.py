@@ -107,7 +107,7 @@ def _rotate_write(
     half: tl.constexpr = HEAD_DIM // 2
     dim = tl.arange(0, HALF)[None, :]
     inside = dim < half
-    if HALF > half:
+    if half < HALF:
         # Lanes behind the half read some number of it and store nothing. Otherwise loads stay vectors, which a minimum prevents.
         dim = tl.minimum(dim, half - 1)
     lane = tl.arange(0, TILE)[:, None]
