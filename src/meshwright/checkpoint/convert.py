@@ -21,6 +21,7 @@ from meshwright.checkpoint.shards import write_shard
 from meshwright.checkpoint.state import encode_plain
 from meshwright.checkpoint.verify import newest_checkpoint
 from meshwright.config.load import resolved_yaml
+from meshwright.data.chat_template import TOKENIZER_CONFIG, copy_chat_files, read_object, special_tokens
 from meshwright.data.tokenizer import KNOWN_ENDS
 from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import BadInput, OutOfResources
@@ -36,7 +37,7 @@ def export_checkpoint(source: Path, out: Path, *, dtype: str = "bf16") -> Path:
     """Write the weights of a checkpoint as a Hugging Face folder at `out`, and return the checkpoint they came from.
 
     `source` is a checkpoint or a run folder; of a run folder, the newest undamaged checkpoint is exported. The run
-    folder's `tokenizer.json` is copied too. Raises Damaged when the checkpoint differs from what was written, and
+    folder's `tokenizer.json` and chat template are copied too. Raises Damaged when the checkpoint differs from what was written, and
     BadInput when it has no model configuration or when the Hugging Face class of its family cannot represent it.
     """
     path = newest_checkpoint(source)
@@ -61,7 +62,7 @@ def export_checkpoint(source: Path, out: Path, *, dtype: str = "bf16") -> Path:
 def import_checkpoint(source: Path, out: Path) -> Path:
     """Write the weights of a Hugging Face folder as a committed checkpoint of step 0 in `out`, and return its path.
 
-    Weights are stored in fp32, as training stores them; there is no optimizer state. The folder's `tokenizer.json` is
+    Weights are stored in fp32, as training stores them; there is no optimizer state. The folder's `tokenizer.json` (and chat template) is
     copied to `out` unless `out` has one. Raises BadInput when `out` already has a checkpoint of step 0, or when the
     model is of an unknown family.
     """
@@ -94,6 +95,7 @@ def import_checkpoint(source: Path, out: Path) -> Path:
     tokenizer = checkpoints.parent / "tokenizer.json"
     if (source / "tokenizer.json").is_file() and not tokenizer.exists():
         write_durable(tokenizer, (source / "tokenizer.json").read_bytes())
+        copy_chat_files(source, checkpoints.parent)
     return attempt.target
 
 
@@ -143,11 +145,12 @@ def _single_chunk_record(header: TensorHeader) -> TensorRecord:
 
 
 def _end_of_text(tokenizer: Path | None) -> str | None:
-    """The tokenizer's end-of-text token, if it has a known one."""
+    """The tokenizer's end-of-text token, if its configuration names it or it has a known one."""
     if tokenizer is None:
         return None
     vocabulary = Tokenizer.from_file(str(tokenizer)).get_vocab()
-    return next((token for token in KNOWN_ENDS if token in vocabulary), None)
+    configured = special_tokens(read_object(tokenizer.parent / TOKENIZER_CONFIG)).get("eos_token", "")
+    return next((token for token in (configured, *KNOWN_ENDS) if token in vocabulary), None)
 
 
 def _note(config: dict[str, Any], reader: CheckpointReader) -> str:

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from meshwright.data.chat_template import TOKENIZER_CONFIG, copy_chat_files, read_object
 from meshwright.durable.writes import publish, sync_file, write_durable
 from meshwright.models.families import FAMILIES, HFTensor, from_hf_config, hf_tensors, read_json, to_hf_config
 from meshwright.spec.errors import BadInput, Damaged, OutOfResources, nearest
@@ -61,8 +62,8 @@ def export_hf(
     """Write a folder that transformers, vLLM and others load: weights, config, generation config, tokenizer, card.
 
     `tensors` returns each of `parameters(spec)` by name, or yields (name, tensor) pairs in any order, or reads rows
-    (`RowSource`). One tensor, or 32 MiB of rows, is in memory at a time. `tokenizer` is the path of a tokenizer.json and
-    `eos` its end-of-text token. `run_note` is Markdown for the model card, whose title is `title` or else the folder's
+    (`RowSource`). One tensor, or 32 MiB of rows, is in memory at a time. `tokenizer` is the path of a tokenizer.json, whose folder
+    may have a chat template and a tokenizer_config.json, and `eos` its end-of-text token. `run_note` is Markdown for the model card, whose title is `title` or else the folder's
     name. No file of weights exceeds `shard_bytes` unless a single tensor does. The folder gets its name when it is
     complete. Raises BadInput when it exists and is not empty, when the Hugging Face class of the family cannot represent
     the model, or when tokenizer and model disagree; OutOfResources when the disk is too full.
@@ -84,7 +85,11 @@ def export_hf(
         )
         if tokenizer is not None:
             write_durable(partial / "tokenizer.json", tokenizer.read_bytes())
-            _write_json(partial / "tokenizer_config.json", _tokenizer_config(spec, eos))
+            _write_json(
+                partial / TOKENIZER_CONFIG,
+                _tokenizer_config(spec, eos, read_object(tokenizer.parent / TOKENIZER_CONFIG)),
+            )
+            copy_chat_files(tokenizer.parent, partial)
         write_durable(partial / "README.md", _model_card(title or folder.name, folder.name, spec, run_note, dtype))
         publish(partial, folder)
     except BaseException:
@@ -368,11 +373,12 @@ def _check_tokenizer(path: Path | None, spec: ModelSpec, eos: str | None) -> int
     return number
 
 
-def _tokenizer_config(spec: ModelSpec, eos: str | None) -> dict[str, Any]:
+def _tokenizer_config(spec: ModelSpec, eos: str | None, earlier: dict[str, Any]) -> dict[str, Any]:
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": spec.max_seq_len,
         "clean_up_tokenization_spaces": False,
+        **earlier,
     }
     return config if eos is None else {**config, "eos_token": eos}
 

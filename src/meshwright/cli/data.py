@@ -57,8 +57,30 @@ def prepare_command(
         ),
     ] = 0.0,
     text_key: Annotated[
-        str, typer.Option(metavar="KEY", help="Key (or parquet column) that holds the text of a record.")
-    ] = "text",
+        str | None,
+        typer.Option(
+            metavar="KEY",
+            help="Key (or parquet column) that holds the text of a record, `text` by default; with --chat its "
+            "messages, `messages` by default.",
+        ),
+    ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat",
+            help="Records are chats: a list of messages, and `tools` if there are any. The chat template of the "
+            "tokenizer's folder makes their text; only what --train-roles write is trained on.",
+        ),
+    ] = False,
+    chat_template: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --chat: template in place of the folder's.")
+    ] = None,
+    train_roles: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ROLES", help="With --chat: roles to train on, with commas between; assistant by default."
+        ),
+    ] = None,
     on_bad: Annotated[
         OnBad,
         typer.Option(
@@ -90,7 +112,12 @@ def prepare_command(
     """
     from meshwright.data.manifest import verify as verify_directory
     from meshwright.data.prepare import prepare
+    from meshwright.data.request import ChatRequest
     from meshwright.spec.errors import Damaged
+
+    if not chat and (chat_template is not None or train_roles is not None):
+        raise BadInput("--chat-template and --train-roles: are for chats; add --chat")
+    roles = tuple(role.strip() for role in (train_roles or "assistant").split(","))
 
     prepared = prepare(
         inputs,
@@ -101,6 +128,7 @@ def prepare_command(
         on_bad=on_bad.value,
         eos=eos,
         shard_tokens=shard_tokens,
+        chat=ChatRequest(roles, chat_template) if chat else None,
         workers=workers,
         shown=True,
     )
@@ -198,7 +226,9 @@ def _sentences(prepared: Prepared) -> str:
     if prepared.passed:
         counts = ", ".join(f"{count:,} {extension}" for extension, count in prepared.passed.most_common())
         lines.append(f"  passed over {prepared.passed.total():,} binary or empty files: {counts}")
-    lines.append(f"Train on it with  data: {{mix: {{{prepared.out}: 1}}}}")
+    chat = next(iter(prepared.manifests.values())).request.get("chat")
+    mask = ", document_mask: true" if chat else ""
+    lines.append(f"Train on it with  data: {{mix: {{{prepared.out}: 1}}{mask}}}")
     return "\n".join(lines)
 
 
@@ -207,5 +237,11 @@ def _step_lines(shown: dict[str, Any]) -> str:
     for sample in shown["samples"]:
         lines.append(f"sample {sample['global_index']} from {sample['source']}, {sample['tokens']} tokens")
         lines += [f"  {d['file']} [{d['id']}] tokens {d['start']}-{d['end']}" for d in sample["documents"]]
-        lines += [sample["text"]] if "text" in sample else []
+        if "trained" in sample:
+            count = sum(stop - start for start, stop in sample["trained"])
+            lines.append(f"  {count} tokens are trained on" + (", between « and »" if "parts" in sample else ""))
+        if "parts" in sample:
+            lines.append("".join(f"«{p['text']}»" if p["trained"] else p["text"] for p in sample["parts"]))
+        elif "text" in sample:
+            lines.append(sample["text"])
     return "\n".join(lines)

@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
+from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import BadInput
 
 TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
@@ -96,6 +97,13 @@ def folder_template(folder: Path, config: Mapping[str, Any]) -> str | None:
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
     return template if isinstance(template, str) else None
+
+
+def copy_chat_files(source: Path, folder: Path) -> None:
+    """Copy what belongs to a tokenizer's chats, as far as `source` has it, and into `folder` as far as that does not."""
+    for name in (TEMPLATE, TOKENIZER_CONFIG):
+        if (source / name).is_file() and not (folder / name).exists():
+            write_durable(folder / name, (source / name).read_bytes())
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -21,7 +21,8 @@ from typing import Any, BinaryIO
 from meshwright.spec.errors import BadInput, nearest
 
 STDLIB = "stdlib"
-RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+RECORD_SUFFIXES = (*JSONL_SUFFIXES, ".parquet")
 NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -43,13 +44,18 @@ class InputFile:
 
 @dataclass(frozen=True)
 class Document:
-    """A text: its file, its id there, its key in the corpus, and the bytes of all inputs read up to its end."""
+    """A text: its file, its id there, its key in the corpus, and the bytes of all inputs read up to its end.
+
+    `spans` are the ranges [start, stop) of the characters to train on; None means all. `where` is file:line.
+    """
 
     file: str
     id: int | str
     key: str
     text: str
     consumed: int
+    spans: tuple[tuple[int, int], ...] | None = None
+    where: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,18 @@ class BadDocument:
 
     def __str__(self) -> str:
         return f"{self.where}: {self.why}"
+
+
+@dataclass(frozen=True)
+class Record:
+    """A line of a record file: `where` is file:line, `shown` its id, and `value` what it has under the key that is read."""
+
+    where: str
+    number: int
+    shown: int | str
+    value: Any
+    fields: dict[str, Any]
+    consumed: int
 
 
 @dataclass(frozen=True)
@@ -104,7 +122,8 @@ def read_documents(file: InputFile, text_key: str) -> Iterator[Document | BadDoc
     if file.name.endswith(".parquet"):
         yield from _read_parquet(file, text_key)
     elif file.name.endswith(RECORD_SUFFIXES):
-        yield from _read_jsonl(file, text_key)
+        for record in read_records(file, text_key):
+            yield record if isinstance(record, BadDocument) else checked_document(file, record, record.value)
     else:
         yield from _read_text(file)
 
@@ -130,19 +149,19 @@ def _read_text(file: InputFile) -> Iterator[Document | BadDocument | TextlessFil
     yield Document(file.name, 1, f"{file.key}\0{1}", text, file.before + file.size)
 
 
-def _read_jsonl(file: InputFile, text_key: str) -> Iterator[Document | BadDocument]:
+def read_records(file: InputFile, key: str) -> Iterator[Record | BadDocument]:
+    """The lines of a `.jsonl` file (also `.gz`, `.zst`) that are JSON objects with `key`."""
     number = 0
     try:
         with file.path.open("rb") as raw:
             for number, line in enumerate(_decompressed(raw, file.name), 1):
                 if line.strip():
-                    yield _parse_line(file, number, line, text_key, raw.tell())
+                    yield _parse_line(f"{file.name}:{number}", number, line, key, raw.tell())
     except (EOFError, OSError, zlib.error, *_zstd_errors(file.name)) as error:
         yield BadDocument(f"{file.name}:{number + 1}", f"cannot be read further: {error}")
 
 
-def _parse_line(file: InputFile, number: int, line: bytes, text_key: str, consumed: int) -> Document | BadDocument:
-    where = f"{file.name}:{number}"
+def _parse_line(where: str, number: int, line: bytes, key: str, consumed: int) -> Record | BadDocument:
     try:
         record = json.loads(line)
     except UnicodeDecodeError as error:
@@ -151,13 +170,13 @@ def _parse_line(file: InputFile, number: int, line: bytes, text_key: str, consum
         return BadDocument(where, f"not JSON ({error})")
     if not isinstance(record, dict):
         return BadDocument(where, f"expected a JSON object, got {type(record).__name__}")
-    if text_key not in record:
-        near = nearest(text_key, record)
+    if key not in record:
+        near = nearest(key, record)
         hint = f" (nearest: {near!r})" if near else ""
-        return BadDocument(where, f"no key {text_key!r}; keys: {', '.join(map(repr, record))}{hint}")
+        return BadDocument(where, f"no key {key!r}; keys: {', '.join(map(repr, record))}{hint}")
     identity = record.get("id")
     shown = identity if isinstance(identity, (int, str)) and not isinstance(identity, bool) else number
-    return _checked_document(where, file, number, shown, record[text_key], consumed)
+    return Record(where, number, shown, record[key], record, consumed)
 
 
 def _read_parquet(file: InputFile, text_key: str) -> Iterator[Document | BadDocument]:
@@ -179,25 +198,29 @@ def _read_parquet(file: InputFile, text_key: str) -> Iterator[Document | BadDocu
                 number += 1
                 identity = record.get("id")
                 shown = identity if isinstance(identity, (int, str)) and text_key != "id" else number
-                yield _checked_document(
-                    f"{file.name}:{number}", file, number, shown, record[text_key], file.size * number // row_count
+                consumed = file.size * number // row_count
+                value = record[text_key]
+                yield checked_document(
+                    file, Record(f"{file.name}:{number}", number, shown, value, record, consumed), value
                 )
     except (pyarrow.ArrowException, OSError) as error:
         yield BadDocument(file.name, f"cannot be read as parquet: {error}")
 
 
-def _checked_document(
-    where: str, file: InputFile, number: int, shown: int | str, text: Any, consumed: int
+def checked_document(
+    file: InputFile, record: Record, text: Any, spans: tuple[tuple[int, int], ...] | None = None
 ) -> Document | BadDocument:
+    """The document of a record, if its text is one."""
     if not isinstance(text, str):
-        return BadDocument(where, f"expected text, got {type(text).__name__}")
+        return BadDocument(record.where, f"expected text, got {type(text).__name__}")
     if not text.strip():
-        return BadDocument(where, "empty")
+        return BadDocument(record.where, "empty")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        return BadDocument(where, f"not utf-8 (character {error.start} is half of a surrogate pair)")
-    return Document(file.name, shown, f"{file.key}\0{number}", text, file.before + consumed)
+        return BadDocument(record.where, f"not utf-8 (character {error.start} is half of a surrogate pair)")
+    key, consumed = f"{file.key}\0{record.number}", file.before + record.consumed
+    return Document(file.name, record.shown, key, text, consumed, spans, record.where)
 
 
 def _decompressed(raw: BinaryIO, name: str) -> Iterable[bytes]:

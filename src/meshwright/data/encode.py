@@ -28,11 +28,15 @@ LINE_END, WORD_END = re.compile(r"(?<!\n)(?=\n)"), re.compile(r"(?<=\w)(?=\W)|(?
 
 @dataclass(frozen=True)
 class EncodedDocument:
-    """A document with its token ids, the end-of-document token last; `text_bytes` is its length in utf-8."""
+    """A document with its token ids, the end-of-document token last; `text_bytes` is its length in utf-8.
+
+    `mask` is whether each token is trained on, bool; None for all.
+    """
 
     document: Document
     tokens: np.ndarray
     text_bytes: int
+    mask: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ def _encode_pieces(
     pieces: Iterable[Piece], tokenizer: LoadedTokenizer, dtype: str, workers: int
 ) -> Iterator[tuple[Piece, np.ndarray]]:
     pending: deque[Future[list[tuple[Piece, np.ndarray]]]] = deque()
-    with _one_thread_for_each_call(), ThreadPoolExecutor(workers, "encode") as pool:
+    with one_thread_for_each_call(), ThreadPoolExecutor(workers, "encode") as pool:
         for batch in _batches(pieces):
             pending.append(pool.submit(_encode_batch, batch, tokenizer, dtype))
             if len(pending) >= 2 * workers:
@@ -137,7 +141,7 @@ def _next_cut(text: str, near: int, tokenizer: LoadedTokenizer) -> tuple[int, st
 
 
 @contextmanager
-def _one_thread_for_each_call() -> Iterator[None]:
+def one_thread_for_each_call() -> Iterator[None]:
     """Disable the threads of `tokenizers` for a block, by an environment variable that is restored afterwards."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)

@@ -3,6 +3,7 @@
     manifest.json   this record          tokenizer.json   the tokenizer the shards were made with
     shard-00000.bin, .idx                tokens, in Megatron's format (data/indexed.py)
     shard-00000.documents.jsonl          one line for each document: [source file, id]
+    shard-00000.mask                     of chats: the tokens to train on (data/masks.py)
 
 A directory of foreign `.bin`/`.idx` pairs without manifest is read too: its tokenizer is unknown, its documents are
 numbered.
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.data.indexed import IndexedFile, bin_path, idx_path
+from meshwright.data.masks import MaskFile, mask_path
 from meshwright.durable.writes import digest, digest_file, write_durable
 from meshwright.spec.errors import BadInput, Damaged, nearest
 
@@ -25,7 +27,8 @@ MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 UNFINISHED = "unfinished.json"
 TRAIN, HELD_OUT = "train", "held_out"
-VERSION = 1
+VERSION, WITH_MASKS = 1, 2
+"""Version of a manifest; with masks another, for readers of the first would train on every token."""
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +45,7 @@ class TokenizerRecord:
 
 @dataclass(frozen=True)
 class Shard:
-    """One `.bin`/`.idx` pair. `bytes` and `digest` (xxh3_128) have the keys "bin", "idx" and "documents"."""
+    """One `.bin`/`.idx` pair. `bytes` and `digest` (xxh3_128) have the keys "bin", "idx", "documents" and, of chats, "mask"."""
 
     name: str
     documents: int
@@ -74,10 +77,14 @@ class Manifest:
     def text_bytes(self) -> int:
         return sum(shard.text_bytes for shard in self.shards)
 
+    @property
+    def version(self) -> int:
+        return WITH_MASKS if any("mask" in shard.digest for shard in self.shards) else VERSION
+
     def write(self, directory: Path) -> None:
         """Write `manifest.json` whole or not at all."""
         totals = {"tokens": self.tokens, "documents": self.documents, "text_bytes": self.text_bytes}
-        text = json.dumps({"version": VERSION, **totals, **asdict(self)}, indent=1)
+        text = json.dumps({"version": self.version, **totals, **asdict(self)}, indent=1)
         write_durable(directory / MANIFEST, text.encode() + b"\n")
 
     @classmethod
@@ -94,10 +101,11 @@ class Manifest:
 
 @dataclass(frozen=True)
 class OpenShard:
-    """A shard that passed the check at opening. `record` is None when it is foreign."""
+    """A shard that passed the check at opening. `record` is None when it is foreign, `mask` when it is not of chats."""
 
     file: IndexedFile
     record: Shard | None
+    mask: MaskFile | None = None
 
 
 @dataclass(frozen=True)
@@ -122,7 +130,7 @@ class PreparedDirectory:
     def content_digest(self) -> str:
         """Digest of all shards in order, as the manifest describes them; of foreign shards, of their sizes alone."""
         shards = [
-            [shard.record.digest["bin"], shard.record.digest["idx"]]
+            [shard.record.digest[key] for key in ("bin", "idx", "mask") if key in shard.record.digest]
             if shard.record
             else [shard.file.tokens, shard.file.documents]
             for shard in self.shards
@@ -155,7 +163,9 @@ def open_directory(path: Path, damaged: Literal["refuse", "skip"] = "refuse") ->
     shards, left_out = [], []
     for stem, record in _shards_of(directory, manifest, stems):
         try:
-            shards.append(OpenShard(_check_shard(stem, record), record))
+            file = _check_shard(stem, record)
+            mask = MaskFile(stem, file.tokens) if record is not None and "mask" in record.digest else None
+            shards.append(OpenShard(file, record, mask))
         except (Damaged, BadInput) as error:
             if damaged == "refuse":
                 raise Damaged(f"{error}; `data.damaged: skip` leaves the shard out") from error
@@ -219,8 +229,8 @@ def documents_path(stem: Path) -> Path:
 
 
 def shard_files(stem: Path) -> dict[str, Path]:
-    """The files of a prepared shard by their key in the manifest."""
-    return {"bin": bin_path(stem), "idx": idx_path(stem), "documents": documents_path(stem)}
+    """The files that a prepared shard can have by their key in the manifest."""
+    return {"bin": bin_path(stem), "idx": idx_path(stem), "documents": documents_path(stem), "mask": mask_path(stem)}
 
 
 def _shards_of(
@@ -244,7 +254,7 @@ def _check_tokenizer(directory: Path, manifest: Manifest) -> None:
 
 def _check_shard(stem: Path, record: Shard | None) -> IndexedFile:
     if record is not None:
-        for key in ("bin", "idx"):
+        for key in [key for key in ("bin", "idx", "mask") if key in record.bytes]:
             path = shard_files(stem)[key]
             actual = path.stat().st_size if path.is_file() else None
             if actual != record.bytes[key]:
@@ -266,7 +276,7 @@ def _verify_shard(stem: Path, record: Shard | None) -> list[str]:
         return [str(error)]
     if record is None:
         return []
-    actual = {key: _digest_or_none(path) for key, path in shard_files(stem).items()}
+    actual = {key: _digest_or_none(path) for key, path in shard_files(stem).items() if key in record.digest}
     return [
         f"{shard_files(stem)[key]}: expected digest {expected}, found {actual[key] or 'no file'}"
         for key, expected in record.digest.items()
@@ -279,8 +289,8 @@ def _digest_or_none(path: Path) -> str | None:
 
 
 def _parse(data: dict[str, Any]) -> Manifest:
-    if data["version"] != VERSION:
-        raise ValueError(f"version {data['version']}, this release reads version {VERSION}")
+    if data["version"] not in (VERSION, WITH_MASKS):
+        raise ValueError(f"version {data['version']}, this release reads versions {VERSION} and {WITH_MASKS}")
     shards = tuple(Shard(**shard) for shard in data["shards"])
     tokenizer = TokenizerRecord(**data["tokenizer"])
     for name in (tokenizer.file, *(shard.name for shard in shards)):

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.data.indexed import IndexedFile
+from meshwright.data.masks import MaskFile
 
 IGNORED = -1
 """Target of a position that is not trained on."""
@@ -45,8 +46,10 @@ class Packed:
 class TokenStream:
     """The tokens of several shards as one sequence, in the order of the shards."""
 
-    def __init__(self, files: Sequence[IndexedFile]) -> None:
+    def __init__(self, files: Sequence[IndexedFile], masks: Sequence[MaskFile | None] | None = None) -> None:
+        """`masks` belong to `files`; a file without mask is trained on whole."""
         self.files = list(files)
+        self._masks = [None] * len(self.files) if masks is None else list(masks)
         self._starts = list(accumulate((file.tokens for file in self.files), initial=0))
 
     def __len__(self) -> int:
@@ -60,6 +63,18 @@ class TokenStream:
         """Tokens [start, stop) as int64."""
         parts = [self.files[shard].read(first, last) for shard, first, last in self._ranges(start, stop)]
         return np.concatenate(parts).astype(np.int64)
+
+    @property
+    def masked(self) -> bool:
+        """Whether a file has a mask."""
+        return any(mask is not None for mask in self._masks)
+
+    def read_mask(self, start: int, stop: int) -> np.ndarray:
+        """Whether each of the tokens [start, stop) is trained on, bool."""
+        parts = [(self._masks[shard], first, last) for shard, first, last in self._ranges(start, stop)]
+        return np.concatenate(
+            [np.ones(last - first, bool) if mask is None else mask.read(first, last) for mask, first, last in parts]
+        )
 
     def begins(self, start: int, stop: int) -> np.ndarray:
         """Where in [start, stop) a document begins, from `start` on; the first, which may have begun earlier, at 0."""
@@ -99,15 +114,17 @@ class TokenStream:
         return ranges
 
 
-def pack(tokens: np.ndarray, begins: np.ndarray, document_mask: bool) -> Packed:
+def pack(tokens: np.ndarray, begins: np.ndarray, document_mask: bool, trained: np.ndarray | None = None) -> Packed:
     """A window of S inputs from `tokens` (S + 1,) int64; `begins` are the places in it where a document begins, 0
     first.
 
     With `document_mask`, positions restart at each document and a target that lies in the next document is -1; without
     it the window is one text: positions 0 to S - 1, documents all 0. A document that began earlier starts at position 0
-    too.
+    too. A target outside `trained` (S + 1,) bool is -1.
     """
     inputs, targets = tokens[:-1], tokens[1:]
+    if trained is not None:
+        targets = np.where(trained[1:], targets, IGNORED)
     everything = np.arange(len(tokens))
     if not document_mask:
         return Packed(inputs, targets, everything[:-1], np.zeros_like(inputs))

@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,14 +19,34 @@ from typing import Any, Literal
 
 import numpy as np
 
-from meshwright.data.corpus import BadDocument, Document, InputFile, list_inputs, read_documents
-from meshwright.data.encode import encode_documents, token_dtype
+from meshwright.data.chat import ChatReader
+from meshwright.data.corpus import (
+    JSONL_SUFFIXES,
+    BadDocument,
+    Document,
+    InputFile,
+    TextlessFile,
+    list_inputs,
+    read_documents,
+)
+from meshwright.data.encode import EncodedDocument, encode_documents, token_dtype
+from meshwright.data.encode_chat import chat_tokenizer, encode_chats
 from meshwright.data.manifest import TOKENIZER, TRAIN, UNFINISHED, Manifest
 from meshwright.data.progress import progress
-from meshwright.data.request import SHARD_TOKENS, Preparation, begin, check_same, finished_manifests, forget
+from meshwright.data.request import (
+    SHARD_TOKENS,
+    ChatRequest,
+    Preparation,
+    begin,
+    check_same,
+    finished_manifests,
+    forget,
+    newest_input_ns,
+)
 from meshwright.data.shards import JOURNAL, SplitWriter, recover_journal
 from meshwright.data.tokenizer import (
     LoadedTokenizer,
+    load_tokenizer,
     parse_tokenizer,
     parse_train_request,
     sample_texts,
@@ -38,6 +58,8 @@ from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import BadInput, MeshwrightError, OutOfResources
 
 NAMED = 20
+Read = Callable[[InputFile], Iterable[Document | BadDocument | TextlessFile]]
+"""Reads the documents of a file in order."""
 
 
 @dataclass
@@ -77,10 +99,11 @@ def prepare(
     out: Path,
     *,
     held_out: float = 0.0,
-    text_key: str = "text",
+    text_key: str | None = None,
     on_bad: Literal["skip", "refuse"] = "skip",
     eos: str | None = None,
     shard_tokens: int = SHARD_TOKENS,
+    chat: ChatRequest | None = None,
     workers: int | None = None,
     shown: bool = False,
     wait: bool = False,
@@ -88,16 +111,20 @@ def prepare(
     """Turn `inputs` into token shards under `out`.
 
     `tokenizer` is a `tokenizer.json`, a folder with one, or `train:SIZE`; `held_out` the fraction of documents kept
-    apart; `workers` the encoding threads (all cores when None); `shown` draws progress on stderr; `wait` waits for
+    apart; `text_key` by default `text`, with `chat` `messages`;
+    `workers` the encoding threads (all cores when None); `shown` draws progress on stderr; `wait` waits for
     another process that writes here. A second call with the same arguments continues after a kill, or finds the work
     done.
 
     Raises BadInput for inputs or tokenizers that cannot be used and when `out` holds something else, OutOfResources
     when the disk is too small. A request that is refused before its first shard is finished leaves nothing in `out`.
     """
-    preparation = Preparation(tuple(inputs), tokenizer, out, held_out, text_key, on_bad, eos, shard_tokens)
+    key = text_key or ("text" if chat is None else "messages")
+    preparation = Preparation(tuple(inputs), tokenizer, out, held_out, key, on_bad, eos, shard_tokens, chat)
     preparation.check()
     files = list_inputs(inputs, exclude=out)
+    if chat is not None:
+        _check_records(files)
     request = preparation.describe(files)
     with locked(out, wait):
         done = finished_manifests(preparation)
@@ -122,8 +149,9 @@ def prepare(
 def _run(
     preparation: Preparation, files: list[InputFile], request: dict[str, Any], workers: int, shown: bool
 ) -> Prepared:
+    read = _reader(preparation, files)
     if preparation.on_bad == "refuse":
-        _refuse_bad(files, preparation.text_key)
+        _refuse_bad(files, read)
     tokenizer = _tokenizer(preparation, files, shown)
     dtype = token_dtype(tokenizer.record.vocab_size)
     journal = recover_journal(preparation.out)
@@ -134,7 +162,7 @@ def _run(
     _check_space(preparation.out, files, np.dtype(dtype).itemsize, writers)
     bad, passed = BadDocuments(), Counter[str]()
     try:
-        _write_shards(preparation, files, tokenizer, writers, bad, passed, workers, shown)
+        _write_shards(preparation, files, read, tokenizer, writers, bad, passed, workers, shown)
     finally:
         # After an error this closes the unfinished shards; after success no shard is open.
         for writer in writers.values():
@@ -155,6 +183,7 @@ def _run(
 def _write_shards(
     preparation: Preparation,
     files: list[InputFile],
+    read: Read,
     tokenizer: LoadedTokenizer,
     writers: dict[str, SplitWriter],
     bad: BadDocuments,
@@ -166,16 +195,22 @@ def _write_shards(
     pending: deque[tuple[str, int]] = deque()  # (split, number) of each document in the encoder
 
     def unfinished_documents() -> Iterator[Document]:
-        for number, document in enumerate(_documents(files, preparation.text_key, bad, passed)):
+        for number, document in enumerate(_documents(files, read, bad, passed)):
             split = preparation.split_of(document.key)
             if number > writers[split].done_through:
                 pending.append((split, number))
                 yield document
 
     dtype = token_dtype(tokenizer.record.vocab_size)
+
+    def encode(documents: Iterator[Document]) -> Generator[EncodedDocument, None, None]:
+        if preparation.chat is not None:
+            return encode_chats(documents, chat_tokenizer(tokenizer.content), dtype, workers)
+        return encode_documents(documents, tokenizer, dtype, workers)
+
     with (
         progress("preparing", sum(file.size for file in files), shown) as report,
-        closing(encode_documents(unfinished_documents(), tokenizer, dtype, workers)) as encoded_documents,
+        closing(encode(unfinished_documents())) as encoded_documents,
     ):
         for encoded in encoded_documents:
             split, number = pending.popleft()
@@ -186,9 +221,26 @@ def _write_shards(
         writer.finish_shard()
 
 
-def _documents(files: list[InputFile], text_key: str, bad: BadDocuments, passed: Counter[str]) -> Iterator[Document]:
+def _reader(preparation: Preparation, files: list[InputFile]) -> Read:
+    """The function that reads the documents of a file."""
+    key, chat_files = preparation.text_key, preparation.chat_files()
+    if chat_files is None or preparation.chat is None:
+        return lambda file: read_documents(file, key)
+    tokenizer = load_tokenizer(Path(preparation.tokenizer), preparation.eos).tokenizer
+    reader = ChatReader(chat_files, preparation.chat.roles, tokenizer, newest_input_ns(files))
+    return lambda file: reader.read(file, key)
+
+
+def _check_records(files: list[InputFile]) -> None:
+    """Raise BadInput if a file is no `.jsonl` file."""
     for file in files:
-        for document in read_documents(file, text_key):
+        if not file.name.endswith(JSONL_SUFFIXES):
+            raise BadInput(f"{file.name}: chats are read from {', '.join(JSONL_SUFFIXES)} files")
+
+
+def _documents(files: list[InputFile], read: Read, bad: BadDocuments, passed: Counter[str]) -> Iterator[Document]:
+    for file in files:
+        for document in read(file):
             if isinstance(document, Document):
                 yield document
             elif isinstance(document, BadDocument):
@@ -214,8 +266,11 @@ def _tokenizer(preparation: Preparation, files: list[InputFile], shown: bool) ->
     else:
         content, where = tokenizer_file(Path(preparation.tokenizer)).read_bytes(), preparation.tokenizer
     # The first directory last: a later attempt reads the tokenizer there, so all the others must have it by then.
+    chat_files = preparation.chat_files()
     for directory in reversed(directories):
         directory.mkdir(exist_ok=True)
+        if chat_files is not None:
+            chat_files.write(directory)
         write_durable(directory / TOKENIZER, content)
     return parse_tokenizer(content, where, preparation.eos)
 
@@ -239,9 +294,9 @@ def _check_space(out: Path, files: list[InputFile], itemsize: int, writers: dict
         raise OutOfResources(f"{out}: about {needed:,} bytes are needed, {free:,} are free on its disk")
 
 
-def _refuse_bad(files: list[InputFile], text_key: str) -> None:
+def _refuse_bad(files: list[InputFile], read: Read) -> None:
     bad = BadDocuments()
-    for _ in _documents(files, text_key, bad, Counter()):
+    for _ in _documents(files, read, bad, Counter()):
         pass
     if bad.count:
         raise BadInput(f"{bad.count} bad documents (`--on-bad skip` leaves them out):\n{bad}")

@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 import xxhash
 
+from meshwright.data.chat import ASSISTANT, ChatFiles, read_chat_files
+from meshwright.data.chat_template import TEMPLATE, TOKENIZER_CONFIG
 from meshwright.data.corpus import InputFile
 from meshwright.data.manifest import HELD_OUT, MANIFEST, TOKENIZER, TRAIN, UNFINISHED, Manifest
 from meshwright.data.shards import JOURNAL
@@ -20,6 +22,14 @@ from meshwright.durable.writes import digest, digest_file, write_durable
 from meshwright.spec.errors import BadInput
 
 SHARD_TOKENS = 1 << 27
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """Records are chats: the roles to train on, and a template in place of the tokenizer folder's."""
+
+    roles: tuple[str, ...] = (ASSISTANT,)
+    template: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -34,6 +44,7 @@ class Preparation:
     on_bad: Literal["skip", "refuse"] = "skip"
     eos: str | None = None
     shard_tokens: int = SHARD_TOKENS
+    chat: ChatRequest | None = None
 
     def directories(self) -> dict[str, Path]:
         """The output directory of each split."""
@@ -50,6 +61,8 @@ class Preparation:
             raise BadInput(f"held-out fraction {self.held_out}: expected at least 0 and below 1, for example 0.01")
         if self.shard_tokens < 1:
             raise BadInput(f"shard size {self.shard_tokens}: expected a positive number of tokens")
+        if self.chat is not None:
+            self._check_chat(self.chat)
         if parse_train_request(self.tokenizer) is None:
             load_tokenizer(Path(self.tokenizer), self.eos)
         with suppress(FileNotFoundError):
@@ -57,12 +70,24 @@ class Preparation:
             if not stat.S_ISDIR(self.out.stat().st_mode):
                 raise BadInput(f"{self.out}: is a file, expected a directory to write into")
 
+    def _check_chat(self, chat: ChatRequest) -> None:
+        if parse_train_request(self.tokenizer) is not None:
+            raise BadInput(f"--tokenizer {self.tokenizer}: chats need the folder of a model, with its template")
+        if not chat.roles or not all(chat.roles):
+            raise BadInput("--train-roles: expected roles with commas between them, for example assistant,tool")
+
+    def chat_files(self) -> ChatFiles | None:
+        """The template of chats; None for texts. Raises BadInput if there is none."""
+        return None if self.chat is None else read_chat_files(Path(self.tokenizer), self.chat.template)
+
     def describe(self, files: list[InputFile]) -> dict[str, Any]:
         """The request as the manifest records it."""
         listing = "\n".join(f"{file.name}\t{file.size}" for file in files)
         tokenizer_digest = (
             None if self.tokenizer.startswith(TRAIN_PREFIX) else digest_file(tokenizer_file(Path(self.tokenizer)))
         )
+        chat = self.chat_files()
+        roles = () if self.chat is None else self.chat.roles
         return {
             "inputs": list(self.inputs),
             "input_files": len(files),
@@ -74,6 +99,7 @@ class Preparation:
             "held_out": self.held_out,
             "text_key": self.text_key,
             "shard_tokens": self.shard_tokens,
+            "chat": None if chat is None else {"template_digest": chat.digest, "train_roles": list(roles)},
         }
 
 
@@ -91,8 +117,7 @@ def begin(preparation: Preparation, files: list[InputFile], request: dict[str, A
 
     An attempt at another request raises BadInput if it has finished a shard, and is removed otherwise.
     """
-    newest = max(file.path.stat().st_mtime_ns for file in files)
-    full = {**request, "newest_input_ns": newest}
+    full = {**request, "newest_input_ns": newest_input_ns(files)}
     path = preparation.out / UNFINISHED
     if path.is_file():
         before = json.loads(path.read_bytes())
@@ -104,6 +129,11 @@ def begin(preparation: Preparation, files: list[InputFile], request: dict[str, A
     else:
         _check_unused(preparation.out, request)
     write_durable(path, json.dumps(full, indent=1).encode() + b"\n")
+
+
+def newest_input_ns(files: list[InputFile]) -> int:
+    """The time in ns at which the newest of the files was changed."""
+    return max(file.path.stat().st_mtime_ns for file in files)
 
 
 def check_same(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
@@ -130,5 +160,5 @@ def forget(out: Path) -> None:
     for split in (TRAIN, HELD_OUT):
         if (out / split).is_dir():
             shutil.rmtree(out / split)
-    for file in [out / TOKENIZER, *out.glob("shard-*")]:
+    for file in [out / TOKENIZER, out / TOKENIZER_CONFIG, out / TEMPLATE, *out.glob("shard-*")]:
         file.unlink(missing_ok=True)

@@ -7,9 +7,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from meshwright.data.encode import EncodedDocument
 from meshwright.data.indexed import IndexedWriter
 from meshwright.data.manifest import Shard, documents_path, shard_files
+from meshwright.data.masks import encode_masks, mask_path
 from meshwright.durable.writes import append_durable, digest, write_durable
 
 JOURNAL = "journal.jsonl"
@@ -56,6 +59,7 @@ class SplitWriter:
         self._through = self.done_through
         self._writer: IndexedWriter | None = None
         self._lines: list[str] = []
+        self._masks: list[np.ndarray] = []
         self._text_bytes = 0
 
     @property
@@ -74,6 +78,8 @@ class SplitWriter:
             self._writer = IndexedWriter(self.directory / f"shard-{len(self.shards):05d}", self.dtype)
         self._writer.add_document(encoded.tokens)
         self._lines.append(json.dumps([encoded.document.file, encoded.document.id]))
+        if encoded.mask is not None:
+            self._masks.append(encoded.mask)
         self._text_bytes += encoded.text_bytes
         self._through = number
         if self._writer.tokens >= self.shard_tokens:
@@ -86,16 +92,21 @@ class SplitWriter:
         writer, stem = self._writer, self._writer.stem
         names = "".join(line + "\n" for line in self._lines).encode()
         write_durable(documents_path(stem), names)
+        digests = {"documents": digest(names)}
+        if self._masks:
+            mask = encode_masks(self._masks)
+            write_durable(mask_path(stem), mask)
+            digests["mask"] = digest(mask)
         writer.finish()
-        sizes = {key: path.stat().st_size for key, path in shard_files(stem).items()}
-        digests = {**writer.digests, "documents": digest(names)}
+        digests = {**writer.digests, **digests}
+        sizes = {key: path.stat().st_size for key, path in shard_files(stem).items() if key in digests}
         shard = Shard(stem.name, len(self._lines), writer.tokens, self._text_bytes, sizes, digests)
         line = JournalLine(self.split, self._through, shard)
         append_durable(self.out / JOURNAL, json.dumps(asdict(line)).encode() + b"\n")
         self.shards.append(shard)
         self._finished_tokens += shard.tokens
         self._finished_documents += shard.documents
-        self._writer, self._lines, self._text_bytes = None, [], 0
+        self._writer, self._lines, self._masks, self._text_bytes = None, [], [], 0
 
     def abandon(self) -> None:
         """Close the open file without publishing it."""

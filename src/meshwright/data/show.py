@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from meshwright.data.source import DataSource
@@ -18,23 +20,40 @@ def show_step(
     Steps count from 1, as in metrics.jsonl: step N reads samples (N - 1) * global_batch to N * global_batch - 1, or later ones if
     the run left out those of `skipped`. `start` and `end` are
     tokens within the document (end exclusive), `tokens` is how many the sample has. With `text` each sample also holds
-    its decoded `text`. Raises BadInput for a step below 1, or when text is asked of data whose tokenizer is not known.
+    its decoded `text`. A sample of chats also has `trained`, the ranges [start, stop) of its tokens that are trained on, and
+    with `text` the `parts` of its text, each with `trained` and `text`. Raises BadInput for a step below 1, or when text is asked of data whose tokenizer is not known.
     """
     if step < 1:
         raise BadInput(f"--step {step}: expected 1 or more; steps count from 1")
     indices = range(*samples_of_step(step, global_batch, skipped))
     samples = [source.describe(index) for index in indices]
     if text:
-        for sample, decoded in zip(samples, _decode(source, indices), strict=True):
-            sample["text"] = decoded
+        for sample, ids, decode in _tokens(source, samples, indices):
+            sample["text"] = decode(ids)
+            if "trained" in sample:
+                sample["parts"] = _parts(ids, sample["trained"], decode)
     return {"step": step, "samples": samples}
 
 
-def _decode(source: DataSource, indices: range) -> list[str]:
+def _tokens(
+    source: DataSource, samples: Sequence[dict[str, Any]], indices: range
+) -> Iterator[tuple[dict[str, Any], list[int], Callable[[list[int]], str]]]:
+    """Yields each sample, its token ids and the function that decodes them."""
     from meshwright.data.tokenizer import load_tokenizer
 
     file = source.tokenizer_file
     if file is None:
         raise BadInput("--text: the data is foreign, so its tokenizer is not known; leave --text out")
     tokenizer = load_tokenizer(file).tokenizer
-    return tokenizer.decode_batch(source.samples(indices).tokens.tolist(), skip_special_tokens=False)
+    for sample, ids in zip(samples, source.samples(indices).tokens.tolist(), strict=True):
+        yield sample, ids, partial(tokenizer.decode, skip_special_tokens=False)
+
+
+def _parts(ids: list[int], trained: list[list[int]], decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:
+    """The text of the tokens, cut where training begins and ends."""
+    bounds = [0, *(bound for span in trained for bound in span), len(ids)]
+    parts = [
+        {"trained": number % 2 == 1, "text": decode(ids[start:stop])}
+        for number, (start, stop) in enumerate(pairwise(bounds))
+    ]
+    return [part for part in parts if part["text"]]

@@ -13,6 +13,7 @@ from typing import Any, Literal, NoReturn
 
 import numpy as np
 
+from meshwright.data.chat_template import TEMPLATE
 from meshwright.data.corpus import STDLIB
 from meshwright.data.manifest import (
     HELD_OUT,
@@ -86,7 +87,9 @@ class Source:
 
     def __init__(self, name: str, directory: PreparedDirectory, seq_len: int) -> None:
         self.name, self.directory, self.seq_len = name, directory, seq_len
-        self.stream = TokenStream([shard.file for shard in directory.shards])
+        self.stream = TokenStream(
+            [shard.file for shard in directory.shards], [shard.mask for shard in directory.shards]
+        )
         self.windows = self.stream.windows(seq_len)
         if self.windows == 0:
             need = f"train.seq_len {seq_len} needs {seq_len + 1}"
@@ -101,10 +104,14 @@ class Source:
         """Raise Damaged if a file's size differs from its size at opening and in its manifest."""
         for shard in self.directory.shards:
             shard.file.check_sizes()
+            if shard.mask is not None:
+                shard.mask.check_size()
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Bytes of text per token (end-of-document tokens counted), or None for data that was prepared elsewhere."""
+        """Bytes of text per token (end-of-document tokens counted); None for chats, and for data that was prepared elsewhere."""
+        if self.stream.masked:
+            return None
         records = [shard.record for shard in self.directory.shards if shard.record]
         return sum(r.text_bytes for r in records) / sum(r.tokens for r in records) if records else None
 
@@ -172,9 +179,9 @@ class DataSource:
 
     @property
     def tokenizer_file(self) -> Path | None:
-        """The `tokenizer.json` of the data; None if no source has one."""
-        files = [source.directory.tokenizer_file for source in self._ordered]
-        return next((file for file in files if file), None)
+        """The `tokenizer.json` of the data, one with a chat template beside it if there is one; None if no source has one."""
+        files = [file for source in self._ordered if (file := source.directory.tokenizer_file)]
+        return next((file for file in files if (file.parent / TEMPLATE).is_file()), next(iter(files), None))
 
     @property
     def bytes_per_token(self) -> float | None:
@@ -240,10 +247,17 @@ class DataSource:
         )
 
     def describe(self, index: int) -> dict[str, Any]:
-        """The origin of a global sample: `{global_index, source, documents: [{file, id, start, end}], tokens}`."""
+        """The origin of a global sample: `{global_index, source, documents: [{file, id, start, end}], tokens}`.
+
+        Of chats also `trained`: the ranges [start, stop) of its tokens that are trained on.
+        """
         source, window = self._locate_samples([index])[0]
         documents = source.describe(window)
-        return {"global_index": index, "source": source.name, "documents": documents, "tokens": self.seq_len}
+        described = {"global_index": index, "source": source.name, "documents": documents, "tokens": self.seq_len}
+        if not source.stream.masked:
+            return described
+        start = window * self.seq_len
+        return described | {"trained": _ranges(source.stream.read_mask(start, start + self.seq_len))}
 
     def unigram_entropy(self, samples: int) -> float:
         """Entropy in nats per token of the target tokens of the first `samples` samples, each token by its own
@@ -268,7 +282,8 @@ class DataSource:
         if tokens.min() < 0 or (self._limit is not None and tokens.max() >= self._limit):
             self._refuse(source, start, tokens)
         begins = source.stream.begins(start, stop) if self.document_mask else np.zeros(1, dtype=np.int64)
-        return pack(tokens, begins, self.document_mask)
+        trained = source.stream.read_mask(start, stop) if source.stream.masked else None
+        return pack(tokens, begins, self.document_mask, trained)
 
     def _refuse(self, source: Source, start: int, tokens: np.ndarray) -> NoReturn:
         limit = np.iinfo(np.int64).max if self._limit is None else self._limit
@@ -277,6 +292,12 @@ class DataSource:
         expected = "an id that is not negative" if self._limit is None else f"an id below model.vocab_size {limit}"
         offset = file.token_offset(token)
         raise Damaged(f"{file.bin_path}: offset {offset}: expected {expected}, found token {tokens[at]}")
+
+
+def _ranges(mask: np.ndarray) -> list[list[int]]:
+    """The ranges [start, stop) of a mask that are true."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]])))
+    return edges.reshape(-1, 2).tolist()
 
 
 class _DocumentNames:

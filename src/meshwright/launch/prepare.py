@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 from meshwright.checkpoint.mirror import fetch_newest
 from meshwright.checkpoint.object_store import check_mirror
 from meshwright.config.load import load_plan, plan_yaml, resolved_yaml
+from meshwright.data.chat_template import copy_chat_files
 from meshwright.data.corpus import STDLIB
 from meshwright.data.manifest import Manifest, locate
 from meshwright.data.source import DataSource, has_validation, open_data
@@ -383,6 +384,7 @@ def prepare_run(
     tokenizer = open_run_data(run).tokenizer_file
     if tokenizer is not None:
         write_durable(folder / "tokenizer.json", tokenizer.read_bytes())
+        copy_chat_files(tokenizer.parent, folder)
     assignment = Assignment(run=run, plan=plan, folder=str(folder), lease=lease, profile=profile, timeline=timeline)
     write_durable(folder / "assignment.json", json.dumps(to_plain(assignment)))
     return Prepared(assignment, folder, resumes)

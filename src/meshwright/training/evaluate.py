@@ -156,6 +156,6 @@ def _evaluation(held_out: HeldOut, sums: torch.Tensor) -> Evaluation:
     sums_by_source = dict(zip(held_out.indices_by_source(), sums.tolist(), strict=True))
     by_source = {name: loss / tokens for name, (loss, tokens) in sums_by_source.items() if tokens}
     loss, tokens = (sum(column) for column in zip(*sums_by_source.values(), strict=True))
-    mean, per_byte = loss / tokens, held_out.source.bytes_per_token
+    mean, per_byte = loss / tokens if tokens else math.nan, held_out.source.bytes_per_token
     bits = mean / math.log(2) / per_byte if per_byte else None
     return Evaluation(mean, int(tokens), bits, by_source if len(by_source) > 1 else {})

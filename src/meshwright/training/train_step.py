@@ -77,7 +77,7 @@ def train_step(
         )
 
     callbacks: StepEndCallbacks = {"norm_barrier": measure, "optim": update}
-    loss = engine.executor.play(engine.training, micro_batches, recorder, valid[0], callbacks)
+    loss = engine.executor.play(engine.training, micro_batches, recorder, valid[0].clamp(min=1), callbacks)
     routing = engine.executor.rank_model.routing
     norms = _norm_slots(norm, mesh)
     routed = [] if routing is None else [routing.sums.flatten()]

@@ -1,0 +1,87 @@
+"""Encodes chats to token ids, with a mask of the tokens to train on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from meshwright.data.corpus import Document
+from meshwright.data.encode import BATCH_CHARACTERS, EncodedDocument, one_thread_for_each_call
+from meshwright.spec.errors import BadInput
+
+
+def chat_tokenizer(content: bytes) -> Tokenizer:
+    """The tokenizer of a `tokenizer.json` for texts whose special tokens are tokens, as a template writes them."""
+    tokenizer = Tokenizer.from_str(content.decode("utf-8"))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def encode_chats(
+    documents: Iterable[Document], tokenizer: Tokenizer, dtype: str, workers: int
+) -> Generator[EncodedDocument, None, None]:
+    """Encode `documents`, which have spans, with `workers` threads; results have the order of the documents.
+
+    No end-of-text token is added: the template writes the end tokens. Raises BadInput for a span that is not made of
+    whole tokens.
+    """
+    pending: deque[Future[list[EncodedDocument]]] = deque()
+    with one_thread_for_each_call(), ThreadPoolExecutor(workers, "encode") as pool:
+        batch: list[Document] = []
+        size = 0
+        for document in documents:
+            batch.append(document)
+            size += len(document.text)
+            if size >= BATCH_CHARACTERS:
+                pending.append(pool.submit(_encode_batch, batch, tokenizer, dtype))
+                batch, size = [], 0
+            if len(pending) >= 2 * workers:
+                yield from pending.popleft().result()
+        pending.append(pool.submit(_encode_batch, batch, tokenizer, dtype))
+        while pending:
+            yield from pending.popleft().result()
+
+
+def _encode_batch(batch: list[Document], tokenizer: Tokenizer, dtype: str) -> list[EncodedDocument]:
+    return [_encode(document, tokenizer, dtype) for document in batch]
+
+
+def _encode(document: Document, tokenizer: Tokenizer, dtype: str) -> EncodedDocument:
+    assert document.spans is not None
+    text = document.text
+    bounds = [0, *(bound for span in document.spans for bound in span), len(text)]
+    ids, ends = _tokens_and_ends(text, bounds, tokenizer, document.where)
+    mask = np.zeros(len(ids), dtype=bool)
+    for start, stop in zip(ends[1:-1:2], ends[2:-1:2], strict=True):
+        mask[start:stop] = True
+    return EncodedDocument(document, np.array(ids, dtype=dtype), len(text.encode("utf-8")), mask)
+
+
+def _tokens_and_ends(text: str, bounds: Sequence[int], tokenizer: Tokenizer, where: str) -> tuple[list[int], list[int]]:
+    """The tokens of a text, and how many of them lie before each bound, which are ascending characters.
+
+    The tokens are those of the whole text. If one lies across a bound, the parts between bounds are encoded by themselves,
+    as a prompt is encoded before its answer. Raises BadInput if the parts by themselves are another text.
+    """
+
+    def encoded(texts: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    parts = [text[start:stop] for start, stop in pairwise(bounds)]
+    whole, *by_part = encoded([text, *parts])
+    joined = [id for part in by_part for id in part]
+    ends = [0, *np.cumsum([len(part) for part in by_part]).tolist()]
+    if joined == whole:
+        return whole, ends
+    beginnings = encoded([text[:bound] for bound in bounds])
+    if all(whole[: len(beginning)] == beginning for beginning in beginnings):
+        return whole, [len(beginning) for beginning in beginnings]
+    if tokenizer.decode(joined, skip_special_tokens=False) != tokenizer.decode(whole, skip_special_tokens=False):
+        raise BadInput(f"{where}: a token of this tokenizer lies across the beginning or end of the text to train on")
+    return joined, ends
