@@ -63,7 +63,8 @@ def export_hf(
 
     `tensors` returns each of `parameters(spec)` by name, or yields (name, tensor) pairs in any order, or reads rows
     (`RowSource`). One tensor, or 32 MiB of rows, is in memory at a time. `tokenizer` is the path of a tokenizer.json, whose folder
-    may have a chat template and a tokenizer_config.json, and `eos` its end-of-text token. `run_note` is Markdown for the model card, whose title is `title` or else the folder's
+    may have a chat template and a tokenizer_config.json, and `eos` its end-of-text token.
+    `run_note` is Markdown for the model card, whose title is `title` or else the folder's
     name. No file of weights exceeds `shard_bytes` unless a single tensor does. The folder gets its name when it is
     complete. Raises BadInput when it exists and is not empty, when the Hugging Face class of the family cannot represent
     the model, or when tokenizer and model disagree; OutOfResources when the disk is too full.

@@ -66,8 +66,9 @@ def _encode(document: Document, tokenizer: Tokenizer, dtype: str) -> EncodedDocu
 def _tokens_and_ends(text: str, bounds: Sequence[int], tokenizer: Tokenizer, where: str) -> tuple[list[int], list[int]]:
     """The tokens of a text, and how many of them lie before each bound, which are ascending characters.
 
-    The tokens are those of the whole text. If one lies across a bound, the parts between bounds are encoded by themselves,
-    as a prompt is encoded before its answer. Raises BadInput if the parts by themselves are another text.
+    The tokens are those of the whole text if those before each bound are also the tokens of the text before it, as a server
+    encodes the prompt of an answer. Otherwise each part between bounds is encoded by itself. Raises BadInput if the parts
+    are then another text.
     """
 
     def encoded(texts: Sequence[str]) -> list[list[int]]:

@@ -21,7 +21,8 @@ def show_step(
     the run left out those of `skipped`. `start` and `end` are
     tokens within the document (end exclusive), `tokens` is how many the sample has. With `text` each sample also holds
     its decoded `text`. A sample of chats also has `trained`, the ranges [start, stop) of its tokens that are trained on, and
-    with `text` the `parts` of its text, each with `trained` and `text`. Raises BadInput for a step below 1, or when text is asked of data whose tokenizer is not known.
+    with `text` the `parts` of its text, each with `trained` and `text`. Raises BadInput for a step below 1, or when text
+    is asked of data whose tokenizer is not known.
     """
     if step < 1:
         raise BadInput(f"--step {step}: expected 1 or more; steps count from 1")

@@ -1,0 +1,322 @@
+"""Chat data: which tokens are trained on, with transformers as the judge, and what is stored and read of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+from typer.testing import CliRunner
+
+from meshwright.cli import data as data_command
+from meshwright.data import shards
+from meshwright.data.indexed import IndexedFile
+from meshwright.data.loader import Loader
+from meshwright.data.manifest import Manifest, open_directory, verify
+from meshwright.data.masks import MaskFile
+from meshwright.data.prepare import prepare
+from meshwright.data.request import ChatRequest
+from meshwright.data.source import open_data
+from meshwright.spec.errors import BadInput, Damaged
+from meshwright.spec.job import DataSpec
+from tests.data.chats import (
+    CHATML,
+    CHATS,
+    FORGETTING,
+    TEMPLATES,
+    TOOL_CALL,
+    TOOLS,
+    WITHOUT_HEADER,
+    byte_level,
+    marked,
+    plain,
+    sentence_piece,
+    turns,
+    write_chats,
+    write_tokenizer,
+)
+from tests.data.test_prepare import Killed, contents
+
+RUNNER = CliRunner()
+
+
+def documents(folder: Path) -> list[tuple[list[int], list[bool]]]:
+    """Tokens and mask of every stored document."""
+    stored = []
+    for shard in open_directory(folder).shards:
+        for span in shard.file.document_spans(0, shard.file.tokens):
+            assert shard.mask is not None
+            stored.append(
+                (shard.file.read(span.start, span.stop).tolist(), shard.mask.read(span.start, span.stop).tolist())
+            )
+    return stored
+
+
+def prepared_chats(tmp_path: Path, template: str | None, chats: list[Any], **options: Any) -> Path:
+    tokenizer = options.pop("tokenizer", None)
+    folder = write_tokenizer(tmp_path / "model", template, tokenizer)
+    roles = options.pop("roles", ("assistant",))
+    file = write_chats(tmp_path / "chats.jsonl", chats)
+    options = {"on_bad": "refuse", "chat": ChatRequest(roles), **options}
+    prepare([str(file)], str(folder), tmp_path / "out", **options)
+    return tmp_path / "out"
+
+
+def judged(folder: Path, template: str, messages: Any, tools: Any = None) -> tuple[list[int], list[bool]]:
+    """Tokens and mask by transformers, for a template with generation blocks."""
+    from transformers import PreTrainedTokenizerFast
+
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    theirs: Any = PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), bos_token=config["bos_token"], eos_token=config["eos_token"]
+    )
+    answer = theirs.apply_chat_template(
+        messages, tools=tools, chat_template=template, return_dict=True, return_assistant_tokens_mask=True
+    )
+    return answer["input_ids"], [bool(bit) for bit in answer["assistant_masks"]]
+
+
+@pytest.mark.parametrize("form", [plain, marked])
+@pytest.mark.parametrize("name", list(TEMPLATES))
+def test_tokens_and_mask_are_those_of_transformers(tmp_path: Path, name: str, form: Any) -> None:
+    template = TEMPLATES[name]
+    stored = documents(prepared_chats(tmp_path, form(template), CHATS[:3]))
+    assert stored == [judged(tmp_path / "model", marked(template), chat) for chat in CHATS[:3]]
+    assert all(any(mask) and not all(mask) for _, mask in stored)
+
+
+@pytest.mark.parametrize("form", [plain, marked])
+def test_tokenizers_that_change_the_beginning_of_a_text(tmp_path: Path, form: Any) -> None:
+    template, chats = TEMPLATES["instruct"], CHATS[:1]
+    stored = documents(prepared_chats(tmp_path, form(template), chats, tokenizer=sentence_piece()))
+    assert stored == [judged(tmp_path / "model", marked(template), chat) for chat in chats]
+
+
+@pytest.mark.parametrize("form", [plain, marked])
+def test_tools_and_calls_of_them(tmp_path: Path, form: Any) -> None:
+    messages = [
+        {"role": "user", "content": "1 + 2?"},
+        {"role": "assistant", "content": None, "tool_calls": [TOOL_CALL]},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": [{"type": "text", "text": "It is "}, {"type": "text", "text": "3."}]},
+    ]
+    out = prepared_chats(tmp_path, form(CHATML), [{"id": "sum", "messages": messages, "tools": TOOLS}])
+    messages[3]["content"] = "It is 3."
+    assert documents(out) == [judged(tmp_path / "model", marked(CHATML), messages, TOOLS)]
+    text = byte_level().decode(trained_ids(*documents(out)[0]), skip_special_tokens=False)
+    assert text == f"<tool_call>{json.dumps(TOOL_CALL['function'], ensure_ascii=False)}<|im_end|>It is 3.<|im_end|>"
+
+
+def trained_ids(tokens: list[int], mask: list[bool]) -> list[int]:
+    return [token for token, trained in zip(tokens, mask, strict=True) if trained]
+
+
+@pytest.mark.parametrize("form", [plain, marked])
+def test_a_token_across_the_header_is_divided(tmp_path: Path, form: Any) -> None:
+    """As in serving, where the prompt with the header is encoded before the answer."""
+    tokenizer = byte_level(merges_newlines=True)
+    header, answer = "<|im_start|>assistant\n", "\n\nC\n\n<|im_end|>"
+    assert tokenizer.encode(header + answer).ids != tokenizer.encode(header).ids + tokenizer.encode(answer).ids
+    (stored,) = documents(prepared_chats(tmp_path, form(CHATML), CHATS[3:], tokenizer=tokenizer))
+    assert trained_ids(*stored) == tokenizer.encode(answer).ids
+    first = stored[1].index(True)
+    assert stored[0][:first] == tokenizer.encode(f"<|im_start|>user\nA\n\nB<|im_end|>\n{header}").ids
+
+
+@pytest.mark.parametrize("form", [plain, marked])
+def test_other_roles(tmp_path: Path, form: Any) -> None:
+    chat = [{"role": "system", "content": "Be brief."}, *turns("Why?", "So.")]
+    out = prepared_chats(tmp_path, form(CHATML), [chat], roles=("assistant", "user"))
+    text = byte_level().decode(trained_ids(*documents(out)[0]), skip_special_tokens=False)
+    assert text == "Why?<|im_end|>So.<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (FORGETTING, "the text of the first 2 messages is no beginning of the whole text"),
+        (WITHOUT_HEADER, "add_generation_prompt does not add the header"),
+        (CHATML.replace("assistant\n' }}", "assistant\n<think>' }}"), "with the header"),
+    ],
+    ids=["forgets", "no header", "thinks"],
+)
+def test_templates_without_certain_masks_are_refused(tmp_path: Path, template: str, words: str) -> None:
+    chats = [turns("a", "b"), turns("first", "second", "third", "fourth")]
+    with pytest.raises(BadInput) as error:
+        prepared_chats(tmp_path, plain(template), chats, on_bad="skip")
+    assert words in str(error.value) and f"{tmp_path}/chats.jsonl:" in str(error.value)
+    assert not [path for path in contents(tmp_path / "out") if path.endswith(".bin")]
+
+
+def test_a_forgetting_template_is_exact_with_generation_blocks(tmp_path: Path) -> None:
+    chat = turns("first", "second", "third", "fourth")
+    (stored,) = documents(prepared_chats(tmp_path, marked(FORGETTING), [chat]))
+    text = byte_level().decode(trained_ids(*stored), skip_special_tokens=False)
+    assert text == "(older)<|im_end|>fourth<|im_end|>"
+
+
+BAD_LINES = [
+    ("{", "not JSON"),
+    ('{"message": []}', "nearest: 'message'"),
+    ('{"messages": "Hi"}', "messages: expected a list of messages"),
+    ('{"messages": [{"content": "Hi"}]}', "messages[0]: expected an object with a role"),
+    ('{"messages": [{"role": "user", "content": 7}]}', "messages[0].content: expected text"),
+    ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "messages[0].content: expected text"),
+    ('{"messages": [{"role": "user", "content": "Hi"}]}', "nothing to train on: no text of role assistant"),
+    ('{"messages": [{"role": "assistant", "content": "\\ud800"}]}', "half of a surrogate pair"),
+    ('{"messages": [{"role": "user", "content": "refuse"}]}', "refuses the messages: never"),
+    ('{"messages": [{"role": "assistant", "content": "a"}], "tools": {}}', None),
+    ('{"messages": [{"role": "assistant", "content": "a"}], "tools": {"a": 1}}', "tools: expected a list"),
+]
+
+
+def test_bad_lines_are_named_by_file_and_line(tmp_path: Path) -> None:
+    refusing = "{% if messages[0].content == 'refuse' %}{{ raise_exception('never') }}{% endif %}"
+    folder = write_tokenizer(tmp_path / "model", refusing + marked(CHATML))
+    file = write_chats(tmp_path / "chats.jsonl", CHATS)
+    with file.open("a") as lines:
+        lines.writelines(line + "\n" for line, _ in BAD_LINES)
+    expected = [(number, words) for number, (_, words) in enumerate(BAD_LINES, len(CHATS) + 1) if words]
+    result = prepare([str(file)], str(folder), tmp_path / "out", chat=ChatRequest())
+    assert result.manifests["train"].documents == len(CHATS) + 1
+    for bad, (number, words) in zip(result.bad.first, expected, strict=True):
+        assert bad.startswith(f"{file}:{number}: ") and words in bad
+    with pytest.raises(BadInput, match=f"{len(expected)} bad documents"):
+        prepare([str(file)], str(folder), tmp_path / "none", chat=ChatRequest(), on_bad="refuse")
+
+
+def test_what_a_request_cannot_be(tmp_path: Path) -> None:
+    file = str(write_chats(tmp_path / "chats.jsonl", CHATS))
+    folder, bare = write_tokenizer(tmp_path / "model", marked(CHATML)), write_tokenizer(tmp_path / "bare", None)
+    for inputs, tokenizer, chat, words in [
+        ([file], "train:300", ChatRequest(), "chats need the folder of a model"),
+        ([file], str(bare), ChatRequest(), "has no chat template"),
+        ([file], str(folder), ChatRequest(("",)), "expected roles with commas"),
+        ([str(folder / "tokenizer.json")], str(folder), ChatRequest(), "chats are read from .jsonl"),
+        ([file], str(folder), ChatRequest(template=tmp_path / "absent"), "cannot be read"),
+    ]:
+        with pytest.raises(BadInput, match=words):
+            prepare(inputs, tokenizer, tmp_path / "out", chat=chat)
+    prepare([file], str(folder), tmp_path / "out", chat=ChatRequest())
+    with pytest.raises(BadInput, match="train_roles"):
+        prepare([file], str(folder), tmp_path / "out", chat=ChatRequest(("user",)))
+    with pytest.raises(BadInput, match="different command"):
+        prepare([file], str(folder), tmp_path / "out", text_key="messages")
+
+
+def test_a_killed_preparation_continues_to_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, file = write_tokenizer(tmp_path / "model", plain(CHATML)), write_chats(tmp_path / "c.jsonl", CHATS * 10)
+    arguments: dict[str, Any] = {"shard_tokens": 400, "held_out": 0.2, "chat": ChatRequest()}
+    prepare([str(file)], str(folder), tmp_path / "whole", workers=2, **arguments)
+    finish, count = shards.SplitWriter.finish_shard, iter(range(100))
+
+    def killed(self: shards.SplitWriter) -> None:
+        if next(count) == 3:
+            raise Killed
+        finish(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shards.SplitWriter, "finish_shard", killed)
+        with pytest.raises(Killed):
+            prepare([str(file)], str(folder), tmp_path / "killed", workers=1, **arguments)
+    prepare([str(file)], str(folder), tmp_path / "killed", workers=1, **arguments)
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+    assert "train/chat_template.jinja" in contents(tmp_path / "whole")
+    assert prepare([str(file)], str(folder), tmp_path / "whole", **arguments).reused
+
+
+def test_batches_have_targets_where_the_mask_is_set(tmp_path: Path) -> None:
+    out = prepared_chats(tmp_path, marked(CHATML), CHATS * 3, shard_tokens=300)
+    tokens, mask = (np.concatenate(column) for column in zip(*documents(out), strict=True))
+    starts = np.cumsum([0, *(len(document) for document, _ in documents(out))])
+    seq, spec = 40, DataSpec(mix={str(out): 1.0}, document_mask=True)
+    source = open_data(spec, seq_len=seq, seed=1)
+    assert source.windows == (len(tokens) - 1) // seq and source.bytes_per_token is None
+    for index in range(source.windows):
+        batch = source.samples([index])
+        (_, window), *_ = source._locate_samples([index])
+        at = np.arange(window * seq + 1, (window + 1) * seq + 1)
+        expected = np.where(mask[at] & ~np.isin(at, starts), tokens[at], -1)
+        assert batch.targets[0].tolist() == expected.tolist()
+        assert batch.tokens[0].tolist() == tokens[at - 1].tolist()
+    with Loader(source, global_batch=2, data_rank=0, data_ranks=1, micro_batch=2) as loader:
+        micro = next(loader)[0]
+    assert micro.targets is not None and micro.valid_tokens == (micro.targets >= 0).sum() > 0
+
+
+def test_masks_belong_to_the_digest_and_are_verified(tmp_path: Path) -> None:
+    out = prepared_chats(tmp_path, marked(CHATML), CHATS)
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["version"] == 2 and Manifest.read(out).request["chat"]["train_roles"] == ["assistant"]
+    before = open_directory(out).content_digest
+    (shard,) = manifest["shards"]
+    path = out / "shard-00000.mask"
+    content = path.read_bytes()
+    path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    (fault,) = verify(out)
+    assert "shard-00000.mask: expected digest" in fault
+    shard["digest"]["mask"] = "0" * 32
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    assert open_directory(out).content_digest != before
+    path.write_bytes(content[:-1])
+    with pytest.raises(Damaged, match=r"shard-00000.mask: expected \d+ bytes"):
+        open_directory(out)
+    path.unlink()
+    with pytest.raises(Damaged, match=r"shard-00000.mask: expected \d+ bytes .* found no file"):
+        open_directory(out)
+
+
+def test_a_mask_is_read_from_any_token_to_any_other(tmp_path: Path) -> None:
+    mask = np.random.default_rng(0).random(53) < 0.5
+    from meshwright.data.masks import encode_masks, mask_path
+
+    mask_path(tmp_path / "shard").write_bytes(encode_masks([mask[:20], mask[20:21], mask[21:]]))
+    file = MaskFile(tmp_path / "shard", 53)
+    for start in range(54):
+        for stop in range(start, 54):
+            assert file.read(start, stop).tolist() == mask[start:stop].tolist()
+
+
+def test_show_displays_the_mask(tmp_path: Path) -> None:
+    folder, file = write_tokenizer(tmp_path / "model", plain(CHATML)), write_chats(tmp_path / "chats.jsonl", CHATS)
+    command = ["prepare", str(file), "--tokenizer", str(folder), "--chat", "--out", str(tmp_path / "out")]
+    answer = RUNNER.invoke(data_command.app, command)
+    assert answer.exit_code == 0 and "document_mask: true" in answer.output, answer.output
+    show = ["show", str(tmp_path / "out"), "--step", "1", "--seq-len", "20", "--global-batch", "12", "--text"]
+    shown = json.loads(RUNNER.invoke(data_command.app, [*show, "--json"]).output)
+    stored = [(token, bit) for document in documents(tmp_path / "out") for token, bit in zip(*document, strict=True)]
+    tokenizer: Tokenizer = byte_level()
+    source = open_data(DataSpec(mix={str(tmp_path / "out"): 1.0}), seq_len=20, seed=0)
+    for sample in shown["samples"]:
+        ((_, window),) = source._locate_samples([sample["global_index"]])
+        part = stored[window * 20 : window * 20 + 20]
+        in_ranges = {token for start, stop in sample["trained"] for token in range(start, stop)}
+        assert in_ranges == {number for number, (_, bit) in enumerate(part) if bit}
+        for trained in (True, False):
+            words = "".join(piece["text"] for piece in sample["parts"] if piece["trained"] == trained)
+            ids = [token for token, bit in part if bit == trained]
+            if "�" not in sample["text"]:
+                assert words == tokenizer.decode(ids, skip_special_tokens=False)
+    assert any(sample["trained"] for sample in shown["samples"])
+    lines = RUNNER.invoke(data_command.app, show).output
+    assert "tokens are trained on, between « and »" in lines and "<|im_end|>»" in lines
+
+
+def test_chats_and_texts_in_one_mixture(tmp_path: Path) -> None:
+    out, seq = prepared_chats(tmp_path, marked(CHATML), CHATS * 2), 16
+    text = tmp_path / "text.txt"
+    text.write_text("A text without any chat. " * 40)
+    prepare([str(text)], str(tmp_path / "model"), tmp_path / "text")
+    source = open_data(DataSpec(mix={str(out): 0.5, str(tmp_path / "text"): 0.5}), seq_len=seq, seed=0)
+    assert source.tokenizer_file == out / "tokenizer.json"
+    shares = {}
+    for index in range(24):
+        name = source.describe(index)["source"]
+        targets = source.samples([index]).targets
+        shares.setdefault(name, []).append(float((targets >= 0).mean()))
+        assert ("trained" in source.describe(index)) == (name == str(out))
+    assert set(shares[str(tmp_path / "text")]) == {1.0} and min(shares[str(out)]) < 1
+    assert IndexedFile(out / "shard-00000").tokens == source.sources[str(out)].tokens
