@@ -77,7 +77,7 @@ def train_step(
         )
 
     callbacks: StepEndCallbacks = {"norm_barrier": measure, "optim": update}
-    loss = engine.executor.play(engine.training, micro_batches, recorder, valid[0].clamp(min=1), callbacks)
+    loss = engine.executor.play(engine.training, micro_batches, recorder, loss_divisor(valid), callbacks)
     routing = engine.executor.rank_model.routing
     norms = _norm_slots(norm, mesh)
     routed = [] if routing is None else [routing.sums.flatten()]
@@ -107,6 +107,11 @@ def _norm_slots(norm: torch.Tensor, mesh: Mesh) -> torch.Tensor:
 def skipping_replicas(norms: torch.Tensor, limit: float) -> torch.Tensor:
     """How many replicas with these gradient norms skip their update, a scalar on the device."""
     return (~norms.isfinite() | (norms > limit)).sum(dtype=norms.dtype)
+
+
+def loss_divisor(valid: torch.Tensor) -> torch.Tensor:
+    """The number of tokens by which a step's losses are divided: those of `count_valid`; 1 if none is trained on."""
+    return valid[0].clamp(min=1)
 
 
 def count_valid(micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor:
