@@ -10,8 +10,9 @@ import torch
 from tests.models.tiny import GPT2, LLAMA, MIXTRAL, QWEN3, SLIDING, built
 from tests.serve.helpers import PROMPTS, record_logits, texts
 
-from meshwright.serve.engine import Engine, EngineOptions
+from meshwright.serve.engine import Engine
 from meshwright.serve.sampling import SamplingOptions
+from meshwright.spec.engine import EngineOptions
 
 pytestmark = pytest.mark.gpu
 SPECS = {"llama": LLAMA, "qwen3": QWEN3, "gpt2": GPT2, "sliding": SLIDING, "mixtral": MIXTRAL}

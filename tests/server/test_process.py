@@ -45,15 +45,15 @@ def ask(url: str, **request: Any) -> Any:
     )
 
 
-def engine_of(process: subprocess.Popen[str]) -> int:
-    """The process id of the server's engine."""
+def engines_of(process: subprocess.Popen[str]) -> list[int]:
+    """The process ids of the engine's ranks."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return next(int(pid) for pid in children if "engine_process" in Path(f"/proc/{pid}/cmdline").read_text())
+    return [int(pid) for pid in children if "engine_process" in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
 def test_sigterm_lets_running_requests_end(folder: Path) -> None:
     with served(folder) as (process, url):
-        engine = engine_of(process)
+        (engine,) = engines_of(process)
         with ask(url, max_tokens=150, stream=True) as stream:
             first = stream.readline()
             process.send_signal(signal.SIGTERM)
@@ -71,7 +71,7 @@ def test_an_engine_that_dies_is_reported(folder: Path) -> None:
     with served(folder) as (process, url):
         with ask(url, max_tokens=2) as answer:
             assert json.load(answer)["usage"]["completion_tokens"] == 2
-        os.kill(engine_of(process), signal.SIGKILL)
+        os.kill(*engines_of(process), signal.SIGKILL)
         deadline, status = time.monotonic() + 20, 200
         while status == 200 and time.monotonic() < deadline:
             try:
@@ -117,3 +117,20 @@ def test_open_addresses_without_a_key_are_refused(folder: Path, options: tuple[s
     command = [sys.executable, "-m", "meshwright", "serve", str(folder), *options]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2 and "_key" in result.stderr
+
+
+@pytest.mark.slow
+def test_tensor_ranks_give_the_texts_of_one_device(folder: Path) -> None:
+    texts = []
+    for options in ((), ("--tensor", "2")):
+        with served(folder, *options) as (process, url):
+            with ask(url, max_tokens=40, temperature=0) as answer:
+                texts.append(json.load(answer)["choices"][0]["text"])
+            if options:
+                os.kill(engines_of(process)[-1], signal.SIGKILL)
+                assert process.wait(30) == EXIT_COMMUNICATION
+                assert "ranks" in process.stderr.read()
+            else:
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(30) == EXIT_DONE
+    assert texts[0] == texts[1]
