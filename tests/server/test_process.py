@@ -17,7 +17,11 @@ from typing import Any
 
 import pytest
 
-from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE
+from meshwright.server.engine_process import load_engine
+from meshwright.server.engine_setup import EngineSetup
+from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, BadInput
+from meshwright.spec.fields import from_plain, to_plain
+from meshwright.spec.serve import ServeSpec
 from tests.server.helpers import SIZES
 
 OPTIONS = [word for key, value in SIZES.items() for word in (f"--{key.replace('_', '-')}", str(value))]
@@ -105,7 +109,6 @@ def test_settings_have_options_of_the_same_names() -> None:
     import inspect
 
     from meshwright.cli.serve import serve
-    from meshwright.spec.serve import ServeSpec
 
     keys = [field.name for field in dataclasses.fields(ServeSpec)]
     assert list(inspect.signature(serve).parameters) == ["model", "config", *keys]
@@ -134,3 +137,22 @@ def test_tensor_ranks_give_the_texts_of_one_device(folder: Path) -> None:
                 process.send_signal(signal.SIGTERM)
                 assert process.wait(30) == EXIT_DONE
     assert texts[0] == texts[1]
+
+
+def test_settings_reach_the_engine(folder: Path) -> None:
+    spec = ServeSpec(**SIZES, kv_cache="fp8", weights="fp8", speculate=3, draft_model=str(folder))
+    setup = EngineSetup(
+        folder=str(folder), tokenizer=None, options=spec.engine, speculate=spec.speculate, draft_model=spec.draft_model
+    )
+    engine = load_engine(from_plain(EngineSetup, json.loads(json.dumps(to_plain(setup)))))
+    assert (engine.options.kv_cache, engine.options.weights) == ("fp8", "fp8")
+    engine.submit([1, 2, 3], new_tokens=20)
+    assert sum(len(update.tokens) for update in engine.run()) == 20
+    proposed, accepted = engine.drafts
+    assert proposed >= 15 and accepted > 0
+
+
+@pytest.mark.parametrize("given", [{"weights": "fp8"}, {"kv_cache": "fp8"}, {"invariant": True}, {"speculate": 2}])
+def test_ranks_exclude_what_is_for_one_device(given: dict[str, Any]) -> None:
+    with pytest.raises(BadInput, match="for one device only; leave out tensor"):
+        ServeSpec(tensor=2, **given)
