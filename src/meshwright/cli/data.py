@@ -22,6 +22,22 @@ JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on stdout and everything else on stderr.")
 ]
 
+ChatOption = Annotated[
+    bool,
+    typer.Option(
+        "--chat",
+        help="Records are chats: a list of messages, and `tools` if there are any. The chat template of the tokenizer's "
+        "folder makes their text; only what --train-roles write is trained on.",
+    ),
+]
+TemplateOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="With --chat: template in place of the folder's.")
+]
+RolesOption = Annotated[
+    str | None,
+    typer.Option(metavar="ROLES", help="With --chat: roles to train on, with commas between; assistant by default."),
+]
+
 
 class OnBad(StrEnum):
     """What to do with a document that cannot be used."""
@@ -64,23 +80,9 @@ def prepare_command(
             "messages, `messages` by default.",
         ),
     ] = None,
-    chat: Annotated[
-        bool,
-        typer.Option(
-            "--chat",
-            help="Records are chats: a list of messages, and `tools` if there are any. The chat template of the "
-            "tokenizer's folder makes their text; only what --train-roles write is trained on.",
-        ),
-    ] = False,
-    chat_template: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="With --chat: template in place of the folder's.")
-    ] = None,
-    train_roles: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ROLES", help="With --chat: roles to train on, with commas between; assistant by default."
-        ),
-    ] = None,
+    chat: ChatOption = False,
+    chat_template: TemplateOption = None,
+    train_roles: RolesOption = None,
     on_bad: Annotated[
         OnBad,
         typer.Option(
