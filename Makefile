@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CLIENTS := .venv-clients
+INTEROP := .venv-interop
 # Of ten thousand installed files a few thousand are imported: these are compiled then.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 export OMP_NUM_THREADS ?= 1
@@ -15,7 +16,7 @@ TOGETHER := -n 3 --dist loadgroup --no-loadscope-reorder
 ALONE := tests/distributed/test_cross_node_bytes.py tests/training/test_wire_count.py
 
 .NOTPARALLEL:
-.PHONY: quickstart test test-all test-crash test-faults test-soak test-storage test-clients lint docs examples features bench-plan bench-own bench-search published-layouts keep-plans fit-costs fit-own clean
+.PHONY: quickstart test test-all test-crash test-faults test-soak test-storage test-clients test-interop lint docs examples features bench-plan bench-own bench-search published-layouts keep-plans fit-costs fit-own clean
 
 quickstart: $(VENV)/.installed
 	@$(BIN)/meshwright quickstart --fresh
@@ -49,6 +50,15 @@ test-clients: $(VENV)/.installed-test $(CLIENTS)/.installed
 $(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/constraints.txt
 	$(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --requirement $< --constraint $(word 2,$^)
+	@touch $@
+
+# The oldest transformers that must load our folders; torch and all others are the project's.
+test-interop: $(VENV)/.installed-test $(INTEROP)/.installed
+	HF_HUB_OFFLINE=1 PYTHONPATH=$(INTEROP) $(BIN)/python -m tests.interop.check
+
+$(INTEROP)/.installed: tests/interop/requirements.txt
+	@rm -rf $(INTEROP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --target $(INTEROP) --requirement $<
 	@touch $@
 
 lint: $(VENV)/.installed-test

@@ -62,7 +62,6 @@ NOT_RUN = {
         "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m meshwright profile --out cluster.json",
     ),
     ("docs/how-to/measure-a-machine.md", "meshwright profile --from-run runs/quickstart --out here.json"),
-    ("docs/how-to/chat.md", "meshwright serve my-chat-model"),
     ("docs/reference/serve.md", "meshwright serve runs/quickstart"),
     (
         "docs/reference/serve.md",
