@@ -161,8 +161,8 @@ def test_heads_and_lengths_follow_when_left_out() -> None:
 
 @pytest.mark.usefixtures("here")
 def test_number_notations() -> None:
-    run = run_of("model: llama-nano", "train.learning_rate=3e-4", "train.epsilon=1e-8", "train.clip_norm=2")
-    assert (run.train.learning_rate, run.train.epsilon, run.train.clip_norm) == (3e-4, 1e-8, 2.0)
+    run = run_of("model: llama-nano", "train.learning_rate=3e-4", "train.optimizer.epsilon=1e-8", "train.clip_norm=2")
+    assert (run.train.learning_rate, run.train.optimizer.epsilon, run.train.clip_norm) == (3e-4, 1e-8, 2.0)
     assert isinstance(run.train.clip_norm, float)
     assert run_of("model: llama-nano", "train.clip_norm=none").train.clip_norm is None
     assert run_of("model: llama-nano", "train.clip_norm=").train.clip_norm is None
