@@ -183,8 +183,12 @@ def test_another_optimizer_takes_no_keys_of_the_first(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("extends: base.yaml\ntrain: {optimizer: {name: lamb, beta2: 0.5}}\n")
     assert load_run(file).train.optimizer == LambSpec(beta2=0.5)
-    assert load_run(file, ["train.optimizer.momentum=0.5", "train.optimizer.name=sgd"]).train.optimizer == SgdSpec(momentum=0.5)
-    assert load_run(tmp_path / "base.yaml", ["train.optimizer.beta2=0.25"]).train.optimizer == AdamWSpec(beta1=0.5, beta2=0.25, epsilon=1)
+    assert load_run(file, ["train.optimizer.momentum=0.5", "train.optimizer.name=sgd"]).train.optimizer == SgdSpec(
+        momentum=0.5
+    )
+    assert load_run(tmp_path / "base.yaml", ["train.optimizer.beta2=0.25"]).train.optimizer == AdamWSpec(
+        beta1=0.5, beta2=0.25, epsilon=1
+    )
 
 
 def test_a_misspelt_section_is_not_also_missing(tmp_path: Path) -> None:

@@ -103,8 +103,8 @@ def sharded(
 ) -> list[dict[str, Any]]:
     """The same steps as the trainer runs them; `factor` is a deliberate error in the token count."""
     from meshwright.data.loader import MicroBatch
-    from meshwright.optim.optimizer import Optimizer
     from meshwright.optim.clip import clip_factor, gradient_norm
+    from meshwright.optim.optimizer import Optimizer
     from meshwright.optim.shards import local_gradients
     from meshwright.parallel.apply import build_engine
     from meshwright.parallel.mesh import build_mesh

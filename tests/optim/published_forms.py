@@ -21,7 +21,9 @@ def update(
         change = gradient + optimizer.momentum * state["m"] if optimizer.nesterov else state["m"].clone()
         if isinstance(optimizer, MuonSpec):
             for matrix in logical_matrices(parameter, change):
-                matrix.copy_(newton_schulz(matrix, optimizer.iterations) * optimizer.update_rms * max(matrix.shape) ** 0.5)
+                matrix.copy_(
+                    newton_schulz(matrix, optimizer.iterations) * optimizer.update_rms * max(matrix.shape) ** 0.5
+                )
         weight.mul_(1 - rate * decay).sub_(rate * change)
         return
     step = int(state["step"])
@@ -31,7 +33,9 @@ def update(
     change = change / ((state["v"] / (1 - optimizer.beta2**step)).sqrt() + optimizer.epsilon)
     if isinstance(optimizer, LambSpec) and parameter.decay:
         change += decay * weight
-        for matrix, weights in zip(logical_matrices(parameter, change), logical_matrices(parameter, weight), strict=True):
+        for matrix, weights in zip(
+            logical_matrices(parameter, change), logical_matrices(parameter, weight), strict=True
+        ):
             matrix.mul_(torch.linalg.norm(weights) / torch.linalg.norm(matrix))
         weight.sub_(rate * change)
     else:

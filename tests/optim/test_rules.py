@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.models.tiny import LLAMA
+from tests.optim.published_forms import update
 from torch import Tensor
 
 from meshwright.models.decoder import Decoder
@@ -15,11 +16,17 @@ from meshwright.parallel.apply import local_weights
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import parameters
 from meshwright.spec.optimizers import AdamWSpec, LambSpec, MuonSpec, OptimizerSpec, SgdSpec
-from tests.optim.published_forms import update
 
 RATE, DECAY, STEPS = 0.01, 0.1, 3
 TRAIN = TrainSpec(steps=4, global_batch=4, seq_len=8, weight_decay=DECAY)
-OPTIMIZERS: list[OptimizerSpec] = [AdamWSpec(), SgdSpec(), SgdSpec(nesterov=True), LambSpec(), MuonSpec(), MuonSpec(nesterov=False)]
+OPTIMIZERS: list[OptimizerSpec] = [
+    AdamWSpec(),
+    SgdSpec(),
+    SgdSpec(nesterov=True),
+    LambSpec(),
+    MuonSpec(),
+    MuonSpec(nesterov=False),
+]
 
 
 def gradients(model: Decoder, step: int) -> dict[str, Tensor]:

@@ -6,8 +6,8 @@ import torch
 from tests.models.tiny import LLAMA
 
 from meshwright.models.decoder import Decoder
-from meshwright.optim.optimizer import Optimizer
 from meshwright.optim.fused import MOMENTS
+from meshwright.optim.optimizer import Optimizer
 from meshwright.parallel.apply import local_weights
 from meshwright.spec.job import TrainSpec
 

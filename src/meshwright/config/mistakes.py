@@ -119,7 +119,7 @@ def _unknown_key_mistake(cls: type, document: Document, path: KeyPath, meant: Ke
     refused = _refusal(path if cls is RunSpec else ("plan", *path))
     if refused:
         return _mistake(position, path, refused, got)
-    if meant in (None, path):  # `path` itself is a key of another optimizer
+    if meant is None or meant == path:  # `path` itself is a key of another optimizer
         section = section_at(cls, parent, document.get(parent))
         return _mistake(position, path, f"{expected} ({', '.join(hints_of(section) if section else ())})", got)
     if meant[:-1] == parent:

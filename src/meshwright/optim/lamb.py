@@ -69,7 +69,9 @@ class LambRule:
             first_scale, second_scale = (1 / (1 - beta**steps) for beta in betas)
         updates: dict[str, Tensor] = {}
         for index, name in enumerate(names):
-            update = first[index] * first_scale[index].to(dtype)
+            update = torch.mul(
+                first[index], first_scale[index].to(dtype), out=usable[index]
+            )  # it needs no memory of its own
             update /= (second[index] * second_scale[index].to(dtype)).sqrt_().add_(self._coefficients.epsilon)
             updates[name] = update.add_(self._tensors.weights[name], alpha=self._tensors.decays[name])
         return updates
@@ -81,25 +83,23 @@ class LambRule:
         for name in names:
             offsets[name], total = total, total + self._matrix_counts[name]
         squares = torch.zeros(2, total, dtype=torch.float64, device=inputs.skip.device)
-        entries = [
-            (offsets[name] + piece.matrix, piece.of(self._tensors.weights[name]), piece.of(updates[name]), piece.primary)
-            for name in names
-            if name in updates
-            for piece in self._pieces[name]
-        ]
-        counted = [entry for entry in entries if entry[3]]
+        located = [(name, piece) for name in names if name in updates for piece in self._pieces[name]]
+        counted = [(name, piece) for name, piece in located if piece.primary]
         if counted:
-            index = self._on_device(tuple(entry[0] for entry in counted), squares.device)
-            for row, column in enumerate((1, 2)):
-                norms = torch._foreach_norm([entry[column] for entry in counted])
+            index = self._on_device(tuple(offsets[name] + piece.matrix for name, piece in counted), squares.device)
+            for row, tensors in enumerate((self._tensors.weights, updates)):
+                norms = torch._foreach_norm([piece.of(tensors[name]) for name, piece in counted])
                 squares[row].index_add_(0, index, torch.stack(norms).double().square())
         if self._ranks.group is not None and total:
             dist.all_reduce(squares, group=self._ranks.group)
         weight_norm, update_norm = squares.sqrt()
         ratios = torch.where((weight_norm > 0) & (update_norm > 0), weight_norm / update_norm, 1.0)
-        if entries:  # pieces that this rank does not count are scaled too
-            by_matrix = ratios.to(entries[0][2].dtype).unbind()
-            torch._foreach_mul_([entry[2] for entry in entries], [by_matrix[entry[0]] for entry in entries])
+        if located:  # pieces that this rank does not count are scaled too
+            by_matrix = ratios.to(next(iter(updates.values())).dtype).unbind()
+            torch._foreach_mul_(
+                [piece.of(updates[name]) for name, piece in located],
+                [by_matrix[offsets[name] + piece.matrix] for name, piece in located],
+            )
 
     def _on_device(self, index: tuple[int, ...], device: torch.device) -> Tensor:
         """The numbers as a tensor, kept for later steps: a copy to the device would wait for it."""

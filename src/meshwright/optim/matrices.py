@@ -61,7 +61,9 @@ def pieces_of(matrices: Sequence[Box], boxes: Sequence[Box]) -> Iterator[Piece]:
         for box in boxes:
             ranges = [
                 (max(first, other), min(first + size, other + other_size))
-                for first, size, other, other_size in zip(matrix.offsets, matrix.sizes, box.offsets, box.sizes, strict=True)
+                for first, size, other, other_size in zip(
+                    matrix.offsets, matrix.sizes, box.offsets, box.sizes, strict=True
+                )
             ]
             if all(start < stop for start, stop in ranges):
                 shifts = [box.first_row if dim == 0 else 0 for dim in range(len(ranges))]
@@ -70,6 +72,7 @@ def pieces_of(matrices: Sequence[Box], boxes: Sequence[Box]) -> Iterator[Piece]:
                     for (start, stop), offset, shift in zip(ranges, box.offsets, shifts, strict=True)
                 )
                 whole = tuple(
-                    slice(start - offset, stop - offset) for (start, stop), offset in zip(ranges, matrix.offsets, strict=True)
+                    slice(start - offset, stop - offset)
+                    for (start, stop), offset in zip(ranges, matrix.offsets, strict=True)
                 )
                 yield Piece(index, local, whole, box.primary)

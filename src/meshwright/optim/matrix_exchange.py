@@ -70,7 +70,9 @@ class MatrixExchange:
         `function` gets this rank's own matrices. Collective over the ranks that share the parameters.
         """
         device = next(iter(parts.values())).device
-        received = self._all_to_all([[p.piece.of(parts[p.name]) for p in there] for there in self._sent], self._collected, dtype, device)
+        received = self._all_to_all(
+            [[p.piece.of(parts[p.name]) for p in there] for there in self._sent], self._collected, dtype, device
+        )
         wholes = {index: torch.empty(self._matrices[index].sizes, dtype=dtype, device=device) for index in self._owned}
         for located, elements in received:
             target = wholes[located.matrix][located.piece.whole]

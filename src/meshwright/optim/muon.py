@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from meshwright.optim.adamw import AdamWRule
@@ -61,7 +60,10 @@ class MuonRule:
         momenta = self._tensors.of(names, MOMENTUM[0])
         dtype = momenta[0].dtype
         # Every rank takes part in the exchange, also if no token reached its experts.
-        present = [gradients.get(name, momentum.new_zeros(())).expand_as(momentum) for name, momentum in zip(names, momenta, strict=True)]
+        present = [
+            gradients.get(name, momentum.new_zeros(())).expand_as(momentum)
+            for name, momentum in zip(names, momenta, strict=True)
+        ]
         usable = usable_gradients([gradient.contiguous() for gradient in present], inputs, dtype)
         updates = momentum_updates(momenta, usable, self._spec.momentum, inputs, nesterov=self._spec.nesterov)
         parts = dict(zip(names, updates, strict=True))

@@ -166,7 +166,12 @@ class Optimizer:
         states = dict.fromkeys(state for names in self._state_names.values() for state in names)
         return [
             *(self._weight(name) for name in self._weights),
-            *(self._state(state, name) for state in states for name in self._weights if state in self._state_names[name]),
+            *(
+                self._state(state, name)
+                for state in states
+                for name in self._weights
+                if state in self._state_names[name]
+            ),
         ]
 
     def _weight(self, name: str) -> StateParts:

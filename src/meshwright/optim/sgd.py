@@ -15,12 +15,13 @@ from meshwright.spec.optimizers import MOMENTUM
 def momentum_updates(
     momenta: list[Tensor], gradients: list[Tensor], beta: float, inputs: StepInputs, *, nesterov: bool
 ) -> list[Tensor]:
-    """Add the gradients to the momenta, decayed by `beta`; returns the updates in new memory, or in that of the gradients."""
+    """Add the gradients to the momenta, decayed by `beta`; returns the updates, in the memory of the gradients."""
     torch._foreach_mul_(momenta, unless_skipped(beta, 1.0, inputs, momenta[0].dtype))
     torch._foreach_add_(momenta, gradients)
-    if not nesterov:
-        return [momentum.clone() for momentum in momenta]
-    torch._foreach_add_(gradients, momenta, alpha=beta)
+    if nesterov:
+        torch._foreach_add_(gradients, momenta, alpha=beta)
+    else:
+        torch._foreach_copy_(gradients, momenta)
     return gradients
 
 

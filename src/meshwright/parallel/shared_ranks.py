@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.layout import Box, Division, Layout, Part, local_boxes
@@ -19,7 +19,7 @@ def ranks_of_stage(mesh: Mesh, spec: ModelSpec) -> SharedRanks:
     ranks = mesh.layout.group_of(mesh.rank, *STAGE_AXES)
     divisions = [rank_division(mesh.layout, rank) for rank in ranks]
 
-    @lru_cache(maxsize=None)
+    @cache
     def boxes(parameter: ParameterSpec) -> list[tuple[Box, ...]]:
         return [local_boxes(spec, parameter, division, parts[parameter.expert]) for division, *parts in divisions]
 

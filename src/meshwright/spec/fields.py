@@ -1,8 +1,8 @@
 """Conversion of frozen dataclasses to and from plain data, shared by files, ranks and checkpoints.
 
 A spec class is a frozen dataclass whose fields are int, float, str, bool, None, Literal, tuples, dicts, unions with
-None, other spec classes, and unions of spec classes that differ in the Literal of their field `name`. The string below a field is its documentation; `Annotated[int, Bound(...)]` limits a
-number.
+None, other spec classes, and unions of spec classes that differ in the Literal of their field `name`. The string below
+a field is its documentation; `Annotated[int, Bound(...)]` limits a number.
 """
 
 from __future__ import annotations

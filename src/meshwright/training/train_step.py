@@ -15,8 +15,8 @@ import torch
 
 from meshwright.data.loader import MicroBatch
 from meshwright.events.span import Recorder
-from meshwright.optim.optimizer import Optimizer
 from meshwright.optim.clip import clip_factor, gradient_norm
+from meshwright.optim.optimizer import Optimizer
 from meshwright.optim.shards import local_gradients
 from meshwright.parallel.apply import Engine
 from meshwright.parallel.executor import StepEndCallbacks
