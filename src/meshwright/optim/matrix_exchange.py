@@ -30,11 +30,15 @@ class Located:
 
 
 def assign_owners(costs: Sequence[float], loads: list[float]) -> list[int]:
-    """The rank of each matrix: the largest first, each to the rank with the least work. Adds the work to `loads` by rank."""
-    owners = [0] * len(costs)
+    """The rank of each matrix: the largest first, each to the rank with the least work, of several to that with the least load.
+
+    `loads` is the work of each rank in earlier bundles; the work of this one is added.
+    """
+    owners, work = [0] * len(costs), [0.0] * len(loads)
     for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
-        owners[index] = min(range(len(loads)), key=lambda rank: loads[rank])
-        loads[owners[index]] += costs[index]
+        owners[index] = min(range(len(loads)), key=lambda rank: (work[rank], loads[rank]))
+        work[owners[index]] += costs[index]
+    loads[:] = [load + own for load, own in zip(loads, work, strict=True)]
     return owners
 
 

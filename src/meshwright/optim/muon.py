@@ -19,14 +19,14 @@ from meshwright.optim.newton_schulz import compute_dtype, orthogonalise
 from meshwright.optim.rule import RuleTensors, subtract_updates, usable_gradients
 from meshwright.optim.sgd import momentum_updates
 from meshwright.spec.model import ParameterSpec
-from meshwright.spec.optimizers import MOMENTUM, MuonSpec, uses_muon
+from meshwright.spec.optimizers import MOMENTUM, MuonSpec, newton_schulz_flops, uses_muon
 from meshwright.state.shared_ranks import SharedRanks
 
 
 class MuonRule:
     """The update of all parameters. Collective: the ranks of a stage update the same groups in the same order.
 
-    Matrices are exchanged in bundles of whole blocks, with at least one matrix for each rank, so that all ranks have work.
+    Matrices are exchanged in bundles of whole blocks that have similar work for all ranks.
     """
 
     collective = True
@@ -78,16 +78,17 @@ class MuonRule:
         ]
 
 
-def bundles_of_blocks(parameters: Sequence[ParameterSpec], least: int) -> list[list[ParameterSpec]]:
-    """Parameters of consecutive blocks together, with at least `least` matrices where there are as many."""
+def bundles_of_blocks(parameters: Sequence[ParameterSpec], ranks: int) -> list[list[ParameterSpec]]:
+    """Parameters of consecutive blocks together, so that each bundle has work for `ranks` ranks as long as its largest matrix's."""
     bundles: list[list[ParameterSpec]] = []
-    count, block = least, ""
+    work, largest, block = 0.0, 0.0, ""
     for parameter in parameters:
         its_block = ".".join(parameter.name.split(".")[:2])
-        if its_block != block and count >= least:
+        if its_block != block and work >= ranks * largest:
             bundles.append([])
-            count = 0
+            work = largest = 0.0
         block = its_block
         bundles[-1].append(parameter)
-        count += len(matrices_of(parameter))
+        costs = [newton_schulz_flops(matrix.sizes[-2:], 1) for matrix in matrices_of(parameter)]
+        work, largest = work + sum(costs), max(largest, *costs)
     return bundles
