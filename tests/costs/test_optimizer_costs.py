@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.costs.test_offload_costs import K, MACHINE, ON_DEVICE
 
 from meshwright.config.load import load_run
 from meshwright.costs.optimizer_costs import matrix_seconds, update_seconds
@@ -14,6 +13,7 @@ from meshwright.spec.chips import CHIPS
 from meshwright.spec.optimizers import MuonSpec
 from meshwright.spec.plan import BatchPlan, MeshAxis, Plan
 from meshwright.workload.optimizer_work import optimizer_work
+from tests.costs.test_offload_costs import MACHINE, ON_DEVICE, K
 
 
 def test_iterations_are_shared_by_the_ranks_until_each_has_one_matrix() -> None:

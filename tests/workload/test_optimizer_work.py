@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.models.tiny import LLAMA, QWEN3_MOE
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.models.decoder import Decoder
@@ -21,6 +20,7 @@ from meshwright.spec.plan import BatchPlan, MeshAxis, Plan, Precision
 from meshwright.workload.layouts import layout_of
 from meshwright.workload.optimizer_work import optimizer_work
 from meshwright.workload.plan_bytes import fullest_rank_memory
+from tests.models.tiny import LLAMA, QWEN3_MOE
 
 PLAN = Plan(
     mesh=(MeshAxis(axis="shard", size=1),),
