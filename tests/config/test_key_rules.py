@@ -47,6 +47,13 @@ def test_a_chip_may_be_written_in_any_letters() -> None:
             ON_DEVICE.format("lamb"),
             "none",
         ),
+        (
+            ["train.weight_decay_by_name={embed.*: 0, haed.*: 0}"],
+            "train.weight_decay_by_name.haed.*",
+            "a pattern that matches",
+            None,
+        ),
+        (["train.ema_decay=0.9", "plan.offload=both"], "plan.offload", "train.ema_decay averages weights", "none"),
         (["train.warmup_steps=10"], "train.warmup_steps", "fewer than train.steps = 10", "1"),
         (["train.steps=2", "train.warmup_steps=5"], "train.warmup_steps", "fewer than train.steps = 2", "1"),
         (["checkpoint.partner=host", "checkpoint.mode=sync"], "checkpoint.mode", "auto or async", "async"),

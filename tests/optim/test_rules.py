@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -36,12 +37,12 @@ def gradients(model: Decoder, step: int) -> dict[str, Tensor]:
     }
 
 
-def model_and_optimizer(optimizer: OptimizerSpec) -> tuple[Decoder, Optimizer]:
+def model_and_optimizer(optimizer: OptimizerSpec, **other: Any) -> tuple[Decoder, Optimizer]:
     torch.manual_seed(0)
     model = Decoder(LLAMA).double()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
-    return model, Optimizer(model, LLAMA, replace(TRAIN, optimizer=optimizer), local_weights(model))
+    return model, Optimizer(model, LLAMA, replace(TRAIN, optimizer=optimizer, **other), local_weights(model))
 
 
 def step(model: Decoder, optimizer: Optimizer, number: int, norm: float = 1.0) -> None:
@@ -102,3 +103,36 @@ def test_updates_by_groups_equal_one_update_of_all(spec: OptimizerSpec) -> None:
     assert sorted(copies.waited) == sorted(name for name, _ in model.named_parameters())
     for ours, theirs in zip(optimizer.state(), grouped.state(), strict=True):
         assert torch.equal(ours.local, theirs.local), ours.name
+
+
+def test_the_average_follows_the_weights_and_a_skipped_step_leaves_it() -> None:
+    model, optimizer = model_and_optimizer(SgdSpec(), ema_decay=0.9)
+    optimizer.start_average()
+    averages = {parts.name: parts for parts in optimizer.state() if parts.name.startswith("ema.")}
+    expected = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    assert {f"ema.{name}" for name in expected} == averages.keys() <= optimizer.parameter_of_state().keys()
+    for number, norm in enumerate((1.0, float("nan"), 1.0)):
+        step(model, optimizer, number, norm)
+        for name, weight in model.named_parameters():
+            if norm == 1.0:
+                expected[name] = 0.9 * expected[name] + 0.1 * weight.detach()
+            torch.testing.assert_close(averages[f"ema.{name}"].local, expected[name], rtol=1e-12, atol=1e-14)
+
+
+def test_decay_by_name_replaces_the_decay_of_matching_parameters() -> None:
+    """With zero gradients SGD only decays."""
+    patterns = {"*norm*": 0.5, "layers.*.mlp.*": 0.0, "layers.1.mlp.down.weight": 1.0}
+    model, optimizer = model_and_optimizer(SgdSpec(), weight_decay_by_name=patterns)
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    for weight in model.parameters():
+        weight.grad = torch.zeros_like(weight)
+    one = torch.ones((), dtype=torch.float64)
+    optimizer.step(RATE, one, one)
+    decays = {
+        "norm.weight": 0.5,
+        "layers.0.mlp.down.weight": 0.0,
+        "layers.1.mlp.down.weight": 1.0,
+        "embed.weight": DECAY,
+    }
+    for name, decay in decays.items():
+        torch.testing.assert_close(model.get_parameter(name).detach(), before[name] * (1 - RATE * decay))

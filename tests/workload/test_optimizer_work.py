@@ -32,11 +32,13 @@ PLAN = Plan(
 @pytest.mark.parametrize("optimizer", [AdamWSpec(), MuonSpec(), LambSpec(), SgdSpec()], ids=lambda spec: spec.name)
 @pytest.mark.parametrize("model", [LLAMA, replace(QWEN3_MOE, first_dense_layers=0)], ids=["dense", "mixture"])
 def test_state_takes_the_predicted_bytes(model: ModelSpec, optimizer: OptimizerSpec) -> None:
-    train = TrainSpec(steps=1, global_batch=1, seq_len=16, optimizer=optimizer)
+    train = TrainSpec(steps=1, global_batch=1, seq_len=16, optimizer=optimizer, ema_decay=0.9)
     module = Decoder(model)
     state = Optimizer(module, model, train, local_weights(module)).state()
-    allocated = sum(parts.local.nbytes for parts in state if parts.name.startswith("optimizer."))
-    assert fullest_rank_memory(model, train, PLAN, cpu=True)["optimizer"] == allocated
+    predicted = fullest_rank_memory(model, train, PLAN, cpu=True)
+    for entry in ("optimizer", "ema"):
+        assert predicted[entry] == sum(parts.local.nbytes for parts in state if parts.name.startswith(f"{entry}."))
+    assert "ema" not in fullest_rank_memory(model, replace(train, ema_decay=None), PLAN, cpu=True)
 
 
 def test_the_iterations_take_the_predicted_flops() -> None:

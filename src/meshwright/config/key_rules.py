@@ -13,7 +13,7 @@ from typing import Any
 
 from meshwright.config.divisors import divisors, nearest_divisor
 from meshwright.config.format_rules import fp8_products, number_formats, plan_file_formats
-from meshwright.config.offload_rules import offloaded_state, plan_file_offload
+from meshwright.config.optimizer_rules import decay_patterns, offloaded_state, plan_file_offload
 from meshwright.config.run_values import RunValues
 from meshwright.config.yaml_positions import Document, KeyPath, format_value
 from meshwright.spec.chips import CHIPS, chip_from_device_name
@@ -78,6 +78,7 @@ def cross_checks(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
         number_formats,
         fp8_products,
         offloaded_state,
+        decay_patterns,
     )
     return [mistake for rule in rules for mistake in rule(run)]
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from meshwright.optim.adamw import AdamWRule
+from meshwright.optim.average import WeightAverage
 from meshwright.optim.fused import Coefficients, StepInputs, new_count
 from meshwright.optim.host import MASTER, HostAdamW, Release, SpanFactory
 from meshwright.optim.lamb import LambRule
@@ -24,14 +25,22 @@ from meshwright.optim.shards import local
 from meshwright.policies.snapshot_copies import SNAPSHOT_GROUPS
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
-from meshwright.spec.optimizers import AdamWSpec, LambSpec, MuonSpec, OptimizerSpec, SgdSpec, state_names
-from meshwright.state.parts import StateParts, moment_name, weight_name
+from meshwright.spec.optimizers import (
+    AdamWSpec,
+    LambSpec,
+    MuonSpec,
+    OptimizerSpec,
+    SgdSpec,
+    state_names,
+    weight_decay_of,
+)
+from meshwright.state.parts import StateParts, average_name, moment_name, weight_name
 from meshwright.state.shared_ranks import SharedRanks
 from meshwright.state.snapshot import HostState, SnapshotCopies
 
 
 class Optimizer:
-    """Optimizer of a (sharded) model; weight decay applies to the parameters whose specification has `decay`.
+    """Optimizer of a (sharded) model, and the moving average of its weights if the run keeps one (`train.ema_decay`).
 
     `host_offloaded` maps each parameter whose state is in host memory to the function that releases its master weight from the device, or
     to None if the master weight remains on the device; only AdamW takes any. Call `release_master_weights` once the weights have their
@@ -53,7 +62,10 @@ class Optimizer:
         self._parts = {name: pieces.local for name, pieces in weights.items()}
         specs = {parameter.name: parameter for parameter in parameters(spec)}
         self._specs = {name: specs.get(name) or _undecayed(name, part) for name, part in self._parts.items()}
-        self._decays = {name: train.weight_decay if self._specs[name].decay else 0.0 for name in self._parts}
+        self._decays = {
+            name: weight_decay_of(parameter, train.weight_decay, train.weight_decay_by_name)
+            for name, parameter in self._specs.items()
+        }
         self._state_names = {name: state_names(train.optimizer, self._specs[name]) for name in self._parts}
         self._on_device = {name: part for name, part in self._parts.items() if name not in host_offloaded}
         self._states: dict[str, dict[str, torch.Tensor]] = {}
@@ -63,6 +75,7 @@ class Optimizer:
         self._counts = {name: new_count(part.device) for name, part in self._on_device.items()}
         tensors = RuleTensors(self._specs, self._on_device, self._states, self._counts, self._decays)
         self._rule = _rule(train.optimizer, tensors, ranks or SharedRanks.alone())
+        self._ema = WeightAverage(self._parts, train.ema_decay) if train.ema_decay is not None else None
         self._copies: SnapshotCopies | None = None
         self._host: HostAdamW | None = None
         if host_offloaded:
@@ -101,12 +114,22 @@ class Optimizer:
             offloaded = {name: gradient for name, gradient in gradients.items() if name not in self._on_device}
             self._host.step(offloaded, inputs, concurrent_span, copies)
         if copies is None:
-            self._rule.update(list(self._on_device), gradients, inputs)
+            self._update(list(self._on_device), gradients, inputs)
         else:
             for group in copies.groups:
                 copies.wait(group)
-                self._rule.update([name for name in group if name in self._on_device], gradients, inputs)
+                self._update([name for name in group if name in self._on_device], gradients, inputs)
         self.zero_grad()
+
+    def _update(self, names: Sequence[str], gradients: Mapping[str, torch.Tensor], inputs: StepInputs) -> None:
+        self._rule.update(names, gradients, inputs)
+        if self._ema is not None:
+            self._ema.update(names, inputs)
+
+    def start_average(self) -> None:
+        """Set the moving average to the current weights, for a run that begins; a checkpoint has its own."""
+        if self._ema is not None:
+            self._ema.start()
 
     def protect(self, copies: SnapshotCopies) -> None:
         """Make the next step wait for `copies` of the state, group by group, before it updates the parameters of a group."""
@@ -142,7 +165,8 @@ class Optimizer:
     def parameter_of_state(self) -> dict[str, str]:
         """The parameter of each tensor in `state`, by the tensor's name."""
         states = {moment_name(state, name): name for name in self._parts for state in self._state_names[name]}
-        return {weight_name(name): name for name in self._parts} | states
+        averages = {average_name(name): name for name in self._parts} if self._ema is not None else {}
+        return {weight_name(name): name for name in self._parts} | states | averages
 
     def host_state(self) -> HostState | None:
         """The state in host memory as the updates given to the device so far leave it; None where none is kept there."""
@@ -159,10 +183,13 @@ class Optimizer:
             parameter.grad = None
 
     def state(self) -> list[StateParts]:
-        """This rank's pieces of every master weight and state tensor after the last update, as live memory to read or to overwrite.
+        """This rank's pieces of every master weight, state tensor and average after the last update.
+
+        They are live memory, to read or to overwrite.
 
         Waits for the last copies to host memory.
         """
+        averages = self._ema.tensors if self._ema is not None else {}
         states = dict.fromkeys(state for names in self._state_names.values() for state in names)
         return [
             *(self._weight(name) for name in self._weights),
@@ -172,6 +199,7 @@ class Optimizer:
                 for name in self._weights
                 if state in self._state_names[name]
             ),
+            *(replace(self._weights[name], name=average_name(name), local=local) for name, local in averages.items()),
         ]
 
     def _weight(self, name: str) -> StateParts:

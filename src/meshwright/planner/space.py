@@ -277,8 +277,9 @@ def _offloads(run: RunSpec) -> tuple[Offload, ...]:
         return (pinned,)
     if run.cluster.is_cpu:
         return ("none",)
-    # Only AdamW's state is updated in host memory.
-    return get_args(Offload) if isinstance(run.train.optimizer, AdamWSpec) else ("none", "activations")
+    # Only AdamW's state is updated in host memory, and averages need the weights on the device.
+    is_movable = isinstance(run.train.optimizer, AdamWSpec) and run.train.ema_decay is None
+    return get_args(Offload) if is_movable else ("none", "activations")
 
 
 def _pinned_or(pinned: int | None, otherwise: Iterable[int]) -> list[int]:

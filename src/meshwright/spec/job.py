@@ -46,12 +46,16 @@ class TrainSpec:
     """End of the schedule as a fraction of the peak."""
     warmup_steps: NotNegative = 0
     """Steps of linear growth from 0 to the peak."""
-    schedule: Literal["cosine", "linear", "wsd"] = "cosine"
-    """Decay after warm-up; wsd stays at the peak and decays linearly at the end."""
+    schedule: Literal["cosine", "linear", "wsd", "inverse_sqrt"] = "cosine"
+    """Decay after warm-up; wsd stays at the peak and decays linearly at the end. inverse_sqrt falls with the root of the step."""
     decay_fraction: Fraction = 0.2
     """wsd: the last fraction of all steps that decays."""
     weight_decay: Annotated[float, Bound(at_least=0)] = 0.1
     """Decay of matrices, decoupled from the gradient; norms and biases are not decayed."""
+    weight_decay_by_name: dict[str, Annotated[float, Bound(at_least=0)]] = field(default_factory=dict)
+    """Decay of the parameters whose name matches a pattern such as `embed.*`; the last match replaces `weight_decay`."""
+    ema_decay: Annotated[float, Bound(more_than=0, less_than=1)] | None = None
+    """Decay of an exponential moving average of the weights, kept in the stored dtype and in checkpoints; none keeps none."""
     optimizer: AdamWSpec | LambSpec | MuonSpec | SgdSpec = field(default_factory=AdamWSpec)
     """The optimizer, by `name`, and its own keys."""
     clip_norm: Annotated[float, Bound(more_than=0)] | None = 1.0

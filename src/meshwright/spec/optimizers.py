@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
 from meshwright.spec.fields import Bound, Positive
@@ -83,6 +84,14 @@ class SgdSpec:
 
 
 OptimizerSpec = AdamWSpec | LambSpec | MuonSpec | SgdSpec
+
+
+def weight_decay_of(parameter: ParameterSpec, decay: float, by_name: Mapping[str, float]) -> float:
+    """The weight decay of a parameter: that of the last pattern of `by_name` that matches its name, else `decay` if it decays."""
+    default = decay if parameter.decay else 0.0
+    return next(
+        (value for pattern, value in reversed(by_name.items()) if fnmatchcase(parameter.name, pattern)), default
+    )
 
 
 def uses_muon(parameter: ParameterSpec) -> bool:

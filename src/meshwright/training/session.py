@@ -156,6 +156,7 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
     session.resumed_from = resume(session, assignment.resume_at_most)
     if session.resumed_from is None:
         load_initial(engine.weights, run.model, run.model.init)
+        optimizer.start_average()
     optimizer.release_master_weights()
     clock.end("load")
     if world.leads:

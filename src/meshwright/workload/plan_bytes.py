@@ -56,7 +56,7 @@ def formats(
         low=low_share(precision, precision.linear), window=engine == "copy",
         token_window=tensor_engine == "copy" and not cpu, block_states=work.block_states, end_states=work.end_states,
         widens=train.optimizer.name in ("sgd", "lamb"), largest_matrix=work.largest, matrix_elements=work.exchanged,
-        matrices=work.matrices,
+        matrices=work.matrices, average=train.ema_decay is not None,
     )  # fmt: skip
 
 
@@ -65,8 +65,8 @@ def fullest_rank_memory(
 ) -> dict[str, int]:
     """Bytes of the fullest rank by category.
 
-    Categories: weights, gradients, optimizer, gathered, activations, transfers (with a pipeline), logits, framework. `activation_peaks` is
-    as in `memory_by_rank`.
+    Categories: weights, gradients, optimizer, ema (with an average of the weights), gathered, activations, transfers (with a
+    pipeline), logits, framework. `activation_peaks` is as in `memory_by_rank`.
     """
     return fullest(memory_by_rank(model, train, plan, cpu=cpu, activation_peaks=activation_peaks))
 
@@ -111,7 +111,8 @@ def memory_by_rank(
         model=model,
     )  # fmt: skip
     sizes = bytes_by_category(rank_tensors, number_formats)
-    categories = [category for category in CATEGORIES if category != "transfers" or len(table) > 1]
+    left_out = {"transfers": len(table) == 1, "ema": train.ema_decay is None}
+    categories = [category for category in CATEGORIES if not left_out.get(category)]
     return tuple(
         {category: round(float(sizes[category][rank])) for category in categories} for rank in range(len(table))
     )

@@ -24,7 +24,7 @@ from meshwright.workload.buffers import (
 )
 from meshwright.workload.optimizer_work import MUON_BUFFERS
 
-CATEGORIES = ("weights", "gradients", "optimizer", "gathered", "activations", "logits", "transfers", "framework")
+CATEGORIES = ("weights", "gradients", "optimizer", "ema", "gathered", "activations", "logits", "transfers", "framework")
 LOSS_BYTES = 4
 """Bytes of a number in the loss's accumulators (fp32)."""
 
@@ -58,6 +58,8 @@ class Formats:
     """Of the optimizer per parameter of a block: number of state tensors in the stored dtype."""
     end_states: Array = 2.0
     """As `block_states`, of embedding and head."""
+    average: Array = 0
+    """1 if a moving average of the weights is kept."""
     widens: Array = 0
     """1 if the update casts narrower gradients of all parameters at once; AdamW's kernel reads them as they are."""
     largest_matrix: Array = 0.0
@@ -121,7 +123,7 @@ class RankTensors:
 
 
 def bytes_by_category(rank: RankTensors, formats: Formats) -> dict[str, Array]:
-    """Bytes by category of every column at its peak. `transfers` is 0 without a pipeline."""
+    """Bytes by category of every column at its peak. `transfers` is 0 without a pipeline, `ema` without an average."""
     stream = rank.tokens * rank.hidden * formats.compute
     moments = (
         _head_moment(rank, formats, stream),
@@ -143,6 +145,7 @@ def bytes_by_category(rank: RankTensors, formats: Formats) -> dict[str, Array]:
         "weights": rank.owned * (formats.stored * on_device + formats.resident * rank.offloaded_share),
         "gradients": at_peak["gradients"],
         "optimizer": (_states(rank, formats) * on_device + staged_elements) * formats.stored,
+        "ema": rank.owned * formats.stored * formats.average,
         "gathered": at_peak["gathered"],
         "activations": at_peak["activations"],
         "logits": at_peak["logits"],
