@@ -12,7 +12,6 @@ from meshwright.spec.errors import Mistake
 from meshwright.spec.fields import hints_of
 from meshwright.spec.model import ModelSpec, parameters
 
-
 MOST_LAYERS = 10_000
 """Layers up to which patterns are compared with all names."""
 

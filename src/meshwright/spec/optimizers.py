@@ -90,7 +90,7 @@ def weight_decay_of(parameter: ParameterSpec, decay: float, by_name: Mapping[str
     """The weight decay of a parameter: that of the last pattern of `by_name` that matches its name, else `decay` if it decays."""
     default = decay if parameter.decay else 0.0
     return next(
-        (value for pattern, value in reversed(by_name.items()) if fnmatchcase(parameter.name, pattern)), default
+        (value for pattern, value in reversed(list(by_name.items())) if fnmatchcase(parameter.name, pattern)), default
     )
 
 
