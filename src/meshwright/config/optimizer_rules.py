@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from meshwright.config.run_values import RunValues
-from meshwright.config.yaml_positions import Document, KeyPath, format_value
+from meshwright.config.yaml_positions import Document, KeyPath, dotted, format_value
 from meshwright.spec.errors import Mistake
 from meshwright.spec.fields import hints_of
 from meshwright.spec.model import ModelSpec, parameters
@@ -45,7 +45,7 @@ def _expected(run: RunValues) -> str:
 def decay_patterns(run: RunValues) -> Iterator[Mistake]:
     """Patterns of `train.weight_decay_by_name` that match no parameter of the model."""
     path: KeyPath = ("train", "weight_decay_by_name")
-    patterns, model = run(".".join(path)), run("model")
+    patterns, model = run(dotted(path)), run("model")
     if (run("model.layers") or 0) > MOST_LAYERS:
         return
     values = {name: run(f"model.{name}") for name in hints_of(ModelSpec)} if patterns and model else {}
@@ -60,5 +60,5 @@ def decay_patterns(run: RunValues) -> Iterator[Mistake]:
             expected = "a pattern that matches a parameter's name, such as embed.* or layers.*.mlp.*"
             position = run.document.key_position((*path, pattern))
             yield Mistake(
-                position.file, position.line, position.column, ".".join((*path, pattern)), expected, f"'{pattern}'"
+                position.file, position.line, position.column, dotted((*path, pattern)), expected, f"'{pattern}'"
             )
