@@ -48,8 +48,8 @@ def test_a_chip_may_be_written_in_any_letters() -> None:
             "none",
         ),
         (
-            ["train.weight_decay_by_name={embed.*: 0, haed.*: 0}"],
-            "train.weight_decay_by_name.haed.*",
+            ["train.decay_groups=[{names: embed.*, decay: 0}, {names: haed.*, decay: 0}]"],
+            "train.decay_groups.1.names",
             "a pattern that matches",
             None,
         ),

@@ -16,7 +16,7 @@ from meshwright.optim.optimizer import Optimizer
 from meshwright.parallel.apply import local_weights
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import parameters
-from meshwright.spec.optimizers import AdamWSpec, LambSpec, MuonSpec, OptimizerSpec, SgdSpec
+from meshwright.spec.optimizers import AdamWSpec, DecayGroup, LambSpec, MuonSpec, OptimizerSpec, SgdSpec
 
 RATE, DECAY, STEPS = 0.01, 0.1, 3
 TRAIN = TrainSpec(steps=4, global_batch=4, seq_len=8, weight_decay=DECAY)
@@ -122,7 +122,8 @@ def test_the_average_follows_the_weights_and_a_skipped_step_leaves_it() -> None:
 def test_decay_by_name_replaces_the_decay_of_matching_parameters() -> None:
     """With zero gradients SGD only decays."""
     patterns = {"*norm*": 0.5, "layers.*.mlp.*": 0.0, "layers.1.mlp.down.weight": 1.0}
-    model, optimizer = model_and_optimizer(SgdSpec(), weight_decay_by_name=patterns)
+    groups = tuple(DecayGroup(names=names, decay=decay) for names, decay in patterns.items())
+    model, optimizer = model_and_optimizer(SgdSpec(), decay_groups=groups)
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     for weight in model.parameters():
         weight.grad = torch.zeros_like(weight)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
 from meshwright.config.run_values import RunValues
-from meshwright.config.yaml_positions import Document, KeyPath, dotted, format_value
+from meshwright.config.yaml_positions import Document, KeyPath, format_value
 from meshwright.spec.errors import Mistake
-from meshwright.spec.fields import hints_of
+from meshwright.spec.fields import from_plain, hints_of
 from meshwright.spec.model import ModelSpec, parameters
 
 MOST_LAYERS = 10_000
 """Layers up to which patterns are compared with all names."""
+REQUIRED = {field.name for field in dataclasses.fields(ModelSpec) if field.default is dataclasses.MISSING}
 
 
 def offloaded_state(run: RunValues) -> Iterator[Mistake]:
@@ -43,22 +45,15 @@ def _expected(run: RunValues) -> str:
 
 
 def decay_patterns(run: RunValues) -> Iterator[Mistake]:
-    """Patterns of `train.weight_decay_by_name` that match no parameter of the model."""
-    path: KeyPath = ("train", "weight_decay_by_name")
-    patterns, model = run(dotted(path)), run("model")
-    if (run("model.layers") or 0) > MOST_LAYERS:
+    """Patterns of `train.decay_groups` that match no parameter of the model."""
+    groups = run("train.decay_groups")
+    values = {name: run(f"model.{name}") for name in hints_of(ModelSpec)} if groups and run("model") else {}
+    given = {name: value for name, value in values.items() if value is not None}
+    if not given.keys() >= REQUIRED or given["layers"] > MOST_LAYERS:
         return
-    values = {name: run(f"model.{name}") for name in hints_of(ModelSpec)} if patterns and model else {}
-    try:
-        names = [
-            parameter.name for parameter in parameters(ModelSpec(**{k: v for k, v in values.items() if v is not None}))
-        ]
-    except TypeError:  # a dimension is missing, which has a mistake of its own
-        return
-    for pattern in patterns or {}:
-        if not any(fnmatchcase(name, pattern) for name in names):
+    names = [parameter.name for parameter in parameters(from_plain(ModelSpec, given))]
+    for index, group in enumerate(groups):
+        pattern = group.get("names") if isinstance(group, dict) else None
+        if isinstance(pattern, str) and not any(fnmatchcase(name, pattern) for name in names):
             expected = "a pattern that matches a parameter's name, such as embed.* or layers.*.mlp.*"
-            position = run.document.key_position((*path, pattern))
-            yield Mistake(
-                position.file, position.line, position.column, dotted((*path, pattern)), expected, f"'{pattern}'"
-            )
+            yield run.document.mistake(("train", "decay_groups", index, "names"), expected, format_value(pattern))

@@ -63,7 +63,7 @@ class Optimizer:
         specs = {parameter.name: parameter for parameter in parameters(spec)}
         self._specs = {name: specs.get(name) or _undecayed(name, part) for name, part in self._parts.items()}
         self._decays = {
-            name: weight_decay_of(parameter, train.weight_decay, train.weight_decay_by_name)
+            name: weight_decay_of(parameter, train.weight_decay, train.decay_groups)
             for name, parameter in self._specs.items()
         }
         self._state_names = {name: state_names(train.optimizer, self._specs[name]) for name in self._parts}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from meshwright.spec.fields import Bound, NotNegative, Positive
-from meshwright.spec.optimizers import AdamWSpec, LambSpec, MuonSpec, SgdSpec
+from meshwright.spec.optimizers import AdamWSpec, DecayGroup, LambSpec, MuonSpec, SgdSpec
 
 Fraction = Annotated[float, Bound(at_least=0, at_most=1)]
 
@@ -52,8 +52,8 @@ class TrainSpec:
     """wsd: the last fraction of all steps that decays."""
     weight_decay: Annotated[float, Bound(at_least=0)] = 0.1
     """Decay of matrices, decoupled from the gradient; norms and biases are not decayed."""
-    weight_decay_by_name: dict[str, Annotated[float, Bound(at_least=0)]] = field(default_factory=dict)
-    """Decay of the parameters whose name matches a pattern such as `embed.*`; the last match replaces `weight_decay`."""
+    decay_groups: tuple[DecayGroup, ...] = ()
+    """Parameters with another weight decay, by patterns of their names; of several groups the last that matches counts."""
     ema_decay: Annotated[float, Bound(more_than=0, less_than=1)] | None = None
     """Decay of an exponential moving average of the weights, kept in the stored dtype and in checkpoints; none keeps none."""
     optimizer: AdamWSpec | LambSpec | MuonSpec | SgdSpec = field(default_factory=AdamWSpec)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal
@@ -83,15 +83,23 @@ class SgdSpec:
     """Nesterov's form of the momentum."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class DecayGroup:
+    """Parameters with a weight decay of their own."""
+
+    names: str
+    """Pattern of parameter names, such as `embed.*` or `layers.*.mlp.*`."""
+    decay: Annotated[float, Bound(at_least=0)]
+    """Their weight decay, in place of `weight_decay`."""
+
+
 OptimizerSpec = AdamWSpec | LambSpec | MuonSpec | SgdSpec
 
 
-def weight_decay_of(parameter: ParameterSpec, decay: float, by_name: Mapping[str, float]) -> float:
-    """The weight decay of a parameter: that of the last pattern of `by_name` that matches its name, else `decay` if it decays."""
-    default = decay if parameter.decay else 0.0
-    return next(
-        (value for pattern, value in reversed(list(by_name.items())) if fnmatchcase(parameter.name, pattern)), default
-    )
+def weight_decay_of(parameter: ParameterSpec, decay: float, groups: Sequence[DecayGroup]) -> float:
+    """The weight decay of a parameter: that of the last group that matches its name, else `decay` if it decays."""
+    matches = (group.decay for group in reversed(groups) if fnmatchcase(parameter.name, group.names))
+    return next(matches, decay if parameter.decay else 0.0)
 
 
 def uses_muon(parameter: ParameterSpec) -> bool:
