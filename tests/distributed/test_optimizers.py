@@ -23,8 +23,11 @@ from tests.distributed.pool import Pool
 from tests.distributed.test_equality import BATCH, CLIP, GPT, LLAMA, RATE, TRAIN, assemble_whole, batch, compare
 from tests.distributed.test_experts import EVEN, SHARED
 from tests.distributed.test_schedules import Case, named
+from tests.distributed.test_training import merge_tensors, same_bits
+from tests.distributed.test_training import trained as trainer
 from tests.optim.published_forms import update
 from tests.slow import quick_first
+from tests.training.tiny import make_tiny, ranks
 
 STEPS = 3
 MUON, LAMB, SGD = MuonSpec(), LambSpec(), SgdSpec(nesterov=True)
@@ -136,3 +139,20 @@ def test_a_checkpoint_continues_under_another_plan(pool: Pool, tmp_path: Path, o
     truth, folder = one_device(LLAMA, optimizer), str(tmp_path)
     compare(pool.run(trained, 2, LLAMA, before, optimizer, 0, 2, folder), truth[:2], 1e-8)
     compare(pool.run(trained, 4, LLAMA, after, optimizer, 2, 3, folder), truth[2:], 1e-8)
+
+
+@pytest.mark.parametrize("optimizer", quick_first(1, ["muon", "lamb", "sgd"]))
+def test_a_run_with_asynchronous_checkpoints_resumes_bit_for_bit(
+    pool: Pool, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, optimizer: str
+) -> None:
+    """With a moving average of the weights; snapshots of every step are copied beside the next one."""
+    tiny = make_tiny(tmp_path_factory.getbasetemp() / "tiny")
+    options = [
+        *ranks(2), f"train.optimizer.name={optimizer}", "train.ema_decay=0.5", "checkpoint.mode=async", "checkpoint.every=1",
+    ]  # fmt: skip
+    whole = merge_tensors(trainer(pool, tiny, tmp_path / "whole", *options))
+    trainer(pool, tiny, tmp_path / "parts", *options, stop_at=3)
+    resumed = trainer(pool, tiny, tmp_path / "parts", *options)
+    assert [result.began for result in resumed] == [3, 3]
+    assert same_bits(merge_tensors(resumed), whole)
+    assert not torch.equal(whole["ema.embed.weight"], whole["model.embed.weight"])
