@@ -1,4 +1,4 @@
-"""Every optimizer on every axis equals its one-device form in float64, also when a checkpoint continues under another plan.
+"""Every optimizer on every axis equals its one-device form in float64, also from a checkpoint of another plan.
 
 The oracle is a plain decoder with the published forms of the updates (tests/optim/published_forms.py) on whole weights.
 """

@@ -1,4 +1,4 @@
-"""Each optimizer equals its published form, written out here for whole float64 tensors, and a skipped step changes nothing."""
+"""Each optimizer equals its published form on whole float64 tensors, and a skipped step changes nothing."""
 
 from __future__ import annotations
 

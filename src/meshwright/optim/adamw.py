@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov & Hutter 2019) as an update rule: one kernel launch for all parameters of a group and weight decay on CUDA."""
+"""AdamW (Loshchilov & Hutter 2019) as an update rule: one launch per group and weight decay on CUDA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LAMB (You et al. 2020) as an update rule: AdamW's update of a matrix, scaled by the trust ratio norm(weight) / norm(update).
+"""LAMB (You et al. 2020) as an update rule: AdamW's updates times norm(weight) / norm(update) of a matrix.
 
 The norms cover whole matrices: each rank sums the squares of its pieces, and one all-reduce adds them over the ranks of the stage. Fused
 weights have a ratio for each of their matrices, and so has each expert. Parameters without weight decay (norms, biases) have ratio 1.

@@ -30,7 +30,7 @@ class Located:
 
 
 def assign_owners(costs: Sequence[float], loads: list[float]) -> list[int]:
-    """The rank of each matrix: the largest first, each to the rank with the least work, of several to that with the least load.
+    """The rank of each matrix: the largest first, each to the rank with the least work, then the least load.
 
     `loads` is the work of each rank in earlier bundles; the work of this one is added.
     """
@@ -43,7 +43,7 @@ def assign_owners(costs: Sequence[float], loads: list[float]) -> list[int]:
 
 
 class MatrixExchange:
-    """The matrices of some parameters, of which this rank has pieces. `loads` is the work of each rank so far, and is extended."""
+    """The matrices of some parameters, of which ranks have pieces. `loads` is the work of each rank; it is extended."""
 
     def __init__(self, parameters: Sequence[ParameterSpec], ranks: SharedRanks, loads: list[float]) -> None:
         self._ranks = ranks

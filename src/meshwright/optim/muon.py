@@ -1,4 +1,4 @@
-"""Muon (Jordan et al. 2024) as an update rule for the weight matrices of blocks, with the scale of Moonlight (Liu et al. 2025).
+"""Muon (Jordan et al. 2024) as an update rule for matrices of blocks, with the scale of Moonlight (Liu et al. 2025).
 
 The momentum of each matrix is orthogonalised by Newton-Schulz iterations and scaled to the RMS `update_rms`, that of AdamW's updates, so
 both share learning rate and weight decay. Embedding, head, learned positions, routers, norms and biases are updated by AdamW. The momentum
@@ -79,7 +79,7 @@ class MuonRule:
 
 
 def bundles_of_blocks(parameters: Sequence[ParameterSpec], ranks: int) -> list[list[ParameterSpec]]:
-    """Parameters of consecutive blocks together, so that each bundle has work for `ranks` ranks as long as its largest matrix's."""
+    """Parameters of consecutive blocks together, so that each bundle has `ranks` times the work of its largest matrix."""
     bundles: list[list[ParameterSpec]] = []
     work, largest, block = 0.0, 0.0, ""
     for parameter in parameters:
