@@ -44,7 +44,7 @@ def export_checkpoint(source: Path, out: Path, *, dtype: str = "bf16", average: 
     with CheckpointReader(path) as reader:
         config = _config(reader)
         spec = _model(config, path)
-        if average and not reader.names("ema."):
+        if average and not any(reader.names("ema.")):
             raise BadInput(f"{path} has no average of the weights: the run sets no train.ema_decay")
         tokenizer = path.parent.parent / "tokenizer.json"
         tokenizer = tokenizer if path.parent.name == "checkpoints" and tokenizer.is_file() else None
