@@ -172,7 +172,8 @@ def test_a_processor_s_band_is_said_to_be_a_guess_and_no_rank_computes_longer_th
 
 
 def test_failures_are_predicted_and_played_with_formula_and_inputs() -> None:
-    question = ["simulate", *NODE, "cluster.nodes=4", "train.global_batch=128", "cluster.host_mtbf_hours=10"]
+    pins = ["plan.tensor=1", "plan.pipeline=1", "plan.context_ring=1", "plan.context_ulysses=1", "plan.micro_batch=1"]
+    question = ["simulate", *NODE, "cluster.nodes=4", "train.global_batch=128", "cluster.host_mtbf_hours=10", *pins]
     options = ["--failures", "--assume", "restart_seconds=60"]
     result = meshwright(*question, *options, "--json").json["effective_time"]
     assert result["effective"] == pytest.approx(result["simulated"], abs=0.005)
