@@ -132,9 +132,9 @@ EIGHT_RANKS = [
 
 INSIDE, BETWEEN = ("replicate", "shard", "pipeline"), ("replicate", "pipeline", "shard")
 ORDERS = [
-    Case("interleaved", pipeline=2, replicate=2, shard=2, order=BETWEEN),
-    Case("1f1b", pipeline=2, shard=2, order=INSIDE),
     Case("zbv", pipeline=2, replicate=2, order=BETWEEN),
+    Case("1f1b", pipeline=2, shard=2, order=INSIDE),
+    Case("interleaved", pipeline=2, replicate=2, shard=2, order=BETWEEN),
     Case("1f1b", pipeline=2, replicate=2, shard=2, order=("shard", "pipeline", "replicate")),
 ]
 """Axes in other orders on the network: stages inside a node, copies or shards across."""
