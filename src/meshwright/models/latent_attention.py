@@ -47,7 +47,7 @@ class LatentAttention(nn.Module):
         self.kv_up = Linear(spec.kv_rank, spec.heads * (unrotated + spec.value_head_dim), bias=False)
         self.out = Linear(spec.value_width, spec.hidden, bias=False)
         self.score_scale = spec.yarn.score_scale if spec.yarn else 1.0
-        self.attend, self.gather_tokens = attention, nn.Identity()
+        self.attend, self.gather_tokens = attention, lambda tokens: tokens
 
     def forward(self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
         """The attention output for x `(batch, seq, hidden)`."""
