@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +18,10 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.initial_values import initial_values
 from meshwright.models.moe import MixtureOfExperts
 from meshwright.spec.model import ModelSpec, YarnScaling, parameters
-from meshwright.spec.plan import ExpertPlan, MeshAxis, Plan, Precision
+from meshwright.spec.plan import Plan, Precision
 from tests.distributed.drawn import SEQ, draw_case
 from tests.distributed.pool import Pool
-from tests.distributed.test_equality import BATCH, CLIP, LLAMA, RATE, TRAIN, batch, worst
-from tests.distributed.test_equality import plan as plan_of
+from tests.distributed.test_equality import BATCH, CLIP, LLAMA, RATE, TRAIN, batch
 from tests.slow import quick_first
 
 STEPS, BIAS_STEP = 2, 0.05
@@ -34,7 +32,15 @@ V3 = replace(
     expert_groups=4, groups_per_token=2, routing_scale=2.5, yarn=YarnScaling(factor=4.0, original_max_seq_len=8, mscale_all_dim=0.5),
 )  # fmt: skip
 V2 = replace(
-    V3, family="deepseek_v2", router="softmax", layers=8, q_rank=0, normalised_routing=False, tied=True, value_head_dim=6, yarn=None
+    V3,
+    family="deepseek_v2",
+    router="softmax",
+    layers=8,
+    q_rank=0,
+    normalised_routing=False,
+    tied=True,
+    value_head_dim=6,
+    yarn=None,
 )
 SEEDS = [18, 14, 27, 26, 30, 38, 20, 19, 17, 9, 3, 11]
 

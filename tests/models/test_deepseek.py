@@ -62,7 +62,11 @@ def imported(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
 
 def as_ours(name: str, theirs: dict[str, torch.Tensor], queries: str) -> torch.Tensor:
     """The weight or gradient of transformers for our parameter; it stacks experts in memory too."""
-    ends = {"embed.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight", "head.weight": "lm_head.weight"}
+    ends = {
+        "embed.weight": "model.embed_tokens.weight",
+        "norm.weight": "model.norm.weight",
+        "head.weight": "lm_head.weight",
+    }
     if name in ends:
         return theirs[ends[name]]
     _, layer, part = name.split(".", 2)
@@ -83,9 +87,7 @@ def as_ours(name: str, theirs: dict[str, torch.Tensor], queries: str) -> torch.T
 
 
 @pytest.mark.parametrize("name", ["v2", "v2 lite", "v3", "v3 plain"])
-def test_loss_and_every_gradient_equal_transformers(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loss_and_every_gradient_equal_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = their_model(name)
     theirs.save_pretrained(tmp_path)
     ours = imported(tmp_path)
@@ -119,7 +121,9 @@ def test_an_exported_folder_gives_the_same_logits_in_transformers(spec: Any, tmp
     from transformers import AutoModelForCausalLM
 
     ours, tokens = built(spec, dtype=torch.float32), some_tokens(spec, seq=200)
-    export_hf(tmp_path / "out", spec, dict(ours.named_parameters()).__getitem__, tokenizer=None, run_note="", dtype="fp32")
+    export_hf(
+        tmp_path / "out", spec, dict(ours.named_parameters()).__getitem__, tokenizer=None, run_note="", dtype="fp32"
+    )
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
     with torch.no_grad():
         assert (theirs(tokens).logits - ours(tokens)).abs().max() < 1e-4

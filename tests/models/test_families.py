@@ -24,7 +24,19 @@ from meshwright.models.families import (
 from meshwright.spec.errors import BadInput, Damaged
 from meshwright.spec.fields import from_plain
 from meshwright.spec.model import ModelSpec, parameters
-from tests.models.tiny import DEEPSEEK_LITE, DEEPSEEK_V2, DEEPSEEK_V3, GPT2, LLAMA, MIXTRAL, PARALLEL, QWEN3, QWEN3_MOE, SCALED, SLIDING
+from tests.models.tiny import (
+    DEEPSEEK_LITE,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GPT2,
+    LLAMA,
+    MIXTRAL,
+    PARALLEL,
+    QWEN3,
+    QWEN3_MOE,
+    SCALED,
+    SLIDING,
+)
 
 DEEPSEEK = (DEEPSEEK_V2, DEEPSEEK_LITE, DEEPSEEK_V3)
 
@@ -202,7 +214,9 @@ def test_a_family_s_folder_can_hold_a_model_of_the_family(family):
     mixture = name in MIXTURES
     assert mixture == ("experts" not in family.fixed)
     experts = {"experts": 4, "experts_per_token": 2, "expert_hidden": 32} if mixture else {}
-    latent = {"kv_rank": 16, "rope_head_dim": 8, "value_head_dim": 12, "shared_expert_hidden": 32} if name in LATENT else {}
+    latent = (
+        {"kv_rank": 16, "rope_head_dim": 8, "value_head_dim": 12, "shared_expert_hidden": 32} if name in LATENT else {}
+    )
     spec = ModelSpec(family=name, ffn_hidden=256, **sizes, **experts, **latent, **FAMILY_VALUES.get(name, {}))
     assert export_obstacle(spec) is None and spec.tied == family.tied
 

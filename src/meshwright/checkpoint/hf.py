@@ -21,7 +21,15 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from meshwright.durable.writes import publish, sync_file, write_durable
-from meshwright.models.families import FAMILIES, FP8_BLOCK, HFTensor, from_hf_config, hf_tensors, read_json, to_hf_config
+from meshwright.models.families import (
+    FAMILIES,
+    FP8_BLOCK,
+    HFTensor,
+    from_hf_config,
+    hf_tensors,
+    read_json,
+    to_hf_config,
+)
 from meshwright.spec.errors import BadInput, Damaged, OutOfResources, nearest
 from meshwright.spec.fields import from_plain
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameter_count, parameters

@@ -89,7 +89,12 @@ _LEARNING_RATES = {
     "pangu-alpha-200b": 2e-5, "mixtral-8x7b": 3e-4, "qwen3-30b-a3b": 3e-4, "qwen3-235b-a22b": 1.5e-4,
     "deepseek-v2-lite": 4.2e-4, "deepseek-v2": 2.4e-4, "deepseek-v3": 2.2e-4,
 }  # fmt: skip
-_SEQUENCE_LENGTHS = {"gpt2-124m": 1024, "pangu-alpha-200b": 1024, "llama-nano": 256, **dict.fromkeys(("deepseek-v2-lite", "deepseek-v2", "deepseek-v3"), 4096)}
+_SEQUENCE_LENGTHS = {
+    "gpt2-124m": 1024,
+    "pangu-alpha-200b": 1024,
+    "llama-nano": 256,
+    **dict.fromkeys(("deepseek-v2-lite", "deepseek-v2", "deepseek-v3"), 4096),
+}
 
 _TRAINING = {"deepseek-v3": {"balance_loss": 1e-4}}
 

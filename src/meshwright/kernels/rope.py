@@ -18,9 +18,7 @@ RotaryTables = tuple[Tensor, Tensor]
 Scaling = RopeScaling | YarnScaling | None
 
 
-def rotary_tables(
-    positions: Tensor, head_dim: int, theta: float, scaling: Scaling, dtype: torch.dtype
-) -> RotaryTables:
+def rotary_tables(positions: Tensor, head_dim: int, theta: float, scaling: Scaling, dtype: torch.dtype) -> RotaryTables:
     """Cosines and sines, each `(batch or 1, seq, 1, head_dim / 2)`, for positions `(batch, seq)` or `(seq,)`.
 
     Computed and returned in fp32, or fp64 when the model's `dtype` is fp64. In fp32 the operations are
@@ -41,12 +39,14 @@ def rotate(x: Tensor, tables: RotaryTables) -> Tensor:
 
     The products are computed in the dtype of the tables.
     """
-    return _rotated(*x.to(tables[0].dtype).chunk(2, dim=-1), tables).to(x.dtype)
+    first, second = x.to(tables[0].dtype).chunk(2, dim=-1)
+    return _rotated(first, second, tables).to(x.dtype)
 
 
 def rotate_neighbours(x: Tensor, tables: RotaryTables) -> Tensor:
     """As `rotate`, of the pairs (2i, 2i + 1) that DeepSeek's weights produce; the result has pairs (i, i + head_dim / 2)."""
-    return _rotated(*x.to(tables[0].dtype).unflatten(-1, (-1, 2)).unbind(-1), tables).to(x.dtype)
+    first, second = x.to(tables[0].dtype).unflatten(-1, (-1, 2)).unbind(-1)
+    return _rotated(first, second, tables).to(x.dtype)
 
 
 def _rotated(first: Tensor, second: Tensor, tables: RotaryTables) -> Tensor:
@@ -54,9 +54,7 @@ def _rotated(first: Tensor, second: Tensor, tables: RotaryTables) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def _frequencies(
-    head_dim: int, theta: float, scaling: Scaling, dtype: torch.dtype, device: torch.device
-) -> Tensor:
+def _frequencies(head_dim: int, theta: float, scaling: Scaling, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Radians per token of each pair of dimensions, `(head_dim / 2,)`."""
     exponents = torch.arange(0, head_dim, 2, device=device).to(dtype) / head_dim
     frequencies = 1.0 / (theta**exponents)

@@ -47,7 +47,9 @@ def _latent_mistakes(spec: ModelSpec) -> Iterator[str]:
     """What is wrong with the dimensions of multi-head latent attention."""
     others = ("q_rank", "rope_head_dim", "value_head_dim")
     if not spec.kv_rank:
-        yield from (f"{name} is {getattr(spec, name)}: expected 0 without kv_rank" for name in others if getattr(spec, name))
+        yield from (
+            f"{name} is {getattr(spec, name)}: expected 0 without kv_rank" for name in others if getattr(spec, name)
+        )
         return
     if not 0 < spec.rope_head_dim < spec.head_dim or spec.rope_head_dim % 2:
         yield f"rope_head_dim is {spec.rope_head_dim}: expected an even number below head_dim ({spec.head_dim})"

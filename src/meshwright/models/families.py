@@ -23,7 +23,9 @@ from meshwright.spec.errors import BadInput, Damaged, nearest
 from meshwright.spec.fields import from_plain
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (GPT2, LLAMA, MIXTRAL, QWEN3, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3)}
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for family in (GPT2, LLAMA, MIXTRAL, QWEN3, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3)
+}
 FP8_BLOCK = 128
 """Rows and columns of a weight that share a scale in a folder with fp8 weights."""
 DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "float32"}

@@ -13,7 +13,6 @@ from typing import Any
 from meshwright.spec.errors import BadInput, nearest
 from meshwright.spec.model import ModelSpec
 
-
 DEEPSEEK_FIELDS = {
     "kv_rank": 0,
     "q_rank": 0,

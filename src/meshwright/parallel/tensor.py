@@ -5,11 +5,12 @@ product; a module divided by columns reduce-scatters after it. So each rank has 
 inside attention and the feed-forward network (Shoeybi et al. 2019, Korthikanti et al. 2022). The two branches of a parallel block share one
 gather and one scatter (Jiang et al. 2024, MegaScale §3.1).
 
-In latent attention each rank computes the latents of its own tokens. Its heads' projections gather those of queries, and of keys and values,
-which are narrower than the residual stream, and the key's shared part is gathered by itself.
+In latent attention each rank computes the latents of its own tokens. The projections of its heads gather them, as they are narrower than
+the residual stream; the shared part of the keys is gathered by itself.
 
-Some parameters are replicated on several ranks: norms, projections to latents, biases after a reduce-scatter, learned positions, and key/value heads if there are
-fewer heads than ranks. Each rank computes their gradients from its own tokens or heads, and `TensorCopySums` adds them once a step.
+Some parameters are replicated on several ranks: norms, projections to latents, biases after a reduce-scatter, learned positions, and
+key/value heads if there are fewer heads than ranks. Each rank computes their gradients from its own tokens or heads, and `TensorCopySums`
+adds them once a step.
 """
 
 from __future__ import annotations

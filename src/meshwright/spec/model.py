@@ -249,9 +249,7 @@ def _latent_projections(prefix: str, spec: ModelSpec) -> Iterator[ParameterSpec]
     latent = spec.kv_rank + rotated
     if spec.q_rank:
         down = (("q", spec.q_rank), ("kv", latent))
-        yield ParameterSpec(
-            f"{prefix}.down.weight", (spec.q_rank + latent, spec.hidden), "normal", spec.init_std, down
-        )
+        yield ParameterSpec(f"{prefix}.down.weight", (spec.q_rank + latent, spec.hidden), "normal", spec.init_std, down)
         yield _scale(f"{prefix}.q_norm.weight", spec.q_rank)
     else:
         yield _matrix(f"{prefix}.kv_down.weight", latent, spec.hidden, spec.init_std)

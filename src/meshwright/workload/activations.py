@@ -92,9 +92,7 @@ def mean_saved_elements(shape: Shape, recompute: Array, low: Array = 1.0, expert
     # Values are a view of the joined projection, so all of it stays allocated beside the rotated queries and keys.
     # Latent attention joins rotated and other parts to new tensors: of its projections only the unrotated keys beside the values remain.
     latent, unrotated = attention * shape.latent, attention * shape.unrotated
-    rotated = np.where(
-        np.asarray(shape.latent) > 0, unrotated + (1 + low) * latent, shape.rotary * (query + kv / 2)
-    )
+    rotated = np.where(np.asarray(shape.latent) > 0, unrotated + (1 + low) * latent, shape.rotary * (query + kv / 2))
     # Attention saves its output in the compute dtype; the fp8 product after it saves its own copy.
     output = value + np.where(low < 1, low * value, 0.0)
     without_recompute = (

@@ -107,7 +107,9 @@ def _with_latent_attention(model: ModelSpec, shape: Shape) -> Shape:
     unrotated = queries - model.heads * shared
     latent = model.q_rank + model.kv_rank + shared
     attention_params = (
-        model.hidden * (latent + values) + (model.q_rank or model.hidden) * queries + model.kv_rank * (unrotated + values)
+        model.hidden * (latent + values)
+        + (model.q_rank or model.hidden) * queries
+        + model.kv_rank * (unrotated + values)
     )
     return replace(
         shape,
