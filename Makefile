@@ -46,9 +46,9 @@ test-storage: $(VENV)/.installed-storage
 test-clients: $(VENV)/.installed-test $(CLIENTS)/.installed
 	$(BIN)/python -m tests.clients.check $(CLIENTS)/bin
 
-$(CLIENTS)/.installed: tests/clients/requirements.txt
+$(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/constraints.txt
 	$(PYTHON) -m venv $(CLIENTS)
-	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --requirement $<
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --requirement $< --constraint $(word 2,$^)
 	@touch $@
 
 lint: $(VENV)/.installed-test
@@ -107,4 +107,4 @@ $(VENV)/.installed-storage: pyproject.toml constraints.txt
 	@touch $(VENV)/.installed $(VENV)/.installed-test $@
 
 clean:
-	rm -rf $(VENV) build dist .ruff_cache
+	rm -rf $(VENV) $(CLIENTS) build dist .ruff_cache

@@ -175,7 +175,8 @@ def build_engine(options: argparse.Namespace) -> Any:
     """An engine with a preset's model, or a tiny one."""
     from serve_offline import random_model
 
-    from meshwright.serve.engine import Engine, EngineOptions
+    from meshwright.serve.engine import Engine
+    from meshwright.spec.engine import EngineOptions
 
     sizes = EngineOptions(
         sequences=options.sequences, step_tokens=options.step_tokens, context=options.context, prefix_cache=False

@@ -23,7 +23,8 @@ import torch
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.models.decoder import Decoder
 from meshwright.models.initial_values import initialise
-from meshwright.serve.engine import Engine, EngineOptions
+from meshwright.serve.engine import Engine
+from meshwright.spec.engine import EngineOptions
 from meshwright.spec.fields import from_plain
 from meshwright.spec.model import ModelSpec
 

@@ -28,8 +28,9 @@ from torch import Tensor
 from meshwright.checkpoint.single_device import device_and_dtype
 from meshwright.models.decoder import Decoder
 from meshwright.models.initial_values import initialise
-from meshwright.serve.engine import Engine, EngineOptions
+from meshwright.serve.engine import Engine
 from meshwright.serve.sampling import GREEDY
+from meshwright.spec.engine import EngineOptions
 from meshwright.spec.model import ModelSpec
 
 FORMATS: dict[str, dict[str, Any]] = {

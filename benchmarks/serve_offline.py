@@ -27,10 +27,11 @@ from meshwright.config.presets import MODEL_PRESETS
 from meshwright.launch.machine import found_cluster
 from meshwright.models.decoder import Decoder
 from meshwright.parallel.world import World, join
-from meshwright.serve.engine import Engine, EngineOptions
+from meshwright.serve.engine import Engine
 from meshwright.serve.sampling import GREEDY, SamplingOptions
 from meshwright.serve.tensor_group import RankModel, TensorEngine
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.engine import EngineOptions
 from meshwright.spec.fields import from_plain
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.rank_environment import RankEnvironment, started_by_launcher

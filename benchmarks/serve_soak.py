@@ -31,9 +31,10 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.initial_values import initialise
 from meshwright.policies.batch_request import Step
 from meshwright.serve.batch_inputs import Packed
-from meshwright.serve.engine import Engine, EngineOptions
+from meshwright.serve.engine import Engine
 from meshwright.serve.generation import Update
 from meshwright.serve.sampling import GREEDY, SamplingOptions
+from meshwright.spec.engine import EngineOptions
 from meshwright.spec.model import ModelSpec
 
 SPEC = ModelSpec(

@@ -10,9 +10,10 @@ import torch
 
 from meshwright.checkpoint.stored_model import StoredModel
 from meshwright.parallel.world import World
-from meshwright.serve.engine import Engine, EngineOptions
+from meshwright.serve.engine import Engine
 from meshwright.serve.sampling import SamplingOptions
 from meshwright.serve.tensor_group import RankModel, TensorEngine
+from meshwright.spec.engine import EngineOptions
 from meshwright.spec.layout import Part
 from meshwright.spec.model import ModelSpec
 from tests.serve.helpers import PROMPTS, TOKENS, newer, save_run, texts, tiny

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import random
+from pathlib import Path
 
 import pytest
 import torch
 from tests.models.tiny import GPT2, LLAMA, MIXTRAL, QWEN3, SLIDING, built
-from tests.serve.helpers import PROMPTS, record_logits, texts
+from tests.serve.helpers import PROMPTS, newer, record_logits, save_run, texts, tiny
 
-from meshwright.serve.engine import Engine, EngineOptions
+from meshwright.serve.engine import Engine
 from meshwright.serve.sampling import SamplingOptions
+from meshwright.spec.engine import EngineOptions
 
 pytestmark = pytest.mark.gpu
 SPECS = {"llama": LLAMA, "qwen3": QWEN3, "gpt2": GPT2, "sliding": SLIDING, "mixtral": MIXTRAL}
@@ -56,3 +58,14 @@ def test_no_kernel_is_compiled_after_the_engine_is_built(name: str, monkeypatch:
         engine.step()
     list(engine.run())
     assert not compiled
+
+
+def test_graphs_compute_with_newer_weights(tmp_path: Path) -> None:
+    """They read the parameters where they were when the graph was captured."""
+    options = EngineOptions(sequences=4, tokens_per_block=16, cache_blocks=64, context=64)
+    old, new = (make(LLAMA).to("cuda", torch.bfloat16) for make in (tiny, newer))
+    before, after = (texts(Engine(copy.deepcopy(model), options=options)) for model in (old, new))
+    engine = Engine(old, options=options)
+    assert texts(engine) == before != after
+    engine.load_weights(save_run(tmp_path / "run", newer(LLAMA)))
+    assert texts(engine) == after

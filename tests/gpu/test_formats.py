@@ -19,7 +19,8 @@ from meshwright.kernels.fixed_product import FEW_TOKENS, fixed_linear, fp8_linea
 from meshwright.kernels.fp8_products import Fp8Matrix, quantize
 from meshwright.kernels.swiglu import swiglu
 from meshwright.models.decoder import Decoder
-from meshwright.serve.engine import Engine, EngineOptions
+from meshwright.serve.engine import Engine
+from meshwright.spec.engine import EngineOptions
 from meshwright.spec.errors import BadInput
 
 pytestmark = pytest.mark.gpu

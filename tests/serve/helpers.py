@@ -14,7 +14,8 @@ from torch import Tensor
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.config.load import resolved_yaml
 from meshwright.models.decoder import Decoder
-from meshwright.serve.engine import Engine, EngineOptions
+from meshwright.serve.engine import Engine
+from meshwright.spec.engine import EngineOptions
 from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.run import ModelSection, RunSpec

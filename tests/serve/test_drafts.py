@@ -11,10 +11,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 
 from meshwright.models.decoder import Decoder
-from meshwright.serve.drafts import Speculation
-from meshwright.serve.engine import Engine, EngineOptions
+from meshwright.serve.engine import Engine
 from meshwright.serve.generation import Generation, TokenLogprob
 from meshwright.serve.sampling import GREEDY, SamplingOptions
+from meshwright.spec.engine import EngineOptions, Speculation
 from meshwright.spec.errors import BadInput
 from tests.models.tiny import LLAMA, SLIDING
 from tests.serve.helpers import PROMPTS, assert_all_free, engine_of, texts, tiny

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.serve.engine import EngineOptions
 from meshwright.serve.generation import Generation
 from meshwright.serve.sampling import SamplingOptions
+from meshwright.spec.engine import EngineOptions
 from meshwright.spec.errors import BadInput
 from tests.models.tiny import ALL, LLAMA
 from tests.serve.helpers import PROMPTS, TOKENS, assert_all_free, engine_of, greedy, record_logits, texts, tiny

@@ -9,10 +9,10 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
 
-from meshwright.serve.drafts import Speculation
 from meshwright.serve.generation import TokenLogprob
 from meshwright.serve.grammar import Grammar
 from meshwright.serve.sampling import SamplingOptions
+from meshwright.spec.engine import Speculation
 from meshwright.spec.errors import BadInput
 from tests.models.tiny import LLAMA
 from tests.serve.helpers import PROMPTS, engine_of, texts, tiny

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.serve.drafts import Speculation
-from meshwright.serve.engine import Engine, EngineOptions
+from meshwright.serve.engine import Engine
 from meshwright.serve.invariance import InvariantSampler
 from meshwright.serve.sampling import SamplingOptions
+from meshwright.spec.engine import EngineOptions, Speculation
 from meshwright.spec.errors import BadInput
 from tests.models.tiny import ALL, LLAMA
 from tests.serve.helpers import PROMPTS, engine_of, greedy, record_logits, texts, tiny

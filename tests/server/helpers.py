@@ -21,6 +21,7 @@ from meshwright.server.app import api_app
 from meshwright.server.endpoints import Api
 from meshwright.server.engine_client import EngineClient, connect
 from meshwright.server.engine_process import Connection, load_engine, serve_engine
+from meshwright.server.engine_setup import EngineSetup
 from meshwright.server.metrics import ServerMetrics
 from meshwright.server.model_files import read_model_files
 from meshwright.server.run import uvicorn_server
@@ -130,7 +131,7 @@ def running_server(folder: Path, **settings: Any) -> Iterator[RunningServer]:
     """A server for the model in `folder`, at a free port of this machine."""
     spec = ServeSpec(**{**SIZES, "name": NAME, "log_requests": False, **settings})
     files = read_model_files(folder)
-    engine = load_engine(folder, str(files.tokenizer_file), {name: getattr(spec, name) for name in SIZES})
+    engine = load_engine(EngineSetup(folder=str(folder), tokenizer=str(files.tokenizer_file), options=spec.engine))
     ours, theirs = socket.socketpair()
     engine_thread = threading.Thread(target=serve_engine, args=(engine, Connection(theirs)))
     engine_thread.start()

@@ -17,7 +17,11 @@ from typing import Any
 
 import pytest
 
-from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE
+from meshwright.server.engine_process import load_engine
+from meshwright.server.engine_setup import EngineSetup
+from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, BadInput
+from meshwright.spec.fields import from_plain, to_plain
+from meshwright.spec.serve import ServeSpec
 from tests.server.helpers import SIZES
 
 OPTIONS = [word for key, value in SIZES.items() for word in (f"--{key.replace('_', '-')}", str(value))]
@@ -45,15 +49,15 @@ def ask(url: str, **request: Any) -> Any:
     )
 
 
-def engine_of(process: subprocess.Popen[str]) -> int:
-    """The process id of the server's engine."""
+def engines_of(process: subprocess.Popen[str]) -> list[int]:
+    """The process ids of the engine's ranks."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return next(int(pid) for pid in children if "engine_process" in Path(f"/proc/{pid}/cmdline").read_text())
+    return [int(pid) for pid in children if "engine_process" in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
 def test_sigterm_lets_running_requests_end(folder: Path) -> None:
     with served(folder) as (process, url):
-        engine = engine_of(process)
+        (engine,) = engines_of(process)
         with ask(url, max_tokens=150, stream=True) as stream:
             first = stream.readline()
             process.send_signal(signal.SIGTERM)
@@ -71,7 +75,7 @@ def test_an_engine_that_dies_is_reported(folder: Path) -> None:
     with served(folder) as (process, url):
         with ask(url, max_tokens=2) as answer:
             assert json.load(answer)["usage"]["completion_tokens"] == 2
-        os.kill(engine_of(process), signal.SIGKILL)
+        os.kill(*engines_of(process), signal.SIGKILL)
         deadline, status = time.monotonic() + 20, 200
         while status == 200 and time.monotonic() < deadline:
             try:
@@ -105,7 +109,6 @@ def test_settings_have_options_of_the_same_names() -> None:
     import inspect
 
     from meshwright.cli.serve import serve
-    from meshwright.spec.serve import ServeSpec
 
     keys = [field.name for field in dataclasses.fields(ServeSpec)]
     assert list(inspect.signature(serve).parameters) == ["model", "config", *keys]
@@ -117,3 +120,39 @@ def test_open_addresses_without_a_key_are_refused(folder: Path, options: tuple[s
     command = [sys.executable, "-m", "meshwright", "serve", str(folder), *options]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2 and "_key" in result.stderr
+
+
+@pytest.mark.slow
+def test_tensor_ranks_give_the_texts_of_one_device(folder: Path) -> None:
+    texts = []
+    for options in ((), ("--tensor", "2")):
+        with served(folder, *options) as (process, url):
+            with ask(url, max_tokens=40, temperature=0) as answer:
+                texts.append(json.load(answer)["choices"][0]["text"])
+            if options:
+                os.kill(engines_of(process)[-1], signal.SIGKILL)
+                assert process.wait(30) == EXIT_COMMUNICATION
+                assert "ranks" in process.stderr.read()
+            else:
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(30) == EXIT_DONE
+    assert texts[0] == texts[1]
+
+
+def test_settings_reach_the_engine(folder: Path) -> None:
+    spec = ServeSpec(**SIZES, kv_cache="fp8", weights="fp8", speculate=3, draft_model=str(folder))
+    setup = EngineSetup(
+        folder=str(folder), tokenizer=None, options=spec.engine, speculate=spec.speculate, draft_model=spec.draft_model
+    )
+    engine = load_engine(from_plain(EngineSetup, json.loads(json.dumps(to_plain(setup)))))
+    assert (engine.options.kv_cache, engine.options.weights) == ("fp8", "fp8")
+    engine.submit([1, 2, 3], new_tokens=20)
+    assert sum(len(update.tokens) for update in engine.run()) == 20
+    proposed, accepted = engine.drafts
+    assert proposed >= 15 and accepted > 0
+
+
+@pytest.mark.parametrize("given", [{"weights": "fp8"}, {"kv_cache": "fp8"}, {"invariant": True}, {"speculate": 2}])
+def test_ranks_exclude_what_is_for_one_device(given: dict[str, Any]) -> None:
+    with pytest.raises(BadInput, match="for one device only; leave out tensor"):
+        ServeSpec(tensor=2, **given)

@@ -13,14 +13,15 @@ import typer
 
 from meshwright.cli.evaluate import Model
 from meshwright.cli.options import Json, model_folder, say
-from meshwright.cli.spread import PlanFile, answer_of_ranks, ask_ranks, cluster_here, model_in
+from meshwright.cli.spread import PlanFile, answer_of_ranks, ask_ranks, check_split, cluster_here, model_in
 from meshwright.spec.errors import BadInput
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from meshwright.serve.engine import Engine, EngineOptions
+    from meshwright.serve.engine import Engine
     from meshwright.serve.generation import Update
+    from meshwright.spec.engine import EngineOptions
 
 MOST_AT_ONCE = 64
 """Prompts that are continued at the same time."""
@@ -238,8 +239,7 @@ def engine_options(
     prompts: Sequence[Sequence[int]], how: Sampling, formats: Formats = Formats(), drafting: Drafting = Drafting()
 ) -> EngineOptions:
     """Options of an engine for these prompts."""
-    from meshwright.serve.drafts import Speculation
-    from meshwright.serve.engine import EngineOptions
+    from meshwright.spec.engine import EngineOptions, Speculation
 
     longest = max(map(len, prompts)) + how.tokens
     weights, kv_cache = (None if name is None else name.value for name in formats[:2])
@@ -272,11 +272,9 @@ def _continued_by_tensor_ranks(
     """The new tokens after each prompt, by the engine on tensor ranks of this host."""
     from meshwright.cli.generate_rank import TensorJob
     from meshwright.spec.fields import to_plain
-    from meshwright.spec.inference_layout import split_error
 
     model, weights = model_in(folder)
-    if expected := split_error(model, ranks):
-        raise BadInput(f"--tensor: expected {expected}, got {ranks}")
+    check_split(model, ranks)
     cluster = cluster_here(ranks, f"--tensor {ranks}", "expected at most that many")
     job = TensorJob(folder=weights.partition(":")[2], cluster=cluster, prompts=tuple(prompts), **how._asdict())
     return answer_of_ranks("meshwright.cli.generate_rank", to_plain(job), cluster, weights)

@@ -109,6 +109,14 @@ def _check_fit(plan: Plan, model: ModelSpec, file: Path, seq_len: int | None) ->
         )
 
 
+def check_split(model: ModelSpec, ranks: int) -> None:
+    """Raise BadInput if `ranks` tensor ranks cannot divide the layers of a model."""
+    from meshwright.spec.inference_layout import split_error
+
+    if expected := split_error(model, ranks):
+        raise BadInput(f"--tensor: expected {expected}, got {ranks}")
+
+
 def cluster_here(ranks: int, source: str, remedy: str, *, launched: bool = False) -> ClusterSpec:
     """This host as a cluster of `ranks` devices, or the hosts of a launcher.
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from meshwright.config.family_dimensions import DIMENSIONS
 from meshwright.config.presets import MODEL_PRESETS, run_preset
-from meshwright.config.schema import docs_of, expected_text, section_of
+from meshwright.config.schema import expected_text, section_of
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.fields import from_plain, hints_of, to_plain
+from meshwright.spec.fields import docs_of, from_plain, hints_of, to_plain
 from meshwright.spec.model import ModelSpec, parameter_count
 from meshwright.spec.plan import Plan, PlanPins
 from meshwright.spec.run import RunSpec

@@ -20,7 +20,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.config.yaml_positions import KeyPath
-from meshwright.spec.fields import Bound, describe_type, field_docs, hints_of, to_plain
+from meshwright.spec.fields import Bound, describe_type, docs_of, hints_of, to_plain
 from meshwright.spec.run import RunSpec
 
 _ANNOTATED: Any = Annotated  # applied to types made at run time, which a type checker cannot follow
@@ -54,13 +54,6 @@ def pydantic_model(cls: type) -> type[BaseModel]:
     }
     config = ConfigDict(extra="forbid", strict=True)
     return create_model(cls.__name__, __config__=config, __doc__=_first_line(cls), **fields)
-
-
-@cache
-def docs_of(cls: type) -> dict[str, str]:
-    """The documentation of every field, inherited ones included."""
-    bases = [base for base in reversed(cls.__mro__) if dataclasses.is_dataclass(base)]
-    return {name: " ".join(text.split()) for base in bases for name, text in field_docs(base).items()}
 
 
 def section_of(annotation: Any) -> type | None:

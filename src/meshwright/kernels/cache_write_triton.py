@@ -9,9 +9,7 @@ from torch import Tensor
 from meshwright.kernels.rope import RotaryTables
 
 MAX_HEADS = 16
-"""Heads of a token that one program rotates at most."""
-TOKENS = 4
-"""Tokens of a program."""
+"""Heads of a token that one program rotates."""
 
 
 def rotate_write(
@@ -36,7 +34,7 @@ def rotate_write(
     cos, sin = (q, q) if tables is None else tables
     if len(k) == 0:
         return
-    _rotate_write[(triton.cdiv(len(k), TOKENS), query_parts + 2 * key_parts)](
+    _rotate_write[(len(k), query_parts + 2 * key_parts)](
         q,
         k,
         v,
@@ -48,7 +46,6 @@ def rotate_write(
         q if out is None else out,
         k if rotated_keys is None else rotated_keys,
         q if scales is None else scales,
-        len(k),
         q.stride(0),
         k.stride(0),
         v.stride(0),
@@ -60,12 +57,11 @@ def rotate_write(
         HEAD_DIM=head_dim,
         HALF=triton.next_power_of_2(head_dim // 2),
         TILE=tile,
-        TOKENS=TOKENS,
         BLOCK=cache_layer.shape[3],
         ROTARY=tables is not None,
         KEEP_KEYS=rotated_keys is not None,
         SCALED=scales is not None,
-        num_warps=4 if tile * head_dim <= 1024 else 8,
+        num_warps=2 if tile * head_dim <= 1024 else 4,
         enable_fp_fusion=False,  # the trainer rounds both products of a rotation before it adds them
     )
 
@@ -100,24 +96,24 @@ def _store_halves(target, first, second, half: tl.constexpr, used, scale, SCALED
     tl.store(target + half, second.to(target.dtype.element_ty), mask=used)
 
 
-@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["positions", "slots"])
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _rotate_write(
-    q, k, v, cosines, sines, positions, cache, slots, out, rotated_keys, scales, tokens, q_stride, k_stride, v_stride,
+    q, k, v, cosines, sines, positions, cache, slots, out, rotated_keys, scales, q_stride, k_stride, v_stride,
     block_stride, value_stride, head_stride, QUERY_PARTS: tl.constexpr, KEY_PARTS: tl.constexpr, HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr, ROTARY: tl.constexpr, KEEP_KEYS: tl.constexpr, SCALED: tl.constexpr,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    ROTARY: tl.constexpr, KEEP_KEYS: tl.constexpr, SCALED: tl.constexpr,
 ) -> None:  # fmt: skip
-    part, row = tl.program_id(1), tl.arange(0, TOKENS * TILE)[:, None]
-    # The heads of a token lie side by side, so rows of a program are loaded as one run.
-    token, lane = tl.program_id(0).to(tl.int64) * TOKENS + row // TILE, row % TILE
-    present = token < tokens
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     half: tl.constexpr = HEAD_DIM // 2
-    # Lanes behind the half or the last head read some number of it and store nothing.
-    dim = tl.minimum(tl.arange(0, HALF), half - 1)[None, :]
-    inside = (tl.arange(0, HALF) < half)[None, :] & present
+    dim = tl.arange(0, HALF)[None, :]
+    inside = dim < half
+    if half < HALF:
+        # Lanes behind the half read some number of it and store nothing. Otherwise loads stay vectors, which a minimum prevents.
+        dim = tl.minimum(dim, half - 1)
+    lane = tl.arange(0, TILE)[:, None]
     angle = dim.to(tl.int64)
     if ROTARY:
-        angle += tl.load(positions + token, mask=present, other=0).to(tl.int64) * half
+        angle += tl.load(positions + token).to(tl.int64) * half
     if part < QUERY_PARTS:
         query_head = part * TILE + lane
         query_used = inside & (query_head < HEADS)
@@ -127,7 +123,7 @@ def _rotate_write(
     else:
         head = (part - QUERY_PARTS) % KEY_PARTS * TILE + lane
         used = inside & (head < KV_HEADS)
-        slot = tl.load(slots + token, mask=present, other=-1).to(tl.int64)
+        slot = tl.load(slots + token).to(tl.int64)
         target = cache + slot // BLOCK * block_stride + slot % BLOCK * HEAD_DIM + head * head_stride + dim
         scale_index = head
         if part < QUERY_PARTS + KEY_PARTS:

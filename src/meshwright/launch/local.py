@@ -47,7 +47,7 @@ from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import CommunicationFailure, Interrupted
 from meshwright.spec.folders import compiler_cache
 from meshwright.spec.network import network_environment
-from meshwright.spec.rank_environment import stop_signals
+from meshwright.spec.rank_environment import STORE_SOCKET, stop_signals
 
 RUN_VARIABLE = "MESHWRIGHT_RUN"
 """Environment variable of ranks with the folder of their run."""
@@ -427,7 +427,7 @@ def _start(
     try:
         env, passed = env | {CHANNEL: str(writing)}, [writing]
         if rank == 0:
-            env, passed = env | {"MESHWRIGHT_STORE_FD": str(listener.fileno())}, [writing, listener.fileno()]
+            env, passed = env | {STORE_SOCKET: str(listener.fileno())}, [writing, listener.fileno()]
         command = [sys.executable, "-m", module, *arguments]
         with _output(rank, logs) as output:
             process = subprocess.Popen(

@@ -24,10 +24,8 @@ from meshwright.spec.chips import GiB
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput, CommunicationFailure
 from meshwright.spec.network import network_environment
-from meshwright.spec.rank_environment import RankEnvironment
+from meshwright.spec.rank_environment import STORE_SOCKET, RankEnvironment
 
-STORE_SOCKET = "MESHWRIGHT_STORE_FD"
-"""Environment variable with the file descriptor of rank 0's listening socket (local launch only)."""
 STORE_BIND = "MESHWRIGHT_STORE_BIND"
 """Environment variable with the one address on which rank 0's store listens; without it or a socket, on all interfaces."""
 

@@ -6,7 +6,6 @@ Requests with penalties or a grammar get no drafts: their logits depend on all t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -27,26 +26,9 @@ from meshwright.serve.speculation import (
     draft_tokens,
     likeliest_tokens,
 )
+from meshwright.spec.engine import Speculation
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec
-
-
-@dataclass(frozen=True, kw_only=True)
-class Speculation:
-    """Speculative decoding, by prompt lookup or by the engine's draft model. Raises BadInput for sizes below 1."""
-
-    tokens: int = 4
-    """Draft tokens of a request in a step at most."""
-    longest: int = 4
-    """Prompt lookup searches a text for its own last tokens, at most so many."""
-    shortest: int = 2
-    """And at least so many."""
-
-    def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise BadInput(f"speculation: expected at least 1 draft token, got {self.tokens}")
-        if not 1 <= self.shortest <= self.longest:
-            raise BadInput(f"speculation: expected 1 ≤ shortest ≤ longest, got {self.shortest} and {self.longest}")
 
 
 class CheckedStep(NamedTuple):

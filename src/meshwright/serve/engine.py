@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,66 +21,26 @@ from meshwright.models.decoder import Decoder
 from meshwright.policies.batch_request import BatchLimits, CacheGroup, Request, Step
 from meshwright.policies.batching import BatchPolicy
 from meshwright.serve.batch_inputs import PROMPT_UNIT, BatchInputs, Packed
-from meshwright.serve.drafts import Speculation, drafter_for
+from meshwright.serve.drafts import drafter_for
 from meshwright.serve.figures import EngineFigures
-from meshwright.serve.formats import Fp8, assign_parameter, use_formats
+from meshwright.serve.formats import assign_parameter, use_formats
 from meshwright.serve.generation import Generation, Update
-from meshwright.serve.grammar import Grammar, GrammarTokens, unconstrained
+from meshwright.serve.grammar import BadGrammar, GrammarTokens, unconstrained
 from meshwright.serve.invariance import check_invariant, classes_for
 from meshwright.serve.kv_cache import KVCache, fitting_blocks, layer_groups
 from meshwright.serve.model_runner import ModelRunner, graph_sizes
 from meshwright.serve.prompts import check_request, prompt_ids
 from meshwright.serve.readback import LaunchedStep, TokenReadback
 from meshwright.serve.request_rows import RequestRows
-from meshwright.serve.sampling import GREEDY, Sampler, SamplingOptions
+from meshwright.serve.sampling import Sampler, SamplingOptions
+from meshwright.serve.text_request import TextRequest
 from meshwright.serve.warm_up import warm_up
 from meshwright.serve.weights import check_same_model, open_newer
+from meshwright.spec.engine import EngineOptions, Speculation
 from meshwright.spec.errors import BadInput
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """Sizes and switches of an engine."""
-
-    sequences: int = 256
-    """Requests in a batch at most."""
-    step_tokens: int = 8192
-    """Tokens of a step at most, raised to `sequences` if smaller. A longer prompt is computed in chunks."""
-    tokens_per_block: int = 16
-    """Tokens in a block of the cache."""
-    cache_blocks: int | None = None
-    """Blocks in the cache of each group; None takes as many as fit the device."""
-    context: int | None = None
-    """Longest text in tokens, prompt and new tokens together. None, or a value above the model's context, means the model's."""
-    prefix_cache: bool = True
-    """Whether requests share cached blocks of equal prefixes."""
-    overlap: bool | None = None
-    """Whether a step is launched before the tokens of the one before are read; None: on a GPU."""
-    graphs: bool | None = None
-    """Whether steps of decodes only are replayed as CUDA graphs; None: on a GPU."""
-    texts: bool = True
-    """Whether updates have texts and stop strings are found; a caller that decodes the tokens itself needs neither."""
-    weights: Fp8 | None = None
-    """Format of the linear layers' weights (`serve.formats`); None: the model's dtype."""
-    kv_cache: Fp8 | None = None
-    """Format of cached keys and values; None: the model's dtype."""
-    invariant: bool = False
-    """Whether a request's results do not depend on the other requests, bit for bit (`serve.invariance`). Slower."""
-    speculation: Speculation | None = None
-    """Drafts by prompt lookup, or by a draft model; None: no drafts."""
-
-    def __post_init__(self) -> None:
-        for name in ("sequences", "step_tokens", "tokens_per_block", "cache_blocks", "context"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise BadInput(f"{name}: expected at least 1, got {value}")
-
-    @property
-    def most_step_tokens(self) -> int:
-        """`step_tokens`, with room for a decode of each request."""
-        return max(self.step_tokens, self.sequences)
 
 
 class Engine:
@@ -181,43 +141,32 @@ class Engine:
         """Requests that have not ended."""
         return len(self._generations)
 
-    def submit(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        new_tokens: int,
-        sampling: SamplingOptions = GREEDY,
-        stop_ids: Collection[int] = (),
-        stop_strings: Sequence[str] = (),
-        priority: int = 0,
-        seconds: float | None = None,
-        samples_of: int | None = None,
-        grammar: Grammar | None = None,
-    ) -> int:
+    def submit(self, prompt: str | Sequence[int], *, new_tokens: int, **options: Any) -> int:
         """Queue a request for at most `new_tokens` tokens after a prompt. Returns its number, which its updates carry.
 
-        It ends with the reason "stop" at a token of `stop_ids` or where the text has one of `stop_strings`, with "length" after
-        `new_tokens` or at the end of the context, with "deadline" after `seconds`. `samples_of` names an earlier request with the same
-        prompt, whose cache it shares. With a grammar the text ends at a token of `stop_ids` once the grammar
-        allows one.
-        Raises BadInput for a prompt that the model or the cache cannot hold.
+        `options` are the other fields of `TextRequest`. The text ends with the reason "length" after `new_tokens` or at the end of the
+        context. Raises BadInput for a prompt that the model or the cache cannot hold, and BadGrammar for a grammar.
         """
         ids = prompt_ids(prompt, self._tokenizer)
-        check_request(ids, new_tokens, context=self.context, vocab=self.spec.vocab_size)
-        if stop_strings and (self._tokenizer is None or not self.options.texts):
+        return self._queue(TextRequest(prompt=ids, new_tokens=new_tokens, **options))
+
+    def _queue(self, request: TextRequest) -> int:
+        ids, sampling, grammar = tuple(request.prompt), request.sampling, request.grammar
+        check_request(ids, request.new_tokens, context=self.context, vocab=self.spec.vocab_size)
+        if request.stop_strings and (self._tokenizer is None or not self.options.texts):
             raise BadInput("stop strings need an engine with a tokenizer that gives texts; give stop ids")
         sampling.check_tokens(self.spec.vocab_size)
-        matcher = None if grammar is None else self._grammar_tokens(stop_ids).matcher(grammar)
+        matcher = None if grammar is None else self._grammar_tokens(request.stop_ids).matcher(grammar)
         number, now = self._next_number, self._clock()
         self._policy.add(
             Request(
                 number,
                 ids,
-                min(new_tokens, self.context - len(ids)),
-                priority=priority,
-                deadline=None if seconds is None else now + seconds,
+                min(request.new_tokens, self.context - len(ids)),
+                priority=request.priority,
+                deadline=None if request.seconds is None else now + request.seconds,
                 arrival=now,
-                samples_of=samples_of,
+                samples_of=request.samples_of,
             )
         )
         self._next_number += 1
@@ -225,7 +174,7 @@ class Engine:
         if grammar is None and not sampling.penalises:
             self._drafter.begin(number)
         tokenizer = self._tokenizer if self.options.texts else None
-        self._generations[number] = Generation(sampling, tokenizer, stop_ids, stop_strings, matcher)
+        self._generations[number] = Generation(sampling, tokenizer, request.stop_ids, request.stop_strings, matcher)
         return number
 
     def submit_samples(
@@ -400,7 +349,7 @@ class Engine:
 
     def _grammar_tokens(self, end_tokens: Collection[int]) -> GrammarTokens:
         if self._tokenizer is None:
-            raise BadInput("a grammar needs an engine with a tokenizer")
+            raise BadGrammar("a grammar needs an engine with a tokenizer")
         key = tuple(sorted(end_tokens))
         if key not in self._grammars:
             self._grammars[key] = GrammarTokens(self._tokenizer, vocab=self.spec.vocab_size, end_tokens=key)

@@ -6,8 +6,6 @@ and head keep their dtype.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 
@@ -17,10 +15,9 @@ from meshwright.kernels.linear import Linear
 from meshwright.kernels.row_quantize import quantize_rows, quantize_swiglu
 from meshwright.models.decoder import Attention, Block, Decoder
 from meshwright.models.mlp import GatedMLP
+from meshwright.spec.engine import Fp8
 from meshwright.spec.errors import BadInput
 
-Fp8 = Literal["fp8"]
-"""e4m3: 4 significant bits, up to 448."""
 FP8_CAPABILITY = (8, 9)
 """The first GPUs that multiply fp8: Ada, Hopper."""
 

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 Notation = Literal["json_schema", "regex", "lark"]
 
 
+class BadGrammar(BadInput):
+    """A grammar that cannot be followed: it is wrong, or the engine lacks what it needs."""
+
+
 @dataclass(frozen=True)
 class Grammar:
     """What the new text of a request must match from its first to its last character."""
@@ -41,27 +45,27 @@ class GrammarTokens:
     """The vocabulary of a tokenizer, prepared for grammars; takes about a second for a large one.
 
     `end_tokens` end a text: they are allowed where the grammar may end. `vocab` is the number of logits; tokens beyond the tokenizer's
-    are never allowed. Raises BadInput without the extra `grammar`, an end token, or a tokenizer of bytes.
+    are never allowed. Raises BadGrammar without the extra `grammar`, an end token, or a tokenizer of bytes.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, vocab: int, end_tokens: Sequence[int]) -> None:
         self._library = _llguidance()
         if not end_tokens:
-            raise BadInput("grammar: a text that follows a grammar ends with an end token; give at least one stop id")
+            raise BadGrammar("grammar: a text that follows a grammar ends with an end token; give at least one stop id")
         self.vocab = vocab
         try:
             self._tokens = self._library.LLTokenizer(tokenizer.to_str(), n_vocab=vocab, eos_token=list(end_tokens))
         except ValueError as error:
-            raise BadInput(f"grammar: this tokenizer cannot be used: {_first_line(str(error))}") from None
+            raise BadGrammar(f"grammar: this tokenizer cannot be used: {_first_line(str(error))}") from None
 
     def matcher(self, grammar: Grammar) -> GrammarMatcher:
-        """A matcher at the beginning of a text. Raises BadInput for a grammar that is wrong."""
+        """A matcher at the beginning of a text. Raises BadGrammar for a grammar that is wrong."""
         if grammar.notation == "json_schema":
             _check_json(grammar.text)
         compiled = getattr(self._library.LLMatcher, f"grammar_from_{grammar.notation}")(grammar.text)
         matcher = self._library.LLMatcher(self._tokens, compiled, log_level=0)
         if matcher.is_error():
-            raise BadInput(f"grammar: this {grammar.notation} cannot be used: {_first_line(matcher.get_error())}")
+            raise BadGrammar(f"grammar: this {grammar.notation} cannot be used: {_first_line(matcher.get_error())}")
         return GrammarMatcher(matcher, self.vocab)
 
 
@@ -106,14 +110,14 @@ def _check_json(text: str) -> None:
     try:
         json.loads(text)
     except json.JSONDecodeError as error:
-        raise BadInput(f"grammar: the schema is not JSON: {error}") from None
+        raise BadGrammar(f"grammar: the schema is not JSON: {error}") from None
 
 
 def _llguidance() -> Any:
     try:
         return importlib.import_module("llguidance")
     except ImportError:
-        raise BadInput("grammar: needs the extra `grammar`: pip install 'meshwright[grammar]'") from None
+        raise BadGrammar("grammar: needs the extra `grammar`: pip install 'meshwright[grammar]'") from None
 
 
 def _first_line(message: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from meshwright.spec.errors import BadInput
 
@@ -73,6 +74,13 @@ class SamplingOptions:
             raise BadInput(f"logit_bias: expected at most {MOST_BIASES} tokens, got {len(self.logit_bias)}")
         for token, bias in self.logit_bias.items():
             _check_range(f"logit_bias of token {token}", bias, *_BIAS_RANGE)
+
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Any]) -> SamplingOptions:
+        """Options from values of JSON, whose keys are texts."""
+        fields = dict(values)
+        biases = {int(token): bias for token, bias in fields.pop("logit_bias", {}).items()}
+        return cls(**fields, logit_bias=biases)
 
     def check_tokens(self, vocab: int) -> None:
         """Raises BadInput if a bias is for a token that a vocabulary of this size does not have."""

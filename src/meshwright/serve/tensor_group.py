@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,13 +27,12 @@ from meshwright.models.decoder import Decoder
 from meshwright.parallel.tensor_inference import divide_for_inference
 from meshwright.parallel.world import World, world_group
 from meshwright.policies.batch_request import Step
-from meshwright.serve.engine import Engine, EngineOptions, blocks_that_fit
+from meshwright.serve.engine import Engine, blocks_that_fit
 from meshwright.serve.generation import Update
-from meshwright.serve.grammar import Grammar
-from meshwright.serve.prompts import prompt_ids
-from meshwright.serve.sampling import GREEDY, SamplingOptions
 from meshwright.serve.step_messages import StepMessages
+from meshwright.serve.text_request import TextRequest
 from meshwright.serve.weights import check_same_model, open_newer
+from meshwright.spec.engine import EngineOptions
 from meshwright.spec.errors import BadInput, CommunicationFailure, MeshwrightError
 from meshwright.spec.failures import as_meshwright_error
 from meshwright.spec.layout import Part
@@ -104,32 +103,8 @@ class TensorEngine(Engine):
         """Of the tokens of the last step."""
         self._failure: str | None = None
 
-    def submit(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        new_tokens: int,
-        sampling: SamplingOptions = GREEDY,
-        stop_ids: Collection[int] = (),
-        stop_strings: Sequence[str] = (),
-        priority: int = 0,
-        seconds: float | None = None,
-        samples_of: int | None = None,
-        grammar: Grammar | None = None,
-    ) -> int:
-        """Queue a request on all ranks, as `Engine.submit`."""
-        request = {
-            "prompt": prompt_ids(prompt, self._tokenizer),
-            "new_tokens": new_tokens,
-            "sampling": asdict(sampling),
-            "stop_ids": list(stop_ids),
-            "stop_strings": list(stop_strings),
-            "priority": priority,
-            "seconds": seconds,
-            "samples_of": samples_of,
-            "grammar": None if grammar is None else asdict(grammar),
-        }
-        call = {"now": time.monotonic(), "submit": request}
+    def _queue(self, request: TextRequest) -> int:
+        call = {"now": time.monotonic(), "submit": request.to_plain()}
         number = self._apply(call)
         self._calls.append(call)
         return number
@@ -193,14 +168,7 @@ class TensorEngine(Engine):
         if "abort" in call:
             super().abort(call["abort"])
             return call["abort"]
-        request = dict(call["submit"])
-        sampling, grammar = dict(request.pop("sampling")), request.pop("grammar")
-        biases = {int(token): bias for token, bias in sampling.pop("logit_bias").items()}
-        return super().submit(
-            **request,
-            sampling=SamplingOptions(**sampling, logit_bias=biases),
-            grammar=None if grammar is None else Grammar(**grammar),
-        )
+        return super()._queue(TextRequest.from_plain(call["submit"]))
 
     def _compute_step(self) -> list[Update]:
         updates = super().step()

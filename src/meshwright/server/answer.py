@@ -89,7 +89,7 @@ class TextAnswer:
         by_text: dict[int, list[News]] = {}
         for item in news:
             if item.reason == "refused":
-                status = 422 if (item.error or "").startswith("grammar") else 400
+                status = 422 if item.code == "grammar" else 400
                 raise RequestError(status, item.error or "", param="response_format" if status == 422 else None)
             if item.reason == "failed":
                 raise RequestError(503, f"the engine failed: {item.error}", code="engine_failed")

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
-from meshwright.events.parent import PARENT
 from meshwright.serve.figures import EngineFigures
 from meshwright.server.messages import MessageReader, encode
 from meshwright.server.metrics import ServerMetrics
 from meshwright.spec.errors import EXIT_COMMUNICATION, BadInput
-
-BUFFER_BYTES = 4 << 20
-"""Size of the socket's buffers: a step of the engine does not wait for the HTTP process."""
-END_SECONDS = 5.0
-"""Longest time that the engine's process may take to end."""
 
 Reason = Literal["stop", "length", "abort", "deadline", "failed", "refused"]
 
@@ -40,6 +30,8 @@ class News(NamedTuple):
     """Why the text has ended; None while it goes on."""
     error: str | None = None
     """What went wrong, with the reasons "failed" and "refused"."""
+    code: Literal["grammar"] | None = None
+    """What was refused, if it is the grammar."""
     logprobs: Sequence[Any] = ()
     """For each new token its log probability and `[[token, log probability], …]` of the likeliest."""
 
@@ -251,7 +243,7 @@ class EngineClient(asyncio.Protocol):
             reason, error, logprobs = rest
             if reason is not None:
                 self._forget(id, reason)
-            text.subscription.add(News(text.index, tokens, reason, error, logprobs))
+            text.subscription.add(News(text.index, tokens, reason, error, logprobs=logprobs))
         metrics.count_step(new_tokens)
 
     def _take(self, message: dict[str, Any]) -> None:
@@ -262,7 +254,7 @@ class EngineClient(asyncio.Protocol):
             for id in message["refused"]:
                 if (text := self._texts.get(id)) is not None:
                     self._forget(id, "refused")
-                    text.subscription.add(News(text.index, (), "refused", message["error"]))
+                    text.subscription.add(News(text.index, (), "refused", message["error"], message["code"]))
         elif "loaded" in message:
             future = self._loading.pop(message["loaded"])
             if not future.done():
@@ -280,45 +272,6 @@ class EngineClient(asyncio.Protocol):
     def _send(self, message: dict[str, Any]) -> None:
         if self._transport is not None and self.failure is None:
             self._transport.write(encode(message))
-
-
-class EngineProcess:
-    """The engine's process, and the socket to it."""
-
-    def __init__(self, folder: Path, tokenizer: Path | None, options: Mapping[str, Any]) -> None:
-        """Start it; it loads the model in `folder` with the `EngineOptions` `options`."""
-        self._end, theirs = socket.socketpair()
-        for end in (self._end, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "meshwright.server.engine_process", str(theirs.fileno())],
-                env={**os.environ, PARENT: str(os.getpid())},
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is for the HTTP process, which drains
-            )
-        setup = {
-            "folder": str(folder),
-            "tokenizer": None if tokenizer is None else str(tokenizer),
-            "options": dict(options),
-        }
-        self._end.sendall(encode(setup))
-
-    async def connect(self, client: EngineClient) -> None:
-        """Let `client` talk to the process."""
-        await connect(client, self._end)
-
-    def close(self) -> None:
-        """Close the socket, and wait until the process has ended; kill it if that takes long."""
-        with suppress(OSError):  # the process has ended
-            self._end.shutdown(socket.SHUT_RDWR)
-        self._end.close()
-        try:
-            self.process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
 
 
 async def connect(client: EngineClient, end: socket.socket) -> None:

@@ -1,10 +1,11 @@
 """The engine's process: takes requests from the HTTP process and sends their tokens, one message for each step.
 
-The HTTP process starts it with the number of an inherited socket. It ends when that process closes the socket or dies.
+The HTTP process starts it, and further ranks of it if the engine divides the model. It ends when that process closes the socket or dies.
 """
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
 import traceback
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.events.parent import end_with_parent
+from meshwright.server.engine_setup import EngineSetup
 from meshwright.server.messages import MessageReader, encode
 from meshwright.spec.errors import (
     EXIT_INTERNAL,
@@ -22,16 +24,23 @@ from meshwright.spec.errors import (
     MeshwrightError,
 )
 from meshwright.spec.failures import as_meshwright_error
+from meshwright.spec.fields import from_plain
+from meshwright.spec.rank_environment import RankEnvironment
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from meshwright.serve.engine import Engine
     from meshwright.serve.generation import Update
+    from meshwright.spec.engine import EngineOptions
 
 FAILED_STEPS = 3
 """Steps that fail one after the other before the engine is given up."""
 _DEVICE_ERRORS = ("AcceleratorError", "CUDA error")
 """Texts of errors after which a process cannot use its device any more."""
 _RECEIVE_BYTES = 1 << 20
+LOAD_SECONDS = 600
+"""Time that a rank waits for the others to read their weights."""
 
 
 class EngineLost(MeshwrightError):
@@ -97,23 +106,23 @@ class EngineLoop:
             actions[key](value)
 
     def _submit(self, request: dict[str, Any]) -> None:
-        from meshwright.serve.grammar import Grammar
+        from meshwright.serve.grammar import BadGrammar, Grammar
         from meshwright.serve.sampling_options import SamplingOptions
 
-        ids, values = request["ids"], request["sampling"]
+        ids = request["ids"]
         grammar = None if request["grammar"] is None else Grammar(*request["grammar"])
-        biases = {int(token): bias for token, bias in values.pop("logit_bias", {}).items()}
         try:
             numbers = self._engine.submit_samples(
                 request["tokens"],
                 len(ids),
-                sampling=SamplingOptions(**values, logit_bias=biases),
+                sampling=SamplingOptions.from_plain(request["sampling"]),
                 new_tokens=request["new_tokens"],
                 stop_ids=request["stop_ids"],
                 grammar=grammar,
             )
         except BadInput as error:
-            self._connection.send({"refused": ids, "error": str(error)})
+            code = "grammar" if isinstance(error, BadGrammar) else None
+            self._connection.send({"refused": ids, "error": str(error), "code": code})
             return
         self._numbers.update(zip(ids, numbers, strict=True))
         self._ids.update(zip(numbers, ids, strict=True))
@@ -159,15 +168,47 @@ class EngineLoop:
             raise EngineLost(f"{FAILED_STEPS} steps failed one after the other; the last: {failure}")
 
 
-def load_engine(folder: Path, tokenizer_file: str | None, options: dict[str, Any]) -> Engine:
-    """An engine for the model in `folder`, on a GPU if there is one; its updates have no texts."""
+def load_engine(setup: EngineSetup) -> Engine:
+    """An engine on one device, on a GPU if there is one; its updates have no texts."""
+    from meshwright.checkpoint.single_device import device_and_dtype, load_model
+    from meshwright.serve.engine import Engine
+
+    draft = None if setup.draft_model is None else load_model(Path(setup.draft_model), *device_and_dtype())
+    model = load_model(Path(setup.folder), *device_and_dtype())
+    return Engine(model, _tokenizer(setup), _options(setup), draft_model=draft)
+
+
+def serve_on_ranks(setup: EngineSetup, connection: Connection | None) -> None:
+    """Run this rank of an engine on several devices; rank 0 has the connection."""
+    import torch
+
+    from meshwright.parallel.world import join
+    from meshwright.serve.tensor_group import RankModel, TensorEngine
+
+    assert setup.cluster is not None
+    world = join(RankEnvironment.from_environment(), setup.cluster, timeout_seconds=LOAD_SECONDS)
+    dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+    part = RankModel.load(Path(setup.folder), world, dtype)
+    engine = TensorEngine(part, world, _tokenizer(setup), _options(setup))
+    if connection is None:
+        engine.follow()
+    else:
+        serve_engine(engine, connection)
+        engine.close()
+    world.leave()
+
+
+def _tokenizer(setup: EngineSetup) -> Tokenizer | None:
     from tokenizers import Tokenizer
 
-    from meshwright.checkpoint.single_device import device_and_dtype, load_model
-    from meshwright.serve.engine import Engine, EngineOptions
+    return None if setup.tokenizer is None else Tokenizer.from_file(setup.tokenizer)
 
-    tokenizer = None if tokenizer_file is None else Tokenizer.from_file(tokenizer_file)
-    return Engine(load_model(folder, *device_and_dtype()), tokenizer, EngineOptions(**options, texts=False))
+
+def _options(setup: EngineSetup) -> EngineOptions:
+    from meshwright.spec.engine import EngineOptions, Speculation
+
+    speculation = Speculation(tokens=setup.speculate) if setup.speculate else None
+    return EngineOptions(**setup.options, texts=False, speculation=speculation)
 
 
 def serve_engine(engine: Engine, connection: Connection) -> None:
@@ -178,17 +219,18 @@ def serve_engine(engine: Engine, connection: Connection) -> None:
 
 
 def main() -> int:
-    """Run the engine; returns the exit code of docs/reference/exit-codes.md."""
+    """Run the engine, or a rank of it; returns the exit code of docs/reference/exit-codes.md.
+
+    Arguments: the inherited socket, -1 for a rank beside the first, and the `EngineSetup` in JSON.
+    """
     end_with_parent()
-    connection = Connection(socket.socket(fileno=int(sys.argv[1])))
+    descriptor, setup = int(sys.argv[1]), from_plain(EngineSetup, json.loads(sys.argv[2]))
+    connection = None if descriptor < 0 else Connection(socket.socket(fileno=descriptor))
     try:
-        setup: list[dict[str, Any]] = []
-        while not setup:
-            setup = connection.receive(wait=True)
-        serve_engine(
-            load_engine(Path(setup[0]["folder"]), setup[0]["tokenizer"], setup[0]["options"]),
-            connection,
-        )
+        if connection is None or setup.ranks > 1:
+            serve_on_ranks(setup, connection)
+        else:
+            serve_engine(load_engine(setup), connection)
     except EOFError:
         return 0
     except Exception as error:
@@ -196,7 +238,8 @@ def main() -> int:
         if failure.exit_code == EXIT_INTERNAL:
             traceback.print_exc()
         with suppress(OSError):
-            connection.send({"failed": str(failure), "code": failure.exit_code})
+            if connection is not None:
+                connection.send({"failed": str(failure), "code": failure.exit_code})
         return failure.exit_code
     return 0
 

@@ -11,7 +11,7 @@ From the engine:
 
 - `ready`: context, vocabulary and sizes, once the model is loaded
 - `step`: `[id, tokens]` or `[id, tokens, reason, error, logprobs]` for each request with news; `figures` as `EngineFigures`
-- `refused`: ids of requests that could not be queued; `error` is the reason
+- `refused`: ids of requests that could not be queued; `error` is the reason, `code` is "grammar" if the grammar is
 - `loaded`: the answer to `load`; `error` is none if it succeeded
 - `failed`: why the engine cannot continue; `code` is an exit code
 """

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.server.addresses import check_addresses, is_loopback, listening_socket, url_of, with_keys
-from meshwright.server.engine_client import EngineClient, EngineProcess
+from meshwright.server.engine_client import EngineClient
+from meshwright.server.engine_setup import EngineProcess, EngineSetup
 from meshwright.server.follow import follow, newest
 from meshwright.server.metrics import ServerMetrics
 from meshwright.server.model_files import read_model_files, tokenizer_file
+from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput, MeshwrightError
 from meshwright.spec.serve import ServeSpec
 
@@ -30,12 +32,12 @@ if TYPE_CHECKING:
 FAILED_SECONDS = 2.0
 """Time for which /health reports an engine that cannot continue, before the server ends."""
 LARGEST_HEADERS = 64 << 10
-ENGINE_OPTIONS = ("sequences", "step_tokens", "tokens_per_block", "cache_blocks", "context", "prefix_cache")
-"""Keys that are passed to the engine."""
 
 
-def run_server(folder: Path, spec: ServeSpec, say: Callable[[str], None]) -> None:
+def run_server(folder: Path, spec: ServeSpec, say: Callable[[str], None], cluster: ClusterSpec | None = None) -> None:
     """Serve the model in `folder` until SIGTERM or Ctrl-C; `say` receives the address once requests are taken.
+
+    `cluster` is this host, with as many devices as `spec.tensor`; None: the engine runs on one device.
 
     Raises BadInput for wrong settings, and the engine's error if it cannot continue.
     """
@@ -43,7 +45,15 @@ def run_server(folder: Path, spec: ServeSpec, say: Callable[[str], None]) -> Non
     spec = with_keys(spec)
     check_addresses(spec)
     served = newest(folder) if spec.follow else folder
-    process = EngineProcess(served, tokenizer_file(served), {name: getattr(spec, name) for name in ENGINE_OPTIONS})
+    setup = EngineSetup(
+        folder=str(served.absolute()),
+        tokenizer=None if (file := tokenizer_file(served)) is None else str(file),
+        options=spec.engine,
+        speculate=spec.speculate,
+        draft_model=spec.draft_model,
+        cluster=cluster,
+    )
+    process = EngineProcess(setup)
     try:
         from meshwright.server.endpoints import Api  # while the engine's process imports torch
 
@@ -96,9 +106,10 @@ class _Server:
                 asyncio.ensure_future(server.serve(sockets=[end]))
                 for server, end in zip(servers, self._sockets, strict=True)
             ]
-            following = asyncio.ensure_future(self._follow())
+            watching = [asyncio.ensure_future(work) for work in (self._follow(), self._process.watch(self._client))]
             await self._until_stopped()
-            following.cancel()
+            for task in watching:
+                task.cancel()
             await self._drain()
             self._client.abort_all()
             for server in servers:

@@ -146,6 +146,13 @@ def field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
+@cache
+def docs_of(cls: type) -> dict[str, str]:
+    """The documentation of every field, inherited ones included."""
+    bases = [base for base in reversed(cls.__mro__) if dataclasses.is_dataclass(base)]
+    return {name: " ".join(text.split()) for base in bases for name, text in field_docs(base).items()}
+
+
 def describe_type(annotation: Any) -> str:
     """A field's type in words, for help, error messages and the reference; LARGEST_COUNT is not mentioned."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)

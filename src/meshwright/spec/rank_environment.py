@@ -16,6 +16,8 @@ COORDINATOR_VARIABLE = "MESHWRIGHT_COORDINATOR"
 """Environment variable with HOST:PORT of the coordinator of a run on several hosts."""
 HOST_VARIABLE = "MESHWRIGHT_HOST"
 """Environment variable with the name of the machine, for the case that the hostname is not: a pod's is its own."""
+STORE_SOCKET = "MESHWRIGHT_STORE_FD"
+"""Environment variable with the file descriptor of rank 0's listening socket (local launch only)."""
 HIGHEST_NUMBER = 2**31 - 1
 HIGHEST_PORT = 2**16 - 1
 _REMEDY = (

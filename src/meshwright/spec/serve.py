@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, fields
+from typing import Annotated, Any
 
-from meshwright.spec.fields import Bound, Positive
+from meshwright.spec.engine import EngineSettings
+from meshwright.spec.errors import BadInput
+from meshwright.spec.fields import Bound, NotNegative, Positive
 
 Port = Annotated[int, Bound(at_least=0, at_most=65_535)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeSpec:
-    """How a model is served."""
+class HttpSettings:
+    """Addresses, keys and limits of the server."""
 
     host: str = "127.0.0.1"
     """Address to listen at; one that is not loopback needs `api_key`."""
@@ -32,20 +34,8 @@ class ServeSpec:
     """Whether each new checkpoint of a run is served as soon as it is committed."""
     follow_seconds: Annotated[float, Bound(more_than=0)] = 5.0
     """Time between two looks for a new checkpoint."""
-    sequences: Positive = 256
-    """Requests in a batch at most."""
     queue: Positive = 1024
     """Requests that may wait beside those in the batch; more are answered with 429."""
-    step_tokens: Positive = 8192
-    """Tokens of a step at most; a longer prompt is computed in chunks."""
-    tokens_per_block: Positive = 16
-    """Tokens in a block of the cache."""
-    cache_blocks: Positive | None = None
-    """Blocks in the cache; none takes as many as fit the device."""
-    context: Positive | None = None
-    """Longest text in tokens, prompt and new tokens together; none is the model's context."""
-    prefix_cache: bool = True
-    """Whether requests share cached blocks of equal prefixes."""
     max_body_bytes: Positive = 8 << 20
     """Longest body of a request."""
     max_new_tokens: Positive | None = None
@@ -60,3 +50,27 @@ class ServeSpec:
     """Longest time that SIGTERM waits for running requests."""
     log_requests: bool = True
     """Whether each request is logged on stderr: number, path, status, tokens and seconds; never its text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSpec(EngineSettings, HttpSettings):
+    """How a model is served. Raises BadInput for settings that exclude each other."""
+
+    speculate: NotNegative = 0
+    """Draft tokens that a step checks for each text; 0 for none, or 4 with `draft_model`."""
+    draft_model: str | None = None
+    """Folder of a smaller model that proposes the draft tokens; prompt lookup if none."""
+    tensor: Positive = 1
+    """Devices of this host over which the engine divides every layer."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = ("weights", "kv_cache", "invariant", "speculate", "draft_model")
+        given = [name for name in names if getattr(self, name)]
+        if self.tensor > 1 and given:
+            raise BadInput(f"{' and '.join(given)}: for one device only; leave out tensor")
+
+    @property
+    def engine(self) -> dict[str, Any]:
+        """The fields of `EngineSettings`."""
+        return {field.name: getattr(self, field.name) for field in fields(EngineSettings)}

@@ -1,0 +1,180 @@
+"""The template that turns the messages of a chat into text, rendered in a sandbox."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from meshwright.spec.errors import BadInput
+
+TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
+START, END = "\ufdd0", "\ufdd1"
+"""Marks around the text of a generation block: code points that Unicode reserves for internal use."""
+
+
+class TemplateRefusal(Exception):
+    """The template raised an error for these messages."""
+
+
+class ChatTemplate:
+    """A Jinja template with the functions and the `{% generation %}` block that templates of Hugging Face folders use."""
+
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], now: Callable[[], datetime] = datetime.now
+    ) -> None:
+        """`now` is the time that the template can show. Raises BadInput if the source is no template."""
+        self._plain = _compile(source, now, marks=False)
+        self._marked = _compile(source, now, marks=True)
+        self._special_tokens = dict(special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The text of a chat. Raises TemplateRefusal if the template refuses the messages."""
+        return self._render(self._plain, messages, tools, variables, add_generation_prompt)
+
+    def generated_spans(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a chat and the ranges [start, stop) of its characters from the template's generation blocks.
+
+        Raises TemplateRefusal if the template refuses the messages, or does more with a block's text than to write it.
+        """
+        text = self._render(self._plain, messages, tools, None, False)
+        pieces, spans, at, depth, begin = [], [], 0, 0, 0
+        for piece in _split(self._render(self._marked, messages, tools, None, False)):
+            if piece == START:
+                begin = begin if depth else at
+                depth += 1
+            elif piece == END:
+                depth -= 1
+                spans += [(begin, at)] if depth == 0 and at > begin else []
+            else:
+                pieces.append(piece)
+                at += len(piece)
+        if "".join(pieces) != text:
+            raise TemplateRefusal("it changes the text of a generation block, or a message contains U+FDD0 or U+FDD1")
+        return text, spans
+
+    def _render(
+        self,
+        template: Any,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any] | None,
+        add_generation_prompt: bool,
+    ) -> str:
+        values = {
+            **self._special_tokens,
+            **(variables or {}),
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return template.render(values)
+        except Exception as error:  # a template may raise anything on messages that it does not expect
+            raise TemplateRefusal(str(error)) from None
+
+
+def folder_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """The source of a folder's template: its chat_template.jinja, or the default one in `config`, its tokenizer_config.json."""
+    if (folder / TEMPLATE).is_file():
+        return read_text(folder / TEMPLATE)
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several templates by name
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """The tokens that a tokenizer_config.json names, such as `bos_token`: variables of the template."""
+    return {
+        name: text for name in config if name.endswith("_token") and (text := _token_text(config[name])) is not None
+    }
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty without the file. Raises BadInput if it is not JSON."""
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(read_text(file))
+    except ValueError as error:
+        raise BadInput(f"{file}: not JSON: {error}") from None
+    return value if isinstance(value, dict) else {}
+
+
+def read_text(file: Path) -> str:
+    """The text of a file. Raises BadInput if it cannot be read."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"{file}: cannot be read: {error}") from None
+
+
+def _compile(source: str, now: Callable[[], datetime], *, marks: bool) -> Any:
+    import jinja2
+    from jinja2 import nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """The block `{% generation %}`, around what the model writes; it does not change the text."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_block"), [], [], body).set_lineno(line)
+
+        def _block(self, caller: Callable[[], str]) -> str:
+            return f"{START}{caller()}{END}" if marks else caller()
+
+    environment: Any = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda format: now().strftime(format)
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise BadInput(f"the chat template cannot be used: {error}") from None
+
+
+def _split(text: str) -> list[str]:
+    """The text cut before and after each mark."""
+    return re.split(f"([{START}{END}])", text)
+
+
+class _Refused(Exception):
+    """Raised by a template."""
+
+
+def _refuse(message: str) -> NoReturn:
+    raise _Refused(message)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    """JSON without the HTML escapes of Jinja's own filter."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _token_text(value: Any) -> str | None:
+    """The text of a token in tokenizer_config.json, where it is text or an object."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None

@@ -1,0 +1,42 @@
+"""One request for text, as the engine takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from meshwright.serve.grammar import Grammar
+from meshwright.serve.sampling_options import GREEDY, SamplingOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRequest:
+    """A request for at most `new_tokens` tokens after a prompt."""
+
+    prompt: Sequence[int]
+    """Token ids."""
+    new_tokens: int
+    sampling: SamplingOptions = GREEDY
+    stop_ids: Collection[int] = ()
+    """Tokens that end the text, with the reason "stop"."""
+    stop_strings: Sequence[str] = ()
+    """The text ends before the first of these, with the reason "stop"."""
+    priority: int = 0
+    seconds: float | None = None
+    """Time from now after which it ends with the reason "deadline"."""
+    samples_of: int | None = None
+    """Number of an earlier request with the same prompt, whose cache it shares."""
+    grammar: Grammar | None = None
+    """What the text follows; it ends at a token of `stop_ids` once the grammar allows one."""
+
+    def to_plain(self) -> dict[str, Any]:
+        """The request in values of JSON."""
+        return {**asdict(self), "stop_ids": list(self.stop_ids)}
+
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Any]) -> TextRequest:
+        """The request of `to_plain`, also after JSON has made its keys text."""
+        fields = dict(values)
+        sampling, grammar = SamplingOptions.from_plain(fields.pop("sampling")), fields.pop("grammar")
+        return cls(**fields, sampling=sampling, grammar=None if grammar is None else Grammar(**grammar))

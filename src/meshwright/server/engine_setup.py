@@ -1,0 +1,124 @@
+"""The processes of the engine, one for each device, and the socket to the first of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.events.parent import PARENT
+from meshwright.server.engine_client import EngineClient, connect
+from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.errors import EXIT_COMMUNICATION
+from meshwright.spec.fields import to_plain
+from meshwright.spec.rank_environment import STORE_SOCKET
+
+BUFFER_BYTES = 4 << 20
+"""Size of the socket's buffers: a step of the engine does not wait for the HTTP process."""
+END_SECONDS = 5.0
+"""Longest time that the engine's processes may take to end."""
+WATCH_SECONDS = 0.5
+"""Time between two looks at the processes of several ranks."""
+REPORT_SECONDS = 1.0
+"""Time in which the first rank may report why another has ended."""
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSetup:
+    """What the processes of an engine load."""
+
+    folder: str
+    tokenizer: str | None
+    options: dict[str, Any]
+    """Fields of `EngineSettings`."""
+    speculate: int = 0
+    draft_model: str | None = None
+    """Folder of the draft model."""
+    cluster: ClusterSpec | None = None
+    """This host with a device for each tensor rank; None: one process."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of processes."""
+        return 1 if self.cluster is None else self.cluster.ranks
+
+
+class EngineProcess:
+    """The engine's processes; the first has the other end of a socket."""
+
+    def __init__(self, setup: EngineSetup) -> None:
+        """Start them; they load the model."""
+        self._end, theirs = socket.socketpair()
+        for end in (self._end, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+        with theirs, socket.create_server((LOOPBACK, 0)) as store:
+            self._processes = [_start(setup, rank, theirs, store) for rank in range(setup.ranks)]
+
+    async def connect(self, client: EngineClient) -> None:
+        """Let `client` talk to the engine."""
+        await connect(client, self._end)
+
+    async def watch(self, client: EngineClient) -> None:
+        """Let `client` fail once a rank beside the first has ended; the end of the first closes the socket."""
+        others = self._processes[1:]
+        while others and all(process.poll() is None for process in others):
+            await asyncio.sleep(WATCH_SECONDS)
+        if others:
+            await asyncio.sleep(REPORT_SECONDS)
+            client.fail("one of the engine's ranks has ended", EXIT_COMMUNICATION)
+
+    def close(self) -> None:
+        """Close the socket, and wait until the processes have ended; kill them if that takes long."""
+        with suppress(OSError):  # the process has ended
+            self._end.shutdown(socket.SHUT_RDWR)
+        self._end.close()
+        deadline = time.monotonic() + END_SECONDS
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _start(setup: EngineSetup, rank: int, engine: socket.socket, store: socket.socket) -> subprocess.Popen[bytes]:
+    """Start a rank; the first gets the socket of the engine and that of the ranks' store."""
+    passed = [engine.fileno(), store.fileno()] if rank == 0 else []
+    variables: Mapping[str, Any] = {PARENT: os.getpid()}
+    if setup.ranks > 1:
+        variables = {
+            "GLOO_SOCKET_IFNAME": "lo",
+            "NCCL_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": max(1, (os.cpu_count() or 1) // setup.ranks),
+            **os.environ,
+            **variables,
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": setup.ranks,
+            "LOCAL_WORLD_SIZE": setup.ranks,
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": store.getsockname()[1],
+            **({STORE_SOCKET: store.fileno()} if rank == 0 else {}),
+        }
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "meshwright.server.engine_process",
+            str(engine.fileno() if rank == 0 else -1),
+            json.dumps(to_plain(setup)),
+        ],
+        env={**os.environ, **{name: str(value) for name, value in variables.items()}},
+        stdin=subprocess.DEVNULL,
+        pass_fds=passed,
+        start_new_session=True,  # Ctrl-C is for the HTTP process, which drains
+    )

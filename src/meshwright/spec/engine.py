@@ -1,0 +1,78 @@
+"""Options of the inference engine: for its users, and those that a program sets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from meshwright.spec.errors import BadInput
+from meshwright.spec.fields import Positive
+
+Fp8 = Literal["fp8"]
+"""e4m3: 4 significant bits, up to 448."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speculation:
+    """Speculative decoding, by prompt lookup or by the engine's draft model. Raises BadInput for sizes below 1."""
+
+    tokens: int = 4
+    """Draft tokens of a request in a step at most."""
+    longest: int = 4
+    """Prompt lookup searches a text for its own last tokens, at most so many."""
+    shortest: int = 2
+    """And at least so many."""
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise BadInput(f"speculation: expected at least 1 draft token, got {self.tokens}")
+        if not 1 <= self.shortest <= self.longest:
+            raise BadInput(f"speculation: expected 1 ≤ shortest ≤ longest, got {self.shortest} and {self.longest}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """Sizes and formats of an engine, which `meshwright serve` has as keys. Raises BadInput for sizes below 1."""
+
+    sequences: Positive = 256
+    """Requests in a batch at most."""
+    step_tokens: Positive = 8192
+    """Tokens of a step at most, raised to `sequences`; a longer prompt is computed in chunks."""
+    tokens_per_block: Positive = 16
+    """Tokens in a block of the cache."""
+    cache_blocks: Positive | None = None
+    """Blocks in the cache; none takes as many as fit the device."""
+    context: Positive | None = None
+    """Longest text in tokens, prompt and new tokens together; none is the model's context, which is the most."""
+    prefix_cache: bool = True
+    """Whether requests share cached blocks of equal prefixes."""
+    weights: Fp8 | None = None
+    """Format of the linear layers' weights; none is the model's dtype."""
+    kv_cache: Fp8 | None = None
+    """Format of cached keys and values; none is the model's dtype."""
+    invariant: bool = False
+    """Whether a text does not depend on the others, bit for bit; slower."""
+
+    def __post_init__(self) -> None:
+        for name in ("sequences", "step_tokens", "tokens_per_block", "cache_blocks", "context"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise BadInput(f"{name}: expected at least 1, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(EngineSettings):
+    """Sizes and switches of an engine."""
+
+    overlap: bool | None = None
+    """Whether a step is launched before the tokens of the one before are read; None: on a GPU."""
+    graphs: bool | None = None
+    """Whether steps of decodes only are replayed as CUDA graphs; None: on a GPU."""
+    texts: bool = True
+    """Whether updates have texts and stop strings are found; a caller that decodes the tokens itself needs neither."""
+    speculation: Speculation | None = None
+    """Drafts by prompt lookup, or by a draft model; None: no drafts."""
+
+    @property
+    def most_step_tokens(self) -> int:
+        """`step_tokens`, with room for a decode of each request."""
+        return max(self.step_tokens, self.sequences)
