@@ -218,7 +218,9 @@ def _latents(run: RunValues) -> Iterator[Mistake]:
         expected = f"a divisor of model.experts = {experts} with at least {least} in a group"
         yield run.mistake("model.expert_groups", expected, str(nearest_divisor(experts, groups)))
     elif picked > groups or picked * (experts // groups) < (run("model.experts_per_token") or 0):
-        yield run.mistake("model.groups_per_token", f"groups with enough experts, at most expert_groups = {groups}", str(groups))
+        yield run.mistake(
+            "model.groups_per_token", f"groups with enough experts, at most expert_groups = {groups}", str(groups)
+        )
 
 
 def _expert_pin(run: RunValues) -> Iterator[Mistake]:
