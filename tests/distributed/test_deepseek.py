@@ -22,7 +22,10 @@ from meshwright.spec.plan import Plan, Precision
 from tests.distributed.drawn import SEQ, draw_case
 from tests.distributed.pool import Pool
 from tests.distributed.test_equality import BATCH, CLIP, LLAMA, RATE, TRAIN, batch
+from tests.distributed.test_training import compare as same_run
+from tests.distributed.test_training import merge_tensors, same_bits, trained
 from tests.slow import quick_first
+from tests.training.tiny import make_tiny
 
 STEPS, BIAS_STEP = 2, 0.05
 FLOAT64 = Precision(compute="fp64", reduce="fp64")
@@ -140,6 +143,28 @@ def compare(results: list[list[dict[str, Any]]], truth: list[dict[str, Any]], bo
                         assert float((elements - exact).norm()) <= bound * size, (quantity, name, offsets)
                     seen.add(name)
     assert seen == set(truth[0]["weights"])
+
+
+@pytest.mark.slow
+def test_the_biases_are_kept_over_a_restart_under_another_plan(pool: Pool, tmp_path: Path) -> None:
+    tiny, spec = make_tiny(tmp_path / "data"), replace(V3, yarn=None)
+    model = [f"model.{key}={value}" for key, value in vars(spec).items() if key != "vocab_size" and value is not None]
+    double = ["plan.compute=fp64", "plan.reduce=fp64", f"train.balance_bias={BIAS_STEP}"]
+    attempts = []
+    for stop_at, axes in ((3, ["plan.shard=2", "plan.expert=2"]), (0, ["plan.shard=1", "plan.tensor=2"])):
+        runs = [*model, *double, *axes, "cluster.gpus_per_node=2"]
+        attempts.append(trained(pool, tiny, tmp_path, *runs, stop_at=stop_at))
+    one_rank = trained(pool, tiny, tmp_path / "one", *model, *double, "cluster.gpus_per_node=1")
+    same_run(attempts, one_rank[0])
+    biases = [
+        {
+            name: tensor
+            for name, tensor in merge_tensors(ranks).items()
+            if name.startswith("model.") and "choice_bias" in name
+        }
+        for ranks in (*attempts, one_rank)
+    ]
+    assert all(tensor.any() for tensor in biases[0].values()) and same_bits(biases[1], biases[2])
 
 
 @pytest.mark.parametrize("seed", quick_first(2, SEEDS))

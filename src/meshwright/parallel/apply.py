@@ -98,7 +98,9 @@ def build_engine(
 
     `loss_chunk` is the number of tokens whose logits are in memory at a time. `plain` uses PyTorch operations instead of our kernels (the
     reference of the equality tests); `balance_loss` is the weight of the experts' balance losses, `balance_bias` the step of their biases.
-    `on_phase_end` is called with the name of each completed phase of the start (`events.start`). Raises BadInput if the schedule does not exist for the plan's sizes.
+    `on_phase_end` is called with the name of each completed phase of the start (`events.start`).
+
+    Raises BadInput if the schedule does not exist for the plan's sizes.
     """
     pipeline_rank = mesh.coordinate("pipeline")
     # By pipeline rank, the layers of its stages.
