@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,14 +19,11 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.initial_values import initial_values
 from meshwright.models.moe import MixtureOfExperts
 from meshwright.spec.model import ModelSpec, YarnScaling, parameters
-from meshwright.spec.plan import Plan, Precision
+from meshwright.spec.plan import BatchPlan, ExpertPlan, MeshAxis, Plan, Precision
 from tests.distributed.drawn import SEQ, draw_case
 from tests.distributed.pool import Pool
 from tests.distributed.test_equality import BATCH, CLIP, LLAMA, RATE, TRAIN, batch
-from tests.distributed.test_training import compare as same_run
-from tests.distributed.test_training import merge_tensors, same_bits, trained
 from tests.slow import quick_first
-from tests.training.tiny import make_tiny
 
 STEPS, BIAS_STEP = 2, 0.05
 FLOAT64 = Precision(compute="fp64", reduce="fp64")
@@ -44,6 +42,19 @@ V2 = replace(
     tied=True,
     value_head_dim=6,
     yarn=None,
+)
+experts_over_2, tensor_2 = (
+    Plan(
+        mesh=tuple(MeshAxis(axis=axis, size=size) for axis, size in axes),
+        batch=BatchPlan(global_batch=BATCH, micro_batch=4, accumulate=accumulate),
+        experts=experts,
+        precision=FLOAT64,
+        compile=False,
+    )
+    for axes, accumulate, experts in (
+        ([("shard", 2)], 1, ExpertPlan(expert=2, expert_shard=1)),
+        ([("shard", 1), ("tensor", 2)], 2, None),
+    )
 )
 SEEDS = [18, 14, 27, 26, 30, 38, 20, 19, 17, 9, 3, 11]
 
@@ -88,8 +99,14 @@ def one_device(spec: ModelSpec, masked: bool) -> list[dict[str, Any]]:
     return steps
 
 
-def sharded(world: Any, spec: ModelSpec, plan: Plan, masked: bool) -> list[dict[str, Any]]:
-    """The steps of the trainer on one rank; gradients and weights are lists of (offsets, elements) by parameter."""
+def sharded(
+    world: Any, spec: ModelSpec, plan: Plan, masked: bool, steps: range = range(STEPS), folder: str | None = None
+) -> list[dict[str, Any]]:
+    """The steps of the trainer on one rank; gradients and weights are lists of (offsets, elements) by parameter.
+
+    With a `folder` they continue from its newest checkpoint, and end with one.
+    """
+    from meshwright.checkpoint.store import CheckpointStore
     from meshwright.data.loader import MicroBatch
     from meshwright.optim.adamw import AdamW
     from meshwright.optim.shards import local
@@ -101,8 +118,12 @@ def sharded(world: Any, spec: ModelSpec, plan: Plan, masked: bool) -> list[dict[
     options = {"balance_loss": TRAIN.balance_loss, "balance_bias": BIAS_STEP}
     engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=True, **options)
     optimizer = AdamW(engine.model, spec, TRAIN, engine.weights, engine.host_offloaded)
+    store = None if folder is None else CheckpointStore(Path(folder), group=world.control)
+    if store is not None and steps.start:
+        store.load_newest({parts.name: parts for parts in optimizer.state()})
+        optimizer.set_steps(steps.start)
     micro, samples_per_rank, results = plan.batch.micro_batch, BATCH // mesh.data_ranks, []
-    for step in range(STEPS):
+    for step in steps:
         first = mesh.data_rank * samples_per_rank
         columns = [tensor[first : first + samples_per_rank].split(micro) for tensor in batch(step, spec)]
         batches = [MicroBatch(*parts, valid_tokens=int((parts[1] >= 0).sum())) for parts in zip(*columns, strict=True)]
@@ -124,6 +145,8 @@ def sharded(world: Any, spec: ModelSpec, plan: Plan, masked: bool) -> list[dict[
             for name, parts in engine.weights.items()
         }
         results.append({"loss": figures[0], "norm": figures[1], "gradients": gradients, "weights": weights})
+    if store is not None:
+        store.save(steps.stop, {parts.name: parts for parts in optimizer.state()}, {}, {})
     return results
 
 
@@ -145,29 +168,16 @@ def compare(results: list[list[dict[str, Any]]], truth: list[dict[str, Any]], bo
     assert seen == set(truth[0]["weights"])
 
 
-@pytest.mark.slow
-def test_the_biases_are_kept_over_a_restart_under_another_plan(pool: Pool, tmp_path: Path) -> None:
-    tiny, spec = make_tiny(tmp_path / "data"), replace(V3, yarn=None)
-    model = [f"model.{key}={value}" for key, value in vars(spec).items() if key != "vocab_size" and value is not None]
-    double = ["plan.compute=fp64", "plan.reduce=fp64", f"train.balance_bias={BIAS_STEP}"]
-    attempts = []
-    for stop_at, axes in ((3, ["plan.shard=2", "plan.expert=2"]), (0, ["plan.shard=1", "plan.tensor=2"])):
-        runs = [*model, *double, *axes, "cluster.gpus_per_node=2"]
-        attempts.append(trained(pool, tiny, tmp_path, *runs, stop_at=stop_at))
-    one_rank = trained(pool, tiny, tmp_path / "one", *model, *double, "cluster.gpus_per_node=1")
-    same_run(attempts, one_rank[0])
-    biases = [
-        {
-            name: tensor
-            for name, tensor in merge_tensors(ranks).items()
-            if name.startswith("model.") and "choice_bias" in name
-        }
-        for ranks in (*attempts, one_rank)
-    ]
-    assert all(tensor.any() for tensor in biases[0].values()) and same_bits(biases[1], biases[2])
-
-
 @pytest.mark.parametrize("seed", quick_first(2, SEEDS))
 def test_random_plans_equal_one_device(pool: Pool, seed: int) -> None:
     spec, plan, masked = draw_case(seed, FLOAT64, of=(V3, V2)[seed % 2])
     compare(pool.run(sharded, plan.ranks, spec, plan, masked), one_device(spec, masked), 1e-9)
+
+
+def test_biases_are_state_of_the_run_under_any_plan(pool: Pool, tmp_path: Path) -> None:
+    """The second step continues from the first one's checkpoint, with other ranks."""
+    truth, plans = one_device(V3, True), (experts_over_2, tensor_2)
+    for step, plan in enumerate(plans):
+        results = pool.run(sharded, plan.ranks, V3, plan, True, range(step, step + 1), str(tmp_path))
+        compare(results, truth[step : step + 1], 1e-9)
+    assert truth[0]["weights"]["layers.1.moe.choice_bias"].unique().numel() > 1
