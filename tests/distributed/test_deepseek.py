@@ -43,7 +43,7 @@ V2 = replace(
     value_head_dim=6,
     yarn=None,
 )
-experts_over_2, tensor_2 = (
+EXPERTS_OVER_2, TENSOR_2 = (
     Plan(
         mesh=tuple(MeshAxis(axis=axis, size=size) for axis, size in axes),
         batch=BatchPlan(global_batch=BATCH, micro_batch=4, accumulate=accumulate),
@@ -176,7 +176,7 @@ def test_random_plans_equal_one_device(pool: Pool, seed: int) -> None:
 
 def test_biases_are_state_of_the_run_under_any_plan(pool: Pool, tmp_path: Path) -> None:
     """The second step continues from the first one's checkpoint, with other ranks."""
-    truth, plans = one_device(V3, True), (experts_over_2, tensor_2)
+    truth, plans = one_device(V3, True), (EXPERTS_OVER_2, TENSOR_2)
     for step, plan in enumerate(plans):
         results = pool.run(sharded, plan.ranks, V3, plan, True, range(step, step + 1), str(tmp_path))
         compare(results, truth[step : step + 1], 1e-9)
