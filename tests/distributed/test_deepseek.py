@@ -1,4 +1,4 @@
-"""DeepSeek's models equal one device under every plan: latent attention, groups of experts, shared experts, biases of the choice.
+"""DeepSeek's models equal one device under every plan: latent attention, groups of experts, biases of the choice.
 
 The oracle is a plain decoder with torch's AdamW, and the published rule of the biases. A rank's gradients and updated weights are compared
 with the same boxes of the whole ones.

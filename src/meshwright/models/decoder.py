@@ -1,4 +1,4 @@
-"""The decoder-only transformer that a ModelSpec describes: GPT-2/3, Llama 2/3.x, Qwen3, Mixtral, DeepSeek, MegaScale's variants.
+"""The decoder-only transformer that a ModelSpec describes: GPT-2/3, Llama 2/3.x, Qwen3, Mixtral, DeepSeek, MegaScale's.
 
 The code is single-device PyTorch; `parallel` adds sharding, recompute and compilation. The parameters are exactly those
 of `spec.model.parameters`. Projections with the same input are fused into one matrix: queries, keys and values; gate

@@ -1,4 +1,4 @@
-"""A mixture of experts in place of a feed-forward network: Mixtral (Jiang et al. 2024), Qwen3-MoE (Yang et al. 2025), DeepSeek.
+"""A mixture of experts in place of a feed-forward network: Mixtral (Jiang et al. 2024), Qwen3-MoE, DeepSeek-V2/V3.
 
 A router sends each token to the experts of the highest score. No token is dropped, however uneven the experts' loads are. The host
 does not wait for the device.
