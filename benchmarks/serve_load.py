@@ -19,6 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -120,11 +121,20 @@ def over_http(
 ) -> dict[str, Any]:
     """The same requests through `meshwright serve`, from a process of clients."""
     command = [sys.executable, "-m", "meshwright", "serve", str(folder), "--port", "0", "--context", str(context)]
-    command += ["--sequences", str(options.streams), "--queue", str(options.requests), "--no-prefix-cache"]
+    command += [
+        "--sequences",
+        str(options.streams),
+        "--queue",
+        str(options.requests),
+        "--no-prefix-cache",
+        "--no-log-requests",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         try:
             port = _port(process)
+            # Nobody reads what it prints further, and a full pipe would stop it.
+            threading.Thread(target=process.stdout.read, daemon=True).start()
             return {
                 **_clients(folder, {"port": port, "streams": options.streams, **vars(burst)}),
                 **_clients(folder, {"port": port, "streams": None, **vars(poisson)}),
