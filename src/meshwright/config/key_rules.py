@@ -217,7 +217,7 @@ def _latents(run: RunValues) -> Iterator[Mistake]:
     if experts % groups or experts // groups < least:
         expected = f"a divisor of model.experts = {experts} with at least {least} in a group"
         yield run.mistake("model.expert_groups", expected, str(nearest_divisor(experts, groups)))
-    elif picked > groups or picked * (experts // groups) < (run("model.experts_per_token") or 0):
+    elif picked > groups or (groups > 1 and picked * (experts // groups) < (run("model.experts_per_token") or 0)):
         yield run.mistake(
             "model.groups_per_token", f"groups with enough experts, at most expert_groups = {groups}", str(groups)
         )

@@ -70,5 +70,5 @@ def _group_mistakes(spec: ModelSpec) -> Iterator[str]:
         yield f"expert_groups is {groups}: expected groups of at least 2 of the {spec.experts} experts"
     if spec.groups_per_token > groups:
         yield f"groups_per_token is {spec.groups_per_token}: expected 1 to expert_groups ({groups})"
-    elif spec.experts and spec.groups_per_token * size < spec.experts_per_token:
+    elif groups > 1 and spec.groups_per_token * size < spec.experts_per_token:
         yield f"groups_per_token is {spec.groups_per_token}: expected groups with experts_per_token ({spec.experts_per_token}) experts"
