@@ -210,8 +210,7 @@ def _recorded(session: Session) -> list[list[int]]:
 
 def _whole(session: Session, *, keep: bool = True) -> dict[str, torch.Tensor]:
     """Weights and moments of this rank's stages, gathered over shard and tensor ranks; empty unless `keep`. Collective."""
-    state = as_dtensors(session).items()
-    whole = {name: assemble_whole(name, tensor, session.run.model, session.mesh) for name, tensor in state}
+    whole = assemble_whole(as_dtensors(session), session.run.model, session.mesh)
     return whole if keep else {}
 
 

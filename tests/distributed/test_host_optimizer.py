@@ -66,7 +66,7 @@ def named(value: ModelSpec | Case) -> str:
     return str(value) if isinstance(value, Case) else value.family
 
 
-@pytest.mark.parametrize(("spec", "case"), quick_first(2, CASES, unpack=True), ids=named)
+@pytest.mark.parametrize(("spec", "case"), quick_first(1, CASES, unpack=True), ids=named)
 def test_float64_equals_one_device(pool: Pool, spec: ModelSpec, case: Case) -> None:
     compare(pool.run(sharded, case.plan.ranks, spec, case.plan), one_device(spec), 1e-9)
 
@@ -156,7 +156,7 @@ def plain(pool: Pool, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> l
 
 @pytest.mark.parametrize(
     "order",
-    [(OFFLOADED, ON_DEVICE), (ON_DEVICE, OFFLOADED), pytest.param((OFFLOADED, OFFLOADED), marks=pytest.mark.slow)],
+    quick_first(1, [(OFFLOADED, ON_DEVICE), (ON_DEVICE, OFFLOADED), (OFFLOADED, OFFLOADED)]),
 )
 def test_a_run_goes_on_with_or_without(
     pool: Pool, tiny: Path, tmp_path: Path, plain: list[Seen], order: tuple[str, str]

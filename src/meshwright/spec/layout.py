@@ -280,6 +280,8 @@ TensorSplit = Literal["rows", "columns", "whole"]
 TENSOR_SPLITS: dict[str, TensorSplit] = {
     "embed": "rows",
     "attention.qkv": "rows",
+    "attention.q": "rows",
+    "attention.kv_up": "rows",
     "attention.out": "columns",
     "mlp.gate_up": "rows",
     "mlp.up": "rows",

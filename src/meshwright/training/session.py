@@ -117,7 +117,11 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
     folder = Path(assignment.folder)
     mesh = build_mesh(plan, world)
     clock.end("mesh")
-    losses = {"loss_chunk": run.train.loss_chunk, "balance_loss": run.train.balance_loss}
+    losses = {
+        "loss_chunk": run.train.loss_chunk,
+        "balance_loss": run.train.balance_loss,
+        "balance_bias": run.train.balance_bias,
+    }
     engine = build_engine(run.model, plan, mesh, seed=run.seed, on_phase_end=clock.end, **losses)
     clock.end("model")
     data, held_out = _open_data(run, ShardVerifier(world.rank, world.ranks))

@@ -89,6 +89,7 @@ def train_step(
     if routing is None:
         return StepFigures(torch.stack(figures))
     routing.sums.copy_(routed_sums.view_as(routing.sums))
+    routing.update_biases(figures[-1] > 0)
     return StepFigures(torch.stack([*figures, *routing.figures()]))
 
 
