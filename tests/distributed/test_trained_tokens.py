@@ -1,4 +1,4 @@
-"""The loss is the mean over the trained tokens of the whole global batch, on every layout and with few or no tokens to train.
+"""The loss is the mean over the trained tokens of the whole global batch, on every layout, with few or none to train.
 
 The oracle is a plain decoder on one device in float64, and the division of its summed loss.
 """
