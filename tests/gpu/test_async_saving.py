@@ -10,6 +10,7 @@ import torch
 from tests.gpu.runs import RUNS_LIMIT, needs, steps, trained
 from tests.gpu.test_offload import BOUND, RUN
 
+from meshwright.checkpoint import staging
 from meshwright.checkpoint.arena import Arena
 from meshwright.checkpoint.checksum import ArenaChecksums
 from meshwright.checkpoint.layout import plan_layout
@@ -20,12 +21,15 @@ from meshwright.state.parts import StateParts
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(RUNS_LIMIT)]
 
 
-def test_updates_behind_the_copies_do_not_reach_the_snapshot() -> None:
+@pytest.mark.parametrize("queued", [staging.QUEUED_COPIES, 0], ids=["at once", "by a thread"])
+def test_updates_behind_the_copies_do_not_reach_the_snapshot(queued: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors larger than a page-locked part, one of them in host memory; five snapshots into the same arena.
 
     From the third snapshot on, more and more groups are first copied within device memory. The checksums, taken on the device, are those
     of the arena; one tensor begins within an 8-byte word.
     """
+    monkeypatch.setattr(staging, "QUEUED_COPIES", queued)
+    monkeypatch.setattr(staging, "COPIES_AHEAD", 2)
     device = torch.device("cuda")
     sizes = {"a": PIN_BYTES // 4 + 1000, "b": 37, "c": 3 * PIN_BYTES // 8, "d": 100_003}
     tensors = {name: torch.zeros(size, device="cpu" if name == "d" else device) for name, size in sizes.items()}

@@ -1,9 +1,9 @@
 """Staging: copies of a rank's state into its arena beside the forward and backward passes of the next step.
 
 Copies run group by group; the update of the next step waits for each group before it changes the group's state. State on a CUDA device is
-copied on a stream of its own, with one event a group. State in host memory (a CPU rank's, or an offloaded optimizer's) is copied by a
-thread, with one flag a group. The groups that are updated first may be copied to a buffer beside the state first, and from there to the
-arena at the end (`policies.snapshot_copies`).
+copied on a stream of its own, with one event a group; a thread gives it the copies of a large state. State in host memory (a CPU rank's,
+or an offloaded optimizer's) is copied by a thread, with one flag a group. The groups that are updated first may be copied to a buffer
+beside the state first, and from there to the arena at the end (`policies.snapshot_copies`).
 
 The checksum of each piece is computed from the state before its group is updated (`checkpoint.source_checksum`). The writer compares it
 with what it reads from the arena.
@@ -36,6 +36,11 @@ TABLE_BYTES, TABLES = tuple(1 << power for power in range(6, 14)), 64
 """Sizes of the tables of an update in groups, and how many are under way at a time."""
 COPY_BYTES = 64 << 20
 """Largest copy, a divisor of `PIN_BYTES`: between two of them the copy engine serves the small copies of training."""
+
+QUEUED_COPIES = 1024
+"""Most copies that are given to the device at once: its queue holds about as many operations and then blocks the host."""
+COPIES_AHEAD = 128
+"""Copies of a larger snapshot that are given to the device before earlier ones have ended."""
 
 Copy = tuple[Tensor, Tensor]
 """Destination in the arena and source, both as bytes."""
@@ -110,6 +115,11 @@ class CopySequence:
     def group_bytes(self) -> list[int]:
         """Bytes of each group."""
         return [sum(source.numel() for _, source in group) for group in self.copies]
+
+    @property
+    def operations(self) -> int:
+        """Number of copies of a snapshot."""
+        return sum(map(len, self.copies)) + sum(map(len, self._buffers))
 
     @property
     def buffered_groups(self) -> int:
@@ -189,10 +199,12 @@ class Stager:
         if self._stream is not None and self._device_checksums is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
             self._device_checksums.start()
-            with torch.cuda.stream(self._stream):
-                copies.begin_device_copies()
-                self._start_device_copies(copies, self._device_checksums)
-                copies.end_device_copies()
+            if self.from_device.operations <= QUEUED_COPIES:
+                self._copy_device_state(copies, self._stream, self._device_checksums)
+            else:
+                copies.begin_device_copies(number for number, group in enumerate(self.from_device.copies) if group)
+                work = (copies, self._stream, self._device_checksums, COPIES_AHEAD)
+                threading.Thread(target=self._copy_device_state, args=work, name="device-staging", daemon=True).start()
         if self.from_host:
             thread = threading.Thread(
                 target=self._copy_host_state, args=(copies, host_state), name="staging", daemon=True
@@ -201,15 +213,39 @@ class Stager:
             thread.start()
         return copies
 
-    def _start_device_copies(self, copies: Copies, checksums: DeviceChecksums) -> None:
+    @torch.no_grad()
+    def _copy_device_state(
+        self, copies: Copies, stream: torch.cuda.Stream, checksums: DeviceChecksums, ahead: int | None = None
+    ) -> None:
+        """Give the copies to the device; with `ahead`, only about so many of them before earlier ones have ended."""
+        given: list[torch.cuda.Event] = []
+        count = 0
+
+        def copy(target: Tensor, source: Tensor) -> None:
+            nonlocal count
+            target.copy_(source, non_blocking=True)
+            count += 1
+            if ahead is not None and count % (ahead // 2) == 0:
+                given.append(_recorded_event())
+                if len(given) > 1:
+                    given.pop(0).synchronize()
+
         def release(group: int) -> None:
             checksums.wait(group)
             copies.release(group)
 
-        self.from_device.run(
-            lambda target, source: target.copy_(source, non_blocking=True), release, checksums.sum_group
-        )
-        checksums.copy_to_host()
+        try:
+            with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+                copies.start_device_copies()
+                self.from_device.run(copy, release, checksums.sum_group)
+                checksums.copy_to_host()
+        except BaseException as error:
+            if ahead is None:
+                raise
+            copies.failure = error
+        finally:
+            with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+                copies.end_device_copies()
 
     @torch.no_grad()
     def _copy_host_state(self, copies: Copies, host_state: HostState | None) -> None:
@@ -245,22 +281,36 @@ class Copies:
         self._group_of = {parameter: number for number, group in enumerate(groups) for parameter in group}
         self._device_events: dict[int, torch.cuda.Event] = {}
         self._device_span: list[torch.cuda.Event] = []
+        self._device_flags: dict[int, threading.Event] = {}
+        """For each group whose copies another thread gives to the device, whether it has."""
+        self._device_end: threading.Event | None = None
         self._host_flags: dict[int, threading.Event] = {}
         self._host_end: threading.Event | None = None
         self._host_start, self._host_seconds = 0.0, 0.0
         self.failure: BaseException | None = None
 
-    def begin_device_copies(self) -> None:
+    def begin_device_copies(self, groups: Iterable[int]) -> None:
+        """Another thread is going to give copies of `groups` to the device."""
+        self._device_flags = {number: threading.Event() for number in groups}
+        self._device_end = threading.Event()
+
+    def start_device_copies(self) -> None:
         """Copies from the device follow on the current stream."""
         self._device_span = [_recorded_event()]
 
     def release(self, group: int) -> None:
         """The state of `group` on the device may change once the copies given to the current stream so far have ended."""
         self._device_events[group] = _recorded_event()
+        if group in self._device_flags:
+            self._device_flags[group].set()
 
     def end_device_copies(self) -> None:
-        """All copies from the device were given to the current stream."""
+        """All copies from the device were given to the current stream, or one has failed."""
         self._device_span.append(_recorded_event())
+        for flag in self._device_flags.values():
+            flag.set()
+        if self._device_end is not None:
+            self._device_end.set()
 
     def begin_host_copies(self, groups: Iterable[int]) -> None:
         """Copies of `groups`, which have state in host memory, follow."""
@@ -289,13 +339,16 @@ class Copies:
         for number in sorted({self._group_of[parameter] for parameter in parameters}):
             if host and number in self._host_flags:
                 self._host_flags[number].wait()
+            if number in self._device_flags:
+                self._device_flags[number].wait()
             if number in self._device_events:
                 torch.cuda.current_stream().wait_event(self._device_events[number])
 
     def join(self) -> None:
         """Return when all copies are complete; raises what made one fail."""
-        if self._host_end is not None:
-            self._host_end.wait()
+        for end in (self._host_end, self._device_end):
+            if end is not None:
+                end.wait()
         for event in self._device_span:
             event.synchronize()
         if self.failure is not None:
