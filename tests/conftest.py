@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.slow import QUICK
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -25,6 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             f"pytest {pytest.__version__} keeps no groups of tests; expected the one of constraints.txt"
         )
+    if config.getoption("markexpr") == "not slow":
+        os.environ[QUICK] = "1"
     import torch
 
     if not torch.cuda.is_available():

@@ -1,11 +1,15 @@
-"""Marks the later cases of a long list as slow, so that only `make test-all` runs them."""
+"""Marks the later cases of a long list as slow, so that only `make test-all` runs them, and draws fewer examples without it."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
+
+QUICK = "MESHWRIGHT_TESTS_QUICK"
+"""The environment variable that `conftest` sets where slow tests are left out."""
 
 
 def quick_first(count: int, cases: Iterable[Any], *, unpack: bool = False) -> list[Any]:
@@ -14,3 +18,8 @@ def quick_first(count: int, cases: Iterable[Any], *, unpack: bool = False) -> li
         case if index < count else pytest.param(*(case if unpack else (case,)), marks=pytest.mark.slow)
         for index, case in enumerate(cases)
     ]
+
+
+def examples(quick: int, all_tests: int) -> int:
+    """Examples of a property test: `quick` in `make test`, `all_tests` in `make test-all`."""
+    return quick if QUICK in os.environ else all_tests

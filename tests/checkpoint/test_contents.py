@@ -18,6 +18,7 @@ from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.spec.errors import BadInput, Damaged
 from tests.checkpoint.made import blank, save
+from tests.slow import examples
 
 
 def forge(path: Path, contents: Any = None, files: dict[str, Any] | None = None) -> Path:
@@ -127,7 +128,7 @@ def test_a_dtype_that_the_shard_contradicts_is_damage(tmp_path: Path):
         load_all(path)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(40, 150), deadline=None)
 @given(st.data())
 def test_metadata_with_a_random_value_loads_or_is_damage(pristine: Path, data: st.DataObject):
     contents = json.loads((pristine.parent / "pristine.json").read_text())
@@ -165,7 +166,7 @@ def grid(cuts: list[list[int]]) -> tuple[Chunk, ...]:
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(50, 200), deadline=None)
 @given(st.data())
 def test_exact_cover_agrees_with_counting_elements(data: st.DataObject):
     dims = data.draw(st.integers(1, 3))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from meshwright.checkpoint.pieces import RankPiece, assign_writers
 from meshwright.spec.errors import BadInput
+from tests.slow import examples
 
 
 def row_piece(rank: int, name: str, start: int, stop: int, total: int = 10, dtype: str = "F32") -> RankPiece:
@@ -41,7 +42,7 @@ def sharded_tensors(draw: st.DrawFn) -> tuple[list[RankPiece], bool]:
     return pieces, valid
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(80, 300), deadline=None)
 @given(sharded_tensors(), st.randoms(use_true_random=False))
 def test_every_element_is_written_once_or_the_tensors_are_refused(
     case: tuple[list[RankPiece], bool], generator: random.Random

@@ -14,6 +14,7 @@ from meshwright.checkpoint.files import BLOCK_BYTES
 from meshwright.checkpoint.fill import Destination
 from meshwright.checkpoint.header import Entry
 from meshwright.checkpoint.read_plan import assign_header_readers, merge_ranges, plan_transfers
+from tests.slow import examples
 
 BLOCKS = 12
 needs_of_ranks = st.lists(
@@ -29,7 +30,7 @@ needs_of_ranks = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(50, 200), deadline=None)
 @given(needs_of_ranks)
 def test_every_needed_block_is_read_once_by_a_rank_that_needs_it_and_reaches_all_that_do(drawn) -> None:
     needs = [
@@ -64,7 +65,7 @@ def test_replicas_share_the_blocks_of_a_file_in_equal_runs() -> None:
     assert [block.reader for block in plan[:4]] == [0, 1, 2, 3]  # all read from the start
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(40, 150), deadline=None)
 @given(st.data())
 def test_any_cut_of_an_entry_fills_any_box_of_it(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 5), max_size=3)))

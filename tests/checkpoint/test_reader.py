@@ -17,6 +17,7 @@ from meshwright.checkpoint.state import encode_plain
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.spec.errors import BadInput, Damaged
 from tests.checkpoint.made import save, tensors
+from tests.slow import examples
 
 WHOLE = torch.arange(7 * 6 * 2, dtype=torch.int32).reshape(7, 6, 2)
 
@@ -60,7 +61,7 @@ def test_boxes_in_a_grid_are_put_together(tmp_path: Path):
     assert torch.equal(loaded, WHOLE)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(8, 25), deadline=None)
 @given(
     row_cuts=st.sets(st.integers(1, 6)),
     column_cuts=st.sets(st.integers(1, 5)),

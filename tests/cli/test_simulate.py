@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from meshwright.config.load import load_run
 from meshwright.costs.plan_costs import STACK
 from meshwright.launch.folder import continues
+from meshwright.simulator import failures, supervised
 from tests.cli.command import meshwright
 
 NODE = ["model=llama3-8b", "cluster.gpu=H200", "cluster.gpus_per_node=8", "train.seq_len=4096", "train.global_batch=32"]
@@ -171,8 +173,12 @@ def test_a_processor_s_band_is_said_to_be_a_guess_and_no_rank_computes_longer_th
     assert "CPU times are not predicted without a profile" in output
 
 
-def test_failures_are_predicted_and_played_with_formula_and_inputs() -> None:
-    question = ["simulate", *NODE, "cluster.nodes=4", "train.global_batch=128", "cluster.host_mtbf_hours=10"]
+def test_failures_are_predicted_and_played_with_formula_and_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text and the JSON object of one question show one simulation."""
+    monkeypatch.setattr(failures, "simulate_failures", cache(failures.simulate_failures))
+    monkeypatch.setattr(supervised, "simulate_supervised", cache(supervised.simulate_supervised))
+    pins = ["plan.tensor=1", "plan.pipeline=1", "plan.context_ring=1", "plan.context_ulysses=1", "plan.micro_batch=1"]
+    question = ["simulate", *NODE, "cluster.nodes=4", "train.global_batch=128", "cluster.host_mtbf_hours=10", *pins]
     options = ["--failures", "--assume", "restart_seconds=60"]
     result = meshwright(*question, *options, "--json").json["effective_time"]
     assert result["effective"] == pytest.approx(result["simulated"], abs=0.005)

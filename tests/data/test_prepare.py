@@ -21,6 +21,7 @@ from meshwright.durable.lock import locked
 from meshwright.spec.errors import BadInput, OutOfResources
 from tests.data import megatron
 from tests.data.conftest import story
+from tests.slow import quick_first
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -50,7 +51,7 @@ def test_shards_hold_the_encoded_documents_each_with_its_end(
 
 
 @pytest.mark.parametrize("kill_at", ["document 1", "document 50", "shard 1", "shard 3", "journal", "manifest"])
-@pytest.mark.parametrize("tokenizer", ["train:280", "file"])
+@pytest.mark.parametrize("tokenizer", quick_first(1, ["file", "train:280"]))
 def test_a_killed_preparation_continues_to_the_same_bytes(
     corpus: Path, tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kill_at: str, tokenizer: str
 ) -> None:

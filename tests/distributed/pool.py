@@ -77,6 +77,7 @@ def _serve(pipe: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # the imported modules: a collection, which training runs often, would scan them
     while True:
         try:
             case, rank, ranks, store, arguments = pipe.recv()

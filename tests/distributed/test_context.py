@@ -35,12 +35,12 @@ LONG = replace(LLAMA, max_seq_len=16)
 WINDOW = replace(QWEN, sliding_window=5)
 OUTSIDE = ("context_ulysses", "tensor", "context_ring", "pipeline", "replicate", "shard")
 CASES = [
-    (LLAMA, Case("1f1b", ring=2, micro=4)),
     (LLAMA, Case("1f1b", ulysses=2, micro=4, recompute="all_but_attention")),
     (GPT4, Case("1f1b", pipeline=2, ring=2, micro=2)),
     (EVEN, Case("zbv", pipeline=2, ulysses=2, expert=2, recompute="all_but_attention")),
 ]
 WIDER = [
+    (LLAMA, Case("1f1b", ring=2, micro=4)),
     (SHARED, Case("1f1b", ring=2, shard=2, expert=2, micro=2, recompute="selective")),
     (SHARED, Case("1f1b", ring=2, expert=2, micro=4)),
     (EVEN, Case("1f1b", ulysses=2, expert=2, micro=4)),

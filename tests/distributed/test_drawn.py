@@ -35,14 +35,14 @@ SEEDS = [
     1861, 3897, 2369, 539, 152, 3836, 129, 1185, 2505, 910, 2435, 136, 142, 1708, 3629, 151, 452, 103, 631, 20, 54, 363, 365, 544, 85,
 ]  # fmt: skip
 SEEDS_COMPILED = [492, 2220, 98, 129, 180, 710, 3832, 2382, 1410, 394, 388, 342]
-SEEDS_RESUMED = range(0, 24, 3)
+SEEDS_RESUMED = [3, 0, 6, 9, 12, 15, 18, 21]
 SEEDS_LOW = [
-    275, 481, 1251, 3289, 2499, 418, 115, 672, 1593, 264, 1247, 27, 174, 278, 331, 494, 857, 1783, 0, 2, 43, 82, 130, 143,
+    481, 275, 1251, 3289, 2499, 418, 115, 672, 1593, 264, 1247, 27, 174, 278, 331, 494, 857, 1783, 0, 2, 43, 82, 130, 143,
 ]  # fmt: skip
 SEEDS_NARROW = [
-    259, 1809, 3725, 2065, 2138, 152, 2760, 651, 280, 395, 415, 310, 681, 1082, 1228, 388, 631, 1526, 59, 76, 176, 3998,
+    1809, 259, 3725, 2065, 2138, 152, 2760, 651, 280, 395, 415, 310, 681, 1082, 1228, 388, 631, 1526, 59, 76, 176, 3998,
 ]  # fmt: skip
-"""Seeds from `tests.docs.seeds`: together their plans contain every possible pair of features."""
+"""Seeds from `tests.docs.seeds`: together their plans contain every possible pair of features. The first of a list take the least time."""
 FP8 = [*((seed, False) for seed in SEEDS_LOW), *((seed, True) for seed in range(4))]
 SUMS = [
     *((seed, NARROW, False) for seed in SEEDS_NARROW),
@@ -51,7 +51,7 @@ SUMS = [
 ]
 
 
-@pytest.mark.parametrize("seed", quick_first(2, SEEDS))
+@pytest.mark.parametrize("seed", quick_first(1, SEEDS))
 def test_float64_equals_one_device(pool: Pool, seed: int) -> None:
     spec, plan, masked = draw_case(seed, FLOAT64)
     results = pool.run(sharded, plan.ranks, spec, plan, 1.0, STEPS, masked)

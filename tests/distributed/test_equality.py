@@ -19,6 +19,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.initial_values import initial_values
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec, parameters
+from meshwright.spec.optimizers import AdamWSpec
 from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, Precision
 from tests.distributed.pool import CaseFailed, Pool
 
@@ -40,6 +41,7 @@ GPT = ModelSpec(
     family="gpt2", layers=2, hidden=12, heads=3, kv_heads=3, head_dim=4, ffn_hidden=20, vocab_size=29, max_seq_len=SEQ, positions="learned",
     norm="layernorm", mlp="gelu", bias=True, tied=True, init_std=0.2,
 )  # fmt: skip
+ADAMW = AdamWSpec()
 TRAIN = TrainSpec(steps=STEPS, global_batch=BATCH, seq_len=SEQ, learning_rate=RATE, clip_norm=CLIP, balance_loss=0.3)
 BF16_BOUND = 0.15
 """Relative error of a bf16 gradient against fp64; largest for query and key weights, whose terms cancel in the softmax."""
@@ -79,7 +81,7 @@ def one_device(spec: ModelSpec, masked: bool = True) -> list[dict[str, Any]]:
     decayed = [weight for name, weight in model.named_parameters() if specs[name].decay]
     without_decay = [weight for name, weight in model.named_parameters() if not specs[name].decay]
     groups = [{"params": decayed, "weight_decay": TRAIN.weight_decay}, {"params": without_decay, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(TRAIN.beta1, TRAIN.beta2), eps=TRAIN.epsilon)
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(ADAMW.beta1, ADAMW.beta2), eps=ADAMW.epsilon)
     steps = []
     for step in range(STEPS):
         tokens, targets, *packed = batch(step, spec)
@@ -101,8 +103,8 @@ def sharded(
 ) -> list[dict[str, Any]]:
     """The same steps as the trainer runs them; `factor` is a deliberate error in the token count."""
     from meshwright.data.loader import MicroBatch
-    from meshwright.optim.adamw import AdamW
     from meshwright.optim.clip import clip_factor, gradient_norm
+    from meshwright.optim.optimizer import Optimizer
     from meshwright.optim.shards import local_gradients
     from meshwright.parallel.apply import build_engine
     from meshwright.parallel.mesh import build_mesh
@@ -113,7 +115,7 @@ def sharded(
     mesh = build_mesh(plan, world)
     is_fp64 = plan.precision.compute == "fp64"
     engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=is_fp64, balance_loss=TRAIN.balance_loss)
-    model, optimizer = engine.model, AdamW(engine.model, spec, TRAIN, engine.weights, engine.host_offloaded)
+    model, optimizer = engine.model, Optimizer(engine.model, spec, TRAIN, engine.weights, engine.host_offloaded)
     micro, samples_per_rank = plan.batch.micro_batch, BATCH // mesh.data_ranks
     step_results = []
     for step in range(steps):
@@ -129,26 +131,35 @@ def sharded(
         loss = mesh.sum_over_all(engine.executor.play(engine.training, batches, NullRecorder(), valid))
         norm = gradient_norm(local_gradients(model, engine.duplicate_rows), mesh.model_copy_group, mesh.device)
         clip = clip_factor(norm, CLIP)
-        gradients = {
-            name: assemble_whole(name, weight.grad, spec, mesh) * clip for name, weight in model.named_parameters()
-        }
+        whole = assemble_whole({name: weight.grad for name, weight in model.named_parameters()}, spec, mesh)
+        gradients = {name: gradient * clip for name, gradient in whole.items()}
         optimizer.step(RATE, norm, clip)
         # The last ones alone: a wrong update shows in them and in the gradients between.
         last = {name: weight.detach() for name, weight in model.named_parameters()} if step + 1 == steps else {}
-        weights = {name: assemble_whole(name, weight, spec, mesh) for name, weight in last.items()}
+        weights = assemble_whole(last, spec, mesh)
         step_results.append({"loss": loss.item(), "norm": norm.item(), "gradients": gradients, "weights": weights})
     return step_results
 
 
-def assemble_whole(name: str, local: Any, spec: ModelSpec, mesh: Any) -> torch.Tensor:
-    """The whole parameter, gathered over shard, tensor and expert ranks; replicated parts must be equal, bit for bit."""
-    experts = ".moe.experts." in name
-    group, gathered_part = mesh.experts if experts else mesh.group("tensor"), local.full_tensor().clone()
-    if group is None:
-        return gathered_part
-    shards: list[Any] = [None] * group.size()
-    torch.distributed.all_gather_object(shards, gathered_part, group=group)
-    if experts:
+def assemble_whole(tensors: dict[str, Any], spec: ModelSpec, mesh: Any) -> dict[str, torch.Tensor]:
+    """The whole parameters, gathered over shard, tensor and expert ranks; replicated parts must be equal, bit for bit.
+
+    One collective for all tensors of a group: one for each would take a quarter of a test's time.
+    """
+    parts = {name: tensor.full_tensor().clone() for name, tensor in tensors.items()}
+    for experts, group in ((True, mesh.experts), (False, mesh.group("tensor"))):
+        names = [name for name in parts if (".moe.experts." in name) == experts]
+        if group is not None and names:
+            shards: list[Any] = [None] * group.size()
+            torch.distributed.all_gather_object(shards, {name: parts[name] for name in names}, group=group)
+            for name in names:
+                parts[name] = join_shards(name, [shard[name] for shard in shards], spec)
+    return parts
+
+
+def join_shards(name: str, shards: list[torch.Tensor], spec: ModelSpec) -> torch.Tensor:
+    """The parameter of which tensor or expert ranks have these parts."""
+    if ".moe.experts." in name:
         return torch.cat(shards)
     module, parameter_name = name.split(".")[-2:]
     if module == "qkv":

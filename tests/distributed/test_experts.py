@@ -102,7 +102,7 @@ def test_bf16_stays_within_its_bound(pool: Pool) -> None:
     compare(pool.run(sharded, plan.ranks, EVEN, plan, 1.0, 1), one_device(EVEN)[:1], BF16_BOUND, weights=False)
 
 
-@pytest.mark.parametrize("case", quick_first(2, [*CASES, *COMPILED]), ids=str)
+@pytest.mark.parametrize("case", quick_first(1, [*CASES, *COMPILED]), ids=str)
 def test_float64_equals_one_device(pool: Pool, case: Case) -> None:
     spec = of_case(case)
     results = pool.run(sharded, case.plan.ranks, spec, case.plan, 1.0, STEPS)
@@ -145,7 +145,7 @@ def lopsided(world: Any, spec: ModelSpec, plan: Plan) -> list[dict[str, Any]]:
     "case",
     [
         Case("1f1b", shard=4, expert=4, recompute="full"),
-        Case("1f1b", tensor=2, shard=2, expert=2, recompute="selective"),
+        pytest.param(Case("1f1b", tensor=2, shard=2, expert=2, recompute="selective"), marks=pytest.mark.slow),
         pytest.param(Case("1f1b", shard=2, expert=2, micro=2), marks=pytest.mark.slow),
         pytest.param(Case("1f1b", shard=2, expert=2, compile=True), marks=pytest.mark.slow),
     ],
@@ -220,7 +220,7 @@ def routed(world: Any, case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     """After two equal steps: balance losses and tokens of each expert, by layer and summed over ranks, and the step's figures."""
     from meshwright.data.loader import MicroBatch
     from meshwright.events.span import NullRecorder
-    from meshwright.optim.adamw import AdamW
+    from meshwright.optim.optimizer import Optimizer
     from meshwright.parallel.apply import build_engine
     from meshwright.parallel.mesh import build_mesh
     from meshwright.training.train_step import train_step
@@ -229,7 +229,7 @@ def routed(world: Any, case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     plan = case.plan
     mesh = build_mesh(plan, world)
     engine = build_engine(SHARED, plan, mesh, loss_chunk=5, seed=0, plain=True, balance_loss=0.3)
-    optimizer, samples_per_rank = AdamW(engine.model, SHARED, TRAIN, engine.weights), BATCH // mesh.data_ranks
+    optimizer, samples_per_rank = Optimizer(engine.model, SHARED, TRAIN, engine.weights), BATCH // mesh.data_ranks
     first = mesh.data_rank * samples_per_rank
     micro_batches = [
         tensor[first : first + samples_per_rank].split(plan.batch.micro_batch) for tensor in batch(0, SHARED)
@@ -251,15 +251,15 @@ def routed_alone(pool: Pool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 COUNTED = [
-    Case("zbv", pipeline=2, shard=2, recompute="selective"),
     Case("1f1b", shard=2, expert=2, tensor=2, recompute="selective", micro=2),
+    Case("zbv", pipeline=2, shard=2, recompute="selective"),
     Case("1f1b", ring=2, ulysses=2, expert=2, recompute="full", micro=2),
     Case("1f1b", shard=2, recompute="full"),
     Case("1f1b", shard=2, expert=2, recompute="full"),
 ]
 
 
-@pytest.mark.parametrize("case", quick_first(2, COUNTED), ids=str)
+@pytest.mark.parametrize("case", quick_first(1, COUNTED), ids=str)
 def test_routing_is_counted_once(
     pool: Pool, routed_alone: tuple[torch.Tensor, torch.Tensor, torch.Tensor], case: Case
 ) -> None:
@@ -275,10 +275,11 @@ def test_routing_is_counted_once(
     assert values[7] == pytest.approx(float((load[1:].amax(1) / load[1:].mean(1)).max()))
 
 
-SMALL = [
-    "model.family=mixtral", "model.layers=4", "model.experts=4", "model.experts_per_token=2", "model.expert_hidden=16",
-    "train.steps=20", "train.validate_batches=1",
+SHALLOW = [
+    "model.family=mixtral", "model.experts=4", "model.experts_per_token=2", "model.expert_hidden=16", "train.steps=20",
+    "train.validate_batches=1",
 ]  # fmt: skip
+SMALL = [*SHALLOW, "model.layers=4"]
 
 
 @pytest.mark.parametrize(
@@ -336,9 +337,9 @@ def test_experts_change_ranks_between_two_starts(
     tiny, runs = make_tiny(tmp_path / "data"), tmp_path / "runs"
     final: dict[str, torch.Tensor] = {}
     for number, (name, other_names) in enumerate(chain):
-        final = merge_tensors(trained(pool, tiny, runs, *LAID[name], *SMALL, stop_at=3 + 2 * number))
+        final = merge_tensors(trained(pool, tiny, runs, *LAID[name], *SHALLOW, stop_at=2 + number))
         for name in other_names:
-            assert same_bits(opened_under(pool, tiny, runs, *LAID[name], *SMALL), final)
+            assert same_bits(opened_under(pool, tiny, runs, *LAID[name], *SHALLOW), final)
     export_checkpoint(runs / "tiny", tmp_path / "hf", dtype="fp32")
     spec, reader = import_hf(tmp_path / "hf")
     assert all(torch.equal(reader.read(parameter), final[f"model.{parameter.name}"]) for parameter in parameters(spec))

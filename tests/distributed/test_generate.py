@@ -68,27 +68,29 @@ def continued(model: Decoder, prompt: tuple[int, ...], how: Sampling) -> list[in
     return tokens[len(prompt) :]
 
 
-def generated_by_plan(world: World, spec: ModelSpec, plan: Plan, sampling: Sampling) -> list[list[int]]:
+def generated_by_plan(world: World, spec: ModelSpec, plan: Plan, *samplings: Sampling) -> list[list[list[int]]]:
+    """The new tokens of each prompt, by sampling."""
     from meshwright.parallel.apply import build_engine
     from meshwright.parallel.mesh import build_mesh
     from meshwright.training.generate import generate_under_plan
 
     mesh = build_mesh(plan, world)
     engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=plan.precision.compute == "fp64")
-    progress: list[int] = []
-    generated = generate_under_plan(engine, mesh, PROMPTS, sampling, progress=progress.append)
-    assert set(progress) == set(range(1, max(map(len, generated)) + 1))
-    return generated
+    answers = []
+    for sampling in samplings:
+        progress: list[int] = []
+        answers.append(generate_under_plan(engine, mesh, PROMPTS, sampling, progress=progress.append))
+        assert set(progress) == set(range(1, max(map(len, answers[-1])) + 1))
+    return answers
 
 
 @pytest.mark.parametrize("spec", [LLAMA, pytest.param(GPT, marks=pytest.mark.slow)], ids=["llama", "gpt2-tied"])
 @pytest.mark.parametrize("case", quick_first(1, CASES) + quick_first(1, TENSOR) + quick_first(0, CONTEXT), ids=str)
 def test_tokens_are_those_of_one_device(pool: Pool, spec: ModelSpec, case: Case) -> None:
-    for sampling in (GREEDY, DRAWN):
-        truth = generated_alone(spec, sampling)
-        assert [len(tokens) for tokens in truth] == [sampling.tokens] * len(PROMPTS)
-        assert pool.run(generated_by_plan, case.plan.ranks, spec, case.plan, sampling) == [truth] * case.plan.ranks
-    assert generated_alone(spec, GREEDY) != generated_alone(spec, DRAWN)
+    truth = [generated_alone(spec, sampling) for sampling in (GREEDY, DRAWN)]
+    assert [[len(tokens) for tokens in answers] for answers in truth] == [[GREEDY.tokens] * len(PROMPTS)] * 2
+    assert pool.run(generated_by_plan, case.plan.ranks, spec, case.plan, GREEDY, DRAWN) == [truth] * case.plan.ranks
+    assert truth[0] != truth[1]
 
 
 def test_each_text_ends_at_its_own_end_token(pool: Pool) -> None:
@@ -99,10 +101,11 @@ def test_each_text_ends_at_its_own_end_token(pool: Pool) -> None:
     truth = [tokens[: tokens.index(stop)] if stop in tokens else tokens for tokens in without_stop]
     assert len({len(tokens) for tokens in truth}) > 1
     case = Case("zbv", pipeline=2)
-    assert pool.run(generated_by_plan, 2, LLAMA, case.plan, with_stop) == [truth] * 2
+    assert pool.run(generated_by_plan, 2, LLAMA, case.plan, with_stop) == [[truth]] * 2
 
 
 def test_bf16_is_that_of_one_bf16_device(pool: Pool) -> None:
     plan = Case("zbv", pipeline=2, shard=2).plan
     plan = replace(plan, precision=replace(plan.precision, compute="bf16", reduce="fp32"))
-    assert pool.run(generated_by_plan, 4, LLAMA, plan, GREEDY) == [generated_alone(LLAMA, GREEDY, torch.bfloat16)] * 4
+    truth = generated_alone(LLAMA, GREEDY, torch.bfloat16)
+    assert pool.run(generated_by_plan, 4, LLAMA, plan, GREEDY) == [[truth]] * 4

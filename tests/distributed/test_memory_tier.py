@@ -11,6 +11,7 @@ from meshwright.checkpoint.verify import list_checkpoints
 from meshwright.spec.plan import MeshAxis
 from tests.distributed import cases_memory as cases
 from tests.distributed.pool import Pool
+from tests.slow import quick_first
 from tests.training.tiny import make_tiny, prepared, ranks, staged
 
 ASYNC = ("checkpoint.mode=async", "checkpoint.every=3")
@@ -22,7 +23,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "layout", [ranks(2), ranks(4, replicate=2), staged(2, "1f1b")], ids=["sharded", "replicated", "staged"]
+    "layout",
+    quick_first(1, [ranks(4, replicate=2), ranks(2), staged(2, "1f1b")]),
+    ids=["replicated", "sharded", "staged"],
 )
 def test_a_restart_loads_the_newest_snapshot_without_storage(
     pool: Pool, tiny: Path, tmp_path: Path, layout: list[str]
@@ -39,13 +42,17 @@ def test_ranks_that_change_places_load_what_each_has_in_its_memory(pool: Pool, t
 
 @pytest.mark.parametrize(
     ("change", "tier"),
-    [
-        (cases.nothing, "host memory"),
-        (cases.corrupt_byte, "storage"),
-        (cases.corrupt_record, "storage"),
-        (cases.begin_next_snapshot, "storage"),
-        (cases.lose_arena, "storage"),
-    ],
+    quick_first(
+        3,
+        [
+            (cases.nothing, "host memory"),
+            (cases.corrupt_byte, "storage"),
+            (cases.begin_next_snapshot, "storage"),
+            (cases.corrupt_record, "storage"),
+            (cases.lose_arena, "storage"),
+        ],
+        unpack=True,
+    ),
 )
 def test_a_snapshot_that_is_not_complete_and_intact_on_all_ranks_is_not_used(
     pool: Pool, tiny: Path, tmp_path: Path, change: cases.Change, tier: str
@@ -86,7 +93,7 @@ REPLICAS = ("cluster.nodes=2", "cluster.gpus_per_node=2", "plan.replicate=2", "p
 ACROSS_HOSTS = (MeshAxis(axis="replicate", size=2, crosses="node"), MeshAxis(axis="shard", size=2))
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", quick_first(1, [1, 0]))
 def test_after_the_loss_of_a_host_its_replica_has_all_state_and_nothing_was_sent(
     pool: Pool, tiny: Path, tmp_path: Path, lost: int
 ) -> None:

@@ -31,7 +31,7 @@ COMPILED = [
 ]
 
 
-@pytest.mark.parametrize("case", quick_first(2, LITTLE_MEMORY), ids=str)
+@pytest.mark.parametrize("case", quick_first(1, LITTLE_MEMORY), ids=str)
 def test_little_device_memory(pool: Pool, case: Case) -> None:
     check(pool, case, tied=True)
 

@@ -132,9 +132,9 @@ EIGHT_RANKS = [
 
 INSIDE, BETWEEN = ("replicate", "shard", "pipeline"), ("replicate", "pipeline", "shard")
 ORDERS = [
-    Case("interleaved", pipeline=2, replicate=2, shard=2, order=BETWEEN),
-    Case("1f1b", pipeline=2, shard=2, order=INSIDE),
     Case("zbv", pipeline=2, replicate=2, order=BETWEEN),
+    Case("1f1b", pipeline=2, shard=2, order=INSIDE),
+    Case("interleaved", pipeline=2, replicate=2, shard=2, order=BETWEEN),
     Case("1f1b", pipeline=2, replicate=2, shard=2, order=("shard", "pipeline", "replicate")),
 ]
 """Axes in other orders on the network: stages inside a node, copies or shards across."""
@@ -162,7 +162,7 @@ def test_four_ranks(pool: Pool, case: Case) -> None:
     check(pool, case, tied=False)
 
 
-@pytest.mark.parametrize("case", quick_first(2, FOUR_RANKS_TIED), ids=str)
+@pytest.mark.parametrize("case", quick_first(1, FOUR_RANKS_TIED), ids=str)
 def test_four_ranks_tied(pool: Pool, case: Case) -> None:
     check(pool, case, tied=True)
 
@@ -188,16 +188,9 @@ def test_eight_ranks(pool: Pool, case: Case) -> None:
     check(pool, case, tied=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "case",
-    [
-        Case("1f1b", pipeline=2, compile=True),
-        *(
-            pytest.param(Case(name, pipeline=2, compile=True), marks=pytest.mark.slow)
-            for name in ("zbv", "breadth_first")
-        ),
-    ],
-    ids=str,
+    "case", [Case(name, pipeline=2, compile=True) for name in ("1f1b", "zbv", "breadth_first")], ids=str
 )
 def test_compiled(pool: Pool, case: Case) -> None:
     check(pool, case, tied=False)
@@ -215,14 +208,14 @@ def left_to_the_collector(world, plan: Plan) -> list[str]:
     import gc
 
     from meshwright.data.loader import MicroBatch
-    from meshwright.optim.adamw import AdamW
+    from meshwright.optim.optimizer import Optimizer
     from meshwright.parallel.apply import build_engine
     from meshwright.parallel.mesh import build_mesh
     from meshwright.training.train_step import train_step
 
     mesh = build_mesh(plan, world)
     engine = build_engine(DEEP, plan, mesh, loss_chunk=5, seed=0, plain=True)
-    optimizer = AdamW(engine.model, DEEP, TRAIN, engine.weights, engine.host_offloaded)
+    optimizer = Optimizer(engine.model, DEEP, TRAIN, engine.weights, engine.host_offloaded)
 
     def one_step(number: int) -> None:
         micro_batches = [
@@ -250,7 +243,9 @@ def left_to_the_collector(world, plan: Plan) -> list[str]:
         gc.enable()
 
 
-@pytest.mark.parametrize("case", [Case("1f1b", shard=2), Case("zb_h1", pipeline=2), Case("zbv", pipeline=2)], ids=str)
+@pytest.mark.parametrize(
+    "case", quick_first(1, [Case("zbv", pipeline=2), Case("1f1b", shard=2), Case("zb_h1", pipeline=2)]), ids=str
+)
 def test_a_step_leaves_no_tensor_to_the_collector(pool: Pool, case: Case) -> None:
     assert pool.run(left_to_the_collector, case.plan.ranks, case.plan) == [[]] * case.plan.ranks
 

@@ -18,6 +18,7 @@ from meshwright.durable.lease import LEASE, check_lease, owner_is_alive, read_le
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.run import Lease
 from tests.checkpoint.crash import CALLS, FILE_OPEN, count, die_at
+from tests.slow import examples
 
 WRITES = (*CALLS, FILE_OPEN)
 
@@ -126,7 +127,7 @@ def test_only_the_owner_releases(tmp_path: Path) -> None:
     assert read_lease(tmp_path) == before
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(15, 60))
 @given(st.lists(st.sampled_from(["take", "die", "lose", "damage", "commit"]), max_size=12), st.data())
 def test_epochs_grow_whatever_happens_to_the_file(actions: list[str], data: st.DataObject) -> None:
     """Every epoch that was taken is above those taken before, as long as the file or a commit of the last one is there."""

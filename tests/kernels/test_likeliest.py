@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.likeliest import keep_likeliest
+from tests.slow import quick_first
 
 
 def test_equal_scores_stay_together_and_the_likeliest_token_always_stays() -> None:
@@ -31,7 +32,7 @@ def cases() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernel itself")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", quick_first(1, [torch.bfloat16, torch.float32]))
 def test_the_kernel_keeps_what_the_plain_operations_keep(dtype: torch.dtype) -> None:
     pytest.importorskip("triton")
     from meshwright.kernels.likeliest_triton import keep

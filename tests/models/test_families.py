@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.config.family_dimensions import FAMILY_VALUES, MIXTURES
+from meshwright.config.family_dimensions import FAMILY_VALUES, LATENT, MIXTURES
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.models.families import (
     FAMILIES,
@@ -24,7 +24,21 @@ from meshwright.models.families import (
 from meshwright.spec.errors import BadInput, Damaged
 from meshwright.spec.fields import from_plain
 from meshwright.spec.model import ModelSpec, parameters
-from tests.models.tiny import GPT2, LLAMA, MIXTRAL, PARALLEL, QWEN3, QWEN3_MOE, SCALED, SLIDING
+from tests.models.tiny import (
+    DEEPSEEK_LITE,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GPT2,
+    LLAMA,
+    MIXTRAL,
+    PARALLEL,
+    QWEN3,
+    QWEN3_MOE,
+    SCALED,
+    SLIDING,
+)
+
+DEEPSEEK = (DEEPSEEK_V2, DEEPSEEK_LITE, DEEPSEEK_V3)
 
 
 def read(config):
@@ -126,6 +140,13 @@ def test_the_original_gpt2_config_is_read():
         (MIXTRAL, {"num_experts_per_tok": 9}, ["experts_per_token", "9", "1 to experts (5)", "nearest: 5"]),
         (QWEN3_MOE, {"decoder_sparse_step": 2}, ["decoder_sparse_step", "2"]),
         (QWEN3_MOE, {"mlp_only_layers": [1]}, ["mlp_only_layers", "[1]", "dense layers come first"]),
+        (DEEPSEEK_V2, {"norm_topk_prob": True}, ["norm_topk_prob", "True"]),
+        (DEEPSEEK_V2, {"topk_group": 9}, ["groups_per_token", "9", "expert_groups (4)"]),
+        (DEEPSEEK_V3, {"rope_interleave": False}, ["rope_interleave", "False"]),
+        (DEEPSEEK_V3, {"n_group": 8}, ["expert_groups", "8", "at least 2"]),
+        (DEEPSEEK_V3, {"qk_rope_head_dim": 5}, ["rope_head_dim", "5", "even"]),
+        (DEEPSEEK_V3, {"v_head_dim": 40}, ["value_head_dim", "40", "head_dim (16)"]),
+        (DEEPSEEK_V3, {"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "128"]),
     ],
 )
 def test_unsupported_features_raise_errors_that_name_key_and_value(spec, change, words):
@@ -154,6 +175,9 @@ def test_unsupported_features_raise_errors_that_name_key_and_value(spec, change,
         (replace(MIXTRAL, first_dense_layers=1), "first_dense_layers"),
         (replace(MIXTRAL, normalised_routing=False), "normalised_routing"),
         (replace(QWEN3_MOE, shared_expert_hidden=8), "shared_expert_hidden"),
+        (replace(DEEPSEEK_V2, shared_expert_hidden=0), "shared_expert_hidden"),
+        (replace(DEEPSEEK_V2, router="sigmoid"), "router"),
+        (replace(DEEPSEEK_V3, family="qwen3_moe", qk_norm=True, shared_expert_hidden=0), "kv_rank"),
     ],
 )
 def test_errors_name_the_field_that_a_folder_cannot_express(spec, field):
@@ -190,11 +214,14 @@ def test_a_family_s_folder_can_hold_a_model_of_the_family(family):
     mixture = name in MIXTURES
     assert mixture == ("experts" not in family.fixed)
     experts = {"experts": 4, "experts_per_token": 2, "expert_hidden": 32} if mixture else {}
-    spec = ModelSpec(family=name, ffn_hidden=256, **sizes, **experts, **FAMILY_VALUES.get(name, {}))
+    latent = (
+        {"kv_rank": 16, "rope_head_dim": 8, "value_head_dim": 12, "shared_expert_hidden": 32} if name in LATENT else {}
+    )
+    spec = ModelSpec(family=name, ffn_hidden=256, **sizes, **experts, **latent, **FAMILY_VALUES.get(name, {}))
     assert export_obstacle(spec) is None and spec.tied == family.tied
 
 
-@pytest.mark.parametrize("spec", [LLAMA, QWEN3, GPT2, replace(GPT2, tied=False), SCALED, MIXTRAL, QWEN3_MOE])
+@pytest.mark.parametrize("spec", [LLAMA, QWEN3, GPT2, replace(GPT2, tied=False), SCALED, MIXTRAL, QWEN3_MOE, *DEEPSEEK])
 def test_folder_tensors_cover_every_parameter_once(spec):
     tensors = hf_tensors(spec)
     assert list(tensors) == [parameter.name for parameter in parameters(spec)]

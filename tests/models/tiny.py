@@ -8,7 +8,7 @@ import torch
 
 from meshwright.models.decoder import Decoder
 from meshwright.models.initial_values import initialise
-from meshwright.spec.model import ModelSpec, RopeScaling
+from meshwright.spec.model import ModelSpec, RopeScaling, YarnScaling
 
 LLAMA = ModelSpec(
     family="llama",
@@ -47,6 +47,21 @@ QWEN3_MOE = replace(
 SHARED = replace(
     PARALLEL, experts=4, experts_per_token=1, expert_hidden=40, shared_expert_hidden=16, mlp="gelu", bias=True
 )
+DEEPSEEK_V2 = replace(
+    LLAMA, family="deepseek_v2", kv_heads=4, norm_eps=1e-6, kv_rank=20, q_rank=28, rope_head_dim=6, value_head_dim=12,
+    experts=8, experts_per_token=3, expert_hidden=24, shared_expert_hidden=48, first_dense_layers=1, normalised_routing=False,
+    expert_groups=4, groups_per_token=2, routing_scale=3.0,
+    yarn=YarnScaling(factor=8.0, original_max_seq_len=64, mscale=0.7, mscale_all_dim=0.7),
+)  # fmt: skip
+DEEPSEEK_LITE = replace(
+    DEEPSEEK_V2, q_rank=0, expert_groups=1, groups_per_token=1, yarn=None, routing_scale=1.0, first_dense_layers=0
+)
+DEEPSEEK_V3 = replace(
+    DEEPSEEK_V2, family="deepseek_v3", router="sigmoid", normalised_routing=True, routing_scale=2.5, shared_expert_hidden=24,
+    yarn=YarnScaling(factor=8.0, original_max_seq_len=64, mscale=1.0, mscale_all_dim=0.5),
+)  # fmt: skip
+LATENT = {"deepseek v2": DEEPSEEK_V2, "deepseek lite": DEEPSEEK_LITE, "deepseek v3": DEEPSEEK_V3}
+"""Models with latent attention, which the inference engine refuses."""
 MIXTURES = {"mixtral": MIXTRAL, "qwen3 moe": QWEN3_MOE, "shared expert": SHARED}
 ALL = {
     "llama": LLAMA,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from tests.slow import quick_first
 
 from meshwright.config.load import load_run
 from meshwright.planner.candidate import pins_of
@@ -39,7 +38,8 @@ QUESTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", quick_first(1, list(QUESTIONS)[::-1]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUESTIONS)
 def test_no_pin_makes_the_answer_faster(name: str) -> None:
     """Repeats the search with each choice pinned to its own value, and to the value of the best other plan."""
     words, trainable = QUESTIONS[name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 
 import pytest
+from tests.slow import quick_first
 
 from meshwright.config.load import load_run
 from meshwright.planner.devices import MIN_SPEEDUP, Choice, choose_devices, describe_nodes, settings
@@ -27,14 +28,18 @@ def idle_of(choice: Choice) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("words", "used"),
-    [
-        ("cluster.gpus_per_node=7 train.global_batch=8", None),
-        ("cluster.nodes=3 cluster.gpus_per_node=3 train.global_batch=16", None),
-        (
-            "cluster.nodes=4 cluster.gpus_per_node=2 train.global_batch=16 cluster.groups='[{nodes: 1, gpu: V100, fabric: tcp}]'",
-            6,
-        ),
-    ],
+    quick_first(
+        2,
+        [
+            ("cluster.gpus_per_node=7 train.global_batch=8", None),
+            ("cluster.nodes=3 cluster.gpus_per_node=3 train.global_batch=16", None),
+            (
+                "cluster.nodes=4 cluster.gpus_per_node=2 train.global_batch=16 cluster.groups='[{nodes: 1, gpu: V100, fabric: tcp}]'",
+                6,
+            ),
+        ],
+        unpack=True,
+    ),
 )
 def test_a_part_is_faster_than_all_devices(words: str, used: int | None) -> None:
     run = ask(words)
@@ -79,12 +84,15 @@ def test_what_fits_nowhere_is_refused_as_over_all_devices() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [
-        "cluster.nodes=3 cluster.gpus_per_node=7 train.global_batch=64",
-        "cluster.nodes=4 cluster.gpus_per_node=2 train.global_batch=12 cluster.groups='[{nodes: 1, gpu: A100}]'",
-        "cluster.gpu=A100 cluster.nodes=4 cluster.gpus_per_node=2 train.global_batch=16 "
-        "cluster.groups='[{nodes: 3, gpu: H100, fabric: roce, port_gb_per_s: 50}]'",
-    ],
+    quick_first(
+        1,
+        [
+            "cluster.nodes=4 cluster.gpus_per_node=2 train.global_batch=12 cluster.groups='[{nodes: 1, gpu: A100}]'",
+            "cluster.nodes=3 cluster.gpus_per_node=7 train.global_batch=64",
+            "cluster.gpu=A100 cluster.nodes=4 cluster.gpus_per_node=2 train.global_batch=16 "
+            "cluster.groups='[{nodes: 3, gpu: H100, fabric: roce, port_gb_per_s: 50}]'",
+        ],
+    ),
 )
 def test_the_settings_describe_the_part(words: str) -> None:
     run, choice = ask(words), choose_devices(ask(words))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from tests.slow import quick_first
 
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.planner.candidate import untrainable
@@ -35,7 +36,7 @@ def run(cluster: ClusterSpec = NODE, *, preset: str = "llama3-8b", batch: int = 
     return RunSpec(name="x", model=model, train=train, cluster=cluster, plan=PlanPins(**pins))
 
 
-@pytest.mark.parametrize("pipeline", [2, 4, 8])
+@pytest.mark.parametrize("pipeline", quick_first(1, [4, 2, 8]))
 def test_a_pipeline_alone_gets_a_schedule_that_can_run_and_is_the_fastest_simulated(pipeline: int) -> None:
     question = run(pipeline=pipeline)
     answer = search(question, trainable=True)
@@ -63,12 +64,19 @@ def test_times_of_many_micro_batches_are_extrapolated_linearly() -> None:
 
 @pytest.mark.parametrize(
     "question",
-    [
-        run(ClusterSpec(gpu="A100", nodes=16), preset="qwen3-0.6b", seq=32768, batch=512, pipeline=2, shard=8),
-        run(ClusterSpec(gpu="A100", gpus_per_node=2), preset="qwen3-8b", seq=32768, batch=512, pipeline=2, tensor=1),
-        run(ClusterSpec(gpu="H200", gpus_per_node=6), preset="llama3-3b", seq=32768, batch=512, pipeline=3, tensor=1),
-    ],
-    ids=["qwen3-0.6b", "qwen3-8b", "llama3-3b"],
+    quick_first(
+        1,
+        [
+            run(
+                ClusterSpec(gpu="A100", gpus_per_node=2), preset="qwen3-8b", seq=32768, batch=512, pipeline=2, tensor=1
+            ),
+            run(ClusterSpec(gpu="A100", nodes=16), preset="qwen3-0.6b", seq=32768, batch=512, pipeline=2, shard=8),
+            run(
+                ClusterSpec(gpu="H200", gpus_per_node=6), preset="llama3-3b", seq=32768, batch=512, pipeline=3, tensor=1
+            ),
+        ],
+    ),
+    ids=["qwen3-8b", "qwen3-0.6b", "llama3-3b"],
 )
 def test_a_rank_that_has_more_to_do_sets_the_pace_of_many_micro_batches(question: RunSpec) -> None:
     """The predicted step is not shorter than the compute of the busiest rank.

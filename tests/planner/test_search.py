@@ -199,7 +199,7 @@ def test_of_equals_the_simplest_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "batch", "tcp"), quick_first(2, [(3, 4, False), (3, 4, True), (2, 8, True)], unpack=True)
+    ("layers", "batch", "tcp"), quick_first(1, [(3, 4, True), (3, 4, False), (2, 8, True)], unpack=True)
 )
 def test_the_answer_is_the_fastest_of_all_simulated(layers: int, batch: int, tcp: bool) -> None:
     """The search is compared with a simulation of every plan of a small space."""

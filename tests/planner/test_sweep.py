@@ -63,7 +63,7 @@ WHOLE_IS_LESS = RunSpec(
 """The fastest plan fits only with whole gradients: sharded ones need reduction buffers that are larger than the saving."""
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 @given(questions())
 @example(WHOLE_IS_LESS)
 def test_pruning_and_shares_keep_the_optimum(run: RunSpec) -> None:

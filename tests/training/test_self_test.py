@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from meshwright.training.self_test import (
     Check,
     find_wrong_word,
+    main,
     partners,
     write_pattern,
     wrong_memory,
@@ -56,18 +58,27 @@ def test_every_pair_meets_once(ranks: int) -> None:
         assert all(partner is None or table[partner][turn] == rank for turn, partner in enumerate(row))
 
 
-def test_the_command_tests_two_ranks() -> None:
-    command = [sys.executable, "-m", "meshwright.training.self_test", "cpu", "2"]
-    ended = subprocess.run(command, capture_output=True, check=False, timeout=120)
-    answer = json.loads(ended.stdout)
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[object, Any]]:
+    """Runs the command with these arguments in this process, which has imported torch; returns its exit code and answer."""
+
+    def run(*arguments: str) -> tuple[object, Any]:
+        monkeypatch.setattr(sys, "argv", ["self_test", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        return end.value.code, json.loads(capfd.readouterr().out)
+
+    return run
+
+
+def test_the_command_tests_two_ranks(command: Callable[..., tuple[object, Any]]) -> None:
+    code, answer = command("cpu", "2")
     checks = [Check(**check) for check in answer["checks"]]
-    assert ended.returncode == 0 and answer["ok"] and (answer["device"], answer["ranks"]) == ("cpu", 2)
+    assert code == 0 and answer["ok"] and (answer["device"], answer["ranks"]) == ("cpu", 2)
     assert checks == [Check(rank, name, True) for rank in range(2) for name in ("product", "memory", "exchange")]
 
 
-def test_a_process_that_does_not_answer_fails() -> None:
-    command = [sys.executable, "-m", "meshwright.training.self_test", "cpu", "1", "0.1"]
-    ended = subprocess.run(command, capture_output=True, check=False, timeout=120)
-    answer = json.loads(ended.stdout)
-    assert ended.returncode == 3 and not answer["ok"]
+def test_a_process_that_does_not_answer_fails(command: Callable[..., tuple[object, Any]]) -> None:
+    code, answer = command("cpu", "1", "0.1")
+    assert code == 3 and not answer["ok"]
     assert [Check(**check) for check in answer["checks"]] == [Check(0, "answer", False, "did not answer in time")]

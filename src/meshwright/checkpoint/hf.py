@@ -21,7 +21,15 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from meshwright.durable.writes import publish, sync_file, write_durable
-from meshwright.models.families import FAMILIES, HFTensor, from_hf_config, hf_tensors, read_json, to_hf_config
+from meshwright.models.families import (
+    FAMILIES,
+    FP8_BLOCK,
+    HFTensor,
+    from_hf_config,
+    hf_tensors,
+    read_json,
+    to_hf_config,
+)
 from meshwright.spec.errors import BadInput, Damaged, OutOfResources, nearest
 from meshwright.spec.fields import from_plain
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameter_count, parameters
@@ -43,6 +51,8 @@ Source = Callable[[str], Tensor] | Iterable[tuple[str, Tensor]] | RowSource
 DTYPES = {"bf16": (torch.bfloat16, "BF16"), "fp32": (torch.float32, "F32")}
 """dtypes in which weights can be exported: torch's and safetensors' name."""
 FLOATS = ("F64", "F32", "F16", "BF16")
+FP8, SCALES = "F8_E4M3", "_scale_inv"
+"""dtype of weights that have a scale for each block, and what the name of their scales ends with."""
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -167,13 +177,17 @@ class HFReader:
             raise Damaged(
                 f"{self.folder / self.files[name]}: {name}: expected shape {part.shape} by config.json, got {shape}"
             )
-        if dtype not in FLOATS:
+        scaled = dtype == FP8 and name + SCALES in self.files
+        if dtype not in FLOATS and not scaled:
             raise BadInput(
                 f"{self.folder / self.files[name]}: {name}: expected one of {', '.join(FLOATS)}, got {dtype}"
             )
 
     def _slice(self, part: HFTensor, first: int, last: int) -> Tensor:
-        stored = self._stored(self._stored_name(part))
+        name = self._stored_name(part)
+        stored = self._stored(name)
+        if stored.get_dtype() == FP8:
+            return _dequantised(stored, self._stored(name + SCALES), first, last)
         return stored[:, first:last].t().contiguous() if part.transposed else stored[first:last]
 
     def _stored(self, name: str) -> Any:
@@ -191,7 +205,22 @@ class HFReader:
 
     def _is_unused(self, name: str) -> bool:
         tied_head = self.spec.tied and name == "lm_head.weight"
-        return tied_head or name.endswith(FAMILIES[self.spec.family].unused)
+        scales = name.endswith(SCALES) and name.removesuffix(SCALES) in self.files
+        family = FAMILIES[self.spec.family]
+        # DeepSeek's layers that predict further tokens follow those of the model.
+        further = family.further_layers and name.startswith(
+            family.layer.format(layer=self.spec.layers).removeprefix(self._base)
+        )
+        return tied_head or scales or further or name.endswith(FAMILIES[self.spec.family].unused)
+
+
+def _dequantised(stored: Any, scales: Any, first: int, last: int) -> Tensor:
+    """Rows [first, last) of a weight in fp8 times the scales of their blocks, in fp32."""
+    top = first // FP8_BLOCK
+    blocks = scales[top : -(-last // FP8_BLOCK)].float()
+    factors = blocks.repeat_interleave(FP8_BLOCK, 0)[first - top * FP8_BLOCK :][: last - first]
+    values = stored[first:last].float()
+    return values * factors.repeat_interleave(FP8_BLOCK, 1)[:, : values.shape[1]]
 
 
 def _weight_files(folder: Path) -> dict[str, str]:
@@ -239,10 +268,10 @@ class _Shard:
 
 
 def _plan_shards(spec: ModelSpec, dtype: str, shard_bytes: int) -> list[_Shard]:
-    torch_dtype, name = DTYPES[dtype]
     groups: list[dict[str, dict[str, Any]]] = [{}]
     filled = 0
     for part in (part for parts in hf_tensors(spec).values() for part in parts):
+        torch_dtype, name = DTYPES["fp32" if part.precise else dtype]
         size = torch.Size(part.shape).numel() * torch_dtype.itemsize
         if filled and filled + size > shard_bytes:
             groups.append({})
@@ -269,8 +298,9 @@ def _write_weights(folder: Path, spec: ModelSpec, tensors: Source, shards: list[
             file.truncate(shard.total)
     for part, first_row, rows in _slices(tensors, spec):
         file, offset = locations[part.name]
-        row_bytes = math.prod(rows.shape[1:]) * dtype.itemsize
-        _write_tensor(folder / file, offset + first_row * row_bytes, rows, part.transposed, dtype)
+        stored = torch.float32 if part.precise else dtype
+        row_bytes = math.prod(rows.shape[1:]) * stored.itemsize
+        _write_tensor(folder / file, offset + first_row * row_bytes, rows, part.transposed, stored)
     for shard in shards:
         sync_file(folder / shard.file)
     if len(shards) > 1:

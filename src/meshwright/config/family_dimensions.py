@@ -12,12 +12,18 @@ DIMENSIONS = ("family", "layers", "hidden", "heads")
 """What every model needs. `ffn_hidden`, `kv_heads` and `head_dim` follow from these by convention; the rest has defaults."""
 EXPERT_DIMENSIONS = ("experts", "experts_per_token", "expert_hidden")
 """What a model of `MIXTURES` needs besides."""
-MIXTURES = ("mixtral", "qwen3_moe")
+LATENT_DIMENSIONS = ("head_dim", "kv_rank", "rope_head_dim", "value_head_dim", "shared_expert_hidden")
+"""What a model of `LATENT` needs besides."""
+LATENT = ("deepseek_v2", "deepseek_v3")
+"""Families with multi-head latent attention, whose experts are always shared in part."""
+MIXTURES = ("mixtral", "qwen3_moe", *LATENT)
 """Families whose layers have experts."""
 FAMILY_VALUES: dict[str, dict[str, Any]] = {
     "gpt2": {"positions": "learned", "norm": "layernorm", "mlp": "gelu", "bias": True, "tied": True},
     "qwen3": {"qk_norm": True},
     "qwen3_moe": {"qk_norm": True},
+    "deepseek_v2": {"normalised_routing": False},
+    "deepseek_v3": {"router": "sigmoid"},
 }
 """Values of a family's architecture, where they differ from the defaults of `ModelSpec`."""
 _FFN_MULTIPLE = 256
@@ -25,7 +31,9 @@ _FFN_MULTIPLE = 256
 
 def required_dimensions(model: Mapping[str, Any]) -> tuple[str, ...]:
     """The keys that a `model` section must have after its preset or its weights' folder is applied."""
-    return (*DIMENSIONS, *EXPERT_DIMENSIONS) if model.get("family") in MIXTURES else DIMENSIONS
+    family = model.get("family")
+    latent = LATENT_DIMENSIONS if family in LATENT else ()
+    return (*DIMENSIONS, *EXPERT_DIMENSIONS, *latent) if family in MIXTURES else DIMENSIONS
 
 
 def ffn_width(hidden: int, mlp: object) -> tuple[int, str]:

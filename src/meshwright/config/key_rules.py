@@ -13,6 +13,7 @@ from typing import Any
 
 from meshwright.config.divisors import divisors, nearest_divisor
 from meshwright.config.format_rules import fp8_products, number_formats, plan_file_formats
+from meshwright.config.optimizer_rules import decay_patterns, offloaded_state, plan_file_offload
 from meshwright.config.run_values import RunValues
 from meshwright.config.yaml_positions import Document, KeyPath, format_value
 from meshwright.spec.chips import CHIPS, chip_from_device_name
@@ -58,6 +59,7 @@ def cross_checks(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
         _parameters,
         _attention,
         _experts,
+        _latents,
         _expert_pin,
         _sequence,
         _tensor,
@@ -76,6 +78,8 @@ def cross_checks(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
         _stages,
         number_formats,
         fp8_products,
+        offloaded_state,
+        decay_patterns,
     )
     return [mistake for rule in rules for mistake in rule(run)]
 
@@ -115,6 +119,7 @@ def plan_file_checks(
         sizes = {axis["axis"]: axis["size"] for axis in plan.get(("mesh",))}
         mistakes += _plan_file_mesh(plan, run, sizes)
         mistakes += plan_file_formats(plan, run, math.prod(sizes.get(axis, 1) for axis in CONTEXT_AXES))
+        mistakes += plan_file_offload(plan, run)
     if layers and sound:
         schedule = plan.get(("schedule",)) if plan.has(("schedule",)) else {}
         pipeline = next((axis["size"] for axis in plan.get(("mesh",)) if axis["axis"] == "pipeline"), 1)
@@ -150,7 +155,7 @@ def _parameters(run: RunValues) -> Iterator[Mistake]:
     if run.document.partial or any(path[:1] == ("model",) for path in run.unusable):
         return
     sizes = {f.name: run(f"model.{f.name}") for f in dataclasses.fields(ModelSpec)}
-    count = parameter_count(from_plain(ModelSpec, {**sizes, "rope_scaling": None}))
+    count = parameter_count(from_plain(ModelSpec, {**sizes, "rope_scaling": None, "yarn": None}))
     if count > MOST_PARAMETERS:
         largest = max(_WIDTHS, key=lambda name: sizes[name])
         expected = f"a model of at most {MOST_PARAMETERS:.0e} parameters"
@@ -190,6 +195,36 @@ def _experts(run: RunValues) -> Iterator[Mistake]:
     layers, dense = run("model.layers"), run("model.first_dense_layers")
     if layers and dense and dense >= layers:
         yield run.mistake("model.first_dense_layers", f"fewer than model.layers = {layers}", str(layers - 1))
+
+
+def _latents(run: RunValues) -> Iterator[Mistake]:
+    """Latent attention and groups of experts: what `models.dimension_checks` refuses, by key."""
+    rank, heads, head_dim = run("model.kv_rank"), run("model.heads"), run("model.head_dim")
+    for key in ("q_rank", "rope_head_dim", "value_head_dim"):
+        if rank == 0 and run(f"model.{key}"):
+            yield run.mistake(f"model.{key}", "0, as model.kv_rank is 0: no latent attention", "0")
+    if rank and heads and head_dim:
+        rotated, value = run("model.rope_head_dim") or 0, run("model.value_head_dim") or 0
+        if rotated % 2 or not 0 < rotated < head_dim:
+            yield run.mistake("model.rope_head_dim", f"an even number below model.head_dim = {head_dim}")
+        if not 0 < value <= head_dim:
+            yield run.mistake("model.value_head_dim", f"1 to model.head_dim = {head_dim}", str(head_dim))
+        fixed = {"kv_heads": heads, "positions": "rope", "qk_norm": False, "bias": False, "parallel_block": False}
+        for key, needed in fixed.items():
+            if run(f"model.{key}") != needed:
+                text = format_value(needed)
+                yield run.mistake(f"model.{key}", f"{text}, as model.kv_rank is {rank}: latent attention", text)
+    experts, groups, picked = run("model.experts"), run("model.expert_groups"), run("model.groups_per_token")
+    if not (experts and groups and picked):
+        return
+    least = 2 if run("model.router") == "sigmoid" and groups > 1 else 1
+    if experts % groups or experts // groups < least:
+        expected = f"a divisor of model.experts = {experts} with at least {least} in a group"
+        yield run.mistake("model.expert_groups", expected, str(nearest_divisor(experts, groups)))
+    elif picked > groups or (groups > 1 and picked * (experts // groups) < (run("model.experts_per_token") or 0)):
+        yield run.mistake(
+            "model.groups_per_token", f"groups with enough experts, at most expert_groups = {groups}", str(groups)
+        )
 
 
 def _expert_pin(run: RunValues) -> Iterator[Mistake]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright.config.family_dimensions import DIMENSIONS
 from meshwright.config.presets import MODEL_PRESETS, run_preset
-from meshwright.config.schema import expected_text, section_of
+from meshwright.config.schema import expected_text, section_of, sections_of
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import docs_of, from_plain, hints_of, to_plain
 from meshwright.spec.model import ModelSpec, parameter_count
@@ -56,8 +56,9 @@ below). `extends: FILE` starts from another run file, which may extend a further
 
 **Model dimensions.** They come from a preset, from the weights (`model: {init: hf:DIR}` or
 `model: {init: checkpoint:DIR}`, where DIR is a run's folder or name), or from the run file. The run file must then
-give `family`, `layers`, `hidden` and `heads`, and for `mixtral` and `qwen3_moe` also `experts`, `experts_per_token`
-and `expert_hidden`. Defaults are `kv_heads` = `heads`, `head_dim` = `hidden / heads`, and `ffn_hidden` = 4 × `hidden`
+give `family`, `layers`, `hidden` and `heads`, for mixtures of experts also `experts`, `experts_per_token` and
+`expert_hidden`, and for DeepSeek `head_dim`, `kv_rank`, `rope_head_dim`, `value_head_dim` and `shared_expert_hidden`.
+Defaults are `kv_heads` = `heads`, `head_dim` = `hidden / heads`, and `ffn_hidden` = 4 × `hidden`
 with `mlp: gelu`, or 8/3 × `hidden` rounded up to a multiple of 256 with `swiglu`. `positions`, `norm`, `mlp`, `bias`,
 `qk_norm` and `tied` follow from the family. Derived values are printed before the run starts. The default of
 `train.seq_len` is limited by `model.max_seq_len`.
@@ -123,9 +124,9 @@ def _sections(cls: type, key: str, title: str) -> Iterator[str]:
     description = textwrap.fill(paragraph, COLUMNS, break_on_hyphens=False)
     yield f"## {title}\n\n{description}\n\n{_table(['key', 'type', 'default', 'meaning'], entries)}"
     for name, annotation in hints_of(cls).items():
-        section = section_of(annotation)
-        if section:
+        for section in sections_of(annotation):
             below = f"{key}.{name}" if key else name
+            below += f": {section().name}" if len(sections_of(annotation)) > 1 else ""
             items = "[]" if expected_text(annotation).startswith("a list") else ""
             start = "Plan: " if title.startswith("Plan: ") else ""
             yield from _sections(section, below, f"{start}`{below}{items}`")

@@ -28,10 +28,17 @@ from meshwright.costs.constants import Constants
 from meshwright.costs.copies import copy_seconds
 from meshwright.costs.device_rates import Machine
 from meshwright.costs.offload_costs import exposed_copies, host_optimizer
+from meshwright.costs.optimizer_costs import matrix_seconds, update_seconds
 from meshwright.costs.stage_layers import stage_layers
 from meshwright.workload.arrays import Array
 from meshwright.workload.dtypes import COMPUTE_BYTES
-from meshwright.workload.layer_messages import context_messages, expert_message, tensor_messages, weight_collectives
+from meshwright.workload.layer_messages import (
+    context_messages,
+    expert_message,
+    latent_messages,
+    tensor_messages,
+    weight_collectives,
+)
 from meshwright.workload.layouts import Layouts
 from meshwright.workload.model_shape import Shape
 from meshwright.workload.step_shape import step_shape
@@ -238,17 +245,21 @@ def _tensor_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constant
     The backward's second gather, for weight gradients, is not counted: the exposed share was fitted without it and so includes its
     time. After a gather by kernels, tokens of several sequences are reordered.
     """
-    tokens = step_shape(shape, layout).tokens
-    _, sums = tensor_messages(shape, layout, step_shape(shape, layout))
+    step = step_shape(shape, layout)
+    _, sums = tensor_messages(shape, layout, step)
     group = rank_group(machine, k, layout.tensor, layout.tensor_step, congestion(machine, layout, k))
     exchange_seconds = all_reduce(group, k, sums.bytes)
     # `token_passes` is of a layer's four exchanges; `slow` lowers the memory bandwidth that the stack reaches.
-    reordered = tokens * shape.hidden * k.token_passes / (machine.hbm * k.hbm / k.slow) / 4
+    reordered = step.tokens * shape.hidden * k.token_passes / (machine.hbm * k.hbm / k.slow) / 4
     reordered = np.where((layout.tensor > 1) & (np.asarray(layout.micro_batch) > 1), reordered, 0.0)
     by_kernels = exchange_seconds * k.tensor_exposed + reordered
     by_copy_engine = np.asarray(layout.tokens_by_copy_engine) > 0
     relative = np.where(layout.tensor > 2, k.copy_engine_tokens_many_ranks, k.copy_engine_tokens)
-    return sums.count * np.where(by_copy_engine, exchange_seconds * k.tensor_exposed * relative, by_kernels)
+    seconds = sums.count * np.where(by_copy_engine, exchange_seconds * k.tensor_exposed * relative, by_kernels)
+    if not np.any(shape.latent):
+        return seconds
+    _, narrow = latent_messages(shape, layout, step)
+    return seconds + narrow.count * all_reduce(group, k, narrow.bytes) * k.tensor_exposed
 
 
 def context_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> tuple[Array, Array]:
@@ -471,8 +482,7 @@ def owned_params(shape: Shape, layout: Layouts) -> Array:
 
 def _optimizer_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:
     owned = owned_params(shape, layout)
-    update_seconds = owned * k.update / (machine.hbm * k.hbm)
-    update_seconds = np.where(
-        layout.offload > 0, host_optimizer(machine, owned, layout.state_bytes, update_seconds), update_seconds
-    )
-    return update_seconds + k.step_layer_us * 1e-6 * shape.layers / layout.pipeline
+    seconds = update_seconds(layout, machine, k, owned)
+    seconds = np.where(layout.offload > 0, host_optimizer(machine, owned, layout.state_bytes, seconds), seconds)
+    seconds = seconds + matrix_seconds(layout, machine, k, shape.layers / layout.pipeline)
+    return seconds + k.step_layer_us * 1e-6 * shape.layers / layout.pipeline

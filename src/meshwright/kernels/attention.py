@@ -45,9 +45,9 @@ class AttentionMask:
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None = None, *, plain: bool = False) -> Tensor:
     """Causal attention of q `(batch, seq, heads, head_dim)` over k and v `(batch, seq, kv_heads, head_dim)`.
 
-    The result is shaped like q. `kv_heads` divides `heads`; consecutive query heads share a key/value head. Scores are
-    scaled by 1/√head_dim. With `plain` the mask must be made with `plain=True`. With a mask for some `queries` only, q has
-    these queries, and k and v have the whole sequence.
+    The result is shaped like q, with the width of v, which may be narrower. `kv_heads` divides `heads`; consecutive query
+    heads share a key/value head. Scores are scaled by 1/√head_dim. With `plain` the mask must be made with `plain=True`. With
+    a mask for some `queries` only, q has these queries, and k and v have the whole sequence.
     """
     if plain:
         return _plain_attention(q, k, v, mask)

@@ -1,4 +1,4 @@
-"""The decoder-only transformer that a ModelSpec describes: GPT-2/3, Llama 2/3.x, Qwen3, Mixtral, MegaScale's variants.
+"""The decoder-only transformer that a ModelSpec describes: GPT-2/3, Llama 2/3.x, Qwen3, Mixtral, DeepSeek, MegaScale's.
 
 The code is single-device PyTorch; `parallel` adds sharding, recompute and compilation. The parameters are exactly those
 of `spec.model.parameters`. Projections with the same input are fused into one matrix: queries, keys and values; gate
@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from meshwright.kernels.attention import AttentionMask, attention, make_mask
 from meshwright.kernels.linear import Linear
 from meshwright.kernels.loss import linear_cross_entropy
-from meshwright.kernels.norm import layer_norm, rms_norm
 from meshwright.kernels.rope import RotaryTables, rotary_tables, rotate
 from meshwright.models.dimension_checks import check_dimensions
+from meshwright.models.latent_attention import LatentAttention
 from meshwright.models.mlp import feed_forward
 from meshwright.models.moe import MixtureOfExperts, RoutedOutput
+from meshwright.models.norm import Norm
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec
 
@@ -133,7 +134,8 @@ class Decoder(nn.Module):
         """The rotary tables of `positions`; None for a model with learned positions."""
         if self.spec.positions != "rope":
             return None
-        return rotary_tables(positions, self.spec.head_dim, self.spec.rope_theta, self.spec.rope_scaling, dtype)
+        scaling = self.spec.yarn or self.spec.rope_scaling
+        return rotary_tables(positions, self.spec.rotary_dim, self.spec.rope_theta, scaling, dtype)
 
     def _check_length(self, seq: int) -> None:
         if self.positions is not None and seq > self.spec.max_seq_len:
@@ -168,7 +170,7 @@ class Block(nn.Module):
         super().__init__()
         self.parallel, self.routed = spec.parallel_block, routed
         self.attention_norm = Norm(spec.norm, spec.hidden, spec.norm_eps, plain)
-        self.attention = Attention(spec, plain)
+        self.attention = LatentAttention(spec, plain) if spec.kv_rank else Attention(spec, plain)
         if not spec.parallel_block:
             self.mlp_norm = Norm(spec.norm, spec.hidden, spec.norm_eps, plain)
         if routed:
@@ -228,21 +230,6 @@ class Attention(nn.Module):
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
         return self.attend(q, k, v, mask, plain=self.plain).flatten(-2)
-
-
-class Norm(nn.Module):
-    """RMSNorm, or LayerNorm with a bias."""
-
-    def __init__(self, norm: str, width: int, eps: float, plain: bool) -> None:
-        super().__init__()
-        self.eps, self.plain = eps, plain
-        self.weight = nn.Parameter(torch.ones(width))
-        self.bias = nn.Parameter(torch.zeros(width)) if norm == "layernorm" else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.bias is None:
-            return rms_norm(x, self.weight, self.eps, plain=self.plain)
-        return layer_norm(x, self.weight, self.bias, self.eps, plain=self.plain)
 
 
 class Head(nn.Module):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec
 
@@ -36,5 +38,37 @@ def check_dimensions(spec: ModelSpec, where: str = "model") -> None:
         )
     if spec.experts and not spec.expert_hidden:
         mistakes.append("expert_hidden is 0: expected the width inside one expert")
+    mistakes += [*_latent_mistakes(spec), *_group_mistakes(spec)]
     if mistakes:
         raise BadInput("\n".join(f"{where}: {mistake}" for mistake in mistakes))
+
+
+def _latent_mistakes(spec: ModelSpec) -> Iterator[str]:
+    """What is wrong with the dimensions of multi-head latent attention."""
+    others = ("q_rank", "rope_head_dim", "value_head_dim")
+    if not spec.kv_rank:
+        yield from (
+            f"{name} is {getattr(spec, name)}: expected 0 without kv_rank" for name in others if getattr(spec, name)
+        )
+        return
+    if not 0 < spec.rope_head_dim < spec.head_dim or spec.rope_head_dim % 2:
+        yield f"rope_head_dim is {spec.rope_head_dim}: expected an even number below head_dim ({spec.head_dim})"
+    if not 0 < spec.value_head_dim <= spec.head_dim:
+        yield f"value_head_dim is {spec.value_head_dim}: expected 1 to head_dim ({spec.head_dim})"
+    fixed = {"kv_heads": spec.heads, "positions": "rope", "qk_norm": False, "bias": False, "parallel_block": False}
+    for name, value in fixed.items():
+        if getattr(spec, name) != value:
+            yield f"{name} is {getattr(spec, name)}: expected {value} with kv_rank (latent attention)"
+
+
+def _group_mistakes(spec: ModelSpec) -> Iterator[str]:
+    """What is wrong with the groups of experts."""
+    groups, size = spec.expert_groups, spec.experts // spec.expert_groups
+    if groups > 1 and spec.experts % groups:
+        yield f"expert_groups is {groups}: expected a divisor of experts ({spec.experts})"
+    elif groups > 1 and spec.router == "sigmoid" and size < 2:
+        yield f"expert_groups is {groups}: expected groups of at least 2 of the {spec.experts} experts"
+    if spec.groups_per_token > groups:
+        yield f"groups_per_token is {spec.groups_per_token}: expected 1 to expert_groups ({groups})"
+    elif groups > 1 and spec.groups_per_token * size < spec.experts_per_token:
+        yield f"groups_per_token is {spec.groups_per_token}: expected groups with experts_per_token ({spec.experts_per_token}) experts"

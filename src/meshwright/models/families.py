@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshwright.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from meshwright.models.dimension_checks import check_dimensions
 from meshwright.models.gpt2 import GPT2
 from meshwright.models.hf_config import Family, HFConfig
@@ -22,7 +23,11 @@ from meshwright.spec.errors import BadInput, Damaged, nearest
 from meshwright.spec.fields import from_plain
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (GPT2, LLAMA, MIXTRAL, QWEN3, QWEN3_MOE)}
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for family in (GPT2, LLAMA, MIXTRAL, QWEN3, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3)
+}
+FP8_BLOCK = 128
+"""Rows and columns of a weight that share a scale in a folder with fp8 weights."""
 DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
 """Names of the dtypes in config.json."""
 
@@ -32,7 +37,7 @@ class HFTensor:
     """One tensor of a Hugging Face folder: rows [first_row, first_row + row_count) of one of our parameters, as a matrix.
 
     For stacked experts all dimensions but the last are counted as rows. `shape` is the shape in the folder; with `transposed` our rows are
-    its columns.
+    its columns. A `precise` tensor is stored in fp32 whatever the dtype of the folder.
     """
 
     name: str
@@ -40,12 +45,13 @@ class HFTensor:
     row_count: int
     shape: tuple[int, ...]
     transposed: bool
+    precise: bool = False
 
 
 def hf_tensors(spec: ModelSpec) -> dict[str, tuple[HFTensor, ...]]:
     """For each of our parameters, in order, the tensors of the folder that compose it, in the order of their rows."""
     family = FAMILIES[spec.family]
-    return {parameter.name: tuple(_tensors_of(family, parameter)) for parameter in parameters(spec)}
+    return {parameter.name: tuple(_tensors_of(family, spec, parameter)) for parameter in parameters(spec)}
 
 
 def to_hf_config(spec: ModelSpec, *, dtype: str = "bf16", eos_id: int | None = None) -> dict[str, Any]:
@@ -97,10 +103,9 @@ def from_hf_config(config: Mapping[str, Any], where: str = "config.json") -> tup
     """
     family = _family_of(config, where)
     reader = HFConfig(config, where)
-    if config.get("quantization_config"):
-        raise reader.error(
-            "quantization_config", "a quantized model", "unquantized weights; use the model from which it was quantized"
-        )
+    if (quantization := config.get("quantization_config")) and not _is_block_fp8(quantization):
+        expected = f"unquantized weights, or fp8 in blocks of {FP8_BLOCK} × {FP8_BLOCK}; use the model from which it was quantized"
+        raise reader.error("quantization_config", "a quantized model", expected)
     fields = {
         "family": family.model_type,
         **family.fixed,
@@ -132,6 +137,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def _is_block_fp8(quantization: Any) -> bool:
+    """Whether a `quantization_config` describes weights in fp8 with a scale for each square block, as DeepSeek-V3 has."""
+    if not isinstance(quantization, Mapping) or quantization.get("quant_method") != "fp8":
+        return False
+    return list(quantization.get("weight_block_size") or ()) == [FP8_BLOCK, FP8_BLOCK]
+
+
 def _family_of(config: Mapping[str, Any], where: str) -> Family:
     model_type = config.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
@@ -145,14 +157,18 @@ def _family_of(config: Mapping[str, Any], where: str) -> Family:
     return family
 
 
-def _tensors_of(family: Family, parameter: ParameterSpec) -> list[HFTensor]:
+def _tensors_of(family: Family, spec: ModelSpec, parameter: ParameterSpec) -> list[HFTensor]:
     if parameter.expert:
         return _experts_of(family, parameter)
     module, _, weight_or_bias = parameter.name.rpartition(".")
     prefix, names = "", (family.ends.get(module, ""),)
     if module.startswith("layers."):
         _, layer, module = module.split(".", 2)
-        prefix, names = family.layer.format(layer=layer), family.modules[module]
+        prefix = family.layer.format(layer=layer)
+        if single := family.tensors(spec).get(f"{module}.{weight_or_bias}"):
+            shape = parameter.shape
+            return [HFTensor(prefix + single, 0, shape[0], shape, False, not parameter.trained)]
+        names = family.modules[module]
     sizes = [size for _, size in parameter.blocks] if len(names) > 1 else [parameter.shape[0]]
     transposed = module in family.transposed and weight_or_bias == "weight"
     tensors, first = [], 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.models.hf_config import Family, HFConfig
+from meshwright.models.hf_config import DEEPSEEK_FIELDS, Family, HFConfig
 from meshwright.models.llama import NO_DROPOUT
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec
@@ -77,6 +77,7 @@ GPT2 = Family(
     transposed=frozenset({"attention.qkv", "attention.out", "mlp.up", "mlp.down"}),
     unused=("attn.bias", "attn.masked_bias"),
     fixed={
+        **DEEPSEEK_FIELDS,
         "positions": "learned",
         "norm": "layernorm",
         "mlp": "gelu",

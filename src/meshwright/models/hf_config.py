@@ -13,6 +13,19 @@ from typing import Any
 from meshwright.spec.errors import BadInput, nearest
 from meshwright.spec.model import ModelSpec
 
+DEEPSEEK_FIELDS = {
+    "kv_rank": 0,
+    "q_rank": 0,
+    "rope_head_dim": 0,
+    "value_head_dim": 0,
+    "yarn": None,
+    "router": "softmax",
+    "expert_groups": 1,
+    "groups_per_token": 1,
+    "routing_scale": 1.0,
+}
+"""ModelSpec fields that only DeepSeek's families can set, with the values of all others."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
@@ -35,10 +48,14 @@ class Family:
     here and in Hugging Face's model has one name. Names of a weight that stacks a layer's experts contain `{expert}` for the
     expert's number.
     """
+    tensors: Callable[[ModelSpec], Mapping[str, str]] = lambda spec: {}
+    """Names in a layer that depend on the model or end otherwise: our name → Hugging Face's, both with `.weight` or the like."""
     transposed: frozenset[str] = frozenset()
     """Our modules whose weights Hugging Face stores as (in, out)."""
     unused: tuple[str, ...] = ()
     """Suffixes of tensors in old folders that are not needed (masks, rotary frequencies)."""
+    further_layers: bool = False
+    """Whether folders may have layers after those of the decoder, which are not read."""
     fixed: Mapping[str, Any]
     """ModelSpec fields that the architecture fixes, with their values."""
     tied: bool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.models.hf_config import Family, HFConfig, read_rope, write_rope
+from meshwright.models.hf_config import DEEPSEEK_FIELDS, Family, HFConfig, read_rope, write_rope
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec
 
@@ -80,6 +80,7 @@ LLAMA = Family(
     },
     unused=("rotary_emb.inv_freq",),
     fixed={
+        **DEEPSEEK_FIELDS,
         "positions": "rope",
         "norm": "rmsnorm",
         "mlp": "swiglu",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from meshwright.models.hf_config import HFConfig
+from meshwright.models.hf_config import DEEPSEEK_FIELDS, HFConfig
 from meshwright.models.llama import LLAMA, gated_decoder_config, gated_decoder_fields
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec
@@ -58,6 +58,7 @@ MIXTRAL = replace(
         "moe.experts.down": ("block_sparse_moe.experts.{expert}.w2",),
     },
     fixed={
+        **DEEPSEEK_FIELDS,
         "positions": "rope",
         "norm": "rmsnorm",
         "mlp": "swiglu",

@@ -1,6 +1,6 @@
-"""A mixture of experts in place of a feed-forward network: Mixtral (Jiang et al. 2024) and Qwen3-MoE (Yang et al. 2025).
+"""A mixture of experts in place of a feed-forward network: Mixtral (Jiang et al. 2024), Qwen3-MoE, DeepSeek-V2/V3.
 
-A router sends each token to the experts of the highest probability. No token is dropped, however uneven the experts' loads are. The host
+A router sends each token to the experts of the highest score. No token is dropped, however uneven the experts' loads are. The host
 does not wait for the device.
 """
 
@@ -44,6 +44,10 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, spec: ModelSpec, plain: bool) -> None:
         super().__init__()
         self.count, self.per_token, self.normalised = spec.experts, spec.experts_per_token, spec.normalised_routing
+        self.groups, self.groups_per_token, self.scale = spec.expert_groups, spec.groups_per_token, spec.routing_scale
+        self.choice_bias: nn.Parameter | None = None
+        if spec.router == "sigmoid":
+            self.choice_bias = nn.Parameter(torch.zeros(spec.experts), requires_grad=False)
         self.router = Linear(spec.hidden, spec.experts, bias=False)
         self.experts = Experts(spec, plain)
         self.shared = feed_forward(spec, spec.shared_expert_hidden, plain) if spec.shared_expert_hidden else None
@@ -51,10 +55,7 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor) -> RoutedOutput:
         """Route and process x `(batch, seq, hidden)`."""
-        probabilities = torch.softmax(self.router(x), dim=-1, dtype=accumulate_dtype(x.dtype))
-        weights, chosen = probabilities.topk(self.per_token, dim=-1)
-        if self.normalised:
-            weights = weights / weights.sum(-1, keepdim=True)
+        probabilities, weights, chosen = self._route(self.router(x))
         loads = _loads(chosen, self.count)
         load = loads.sum(0)
         order = order_by_expert(chosen.flatten(0, 1), load)
@@ -63,6 +64,38 @@ class MixtureOfExperts(nn.Module):
         if self.shared is not None:
             y = y + self.shared(x)
         return RoutedOutput(y, _balance(probabilities, self.whole_sequence_loads(loads), self.per_token), load)
+
+    def _route(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Probabilities `(batch, seq, experts)`, and weights and indices of the chosen experts, of the router's output.
+
+        A sigmoid's scores are not probabilities: their share in the token's sum is (DeepSeek-V3, equation 18). They choose experts with
+        `choice_bias` added; the weights do not contain it.
+        """
+        wide = accumulate_dtype(logits.dtype)
+        if self.choice_bias is None:
+            probabilities = scores = torch.softmax(logits, dim=-1, dtype=wide)
+            weights, chosen = self._within_groups(scores).topk(self.per_token, dim=-1)
+        else:
+            scores = torch.sigmoid(logits.to(wide))
+            probabilities = scores / scores.sum(-1, keepdim=True)
+            chosen = self._within_groups(scores.detach() + self.choice_bias).topk(self.per_token, dim=-1).indices
+            weights = scores.gather(-1, chosen)
+        if self.normalised:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return probabilities, weights if self.scale == 1 else weights * self.scale, chosen
+
+    def _within_groups(self, scores: Tensor) -> Tensor:
+        """Scores `(…, experts)`, minus infinity outside the best groups of a token.
+
+        A group's score is that of its best expert (DeepSeek-V2, §2.2), or with biased scores the sum of its two best (DeepSeek-V3).
+        """
+        if self.groups_per_token == self.groups:
+            return scores
+        grouped = scores.unflatten(-1, (self.groups, -1))
+        best = grouped.amax(-1) if self.choice_bias is None else grouped.topk(2, dim=-1).values.sum(-1)
+        kept = best.topk(self.groups_per_token, dim=-1).indices
+        outside = torch.ones_like(best, dtype=torch.bool).scatter(-1, kept, False)
+        return grouped.masked_fill(outside[..., None], float("-inf")).flatten(-2)
 
 
 class Experts(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from meshwright.models.hf_config import HFConfig
+from meshwright.models.hf_config import DEEPSEEK_FIELDS, HFConfig
 from meshwright.models.llama import LLAMA, gated_decoder_config, gated_decoder_fields
 from meshwright.spec.model import ModelSpec
 
@@ -56,6 +56,7 @@ QWEN3 = replace(
     architecture="Qwen3ForCausalLM",
     modules={**LLAMA.modules, "attention.q_norm": ("self_attn.q_norm",), "attention.k_norm": ("self_attn.k_norm",)},
     fixed={
+        **DEEPSEEK_FIELDS,
         "positions": "rope",
         "norm": "rmsnorm",
         "mlp": "swiglu",

@@ -57,7 +57,7 @@ class Engine:
     """One rank's part of a model under a plan, and the executor that runs it.
 
     `training` is the schedule of a step; `evaluation_schedule(n)` returns that of n micro-batches without backward. `weights` has this
-    rank's part of each parameter on the device. Master weights in host memory are in `AdamW.state`. `duplicate_rows` has, by
+    rank's part of each parameter on the device. Master weights in host memory are in `Optimizer.state`. `duplicate_rows` has, by
     parameter, the rows of this rank's part that the gradient norm must not count, because another rank counts its copy: the last stage's
     copy of a tied weight, and on all tensor ranks but the first the parameters that tensor ranks do not divide. `host_offloaded` maps
     each parameter whose optimizer state is in host memory to the function that releases its master weight on the device, or to None if the
@@ -91,13 +91,16 @@ def build_engine(
     seed: int,
     plain: bool = False,
     balance_loss: float = 0.0,
+    balance_bias: float = 0.0,
     on_phase_end: Callable[[str], None] = _ignore_phase,
 ) -> Engine:
     """Build this rank's part of a decoder with its initial values, ready to train. Collective over all ranks of the job.
 
     `loss_chunk` is the number of tokens whose logits are in memory at a time. `plain` uses PyTorch operations instead of our kernels (the
-    reference of the equality tests); `balance_loss` is the weight of the experts' balance losses. `on_phase_end` is called with the name of
-    each completed phase of the start (`events.start`). Raises BadInput if the schedule does not exist for the plan's sizes.
+    reference of the equality tests); `balance_loss` is the weight of the experts' balance losses, `balance_bias` the step of their biases.
+    `on_phase_end` is called with the name of each completed phase of the start (`events.start`).
+
+    Raises BadInput if the schedule does not exist for the plan's sizes.
     """
     pipeline_rank = mesh.coordinate("pipeline")
     # By pipeline rank, the layers of its stages.
@@ -154,7 +157,7 @@ def build_engine(
         device=mesh.device,
         tensor_ranks=division.tensor.count,
         context=context,
-        routing=RoutingStatistics(spec, balance_loss, plan.batch.global_batch, mesh.device) if spec.experts else None,
+        routing=_routing(model, plan, balance_loss, balance_bias, mesh.device),
     )
     executor = Executor(
         rank_model,
@@ -175,6 +178,19 @@ def build_engine(
     )
 
 
+def _routing(
+    model: Decoder, plan: Plan, balance_loss: float, balance_bias: float, device: torch.device
+) -> RoutingStatistics | None:
+    """The statistics of the model's routers; None for a dense model."""
+    if not model.spec.experts:
+        return None
+    mixtures = {layer: block.moe for layer, block in model.layers.items() if isinstance(block, Block) and block.routed}
+    biases = {int(layer): moe.choice_bias for layer, moe in mixtures.items() if moe.choice_bias is not None}
+    return RoutingStatistics(
+        model.spec, balance_loss, plan.batch.global_batch, device, biases=biases, bias_step=balance_bias
+    )
+
+
 def _host_offloaded(
     model: Decoder, plan: Plan, units: Sequence[ShardedUnit]
 ) -> dict[str, Callable[[], torch.Tensor] | None]:
@@ -189,7 +205,7 @@ def _host_offloaded(
     return {
         name: releases[id(weight)] if has_master else None
         for name, weight in model.named_parameters()
-        if plan.strategy_of(name, model.spec.layers).optimizer_offloaded
+        if weight.requires_grad and plan.strategy_of(name, model.spec.layers).optimizer_offloaded
     }
 
 

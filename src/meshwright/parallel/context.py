@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.data.loader import MicroBatch
@@ -133,8 +134,11 @@ class SplitAttention:
     ) -> Tensor:
         """Attention of this rank's tokens: q `(batch, seq / ranks, heads, head_dim)`, k and v with `kv_heads`; shaped like q.
 
-        `mask` is for the queries that the rank has after the Ulysses exchange.
+        `mask` is for the queries that the rank has after the Ulysses exchange. Narrower values, and the result then, are padded to the
+        width of keys, since keys and values travel as one tensor.
         """
+        if (width := v.shape[-1]) < k.shape[-1]:
+            return self(q, k, F.pad(v, (0, k.shape[-1] - width)), mask, plain=plain)[..., :width]
         if self.ulysses is None:
             return self._over_ring(q, k, v, mask, plain)
         group, ranks = self.ulysses.group, self.ulysses.part.count

@@ -53,8 +53,15 @@ class ParameterGroup:
         def shard_dimension(weight: nn.Parameter) -> Shard:
             return Shard(expert_shard_dimension(weight.shape, mesh.size()) if weight in experts else 0)
 
+        # Weights that gradients do not train stay whole, in the stored dtype (`spec.model.ParameterSpec.trained`).
+        untrained = {weight for module in modules for weight in module.parameters() if not weight.requires_grad}
         fully_shard(
-            list(modules), mesh=mesh, mp_policy=policy, reshard_after_forward=True, shard_placement_fn=shard_dimension
+            list(modules),
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=True,
+            shard_placement_fn=shard_dimension,
+            ignored_params=untrained,
         )
         for module in modules:
             module._forward_pre_hooks.clear()

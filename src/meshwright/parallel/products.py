@@ -95,6 +95,23 @@ def multiply_and_scatter(linears: Sequence[GroupedLinear], xs: Sequence[Tensor])
     return y
 
 
+def gather_tokens(x: Tensor, group: str, ranks: int) -> Tensor:
+    """All-gather x `(batch, seq / ranks, …)` along the sequence; backward sums the gradients over ranks."""
+    return _GatherTokens.apply(x, group, ranks)
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str, ranks: int) -> Tensor:
+        ctx.group, ctx.ranks = group, ranks
+        return all_gather_tokens(x, group, ranks)
+
+    @staticmethod
+    # pyrefly: ignore [bad-override]  # torch's declaration takes any gradients
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return reduce_scatter_tokens(grad, ctx.group, ctx.ranks), None, None
+
+
 class _AllGatherMatmul(torch.autograd.Function):
     """Autograd of `gather_and_multiply`; `parts` are weight, bias, output tap and input tap of each product.
 

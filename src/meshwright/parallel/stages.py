@@ -111,7 +111,7 @@ def shrink_to_local_parts(model: Decoder, division: Division) -> None:
     for name, whole in list(model.named_parameters()):
         module, _, attribute = name.rpartition(".")
         local = whole.new_empty(local_shape(model.spec, specs[name], division))
-        setattr(model.get_submodule(module), attribute, nn.Parameter(local))
+        setattr(model.get_submodule(module), attribute, nn.Parameter(local, requires_grad=whole.requires_grad))
 
 
 def make_units(model: Decoder, stages: Sequence[range], plan: Plan, mesh: Mesh) -> list[list[Unit]]:

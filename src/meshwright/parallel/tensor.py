@@ -5,13 +5,18 @@ product; a module divided by columns reduce-scatters after it. So each rank has 
 inside attention and the feed-forward network (Shoeybi et al. 2019, Korthikanti et al. 2022). The two branches of a parallel block share one
 gather and one scatter (Jiang et al. 2024, MegaScale §3.1).
 
-Some parameters are replicated on several ranks: norms, biases after a reduce-scatter, learned positions, and key/value heads if there are
-fewer heads than ranks. Each rank computes their gradients from its own tokens or heads, and `TensorCopySums` adds them once a step.
+In latent attention each rank computes the latents of its own tokens. The projections of its heads gather them, as they are narrower than
+the residual stream; the shared part of the keys is gathered by itself.
+
+Some parameters are replicated on several ranks: norms, projections to latents, biases after a reduce-scatter, learned positions, and
+key/value heads if there are fewer heads than ranks. Each rank computes their gradients from its own tokens or heads, and `TensorCopySums`
+adds them once a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,10 +27,17 @@ from meshwright.kernels.attention import AttentionMask
 from meshwright.kernels.linear import Linear
 from meshwright.kernels.rope import RotaryTables
 from meshwright.models.decoder import Attention, Block, Decoder
+from meshwright.models.latent_attention import LatentAttention
 from meshwright.models.mlp import GatedMLP
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.peers import Peers, close_peers, open_peers
-from meshwright.parallel.products import GatheredLinear, ScatteredLinear, gather_and_multiply, multiply_and_scatter
+from meshwright.parallel.products import (
+    GatheredLinear,
+    ScatteredLinear,
+    gather_and_multiply,
+    gather_tokens,
+    multiply_and_scatter,
+)
 from meshwright.parallel.vocabulary import PositionEmbedding, VocabularyEmbedding, VocabularyHead
 from meshwright.spec.errors import BadInput
 from meshwright.spec.layout import TENSOR_SPLITS, Box, check_tensor, even_rows
@@ -68,12 +80,15 @@ def _divide_block(block: Block, group: str, ranks: int, peers: Peers | None) -> 
             layer = LAYER_CLASSES[TENSOR_SPLITS[name]](linear, group, ranks, peers)
             setattr(block.get_submodule(module), attribute, layer)
     _divide_heads(block.attention, ranks)
+    if isinstance(block.attention, LatentAttention):
+        block.attention.gather_tokens = partial(gather_tokens, group=group, ranks=ranks)
     block.add_branches = _sum_of_branches
 
 
 def _sum_of_branches(block: Block, normed: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
     """`models.decoder.sum_of_branches` of this rank's tokens, with one all-gather and one reduce-scatter for both branches."""
     attention, mlp = block.attention, block.mlp
+    assert isinstance(attention, Attention), "parallel blocks have no latent attention"
     first = mlp.gate_up if isinstance(mlp, GatedMLP) else mlp.up
     assert isinstance(attention.qkv, GatheredLinear) and isinstance(first, GatheredLinear)
     assert isinstance(attention.out, ScatteredLinear) and isinstance(mlp.down, ScatteredLinear)
@@ -82,7 +97,7 @@ def _sum_of_branches(block: Block, normed: Tensor, rope: RotaryTables | None, ma
     return multiply_and_scatter([attention.out, mlp.down], branches)
 
 
-def _divide_heads(attention: Attention, ranks: int) -> None:
+def _divide_heads(attention: Attention | LatentAttention, ranks: int) -> None:
     attention.heads //= ranks
     attention.kv_heads = max(1, attention.kv_heads // ranks)
 
@@ -106,7 +121,7 @@ class TensorCopySums:
                 (parameter, rows_of(box))
                 for name, parameter in model.named_parameters()
                 for box in boxes[name]
-                if box.copies == copies
+                if box.copies == copies and parameter.requires_grad
             ]
 
     @torch.no_grad()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwright.spec.errors import OutOfResources
+from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.model import ModelSpec
 
 DEVICE_SHARE = 0.92
@@ -32,7 +32,12 @@ class LayerGroup:
 
 
 def layer_groups(spec: ModelSpec) -> tuple[LayerGroup, ...]:
-    """The groups of the model's layers by type of attention."""
+    """The groups of the model's layers by type of attention. Raises BadInput for latent attention, which has no cache yet."""
+    if spec.kv_rank:
+        raise BadInput(
+            f"model.family: the inference engine has no cache for latent attention, got {spec.family}; "
+            "`generate --plan FILE` runs the model without a cache"
+        )
     window = spec.sliding_window
     if window is not None and window >= spec.max_seq_len:
         window = None

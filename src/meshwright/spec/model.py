@@ -32,10 +32,41 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSpec:
-    """A decoder-only transformer: GPT-2/3, Llama 2/3.x, Qwen3, their MegaScale variants, and mixtures of experts."""
+class YarnScaling:
+    """YaRN scaling of RoPE (Peng et al. 2023) with DeepSeek's two factors of attention scores."""
 
-    family: Literal["gpt2", "llama", "qwen3", "mixtral", "qwen3_moe"]
+    factor: Annotated[float, Bound(at_least=1)] = 40.0
+    """How much longer than the original context the scaled one is."""
+    original_max_seq_len: Positive = 4096
+    """Context length before scaling, in tokens."""
+    beta_fast: Annotated[float, Bound(more_than=0)] = 32.0
+    """Frequencies that turn more often than this over the original context are not scaled."""
+    beta_slow: Annotated[float, Bound(more_than=0)] = 1.0
+    """Frequencies that turn less often than this over the original context are scaled in full."""
+    mscale: Annotated[float, Bound(at_least=0)] = 1.0
+    """Growth with log(factor) of the rotated part of queries and keys, over that of `mscale_all_dim`."""
+    mscale_all_dim: Annotated[float, Bound(at_least=0)] = 1.0
+    """Growth with log(factor) of whole queries and keys; 0 is none."""
+
+    @property
+    def rotary_scale(self) -> float:
+        """Factor of the rotary tables."""
+        return self._growth(self.mscale) / self._growth(self.mscale_all_dim)
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of attention scores."""
+        return self._growth(self.mscale_all_dim) ** 2
+
+    def _growth(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A decoder-only transformer: GPT-2/3, Llama 2/3.x, Qwen3, DeepSeek-V2/V3, MegaScale variants, mixtures of experts."""
+
+    family: Literal["gpt2", "llama", "qwen3", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"]
     """Model family, which gives the Hugging Face parameter names and config keys of import and export."""
     layers: Annotated[int, Bound(at_least=1, at_most=1000)]
     """Transformer blocks. The planner times every block of every layout, so their number is limited."""
@@ -59,6 +90,8 @@ class ModelSpec:
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
     """Llama 3.1 scaling of the rotary frequencies."""
+    yarn: YarnScaling | None = None
+    """YaRN scaling of the rotary frequencies (DeepSeek)."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Normalisation before attention, before the feed-forward network and before the head."""
     norm_eps: Annotated[float, Bound(more_than=0)] = 1e-5
@@ -84,15 +117,41 @@ class ModelSpec:
     shared_expert_hidden: NotNegative = 0
     """Width inside the shared expert, which every token passes; 0 is none."""
     normalised_routing: bool = True
-    """Weight a token's experts by their probabilities divided by the sum of those picked; false: by the probabilities."""
+    """Weight a token's experts by their scores divided by the sum of those picked; false: by the scores."""
     first_dense_layers: NotNegative = 0
     """Layers at the start that have a dense feed-forward network in place of experts."""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """Scores of the router. With `sigmoid` experts are picked by score plus a bias that balances their loads (DeepSeek-V3)."""
+    expert_groups: Positive = 1
+    """Groups of experts, of which a token uses `groups_per_token` (DeepSeek)."""
+    groups_per_token: Positive = 1
+    """Groups that the router picks first: by their best score, or with `sigmoid` by the sum of their two best."""
+    routing_scale: Annotated[float, Bound(more_than=0)] = 1.0
+    """Factor of the experts' weights."""
+    kv_rank: NotNegative = 0
+    """Width of the latent from which keys and values are computed (multi-head latent attention, DeepSeek); 0 is none."""
+    q_rank: NotNegative = 0
+    """Width of the latent from which queries are computed; 0 computes them from the residual stream."""
+    rope_head_dim: NotNegative = 0
+    """Rotated part of `head_dim` in latent attention; all heads share this part of the key."""
+    value_head_dim: NotNegative = 0
+    """Width of a value head in latent attention."""
     init_std: Annotated[float, Bound(more_than=0)] = 0.02
     """Standard deviation of initial weights; projections back into the residual stream use it / √(2·layers)."""
 
     def routed(self, layer: int) -> bool:
         """Whether block `layer` has experts in place of a dense feed-forward network."""
         return self.experts > 0 and layer >= self.first_dense_layers
+
+    @property
+    def value_width(self) -> int:
+        """Width of the values, and of attention's output, over all query heads."""
+        return self.heads * (self.value_head_dim if self.kv_rank else self.head_dim)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Width of the rotated part of a head."""
+        return self.rope_head_dim if self.kv_rank else self.head_dim
 
 
 @dataclass(frozen=True)
@@ -103,7 +162,8 @@ class ParameterSpec:
     …)`; empty for a weight that is not fused. `decay` says whether AdamW's weight decay applies. The routed experts of
     a layer are one tensor with the experts along dimension 0, as a grouped matrix product reads them:
     `moe.experts.gate_up` (experts, 2·expert_hidden, hidden), with the gate's rows first, and `moe.experts.down`
-    (experts, hidden, expert_hidden).
+    (experts, hidden, expert_hidden). A weight that is not `trained` gets no gradient: the run itself updates it, and every
+    rank of its layer has it whole, in the stored dtype.
     """
 
     name: str
@@ -112,6 +172,7 @@ class ParameterSpec:
     std: float
     blocks: tuple[tuple[str, int], ...] = ()
     decay: bool = True
+    trained: bool = True
 
     @property
     def count(self) -> int:
@@ -157,21 +218,45 @@ def end_parameters(spec: ModelSpec) -> tuple[ParameterSpec, ...]:
 def layer_parameters(spec: ModelSpec, layer: int) -> Iterator[ParameterSpec]:
     """The weights of block `layer`, in registration order."""
     prefix = f"layers.{layer}"
-    heads, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     residual_std = spec.init_std / math.sqrt(2 * spec.layers)
     yield from _norm(f"{prefix}.attention_norm", spec, spec.hidden)
-    qkv = (("q", heads), ("k", kv), ("v", kv))
-    yield from _linear(f"{prefix}.attention.qkv", spec, heads + 2 * kv, spec.hidden, spec.init_std, qkv)
-    if spec.qk_norm:
-        yield ParameterSpec(f"{prefix}.attention.q_norm.weight", (spec.head_dim,), "ones", 0.0, decay=False)
-        yield ParameterSpec(f"{prefix}.attention.k_norm.weight", (spec.head_dim,), "ones", 0.0, decay=False)
-    yield from _linear(f"{prefix}.attention.out", spec, spec.hidden, heads, residual_std)
+    yield from (_latent_projections if spec.kv_rank else _projections)(f"{prefix}.attention", spec)
+    yield from _linear(f"{prefix}.attention.out", spec, spec.hidden, spec.value_width, residual_std)
     if not spec.parallel_block:
         yield from _norm(f"{prefix}.mlp_norm", spec, spec.hidden)
     if spec.routed(layer):
         yield from _mixture(f"{prefix}.moe", spec, residual_std)
     else:
         yield from _feed_forward(f"{prefix}.mlp", spec, spec.ffn_hidden, residual_std)
+
+
+def _projections(prefix: str, spec: ModelSpec) -> Iterator[ParameterSpec]:
+    """Queries, keys and values of grouped-query attention."""
+    heads, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    qkv = (("q", heads), ("k", kv), ("v", kv))
+    yield from _linear(f"{prefix}.qkv", spec, heads + 2 * kv, spec.hidden, spec.init_std, qkv)
+    if spec.qk_norm:
+        yield _scale(f"{prefix}.q_norm.weight", spec.head_dim)
+        yield _scale(f"{prefix}.k_norm.weight", spec.head_dim)
+
+
+def _latent_projections(prefix: str, spec: ModelSpec) -> Iterator[ParameterSpec]:
+    """Queries, keys and values of multi-head latent attention (DeepSeek-V2, §2.1), which has no biases.
+
+    The rows of `q` and `kv_up` are ordered by head; those of a head are its unrotated part, then the rotated part or the value.
+    """
+    queries, rotated = spec.heads * spec.head_dim, spec.rope_head_dim
+    latent = spec.kv_rank + rotated
+    if spec.q_rank:
+        down = (("q", spec.q_rank), ("kv", latent))
+        yield ParameterSpec(f"{prefix}.down.weight", (spec.q_rank + latent, spec.hidden), "normal", spec.init_std, down)
+        yield _scale(f"{prefix}.q_norm.weight", spec.q_rank)
+    else:
+        yield _matrix(f"{prefix}.kv_down.weight", latent, spec.hidden, spec.init_std)
+    yield _matrix(f"{prefix}.q.weight", queries, spec.q_rank or spec.hidden, spec.init_std)
+    yield _scale(f"{prefix}.kv_norm.weight", spec.kv_rank)
+    keys_values = spec.heads * (spec.head_dim - rotated + spec.value_head_dim)
+    yield _matrix(f"{prefix}.kv_up.weight", keys_values, spec.kv_rank, spec.init_std)
 
 
 def _feed_forward(prefix: str, spec: ModelSpec, width: int, residual_std: float) -> Iterator[ParameterSpec]:
@@ -185,6 +270,8 @@ def _feed_forward(prefix: str, spec: ModelSpec, width: int, residual_std: float)
 
 def _mixture(prefix: str, spec: ModelSpec, residual_std: float) -> Iterator[ParameterSpec]:
     """Router, routed experts and shared expert. Routed experts have no biases."""
+    if spec.router == "sigmoid":
+        yield ParameterSpec(f"{prefix}.choice_bias", (spec.experts,), "zeros", 0.0, decay=False, trained=False)
     yield _matrix(f"{prefix}.router.weight", spec.experts, spec.hidden, spec.init_std)
     first, first_width = ("gate_up", 2 * spec.expert_hidden) if spec.mlp == "swiglu" else ("up", spec.expert_hidden)
     into, out = (spec.experts, first_width, spec.hidden), (spec.experts, spec.hidden, spec.expert_hidden)
@@ -209,7 +296,7 @@ def flops_per_token(spec: ModelSpec, seq_len: int, *, causal: bool) -> float:
     """Training FLOPs (forward and backward) per token at `seq_len`.
 
     6 per weight of every matrix product (the head counts also when tied, embedding look-ups do not; of routed experts
-    those used for a token) plus attention scores and values: 12·layers·heads·head_dim·length. `causal=False` counts the
+    those used for a token) plus attention scores and values: 6·layers·(heads·head_dim + value width)·length. `causal=False` counts the
     full square as torchtitan does; `causal=True` counts the unmasked half, as Megatron does. Norms, RoPE and
     activations are not counted.
     """
@@ -219,9 +306,8 @@ def flops_per_token(spec: ModelSpec, seq_len: int, *, causal: bool) -> float:
         if parameter.name.startswith("layers.") and len(parameter.shape) > 1
     )
     matmul += spec.vocab_size * spec.hidden
-    return 6.0 * matmul + 12.0 * spec.layers * spec.heads * spec.head_dim * mean_span(
-        spec.sliding_window, seq_len, causal
-    )
+    span = mean_span(spec.sliding_window, seq_len, causal)
+    return 6.0 * matmul + 6.0 * spec.layers * (spec.heads * spec.head_dim + spec.value_width) * span
 
 
 def _active(spec: ModelSpec, parameter: ParameterSpec) -> int:
@@ -240,6 +326,11 @@ def mean_span(window: int | None, seq_len: int, causal: bool) -> float:
 
 def _matrix(name: str, out: int, inputs: int, std: float) -> ParameterSpec:
     return ParameterSpec(name, (out, inputs), "normal", std)
+
+
+def _scale(name: str, width: int) -> ParameterSpec:
+    """The weight of an RMSNorm."""
+    return ParameterSpec(name, (width,), "ones", 0.0, decay=False)
 
 
 def _linear(

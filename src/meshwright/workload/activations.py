@@ -90,7 +90,9 @@ def mean_saved_elements(shape: Shape, recompute: Array, low: Array = 1.0, expert
     # Each norm saves its input and its output. A parallel block has one norm and does not save the sums of its two branches.
     norms = (2 - shape.parallel) * (1 + low) * shape.hidden
     # Values are a view of the joined projection, so all of it stays allocated beside the rotated queries and keys.
-    rotated = shape.rotary * (query + kv / 2)
+    # Latent attention joins rotated and other parts to new tensors: of its projections only the unrotated keys beside the values remain.
+    latent, unrotated = attention * shape.latent, attention * shape.unrotated
+    rotated = np.where(np.asarray(shape.latent) > 0, unrotated + (1 + low) * latent, shape.rotary * (query + kv / 2))
     # Attention saves its output in the compute dtype; the fp8 product after it saves its own copy.
     output = value + np.where(low < 1, low * value, 0.0)
     without_recompute = (
@@ -102,6 +104,7 @@ def mean_saved_elements(shape: Shape, recompute: Array, low: Array = 1.0, expert
         + value
         + query
         + kv
+        + np.where(np.asarray(shape.latent) > 0, latent - query + unrotated, 0.0)
         + before_activation
         + router_elements
         - sent
@@ -134,7 +137,7 @@ def received_elements(model: ModelSpec, tensor: Array, context: Array) -> Array:
     Its input gathered over tensor ranks, and that input's gradient; queries, keys and values from context ranks.
     """
     gathered = np.where(np.asarray(tensor) > 1, 2.0 * np.asarray(tensor) * model.hidden, 0.0)
-    heads = (model.heads + 2 * model.kv_heads) * model.head_dim
+    heads = (model.heads + 2 * model.kv_heads) * model.head_dim  # values are padded to the width of keys
     return gathered + np.where(np.asarray(context) > 1, heads, 0)
 
 

@@ -72,6 +72,7 @@ class AttentionWork:
     heads: int
     kv_heads: int
     head_dim: int
+    """Mean of the widths of a key and a value."""
     tokens: int
     count: float
     window: int | None = None
@@ -130,7 +131,7 @@ def step_work(model: ModelSpec, train: TrainSpec, plan: Plan) -> Work:
     return Work(
         linears=tuple(replace(linear, count=count * micro_batches / stages) for linear, count in linears.items()),
         attention=AttentionWork(
-            train.seq_len, model.heads // heads, max(1, model.kv_heads // heads), model.head_dim, micro_batch_tokens,
+            train.seq_len, model.heads // heads, max(1, model.kv_heads // heads), _head_width(model), micro_batch_tokens,
             micro_batches * model.layers / stages / ring_ranks,
             model.sliding_window if (model.sliding_window or train.seq_len) < train.seq_len else None,
         ),
@@ -146,6 +147,10 @@ def step_work(model: ModelSpec, train: TrainSpec, plan: Plan) -> Work:
             *_token_collectives(shape, ideal_layout, plan, step),
         ),
     )  # fmt: skip
+
+
+def _head_width(model: ModelSpec) -> int:
+    return (model.head_dim + model.value_width // model.heads) // 2
 
 
 def _summed_bytes(model: ModelSpec, plan: Plan, parameter_count: float) -> float:
@@ -172,8 +177,9 @@ def _elementwise_elements(model: ModelSpec) -> float:
     """Elements per token that element-wise operations read and write, outside of products, attention and loss."""
     norm_count = 1 if model.parallel_block else 2
     rotated = (model.heads + model.kv_heads) * model.head_dim if model.positions == "rope" else 0
+    latents = NORM * (model.q_rank + model.kv_rank) / 2 if model.kv_rank else 0  # norms without a residual sum
     activation = SWIGLU if model.mlp == "swiglu" else GELU
-    per_layer = norm_count * NORM * model.hidden + ROPE * rotated
+    per_layer = norm_count * NORM * model.hidden + ROPE * rotated + latents
     routed = sum(model.routed(number) for number in range(model.layers))
     routed_width = model.experts_per_token * model.expert_hidden + model.shared_expert_hidden
     combined = COMBINE * (model.experts_per_token + 1) * model.hidden

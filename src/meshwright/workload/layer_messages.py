@@ -51,18 +51,34 @@ def layer_messages(
 ) -> Iterator[Message]:
     """Messages of a rank inside layers, with `element` bytes per number; see `context_messages`."""
     yield from tensor_messages(shape, layout, step, element)
+    if np.any(shape.latent):
+        yield from latent_messages(shape, layout, step, element)
     yield from context_messages(shape, layout, step, element, masked=masked, compiled=compiled)
     if np.any(shape.moe_layers):
         yield expert_message(shape, layout, step, element)
 
 
 def tensor_messages(shape: Shape, layout: Layouts, step: StepShape, element: Array = 2.0) -> tuple[Message, Message]:
-    """Gathers of tokens before and scattered sums behind each exchange; a backward gathers again for the weight gradients."""
+    """Gathers of tokens before and scattered sums behind each exchange; a backward gathers again for the weight gradients.
+
+    Without those of latents before attention (`latent_messages`).
+    """
     repeats = np.where(np.asarray(layout.recompute) >= ALL_BUT_ATTENTION, 1.0, 0.0)
     stream, exchanges = step.tokens * shape.hidden * element, tensor_exchanges(shape)
+    wide = exchanges - np.where(np.asarray(shape.latent) > 0, shape.attention_layers, 0.0)
     return (
-        Message("all_gather", "tensor", layout.tensor, stream, exchanges, exchanges * (2 + repeats)),
-        Message("reduce_scatter", "tensor", layout.tensor, stream, exchanges, exchanges * (1 + repeats)),
+        Message("all_gather", "tensor", layout.tensor, stream, wide, exchanges + wide * (1 + repeats)),
+        Message("reduce_scatter", "tensor", layout.tensor, stream, exchanges, wide + exchanges * repeats),
+    )
+
+
+def latent_messages(shape: Shape, layout: Layouts, step: StepShape, element: Array = 2.0) -> tuple[Message, Message]:
+    """Gathers of the narrow inputs of latent attention's projections by head, and the scattered sums of their gradients."""
+    repeats = np.where(np.asarray(layout.recompute) >= ALL_BUT_ATTENTION, 1.0, 0.0)
+    stream, layers = step.tokens * shape.latent_gathered * element, shape.attention_layers
+    return (
+        Message("all_gather", "tensor", layout.tensor, stream, layers, layers * (1 + repeats)),
+        Message("reduce_scatter", "tensor", layout.tensor, stream, 0.0, layers),
     )
 
 
@@ -82,8 +98,8 @@ def context_messages(
     """
     mode, layers, ring = np.asarray(layout.recompute), shape.attention_layers, layout.ring
     # With fewer key/value heads than ranks, several ranks receive the same head.
-    kv = np.maximum(shape.kv_width / layout.tensor, layout.ulysses * shape.kv_head_width)
-    heads = step.tokens * ((shape.query_width + shape.value_width) / layout.tensor + kv) * element
+    kv = np.maximum((shape.kv_width + shape.padding) / layout.tensor, layout.ulysses * shape.kv_head_width)
+    heads = step.tokens * ((shape.query_width + shape.value_width + shape.padding) / layout.tensor + kv) * element
     repeats = np.where(mode > 0, 1.0, 0.0)
     exchange = Message("all_to_all", "context_ulysses", layout.ulysses, heads, layers, layers * (1 + repeats))
     local, ring_steps = step.tokens * kv, ring - 1

@@ -52,6 +52,14 @@ class Shape:
     """1 if attention and feed-forward network of a layer run in parallel on one norm's output (parallel block)."""
     rotary: Array = 1.0
     """1 when queries and keys are rotated by their positions."""
+    latent: Array = 0.0
+    """Width of latents and the shared part of keys, from which latent attention expands queries, keys and values; else 0."""
+    latent_gathered: Array = 0.0
+    """Width that tensor ranks gather before attention; 0 is `hidden`."""
+    unrotated: Array = 0.0
+    """Width of the part of keys that latent attention does not rotate."""
+    padding: Array = 0.0
+    """Width by which context ranks pad values to that of keys."""
 
     @property
     def dense_params(self) -> Array:
@@ -81,7 +89,7 @@ def shape_of(model: ModelSpec, seq_len: int) -> Shape:
     """The dimensions of a model of this program."""
     routed = sum(model.routed(layer) for layer in range(model.layers))
     heads, kv = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
-    return Shape(
+    shape = Shape(
         layers=model.layers, hidden=model.hidden, vocab=model.vocab_size, heads=model.heads, query_width=heads, value_width=heads,
         kv_width=kv, attention_params=model.hidden * (2 * heads + kv), attention_layers=model.layers,
         full_attention=2 * mean_span(model.sliding_window, seq_len, causal=True) / seq_len, mixer_layers=0, mixer_params=0,
@@ -90,6 +98,29 @@ def shape_of(model: ModelSpec, seq_len: int) -> Shape:
         gated=float(model.mlp == "swiglu"), tied=float(model.tied),
         kv_head_width=2 * model.head_dim, parallel=float(model.parallel_block), rotary=float(model.positions == "rope"),
     )  # fmt: skip
+    return _with_latent_attention(model, shape) if model.kv_rank else shape
+
+
+def _with_latent_attention(model: ModelSpec, shape: Shape) -> Shape:
+    """The shape with the widths of multi-head latent attention in its training form: keys and values of all heads exist."""
+    queries, values, shared = model.heads * model.head_dim, model.value_width, model.rope_head_dim
+    unrotated = queries - model.heads * shared
+    latent = model.q_rank + model.kv_rank + shared
+    attention_params = (
+        model.hidden * (latent + values)
+        + (model.q_rank or model.hidden) * queries
+        + model.kv_rank * (unrotated + values)
+    )
+    return replace(
+        shape,
+        value_width=values,
+        kv_width=queries + values,
+        attention_params=attention_params,
+        latent=latent,
+        latent_gathered=latent if model.q_rank else latent + model.hidden,
+        unrotated=unrotated,
+        padding=queries - values,
+    )
 
 
 def with_blocks(shape: Shape, *, routed: bool) -> Shape:
