@@ -188,3 +188,15 @@ def test_an_export_has_few_rows_in_memory_at_a_time(run: Path, tmp_path: Path, m
     assert all(
         torch.equal(reader.read(parameter), weights(20)[f"model.{parameter.name}"]) for parameter in parameters(SPEC)
     )
+
+
+def test_the_average_of_the_weights_is_exported_on_request(run: Path, tmp_path: Path) -> None:
+    store = CheckpointStore(run / "checkpoints")
+    averages = {name.replace("model.", "ema."): tensor for name, tensor in weights(7).items()}
+    config = (run / "checkpoints" / step_name(20) / "config.yaml").read_text()
+    with pytest.raises(BadInput, match=r"sets no train\.ema_decay"):
+        export_checkpoint(run, tmp_path / "none", average=True)
+    store.save(30, weights(30) | averages, {"step": 30, "tokens": 480}, {"config.yaml": config})
+    assert call("to-hf", run, tmp_path / "hf", "--dtype", "fp32", "--ema").exit_code == 0
+    _, reader = import_hf(tmp_path / "hf")
+    assert all(torch.equal(reader.read(p), weights(7)[f"model.{p.name}"]) for p in parameters(SPEC))

@@ -23,6 +23,9 @@ def mistakes(tmp_path: Path, *overrides: str, text: str = BASE) -> list[Mistake]
     return []
 
 
+ON_DEVICE = "none or activations, as train.optimizer is {}: only the state of adamw is updated in host memory"
+
+
 def test_a_chip_may_be_written_in_any_letters() -> None:
     overrides = ["cluster={gpu: h200, nodes: 2, groups: [{nodes: 1, gpu: mi300x}]}", "model=llama-nano"]
     cluster = load_run(None, overrides).cluster
@@ -37,6 +40,20 @@ def test_a_chip_may_be_written_in_any_letters() -> None:
         (["model.head_dim=33"], "model.head_dim", "an even number", "34"),
         (["train.seq_len=2000"], "train.seq_len", "at most model.max_seq_len = 1024, which can be raised", "1024"),
         (["train.seq_len=2000", "model.positions=learned"], "train.seq_len", "learned positions", "1024"),
+        (["train.optimizer.name=muon", "plan.offload=both"], "plan.offload", ON_DEVICE.format("muon"), "none"),
+        (
+            ["train.optimizer.name=lamb", "plan.layers=[{offload: optimizer}]"],
+            "plan.layers.0.offload",
+            ON_DEVICE.format("lamb"),
+            "none",
+        ),
+        (
+            ["train.decay_groups=[{names: embed.*, decay: 0}, {names: haed.*, decay: 0}]"],
+            "train.decay_groups.1.names",
+            "a pattern that matches",
+            None,
+        ),
+        (["train.ema_decay=0.9", "plan.offload=both"], "plan.offload", "train.ema_decay averages weights", "none"),
         (["train.warmup_steps=10"], "train.warmup_steps", "fewer than train.steps = 10", "1"),
         (["train.steps=2", "train.warmup_steps=5"], "train.warmup_steps", "fewer than train.steps = 2", "1"),
         (["checkpoint.partner=host", "checkpoint.mode=sync"], "checkpoint.mode", "auto or async", "async"),

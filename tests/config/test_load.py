@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +23,7 @@ from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadConfig, BadInput
 from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.model import RopeScaling
+from meshwright.spec.optimizers import AdamWSpec
 from meshwright.spec.plan import LayerStrategy, PlanPins, Recompute
 from meshwright.spec.run import RunSpec
 
@@ -161,8 +163,9 @@ def test_heads_and_lengths_follow_when_left_out() -> None:
 
 @pytest.mark.usefixtures("here")
 def test_number_notations() -> None:
-    run = run_of("model: llama-nano", "train.learning_rate=3e-4", "train.epsilon=1e-8", "train.clip_norm=2")
-    assert (run.train.learning_rate, run.train.epsilon, run.train.clip_norm) == (3e-4, 1e-8, 2.0)
+    run = run_of("model: llama-nano", "train.learning_rate=3e-4", "train.optimizer.epsilon=1e-8", "train.clip_norm=2")
+    assert run.train.optimizer == AdamWSpec(epsilon=1e-8)
+    assert (run.train.learning_rate, run.train.clip_norm) == (3e-4, 2.0)
     assert isinstance(run.train.clip_norm, float)
     assert run_of("model: llama-nano", "train.clip_norm=none").train.clip_norm is None
     assert run_of("model: llama-nano", "train.clip_norm=").train.clip_norm is None
@@ -488,3 +491,13 @@ def test_loading_needs_no_torch() -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
     assert answer.returncode == 0, answer.stderr
+
+
+@pytest.mark.usefixtures("here")
+def test_a_resolved_run_of_an_earlier_version_keeps_its_coefficients() -> None:
+    text = resolved_yaml(run_of("model: llama-nano", "train.optimizer.beta1=0.5"))
+    earlier = yaml.safe_load(text)
+    coefficients = earlier["train"].pop("optimizer")
+    assert coefficients.pop("name") == "adamw"
+    earlier["train"] |= coefficients
+    assert load_resolved(write("config.yaml", yaml.safe_dump(earlier))).train.optimizer == AdamWSpec(beta1=0.5)

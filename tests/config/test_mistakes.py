@@ -18,6 +18,7 @@ from meshwright.config.load import load_run, mistakes_as_json, resolved_yaml
 from meshwright.config.schema import all_keys
 from meshwright.config.yaml_positions import MAX_BYTES, MAX_VALUES, dump_yaml
 from meshwright.spec.errors import MOST_LISTED, BadConfig, Mistake
+from meshwright.spec.optimizers import AdamWSpec, LambSpec, SgdSpec
 from meshwright.spec.run import RunSpec
 
 MANY = """\
@@ -40,9 +41,8 @@ train:
   steps: 5
   learning_rate: fast
   lr: 1e-4
-  beta1: 1.0
+  optimizer: {beta1: 1.0, epsilon: .inf}
   gc_every: 2.5
-  epsilon: .inf
 cluster: {gpu: h1000, gpus_per_node: 3}
 plan:
   shard: 2
@@ -75,9 +75,9 @@ EXPECTED_MISTAKES = [
     ("train", "train:", "integer (≥ 1)", None),
     ("train.learning_rate", "fast", "number (> 0)", None),
     ("train.lr", "lr", "key of train", "learning_rate"),
-    ("train.beta1", "1.0", "< 1", None),
+    ("train.optimizer.beta1", "1.0", "< 1", None),
     ("train.gc_every", "2.5", "integer (≥ 0)", None),
-    ("train.epsilon", ".inf", "number (> 0)", None),
+    ("train.optimizer.epsilon", ".inf", "number (> 0)", None),
     ("cluster.gpu", "h1000", "H200", "H100"),
     ("plan.shard", "2", "divisor of the cluster's 3 ranks", "1"),
     ("plan.sequence", "sequence", "plans replicate, shard, pipeline", None),
@@ -159,6 +159,37 @@ def test_everything_that_a_model_lacks_is_in_one_mistake() -> None:
             load_run(None, overrides)
         (mistake,) = caught.value.mistakes
         assert (mistake.file, mistake.key, mistake.got) == ("command line", "model", got)
+
+
+def test_optimizer_keys_are_those_of_its_name(tmp_path: Path) -> None:
+    text = "model: llama-nano\ntrain: {steps: 1, global_batch: 1, %s}\n"
+    for train, key, expected, nearest in (
+        ("beta1: 0.5", "beta1", "a key of train; its path is train.optimizer.beta1", "train.optimizer.beta1"),
+        ("beta2: 0.5", "beta2", "a key of train; its path is train.optimizer.beta2", "train.optimizer.beta2"),
+        ("epsilon: 1", "epsilon", "a key of train; its path is train.optimizer.epsilon", "train.optimizer.epsilon"),
+        ("optimizer: {name: adam}", "optimizer.name", "adamw | lamb | muon | sgd", "adamw"),
+        ("optimizer: {name: sgd, beta1: 0.5}", "optimizer.beta1", "a key of train.optimizer (name, momentum, nesterov)", None),
+        ("optimizer: {name: moun, momentm: 1}", "optimizer.momentm", "a key of train.optimizer", "momentum"),
+        ("optimizer: {name: lamb, beta2: 1}", "optimizer.beta2", "number (≥ 0, < 1)", None),
+        ("optimizer: muon", "optimizer", "a section whose name is adamw | lamb | muon | sgd", None),
+    ):  # fmt: skip
+        *_, mistake = mistakes_in(tmp_path / "run.yaml", text % train)
+        assert (mistake.key, mistake.expected, mistake.nearest) == (f"train.{key}", expected, nearest)
+
+
+def test_another_optimizer_takes_no_keys_of_the_first(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text(
+        "model: llama-nano\ntrain: {steps: 1, global_batch: 1, optimizer: {beta1: 0.5, epsilon: 1}}\n"
+    )
+    file = tmp_path / "run.yaml"
+    file.write_text("extends: base.yaml\ntrain: {optimizer: {name: lamb, beta2: 0.5}}\n")
+    assert load_run(file).train.optimizer == LambSpec(beta2=0.5)
+    assert load_run(file, ["train.optimizer.momentum=0.5", "train.optimizer.name=sgd"]).train.optimizer == SgdSpec(
+        momentum=0.5
+    )
+    assert load_run(tmp_path / "base.yaml", ["train.optimizer.beta2=0.25"]).train.optimizer == AdamWSpec(
+        beta1=0.5, beta2=0.25, epsilon=1
+    )
 
 
 def test_a_misspelt_section_is_not_also_missing(tmp_path: Path) -> None:

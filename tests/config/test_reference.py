@@ -11,7 +11,7 @@ import pytest
 from meshwright.config.load import load_run
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.config.reference import reference_markdown
-from meshwright.config.schema import docs_of, section_of
+from meshwright.config.schema import docs_of, sections_of
 from meshwright.spec.fields import hints_of
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
@@ -29,8 +29,12 @@ def tables() -> dict[str, list[str]]:
 
 
 def sections(cls: type, key: str) -> list[tuple[str, type]]:
-    below = [(f"{key}.{name}".strip("."), section_of(a)) for name, a in hints_of(cls).items()]
-    return [(key, cls), *(pair for name, section in below if section for pair in sections(section, name))]
+    pairs = [(key, cls)]
+    for name, annotation in hints_of(cls).items():
+        below, several = f"{key}.{name}".strip("."), sections_of(annotation)
+        for section in several:
+            pairs += sections(section, f"{below}: {section().name}" if len(several) > 1 else below)
+    return pairs
 
 
 @pytest.mark.parametrize(("top", "start"), [(RunSpec, ""), (Plan, "Plan: ")])

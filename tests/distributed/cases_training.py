@@ -21,6 +21,7 @@ from meshwright.parallel.apply import local_weights
 from meshwright.parallel.world import World
 from meshwright.spec.errors import BadInput, MeshwrightError
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.optimizers import MOMENTUM
 from meshwright.spec.plan import DATA_AXES
 from meshwright.spec.run import Assignment
 from meshwright.training.evaluate import Evaluation, evaluate
@@ -216,7 +217,7 @@ def _whole(session: Session, *, keep: bool = True) -> dict[str, torch.Tensor]:
 def as_dtensors(session: Session) -> dict[str, torch.Tensor]:
     """The session's state, each tensor with the layout of its parameter; they share the state's memory."""
     parameters = dict(session.engine.model.named_parameters())
-    prefixes = ["model.", *(f"optimizer.{moment}." for moment in MOMENTS)]
+    prefixes = ["model.", "ema.", *(f"optimizer.{state}." for state in (*MOMENTS, *MOMENTUM))]
     dtensors = {}
     for name, parts in session.state().items():
         prefix = next(candidate for candidate in prefixes if name.startswith(candidate))

@@ -19,6 +19,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.initial_values import initial_values
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec, parameters
+from meshwright.spec.optimizers import AdamWSpec
 from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, Precision
 from tests.distributed.pool import CaseFailed, Pool
 
@@ -40,6 +41,7 @@ GPT = ModelSpec(
     family="gpt2", layers=2, hidden=12, heads=3, kv_heads=3, head_dim=4, ffn_hidden=20, vocab_size=29, max_seq_len=SEQ, positions="learned",
     norm="layernorm", mlp="gelu", bias=True, tied=True, init_std=0.2,
 )  # fmt: skip
+ADAMW = AdamWSpec()
 TRAIN = TrainSpec(steps=STEPS, global_batch=BATCH, seq_len=SEQ, learning_rate=RATE, clip_norm=CLIP, balance_loss=0.3)
 BF16_BOUND = 0.15
 """Relative error of a bf16 gradient against fp64; largest for query and key weights, whose terms cancel in the softmax."""
@@ -79,7 +81,7 @@ def one_device(spec: ModelSpec, masked: bool = True) -> list[dict[str, Any]]:
     decayed = [weight for name, weight in model.named_parameters() if specs[name].decay]
     without_decay = [weight for name, weight in model.named_parameters() if not specs[name].decay]
     groups = [{"params": decayed, "weight_decay": TRAIN.weight_decay}, {"params": without_decay, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(TRAIN.beta1, TRAIN.beta2), eps=TRAIN.epsilon)
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(ADAMW.beta1, ADAMW.beta2), eps=ADAMW.epsilon)
     steps = []
     for step in range(STEPS):
         tokens, targets, *packed = batch(step, spec)
@@ -101,8 +103,8 @@ def sharded(
 ) -> list[dict[str, Any]]:
     """The same steps as the trainer runs them; `factor` is a deliberate error in the token count."""
     from meshwright.data.loader import MicroBatch
-    from meshwright.optim.adamw import AdamW
     from meshwright.optim.clip import clip_factor, gradient_norm
+    from meshwright.optim.optimizer import Optimizer
     from meshwright.optim.shards import local_gradients
     from meshwright.parallel.apply import build_engine
     from meshwright.parallel.mesh import build_mesh
@@ -113,7 +115,7 @@ def sharded(
     mesh = build_mesh(plan, world)
     is_fp64 = plan.precision.compute == "fp64"
     engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=is_fp64, balance_loss=TRAIN.balance_loss)
-    model, optimizer = engine.model, AdamW(engine.model, spec, TRAIN, engine.weights, engine.host_offloaded)
+    model, optimizer = engine.model, Optimizer(engine.model, spec, TRAIN, engine.weights, engine.host_offloaded)
     micro, samples_per_rank = plan.batch.micro_batch, BATCH // mesh.data_ranks
     step_results = []
     for step in range(steps):

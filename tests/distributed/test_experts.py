@@ -220,7 +220,7 @@ def routed(world: Any, case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     """After two equal steps: balance losses and tokens of each expert, by layer and summed over ranks, and the step's figures."""
     from meshwright.data.loader import MicroBatch
     from meshwright.events.span import NullRecorder
-    from meshwright.optim.adamw import AdamW
+    from meshwright.optim.optimizer import Optimizer
     from meshwright.parallel.apply import build_engine
     from meshwright.parallel.mesh import build_mesh
     from meshwright.training.train_step import train_step
@@ -229,7 +229,7 @@ def routed(world: Any, case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     plan = case.plan
     mesh = build_mesh(plan, world)
     engine = build_engine(SHARED, plan, mesh, loss_chunk=5, seed=0, plain=True, balance_loss=0.3)
-    optimizer, samples_per_rank = AdamW(engine.model, SHARED, TRAIN, engine.weights), BATCH // mesh.data_ranks
+    optimizer, samples_per_rank = Optimizer(engine.model, SHARED, TRAIN, engine.weights), BATCH // mesh.data_ranks
     first = mesh.data_rank * samples_per_rank
     micro_batches = [
         tensor[first : first + samples_per_rank].split(plan.batch.micro_batch) for tensor in batch(0, SHARED)

@@ -75,7 +75,7 @@ def steps(world: World, spec: ModelSpec, tested_plan: Plan) -> tuple[dict[str, t
     """Run some steps; returns this rank's figures, weights and moments, and the bytes of its weights on the device."""
     from meshwright.data.loader import MicroBatch
     from meshwright.events.span import NullRecorder
-    from meshwright.optim.adamw import AdamW
+    from meshwright.optim.optimizer import Optimizer
     from meshwright.optim.shards import local
     from meshwright.parallel.apply import build_engine
     from meshwright.parallel.mesh import build_mesh
@@ -84,7 +84,7 @@ def steps(world: World, spec: ModelSpec, tested_plan: Plan) -> tuple[dict[str, t
 
     mesh = build_mesh(tested_plan, world)
     engine = build_engine(spec, tested_plan, mesh, loss_chunk=5, seed=0)
-    optimizer = AdamW(engine.model, spec, TRAIN, engine.weights, engine.host_offloaded)
+    optimizer = Optimizer(engine.model, spec, TRAIN, engine.weights, engine.host_offloaded)
     optimizer.release_master_weights()
     samples_per_rank = BATCH // mesh.data_ranks
     final_state: dict[str, torch.Tensor] = {}

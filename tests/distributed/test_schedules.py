@@ -208,14 +208,14 @@ def left_to_the_collector(world, plan: Plan) -> list[str]:
     import gc
 
     from meshwright.data.loader import MicroBatch
-    from meshwright.optim.adamw import AdamW
+    from meshwright.optim.optimizer import Optimizer
     from meshwright.parallel.apply import build_engine
     from meshwright.parallel.mesh import build_mesh
     from meshwright.training.train_step import train_step
 
     mesh = build_mesh(plan, world)
     engine = build_engine(DEEP, plan, mesh, loss_chunk=5, seed=0, plain=True)
-    optimizer = AdamW(engine.model, DEEP, TRAIN, engine.weights, engine.host_offloaded)
+    optimizer = Optimizer(engine.model, DEEP, TRAIN, engine.weights, engine.host_offloaded)
 
     def one_step(number: int) -> None:
         micro_batches = [

@@ -35,14 +35,14 @@ LAYOUTS = [
 def one_step(world: World, plan: Plan) -> Played:
     from meshwright.data.loader import MicroBatch
     from meshwright.observe.recorder import StepRecorder
-    from meshwright.optim.adamw import AdamW
+    from meshwright.optim.optimizer import Optimizer
     from meshwright.parallel.apply import build_engine
     from meshwright.parallel.mesh import build_mesh
     from meshwright.training.train_step import train_step
 
     mesh = build_mesh(plan, world)
     engine = build_engine(SMALL, plan, mesh, loss_chunk=5, seed=0, plain=True)
-    optimizer = AdamW(engine.model, SMALL, TRAIN, engine.weights, engine.host_offloaded)
+    optimizer = Optimizer(engine.model, SMALL, TRAIN, engine.weights, engine.host_offloaded)
     records: list[SpanRecord] = []
     recorder, ran = StepRecorder(torch.device("cpu"), world.rank, sink=records.extend), []
     parts = [tensor[:MICRO_BATCHES].split(1) for tensor in batch(0, SMALL)]

@@ -206,7 +206,7 @@ def test_steps_may_be_raised_and_not_lowered(begun: tuple[RunSpec, Path]) -> Non
         ("schedule", "wsd", "it would change the learning rate of steps that are done"),
         ("decay_fraction", 0.5, "it would change the learning rate of steps that are done"),
         ("global_batch", 16, "the position in the data follows from it"),
-        ("beta1", 0.5, "the steps that are done were trained with the other value"),
+        ("weight_decay", 0.5, "the steps that are done were trained with the other value"),
     ],
 )
 def test_what_changes_the_past_is_refused_with_its_reason(

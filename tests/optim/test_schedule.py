@@ -32,11 +32,17 @@ def test_shapes_in_the_middle() -> None:
     assert learning_rate(job(schedule="wsd", min_learning_rate=0.0), 90) == pytest.approx(1.0)
 
 
+def test_the_inverse_square_root_passes_the_peak_and_stays_above_the_floor() -> None:
+    spec = job(schedule="inverse_sqrt", min_learning_rate=0.4)
+    assert [learning_rate(spec, step) for step in (10, 40, 90)] == pytest.approx([2.0, 1.0, 0.8])
+    assert learning_rate(job(schedule="inverse_sqrt", warmup_steps=0, min_learning_rate=0.0), 16) == pytest.approx(0.5)
+
+
 @given(
     steps=st.integers(1, 500),
     warmup=st.integers(0, 499),
     floor=st.floats(0, 1),
-    schedule=st.sampled_from(["cosine", "linear", "wsd"]),
+    schedule=st.sampled_from(["cosine", "linear", "wsd", "inverse_sqrt"]),
 )
 def test_stays_between_zero_and_peak_and_never_rises_after_warm_up(
     steps: int, warmup: int, floor: float, schedule: str

@@ -6,8 +6,8 @@ import torch
 from tests.models.tiny import LLAMA
 
 from meshwright.models.decoder import Decoder
-from meshwright.optim.adamw import AdamW
 from meshwright.optim.fused import MOMENTS
+from meshwright.optim.optimizer import Optimizer
 from meshwright.parallel.apply import local_weights
 from meshwright.spec.job import TrainSpec
 
@@ -15,7 +15,7 @@ TRAIN = TrainSpec(steps=4, global_batch=4, seq_len=8)
 HOST_OFFLOADED = ("embed.weight", "layers.0.mlp.down.weight")
 
 
-def model_and_optimizer(seed: int, *, releases: bool = True) -> tuple[Decoder, AdamW]:
+def model_and_optimizer(seed: int, *, releases: bool = True) -> tuple[Decoder, Optimizer]:
     """A model whose two HOST_OFFLOADED parameters have their state in host memory; with `releases` also the master weights."""
     torch.manual_seed(seed)
     model = Decoder(LLAMA)
@@ -26,10 +26,10 @@ def model_and_optimizer(seed: int, *, releases: bool = True) -> tuple[Decoder, A
         name: (lambda name=name: named[name].detach().to(torch.bfloat16)) if releases else None
         for name in HOST_OFFLOADED
     }
-    return model, AdamW(model, LLAMA, TRAIN, local_weights(model), host_offloaded)
+    return model, Optimizer(model, LLAMA, TRAIN, local_weights(model), host_offloaded)
 
 
-def step(model: Decoder, optimizer: AdamW) -> None:
+def step(model: Decoder, optimizer: Optimizer) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter) * 0.1
     one = torch.ones((), dtype=torch.float64)

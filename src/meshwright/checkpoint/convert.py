@@ -32,23 +32,26 @@ from meshwright.spec.run import ModelSection, RunSpec
 _SHARD = "tensors-00000.safetensors"
 
 
-def export_checkpoint(source: Path, out: Path, *, dtype: str = "bf16") -> Path:
+def export_checkpoint(source: Path, out: Path, *, dtype: str = "bf16", average: bool = False) -> Path:
     """Write the weights of a checkpoint as a Hugging Face folder at `out`, and return the checkpoint they came from.
 
     `source` is a checkpoint or a run folder; of a run folder, the newest undamaged checkpoint is exported. The run
-    folder's `tokenizer.json` is copied too. Raises Damaged when the checkpoint differs from what was written, and
-    BadInput when it has no model configuration or when the Hugging Face class of its family cannot represent it.
+    folder's `tokenizer.json` is copied too. `average` takes the moving average of the weights (`train.ema_decay`).
+    Raises Damaged when the checkpoint differs from what was written, and BadInput when it has no model configuration or
+    average, or when the Hugging Face class of its family cannot represent it.
     """
     path = newest_checkpoint(source)
     with CheckpointReader(path) as reader:
         config = _config(reader)
         spec = _model(config, path)
+        if average and not any(reader.names("ema.")):
+            raise BadInput(f"{path} has no average of the weights: the run sets no train.ema_decay")
         tokenizer = path.parent.parent / "tokenizer.json"
         tokenizer = tokenizer if path.parent.name == "checkpoints" and tokenizer.is_file() else None
         export_hf(
             out,
             spec,
-            _CheckpointWeights(reader),
+            _CheckpointWeights(reader, "ema" if average else "model"),
             tokenizer=tokenizer,
             run_note=_note(config, reader),
             dtype=dtype,
@@ -102,12 +105,14 @@ class _CheckpointWeights:
     """The weights of a checkpoint as a `RowSource` (`checkpoint.hf`), which reads rows of dimension 0."""
 
     reader: CheckpointReader
+    prefix: str
+    """`model`, or `ema` for the moving average."""
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self.reader.record(f"model.{name}").shape
+        return self.reader.record(f"{self.prefix}.{name}").shape
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        return self.reader.read_rows(f"model.{name}", start, stop)
+        return self.reader.read_rows(f"{self.prefix}.{name}", start, stop)
 
 
 def _config(reader: CheckpointReader) -> dict[str, Any]:

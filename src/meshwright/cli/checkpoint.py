@@ -166,6 +166,9 @@ def to_hf(
     ],
     out: Annotated[Path, typer.Argument(help="The Hugging Face folder to write; it must not exist or be empty.")],
     dtype: Annotated[Format, typer.Option(help="Number format of the weights; training keeps fp32.")] = Format.bf16,
+    ema: Annotated[
+        bool, typer.Option("--ema", help="Write the moving average of the weights (train.ema_decay).")
+    ] = False,
 ) -> None:
     """Write a checkpoint's weights as a Hugging Face folder: safetensors, config.json, tokenizer, model card.
 
@@ -176,7 +179,7 @@ def to_hf(
     from meshwright.checkpoint.convert import export_checkpoint
 
     with _disk_errors("exporting"):
-        source = export_checkpoint(checkpoint, out, dtype=dtype.value)
+        source = export_checkpoint(checkpoint, out, dtype=dtype.value, average=ema)
     print(f"{source} → {out}", file=sys.stderr)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from meshwright.config.divisors import divisors, nearest_divisor
 from meshwright.config.format_rules import fp8_products, number_formats, plan_file_formats
+from meshwright.config.optimizer_rules import decay_patterns, offloaded_state, plan_file_offload
 from meshwright.config.run_values import RunValues
 from meshwright.config.yaml_positions import Document, KeyPath, format_value
 from meshwright.spec.chips import CHIPS, chip_from_device_name
@@ -77,6 +78,8 @@ def cross_checks(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
         _stages,
         number_formats,
         fp8_products,
+        offloaded_state,
+        decay_patterns,
     )
     return [mistake for rule in rules for mistake in rule(run)]
 
@@ -116,6 +119,7 @@ def plan_file_checks(
         sizes = {axis["axis"]: axis["size"] for axis in plan.get(("mesh",))}
         mistakes += _plan_file_mesh(plan, run, sizes)
         mistakes += plan_file_formats(plan, run, math.prod(sizes.get(axis, 1) for axis in CONTEXT_AXES))
+        mistakes += plan_file_offload(plan, run)
     if layers and sound:
         schedule = plan.get(("schedule",)) if plan.has(("schedule",)) else {}
         pipeline = next((axis["size"] for axis in plan.get(("mesh",)) if axis["axis"] == "pipeline"), 1)

@@ -28,6 +28,7 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
 
 _COMPARED_SECTIONS = ("seed", "model", "data", "train")
+_MOVED_KEYS = ("beta1", "beta2", "epsilon")
 _NOT_COMPARED = {
     "model.preset", "data.validation", "data.tokenizer_mismatch", "data.changed", "train.validate_every",
     "train.validate_batches", "train.gc_every", "train.on_nonfinite", "train.on_spike", "train.spike_factor",
@@ -86,11 +87,18 @@ def load_resolved(path: Path) -> RunSpec:
     pins = document.get(("plan",))
     if isinstance(pins, dict):
         pins.pop("reduce_engine", None)  # earlier versions wrote this key, which was removed
+    _move_optimizer_keys(document.get(("train",)))
     run, mistakes, _ = schema_mistakes(RunSpec, document)
     mistakes += document.mistakes
     if mistakes:
         raise BadConfig(in_reading_order(mistakes, str(path)))
     return from_plain(RunSpec, run)
+
+
+def _move_optimizer_keys(train: Any) -> None:
+    """Move AdamW's coefficients to `optimizer`, where earlier versions had only AdamW and no such section."""
+    if isinstance(train, dict) and "optimizer" not in train:
+        train["optimizer"] = {"name": "adamw", **{key: train.pop(key) for key in _MOVED_KEYS if key in train}}
 
 
 def load_cluster(path: Path | None, overrides: Sequence[str] = (), *, detect: Detect | None = None) -> ClusterSpec:

@@ -15,7 +15,7 @@ from meshwright.config.schema import (
     annotation_at,
     expected_text,
     literal_options,
-    section_of,
+    section_at,
     validate,
 )
 from meshwright.config.value_sources import COMMAND_LINE
@@ -89,7 +89,7 @@ def _missing_dimensions(cls: type, document: Document) -> list[KeyPath]:
 def meant_key(cls: type, path: KeyPath, document: Document) -> KeyPath | None:
     """The key that was probably meant by the unknown key at `path`."""
     parent, word = path[:-1], str(path[-1]).lower().replace("-", "_")
-    section = section_of(annotation_at(cls, parent))
+    section = section_at(cls, parent, document.get(parent))
     siblings = list(hints_of(section)) if section else []
     all_paths = _key_of_name(cls)
     if word in siblings:
@@ -119,8 +119,8 @@ def _unknown_key_mistake(cls: type, document: Document, path: KeyPath, meant: Ke
     refused = _refusal(path if cls is RunSpec else ("plan", *path))
     if refused:
         return _mistake(position, path, refused, got)
-    if meant is None:
-        section = section_of(annotation_at(cls, parent))
+    if meant is None or meant == path:  # `path` itself is a key of another optimizer
+        section = section_at(cls, parent, document.get(parent))
         return _mistake(position, path, f"{expected} ({', '.join(hints_of(section) if section else ())})", got)
     if meant[:-1] == parent:
         return _mistake(position, path, expected, got, str(meant[-1]))

@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright.config.family_dimensions import DIMENSIONS
 from meshwright.config.presets import MODEL_PRESETS, run_preset
-from meshwright.config.schema import expected_text, section_of
+from meshwright.config.schema import expected_text, section_of, sections_of
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import docs_of, from_plain, hints_of, to_plain
 from meshwright.spec.model import ModelSpec, parameter_count
@@ -124,9 +124,9 @@ def _sections(cls: type, key: str, title: str) -> Iterator[str]:
     description = textwrap.fill(paragraph, COLUMNS, break_on_hyphens=False)
     yield f"## {title}\n\n{description}\n\n{_table(['key', 'type', 'default', 'meaning'], entries)}"
     for name, annotation in hints_of(cls).items():
-        section = section_of(annotation)
-        if section:
+        for section in sections_of(annotation):
             below = f"{key}.{name}" if key else name
+            below += f": {section().name}" if len(sections_of(annotation)) > 1 else ""
             items = "[]" if expected_text(annotation).startswith("a list") else ""
             start = "Plan: " if title.startswith("Plan: ") else ""
             yield from _sections(section, below, f"{start}`{below}{items}`")

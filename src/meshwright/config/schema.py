@@ -11,21 +11,23 @@ import dataclasses
 import operator
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
+from itertools import chain
 from typing import Annotated, Any, Literal, TypeGuard, Union
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, create_model
 
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.config.yaml_positions import KeyPath
-from meshwright.spec.fields import Bound, describe_type, docs_of, hints_of, to_plain
+from meshwright.spec.fields import Bound, describe_type, docs_of, hints_of, to_plain, variant_of, variants
 from meshwright.spec.run import RunSpec
 
 _ANNOTATED: Any = Annotated  # applied to types made at run time, which a type checker cannot follow
 _LIST: Any = list
 _DICT: Any = dict
+_LITERAL: Any = Literal
 # Tags of a union's branches, taken out of an error's path again.
 _SECTION, _TEXT, _NUMBER = "|section|", "|text|", "|number|"
 
@@ -64,12 +66,29 @@ def section_of(annotation: Any) -> type | None:
     return next((section for part in inner if (section := section_of(part))), None)
 
 
+def sections_of(annotation: Any) -> tuple[type, ...]:
+    """The spec dataclasses that an annotation holds: several for a union of sections, of which `name` selects one."""
+    several = variants(typing.get_args(annotation))
+    first = section_of(annotation)
+    return several if len(several) > 1 else (first,) if first else ()
+
+
+def section_at(cls: type, path: KeyPath, data: Any) -> type | None:
+    """The spec dataclass at `path`, where the schema has one; that of `data`, the value there, if it has several."""
+    sections = sections_of(annotation_at(cls, path))
+    return variant_of(sections, data) if len(sections) > 1 else sections[0] if sections else None
+
+
 def annotation_at(cls: type, path: KeyPath) -> Any:
     """The annotation of the field, list item or mapping value at `path`; None where the schema has nothing."""
     annotation: Any = cls
     for step in path:
+        several = variants(typing.get_args(annotation))
         annotation = _container(annotation)
-        if _is_section(annotation):
+        if len(several) > 1:
+            hints = [hints_of(section)[str(step)] for section in several if str(step) in hints_of(section)]
+            annotation = (_joined_names(several) if step == "name" else hints[0]) if hints else None
+        elif _is_section(annotation):
             annotation = hints_of(annotation).get(str(step))
         else:
             arguments = typing.get_args(annotation)
@@ -77,13 +96,18 @@ def annotation_at(cls: type, path: KeyPath) -> Any:
     return annotation
 
 
+def _joined_names(sections: Sequence[type]) -> Any:
+    """The Literal of the names of several sections."""
+    return _LITERAL[tuple(typing.get_args(hints_of(section)["name"])[0] for section in sections)]
+
+
 def all_keys(cls: type, under: KeyPath = ()) -> Iterator[KeyPath]:
     """The path of every field of `cls` and of its sections, list items left out."""
     for name, annotation in hints_of(cls).items():
         yield (*under, name)
-        section = section_of(annotation)
-        if section and typing.get_origin(_container(annotation)) is not tuple:
-            yield from all_keys(section, (*under, name))
+        if typing.get_origin(_container(annotation)) is not tuple:
+            below = (all_keys(section, (*under, name)) for section in sections_of(annotation))
+            yield from dict.fromkeys(chain.from_iterable(below))
 
 
 def expected_text(annotation: Any) -> str:
@@ -91,6 +115,8 @@ def expected_text(annotation: Any) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation == hints_of(RunSpec)["plan"]:
         return "auto, a plan file, or a section of pins"
+    if len(several := variants(arguments)) > 1:
+        return f"a section whose name is {describe_type(_joined_names(several))}"
     if origin in (Union, types.UnionType):
         text = " or ".join(expected_text(part) for part in arguments if part is not type(None))
         return f"{text}, or none" if type(None) in arguments and not _takes_none_as_text(annotation) else text
@@ -141,8 +167,7 @@ def _sections(cls: type) -> list[type]:
     """The spec dataclasses below `cls`, each once."""
     sections: dict[type, None] = {}
     for annotation in hints_of(cls).values():
-        section = section_of(annotation)
-        if section:
+        for section in sections_of(annotation):
             sections.update(dict.fromkeys([section, *_sections(section)]))
     return list(sections)
 
@@ -174,6 +199,9 @@ def _pydantic_type(annotation: Any) -> Any:
 def _pydantic_union(annotation: Any, arguments: tuple[Any, ...]) -> Any:
     """The type of `X | None`, or of a section or number as an alternative to text."""
     options = [part for part in arguments if part is not type(None)]
+    if len(variants(options)) > 1:
+        branches = [_ANNOTATED[pydantic_model(part), Tag(f"|{part.__name__}|")] for part in options]
+        return _ANNOTATED[reduce(operator.or_, branches), Discriminator(lambda value: _variant_tag(options, value))]
     if len(options) == 1:
         nullable = _pydantic_type(options[0]) | None
         own_none = _takes_none_as_text(annotation)
@@ -187,6 +215,10 @@ def _branch_of_value(value: Any) -> str:
     if isinstance(value, (dict, BaseModel)):
         return _SECTION
     return _NUMBER if isinstance(value, (int, float)) else _TEXT
+
+
+def _variant_tag(sections: Sequence[type], value: Any) -> str:
+    return f"|{variant_of(sections, value.model_dump() if isinstance(value, BaseModel) else value).__name__}|"
 
 
 def _none_word(value: Any) -> Any:
@@ -234,7 +266,7 @@ def _container(annotation: Any) -> Any:
 
 
 def _schema_mistake(detail: Any) -> SchemaMistake:
-    path = tuple(step for step in detail["loc"] if step not in (_SECTION, _TEXT, _NUMBER))
+    path = tuple(step for step in detail["loc"] if not str(step).startswith("|"))
     problems: dict[str, Literal["unknown", "missing"]] = {"extra_forbidden": "unknown", "missing": "missing"}
     return SchemaMistake(path, problems.get(detail["type"], "value"))
 

@@ -40,7 +40,8 @@ def gather(path: Path | None, overrides: Sequence[str], detect: Detect) -> Docum
         if any(text.removeprefix("--").partition("=")[0].partition(".")[0] == "model" for text in overrides):
             _drop(document, "model")
             document.put(("model",), {}, Position(COMMAND_LINE))
-    for text in overrides:
+    # Another name replaces the section, so it must not follow other keys of the section.
+    for text in sorted(overrides, key=lambda text: text.removeprefix("--").partition("=")[0] != "train.optimizer.name"):
         document = _overridden(document, text, detect)
     return document
 
@@ -56,7 +57,7 @@ def _drop(document: Document, section: str) -> None:
 def merge(base: Document, over: Document) -> Document:
     """`over` merged over `base`: sections key by key; lists, `data.mix` and values of another type as a whole.
 
-    A later source that names another preset replaces the whole `model` section.
+    A later source that names another preset or optimizer replaces the whole section of the model or optimizer.
     """
     return Document(
         merged(base.data, over.data),
@@ -74,6 +75,8 @@ def merged(base: Any, over: Any, path: KeyPath = ()) -> Any:
     if not isinstance(base, dict) or not isinstance(over, dict) or path == ("data", "mix"):
         return over
     if path == ("model",) and over.get("preset") not in (None, base.get("preset")):
+        return over
+    if path == ("train", "optimizer") and over.get("name") not in (None, base.get("name", "adamw")):
         return over
     return {**base, **{key: merged(base.get(key), value, (*path, key)) for key, value in over.items()}}
 

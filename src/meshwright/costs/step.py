@@ -28,6 +28,7 @@ from meshwright.costs.constants import Constants
 from meshwright.costs.copies import copy_seconds
 from meshwright.costs.device_rates import Machine
 from meshwright.costs.offload_costs import exposed_copies, host_optimizer
+from meshwright.costs.optimizer_costs import matrix_seconds, update_seconds
 from meshwright.costs.stage_layers import stage_layers
 from meshwright.workload.arrays import Array
 from meshwright.workload.dtypes import COMPUTE_BYTES
@@ -481,8 +482,7 @@ def owned_params(shape: Shape, layout: Layouts) -> Array:
 
 def _optimizer_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:
     owned = owned_params(shape, layout)
-    update_seconds = owned * k.update / (machine.hbm * k.hbm)
-    update_seconds = np.where(
-        layout.offload > 0, host_optimizer(machine, owned, layout.state_bytes, update_seconds), update_seconds
-    )
-    return update_seconds + k.step_layer_us * 1e-6 * shape.layers / layout.pipeline
+    seconds = update_seconds(layout, machine, k, owned)
+    seconds = np.where(layout.offload > 0, host_optimizer(machine, owned, layout.state_bytes, seconds), seconds)
+    seconds = seconds + matrix_seconds(layout, machine, k, shape.layers / layout.pipeline)
+    return seconds + k.step_layer_us * 1e-6 * shape.layers / layout.pipeline

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from meshwright.spec.optimizers import MOMENTS as MOMENTS
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,10 @@ from meshwright.spec.job import TrainSpec
 
 
 def learning_rate(train: TrainSpec, step: int) -> float:
-    """Learning rate of step `step` (from 1): linear warm-up, then cosine, linear, or warm-up–stable–decay (Hu et al. 2024)."""
+    """Learning rate of step `step` (from 1): linear warm-up, then the schedule's decay.
+
+    `wsd` is warm-up, stable, decay (Hu et al. 2024); `inverse_sqrt` is the peak times √(warmup_steps / step) (Vaswani et al. 2017).
+    """
     return train.learning_rate * _fraction(train, step)
 
 
@@ -18,6 +21,8 @@ def _fraction(train: TrainSpec, step: int) -> float:
     floor, start = train.min_learning_rate, train.warmup_steps
     if train.schedule == "wsd":
         start = max(start, train.steps - round(train.decay_fraction * train.steps))
+    if train.schedule == "inverse_sqrt":
+        return max(floor, math.sqrt(max(1, start) / step))
     if step <= start or train.steps == start:
         return 1.0
     progress = (step - start) / (train.steps - start)

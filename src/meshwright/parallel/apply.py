@@ -57,7 +57,7 @@ class Engine:
     """One rank's part of a model under a plan, and the executor that runs it.
 
     `training` is the schedule of a step; `evaluation_schedule(n)` returns that of n micro-batches without backward. `weights` has this
-    rank's part of each parameter on the device. Master weights in host memory are in `AdamW.state`. `duplicate_rows` has, by
+    rank's part of each parameter on the device. Master weights in host memory are in `Optimizer.state`. `duplicate_rows` has, by
     parameter, the rows of this rank's part that the gradient norm must not count, because another rank counts its copy: the last stage's
     copy of a tied weight, and on all tensor ranks but the first the parameters that tensor ranks do not divide. `host_offloaded` maps
     each parameter whose optimizer state is in host memory to the function that releases its master weight on the device, or to None if the

@@ -22,6 +22,7 @@ from meshwright.planner.placement import heterogeneity_factors, orders
 from meshwright.schedules.registry import refusal
 from meshwright.spec.fp8_limits import fp8_format_conflict
 from meshwright.spec.layout import STAGES_PER_RANK, Layout, check_tensor, context_split_error, stage_table
+from meshwright.spec.optimizers import AdamWSpec
 from meshwright.spec.plan import (
     DATA_AXES,
     REFUSED_SCHEDULES,
@@ -274,7 +275,11 @@ def _offloads(run: RunSpec) -> tuple[Offload, ...]:
     pinned = pins_of(run).offload
     if pinned is not None:
         return (pinned,)
-    return ("none",) if run.cluster.is_cpu else get_args(Offload)
+    if run.cluster.is_cpu:
+        return ("none",)
+    # Only AdamW's state is updated in host memory, and averages need the weights on the device.
+    is_movable = isinstance(run.train.optimizer, AdamWSpec) and run.train.ema_decay is None
+    return get_args(Offload) if is_movable else ("none", "activations")
 
 
 def _pinned_or(pinned: int | None, otherwise: Iterable[int]) -> list[int]:

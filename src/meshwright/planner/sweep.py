@@ -409,7 +409,7 @@ def _cost(pricing: Pricing, layout: Layouts) -> StepCost:
 
 def peak_rank_bytes(run: RunSpec, layout: Layouts) -> np.ndarray:
     """Bytes of the fullest rank by the closed form."""
-    byte_widths = formats(run.train, precision_of(run), cpu=run.cluster.is_cpu)
+    byte_widths = formats(run.train, precision_of(run), cpu=run.cluster.is_cpu, model=run.model)
     byte_widths = replace(
         byte_widths,
         window=layout.weights_by_copy_engine,

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from meshwright.config.presets import MODEL_PRESETS
-from meshwright.optim.adamw import AdamW
+from meshwright.optim.optimizer import Optimizer
 from meshwright.profile.call_timing import Clock
 from meshwright.profile.team import Team
 from meshwright.spec.fields import from_plain
@@ -39,7 +39,7 @@ def adamw_rate(team: Team, clock: Clock, budget: float) -> float:
     gradients = [torch.full((size,), 1e-3, device=team.device) for _ in range(count)]
     spec = from_plain(ModelSpec, {**MODEL_PRESETS["llama-nano"], "vocab_size": 256})
     weights = {name: StateParts.of_whole(name, weight) for name, weight in model.named_parameters()}
-    optimizer = AdamW(model, spec, TrainSpec(steps=1, global_batch=1), weights)
+    optimizer = Optimizer(model, spec, TrainSpec(steps=1, global_batch=1), weights)
     norm = torch.ones((), device=team.device)
 
     def step() -> None:

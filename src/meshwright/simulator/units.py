@@ -17,6 +17,7 @@ import numpy as np
 from meshwright.costs.collective_costs import Group, all_reduce, congestion, copy_engine_group, gather, rank_group
 from meshwright.costs.compute import LayerTime, layer_times, product_rate
 from meshwright.costs.offload_costs import exposed_copy_seconds, host_optimizer, host_rate
+from meshwright.costs.optimizer_costs import matrix_seconds, update_seconds
 from meshwright.costs.plan_costs import Pricing, number
 from meshwright.costs.step import context_traffic, layer_exposure
 from meshwright.spec.layout import gradients_final_in_backward, stage_table
@@ -209,7 +210,9 @@ class UnitCosts:
         )
         blocks = sum(isinstance(unit, int) for unit in units)
         launches = k.step_layer_us * 1e-6 * blocks
-        device_update, host_update = (count * k.update / (machine.hbm * k.hbm) for count in (on_device, on_host))
+        layout = self.cost_inputs.layout
+        device_update, host_update = (update_seconds(layout, machine, k, count) for count in (on_device, on_host))
+        device_update = device_update + matrix_seconds(layout, machine, k, float(blocks))
         offloaded_step = host_optimizer(machine, on_host, state_bytes(self.plan.precision), host_update)
         return number(device_update + launches + offloaded_step)
 

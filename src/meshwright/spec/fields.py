@@ -1,8 +1,8 @@
 """Conversion of frozen dataclasses to and from plain data, shared by files, ranks and checkpoints.
 
 A spec class is a frozen dataclass whose fields are int, float, str, bool, None, Literal, tuples, dicts, unions with
-None, and other spec classes. The string below a field is its documentation; `Annotated[int, Bound(...)]` limits a
-number.
+None, other spec classes, and unions of spec classes that differ in the Literal of their field `name`. The string below
+a field is its documentation; `Annotated[int, Bound(...)]` limits a number.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import inspect
 import textwrap
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeVar, Union
+
+from meshwright.spec.errors import nearest
 
 T = TypeVar("T")
 
@@ -106,6 +108,8 @@ def _field_builders(cls: type) -> dict[str, Build]:
 def _union_builder(arguments: tuple[Any, ...]) -> Build:
     """A dict or list becomes the first spec class or container that it can be; an integer a float if only that is possible."""
     options: list[tuple[tuple[type, ...], Build]] = []
+    if len(sections := variants(arguments)) > 1:
+        return lambda data: _build_dataclass(variant_of(sections, data), data)
     for option in arguments:
         if dataclasses.is_dataclass(option):
             options.append(((dict,), _builder(option)))
@@ -125,6 +129,18 @@ def _union_builder(arguments: tuple[Any, ...]) -> Build:
         return scalar(data)
 
     return build
+
+
+def variants(arguments: Sequence[Any]) -> tuple[type, ...]:
+    """The spec classes among the members of a union."""
+    return tuple(part for part in arguments if isinstance(part, type) and dataclasses.is_dataclass(part))
+
+
+def variant_of(sections: Sequence[type], data: Any) -> type:
+    """The one of several spec classes whose `name` the data has, or a similar one; the first if it has none."""
+    by_name = {typing.get_args(hints_of(section)["name"])[0]: section for section in sections}
+    name = str(data.get("name", "")).lower() if isinstance(data, Mapping) else ""
+    return by_name.get(name) or by_name.get(nearest(name, by_name) or "", sections[0])
 
 
 @cache

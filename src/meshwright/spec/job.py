@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from meshwright.spec.fields import Bound, NotNegative, Positive
+from meshwright.spec.optimizers import AdamWSpec, DecayGroup, LambSpec, MuonSpec, SgdSpec
 
 Fraction = Annotated[float, Bound(at_least=0, at_most=1)]
 
@@ -45,18 +46,18 @@ class TrainSpec:
     """End of the schedule as a fraction of the peak."""
     warmup_steps: NotNegative = 0
     """Steps of linear growth from 0 to the peak."""
-    schedule: Literal["cosine", "linear", "wsd"] = "cosine"
-    """Decay after warm-up; wsd stays at the peak and decays linearly at the end."""
+    schedule: Literal["cosine", "linear", "wsd", "inverse_sqrt"] = "cosine"
+    """Decay after warm-up; wsd stays at the peak and decays linearly at the end. inverse_sqrt falls with the root of the step."""
     decay_fraction: Fraction = 0.2
     """wsd: the last fraction of all steps that decays."""
     weight_decay: Annotated[float, Bound(at_least=0)] = 0.1
-    """AdamW's decay of matrices; norms and biases are not decayed."""
-    beta1: Annotated[float, Bound(at_least=0, less_than=1)] = 0.9
-    """AdamW's decay rate of the mean gradient."""
-    beta2: Annotated[float, Bound(at_least=0, less_than=1)] = 0.95
-    """AdamW's decay rate of the mean squared gradient."""
-    epsilon: Annotated[float, Bound(more_than=0)] = 1e-8
-    """Added to AdamW's denominator."""
+    """Decay of matrices, decoupled from the gradient; norms and biases are not decayed."""
+    decay_groups: tuple[DecayGroup, ...] = ()
+    """Parameters with another weight decay, by patterns of their names; of several groups the last that matches counts."""
+    ema_decay: Annotated[float, Bound(more_than=0, less_than=1)] | None = None
+    """Decay of an exponential moving average of the weights, kept in the stored dtype and in checkpoints; none keeps none."""
+    optimizer: AdamWSpec | LambSpec | MuonSpec | SgdSpec = field(default_factory=AdamWSpec)
+    """The optimizer, by `name`, and its own keys."""
     clip_norm: Annotated[float, Bound(more_than=0)] | None = 1.0
     """Gradients are scaled down to this global norm; none disables clipping."""
     balance_loss: Annotated[float, Bound(at_least=0)] = 0.001

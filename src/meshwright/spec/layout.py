@@ -69,6 +69,13 @@ class Layout:
         coordinates = self.coordinates(rank)
         return tuple(self.rank({**coordinates, axis: index}) for index in range(self.size(axis)))
 
+    def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """All ranks that differ from `rank` only along `axes`, itself included, in rank order."""
+        ranks = [self.coordinates(rank)]
+        for axis in axes:
+            ranks = [{**coordinates, axis: index} for coordinates in ranks for index in range(self.size(axis))]
+        return tuple(sorted({self.rank(coordinates) for coordinates in ranks}))
+
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """Groups of ranks that differ only along `axes`: each in rank order, ordered by their lowest rank; every rank once."""
         members: dict[tuple[int, ...], list[int]] = {}

@@ -22,6 +22,11 @@ def moment_name(moment: str, parameter: str) -> str:
     return f"optimizer.{moment}.{parameter}"
 
 
+def average_name(parameter: str) -> str:
+    """The logical name of the moving average of a parameter."""
+    return f"ema.{parameter}"
+
+
 @dataclass(frozen=True)
 class StateParts:
     """This rank's pieces of the logical tensor `name` of `shape`.

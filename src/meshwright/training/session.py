@@ -24,10 +24,14 @@ from meshwright.events.start import StartClock
 from meshwright.observe.device_clock import HostTime
 from meshwright.observe.environment import environment
 from meshwright.observe.recorder import DetailRecorder, StepRecorder
-from meshwright.optim.adamw import AdamW
+from meshwright.optim.optimizer import Optimizer
 from meshwright.parallel.apply import Engine, build_engine
 from meshwright.parallel.mesh import Mesh, build_mesh
+from meshwright.parallel.shared_ranks import ranks_of_stage
 from meshwright.parallel.world import World
+from meshwright.spec.job import TrainSpec
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.optimizers import LambSpec, MuonSpec
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import Assignment, Lease, RunSpec
 from meshwright.state.parts import StateParts
@@ -52,7 +56,7 @@ class Session:
     world: World
     mesh: Mesh
     engine: Engine
-    optimizer: AdamW
+    optimizer: Optimizer
     store: CheckpointStore
     data: DataSource
     held_out: HeldOut | None
@@ -122,7 +126,7 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
     clock.end("model")
     data, held_out = _open_data(run, ShardVerifier(world.rank, world.ranks))
     clock.end("data")
-    optimizer = AdamW(engine.model, run.model, run.train, engine.weights, engine.host_offloaded)
+    optimizer = open_optimizer(engine, run.model, run.train, mesh)
     clock.end("optimizer")
     spans = SpanWriter(*_span_file(assignment, world, mesh)) if run.observe.spans else None
     recorder_class = StepRecorder if spans or run.observe.phases else DetailRecorder
@@ -156,11 +160,18 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
     session.resumed_from = resume(session, assignment.resume_at_most)
     if session.resumed_from is None:
         load_initial(engine.weights, run.model, run.model.init)
+        optimizer.start_average()
     optimizer.release_master_weights()
     clock.end("load")
     if world.leads:
         _write_environment(folder)
     return session
+
+
+def open_optimizer(engine: Engine, model: ModelSpec, train: TrainSpec, mesh: Mesh) -> Optimizer:
+    """The optimizer of a rank's engine. Collective for optimizers that update whole matrices."""
+    ranks = ranks_of_stage(mesh, model) if isinstance(train.optimizer, (LambSpec, MuonSpec)) else None
+    return Optimizer(engine.model, model, train, engine.weights, engine.host_offloaded, ranks)
 
 
 def _span_file(assignment: Assignment, world: World, mesh: Mesh) -> tuple[Path, dict[str, Any]]:

@@ -16,6 +16,7 @@ from meshwright.spec.plan import RECOMPUTE_MODES, AxisName, LayerStrategy, Plan,
 from meshwright.workload.arrays import Array
 from meshwright.workload.dtypes import bytes_of, state_bytes
 from meshwright.workload.groups import experts_over
+from meshwright.workload.optimizer_work import ADAMW_BYTES, optimizer_columns
 from meshwright.workload.rank_layers import table_layers
 
 SELECTIVE, ALL_BUT_ATTENTION, FULL = (
@@ -71,6 +72,11 @@ class Layouts:
     """1 when the optimizer's state is in host memory."""
     state_bytes: Array = 12.0
     """Bytes of a parameter's state in host memory (`workload.dtypes.state_bytes`)."""
+    update_bytes: Array = ADAMW_BYTES
+    """Bytes that the optimizer moves per fp32 parameter; as the next three columns, from `workload.optimizer_work`."""
+    muon_flops: Array = 0.0
+    muon_largest_flops: Array = 0.0
+    muon_elements: Array = 0.0
     offload_activations: Array = 0.0
     """Share of all layers whose saved activations are offloaded to host memory; 0 for a layer that is not."""
     slowest_rank_ratio: Array = 1.0
@@ -232,7 +238,8 @@ def layouts_of(
         fullest_layers=layers[0], head_layers=layers[1], in_flight=in_flight(*schedule_arguments),
         in_flight_last=in_flight(*schedule_arguments, pipeline - 1), fill=relative_idle_time(schedule, pipeline, accumulate),
         loss_chunk=float(train.loss_chunk), gathered_bytes=gathered_bytes(precision), state_bytes=state_bytes(precision),
-        replica_bytes=float(bytes_of(precision.reduce_replicas or precision.stored)), **columns,
+        replica_bytes=float(bytes_of(precision.reduce_replicas or precision.stored)),
+        **optimizer_columns(model, train.optimizer), **columns,
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from meshwright.workload.activations import elements_per_token, received_element
 from meshwright.workload.buffers import DEVICE_LAYERS
 from meshwright.workload.dtypes import bytes_of, low_share, state_bytes
 from meshwright.workload.groups import context_size, experts_over, shard_size
+from meshwright.workload.optimizer_work import OptimizerWork, optimizer_work
 from meshwright.workload.stage_parts import StagePart, stage_part
 from meshwright.workload.tensor_bytes import CATEGORIES, Formats, RankTensors, bytes_by_category
 
@@ -39,8 +40,13 @@ def formats(
     replicas: int = 1,
     engine: Engine = "kernel",
     tensor_engine: Engine = "kernel",
+    model: ModelSpec | None = None,
 ) -> Formats:
-    """Bytes of a run's numbers; replicas sum gradients over `replicas` ranks. Engines are the plan's."""
+    """Bytes of a run's numbers; replicas sum gradients over `replicas` ranks. Engines are the plan's.
+
+    The optimizer is that of `train` on `model`; AdamW without a model.
+    """
+    work = OptimizerWork() if model is None else optimizer_work(model, train.optimizer)
     replica_dtype, compute_bytes = precision.reduce_replicas, bytes_of(precision.compute)
     return Formats(
         compute=compute_bytes, reduce=bytes_of(precision.reduce), stored=bytes_of(precision.stored), resident=bytes_of(precision.resident),
@@ -48,7 +54,9 @@ def formats(
         logit=compute_bytes + 4 if cpu else compute_bytes, chunk=train.loss_chunk, workspace=0 if cpu else Formats.workspace,
         framework=FRAMEWORK_BYTES["cpu" if cpu else "cuda"], gathered=1 / compute_bytes if precision.gather == "fp8" else 1.0,
         low=low_share(precision, precision.linear), window=engine == "copy",
-        token_window=tensor_engine == "copy" and not cpu,
+        token_window=tensor_engine == "copy" and not cpu, block_states=work.block_states, end_states=work.end_states,
+        widens=train.optimizer.name in ("sgd", "lamb"), largest_matrix=work.largest, matrix_elements=work.exchanged,
+        matrices=work.matrices, average=train.ema_decay is not None,
     )  # fmt: skip
 
 
@@ -57,8 +65,8 @@ def fullest_rank_memory(
 ) -> dict[str, int]:
     """Bytes of the fullest rank by category.
 
-    Categories: weights, gradients, optimizer, gathered, activations, transfers (with a pipeline), logits, framework. `activation_peaks` is
-    as in `memory_by_rank`.
+    Categories: weights, gradients, optimizer, ema (with an average of the weights), gathered, activations, transfers (with a
+    pipeline), logits, framework. `activation_peaks` is as in `memory_by_rank`.
     """
     return fullest(memory_by_rank(model, train, plan, cpu=cpu, activation_peaks=activation_peaks))
 
@@ -100,9 +108,11 @@ def memory_by_rank(
     replicas = plan.axis_size("replicate")
     number_formats = formats(
         train, plan.precision, cpu=cpu, replicas=replicas, engine=plan.gather_engine, tensor_engine=plan.tensor_engine,
+        model=model,
     )  # fmt: skip
     sizes = bytes_by_category(rank_tensors, number_formats)
-    categories = [category for category in CATEGORIES if category != "transfers" or len(table) > 1]
+    left_out = {"transfers": len(table) == 1, "ema": train.ema_decay is None}
+    categories = [category for category in CATEGORIES if not left_out.get(category)]
     return tuple(
         {category: round(float(sizes[category][rank])) for category in categories} for rank in range(len(table))
     )

@@ -2,9 +2,9 @@
 
 The executor, FSDP2 and the kernels decide which tensors are alive (docs/design/cost-model.md, "Memory").
 
-A rank's memory peaks at one of three moments: in the head (logits and the head's gradients), in the first block's backward
-while all activations are still stored (gradients in reduction), or at the end of backward (all accumulated gradients, and the
-copies that are sent to replicas).
+A rank's memory peaks at one of four moments: in the head (logits and the head's gradients), in the first block's backward
+while all activations are still stored (gradients in reduction), at the end of backward (all accumulated gradients, and the
+copies that are sent to replicas), or in an update that widens gradients or collects whole matrices.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from meshwright.workload.buffers import (
     TOKEN_SLOTS,
     UNITS_IN_FLIGHT,
 )
+from meshwright.workload.optimizer_work import MUON_BUFFERS
 
-CATEGORIES = ("weights", "gradients", "optimizer", "gathered", "activations", "logits", "transfers", "framework")
+CATEGORIES = ("weights", "gradients", "optimizer", "ema", "gathered", "activations", "logits", "transfers", "framework")
 LOSS_BYTES = 4
 """Bytes of a number in the loss's accumulators (fp32)."""
 
@@ -53,6 +54,19 @@ class Formats:
     """1 if copy engines gather weights into a persistent window."""
     token_window: Array = 0
     """1 if tensor ranks copy tokens through a persistent window while they compute."""
+    block_states: Array = 2.0
+    """Of the optimizer per parameter of a block: number of state tensors in the stored dtype."""
+    end_states: Array = 2.0
+    """As `block_states`, of embedding and head."""
+    average: Array = 0
+    """1 if a moving average of the weights is kept."""
+    widens: Array = 0
+    """1 if the update casts narrower gradients of all parameters at once; AdamW's kernel reads them as they are."""
+    largest_matrix: Array = 0.0
+    """Elements of the largest matrix that one rank updates as a whole; 0 if there are none."""
+    matrix_elements: Array = 0.0
+    """Elements of a layer's matrices that are updated as a whole, and `matrices`, their number."""
+    matrices: Array = 1.0
     framework: Array = 3 << 30
     """Context, communicators, kernels: memory outside tensors."""
 
@@ -109,12 +123,13 @@ class RankTensors:
 
 
 def bytes_by_category(rank: RankTensors, formats: Formats) -> dict[str, Array]:
-    """Bytes by category of every column at its peak. `transfers` is 0 without a pipeline."""
+    """Bytes by category of every column at its peak. `transfers` is 0 without a pipeline, `ema` without an average."""
     stream = rank.tokens * rank.hidden * formats.compute
     moments = (
         _head_moment(rank, formats, stream),
         _first_backward_moment(rank, formats, stream),
         _backward_end_moment(rank, formats),
+        _update_moment(rank, formats),
     )
     totals = np.stack(np.broadcast_arrays(*(np.asarray(sum(moment.values()), float) for moment in moments)))
     fullest = np.argmax(totals, axis=0)
@@ -129,7 +144,8 @@ def bytes_by_category(rank: RankTensors, formats: Formats) -> dict[str, Array]:
     return {
         "weights": rank.owned * (formats.stored * on_device + formats.resident * rank.offloaded_share),
         "gradients": at_peak["gradients"],
-        "optimizer": (2 * rank.owned * on_device + staged_elements) * formats.stored,
+        "optimizer": (_states(rank, formats) * on_device + staged_elements) * formats.stored,
+        "ema": rank.owned * formats.stored * formats.average,
         "gathered": at_peak["gathered"],
         "activations": at_peak["activations"],
         "logits": at_peak["logits"],
@@ -139,6 +155,12 @@ def bytes_by_category(rank: RankTensors, formats: Formats) -> dict[str, Array]:
         "framework": formats.framework
         + np.where(rank.width > 1, formats.token_window * TOKEN_SLOTS * rank.width * stream, 0.0),
     }
+
+
+def _states(rank: RankTensors, formats: Formats) -> Array:
+    """Elements of all state tensors of the rank's shard."""
+    ends = np.minimum(rank.owned, rank.ends / rank.shards)
+    return formats.block_states * (rank.owned - ends) + formats.end_states * ends
 
 
 def _gathered_weights(rank: RankTensors, formats: Formats) -> Array:
@@ -206,6 +228,21 @@ def _backward_end_moment(rank: RankTensors, formats: Formats) -> dict[str, Array
         "gradients": rank.owned
         * (np.where(rank.gradients_final > 0, formats.compute, formats.stored) + formats.travelling),
         "gathered": rank.gathers * unit * (formats.compute + buffers) + _buffers(rank, formats, 0.0 * rank.last),
+        "activations": formats.workspace + 0.0 * rank.activations,
+        "logits": 0.0 * rank.activations,
+    }
+
+
+def _update_moment(rank: RankTensors, formats: Formats) -> dict[str, Array]:
+    """Bytes in the update: gradients, those that are cast to the stored dtype, and whole matrices of a rank."""
+    ranks = np.maximum(1.0, rank.shards * rank.width)
+    whole = np.maximum(
+        formats.largest_matrix, formats.matrix_elements / np.minimum(ranks, np.maximum(1.0, formats.matrices))
+    )
+    cast = np.where(rank.gradients_final > 0, formats.widens * formats.stored, 0.0)
+    return {
+        "gradients": rank.owned * (np.where(rank.gradients_final > 0, formats.compute, formats.stored) + cast),
+        "gathered": whole * MUON_BUFFERS * formats.compute + 0.0 * rank.owned,
         "activations": formats.workspace + 0.0 * rank.activations,
         "logits": 0.0 * rank.activations,
     }

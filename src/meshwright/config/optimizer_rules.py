@@ -1,0 +1,59 @@
+"""Rules about the optimizer: what can be in host memory, and patterns of parameter names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+from meshwright.config.run_values import RunValues
+from meshwright.config.yaml_positions import Document, KeyPath, format_value
+from meshwright.spec.errors import Mistake
+from meshwright.spec.fields import from_plain, hints_of
+from meshwright.spec.model import ModelSpec, parameters
+
+MOST_LAYERS = 10_000
+"""Layers up to which patterns are compared with all names."""
+REQUIRED = {field.name for field in dataclasses.fields(ModelSpec) if field.default is dataclasses.MISSING}
+
+
+def offloaded_state(run: RunValues) -> Iterator[Mistake]:
+    """Pins that move the state of an optimizer other than AdamW to host memory."""
+    expected, offload = _expected(run), run("plan.offload")
+    if expected and offload in ("optimizer", "both"):
+        yield run.mistake("plan.offload", expected, "none")
+    yield from plan_file_offload(run.document, run, ("plan", "layers"))
+
+
+def plan_file_offload(document: Document, run: RunValues, path: KeyPath = ("layers",)) -> Iterator[Mistake]:
+    """Layers at `path` that move the state of an optimizer other than AdamW to host memory."""
+    expected, entries = _expected(run), document.get(path) if document.has(path) else None
+    for index, entry in enumerate(entries if expected and isinstance(entries, list) else []):
+        offload: Any = entry.get("offload") if isinstance(entry, dict) else None
+        if offload in ("optimizer", "both"):
+            yield document.mistake((*path, index, "offload"), expected, format_value(offload), "none")
+
+
+def _expected(run: RunValues) -> str:
+    name = run("train.optimizer.name")
+    if run("train.ema_decay"):
+        return "none or activations, as train.ema_decay averages weights on the device"
+    if name in (None, "adamw"):
+        return ""
+    return f"none or activations, as train.optimizer is {name}: only the state of adamw is updated in host memory"
+
+
+def decay_patterns(run: RunValues) -> Iterator[Mistake]:
+    """Patterns of `train.decay_groups` that match no parameter of the model."""
+    groups = run("train.decay_groups")
+    values = {name: run(f"model.{name}") for name in hints_of(ModelSpec)} if groups and run("model") else {}
+    given = {name: value for name, value in values.items() if value is not None}
+    if not given.keys() >= REQUIRED or given["layers"] > MOST_LAYERS:
+        return
+    names = [parameter.name for parameter in parameters(from_plain(ModelSpec, given))]
+    for index, group in enumerate(groups):
+        pattern = group.get("names") if isinstance(group, dict) else None
+        if isinstance(pattern, str) and not any(fnmatchcase(name, pattern) for name in names):
+            expected = "a pattern that matches a parameter's name, such as embed.* or layers.*.mlp.*"
+            yield run.document.mistake(("train", "decay_groups", index, "names"), expected, format_value(pattern))

@@ -1,0 +1,78 @@
+"""The logical matrices of parameters, and the pieces of them that ranks have.
+
+A fused parameter has a matrix for each of its blocks (q, k, v; gate, up), and routed experts have their own matrices. Muon and LAMB update
+a matrix as a whole, so their result does not depend on how weights are fused or divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from torch import Tensor
+
+from meshwright.spec.layout import Box
+from meshwright.spec.model import ParameterSpec
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a matrix in a rank's local tensor: slices of both, and whether this rank counts it in sums over ranks."""
+
+    matrix: int
+    local: tuple[slice, ...]
+    whole: tuple[slice, ...]
+    primary: bool
+
+    def of(self, local: Tensor) -> Tensor:
+        """The elements in the rank's local tensor, as a view."""
+        return local[self.local]
+
+    @property
+    def count(self) -> int:
+        """Elements of the piece."""
+        product = 1
+        for part in self.whole:
+            product *= part.stop - part.start
+        return product
+
+
+def matrices_of(parameter: ParameterSpec) -> tuple[Box, ...]:
+    """The matrices of a parameter, as boxes of it; a vector is one box."""
+    leading, rows = (parameter.shape[:1], parameter.shape[1]) if parameter.expert else ((), parameter.shape[0])
+    if parameter.expert:
+        fused = parameter.name.endswith("gate_up")
+        sizes: Sequence[int] = (rows // 2, rows // 2) if fused else (rows,)
+    else:
+        sizes = [size for _, size in parameter.blocks] or (rows,)
+    columns = parameter.shape[len(leading) + 1 :]
+    bounds = list(pairwise(accumulate(sizes, initial=0)))
+    return tuple(
+        Box((*index, start, *(0 for _ in columns)), (*(1 for _ in index), stop - start, *columns))
+        for index in ([(expert,) for expert in range(leading[0])] if leading else [()])
+        for start, stop in bounds
+    )
+
+
+def pieces_of(matrices: Sequence[Box], boxes: Sequence[Box]) -> Iterator[Piece]:
+    """The pieces of `matrices` that a rank with these boxes of the parameter has, in the order of matrices, then of boxes."""
+    for index, matrix in enumerate(matrices):
+        for box in boxes:
+            ranges = [
+                (max(first, other), min(first + size, other + other_size))
+                for first, size, other, other_size in zip(
+                    matrix.offsets, matrix.sizes, box.offsets, box.sizes, strict=True
+                )
+            ]
+            if all(start < stop for start, stop in ranges):
+                shifts = [box.first_row if dim == 0 else 0 for dim in range(len(ranges))]
+                local = tuple(
+                    slice(start - offset + shift, stop - offset + shift)
+                    for (start, stop), offset, shift in zip(ranges, box.offsets, shifts, strict=True)
+                )
+                whole = tuple(
+                    slice(start - offset, stop - offset)
+                    for (start, stop), offset in zip(ranges, matrix.offsets, strict=True)
+                )
+                yield Piece(index, local, whole, box.primary)

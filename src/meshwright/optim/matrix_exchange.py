@@ -1,0 +1,104 @@
+"""Exchange of a bundle's matrices: each is collected on one rank of those that share it, and the result is divided again.
+
+Two all-to-alls carry each element once to its owner and once back, so a rank sends and receives its shard twice, where an all-gather would
+receive the whole. The owners are chosen so that all ranks have similar work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.optim.matrices import Piece, matrices_of, pieces_of
+from meshwright.spec.layout import Box
+from meshwright.spec.model import ParameterSpec
+from meshwright.spec.optimizers import newton_schulz_flops
+from meshwright.state.shared_ranks import SharedRanks
+
+
+@dataclass(frozen=True)
+class Located:
+    """A piece of a matrix of the parameter `name`; `matrix` counts over the bundle."""
+
+    name: str
+    matrix: int
+    piece: Piece
+
+
+def assign_owners(costs: Sequence[float], loads: list[float]) -> list[int]:
+    """The rank of each matrix: the largest first, each to the rank with the least work, then the least load.
+
+    `loads` is the work of each rank in earlier bundles; the work of this one is added.
+    """
+    owners, work = [0] * len(costs), [0.0] * len(loads)
+    for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
+        owners[index] = min(range(len(loads)), key=lambda rank: (work[rank], loads[rank]))
+        work[owners[index]] += costs[index]
+    loads[:] = [load + own for load, own in zip(loads, work, strict=True)]
+    return owners
+
+
+class MatrixExchange:
+    """The matrices of some parameters, of which ranks have pieces. `loads` is the work of each rank; it is extended."""
+
+    def __init__(self, parameters: Sequence[ParameterSpec], ranks: SharedRanks, loads: list[float]) -> None:
+        self._ranks = ranks
+        self._matrices: list[Box] = []
+        pieces: list[list[Located]] = [[] for _ in loads]
+        for spec in parameters:
+            matrices = matrices_of(spec)
+            for rank, boxes in enumerate(ranks.boxes(spec)):
+                found = pieces_of(matrices, boxes)
+                pieces[rank] += [Located(spec.name, len(self._matrices) + piece.matrix, piece) for piece in found]
+            self._matrices += matrices
+        owners = assign_owners([newton_schulz_flops(matrix.sizes[-2:], 1) for matrix in self._matrices], loads)
+        self._owned = [index for index, owner in enumerate(owners) if owner == ranks.index]
+        own = pieces[ranks.index]
+        # By rank: the pieces that this rank sends to and receives from it, on the way to the owners (primary ones) and back (all).
+        self._sent = [[p for p in own if owners[p.matrix] == rank and p.piece.primary] for rank in range(len(loads))]
+        self._collected = [
+            [p for p in there if owners[p.matrix] == ranks.index and p.piece.primary] for there in pieces
+        ]
+        self._returned = [[p for p in there if owners[p.matrix] == ranks.index] for there in pieces]
+        self._kept = [[p for p in own if owners[p.matrix] == rank] for rank in range(len(loads))]
+
+    def apply(
+        self, parts: dict[str, Tensor], function: Callable[[list[Tensor]], list[Tensor]], dtype: torch.dtype
+    ) -> None:
+        """Replace this rank's `parts`, by parameter, by those of `function` of the whole matrices, exchanged in `dtype`.
+
+        `function` gets this rank's own matrices. Collective over the ranks that share the parameters.
+        """
+        device = next(iter(parts.values())).device
+        received = self._all_to_all(
+            [[p.piece.of(parts[p.name]) for p in there] for there in self._sent], self._collected, dtype, device
+        )
+        wholes = {index: torch.empty(self._matrices[index].sizes, dtype=dtype, device=device) for index in self._owned}
+        for located, elements in received:
+            target = wholes[located.matrix][located.piece.whole]
+            target.copy_(elements.view(target.shape))
+        results = dict(zip(self._owned, function([whole.flatten(0, -2) for whole in wholes.values()]), strict=True))
+        whole_results = {index: result.view(self._matrices[index].sizes) for index, result in results.items()}
+        returned = [[whole_results[p.matrix][p.piece.whole] for p in there] for there in self._returned]
+        for located, elements in self._all_to_all(returned, self._kept, dtype, device):
+            target = located.piece.of(parts[located.name])
+            target.copy_(elements.view(target.shape))
+
+    def _all_to_all(
+        self, sent: list[list[Tensor]], expected: list[list[Located]], dtype: torch.dtype, device: torch.device
+    ) -> list[tuple[Located, Tensor]]:
+        """Send tensors by rank; returns the received pieces, which are `expected` by rank, each with its elements."""
+        flat = [tensor.to(dtype).reshape(-1) for there in sent for tensor in there]
+        outgoing = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=device)
+        incoming = outgoing
+        if self._ranks.group is not None:
+            counts = [sum(p.piece.count for p in there) for there in expected]
+            incoming = torch.empty(sum(counts), dtype=dtype, device=device)
+            sizes = [sum(tensor.numel() for tensor in there) for there in sent]
+            dist.all_to_all_single(incoming, outgoing, counts, sizes, group=self._ranks.group)
+        located = [p for there in expected for p in there]
+        return list(zip(located, incoming.split([p.piece.count for p in located]), strict=True))

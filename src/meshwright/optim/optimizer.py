@@ -1,0 +1,244 @@
+"""The optimizer of one rank: it owns the state of all parameters and updates it by the rule that `train.optimizer` names.
+
+State is allocated at the start, so that every checkpoint has the same tensors. The device itself skips a step whose gradient norm is not
+finite; the host reads no value. `optim.host` updates parameters whose state is in host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+import torch
+from torch import nn
+
+from meshwright.optim.adamw import AdamWRule
+from meshwright.optim.average import WeightAverage
+from meshwright.optim.fused import Coefficients, StepInputs, new_count
+from meshwright.optim.host import MASTER, HostAdamW, Release, SpanFactory
+from meshwright.optim.lamb import LambRule
+from meshwright.optim.muon import MuonRule
+from meshwright.optim.rule import RuleTensors, UpdateRule
+from meshwright.optim.sgd import SgdRule
+from meshwright.optim.shards import local
+from meshwright.policies.snapshot_copies import SNAPSHOT_GROUPS
+from meshwright.spec.job import TrainSpec
+from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
+from meshwright.spec.optimizers import (
+    AdamWSpec,
+    LambSpec,
+    MuonSpec,
+    OptimizerSpec,
+    SgdSpec,
+    state_names,
+    weight_decay_of,
+)
+from meshwright.state.parts import StateParts, average_name, moment_name, weight_name
+from meshwright.state.shared_ranks import SharedRanks
+from meshwright.state.snapshot import HostState, SnapshotCopies
+
+
+class Optimizer:
+    """Optimizer of a (sharded) model, and the moving average of its weights if the run keeps one (`train.ema_decay`).
+
+    `host_offloaded` maps each parameter whose state is in host memory to the function that releases its master weight from the device, or
+    to None if the master weight remains on the device; only AdamW takes any. Call `release_master_weights` once the weights have their
+    values. `weights` has this rank's pieces of each parameter. `ranks` share them, for a rule that updates whole matrices; None: this
+    rank has them whole.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        spec: ModelSpec,
+        train: TrainSpec,
+        weights: Mapping[str, StateParts],
+        host_offloaded: Mapping[str, Release | None] = MappingProxyType({}),
+        ranks: SharedRanks | None = None,
+    ) -> None:
+        self._parameters = dict(model.named_parameters())
+        self._weights = dict(weights)
+        self._parts = {name: pieces.local for name, pieces in weights.items()}
+        specs = {parameter.name: parameter for parameter in parameters(spec)}
+        self._specs = {name: specs.get(name) or _undecayed(name, part) for name, part in self._parts.items()}
+        self._decays = {
+            name: weight_decay_of(parameter, train.weight_decay, train.decay_groups)
+            for name, parameter in self._specs.items()
+        }
+        self._state_names = {name: state_names(train.optimizer, self._specs[name]) for name in self._parts}
+        self._on_device = {name: part for name, part in self._parts.items() if name not in host_offloaded}
+        self._states: dict[str, dict[str, torch.Tensor]] = {}
+        for name, part in self._on_device.items():
+            for state in self._state_names[name]:
+                self._states.setdefault(state, {})[name] = torch.zeros_like(part)
+        self._counts = {name: new_count(part.device) for name, part in self._on_device.items()}
+        tensors = RuleTensors(self._specs, self._on_device, self._states, self._counts, self._decays)
+        self._rule = _rule(train.optimizer, tensors, ranks or SharedRanks.alone())
+        self._ema = WeightAverage(self._parts, train.ema_decay) if train.ema_decay is not None else None
+        self._copies: SnapshotCopies | None = None
+        self._host: HostAdamW | None = None
+        if host_offloaded:
+            assert isinstance(train.optimizer, AdamWSpec), "config and planner offload the state of AdamW only"
+            parts = {name: self._parts[name] for name in host_offloaded}
+            release = {name: function for name, function in host_offloaded.items() if function is not None}
+            betas = train.optimizer.beta1, train.optimizer.beta2
+            self._host = HostAdamW(
+                parts, self._decays, release, coefficients=Coefficients(betas, train.optimizer.epsilon)
+            )
+
+    def release_master_weights(self) -> None:
+        """Move the current master weights that are host-offloaded to host memory and free them on the device."""
+        if self._host is not None:
+            self._host.release_master_weights()
+
+    def reload_weights(self) -> None:
+        """Bring master weights in host memory, which were overwritten, to the weights that the device computes with."""
+        if self._host is not None:
+            self._host.reload_weights()
+
+    def step(
+        self, learning_rate: float, norm: torch.Tensor, factor: torch.Tensor, concurrent_span: SpanFactory | None = None
+    ) -> None:
+        """One update at `learning_rate` with the gradients times `factor`, skipped on the device if `norm` is not finite.
+
+        `factor` and `norm` are scalars on the device. Gradients are freed afterwards. `concurrent_span` creates the profiler spans of
+        copies to and from host memory. Collective over the ranks of a pipeline stage if the rule is.
+        """
+        inputs = StepInputs(learning_rate, factor, (~norm.isfinite()).float())
+        gradients = {
+            name: local(parameter.grad) for name, parameter in self._parameters.items() if parameter.grad is not None
+        }
+        copies, self._copies = self._copies, None
+        if self._host is not None:
+            offloaded = {name: gradient for name, gradient in gradients.items() if name not in self._on_device}
+            self._host.step(offloaded, inputs, concurrent_span, copies)
+        if copies is None:
+            self._update(list(self._on_device), gradients, inputs)
+        else:
+            for group in copies.groups:
+                copies.wait(group)
+                self._update([name for name in group if name in self._on_device], gradients, inputs)
+        self.zero_grad()
+
+    def _update(self, names: Sequence[str], gradients: Mapping[str, torch.Tensor], inputs: StepInputs) -> None:
+        self._rule.update(names, gradients, inputs)
+        if self._ema is not None:
+            self._ema.update(names, inputs)
+
+    def start_average(self) -> None:
+        """Set the moving average to the current weights, for a run that begins; a checkpoint has its own."""
+        if self._ema is not None:
+            self._ema.start()
+
+    def protect(self, copies: SnapshotCopies) -> None:
+        """Make the next step wait for `copies` of the state, group by group, before it updates the parameters of a group."""
+        self._copies = copies
+
+    def snapshot_groups(self, limit: int = SNAPSHOT_GROUPS) -> list[list[str]]:
+        """The parameters in the order of their update, in at most `limit` groups of similar size, for `protect`."""
+        offloaded = [[name] for name in self._parts if name not in self._on_device]
+        share = sum(map(self._elements, offloaded)) / max(1, self._elements(self._parts))
+        first = (
+            min(limit - 1, max(1, round(limit * share))) if offloaded and self._on_device else limit * bool(offloaded)
+        )
+        return self._split(offloaded, first) + self._split(self._rule.bundles(), limit - first)
+
+    def _split(self, bundles: Sequence[Sequence[str]], limit: int) -> list[list[str]]:
+        """`bundles` in their order, in at most `limit` groups of similar size."""
+        total, size = sum(map(self._elements, bundles)), 0
+        groups: list[list[str]] = []
+        for bundle in bundles:
+            elements = self._elements(bundle)
+            if not groups or (size + elements > total / limit * len(groups) and len(groups) < limit):
+                groups.append([])
+            groups[-1].extend(bundle)
+            size += elements
+        return groups
+
+    def _elements(self, names: Iterable[str]) -> int:
+        """Elements of the parameters: this rank's, or all if ranks must form the same groups."""
+        if self._rule.collective:
+            return sum(self._specs[name].count for name in names)
+        return sum(self._parts[name].numel() for name in names)
+
+    def parameter_of_state(self) -> dict[str, str]:
+        """The parameter of each tensor in `state`, by the tensor's name."""
+        states = {moment_name(state, name): name for name in self._parts for state in self._state_names[name]}
+        averages = {average_name(name): name for name in self._parts} if self._ema is not None else {}
+        return {weight_name(name): name for name in self._parts} | states | averages
+
+    def host_state(self) -> HostState | None:
+        """The state in host memory as the updates given to the device so far leave it; None where none is kept there."""
+        return None if self._host is None else self._host.host_state()
+
+    def allocate_second_buffers(self) -> None:
+        """Allocate host memory to which updates beside snapshots write, for state that is kept there; see `HostAdamW`."""
+        if self._host is not None:
+            self._host.allocate_second_buffers()
+
+    def zero_grad(self) -> None:
+        """Free all gradients."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def state(self) -> list[StateParts]:
+        """This rank's pieces of every master weight, state tensor and average after the last update.
+
+        They are live memory, to read or to overwrite.
+
+        Waits for the last copies to host memory.
+        """
+        averages = self._ema.tensors if self._ema is not None else {}
+        states = dict.fromkeys(state for names in self._state_names.values() for state in names)
+        return [
+            *(self._weight(name) for name in self._weights),
+            *(
+                self._state(state, name)
+                for state in states
+                for name in self._weights
+                if state in self._state_names[name]
+            ),
+            *(replace(self._weights[name], name=average_name(name), local=local) for name, local in averages.items()),
+        ]
+
+    def _weight(self, name: str) -> StateParts:
+        weight = self._weights[name]
+        if name in self._on_device or self._host is None or not self._host.has_master_weights:
+            return weight
+        return replace(weight, local=self._host.state(MASTER, name), memory="host")
+
+    def _state(self, state: str, name: str) -> StateParts:
+        weight, logical_name = self._weights[name], moment_name(state, name)
+        if self._host is None or name in self._on_device:
+            return replace(weight, name=logical_name, local=self._states[state][name])
+        return replace(weight, name=logical_name, local=self._host.state(state, name), memory="host")
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of state in host memory."""
+        return 0 if self._host is None else self._host.host_bytes
+
+    def set_steps(self, steps: int) -> None:
+        """Set the number of updates so far, for the bias correction of the moments."""
+        if self._host is not None:
+            self._host.set_steps(steps)
+        for count in self._counts.values():
+            count.fill_(float(steps))
+
+
+def _undecayed(name: str, part: torch.Tensor) -> ParameterSpec:
+    """The specification of a parameter that is no part of the model's, as of a benchmark: without weight decay."""
+    return ParameterSpec(name, tuple(part.shape), "zeros", 0.0, decay=False)
+
+
+def _rule(spec: OptimizerSpec, tensors: RuleTensors, ranks: SharedRanks) -> UpdateRule:
+    """The update rule of an optimizer."""
+    if isinstance(spec, SgdSpec):
+        return SgdRule(tensors, spec.momentum, nesterov=spec.nesterov)
+    if isinstance(spec, MuonSpec):
+        return MuonRule(tensors, spec, ranks)
+    coefficients = Coefficients((spec.beta1, spec.beta2), spec.epsilon)
+    if isinstance(spec, LambSpec):
+        return LambRule(tensors, coefficients, ranks)
+    return AdamWRule(tensors, coefficients, list(tensors.weights))

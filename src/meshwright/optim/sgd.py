@@ -1,0 +1,48 @@
+"""SGD with momentum (Sutskever et al. 2013) and decoupled weight decay as an update rule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from meshwright.optim.fused import StepInputs
+from meshwright.optim.rule import RuleTensors, subtract_updates, unless_skipped, usable_gradients
+from meshwright.spec.optimizers import MOMENTUM
+
+
+def momentum_updates(
+    momenta: list[Tensor], gradients: list[Tensor], beta: float, inputs: StepInputs, *, nesterov: bool
+) -> list[Tensor]:
+    """Add the gradients to the momenta, decayed by `beta`; returns the updates, in the memory of the gradients."""
+    torch._foreach_mul_(momenta, unless_skipped(beta, 1.0, inputs, momenta[0].dtype))
+    torch._foreach_add_(momenta, gradients)
+    if nesterov:
+        torch._foreach_add_(gradients, momenta, alpha=beta)
+    else:
+        torch._foreach_copy_(gradients, momenta)
+    return gradients
+
+
+class SgdRule:
+    """The update of all parameters; every element depends on its own gradient only."""
+
+    collective = False
+
+    def __init__(self, tensors: RuleTensors, momentum: float, *, nesterov: bool) -> None:
+        self._tensors, self._momentum, self._nesterov = tensors, momentum, nesterov
+
+    def bundles(self) -> Sequence[Sequence[str]]:
+        """See `UpdateRule`: each parameter alone."""
+        return [[name] for name in self._tensors.weights]
+
+    def update(self, names: Sequence[str], gradients: Mapping[str, Tensor], inputs: StepInputs) -> None:
+        """See `UpdateRule`."""
+        names = [name for name in names if name in gradients]
+        if not names:
+            return
+        momenta = self._tensors.of(names, MOMENTUM[0])
+        usable = usable_gradients([gradients[name] for name in names], inputs, momenta[0].dtype)
+        updates = momentum_updates(momenta, usable, self._momentum, inputs, nesterov=self._nesterov)
+        subtract_updates(names, updates, self._tensors, inputs)

@@ -1,0 +1,41 @@
+"""Which ranks share the parameters of a pipeline stage, and which boxes of them each has."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec.layout import Box, Division, Layout, Part, local_boxes
+from meshwright.spec.model import ModelSpec, ParameterSpec
+from meshwright.spec.plan import SHARD_AXES
+from meshwright.state.shared_ranks import SharedRanks
+
+STAGE_AXES = (*SHARD_AXES, "tensor")
+"""The ranks of a model copy along all axes but the pipeline."""
+
+
+def ranks_of_stage(mesh: Mesh, spec: ModelSpec) -> SharedRanks:
+    """The ranks of this rank's stage and model copy. Collective over all ranks of the job."""
+    ranks = mesh.layout.group_of(mesh.rank, *STAGE_AXES)
+    divisions = [rank_division(mesh.layout, rank) for rank in ranks]
+
+    @cache
+    def boxes(parameter: ParameterSpec) -> list[tuple[Box, ...]]:
+        return [local_boxes(spec, parameter, division, parts[parameter.expert]) for division, *parts in divisions]
+
+    return SharedRanks(mesh.group_over(STAGE_AXES), ranks.index(mesh.rank), boxes)
+
+
+def rank_division(layout: Layout, rank: int) -> tuple[Division, Part, Part]:
+    """A rank's division over tensor and expert ranks, then its shard of dense weights and its shard of experts."""
+    coordinates = layout.coordinates(rank)
+    experts, expert_shards = (
+        _part(rank, next(group for group in groups if rank in group))
+        for groups in (layout.expert_groups(), layout.expert_shard_groups())
+    )
+    tensor = Part(coordinates.get("tensor", 0), layout.size("tensor"))
+    return Division(tensor, experts), _part(rank, layout.group_of(rank, *SHARD_AXES)), expert_shards
+
+
+def _part(rank: int, group: tuple[int, ...]) -> Part:
+    return Part(group.index(rank), len(group))

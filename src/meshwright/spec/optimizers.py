@@ -1,0 +1,121 @@
+"""Optimizers of a run: the keys of `train.optimizer` by its `name`, and the state tensors that each keeps for a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Annotated, Literal
+
+from meshwright.spec.fields import Bound, Positive
+from meshwright.spec.model import ParameterSpec
+
+Decay = Annotated[float, Bound(at_least=0, less_than=1)]
+Epsilon = Annotated[float, Bound(more_than=0)]
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""State tensors of AdamW and LAMB: the means of the gradient and of its square."""
+MOMENTUM = ("momentum",)
+"""State tensor of SGD, and of Muon for a matrix: the sum of decayed gradients."""
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""Muon's coefficients of x, x xᵀ x and x xᵀ x xᵀ x (Jordan et al. 2024)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWSpec:
+    """`name: adamw`, AdamW (Loshchilov & Hutter 2019)."""
+
+    name: Literal["adamw"] = "adamw"
+    """This optimizer."""
+    beta1: Decay = 0.9
+    """Decay rate of the mean gradient."""
+    beta2: Decay = 0.95
+    """Decay rate of the mean squared gradient."""
+    epsilon: Epsilon = 1e-8
+    """Added to the denominator."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LambSpec:
+    """`name: lamb`, LAMB (You et al. 2020): AdamW with a trust ratio for each decayed matrix."""
+
+    name: Literal["lamb"] = "lamb"
+    """This optimizer."""
+    beta1: Decay = 0.9
+    """Decay rate of the mean gradient."""
+    beta2: Decay = 0.95
+    """Decay rate of the mean squared gradient."""
+    epsilon: Epsilon = 1e-6
+    """Added to the denominator."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonSpec:
+    """`name: muon`, Muon (Jordan et al. 2024) for matrices of blocks, AdamW for all other parameters."""
+
+    name: Literal["muon"] = "muon"
+    """This optimizer."""
+    momentum: Decay = 0.95
+    """Decay rate of a matrix's momentum."""
+    nesterov: bool = True
+    """Nesterov's form of the momentum."""
+    iterations: Positive = 5
+    """Newton-Schulz iterations."""
+    update_rms: Annotated[float, Bound(more_than=0)] = 0.2
+    """RMS of an update in learning rates (Liu et al. 2025)."""
+    beta1: Decay = 0.9
+    """AdamW's, as `beta2` and `epsilon`."""
+    beta2: Decay = 0.95
+    """See `adamw`."""
+    epsilon: Epsilon = 1e-8
+    """See `adamw`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SgdSpec:
+    """`name: sgd`, SGD with momentum and decoupled weight decay."""
+
+    name: Literal["sgd"] = "sgd"
+    """This optimizer."""
+    momentum: Decay = 0.9
+    """Decay rate of the momentum."""
+    nesterov: bool = False
+    """Nesterov's form of the momentum."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecayGroup:
+    """Parameters with a weight decay of their own."""
+
+    names: str
+    """Pattern of parameter names, such as `embed.*` or `layers.*.mlp.*`."""
+    decay: Annotated[float, Bound(at_least=0)]
+    """Their weight decay, in place of `weight_decay`."""
+
+
+OptimizerSpec = AdamWSpec | LambSpec | MuonSpec | SgdSpec
+
+
+def weight_decay_of(parameter: ParameterSpec, decay: float, groups: Sequence[DecayGroup]) -> float:
+    """The weight decay of a parameter: that of the last group that matches its name, else `decay` if it decays."""
+    matches = (group.decay for group in reversed(groups) if fnmatchcase(parameter.name, group.names))
+    return next(matches, decay if parameter.decay else 0.0)
+
+
+def uses_muon(parameter: ParameterSpec) -> bool:
+    """Whether Muon orthogonalises the updates of a parameter: a weight matrix of a block, experts included, but no router."""
+    matrix = len(parameter.shape) >= 2 and parameter.name.startswith("layers.")
+    return matrix and not parameter.name.endswith("router.weight")
+
+
+def newton_schulz_flops(shape: Sequence[int], iterations: int) -> float:
+    """FLOPs of the iterations of one matrix: three products, two with the longer side and one of the shorter side alone."""
+    short, long = min(shape), max(shape)
+    return iterations * (4.0 * short**2 * long + 2.0 * short**3)
+
+
+def state_names(optimizer: OptimizerSpec, parameter: ParameterSpec) -> tuple[str, ...]:
+    """The state tensors that `optimizer` keeps for `parameter`, each of the parameter's shape and dtype."""
+    if isinstance(optimizer, SgdSpec) or (isinstance(optimizer, MuonSpec) and uses_muon(parameter)):
+        return MOMENTUM
+    return MOMENTS

@@ -1,0 +1,84 @@
+"""What an optimizer needs for a model: state tensors, memory traffic, and the products and exchanges of Muon."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from meshwright.spec.model import ModelSpec, ParameterSpec, end_parameters, parameters
+from meshwright.spec.optimizers import MuonSpec, OptimizerSpec, newton_schulz_flops, state_names, uses_muon
+
+ADAMW_BYTES = 28.0
+"""Bytes that AdamW's kernel moves per fp32 parameter: it reads the gradient, and reads and writes weight and two moments."""
+UPDATE_BYTES = {"adamw": ADAMW_BYTES, "sgd": 76.0, "lamb": 148.0, "muon": 84.0}
+"""Bytes that an update moves per fp32 parameter, counted from the operations of each rule; Muon's without its iterations."""
+EXCHANGE_BYTES = 2.0
+"""Bytes of an element that Muon exchanges (bf16)."""
+MUON_BUFFERS = 8
+"""Copies of a rank's whole matrices that exist at once: messages, matrix, batch, and the products of an iteration."""
+
+
+@dataclass(frozen=True)
+class OptimizerWork:
+    """Work of an optimizer on the blocks of a model, per layer as the mean over layers; zeros except for Muon from `flops` on."""
+
+    block_states: float = 2.0
+    """State tensors per parameter of the blocks."""
+    end_states: float = 2.0
+    """State tensors per parameter of embedding, final norm and head."""
+    update_bytes: float = ADAMW_BYTES
+    """Memory traffic per fp32 parameter."""
+    flops: float = 0.0
+    """FLOPs of the iterations of one layer's matrices."""
+    largest_flops: float = 0.0
+    """FLOPs of the iterations of the largest matrix, which one rank computes alone."""
+    largest: float = 0.0
+    """Elements of the largest matrix."""
+    matrices: float = 0.0
+    """Matrices of a layer."""
+    exchanged: float = 0.0
+    """Elements of a layer's matrices, which their ranks send to an owner and get back."""
+
+
+@lru_cache(maxsize=16)  # the planner asks for every layout
+def optimizer_work(model: ModelSpec, optimizer: OptimizerSpec) -> OptimizerWork:
+    """The work of `optimizer` on `model`."""
+    blocks = [parameter for parameter in parameters(model) if parameter.name.startswith("layers.")]
+    common = {
+        "block_states": _mean_states(blocks, optimizer),
+        "end_states": _mean_states(list(end_parameters(model)), optimizer),
+        "update_bytes": UPDATE_BYTES[optimizer.name],
+    }
+    if not isinstance(optimizer, MuonSpec):
+        return OptimizerWork(**common)
+    shapes = [shape for parameter in blocks if uses_muon(parameter) for shape in matrix_shapes(parameter)]
+    flops = [newton_schulz_flops(shape, optimizer.iterations) for shape in shapes]
+    sizes = [rows * columns for rows, columns in shapes]
+    return OptimizerWork(
+        **common, flops=sum(flops) / model.layers, largest_flops=max(flops), largest=max(sizes),
+        matrices=len(shapes) / model.layers, exchanged=sum(sizes) / model.layers,
+    )  # fmt: skip
+
+
+def optimizer_columns(model: ModelSpec, optimizer: OptimizerSpec) -> dict[str, float]:
+    """The columns of `workload.layouts.Layouts` that the optimizer sets."""
+    work = optimizer_work(model, optimizer)
+    return {
+        "update_bytes": work.update_bytes, "muon_flops": work.flops, "muon_largest_flops": work.largest_flops,
+        "muon_elements": work.exchanged,
+    }  # fmt: skip
+
+
+def matrix_shapes(parameter: ParameterSpec) -> list[tuple[int, int]]:
+    """The shapes of a parameter's matrices: one for each block of a fused weight, and for each expert."""
+    if parameter.expert:
+        experts, rows, columns = parameter.shape
+        parts = 2 if parameter.name.endswith("gate_up") else 1
+        return [(rows // parts, columns)] * (experts * parts)
+    columns = parameter.shape[1]
+    return [(size, columns) for _, size in parameter.blocks] or [(parameter.shape[0], columns)]
+
+
+def _mean_states(of: list[ParameterSpec], optimizer: OptimizerSpec) -> float:
+    states = sum(parameter.count * len(state_names(optimizer, parameter)) for parameter in of)
+    return states / max(1, sum(parameter.count for parameter in of))
