@@ -22,7 +22,7 @@ from meshwright.spec.model import ModelSpec, YarnScaling, parameters
 from meshwright.spec.plan import BatchPlan, ExpertPlan, MeshAxis, Plan, Precision
 from tests.distributed.drawn import SEQ, draw_case
 from tests.distributed.pool import Pool
-from tests.distributed.test_equality import BATCH, CLIP, LLAMA, RATE, TRAIN, batch
+from tests.distributed.test_equality import ADAMW, BATCH, CLIP, LLAMA, RATE, TRAIN, batch
 from tests.slow import quick_first
 
 STEPS, BIAS_STEP = 2, 0.05
@@ -77,7 +77,7 @@ def one_device(spec: ModelSpec, masked: bool) -> list[dict[str, Any]]:
         {"params": [weight for name, weight in trained.items() if specs[name].decay is decay], "weight_decay": rate}
         for decay, rate in decays.items()
     ]
-    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(TRAIN.beta1, TRAIN.beta2), eps=TRAIN.epsilon)
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(ADAMW.beta1, ADAMW.beta2), eps=ADAMW.epsilon)
     steps = []
     for step in range(STEPS):
         tokens, targets, *packed = batch(step, spec)
@@ -108,7 +108,7 @@ def sharded(
     """
     from meshwright.checkpoint.store import CheckpointStore
     from meshwright.data.loader import MicroBatch
-    from meshwright.optim.adamw import AdamW
+    from meshwright.optim.optimizer import Optimizer
     from meshwright.optim.shards import local
     from meshwright.parallel.apply import build_engine
     from meshwright.parallel.mesh import build_mesh
@@ -117,7 +117,7 @@ def sharded(
     mesh = build_mesh(plan, world)
     options = {"balance_loss": TRAIN.balance_loss, "balance_bias": BIAS_STEP}
     engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=True, **options)
-    optimizer = AdamW(engine.model, spec, TRAIN, engine.weights, engine.host_offloaded)
+    optimizer = Optimizer(engine.model, spec, TRAIN, engine.weights, engine.host_offloaded)
     store = None if folder is None else CheckpointStore(Path(folder), group=world.control)
     if store is not None and steps.start:
         store.load_newest({parts.name: parts for parts in optimizer.state()})
