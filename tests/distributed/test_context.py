@@ -146,6 +146,7 @@ CHAIN = [
 """A run under two plans, validated at its end and opened under a third."""
 
 
+@pytest.mark.slow
 def test_any_plan_goes_on_with_any_other_bit_for_bit(pool: Pool, tiny: Path, tmp_path: Path) -> None:
     options = ("plan.compute=fp64", "data.document_mask=false")
     one_rank = trained(pool, tiny, tmp_path / "one", *ranks(1), *options)

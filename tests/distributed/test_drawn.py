@@ -98,7 +98,8 @@ def test_sums_over_replicas_in_bf16_round_and_nothing_else(
         assert 1e-4 < max(errors.values()) < CANCELLED, max(errors, key=errors.__getitem__)
 
 
-@pytest.mark.parametrize("seed", quick_first(1, SEEDS_RESUMED))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SEEDS_RESUMED)
 def test_a_run_goes_on_under_any_plan(pool: Pool, tmp_path: Path, seed: int) -> None:
     """Three plans of a model train two steps each: each loads the exact state of the one before, and all equal one rank."""
     tiny, spec = make_tiny(tmp_path / "data"), draw_case(seed, FLOAT64).spec

@@ -136,6 +136,7 @@ def test_validation_is_that_of_one_rank(
         assert actual.loss == pytest.approx(truth.loss, rel=1e-12) and actual.tokens == truth.tokens
 
 
+@pytest.mark.slow
 def test_validation_does_not_touch_the_training(pool: Pool, tiny: Path, tmp_path: Path) -> None:
     plan, steps = staged(2, "zbv"), "train.steps=3"
     without_validation = trained(pool, tiny, tmp_path / "without", *plan, steps, "train.validate_every=0")

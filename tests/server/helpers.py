@@ -7,9 +7,10 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,11 +41,11 @@ TEMPLATE = (
 SIZES = {"sequences": 8, "step_tokens": 64, "tokens_per_block": 4, "cache_blocks": 400, "context": 192}
 
 
-def byte_tokenizer() -> Tokenizer:
-    """A tokenizer whose tokens are the end of text and all bytes."""
+def byte_tokenizer(*special: str) -> Tokenizer:
+    """A tokenizer whose tokens are the end of text, all bytes, and further special ones."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({END: 0} | {char: index + 1 for index, char in enumerate(alphabet)}, []))
-    tokenizer.add_special_tokens([END])
+    tokenizer.add_special_tokens([END, *special])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
@@ -130,14 +131,24 @@ class RunningServer:
 def running_server(folder: Path, **settings: Any) -> Iterator[RunningServer]:
     """A server for the model in `folder`, at a free port of this machine."""
     spec = ServeSpec(**{**SIZES, "name": NAME, "log_requests": False, **settings})
+    tokenizer = str(read_model_files(folder).tokenizer_file)
+    engine = load_engine(EngineSetup(folder=str(folder), tokenizer=tokenizer, options=spec.engine))
+    with running_api(folder, spec, partial(serve_engine, engine)) as (url, api, loop):
+        yield RunningServer(url, api, engine, loop)
+
+
+@contextmanager
+def running_api(
+    folder: Path, spec: ServeSpec, engine: Callable[[Connection], None]
+) -> Iterator[tuple[str, Api, asyncio.AbstractEventLoop]]:
+    """The API for the tokenizer in `folder` at a free port, with its loop; `engine` runs the other end of its socket."""
     files = read_model_files(folder)
-    engine = load_engine(EngineSetup(folder=str(folder), tokenizer=str(files.tokenizer_file), options=spec.engine))
     ours, theirs = socket.socketpair()
-    engine_thread = threading.Thread(target=serve_engine, args=(engine, Connection(theirs)))
+    engine_thread = threading.Thread(target=engine, args=(Connection(theirs),))
     engine_thread.start()
     listening = socket.create_server(("127.0.0.1", 0))
     ready, stop = threading.Event(), threading.Event()
-    found: list[RunningServer] = []
+    found: list[tuple[str, Api, asyncio.AbstractEventLoop]] = []
 
     async def run() -> None:
         api = Api(spec, NAME, files, EngineClient(ServerMetrics(NAME)))
@@ -146,8 +157,7 @@ def running_server(folder: Path, **settings: Any) -> Iterator[RunningServer]:
         task = asyncio.ensure_future(server.serve(sockets=[listening]))
         while not server.started or api.client.ready is None:
             await asyncio.sleep(0.005)
-        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        found.append(RunningServer(url, api, engine, asyncio.get_running_loop()))
+        found.append((f"http://127.0.0.1:{listening.getsockname()[1]}", api, asyncio.get_running_loop()))
         ready.set()
         while not stop.is_set():
             await asyncio.sleep(0.02)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import types
 import typing
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Union
 
 import click
 import typer
@@ -54,7 +55,7 @@ def serve(
 
 def _option(name: str, annotation: Any, help: str, default: Any) -> inspect.Parameter:
     """The option of a key; without a value the key keeps the file's value or its default."""
-    if typing.get_origin(annotation) is not Annotated:
+    if typing.get_origin(annotation) in (Union, types.UnionType):
         annotation = next((part for part in typing.get_args(annotation) if part is not type(None)), annotation)
     choices, plain = None, typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
     if typing.get_origin(plain) is Literal:

@@ -23,7 +23,7 @@ class StopStrings:
         if ends:
             self.complete, self._held = True, ""
             return text[: min(ends)]
-        keep = max(self._possible_start(text, string) for string in self._strings)
+        keep = max(possible_start(text, string) for string in self._strings)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -32,8 +32,8 @@ class StopStrings:
         text, self._held = self._held, ""
         return text
 
-    @staticmethod
-    def _possible_start(text: str, string: str) -> int:
-        """Length of the longest end of `text` that begins `string`."""
-        longest = min(len(text), len(string) - 1)
-        return next((length for length in range(longest, 0, -1) if string.startswith(text[-length:])), 0)
+
+def possible_start(text: str, string: str) -> int:
+    """Length of the longest end of `text` that begins `string`, shorter than it."""
+    longest = min(len(text), len(string) - 1)
+    return next((length for length in range(longest, 0, -1) if string.startswith(text[-length:])), 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,8 +19,9 @@ MOST_CONTEXT = 20
 class TextStream:
     """The text of tokens as they come; a character that takes several tokens is returned with the last of them."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, *, special: bool = False) -> None:
+        """`special`: the text has special tokens."""
+        self._decode = partial(tokenizer.decode, skip_special_tokens=not special)
         self._tokens: list[int] = []
         self._context = 0
         """First token that is decoded again."""
@@ -40,12 +42,12 @@ class TextStream:
     def _advance(self, *, final: bool) -> str:
         if self._returned == len(self._tokens):
             return ""
-        text = self._tokenizer.decode(self._tokens[self._context :])
+        text = self._decode(self._tokens[self._context :])
         if text.endswith(INCOMPLETE) and not final:
             return ""
         new = text[len(self._before) :]
         self._returned, self._before = len(self._tokens), text
         if self._returned - self._context > MOST_CONTEXT:
             self._context = self._returned - CONTEXT
-            self._before = self._tokenizer.decode(self._tokens[self._context :])
+            self._before = self._decode(self._tokens[self._context :])
         return new

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from meshwright.server.errors import RequestError
 from meshwright.server.replies import JSON_HEADERS
 from meshwright.server.text_output import TextOutput
 from meshwright.server.text_request import TextRequest
+from meshwright.server.tool_calls import ToolCall
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -36,7 +38,12 @@ class TextAnswer:
         self._ids: list[int] = []
         count = len(request.prompts) * request.count
         with_logprobs = request.logprobs is not None
-        self._outputs = [TextOutput(tokenizer, request.stop_strings, logprobs=with_logprobs) for _ in range(count)]
+        calls = request.calls
+        self._outputs = [
+            TextOutput(tokenizer, request.stop_strings, logprobs=with_logprobs, special=calls is not None)
+            for _ in range(count)
+        ]
+        self._readers = None if calls is None else [calls.reader() for _ in range(count)]
         self._open = count
         """Texts that have not ended."""
         self._subscription = Subscription(whole=not request.stream and not request.stop_strings)
@@ -90,7 +97,7 @@ class TextAnswer:
         for item in news:
             if item.reason == "refused":
                 status = 422 if item.code == "grammar" else 400
-                raise RequestError(status, item.error or "", param="response_format" if status == 422 else None)
+                raise RequestError(status, item.error or "", param=self._request.grammar_key if status == 422 else None)
             if item.reason == "failed":
                 raise RequestError(503, f"the engine failed: {item.error}", code="engine_failed")
             if item.reason == "abort":
@@ -98,30 +105,38 @@ class TextAnswer:
             by_text.setdefault(item.index, []).append(item)
         return by_text
 
-    def _add(self, index: int, news: list[News]) -> tuple[str, list[TokenEntry] | None]:
-        """The text and log probabilities that news give; a text that a stop string ends is ended in the engine."""
-        output = self._outputs[index]
+    def _add(self, index: int, news: list[News]) -> tuple[str, list[TokenEntry] | None, Sequence[ToolCall]]:
+        """The text, log probabilities and calls that news give; a text that a stop string ends is ended in the engine."""
+        output, calls = self._outputs[index], []
         text = output.add(news)
+        if self._readers is not None:
+            reader = self._readers[index]
+            text, calls = reader.add(text, final=output.finish_reason is not None)
+            if reader.count and output.finish_reason == "stop":
+                output.finish_reason = "tool_calls"
         if output.finish_reason is not None:
             self._open -= 1
             if news[-1].reason is None:
                 self._client.abort([self._ids[index]], "stop")
-        return text, output.logprobs(news)
+        return text, output.logprobs(news), calls
 
     async def _send_whole(self, send: Send) -> None:
         texts = [""] * len(self._outputs)
         logprobs: list[list[TokenEntry]] = [[] for _ in self._outputs]
+        calls: list[list[ToolCall]] = [[] for _ in self._outputs]
         while self._open:
             for index, news in (await self._next()).items():
                 if self._outputs[index].finish_reason is None:
-                    text, entries = self._add(index, news)
+                    text, entries, new_calls = self._add(index, news)
                     texts[index] += text
+                    calls[index] += new_calls
                     logprobs[index] += entries or ()
         choices = [
             Choice(
                 self._echo(index) + texts[index],
                 output.finish_reason or "length",
                 None if self._request.logprobs is None else logprobs[index],
+                calls[index],
             )
             for index, output in enumerate(self._outputs)
         ]
@@ -166,9 +181,9 @@ class TextAnswer:
             output = self._outputs[index]
             if output.finish_reason is not None:
                 continue
-            text, logprobs = self._add(index, of_text)
-            if text or logprobs or output.finish_reason is not None:
-                events.append(self._body.event(index, text, logprobs, output.finish_reason))
+            text, logprobs, calls = self._add(index, of_text)
+            if text or logprobs or calls or output.finish_reason is not None:
+                events.append(self._body.event(index, text, logprobs, output.finish_reason, calls))
         return b"".join(events)
 
     def _echo(self, index: int) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from json.encoder import encode_basestring_ascii
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from meshwright.server.tool_calls import ToolCall
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -20,6 +22,7 @@ class Choice(NamedTuple):
     text: str
     finish_reason: str
     logprobs: Sequence[TokenEntry] | None
+    calls: Sequence[ToolCall] = ()
 
 
 class TokenEntry(NamedTuple):
@@ -72,12 +75,19 @@ class CompletionBody:
         """The event that begins a text; empty if there is none."""
         return b""
 
-    def event(self, index: int, text: str, logprobs: Sequence[TokenEntry] | None, finish_reason: str | None) -> bytes:
-        """The event with a piece of text `index`."""
+    def event(
+        self,
+        index: int,
+        text: str,
+        logprobs: Sequence[TokenEntry] | None,
+        finish_reason: str | None,
+        calls: Sequence[ToolCall] = (),
+    ) -> bytes:
+        """The event with a piece of text `index`, and calls in it."""
         reason = "null" if finish_reason is None else f'"{finish_reason}"'
         shown = "null" if logprobs is None else json.dumps(self._logprobs(index, logprobs))
         return (
-            f'{self._head}"choices":[{{"index":{index},{self._piece(text)},"logprobs":{shown},'
+            f'{self._head}"choices":[{{"index":{index},{self._piece(text, calls)},"logprobs":{shown},'
             f'"finish_reason":{reason}}}]{self._tail}'
         ).encode("ascii")
 
@@ -90,7 +100,7 @@ class CompletionBody:
         shown = [
             {
                 "index": index,
-                **self._message(choice.text),
+                **self._message(choice.text, choice.calls),
                 "logprobs": None if choice.logprobs is None else self._logprobs(index, choice.logprobs),
                 "finish_reason": choice.finish_reason,
             }
@@ -100,10 +110,10 @@ class CompletionBody:
             "ascii"
         )
 
-    def _piece(self, text: str) -> str:
+    def _piece(self, text: str, calls: Sequence[ToolCall]) -> str:
         return f'"text":{text_as_json(text)}'
 
-    def _message(self, text: str) -> dict[str, Any]:
+    def _message(self, text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
         return {"text": text}
 
     def _logprobs(self, index: int, entries: Sequence[TokenEntry]) -> dict[str, Any]:
@@ -134,11 +144,18 @@ class ChatBody(CompletionBody):
             f'"finish_reason":null}}]{self._tail}'
         ).encode("ascii")
 
-    def _piece(self, text: str) -> str:
+    def _piece(self, text: str, calls: Sequence[ToolCall]) -> str:
+        if calls:
+            content = {"content": text} if text else {}
+            delta = {**content, "tool_calls": [{"index": call.index, **call.message} for call in calls]}
+            return f'"delta":{json.dumps(delta)}'
         return f'"delta":{{"content":{text_as_json(text)}}}' if text else '"delta":{}'
 
-    def _message(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def _message(self, text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message |= {"content": text or None, "tool_calls": [call.message for call in calls]}
+        return {"message": message}
 
     def _logprobs(self, index: int, entries: Sequence[TokenEntry]) -> dict[str, Any]:
         return {

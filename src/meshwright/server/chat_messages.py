@@ -1,15 +1,16 @@
-"""The messages and tools of a chat, checked and in the form that templates expect."""
+"""The messages of a chat, checked and in the form that templates expect."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
 from meshwright.server.errors import RequestError, wrong
-from meshwright.server.fields import Fields, checked_text
+from meshwright.server.fields import checked_text
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MOST_MESSAGES = 4_096
-MOST_TOOLS = 128
 _KEYS = {
     "role",
     "content",
@@ -30,23 +31,6 @@ def read_messages(value: object) -> list[dict[str, Any]]:
     return [_message(message, f"messages[{index}]") for index, message in enumerate(value)]
 
 
-def read_tools(fields: Fields) -> list[dict[str, Any]] | None:
-    """The tools for the template; None without any, or with `tool_choice: none`. Raises RequestError."""
-    value, choice = fields.take("tools"), fields.take("tool_choice")
-    fields.flag("parallel_tool_calls")
-    if choice not in (None, "none", "auto"):
-        raise wrong("tool_choice", "none or auto; the model decides from its template", choice)
-    if value is None:
-        return None
-    if not isinstance(value, list) or len(value) > MOST_TOOLS:
-        raise wrong("tools", f"a list of at most {MOST_TOOLS} tools", value)
-    for index, tool in enumerate(value):
-        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise wrong(f"tools[{index}]", '{"type": "function", "function": {"name": …}}', tool)
-    return None if choice == "none" or not value else value
-
-
 def _message(message: object, key: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise wrong(key, "an object", message)
@@ -62,7 +46,20 @@ def _message(message: object, key: str) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise wrong(f"{key}.tool_calls", "a list of objects", calls)
-    return {**message, "content": _content(content, f"{key}.content")}
+    read = {} if calls is None else {"tool_calls": [_tool_call(call) for call in calls]}
+    return {**message, "content": _content(content, f"{key}.content"), **read}
+
+
+def _tool_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A call with its arguments as an object, which templates expect, where OpenAI's form has JSON in a text."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _content(content: object, key: str) -> str | None:

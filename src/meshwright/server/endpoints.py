@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any
 from meshwright.events.exposition import CONTENT_TYPE
 from meshwright.server.answer import TextAnswer
 from meshwright.server.bodies import ChatBody, CompletionBody, TokenTexts
-from meshwright.server.chat_messages import read_messages, read_tools
+from meshwright.server.chat_messages import read_messages
 from meshwright.server.chat_template import ChatTemplate
 from meshwright.server.engine_client import EngineClient
 from meshwright.server.errors import RequestError, wrong
 from meshwright.server.fields import Fields, checked_text, parse_object
 from meshwright.server.model_files import ModelFiles
 from meshwright.server.replies import ContentResponse, json_response, read_body
-from meshwright.server.text_request import Limits, TextRequest, check_prompts, read_shared, token_ids
+from meshwright.server.text_request import Limits, TextRequest, check_prompts, read_shared, schema_grammar, token_ids
+from meshwright.server.tool_calls import CallFormat, Notation, template_notation
+from meshwright.server.tools import Tools, read_tools
 from meshwright.spec.serve import ServeSpec
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ class Api:
         self.spec, self.name, self.files, self.client = spec, name, files, client
         source = files.chat_template
         self.template = None if source is None else ChatTemplate(source, files.special_tokens)
+        self._notation = _notation(spec, source)
         self.draining = False
         """Whether new requests are refused, while those that run go on."""
         self._created = int(time.time())
@@ -90,12 +93,13 @@ class Api:
             raise RequestError(400, "top_logprobs: needs logprobs: true", param="top_logprobs")
         shared = read_shared(fields, limits, logprobs=(most or 0) if wanted else None, new_tokens=None)
         messages, tools = read_messages(fields.take("messages")), read_tools(fields)
+        self._find_calls(shared, tools)
         prompt = fields.flag("add_generation_prompt", True)
         variables = fields.take("chat_template_kwargs")
         if variables is not None and not isinstance(variables, dict):
             raise wrong("chat_template_kwargs", "an object", variables)
         fields.finish()
-        text = self.template.render(messages, tools, variables, add_generation_prompt=prompt)
+        text = self.template.render(messages, tools.tools, variables, add_generation_prompt=prompt)
         shared.prompts = [await self._encode(text, special=False)]
         return self._answer(shared, limits, ChatBody, request)
 
@@ -120,7 +124,7 @@ class Api:
         if fields.has("messages") and self.template is not None:
             prompt = fields.flag("add_generation_prompt", True)
             text = self.template.render(
-                read_messages(fields.take("messages")), read_tools(fields), add_generation_prompt=prompt
+                read_messages(fields.take("messages")), read_tools(fields).tools, add_generation_prompt=prompt
             )
             special = False
         else:
@@ -197,6 +201,18 @@ class Api:
         request.scope["meshwright"] = {"prompt_tokens": shared.prompt_tokens, "answer": answer}
         return answer
 
+    def _find_calls(self, shared: TextRequest, tools: Tools) -> None:
+        """Let the texts of a request have calls of tools, by a grammar if there must be some."""
+        if tools.schema is not None:
+            if shared.grammar is not None:
+                raise RequestError(
+                    400, "response_format: excludes a tool_choice that needs calls", param="response_format"
+                )
+            shared.grammar, shared.grammar_key = schema_grammar(tools.schema, "tools"), "tools"
+            shared.calls = CallFormat("array", tools.parallel)
+        elif tools.tools is not None and shared.grammar is None and self._notation is not None:
+            shared.calls = CallFormat(self._notation, tools.parallel)
+
     async def _prompts(self, value: object, limits: Limits, *, special: bool) -> list[list[int]]:
         """Token ids of each prompt: `value` is text, a list of texts, token ids, or a list of lists of them."""
         if isinstance(value, str):
@@ -230,3 +246,10 @@ class Api:
             "owned_by": "meshwright",
             "max_model_len": None if ready is None else ready["context"],
         }
+
+
+def _notation(spec: ServeSpec, template: str | None) -> Notation | None:
+    """The notation of tool calls by the settings or the chat template."""
+    if spec.tool_calls != "auto":
+        return None if spec.tool_calls == "none" else spec.tool_calls
+    return None if template is None else template_notation(template)

@@ -66,9 +66,11 @@ Bodies are JSON objects (`content-type: application/json`). A key that is not li
   `response_format` (`json_object` and `json_schema` need the extra `grammar`), `stop_token_ids`, `ignore_eos`,
   `min_tokens` (with `ignore_eos`), `best_of` (equal to `n`)
 - completions: `prompt` (text, token ids, or a list of either), `echo`, `logprobs`, `add_special_tokens`
-- chats: `messages` (text only), `tools`, `tool_choice` (`none` or `auto`), `parallel_tool_calls`, `logprobs`,
-  `top_logprobs`, `add_generation_prompt`, `chat_template_kwargs`. Tools go to the template; calls in the text are not
-  parsed.
+- chats: `messages` (text only), `tools`, `tool_choice`, `parallel_tool_calls`, `logprobs`, `top_logprobs`,
+  `add_generation_prompt`, `chat_template_kwargs`
+- tools go to the template. Calls in the notation that `tool_calls` names become `tool_calls` of the answer, in a stream
+  each call in one event. Text that is no call stays text. `tool_choice` `required`, or a function, makes the text a
+  JSON array of calls that follow their schemas (extra `grammar`); with `auto` nothing checks the arguments.
 {_WITHOUT_EFFECT}
 
 ## Errors

@@ -64,7 +64,7 @@ def run_server(folder: Path, spec: ServeSpec, say: Callable[[str], None], cluste
         sockets = [listening_socket(spec.host, spec.port, "port")]
         if spec.admin_port is not None:
             sockets.append(listening_socket(spec.host, spec.admin_port, "admin_port"))
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(_Server(api, process, sockets, folder, served, say).run())
     finally:
         process.close()
@@ -186,7 +186,7 @@ def _check_packages() -> None:
             raise BadInput(f"serving needs {package}: pip install 'meshwright[serve]'")
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """That of uvloop, which is faster, where it is installed."""
     if find_spec("uvloop") is None:
         return None

@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 class TextOutput:
     """One text."""
 
-    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str], *, logprobs: bool) -> None:
-        self._stream = TextStream(tokenizer)
+    def __init__(
+        self, tokenizer: Tokenizer, stop_strings: Sequence[str], *, logprobs: bool, special: bool = False
+    ) -> None:
+        """`special`: the text has special tokens."""
+        self._stream = TextStream(tokenizer, special=special)
         self._stops = StopStrings(stop_strings) if stop_strings else None
         self._with_logprobs = logprobs
         self.tokens = 0

@@ -11,6 +11,7 @@ from typing import Any
 from meshwright.serve.sampling_options import SamplingOptions
 from meshwright.server.errors import RequestError, wrong
 from meshwright.server.fields import LARGEST_INTEGER, Fields, checked_text
+from meshwright.server.tool_calls import CallFormat
 from meshwright.spec.errors import BadInput
 from meshwright.spec.serve import ServeSpec
 
@@ -64,6 +65,10 @@ class TextRequest:
     """Whether a stream ends with the numbers of tokens."""
     prompts: list[list[int]] = field(default_factory=list)
     """Token ids."""
+    grammar_key: str = "response_format"
+    """Key of the body that asks for the grammar."""
+    calls: CallFormat | None = None
+    """How tool calls are found in the texts; None if they are not."""
     echo: bool = False
     """Whether the text begins with the prompt."""
 
@@ -217,7 +222,12 @@ def _grammar(fields: Fields) -> tuple[str, str] | None:
     section.finish()
     if form == "text":
         return None
+    return schema_grammar(schema, "response_format.json_schema.schema")
+
+
+def schema_grammar(schema: Any, key: str) -> tuple[str, str]:
+    """Notation and text of the grammar of a schema, which `key` of the body asks for. Raises RequestError if it is too long."""
     text = json.dumps(schema)
     if len(text) > LONGEST_SCHEMA:
-        raise wrong("response_format.json_schema.schema", f"at most {LONGEST_SCHEMA} characters", schema)
+        raise wrong(key, f"at most {LONGEST_SCHEMA} characters", schema)
     return "json_schema", text

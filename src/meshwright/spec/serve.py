@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from meshwright.spec.engine import EngineSettings
 from meshwright.spec.errors import BadInput
@@ -30,6 +30,8 @@ class HttpSettings:
     """Name of the model for clients; the folder's name if none."""
     chat_template: str | None = None
     """File with the Jinja template of chats; that of the model's folder if none."""
+    tool_calls: Literal["auto", "hermes", "llama3", "mistral", "none"] = "auto"
+    """Notation of tool calls in the model's texts; auto detects it from the chat template, none leaves them in the text."""
     follow: bool = False
     """Whether each new checkpoint of a run is served as soon as it is committed."""
     follow_seconds: Annotated[float, Bound(more_than=0)] = 5.0

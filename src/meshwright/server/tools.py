@@ -1,0 +1,89 @@
+"""The tools of a chat, which of them the model may call, and the schema of calls that it must make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.server.errors import RequestError, wrong
+from meshwright.server.fields import Fields
+
+MOST_TOOLS = 128
+_CHOICES = ("none", "auto", "required")
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The tools of a request."""
+
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """For the template; None if the model may call none."""
+    schema: Mapping[str, Any] | None = None
+    """JSON schema of the calls, if there must be some."""
+    parallel: bool = True
+    """Whether there may be several calls."""
+
+
+def read_tools(fields: Fields) -> Tools:
+    """The keys `tools`, `tool_choice` and `parallel_tool_calls`. Raises RequestError."""
+    value, choice = fields.take("tools"), fields.take("tool_choice")
+    parallel = fields.flag("parallel_tool_calls", True)
+    named = _named(choice)
+    if value is None or value == []:
+        if choice not in (None, "none", "auto"):
+            raise RequestError(400, "tool_choice: needs tools", param="tool_choice")
+        return Tools()
+    if not isinstance(value, list) or len(value) > MOST_TOOLS:
+        raise wrong("tools", f"a list of at most {MOST_TOOLS} tools", value)
+    functions = [_function(tool, f"tools[{index}]") for index, tool in enumerate(value)]
+    if choice == "none":
+        return Tools()
+    if named is not None:
+        functions = [function for function in functions if function["name"] == named]
+        if not functions:
+            raise RequestError(400, "tool_choice: names none of the tools", param="tool_choice")
+    elif choice != "required":
+        return Tools(value, parallel=parallel)
+    several = parallel and named is None
+    return Tools(value, _calls_schema(functions, several=several), several)
+
+
+def _named(choice: object) -> str | None:
+    """The name of the function that `tool_choice` asks for."""
+    if choice is None or (isinstance(choice, str) and choice in _CHOICES):
+        return None
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        form = '{"type": "function", "function": {"name": …}}'
+        raise wrong("tool_choice", f"{', '.join(_CHOICES)} or {form}", choice)
+    return function["name"]
+
+
+def _function(tool: object, key: str) -> Mapping[str, Any]:
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise wrong(key, '{"type": "function", "function": {"name": …}}', tool)
+    if not isinstance(function.get("parameters") or {}, dict):
+        raise wrong(f"{key}.function.parameters", "a JSON schema", function["parameters"])
+    return function
+
+
+def _calls_schema(functions: Sequence[Mapping[str, Any]], *, several: bool) -> dict[str, Any]:
+    """The schema of an array of calls; definitions of the parameters move to its root, where `#/$defs/…` finds them."""
+    definitions: dict[str, dict[str, Any]] = {}
+    forms = []
+    for function in functions:
+        parameters: dict[str, Any] = {"type": "object", **(function.get("parameters") or {})}
+        for key in ("$defs", "definitions"):
+            found = parameters.pop(key, None)
+            for name, definition in (found if isinstance(found, dict) else {}).items():
+                if definitions.setdefault(key, {}).setdefault(name, definition) != definition:
+                    raise RequestError(400, f"tools: two of them define {key}.{name[:60]} differently", param="tools")
+        properties = {"name": {"const": function["name"]}, "arguments": parameters}
+        forms.append(
+            {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+        )
+    items = forms[0] if len(forms) == 1 else {"anyOf": forms}
+    most = {} if several else {"maxItems": 1}
+    return {"type": "array", "items": items, "minItems": 1, **most, **definitions}
