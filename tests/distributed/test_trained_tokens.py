@@ -73,9 +73,7 @@ def one_step(world: World, plan: Plan, counts: tuple[int, ...]) -> list[dict[str
     assert valid[0] == sum(counts)
     loss = mesh.sum_over_all(engine.executor.play(engine.training, batches, NullRecorder(), loss_divisor(valid)))
     norm = gradient_norm(local_gradients(engine.model, engine.duplicate_rows), mesh.model_copy_group, mesh.device)
-    gradients = {
-        name: assemble_whole(name, weight.grad, LLAMA, mesh) for name, weight in engine.model.named_parameters()
-    }
+    gradients = assemble_whole({name: weight.grad for name, weight in engine.model.named_parameters()}, LLAMA, mesh)
     return [{"loss": loss.item(), "norm": norm.item(), "gradients": gradients, "weights": {}}]
 
 

@@ -38,7 +38,7 @@ def export_checkpoint(source: Path, out: Path, *, dtype: str = "bf16", average: 
 
     `source` is a checkpoint or a run folder; of a run folder, the newest undamaged checkpoint is exported. The run
     folder's `tokenizer.json` and chat template are copied too. `average` takes the moving average of the weights
-    (`train.ema_decay`). Raises Damaged when the checkpoint differs from what was written, and BadInput when it has no model configuration or
+    (`train.ema_decay`). Raises Damaged when the checkpoint differs from what was written, BadInput when it has no model configuration or
     average, or when the Hugging Face class of its family cannot represent it.
     """
     path = newest_checkpoint(source)
