@@ -1,4 +1,4 @@
-"""Marks the later cases of a long list as slow, so that only `make test-all` runs them, and draws fewer examples without it."""
+"""Leaves the later cases of a long list, and most examples of property tests, to `make test-all`."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ SEEDS_LOW = [
 SEEDS_NARROW = [
     1809, 259, 3725, 2065, 2138, 152, 2760, 651, 280, 395, 415, 310, 681, 1082, 1228, 388, 631, 1526, 59, 76, 176, 3998,
 ]  # fmt: skip
-"""Seeds from `tests.docs.seeds`: together their plans contain every possible pair of features. The first of a list take the least time."""
+"""Seeds from `tests.docs.seeds`: together their plans contain every possible pair of features. The quickest come first."""
 FP8 = [*((seed, False) for seed in SEEDS_LOW), *((seed, True) for seed in range(4))]
 SUMS = [
     *((seed, NARROW, False) for seed in SEEDS_NARROW),

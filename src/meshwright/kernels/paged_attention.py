@@ -136,10 +136,10 @@ def prompt_attention(
     window: int | None = None,
     plain: bool = False,
 ) -> None:
-    """Causal attention within prompts of `lengths` tokens into `out`, from the step's own q, k (rotated) and v, without the cache.
+    """Causal attention within prompts of `lengths` tokens into `out`, from the step's own q, k and v.
 
-    q and `out` are `(tokens, heads, head_dim)`, k and v are `(tokens, kv_heads, head_dim)`. Each prompt is a call of the trainer's
-    attention.
+    The cache is not read; k is rotated. q and `out` are `(tokens, heads, head_dim)`, k and v are `(tokens, kv_heads, head_dim)`. Each
+    prompt is a call of the trainer's attention.
     """
     start = 0
     for length in lengths:

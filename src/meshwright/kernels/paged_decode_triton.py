@@ -17,7 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 TILE_BYTES = 16384
-"""Bytes of a tile of keys, half of it in fp8: with values and two stages, three programs fit into the shared memory of a multiprocessor."""
+"""Bytes of a tile of keys, of an fp8 cache half as many.
+
+With values and two stages, three programs fit into the shared memory of a multiprocessor.
+"""
 
 
 class Launch(NamedTuple):
@@ -100,7 +103,10 @@ def paged_decode(
 
 @triton.jit
 def fp8_queries(queries) -> tl.tensor:
-    """Queries for products with e4m3 numbers: fp16 has all of these, and the conversion is one instruction; bf16 takes several."""
+    """Queries for products with e4m3 numbers, in fp16 instead of bf16.
+
+    fp16 has all numbers of e4m3, and the conversion is one instruction; bf16 takes several.
+    """
     if queries.dtype == tl.bfloat16:
         # The largest numbers of bf16 are not numbers of fp16.
         wide = tl.clamp(queries.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)

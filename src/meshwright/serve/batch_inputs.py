@@ -217,7 +217,7 @@ class BatchInputs:
         chunks = [self._divide(*pair) for pair in parts[step.decodes :]]
         cached, alone = ([piece for pair in chunks if (piece := pair[index]).count] for index in (0, 1))
         pieces = [*decodes, *cached, *alone]
-        columns = zip(*((piece.start, piece.count, piece.row) for piece in pieces), strict=True)
+        columns = zip(*((piece.start, piece.count, piece.table_row) for piece in pieces), strict=True)
         starts, counts, rows = (np.array(column, np.int32) for column in columns)
         query_starts = np.concatenate((np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)))
         positions = np.arange(query_starts[-1], dtype=np.int32) + np.repeat(starts - query_starts[:-1], counts)
@@ -254,13 +254,13 @@ class BatchInputs:
         packed_drafts = PackedDrafts(int(first), tuple(counts[drafted].tolist()), tensors[2][drafted], newest, lengths)
         return packed._replace(drafts=packed_drafts)
 
-    def _divide(self, part: Part, row: int) -> tuple[_Piece, _Piece]:
+    def _divide(self, part: Part, table_row: int) -> tuple[_Piece, _Piece]:
         """The tokens of a chunk that attend to the cache, and those before them that need none; one of both may be empty."""
         count = part.count - part.count % self.prompt_unit if self.prompt_unit and part.start == 0 else 0
         rest = part.count - count
         return (
-            _Piece(part, row, part.start + count, rest, part.samples and rest > 0),
-            _Piece(part, row, part.start, count, part.samples and rest == 0),
+            _Piece(part, table_row, part.start + count, rest, part.samples and rest > 0),
+            _Piece(part, table_row, part.start, count, part.samples and rest == 0),
         )
 
     def _slots(self, table_rows: Array, positions: Array) -> Array:
@@ -339,17 +339,17 @@ class _Piece(NamedTuple):
     """Consecutive tokens of a part, which are one sequence of the step."""
 
     part: Part
-    row: int
-    """Table row of its request."""
+    table_row: int
+    """That of its request."""
     start: int
     count: int
     samples: bool
     """Whether the logits of its last token give a new token."""
 
     @classmethod
-    def of(cls, part: Part, row: int) -> _Piece:
+    def of(cls, part: Part, table_row: int) -> _Piece:
         """The whole part."""
-        return cls(part, row, part.start, part.count, part.samples)
+        return cls(part, table_row, part.start, part.count, part.samples)
 
 
 def _known_tokens(piece: _Piece, drafts: Mapping[int, Sequence[int]]) -> list[int]:
@@ -359,4 +359,4 @@ def _known_tokens(piece: _Piece, drafts: Mapping[int, Sequence[int]]) -> list[in
     if not missing:
         return known
     following = drafts.get(piece.part.request.number)
-    return [*known, -1 - piece.row] if following is None else [*known, *following[:missing]]
+    return [*known, -1 - piece.table_row] if following is None else [*known, *following[:missing]]
