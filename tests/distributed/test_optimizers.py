@@ -118,10 +118,11 @@ def trained(
         loss = mesh.sum_over_all(loss)
         norm = gradient_norm(local_gradients(model, engine.duplicate_rows), mesh.model_copy_group, mesh.device)
         clip, named_parameters = clip_factor(norm, CLIP), list(model.named_parameters())
-        gradients = {name: assemble_whole(name, weight.grad, spec, mesh) * clip for name, weight in named_parameters}
+        whole = assemble_whole({name: weight.grad for name, weight in named_parameters}, spec, mesh)
+        gradients = {name: gradient * clip for name, gradient in whole.items()}
         optimizer.step(RATE, norm, clip)
         last = named_parameters if step + 1 == stop else []
-        weights = {name: assemble_whole(name, weight.detach(), spec, mesh) for name, weight in last}
+        weights = assemble_whole({name: weight.detach() for name, weight in last}, spec, mesh)
         results.append({"loss": loss.item(), "norm": norm.item(), "gradients": gradients, "weights": weights})
     if store is not None:
         store.save(stop, {parts.name: parts for parts in optimizer.state()}, {}, {})
