@@ -25,6 +25,8 @@ class AdamWRule:
     def update(self, names: Sequence[str], gradients: Mapping[str, Tensor], inputs: StepInputs) -> None:
         """See `UpdateRule`."""
         names = [name for name in names if name in gradients]
+        if not names:  # all state may be in host memory
+            return
         tensors = self._tensors
         by_name = (tensors.weights, gradients, *(tensors.states[moment] for moment in MOMENTS), tensors.counts)
         with count_updates([tensors.counts[name] for name in names], inputs.skip):
