@@ -390,7 +390,7 @@ def blocks_that_fit(model: Decoder, options: EngineOptions, draft_model: Decoder
 
 
 def _prompt_unit(device: torch.device, cache: KVCache, options: EngineOptions) -> int:
-    """`BatchInputs.prompt_unit`: on a GPU only where a prompt's attention does not depend on where its chunks begin anyway."""
+    """`BatchInputs.prompt_unit`; 0 on a GPU with windows, or if results must not depend on where a prompt's chunks begin."""
     if device.type == "cpu":
         return 1
     windows = any(group.window is not None for group in cache.groups)
