@@ -21,8 +21,27 @@ from meshwright.state.parts import StateParts
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(RUNS_LIMIT)]
 
 
+SIZES = {"a": PIN_BYTES // 4 + 1000, "b": 37, "c": 3 * PIN_BYTES // 8, "d": 100_003}
+"""fp32 values of each tensor."""
+
+
+@pytest.fixture(scope="module")
+def arena() -> Arena:
+    return Arena.create(4 * sum(SIZES.values()))
+
+
+@pytest.fixture(scope="module")
+def buffer(arena: Arena) -> StagingBuffer:
+    """One for all tests: its pages stay locked until the process ends."""
+    buffer = StagingBuffer(arena, torch.device("cuda"))
+    buffer.prepare()
+    return buffer
+
+
 @pytest.mark.parametrize("queued", [staging.QUEUED_COPIES, 0], ids=["at once", "by a thread"])
-def test_updates_behind_the_copies_do_not_reach_the_snapshot(queued: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_updates_behind_the_copies_do_not_reach_the_snapshot(
+    queued: int, arena: Arena, buffer: StagingBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tensors larger than a page-locked part, one of them in host memory; five snapshots into the same arena.
 
     From the third snapshot on, more and more groups are first copied within device memory. The checksums, taken on the device, are those
@@ -31,14 +50,11 @@ def test_updates_behind_the_copies_do_not_reach_the_snapshot(queued: int, monkey
     monkeypatch.setattr(staging, "QUEUED_COPIES", queued)
     monkeypatch.setattr(staging, "COPIES_AHEAD", 2)
     device = torch.device("cuda")
-    sizes = {"a": PIN_BYTES // 4 + 1000, "b": 37, "c": 3 * PIN_BYTES // 8, "d": 100_003}
-    tensors = {name: torch.zeros(size, device="cpu" if name == "d" else device) for name, size in sizes.items()}
-    tensors["c"] = torch.zeros(sizes["c"] + 1, device=device)[1:]
+    tensors = {name: torch.zeros(size, device="cpu" if name == "d" else device) for name, size in SIZES.items()}
+    tensors["c"] = torch.zeros(SIZES["c"] + 1, device=device)[1:]
     layout = plan_layout(Ranks(None), {name: StateParts.of_whole(name, tensor) for name, tensor in tensors.items()})
-    arena = Arena.create(layout.bytes)
-    buffer = StagingBuffer(arena, device)
-    buffer.prepare()
-    parameter_of = {name: name for name in sizes}  # every stored tensor is a parameter itself
+    assert layout.bytes == 4 * sum(SIZES.values())
+    parameter_of = {name: name for name in SIZES}  # every stored tensor is a parameter itself
     stager = Stager(layout, buffer, [["a", "b"], ["d"], ["c"]], parameter_of)
     for step in range(1, 6):
         for tensor in tensors.values():
