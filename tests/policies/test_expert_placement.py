@@ -53,8 +53,8 @@ def test_decisions_keep_their_limits(problem: PlacementProblem, policy: str) -> 
     assert (present >= base).all(), "owners keep their experts"
     assert ((present & ~base).sum(2) <= problem.slots).all()
     if policy != "fixed":
-        seconds = problem.times(problem.rows(present)).total
-        assert (seconds <= problem.times(problem.rows(base)).total).all(), "never slower than expert parallelism"
+        seconds = problem.times(problem.row_totals(present)).total
+        assert (seconds <= problem.times(problem.row_totals(base)).total).all(), "never slower than expert parallelism"
     reordered = PlacementProblem(
         np.asfortranarray(counts), problem.owners.copy(), problem.slots, problem.costs, problem.steps, problem.previous
     )
@@ -66,7 +66,7 @@ def test_decisions_keep_their_limits(problem: PlacementProblem, policy: str) -> 
 def test_every_row_has_a_destination(problem: PlacementProblem) -> None:
     per_node = problem.costs.ranks_per_node
     present = place_experts("hecate", problem)
-    totals = problem.rows(present)
+    totals = problem.row_totals(present)
     layers, ranks, experts = present.shape
     for layer in range(layers):
         sent = np.array(
@@ -99,9 +99,9 @@ def test_one_popular_expert_is_copied_until_ranks_have_equal_rows(policy: str) -
     counts = np.zeros((1, 4, 4), dtype=np.int64)
     counts[:, :, 0] = 100
     problem = PlacementProblem(counts, even_owners(1, 4, 4), 1, FREE_COPIES)
-    assert problem.rows(owned(problem.owners, 4)).computed.tolist() == [[400, 0, 0, 0]]
+    assert problem.row_totals(owned(problem.owners, 4)).computed.tolist() == [[400, 0, 0, 0]]
     present = place_experts(policy, problem)
-    assert problem.rows(present).computed.tolist() == [[100, 100, 100, 100]]
+    assert problem.row_totals(present).computed.tolist() == [[100, 100, 100, 100]]
     assert present[0, :, 0].all() and present.sum() == 7
 
 
@@ -150,7 +150,7 @@ def test_times_of_a_layer_by_hand() -> None:
     assert totals.inside.tolist() == [[8] * 4]
     assert totals.across.tolist() == [[32, 32]], "two ranks of a node send 8 rows for each of two experts"
     times = layer_times(totals, owners, costs)
-    assert (times.compute, times.rows, times.weights) == (96, 4 * 3200, 0)
+    assert (times.compute, times.exchange, times.weights) == (96, 4 * 3200, 0)
     present[0, 2, 0] = True
     totals = row_totals(counts, node_rows(counts, 2), present)
     assert totals.computed.tolist() == [[16, 32, 48, 32]]

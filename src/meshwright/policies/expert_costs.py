@@ -44,14 +44,14 @@ class LayerTimes:
 
     compute: np.ndarray
     """Experts of the rank with most rows."""
-    rows: np.ndarray
+    exchange: np.ndarray
     """Exchange of rows."""
     weights: np.ndarray
     """The part of the exchange of weights that is not hidden."""
 
     @property
     def total(self) -> np.ndarray:
-        return self.compute + self.rows + self.weights
+        return self.compute + self.exchange + self.weights
 
 
 def layer_times(totals: RowTotals, owners: np.ndarray, costs: ExpertCosts) -> LayerTimes:

@@ -25,7 +25,7 @@ def even_owners(layers: int, experts: int, ranks: int) -> np.ndarray:
 
 
 def heterogeneous_owners(loads: np.ndarray, copied: int, ranks: int, ranks_per_node: int) -> np.ndarray:
-    """Owners `(layers, experts)` for expert loads `loads` of that shape, if the `copied` most loaded of each layer are on all ranks.
+    """Owners `(layers, experts)` for `loads` of that shape, if each layer's `copied` most loaded experts are on all ranks.
 
     Layers with the highest load of one expert choose first. The others of a layer go to the node with the smallest load and in it
     to the rank with the smallest load, among those with free slots; equal loads to the one with fewer free slots. Experts that

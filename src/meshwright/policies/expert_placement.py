@@ -55,14 +55,14 @@ class PlacementProblem:
         """Rows by expert, `(L, E)`."""
         return self.by_node.sum(1)
 
-    def rows(self, present: np.ndarray) -> RowTotals:
+    def row_totals(self, present: np.ndarray) -> RowTotals:
         """Rows of each rank and node over the window if the experts `present` `(L, R, E)` are."""
         return row_totals(self.counts, self.by_node, present)
 
     def times(self, totals: RowTotals) -> LayerTimes:
         """Seconds of each layer in a mean step of the window."""
         times = layer_times(totals, self.owners, self.costs)
-        return LayerTimes(times.compute / self.steps, times.rows / self.steps, times.weights)
+        return LayerTimes(times.compute / self.steps, times.exchange / self.steps, times.weights)
 
 
 def place_experts(policy: str, problem: PlacementProblem) -> np.ndarray:
@@ -73,11 +73,11 @@ def place_experts(policy: str, problem: PlacementProblem) -> np.ndarray:
     base = owned(problem.owners, problem.counts.shape[1])
     if policy == "fixed":
         return base | _everywhere(np.arange(min(problem.slots, base.shape[2]))[None], base)
-    best, totals = base.copy(), problem.rows(base)
+    best, totals = base.copy(), problem.row_totals(base)
     seconds = problem.times(totals).total
     uneven = totals.computed.max(1) > EVEN_LOADS * totals.computed.mean(1)
     for candidate in POLICIES[policy](problem, base):
-        candidate_seconds = problem.times(problem.rows(candidate)).total
+        candidate_seconds = problem.times(problem.row_totals(candidate)).total
         better = uneven & (candidate_seconds < seconds)
         best[better] = candidate[better]
         seconds = np.where(better, candidate_seconds, seconds)

@@ -27,7 +27,7 @@ class LoadWindow:
         return len(self._counts)
 
     def sums(self) -> np.ndarray:
-        """Counts summed over the window, `(L, R, E)`, which are exact where means are not. Raises ValueError before the first step."""
+        """Counts summed over the window, `(L, R, E)`; sums are exact, unlike means. Raises ValueError before the first step."""
         if not self._counts:
             raise ValueError("a window of loads has no step yet")
         return np.sum(self._counts, axis=0)

@@ -21,7 +21,7 @@ class PlayedLoads:
 
     compute: np.ndarray
     """Seconds of the experts on the rank with most rows."""
-    rows: np.ndarray
+    exchange: np.ndarray
     """Seconds of the exchange of rows."""
     weights: np.ndarray
     """Seconds of the exchange of weights that are not hidden."""
@@ -31,7 +31,7 @@ class PlayedLoads:
     @property
     def step_seconds(self) -> np.ndarray:
         """Seconds of all layers of each step, `(steps,)`."""
-        return (self.compute + self.rows + self.weights).sum(1)
+        return (self.compute + self.exchange + self.weights).sum(1)
 
 
 def play_loads(
@@ -58,7 +58,7 @@ def play_loads(
             present = place_experts(policy, earlier)
         if number:
             assert present is not None
-            totals = problem.rows(present)
+            totals = problem.row_totals(present)
             times.append(problem.times(totals))
             imbalances.append(totals.computed.max(1) / totals.computed.mean(1))
         history.add(counts)
@@ -68,7 +68,7 @@ def play_loads(
 def _stacked(times: Sequence[LayerTimes], imbalances: Sequence[np.ndarray]) -> PlayedLoads:
     return PlayedLoads(
         np.array([step.compute for step in times]),
-        np.array([step.rows for step in times]),
+        np.array([step.exchange for step in times]),
         np.array([step.weights for step in times]),
         np.array(imbalances),
     )
