@@ -39,8 +39,8 @@ class Decoder(nn.Module):
     """Token embedding, blocks, final norm, head.
 
     `plain` selects the reference implementation of all kernels, which uses PyTorch operators only; `loss_chunk` is the number of tokens
-    whose logits are in memory at a time in training, `z_loss` the weight of the z-loss in gradients. Create it under `torch.device("meta")` and allocate its memory with `to_empty`; it has
-    no buffers. Raises BadInput for dimensions that do not match.
+    whose logits are in memory at a time in training, `z_loss` the weight of the z-loss in gradients. Create it under
+    `torch.device("meta")` and allocate its memory with `to_empty`; it has no buffers. Raises BadInput for dimensions that do not match.
     """
 
     def __init__(self, spec: ModelSpec, *, plain: bool = False, loss_chunk: int = 4096, z_loss: float = 0.0) -> None:

@@ -123,8 +123,8 @@ class _Step:
             part.micro_batch for action in self.rank_actions for part in action.parts if part.op in FORWARD
         )
         self.exchange = UnitExchange(self.rank_model, self.rank_of, executor.channels, recorder)
-        # (input, edge of the output, loss of the router) of each forward. The edge and not the output: the output's memory belongs to the next
-        # unit, which may free it.
+        # (input, edge of the output, loss of the router) of each forward. The edge and not the output: the output's memory belongs to the
+        # next unit, which may free it.
         self.kept: dict[Visit, tuple[Tensor | None, GradientEdge, Tensor | None]] = {}
         self.deferred: dict[Visit, WeightQueue] = {}
         visits = {} if executor.host is None else dict(enumerate(map(self.visits, self.rank_actions)))
