@@ -38,8 +38,8 @@ class Unit:
 
     `run` maps the unit's input `(batch, seq, hidden)` (None for the embedding) to its output, or to the sums of the losses for the last
     unit with targets; a block with experts also returns its router's losses and expert loads. `layer` is the index of a block in the
-    model, None for the other units. `kept_elements` estimates how many elements per token the forward saves for the backward (`workload.activations`);
-    `offloads` tells whether these are offloaded to host memory (`parallel.offload`).
+    model, None for the other units. `kept_elements` estimates how many elements per token the forward saves for the backward
+    (`workload.activations`); `offloads` tells whether these are offloaded to host memory (`parallel.offload`).
     """
 
     run: UnitForward
