@@ -73,9 +73,10 @@ class RoutingStatistics:
                 bias += direction[layer]
 
     def figures(self) -> torch.Tensor:
-        """The mean balance loss, the load of the busiest expert over the mean load in the layer where it is largest, the mean square.
+        """The mean balance loss, the load of the busiest expert over the mean load, the mean square.
 
-        `(3,)`; to be called once `sums` are summed over all ranks. The first two are 1 if every expert has the same number of tokens.
+        `(3,)`; to be called once `sums` are summed over all ranks. The first two are 1 if every expert has the same number of tokens; the
+        second is that of the layer where it is largest.
         """
         load = self.sums[:, 2:]
         busiest = (load.amax(1) / load.mean(1).clamp_min(1)).amax()
