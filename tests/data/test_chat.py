@@ -294,7 +294,7 @@ def test_show_displays_the_mask(tmp_path: Path) -> None:
 
 
 def test_chats_and_texts_in_one_mixture(tmp_path: Path) -> None:
-    out, seq = prepared_chats(tmp_path, marked(CHATML), CHATS * 2), 16
+    out, seq = prepared_chats(tmp_path, marked(CHATML), CHATS * 2), 40
     text = tmp_path / "text.txt"
     text.write_text("A text without any chat. " * 40)
     prepare([str(text)], str(tmp_path / "model"), tmp_path / "text")

@@ -21,7 +21,12 @@ from tests.data.chats import CHATML, CHATS, marked, story, turns
 from tests.data.test_chat import documents, prepared_chats
 
 SEQ = 60
-MANY = [*CHATS * 3, *(turns("?", "yes " * length) for length in (1, 3, 4, 9, 16, 30)), turns(story(5), story(6) * 4), turns(story(7) * 3, "Yes.")]
+MANY = [
+    *CHATS * 3,
+    *(turns("?", "yes " * length) for length in (1, 3, 4, 9, 16, 30)),
+    turns(story(5), story(6) * 4),
+    turns(story(7) * 3, "Yes."),
+]
 
 
 @given(st.lists(st.integers(1, 30), max_size=60), st.integers(0, 6))
