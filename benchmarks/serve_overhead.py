@@ -26,6 +26,7 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -260,13 +261,15 @@ async def through_http(
     return json.loads(out), api.client.marks
 
 
-def hops(clients: Sequence[Sequence[float]], server: dict[int, list[float]], engine: dict[str, list[float]]) -> dict[str, float]:
+def hops(
+    clients: Sequence[Sequence[float]], server: dict[int, list[float]], engine: dict[str, list[float]]
+) -> dict[str, float]:
     """Median milliseconds of each part of the time to first token, by `HOPS`."""
     parts = []
     for seed, (due, sent, first) in enumerate(clients):
         (submitted, arrived), (read, computed) = server[seed], engine[str(seed)]
         times = (due, sent, submitted, read, computed, arrived, first)
-        parts.append([1000 * (end - start) for start, end in zip(times, times[1:], strict=False)])
+        parts.append([1000 * (end - start) for start, end in pairwise(times)])
     return {name: statistics.median(values) for name, values in zip(HOPS, zip(*parts, strict=True), strict=True)}
 
 
