@@ -36,6 +36,14 @@ Timeline = Annotated[
         help="Write one Perfetto trace of what all ranks did in steps A to B, under what was predicted, into RUN/timelines/.",
     ),
 ]
+ReplayRouting = Annotated[
+    Path | None,
+    typer.Option(
+        "--replay-routing",
+        metavar="FILE",
+        help="Give experts the loads of a CSV (layer, step, expert_0, …) or of a run's metrics.jsonl, whatever routers choose.",
+    ),
+]
 
 
 def train(
@@ -46,6 +54,7 @@ def train(
     ] = False,
     profile_steps: ProfileSteps = None,
     timeline: Timeline = None,
+    replay_routing: ReplayRouting = None,
     agent: Annotated[
         bool,
         typer.Option(
@@ -85,29 +94,45 @@ def train(
         for option, span in (("--profile-steps", steps), ("--timeline", drawn)):
             if span and span[1] > run.train.steps:
                 raise BadInput(f"{option} {span[0]}:{span[1]}: the run ends with step {run.train.steps}")
+        if replay_routing is not None:
+            from meshwright.training.recorded_loads import read_loads
+
+            read_loads(replay_routing, run.model)
         check_tasks(run.cluster.gpus_per_node)
         if agent or is_node_agent():
             sys.exit(
                 start_agent(
-                    run, words or [], runs, refused={"--fresh": fresh, "--profile-steps": steps, "--timeline": drawn}
+                    run,
+                    words or [],
+                    runs,
+                    refused={
+                        "--fresh": fresh,
+                        "--profile-steps": steps,
+                        "--timeline": drawn,
+                        "--replay-routing": replay_routing,
+                    },
                 )
             )
         if started_by_launcher():
-            join_ranks(run, runs, fresh, steps, drawn, report)
+            join_ranks(run, runs, fresh, steps, drawn, report, replay_routing)
         run = renamed(run, runs) if fresh else run
-        code = start_ranks(run, runs, steps, drawn)
+        code = start_ranks(run, runs, steps, drawn, replay_routing)
     for line in closing_lines(runs / run.name, code):
         print_now(line)
     sys.exit(code)
 
 
 def start_ranks(
-    run: RunSpec, runs: Path, profile: tuple[int, int] | None, timeline: tuple[int, int] | None = None
+    run: RunSpec,
+    runs: Path,
+    profile: tuple[int, int] | None,
+    timeline: tuple[int, int] | None = None,
+    replay: Path | None = None,
 ) -> int:
     """Train on local ranks with messages on this terminal; returns the job's exit code."""
     from meshwright.launch.job import run_job
 
-    return run_job(run, runs, profile=profile, timeline=timeline, note=print_now, announce=announce)
+    return run_job(run, runs, profile=profile, timeline=timeline, replay=replay, note=print_now, announce=announce)
 
 
 def start_agent(run: RunSpec, words: list[str], runs: Path, refused: dict[str, object]) -> int:
@@ -129,6 +154,7 @@ def join_ranks(
     profile: tuple[int, int] | None,
     timeline: tuple[int, int] | None,
     report: Callable[[], AbstractContextManager[None]],
+    replay: Path | None = None,
 ) -> NoReturn:
     """Run one rank of a job that a launcher started, and exit with its code; rank 0 prepares the run for all.
 
@@ -163,7 +189,7 @@ def join_ranks(
             lock.__enter__()
             life.add_cleanup(lambda: lock.__exit__(None, None, None))
             with report():
-                return _prepared(named, runs, profile, timeline)
+                return _prepared(named, runs, profile, timeline, replay)
 
         world = join(life.environment, run.cluster, timeout_seconds=run.train.timeout_seconds)
         clock.end("join")
@@ -177,12 +203,16 @@ def join_ranks(
 
 
 def _prepared(
-    run: RunSpec, runs: Path, profile: tuple[int, int] | None, timeline: tuple[int, int] | None
+    run: RunSpec,
+    runs: Path,
+    profile: tuple[int, int] | None,
+    timeline: tuple[int, int] | None,
+    replay: Path | None,
 ) -> Assignment | None:
     """The assignment of the ranks, after printing it; None if the run is finished."""
     from meshwright.launch.prepare import prepare_run
 
-    prepared = prepare_run(run, runs, profile=profile, note=print_now, timeline=timeline)
+    prepared = prepare_run(run, runs, profile=profile, note=print_now, timeline=timeline, replay=replay)
     if prepared is None:
         return None
     announce(prepared)

@@ -35,6 +35,7 @@ def run_job(
     *,
     profile: tuple[int, int] | None = None,
     timeline: tuple[int, int] | None = None,
+    replay: Path | None = None,
     note: Note = lambda text: None,
     announce: Callable[[Prepared], None] = lambda prepared: None,
     listener: Listener | None = None,
@@ -69,7 +70,7 @@ def run_job(
         end_orphans(folder)
         from meshwright.launch.prepare import prepare_run  # during the imports of the ranks
 
-        prepared = prepare_run(run, runs, profile=profile, note=note, timeline=timeline)
+        prepared = prepare_run(run, runs, profile=profile, note=note, timeline=timeline, replay=replay)
         if prepared is None:
             return EXIT_DONE
         announce(prepared)

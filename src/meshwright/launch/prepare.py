@@ -363,6 +363,7 @@ def prepare_run(
     profile: tuple[int, int] | None,
     note: Note,
     timeline: tuple[int, int] | None = None,
+    replay: Path | None = None,
 ) -> Prepared | None:
     """Create or reopen the run's folder and write what its ranks need; None if the run is finished.
 
@@ -388,7 +389,15 @@ def prepare_run(
     if tokenizer is not None:
         write_durable(folder / "tokenizer.json", tokenizer.read_bytes())
         copy_chat_files(tokenizer.parent, folder)
-    assignment = Assignment(run=run, plan=plan, folder=str(folder), lease=lease, profile=profile, timeline=timeline)
+    assignment = Assignment(
+        run=run,
+        plan=plan,
+        folder=str(folder),
+        lease=lease,
+        profile=profile,
+        timeline=timeline,
+        replay_routing=None if replay is None else str(replay.resolve()),
+    )
     write_durable(folder / "assignment.json", json.dumps(to_plain(assignment)))
     return Prepared(assignment, folder, resumes)
 

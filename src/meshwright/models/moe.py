@@ -39,7 +39,8 @@ class MixtureOfExperts(nn.Module):
 
     `whole_sequence_loads` converts the loads of this rank's tokens, `(batch, experts)`, to those of whole sequences. It changes nothing
     unless each rank has a part of every sequence (`parallel.experts`). `z_loss` says whether `RoutedOutput.squares` is computed, for the
-    router z-loss of ST-MoE (Zoph et al. 2022, equation 5).
+    router z-loss of ST-MoE (Zoph et al. 2022, equation 5). `replayed` `(batch · seq, experts)`, if any, has the scores by which each
+    token's experts are chosen instead of the router's (`parallel.replayed_routing`).
     """
 
     whole_sequence_loads: Callable[[Tensor], Tensor]
@@ -56,6 +57,7 @@ class MixtureOfExperts(nn.Module):
         self.shared = feed_forward(spec, spec.shared_expert_hidden, plain) if spec.shared_expert_hidden else None
         self.whole_sequence_loads = lambda loads: loads
         self.z_loss = False
+        self.replayed: Tensor | None = None
 
     def forward(self, x: Tensor) -> RoutedOutput:
         """Route and process x `(batch, seq, hidden)`."""
@@ -83,15 +85,31 @@ class MixtureOfExperts(nn.Module):
         wide = accumulate_dtype(logits.dtype)
         if self.choice_bias is None:
             probabilities = scores = torch.softmax(logits, dim=-1, dtype=wide)
-            weights, chosen = self._within_groups(scores).topk(self.per_token, dim=-1)
         else:
             scores = torch.sigmoid(logits.to(wide))
             probabilities = scores / scores.sum(-1, keepdim=True)
+        if self.replayed is not None:
+            weights, chosen = self._replay(self.replayed, logits.to(wide), scores)
+            return probabilities, weights * self.scale, chosen
+        if self.choice_bias is None:
+            weights, chosen = self._within_groups(scores).topk(self.per_token, dim=-1)
+        else:
             chosen = self._within_groups(scores.detach() + self.choice_bias).topk(self.per_token, dim=-1).indices
             weights = scores.gather(-1, chosen)
         if self.normalised:
             weights = weights / weights.sum(-1, keepdim=True)
         return probabilities, weights if self.scale == 1 else weights * self.scale, chosen
+
+    def _replay(self, replayed: Tensor, logits: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and indices of the experts of the highest `replayed` scores.
+
+        Normalised weights are a softmax over the chosen experts, which is finite where the router gives all of them no probability.
+        """
+        chosen = replayed.view_as(logits).topk(self.per_token, dim=-1).indices
+        if not self.normalised:
+            return scores.gather(-1, chosen), chosen
+        logarithms = logits if self.choice_bias is None else F.logsigmoid(logits)
+        return torch.softmax(logarithms.gather(-1, chosen), dim=-1), chosen
 
     def _within_groups(self, scores: Tensor) -> Tensor:
         """Scores `(…, experts)`, minus infinity outside the best groups of a token.

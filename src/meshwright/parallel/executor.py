@@ -239,6 +239,7 @@ class _Step:
     def forward(self, action: Action) -> None:
         stage, number, unit_index = visit = _visit_of(action)
         unit, batch, shared = self.unit_of(visit), self.batches[number], self.shared_inputs(number)
+        routing = self.rank_model.routing
         self.forwards_left[number] -= 1
         if not self.forwards_left[number]:
             del self.shared[number]  # autograd holds the tensors that a backward needs
@@ -256,6 +257,8 @@ class _Step:
             torch.set_grad_enabled(trains),
             saved.collect() if saved else nullcontext(),
         ):
+            if unit.layer is not None and routing is not None and routing.choose is not None:
+                routing.choose(unit.layer, number if trains else None)
             y = unit.run(x, batch, shared)
             if self.is_loss(stage, unit_index):
                 if isinstance(y, LossSums):

@@ -6,7 +6,7 @@ own, so it starts a backward from both: the output with the gradient of the next
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import torch
@@ -36,8 +36,11 @@ class RoutingStatistics:
         z_loss: float = 0.0,
     ) -> None:
         self._weight, self._z_loss, self._tokens = weight, z_loss, 1
-        self._routed_layers = sum(spec.routed(layer) for layer in range(spec.layers))
+        self._routed = [layer for layer in range(spec.layers) if spec.routed(layer)]
+        self._routed_layers = len(self._routed)
         self._global_batch, self._biases, self._bias_step = global_batch, biases, bias_step
+        self.choose: Callable[[int, int | None], None] | None = None
+        """Called before a block's forward with its layer and micro-batch, or None outside of training (`ReplayedRouting`)."""
         self.sums = torch.zeros(spec.layers, 2 + spec.experts, dtype=torch.float64, device=device)
         """`(layers, 2 + experts)`: by layer the sums of balance losses and of squares, then the number of tokens of each expert."""
 
@@ -71,6 +74,10 @@ class RoutingStatistics:
             direction = (load.mean(1, keepdim=True) - load).sign() * self._bias_step * ~skip
             for layer, bias in self._biases.items():
                 bias += direction[layer]
+
+    def loads(self) -> torch.Tensor:
+        """Number of tokens of each expert, `(layers with experts, experts)`; to be called once `sums` are summed over all ranks."""
+        return self.sums[self._routed, 2:]
 
     def figures(self) -> torch.Tensor:
         """The mean balance loss, the load of the busiest expert over the mean load, the mean square.

@@ -84,6 +84,8 @@ class Assignment:
     """Number of this start of the ranks within the job, from 1."""
     resume_at_most: int | None = None
     """Resume from the newest good checkpoint of at most this step; none takes the newest."""
+    replay_routing: str | None = None
+    """File of recorded loads that replace the routers' choices."""
     skip_samples: tuple[tuple[int, int], ...] = ()
     """Global sample indexes that the run leaves out, ascending: first, and one after the last (`policies.skipped_samples`)."""
 

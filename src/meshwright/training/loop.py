@@ -200,6 +200,8 @@ def _one_step(
     recorder.begin_step(step, session.tokens_per_step)
     with recorder.span("data"):
         micro_batches = next(loader)
+    if session.replay is not None:
+        session.replay.begin_step(step)
     result = train_step(
         session.engine,
         session.optimizer,

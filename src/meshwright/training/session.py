@@ -27,6 +27,7 @@ from meshwright.observe.recorder import DetailRecorder, StepRecorder
 from meshwright.optim.optimizer import Optimizer
 from meshwright.parallel.apply import Engine, build_engine
 from meshwright.parallel.mesh import Mesh, build_mesh
+from meshwright.parallel.replayed_routing import ReplayedRouting, replay_loads
 from meshwright.parallel.shared_ranks import ranks_of_stage
 from meshwright.parallel.world import World
 from meshwright.spec.job import TrainSpec
@@ -37,6 +38,7 @@ from meshwright.spec.run import Assignment, Lease, RunSpec
 from meshwright.state.parts import StateParts
 from meshwright.training.evaluate import HeldOut
 from meshwright.training.numerics import NumericalPolicy
+from meshwright.training.recorded_loads import read_loads
 from meshwright.training.resume import Tier, resume
 from meshwright.training.run_state import load_initial
 
@@ -68,6 +70,7 @@ class Session:
     timeline: tuple[int, int] | None = None
     attempt: int = 1
     resumed_from: Tier | None = None
+    replay: ReplayedRouting | None = None
     numerics: NumericalPolicy = field(init=False)
     step: int = 0
     tokens: int = 0
@@ -158,6 +161,8 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
         timeline=assignment.timeline,
         attempt=assignment.attempt,
     )
+    if assignment.replay_routing is not None:
+        session.replay = _replayed_routing(session, Path(assignment.replay_routing))
     session.numerics = NumericalPolicy(run.train, assignment.skip_samples, mesh.axis_size("replicate"))
     session.resumed_from = resume(session, assignment.resume_at_most)
     if session.resumed_from is None:
@@ -168,6 +173,14 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
     if world.leads:
         _write_environment(folder)
     return session
+
+
+def _replayed_routing(session: Session, path: Path) -> ReplayedRouting:
+    """Give the routers of the session's model the choices of a file."""
+    spec, routing = session.run.model, session.engine.executor.rank_model.routing
+    loads = read_loads(path, spec)
+    assert routing is not None  # read_loads refuses a dense model
+    return replay_loads(session.engine.model, routing, loads, session.plan, session.mesh, session.run.train.seq_len)
 
 
 def open_optimizer(engine: Engine, model: ModelSpec, train: TrainSpec, mesh: Mesh) -> Optimizer:

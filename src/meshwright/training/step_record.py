@@ -19,12 +19,16 @@ from meshwright.training.stop import StopFlags
 from meshwright.training.train_step import StepFigures
 from meshwright.training.wire_count import WireCount
 
+SHORT_LOADS, LOADS_INTERVAL = 1024, 10
+"""Most loads of experts that every line of metrics.jsonl has; more are in the first and every tenth line."""
+
 
 @dataclass(frozen=True)
 class _Pending:
     step: int
     host: dict[str, Any]
     values: torch.Tensor
+    loads: torch.Tensor | None
     end: Any
 
 
@@ -50,12 +54,17 @@ class FigureReader:
     def push(self, step: int, figures: StepFigures, host: dict[str, Any]) -> list[dict[str, Any]]:
         """Add a launched step's figures; returns the records that are complete."""
         earlier = [] if self._device.type == "cpu" else self.drain()
-        values = figures.values
-        if self._device.type == "cuda":
-            values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            values.copy_(figures.values, non_blocking=True)
-        self._pending.append(_Pending(step, host, values, self._clock.stamp()))
+        loads = None
+        if figures.loads is not None and (step == 1 or step % loads_interval(figures.loads.numel()) == 0):
+            loads = self._to_host(figures.loads)
+        self._pending.append(_Pending(step, host, self._to_host(figures.values), loads, self._clock.stamp()))
         return self.drain() if self._device.type == "cpu" else earlier
+
+    def _to_host(self, values: torch.Tensor) -> torch.Tensor:
+        """A copy in host memory, complete at the step's end."""
+        if self._device.type != "cuda":
+            return values
+        return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
 
     def drain(self) -> list[dict[str, Any]]:
         """Records of all added steps; waits for the device if necessary."""
@@ -100,10 +109,16 @@ class FigureReader:
             **dict(zip(("balance_loss", "expert_load"), routing, strict=False)),
             **({"router_z_loss": routing[2]} if routing and train.router_z_loss else {}),
             **({"z_loss": z_loss} if train.z_loss else {}),
+            **({} if pending.loads is None else {"expert_loads": pending.loads.long().tolist()}),
             **memory_peak(self._device),
             **(self._wire.step() if self._wire else {}),
             **pending.host,
         }
+
+
+def loads_interval(counts: int) -> int:
+    """Every how many steps the loads of experts are recorded, `counts` numbers each time."""
+    return 1 if counts <= SHORT_LOADS else LOADS_INTERVAL
 
 
 def memory_peak(device: torch.device) -> dict[str, int]:

@@ -35,6 +35,8 @@ class StepFigures:
     """
 
     values: torch.Tensor
+    loads: torch.Tensor | None = None
+    """Mixtures of experts: tokens of each expert over all ranks, `(layers with experts, experts)`."""
 
 
 def train_step(
@@ -90,7 +92,7 @@ def train_step(
         return StepFigures(torch.stack([*figures, z_loss]))
     routing.sums.copy_(routed_sums.view_as(routing.sums))
     routing.update_biases(figures[-1] > 0)
-    return StepFigures(torch.stack([*figures, *routing.figures(), z_loss]))
+    return StepFigures(torch.stack([*figures, *routing.figures(), z_loss]), routing.loads())
 
 
 def _norm_slots(norm: torch.Tensor, mesh: Mesh) -> torch.Tensor:

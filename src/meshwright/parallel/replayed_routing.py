@@ -1,0 +1,108 @@
+"""Routers whose choices are replaced so that experts get recorded loads, for studies of uneven load (`train --replay-routing`).
+
+All tokens of a step, of all ranks and micro-batches, are numbered. Experts form a sequence in which each occurs as often as it is to be
+chosen. Of T tokens number p takes the experts at positions p, p + T, p + 2T and so on: all different, as no expert has more than T tokens.
+Before that, numbers are multiplied by a stride modulo T, so that every rank and micro-batch has nearly the same shares of loads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from meshwright.models.decoder import Block, Decoder
+from meshwright.models.moe import MixtureOfExperts
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.routing import RoutingStatistics
+from meshwright.spec.errors import BadInput
+from meshwright.spec.plan import CONTEXT_AXES, Plan
+
+GOLDEN = (math.sqrt(5) - 1) / 2
+"""Multiples of this number modulo 1 are spread most evenly."""
+
+
+def replay_loads(
+    model: Decoder, routing: RoutingStatistics, loads: np.ndarray, plan: Plan, mesh: Mesh, seq: int
+) -> ReplayedRouting:
+    """Give the routers of `model` choices with `loads` (`ReplayedRouting`) in training on sequences of `seq` tokens."""
+    blocks = {int(number): block for number, block in model.layers.items()}
+    mixtures = {layer: block.moe for layer, block in blocks.items() if isinstance(block, Block) and block.routed}
+    routed = [layer for layer in range(model.spec.layers) if model.spec.routed(layer)]
+    replay = ReplayedRouting(loads, mixtures, routed, plan, mesh, seq)
+    routing.choose = replay.choose
+    return replay
+
+
+class ReplayedRouting:
+    """Chooses the experts of this rank's tokens. `loads` `(steps, routed layers, experts)` repeats after its last step.
+
+    Loads are scaled to the tokens of this run. Raises BadInput if an expert has more tokens than a step.
+    """
+
+    def __init__(
+        self,
+        loads: np.ndarray,
+        mixtures: Mapping[int, MixtureOfExperts],
+        routed: list[int],
+        plan: Plan,
+        mesh: Mesh,
+        seq: int,
+    ) -> None:
+        self._mixtures, self._routed = mixtures, {layer: index for index, layer in enumerate(routed)}
+        self._tokens = plan.batch.global_batch * seq
+        self._per_token = next(iter(mixtures.values())).per_token if mixtures else 1
+        self._loads = _scaled(loads, self._tokens * self._per_token) if mixtures else loads
+        largest = int(self._loads.max()) if mixtures else 0
+        if largest > self._tokens:
+            raise BadInput(
+                f"--replay-routing: an expert would get {largest:,} rows of {self._tokens:,} tokens; a token goes to "
+                f"{self._per_token} different experts, so no expert may have more than 1/{self._per_token} of a layer's load"
+            )
+        part, parts = mesh.data_rank, mesh.data_ranks
+        for axis in (*CONTEXT_AXES, "tensor"):
+            part, parts = part * mesh.axis_size(axis) + mesh.coordinate(axis), parts * mesh.axis_size(axis)
+        self._first_block, self._blocks = part * plan.batch.accumulate, parts * plan.batch.accumulate
+        self._stride, self._device = _stride(self._tokens), mesh.device
+        self._ends = torch.zeros(0)
+
+    def begin_step(self, step: int) -> None:
+        """Use the loads of `step`, from 1."""
+        counts = self._loads[(step - 1) % len(self._loads)]
+        self._ends = torch.from_numpy(counts.cumsum(1)).to(self._device)
+
+    def choose(self, layer: int, micro_batch: int | None) -> None:
+        """Set the choices of a layer's router for a micro-batch of this rank; None gives the router its own choice back."""
+        mixture = self._mixtures.get(layer)
+        if mixture is None:
+            return
+        if micro_batch is None:
+            mixture.replayed = None
+            return
+        count = self._tokens // self._blocks
+        first = (self._first_block + micro_batch) * count
+        numbers = torch.arange(first, first + count, device=self._device) * self._stride % self._tokens
+        copies = torch.arange(self._per_token, device=self._device)
+        ends = self._ends[self._routed[layer]]
+        chosen = torch.searchsorted(ends, numbers[:, None] + copies * self._tokens, right=True)
+        # Different scores, so that the order of a token's experts is the same on every device.
+        scores = (self._per_token - copies).to(torch.float32).expand(chosen.shape)
+        mixture.replayed = torch.zeros(count, len(ends), device=self._device).scatter_(1, chosen, scores)
+
+
+def _scaled(loads: np.ndarray, total: int) -> np.ndarray:
+    """Whole loads of each layer that sum to `total`, in proportion to `loads`; remainders go to the largest fractions."""
+    exact = loads * (total / loads.sum(2, keepdims=True))
+    whole = np.floor(exact).astype(np.int64)
+    order = (whole - exact).argsort(2, kind="stable").argsort(2, kind="stable")
+    return whole + (order < total - whole.sum(2, keepdims=True))
+
+
+def _stride(tokens: int) -> int:
+    """A number without a common divisor with `tokens`, near the golden section of it."""
+    stride = max(1, round(tokens * GOLDEN))
+    while math.gcd(stride, tokens) > 1:
+        stride += 1
+    return stride

@@ -1,0 +1,54 @@
+"""Reads recorded loads of experts: a CSV with columns `layer`, `step`, `expert_0` and so on, or a run's `metrics.jsonl`."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+
+from meshwright.spec.errors import BadInput
+from meshwright.spec.model import ModelSpec
+
+
+def read_loads(path: Path, spec: ModelSpec) -> np.ndarray:
+    """Loads `(steps, routed layers, experts)` in the order of the file's steps and layers.
+
+    A file with fewer layers than the model has mixtures repeats them. Raises BadInput for a dense model, and for a file that cannot be read
+    or has no whole loads for each of its steps, layers and experts.
+    """
+    routed = sum(spec.routed(layer) for layer in range(spec.layers))
+    if not routed:
+        raise BadInput("--replay-routing: the model has no experts")
+    try:
+        text = path.read_text(encoding="utf-8")
+        by_step = _from_metrics(text) if path.suffix == ".jsonl" else _from_table(text)
+        loads = np.array([by_step[step] for step in sorted(by_step)])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadInput(
+            f"--replay-routing {path}: expected columns layer, step, expert_0, … or a run's metrics.jsonl: {error}"
+        ) from None
+    if loads.ndim != 3 or not loads.size or loads.dtype.kind != "i":
+        raise BadInput(f"--replay-routing {path}: expected loads of all layers in each step")
+    if loads.shape[2] != spec.experts:
+        raise BadInput(f"--replay-routing {path}: has {loads.shape[2]} experts, the model {spec.experts}")
+    if (loads < 0).any() or (loads.sum(2) == 0).any():
+        raise BadInput(
+            f"--replay-routing {path}: expected loads of at least 0, and above 0 for some expert of each layer"
+        )
+    return loads[:, np.arange(routed) % loads.shape[1]]
+
+
+def _from_metrics(text: str) -> dict[int, list[list[int]]]:
+    lines = (json.loads(line) for line in text.splitlines())
+    return {line["step"]: line["expert_loads"] for line in lines if "expert_loads" in line}
+
+
+def _from_table(text: str) -> dict[int, list[list[int]]]:
+    by_step: dict[int, dict[int, list[int]]] = {}
+    for line in csv.DictReader(text.splitlines()):
+        experts = sum(name.startswith("expert_") for name in line)
+        values = [int(line[f"expert_{index}"]) for index in range(experts)]
+        by_step.setdefault(int(line["step"]), {})[int(line["layer"])] = values
+    return {step: [layers[layer] for layer in sorted(layers)] for step, layers in by_step.items()}
