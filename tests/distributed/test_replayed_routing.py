@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,16 @@ import pytest
 import torch
 
 from meshwright.models.moe import MixtureOfExperts
+from meshwright.observe.metrics import read_metrics
 from meshwright.spec.model import ModelSpec
+from meshwright.training.stop import PREEMPT
+from tests.distributed import cases_training
 from tests.distributed.pool import Pool
 from tests.distributed.test_equality import BATCH, SEQ, TRAIN, batch
-from tests.distributed.test_experts import SHARED
+from tests.distributed.test_experts import SHARED, SMALL
 from tests.distributed.test_schedules import Case
 from tests.slow import quick_first
+from tests.training.tiny import make_tiny, prepared, ranks, staged
 
 SIGMOID = replace(SHARED, router="sigmoid")
 COPIES = BATCH * SEQ * SHARED.experts_per_token
@@ -167,3 +172,20 @@ def test_every_part_of_a_step_has_nearly_equal_shares() -> None:
     for first in range(0, tokens, 64):
         part = np.bincount(experts[first : first + 64], minlength=4)
         assert np.abs(part - counts / 16).max() <= 3
+
+
+@pytest.mark.slow
+def test_a_run_replays_its_file_also_after_it_was_resumed_under_another_plan(pool: Pool, tmp_path: Path) -> None:
+    """Steps 1 to 3 on two shards, 4 to 6 on two stages; the file has four steps and begins again at step 5."""
+    tiny, runs, file = make_tiny(tmp_path / "data"), tmp_path / "runs", tmp_path / "loads.csv"
+    overrides = [*SMALL, "train.steps=6"]
+    train = prepared(tiny, runs, *ranks(2), *overrides).assignment.run.train
+    tokens = train.global_batch * train.seq_len
+    loads = np.random.default_rng(0).multinomial(2 * tokens, [0.4, 0.3, 0.2, 0.1], (4, 4))
+    lines = [f"{layer},{step},{','.join(map(str, loads[step, layer]))}" for step in range(4) for layer in range(4)]
+    file.write_text("\n".join(["layer,step,expert_0,expert_1,expert_2,expert_3", *lines]) + "\n")
+    for plan, stop_at in ((ranks(2), 3), (staged(2, "zbv"), 0)):
+        assignment = replace(prepared(tiny, runs, *plan, *overrides).assignment, replay_routing=str(file))
+        pool.run(cases_training.run, 2, assignment, stop_at, 0, PREEMPT, "", 1)
+    steps = [line for line in read_metrics(runs / "tiny" / "metrics.jsonl") if line["kind"] == "step"]
+    assert [line["expert_loads"] for line in steps] == [loads[step % 4].tolist() for step in range(6)]
