@@ -1,4 +1,4 @@
-"""GPU: latent attention in the engine; the compiled kernels against the plain references, with the sizes of DeepSeek's models."""
+"""GPU: latent attention in the engine, and its compiled kernels against the plain references, with DeepSeek's sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Latent attention over the paged cache: the plain reference against attention with expanded heads, the kernels against the reference.
+"""Latent attention over the paged cache: the plain reference against expanded heads, the kernels against the reference.
 
 The kernels run in Triton's interpreter, with small shapes.
 """
@@ -29,7 +29,7 @@ def tables_of(rotated: int, dtype: torch.dtype, positions: int = 128) -> RotaryT
 def filled(
     lengths: list[int], block: int, rank: int, rotated: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
-    """Layer 1 of 3 of a cache of NaN with the tokens of some sequences, its block tables, and latents and keys before rotation."""
+    """Layer 1 of 3 of a cache of NaN with some sequences, its block tables, and latents and keys before rotation."""
     tables, blocks = block_tables(lengths, block)
     cache = torch.full((blocks, 3, block, rank + rotated), torch.nan, dtype=dtype)
     sequences = []

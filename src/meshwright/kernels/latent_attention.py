@@ -1,4 +1,4 @@
-"""Multi-head latent attention over a paged cache in the absorbed form: writes of new tokens, and attention of one step's queries.
+"""Latent attention over a paged cache in the absorbed form: writes of new tokens, and attention of a step's queries.
 
 The cache of a group of layers is one tensor `(blocks, layers, tokens, rank + rotated)`: of each token the latent, then the rotated part of
 the key. `cache_layer` is `cache[:, layer]`, a strided view. All heads attend to the same numbers, whose first `rank` are key and value

@@ -158,10 +158,10 @@ def _load_columns(
 
 
 @triton.jit
-def _load_queries(q, rows, used, SIZE: tl.constexpr, DIMS: tl.constexpr, SCALED: tl.constexpr) -> tl.tensor:
-    """The queries whose first numbers are at q + rows, `(PAIRS, DIMS)`."""
+def _load_queries(q, offsets, used, SIZE: tl.constexpr, DIMS: tl.constexpr, SCALED: tl.constexpr) -> tl.tensor:
+    """The queries whose first numbers are at q + offsets, `(PAIRS, DIMS)`."""
     dim = tl.arange(0, DIMS)
-    queries = tl.load(q + rows[:, None] + dim[None, :], mask=used[:, None] & (dim < SIZE)[None, :], other=0.0)
+    queries = tl.load(q + offsets[:, None] + dim[None, :], mask=used[:, None] & (dim < SIZE)[None, :], other=0.0)
     return fp8_queries(queries) if SCALED else queries
 
 
@@ -218,10 +218,10 @@ def _decode(
     used, long_sequence = head < HEADS, sequence.to(tl.int64)
     length = tl.load(lengths + sequence)
     begin, end = split_tiles(length, split, splits, 1, 0, TILE)
-    rows = long_sequence * q_stride + head.to(tl.int64) * q_head_stride
-    rotary_rows = long_sequence * rotary_stride + head.to(tl.int64) * rotary_head_stride
-    queries = _load_queries(q, rows, used, RANK, DIMS, SCALED)
-    rotary = _load_queries(q_rotated, rotary_rows, used, ROTATED, ROTARY_DIMS, SCALED)
+    offsets = long_sequence * q_stride + head.to(tl.int64) * q_head_stride
+    rotary_offsets = long_sequence * rotary_stride + head.to(tl.int64) * rotary_head_stride
+    queries = _load_queries(q, offsets, used, RANK, DIMS, SCALED)
+    rotary = _load_queries(q_rotated, rotary_offsets, used, ROTATED, ROTARY_DIMS, SCALED)
     table, position = tables + long_sequence * table_stride, tl.full([PAIRS], 0, tl.int32) + length - 1
     mean, highest, total = _attend(
         queries, rotary, cache, table, begin, end, position, length, block_stride, scale, RANK, DIMS, ROTATED,
@@ -260,8 +260,8 @@ def _chunks(
     used = (pair < part * GROUP) & (query < count) & (head < HEADS)
     source, long_head = (query_begin + query).to(tl.int64), head.to(tl.int64)
     queries = _load_queries(q, source * q_stride + long_head * q_head_stride, used, RANK, DIMS, SCALED)
-    rotary_rows = source * rotary_stride + long_head * rotary_head_stride
-    rotary = _load_queries(q_rotated, rotary_rows, used, ROTATED, ROTARY_DIMS, SCALED)
+    rotary_offsets = source * rotary_stride + long_head * rotary_head_stride
+    rotary = _load_queries(q_rotated, rotary_offsets, used, ROTATED, ROTARY_DIMS, SCALED)
     table, position = tables + sequence.to(tl.int64) * table_stride, length - count + query
     last = length - count + tl.minimum(first + part, count) - 1
     mean, _, _ = _attend(
