@@ -1,4 +1,4 @@
-"""Pipeline plans from the command line: `train` and `generate` with real ranks, and `eval` by the plan on ranks of the pool."""
+"""Pipeline plans from the command line: `train` and `generate` start ranks, `eval` by the plan has those of the pool."""
 
 from __future__ import annotations
 
