@@ -30,7 +30,9 @@ def agents(tmp_path: Path) -> Iterator[list[Agent]]:
 def light_agent(tmp_path: Path) -> Iterator[Agent]:
     """An agent of a process that waits and has imported nothing."""
     cluster = ClusterSpec(gpu="cpu", gpus_per_node=1)
-    agent = Agent("a/1", lambda spare: start_ranks("tests.launch.fake_rank", ["wait", str(tmp_path)], cluster=cluster, threads=1))
+    agent = Agent(
+        "a/1", lambda spare: start_ranks("tests.launch.fake_rank", ["wait", str(tmp_path)], cluster=cluster, threads=1)
+    )
     yield agent
     agent.close()
 
@@ -48,7 +50,9 @@ def let_test(agents: list[Agent], attempt: int, port: int, seconds: float) -> li
     return [agent.report().test for agent in agents]
 
 
-def test_two_hosts_test_themselves_and_their_exchanges_and_wait_on_until_one_does_not_answer(agents: list[Agent]) -> None:
+def test_two_hosts_test_themselves_and_their_exchanges_and_wait_on_until_one_does_not_answer(
+    agents: list[Agent],
+) -> None:
     """A host that does not answer fails its exchanges, and the processes of both are replaced."""
     ports = [agent.report().port for agent in agents]
     assert let_test(agents, 1, ports[0], 60) == [HostTest(1), HostTest(1)]
