@@ -158,7 +158,9 @@ def _check(model: Decoder, weights: Fp8 | None, invariant: bool) -> None:
     if invariant and weight.dtype == torch.float64:
         raise BadInput("invariant results need a model in bf16, fp16 or fp32 on a GPU, got fp64")
     if invariant and model.spec.kv_rank:
-        raise BadInput("invariant results with latent attention need a CPU: on a GPU no kernel has a fixed order for it")
+        raise BadInput(
+            "invariant results with latent attention need a CPU: on a GPU no kernel has a fixed order for it"
+        )
     if invariant and any(isinstance(block, Block) and block.routed for block in model.layers.values()):
         raise BadInput(
             "invariant results of a mixture of experts need a CPU: on a GPU the grouped products' order of addition depends on the batch"
