@@ -54,6 +54,14 @@ def test_an_unknown_chip_or_format_has_no_utilisation(assignment, gpu: str, comp
     assert record["mfu"] is None and record["mfu_full"] is None and record["tokens_per_second"] > 0
 
 
+def test_loads_of_experts_are_whole_numbers(assignment) -> None:
+    loads = torch.tensor([[3.0, 5.0], [8.0, 0.0]], dtype=torch.float64)
+    (record,) = reader(assignment, "cpu").push(2, replace(figures(), loads=loads), {})
+    assert record["expert_loads"] == [[3, 5], [8, 0]]
+    (record,) = reader(assignment, "cpu").push(2, replace(figures(), loads=torch.ones(60, 256)), {})
+    assert "expert_loads" not in record, "every tenth step only"
+
+
 def test_tokens_add_up_from_where_the_run_was(assignment) -> None:
     reading = reader(assignment, "cpu")
     records = [reading.push(step, figures(valid=100 + step, flag=step == 2), {"lr": 0.1})[0] for step in (1, 2)]

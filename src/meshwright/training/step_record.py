@@ -28,8 +28,8 @@ class _Pending:
     step: int
     host: dict[str, Any]
     values: torch.Tensor
-    loads: torch.Tensor | None
     end: Any
+    loads: torch.Tensor | None = None
 
 
 class FigureReader:
@@ -57,7 +57,7 @@ class FigureReader:
         loads = None
         if figures.loads is not None and (step == 1 or step % loads_interval(figures.loads.numel()) == 0):
             loads = self._to_host(figures.loads)
-        self._pending.append(_Pending(step, host, self._to_host(figures.values), loads, self._clock.stamp()))
+        self._pending.append(_Pending(step, host, self._to_host(figures.values), self._clock.stamp(), loads))
         return self.drain() if self._device.type == "cpu" else earlier
 
     def _to_host(self, values: torch.Tensor) -> torch.Tensor:
