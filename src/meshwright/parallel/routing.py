@@ -36,8 +36,7 @@ class RoutingStatistics:
         z_loss: float = 0.0,
     ) -> None:
         self._weight, self._z_loss, self._tokens = weight, z_loss, 1
-        self._routed = [layer for layer in range(spec.layers) if spec.routed(layer)]
-        self._routed_layers = len(self._routed)
+        self._routed_layers = sum(spec.routed(layer) for layer in range(spec.layers))
         self._global_batch, self._biases, self._bias_step = global_batch, biases, bias_step
         self.choose: Callable[[int, int | None], None] | None = None
         """Called before a block's forward with its layer and micro-batch, or None outside of training (`ReplayedRouting`)."""
@@ -77,7 +76,7 @@ class RoutingStatistics:
 
     def loads(self) -> torch.Tensor:
         """Number of tokens of each expert, `(layers with experts, experts)`; to be called once `sums` are summed over all ranks."""
-        return self.sums[self._routed, 2:]
+        return self.sums[-self._routed_layers :, 2:].clone()  # dense layers come first
 
     def figures(self) -> torch.Tensor:
         """The mean balance loss, the load of the busiest expert over the mean load, the mean square.
