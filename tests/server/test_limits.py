@@ -142,8 +142,8 @@ ODD = [
 KEYS = (
     "model", "prompt", "messages", "max_tokens", "max_completion_tokens", "n", "best_of", "temperature", "top_p", "top_k",
     "min_p", "seed", "stop", "stream", "stream_options", "logprobs", "top_logprobs", "logit_bias", "response_format", "tools",
-    "tool_choice", "echo", "suffix", "user", "stop_token_ids", "ignore_eos", "min_tokens", "presence_penalty",
-    "frequency_penalty", "repetition_penalty", "skip_special_tokens", "chat_template_kwargs", "add_special_tokens", "tokens", "nonsense", "",
+    "tool_choice", "skip_special_tokens", "echo", "suffix", "user", "stop_token_ids", "ignore_eos", "min_tokens", "presence_penalty",
+    "frequency_penalty", "repetition_penalty", "chat_template_kwargs", "add_special_tokens", "tokens", "nonsense", "",
 )  # fmt: skip
 PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 
