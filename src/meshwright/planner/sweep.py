@@ -10,9 +10,8 @@ layers that fit. Time is not linear where one end offloads activations and the o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import product
 
 import numpy as np
 
@@ -20,9 +19,11 @@ from meshwright.costs.offload_costs import host_memory_bytes
 from meshwright.costs.plan_costs import Pricing
 from meshwright.costs.step import StepCost, owned_params, step_cost
 from meshwright.planner.candidate import compiles, host_budget, pins_of, precision_of
+from meshwright.planner.option_grid import OptionGrid
 from meshwright.planner.schedule_choice import head_in_layers
 from meshwright.planner.space import SCHEDULES, Points
 from meshwright.planner.strategies import (
+    OFFLOAD_PAIRS,
     Strategy,
     StrategySet,
     gradient_modes,
@@ -38,17 +39,22 @@ from meshwright.spec.plan import (
 )
 from meshwright.spec.run import RunSpec
 from meshwright.workload.arrays import Array
-from meshwright.workload.layout_bytes import layout_memory
+from meshwright.workload.layout_bytes import layout_peak_bytes
 from meshwright.workload.layouts import Layouts, layouts_of, strategy_columns
 from meshwright.workload.plan_bytes import formats
 from meshwright.workload.rank_layers import balanced_layers
 
-BATCH_POINTS = 512
-"""Points priced in one call: results of earlier batches exclude later points, and arrays stay small."""
+BATCH_POINTS, BATCH_GROWTH = 512, 16
+"""Points of the first batch that is priced in one call, and the limit on the growth of later ones.
+
+Results of earlier batches exclude later points, so the first are small; a call costs as much as pricing a thousand points.
+"""
+CACHED_POINTS = 1 << 14
+"""Points of a call whose arrays stay in the processor's cache."""
 BOUND_SAFETY = 0.97
 """Factor on a lower bound, as communication may overlap with compute that a strategy adds, such as recompute."""
-SPLIT_BACKWARD_SCHEDULES = [number for number, name in enumerate(SCHEDULES) if entry_of(name).splits_backward]
-"""Indices of the schedules that defer weight gradients."""
+SPLITS_BACKWARD = np.array([entry_of(name).splits_backward for name in SCHEDULES])
+"""By index of a schedule, whether it defers weight gradients."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +79,7 @@ def sweep(
     order = np.argsort(bound, kind="stable")
     leaders = _FastestByFamily(best, max_slowdown, _families(points))
     priced = len(points)
-    for start in range(0, len(order), BATCH_POINTS):
-        batch = order[start : start + BATCH_POINTS]
+    for batch in _growing_batches(order):
         if bound[batch[0]] * BOUND_SAFETY > leaders.limit:
             break
         batch = batch[bound[batch] * BOUND_SAFETY < leaders.worst(batch)]
@@ -88,6 +93,15 @@ def sweep(
         priced += len(batch) * len(strategy_set.strategies)
     indices, strategies, seconds = leaders.sorted()
     return SweepResult(points.take(indices), strategies, seconds, priced)
+
+
+def _growing_batches(order: np.ndarray) -> Iterator[np.ndarray]:
+    """`order` in consecutive parts, each as long as all before it, up to a limit."""
+    start = 0
+    while start < len(order):
+        size = min(max(BATCH_POINTS, start), BATCH_POINTS * BATCH_GROWTH)
+        yield order[start : start + size]
+        start += size
 
 
 def _families(points: Points) -> np.ndarray:
@@ -194,8 +208,13 @@ def _least_seconds(candidates: Sequence[tuple[float, Strategy]]) -> float:
 def lower_bounds(run: RunSpec, pricing: Pricing, points: Points) -> np.ndarray:
     """For each point, a lower bound on the seconds of all its strategies."""
     high_memory_strategy = LayerStrategy(reshard=False, recompute=recomputes(run)[0], gradients="whole")
-    cost = _cost(pricing, layouts(run, points, high_memory_strategy))
-    return cost.seconds - (cost.exposed["shard"] + cost.exposed["data"] + cost.optimizer)
+
+    def of_part(part: Points) -> np.ndarray:
+        cost = _cost(pricing, layouts(run, part, high_memory_strategy))
+        return cost.seconds - (cost.exposed["shard"] + cost.exposed["data"] + cost.optimizer)
+
+    parts = np.split(np.arange(len(points)), range(CACHED_POINTS, len(points), CACHED_POINTS))
+    return np.concatenate([of_part(points.take(part)) for part in parts])
 
 
 def _min_bytes(run: RunSpec, points: Points) -> np.ndarray:
@@ -204,30 +223,25 @@ def _min_bytes(run: RunSpec, points: Points) -> np.ndarray:
     # No single strategy needs the least memory everywhere. Full recompute needs all activations of one block, which may be more than it
     # saves on a rank with few layers; an offloaded optimizer needs buffers for its chunks; gradients reduced in every micro-batch need
     # buffers while all activations are live.
-    layer_options = [
-        LayerStrategy(reshard=end.reshard, recompute=mode, gradients=gradients, offload=offload)
-        for mode, gradients, offload in product(recomputes(run), gradient_modes(run), points.offloads)
-    ]
-    return peak_rank_bytes(run, _with_options(layouts(run, points, layer_options[0]), layer_options)).min(axis=0)
+    grid = OptionGrid(gradient_modes(run), points.offloads, recomputes(run), (end.reshard,))
+    return grid.flat(peak_rank_bytes(run, grid.layouts(layouts(run, points, grid.options[0]))), len(points)).min(axis=0)
 
 
 def _best_strategies(
     run: RunSpec, pricing: Pricing, points: Points, memory_limit: float, strategy_set: StrategySet, worst: np.ndarray
 ) -> tuple[np.ndarray, list[Strategy], np.ndarray]:
     """(point index, strategy, seconds) of the fastest fitting strategy of each class, where below the point's `worst` seconds."""
-    base_layout = layouts(run, points, strategy_set.options[0])
-    seconds, applicable = (
-        closed_form_seconds(pricing, _with_options(base_layout, strategy_set.options)),
-        _applicable(run, points, strategy_set.options),
-    )
+    grid = strategy_set.grid
+    base_layout = layouts(run, points, grid.options[0])
+    seconds = grid.flat(closed_form_seconds(pricing, grid.layouts(base_layout)), len(points))
+    applicable = _applicable(run, points, grid.options)
     # A mixture of two settings takes at least as long as the faster of them.
     promising = np.flatnonzero(np.min(seconds, axis=0, where=applicable, initial=np.inf) < worst)
     if not len(promising):
         return promising, [], np.zeros(0)
     layout, allowed = _select_points(base_layout, promising), applicable[:, promising]
-    priced = _UniformCosts(
-        seconds[:, promising], *_memory_needs(run, pricing, _with_options(layout, strategy_set.options))
-    )
+    memory_needs = _memory_needs(run, pricing, grid.layouts(layout))
+    priced = _UniformCosts(seconds[:, promising], *(grid.flat(needs, len(promising)) for needs in memory_needs))
     activation_offload = _ActivationOffloadCosts(run, pricing, layout, strategy_set)
     mixed = np.where(
         allowed[strategy_set.high_memory] & allowed[strategy_set.low_memory],
@@ -251,17 +265,18 @@ def _applicable(run: RunSpec, points: Points, options: Sequence[LayerStrategy]) 
     pins = pins_of(run)
     sharded = points.column("shard") * points.column("context") > 1
     accumulates = (points.accumulate > 1) & (points.schedule != SCHEDULES.index("breadth_first"))
-    applicable = np.ones((len(options), len(points)), bool)
-    for option_applicable, option in zip(applicable, options, strict=True):
-        if option.reshard and pins.reshard is None:
-            option_applicable &= sharded
-        if option.gradients == "whole" and pins.gradients is None:
-            option_applicable &= (
-                sharded & accumulates
-            )  # otherwise every rank reduces gradients once a step with both settings
-        if points.trainable:
-            option_applicable &= _trainable_points(run, points, option)
-    return applicable
+    everywhere = np.ones(len(points), bool)
+    allowed = {}
+    """By setting, whether a point allows it. With whole gradients elsewhere every rank reduces once a step anyway."""
+    allowed["reshard"] = sharded if pins.reshard is None else everywhere
+    allowed["whole"] = sharded & accumulates if pins.gradients is None else everywhere
+    trainable = {option: _trainable_points(run, points, option) if points.trainable else everywhere for option in options}
+    return np.array([
+        trainable[option]
+        & (allowed["reshard"] if option.reshard else everywhere)
+        & (allowed["whole"] if option.gradients == "whole" else everywhere)
+        for option in options
+    ])
 
 
 def _trainable_points(run: RunSpec, points: Points, option: LayerStrategy) -> np.ndarray:
@@ -272,7 +287,7 @@ def _trainable_points(run: RunSpec, points: Points, option: LayerStrategy) -> np
     pins, trainable = pins_of(run), np.ones(len(points), bool)
     offloading = [layer for layer in pins.layers or (option,) if layer.activations_offloaded]
     if offloading and not (pins.schedule and (pins.offload or pins.layers)):
-        trainable &= ~np.isin(points.schedule, SPLIT_BACKWARD_SCHEDULES)
+        trainable &= ~SPLITS_BACKWARD[points.schedule]
     if offloading and not (pins.recompute and pins.offload) and not pins.layers and not compiles(run):
         trainable &= option.recompute not in PARTIAL_RECOMPUTES
     return trainable
@@ -338,21 +353,33 @@ class _ActivationOffloadCosts:
     def __init__(self, run: RunSpec, pricing: Pricing, layout: Layouts, strategy_set: StrategySet) -> None:
         self.strategies = np.flatnonzero(strategy_set.adds_activation_offload)
         self._run, self._pricing, self._high_memory = run, pricing, strategy_set.high_memory[self.strategies]
-        self._low_memory = [strategy_set.options[option] for option in strategy_set.low_memory[self.strategies]]
+        grid, offloading = strategy_set.grid, tuple(pair[1] for pair in OFFLOAD_PAIRS if pair[1] in strategy_set.grid.offloads)
+        self._grid = replace(grid, offloads=offloading)
+        """The low-memory ends of `strategies`."""
+        order = {option: position for position, option in enumerate(self._grid.options)}
+        low_memory = [grid.options[option] for option in strategy_set.low_memory[self.strategies]]
+        self._positions = np.array([order[option] for option in low_memory], dtype=np.int64)
+        """Of each strategy's low-memory end in the grid."""
         self._layout = layout
 
     def bytes(self) -> np.ndarray:
         """Bytes of the fullest rank as the share of offloaded layers approaches 0, including the buffers of the copies."""
-        return peak_rank_bytes(self._run, self._with_share_offloaded(1e-9))
+        return self._by_strategy(peak_rank_bytes(self._run, self._with_share_offloaded(1e-9)))
 
     def seconds(self, share: np.ndarray, by_option: np.ndarray) -> np.ndarray:
         """Seconds with this share of layers offloaded: the fewer there are, the more forward compute each copy overlaps with."""
-        return (1 - share) * by_option[self._high_memory] + share * closed_form_seconds(
-            self._pricing, self._with_share_offloaded(share)
+        by_position = np.empty_like(share)
+        by_position[self._positions] = share
+        offloaded = self._with_share_offloaded(self._grid.spread(by_position))
+        return (1 - share) * by_option[self._high_memory] + share * self._by_strategy(
+            closed_form_seconds(self._pricing, offloaded)
         )
 
     def _with_share_offloaded(self, share: Array) -> Layouts:
-        return replace(_with_options(self._layout, self._low_memory), offload_activations=share)
+        return replace(self._grid.layouts(self._layout), offload_activations=share)
+
+    def _by_strategy(self, costs: np.ndarray) -> np.ndarray:
+        return self._grid.flat(costs, len(np.asarray(self._layout.tensor)))[self._positions]
 
 
 def _low_memory_share(high_memory: np.ndarray, low_memory: np.ndarray, memory_limit: float, layers: int) -> np.ndarray:
@@ -376,18 +403,6 @@ def layouts(run: RunSpec, points: Points, layer: LayerStrategy) -> Layouts:
         slowest_rank_ratio=points.column("pace"), port=points.column("port"),
         **{f"{axis}_stride": points.column(f"{axis} stride") for axis in strides}, **strategy_columns(layer),
     )  # fmt: skip
-
-
-def _with_options(layout: Layouts, options: Sequence[LayerStrategy]) -> Layouts:
-    """`layout` broadcast over layer settings: fields that depend on the setting get a leading axis, one entry per setting."""
-    columns_by_option = [strategy_columns(option) for option in options]
-    return replace(
-        layout,
-        **{
-            name: np.array([columns[name] for columns in columns_by_option])[:, np.newaxis]
-            for name in columns_by_option[0]
-        },
-    )
 
 
 def _select_points(layout: Layouts, indices: np.ndarray) -> Layouts:
@@ -415,4 +430,4 @@ def peak_rank_bytes(run: RunSpec, layout: Layouts) -> np.ndarray:
         window=layout.weights_by_copy_engine,
         token_window=0.0 if run.cluster.is_cpu else layout.tokens_by_copy_engine,
     )
-    return np.asarray(sum(layout_memory(run.model, layout, byte_widths).values()))
+    return np.asarray(layout_peak_bytes(run.model, layout, byte_widths))
