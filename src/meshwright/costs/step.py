@@ -111,10 +111,35 @@ def layer_exposure(shape: Shape, machine: Machine, layout: Layouts, k: Constants
     return LayerExposure(tensor, context, expert, _smooth_maximum(device_seconds, times.host) - device_seconds)
 
 
-def step_cost(shape: Shape, machine: Machine, layout: Layouts, k: Constants, memory_share: Array = 0.0) -> StepCost:
-    """Seconds of one step under each layout; `memory_share` is predicted peak memory over the device's memory."""
+@dataclass(frozen=True)
+class LayerCosts:
+    """Seconds of one micro-batch in all layers, which do not depend on the sharding of weights nor on the schedule."""
+
+    times: LayerTime
+    exposure: LayerExposure
+
+
+def layer_costs(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> LayerCosts:
+    """Device time and exposed time of the layers under each layout."""
     times = layer_times(shape, machine, layout, k)
-    layer_seconds = layer_exposure(shape, machine, layout, k, times)
+    return LayerCosts(times, layer_exposure(shape, machine, layout, k, times))
+
+
+def step_cost(
+    shape: Shape,
+    machine: Machine,
+    layout: Layouts,
+    k: Constants,
+    memory_share: Array = 0.0,
+    *,
+    layers: LayerCosts | None = None,
+) -> StepCost:
+    """Seconds of one step under each layout; `memory_share` is predicted peak memory over the device's memory.
+
+    `layers` are the layouts' `layer_costs`; computed if not given.
+    """
+    layers = layers or layer_costs(shape, machine, layout, k)
+    times, layer_seconds = layers.times, layers.exposure
     machine = replace(machine, nic=machine.nic * layout.port)
     device = times.forward + times.backward  # all layers, one micro-batch
     layers_device = device + layer_seconds.tensor + layer_seconds.context + layer_seconds.expert

@@ -13,9 +13,6 @@ from meshwright.spec.plan import Gradients, LayerStrategy, Offload, Recompute
 from meshwright.workload.arrays import Array
 from meshwright.workload.layouts import Layouts, strategy_columns
 
-PAIRED_OFFLOADS: tuple[Offload, ...] = ("none", "activations", "optimizer", "both")
-"""Offloads that combine two settings, so they are two axes: the optimizer's and the activations'."""
-
 
 @dataclass(frozen=True)
 class OptionGrid:
@@ -41,9 +38,9 @@ class OptionGrid:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """Lengths of the axes of settings."""
-        offloads = (2, 2) if self.offloads == PAIRED_OFFLOADS else (len(self.offloads),)
-        return len(self.gradients), *offloads, len(self.recomputes), len(self.reshards)
+        """Lengths of the axes of settings; offload has two, of the optimizer and of activations."""
+        optimizer = len({option.optimizer_offloaded for option in self.options})
+        return len(self.gradients), optimizer, len(self.offloads) // optimizer, len(self.recomputes), len(self.reshards)
 
     @cached_property
     def _columns(self) -> dict[str, np.ndarray]:

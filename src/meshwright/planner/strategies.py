@@ -68,7 +68,10 @@ class StrategySet:
 
 def strategy_set_of(run: RunSpec, offloads: tuple[Offload, ...]) -> StrategySet:
     grid = OptionGrid(
-        gradients=gradient_modes(run), offloads=offloads, recomputes=recomputes(run), reshards=tuple(_reshard_modes(pins_of(run)))
+        gradients=gradient_modes(run),
+        offloads=offloads,
+        recomputes=recomputes(run),
+        reshards=tuple(_reshard_modes(pins_of(run))),
     )
     return _strategies_between(tuple(_strategy_ends(run, offloads)), grid)
 

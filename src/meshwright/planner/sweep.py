@@ -11,46 +11,44 @@ layers that fit. Time is not linear where one end offloads activations and the o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from meshwright.costs.offload_costs import host_memory_bytes
 from meshwright.costs.plan_costs import Pricing
-from meshwright.costs.step import StepCost, owned_params, step_cost
-from meshwright.planner.candidate import compiles, host_budget, pins_of, precision_of
-from meshwright.planner.option_grid import OptionGrid
-from meshwright.planner.schedule_choice import head_in_layers
+from meshwright.costs.step import LayerCosts, owned_params
+from meshwright.planner.candidate import compiles, host_budget, pins_of
+from meshwright.planner.closed_form import (
+    SpaceCosts,
+    closed_form_seconds,
+    layouts,
+    least_bytes,
+    peak_rank_bytes,
+    select,
+)
 from meshwright.planner.space import SCHEDULES, Points
 from meshwright.planner.strategies import (
     OFFLOAD_PAIRS,
     Strategy,
     StrategySet,
-    gradient_modes,
     lowest_memory_end,
-    recomputes,
     strategy_set_of,
 )
 from meshwright.schedules.registry import entry_of
-from meshwright.spec.layout import V_SCHEDULES
 from meshwright.spec.plan import (
     PARTIAL_RECOMPUTES,
     LayerStrategy,
 )
 from meshwright.spec.run import RunSpec
 from meshwright.workload.arrays import Array
-from meshwright.workload.layout_bytes import layout_peak_bytes
-from meshwright.workload.layouts import Layouts, layouts_of, strategy_columns
-from meshwright.workload.plan_bytes import formats
-from meshwright.workload.rank_layers import balanced_layers
+from meshwright.workload.layouts import Layouts
 
 BATCH_POINTS, BATCH_GROWTH = 512, 16
 """Points of the first batch that is priced in one call, and the limit on the growth of later ones.
 
 Results of earlier batches exclude later points, so the first are small; a call costs as much as pricing a thousand points.
 """
-CACHED_POINTS = 1 << 14
-"""Points of a call whose arrays stay in the processor's cache."""
 BOUND_SAFETY = 0.97
 """Factor on a lower bound, as communication may overlap with compute that a strategy adds, such as recompute."""
 SPLITS_BACKWARD = np.array([entry_of(name).splits_backward for name in SCHEDULES])
@@ -69,13 +67,22 @@ class SweepResult:
 
 
 def sweep(
-    run: RunSpec, pricing: Pricing, points: Points, memory_limit: float, *, best: int, max_slowdown: float = 1.0
+    run: RunSpec,
+    pricing: Pricing,
+    points: Points,
+    memory_limit: float,
+    *,
+    best: int,
+    max_slowdown: float = 1.0,
+    costs: SpaceCosts | None = None,
 ) -> SweepResult:
     """The `best` fastest points of each family that fit `memory_limit` bytes by the closed form; empty when none fits.
 
-    Only points up to `max_slowdown` times the time of the fastest are returned; with a `max_slowdown` of 1 the fastest alone.
+    Only points up to `max_slowdown` times the time of the fastest are returned; with a `max_slowdown` of 1 the fastest alone. `costs`
+    are those of `points`, if an earlier sweep has computed some.
     """
-    bound, strategy_set = lower_bounds(run, pricing, points), strategy_set_of(run, points.offloads)
+    costs = costs or SpaceCosts(run, pricing, points)
+    bound, strategy_set = costs.lower_bounds, strategy_set_of(run, points.offloads)
     order = np.argsort(bound, kind="stable")
     leaders = _FastestByFamily(best, max_slowdown, _families(points))
     priced = len(points)
@@ -83,11 +90,17 @@ def sweep(
         if bound[batch[0]] * BOUND_SAFETY > leaders.limit:
             break
         batch = batch[bound[batch] * BOUND_SAFETY < leaders.worst(batch)]
-        batch = batch[_min_bytes(run, points.take(batch)) <= memory_limit]
+        batch = batch[costs.min_bytes(batch) <= memory_limit]
         if not len(batch):
             continue
         indices, strategies, seconds = _best_strategies(
-            run, pricing, points.take(batch), memory_limit, strategy_set, leaders.worst(batch)
+            run,
+            pricing,
+            points.take(batch),
+            memory_limit,
+            strategy_set,
+            leaders.worst(batch),
+            costs.inside_layers(batch),
         )
         leaders.add(batch[indices], strategies, seconds)
         priced += len(batch) * len(strategy_set.strategies)
@@ -147,7 +160,7 @@ def smallest(run: RunSpec, points: Points, count: int) -> tuple[Points, Strategy
                 strategies[first_trainable],
                 points.take(np.flatnonzero(trainable_by_strategy[first_trainable])),
             )
-    return points.take(np.argsort(_min_bytes(run, points), kind="stable")[:count]), strategy
+    return points.take(np.argsort(least_bytes(run, points), kind="stable")[:count]), strategy
 
 
 class _FastestByFamily:
@@ -205,44 +218,30 @@ def _least_seconds(candidates: Sequence[tuple[float, Strategy]]) -> float:
     return min(seconds for seconds, _ in candidates)
 
 
-def lower_bounds(run: RunSpec, pricing: Pricing, points: Points) -> np.ndarray:
-    """For each point, a lower bound on the seconds of all its strategies."""
-    high_memory_strategy = LayerStrategy(reshard=False, recompute=recomputes(run)[0], gradients="whole")
-
-    def of_part(part: Points) -> np.ndarray:
-        cost = _cost(pricing, layouts(run, part, high_memory_strategy))
-        return cost.seconds - (cost.exposed["shard"] + cost.exposed["data"] + cost.optimizer)
-
-    parts = np.split(np.arange(len(points)), range(CACHED_POINTS, len(points), CACHED_POINTS))
-    return np.concatenate([of_part(points.take(part)) for part in parts])
-
-
-def _min_bytes(run: RunSpec, points: Points) -> np.ndarray:
-    """For each point, the least bytes of the fullest rank over all strategies."""
-    end, _ = lowest_memory_end(run)
-    # No single strategy needs the least memory everywhere. Full recompute needs all activations of one block, which may be more than it
-    # saves on a rank with few layers; an offloaded optimizer needs buffers for its chunks; gradients reduced in every micro-batch need
-    # buffers while all activations are live.
-    grid = OptionGrid(gradient_modes(run), points.offloads, recomputes(run), (end.reshard,))
-    return grid.flat(peak_rank_bytes(run, grid.layouts(layouts(run, points, grid.options[0]))), len(points)).min(axis=0)
-
-
 def _best_strategies(
-    run: RunSpec, pricing: Pricing, points: Points, memory_limit: float, strategy_set: StrategySet, worst: np.ndarray
+    run: RunSpec,
+    pricing: Pricing,
+    points: Points,
+    memory_limit: float,
+    strategy_set: StrategySet,
+    worst: np.ndarray,
+    layers: LayerCosts | None = None,
 ) -> tuple[np.ndarray, list[Strategy], np.ndarray]:
     """(point index, strategy, seconds) of the fastest fitting strategy of each class, where below the point's `worst` seconds."""
     grid = strategy_set.grid
     base_layout = layouts(run, points, grid.options[0])
-    seconds = grid.flat(closed_form_seconds(pricing, grid.layouts(base_layout)), len(points))
+    seconds = grid.flat(closed_form_seconds(pricing, grid.layouts(base_layout), layers), len(points))
     applicable = _applicable(run, points, grid.options)
     # A mixture of two settings takes at least as long as the faster of them.
     promising = np.flatnonzero(np.min(seconds, axis=0, where=applicable, initial=np.inf) < worst)
     if not len(promising):
         return promising, [], np.zeros(0)
-    layout, allowed = _select_points(base_layout, promising), applicable[:, promising]
+    layout, allowed = select(base_layout, promising), applicable[:, promising]
     memory_needs = _memory_needs(run, pricing, grid.layouts(layout))
     priced = _UniformCosts(seconds[:, promising], *(grid.flat(needs, len(promising)) for needs in memory_needs))
-    activation_offload = _ActivationOffloadCosts(run, pricing, layout, strategy_set)
+    activation_offload = _ActivationOffloadCosts(
+        run, pricing, layout, strategy_set, layers and select(layers, promising)
+    )
     mixed = np.where(
         allowed[strategy_set.high_memory] & allowed[strategy_set.low_memory],
         _mixture_seconds(run, priced, strategy_set, memory_limit, activation_offload),
@@ -270,13 +269,17 @@ def _applicable(run: RunSpec, points: Points, options: Sequence[LayerStrategy]) 
     """By setting, whether a point allows it. With whole gradients elsewhere every rank reduces once a step anyway."""
     allowed["reshard"] = sharded if pins.reshard is None else everywhere
     allowed["whole"] = sharded & accumulates if pins.gradients is None else everywhere
-    trainable = {option: _trainable_points(run, points, option) if points.trainable else everywhere for option in options}
-    return np.array([
-        trainable[option]
-        & (allowed["reshard"] if option.reshard else everywhere)
-        & (allowed["whole"] if option.gradients == "whole" else everywhere)
-        for option in options
-    ])
+    trainable = {
+        option: _trainable_points(run, points, option) if points.trainable else everywhere for option in options
+    }
+    return np.array(
+        [
+            trainable[option]
+            & (allowed["reshard"] if option.reshard else everywhere)
+            & (allowed["whole"] if option.gradients == "whole" else everywhere)
+            for option in options
+        ]
+    )
 
 
 def _trainable_points(run: RunSpec, points: Points, option: LayerStrategy) -> np.ndarray:
@@ -350,17 +353,22 @@ def _mixture_seconds(
 class _ActivationOffloadCosts:
     """Costs of strategies whose low-memory end offloads activations: offload cost is not linear in the number of layers moved."""
 
-    def __init__(self, run: RunSpec, pricing: Pricing, layout: Layouts, strategy_set: StrategySet) -> None:
+    def __init__(
+        self, run: RunSpec, pricing: Pricing, layout: Layouts, strategy_set: StrategySet, layers: LayerCosts | None
+    ) -> None:
         self.strategies = np.flatnonzero(strategy_set.adds_activation_offload)
         self._run, self._pricing, self._high_memory = run, pricing, strategy_set.high_memory[self.strategies]
-        grid, offloading = strategy_set.grid, tuple(pair[1] for pair in OFFLOAD_PAIRS if pair[1] in strategy_set.grid.offloads)
+        grid, offloading = (
+            strategy_set.grid,
+            tuple(pair[1] for pair in OFFLOAD_PAIRS if pair[1] in strategy_set.grid.offloads),
+        )
         self._grid = replace(grid, offloads=offloading)
         """The low-memory ends of `strategies`."""
         order = {option: position for position, option in enumerate(self._grid.options)}
         low_memory = [grid.options[option] for option in strategy_set.low_memory[self.strategies]]
         self._positions = np.array([order[option] for option in low_memory], dtype=np.int64)
         """Of each strategy's low-memory end in the grid."""
-        self._layout = layout
+        self._layout, self._layers = layout, layers
 
     def bytes(self) -> np.ndarray:
         """Bytes of the fullest rank as the share of offloaded layers approaches 0, including the buffers of the copies."""
@@ -372,7 +380,7 @@ class _ActivationOffloadCosts:
         by_position[self._positions] = share
         offloaded = self._with_share_offloaded(self._grid.spread(by_position))
         return (1 - share) * by_option[self._high_memory] + share * self._by_strategy(
-            closed_form_seconds(self._pricing, offloaded)
+            closed_form_seconds(self._pricing, offloaded, self._layers)
         )
 
     def _with_share_offloaded(self, share: Array) -> Layouts:
@@ -388,46 +396,3 @@ def _low_memory_share(high_memory: np.ndarray, low_memory: np.ndarray, memory_li
     saved_bytes = np.where(high_memory > low_memory, high_memory - low_memory, 1e-9)
     share = np.where(excess_bytes <= 0, 0.0, np.minimum(excess_bytes / saved_bytes, 2.0))
     return np.ceil(np.minimum(share, 2.0) * layers - 1e-9) / layers
-
-
-def layouts(run: RunSpec, points: Points, layer: LayerStrategy) -> Layouts:
-    """The cost model's columns for `points` where all layers have the strategy `layer`."""
-    pipeline = points.column("pipeline")
-    v_placement = np.isin(points.schedule, [SCHEDULES.index(name) for name in V_SCHEDULES])
-    strides = ("ring", "ulysses", "shard", "replicate", "pipeline")
-    return layouts_of(
-        run.model, run.train, precision_of(run), points.column, expert=points.column("expert"), schedule=points.schedule,
-        virtual=points.virtual, micro_batch=points.micro, accumulate=points.accumulate,
-        layers=balanced_layers(run.model.layers, head_in_layers(run), pipeline, points.virtual, v_placement),
-        weights_by_copy_engine=points.column("copied"), tokens_by_copy_engine=points.column("tokens copied"),
-        slowest_rank_ratio=points.column("pace"), port=points.column("port"),
-        **{f"{axis}_stride": points.column(f"{axis} stride") for axis in strides}, **strategy_columns(layer),
-    )  # fmt: skip
-
-
-def _select_points(layout: Layouts, indices: np.ndarray) -> Layouts:
-    """The points at `indices`."""
-    columns = {field.name: getattr(layout, field.name) for field in fields(layout)}
-    return Layouts(
-        **{name: column[indices] if isinstance(column, np.ndarray) else column for name, column in columns.items()}
-    )
-
-
-def closed_form_seconds(pricing: Pricing, layout: Layouts) -> np.ndarray:
-    """Seconds of a step by the closed form."""
-    return np.asarray(_cost(pricing, layout).seconds)
-
-
-def _cost(pricing: Pricing, layout: Layouts) -> StepCost:
-    return step_cost(pricing.shape, pricing.machine, layout, pricing.constants)
-
-
-def peak_rank_bytes(run: RunSpec, layout: Layouts) -> np.ndarray:
-    """Bytes of the fullest rank by the closed form."""
-    byte_widths = formats(run.train, precision_of(run), cpu=run.cluster.is_cpu, model=run.model)
-    byte_widths = replace(
-        byte_widths,
-        window=layout.weights_by_copy_engine,
-        token_window=0.0 if run.cluster.is_cpu else layout.tokens_by_copy_engine,
-    )
-    return np.asarray(layout_peak_bytes(run.model, layout, byte_widths))

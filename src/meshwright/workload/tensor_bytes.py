@@ -213,9 +213,7 @@ def _head_moment(rank: RankTensors, formats: Formats, stream: Array, gathered: A
     }
 
 
-def _first_backward_moment(
-    rank: RankTensors, formats: Formats, stream: Array, gathered: Array
-) -> dict[str, Array]:
+def _first_backward_moment(rank: RankTensors, formats: Formats, stream: Array, gathered: Array) -> dict[str, Array]:
     """Bytes of reduction buffers that coexist with a block's gradients: the head's, or a block's.
 
     On a pipeline's first rank, whose previous micro-batch ended its backward with the embedding, the embedding's.
