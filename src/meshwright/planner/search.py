@@ -155,7 +155,7 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = T
         if not candidates:
             raise OutOfResources(nothing_fits(run, least, budget or 0))
     candidates = add_better_neighbours(run, simulate_leading(estimator, candidates), budget)
-    slowdown = slowdown_function(run)
+    slowdown = slowdown_function(run, lambda plan: estimator.by_stages(plan).seconds)
     by_seconds = partial(simplest, budget=budget, penalty=partial(offload_penalty, run))
     chosen = partial(by_seconds, fragile=lambda plan: slowdown(plan) > FRAGILE)
     candidates = add_kernel_variants(run, candidates, chosen(candidates))

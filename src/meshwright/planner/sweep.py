@@ -242,11 +242,7 @@ def _best_strategies(
     activation_offload = _ActivationOffloadCosts(
         run, pricing, layout, strategy_set, layers and select(layers, promising)
     )
-    mixed = np.where(
-        allowed[strategy_set.high_memory] & allowed[strategy_set.low_memory],
-        _mixture_seconds(run, priced, strategy_set, memory_limit, activation_offload),
-        np.inf,
-    )
+    mixed = _strategy_seconds(run, priced, strategy_set, memory_limit, activation_offload, allowed, worst[promising])
     indices, strategies, seconds_by_class = [], [], []
     for members in strategy_set.classes:
         best = members[mixed[members].argmin(axis=0)]
@@ -313,41 +309,46 @@ def _memory_needs(run: RunSpec, pricing: Pricing, layout: Layouts) -> tuple[np.n
     return peak_rank_bytes(run, layout), run.cluster.gpus_per_node * np.asarray(bytes_per_device)
 
 
-def _mixture_seconds(
+def _strategy_seconds(
     run: RunSpec,
     priced: _UniformCosts,
     strategy_set: StrategySet,
     memory_limit: float,
     activation_offload: _ActivationOffloadCosts,
+    applicable: np.ndarray,
+    worst: np.ndarray,
 ) -> np.ndarray:
-    """Seconds by strategy and point with the fewest low-memory layers that fit; infinite where none fit.
+    """Seconds by strategy and point with the fewest low-memory layers that fit.
 
-    Also infinite where no low-memory layer is needed: the strategy whose two ends both are the high-memory end covers that case.
+    Infinite where none fit, where no low-memory layer is needed (the strategy whose two ends both are the high-memory end covers that
+    case), and where the seconds cannot be below `worst`. Mixtures are computed only where they are possible: for one pair in ten.
     """
-    high_memory_fits, high_memory = (
-        priced.bytes[strategy_set.high_memory] <= memory_limit,
-        priced.bytes[strategy_set.high_memory],
-    )
-    if len(activation_offload.strategies):
-        high_memory[activation_offload.strategies] = activation_offload.bytes()
-    share = np.where(
-        high_memory_fits,
-        0.0,
-        _low_memory_share(high_memory, priced.bytes[strategy_set.low_memory], memory_limit, run.model.layers),
-    )
-    allowed = (share <= 1) & ((share > 0) | (strategy_set.high_memory == strategy_set.low_memory)[:, None])
+    high, low = strategy_set.high_memory, strategy_set.low_memory
+    fits, fast = applicable & (priced.bytes <= memory_limit), priced.seconds < worst
+    uniform = fits & (priced.host_bytes <= host_budget(run))
+    seconds = np.full((len(high), len(worst)), np.inf)
+    seconds[high == low] = np.where(uniform, priced.seconds, np.inf)[high[high == low]]
+    possible = (applicable & (priced.bytes > memory_limit))[high] & fits[low] & (fast[high] | fast[low])
+    # Offload of activations makes no step faster, but it may hide other communication.
+    offloads = strategy_set.adds_activation_offload
+    possible[offloads] &= (priced.seconds * BOUND_SAFETY < worst)[high[offloads]]
+    rows, columns = np.nonzero(possible)
+    high, low = high[rows], low[rows]
+    offloading = activation_offload.of(rows, columns)
+    high_bytes = priced.bytes[high, columns]
+    high_bytes[offloading.pairs] = offloading.bytes()
+    low_bytes = priced.bytes[low, columns]
+    share = _low_memory_share(high_bytes, low_bytes, memory_limit, run.model.layers)
 
-    def mean(high_memory: np.ndarray, by_option: np.ndarray) -> np.ndarray:
-        return (1 - share) * high_memory + share * by_option[strategy_set.low_memory]
+    def mean(high_values: np.ndarray, low_values: np.ndarray) -> np.ndarray:
+        return (1 - share) * high_values + share * low_values
 
-    allowed &= high_memory_fits | (mean(high_memory, priced.bytes) <= memory_limit * (1 + 1e-9))
-    allowed &= mean(priced.host_bytes[strategy_set.high_memory], priced.host_bytes) <= host_budget(run)
-    seconds = mean(priced.seconds[strategy_set.high_memory], priced.seconds)
-    if allowed[activation_offload.strategies].any():
-        seconds[activation_offload.strategies] = activation_offload.seconds(
-            share[activation_offload.strategies], priced.seconds
-        )
-    return np.where(allowed, seconds, np.inf)
+    low_seconds = priced.seconds[low, columns]
+    low_seconds[offloading.pairs] = offloading.low_memory_seconds(share[offloading.pairs])
+    allowed = (share > 0) & (share <= 1) & (mean(high_bytes, low_bytes) <= memory_limit * (1 + 1e-9))
+    allowed &= mean(priced.host_bytes[high, columns], priced.host_bytes[low, columns]) <= host_budget(run)
+    seconds[rows, columns] = np.where(allowed, mean(priced.seconds[high, columns], low_seconds), np.inf)
+    return seconds
 
 
 class _ActivationOffloadCosts:
@@ -356,38 +357,56 @@ class _ActivationOffloadCosts:
     def __init__(
         self, run: RunSpec, pricing: Pricing, layout: Layouts, strategy_set: StrategySet, layers: LayerCosts | None
     ) -> None:
-        self.strategies = np.flatnonzero(strategy_set.adds_activation_offload)
-        self._run, self._pricing, self._high_memory = run, pricing, strategy_set.high_memory[self.strategies]
-        grid, offloading = (
-            strategy_set.grid,
-            tuple(pair[1] for pair in OFFLOAD_PAIRS if pair[1] in strategy_set.grid.offloads),
-        )
-        self._grid = replace(grid, offloads=offloading)
-        """The low-memory ends of `strategies`."""
-        order = {option: position for position, option in enumerate(self._grid.options)}
-        low_memory = [grid.options[option] for option in strategy_set.low_memory[self.strategies]]
-        self._positions = np.array([order[option] for option in low_memory], dtype=np.int64)
-        """Of each strategy's low-memory end in the grid."""
-        self._layout, self._layers = layout, layers
+        self.run, self.pricing, self.layout, self.layers = run, pricing, layout, layers
+        offloads = strategy_set.grid.offloads
+        self.grid = replace(strategy_set.grid, offloads=tuple(pair[1] for pair in OFFLOAD_PAIRS if pair[1] in offloads))
+        """The low-memory ends of these strategies."""
+        position_of = {option: position for position, option in enumerate(self.grid.options)}
+        low_memory = [strategy_set.grid.options[option] for option in strategy_set.low_memory]
+        self.positions = np.array([position_of.get(option, -1) for option in low_memory], dtype=np.int64)
+        """By strategy, its low-memory end in `grid`; -1 for others."""
+        self.adds_offload = strategy_set.adds_activation_offload
+
+    def of(self, strategies: np.ndarray, points: np.ndarray) -> _OffloadingPairs:
+        """Those of the pairs (strategy, point) whose low-memory end adds offload."""
+        pairs = np.flatnonzero(self.adds_offload[strategies])
+        distinct, columns = np.unique(points[pairs], return_inverse=True)
+        return _OffloadingPairs(self, pairs, distinct, self.positions[strategies[pairs]], columns.reshape(-1))
+
+
+@dataclass(frozen=True)
+class _OffloadingPairs:
+    """Pairs (strategy, point), computed in one array of all such strategies at all such points."""
+
+    costs: _ActivationOffloadCosts
+    pairs: np.ndarray
+    points: np.ndarray
+    rows: np.ndarray
+    columns: np.ndarray
+    """By pair: index of the low-memory end, and of the point in `points`."""
 
     def bytes(self) -> np.ndarray:
         """Bytes of the fullest rank as the share of offloaded layers approaches 0, including the buffers of the copies."""
-        return self._by_strategy(peak_rank_bytes(self._run, self._with_share_offloaded(1e-9)))
+        if not len(self.pairs):
+            return np.zeros(0)
+        return self._by_pair(peak_rank_bytes(self.costs.run, self._with_share_offloaded(1e-9)))
 
-    def seconds(self, share: np.ndarray, by_option: np.ndarray) -> np.ndarray:
-        """Seconds with this share of layers offloaded: the fewer there are, the more forward compute each copy overlaps with."""
-        by_position = np.empty_like(share)
-        by_position[self._positions] = share
-        offloaded = self._with_share_offloaded(self._grid.spread(by_position))
-        return (1 - share) * by_option[self._high_memory] + share * self._by_strategy(
-            closed_form_seconds(self._pricing, offloaded, self._layers)
-        )
+    def low_memory_seconds(self, share: np.ndarray) -> np.ndarray:
+        """Seconds of the low-memory layers, a `share` of all: the fewer, the more forward compute each copy overlaps with."""
+        if not len(self.pairs):
+            return np.zeros(0)
+        shares = np.zeros((len(self.costs.grid.options), len(self.points)))
+        shares[self.rows, self.columns] = share
+        layout = self._with_share_offloaded(self.costs.grid.spread(shares))
+        layers = self.costs.layers and select(self.costs.layers, self.points)
+        return self._by_pair(closed_form_seconds(self.costs.pricing, layout, layers))
 
     def _with_share_offloaded(self, share: Array) -> Layouts:
-        return replace(self._grid.layouts(self._layout), offload_activations=share)
+        layout = self.costs.grid.layouts(select(self.costs.layout, self.points))
+        return replace(layout, offload_activations=share)
 
-    def _by_strategy(self, costs: np.ndarray) -> np.ndarray:
-        return self._grid.flat(costs, len(np.asarray(self._layout.tensor)))[self._positions]
+    def _by_pair(self, costs: np.ndarray) -> np.ndarray:
+        return self.costs.grid.flat(costs, len(self.points))[self.rows, self.columns]
 
 
 def _low_memory_share(high_memory: np.ndarray, low_memory: np.ndarray, memory_limit: float, layers: int) -> np.ndarray:
