@@ -324,7 +324,8 @@ def _expert_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constant
     """
     if not np.any(shape.moe_layers):
         return np.zeros_like(compute)
-    message = expert_message(shape, _without_repeats_of_other_stacks(layout, k), step_shape(shape, layout))
+    counted = _without_repeats_of_other_stacks(layout, k)
+    message = expert_message(shape, counted, step_shape(shape, layout), layout.exchanged_bytes)
     group = rank_group(machine, k, layout.expert, 1.0)
     sent_once = np.where(np.asarray(layout.one_copy) > 0, _distinct_domains(group.domains, shape.top_k, layout), 1.0)
     exchange = message.count * all_to_all(group, k, machine, message.bytes, sent_once) * layout.imbalance
