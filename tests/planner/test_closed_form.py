@@ -39,9 +39,9 @@ def test_costs_shared_by_points_are_those_of_each_point(question: str) -> None:
     for position in dice.choice(len(grid.options), 4, replace=False):
         layout = layouts(run, space.take(chosen), grid.options[position])
         alone = layer_costs(pricing.shape, pricing.machine, layout, pricing.constants)
-        for part, field in ((part, field) for part in ("times", "exposure") for field in fields(getattr(alone, part))):
-            values = grid.flat(getattr(getattr(shared, part), field.name), len(chosen))[position]
-            np.testing.assert_allclose(values, getattr(getattr(alone, part), field.name), rtol=1e-12)
+        for name, field in ((part, field) for part in ("times", "exposure") for field in fields(getattr(alone, part))):
+            values = grid.flat(getattr(getattr(shared, name), field.name), len(chosen))[position]
+            np.testing.assert_allclose(values, getattr(getattr(alone, name), field.name), rtol=1e-12)
         np.testing.assert_allclose(by_option[position], closed_form_seconds(pricing, layout), rtol=1e-12)
         np.testing.assert_allclose(sizes[position], peak_rank_bytes(run, layout), rtol=1e-12)
     least = sizes[[option.reshard == max(grid.reshards) for option in grid.options]].min(axis=0)
