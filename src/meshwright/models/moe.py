@@ -13,7 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.kernels.grouped import ExpertOrder, combine_copies, grouped_linear, order_by_expert, to_groups
+from meshwright.kernels.grouped import (
+    ExpertOrder,
+    grouped_linear,
+    order_by_expert,
+    sorted_weights,
+    sum_copies,
+    to_groups,
+)
 from meshwright.kernels.linear import Linear
 from meshwright.kernels.norm import accumulate_dtype
 from meshwright.kernels.swiglu import swiglu
@@ -22,21 +29,24 @@ from meshwright.spec.model import ModelSpec
 
 
 class RoutedOutput(NamedTuple):
-    """An output `x` `(batch, seq, hidden)`, the balance loss and the load of its router.
+    """An output `x` `(batch, seq, hidden)`, the losses and the load of its router.
 
-    `balance`: the sum of the sequences' balance losses, a differentiable scalar; `load` `(experts,)`: tokens sent to each expert.
+    `balance`: the sum of the sequences' balance losses; `load` `(experts,)`: tokens sent to each expert; `squares`: the sum of the tokens'
+    squared log-sum-exps of router logits, 0 without a router z-loss. Both sums are differentiable scalars.
     """
 
     x: Tensor
     balance: Tensor
     load: Tensor
+    squares: Tensor
 
 
 class MixtureOfExperts(nn.Module):
     """Router, routed experts and, if the spec has one, a shared expert for all tokens.
 
     `whole_sequence_loads` converts the loads of this rank's tokens, `(batch, experts)`, to those of whole sequences. It changes nothing
-    unless each rank has a part of every sequence (`parallel.experts`).
+    unless each rank has a part of every sequence (`parallel.experts`). `z_loss` says whether `RoutedOutput.squares` is computed, for the
+    router z-loss of ST-MoE (Zoph et al. 2022, equation 5).
     """
 
     whole_sequence_loads: Callable[[Tensor], Tensor]
@@ -52,18 +62,24 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(spec, plain)
         self.shared = feed_forward(spec, spec.shared_expert_hidden, plain) if spec.shared_expert_hidden else None
         self.whole_sequence_loads = lambda loads: loads
+        self.z_loss = False
 
     def forward(self, x: Tensor) -> RoutedOutput:
         """Route and process x `(batch, seq, hidden)`."""
-        probabilities, weights, chosen = self._route(self.router(x))
+        logits = self.router(x)
+        probabilities, weights, chosen = self._route(logits)
         loads = _loads(chosen, self.count)
         load = loads.sum(0)
         order = order_by_expert(chosen.flatten(0, 1), load)
-        rows = self.experts(to_groups(x.flatten(0, 1), order), order)
-        y = combine_copies(rows, weights.flatten(0, 1), order).to(x.dtype).view_as(x)
+        rows = self.experts(to_groups(x.flatten(0, 1), order), order, sorted_weights(weights.flatten(0, 1), order))
+        y = sum_copies(rows, order).view_as(x)
         if self.shared is not None:
             y = y + self.shared(x)
-        return RoutedOutput(y, _balance(probabilities, self.whole_sequence_loads(loads), self.per_token), load)
+        squares = probabilities.new_zeros(())
+        if self.z_loss:
+            squares = logits.to(probabilities.dtype).logsumexp(-1).square().sum()
+        balance = _balance(probabilities, self.whole_sequence_loads(loads), self.per_token)
+        return RoutedOutput(y, balance, load, squares)
 
     def _route(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Probabilities `(batch, seq, experts)`, and weights and indices of the chosen experts, of the router's output.
@@ -112,11 +128,19 @@ class Experts(nn.Module):
         self.register_parameter("gate_up" if self.gated else "up", input_weight)
         self.down = nn.Parameter(torch.empty(spec.experts, spec.hidden, spec.expert_hidden))
 
-    def forward(self, sorted_rows: Tensor, order: ExpertOrder) -> Tensor:
-        """The expert outputs of rows `(rows, hidden)` sorted by expert."""
+    def forward(self, sorted_rows: Tensor, order: ExpertOrder, weights: Tensor | None = None) -> Tensor:
+        """The expert outputs of rows `(rows, hidden)` sorted by expert, each times its element of `weights` `(rows,)` if given.
+
+        The weights multiply the activation: then the backward needs no expert's output (SonicMoE, Guo et al. 2025).
+        """
         input_weight = self.gate_up if self.gated else self.up
         projected = grouped_linear(sorted_rows, input_weight, order.offsets, plain=self.plain)
-        activation = swiglu(projected, plain=self.plain) if self.gated else F.gelu(projected, approximate="tanh")
+        if self.gated:
+            activation = swiglu(projected, weights, plain=self.plain)
+        else:
+            activation = F.gelu(projected, approximate="tanh")
+            if weights is not None:
+                activation = (activation * weights[:, None]).to(projected.dtype)
         return grouped_linear(activation, self.down, order.offsets, plain=self.plain)
 
 
