@@ -35,7 +35,6 @@ def test_the_features_together_explain_the_published_step_within_a_tenth() -> No
         simulate_plan(run.model, run.train, plan, run.cluster).step_seconds, rel=0.005
     ), "the first line is this program's own prediction"
     assert seconds == sorted(seconds, reverse=True)
-    assert PUBLISHED_SECONDS == pytest.approx(19.91, rel=0.001)
     assert seconds[-1] == pytest.approx(PUBLISHED_SECONDS, rel=0.1)
 
 
