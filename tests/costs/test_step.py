@@ -15,8 +15,9 @@ from meshwright.calibration.model_dimensions import dimensions_by_name, shape_fr
 from meshwright.costs.collective_costs import all_to_all, copy_engine_group, gather, rank_group
 from meshwright.costs.compute import layer_times
 from meshwright.costs.constants import OWN, Constants, at_release, constants
+from meshwright.costs.layer_costs import context_traffic, layer_exposure
 from meshwright.costs.machine_rates import machine_of
-from meshwright.costs.step import context_traffic, layer_exposure, step_cost
+from meshwright.costs.step import step_cost
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.workload.arrays import side_by_side
 from meshwright.workload.layouts import ALL_BUT_ATTENTION, FULL, SELECTIVE, Layouts

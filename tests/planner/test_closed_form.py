@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from meshwright.config.load import load_run
-from meshwright.costs.step import layer_costs
+from meshwright.costs.layer_costs import layer_costs
 from meshwright.planner.closed_form import SpaceCosts, closed_form_seconds, layouts, peak_rank_bytes
 from meshwright.planner.finalists import plan_at
 from meshwright.planner.space import points

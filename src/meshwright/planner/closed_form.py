@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from meshwright.costs.layer_costs import LayerCosts, layer_costs
 from meshwright.costs.plan_costs import Pricing
-from meshwright.costs.step import LayerCosts, layer_costs, step_cost
+from meshwright.costs.step import step_cost
 from meshwright.planner.candidate import precision_of
 from meshwright.planner.schedule_choice import head_in_layers
 from meshwright.planner.space import SCHEDULES, Points
@@ -100,7 +101,7 @@ class SpaceCosts:
 
     @cached_property
     def _memory_keys(self) -> np.ndarray:
-        """Number of each point's key; points with equal keys need equal memory. The mesh determines `accumulate`."""
+        """Number of each point's key: points with equal keys need equal memory. Mesh and micro-batch determine `accumulate`."""
         points = self._points
         keys = self._mesh_numbers(ORDER_COLUMNS)[points.mesh]
         for column in (points.micro, points.schedule, points.virtual):
@@ -157,7 +158,8 @@ def _mapped(columns: T, function: Callable[[np.ndarray], np.ndarray]) -> T:
             return _mapped(value, function)
         return function(value) if isinstance(value, np.ndarray) and value.ndim else value
 
-    return type(columns)(**{field.name: mapped(getattr(columns, field.name)) for field in fields(columns)})
+    instance: Any = columns
+    return type(columns)(**{field.name: mapped(getattr(columns, field.name)) for field in fields(instance)})
 
 
 def closed_form_seconds(pricing: Pricing, layout: Layouts, layers: LayerCosts | None = None) -> np.ndarray:

@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from meshwright.costs.layer_costs import LayerCosts
 from meshwright.costs.offload_costs import host_memory_bytes
 from meshwright.costs.plan_costs import Pricing
-from meshwright.costs.step import LayerCosts, owned_params
+from meshwright.costs.step import owned_params
 from meshwright.planner.candidate import compiles, host_budget, pins_of
 from meshwright.planner.closed_form import (
     SpaceCosts,
