@@ -79,10 +79,7 @@ def step_cost(
     memory_share: Array = 0.0,
     layers: LayerCosts | None = None,
 ) -> StepCost:
-    """Seconds of one step under each layout; `memory_share` is predicted peak memory over the device's memory.
-
-    `layers` are the layouts' `layer_costs`; computed if not given.
-    """
+    """Seconds of a step under each layout, with its peak `memory_share` of device memory and, if known, its `layer_costs`."""
     layers = layers or layer_costs(shape, machine, layout, k)
     times, layer_seconds = layers.times, layers.exposure
     machine = replace(machine, nic=machine.nic * layout.port)
