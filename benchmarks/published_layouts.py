@@ -181,8 +181,9 @@ PARTS_HEADER = """
 
 How does the pinned step become the published one? Each line adds a feature of the published run
 ([arXiv 2412.19437](https://arxiv.org/abs/2412.19437)) to the cost model and simulates the step again, with
-`benchmarks/published_parts.py`. No search offers these features. Memory is not checked. Not priced are the layer for
-second tokens, recomputed projections of attention, and pauses, which a production average includes.
+`benchmarks/published_parts.py`. No search offers these features, and no constant is fitted to the result. Another order
+of the lines would give them other shares. Memory is not checked. Not priced are the layer for second tokens, recomputed
+projections of attention, and pauses, which a production average includes.
 
 | with | seconds | compute | exposed exchange | bubble | others |
 |---|---|---|---|---|---|
