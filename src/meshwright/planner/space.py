@@ -298,8 +298,8 @@ def _batch_options(run: RunSpec) -> Callable[[int, int], np.ndarray]:
 
     @cache
     def options(pipeline: int, data: int) -> np.ndarray:
-        rows = _step_options(pipeline, batch // data, layers, pins.micro_batch, pins.schedule, pins.stages)
-        return np.array(rows, dtype=np.int64).reshape(-1, len(BATCH_COLUMNS))
+        combinations = _step_options(pipeline, batch // data, layers, pins.micro_batch, pins.schedule, pins.stages)
+        return np.array(combinations, dtype=np.int64).reshape(-1, len(BATCH_COLUMNS))
 
     return options
 

@@ -333,9 +333,9 @@ def _strategy_seconds(
     # Offload of activations makes no step faster, but it may hide other communication.
     offloads = strategy_set.adds_activation_offload
     possible[offloads] &= (priced.seconds * BOUND_SAFETY < worst)[high[offloads]]
-    rows, columns = np.nonzero(possible)
-    high, low = high[rows], low[rows]
-    offloading = activation_offload.of(rows, columns)
+    strategies, columns = np.nonzero(possible)
+    high, low = high[strategies], low[strategies]
+    offloading = activation_offload.of(strategies, columns)
     high_bytes = priced.bytes[high, columns]
     high_bytes[offloading.pairs] = offloading.bytes()
     low_bytes = priced.bytes[low, columns]
@@ -348,7 +348,7 @@ def _strategy_seconds(
     low_seconds[offloading.pairs] = offloading.low_memory_seconds(share[offloading.pairs])
     allowed = (share > 0) & (share <= 1) & (mean(high_bytes, low_bytes) <= memory_limit * (1 + 1e-9))
     allowed &= mean(priced.host_bytes[high, columns], priced.host_bytes[low, columns]) <= host_budget(run)
-    seconds[rows, columns] = np.where(allowed, mean(priced.seconds[high, columns], low_seconds), np.inf)
+    seconds[strategies, columns] = np.where(allowed, mean(priced.seconds[high, columns], low_seconds), np.inf)
     return seconds
 
 
@@ -382,7 +382,7 @@ class _OffloadingPairs:
     costs: _ActivationOffloadCosts
     pairs: np.ndarray
     points: np.ndarray
-    rows: np.ndarray
+    ends: np.ndarray
     columns: np.ndarray
     """By pair: index of the low-memory end, and of the point in `points`."""
 
@@ -397,7 +397,7 @@ class _OffloadingPairs:
         if not len(self.pairs):
             return np.zeros(0)
         shares = np.zeros((len(self.costs.grid.options), len(self.points)))
-        shares[self.rows, self.columns] = share
+        shares[self.ends, self.columns] = share
         layout = self._with_share_offloaded(self.costs.grid.spread(shares))
         layers = self.costs.layers and select(self.costs.layers, self.points)
         return self._by_pair(closed_form_seconds(self.costs.pricing, layout, layers))
@@ -407,7 +407,7 @@ class _OffloadingPairs:
         return replace(layout, offload_activations=share)
 
     def _by_pair(self, costs: np.ndarray) -> np.ndarray:
-        return self.costs.grid.flat(costs, len(self.points))[self.rows, self.columns]
+        return self.costs.grid.flat(costs, len(self.points))[self.ends, self.columns]
 
 
 def _low_memory_share(high_memory: np.ndarray, low_memory: np.ndarray, memory_limit: float, layers: int) -> np.ndarray:
