@@ -1,4 +1,4 @@
-"""Seconds inside the layers of one micro-batch: device time, and exposed communication of tensor, context and expert ranks.
+"""Seconds inside the layers: device time, and exposed communication of tensor, context and expert ranks.
 
 They do not depend on how weights are sharded, nor on the schedule, except for whether there is a pipeline.
 """

@@ -1,4 +1,4 @@
-"""All combinations of layer settings as array axes: a cost that depends on one setting is computed once for each of its values."""
+"""All combinations of layer settings as array axes: a cost of one setting is computed once for each of its values."""
 
 from __future__ import annotations
 

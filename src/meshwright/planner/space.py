@@ -178,7 +178,7 @@ def _mesh_columns(run: RunSpec, meshes: Sequence[Mesh]) -> dict[str, np.ndarray]
 
 
 def _weight_copies(run: RunSpec) -> Callable[[Mesh], bool]:
-    """Whether copy engines gather a mesh's weights: as pinned, else wherever possible. They slow compute less than NCCL kernels."""
+    """Whether copy engines gather a mesh's weights: as pinned, else where possible, as they slow compute less than kernels."""
     pinned, possible = GATHERS.pin(pins_of(run)), why_kernel_gathers(run) is None
 
     def copies(mesh: Mesh) -> bool:
@@ -190,7 +190,7 @@ def _weight_copies(run: RunSpec) -> Callable[[Mesh], bool]:
 
 
 def _token_copies(run: RunSpec) -> Callable[[Mesh], bool]:
-    """Whether copy engines exchange tokens between a mesh's tensor ranks: as pinned, else where measurements show that it works."""
+    """Whether copy engines exchange tokens between a mesh's tensor ranks: as pinned, else where they were measured to work."""
     pinned = TOKENS.pin(pins_of(run))
     possible = cache(lambda ranks: ranks > 1 and why_kernel_token_exchange(run, ranks) is None)
 
