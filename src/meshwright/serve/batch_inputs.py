@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from meshwright.policies.batch_request import Part, Step
+from meshwright.serve.packed_drafts import PackedDrafts, sample_arrays
 
 PROMPT_UNIT = 1024
 """On a GPU cuDNN computes this many tokens of a prompt, or a multiple, without the cache.
@@ -43,39 +44,12 @@ class StepInputs(NamedTuple):
     query_starts: Tensor
     """`(sequences + 1,)`: the first token of each sequence, then the number of tokens."""
     decodes: int
-    """Sequences at the front that have one token each."""
+    """Sequences at the front that have `decode_queries` tokens each."""
     prompts: tuple[int, ...]
     """Tokens of each sequence at the end that begins at position 0 and attends to the keys and values of this step alone."""
     sampled: Tensor | None
     """`(samples,)`: indices of the tokens whose logits are needed; None for all."""
-
-
-class PackedDrafts(NamedTuple):
-    """The decodes of a step that have draft tokens.
-
-    They are the first of its sampled parts, with a sample for each of their tokens.
-    """
-
-    first: int
-    """Index in the step of their first token."""
-    counts: tuple[int, ...]
-    """Tokens of each: the newest one and its drafts."""
-    table_rows: Tensor
-    """`(drafted,)` int32."""
-    positions: Tensor
-    """`(drafted,)` int32: positions of their newest tokens."""
-    lengths: Tensor
-    """`(drafted,)` int32: numbers of drafts."""
-
-    @property
-    def samples(self) -> int:
-        """Tokens of all of them together."""
-        return sum(self.counts)
-
-    @property
-    def longest(self) -> int:
-        """Drafts of the one with most."""
-        return max(self.counts) - 1
+    decode_queries: int = 1
 
 
 class Packed(NamedTuple):
@@ -94,8 +68,12 @@ class Packed(NamedTuple):
     blocks: int
     """Columns of the block tables that the step reads."""
     mixed: StepInputs | None
-    """The inputs of a mixed step; drafts make a step mixed."""
+    """The inputs of a mixed step."""
     drafts: PackedDrafts | None = None
+    decode_queries: int = 1
+    """Tokens of each sequence of a step of decodes only: more than one if a decode has drafts."""
+    sampled_tokens: Tensor | None = None
+    """`(samples,)` int32: tokens of a step of decodes with drafts whose logits are needed; None for a token of each decode."""
 
 
 class BatchInputs:
@@ -103,7 +81,7 @@ class BatchInputs:
 
     `table_rows` is the number of rows of the tables, `blocks` the most blocks of a request, `step_tokens` the most tokens of a step.
     `groups` is the number of groups of layers that share a block table. Of a chunk that begins at position 0, the largest multiple
-    of `prompt_unit` tokens attends to itself without the cache; 0 means none.
+    of `prompt_unit` tokens attends to itself without the cache; 0 means none. `drafts` is the most draft tokens of a decode.
     """
 
     def __init__(
@@ -116,8 +94,9 @@ class BatchInputs:
         step_tokens: int,
         device: torch.device,
         prompt_unit: int = 0,
+        drafts: int = 0,
     ) -> None:
-        self.prompt_unit, self.step_tokens = prompt_unit, step_tokens
+        self.prompt_unit, self.step_tokens, self.drafts = prompt_unit, step_tokens, drafts
         self.padding_row, self.groups, self.tokens_per_block, self.device = table_rows, groups, tokens_per_block, device
         self._on_host = device.type != "cuda"
         self._host_tables = np.zeros((groups, table_rows + 1, blocks), np.int32)
@@ -127,10 +106,16 @@ class BatchInputs:
         self.newest = torch.zeros(table_rows + 1, dtype=torch.int32, device=device)
         """The newest token of each table row."""
         self._known: list[tuple[int, int]] = [(-1, 0)] * table_rows
-        self._starts = torch.arange(table_rows + 1, dtype=torch.int32, device=device)
-        # Tokens, positions, slots, and three arrays of samples, of which drafts need one for each token of a step.
-        self._buffer = _CopyBuffer((5 + groups) * step_tokens + (6 + groups) * (table_rows + 1), device)
+        self._starts = torch.arange(max(table_rows, drafts) + 1, dtype=torch.int32, device=device)
+        # Tokens, positions, slots, and five arrays of samples, of which drafts need one for each token of a step.
+        capacity = (7 + groups) * step_tokens + (8 + groups + 2 * drafts) * (table_rows + 1)
+        self._buffer = _CopyBuffer(capacity, device)
         self._decode_rows = self._decode_positions = np.zeros(0, np.int32)
+
+    @property
+    def blocks(self) -> int:
+        """Columns of the block tables."""
+        return self.tables.shape[2]
 
     def forget_row(self, table_row: int) -> None:
         """Mark the table of a row as not copied, before the row gets another request."""
@@ -142,11 +127,14 @@ class BatchInputs:
         row_of: Mapping[int, int],
         decode_sizes: Sequence[int] = (),
         drafts: Mapping[int, Sequence[int]] = NO_DRAFTS,
+        *,
+        uniform: bool = True,
     ) -> Packed:
         """Copy what the step needs to the device; `row_of` has the table row of each request number.
 
         A step of decodes only is padded to the next of `decode_sizes`, if there is one. `drafts` has draft tokens by request
-        number; they follow the known tokens of the part. The tensors are valid until the next call.
+        number; they follow the known tokens of the part. Decodes with them have as many tokens as most drafts take, if all decodes
+        are `uniform` and the step has no other parts. The tensors are valid until the next call.
         """
         if step.unchanged and len(step.parts) == step.decodes == len(self._decode_rows):
             self._decode_positions += 1
@@ -159,13 +147,18 @@ class BatchInputs:
         self._update_tables(changed)
         if len(step.parts) == step.decodes and not step.drafts:
             return self._pack_decodes(step, decode_sizes)
+        if len(step.parts) == step.decodes and uniform:
+            return self._pack_drafted(changed, decode_sizes, drafts)
         return self._pack_mixed(step, changed, drafts)
 
-    def pack_padding(self, size: int) -> Packed:
-        """A step of `size` decodes that are all padding, to capture it: it writes nothing into the cache."""
-        arrays = [np.full(size, value, np.int32) for value in (self.padding_row, 0, *[-1] * self.groups)]
-        rows, context_lengths, *_ = self._buffer.copy(arrays)
-        return Packed(size, 0, rows[:0], context_lengths[:0], (), self.tables.shape[2], None)
+    def pack_padding(self, size: int, queries: int = 1) -> Packed:
+        """A step of `size` decodes of `queries` tokens that are all padding, to capture it: it writes nothing into the cache."""
+        values = (self.padding_row, 0, *[-1] * self.groups) if queries == 1 else (self.padding_row, -1, 0)
+        arrays = [np.full(size, value, np.int32) for value in values]
+        if queries > 1:
+            arrays.append(np.zeros(size * self.drafts, np.int32))
+        rows, numbers, *_ = self._buffer.copy(arrays)
+        return Packed(size, 0, rows[:0], numbers[:0], (), self.blocks, None, decode_queries=queries)
 
     def resolve(self, packed: Packed) -> StepInputs:
         """The step's inputs with all tokens, by operations on the device that a CUDA graph can repeat."""
@@ -175,6 +168,8 @@ class BatchInputs:
             return packed.mixed._replace(tokens=torch.where(tokens < 0, newest, tokens))
         assert packed.decode_size is not None
         size = packed.decode_size
+        if packed.decode_queries > 1:
+            return self._resolve_drafted(size, packed.blocks)
         rows, context_lengths, *slots = self._buffer.views([size] * (2 + self.groups))
         return StepInputs(
             tokens=self.newest[rows],
@@ -188,17 +183,58 @@ class BatchInputs:
             sampled=None,
         )
 
-    def decodes(self, tokens: Tensor, table_rows: Tensor, positions: Tensor, blocks: int) -> StepInputs:
+    def drafted(self, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of a step of `size` decodes with drafts: table rows, positions of newest tokens, numbers of drafts, drafts `(size, drafts)`.
+
+        A table row of padding has position -1 and no drafts. Who draws the drafts on the device writes them there.
+        """
+        rows, positions, lengths, drafts = self._buffer.views([size] * 3 + [size * self.drafts])[:4]
+        return rows, positions, lengths, drafts.view(size, self.drafts)
+
+    def decodes(
+        self, tokens: Tensor, table_rows: Tensor, positions: Tensor, written: Tensor, blocks: int
+    ) -> StepInputs:
         """Inputs, made on the device, of one token for each of some table rows, all `(sequences,)` int32.
 
-        `blocks` is the number of columns of the block tables that they read.
+        A negative position is padding. Only `written` tokens `(sequences,)` are written into the cache. `blocks` is the number of
+        columns of the block tables that they read.
         """
-        rows, count, size = table_rows.long(), len(tokens), self.tokens_per_block
-        tables = self.tables[:, rows, :blocks]
-        columns = (positions // size).long().expand(self.groups, count)[..., None]
-        slots = tables.gather(2, columns)[..., 0] * size + positions % size
-        starts = self._starts[: count + 1]
-        return StepInputs(tokens, positions, slots, tuple(tables), positions + 1, starts, count, (), None)
+        tables, slots = self._device_slots(table_rows, positions[:, None], written[:, None], blocks)
+        starts, count = self._starts[: len(tokens) + 1], len(tokens)
+        return StepInputs(tokens, positions.clamp(min=0), slots, tuple(tables), positions + 1, starts, count, (), None)
+
+    def _resolve_drafted(self, size: int, blocks: int) -> StepInputs:
+        """Inputs of a step of decodes with drafts. One with fewer drafts than most has padding before its newest token."""
+        rows, starts, lengths, drafts = self.drafted(size)
+        queries = 1 + self.drafts
+        places = self._starts[:queries] - (self.drafts - lengths)[:, None]
+        tokens = torch.cat((self.newest[rows][:, None], drafts), 1).gather(1, places.clamp(min=0).long())
+        positions = starts[:, None] + places
+        tables, slots = self._device_slots(rows, positions, places >= 0, blocks)
+        return StepInputs(
+            tokens=tokens.flatten(),
+            positions=positions.flatten().clamp_(min=0),
+            slots=slots,
+            block_tables=tuple(tables),
+            context_lengths=starts + lengths + 1,
+            query_starts=self._starts[: size + 1] * queries,
+            decodes=size,
+            prompts=(),
+            sampled=None,
+            decode_queries=queries,
+        )
+
+    def _device_slots(
+        self, table_rows: Tensor, positions: Tensor, written: Tensor, blocks: int
+    ) -> tuple[Tensor, Tensor]:
+        """Block tables `(groups, sequences, blocks)`, and slots `(groups, tokens)` of tokens at `positions` `(sequences, count)`.
+
+        Tokens that are not `written` have slot -1.
+        """
+        tables, size = self.tables[:, table_rows.long(), :blocks], self.tokens_per_block
+        columns = (positions // size).clamp(min=0).long().expand(self.groups, *positions.shape)
+        slots = tables.gather(2, columns) * size + positions % size
+        return tables, torch.where(written & (positions >= 0), slots, -1).flatten(1)
 
     def _pack_decodes(self, step: Step, decode_sizes: Sequence[int]) -> Packed:
         count, positions = step.decodes, self._decode_positions
@@ -208,8 +244,46 @@ class BatchInputs:
         slots = self._slots(self._decode_rows, positions)
         arrays += [_padded(group, padding, -1) for group in slots]
         rows, context_lengths, *_ = self._buffer.copy(arrays)
-        blocks = self.tables.shape[2] if decode_sizes else int(positions.max()) // self.tokens_per_block + 1
+        blocks = self.blocks if decode_sizes else int(positions.max()) // self.tokens_per_block + 1
         return Packed(size, count, rows[:count], context_lengths[:count], step.parts, blocks, None)
+
+    def _pack_drafted(
+        self, parts: Sequence[tuple[Part, int]], decode_sizes: Sequence[int], drafts: Mapping[int, Sequence[int]]
+    ) -> Packed:
+        """A step of decodes of which some have drafts: these are the first, and all have the same number of tokens."""
+        parts = sorted(parts, key=lambda pair: pair[0].count == 1)
+        columns = zip(*((row, part.start, part.count) for part, row in parts), strict=True)
+        rows, starts, counts = (np.array(column, np.int32) for column in columns)
+        count, lengths = len(parts), counts - 1
+        size = next((size for size in decode_sizes if size >= count), count)
+        tokens = np.zeros((size, self.drafts), np.int32)
+        for line, (part, _), length in zip(tokens, parts, lengths.tolist(), strict=False):
+            line[:length] = drafts[part.request.number][:length] if length else ()
+        places = np.arange(1 + self.drafts, dtype=np.int32) - (self.drafts - lengths)[:, None]
+        sampled, padding, drafted = np.flatnonzero(places >= 0), size - count, int((lengths > 0).sum())
+        arrays = [_padded(rows, padding, self.padding_row), _padded(starts, padding, -1), _padded(lengths, padding, 0)]
+        arrays += [tokens.ravel(), sampled, np.repeat(rows, counts), (starts[:, None] + places).ravel()[sampled] + 1]
+        tensors = self._buffer.copy([*arrays, *sample_arrays(counts[:drafted], 1 + self.drafts)])
+        return Packed(
+            decode_size=size,
+            decodes=count,
+            sampled_rows=tensors[5],
+            sampled_positions=tensors[6],
+            sampled_parts=[part for part, _ in parts],
+            blocks=self.blocks if decode_sizes else int((starts + lengths).max()) // self.tokens_per_block + 1,
+            mixed=None,
+            drafts=PackedDrafts(
+                counts=tuple(counts[:drafted].tolist()),
+                table_rows=tensors[0][:drafted],
+                positions=tensors[1][:drafted],
+                lengths=tensors[2][:drafted],
+                tokens=tensors[3].view(size, self.drafts)[:drafted],
+                samples=tensors[7].view(drafted, -1),
+                places=tensors[8],
+            ),
+            decode_queries=1 + self.drafts,
+            sampled_tokens=tensors[4],
+        )
 
     def _pack_mixed(self, step: Step, parts: Sequence[tuple[Part, int]], drafts: Mapping[int, Sequence[int]]) -> Packed:
         decodes = sorted((_Piece.of(*pair) for pair in parts[: step.decodes]), key=lambda piece: piece.count > 1)
@@ -231,12 +305,14 @@ class BatchInputs:
         sampled = np.concatenate((sampled, query_starts[1:][samples] - 1))
         arrays = [tokens, positions, rows, starts + counts, query_starts]
         arrays += [sampled, token_rows[sampled], positions[sampled] + 1, *self._slots(token_rows, positions)]
+        if drafted_counts := tuple(counts[drafted].tolist()):
+            arrays += sample_arrays(drafted_counts, max(drafted_counts))
         tensors = self._buffer.copy(arrays)
         blocks = int((starts + counts).max() - 1) // self.tokens_per_block + 1
         inputs = StepInputs(
             tokens=tensors[0],
             positions=tensors[1],
-            slots=torch.stack(tensors[8:]) if self.groups > 1 else tensors[8][None],
+            slots=torch.stack(tensors[8 : 8 + self.groups]) if self.groups > 1 else tensors[8][None],
             block_tables=tuple(table[tensors[2]] for table in self.tables[:, :, :blocks]),
             context_lengths=tensors[3],
             query_starts=tensors[4],
@@ -247,11 +323,19 @@ class BatchInputs:
         in_order = [*decodes[singles:], *decodes[:singles], *cached, *alone]
         sampled_parts = [piece.part for piece in in_order if piece.samples]
         packed = Packed(None, step.decodes, tensors[6], tensors[7], sampled_parts, blocks, inputs)
-        if singles == step.decodes:
+        if not drafted_counts:
             return packed
         lengths = tensors[4].diff()[drafted] - 1
-        newest = tensors[3][drafted] - 1 - lengths
-        packed_drafts = PackedDrafts(int(first), tuple(counts[drafted].tolist()), tensors[2][drafted], newest, lengths)
+        samples, places = tensors[-2].view(len(drafted_counts), -1), tensors[-1]
+        packed_drafts = PackedDrafts(
+            counts=drafted_counts,
+            table_rows=tensors[2][drafted],
+            positions=tensors[3][drafted] - 1 - lengths,
+            lengths=lengths,
+            tokens=tensors[0][first:][samples[:, 1:]],
+            samples=samples,
+            places=places,
+        )
         return packed._replace(drafts=packed_drafts)
 
     def _divide(self, part: Part, table_row: int) -> tuple[_Piece, _Piece]:

@@ -128,6 +128,7 @@ class CachedAttention:
             step.context_lengths[:sequences],
             step.query_starts[: sequences + 1],
             decodes=step.decodes,
+            decode_queries=step.decode_queries,
             window=self._window,
             scales=self._step.scales,
             plain=plain,
