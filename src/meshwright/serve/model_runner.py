@@ -88,6 +88,10 @@ class ModelRunner:
     def _compute_into_graph_logits(self, packed: Packed, count: int) -> None:
         self._graph_logits[:count].copy_(self.forward(self._inputs.resolve(packed)))
 
+    def release_graphs(self) -> None:
+        """Free the graphs. NCCL waits for those with its collectives when a process group is destroyed."""
+        self._graphs.clear()
+
     @torch.inference_mode()
     def warm_prompt(self, tokens: int) -> None:
         """Run the first block on a prompt of padding without the cache: cuDNN prepares its plan for this number of tokens."""
