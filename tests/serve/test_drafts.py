@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 
 from meshwright.models.decoder import Decoder
+from meshwright.policies.drafting import TRIAL
+from meshwright.serve.batch_inputs import Packed
 from meshwright.serve.engine import Engine
 from meshwright.serve.generation import Generation, TokenLogprob
 from meshwright.serve.sampling import GREEDY, SamplingOptions
@@ -29,6 +32,8 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"cache_blocks": 18},
 )
 """Large steps; chunks beside drafts under a small budget; preemptions."""
+PADDED = 8
+"""Decodes to which steps are padded in some tests, as for CUDA graphs."""
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +94,48 @@ def test_windows_leave_the_cache_of_both_models() -> None:
     assert texts(engine_of(model, speculation=LOOKUP), new_tokens=NEW) == expected
     engine = engine_of(model, draft_model=tiny(replace(SLIDING, layers=1, sliding_window=5)))
     assert texts(engine, new_tokens=NEW) == expected
+
+
+@pytest.mark.parametrize("spec", [LLAMA, SLIDING], ids=["full", "window"])
+@pytest.mark.parametrize("source", ["lookup", "model"])
+def test_padding_does_not_change_texts(source: str, spec: Any) -> None:
+    """Neither requests that are padding nor those with fewer drafts than others."""
+    model = tiny(spec)
+    engine = engine_of(model, sequences=5, draft_model=model if source == "model" else None, speculation=LOOKUP)
+    engine._runner.decode_sizes = (PADDED,)
+    seen = Counter()
+    pack = engine._inputs.pack
+
+    def packed(*inputs: Any, **options: Any) -> Packed:
+        step = pack(*inputs, **options)
+        if step.drafts is not None and step.mixed is None:
+            assert step.decode_size == PADDED > step.decodes
+            seen["drafts"] += 1
+            seen["fewer"] += min(step.drafts.counts) < 1 + LOOKUP.tokens
+        return step
+
+    engine._inputs.pack = packed
+    assert texts(engine, new_tokens=NEW) == texts(engine_of(model), new_tokens=NEW)
+    assert seen["drafts"] and seen["fewer"]
+    if source == "model":
+        proposed, accepted = engine.drafts
+        assert accepted == proposed
+
+
+def test_drafts_pause_where_few_are_accepted(model: Decoder) -> None:
+    """No draft pays for itself five times over; steps overlap meanwhile."""
+    engine = engine_of(model, speculation=replace(LOOKUP, least=5.0), overlap=True, sequences=5, step_tokens=64)
+    launched, overlapping = engine._launch, []
+
+    def launch(*inputs: Any) -> Any:
+        overlapping.append(engine._in_flight is not None)
+        return launched(*inputs)
+
+    engine._launch = launch
+    assert texts(engine, new_tokens=NEW) == texts(engine_of(model), new_tokens=NEW)
+    assert 0 < engine.drafts[0] <= len(PROMPTS) * TRIAL * LOOKUP.tokens
+    assert not any(overlapping[:TRIAL]) and any(overlapping[TRIAL:])
+    assert not engine._drafter._pauses._trials
 
 
 def ends(engine: Engine, **request: Any) -> list[tuple[list[int], str, str | None]]:
@@ -206,7 +253,7 @@ def test_drawn_texts_have_the_model_s_distribution_with_a_draft_model() -> None:
     spec = replace(LLAMA, vocab_size=VOCAB, layers=1, hidden=16, heads=2, kv_heads=1, head_dim=8, init_std=0.6)
     model, prompt = tiny(spec), (1, 3, 0, 2)
     options = EngineOptions(
-        sequences=250, tokens_per_block=4, cache_blocks=1001, context=16, speculation=Speculation(tokens=2)
+        sequences=80, tokens_per_block=4, cache_blocks=401, context=16, speculation=Speculation(tokens=2)
     )
     engine = Engine(tiny(spec), None, options, draft_model=tiny(replace(spec, hidden=24)))
     for seed in range(REQUESTS):

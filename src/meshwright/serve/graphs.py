@@ -32,6 +32,10 @@ class Graphs:
         graph.replay()
         return True
 
+    def clear(self) -> None:
+        """Free all graphs."""
+        self._graphs.clear()
+
     def run(self, key: Hashable, call: Callable[[], None]) -> None:
         """Run the graph of `call`, or `call` itself if there is none."""
         if not self.replay(key):
