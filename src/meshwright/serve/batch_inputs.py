@@ -111,6 +111,8 @@ class BatchInputs:
         capacity = (7 + groups) * step_tokens + (8 + groups + 2 * drafts) * (table_rows + 1)
         self._buffer = _CopyBuffer(capacity, device)
         self._decode_rows = self._decode_positions = np.zeros(0, np.int32)
+        self._decodes: tuple[Array, Packed] | None = None
+        """What `_pack_decodes` has copied last, and its result, if that was the last step."""
 
     @property
     def blocks(self) -> int:
@@ -140,6 +142,7 @@ class BatchInputs:
             self._decode_positions += 1
             changed = [(step.parts[index], int(self._decode_rows[index])) for index in step.grown]
         else:
+            self._decodes = None
             changed = [(part, row_of[part.request.number]) for part in step.parts]
             decodes = changed[: step.decodes]
             self._decode_rows = np.array([row for _, row in decodes], np.int32)
@@ -237,15 +240,23 @@ class BatchInputs:
         return tables, torch.where(written & (positions >= 0), slots, -1).flatten(1)
 
     def _pack_decodes(self, step: Step, decode_sizes: Sequence[int]) -> Packed:
-        count, positions = step.decodes, self._decode_positions
+        positions, offsets = self._decode_positions, self._decode_positions % self.tokens_per_block
+        if self._decodes is not None and offsets.all():
+            numbers, packed = self._decodes
+            numbers[1:, : packed.decodes] += 1  # each slot is the next one of the same block
+            self._buffer.copy(numbers)
+            return packed
+        count = step.decodes
         size = next((size for size in decode_sizes if size >= count), count)
-        padding = size - count
-        arrays = [_padded(self._decode_rows, padding, self.padding_row), _padded(positions + 1, padding, 0)]
-        slots = self._slots(self._decode_rows, positions)
-        arrays += [_padded(group, padding, -1) for group in slots]
-        rows, context_lengths, *_ = self._buffer.copy(arrays)
+        numbers = np.full((2 + self.groups, size), -1, np.int32)
+        numbers[0], numbers[1] = self.padding_row, 0
+        numbers[0, :count], numbers[1, :count] = self._decode_rows, positions + 1
+        numbers[2:, :count] = self._slots(self._decode_rows, positions)
+        rows, context_lengths, *_ = self._buffer.copy(numbers)
         blocks = self.blocks if decode_sizes else int(positions.max()) // self.tokens_per_block + 1
-        return Packed(size, count, rows[:count], context_lengths[:count], step.parts, blocks, None)
+        packed = Packed(size, count, rows[:count], context_lengths[:count], step.parts, blocks, None)
+        self._decodes = numbers, packed
+        return packed
 
     def _pack_drafted(
         self, parts: Sequence[tuple[Part, int]], decode_sizes: Sequence[int], drafts: Mapping[int, Sequence[int]]
@@ -394,7 +405,7 @@ class _CopyBuffer:
         self._views: tuple[list[int], list[Tensor]] = ([], [])
         """Sizes of the last parts, and these: most steps are decodes of as many requests as the step before."""
 
-    def copy(self, arrays: Sequence[Array]) -> list[Tensor]:
+    def copy(self, arrays: Sequence[Array] | Array) -> list[Tensor]:
         """The arrays on the device, valid until the next call."""
         if self._copied:
             self._copied[self._turn].synchronize()

@@ -125,6 +125,8 @@ class ModelRunner:
     def _residual(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
         """The residual stream after all layers, `(1, tokens, hidden)`, and what is still to be added to it."""
         self._step.inputs = inputs
+        if self._host_decode is not None:
+            self._host_decode.forget_text()
         return residual_stream(self._model, inputs.tokens, inputs.positions)
 
 
