@@ -6,6 +6,7 @@ import copy
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
