@@ -204,8 +204,8 @@ class ModelDrafter(Drafter):
 
     def _draw_decodes(self, size: int, blocks: int, drawn: bool) -> None:
         """Draw the drafts of a step of `size` decodes."""
-        *requests, tokens = self._inputs.drafted(size)
-        drafts = self._draw(*requests, self.longest, blocks, drawn)
+        rows, positions, lengths, tokens = self._inputs.drafted(size)
+        drafts = self._draw(rows, positions, lengths, self.longest, blocks, drawn)
         tokens.copy_(drafts.tokens)
         if drawn:
             if len(self._probabilities) < size:
