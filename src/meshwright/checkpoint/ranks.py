@@ -79,8 +79,7 @@ class Ranks:
 
     def run_collective(self, activity: str, function: Callable[[], T]) -> T:
         """Call `function`, which runs collectives of its own and reports a failure to all ranks, as DCP's calls do."""
-        # Not for all users of this module: the import takes a second, and only saves need it.
-        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.api import CheckpointException  # takes a second, which readers can do without
 
         try:
             return self.run_communication(activity, function)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.data.loader import MicroBatch
+from meshwright.kernels.loss import LossSums
 from meshwright.models.decoder import Decoder, SharedInputs
 from meshwright.models.moe import RoutedOutput
 from meshwright.parallel.context import SplitSequences
@@ -27,7 +28,7 @@ from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.plan import Plan
 from meshwright.workload.activations import saved_elements_by_layer
 
-UnitForward = Callable[[Tensor | None, MicroBatch, SharedInputs], Tensor | RoutedOutput]
+UnitForward = Callable[[Tensor | None, MicroBatch, SharedInputs], Tensor | RoutedOutput | LossSums]
 """Maps a unit's input (None for the embedding), the micro-batch and the inputs that all blocks share to the unit's output."""
 
 
@@ -35,10 +36,10 @@ UnitForward = Callable[[Tensor | None, MicroBatch, SharedInputs], Tensor | Route
 class Unit:
     """One unit of a stage: the function that runs its forward, and its parameters.
 
-    `run` maps the unit's input `(batch, seq, hidden)` (None for the embedding) to its output, or to the summed loss for the last unit with
-    targets; a block with experts also returns its balance loss and expert loads. `layer` is the index of a block in the model, None for the
-    other units. `kept_elements` estimates how many elements per token the forward saves for the backward (`workload.activations`);
-    `offloads` tells whether these are offloaded to host memory (`parallel.offload`).
+    `run` maps the unit's input `(batch, seq, hidden)` (None for the embedding) to its output, or to the sums of the losses for the last
+    unit with targets; a block with experts also returns its router's losses and expert loads. `layer` is the index of a block in the
+    model, None for the other units. `kept_elements` estimates how many elements per token the forward saves for the backward
+    (`workload.activations`); `offloads` tells whether these are offloaded to host memory (`parallel.offload`).
     """
 
     run: UnitForward

@@ -76,12 +76,13 @@ class FigureReader:
 
     def _record(self, pending: _Pending) -> dict[str, Any]:
         self._clock.wait(pending.end)
-        loss, norm, valid, token_sum, flag, skips, *routing = pending.values.tolist()
+        loss, norm, valid, token_sum, flag, skips, *routing, z_loss = pending.values.tolist()
         seconds = self._clock.seconds(self._last_end, pending.end)
         self._last_end = pending.end
         self.flags = StopFlags(pending.step, int(flag))
         self._tokens += int(valid)
-        rate = self._run.train.global_batch * self._run.train.seq_len / seconds
+        train = self._run.train
+        rate = train.global_batch * train.seq_len / seconds
         per_rank = rate / self._run.cluster.ranks
         return {
             "kind": "step",
@@ -97,6 +98,8 @@ class FigureReader:
             "step_seconds": seconds,
             **({"update_skipped": True, "skipping_replicas": int(skips)} if skips else {}),
             **dict(zip(("balance_loss", "expert_load"), routing, strict=False)),
+            **({"router_z_loss": routing[2]} if routing and train.router_z_loss else {}),
+            **({"z_loss": z_loss} if train.z_loss else {}),
             **memory_peak(self._device),
             **(self._wire.step() if self._wire else {}),
             **pending.host,
