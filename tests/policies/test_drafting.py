@@ -69,8 +69,8 @@ def test_requests_are_judged_alone_and_forgotten() -> None:
 
 def test_drafts_pay_for_their_step() -> None:
     """Tokens per time with as many accepted drafts as `least_accepted` says are those without drafts: 1 per step."""
-    for drafts, share in ((4, 0.0), (5, 0.1), (2, 1.0)):
-        step = least_accepted(0, 0.0) + 1 + (drafts + 1) * share
-        assert (1 + least_accepted(drafts, share)) / step == pytest.approx(1)
+    for drafts, cost, share in ((4, 0.3, 0.0), (5, 0.3, 0.1), (2, 1.0, 1.0)):
+        step = 1 + cost + (drafts + 1) * share
+        assert (1 + least_accepted(drafts, cost, share)) / step == pytest.approx(1)
     assert most_drafting(4) * 5 <= DRAFTED_TOKENS < (most_drafting(4) + 1) * 5
     assert most_drafting(DRAFTED_TOKENS) == 1

@@ -10,10 +10,10 @@ FIRST_PAUSE, LONGEST_PAUSE = 32, 512
 """Steps of a request's first pause, which doubles from trial to trial, and of its longest."""
 DRAFTED_TOKENS = 256
 """Tokens of a step with drafts at most. More take a GPU longer than reading the weights, so each draft costs time."""
-STEP_COST = 0.3
+GPU_STEP_COST, CPU_STEP_COST = 0.3, 1.0
 """Time that a step with drafts takes beyond one without, in steps, apart from that of a draft model.
 
-It has more tokens, and it is planned only when the tokens of the step before are known.
+It has more tokens, which a CPU computes more slowly, and it is planned only when the tokens of the step before are known.
 """
 
 
@@ -78,13 +78,13 @@ class _Trial:
         self.pause = FIRST_PAUSE
 
 
-def least_accepted(drafts: int, draft_share: float) -> float:
+def least_accepted(drafts: int, step_cost: float, draft_share: float) -> float:
     """Accepted drafts of a request's step from which on `drafts` drafts pay.
 
-    `draft_share` is the time of a draft model's step in steps of the model, 0 without a draft model; it computes one more token than it
+    `step_cost` is `GPU_STEP_COST` or `CPU_STEP_COST`. `draft_share` is the time of a draft model's step in steps of the model, 0 without a draft model; it computes one more token than it
     drafts. A step without drafts gives one token, so what is accepted must outweigh the additional time.
     """
-    return STEP_COST + (drafts + 1) * draft_share
+    return step_cost + (drafts + 1) * draft_share
 
 
 def most_drafting(drafts: int) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshwright.models.decoder import Decoder
 from meshwright.policies.batch_request import Part
-from meshwright.policies.drafting import DraftPauses, least_accepted, most_drafting
+from meshwright.policies.drafting import CPU_STEP_COST, GPU_STEP_COST, DraftPauses, least_accepted, most_drafting
 from meshwright.serve.batch_inputs import NO_DRAFTS, BatchInputs, Packed, StepInputs
 from meshwright.serve.graphs import Graphs
 from meshwright.serve.kv_cache import KVCache, layer_groups
@@ -265,7 +265,8 @@ def drafter_for(
     if options is None:
         return NoDrafter()
     share = 0.0 if draft_model is None else _bytes_of(draft_model) / _bytes_of(model)
-    least = least_accepted(options.tokens, share) if options.least is None else options.least
+    cost = GPU_STEP_COST if inputs.device.type == "cuda" else CPU_STEP_COST
+    least = least_accepted(options.tokens, cost, share) if options.least is None else options.least
     if draft_model is None:
         return LookupDrafter(options, DraftPauses(least))
     check_draft_model(draft_model.spec, model.spec, context)
