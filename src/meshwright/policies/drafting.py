@@ -81,8 +81,9 @@ class _Trial:
 def least_accepted(drafts: int, step_cost: float, draft_share: float) -> float:
     """Accepted drafts of a request's step from which on `drafts` drafts pay.
 
-    `step_cost` is `GPU_STEP_COST` or `CPU_STEP_COST`. `draft_share` is the time of a draft model's step in steps of the model, 0 without a draft model; it computes one more token than it
-    drafts. A step without drafts gives one token, so what is accepted must outweigh the additional time.
+    `step_cost` is `GPU_STEP_COST` or `CPU_STEP_COST`; `draft_share` is the time of a draft model's step in steps of the model, 0 without a
+    draft model, which computes one more token than it drafts. A step without drafts gives one token, so what is accepted must outweigh the
+    additional time.
     """
     return step_cost + (drafts + 1) * draft_share
 
