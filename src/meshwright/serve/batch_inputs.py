@@ -7,6 +7,7 @@ block table there; the host copies only blocks that the request has got since.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from meshwright.policies.batch_request import Part, Step
+from meshwright.serve.copy_buffer import CopyBuffer
 from meshwright.serve.packed_drafts import PackedDrafts, sample_arrays
 
 PROMPT_UNIT = 1024
@@ -22,8 +24,6 @@ PROMPT_UNIT = 1024
 
 It is a quarter faster than the kernel of the cache, but prepares a plan for each number of tokens, about 50 ms.
 """
-BUFFERS = 3
-"""Pinned buffers that are used in turn: a step is prepared while the copies of the two before it may be under way."""
 Array = np.ndarray
 NO_DRAFTS: Mapping[int, Sequence[int]] = MappingProxyType({})
 
@@ -109,10 +109,9 @@ class BatchInputs:
         self._starts = torch.arange(max(table_rows, drafts) + 1, dtype=torch.int32, device=device)
         # Tokens, positions, slots, and five arrays of samples, of which drafts need one for each token of a step.
         capacity = (7 + groups) * step_tokens + (8 + groups + 2 * drafts) * (table_rows + 1)
-        self._buffer = _CopyBuffer(capacity, device)
-        self._decode_rows = self._decode_positions = np.zeros(0, np.int32)
-        self._decodes: tuple[Array, Packed] | None = None
-        """What `_pack_decodes` has copied last, and its result, if that was the last step."""
+        self._buffer = CopyBuffer(capacity, device)
+        self._decodes: _Decodes | None = None
+        """Those of the last step, if it was one of decodes only."""
 
     @property
     def blocks(self) -> int:
@@ -138,18 +137,16 @@ class BatchInputs:
         number; they follow the known tokens of the part. Decodes with them have as many tokens as most drafts take, if all decodes
         are `uniform` and the step has no other parts. The tensors are valid until the next call.
         """
-        if step.unchanged and len(step.parts) == step.decodes == len(self._decode_rows):
-            self._decode_positions += 1
-            changed = [(step.parts[index], int(self._decode_rows[index])) for index in step.grown]
-        else:
-            self._decodes = None
-            changed = [(part, row_of[part.request.number]) for part in step.parts]
-            decodes = changed[: step.decodes]
-            self._decode_rows = np.array([row for _, row in decodes], np.int32)
-            self._decode_positions = np.array([part.start for part, _ in decodes], np.int32)
+        if step.unchanged and self._decodes is not None:
+            if step.grown:
+                self._update_tables([(step.parts[index], int(self._decodes.numbers[0, index])) for index in step.grown])
+            return self._next_decodes(self._decodes)
+        changed = [(part, row_of[part.request.number]) for part in step.parts]
         self._update_tables(changed)
+        self._decodes = None
         if len(step.parts) == step.decodes and not step.drafts:
-            return self._pack_decodes(step, decode_sizes)
+            self._decodes = self._pack_decodes(changed, step.parts, decode_sizes)
+            return self._decodes.packed
         if len(step.parts) == step.decodes and uniform:
             return self._pack_drafted(changed, decode_sizes, drafts)
         return self._pack_mixed(step, changed, drafts)
@@ -239,24 +236,42 @@ class BatchInputs:
         slots = tables.gather(2, columns) * size + positions % size
         return tables, torch.where(written & (positions >= 0), slots, -1).flatten(1)
 
-    def _pack_decodes(self, step: Step, decode_sizes: Sequence[int]) -> Packed:
-        positions, offsets = self._decode_positions, self._decode_positions % self.tokens_per_block
-        if self._decodes is not None and offsets.all():
-            numbers, packed = self._decodes
-            numbers[1:, : packed.decodes] += 1  # each slot is the next one of the same block
-            self._buffer.copy(numbers)
-            return packed
-        count = step.decodes
+    def _pack_decodes(
+        self, pairs: Sequence[tuple[Part, int]], parts: Sequence[Part], decode_sizes: Sequence[int]
+    ) -> _Decodes:
+        count = len(parts)
         size = next((size for size in decode_sizes if size >= count), count)
         numbers = np.full((2 + self.groups, size), -1, np.int32)
         numbers[0], numbers[1] = self.padding_row, 0
-        numbers[0, :count], numbers[1, :count] = self._decode_rows, positions + 1
-        numbers[2:, :count] = self._slots(self._decode_rows, positions)
-        rows, context_lengths, *_ = self._buffer.copy(numbers)
-        blocks = self.blocks if decode_sizes else int(positions.max()) // self.tokens_per_block + 1
-        packed = Packed(size, count, rows[:count], context_lengths[:count], step.parts, blocks, None)
-        self._decodes = numbers, packed
-        return packed
+        numbers[0, :count] = [row for _, row in pairs]
+        numbers[1, :count] = [part.start + 1 for part in parts]
+        rows, context_lengths, *_ = self._buffer.views([size] * len(numbers))
+        packed = Packed(size, count, rows[:count], context_lengths[:count], parts, self.blocks, None)
+        decodes = _Decodes(numbers, packed, padded=bool(decode_sizes))
+        self._copy_decodes(decodes)
+        return decodes
+
+    def _next_decodes(self, decodes: _Decodes) -> Packed:
+        """The step in which all decodes are one token further."""
+        numbers, count = decodes.numbers, decodes.packed.decodes
+        if decodes.in_block:
+            decodes.in_block -= 1
+            numbers[1:, :count] += 1
+            self._buffer.copy(numbers)
+        else:
+            numbers[1, :count] += 1
+            self._copy_decodes(decodes)
+        return decodes.packed
+
+    def _copy_decodes(self, decodes: _Decodes) -> None:
+        """Find the slots of decodes and copy all their numbers to the device."""
+        numbers, count, size = decodes.numbers, decodes.packed.decodes, self.tokens_per_block
+        positions = numbers[1, :count] - 1
+        numbers[2:, :count] = self._slots(numbers[0, :count], positions)
+        decodes.in_block = size - 1 - int((positions % size).max())
+        if not decodes.padded:
+            decodes.packed = decodes.packed._replace(blocks=int(positions.max()) // size + 1)
+        self._buffer.copy(numbers)
 
     def _pack_drafted(
         self, parts: Sequence[tuple[Part, int]], decode_sizes: Sequence[int], drafts: Mapping[int, Sequence[int]]
@@ -392,38 +407,17 @@ class BatchInputs:
         self.tables.view(-1)[places_here] = blocks_here.to(torch.int32)
 
 
-class _CopyBuffer:
-    """Copies arrays of int32 to the device in one piece; on a CPU it only concatenates them."""
+@dataclass(slots=True)
+class _Decodes:
+    """A step of decodes only."""
 
-    def __init__(self, capacity: int, device: torch.device) -> None:
-        cuda = device.type == "cuda"
-        self._hosts = [torch.zeros(capacity, dtype=torch.int32, pin_memory=cuda) for _ in range(BUFFERS if cuda else 1)]
-        self._device = torch.zeros(capacity, dtype=torch.int32, device=device) if cuda else self._hosts[0]
-        self._arrays = [host.numpy() for host in self._hosts]
-        self._copied = [torch.cuda.Event() for _ in self._hosts] if cuda else []
-        self._turn = 0
-        self._views: tuple[list[int], list[Tensor]] = ([], [])
-        """Sizes of the last parts, and these: most steps are decodes of as many requests as the step before."""
-
-    def copy(self, arrays: Sequence[Array] | Array) -> list[Tensor]:
-        """The arrays on the device, valid until the next call."""
-        if self._copied:
-            self._copied[self._turn].synchronize()
-        sizes = [len(array) for array in arrays]
-        used = sum(sizes)
-        np.concatenate(arrays, out=self._arrays[self._turn][:used])
-        if self._copied:
-            self._device[:used].copy_(self._hosts[self._turn][:used], non_blocking=True)
-            self._copied[self._turn].record()
-            self._turn = (self._turn + 1) % BUFFERS
-        return self.views(sizes)
-
-    def views(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Consecutive parts of the buffer on the device."""
-        sizes = list(sizes)
-        if self._views[0] != sizes:
-            self._views = sizes, list(self._device[: sum(sizes)].split(sizes))
-        return self._views[1]
+    numbers: Array
+    """`(2 + groups, sequences)`: table rows, context lengths and slots; padding at the end."""
+    packed: Packed
+    padded: bool
+    """Whether its batch size is one of those with graphs, which read all columns of the block tables."""
+    in_block: int = 0
+    """Steps from here on in which no decode begins a block."""
 
 
 def _padded(array: Array, count: int, value: int) -> Array:
