@@ -239,7 +239,7 @@ def test_decodes_with_drafts_have_equal_numbers_of_tokens(
     assert packed.drafts.positions.tolist() == [4, 7] and packed.drafts.table_rows.tolist() == [1, 2]
     assert packed.drafts.tokens[1].tolist() == [81, 82, 83] and packed.drafts.tokens[0, 0] == 71
     assert packed.drafts.samples.tolist() == [[0, 1, 1, 1], [2, 3, 4, 5]]
-    assert packed.drafts.places.tolist() == [0, 1, 4, 5, 6, 7]
+    assert packed.drafts.indices.tolist() == [0, 1, 4, 5, 6, 7]
 
 
 def test_a_step_of_padding_writes_and_samples_nothing() -> None:

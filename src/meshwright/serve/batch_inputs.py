@@ -184,9 +184,9 @@ class BatchInputs:
         )
 
     def drafted(self, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of a step of `size` decodes with drafts: table rows, positions of newest tokens, numbers of drafts, drafts `(size, drafts)`.
+        """Table rows, positions of newest tokens, numbers of drafts, and drafts `(size, drafts)` of a step of decodes with drafts.
 
-        A table row of padding has position -1 and no drafts. Who draws the drafts on the device writes them there.
+        `size` is its number of requests. A table row of padding has position -1 and no drafts. Who draws the drafts on the device writes them there.
         """
         rows, positions, lengths, drafts = self._buffer.views([size] * 3 + [size * self.drafts])[:4]
         return rows, positions, lengths, drafts.view(size, self.drafts)
@@ -305,7 +305,7 @@ class BatchInputs:
                 lengths=tensors[2][:drafted],
                 tokens=tensors[3].view(size, self.drafts)[:drafted],
                 samples=tensors[7].view(drafted, -1),
-                places=tensors[8],
+                indices=tensors[8],
             ),
             decode_queries=1 + self.drafts,
             sampled_tokens=tensors[4],
@@ -352,7 +352,7 @@ class BatchInputs:
         if not drafted_counts:
             return packed
         lengths = tensors[4].diff()[drafted] - 1
-        samples, places = tensors[-2].view(len(drafted_counts), -1), tensors[-1]
+        samples, indices = tensors[-2].view(len(drafted_counts), -1), tensors[-1]
         packed_drafts = PackedDrafts(
             counts=drafted_counts,
             table_rows=tensors[2][drafted],
@@ -360,7 +360,7 @@ class BatchInputs:
             lengths=lengths,
             tokens=tensors[0][first:][samples[:, 1:]],
             samples=samples,
-            places=places,
+            indices=indices,
         )
         return packed._replace(drafts=packed_drafts)
 

@@ -218,31 +218,33 @@ class ModelDrafter(Drafter):
         new = self._draw(rows, drafts.positions, drafts.lengths, longest, packed.blocks, drawn)
         assert packed.mixed is not None
         first, tokens = packed.mixed.decodes, torch.cat((self._inputs.newest[rows, None], new.tokens), 1)
-        packed.mixed.tokens[first : first + drafts.total] = tokens.flatten()[drafts.places].to(torch.int32)
+        packed.mixed.tokens[first : first + drafts.total] = tokens.flatten()[drafts.indices].to(torch.int32)
         drafts.tokens.copy_(new.tokens)
         self._drafts = new if drawn else None
 
-    def _draw(self, rows: Tensor, positions: Tensor, lengths: Tensor, longest: int, blocks: int, drawn: bool) -> Drafts:
+    def _draw(
+        self, table_rows: Tensor, positions: Tensor, lengths: Tensor, longest: int, blocks: int, drawn: bool
+    ) -> Drafts:
         """`longest` drafts of each request, with distributions if `drawn`; those beyond `lengths` are arbitrary.
 
-        `rows`, `positions` and `lengths` `(sequences,)` are those of `BatchInputs.drafted`. Writes keys and values of all drafts.
+        `table_rows`, `positions` and `lengths` `(sequences,)` are those of `BatchInputs.drafted`. Writes keys and values of all drafts.
         """
 
         def newest(tokens: Tensor) -> StepInputs:
             count = tokens.shape[1]
-            last = tokens[:, -1].to(torch.int32) if count else self._inputs.newest[rows]
+            last = tokens[:, -1].to(torch.int32) if count else self._inputs.newest[table_rows]
             # A request with fewer drafts has no blocks for more.
             here, written = positions + lengths.clamp(max=count), lengths >= count
-            return self._inputs.decodes(last, rows, here, written, blocks)
+            return self._inputs.decodes(last, table_rows, here, written, blocks)
 
         def next_scores(tokens: Tensor) -> Tensor:
             logits = self._runner.forward(newest(tokens))
-            return self._sampler.draft_scores(logits, rows) if drawn else logits
+            return self._sampler.draft_scores(logits, table_rows) if drawn else logits
 
         if drawn:
-            drafts = draft_tokens(next_scores, longest, *self._sampler.draws(rows), positions + 1)
+            drafts = draft_tokens(next_scores, longest, *self._sampler.draws(table_rows), positions + 1)
         else:
-            drafts = Drafts(likeliest_tokens(next_scores, longest, rows), torch.empty(0))
+            drafts = Drafts(likeliest_tokens(next_scores, longest, table_rows), torch.empty(0))
         self._runner.write_cache(newest(drafts.tokens))
         return drafts
 
@@ -323,7 +325,7 @@ def _checked_step(packed: Packed, drawn: Tensor, checked: Checked) -> CheckedSte
     tokens, others = checked.tokens.to(torch.int32), drawn[drafts.total :]
     last = tokens.gather(1, checked.accepted[:, None])[:, 0]
     return CheckedStep(
-        torch.cat((tokens.flatten()[drafts.places], others)),
+        torch.cat((tokens.flatten()[drafts.indices], others)),
         checked.accepted.to(torch.int32),
         torch.cat((last, others)),
         torch.cat((drafts.table_rows, packed.sampled_rows[drafts.total :])),

@@ -27,8 +27,8 @@ class PackedDrafts(NamedTuple):
     """`(drafted, longest)`: the drafts; those beyond `lengths` are arbitrary."""
     samples: Tensor
     """`(drafted, longest + 1)`: the samples of each part; the last again where a part has fewer."""
-    places: Tensor
-    """`(samples,)`: where the values of `samples` flattened are each sample once."""
+    indices: Tensor
+    """`(samples,)`: index of each sample in `samples` flattened."""
 
     @property
     def total(self) -> int:
@@ -37,7 +37,7 @@ class PackedDrafts(NamedTuple):
 
 
 def sample_arrays(counts: Sequence[int] | np.ndarray, columns: int) -> tuple[np.ndarray, np.ndarray]:
-    """`PackedDrafts.samples`, flattened, and `PackedDrafts.places` for parts of `counts` tokens; `columns` is longest + 1."""
+    """`PackedDrafts.samples`, flattened, and `PackedDrafts.indices` for parts of `counts` tokens; `columns` is longest + 1."""
     sizes = np.asarray(counts, np.int32)[:, None]
     column = np.arange(columns, dtype=np.int32)
     samples = np.cumsum(sizes, axis=0, dtype=np.int32) - sizes + np.minimum(column, sizes - 1)
