@@ -186,7 +186,7 @@ class BatchInputs:
     def drafted(self, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Table rows, positions of newest tokens, numbers of drafts, and drafts `(size, drafts)` of a step of decodes with drafts.
 
-        `size` is its number of requests. A table row of padding has position -1 and no drafts. Who draws the drafts on the device writes them there.
+        `size` is its number of requests. Padding has position -1 and no drafts. Who draws the drafts on the device writes them there.
         """
         rows, positions, lengths, drafts = self._buffer.views([size] * 3 + [size * self.drafts])[:4]
         return rows, positions, lengths, drafts.view(size, self.drafts)
