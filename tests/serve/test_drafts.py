@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
+from torch import Tensor
 
 from meshwright.models.decoder import Decoder
 from meshwright.policies.drafting import TRIAL
 from meshwright.serve.batch_inputs import Packed
 from meshwright.serve.engine import Engine
 from meshwright.serve.generation import Generation, TokenLogprob
+from meshwright.serve.graphs import Graphs
 from meshwright.serve.sampling import GREEDY, SamplingOptions
 from meshwright.spec.engine import EngineOptions, Speculation
 from meshwright.spec.errors import BadInput
@@ -32,8 +35,6 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"cache_blocks": 18},
 )
 """Large steps; chunks beside drafts under a small budget; preemptions."""
-PADDED = 8
-"""Decodes to which steps are padded in some tests, as for CUDA graphs."""
 
 
 @pytest.fixture(scope="module")
@@ -96,31 +97,45 @@ def test_windows_leave_the_cache_of_both_models() -> None:
     assert texts(engine, new_tokens=NEW) == expected
 
 
+class Repeated(NamedTuple):
+    """In the place of a CUDA graph: computes the same again, from and into the same tensors."""
+
+    replay: Callable[[], None]
+
+
 @pytest.mark.parametrize("spec", [LLAMA, SLIDING], ids=["full", "window"])
 @pytest.mark.parametrize("source", ["lookup", "model"])
-def test_padding_does_not_change_texts(source: str, spec: Any) -> None:
+def test_graphs_and_padding_do_not_change_texts(source: str, spec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither requests that are padding nor those with fewer drafts than others."""
-    model = tiny(spec)
-    engine = engine_of(model, sequences=5, draft_model=model if source == "model" else None, speculation=LOOKUP)
-    engine._runner.decode_sizes = (PADDED,)
-    seen = Counter()
-    pack = engine._inputs.pack
 
-    def packed(*inputs: Any, **options: Any) -> Packed:
-        step = pack(*inputs, **options)
-        if step.drafts is not None and step.mixed is None:
-            assert step.decode_size == PADDED > step.decodes
+    def capture(graphs: Any, key: Any, call: Callable[[], None]) -> None:
+        call()
+        graphs._graphs[key] = Repeated(call)
+
+    monkeypatch.setattr(Graphs, "capture", capture)
+    model, seen = tiny(spec), Counter()
+    draft_model = model if source == "model" else None
+    engine = engine_of(model, sequences=8, draft_model=draft_model, speculation=LOOKUP, graphs=True)
+    assert not engine._inputs.tables.any(), "captured steps are padding"
+    logits = engine._runner.logits
+
+    def record(packed: Packed) -> Tensor:
+        if packed.drafts is not None and packed.mixed is None:
+            counts = packed.drafts.counts
+            assert (packed.decode_size, 1 + LOOKUP.tokens) in engine._runner._graphs._graphs
             seen["drafts"] += 1
-            counts = step.drafts.counts
-            seen["fewer"] += len(counts) < step.decodes or min(counts) < 1 + LOOKUP.tokens
-        return step
+            seen["padding"] += packed.decode_size != packed.decodes
+            seen["fewer"] += len(counts) < packed.decodes or min(counts) < 1 + LOOKUP.tokens
+        return logits(packed)
 
-    engine._inputs.pack = packed
-    assert texts(engine, new_tokens=NEW) == texts(engine_of(model), new_tokens=NEW)
-    assert seen["drafts"] and seen["fewer"]
-    if source == "model":
-        proposed, accepted = engine.drafts
-        assert accepted == proposed
+    engine._runner.logits = record
+    for name, sampling in SAMPLING.items():
+        new = texts(engine, new_tokens=NEW, sampling=sampling)
+        if source == "lookup" or name == "greedy":
+            assert new == texts(engine_of(model), new_tokens=NEW, sampling=sampling)
+    assert seen["drafts"] and seen["padding"] and seen["fewer"]
+    proposed, accepted = engine.drafts
+    assert source == "lookup" or accepted == proposed
 
 
 def test_drafts_pause_where_few_are_accepted(model: Decoder) -> None:
