@@ -113,7 +113,7 @@ def test_float64_equals_one_device(pool: Pool, case: Case) -> None:
 @pytest.mark.parametrize(
     ("spec", "case"),
     [
-        *quick_first(3, SPREAD, unpack=True),
+        *quick_first(2, SPREAD, unpack=True),
         *(pytest.param(*row, marks=pytest.mark.slow) for row in (*SPREAD_WIDER, *SPREAD_COMPILED)),
     ],
     ids=named,
