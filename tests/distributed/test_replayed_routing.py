@@ -1,4 +1,4 @@
-"""Recorded loads in training: experts get exactly the file's tokens under every layout, and weights and gradients stay finite."""
+"""Recorded loads in training: experts get exactly the file's tokens under every layout; gradients stay finite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routers whose choices are replaced so that experts get recorded loads, for studies of uneven load (`train --replay-routing`).
+"""Routers whose choices are replaced so that experts get recorded loads (`train --replay-routing`).
 
 All tokens of a step, of all ranks and micro-batches, are numbered. Experts form a sequence in which each occurs as often as it is to be
 chosen. Of T tokens number p takes the experts at positions p, p + T, p + 2T and so on: all different, as no expert has more than T tokens.
