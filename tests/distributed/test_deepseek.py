@@ -83,7 +83,7 @@ def one_device(spec: ModelSpec, masked: bool) -> list[dict[str, Any]]:
         tokens, targets, *packed = batch(step, spec)
         positions, documents = packed if masked else (None, None)
         optimizer.zero_grad()
-        loss, balance = model.losses(tokens, targets, positions=positions, documents=documents)
+        loss, balance, _ = model.losses(tokens, targets, positions=positions, documents=documents)
         loss = loss / (targets >= 0).sum()
         (loss + TRAIN.balance_loss * balance / BATCH).backward()
         gradients = {name: weight.grad.clone() for name, weight in trained.items()}
