@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from meshwright.data.loader import MicroBatch
 from meshwright.events.span import Recorder
 from meshwright.kernels.linear import WeightQueue
-from meshwright.models.decoder import SharedInputs
+from meshwright.models.decoder import HeadLosses, SharedInputs
 from meshwright.models.moe import RoutedOutput
 from meshwright.parallel.channels import Channels
 from meshwright.parallel.fp8_weights import WeightScales
@@ -105,7 +105,7 @@ class _Step:
         callbacks: StepEndCallbacks,
     ) -> None:
         self.executor, self.rank_model, self.recorder = executor, executor.rank_model, recorder
-        self.batches = [self.rank_model.local_batch(batch) for batch in batches]
+        self.batches = [self.rank_model.local_batch(batch, trains=schedule.trains) for batch in batches]
         self.valid, self.callbacks = valid, callbacks
         self.rank_of = schedule.rank_of
         self.rank_actions = schedule.actions[self.rank_model.pipeline_rank]
@@ -139,8 +139,9 @@ class _Step:
         if self.executor.scales is not None:
             self.executor.scales.refresh()
         self.executor.streams.follow_compute()
-        if self.rank_model.routing is not None:
-            self.rank_model.routing.begin_step()
+        for statistics in (self.rank_model.routing, self.rank_model.predictions):
+            if statistics is not None:
+                statistics.begin_step()
         if self.recorder.detail and self.executor.channels is not None:
             self.executor.channels.time_messages()
         reduced_next = self.reduced_next()
@@ -251,12 +252,14 @@ class _Step:
         ):
             y = unit.run(x, batch, shared)
             if self.is_loss(stage, unit_index):
-                assert isinstance(y, Tensor)
+                assert not isinstance(y, RoutedOutput)
                 if batch.targets is None:
+                    assert isinstance(y, Tensor)
                     self.logits[number] = y
                 else:
                     self.add_loss(y, x, visit)
                 return
+            assert not isinstance(y, HeadLosses)
             y, balance = self.output_and_balance(y, unit, trains)
         if trains:
             self.kept[visit] = leaf, get_gradient_edge(y), balance
@@ -278,17 +281,21 @@ class _Step:
         routing.add(unit.layer, y)
         return y.x, y.balance if routing.balance_gradient else None
 
-    def add_loss(self, y: Tensor, x: Tensor | None, visit: Visit) -> None:
-        """Add a micro-batch's summed loss `y`; in training run its backward at once.
+    def add_loss(self, y: Tensor | HeadLosses, x: Tensor | None, visit: Visit) -> None:
+        """Add a micro-batch's summed losses `y`; in training run their backward at once.
 
         The loss computes its gradients in forward, chunk by chunk, so its backward only multiplies them. A later backward would keep the
         head's weight gradient, `(vocab, hidden)`, for every micro-batch in flight.
         """
-        y = y if self.valid is None else y / self.valid.to(y.dtype)
-        self.loss += y.detach()
-        if y.requires_grad:
+        loss = y.tokens if isinstance(y, HeadLosses) else y
+        loss = loss if self.valid is None else loss / self.valid.to(loss.dtype)
+        self.loss += loss.detach()
+        if isinstance(y, HeadLosses):
+            assert self.rank_model.predictions is not None
+            loss = loss + self.rank_model.predictions.add(y, self.valid, self.rank_model.routing)
+        if loss.requires_grad:
             assert x is not None
-            y.backward()
+            loss.backward()
             self.exchange.pass_on("gradient", visit, _gradient_of(x))
 
     def shared_inputs(self, number: int) -> SharedInputs:

@@ -35,10 +35,14 @@ class RoutingStatistics:
     ) -> None:
         self.balance_gradient = weight / global_batch
         """Gradient of the step's loss with respect to the balance loss of each sequence and layer."""
-        self._routed_layers = sum(spec.routed(layer) for layer in range(spec.layers))
+        layers = spec.layers + spec.prediction_depth
+        self._routed_layers = sum(spec.routed(layer) for layer in range(layers))
         self._global_batch, self._biases, self._bias_step = global_batch, biases, bias_step
-        self.sums = torch.zeros(spec.layers, 1 + spec.experts, dtype=torch.float64, device=device)
-        """`(layers, 1 + experts)`: by layer the sum of balance losses, then the number of tokens of each expert."""
+        self.sums = torch.zeros(layers, 1 + spec.experts, dtype=torch.float64, device=device)
+        """`(layers, 1 + experts)`: by layer the sum of balance losses, then the number of tokens of each expert.
+
+        Prediction modules follow the layers.
+        """
 
     def begin_step(self) -> None:
         """Set all sums to 0."""

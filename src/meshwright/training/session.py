@@ -121,6 +121,7 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
         "loss_chunk": run.train.loss_chunk,
         "balance_loss": run.train.balance_loss,
         "balance_bias": run.train.balance_bias,
+        "prediction_loss": run.train.prediction_loss,
     }
     engine = build_engine(run.model, plan, mesh, seed=run.seed, on_phase_end=clock.end, **losses)
     clock.end("model")
