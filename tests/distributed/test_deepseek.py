@@ -146,7 +146,9 @@ def sharded(
             for name, parts in engine.weights.items()
         }
         further = figures[6 : 6 + (spec.prediction_depth > 0)]
-        results.append({"loss": figures[0], "norm": figures[1], "further": further, "gradients": gradients, "weights": weights})
+        results.append(
+            {"loss": figures[0], "norm": figures[1], "further": further, "gradients": gradients, "weights": weights}
+        )
     if store is not None:
         store.save(steps.stop, {parts.name: parts for parts in optimizer.state()}, {}, {})
     return results

@@ -102,7 +102,9 @@ def test_losses_and_every_gradient_equal_transformers(tmp_path: Path, monkeypatc
         (their_next + 0.7 * their_further).backward()
     losses = ours.losses(tokens, targets)
     (losses.tokens + 0.7 * losses.further).backward()
-    assert torch.allclose(losses.tokens, their_next, rtol=1e-10) and torch.allclose(losses.further, their_further, rtol=1e-10)
+    assert torch.allclose(losses.tokens, their_next, rtol=1e-10) and torch.allclose(
+        losses.further, their_further, rtol=1e-10
+    )
     assert torch.equal(losses.tokens, ours(tokens, targets=targets))
     gradients = {name: weight.grad for name, weight in main.named_parameters()}
     layers, count = dict(enumerate(further.layers)), SMALL["num_hidden_layers"]
@@ -116,7 +118,11 @@ def test_losses_and_every_gradient_equal_transformers(tmp_path: Path, monkeypatc
         if name.startswith("predictions.") and part in OUTSIDE:
             exact = getattr(layers[int(depth)], OUTSIDE[part]).weight.grad
         else:
-            renamed = name.replace(f"predictions.{depth}.block", f"layers.{count + int(depth or 0)}") if "block" in name else name
+            renamed = (
+                name.replace(f"predictions.{depth}.block", f"layers.{count + int(depth or 0)}")
+                if "block" in name
+                else name
+            )
             exact = as_ours(renamed, gradients, "q_b_proj")
         assert (weight.grad - exact).norm() <= 1e-9 * exact.norm(), name
 
@@ -150,7 +156,9 @@ def test_packed_documents_have_the_losses_of_single_sequences(spec: ModelSpec) -
 
 def test_further_tokens_stay_in_the_document() -> None:
     tokens, targets = torch.tensor([[5, 6, 7, 8, 9]]), torch.tensor([[6, 7, 8, -1, 4]])
-    free, masked = (further_tokens(tokens, targets, documents, 2) for documents in (None, torch.tensor([[0, 0, 0, 1, 1]])))
+    free, masked = (
+        further_tokens(tokens, targets, documents, 2) for documents in (None, torch.tensor([[0, 0, 0, 1, 1]]))
+    )
     assert free.targets[0].T.tolist() == [[7, 8, -1, 4, -1], [8, -1, 4, -1, -1]]
     assert masked.targets[0].T.tolist() == [[7, 8, -1, 4, -1], [8, -1, -1, -1, -1]]
     assert free.inputs[0, :4, 0].tolist() == [6, 7, 8, 9] and free.inputs[0, :3, 1].tolist() == [7, 8, 9]
@@ -170,12 +178,16 @@ def test_folders_hold_the_modules_as_further_layers(tmp_path: Path) -> None:
     for (name, before), (_, after) in zip(ours.named_parameters(), again.named_parameters(), strict=True):
         assert torch.equal(before, after), name
     with open_model(folder) as stored:  # inference leaves them out
-        assert stored.spec == replace(spec, prediction_depth=0) and len(list(stored.tensors())) == len(parameters(stored.spec))
+        assert stored.spec == replace(spec, prediction_depth=0) and len(list(stored.tensors())) == len(
+            parameters(stored.spec)
+        )
     del tensors["model.layers.3.eh_proj.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(Damaged, match="no tensor model.layers.3.eh_proj.weight"):
         import_hf(folder)
-    main = {name: tensor for name, tensor in tensors.items() if not name.startswith(("model.layers.2", "model.layers.3"))}
+    main = {
+        name: tensor for name, tensor in tensors.items() if not name.startswith(("model.layers.2", "model.layers.3"))
+    }
     save_file(main, folder / "model.safetensors", metadata={"format": "pt"})  # as transformers writes it
     without, reader = import_hf(folder)
     assert without.prediction_depth == folder_spec(folder)["prediction_depth"] == 0

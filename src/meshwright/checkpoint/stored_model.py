@@ -59,8 +59,9 @@ class StoredModel:
 def open_model(folder: Path, *, contents: bool = True) -> Iterator[StoredModel]:
     """The model in `folder`: a run (its newest good checkpoint), one checkpoint, or a Hugging Face folder.
 
-    Modules that predict further tokens are left out: inference and evaluation do not use them. With `contents` a checkpoint is good if all its bytes are; else by the names and sizes of its files. Raises BadInput if the
-    folder is none of these, and Damaged if no checkpoint is good.
+    Modules that predict further tokens are left out: inference and evaluation do not use them. With `contents` a checkpoint is good if
+    all its bytes are; else by the names and sizes of its files. Raises BadInput if the folder is none of these, and Damaged if no
+    checkpoint is good.
     """
     if (folder / "config.json").exists():
         spec, weights = import_hf(folder)

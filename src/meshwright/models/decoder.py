@@ -39,8 +39,8 @@ class SharedInputs(NamedTuple):
 class Losses(NamedTuple):
     """Sums of the training loss as differentiable scalars.
 
-    `tokens`: losses of the next tokens; `balance`: balance losses over all sequences and layers with experts; `further`: losses of the tokens
-    that prediction modules predict, over all modules.
+    `tokens`: losses of the next tokens; `balance`: balance losses over all sequences and layers with experts; `further`: losses of the
+    tokens that prediction modules predict, over all modules.
     """
 
     tokens: Tensor
@@ -77,8 +77,8 @@ class Decoder(nn.Module):
         self.norm = Norm(spec.norm, spec.hidden, spec.norm_eps, plain)
         self.head = Head(None if spec.tied else _weight(spec.vocab_size, spec.hidden), loss_chunk, plain=plain)
         self.predictions = nn.ModuleList(
-            PredictionModule(spec, plain, Block(spec, plain, routed=spec.routed(spec.layers + depth)))
-            for depth in range(spec.prediction_depth)
+            PredictionModule(spec, plain, Block(spec, plain, routed=spec.experts > 0))
+            for _ in range(spec.prediction_depth)
         )
 
     def forward(
@@ -163,7 +163,9 @@ class Decoder(nn.Module):
         for depth, module in enumerate(self.predictions):
             assert isinstance(module, PredictionModule)
             # `block.forward` as `parallel` wraps it; the embedding of a token has no position, its hidden state has.
-            y = module.block.forward(module.join(hidden, self.embed(further.inputs[..., depth])), shared.rope, shared.mask)
+            y = module.block.forward(
+                module.join(hidden, self.embed(further.inputs[..., depth])), shared.rope, shared.mask
+            )
             if isinstance(y, RoutedOutput):
                 routed.append(y)
                 y = y.x

@@ -233,7 +233,11 @@ DEEPSEEK_V3 = replace(
     predictions={"token_norm": "enorm", "hidden_norm": "hnorm", "project": "eh_proj", "norm": "shared_head.norm"},
     prediction_copies={"embed": "embed_tokens", "head": "shared_head.head"},
     fixed={
-        **{key: value for key, value in DEEPSEEK_V2.fixed.items() if key not in ("normalised_routing", "prediction_depth")},
+        **{
+            key: value
+            for key, value in DEEPSEEK_V2.fixed.items()
+            if key not in ("normalised_routing", "prediction_depth")
+        },
         "router": "sigmoid",
     },
     from_config=_v3_fields,

@@ -101,7 +101,8 @@ def build_engine(
 
     `loss_chunk` is the number of tokens whose logits are in memory at a time. `plain` uses PyTorch operations instead of our kernels (the
     reference of the equality tests); `balance_loss` is the weight of the experts' balance losses, `balance_bias` the step of their biases,
-    `prediction_loss` the weight of the prediction modules' loss. `on_phase_end` is called with the name of each completed phase of the start (`events.start`).
+    `prediction_loss` the weight of the prediction modules' loss. `on_phase_end` is called with the name of each completed phase of the
+    start (`events.start`).
 
     Raises BadInput if the schedule does not exist for the plan's sizes.
     """

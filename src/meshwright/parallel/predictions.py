@@ -17,8 +17,8 @@ from meshwright.spec.model import ModelSpec
 class PredictionLoss:
     """The loss of a rank's prediction modules in one step, kept on the device.
 
-    The step's loss includes `weight` times the mean over modules of their token losses; like the loss of next tokens, each is divided by the
-    number of valid tokens (DeepSeek-V3, equations 24 and 25).
+    The step's loss includes `weight` times the mean over modules of their token losses. Like the loss of next tokens, each is divided by
+    the number of valid tokens (DeepSeek-V3, equations 24 and 25).
     """
 
     def __init__(self, spec: ModelSpec, weight: float, device: torch.device) -> None:

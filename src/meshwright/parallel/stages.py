@@ -47,9 +47,9 @@ class Unit:
     """One unit of a stage: the function that runs its forward, and its parameters.
 
     `run` maps the unit's input `(batch, seq, hidden)` (None for the embedding) to its output, or to the summed loss for the last unit with
-    targets (HeadLosses with further tokens); a block with experts also returns its balance loss and expert loads. `layer` is the index of a block in the model, None for the
-    other units. `kept_elements` estimates how many elements per token the forward saves for the backward (`workload.activations`);
-    `offloads` tells whether these are offloaded to host memory (`parallel.offload`).
+    targets (HeadLosses with further tokens); a block with experts also returns its balance loss and expert loads. `layer` is the index of
+    a block in the model, None for the other units. `kept_elements` estimates how many elements per token the forward saves for the
+    backward (`workload.activations`); `offloads` tells whether these are offloaded to host memory (`parallel.offload`).
     """
 
     run: UnitForward

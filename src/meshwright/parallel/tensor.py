@@ -8,9 +8,9 @@ gather and one scatter (Jiang et al. 2024, MegaScale §3.1).
 In latent attention each rank computes the latents of its own tokens. The projections of its heads gather them, as they are narrower than
 the residual stream; the shared part of the keys is gathered by itself.
 
-Some parameters are replicated on several ranks: norms, projections to latents and of prediction modules, biases after a reduce-scatter, learned positions, and
-key/value heads if there are fewer heads than ranks. Each rank computes their gradients from its own tokens or heads, and `TensorCopySums`
-adds them once a step.
+Some parameters are replicated on several ranks: norms, projections to latents and of prediction modules, biases after a reduce-scatter,
+learned positions, and key/value heads if there are fewer heads than ranks. Each rank computes their gradients from its own tokens or heads,
+and `TensorCopySums` adds them once a step.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ class ModelSpec:
     """Standard deviation of initial weights; projections back into the residual stream use it / √(2·layers)."""
 
     def routed(self, layer: int) -> bool:
-        """Whether block `layer` has experts in place of a dense feed-forward network; prediction modules follow the layers."""
+        """Whether block `layer` has experts in place of a dense feed-forward network; prediction modules have them too."""
         return self.experts > 0 and layer >= self.first_dense_layers
 
     @property
@@ -252,7 +252,7 @@ def prediction_parameters(spec: ModelSpec, depth: int) -> Iterator[ParameterSpec
     yield from _norm(f"{prefix}.token_norm", spec, spec.hidden)
     yield from _norm(f"{prefix}.hidden_norm", spec, spec.hidden)
     yield _matrix(f"{prefix}.project.weight", spec.hidden, 2 * spec.hidden, spec.init_std)
-    yield from _block(f"{prefix}.block", spec, spec.routed(spec.layers + depth))
+    yield from _block(f"{prefix}.block", spec, spec.experts > 0)
     yield from _norm(f"{prefix}.norm", spec, spec.hidden)
 
 
@@ -346,9 +346,7 @@ def flops_per_token(spec: ModelSpec, seq_len: int, *, causal: bool) -> float:
     activations are not counted. A prediction module counts as a layer, its projection and another use of the head.
     """
     matmul = sum(
-        _active(spec, parameter)
-        for parameter in parameters(spec)
-        if parameter.inside and len(parameter.shape) > 1
+        _active(spec, parameter) for parameter in parameters(spec) if parameter.inside and len(parameter.shape) > 1
     )
     matmul += (1 + spec.prediction_depth) * spec.vocab_size * spec.hidden
     layers, span = spec.layers + spec.prediction_depth, mean_span(spec.sliding_window, seq_len, causal)
