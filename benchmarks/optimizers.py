@@ -30,7 +30,9 @@ from meshwright.observe.environment import environment
 
 HELD_OUT = 128
 """Sequences of the loss at the end, equal for all batches."""
-ADAMW_RATES = (7.5e-4, 1.5e-3, 3e-3, 6e-3, 1.2e-2)
+ADAMW_RATES = (1.875e-4, 3.75e-4, 7.5e-4, 1.5e-3, 3e-3)
+MUON_RATES = (7.5e-4, 1.5e-3, 3e-3, 6e-3, 1.2e-2)
+SGD_RATES = (1.5e-2, 3e-2, 6e-2, 1.2e-1, 2.4e-1)
 LAMB_RATES = (5e-3, 1e-2, 2e-2, 4e-2, 8e-2)
 
 
@@ -49,9 +51,9 @@ class Configuration:
 
 CONFIGURATIONS = (
     Configuration("adamw", 1, ADAMW_RATES),
-    Configuration("muon", 1, ADAMW_RATES),
-    Configuration("sgd", 1, tuple(10 * rate for rate in ADAMW_RATES)),
-    Configuration("adamw", 4, ADAMW_RATES),
+    Configuration("muon", 1, MUON_RATES),
+    Configuration("sgd", 1, SGD_RATES),
+    Configuration("adamw", 4, tuple(2 * rate for rate in ADAMW_RATES)),
     Configuration("lamb", 4, LAMB_RATES),
     Configuration("lamb", 8, LAMB_RATES),
 )

@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 from meshwright.cli import data as data_command
 from meshwright.data import shards
 from meshwright.data.indexed import IndexedFile
-from meshwright.data.loader import Loader
 from meshwright.data.manifest import Manifest, open_directory, verify
 from meshwright.data.masks import MaskFile
 from meshwright.data.prepare import prepare
@@ -228,25 +227,6 @@ def test_a_killed_preparation_continues_to_the_same_bytes(tmp_path: Path, monkey
     assert prepare([str(file)], str(folder), tmp_path / "whole", **arguments).reused
 
 
-def test_batches_have_targets_where_the_mask_is_set(tmp_path: Path) -> None:
-    out = prepared_chats(tmp_path, marked(CHATML), CHATS * 3, shard_tokens=300)
-    tokens, mask = (np.concatenate(column) for column in zip(*documents(out), strict=True))
-    starts = np.cumsum([0, *(len(document) for document, _ in documents(out))])
-    seq, spec = 40, DataSpec(mix={str(out): 1.0}, document_mask=True)
-    source = open_data(spec, seq_len=seq, seed=1)
-    assert source.windows == (len(tokens) - 1) // seq and source.bytes_per_token is None
-    for index in range(source.windows):
-        batch = source.samples([index])
-        (_, window), *_ = source._locate_samples([index])
-        at = np.arange(window * seq + 1, (window + 1) * seq + 1)
-        expected = np.where(mask[at] & ~np.isin(at, starts), tokens[at], -1)
-        assert batch.targets[0].tolist() == expected.tolist()
-        assert batch.tokens[0].tolist() == tokens[at - 1].tolist()
-    with Loader(source, global_batch=2, data_rank=0, data_ranks=1, micro_batch=2) as loader:
-        micro = next(loader)[0]
-    assert micro.targets is not None and micro.valid_tokens == (micro.targets >= 0).sum() > 0
-
-
 def test_masks_belong_to_the_digest_and_are_verified(tmp_path: Path) -> None:
     out = prepared_chats(tmp_path, marked(CHATML), CHATS)
     manifest = json.loads((out / "manifest.json").read_text())
@@ -285,14 +265,21 @@ def test_show_displays_the_mask(tmp_path: Path) -> None:
     command = ["prepare", str(file), "--tokenizer", str(folder), "--chat", "--out", str(tmp_path / "out")]
     answer = RUNNER.invoke(data_command.app, command)
     assert answer.exit_code == 0 and "document_mask: true" in answer.output, answer.output
-    show = ["show", str(tmp_path / "out"), "--step", "1", "--seq-len", "20", "--global-batch", "12", "--text"]
+    show = ["show", str(tmp_path / "out"), "--step", "1", "--seq-len", "36", "--global-batch", "12", "--text"]
     shown = json.loads(RUNNER.invoke(data_command.app, [*show, "--json"]).output)
-    stored = [(token, bit) for document in documents(tmp_path / "out") for token, bit in zip(*document, strict=True)]
+    stored = [list(zip(*document, strict=True)) for document in documents(tmp_path / "out")]
     tokenizer: Tokenizer = byte_level()
-    source = open_data(DataSpec(mix={str(tmp_path / "out"): 1.0}), seq_len=20, seed=0)
+    long = [document for document in stored if len(document) > 37]
+    left_out = [document for document in long if not any(bit for _, bit in document[:37])]
+    lost = sum(len(document) - (0 if document in left_out else 37) for document in long)
+    assert shown["packing"][str(tmp_path / "out")] == {
+        "conversations": len(CHATS) - len(left_out), "sequences": 3, "truncated": len(long) - len(left_out), "left_out": len(left_out),
+        "lost_tokens": lost,
+    }  # fmt: skip
+    assert len(long) > len(left_out) > 0
     for sample in shown["samples"]:
-        ((_, window),) = source._locate_samples([sample["global_index"]])
-        part = stored[window * 20 : window * 20 + 20]
+        part = [pair for text in sample["documents"] for pair in stored[text["id"] - 1][text["start"] : text["end"]]]
+        assert sample["tokens"] == len(part) <= 36
         in_ranges = {token for start, stop in sample["trained"] for token in range(start, stop)}
         assert in_ranges == {number for number, (_, bit) in enumerate(part) if bit}
         for trained in (True, False):
@@ -303,10 +290,11 @@ def test_show_displays_the_mask(tmp_path: Path) -> None:
     assert any(sample["trained"] for sample in shown["samples"])
     lines = RUNNER.invoke(data_command.app, show).output
     assert "tokens are trained on, between « and »" in lines and "<|im_end|>»" in lines
+    assert "1 more are left out, as" in lines and f"{lost:,} tokens are not read" in lines
 
 
 def test_chats_and_texts_in_one_mixture(tmp_path: Path) -> None:
-    out, seq = prepared_chats(tmp_path, marked(CHATML), CHATS * 2), 16
+    out, seq = prepared_chats(tmp_path, marked(CHATML), CHATS * 2), 40
     text = tmp_path / "text.txt"
     text.write_text("A text without any chat. " * 40)
     prepare([str(text)], str(tmp_path / "model"), tmp_path / "text")

@@ -42,7 +42,16 @@ GPT = ModelSpec(
     norm="layernorm", mlp="gelu", bias=True, tied=True, init_std=0.2,
 )  # fmt: skip
 ADAMW = AdamWSpec()
-TRAIN = TrainSpec(steps=STEPS, global_batch=BATCH, seq_len=SEQ, learning_rate=RATE, clip_norm=CLIP, balance_loss=0.3)
+TRAIN = TrainSpec(
+    steps=STEPS,
+    global_batch=BATCH,
+    seq_len=SEQ,
+    learning_rate=RATE,
+    clip_norm=CLIP,
+    balance_loss=0.3,
+    z_loss=0.02,
+    router_z_loss=0.03,
+)
 BF16_BOUND = 0.15
 """Relative error of a bf16 gradient against fp64; largest for query and key weights, whose terms cancel in the softmax."""
 BF16_LAYOUT_BOUND = 1e-5
@@ -87,15 +96,33 @@ def one_device(spec: ModelSpec, masked: bool = True) -> list[dict[str, Any]]:
         tokens, targets, *packed = batch(step, spec)
         positions, documents = packed if masked else (None, None)
         optimizer.zero_grad()
-        loss, balance, _ = model.losses(tokens, targets, positions=positions, documents=documents)
-        loss = loss / (targets >= 0).sum()
-        (loss + TRAIN.balance_loss * balance / BATCH).backward()
+        loss, z_loss, others = mean_losses(model, tokens, targets, positions, documents)
+        (loss + TRAIN.z_loss * z_loss + others).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         gradients = {name: weight.grad.clone() for name, weight in model.named_parameters()}
         optimizer.step()
         weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-        steps.append({"loss": loss.item(), "norm": norm.item(), "gradients": gradients, "weights": weights})
+        losses = {"loss": loss.item(), "z_loss": z_loss.item()}
+        steps.append({**losses, "norm": norm.item(), "gradients": gradients, "weights": weights})
     return steps
+
+
+def mean_losses(
+    model: Decoder, tokens: torch.Tensor, targets: torch.Tensor, positions: Any, documents: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Cross-entropy, z-loss before its weight, and the weighted losses of the routers, from the logits of head and routers."""
+    router_logits: list[torch.Tensor] = []
+    routers = [module for name, module in model.named_modules() if name.endswith("moe.router")]
+    hooks = [router.register_forward_hook(lambda _, inputs, out: router_logits.append(out)) for router in routers]
+    x, balance = model._run_blocks(tokens, positions, documents)
+    logits = model.logits_or_loss(x, None)
+    for hook in hooks:
+        hook.remove()
+    trained = targets >= 0
+    z_loss = logits[trained].exp().sum(-1).log().square().mean()
+    router_z_loss = sum(each.exp().sum(-1).log().square().mean() for each in router_logits)
+    others = TRAIN.balance_loss * balance / BATCH + TRAIN.router_z_loss * router_z_loss
+    return torch.nn.functional.cross_entropy(logits[trained], targets[trained]), z_loss, others
 
 
 def sharded(
@@ -114,7 +141,8 @@ def sharded(
         torch._dynamo.reset()  # what other cases compiled counts against a limit
     mesh = build_mesh(plan, world)
     is_fp64 = plan.precision.compute == "fp64"
-    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=is_fp64, balance_loss=TRAIN.balance_loss)
+    losses = {"balance_loss": TRAIN.balance_loss, "z_loss": TRAIN.z_loss, "router_z_loss": TRAIN.router_z_loss}
+    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=is_fp64, **losses)
     model, optimizer = engine.model, Optimizer(engine.model, spec, TRAIN, engine.weights, engine.host_offloaded)
     micro, samples_per_rank = plan.batch.micro_batch, BATCH // mesh.data_ranks
     step_results = []
@@ -128,7 +156,8 @@ def sharded(
         if not masked:
             batches = [replace(batch, positions=None, documents=None) for batch in batches]
         valid = count_valid(batches, mesh)[0] * factor
-        loss = mesh.sum_over_all(engine.executor.play(engine.training, batches, NullRecorder(), valid))
+        loss = engine.executor.play(engine.training, batches, NullRecorder(), valid)
+        loss, z_loss = mesh.sum_over_all(torch.stack([loss, engine.executor.z_loss])).tolist()
         norm = gradient_norm(local_gradients(model, engine.duplicate_rows), mesh.model_copy_group, mesh.device)
         clip = clip_factor(norm, CLIP)
         whole = assemble_whole({name: weight.grad for name, weight in model.named_parameters()}, spec, mesh)
@@ -137,7 +166,8 @@ def sharded(
         # The last ones alone: a wrong update shows in them and in the gradients between.
         last = {name: weight.detach() for name, weight in model.named_parameters()} if step + 1 == steps else {}
         weights = assemble_whole(last, spec, mesh)
-        step_results.append({"loss": loss.item(), "norm": norm.item(), "gradients": gradients, "weights": weights})
+        losses = {"loss": loss, "z_loss": z_loss}
+        step_results.append({**losses, "norm": norm.item(), "gradients": gradients, "weights": weights})
     return step_results
 
 
@@ -220,7 +250,8 @@ def compare(
     for steps in results:
         assert steps[-1]["weights"] or not weights, "a run tells the weights it ends with"
         for actual, want in zip(steps, truth, strict=True):
-            assert actual["loss"] == pytest.approx(want["loss"], rel=bound)
+            for loss in {"loss", "z_loss"} & actual.keys() & want.keys():
+                assert actual[loss] == pytest.approx(want[loss], rel=bound)
             assert actual["norm"] == pytest.approx(want["norm"], rel=bound)
             for quantity in ("gradients", "weights") if weights and actual["weights"] else ("gradients",):
                 errors = {name: worst(value, want[quantity][name]) for name, value in actual[quantity].items()}

@@ -216,6 +216,9 @@ def test_a_wrong_weight_of_the_balance_loss_is_noticed(pool: Pool) -> None:
         )
 
 
+LOSSES = {"balance_loss": 0.3, "z_loss": 0.02, "router_z_loss": 0.03}
+
+
 def routed(world: Any, case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """After two equal steps: balance losses and tokens of each expert, by layer and summed over ranks, and the step's figures."""
     from meshwright.data.loader import MicroBatch
@@ -228,7 +231,7 @@ def routed(world: Any, case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 
     plan = case.plan
     mesh = build_mesh(plan, world)
-    engine = build_engine(SHARED, plan, mesh, loss_chunk=5, seed=0, plain=True, balance_loss=0.3)
+    engine = build_engine(SHARED, plan, mesh, loss_chunk=5, seed=0, plain=True, **LOSSES)
     optimizer, samples_per_rank = Optimizer(engine.model, SHARED, TRAIN, engine.weights), BATCH // mesh.data_ranks
     first = mesh.data_rank * samples_per_rank
     micro_batches = [
@@ -242,7 +245,7 @@ def routed(world: Any, case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Te
             engine, optimizer, mesh, batches, learning_rate=0.0, clip_norm=None, recorder=NullRecorder()
         )
     assert engine.executor.rank_model.routing is not None
-    return engine.executor.rank_model.routing.sums[:, 0], engine.executor.rank_model.routing.sums[:, 1:], figures.values
+    return engine.executor.rank_model.routing.sums[:, 0], engine.executor.rank_model.routing.sums[:, 2:], figures.values
 
 
 @pytest.fixture(scope="module")
@@ -273,6 +276,7 @@ def test_routing_is_counted_once(
     assert load.sum(1).tolist() == [0.0] + [BATCH * SEQ * SHARED.experts_per_token] * 3
     assert values[6] == pytest.approx(float(balance.sum()) / (3 * BATCH))
     assert values[7] == pytest.approx(float((load[1:].amax(1) / load[1:].mean(1)).max()))
+    assert (values[8:] > 1).all(), "router z-loss and z-loss are of every token"
 
 
 SHALLOW = [

@@ -55,7 +55,7 @@ def test_the_page_from_a_foreign_model_to_its_server(tmp_path: Path) -> None:
         command = ["bash", "-euo", "pipefail", "-c", text]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
-    source = open_data(DataSpec(mix={str(tmp_path / "chats"): 1.0}), seq_len=16, seed=0)
+    source = open_data(DataSpec(mix={str(tmp_path / "chats"): 1.0}), seq_len=32, seed=0)
     stored = source.sources[str(tmp_path / "chats")].stream
     mask = stored.read_mask(0, 100)
     start = int(mask.argmax())

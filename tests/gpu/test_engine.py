@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tests.gpu.runs import LIMIT, needs
 from tests.models.tiny import GPT2, LLAMA, MIXTRAL, QWEN3, SLIDING, built
 from tests.serve.helpers import PROMPTS, newer, record_logits, save_run, texts, tiny
 
@@ -69,3 +72,11 @@ def test_graphs_compute_with_newer_weights(tmp_path: Path) -> None:
     assert texts(engine) == before != after
     engine.load_weights(save_run(tmp_path / "run", newer(LLAMA)))
     assert texts(engine) == after
+
+
+def test_two_tensor_ranks_with_graphs_end_after_their_last_request() -> None:
+    needs(2)
+    script = Path(__file__).parents[2] / "benchmarks" / "serve_offline.py"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    options = ["--repeats", "0", "--decode", "1", "--decode-prompt", "64", "--context", "512"]
+    subprocess.run([*launcher, str(script), *options], check=True, timeout=LIMIT)

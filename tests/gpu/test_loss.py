@@ -25,12 +25,16 @@ def slopes_agree(tokens: int, columns: int, dtype: torch.dtype, device: str) -> 
     logits[:, columns - columns // 5 :] = -torch.inf  # what an unaligned vocabulary is padded with
     targets = torch.randint(0, columns - columns // 5, (tokens,), device=device)
     targets[::5] = -1
-    loss, slope = _gradient_eager(logits, targets)
-    losses = gradient_in_place(logits, targets)
-    assert losses[targets < 0].eq(0).all()
-    assert losses.sum().item() == pytest.approx(loss.item(), rel=1e-5)
-    step = torch.finfo(dtype).eps if dtype is torch.bfloat16 else 1e-4
-    assert ((logits - slope).float().abs() <= step * slope.float().abs() + 1e-7).all()
+    for z_loss in (0.0, 0.01):
+        sums, slope = _gradient_eager(logits, targets, z_loss)
+        in_place = logits.clone()
+        losses, squares = gradient_in_place(in_place, targets, z_loss)
+        assert losses[targets < 0].eq(0).all()
+        assert losses.sum().item() == pytest.approx(sums.loss.item(), rel=1e-5)
+        assert squares.sum().item() == pytest.approx(sums.squares.item(), rel=1e-5)
+        assert (sums.squares > 0) == (z_loss > 0 and tokens > 1)  # the only target of one token is left out
+        step = torch.finfo(dtype).eps if dtype is torch.bfloat16 else 1e-4
+        assert ((in_place - slope).float().abs() <= step * slope.float().abs() + 1e-7).all()
 
 
 def test_values_that_are_not_finite_reach_the_result() -> None:
@@ -39,17 +43,19 @@ def test_values_that_are_not_finite_reach_the_result() -> None:
     logits = torch.randn(3, 20000, device="cuda", dtype=torch.bfloat16)
     logits[1, 15000] = torch.nan
     logits[2, 3] = torch.inf
-    losses = gradient_in_place(logits, torch.tensor([0, 1, 2], device="cuda"))
+    losses, _ = gradient_in_place(logits, torch.tensor([0, 1, 2], device="cuda"))
     assert losses.isfinite().tolist() == [True, False, False]
 
 
-def test_head_and_loss_together() -> None:
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+def test_head_and_loss_together(z_loss: float) -> None:
     torch.manual_seed(0)
     hidden = torch.randn(700, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = (torch.randn(30001, 256, device="cuda") / 16).bfloat16().requires_grad_()
     targets = torch.randint(-1, 30001, (700,), device="cuda")
-    fast = linear_cross_entropy(hidden, weight, targets, 256)
-    by_torch = linear_cross_entropy(hidden.double(), weight.double(), targets, 256, plain=True)
+    fast, squares = linear_cross_entropy(hidden, weight, targets, 256, z_loss=z_loss)
+    by_torch, exact = linear_cross_entropy(hidden.double(), weight.double(), targets, 256, z_loss=z_loss, plain=True)
+    assert squares.item() == pytest.approx(exact.item(), rel=1e-3)
     assert fast.item() == pytest.approx(by_torch.item(), rel=1e-3)
     for ours, theirs in zip(
         torch.autograd.grad(fast, (hidden, weight)), torch.autograd.grad(by_torch, (hidden, weight)), strict=True

@@ -22,7 +22,7 @@ def tensors(dtype=torch.float64, device="cpu", tokens=TOKENS, hidden=HIDDEN, voc
 
 
 def value_and_gradients(hidden, weight, targets, chunk, *, plain=False, scale=1.0):
-    loss = linear_cross_entropy(hidden, weight, targets, chunk, plain=plain)
+    loss = linear_cross_entropy(hidden, weight, targets, chunk, plain=plain).loss
     return loss, *torch.autograd.grad(loss * scale, (hidden, weight))
 
 
@@ -95,7 +95,7 @@ def test_any_vocabulary_equals_plain(vocab, dtype):
         assert actual.shape == reference.shape and actual.is_contiguous()
         assert torch.allclose(actual, reference, rtol=bound, atol=bound)
     with torch.no_grad():
-        assert torch.allclose(linear_cross_entropy(h, w, targets, 8), expected[0], rtol=bound)
+        assert torch.allclose(linear_cross_entropy(h, w, targets, 8).loss, expected[0], rtol=bound)
 
 
 def test_the_weight_is_padded_once_per_call(monkeypatch):
@@ -109,17 +109,17 @@ def test_the_weight_is_padded_once_per_call(monkeypatch):
 
 def test_without_gradients_only_the_loss():
     h, w, targets = tensors()
-    expected = linear_cross_entropy(h, w, targets, 8, plain=True)
+    expected = linear_cross_entropy(h, w, targets, 8, plain=True).loss
     with torch.no_grad():
-        assert torch.allclose(linear_cross_entropy(h, w, targets, 8), expected, rtol=1e-13)
-    detached = linear_cross_entropy(h.detach(), w.detach(), targets, 8)
+        assert torch.allclose(linear_cross_entropy(h, w, targets, 8).loss, expected, rtol=1e-13)
+    detached = linear_cross_entropy(h.detach(), w.detach(), targets, 8).loss
     assert not detached.requires_grad
     assert torch.allclose(detached, expected, rtol=1e-13)
 
 
 def test_a_frozen_head_costs_no_weight_gradient():
     h, w, targets = tensors()
-    loss = linear_cross_entropy(h, w.detach(), targets, 8)
+    loss = linear_cross_entropy(h, w.detach(), targets, 8).loss
     loss.backward()
     expected = value_and_gradients(h, w, targets, 8, plain=True)[1]
     assert h.grad is not None
@@ -131,6 +131,23 @@ def test_nothing_to_predict_is_zero():
     loss, *gradients = value_and_gradients(h, w, torch.full_like(targets, -100), 8)
     assert loss == 0
     assert all(not g.any() for g in gradients)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("vocab", [48, 50])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_the_z_loss_is_in_the_gradient_and_beside_the_cross_entropy(dtype, bound, vocab, plain):
+    h, w, targets = tensors(dtype, vocab=vocab)
+    trained = targets >= 0
+    logits = h @ w.t()
+    cross_entropy = torch.nn.functional.cross_entropy(logits[trained], targets[trained], reduction="sum")
+    squares = logits[trained].exp().sum(-1).log().square().sum()
+    expected = torch.autograd.grad(0.37 * (cross_entropy + 0.2 * squares), (h, w))
+    sums = linear_cross_entropy(h, w, targets, 7, z_loss=0.2, plain=plain)
+    assert torch.allclose(sums.loss, cross_entropy, rtol=bound)
+    assert torch.allclose(sums.squares, squares, rtol=bound) and not sums.squares.requires_grad
+    for ours, theirs in zip(torch.autograd.grad(0.37 * sums.loss, (h, w)), expected, strict=True):
+        assert torch.allclose(ours, theirs, rtol=bound, atol=bound)
 
 
 @pytest.mark.gpu
@@ -145,8 +162,8 @@ def test_cuda_within_bfloat16():
 def test_the_slope_knows_nothing_of_padding():
     h, w, targets = (tensor.detach() for tensor in tensors())
     bare, padded = h @ w.t(), kernels._logits(h, kernels.pad_vocabulary(w), VOCAB)
-    loss, gradient = kernels._gradient_eager(bare, targets)
-    padded_loss, padded_gradient = kernels._gradient_eager(padded, targets)
-    assert torch.allclose(loss, padded_loss, rtol=1e-13)
+    sums, gradient = kernels._gradient_eager(bare, targets, 0.1)
+    padded_sums, padded_gradient = kernels._gradient_eager(padded, targets, 0.1)
+    assert torch.allclose(torch.stack(sums), torch.stack(padded_sums), rtol=1e-13)
     assert torch.allclose(gradient, padded_gradient[:, :VOCAB], rtol=0, atol=1e-14)
     assert not padded_gradient[:, VOCAB:].any()

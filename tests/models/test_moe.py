@@ -93,6 +93,19 @@ def test_the_balance_loss_reaches_the_router() -> None:
     assert moe(x).balance < before
 
 
+def test_the_squares_of_the_router_z_loss_are_those_of_its_logits() -> None:
+    moe, x = mixture_of("mixtral"), some_input(batch=3)
+    assert moe(x).squares == 0
+    moe.z_loss = True
+    squares = moe(x).squares
+    expected = moe.router(x).exp().sum(-1).log().square().sum()
+    assert torch.allclose(squares, expected, rtol=1e-12)
+    for ours, theirs in zip(
+        *(torch.autograd.grad(each, moe.router.weight) for each in (squares, expected)), strict=True
+    ):
+        assert torch.allclose(ours, theirs, rtol=1e-10)
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
 @pytest.mark.parametrize("model_name", ["mixtral", "shared expert"])
 def test_a_block_compiles_whole(model_name: str) -> None:
@@ -100,6 +113,7 @@ def test_a_block_compiles_whole(model_name: str) -> None:
     results = []
     for wrap in (False, True):
         for block in model.layers.values():
+            block.moe.z_loss = True
             block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager") if wrap else block.forward
         loss, balance, _ = model.losses(tokens, tokens)
         results.append([loss, balance, *torch.autograd.grad(loss + balance, tuple(model.parameters()))])

@@ -74,7 +74,7 @@ class CacheModel:
         """
         if fails:
             self.failed |= {part.request.number for part in step.parts}
-        assert 0 < sum(part.count for part in step.parts) == step.tokens <= self.policy.limits.tokens
+        assert 0 < sum(part.count for part in step.parts) == step.tokens <= self.policy.limits.tokens + step.decodes
         assert self.policy.running <= self.policy.limits.sequences
         assert len({part.request.number for part in step.parts}) == len(step.parts)
         self._check_unchanged(step)

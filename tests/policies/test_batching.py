@@ -46,16 +46,16 @@ def test_a_prompt_is_computed_in_chunks_and_then_decoded() -> None:
     assert policy.cache.pools[0].free == 64
 
 
-def test_decodes_come_before_chunks_within_the_budget() -> None:
+def test_decodes_come_before_chunks_and_beside_the_budget() -> None:
     policy = make_policy(tokens=8)
     policy.add(Request(1, range(3), 9))
     advance(policy)
     policy.add(Request(2, range(20), 9))
     policy.add(Request(3, range(2), 9))
-    assert advance(policy) == [(1, 3, 1), (2, 0, 7)]
-    assert advance(policy) == [(1, 4, 1), (2, 7, 7)]
-    assert advance(policy) == [(1, 5, 1), (2, 14, 6), (3, 0, 1)]
-    assert advance(policy) == [(1, 6, 1), (2, 20, 1), (3, 1, 1)]
+    assert advance(policy) == [(1, 3, 1), (2, 0, 8)]
+    assert advance(policy) == [(1, 4, 1), (2, 8, 8)]
+    assert advance(policy) == [(1, 5, 1), (2, 16, 4), (3, 0, 2)]
+    assert advance(policy) == [(1, 6, 1), (2, 20, 1), (3, 2, 1)]
 
 
 def test_a_step_planned_ahead_counts_the_tokens_in_flight() -> None:
@@ -236,15 +236,15 @@ def test_draft_tokens_are_verified_and_the_next_step_begins_after_the_accepted()
 def test_a_step_that_fails_ends_its_requests_only() -> None:
     policy = make_policy(tokens=8)
     policy.add(Request(1, range(8), 9))
-    policy.add(Request(2, range(8), 9))
+    policy.add(Request(2, range(9), 9))
     first = policy.next_step(0.0)
     second = policy.next_step(0.0)
-    assert parts_of(second) == [(1, 8, 1), (2, 0, 7)]
+    assert parts_of(second) == [(1, 8, 1), (2, 0, 8)]
     policy.fail(first)
     assert policy.drain_ended() == [Ended(1, "failed", 0)]
     policy.complete(second, [7])
     # The prompt of the first is not in the cache: the second has computed its own.
-    assert advance(policy) == [(2, 7, 1)]
+    assert advance(policy) == [(2, 8, 1)]
 
 
 def test_an_impossible_request_is_refused() -> None:
@@ -257,7 +257,7 @@ def test_an_impossible_request_is_refused() -> None:
     with pytest.raises(BadInput, match="at least one"):
         policy.add(Request(3, [], 8))
     with pytest.raises(BadInput, match="limits of a batch"):
-        BatchLimits(tokens=4, sequences=5)
+        BatchLimits(tokens=0, sequences=5)
 
 
 def test_a_repeated_step_ends_before_blocks_run_out_and_at_the_end_of_a_request() -> None:

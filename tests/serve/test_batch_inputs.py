@@ -51,7 +51,7 @@ class Player:
             blocks=CONTEXT // SIZE,
             groups=len(groups),
             tokens_per_block=SIZE,
-            step_tokens=STEP_TOKENS,
+            step_tokens=STEP_TOKENS + SEQUENCES,
             device=torch.device("cpu"),
             prompt_unit=unit,
         )

@@ -235,7 +235,10 @@ def _sentences(prepared: Prepared) -> str:
 
 
 def _step_lines(shown: dict[str, Any]) -> str:
-    lines = [f"step {shown['step']}"]
+    from meshwright.data.conversations import PackingCounts
+
+    lines = [f"{name}: {PackingCounts(**counts)}" for name, counts in shown.get("packing", {}).items()]
+    lines.append(f"step {shown['step']}")
     for sample in shown["samples"]:
         lines.append(f"sample {sample['global_index']} from {sample['source']}, {sample['tokens']} tokens")
         lines += [f"  {d['file']} [{d['id']}] tokens {d['start']}-{d['end']}" for d in sample["documents"]]

@@ -57,6 +57,8 @@ def evaluate(
         meshwright eval exported-model --data corpus/held_out --seq-len 1024 --json
     """
     result = _evaluate(model_folder(model), data, seq_len, batch, batches, plan)
+    if not result.tokens:
+        raise BadInput("the samples have no token that is trained on; raise --batches or --seq-len")
     answer = {
         "loss": result.loss,
         "perplexity": result.perplexity,

@@ -86,6 +86,11 @@ class IndexedFile:
             document += SPANS_AT_ONCE
         return spans
 
+    def document_bounds(self) -> np.ndarray:
+        """Where each document begins, in tokens, and where the last one ends: `(documents + 1,)` int64, from the whole index."""
+        pointers = self._pointers.read(0, self.sequences) // self.dtype.itemsize
+        return np.append(pointers, self.tokens)[self._document_starts.read(0, self.documents + 1)].astype(np.int64)
+
     def document_length(self, document: int) -> int:
         """Tokens of one document."""
         (span,) = self._spans(document, document + 1)

@@ -78,8 +78,13 @@ class Manifest:
         return sum(shard.text_bytes for shard in self.shards)
 
     @property
+    def masked(self) -> bool:
+        """Whether the shards are of chats."""
+        return any("mask" in shard.digest for shard in self.shards)
+
+    @property
     def version(self) -> int:
-        return WITH_MASKS if any("mask" in shard.digest for shard in self.shards) else VERSION
+        return WITH_MASKS if self.masked else VERSION
 
     def write(self, directory: Path) -> None:
         """Write `manifest.json` whole or not at all."""

@@ -1,7 +1,8 @@
 """Documents laid end to end and cut into windows of one fixed length, so that nothing recompiles.
 
-Window w of a source is tokens [w*S, w*S + S] of its stream: S inputs, and the same shifted by one as targets. Where
-documents begin is read from the index on every rank and never sent. The tail that does not fill a window is dropped.
+Window w of a text source is tokens [w*S, w*S + S] of its stream: S inputs, and the same shifted by one as targets. Where
+documents begin is read from the index on every rank and never sent. The tail that does not fill a window is dropped. Chats are packed whole
+(`data.conversations`).
 """
 
 from __future__ import annotations
@@ -41,6 +42,17 @@ class Packed:
     targets: np.ndarray
     positions: np.ndarray
     documents: np.ndarray
+
+
+class WindowTokens(NamedTuple):
+    """Tokens `(seq + 1,)` int64 of a window, where documents begin in it, 0 first, and which of them are trained on.
+
+    `trained` `(seq + 1,)` bool; None: all.
+    """
+
+    tokens: np.ndarray
+    begins: np.ndarray
+    trained: np.ndarray | None
 
 
 class TokenStream:
@@ -97,6 +109,16 @@ class TokenStream:
         pairs = set(zip(first.tolist(), last.tolist(), strict=True))
         return {number for begin, end in pairs for number in range(begin, end + 1)}
 
+    def files_at(self, offsets: np.ndarray) -> set[int]:
+        """The numbers of the files that hold these tokens of the stream."""
+        return set((np.searchsorted(self._starts, offsets, side="right") - 1).tolist())
+
+    def document_ranges(self) -> tuple[np.ndarray, np.ndarray]:
+        """Where each document begins in the stream, and its tokens, `(documents,)` int64 each."""
+        bounds = [file.document_bounds() for file in self.files]
+        starts = [start + bound[:-1] for start, bound in zip(self._starts, bounds, strict=False)]
+        return np.concatenate(starts), np.concatenate([np.diff(bound) for bound in bounds])
+
     def locate(self, offset: int) -> tuple[IndexedFile, int]:
         """The file that holds a token of the stream, and the token's number there."""
         shard = bisect_right(self._starts, offset) - 1
@@ -112,6 +134,32 @@ class TokenStream:
                 ranges.append((shard, start - self._starts[shard], end - self._starts[shard]))
             start, shard = end, shard + 1
         return ranges
+
+
+class StreamWindows:
+    """The windows of a stream without masks, one after another."""
+
+    def __init__(self, stream: TokenStream, seq_len: int) -> None:
+        self._stream, self._seq_len = stream, seq_len
+        self.count = stream.windows(seq_len)
+
+    def read(self, window: int, with_documents: bool) -> WindowTokens:
+        """The tokens of a window; without `with_documents` as one document."""
+        start, stop = window * self._seq_len, (window + 1) * self._seq_len + 1
+        begins = self._stream.begins(start, stop) if with_documents else np.zeros(1, dtype=np.int64)
+        return WindowTokens(self._stream.read(start, stop), begins, None)
+
+    def parts(self, window: int) -> list[DocumentPart]:
+        """The documents of a window's inputs, each with the part that lies inside."""
+        return self._stream.parts(window * self._seq_len, (window + 1) * self._seq_len)
+
+    def files_of(self, windows: np.ndarray) -> set[int]:
+        """The numbers of the files that hold a part of these windows."""
+        return self._stream.files_of(windows, self._seq_len)
+
+    def locate(self, window: int, at: int) -> tuple[IndexedFile, int]:
+        """The file that holds token `at` of a window, and the token's number there."""
+        return self._stream.locate(window * self._seq_len + at)
 
 
 def pack(tokens: np.ndarray, begins: np.ndarray, document_mask: bool, trained: np.ndarray | None = None) -> Packed:

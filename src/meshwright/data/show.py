@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -21,8 +22,8 @@ def show_step(
     the run left out those of `skipped`. `start` and `end` are
     tokens within the document (end exclusive), `tokens` is how many the sample has. With `text` each sample also holds
     its decoded `text`. A sample of chats also has `trained`, the ranges [start, stop) of its tokens that are trained on, and
-    with `text` the `parts` of its text, each with `trained` and `text`. Raises BadInput for a step below 1, or when text
-    is asked of data whose tokenizer is not known.
+    with `text` the `parts` of its text, each with `trained` and `text`; `packing` has the
+    `PackingCounts` of each source of chats. Raises BadInput for a step below 1, or when text is asked of data whose tokenizer is not known.
     """
     if step < 1:
         raise BadInput(f"--step {step}: expected 1 or more; steps count from 1")
@@ -30,10 +31,12 @@ def show_step(
     samples = [source.describe(index) for index in indices]
     if text:
         for sample, ids, decode in _tokens(source, samples, indices):
+            ids = ids[: sample["tokens"]]
             sample["text"] = decode(ids)
             if "trained" in sample:
                 sample["parts"] = _parts(ids, sample["trained"], decode)
-    return {"step": step, "samples": samples}
+    packing = {name: asdict(each.packing) for name, each in source.sources.items() if each.packing}
+    return {"step": step, "samples": samples} | ({"packing": packing} if packing else {})
 
 
 def _tokens(

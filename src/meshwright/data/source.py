@@ -14,6 +14,7 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 
 from meshwright.data.chat_template import TEMPLATE
+from meshwright.data.conversations import ConversationWindows, PackingCounts
 from meshwright.data.corpus import STDLIB
 from meshwright.data.manifest import (
     HELD_OUT,
@@ -25,7 +26,7 @@ from meshwright.data.manifest import (
     held_out_beside,
     open_directory,
 )
-from meshwright.data.packing import Packed, TokenStream, pack
+from meshwright.data.packing import Packed, StreamWindows, TokenStream, pack
 from meshwright.data.verification import ShardVerifier
 from meshwright.policies.sample_order import Mixture
 from meshwright.spec.errors import BadInput, Damaged
@@ -83,15 +84,22 @@ def has_validation(spec: DataSpec, seq_len: int, stdlib: Path | None = None) -> 
 
 
 class Source:
-    """A prepared directory as a stream of windows. Raises BadInput if it is shorter than a window."""
+    """A prepared directory as windows: of chats whole conversations, of text a stream. Raises BadInput if there is no window."""
 
     def __init__(self, name: str, directory: PreparedDirectory, seq_len: int) -> None:
         self.name, self.directory, self.seq_len = name, directory, seq_len
         self.stream = TokenStream(
             [shard.file for shard in directory.shards], [shard.mask for shard in directory.shards]
         )
-        self.windows = self.stream.windows(seq_len)
+        self.layout: StreamWindows | ConversationWindows = StreamWindows(self.stream, seq_len)
+        if self.stream.masked:
+            assert directory.manifest is not None, "a manifest names the masks"
+            self.layout = ConversationWindows(self.stream, seq_len, directory.manifest.tokenizer.eos)
+        self.windows = self.layout.count
         if self.windows == 0:
+            if self.packing is not None:
+                few = f"no chat has a token to train on in its first train.seq_len {seq_len}"
+                raise BadInput(f"{directory.path}: {few}; raise it or add chats")
             need = f"train.seq_len {seq_len} needs {seq_len + 1}"
             raise BadInput(f"{directory.path}: has {len(self.stream)} tokens, {need}; shorten it or add text")
         self._names = lru_cache(maxsize=16)(_DocumentNames)
@@ -99,6 +107,11 @@ class Source:
     @property
     def tokens(self) -> int:
         return len(self.stream)
+
+    @property
+    def packing(self) -> PackingCounts | None:
+        """How the conversations of chats are packed; None for text."""
+        return self.layout.counts if isinstance(self.layout, ConversationWindows) else None
 
     def check_sizes(self) -> None:
         """Raise Damaged if a file's size differs from its size at opening and in its manifest."""
@@ -117,8 +130,7 @@ class Source:
 
     def describe(self, window: int) -> list[dict[str, Any]]:
         """The documents of a window's inputs: file, id, and the tokens [start, end) of the document that are in it."""
-        start = window * self.seq_len
-        parts = self.stream.parts(start, start + self.seq_len)
+        parts = self.layout.parts(window)
         named = [(part, self._name_of(self.directory.shards[part.shard], part.document)) for part in parts]
         return [{"file": file, "id": ident, "start": part.start, "end": part.stop} for part, (file, ident) in named]
 
@@ -196,11 +208,11 @@ class DataSource:
 
     def record(self) -> dict[str, dict[str, str | None]]:
         """The record of each source in a checkpoint: the digests of its content and tokenizer, and the one its order follows from."""
-        directories = {source.name: source.directory for source in self._ordered}
         return {
-            name: {"content": directory.content_digest, "tokenizer": directory.tokenizer_digest}
-            | ({} if self.mixture is self._by_path else {"order": directory.order_digest})
-            for name, directory in directories.items()
+            source.name: {"content": source.directory.content_digest, "tokenizer": source.directory.tokenizer_digest}
+            | ({} if self.mixture is self._by_path else {"order": source.directory.order_digest})
+            | ({} if source.packing is None else {"packing": "whole conversations"})
+            for source in self._ordered
         }
 
     @property
@@ -222,7 +234,7 @@ class DataSource:
                 self._epochs[number] = epoch
                 source.check_sizes()
             if self._verifier is not None:
-                self._verify(number, source.stream.files_of(draws.window[of_source], self.seq_len))
+                self._verify(number, source.layout.files_of(draws.window[of_source]))
         if self._verifier is not None:
             self._verifier.check()
 
@@ -249,15 +261,16 @@ class DataSource:
     def describe(self, index: int) -> dict[str, Any]:
         """The origin of a global sample: `{global_index, source, documents: [{file, id, start, end}], tokens}`.
 
-        Of chats also `trained`: the ranges [start, stop) of its tokens that are trained on.
+        Of chats also `trained`: the ranges [start, stop) of its tokens that are trained on. `tokens` then leaves out those that fill the
+        sequence.
         """
         source, window = self._locate_samples([index])[0]
         documents = source.describe(window)
         described = {"global_index": index, "source": source.name, "documents": documents, "tokens": self.seq_len}
-        if not source.stream.masked:
+        if not isinstance(source.layout, ConversationWindows):
             return described
-        start = window * self.seq_len
-        return described | {"trained": _ranges(source.stream.read_mask(start, start + self.seq_len))}
+        trained = source.layout.trained(window)
+        return described | {"tokens": len(trained), "trained": _ranges(trained)}
 
     def unigram_entropy(self, samples: int) -> float:
         """Entropy in nats per token of the target tokens of the first `samples` samples, each token by its own
@@ -277,18 +290,15 @@ class DataSource:
         return [(self._ordered[s], int(w)) for s, w in zip(draws.source, draws.window, strict=True)]
 
     def _sample(self, source: Source, window: int) -> Packed:
-        start, stop = window * self.seq_len, (window + 1) * self.seq_len + 1
-        tokens = source.stream.read(start, stop)
+        tokens, begins, trained = source.layout.read(window, self.document_mask)
         if tokens.min() < 0 or (self._limit is not None and tokens.max() >= self._limit):
-            self._refuse(source, start, tokens)
-        begins = source.stream.begins(start, stop) if self.document_mask else np.zeros(1, dtype=np.int64)
-        trained = source.stream.read_mask(start, stop) if source.stream.masked else None
+            self._refuse(source, window, tokens)
         return pack(tokens, begins, self.document_mask, trained)
 
-    def _refuse(self, source: Source, start: int, tokens: np.ndarray) -> NoReturn:
+    def _refuse(self, source: Source, window: int, tokens: np.ndarray) -> NoReturn:
         limit = np.iinfo(np.int64).max if self._limit is None else self._limit
         at = int(np.flatnonzero((tokens < 0) | (tokens >= limit))[0])
-        file, token = source.stream.locate(start + at)
+        file, token = source.layout.locate(window, at)
         expected = "an id that is not negative" if self._limit is None else f"an id below model.vocab_size {limit}"
         offset = file.token_offset(token)
         raise Damaged(f"{file.bin_path}: offset {offset}: expected {expected}, found token {tokens[at]}")
@@ -334,7 +344,8 @@ def _validation_paths(spec: DataSpec, train: dict[str, Path], seq_len: int) -> d
         held_out = held_out_beside(path) if path.name != TRAIN else None
         return {spec.validation: held_out or path}
     beside = {name: held_out for name, path in train.items() if (held_out := held_out_beside(path))}
-    return {name: folder for name, folder in beside.items() if Manifest.read(folder).tokens > seq_len}
+    manifests = {name: Manifest.read(folder) for name, folder in beside.items()}
+    return {name: beside[name] for name, held_out in manifests.items() if held_out.masked or held_out.tokens > seq_len}
 
 
 def _check_tokenizers(sources: Sequence[Source], vocab_size: int | None) -> None:

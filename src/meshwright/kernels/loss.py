@@ -6,13 +6,16 @@ by the incoming gradient. So each chunk needs three matrix products, and none is
 With a vocabulary that is not a multiple of 8 (GPT-2's 50,257) rows do not begin at multiples of 16 bytes, and a GPU has
 only slow products for them. The weight is then padded once per call. Logits beyond the vocabulary are minus infinity, so
 that they change neither the softmax nor a gradient.
+
+The z-loss (Chowdhery et al. 2022, §5) is a weight times the mean of squared log-sum-exps. It adds one factor per token to
+the gradient: d(z · lse²) = 2 · z · lse · softmax.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,32 +31,58 @@ TILE = 64
 """An unaligned vocabulary is padded to a multiple of this; whole tiles cost no more time than a multiple of 8."""
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, *, plain: bool = False) -> Tensor:
-    """Sum of the tokens' cross-entropies as an fp32 scalar (fp64 for fp64 input); negative targets are ignored.
+class LossSums(NamedTuple):
+    """Sums over a head's trained tokens, scalars in fp32 (fp64 for fp64 input).
+
+    `loss`: cross-entropies. Its gradient also contains that of the z-loss. `squares`: squared log-sum-exps, without gradient;
+    0 if the z-loss has no weight.
+    """
+
+    loss: Tensor
+    squares: Tensor
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, *, z_loss: float = 0.0, plain: bool = False
+) -> LossSums:
+    """The sums of the tokens' losses; negative targets are ignored.
 
     hidden `(tokens, hidden)` and weight `(vocab, hidden)` have the dtype of the products; targets
-    `(tokens,)`. At most `chunk` tokens' logits exist at one time. `plain` computes torch's cross-entropy over all logits.
+    `(tokens,)`. At most `chunk` tokens' logits exist at one time. `z_loss` is the weight of the z-loss. `plain` computes torch's
+    cross-entropy over all logits.
     """
     if plain:
-        logits = F.linear(hidden, weight).to(accumulate_dtype(hidden.dtype))
-        return F.cross_entropy(logits, targets.clamp_min(-1), ignore_index=-1, reduction="sum")
+        return _plain_sums(F.linear(hidden, weight).to(accumulate_dtype(hidden.dtype)), targets, z_loss)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        return _LinearCrossEntropy.apply(hidden, weight, targets, chunk)
+        return LossSums(*_LinearCrossEntropy.apply(hidden, weight, targets, chunk, z_loss))
     return _loss_without_gradients(hidden, weight, targets, chunk)
+
+
+def _plain_sums(logits: Tensor, targets: Tensor, z_loss: float) -> LossSums:
+    loss = F.cross_entropy(logits, targets.clamp_min(-1), ignore_index=-1, reduction="sum")
+    if not z_loss:
+        return LossSums(loss, torch.zeros_like(loss))
+    squares = torch.where(targets >= 0, logits.logsumexp(-1).square(), 0.0).sum()
+    # The difference is 0, so that it adds to the gradient only.
+    return LossSums(loss + z_loss * (squares - squares.detach()), squares.detach())
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, z_loss: float
+    ) -> tuple[Tensor, Tensor]:
         wide = accumulate_dtype(hidden.dtype)
-        loss_and_gradient = _gradient_fused if hidden.is_cuda and hidden.element_size() <= 4 else _gradient_eager
-        loss = torch.zeros((), dtype=wide, device=hidden.device)
+        sums_and_gradient = _gradient_fused if hidden.is_cuda and hidden.element_size() <= 4 else _gradient_eager
+        loss, squares = (torch.zeros((), dtype=wide, device=hidden.device) for _ in range(2))
         hidden_grad = torch.empty_like(hidden)
         vocab, weight = weight.shape[0], pad_vocabulary(weight)
         weight_grad: Tensor | None = None
         for h, h_grad, t in zip(hidden.split(chunk), hidden_grad.split(chunk), targets.split(chunk), strict=True):
-            chunk_loss, logits_grad = loss_and_gradient(_logits(h, weight, vocab), t)
-            loss += chunk_loss
+            sums, logits_grad = sums_and_gradient(_logits(h, weight, vocab), t, z_loss)
+            loss += sums.loss
+            if z_loss:
+                squares += sums.squares
             torch.mm(logits_grad, weight, out=h_grad)
             if weight_grad is not None:
                 add_product(weight_grad, logits_grad.t(), h)
@@ -61,7 +90,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 weight_grad = matmul(logits_grad.t(), h, wide)
             del logits_grad  # so that only one chunk's logits are in memory during the next product
         ctx.save_for_backward(hidden_grad, None if weight_grad is None else weight_grad[:vocab])
-        return loss
+        ctx.mark_non_differentiable(squares)
+        return loss, squares
 
     @staticmethod
     @once_differentiable
@@ -70,16 +100,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden_grad, weight_grad = ctx.saved_tensors
         loss_grad, dtype = grad_outputs[0], hidden_grad.dtype
         scaled_weight = None if weight_grad is None else scale(weight_grad, loss_grad, dtype)
-        return scale(hidden_grad, loss_grad, dtype), scaled_weight, None, None
+        return scale(hidden_grad, loss_grad, dtype), scaled_weight, None, None, None
 
 
-def _loss_without_gradients(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+def _loss_without_gradients(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> LossSums:
     loss_of_logits = compile_once(_loss_of_logits) if hidden.is_cuda else _loss_of_logits
     loss = torch.zeros((), dtype=accumulate_dtype(hidden.dtype), device=hidden.device)
     vocab, weight = weight.shape[0], pad_vocabulary(weight)
     for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True):
         loss += loss_of_logits(_logits(h, weight, vocab), t)
-    return loss
+    return LossSums(loss, torch.zeros_like(loss))
 
 
 def pad_vocabulary(weight: Tensor) -> Tensor:
@@ -109,21 +139,28 @@ def _loss_of_logits(logits: Tensor, targets: Tensor) -> Tensor:
     return torch.where(targets >= 0, torch.logsumexp(wide, dim=-1) - target_logit, 0.0).sum()
 
 
-def _gradient_fused(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Summed loss of logits `(tokens, vocab)` and its gradient, written over the logits, in one kernel.
+def _gradient_fused(logits: Tensor, targets: Tensor, z_loss: float = 0.0) -> tuple[LossSums, Tensor]:
+    """The sums of logits `(tokens, vocab)` and the gradient, written over the logits, in one kernel.
 
     torch.compile would generate a reduction and another pass over all logits: 1.57 ms for 4,096 tokens of 128,256 logits on an H200.
     """
     from meshwright.kernels.loss_triton import gradient_in_place
 
-    return gradient_in_place(logits, targets).sum(), logits
+    losses, squares = gradient_in_place(logits, targets, z_loss)
+    return LossSums(losses.sum(), squares.sum() if z_loss else squares), logits
 
 
-def _gradient_eager(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def _gradient_eager(logits: Tensor, targets: Tensor, z_loss: float = 0.0) -> tuple[LossSums, Tensor]:
     """The same with few eager kernels: one buffer is converted in place from log-probabilities to the gradient."""
     buffer = torch.log_softmax(logits, dim=-1, dtype=accumulate_dtype(logits.dtype))
     column = targets.clamp_min(0)[:, None]
     valid = (targets >= 0)[:, None].to(buffer.dtype)
-    loss = -(buffer.gather(-1, column) * valid).sum()
-    buffer.exp_().scatter_add_(-1, column, -valid).mul_(valid)
-    return loss, buffer.to(logits.dtype)
+    target_log = buffer.gather(-1, column)
+    loss, squares = -(target_log * valid).sum(), buffer.new_zeros(())
+    buffer.exp_()
+    if z_loss:
+        total = (logits.gather(-1, column) - target_log) * valid
+        squares = total.square().sum()
+        buffer.mul_(1 + 2 * z_loss * total)
+    buffer.scatter_add_(-1, column, -valid).mul_(valid)
+    return LossSums(loss, squares), buffer.to(logits.dtype)

@@ -60,10 +60,10 @@ def check_unchanged(run: RunSpec, folder: Path, source: DataSource, note: Note) 
         return
     for name, now in source.record().items():
         recorded_digest = recorded.get(name) or _moved(recorded, now)
-        changed = [key for key in ("content", "tokenizer") if now[key] != recorded_digest.get(key)]
+        changed = [key for key in ("content", "tokenizer", "packing") if now.get(key) != recorded_digest.get(key)]
         if not changed:
             continue
-        digests = ", ".join(f"{key} (digest {recorded_digest.get(key)} then, {now[key]} now)" for key in changed)
+        digests = ", ".join(f"{key} (digest {recorded_digest.get(key)} then, {now.get(key)} now)" for key in changed)
         difference = f"data.mix: {name}: changed since {checkpoint}: {digests}"
         if run.data.changed == "refuse":
             raise BadInput(

@@ -75,6 +75,9 @@ def resolve_data(run: RunSpec, note: Note) -> RunSpec:
         note(f"preparing Python's standard library as training text in {stdlib_folder()}")
         ensure_stdlib(stdlib_folder(), shown=True)
     source = open_run_data(run)
+    for name, each in source.sources.items():
+        if each.packing is not None and each.packing.truncated:
+            note(f"{name}: {each.packing}")
     if run.model.vocab_size:
         return run
     if source.vocab_size is None:

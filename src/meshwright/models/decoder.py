@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from meshwright.kernels.attention import AttentionMask, attention, make_mask
 from meshwright.kernels.linear import Linear
-from meshwright.kernels.loss import linear_cross_entropy
+from meshwright.kernels.loss import LossSums, linear_cross_entropy
 from meshwright.kernels.rope import RotaryTables, rotary_tables, rotate
 from meshwright.models.dimension_checks import check_dimensions
 from meshwright.models.latent_attention import LatentAttention
@@ -49,9 +49,9 @@ class Losses(NamedTuple):
 
 
 class HeadLosses(NamedTuple):
-    """What the head computes with prediction modules: `tokens` and `further` as in Losses, and the modules' routers in `routed`."""
+    """What the head computes with prediction modules: the sums of next tokens, `further` as in Losses, and the modules' routers."""
 
-    tokens: Tensor
+    tokens: LossSums
     further: Tensor
     routed: tuple[RoutedOutput, ...]
 
@@ -60,11 +60,11 @@ class Decoder(nn.Module):
     """Token embedding, blocks, final norm, head, prediction modules.
 
     `plain` selects the reference implementation of all kernels, which uses PyTorch operators only; `loss_chunk` is the number of tokens
-    whose logits are in memory at a time in training. Create it under `torch.device("meta")` and allocate its memory with `to_empty`; it has
-    no buffers. Raises BadInput for dimensions that do not match.
+    whose logits are in memory at a time in training, `z_loss` the weight of the z-loss in gradients. Create it under
+    `torch.device("meta")` and allocate its memory with `to_empty`; it has no buffers. Raises BadInput for dimensions that do not match.
     """
 
-    def __init__(self, spec: ModelSpec, *, plain: bool = False, loss_chunk: int = 4096) -> None:
+    def __init__(self, spec: ModelSpec, *, plain: bool = False, loss_chunk: int = 4096, z_loss: float = 0.0) -> None:
         super().__init__()
         check_dimensions(spec)
         self.spec, self.plain = spec, plain
@@ -75,7 +75,9 @@ class Decoder(nn.Module):
             {str(layer): Block(spec, plain, routed=spec.routed(layer)) for layer in range(spec.layers)}
         )
         self.norm = Norm(spec.norm, spec.hidden, spec.norm_eps, plain)
-        self.head = Head(None if spec.tied else _weight(spec.vocab_size, spec.hidden), loss_chunk, plain=plain)
+        self.head = Head(
+            None if spec.tied else _weight(spec.vocab_size, spec.hidden), loss_chunk, plain=plain, z_loss=z_loss
+        )
         self.predictions = nn.ModuleList(
             PredictionModule(spec, plain, Block(spec, plain, routed=spec.experts > 0))
             for _ in range(spec.prediction_depth)
@@ -95,7 +97,7 @@ class Decoder(nn.Module):
         ignored. `positions` `(batch, seq)`: from 0 in each sequence if None. `documents` `(batch, seq)`: document numbers; a token
         attends only to its own document; None means one document per sequence.
         """
-        return self.logits_or_loss(self._run_blocks(tokens, positions, documents)[0], targets)
+        return _value(self.logits_or_loss(self._run_blocks(tokens, positions, documents)[0], targets))
 
     def losses(
         self,
@@ -108,11 +110,11 @@ class Decoder(nn.Module):
         """The sums of the training loss; arguments and token losses are as in `forward`."""
         x, balance = self._run_blocks(tokens, positions, documents)
         if not self.predictions:
-            return Losses(self.logits_or_loss(x, targets), balance, torch.zeros_like(balance))
+            return Losses(_value(self.logits_or_loss(x, targets)), balance, torch.zeros_like(balance))
         further = further_tokens(tokens, targets, documents, len(self.predictions))
         shared = self.shared_inputs(tokens, positions, documents, x.dtype)
         losses = self.head_losses(x, targets, further, shared)
-        return Losses(losses.tokens, sum((routed.balance for routed in losses.routed), balance), losses.further)
+        return Losses(losses.tokens.loss, sum((routed.balance for routed in losses.routed), balance), losses.further)
 
     def _run_blocks(self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None) -> tuple[Tensor, Tensor]:
         shared = self.shared_inputs(tokens, positions, documents, self.embed.weight.dtype)
@@ -151,15 +153,16 @@ class Decoder(nn.Module):
         x = self.embed(tokens)
         return x if self.positions is None else x + self.positions(shared.positions)
 
-    def logits_or_loss(self, x: Tensor, targets: Tensor | None) -> Tensor:
-        """Logits of the last block's output, or with targets its summed loss."""
+    def logits_or_loss(self, x: Tensor, targets: Tensor | None) -> Tensor | LossSums:
+        """Logits of the last block's output, or with targets the sums of its losses."""
         return self.head(self.norm(x), targets, self._tied_weight())
 
     def head_losses(self, x: Tensor, targets: Tensor, further: FurtherTokens, shared: SharedInputs) -> HeadLosses:
         """The losses of the last block's output: of the next tokens, and of further tokens by the prediction modules."""
         hidden, tied = self.norm(x), self._tied_weight()
-        loss = self.head(hidden, targets, tied)
-        further_loss, routed = torch.zeros_like(loss), []
+        sums = self.head(hidden, targets, tied)
+        assert isinstance(sums, LossSums)
+        further_loss, routed = torch.zeros_like(sums.loss), []
         for depth, module in enumerate(self.predictions):
             assert isinstance(module, PredictionModule)
             # `block.forward` as `parallel` wraps it; the embedding of a token has no position, its hidden state has.
@@ -170,8 +173,8 @@ class Decoder(nn.Module):
                 routed.append(y)
                 y = y.x
             hidden = module.norm(y)
-            further_loss = further_loss + self.head(hidden, further.targets[..., depth], tied)
-        return HeadLosses(loss, further_loss, tuple(routed))
+            further_loss = further_loss + _value(self.head(hidden, further.targets[..., depth], tied))
+        return HeadLosses(sums, further_loss, tuple(routed))
 
     def _tied_weight(self) -> Tensor | None:
         return self.embed.weight if self.spec.tied else None
@@ -236,7 +239,7 @@ class Block(nn.Module):
         if not self.routed:
             return x + self.mlp(normed)
         routed = self.moe(normed)
-        return RoutedOutput(x + routed.x, routed.balance, routed.load)
+        return routed._replace(x=x + routed.x)
 
 
 def sum_of_branches(block: Block, normed: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
@@ -284,12 +287,14 @@ class Head(nn.Module):
     `weight` is None for a tied head.
     """
 
-    def __init__(self, weight: nn.Parameter | None, loss_chunk: int, *, plain: bool = False) -> None:
+    def __init__(
+        self, weight: nn.Parameter | None, loss_chunk: int, *, plain: bool = False, z_loss: float = 0.0
+    ) -> None:
         super().__init__()
-        self.weight, self.loss_chunk, self.plain = weight, loss_chunk, plain
+        self.weight, self.loss_chunk, self.plain, self.z_loss = weight, loss_chunk, plain, z_loss
 
-    def forward(self, hidden: Tensor, targets: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
-        """Logits of hidden `(batch, seq, hidden)`, or with targets the summed loss.
+    def forward(self, hidden: Tensor, targets: Tensor | None = None, tied: Tensor | None = None) -> Tensor | LossSums:
+        """Logits of hidden `(batch, seq, hidden)`, or with targets the sums of the losses.
 
         `tied` is the embedding's weight if the head has no weight.
         """
@@ -297,7 +302,13 @@ class Head(nn.Module):
         assert weight is not None, "a tied head needs the embedding's weight"
         if targets is None:
             return F.linear(hidden, weight)
-        return linear_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten(), self.loss_chunk, plain=self.plain)
+        rows, losses = hidden.flatten(0, 1), {"z_loss": self.z_loss, "plain": self.plain}
+        return linear_cross_entropy(rows, weight, targets.flatten(), self.loss_chunk, **losses)
+
+
+def _value(output: Tensor | LossSums) -> Tensor:
+    """Logits, or the summed cross-entropy."""
+    return output.loss if isinstance(output, LossSums) else output
 
 
 def _weight(out_features: int, in_features: int) -> nn.Parameter:

@@ -22,21 +22,24 @@ from meshwright.spec.model import ModelSpec
 
 
 class RoutedOutput(NamedTuple):
-    """An output `x` `(batch, seq, hidden)`, the balance loss and the load of its router.
+    """An output `x` `(batch, seq, hidden)`, the losses and the load of its router.
 
-    `balance`: the sum of the sequences' balance losses, a differentiable scalar; `load` `(experts,)`: tokens sent to each expert.
+    `balance`: the sum of the sequences' balance losses; `load` `(experts,)`: tokens sent to each expert; `squares`: the sum of the tokens'
+    squared log-sum-exps of router logits, 0 without a router z-loss. Both sums are differentiable scalars.
     """
 
     x: Tensor
     balance: Tensor
     load: Tensor
+    squares: Tensor
 
 
 class MixtureOfExperts(nn.Module):
     """Router, routed experts and, if the spec has one, a shared expert for all tokens.
 
     `whole_sequence_loads` converts the loads of this rank's tokens, `(batch, experts)`, to those of whole sequences. It changes nothing
-    unless each rank has a part of every sequence (`parallel.experts`).
+    unless each rank has a part of every sequence (`parallel.experts`). `z_loss` says whether `RoutedOutput.squares` is computed, for the
+    router z-loss of ST-MoE (Zoph et al. 2022, equation 5).
     """
 
     whole_sequence_loads: Callable[[Tensor], Tensor]
@@ -52,10 +55,12 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(spec, plain)
         self.shared = feed_forward(spec, spec.shared_expert_hidden, plain) if spec.shared_expert_hidden else None
         self.whole_sequence_loads = lambda loads: loads
+        self.z_loss = False
 
     def forward(self, x: Tensor) -> RoutedOutput:
         """Route and process x `(batch, seq, hidden)`."""
-        probabilities, weights, chosen = self._route(self.router(x))
+        logits = self.router(x)
+        probabilities, weights, chosen = self._route(logits)
         loads = _loads(chosen, self.count)
         load = loads.sum(0)
         order = order_by_expert(chosen.flatten(0, 1), load)
@@ -63,7 +68,11 @@ class MixtureOfExperts(nn.Module):
         y = combine_copies(rows, weights.flatten(0, 1), order).to(x.dtype).view_as(x)
         if self.shared is not None:
             y = y + self.shared(x)
-        return RoutedOutput(y, _balance(probabilities, self.whole_sequence_loads(loads), self.per_token), load)
+        squares = probabilities.new_zeros(())
+        if self.z_loss:
+            squares = logits.to(probabilities.dtype).logsumexp(-1).square().sum()
+        balance = _balance(probabilities, self.whole_sequence_loads(loads), self.per_token)
+        return RoutedOutput(y, balance, load, squares)
 
     def _route(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Probabilities `(batch, seq, experts)`, and weights and indices of the chosen experts, of the router's output.

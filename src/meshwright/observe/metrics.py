@@ -42,6 +42,8 @@ OPTIONAL_STEP_KEYS: dict[str, str] = {
     "prediction_loss": "loss of the modules that predict further tokens before its weight, mean over modules, nat",
     "balance_loss": "mixtures of experts: balance loss before its weight, mean over sequences and layers; 1 is even",
     "expert_load": "mixtures of experts: tokens of the busiest expert over the mean of its layer, where that is most; 1 is even",
+    "z_loss": "with train.z_loss: mean squared log-sum-exp of the logits, before its weight",
+    "router_z_loss": "with train.router_z_loss: the same of router logits, mean over tokens and layers",
     "data_wait_seconds": "time the loop waited for its batch",
     "phases": "seconds by phase (events.span.Phase)",
     "update_skipped": "true if the update was left out (train.on_nonfinite, train.on_spike); absent otherwise",

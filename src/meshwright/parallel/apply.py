@@ -95,14 +95,16 @@ def build_engine(
     balance_loss: float = 0.0,
     balance_bias: float = 0.0,
     prediction_loss: float = 0.0,
+    z_loss: float = 0.0,
+    router_z_loss: float = 0.0,
     on_phase_end: Callable[[str], None] = _ignore_phase,
 ) -> Engine:
     """Build this rank's part of a decoder with its initial values, ready to train. Collective over all ranks of the job.
 
     `loss_chunk` is the number of tokens whose logits are in memory at a time. `plain` uses PyTorch operations instead of our kernels (the
-    reference of the equality tests); `balance_loss` is the weight of the experts' balance losses, `balance_bias` the step of their biases,
-    `prediction_loss` the weight of the prediction modules' loss. `on_phase_end` is called with the name of each completed phase of the
-    start (`events.start`).
+    reference of the equality tests). `balance_loss`, `z_loss`, `router_z_loss` and `prediction_loss` are weights of losses beside the
+    cross-entropy (`TrainSpec`), `balance_bias` the step of the experts' biases.
+    `on_phase_end` is called with the name of each completed phase of the start (`events.start`).
 
     Raises BadInput if the schedule does not exist for the plan's sizes.
     """
@@ -111,7 +113,7 @@ def build_engine(
     table = stage_table(plan.schedule, mesh.axis_size("pipeline"), spec.layers)
     training = training_schedule(plan, spec.layers)
     with torch.device("meta"):
-        model = Decoder(spec, loss_chunk=loss_chunk, plain=plain)
+        model = Decoder(spec, loss_chunk=loss_chunk, plain=plain, z_loss=z_loss)
     if plan.precision.compute == "fp64":
         model.to(torch.float64)
     remove_other_modules(model, rank_parameters(spec, table, pipeline_rank))
@@ -159,7 +161,7 @@ def build_engine(
         device=mesh.device,
         tensor_ranks=division.tensor.count,
         context=context,
-        routing=_routing(model, plan, balance_loss, balance_bias, mesh.device),
+        routing=_routing(model, plan, balance_loss, balance_bias, router_z_loss, mesh.device),
         predictions=PredictionLoss(spec, prediction_loss, mesh.device) if spec.prediction_depth else None,
     )
     executor = Executor(
@@ -182,15 +184,23 @@ def build_engine(
 
 
 def _routing(
-    model: Decoder, plan: Plan, balance_loss: float, balance_bias: float, device: torch.device
+    model: Decoder, plan: Plan, balance_loss: float, balance_bias: float, z_loss: float, device: torch.device
 ) -> RoutingStatistics | None:
-    """The statistics of the model's routers; None for a dense model."""
+    """The statistics of the model's routers, which it tells whether to compute a z-loss; None for a dense model."""
     if not model.spec.experts:
         return None
     mixtures = {number: block.moe for number, block in numbered_blocks(model) if block.routed}
+    for mixture in mixtures.values():
+        mixture.z_loss = z_loss > 0
     biases = {number: moe.choice_bias for number, moe in mixtures.items() if moe.choice_bias is not None}
     return RoutingStatistics(
-        model.spec, balance_loss, plan.batch.global_batch, device, biases=biases, bias_step=balance_bias
+        model.spec,
+        balance_loss,
+        plan.batch.global_batch,
+        device,
+        biases=biases,
+        bias_step=balance_bias,
+        z_loss=z_loss,
     )
 
 

@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from meshwright.data.loader import MicroBatch
 from meshwright.events.span import Recorder
 from meshwright.kernels.linear import WeightQueue
+from meshwright.kernels.loss import LossSums
 from meshwright.models.decoder import HeadLosses, SharedInputs
 from meshwright.models.moe import RoutedOutput
 from meshwright.parallel.channels import Channels
@@ -60,6 +61,8 @@ class Executor:
         self.scales, self.channels, self.host = scales, channels, host
         self.on_action: Callable[[int], None] = _ignore
         """Called with the index of each action, before it runs."""
+        self.z_loss = torch.zeros((), dtype=torch.float64, device=rank_model.device)
+        """This rank's share of the z-loss of the latest training step, before its weight; 0 if it has none."""
         self._has_trained = False
 
     def play(
@@ -79,7 +82,9 @@ class Executor:
         """
         if schedule.trains and not self._has_trained:
             schedule, self._has_trained = schedule.in_turns(), True
-        return _Step(self, schedule, batches, recorder, valid, callbacks or {}).run()
+        step = _Step(self, schedule, batches, recorder, valid, callbacks or {})
+        loss, self.z_loss = step.run(), step.z_loss
+        return loss
 
     def logits(self, schedule: Schedule, batches: Sequence[MicroBatch], recorder: Recorder) -> dict[int, Tensor]:
         """Run this rank's actions of a forward-only schedule on micro-batches without targets, which may differ in shape.
@@ -110,14 +115,16 @@ class _Step:
         self.rank_of = schedule.rank_of
         self.rank_actions = schedule.actions[self.rank_model.pipeline_rank]
         self.logits: dict[int, Tensor] = {}
-        self.loss = torch.zeros((), dtype=torch.float64, device=self.rank_model.device)
+        device = self.rank_model.device
+        self.loss, self.z_loss = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
+        self.seq = batches[0].tokens.shape[1] if batches else 1
         self.shared: dict[int, SharedInputs] = {}
         self.forwards_left = Counter(
             part.micro_batch for action in self.rank_actions for part in action.parts if part.op in FORWARD
         )
         self.exchange = UnitExchange(self.rank_model, self.rank_of, executor.channels, recorder)
-        # (input, edge of the output, balance loss) of each forward. The edge and not the output: the output's memory belongs to the next
-        # unit, which may free it.
+        # (input, edge of the output, loss of the router) of each forward. The edge and not the output: the output's memory belongs to the
+        # next unit, which may free it.
         self.kept: dict[Visit, tuple[Tensor | None, GradientEdge, Tensor | None]] = {}
         self.deferred: dict[Visit, WeightQueue] = {}
         visits = {} if executor.host is None else dict(enumerate(map(self.visits, self.rank_actions)))
@@ -139,9 +146,10 @@ class _Step:
         if self.executor.scales is not None:
             self.executor.scales.refresh()
         self.executor.streams.follow_compute()
-        for statistics in (self.rank_model.routing, self.rank_model.predictions):
-            if statistics is not None:
-                statistics.begin_step()
+        if self.rank_model.routing is not None:
+            self.rank_model.routing.begin_step(self.seq)
+        if self.rank_model.predictions is not None:
+            self.rank_model.predictions.begin_step()
         if self.recorder.detail and self.executor.channels is not None:
             self.executor.channels.time_messages()
         reduced_next = self.reduced_next()
@@ -252,17 +260,16 @@ class _Step:
         ):
             y = unit.run(x, batch, shared)
             if self.is_loss(stage, unit_index):
-                assert not isinstance(y, RoutedOutput)
-                if batch.targets is None:
+                if isinstance(y, (LossSums, HeadLosses)):
+                    self.add_loss(y, x, visit)
+                else:
                     assert isinstance(y, Tensor)
                     self.logits[number] = y
-                else:
-                    self.add_loss(y, x, visit)
                 return
-            assert not isinstance(y, HeadLosses)
-            y, balance = self.output_and_balance(y, unit, trains)
+            assert not isinstance(y, (LossSums, HeadLosses))
+            y, router_loss = self.output_and_router_loss(y, unit, trains)
         if trains:
-            self.kept[visit] = leaf, get_gradient_edge(y), balance
+            self.kept[visit] = leaf, get_gradient_edge(y), router_loss
             self.offload.end_forward(visit)
         self.exchange.pass_on("activation", visit, y.detach())
 
@@ -270,8 +277,10 @@ class _Step:
         """Addresses of storages that are not offloaded: the unit's weights, and rotary tables that all blocks share."""
         return storage_addresses([*unit.sharded.gathered_tensors, *(shared.rope or ())])
 
-    def output_and_balance(self, y: Tensor | RoutedOutput, unit: Unit, trains: bool) -> tuple[Tensor, Tensor | None]:
-        """A unit's output, and the balance loss to differentiate with it."""
+    def output_and_router_loss(
+        self, y: Tensor | RoutedOutput, unit: Unit, trains: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """A unit's output, and the loss of its router to differentiate with it."""
         if not isinstance(y, RoutedOutput):
             return y, None
         routing = self.rank_model.routing
@@ -279,23 +288,26 @@ class _Step:
             return y.x, None
         assert unit.layer is not None, "only blocks route"
         routing.add(unit.layer, y)
-        return y.x, y.balance if routing.balance_gradient else None
+        return y.x, routing.weighted_loss(y)
 
-    def add_loss(self, y: Tensor | HeadLosses, x: Tensor | None, visit: Visit) -> None:
-        """Add a micro-batch's summed losses `y`; in training run their backward at once.
+    def add_loss(self, losses: LossSums | HeadLosses, x: Tensor | None, visit: Visit) -> None:
+        """Add a micro-batch's summed losses; in training run their backward at once.
 
         The loss computes its gradients in forward, chunk by chunk, so its backward only multiplies them. A later backward would keep the
         head's weight gradient, `(vocab, hidden)`, for every micro-batch in flight.
         """
-        loss = y.tokens if isinstance(y, HeadLosses) else y
-        loss = loss if self.valid is None else loss / self.valid.to(loss.dtype)
-        self.loss += loss.detach()
-        if isinstance(y, HeadLosses):
+        y, z = losses.tokens if isinstance(losses, HeadLosses) else losses
+        if self.valid is not None:
+            valid = self.valid.to(y.dtype)
+            y, z = y / valid, z / valid
+        self.loss += y.detach()
+        self.z_loss += z
+        if isinstance(losses, HeadLosses):
             assert self.rank_model.predictions is not None
-            loss = loss + self.rank_model.predictions.add(y, self.valid, self.rank_model.routing)
-        if loss.requires_grad:
+            y = y + self.rank_model.predictions.add(losses, self.valid, self.rank_model.routing)
+        if y.requires_grad:
             assert x is not None
-            loss.backward()
+            y.backward()
             self.exchange.pass_on("gradient", visit, _gradient_of(x))
 
     def shared_inputs(self, number: int) -> SharedInputs:
@@ -311,19 +323,17 @@ class _Step:
                 return  # `add_loss` has run it; the span shows the action in timelines
         sharded = self.unit_of(visit).sharded
         self.wait_for_gather(action)
-        x, y, balance = self.kept.pop(visit)
+        x, y, router_loss = self.kept.pop(visit)
         y_gradient = self.exchange.take("gradient", visit)
         with (
             self.offload.backward(visit),
             self.action_span(action),
             nullcontext() if queue is None else sharded.gradient_sink.defer_to(queue),
         ):
-            if balance is None:
+            if router_loss is None:
                 torch.autograd.backward(y, y_gradient)
             else:
-                assert self.rank_model.routing is not None
-                balance_gradient = torch.full_like(balance, self.rank_model.routing.balance_gradient)
-                torch.autograd.backward((y, get_gradient_edge(balance)), (y_gradient, balance_gradient))
+                torch.autograd.backward((y, get_gradient_edge(router_loss)), (y_gradient, torch.ones_like(router_loss)))
         if x is not None:
             self.exchange.pass_on("gradient", visit, _gradient_of(x))
 

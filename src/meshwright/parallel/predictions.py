@@ -31,7 +31,7 @@ class PredictionLoss:
         self.loss.zero_()
 
     def add(self, losses: HeadLosses, valid: Tensor | None, routing: RoutingStatistics | None) -> Tensor:
-        """Add a micro-batch's losses; returns what they contribute to the step's loss, with balance losses of experts.
+        """Add a micro-batch's losses; returns what they contribute to the step's loss, with the losses of routers.
 
         Losses are divided by `valid`, the number of valid tokens over all ranks, or summed if it is None.
         """
@@ -42,6 +42,6 @@ class PredictionLoss:
         for depth, routed in enumerate(losses.routed if routing is not None else ()):
             assert routing is not None
             routing.add(self._first_row + depth, routed)
-            if routing.balance_gradient:
-                total = total + routing.balance_gradient * routed.balance
+            if (loss := routing.weighted_loss(routed)) is not None:
+                total = total + loss
         return total

@@ -1,7 +1,7 @@
-"""Statistics of the routers of a step's mixture-of-experts blocks, the weight of their balance losses, and their biases.
+"""Statistics of the routers of a step's mixture-of-experts blocks, the weights of their losses, and their biases.
 
-A block with experts returns its balance loss beside its output. The executor runs each block as an autograd graph of its own, so it passes
-a gradient to both outputs: that of the next block to the output, and `RoutingStatistics.balance_gradient` to the balance loss.
+A block with experts returns the sums of its router's losses beside its output. The executor runs each block as an autograd graph of its
+own, so it starts a backward from both: the output with the gradient of the next block, and `RoutingStatistics.weighted_loss`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ class RoutingStatistics:
     """Sums over one rank's micro-batches of one step, kept on the device. Forwards add to them; recomputed forwards do not.
 
     `weight` is the coefficient of the balance loss, and `global_batch` the number of sequences in a step over all ranks: the step's loss
-    includes `weight` times the mean balance loss of these sequences. `biases` has by layer those that this rank's routers add to the scores
+    includes `weight` times the mean balance loss of these sequences and, for each layer, `z_loss` times the mean squared log-sum-exp of the
+    router logits of all their tokens. `biases` has by layer those that this rank's routers add to the scores
     that choose experts `(experts,)`; `bias_step` is how far an update moves each.
     """
 
@@ -32,26 +33,35 @@ class RoutingStatistics:
         *,
         biases: Mapping[int, torch.Tensor] = MappingProxyType({}),
         bias_step: float = 0.0,
+        z_loss: float = 0.0,
     ) -> None:
-        self.balance_gradient = weight / global_batch
-        """Gradient of the step's loss with respect to the balance loss of each sequence and layer."""
         layers = spec.layers + spec.prediction_depth
+        self._weight, self._z_loss, self._tokens = weight, z_loss, 1
         self._routed_layers = sum(spec.routed(layer) for layer in range(layers))
         self._global_batch, self._biases, self._bias_step = global_batch, biases, bias_step
-        self.sums = torch.zeros(layers, 1 + spec.experts, dtype=torch.float64, device=device)
-        """`(layers, 1 + experts)`: by layer the sum of balance losses, then the number of tokens of each expert.
+        self.sums = torch.zeros(layers, 2 + spec.experts, dtype=torch.float64, device=device)
+        """`(layers, 2 + experts)`: by layer the sums of balance losses and of squares, then the number of tokens of each expert.
 
         Prediction modules follow the layers.
         """
 
-    def begin_step(self) -> None:
-        """Set all sums to 0."""
+    def begin_step(self, seq: int) -> None:
+        """Set all sums to 0, for a step of sequences of `seq` tokens."""
+        self._tokens = self._global_batch * seq
         self.sums.zero_()
 
     def add(self, layer: int, routed: RoutedOutput) -> None:
-        """Add the balance loss and the expert loads of one block's forward."""
+        """Add the losses and the expert loads of one block's forward."""
         self.sums[layer, 0] += routed.balance.detach()
-        self.sums[layer, 1:] += routed.load
+        if self._z_loss:
+            self.sums[layer, 1] += routed.squares.detach()
+        self.sums[layer, 2:] += routed.load
+
+    def weighted_loss(self, routed: RoutedOutput) -> torch.Tensor | None:
+        """What one block's forward adds to the step's loss through its router; None if no router loss has a weight."""
+        terms = [(routed.balance, self._weight / self._global_batch), (routed.squares, self._z_loss / self._tokens)]
+        weighted = [term * factor for term, factor in terms if factor]
+        return sum(weighted[1:], weighted[0]) if weighted else None
 
     @torch.no_grad()
     def update_biases(self, skip: torch.Tensor) -> None:
@@ -61,16 +71,18 @@ class RoutingStatistics:
         2024, Auxiliary-loss-free load balancing.
         """
         if self._bias_step:
-            load = self.sums[:, 1:]
+            load = self.sums[:, 2:]
             direction = (load.mean(1, keepdim=True) - load).sign() * self._bias_step * ~skip
             for layer, bias in self._biases.items():
                 bias += direction[layer]
 
     def figures(self) -> torch.Tensor:
-        """The mean balance loss, and the load of the busiest expert over the mean load, in the layer where it is largest.
+        """The mean balance loss, the load of the busiest expert over the mean load, the mean square.
 
-        `(2,)`; to be called once `sums` are summed over all ranks. Both are 1 if every expert has the same number of tokens.
+        `(3,)`; to be called once `sums` are summed over all ranks. The first two are 1 if every expert has the same number of tokens; the
+        second is that of the layer where it is largest.
         """
-        load = self.sums[:, 1:]
+        load = self.sums[:, 2:]
         busiest = (load.amax(1) / load.mean(1).clamp_min(1)).amax()
-        return torch.stack([self.sums[:, 0].sum() / (self._routed_layers * self._global_batch), busiest])
+        balance, squares = self.sums[:, :2].sum(0) / self._routed_layers
+        return torch.stack([balance / self._global_batch, busiest, squares / self._tokens])

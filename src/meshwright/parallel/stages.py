@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.data.loader import MicroBatch
+from meshwright.kernels.loss import LossSums
 from meshwright.models.decoder import Decoder, HeadLosses, SharedInputs
 from meshwright.models.moe import RoutedOutput
 from meshwright.models.prediction import FurtherTokens, further_tokens
@@ -38,7 +39,7 @@ class LocalBatch(MicroBatch):
     further: FurtherTokens | None = None
 
 
-UnitForward = Callable[[Tensor | None, LocalBatch, SharedInputs], Tensor | RoutedOutput | HeadLosses]
+UnitForward = Callable[[Tensor | None, LocalBatch, SharedInputs], Tensor | RoutedOutput | LossSums | HeadLosses]
 """Maps a unit's input (None for the embedding), the micro-batch and the inputs that all blocks share to the unit's output."""
 
 
@@ -46,10 +47,10 @@ UnitForward = Callable[[Tensor | None, LocalBatch, SharedInputs], Tensor | Route
 class Unit:
     """One unit of a stage: the function that runs its forward, and its parameters.
 
-    `run` maps the unit's input `(batch, seq, hidden)` (None for the embedding) to its output, or to the summed loss for the last unit with
-    targets (HeadLosses with further tokens); a block with experts also returns its balance loss and expert loads. `layer` is the index of
-    a block in the model, None for the other units. `kept_elements` estimates how many elements per token the forward saves for the
-    backward (`workload.activations`); `offloads` tells whether these are offloaded to host memory (`parallel.offload`).
+    `run` maps the unit's input `(batch, seq, hidden)` (None for the embedding) to its output, or to the sums of the losses for the last
+    unit with targets (HeadLosses with further tokens); a block with experts also returns its router's losses and expert loads. `layer` is
+    the index of a block in the model, None for the other units. `kept_elements` estimates how many elements per token the forward saves
+    for the backward (`workload.activations`); `offloads` tells whether these are offloaded to host memory (`parallel.offload`).
     """
 
     run: UnitForward
@@ -212,7 +213,7 @@ def _block_forward(block: nn.Module) -> UnitForward:
 
 
 def _head_forward(model: Decoder) -> UnitForward:
-    def run(x: Tensor | None, batch: LocalBatch, shared: SharedInputs) -> Tensor | HeadLosses:
+    def run(x: Tensor | None, batch: LocalBatch, shared: SharedInputs) -> Tensor | LossSums | HeadLosses:
         assert x is not None
         if batch.further is None or batch.targets is None:
             return model.logits_or_loss(x, batch.targets)

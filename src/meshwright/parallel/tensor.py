@@ -70,7 +70,7 @@ def divide_over_tensor_ranks(model: Decoder, mesh: Mesh, engine: Engine = "kerne
         model.positions = PositionEmbedding(model.positions.weight, part.index, part.count)
     if model.head is not None:
         sizes = tuple(map(len, vocabulary))
-        model.head = VocabularyHead(model.head.weight, sizes, model.head.loss_chunk, part.index, name)
+        model.head = VocabularyHead(model.head, sizes, part.index, name)
 
 
 def _divide_block(block: Block, group: str, ranks: int, peers: Peers | None) -> None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.kernels.loss import compile_once
+from meshwright.kernels.loss import LossSums, compile_once
 from meshwright.kernels.norm import accumulate_dtype
 from meshwright.kernels.sums import add_product, matmul, scale
 from meshwright.models.decoder import Embedding, Head
@@ -54,24 +54,22 @@ class PositionEmbedding(Embedding):
 class VocabularyHead(Head):
     """Head with this rank's rows of the vocabulary; with targets, also the loss of this rank's part of the sequence.
 
-    `sizes` are the numbers of rows of each rank. `weight` is None for a tied head.
+    `whole` is the head that this one replaces; `sizes` are the numbers of rows of each rank.
     """
 
-    def __init__(
-        self, weight: nn.Parameter | None, sizes: tuple[int, ...], loss_chunk: int, rank: int, group: str
-    ) -> None:
-        super().__init__(weight, loss_chunk)
+    def __init__(self, whole: Head, sizes: tuple[int, ...], rank: int, group: str) -> None:
+        super().__init__(whole.weight, whole.loss_chunk, z_loss=whole.z_loss)
         self.sizes, self.rank, self.group = sizes, rank, group
 
-    def forward(self, hidden: Tensor, targets: Tensor | None = None, tied: Tensor | None = None) -> Tensor:
-        """Logits `(batch, seq, vocab)` of hidden `(batch, seq / ranks, hidden)`; with targets, the loss of this rank's tokens."""
+    def forward(self, hidden: Tensor, targets: Tensor | None = None, tied: Tensor | None = None) -> Tensor | LossSums:
+        """Logits `(batch, seq, vocab)` of hidden `(batch, seq / ranks, hidden)`; with targets, the sums of this rank's tokens."""
         weight = self.weight if tied is None else tied
         assert weight is not None, "a tied head receives the embedding's weight as `tied`"
         if targets is None:
             return self._logits(hidden, weight)
         # (ranks, batch · seq / ranks): the order of the gathered tokens of a chunk.
         ranked = targets.unflatten(1, (len(self.sizes), -1)).transpose(0, 1).flatten(1)
-        return _LinearCrossEntropy.apply(
+        sums = _LinearCrossEntropy.apply(
             hidden.flatten(0, 1),
             weight,
             ranked,
@@ -79,8 +77,10 @@ class VocabularyHead(Head):
             self.sizes,
             self.rank,
             self.group,
+            self.z_loss,
             torch.is_grad_enabled(),
         )
+        return LossSums(*sums)
 
     def _logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         ranks, longest = len(self.sizes), max(self.sizes)
@@ -111,10 +111,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, sizes: tuple[int, ...], rank: int, group: str,
-        trains: bool,
-    ) -> Tensor:  # fmt: skip
+        z_loss: float, trains: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         wide, ranks, first = accumulate_dtype(hidden.dtype), len(sizes), sum(sizes[:rank])
-        loss = torch.zeros((), dtype=wide, device=hidden.device)
+        loss, squares = (torch.zeros((), dtype=wide, device=hidden.device) for _ in range(2))
         hidden_grad = torch.empty_like(hidden) if trains else None
         weight_grad: Tensor | None = None
         part = max(1, chunk // ranks)
@@ -129,7 +129,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss += losses[rank].sum()
             if hidden_grad is None:
                 continue
-            slope = _run(_gradient, logits, target.flatten(), total, first)
+            if z_loss:
+                squares += torch.where(target >= 0, total.square().view_as(target), 0.0)[rank].sum()
+            slope = _run(_gradient, logits, target.flatten(), total, first, z_loss)
             hidden_grad[local_tokens] = reduce_scatter_tokens((slope @ weight)[None], group, ranks)[0]
             if weight_grad is not None:
                 add_product(weight_grad, slope.t(), tokens)
@@ -137,7 +139,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 weight_grad = matmul(slope.t(), tokens, wide)
             del logits, slope  # otherwise the logits of two chunks would exist during the next product
         ctx.save_for_backward(hidden_grad, weight_grad)
-        return loss
+        ctx.mark_non_differentiable(squares)
+        return loss, squares
 
     @staticmethod
     @once_differentiable
@@ -146,7 +149,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden_grad, weight_grad = ctx.saved_tensors
         loss_grad, dtype = grad_outputs[0], hidden_grad.dtype
         scaled_weight = None if weight_grad is None else scale(weight_grad, loss_grad, dtype)
-        return scale(hidden_grad, loss_grad, dtype), scaled_weight, *[None] * 6
+        return scale(hidden_grad, loss_grad, dtype), scaled_weight, *[None] * 7
 
 
 def _combine_over_ranks(total: Tensor, target_logit: Tensor, group: str, ranks: int) -> tuple[Tensor, Tensor]:
@@ -171,12 +174,15 @@ def _log_sum_and_target(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor
     return torch.logsumexp(wide, dim=-1), torch.where(is_local, target_logit, 0.0)
 
 
-def _gradient(logits: Tensor, targets: Tensor, total: Tensor, first: int) -> Tensor:
-    """Gradient of the loss with respect to logits `(tokens, rows)`, which it overwrites.
+def _gradient(logits: Tensor, targets: Tensor, total: Tensor, first: int, z_loss: float) -> Tensor:
+    """Gradient of cross-entropy and z-loss with respect to logits `(tokens, rows)`, which it overwrites.
 
     `total` `(tokens,)` is the log-sum-exp over the whole vocabulary, `first` the first row of the vocabulary on this rank.
     """
     wide = logits.to(accumulate_dtype(logits.dtype))
     is_target = torch.arange(logits.shape[-1], device=logits.device) + first == targets[:, None]
-    slope = torch.exp(wide - total[:, None]) - is_target.to(wide.dtype)
+    slope = torch.exp(wide - total[:, None])
+    if z_loss:
+        slope = slope * (1 + 2 * z_loss * total[:, None])
+    slope = slope - is_target.to(wide.dtype)
     return logits.copy_(torch.where((targets >= 0)[:, None], slope, 0.0))

@@ -42,7 +42,7 @@ class BatchLimits:
     """What a step and the batch may hold."""
 
     tokens: int
-    """Tokens of a step at most; at least `sequences`, so that a prefill beside decodes always advances."""
+    """Tokens of a step at most, beside the one of each decode: a prompt of so many is computed at once in any batch."""
     sequences: int
     """Requests that hold cache blocks at a time, at most."""
     prefix_cache: bool = True
@@ -56,9 +56,9 @@ class BatchLimits:
     """Fraction of the blocks that admission leaves free for the growth of running requests."""
 
     def __post_init__(self) -> None:
-        if self.sequences < 1 or self.tokens < self.sequences:
-            problem = f"{self.tokens} tokens a step for {self.sequences} sequences"
-            raise BadInput(f"limits of a batch: {problem}; expected at least one sequence and a token for each")
+        if self.sequences < 1 or self.tokens < 1:
+            problem = f"{self.tokens} tokens a step, {self.sequences} sequences"
+            raise BadInput(f"limits of a batch: {problem}; expected at least one of each")
 
 
 @dataclass(frozen=True, slots=True)

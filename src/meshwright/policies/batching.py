@@ -1,6 +1,6 @@
 """Continuous batching: which tokens of which requests the next step computes, and in which cache blocks.
 
-Each step decodes every running request and fills the token budget with chunks of prompts. Requests go first come, first
+Each step decodes every running request and computes chunks of prompts up to the token budget. Requests go first come, first
 served; a level of priority is worth a number of seconds. A request that needs a block when none is free takes it from
 the last in this order, which is computed again later. So the first request always advances, and none starves.
 
@@ -162,7 +162,7 @@ class BatchPolicy:
     def _add_drafts(self, step: Step, decodes: list[Part], drafts: Mapping[int, int]) -> None:
         """Lengthen decode parts by draft tokens, where neither a prefill nor another request's block is in the way."""
         for index, part in enumerate(decodes):
-            allowed = min(self.limits.tokens - step.tokens, part.progress.final - part.start)
+            allowed = min(self.limits.tokens + len(decodes) - step.tokens, part.progress.final - part.start)
             wanted = min(drafts.get(part.request.number, 0), allowed)
             wanted = min(wanted, self.cache.room(part.tables) - part.start - 1) if wanted > 0 else 0
             if wanted > 0:
@@ -175,7 +175,7 @@ class BatchPolicy:
     def _plan_prefills(self, step: Step, chunks: list[Part], joining: list[Part], preemptions: int) -> None:
         """Fill the token budget with prompts in order; admit requests in their turn, unless this step has preempted any."""
         batch, index = self._batch, 0
-        budget, admitting = self.limits.tokens - len(batch.current_decodes()), True
+        budget, admitting = self.limits.tokens, True
         while budget > 0:
             head = batch.next_head() if admitting and batch.preemptions == preemptions else None
             admitting = head is not None

@@ -70,13 +70,12 @@ class Engine:
         weight = model.embed.weight
         cuda = weight.device.type == "cuda"
         self._overlap = cuda if options.overlap is None else options.overlap
-        step_tokens = options.most_step_tokens
         blocks = blocks_that_fit(model, options, draft_model)
         groups = layer_groups(model.spec)
         cache_groups = [CacheGroup(blocks, group.window) for group in groups]
         self._policy = BatchPolicy(
             BatchLimits(
-                tokens=step_tokens,
+                tokens=options.step_tokens,
                 sequences=options.sequences,
                 prefix_cache=options.prefix_cache,
             ),
@@ -97,7 +96,7 @@ class Engine:
             blocks=-(-self.context // options.tokens_per_block),
             groups=len(groups),
             tokens_per_block=options.tokens_per_block,
-            step_tokens=step_tokens,
+            step_tokens=options.most_step_tokens,
             device=weight.device,
             prompt_unit=_prompt_unit(weight.device, cache, options),
         )

@@ -73,6 +73,10 @@ class ModelRunner:
                 self._graph_logits[:size].copy_(self.forward(self._inputs.resolve(packed)))
             self._graphs[size] = graph
 
+    def release_graphs(self) -> None:
+        """Free the graphs. NCCL waits for those with its collectives when a process group is destroyed."""
+        self._graphs.clear()
+
     @torch.inference_mode()
     def warm_prompt(self, tokens: int) -> None:
         """Run the first block on a prompt of padding without the cache: cuDNN prepares its plan for this number of tokens."""

@@ -134,6 +134,7 @@ class TensorEngine(Engine):
         if self._failure is None:
             self._send(end=True)
             self._messages.wait_for_acknowledgement()
+        self._runner.release_graphs()
 
     def follow(self) -> None:
         """Compute the steps of rank 0 until it calls `close`. For all other ranks.
@@ -154,6 +155,7 @@ class TensorEngine(Engine):
                 self._load_or_report(Path(message["load"]))
             if "end" in message:
                 self._messages.acknowledge()
+                self._runner.release_graphs()
                 return
 
     def _send(self, **message: Any) -> None:

@@ -33,7 +33,7 @@ def warm_up(
     tokens = min(PROMPT_TOKENS, min(context, *((group.blocks - 1) * size for group in groups)) - new_tokens)
     if tokens < 1:
         return
-    limits = BatchLimits(tokens=tokens + len(SAMPLING), sequences=len(SAMPLING), prefix_cache=False)
+    limits = BatchLimits(tokens=tokens, sequences=len(SAMPLING), prefix_cache=False)
     policy = BatchPolicy(limits, groups, size)
     rows = {number: number for number in range(min(len(SAMPLING), inputs.padding_row))}
     for number in rows:

@@ -58,7 +58,8 @@ class TextAnswer:
         watcher = asyncio.ensure_future(self._watch(receive))
         try:
             if self._request.stream:
-                await self._send_events(send, scope.get(DIRECT_SEND, send))
+                # A task of its own wakes up without the frames of all applications around this one.
+                await asyncio.ensure_future(self._send_events(send, scope.get(DIRECT_SEND, send)))
             else:
                 await self._send_whole(send)
         except _ClientGone:
@@ -93,17 +94,25 @@ class TextAnswer:
         news = await self._subscription.next()
         if not news:
             raise _ClientGone
+        for item in news:
+            if item.reason is not None:
+                self._check(item)
+        if len(self._outputs) == 1:
+            return {0: news}
         by_text: dict[int, list[News]] = {}
         for item in news:
-            if item.reason == "refused":
-                status = 422 if item.code == "grammar" else 400
-                raise RequestError(status, item.error or "", param=self._request.grammar_key if status == 422 else None)
-            if item.reason == "failed":
-                raise RequestError(503, f"the engine failed: {item.error}", code="engine_failed")
-            if item.reason == "abort":
-                raise RequestError(503, "the server is stopping")
             by_text.setdefault(item.index, []).append(item)
         return by_text
+
+    def _check(self, item: News) -> None:
+        """Raise RequestError for a text that the engine refused or did not end."""
+        if item.reason == "refused":
+            status = 422 if item.code == "grammar" else 400
+            raise RequestError(status, item.error or "", param=self._request.grammar_key if status == 422 else None)
+        if item.reason == "failed":
+            raise RequestError(503, f"the engine failed: {item.error}", code="engine_failed")
+        if item.reason == "abort":
+            raise RequestError(503, "the server is stopping")
 
     def _add(self, index: int, news: list[News]) -> tuple[str, list[TokenEntry] | None, Sequence[ToolCall]]:
         """The text, log probabilities and calls that news give; a text that a stop string ends is ended in the engine."""

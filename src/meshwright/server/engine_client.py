@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
@@ -17,6 +17,8 @@ from meshwright.server.metrics import ServerMetrics
 from meshwright.spec.errors import EXIT_COMMUNICATION, BadInput
 
 Reason = Literal["stop", "length", "abort", "deadline", "failed", "refused"]
+TEXTS_AT_ONCE = 8
+"""Texts of a step that get their tokens in one turn of the event loop; new requests are read between two turns."""
 
 
 class News(NamedTuple):
@@ -125,6 +127,11 @@ class EngineClient(asyncio.Protocol):
         self._numbers = itertools.count()
         self._loading: dict[str, asyncio.Future[str | None]] = {}
         self._closing = False
+        self._entries: Iterator[Sequence[Any]] = iter(())
+        """Those of the newest step that are still to be passed on."""
+        self._step_arrived = 0.0
+        self._scheduled = False
+        """Whether the event loop will pass on further entries."""
 
     @property
     def unfinished(self) -> int:
@@ -197,6 +204,7 @@ class EngineClient(asyncio.Protocol):
         """End all texts: the engine cannot continue."""
         if self.failure is not None:
             return
+        self._pass_on(self._entries)
         self.failure = (message, code)
         self.changed.set()
         for id, text in list(self._texts.items()):
@@ -216,6 +224,7 @@ class EngineClient(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         for message in self._reader.add(data):
+            self._pass_on(self._entries)
             if (step := message.get("step")) is not None:
                 self.figures = EngineFigures(*message["figures"])
                 self._take_step(step)
@@ -223,12 +232,40 @@ class EngineClient(asyncio.Protocol):
                 self._take(message)
 
     def _take_step(self, entries: Sequence[Sequence[Any]]) -> None:
-        now, texts, metrics = self._clock(), self._texts, self.metrics
-        new_tokens = 0
-        for id, tokens, *rest in entries:
-            if (text := texts.get(id)) is None:
-                continue  # it was aborted
-            if tokens:
+        """Pass on the entries of a step: first tokens before the others, for their clients wait for nothing else."""
+        self._step_arrived, texts = self._clock(), self._texts
+        first, others, new_tokens = [], [], 0
+        for entry in entries:
+            if (text := texts.get(entry[0])) is not None:  # else it was aborted
+                (others if text.tokens else first).append(entry)
+                new_tokens += len(entry[1])
+        self.metrics.count_step(new_tokens)
+        self._pass_on(first)
+        self._entries = iter(others)
+        if first:
+            self._schedule()
+        else:
+            self._pass_on_some()
+
+    def _pass_on_some(self) -> None:
+        self._scheduled = False
+        entries = list(itertools.islice(self._entries, TEXTS_AT_ONCE))
+        self._pass_on(entries)
+        if len(entries) == TEXTS_AT_ONCE:
+            self._schedule()
+
+    def _schedule(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._pass_on_some)
+
+    def _pass_on(self, entries: Iterable[Sequence[Any]]) -> None:
+        """Give texts their tokens."""
+        now, texts, metrics = self._step_arrived, self._texts, self.metrics
+        for entry in entries:
+            if (text := texts.get(entry[0])) is None:
+                continue
+            if tokens := entry[1]:
                 if text.tokens:
                     metrics.count_tokens(now - text.last, len(tokens))
                 else:
@@ -236,15 +273,13 @@ class EngineClient(asyncio.Protocol):
                     text.first = now
                 text.tokens += len(tokens)
                 text.last = now
-                new_tokens += len(tokens)
-            if not rest:
+            if len(entry) == 2:
                 text.subscription.add(News(text.index, tokens))
                 continue
-            reason, error, logprobs = rest
+            id, _, reason, error, logprobs = entry
             if reason is not None:
                 self._forget(id, reason)
             text.subscription.add(News(text.index, tokens, reason, error, logprobs=logprobs))
-        metrics.count_step(new_tokens)
 
     def _take(self, message: dict[str, Any]) -> None:
         if "ready" in message:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.events.parent import end_with_parent
 from meshwright.server.engine_setup import EngineSetup
 from meshwright.server.messages import MessageReader, encode
+from meshwright.server.process_memory import keep_loaded
 from meshwright.spec.errors import (
     EXIT_INTERNAL,
     EXIT_REPEATED,
@@ -190,6 +191,7 @@ def serve_on_ranks(setup: EngineSetup, connection: Connection | None) -> None:
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     part = RankModel.load(Path(setup.folder), world, dtype)
     engine = TensorEngine(part, world, _tokenizer(setup), _options(setup))
+    keep_loaded()
     if connection is None:
         engine.follow()
     else:
@@ -230,7 +232,9 @@ def main() -> int:
         if connection is None or setup.ranks > 1:
             serve_on_ranks(setup, connection)
         else:
-            serve_engine(load_engine(setup), connection)
+            engine = load_engine(setup)
+            keep_loaded()
+            serve_engine(engine, connection)
     except EOFError:
         return 0
     except Exception as error:

@@ -19,6 +19,7 @@ from meshwright.server.engine_setup import EngineProcess, EngineSetup
 from meshwright.server.follow import follow, newest
 from meshwright.server.metrics import ServerMetrics
 from meshwright.server.model_files import read_model_files, tokenizer_file
+from meshwright.server.process_memory import keep_loaded
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput, MeshwrightError
 from meshwright.spec.serve import ServeSpec
@@ -141,6 +142,7 @@ class _Server:
                 break
             if self._client.usable and not served:
                 served = True
+                keep_loaded()
                 self._say(f"serving {self._api.name} at {url_of(self._sockets[0])}")
         stop.cancel()
 

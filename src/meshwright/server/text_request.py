@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.serve.sampling_options import SamplingOptions
@@ -148,6 +148,8 @@ def token_ids(value: object, key: str, vocab: int) -> list[int]:
     """A list of token ids. Raises RequestError for anything else."""
     if not isinstance(value, list):
         raise wrong(key, "a list of token ids", value)
+    if set(map(type, value)) == {int} and min(value) >= 0 and max(value) < vocab:
+        return value
     for id in value:
         if isinstance(id, bool) or not isinstance(id, int) or not 0 <= id < vocab:
             raise wrong(key, f"token ids from 0 to {vocab - 1}", id)
@@ -188,8 +190,7 @@ def _sampling(fields: Fields, limits: Limits, logprobs: int | None) -> dict[str,
         options.check_tokens(limits.vocab)
     except BadInput as error:
         raise RequestError(400, str(error), param=str(error).partition(":")[0].partition(" ")[0]) from None
-    plain = asdict(options)
-    return {key: value for key, value in plain.items() if value != getattr(SamplingOptions, key, None)}
+    return {key: value for key, value in vars(options).items() if value != getattr(SamplingOptions, key, None)}
 
 
 def _biases(value: object) -> dict[int, float]:

@@ -37,7 +37,7 @@ class EngineSettings:
     sequences: Positive = 256
     """Requests in a batch at most."""
     step_tokens: Positive = 8192
-    """Tokens of a step at most, raised to `sequences`; a longer prompt is computed in chunks."""
+    """Prompt tokens of a step at most, beside a token of each running request; longer prompts are cut into chunks."""
     tokens_per_block: Positive = 16
     """Tokens in a block of the cache."""
     cache_blocks: Positive | None = None
@@ -74,5 +74,5 @@ class EngineOptions(EngineSettings):
 
     @property
     def most_step_tokens(self) -> int:
-        """`step_tokens`, with room for a decode of each request."""
-        return max(self.step_tokens, self.sequences)
+        """`step_tokens`, and a decode of each request."""
+        return self.step_tokens + self.sequences

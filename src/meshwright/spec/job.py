@@ -66,6 +66,10 @@ class TrainSpec:
     """Step by which each update moves the biases of a sigmoid router towards equal loads of its experts; 0 keeps them."""
     prediction_loss: Annotated[float, Bound(at_least=0)] = 0.3
     """Weight of the mean loss of the modules that predict further tokens (`model.prediction_depth`)."""
+    z_loss: Annotated[float, Bound(at_least=0)] = 0.0
+    """Weight of the mean squared log-sum-exp of the logits, which keeps them near 0 (PaLM uses 1e-4); 0 disables it."""
+    router_z_loss: Annotated[float, Bound(at_least=0)] = 0.0
+    """The same for router logits, for each layer with experts (ST-MoE uses 1e-3)."""
     loss_chunk: Positive = 4096
     """Tokens whose logits are computed at a time."""
     on_nonfinite: Literal["stop", "skip", "rollback", "rollback_skip"] = "stop"

@@ -19,7 +19,7 @@ from meshwright.spec.plan import CONTEXT_AXES
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean loss in nats per token over `tokens` tokens, and figures derived from it."""
+    """Mean loss in nats per token over `tokens` trained tokens, and figures derived from it; NaN if there is no such token."""
 
     loss: float
     tokens: int

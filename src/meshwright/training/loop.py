@@ -253,6 +253,9 @@ def _validate(session: Session, reporter: Reporter) -> Evaluation | None:
             micro_batch=session.plan.batch.micro_batch,
             device=session.world.device,
         )
+    if not result.tokens:
+        reporter.event(session.step, "no validation loss: the held-out samples have no token that is trained on")
+        return None
     reporter.validation(session.step, result)
     return result
 

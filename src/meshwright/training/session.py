@@ -122,6 +122,8 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
         "balance_loss": run.train.balance_loss,
         "balance_bias": run.train.balance_bias,
         "prediction_loss": run.train.prediction_loss,
+        "z_loss": run.train.z_loss,
+        "router_z_loss": run.train.router_z_loss,
     }
     engine = build_engine(run.model, plan, mesh, seed=run.seed, on_phase_end=clock.end, **losses)
     clock.end("model")

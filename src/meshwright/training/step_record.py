@@ -45,7 +45,8 @@ class FigureReader:
         seq_len = run.train.seq_len
         self._flops = {causal: flops_per_token(run.model, seq_len, causal=causal) for causal in (True, False)}
         further = ("prediction_loss",) if run.model.prediction_depth else ()
-        self._model_figures = (*further, "balance_loss", "expert_load")
+        routed = ("router_z_loss",) if run.train.router_z_loss else ()
+        self._model_figures = (*further, "balance_loss", "expert_load", *routed)
         self._peak = run.cluster.peak_flops(plan.precision.compute)
         self.flags = StopFlags()
 
@@ -78,12 +79,13 @@ class FigureReader:
 
     def _record(self, pending: _Pending) -> dict[str, Any]:
         self._clock.wait(pending.end)
-        loss, norm, valid, token_sum, flag, skips, *of_model = pending.values.tolist()
+        loss, norm, valid, token_sum, flag, skips, *of_model, z_loss = pending.values.tolist()
         seconds = self._clock.seconds(self._last_end, pending.end)
         self._last_end = pending.end
         self.flags = StopFlags(pending.step, int(flag))
         self._tokens += int(valid)
-        rate = self._run.train.global_batch * self._run.train.seq_len / seconds
+        train = self._run.train
+        rate = train.global_batch * train.seq_len / seconds
         per_rank = rate / self._run.cluster.ranks
         return {
             "kind": "step",
@@ -99,6 +101,7 @@ class FigureReader:
             "step_seconds": seconds,
             **({"update_skipped": True, "skipping_replicas": int(skips)} if skips else {}),
             **dict(zip(self._model_figures, of_model, strict=False)),
+            **({"z_loss": z_loss} if train.z_loss else {}),
             **memory_peak(self._device),
             **(self._wire.step() if self._wire else {}),
             **pending.host,

@@ -1,0 +1,208 @@
+"""Simulates placement policies over recorded loads of 32 A100s, beside the speeds that LAER-MoE's authors measured there.
+
+    python benchmarks/expert_placement.py [--out FILE.json] [--draws 5]
+
+The loads are those of data/expert-loads-32-ranks.csv. A layout without copies (FSDP and expert parallelism: each expert on eight ranks)
+is compared with `flexmoe` and `hecate` under equal memory: all gather as many experts per rank. Everything that is assumed is
+printed. `--draws` repeats the simulation with unequal loads within each group of experts, which the recorded loads do not tell apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.policies.expert_costs import ExpertCosts
+from meshwright.policies.expert_owners import even_owners, heterogeneous_owners
+from meshwright.policies.expert_placement import overlap_degree
+from meshwright.policies.load_window import WINDOW_STEPS
+from meshwright.simulator.expert_loads import PlayedLoads, play_loads
+
+LOADS = Path(__file__).parent / "data" / "expert-loads-32-ranks.csv"
+RANKS, RANKS_PER_NODE, GROUPS = 32, 8, 4
+PUBLISHED = {"over_fsdp_ep": 1.42, "over_flexmoe": 1.20}
+"""Geometric means over six models, two data sets and two balance losses (e2e_analysis_backup.csv of the artifact), of LAER-MoE."""
+PRODUCT_FLOPS = 4096 * 6 * 4096 * 14336 / 6.08e-3
+"""FLOP/s of an expert: 4,096 rows of width 14,336 in 6.08 ms (computation_profiling_bf16_mixtral-8x7b.json)."""
+INSIDE_BYTES, ACROSS_BYTES = 216.269e9, 88.9539e9
+"""Bytes per second of a rank within its node and of a node to others (network_config.json); the node's link has 100e9."""
+SEQ_LEN, SEQUENCES, MICRO_BATCHES = 8192, 2, 2
+"""Sequences of a micro-batch and rank, micro-batches of a step (train_dist_fsep_32gpus.sh)."""
+HIDDEN, KV_WIDTH, VOCABULARY = 4096, 1024, 32000
+
+
+@dataclass(frozen=True)
+class RecordedModel:
+    """A model of the trace; all but one part of its layers were recorded."""
+
+    name: str
+    layers: int
+    experts: int
+    per_token: int
+    width: int
+
+    @property
+    def held(self) -> int:
+        """Experts that a rank gathers per layer."""
+        return self.experts // GROUPS
+
+    @property
+    def attention_seconds(self) -> float:
+        """Forward of a layer's attention."""
+        flops = 2 * HIDDEN * (2 * HIDDEN + 2 * KV_WIDTH) + 2 * HIDDEN * SEQ_LEN
+        return SEQUENCES * SEQ_LEN * flops / PRODUCT_FLOPS
+
+    @property
+    def head_seconds(self) -> float:
+        """Forward and backward of the head."""
+        return SEQUENCES * SEQ_LEN * 6 * HIDDEN * VOCABULARY / PRODUCT_FLOPS
+
+    def costs(self) -> ExpertCosts:
+        """Full recompute: four forwards' work and six exchanges of rows; weights move behind one layer's attention and experts."""
+        row, expert = 6 * HIDDEN * self.width / PRODUCT_FLOPS, 6 * HIDDEN * self.width
+        return ExpertCosts(
+            RANKS_PER_NODE,
+            row_compute=row,
+            row_inside=2 * HIDDEN / INSIDE_BYTES,
+            row_across=2 * HIDDEN / ACROSS_BYTES,
+            expert_inside=expert / INSIDE_BYTES,
+            expert_across=expert / ACROSS_BYTES,
+            hidden=self.attention_seconds + SEQUENCES * SEQ_LEN * self.per_token * row,
+            compute_passes=4,
+            row_exchanges=6,
+        )
+
+    def step_seconds(self, played: PlayedLoads) -> float:
+        """Mean seconds of a step: experts of all layers, attention and head."""
+        recorded = played.imbalance.shape[1]
+        layers = played.step_seconds.mean() * self.layers / recorded + 4 * self.attention_seconds * self.layers
+        return MICRO_BATCHES * float(layers + self.head_seconds)
+
+
+MODELS = (
+    RecordedModel("mixtral-8x7b-e16k4", 24, 16, 4, 7168),
+    RecordedModel("mixtral-8x7b-e8k2", 32, 8, 2, 14336),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--draws", type=int, default=5, help="simulations with unequal loads within a group")
+    arguments = parser.parse_args()
+    result = {
+        "command": f"benchmarks/expert_placement.py --draws {arguments.draws}",
+        "assumptions": assumptions(),
+        "published": PUBLISHED,
+        "equal_within_groups": compare(None),
+        "drawn_within_groups": [compare(seed) for seed in range(arguments.draws)],
+    }
+    print("\n".join(result["assumptions"]))
+    for label, comparison in [("equal", result["equal_within_groups"])] + [
+        (f"drawn, seed {seed}", comparison) for seed, comparison in enumerate(result["drawn_within_groups"])
+    ]:
+        speeds = ", ".join(
+            f"{key} {value:.3f} (published {PUBLISHED[key]})" for key, value in comparison["speed"].items()
+        )
+        print(f"loads within a group {label}: {speeds}")
+    if arguments.out:
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def assumptions() -> list[str]:
+    """What the simulation takes for granted, in sentences."""
+    return [
+        f"{RANKS} A100s on nodes of {RANKS_PER_NODE}; products at {PRODUCT_FLOPS / 1e12:.0f} TFLOP/s, {INSIDE_BYTES / 1e9:.0f} GB/s within "
+        f"a node, {ACROSS_BYTES / 1e9:.0f} GB/s between nodes of 800 Gb/s links, as the artifact's profiles say",
+        f"{MICRO_BATCHES} micro-batches of {SEQUENCES} sequences of {SEQ_LEN} tokens per rank, bf16, full recompute",
+        "ranks of a node send equal rows, as the trace has sums of nodes; layers that were not recorded are like the others",
+        "weights are gathered one layer ahead behind attention and experts, where they hide; gradients alike",
+        "attention and head take their FLOPs at the rate of products; norms, the optimizer and host time are left out",
+        f"hecate decides from {WINDOW_STEPS} iterations, flexmoe from one; moving flexmoe's copies is free, as in LAER-MoE's comparison",
+        "each rank has room for as many gathered experts as FSDP and expert parallelism gather: 4 of 16, or 2 of 8",
+    ]
+
+
+def compare(seed: int | None) -> dict[str, Any]:
+    """Step seconds and imbalances by model and layout, and the geometric means of hecate's speed over the others."""
+    models = {model.name: simulate(model, seed) for model in MODELS}
+    speed = {
+        f"over_{name}": math.prod(
+            rows[name]["step_seconds"] / rows["hecate"]["step_seconds"] for rows in models.values()
+        )
+        ** (1 / len(models))
+        for name in ("fsdp_ep", "flexmoe")
+    }
+    return {"speed": {key: round(value, 4) for key, value in speed.items()}, "models": models}
+
+
+def simulate(model: RecordedModel, seed: int | None) -> dict[str, dict[str, float]]:
+    """Mean step seconds, and median and largest imbalance of ranks, of the three layouts."""
+    steps, costs = recorded_counts(model, seed), model.costs()
+    layers = steps[0].shape[0]
+    even = even_owners(layers, model.experts, RANKS)
+    fixed = np.zeros((layers, RANKS, model.experts), dtype=bool)
+    fixed[:] = np.arange(RANKS)[:, None] % GROUPS == np.arange(model.experts) % GROUPS
+    hidden = int(min(overlap_degree(costs, RANKS), model.experts))
+    copied = hidden if hidden <= model.held else 0  # with fewer slots no expert is on all ranks
+    owners = heterogeneous_owners(steps[0].sum(1), copied, RANKS, RANKS_PER_NODE)
+    played = {
+        "fsdp_ep": play_loads(steps, even, costs, policy=None, initial=fixed),
+        "flexmoe": play_loads(steps, even, costs, policy="flexmoe", slots=model.held, initial=fixed),
+        "hecate": play_loads(steps, owners, costs, policy="hecate", slots=model.held, window=WINDOW_STEPS),
+    }
+    return {
+        name: {
+            "step_seconds": round(model.step_seconds(figures), 4),
+            "median_imbalance": round(float(np.median(figures.imbalance)), 4),
+            "largest_imbalance": round(float(figures.imbalance.max()), 4),
+        }
+        for name, figures in played.items()
+    }
+
+
+def recorded_counts(model: RecordedModel, seed: int | None) -> list[np.ndarray]:
+    """Counts `(layers, ranks, experts)` of each iteration.
+
+    The trace has the rows of groups of experts. Without `seed` a group's experts have equal loads. With it, their shares are drawn once for
+    each layer, from a log-normal distribution whose width follows from the spread of the groups' loads.
+    """
+    groups = _read_groups(model.name)
+    _, layers, nodes, _ = groups.shape
+    shares = np.full((layers, model.held, GROUPS), 1 / model.held)
+    if seed is not None:
+        loads = groups.sum(2)
+        spread = float((loads.std(2) / loads.mean(2)).mean())
+        deviation = math.sqrt(math.log(1 + spread**2 * model.held))
+        drawn = np.random.default_rng(seed).lognormal(0, deviation, shares.shape)
+        shares = drawn / drawn.sum(1, keepdims=True)
+    experts = (groups[:, :, :, None] * shares[:, None]).reshape(len(groups), layers, nodes, model.experts)
+    per_rank = np.rint(experts / RANKS_PER_NODE).astype(np.int64)
+    return list(np.repeat(per_rank, RANKS_PER_NODE, axis=2))
+
+
+def _read_groups(name: str) -> np.ndarray:
+    """Recorded rows `(iterations, layers, nodes, groups)` of a model."""
+    with LOADS.open(encoding="utf-8") as file:
+        lines = [
+            line for line in csv.DictReader(line for line in file if not line.startswith("#")) if line["model"] == name
+        ]
+    iterations, layers = (sorted({int(line[key]) for line in lines}) for key in ("iteration", "layer"))
+    groups = np.zeros((len(iterations), len(layers), RANKS // RANKS_PER_NODE, GROUPS), dtype=np.int64)
+    for line in lines:
+        values = [int(line[f"n{node}_s{group}"]) for node in range(groups.shape[2]) for group in range(GROUPS)]
+        groups[iterations.index(int(line["iteration"])), layers.index(int(line["layer"]))] = np.reshape(
+            values, groups.shape[2:]
+        )
+    return groups
+
+
+if __name__ == "__main__":
+    main()

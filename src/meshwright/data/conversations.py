@@ -1,0 +1,148 @@
+"""Windows of whole conversations: best-fit packing, so that no conversation is cut where a sequence ends.
+
+A window has room for `seq_len` + 1 tokens, inputs and one more target. Conversations are taken from the longest to the
+shortest; each goes into the window with the least space that is enough, or into a new one (best fit decreasing). Space
+that is left is filled with a token that is not trained on. Of a conversation that is longer than a window only the
+beginning is read, or nothing if no token of it is trained on. Which conversations share a window follows from their
+lengths alone, so every rank and every start packs alike, and each epoch reads every conversation once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.data.indexed import IndexedFile
+from meshwright.data.packing import DocumentPart, TokenStream, WindowTokens
+from meshwright.policies.sample_order import permute
+
+FEWEST_TOKENS = 2
+"""Tokens of the shortest conversation that is read: one to read and one to predict."""
+
+
+@dataclass(frozen=True)
+class PackingCounts:
+    """The conversations of a source in its windows, how many of them are truncated, and how many are left out.
+
+    `left_out` are longer than a window, and no token of their beginning is trained on; `lost_tokens` are those that are not read.
+    """
+
+    conversations: int
+    sequences: int
+    truncated: int
+    left_out: int
+    lost_tokens: int
+
+    def __str__(self) -> str:
+        packed = f"{self.conversations:,} conversations fill {self.sequences:,} sequences"
+        if not self.lost_tokens:
+            return packed
+        left_out = (
+            f", {self.left_out:,} more are left out, as their beginning has nothing to train on"
+            if self.left_out
+            else ""
+        )
+        return (
+            f"{packed}; {self.truncated:,} are longer and truncated{left_out}: {self.lost_tokens:,} tokens are not read"
+        )
+
+
+class ConversationWindows:
+    """The conversations of a stream in windows of `seq_len` inputs; `filler` is the id of the token after the last one."""
+
+    def __init__(self, stream: TokenStream, seq_len: int, filler: int) -> None:
+        self._stream, self._seq_len, self._filler = stream, seq_len, filler
+        starts, whole = stream.document_ranges()
+        room = seq_len + 1
+        long = np.flatnonzero(whole > room)
+        untrained = [number for number in long if not stream.read_mask(starts[number] + 1, starts[number] + room).any()]
+        used = whole >= FEWEST_TOKENS
+        used[untrained] = False
+        self._document_starts, self._lengths = starts[used], np.minimum(whole[used], room)
+        window = best_fit(self._lengths, room)
+        count = int(window.max(initial=-1)) + 1
+        # Long conversations fill the first windows; in another order the first ones are a sample of all.
+        window = permute(window, count, "windows") if count else window
+        self._by_window = np.argsort(window, kind="stable")
+        self._bounds = np.concatenate([[0], np.cumsum(np.bincount(window, minlength=count))]).astype(np.int64)
+        truncated, lost = len(long) - len(untrained), int(whole[whole >= FEWEST_TOKENS].sum() - self._lengths.sum())
+        self.counts = PackingCounts(len(self._lengths), count, truncated, len(untrained), lost)
+
+    @property
+    def count(self) -> int:
+        """Number of windows."""
+        return self.counts.sequences
+
+    def read(self, window: int, with_documents: bool) -> WindowTokens:
+        """The tokens of a window, those after the last conversation included, which count as one more document."""
+        starts, lengths = self._conversations(window)
+        stops = np.cumsum(lengths)
+        room = self._seq_len + 1
+        tokens, trained = np.full(room, self._filler, dtype=np.int64), np.zeros(room, dtype=bool)
+        for start, length, stop in zip(starts.tolist(), lengths.tolist(), stops.tolist(), strict=True):
+            tokens[stop - length : stop] = self._stream.read(start, start + length)
+            trained[stop - length : stop] = self._stream.read_mask(start, start + length)
+            trained[stop - length] = False  # its first token follows another conversation
+        begins = np.concatenate([[0], stops if stops[-1] < room else stops[:-1]]).astype(np.int64)
+        return WindowTokens(tokens, begins if with_documents else begins[:1], trained)
+
+    def parts(self, window: int) -> list[DocumentPart]:
+        """The conversations of a window's inputs, each with the part that lies inside."""
+        parts, room = [], self._seq_len
+        starts, lengths = self._conversations(window)
+        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+            parts += self._stream.parts(start, start + min(length, room))
+            room -= length
+        return parts
+
+    def trained(self, window: int) -> np.ndarray:
+        """Whether each input of a window is trained on, bool, without the filling tokens."""
+        starts, lengths = self._conversations(window)
+        masks = [
+            self._stream.read_mask(start, start + length)
+            for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
+        ]
+        return np.concatenate(masks)[: self._seq_len]
+
+    def files_of(self, windows: np.ndarray) -> set[int]:
+        """The numbers of the files that hold a part of these windows."""
+        if not len(windows):
+            return set()
+        starts = np.concatenate([self._conversations(int(window))[0] for window in windows])
+        return self._stream.files_at(starts)
+
+    def locate(self, window: int, at: int) -> tuple[IndexedFile, int]:
+        """The file that holds token `at` of a window, and the token's number there."""
+        starts, lengths = self._conversations(window)
+        number = int(np.searchsorted(np.cumsum(lengths), at, side="right"))
+        return self._stream.locate(int(starts[number]) + at - int(lengths[:number].sum()))
+
+    def _conversations(self, window: int) -> tuple[np.ndarray, np.ndarray]:
+        """Where the conversations of a window begin in the stream, and how many of their tokens are read."""
+        numbers = self._by_window[self._bounds[window] : self._bounds[window + 1]]
+        return self._document_starts[numbers], self._lengths[numbers]
+
+
+def best_fit(lengths: np.ndarray, room: int) -> np.ndarray:
+    """The bin of each length, of bins with this room: best fit decreasing. Lengths are 1 to `room`."""
+    bins = np.empty(len(lengths), dtype=np.int64)
+    bins_by_space: dict[int, list[int]] = {}
+    spaces = 0  # bit s is set if a bin has space s, so that one shift finds the least space that is enough
+    count = 0
+    order = np.argsort(-lengths, kind="stable")
+    for number, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        enough = spaces >> length
+        if enough:
+            space = length + (enough & -enough).bit_length() - 1
+            same_space = bins_by_space[space]
+            chosen = same_space.pop()
+            if not same_space:
+                spaces ^= 1 << space
+        else:
+            space, chosen, count = room, count, count + 1
+        bins[number] = chosen
+        if left := space - length:
+            bins_by_space.setdefault(left, []).append(chosen)
+            spaces |= 1 << left
+    return bins

@@ -1,0 +1,73 @@
+"""Copies of experts in proportion to their loads, spread over nodes and ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+
+FRACTIONS = 4096
+"""Parts of a copy to which a target is rounded: sums of such numbers are exact, so they are equal on all ranks."""
+
+
+def spread_copies(
+    loads: np.ndarray, base: np.ndarray, free: np.ndarray, ranks_per_node: int, on_all: bool = False
+) -> np.ndarray:
+    """`base` `(L, R, E)` and copies in proportion to `loads` `(L, E)`: at most `free` `(L, R)` on each rank.
+
+    With `on_all`, each expert without a rank in `base` gets a copy first, as long as there are slots. Slots are filled in turns of one per
+    rank, the experts with most rows per copy first. A turn begins with the least loaded rank of each node, so the copies of an
+    expert spread over nodes first (Hecate, arXiv 2502.02581, algorithm 1).
+    """
+    layers, ranks, experts = base.shape
+    held = base.sum(1)
+    copies = _copy_numbers(loads, held, free.sum(1), ranks, on_all)
+    part = loads / np.maximum(held + copies, 1)
+    sequence = _copy_sequence(part, copies, int(max(free.sum(1).max(), copies.sum(1).max())) + ranks)
+    on_rank, expert = np.divmod(np.flatnonzero(base), experts)
+    rank_loads = np.bincount(on_rank, part[on_rank // ranks, expert], layers * ranks).reshape(layers, ranks)
+    scale = 1 / np.maximum(loads.sum(1, keepdims=True) + 1, 1)
+    present, offset = base.copy(), np.zeros(layers, dtype=np.int64)
+    layer, turn_index = np.arange(layers)[:, None], np.arange(ranks)
+    for turn in range(int(free.max())):
+        is_free = free > turn
+        by_node = np.where(is_free, rank_loads, np.inf).reshape(layers, -1, ranks_per_node)
+        in_node = by_node.argsort(2, kind="stable").argsort(2, kind="stable").reshape(layers, ranks)
+        # The expert at the start of a turn may have copies from the turn before: ranks that have it come last.
+        holders = present[layer[:, 0], :, np.maximum(sequence[layer[:, 0], offset], 0)]
+        order = (in_node + rank_loads * scale + ranks * holders + 2 * ranks * ~is_free).argsort(1, kind="stable")
+        number = is_free.sum(1, keepdims=True)
+        expert = sequence[layer, offset[:, None] + turn_index]
+        used = (turn_index < number) & (expert >= 0)
+        on_layer = np.broadcast_to(layer, used.shape)[used]
+        present[on_layer, order[used], expert[used]] = True
+        rank_loads[on_layer, order[used]] += part[on_layer, expert[used]]
+        offset += number[:, 0]
+    return present
+
+
+def _copy_numbers(loads: np.ndarray, held: np.ndarray, slots: np.ndarray, ranks: int, on_all: bool) -> np.ndarray:
+    """Copies of each expert `(L, E)` that fill `slots` `(L,)`, so that rows per copy are nearly equal; `held` exist already."""
+    needed = (held == 0).astype(np.int64) if on_all else np.zeros_like(held)
+    most = ranks - held
+    total = loads.sum(1, keepdims=True)
+    target = loads * (slots[:, None] + held.sum(1, keepdims=True)) / np.maximum(total, 1)
+    missing = np.clip(target - held - needed, 0, most - needed)
+    missing = np.floor(missing * FRACTIONS) / FRACTIONS
+    spare = np.maximum(slots - needed.sum(1), 0)
+    fraction = np.minimum(spare / np.maximum(missing.sum(1), 1), 1)
+    copies = needed + np.floor(missing * fraction[:, None]).astype(np.int64)
+    unused = (slots - copies.sum(1))[:, None]
+    per_copy = np.where((copies < most) & (loads > 0), loads / np.maximum(held + copies, 0.5), -1)
+    order = (-per_copy).argsort(1, kind="stable")
+    first = order.argsort(1, kind="stable") < unused
+    return copies + (first & (per_copy > 0))
+
+
+def _copy_sequence(part: np.ndarray, copies: np.ndarray, length: int) -> np.ndarray:
+    """Experts by descending rows per copy, each as often as it has `copies` `(L, E)`; -1 up to `length`."""
+    layers = len(part)
+    order = (-part).argsort(1, kind="stable")
+    numbers = np.take_along_axis(copies, order, axis=1)
+    used = np.arange(length) < copies.sum(1, keepdims=True)
+    sequence = np.full((layers, length), -1, dtype=np.int64)
+    sequence[used] = np.repeat(order.ravel(), numbers.ravel())
+    return sequence

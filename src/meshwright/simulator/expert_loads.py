@@ -1,0 +1,74 @@
+"""Time of the experts' part of a step under a placement policy, played over recorded loads.
+
+A step's placement is decided from the loads of the steps before it, as in training, and timed with its own loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.policies.expert_costs import ExpertCosts, LayerTimes
+from meshwright.policies.expert_placement import PlacementProblem, place_experts
+from meshwright.policies.load_window import LoadWindow
+
+
+@dataclass(frozen=True)
+class PlayedLoads:
+    """Figures of each step and layer, each `(steps, L)`."""
+
+    compute: np.ndarray
+    """Seconds of the experts on the rank with most rows."""
+    exchange: np.ndarray
+    """Seconds of the exchange of rows."""
+    weights: np.ndarray
+    """Seconds of the exchange of weights that are not hidden."""
+    imbalance: np.ndarray
+    """Largest rows of a rank over the mean of all ranks."""
+
+    @property
+    def step_seconds(self) -> np.ndarray:
+        """Seconds of all layers of each step, `(steps,)`."""
+        return (self.compute + self.exchange + self.weights).sum(1)
+
+
+def play_loads(
+    steps: Sequence[np.ndarray],
+    owners: np.ndarray,
+    costs: ExpertCosts,
+    *,
+    policy: str | None,
+    slots: int = 0,
+    window: int = 1,
+    initial: np.ndarray | None = None,
+) -> PlayedLoads:
+    """Play `steps`, each with counts `(L, R, E)`, under a policy of `policies.expert_placement`, or `initial` always for None.
+
+    The first step only fills the window of `window` steps, so there is one step fewer in the figures. `initial` `(L, R, E)` is present
+    in the first step; `slots` is the most copies on a rank.
+    """
+    history = LoadWindow(window)
+    present, times, imbalances = initial, [], []
+    for number, counts in enumerate(steps):
+        problem = PlacementProblem(counts, owners, slots, costs)
+        if number and policy is not None:
+            earlier = PlacementProblem(history.sums(), owners, slots, costs, len(history), present)
+            present = place_experts(policy, earlier)
+        if number:
+            assert present is not None
+            totals = problem.row_totals(present)
+            times.append(problem.times(totals))
+            imbalances.append(totals.computed.max(1) / totals.computed.mean(1))
+        history.add(counts)
+    return _stacked(times, imbalances)
+
+
+def _stacked(times: Sequence[LayerTimes], imbalances: Sequence[np.ndarray]) -> PlayedLoads:
+    return PlayedLoads(
+        np.array([step.compute for step in times]),
+        np.array([step.exchange for step in times]),
+        np.array([step.weights for step in times]),
+        np.array(imbalances),
+    )

@@ -1,0 +1,241 @@
+"""Decisions of expert placement: closed forms, and properties under random loads, limits and machines."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.policies.expert_costs import ExpertCosts, layer_times
+from meshwright.policies.expert_owners import even_owners, heterogeneous_owners
+from meshwright.policies.expert_placement import POLICIES, PlacementProblem, overlap_degree, place_experts
+from meshwright.policies.expert_routing import node_rows, owned, route, row_totals
+from meshwright.policies.load_window import LoadWindow
+from meshwright.spec.errors import BadInput
+from tests.slow import examples
+
+FREE_COPIES = ExpertCosts(2, 1e-6, 0.0, 0.0, 0.0, 0.0, 0.0)
+"""Two ranks per node; only the experts' work takes time."""
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> PlacementProblem:
+    """Up to three layers of up to 16 experts on up to eight ranks, with any loads and costs."""
+    nodes, per_node = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    ranks, layers, experts = nodes * per_node, draw(st.integers(1, 3)), draw(st.integers(1, 16))
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    peaks = random.lognormal(0, draw(st.sampled_from([0, 1, 3])), (layers, 1, experts))
+    counts = random.poisson(peaks * draw(st.sampled_from([0, 1, 50])), (layers, ranks, experts))
+    seconds = [float(random.choice([0, 1e-6, 1e-5, 1e-4])) for _ in range(6)]
+    owners = random.integers(0, ranks, (layers, experts))
+    slots, costs = draw(st.integers(0, experts)), ExpertCosts(per_node, *seconds)
+    previous = place_experts("hecate", PlacementProblem(np.roll(counts, 1, 2), owners, slots, costs))
+    return PlacementProblem(
+        counts, owners, slots, costs, draw(st.integers(1, 5)), draw(st.sampled_from([None, previous]))
+    )
+
+
+@given(problems(), st.sampled_from(sorted(POLICIES)))
+@settings(max_examples=examples(25, 400))
+def test_decisions_keep_their_limits(problem: PlacementProblem, policy: str) -> None:
+    counts = problem.counts.copy()
+    ranks = counts.shape[1]
+    base = owned(problem.owners, ranks)
+    present = place_experts(policy, problem)
+    assert (problem.counts == counts).all()
+    assert (present >= base).all(), "owners keep their experts"
+    assert ((present & ~base).sum(2) <= problem.slots).all()
+    if policy != "fixed":
+        seconds = problem.times(problem.row_totals(present)).total
+        assert (seconds <= problem.times(problem.row_totals(base)).total).all(), "never slower than expert parallelism"
+    reordered = PlacementProblem(
+        np.asfortranarray(counts), problem.owners.copy(), problem.slots, problem.costs, problem.steps, problem.previous
+    )
+    assert (place_experts(policy, reordered) == present).all()
+
+
+@given(problems())
+@settings(max_examples=examples(25, 400))
+def test_every_row_has_a_destination(problem: PlacementProblem) -> None:
+    per_node = problem.costs.ranks_per_node
+    present = place_experts("hecate", problem)
+    totals = problem.row_totals(present)
+    layers, ranks, experts = present.shape
+    for layer in range(layers):
+        sent = np.array(
+            [route(problem.counts[layer, rank], present[layer], rank, per_node) for rank in range(ranks)]
+        )  # source rank, expert, destination
+        assert (sent.sum(2) == problem.counts[layer]).all()
+        assert (present[layer].T | (sent.sum(0) == 0)).all(), "only to ranks that have the expert"
+        computed = sent.sum((0, 1))
+        difference = totals.computed[layer] - computed
+        assert (np.abs(difference) <= experts * per_node * 2).all()
+        nodes = np.arange(ranks) // per_node
+        crossing = sent * (nodes[:, None, None] != nodes[None, None, :])
+        into = np.array([crossing[:, :, nodes == node].sum() for node in range(ranks // per_node)])
+        out = np.array([crossing[nodes == node].sum() for node in range(ranks // per_node)])
+        assert (totals.across[layer] >= out).all()
+        assert (totals.across[layer] <= np.maximum(into, out) + experts * ranks).all()
+
+
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"fixed"}))
+def test_equal_loads_move_nothing(policy: str) -> None:
+    counts = np.full((2, 8, 16), 32)
+    owners = even_owners(2, 16, 8)
+    problem = PlacementProblem(counts, owners, 4, ExpertCosts(4, 1e-6, 1e-6, 1e-6, 1e-9, 1e-9, 1.0))
+    assert (place_experts(policy, problem) == owned(owners, 8)).all()
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_one_popular_expert_is_copied_until_ranks_have_equal_rows(policy: str) -> None:
+    """Four ranks of one expert each send all rows to expert 0; with a copy everywhere each computes its own."""
+    counts = np.zeros((1, 4, 4), dtype=np.int64)
+    counts[:, :, 0] = 100
+    problem = PlacementProblem(counts, even_owners(1, 4, 4), 1, FREE_COPIES)
+    assert problem.row_totals(owned(problem.owners, 4)).computed.tolist() == [[400, 0, 0, 0]]
+    present = place_experts(policy, problem)
+    assert problem.row_totals(present).computed.tolist() == [[100, 100, 100, 100]]
+    assert present[0, :, 0].all() and present.sum() == 7
+
+
+def test_shadowing_stops_where_a_copy_costs_more_than_it_saves() -> None:
+    """A copy of expert 0 saves 300 rows at the busiest rank, one of expert 1 nothing, as it is not the busiest then."""
+    counts = np.tile([100, 60, 100, 100], (1, 4, 1))
+    counts[:, :, 0] = 200
+    problem = PlacementProblem(counts, even_owners(1, 4, 4), 2, ExpertCosts(4, 1e-6, 0.0, 0.0, 5e-5, 0.0, 0.0))
+    present = place_experts("fastermoe", problem)
+    assert present[0].sum(0).tolist() == [4, 1, 1, 1]
+    dear = PlacementProblem(counts, even_owners(1, 4, 4), 2, ExpertCosts(4, 1e-6, 0.0, 0.0, 1.0, 0.0, 0.0))
+    assert (place_experts("fastermoe", dear) == owned(dear.owners, 4)).all()
+
+
+def test_flexmoe_replaces_copies_when_another_expert_becomes_popular() -> None:
+    """The owner of expert 1 needs no slot for it, so it keeps its copy of expert 0."""
+    counts = np.zeros((1, 4, 4), dtype=np.int64)
+    counts[:, :, 0] = 100
+    owners = even_owners(1, 4, 4)
+    first = place_experts("flexmoe", PlacementProblem(counts, owners, 1, FREE_COPIES))
+    second = place_experts("flexmoe", PlacementProblem(np.roll(counts, 1, 2), owners, 1, FREE_COPIES, previous=first))
+    assert first[0].sum(0).tolist() == [4, 1, 1, 1] and second[0].sum(0).tolist() == [2, 4, 1, 1]
+
+
+def test_copies_in_proportion_reach_all_nodes_first() -> None:
+    """Eight ranks on four nodes with one slot each; the popular expert has half of the rows, the others 1/14 each."""
+    counts = np.full((1, 8, 8), 10)
+    counts[:, :, 0] = 70
+    costs = ExpertCosts(2, 1e-6, 1e-9, 1e-9, 1e-9, 1e-9, 1.0)
+    present = place_experts("hecate", PlacementProblem(counts, even_owners(1, 8, 8), 1, costs))
+    assert present[0, :, 0].reshape(4, 2).any(1).all()
+
+
+def test_overlap_degree_counts_the_slower_link() -> None:
+    costs = ExpertCosts(2, 0.0, 0.0, 0.0, 1.0, 4.0, 10.0)
+    assert (overlap_degree(costs, 2), overlap_degree(costs, 4)) == (10, 2)
+
+
+def test_times_of_a_layer_by_hand() -> None:
+    """Two nodes of two ranks; each rank has one expert and 8 rows for each. Then expert 0 is copied to rank 2."""
+    counts = np.full((1, 4, 4), 8)
+    owners, costs = even_owners(1, 4, 4), ExpertCosts(2, 1.0, 10.0, 100.0, 1000.0, 5000.0, 1500.0)
+    present = owned(owners, 4)
+    totals = row_totals(counts, node_rows(counts, 2), present)
+    assert totals.computed.tolist() == [[32] * 4]
+    assert totals.inside.tolist() == [[8] * 4]
+    assert totals.across.tolist() == [[32, 32]], "two ranks of a node send 8 rows for each of two experts"
+    times = layer_times(totals, owners, costs)
+    assert (times.compute, times.exchange, times.weights) == (96, 4 * 3200, 0)
+    present[0, 2, 0] = True
+    totals = row_totals(counts, node_rows(counts, 2), present)
+    assert totals.computed.tolist() == [[16, 32, 48, 32]]
+    assert totals.across.tolist() == [[32, 32]], (
+        "node 1 still sends rows of expert 1, and receives those of two experts"
+    )
+    assert layer_times(totals, owners, costs).weights == 2 * (5000 - 1500)
+
+
+def test_owners_have_equal_numbers_over_layers_and_equal_loads_within() -> None:
+    loads = np.array([[9, 1, 1, 1], [8, 4, 3, 1]])
+    owners = heterogeneous_owners(loads, copied=1, ranks=4, ranks_per_node=2)
+    assert np.bincount(owners.ravel()).tolist() == [2] * 4
+    for layer in range(2):
+        others = [expert for expert in range(4) if expert != 0]
+        assert len({int(owners[layer, expert]) for expert in others}) == 3, (
+            "experts without copies are on different ranks"
+        )
+    with pytest.raises(BadInput, match="a divisor of 2 layers × 3 experts, got 4 ranks"):
+        heterogeneous_owners(np.ones((2, 3)), 0, 4, 2)
+    with pytest.raises(BadInput, match="a divisor of 2 layers × 3 experts, got 4 ranks"):
+        even_owners(2, 3, 4)
+
+
+def test_fewer_experts_than_ranks_use_all_ranks_in_turn() -> None:
+    assert even_owners(2, 2, 4).tolist() == [[0, 1], [2, 3]]
+    assert even_owners(2, 4, 2).tolist() == [[0, 0, 1, 1]] * 2
+
+
+def test_a_window_resumes_from_its_history() -> None:
+    random = np.random.default_rng(0)
+    steps = random.integers(0, 100, (7, 2, 4, 8))
+    whole, stopped = LoadWindow(3), LoadWindow(3)
+    with pytest.raises(ValueError, match="no step"):
+        whole.sums()
+    for step in steps:
+        whole.add(step)
+    for step in steps[:5]:
+        stopped.add(step)
+    resumed = LoadWindow(3, stopped.history)
+    for step in steps[5:]:
+        resumed.add(step)
+    assert (whole.sums() == steps[4:].sum(0)).all()
+    assert (resumed.sums() == whole.sums()).all() and len(resumed) == 3
+
+
+def digest() -> str:
+    """Digest of all policies' decisions for fixed loads."""
+    random = np.random.default_rng(1)
+    counts = random.poisson(random.lognormal(3, 1, (6, 1, 64)), (6, 32, 64))
+    owners = heterogeneous_owners(counts.sum(1), 4, 32, 8)
+    costs = ExpertCosts(8, 1e-7, 2e-8, 8e-9, 4e-5, 9e-5, 2e-3)
+    parts = [
+        place_experts(policy, PlacementProblem(counts, owners, 8, costs, 3)).tobytes() for policy in sorted(POLICIES)
+    ]
+    return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+@pytest.mark.slow
+def test_processors_of_another_generation_decide_alike() -> None:
+    """A process whose numpy may use no vector instructions beyond the baseline takes the same decisions."""
+    probe = "import numpy; print(*(numpy._core._multiarray_umath.__cpu_dispatch__))"
+    features = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True).stdout
+    code = "from tests.policies.test_expert_placement import digest; print(digest())"
+    other = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "NPY_DISABLE_CPU_FEATURES": features.strip(), "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert other.stdout.strip() == digest()
+
+
+@pytest.mark.parametrize("experts", [64, 256])
+def test_decisions_for_sixty_layers_take_little_processor_time(experts: int) -> None:
+    """About 10 ms on one core of 2020; the limit is five times the 20 ms that a step may spend on them."""
+    random = np.random.default_rng(2)
+    counts = random.poisson(random.lognormal(3, 1, (60, 1, experts)), (60, 32, experts))
+    owners = even_owners(60, experts, 32)
+    costs = ExpertCosts(8, 1e-7, 2e-8, 8e-9, 4e-5, 9e-5, 2e-3)
+    for policy in ("hecate", "fastermoe", "flexmoe"):
+        seconds = []
+        for _ in range(3):
+            start = time.process_time()
+            place_experts(policy, PlacementProblem(counts, owners, 4, costs))
+            seconds.append(time.process_time() - start)
+        assert min(seconds) < 0.1, f"{policy}: {min(seconds):.3f} s"

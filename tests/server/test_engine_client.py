@@ -1,0 +1,57 @@
+"""The order in which the texts of a step get their tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from meshwright.server.engine_client import EngineClient, EngineRequest, Subscription
+from meshwright.server.messages import encode
+from meshwright.server.metrics import ServerMetrics
+
+TEXTS = 40
+Step = Sequence[tuple[int, list[int]]]
+"""Texts and their new tokens."""
+
+
+async def received_of(groups: Sequence[Sequence[Step]]) -> list[tuple[int, list[int]]]:
+    """Texts and tokens in the order in which readers get them. The steps of a group arrive together, once all before are read."""
+    client, received = EngineClient(ServerMetrics("model")), []
+    subscriptions = [Subscription(whole=False) for _ in range(TEXTS)]
+
+    async def read(index: int) -> None:
+        while subscriptions[index].unfinished:
+            received.append((index, [token for news in await subscriptions[index].next() for token in news.tokens]))
+
+    for subscription in subscriptions:
+        client.submit(EngineRequest(tokens=[1], new_tokens=9), subscription, 0)
+    tasks, expected = [asyncio.ensure_future(read(index)) for index in range(TEXTS)], 0
+    await asyncio.sleep(0)
+    for steps in groups:
+        for step in steps:
+            client.data_received(encode({"step": step, "figures": [TEXTS, 0, 0.5, 0, 0]}))
+            expected += sum(len(tokens) for _, tokens in step)
+        async with asyncio.timeout(10):
+            while sum(len(tokens) for _, tokens in received) < expected:
+                await asyncio.sleep(0)
+    read_tokens = list(received)
+    client.fail("the end", 1)
+    await asyncio.gather(*tasks)
+    return read_tokens
+
+
+def test_a_first_token_goes_before_the_other_tokens_of_its_step() -> None:
+    last = TEXTS - 1
+    first, second = ([(text, [100 * number + text]) for text in range(TEXTS)] for number in (1, 2))
+    received = asyncio.run(received_of([[first[:last]], [second]]))
+    assert received[:last] == first[:last]
+    assert received[last] == second[last]
+    assert sorted(received[last + 1 :]) == second[:last]
+
+
+def test_tokens_of_steps_that_arrive_together_keep_their_order() -> None:
+    steps = [[(text, [100 * number + text]) for text in range(TEXTS)] for number in range(4)]
+    received = asyncio.run(received_of([[steps[0][: TEXTS // 2]], steps[1:]]))[TEXTS // 2 :]
+    for text in range(TEXTS):
+        tokens = [token for index, tokens in received if index == text for token in tokens]
+        assert tokens == [100 + text, 200 + text, 300 + text]
