@@ -113,9 +113,7 @@ def test_products_and_attention_add_up_to_the_models_flops(model: ModelSpec, axe
 
 
 def test_the_head_takes_the_time_of_its_modules() -> None:
-    run = load_run(
-        None, ["extends=llama3-8b", "cluster=h100-8", "train.global_batch=16", "train.steps=10", "data.path=x"]
-    )
+    run = load_run(None, ["model=llama3-8b", "cluster=dgx-h100-16", "train.global_batch=16", "train.steps=10"])
     tested = plan_of(1, 2, {"shard": 8})
     costs = {}
     for depth in (0, DEPTH):
