@@ -37,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of a file stay in one worker, and so do all that share the pool of ranks."""
+    """Tests of a file stay in one worker, and so do all that share the pool of ranks or the parsed source."""
 
     def order(item: pytest.Item) -> int:
         folder = item.path.parent.name
@@ -45,8 +45,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     items.sort(key=order)
     for item in items:
-        shared = "pool" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("pool" if shared else str(item.path)))
+        if "pool" in getattr(item, "fixturenames", ()):
+            group = "pool"
+        else:
+            group = str(item.path.parent if item.path.parent.name == "house" else item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     import torch

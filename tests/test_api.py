@@ -14,6 +14,9 @@ import meshwright
 from meshwright.observe.metrics import STEP_KEYS, read_metrics
 from tests.training.tiny import make_tiny
 
+ONE_RANK = ["cluster.gpus_per_node=1", "supervision.restarts=0"]
+"""Without restarts no spare process is started."""
+
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -50,7 +53,7 @@ def test_a_run_calls_back_stops_continues_and_returns_its_result(tiny: Path, tmp
 
     def train() -> meshwright.TrainResult:
         return meshwright.train(
-            tiny, ["train.steps=60", "cluster.gpus_per_node=1"], runs=tmp_path, on_step=on_step,
+            tiny, [*ONE_RANK, "train.steps=60"], runs=tmp_path, on_step=on_step,
             on_validation=lambda step, loss: losses.append((step, loss)),
             on_checkpoint=lambda step, folder: saved.append((step, folder)),
         )  # fmt: skip
@@ -72,11 +75,11 @@ def test_what_a_callback_raises_and_what_a_run_fails_with_are_raised(tiny: Path,
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        meshwright.train(tiny, ["train.steps=60", "cluster.gpus_per_node=1"], runs=tmp_path, on_step=on_step)
+        meshwright.train(tiny, [*ONE_RANK, "train.steps=60"], runs=tmp_path, on_step=on_step)
     assert list((tmp_path / "tiny" / "checkpoints").glob("step-*/COMMITTED"))
     with pytest.raises(meshwright.NumericalFailure, match="not finite"):
         meshwright.train(
             tiny,
-            ["name=hot", "train.learning_rate=1e30", "train.clip_norm=none", "cluster.gpus_per_node=1"],
+            [*ONE_RANK, "name=hot", "train.learning_rate=1e30", "train.clip_norm=none"],
             runs=tmp_path,
         )

@@ -1,20 +1,34 @@
-"""Pipeline plans from the command line: `meshwright train` with real ranks, then `generate` and `eval` by its plan."""
+"""Pipeline plans from the command line: `train` and `generate` start ranks, `eval` by the plan has those of the pool."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from meshwright.cli import spread
 from meshwright.observe.metrics import read_metrics
+from meshwright.parallel.world import World
+from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.fields import from_plain, to_plain
 from tests.cli.command import meshwright
+from tests.distributed.pool import Pool
 from tests.slow import quick_first
 
 PINS = ["cluster.gpus_per_node=2", "plan.pipeline=2", "plan.schedule=zbv", "plan.micro_batch=2", "model.layers=4"]
 
 
+def answer_as_json(world: World, question: str) -> str:
+    """The answer of a rank of `meshwright.training.spread`."""
+    from meshwright.training.spread import SpreadJob, compute_answer
+
+    return json.dumps(to_plain(compute_answer(from_plain(SpreadJob, json.loads(question)), world)))
+
+
 @pytest.fixture(scope="module")
-def run(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(pool: Pool, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run. Its tests stay in the worker of `pool`, which some use, so that it is trained once."""
     runs = tmp_path_factory.mktemp("pipeline")
     answer = meshwright("train", tiny, *PINS, "checkpoint.every=3", "--runs", runs)
     assert answer.code == 0, answer.err
@@ -39,20 +53,25 @@ def test_the_run_is_whole_and_its_report_shows_the_pipeline(run: Path) -> None:
 )
 def test_generate_by_the_plan_is_that_of_one_device(run: Path, sampling_options: list[object]) -> None:
     arguments = [run, "-p", "the quick", "-p", "seven wizards", "--tokens", 6, "--json", *sampling_options]
-    one_device, spread = (
+    one_device, by_plan = (
         meshwright("generate", *arguments, *plan_options) for plan_options in ([], ["--plan", run / "plan.yaml"])
     )
-    assert spread.code == 0, spread.err
-    assert spread.json == one_device.json
+    assert by_plan.code == 0, by_plan.err
+    assert by_plan.json == one_device.json
 
 
-def test_eval_by_the_plan_is_that_of_one_device(run: Path) -> None:
-    one_device, spread = (
+def test_eval_by_the_plan_is_that_of_one_device(run: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer_of_ranks(module: str, question: object, cluster: ClusterSpec, weights: str) -> object:
+        assert module == "meshwright.training.spread"
+        return json.loads(pool.run(answer_as_json, cluster.ranks, json.dumps(question))[0])
+
+    monkeypatch.setattr(spread, "answer_of_ranks", answer_of_ranks)
+    one_device, by_plan = (
         meshwright("eval", run, "--json", *plan_options) for plan_options in ([], ["--plan", run / "plan.yaml"])
     )
-    assert spread.code == 0, spread.err
-    assert spread.json["loss"] == pytest.approx(one_device.json["loss"], rel=1e-5)
-    assert spread.json["tokens"] == one_device.json["tokens"]
+    assert by_plan.code == 0, by_plan.err
+    assert by_plan.json["loss"] == pytest.approx(one_device.json["loss"], rel=1e-5)
+    assert by_plan.json["tokens"] == one_device.json["tokens"]
 
 
 def test_generate_joins_under_a_launcher(run: Path, tmp_path: Path) -> None:

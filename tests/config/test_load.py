@@ -16,7 +16,15 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.config.load import differences, load_cluster, load_plan, load_resolved, load_run, resolved_yaml
+from meshwright.config.load import (
+    differences,
+    load_cluster,
+    load_plan,
+    load_resolved,
+    load_resolved_model,
+    load_run,
+    resolved_yaml,
+)
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.config.value_sources import QUICKSTART
 from meshwright.spec.cluster import ClusterSpec
@@ -336,6 +344,7 @@ def test_a_resolved_run_of_an_earlier_version_may_have_the_removed_key() -> None
         "config.yaml", text.replace("  tensor_engine: null\n", "  reduce_engine: null\n  tensor_engine: null\n")
     )
     assert load_resolved(stored) == run
+    assert load_resolved_model(stored) == run.model
 
 
 @pytest.mark.usefixtures("here")

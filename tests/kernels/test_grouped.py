@@ -10,12 +10,13 @@ from torch import Tensor
 
 from meshwright.kernels.grouped import (
     GROUPED_OPERATOR,
-    combine_copies,
     from_groups,
     grouped_gradients,
     grouped_gradients_loop,
     grouped_linear,
     order_by_expert,
+    sorted_weights,
+    sum_copies,
     to_groups,
 )
 from meshwright.spec.errors import BadInput
@@ -99,8 +100,11 @@ def test_rows_are_sorted_by_expert_and_come_back(experts: int) -> None:
     assert torch.equal(from_groups(sorted_rows, order), tokens[:, None].expand(-1, copies, -1))
     assert torch.autograd.gradcheck(lambda x: to_groups(x, order), tokens)
     assert torch.autograd.gradcheck(lambda x: from_groups(x, order), sorted_rows.detach().requires_grad_())
-    weights = torch.rand(11, copies, generator=draw, dtype=torch.float64)
-    torch.testing.assert_close(combine_copies(sorted_rows, weights, order), tokens * weights.sum(1, keepdim=True))
+    assert torch.autograd.gradcheck(lambda x: sum_copies(x, order), sorted_rows.detach().requires_grad_())
+    weights = torch.rand(11, copies, generator=draw, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: sorted_weights(x, order), weights)
+    weighted = sum_copies(sorted_rows * sorted_weights(weights, order)[:, None], order)
+    torch.testing.assert_close(weighted, tokens * weights.sum(1, keepdim=True))
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")

@@ -20,6 +20,13 @@ def test_the_first_half_is_the_gate() -> None:
     torch.testing.assert_close(swiglu(x), F.silu(x[:, :4]) * x[:, 4:])
 
 
+def test_rows_are_weighted() -> None:
+    x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(3, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(swiglu(x, weights), swiglu(x) * weights[:, None])
+    assert torch.autograd.gradcheck(swiglu, (x, weights))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 4e-3), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("shape", [(2, 100, 2 * 344), (5, 2 * 3), (1, 2 * 14336)])

@@ -75,18 +75,23 @@ def test_pack(ranks: int, gradient_dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", [(2, 9, 2 * 344), (5, 2 * 3), (0, 16)])
-def test_swiglu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("shape", [(2, 9, 2 * 344), (3, 2 * 1500), (5, 2 * 3), (0, 16)])
+def test_swiglu(shape: tuple[int, ...], weighted: bool, dtype: torch.dtype) -> None:
     from meshwright.kernels.swiglu_triton import fused_swiglu
 
-    x, slope = torch.randn(shape).to(dtype), torch.randn(*shape[:-1], shape[-1] // 2).to(dtype)
-    actual_input, exact_input = x.clone().requires_grad_(), x.double().requires_grad_()
-    ours, theirs = fused_swiglu(actual_input), swiglu(exact_input, plain=True)
+    tensors = [torch.randn(shape).to(dtype), *([torch.rand(shape[:-1])] if weighted else [])]
+    slope = torch.randn(*shape[:-1], shape[-1] // 2).to(dtype)
+    actual_inputs = [tensor.clone().requires_grad_() for tensor in tensors]
+    exact_inputs = [tensor.double().requires_grad_() for tensor in tensors]
+    ours, theirs = fused_swiglu(*actual_inputs), swiglu(*exact_inputs, plain=True)
     ours.backward(slope)
     theirs.backward(slope.double())
     bound = torch.finfo(dtype).eps
     torch.testing.assert_close(ours.double(), theirs, rtol=bound, atol=bound)
-    torch.testing.assert_close(actual_input.grad.double(), exact_input.grad, rtol=2 * bound, atol=2 * bound)
+    torch.testing.assert_close(actual_inputs[0].grad.double(), exact_inputs[0].grad, rtol=2 * bound, atol=2 * bound)
+    if weighted:
+        torch.testing.assert_close(actual_inputs[1].grad.double(), exact_inputs[1].grad, rtol=1e-5, atol=1e-5)
 
 
 SHAPES = [(160, 96), (128, 64), (16, 48)]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.launch.agent import Agent
-from meshwright.launch.local import rank_starter
+from meshwright.launch.local import rank_starter, start_ranks
 from meshwright.launch.reports import Directive, Evidence, HostTest
 from meshwright.spec.cluster import ClusterSpec
 
@@ -24,6 +24,17 @@ def agents(tmp_path: Path) -> Iterator[list[Agent]]:
     yield pair
     for agent in pair:
         agent.close()
+
+
+@pytest.fixture
+def light_agent(tmp_path: Path) -> Iterator[Agent]:
+    """An agent of a process that waits and has imported nothing."""
+    cluster = ClusterSpec(gpu="cpu", gpus_per_node=1)
+    agent = Agent(
+        "a/1", lambda spare: start_ranks("tests.launch.fake_rank", ["wait", str(tmp_path)], cluster=cluster, threads=1)
+    )
+    yield agent
+    agent.close()
 
 
 def let_test(agents: list[Agent], attempt: int, port: int, seconds: float) -> list[HostTest | None]:
@@ -39,31 +50,30 @@ def let_test(agents: list[Agent], attempt: int, port: int, seconds: float) -> li
     return [agent.report().test for agent in agents]
 
 
-def test_two_hosts_test_themselves_and_their_exchanges_and_wait_on(agents: list[Agent]) -> None:
+def test_two_hosts_test_themselves_and_their_exchanges_and_wait_on_until_one_does_not_answer(
+    agents: list[Agent],
+) -> None:
+    """A host that does not answer fails its exchanges, and the processes of both are replaced."""
     ports = [agent.report().port for agent in agents]
     assert let_test(agents, 1, ports[0], 60) == [HostTest(1), HostTest(1)]
     assert let_test(agents, 2, ports[0], 60) == [HostTest(2), HostTest(2)]
     assert [agent.report().port for agent in agents] == ports
-
-
-def test_a_host_that_does_not_answer_fails_its_exchanges_and_its_processes_are_replaced(agents: list[Agent]) -> None:
-    ports = [agent.report().port for agent in agents]
     stopped = agents[1]._waiting.processes[0].pid  # type: ignore[union-attr]
     os.kill(stopped, signal.SIGSTOP)
-    first, second = let_test(agents, 1, ports[0], 6)
+    first, second = let_test(agents, 3, ports[0], 6)
     assert first is not None and second is not None and not first.failure and not second.failure
     assert first.exchange.startswith("device 0: ") or first.exchange == "it did not answer in time"
     assert second.exchange == "it did not answer in time" and not first.complete and not second.complete
     for agent in agents:
-        agent.obey(Directive("wait", 1))
+        agent.obey(Directive("wait", 3))
     assert not {agent.report().port for agent in agents} & {0, *ports}
     assert not Path(f"/proc/{stopped}").exists()
 
 
 def test_evidence_of_ranks_that_have_ended_is_collected_before_the_next_attempt(
-    agents: list[Agent], tmp_path: Path
+    light_agent: Agent, tmp_path: Path
 ) -> None:
-    agent, folder = agents[0], tmp_path / "run" / "incidents" / "0001-0"
+    agent, folder = light_agent, tmp_path / "run" / "incidents" / "0001-0"
     log = tmp_path / "run" / "logs" / "rank-00000.log"
     log.parent.mkdir(parents=True)
     log.write_text("ValueError: its last line\n")
@@ -83,6 +93,6 @@ def test_evidence_of_ranks_that_have_ended_is_collected_before_the_next_attempt(
     assert not (folder / "stacks" / "rank-0.txt").exists()
 
 
-def test_an_excluded_host_has_no_processes(agents: list[Agent]) -> None:
-    agents[0].obey(Directive("idle", 2))
-    assert agents[0].report().port == 0 and agents[0]._waiting is None
+def test_an_excluded_host_has_no_processes(light_agent: Agent) -> None:
+    light_agent.obey(Directive("idle", 2))
+    assert light_agent.report().port == 0 and light_agent._waiting is None

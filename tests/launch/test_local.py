@@ -219,11 +219,14 @@ def test_ranks_talk_over_loopback_unless_the_cluster_or_the_user_says_otherwise(
 def test_a_rank_gets_its_place_and_its_emulated_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "7")
     monkeypatch.delenv("NCCL_HOSTID", raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     rank_environments = environments(ClusterSpec(gpus_per_node=4, emulate_nodes=2))
     assert [env["NCCL_HOSTID"] for env in rank_environments] == ["node0", "node0", "node1", "node1"]
     assert [(env["RANK"], env["LOCAL_WORLD_SIZE"], env["OMP_NUM_THREADS"]) for env in rank_environments] == [
         (str(rank), "4", "3") for rank in range(4)
     ]
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert environments(ClusterSpec())[0]["OMP_NUM_THREADS"] == "2"
 
 
 def test_torch_keeps_what_it_compiled_where_the_user_says_or_in_the_users_cache(

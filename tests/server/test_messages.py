@@ -17,13 +17,14 @@ from meshwright.server.messages import MessageReader, encode
 from meshwright.server.model_files import read_model_files
 from meshwright.spec.errors import BadInput
 from tests.server.helpers import byte_tokenizer
+from tests.slow import examples
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3), max_leaves=6
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(10, 60), deadline=None)
 @given(st.lists(st.dictionaries(st.text(max_size=5), VALUES, max_size=3), max_size=4), st.data())
 def test_messages_arrive_whole_however_bytes_are_split(messages: list[dict], data: st.DataObject) -> None:
     sent = b"".join(map(encode, messages))

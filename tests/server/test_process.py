@@ -55,9 +55,11 @@ def engines_of(process: subprocess.Popen[str]) -> list[int]:
     return [int(pid) for pid in children if "engine_process" in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
-def test_sigterm_lets_running_requests_end(folder: Path) -> None:
-    with served(folder) as (process, url):
-        (engine,) = engines_of(process)
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_sigterm_lets_running_requests_end(folder: Path, ranks: int) -> None:
+    with served(folder, "--tensor", str(ranks)) as (process, url):
+        engines = engines_of(process)
+        assert len(engines) == ranks
         with ask(url, max_tokens=150, stream=True) as stream:
             first = stream.readline()
             process.send_signal(signal.SIGTERM)
@@ -66,8 +68,9 @@ def test_sigterm_lets_running_requests_end(folder: Path) -> None:
         assert events[-1]["choices"][0]["finish_reason"] == "length"
         assert lines[-2] == b"data: [DONE]\n"
         assert process.wait(30) == EXIT_DONE
-        assert not Path(f"/proc/{engine}").exists()
+        assert not any(Path(f"/proc/{engine}").exists() for engine in engines)
         log = process.stderr.read()
+    assert "killed" not in log
     assert "/v1/completions: 200 prompt=15 new=150" in log and "secret" not in log
 
 

@@ -279,7 +279,7 @@ def test_memory_of_experts_by_expert_and_shard_ranks() -> None:
         rank_block = block + local_experts * EXPERT
         reduced = max(4 * rank_block * 5 // 4, 4 * (TABLE + HIDDEN) * 5 // 4)
         assert memory["gathered"] == 2 * (2 * rank_block + 2 * (TABLE + HIDDEN)) + reduced + 2 * rank_block
-    routed = 2 * (4 * HIDDEN + QKV + 1024 + 512 + 1024 + 2 * 3 * 2048 + 2 * 2 * HIDDEN + 8)
+    routed = 2 * (4 * HIDDEN + QKV + 1024 + 512 + 1024 + 2 * 3 * 2048 + 2 * HIDDEN + 8)
     assert activation_bytes(MIXTURE, TRAIN, plan({"shard": 4})) == (TOKENS * (2 * SAVED + 6 * routed),)
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright.spec.errors import ERROR_CLASS_BY_EXIT_CODE, CommunicationFailure, MeshwrightError
 from meshwright.spec.failures import as_meshwright_error
@@ -80,6 +79,8 @@ class Ranks:
 
     def run_collective(self, activity: str, function: Callable[[], T]) -> T:
         """Call `function`, which runs collectives of its own and reports a failure to all ranks, as DCP's calls do."""
+        from torch.distributed.checkpoint.api import CheckpointException  # takes a second, which readers can do without
+
         try:
             return self.run_communication(activity, function)
         except CheckpointException as error:

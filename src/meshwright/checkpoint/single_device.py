@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from meshwright.checkpoint.stored_model import open_model
 from meshwright.models.decoder import Decoder
@@ -18,9 +19,22 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Decode
     with open_model(folder) as stored:
         with torch.device("meta"):
             model = Decoder(stored.spec)
-        model = model.to(dtype).to_empty(device=device)
+        allocate(model.to(dtype), device)
         stored.copy_to(model)
     return model
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Give parameters and buffers on the meta device uninitialised memory on another.
+
+    `Module.to_empty` does so too, but imports symbolic shapes and SymPy, which takes a second of a server's start.
+    """
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            memory = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            setattr(module, name, nn.Parameter(memory, requires_grad=parameter.requires_grad))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
 
 
 def device_and_dtype() -> tuple[torch.device, torch.dtype]:

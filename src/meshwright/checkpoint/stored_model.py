@@ -12,7 +12,7 @@ import torch
 from meshwright.checkpoint.hf import import_hf
 from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.verify import newest_checkpoint
-from meshwright.config.load import load_resolved
+from meshwright.config.load import load_resolved_model
 from meshwright.models.decoder import Decoder
 from meshwright.spec.inference_layout import Piece, piece_dimension, rank_pieces
 from meshwright.spec.layout import WHOLE, Part
@@ -68,7 +68,7 @@ def open_model(folder: Path, *, contents: bool = True) -> Iterator[StoredModel]:
         yield StoredModel(replace(spec, prediction_depth=0), weights.read_rows, lambda: None)
         return
     checkpoint = newest_checkpoint(folder, contents=contents)
-    spec = replace(load_resolved(checkpoint / "config.yaml").model, prediction_depth=0)
+    spec = replace(load_resolved_model(checkpoint / "config.yaml"), prediction_depth=0)
     with CheckpointReader(checkpoint) as reader:
         names = {parameter.name: f"model.{parameter.name}" for parameter in parameters(spec)}
         yield StoredModel(

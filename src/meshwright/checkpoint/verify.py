@@ -79,11 +79,13 @@ def newest_checkpoint(folder: Path, *, contents: bool = True) -> Path:
     `contents=False` checks names and sizes only; a reader verifies the blocks that it reads anyway. Raises BadInput
     when no checkpoint is committed, and Damaged when all committed ones are damaged.
     """
-    records = list_checkpoints(folder, contents=contents)
-    for record in reversed(records):
+    run_id, committed = run_id_of(folder), False
+    for path in reversed(find_checkpoints(folder)):
+        record = _checkpoint_record(path, contents, run_id)
         if record["ok"]:
-            return Path(record["path"])
-    if any(record["committed"] for record in records):
+            return path
+        committed = committed or record["committed"]
+    if committed:
         raise Damaged(f"every checkpoint in {folder} is damaged; `meshwright checkpoint verify {folder}` says where")
     raise BadInput(f"{folder} holds no committed checkpoint")
 

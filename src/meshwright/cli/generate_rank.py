@@ -1,6 +1,6 @@
 """One rank of `meshwright generate --tensor`: its part of the model, in a tensor-parallel engine.
 
-`python -m meshwright.cli.generate_rank JOB ANSWER` is started by `cli.generate`.
+`cli.generate` starts it through `training.answer_rank`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,3 @@ def main() -> None:
         return json.dumps(continue_prompts(from_plain(TensorJob, json.loads(question)), environment))
 
     answer_as_rank(answer)
-
-
-if __name__ == "__main__":
-    main()

@@ -145,7 +145,9 @@ def _run_here(job: object) -> Answer:
 
 
 def answer_of_ranks(module: str, question: object, cluster: ClusterSpec, weights: str) -> Any:
-    """Start a rank of `module` for each device of a cluster of this host; the answer of rank 0, both as plain values.
+    """Start a rank for each device of a cluster of this host; the answer of rank 0, both as plain values.
+
+    `module` has a function `main` for a rank (`training.answer_rank`).
 
     If they fail, this process exits with their code and keeps logs that have a traceback.
     """
@@ -157,8 +159,9 @@ def answer_of_ranks(module: str, question: object, cluster: ClusterSpec, weights
     threads = max(1, (os.cpu_count() or 1) // cluster.ranks)
     print(f"loading {weights} on {cluster.ranks} ranks", file=sys.stderr)
     code = run_ranks(
-        module, [str(question_file), str(answer_file)], cluster=cluster, logs=folder / "logs", threads=threads
-    )
+        "meshwright.training.answer_rank", [module, str(question_file), str(answer_file)],
+        cluster=cluster, logs=folder / "logs", threads=threads,
+    )  # fmt: skip
     answer = json.loads(answer_file.read_text(encoding="utf-8")) if code == EXIT_DONE else None
     if code not in (EXIT_INTERNAL, EXIT_COMMUNICATION):
         shutil.rmtree(folder)

@@ -25,7 +25,7 @@ from meshwright.spec.errors import BadConfig, BadInput, Mistake, nearest
 from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.layout import with_node_crossings
 from meshwright.spec.plan import Plan
-from meshwright.spec.run import RunSpec
+from meshwright.spec.run import ModelSection, RunSpec
 
 _COMPARED_SECTIONS = ("seed", "model", "data", "train")
 _MOVED_KEYS = ("beta1", "beta2", "epsilon")
@@ -93,6 +93,13 @@ def load_resolved(path: Path) -> RunSpec:
     if mistakes:
         raise BadConfig(in_reading_order(mistakes, str(path)))
     return from_plain(RunSpec, run)
+
+
+def load_resolved_model(path: Path) -> ModelSection:
+    """The model of a run's file as `load_resolved` reads it. Only that section is checked, unless it has mistakes."""
+    document = read_yaml(path)
+    values, mistakes = validate(ModelSection, document.get(("model",)) or {})
+    return load_resolved(path).model if mistakes or document.mistakes else from_plain(ModelSection, values)
 
 
 def _move_optimizer_keys(train: Any) -> None:

@@ -32,7 +32,7 @@ class ExpertOrder(NamedTuple):
 
 def order_by_expert(chosen: Tensor, load: Tensor) -> ExpertOrder:
     """The order of copies whose experts are `chosen` `(tokens, copies)`; `load` `(experts,)` counts them."""
-    order = chosen.flatten().argsort(stable=True)
+    order = chosen.flatten().to(torch.int16).argsort(stable=True)  # a radix sort passes over the bytes of a key
     indices = torch.arange(order.numel(), device=order.device)
     positions = torch.empty_like(order).scatter(0, order, indices)
     return ExpertOrder(order, positions.view_as(chosen), load.cumsum(0).to(torch.int32))
@@ -48,9 +48,14 @@ def from_groups(sorted_rows: Tensor, order: ExpertOrder) -> Tensor:
     return _FromGroups.apply(sorted_rows, order.sorted, order.positions)
 
 
-def combine_copies(sorted_rows: Tensor, weights: Tensor, order: ExpertOrder) -> Tensor:
-    """The weighted sum of each token's copies: `(tokens, width)`, with weights `(tokens, copies)`, in the wider dtype of both."""
-    return (from_groups(sorted_rows, order) * weights[..., None]).sum(1)
+def sum_copies(sorted_rows: Tensor, order: ExpertOrder) -> Tensor:
+    """The sum of each token's copies `(tokens, width)` of sorted rows `(tokens · copies, width)`."""
+    return _SumCopies.apply(sorted_rows, order.sorted, order.positions)
+
+
+def sorted_weights(weights: Tensor, order: ExpertOrder) -> Tensor:
+    """Weights `(tokens, copies)` by sorted position, `(tokens · copies,)`."""
+    return _ToGroups.apply(weights.reshape(-1, 1), order.sorted, order.positions.view(-1, 1)).squeeze(1)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, *, plain: bool = False) -> Tensor:
@@ -168,6 +173,23 @@ class _ToGroups(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (positions,) = ctx.saved_tensors
         return grad_outputs[0][positions].sum(1), None, None
+
+
+class _SumCopies(torch.autograd.Function):
+    """The transpose of `_ToGroups`."""
+
+    @staticmethod
+    def forward(ctx: Any, sorted_rows: Tensor, order: Tensor, positions: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.copies = positions.shape[1]
+        return sorted_rows[positions].sum(1)
+
+    @staticmethod
+    @once_differentiable
+    # pyrefly: ignore [bad-override]  # torch's decorator hides the name of the first argument
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (order,) = ctx.saved_tensors
+        return grad_outputs[0][order // ctx.copies], None, None
 
 
 class _FromGroups(torch.autograd.Function):

@@ -10,14 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def swiglu(gate_up: Tensor, *, plain: bool = False) -> Tensor:
+def swiglu(gate_up: Tensor, weights: Tensor | None = None, *, plain: bool = False) -> Tensor:
     """Return silu(gate) · up, `(…, width)`, of `gate_up` `(…, 2·width)`, which has the gates first.
 
-    On CUDA in bf16, fp16 or fp32 a Triton kernel computes in fp32 and rounds once; elsewhere, and with `plain`, torch's own operators.
+    Each row is multiplied by its element of `weights` `(…,)`, if there are any. On CUDA in bf16, fp16 or fp32 a Triton kernel computes in
+    fp32 and rounds once; elsewhere, and with `plain`, torch's own operators.
     """
     if gate_up.is_cuda and gate_up.element_size() <= 4 and not plain:
         from meshwright.kernels.swiglu_triton import fused_swiglu
 
-        return fused_swiglu(gate_up)
+        return fused_swiglu(gate_up, weights)
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    activation = F.silu(gate) * up
+    return activation if weights is None else (activation * weights[..., None]).to(gate_up.dtype)

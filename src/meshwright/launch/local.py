@@ -402,7 +402,6 @@ def _environment(rank: int, cluster: ClusterSpec, listener: socket.socket, threa
     rank_variables |= {
         "MASTER_PORT": listener.getsockname()[1],
         "MESHWRIGHT_PARENT": os.getpid(),
-        "OMP_NUM_THREADS": threads,
     }
     rank_variables |= {START_TIME_VARIABLE: process_start_time()}
     env = {**_torch_defaults(threads), **network, **os.environ, "MASTER_ADDR": address}
@@ -412,9 +411,10 @@ def _environment(rank: int, cluster: ClusterSpec, listener: socket.socket, threa
 def _torch_defaults(threads: int) -> dict[str, str]:
     """Defaults of environment variables that torch reads.
 
-    Without them the compiler starts as many processes as the host has cores, up to 32, for every rank.
+    Without them every rank computes with a thread, and its compiler with a process, for each core of the host.
     """
-    defaults = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
+    defaults = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    defaults |= {"OMP_NUM_THREADS": str(threads), "TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
     cache = compiler_cache()
     return defaults | ({"TORCHINDUCTOR_CACHE_DIR": str(cache)} if cache else {})
 

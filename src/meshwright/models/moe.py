@@ -13,7 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.kernels.grouped import ExpertOrder, combine_copies, grouped_linear, order_by_expert, to_groups
+from meshwright.kernels.grouped import (
+    ExpertOrder,
+    grouped_linear,
+    order_by_expert,
+    sorted_weights,
+    sum_copies,
+    to_groups,
+)
 from meshwright.kernels.linear import Linear
 from meshwright.kernels.norm import accumulate_dtype
 from meshwright.kernels.swiglu import swiglu
@@ -64,8 +71,8 @@ class MixtureOfExperts(nn.Module):
         loads = _loads(chosen, self.count)
         load = loads.sum(0)
         order = order_by_expert(chosen.flatten(0, 1), load)
-        rows = self.experts(to_groups(x.flatten(0, 1), order), order)
-        y = combine_copies(rows, weights.flatten(0, 1), order).to(x.dtype).view_as(x)
+        rows = self.experts(to_groups(x.flatten(0, 1), order), order, sorted_weights(weights.flatten(0, 1), order))
+        y = sum_copies(rows, order).view_as(x)
         if self.shared is not None:
             y = y + self.shared(x)
         squares = probabilities.new_zeros(())
@@ -121,11 +128,19 @@ class Experts(nn.Module):
         self.register_parameter("gate_up" if self.gated else "up", input_weight)
         self.down = nn.Parameter(torch.empty(spec.experts, spec.hidden, spec.expert_hidden))
 
-    def forward(self, sorted_rows: Tensor, order: ExpertOrder) -> Tensor:
-        """The expert outputs of rows `(rows, hidden)` sorted by expert."""
+    def forward(self, sorted_rows: Tensor, order: ExpertOrder, weights: Tensor | None = None) -> Tensor:
+        """The expert outputs of rows `(rows, hidden)` sorted by expert, each times its element of `weights` `(rows,)` if given.
+
+        The weights multiply the activation: then the backward needs no expert's output (SonicMoE, Guo et al. 2025).
+        """
         input_weight = self.gate_up if self.gated else self.up
         projected = grouped_linear(sorted_rows, input_weight, order.offsets, plain=self.plain)
-        activation = swiglu(projected, plain=self.plain) if self.gated else F.gelu(projected, approximate="tanh")
+        if self.gated:
+            activation = swiglu(projected, weights, plain=self.plain)
+        else:
+            activation = F.gelu(projected, approximate="tanh")
+            if weights is not None:
+                activation = (activation * weights[:, None]).to(projected.dtype)
         return grouped_linear(activation, self.down, order.offsets, plain=self.plain)
 
 

@@ -70,14 +70,18 @@ class DistributedExperts(Experts):
         for name, weight in whole.named_parameters():
             self.register_parameter(name, weight)
 
-    def forward(self, sorted_rows: Tensor, order: ExpertOrder) -> Tensor:
-        """The expert outputs of this rank's rows `(rows, hidden)`, which are sorted by expert; `order` is that sort."""
+    def forward(self, sorted_rows: Tensor, order: ExpertOrder, weights: Tensor | None = None) -> Tensor:
+        """The expert outputs of this rank's rows `(rows, hidden)`, which are sorted by expert; `order` is that sort.
+
+        Each is multiplied by its element of `weights` `(rows,)` when it is back: the other ranks do not get the weights.
+        """
         load = order.offsets.diff(prepend=order.offsets.new_zeros(1))
         received_loads, splits = exchange_loads(load, self.group, self.ranks)
         received = exchange_rows(sorted_rows, splits, None, False, self.group)
         local_order = order_by_expert(_experts_of_rows(received_loads, received), received_loads.sum(0))
-        outputs = from_groups(super().forward(to_groups(received, local_order), local_order), local_order).squeeze(1)
-        return exchange_rows(outputs, splits, sorted_rows.shape[0], True, self.group)
+        local_outputs = from_groups(super().forward(to_groups(received, local_order), local_order), local_order)
+        outputs = exchange_rows(local_outputs.squeeze(1), splits, sorted_rows.shape[0], True, self.group)
+        return outputs if weights is None else (outputs * weights[:, None]).to(outputs.dtype)
 
 
 def _experts_of_rows(received_loads: Tensor, received: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from meshwright.server.metrics import ServerMetrics
 from meshwright.spec.errors import EXIT_COMMUNICATION, BadInput
 
 Reason = Literal["stop", "length", "abort", "deadline", "failed", "refused"]
-TEXTS_AT_ONCE = 8
+TEXTS_AT_ONCE = 4
 """Texts of a step that get their tokens in one turn of the event loop; new requests are read between two turns."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from meshwright.spec.errors import EXIT_COMMUNICATION
 from meshwright.spec.fields import to_plain
 from meshwright.spec.rank_environment import STORE_SOCKET
 
+log = logging.getLogger("meshwright.server")
 BUFFER_BYTES = 4 << 20
 """Size of the socket's buffers: a step of the engine does not wait for the HTTP process."""
 END_SECONDS = 5.0
@@ -86,6 +88,7 @@ class EngineProcess:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
+                log.warning("the engine's process %d is killed: it has not ended within %g s", process.pid, END_SECONDS)
                 process.kill()
                 process.wait()
 

@@ -1,7 +1,7 @@
 """Generation and evaluation with a trained model distributed over ranks, for models too large for one device.
 
-`python -m meshwright.training.spread JOB ANSWER` is one rank of a local launch; under torchrun and similar launchers
-`meshwright generate` and `meshwright eval` call `join_and_answer` themselves.
+A local launch starts ranks through `training.answer_rank`; under torchrun and similar launchers `meshwright generate`
+and `meshwright eval` call `join_and_answer` themselves.
 """
 
 from __future__ import annotations
@@ -112,7 +112,3 @@ def main() -> None:
         return json.dumps(to_plain(join_and_answer(from_plain(SpreadJob, json.loads(question)), environment)))
 
     answer_as_rank(answer)
-
-
-if __name__ == "__main__":
-    main()

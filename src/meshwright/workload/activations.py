@@ -57,7 +57,7 @@ def elements_per_token(model: ModelSpec, plan: Plan) -> Callable[[int], tuple[fl
             low = low_share(plan.precision, plan.linear(layer, model.layers))
             block, index = _block(model, layer, mode)
             saved = mean_saved_elements(block, index, low, expert_ranks)
-            by_block[key] = float(saved), float(mean_backward_elements(block, index, low))
+            by_block[key] = float(saved), float(mean_backward_elements(block, index, low, expert_ranks))
         return by_block[key]
 
     return per_token
@@ -83,9 +83,10 @@ def mean_saved_elements(shape: Shape, recompute: Array, low: Array = 1.0, expert
     attention = shape.attention_layers / shape.layers
     query, value, kv = (attention * width for width in (shape.query_width, shape.value_width, shape.kv_width))
     after_activation, sent = _feed_forward(shape)
+    distributed = np.asarray(expert_ranks) > 1
     before_activation, router_elements = (
         (1 + shape.gated) * after_activation,
-        2 * sent + shape.moe_layers / shape.layers * shape.experts,
+        sent + np.where(distributed, sent, 0.0) + shape.moe_layers / shape.layers * shape.experts,
     )
     # Each norm saves its input and its output. A parallel block has one norm and does not save the sums of its two branches.
     norms = (2 - shape.parallel) * (1 + low) * shape.hidden
@@ -98,7 +99,7 @@ def mean_saved_elements(shape: Shape, recompute: Array, low: Array = 1.0, expert
     without_recompute = (
         norms + output + query + kv + rotated + before_activation + low * after_activation + router_elements
     )
-    # The experts' inputs are gathered again. Their outputs are results of products.
+    # The experts' inputs are gathered again.
     selective = (
         2 * shape.hidden
         + value
@@ -108,21 +109,23 @@ def mean_saved_elements(shape: Shape, recompute: Array, low: Array = 1.0, expert
         + before_activation
         + router_elements
         - sent
-        + np.where(expert_ranks > 1, 2 * sent, 0.0)
+        + np.where(distributed, 2 * sent, 0.0)
     )
     modes = (without_recompute, selective, shape.hidden + value, shape.hidden)
     return np.choose(np.asarray(recompute, dtype=np.int64), np.broadcast_arrays(*modes))
 
 
-def mean_backward_elements(shape: Shape, recompute: Array, low: Array = 1.0) -> Array:
+def mean_backward_elements(shape: Shape, recompute: Array, low: Array = 1.0, expert_ranks: Array = 1.0) -> Array:
     """Temporary elements of one token in a block's backward, beside what its forward saved; mean over the layers of `shape`.
 
-    They are the gradients of the feed-forward's wide half and of the residual stream, and recomputed activations. An expert's input and
-    output do not exist at once: the backward frees the output before it gathers the input again.
+    They are the gradients of the feed-forward's wide half and of the residual stream, recomputed activations, and the experts' inputs or
+    the gradients of these. Distributed experts have the latter in place of their saved outputs, which the backward frees before.
     """
     after_activation, sent = _feed_forward(shape)
+    mode = np.asarray(recompute)
     recomputed = mean_saved_elements(shape, 0, low) - mean_saved_elements(shape, recompute, low) - sent
-    return (1 + shape.gated) * after_activation + shape.hidden + np.where(np.asarray(recompute) > 0, recomputed, 0.0)
+    rows = np.where((np.asarray(expert_ranks) > 1) & (mode < RECOMPUTE_MODES.index("all_but_attention")), 0.0, sent)
+    return (1 + shape.gated) * after_activation + shape.hidden + rows + np.where(mode > 0, recomputed, 0.0)
 
 
 def offloaded_bytes(shape: Shape, layout: Layouts) -> Array:

@@ -55,9 +55,8 @@ def _rank_tensors(model: ModelSpec, layout: Layouts, formats: Formats, *, last: 
     on_device = np.minimum(DEVICE_LAYERS + (np.asarray(layout.pipeline) > 1), layers)
     offloaded = np.asarray(layout.offload_activations)
     stored_layers = np.where(offloaded > 0, on_device, 0.0) + (1 - offloaded) * in_flight * layers
-    temporary_elements = mean_backward_elements(shape, layout.recompute, formats.low) + received_elements(
-        model, width, layout.context
-    )
+    backward = mean_backward_elements(shape, layout.recompute, formats.low, layout.expert)
+    temporary_elements = backward + received_elements(model, width, layout.context)
     pending_micro_batches = np.where(layout.layered > 0, micro_batches, 0.0)
     reduces_once = (np.asarray(layout.reduce_once) > 0) & (micro_batches > 1)
     sums = np.where(reduces_once & (shards > 1), (layers * block + rank_ends) * formats.reduce, owned * formats.stored)
