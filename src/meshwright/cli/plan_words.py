@@ -162,7 +162,10 @@ def _prediction_text(run: RunSpec, plan: Plan) -> str:
         or not (base and whole and base.step_seconds and whole.step_seconds)
     ):
         return text
-    return text + f", {seconds_text(max(0.0, whole.step_seconds - base.step_seconds))} of the step"
+    added = whole.step_seconds - base.step_seconds
+    if added < 1e-3 * whole.step_seconds:
+        return f"{text}; other stages take longer"
+    return f"{text}, {seconds_text(added)} of the step"
 
 
 def axes(run: RunSpec, plan: Plan) -> Iterator[tuple[str, str, str]]:
