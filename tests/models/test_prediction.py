@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from meshwright.checkpoint.hf import export_hf, import_hf
+from meshwright.checkpoint.initial import check_initial
 from meshwright.checkpoint.stored_model import open_model
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.models.families import folder_spec
@@ -181,6 +182,10 @@ def test_folders_hold_the_modules_as_further_layers(tmp_path: Path) -> None:
         assert stored.spec == replace(spec, prediction_depth=0) and len(list(stored.tensors())) == len(
             parameters(stored.spec)
         )
+    for depth in (DEPTH, 1, 0):  # a run may begin with fewer modules, not with more
+        check_initial(replace(spec, prediction_depth=depth), f"hf:{folder}")
+    with pytest.raises(BadInput, match=r"predictions\.2\.token_norm\.weight is missing there"):
+        check_initial(replace(spec, prediction_depth=3), f"hf:{folder}")
     del tensors["model.layers.3.eh_proj.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(Damaged, match="no tensor model.layers.3.eh_proj.weight"):
