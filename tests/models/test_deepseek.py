@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from meshwright.checkpoint.hf import export_hf, import_hf
-from meshwright.serve.engine import Engine
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import parameters
 from tests.models.tiny import DEEPSEEK_LITE, DEEPSEEK_V2, DEEPSEEK_V3, built, some_tokens
@@ -132,11 +131,6 @@ def test_an_exported_folder_gives_the_same_logits_in_transformers(spec: Any, tmp
     assert again.spec == spec
     for (name, before), (_, after) in zip(ours.named_parameters(), again.named_parameters(), strict=True):
         assert torch.equal(before, after), name
-
-
-def test_the_inference_engine_refuses_latent_attention() -> None:
-    with pytest.raises(BadInput, match="no cache for latent attention, got deepseek_v3"):
-        Engine(built(DEEPSEEK_V3, dtype=torch.float32))
 
 
 def test_a_bf16_folder_keeps_the_biases_of_the_choice_in_fp32(tmp_path: Path) -> None:

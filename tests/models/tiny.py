@@ -61,7 +61,7 @@ DEEPSEEK_V3 = replace(
     yarn=YarnScaling(factor=8.0, original_max_seq_len=64, mscale=1.0, mscale_all_dim=0.5),
 )  # fmt: skip
 LATENT = {"deepseek v2": DEEPSEEK_V2, "deepseek lite": DEEPSEEK_LITE, "deepseek v3": DEEPSEEK_V3}
-"""Models with latent attention, which the inference engine refuses."""
+"""Models with latent attention."""
 MIXTURES = {"mixtral": MIXTRAL, "qwen3 moe": QWEN3_MOE, "shared expert": SHARED}
 ALL = {
     "llama": LLAMA,

@@ -33,7 +33,7 @@ def write_cache(
     k: Tensor, v: Tensor, cache_layer: Tensor, slots: Tensor, *, scales: Tensor | None = None, plain: bool = False
 ) -> None:
     """Write k and v `(tokens, kv_heads, head_dim)` into the `slots` `(tokens,)` of `cache_layer`; negative slots are skipped."""
-    if _runs_kernels(k, plain):
+    if runs_kernels(k, plain):
         from meshwright.kernels.cache_write_triton import rotate_write
 
         rotate_write(k, k, v, None, slots, cache_layer, slots, None, None, scales)
@@ -44,8 +44,8 @@ def write_cache(
     for index, x in enumerate((k, v)):
         stored = _store(x[kept], None if scales is None else scales[index], cache_layer.dtype)
         # Bytes, because torch has no indexed write of fp8.
-        target = cache_layer.view(torch.uint8) if _is_fp8(cache_layer) else cache_layer
-        stored = stored.view(torch.uint8) if _is_fp8(cache_layer) else stored
+        target = cache_layer.view(torch.uint8) if is_fp8(cache_layer) else cache_layer
+        stored = stored.view(torch.uint8) if is_fp8(cache_layer) else stored
         target[slots // block_tokens, index, :, slots % block_tokens] = stored
 
 
@@ -68,7 +68,7 @@ def rotate_and_write(
     `(max_positions, head_dim / 2)`; None means a model without rotary embedding. Negative slots are skipped. The rotated keys are also
     written into `rotated_keys`, shaped like k, if given. Rotation and rounding are those of `rope.rotate`.
     """
-    if _runs_kernels(q, plain):
+    if runs_kernels(q, plain):
         from meshwright.kernels.cache_write_triton import rotate_write
 
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -108,7 +108,7 @@ def paged_attention(
     into `out`, contiguous, if given.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    if _runs_kernels(q, plain):
+    if runs_kernels(q, plain):
         step = (cache_layer, block_tables, context_lengths, query_starts)
         _attend_by_kernels(q, *step, out, decodes, decode_queries, window, scales, invariant)
         return out
@@ -121,7 +121,7 @@ def paged_attention(
             continue
         first = 0 if window is None else max(0, length - count - window + 1)
         k, v = _gather(cache_layer, block_tables[sequence], first, length, scales, q.dtype)
-        mask = _mask(count, k.shape[0], window, q.device)
+        mask = visible_keys(count, k.shape[0], window, q.device)
         out[queries] = attention(q[queries][None], k[None], v[None], mask, plain=plain)[0]
     return out
 
@@ -144,7 +144,7 @@ def prompt_attention(
     start = 0
     for length in lengths:
         tokens = slice(start, start + length)
-        mask = _mask(length, length, window, q.device)
+        mask = visible_keys(length, length, window, q.device)
         out[tokens] = attention(q[tokens][None], k[tokens][None], v[tokens][None], mask, plain=plain)[0]
         start += length
 
@@ -194,7 +194,8 @@ def _attend_by_kernels(
         paged_prefill(q, *step, out, queries=q.shape[0] - rows, window=window, scales=scales)
 
 
-def _runs_kernels(x: Tensor, plain: bool) -> bool:
+def runs_kernels(x: Tensor, plain: bool) -> bool:
+    """Whether Triton kernels compute what x is an input of."""
     return x.is_cuda and x.element_size() <= 4 and not plain
 
 
@@ -205,7 +206,7 @@ def _gather(
     block_tokens = cache_layer.shape[3]
     first_block = first // block_tokens
     table = table[first_block : -(-length // block_tokens)].long()
-    source = cache_layer.view(torch.uint8) if _is_fp8(cache_layer) else cache_layer
+    source = cache_layer.view(torch.uint8) if is_fp8(cache_layer) else cache_layer
     stored = source[table].view(cache_layer.dtype)
     inside = slice(first - first_block * block_tokens, length - first_block * block_tokens)
     k, v = (stored[:, index].transpose(1, 2).flatten(0, 1)[inside] for index in (0, 1))
@@ -214,7 +215,7 @@ def _gather(
     return (k.float() * scales[0, :, None]).to(dtype), (v.float() * scales[1, :, None]).to(dtype)
 
 
-def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> AttentionMask | None:
+def visible_keys(queries: int, keys: int, window: int | None, device: torch.device) -> AttentionMask | None:
     """Which of `keys` tokens each of the last `queries` attends to; None if that is all earlier ones of the same tokens."""
     if queries == keys and (window is None or window >= keys):
         return None
@@ -228,9 +229,15 @@ def _store(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """x `(tokens, kv_heads, head_dim)` in `dtype`: for fp8 divided by `scale` `(kv_heads,)` and limited to its range."""
     if scale is None:
         return x.to(dtype)
+    return limited(x.to(accumulate_dtype(x.dtype)) / scale[:, None], dtype)
+
+
+def limited(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in an fp8 `dtype`, limited to its range."""
     largest = torch.finfo(dtype).max
-    return (x.to(accumulate_dtype(x.dtype)) / scale[:, None]).clamp(-largest, largest).to(dtype)
+    return x.clamp(-largest, largest).to(dtype)
 
 
-def _is_fp8(x: Tensor) -> bool:
+def is_fp8(x: Tensor) -> bool:
+    """Whether x has numbers of one byte."""
     return x.dtype.itemsize == 1

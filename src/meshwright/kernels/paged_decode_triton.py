@@ -89,7 +89,7 @@ def paged_decode(
         num_stages=launch.stages,
     )
     if splits > 1:
-        _combine[(rows, kv_heads, sequences)](
+        combine_splits[(rows, kv_heads, sequences)](
             partial,
             logarithms,
             context_lengths,
@@ -152,7 +152,7 @@ def load_tile(
 
 
 @triton.jit
-def _tile_range(
+def split_tiles(
     length, split, splits, QUERIES: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """First tile of a split, and the first behind it: visible tiles in equal parts."""
@@ -173,7 +173,7 @@ def _decode(
     head, split, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads, splits = tl.num_programs(0), tl.num_programs(1)
     length = tl.load(lengths + sequence)
-    begin, end = _tile_range(length, split, splits, QUERIES, WINDOW, TILE)
+    begin, end = split_tiles(length, split, splits, QUERIES, WINDOW, TILE)
     row, dim, token = tl.arange(0, PAIRS), tl.arange(0, DIMS), tl.arange(0, TILE)
     used = (row < QUERIES * GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
     source = (sequence * QUERIES + row // GROUP).to(tl.int64) * q_stride + (head * GROUP + row % GROUP) * HEAD_DIM
@@ -226,14 +226,14 @@ def _decode(
 
 
 @triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["lengths"])
-def _combine(
+def combine_splits(
     partial, logarithms, lengths, out, splits, QUERIES: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
 ) -> None:  # fmt: skip
     """The sum of the splits' results, weighted by the sums of their exponentials, of one query head."""
     row, head, sequence, heads = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(1)
     split, dim = tl.arange(0, SPLITS), tl.arange(0, DIMS)
-    begin, end = _tile_range(tl.load(lengths + sequence), split, splits, QUERIES, WINDOW, TILE)
+    begin, end = split_tiles(tl.load(lengths + sequence), split, splits, QUERIES, WINDOW, TILE)
     full = (split < splits) & (begin < end)
     source = ((sequence * heads + head).to(tl.int64) * splits + split) * (QUERIES * GROUP) + row
     logarithm = tl.load(logarithms + source, mask=full, other=-1.0e30)

@@ -73,6 +73,25 @@ def paged_prefill(
 
 
 @triton.jit
+def find_chunk(
+    starts, sequences, number, part: tl.constexpr, SEQUENCES: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """A program's sequence, this one's first query and their count, and the first of these that the program computes.
+
+    Without queries left for the program the last result is at least the count.
+    """
+    # Sequence s gets the programs from first_program(s) on: at least as many as it has parts of `part` queries.
+    candidate = tl.arange(0, SEQUENCES)
+    begins = tl.load(starts + candidate, mask=candidate < sequences, other=0)
+    first_program = (begins - tl.load(starts)) // part + candidate
+    sequence = tl.sum(((candidate < sequences) & (first_program <= number)).to(tl.int32), 0) - 1
+    query_begin = tl.load(starts + sequence)
+    count = tl.load(starts + sequence + 1) - query_begin
+    first = (number - ((query_begin - tl.load(starts)) // part + sequence)) * part
+    return sequence, query_begin, count, first
+
+
+@triton.jit
 def _attend(
     sums, highest, total, queries, begin, end, position, low, length, keys_begin, value_stride, table, block_stride,
     scale, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
@@ -119,14 +138,7 @@ def _prefill(
     part: tl.constexpr = PAIRS // GROUP
     # The last queries of a prompt see the most tokens, so their programs start first.
     number = tl.num_programs(1) - 1 - tl.program_id(1)
-    # Sequence s gets the programs from first_program(s) on: at least as many as it has parts of `part` queries.
-    candidate = tl.arange(0, SEQUENCES)
-    begins = tl.load(starts + candidate, mask=candidate < sequences, other=0)
-    first_program = (begins - tl.load(starts)) // part + candidate
-    sequence = tl.sum(((candidate < sequences) & (first_program <= number)).to(tl.int32), 0) - 1
-    query_begin = tl.load(starts + sequence)
-    count = tl.load(starts + sequence + 1) - query_begin
-    first = (number - ((query_begin - tl.load(starts)) // part + sequence)) * part
+    sequence, query_begin, count, first = find_chunk(starts, sequences, number, part, SEQUENCES)
     if first >= count:
         return
     length = tl.load(lengths + sequence)

@@ -1,7 +1,10 @@
-"""Multi-head latent attention in its training form (DeepSeek-V2, 2024, §2.1): keys and values are expanded for each head.
+"""Multi-head latent attention (DeepSeek-V2, 2024, §2.1): keys and values are expanded from a latent for each head.
 
 A narrow latent of the token gives all heads' keys and values, another one the queries. Only a part of each query and key is rotated, and
 all heads share the rotated part of the key. Values are narrower than keys.
+
+The absorbed form expands no keys and values: a query is multiplied by its head's key matrix and attends to the latents themselves, and
+the sum of latents is multiplied by the head's value matrix. A cache then has one latent and one rotated key for each token.
 """
 
 from __future__ import annotations
@@ -25,10 +28,13 @@ class LatentAttention(nn.Module):
     """Causal self-attention with latents for queries (unless `spec.q_rank` is 0) and for keys and values.
 
     Context parallelism replaces `attend`, as in `Attention`. Tensor parallelism replaces `gather_tokens`, since its ranks compute the
-    shared part of the keys for their own tokens only (`parallel.tensor`).
+    shared part of the keys for their own tokens only (`parallel.tensor`). The inference engine replaces `attend_latents`.
     """
 
     attend: Callable[..., Tensor]
+    attend_latents: Callable[
+        [LatentAttention, Tensor, Tensor, Tensor, RotaryTables | None, AttentionMask | None], Tensor
+    ]
     gather_tokens: Callable[[Tensor], Tensor]
 
     def __init__(self, spec: ModelSpec, plain: bool) -> None:
@@ -47,13 +53,44 @@ class LatentAttention(nn.Module):
         self.kv_up = Linear(spec.kv_rank, spec.heads * (unrotated + spec.value_head_dim), bias=False)
         self.out = Linear(spec.value_width, spec.hidden, bias=False)
         self.score_scale = spec.yarn.score_scale if spec.yarn else 1.0
-        self.attend, self.gather_tokens = attention, lambda tokens: tokens
+        self.attend, self.attend_latents, self.gather_tokens = attention, expand_and_attend, lambda tokens: tokens
 
     def forward(self, x: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:
         """The attention output for x `(batch, seq, hidden)`."""
-        assert rope is not None, "latent attention has rotary positions"
         q, latent, shared_key = self._project(x)
-        return self.out(self._attend_heads(q, self.kv_up(self.kv_norm(latent)), shared_key, rope, mask))
+        return self.out(self.attend_latents(self, q, self.kv_norm(latent), shared_key, rope, mask))
+
+    def split_queries(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """The parts of each head's query that are not rotated, and that are, of q `(…, heads · head_dim)`."""
+        plain, rotary = q.unflatten(-1, (self.heads, -1)).split((self.head_dim - self.rotated, self.rotated), dim=-1)
+        return plain, rotary
+
+    def expand(
+        self, q_plain: Tensor, q_rotated: Tensor, latent: Tensor, rotated_key: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of each head, `(…, heads, ·)`, from the split queries, the latent and the shared key."""
+        sizes = (self.head_dim - self.rotated, self.value_head_dim)
+        k_plain, v = self.kv_up(latent).unflatten(-1, (self.heads, -1)).split(sizes, dim=-1)
+        q = torch.cat((q_plain, q_rotated), dim=-1)
+        if self.score_scale != 1:
+            q = q * self.score_scale
+        return q, torch.cat((k_plain, rotated_key[..., None, :].expand(*k_plain.shape[:-1], -1)), dim=-1), v
+
+    def absorb(self, q_plain: Tensor) -> Tensor:
+        """Queries for latents `(tokens, heads, kv_rank)` of the unrotated queries `(tokens, heads, head_dim - rotated)`."""
+        return torch.bmm(q_plain.transpose(0, 1), self._head_matrices()[0]).transpose(0, 1)
+
+    def expand_values(self, attended: Tensor) -> Tensor:
+        """Attention output `(tokens, heads · value_head_dim)` of sums of latents `(tokens, heads, kv_rank)`."""
+        out = attended.new_empty(*attended.shape[:2], self.value_head_dim)
+        torch.bmm(attended.transpose(0, 1), self._head_matrices()[1].transpose(1, 2), out=out.transpose(0, 1))
+        return out.flatten(1)
+
+    def _head_matrices(self) -> tuple[Tensor, Tensor]:
+        """Each head's matrices of keys and of values, `(heads, ·, kv_rank)`: views of the weight of `kv_up`."""
+        matrices = self.kv_up.weight.unflatten(0, (self.heads, -1))
+        keys, values = matrices.split((self.head_dim - self.rotated, self.value_head_dim), dim=1)
+        return keys, values
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries `(batch, seq, heads · head_dim)`, the latent of keys and values, and the keys' shared part, not rotated yet."""
@@ -63,16 +100,22 @@ class LatentAttention(nn.Module):
         q_latent, latent, shared_key = self.down(x).split((self.q_rank, self.kv_rank, self.rotated), dim=-1)
         return self.q(self.q_norm(q_latent)), latent, self.gather_tokens(shared_key)
 
-    def _attend_heads(
-        self, q: Tensor, keys_values: Tensor, shared_key: Tensor, rope: RotaryTables, mask: AttentionMask | None
-    ) -> Tensor:
-        """Attention output `(batch, seq, heads · value_head_dim)`."""
-        unrotated = self.head_dim - self.rotated
-        q_plain, q_rotary = q.unflatten(-1, (self.heads, -1)).split((unrotated, self.rotated), dim=-1)
-        k_plain, v = keys_values.unflatten(-1, (self.heads, -1)).split((unrotated, self.value_head_dim), dim=-1)
-        k_rotary = rotate_neighbours(shared_key[:, :, None], rope).expand(-1, -1, self.heads, -1)
-        q = torch.cat((q_plain, rotate_neighbours(q_rotary, rope)), dim=-1)
-        if self.score_scale != 1:
-            q = q * self.score_scale
-        k = torch.cat((k_plain, k_rotary), dim=-1)
-        return self.attend(q, k, v, mask, plain=self.plain).flatten(-2)
+
+def expand_and_attend(
+    attention: LatentAttention,
+    q: Tensor,
+    latent: Tensor,
+    shared_key: Tensor,
+    rope: RotaryTables | None,
+    mask: AttentionMask | None,
+) -> Tensor:
+    """The training form: attention output `(batch, seq, heads · value_head_dim)` with keys and values of each head.
+
+    q is `(batch, seq, heads · head_dim)`, `latent` `(batch, seq, kv_rank)` after its norm, `shared_key` `(batch, seq, rotated)`; q and key
+    are rotated here.
+    """
+    assert rope is not None, "latent attention has rotary positions"
+    q_plain, q_rotary = attention.split_queries(q)
+    rotated_key = rotate_neighbours(shared_key[:, :, None], rope)[:, :, 0]
+    q, k, v = attention.expand(q_plain, rotate_neighbours(q_rotary, rope), latent, rotated_key)
+    return attention.attend(q, k, v, mask, plain=attention.plain).flatten(-2)

@@ -1,20 +1,24 @@
 """Attention over the paged cache, in the place of the trainer's attention.
 
 The blocks of a decoder call `attend` with q, k and v of all tokens of a step, `(1, tokens, heads, head_dim)`, after their norm. They are
-called without rotary tables, because the rotation is fused with the write into the cache.
+called without rotary tables, because the rotation is fused with the write into the cache. `attend_latents` of latent attention is replaced
+in the same way.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from meshwright.kernels.attention import AttentionMask
+from meshwright.kernels.latent_attention import latent_attention, rotate_and_write_latents
 from meshwright.kernels.paged_attention import paged_attention, prompt_attention, rotate_and_write
 from meshwright.kernels.rope import RotaryTables
 from meshwright.models.decoder import Attention, Decoder
+from meshwright.models.latent_attention import LatentAttention
 from meshwright.serve.batch_inputs import StepInputs
 from meshwright.serve.host_attention import HostDecodes, prepare_decodes, signed_tables
 from meshwright.serve.kv_cache import KVCache
@@ -147,6 +151,66 @@ class CachedAttention:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+class CachedLatents:
+    """`attend_latents` of one layer: writes latents and rotated keys into the cache and attends to all tokens of each request.
+
+    Prompts that begin in this step take the training form, which computes about a third of the scores' products. All other tokens
+    take the absorbed form.
+    """
+
+    def __init__(self, step: CurrentStep, cache_layer: Tensor, group: int) -> None:
+        self._step, self._cache, self._group = step, cache_layer, group
+
+    def __call__(
+        self,
+        attention: LatentAttention,
+        q: Tensor,
+        latent: Tensor,
+        shared_key: Tensor,
+        rope: RotaryTables | None,
+        mask: AttentionMask | None,
+    ) -> Tensor:
+        """Attention output `(1, tokens, heads · value_head_dim)`; see `models.latent_attention.expand_and_attend`."""
+        step, plain, latent = self._step.inputs, attention.plain, latent[0]
+        assert self._step.rope is not None, "latent attention has rotary positions"
+        q_plain, q_rotary = attention.split_queries(q[0])
+        places = (self._step.rope, step.positions, self._cache, step.slots[self._group])
+        q_rotated, key = rotate_and_write_latents(q_rotary, shared_key[0], latent, *places, plain=plain)
+        # As with other attention, an fp8 cache gives the same results wherever chunks begin.
+        prompts = step.prompts if self._step.scales is None else ()
+        if not prompts:
+            return self._attend_to_cache(attention, q_plain, q_rotated)[None]
+        cut, parts = len(q_plain) - sum(prompts), []
+        if cut:
+            parts.append(self._attend_to_cache(attention, q_plain[:cut], q_rotated[:cut]))
+        whole, keys, values = attention.expand(q_plain[cut:], q_rotated[cut:], latent[cut:], key[cut:])
+        out = torch.empty_like(values, memory_format=torch.contiguous_format)
+        prompt_attention(whole, keys, values, prompts, out, plain=plain)
+        parts.append(out.flatten(1))
+        return torch.cat(parts)[None]
+
+    def _attend_to_cache(self, attention: LatentAttention, q_plain: Tensor, q_rotated: Tensor) -> Tensor:
+        """The absorbed form for the first tokens of the step, `(tokens, heads · value_head_dim)`."""
+        step, q = self._step.inputs, attention.absorb(q_plain)
+        scale = attention.score_scale / math.sqrt(attention.head_dim)
+        if not attention.plain and (decodes := self._step.host_decodes(self._group)) is not None:
+            sums = decodes.attend_latents(torch.cat((q, q_rotated), dim=-1), self._cache, scale)
+            return attention.expand_values(sums[..., : attention.kv_rank])
+        sequences = int(step.context_lengths.shape[0]) - (0 if len(q) == len(step.tokens) else len(step.prompts))
+        sums = latent_attention(
+            q,
+            q_rotated,
+            self._cache,
+            step.block_tables[self._group][:sequences],
+            step.context_lengths[:sequences],
+            step.query_starts[: sequences + 1],
+            scale=scale,
+            decodes=step.decodes,
+            plain=attention.plain,
+        )
+        return attention.expand_values(sums)
+
+
 def use_cached_attention(model: Decoder, cache: KVCache, context: int, *, invariant: bool = False) -> CurrentStep:
     """Let every layer of `model` attend to the cache, in texts of up to `context` tokens.
 
@@ -158,6 +222,9 @@ def use_cached_attention(model: Decoder, cache: KVCache, context: int, *, invari
     for number, layer in model.layers.items():
         group, cache_layer = cache.layer(int(number))
         attention = layer.attention
-        assert isinstance(attention, Attention)
-        attention.attend = CachedAttention(step, cache_layer, group, cache.groups[group].window)
+        if isinstance(attention, LatentAttention):
+            attention.attend_latents = CachedLatents(step, cache_layer, group)
+        else:
+            assert isinstance(attention, Attention)
+            attention.attend = CachedAttention(step, cache_layer, group, cache.groups[group].window)
     return step

@@ -1,7 +1,7 @@
 """Number formats of the engine's linear layers: weights in fp8, and products whose bits do not depend on the batch.
 
 The layers of the model are replaced by layers of this module, which keep the names of parameters. Embedding, norms, router, routed experts
-and head keep their dtype.
+and head keep their dtype; so does `kv_up` of latent attention, whose parts are multiplied with queries and results.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from meshwright.kernels.fp8_products import ALIGNED, Fp8Matrix, quantize
 from meshwright.kernels.linear import Linear
 from meshwright.kernels.row_quantize import quantize_rows, quantize_swiglu
 from meshwright.models.decoder import Attention, Block, Decoder
+from meshwright.models.latent_attention import LatentAttention
 from meshwright.models.mlp import GatedMLP
 from meshwright.spec.engine import Fp8
 from meshwright.spec.errors import BadInput
 
 FP8_CAPABILITY = (8, 9)
 """The first GPUs that multiply fp8: Ada, Hopper."""
+NOT_ROUNDED = "kv_up"
+"""The linear layer of latent attention that has no fp8 form."""
 
 
 class Fp8Linear(nn.Module):
@@ -100,9 +103,8 @@ def use_formats(model: Decoder, *, weights: Fp8 | None = None, invariant: bool =
     for block in model.layers.values():
         assert isinstance(block, Block)
         for parent in (block.attention, *_networks(block)):
-            for name, linear in parent.named_children():
-                if isinstance(linear, Linear):
-                    setattr(parent, name, _replacement(linear, weights, invariant, model.plain))
+            for name, linear in _linears(parent, weights):
+                setattr(parent, name, _replacement(linear, weights, invariant, model.plain))
         if isinstance(mlp := getattr(block, "mlp", None), GatedMLP) and weights is not None:
             block.add_module("mlp", Fp8GatedMLP(mlp.gate_up, mlp.down, mlp.plain))
     if invariant:
@@ -113,7 +115,8 @@ def use_formats(model: Decoder, *, weights: Fp8 | None = None, invariant: bool =
 
 def takes_fp8(layer: nn.Module) -> bool:
     """Whether an attention or feed-forward layer takes inputs in fp8."""
-    first = layer.qkv if isinstance(layer, Attention) else getattr(layer, "gate_up", None) or getattr(layer, "up", None)
+    names = ("qkv", "down", "kv_down") if isinstance(layer, Attention | LatentAttention) else ("gate_up", "up")
+    first = next(filter(None, (getattr(layer, name, None) for name in names)), None)
     return isinstance(first, Fp8Linear)
 
 
@@ -134,6 +137,12 @@ def _networks(block: Block) -> list[nn.Module]:
     return [] if network is None else [network]
 
 
+def _linears(parent: nn.Module, weights: Fp8 | None) -> list[tuple[str, Linear]]:
+    """Names and layers that a format replaces in attention or a feed-forward network."""
+    exact = () if weights is None else (NOT_ROUNDED,)
+    return [(n, child) for n, child in parent.named_children() if isinstance(child, Linear) and n not in exact]
+
+
 def _replacement(linear: Linear, weights: Fp8 | None, invariant: bool, plain: bool) -> nn.Module:
     if weights is not None:
         return Fp8Linear(linear.weight, linear.bias, invariant=invariant, plain=plain)
@@ -148,6 +157,10 @@ def _check(model: Decoder, weights: Fp8 | None, invariant: bool) -> None:
         return
     if invariant and weight.dtype == torch.float64:
         raise BadInput("invariant results need a model in bf16, fp16 or fp32 on a GPU, got fp64")
+    if invariant and model.spec.kv_rank:
+        raise BadInput(
+            "invariant results with latent attention need a CPU: on a GPU no kernel has a fixed order for it"
+        )
     if invariant and any(isinstance(block, Block) and block.routed for block in model.layers.values()):
         raise BadInput(
             "invariant results of a mixture of experts need a CPU: on a GPU the grouped products' order of addition depends on the batch"
@@ -159,8 +172,8 @@ def _check(model: Decoder, weights: Fp8 | None, invariant: bool) -> None:
     for block in model.layers.values():
         assert isinstance(block, Block)
         for parent in (block.attention, *_networks(block)):
-            for name, linear in parent.named_children():
-                if isinstance(linear, Linear) and any(size % ALIGNED for size in linear.weight.shape):
+            for name, linear in _linears(parent, weights):
+                if any(size % ALIGNED for size in linear.weight.shape):
                     sizes = " × ".join(map(str, linear.weight.shape))
                     raise BadInput(
                         f"fp8 weights need dimensions that are multiples of {ALIGNED}, got {name} of {sizes}"

@@ -51,6 +51,14 @@ class HostDecodes(NamedTuple):
         q = q.reshape(sequences, kv_heads, heads // kv_heads, width)
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask).view(sequences, heads, width)
 
+    def attend_latents(self, q: Tensor, cache_layer: Tensor, scale: float) -> Tensor:
+        """Sums of cached rows `(sequences, heads, width)` of q, shaped alike; the tokens are in the cache already.
+
+        `cache_layer` is `(blocks, tokens, width)`, and scores are multiplied by `scale`.
+        """
+        rows = cache_layer.index_select(0, self.table).view(len(q), -1, q.shape[2])[:, None, self.first : self.length]
+        return F.scaled_dot_product_attention(q[:, None], rows, rows, attn_mask=self.mask, scale=scale)[:, 0]
+
 
 def prepare_decodes(
     step: StepInputs, group: int, window: int | None, rope: RotaryTables | None, tokens_per_block: int

@@ -1,12 +1,14 @@
 """The paged key/value cache: its groups of layers, its size in blocks, and its memory.
 
 All layers with the same attention form a group. A group's cache is one tensor `(blocks, layers, 2, kv_heads, tokens, head_dim)`, so that a
-block is contiguous and the part of one head is a long run. In fp8 (e4m3) it has twice the blocks of bf16; its scales are 1, so numbers
-beyond 448 are limited to it.
+block is contiguous and the part of one head is a long run. With latent attention it is `(blocks, layers, tokens, kv_rank + rope_head_dim)`:
+the latent of a token, and the rotated part of its key. In fp8 (e4m3) it has twice the blocks of bf16; its scales are 1, so numbers beyond
+448 are limited to it.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwright.spec.errors import BadInput, OutOfResources
+from meshwright.spec.errors import OutOfResources
 from meshwright.spec.model import ModelSpec
 
 DEVICE_SHARE = 0.92
@@ -29,24 +31,28 @@ class LayerGroup:
 
     layers: tuple[int, ...]
     window: int | None
+    latent: bool = False
+    """Whether tokens have a latent and a rotated key in place of keys and values of heads."""
 
 
 def layer_groups(spec: ModelSpec) -> tuple[LayerGroup, ...]:
-    """The groups of the model's layers by type of attention. Raises BadInput for latent attention, which has no cache yet."""
-    if spec.kv_rank:
-        raise BadInput(
-            f"model.family: the inference engine has no cache for latent attention, got {spec.family}; "
-            "`generate --plan FILE` runs the model without a cache"
-        )
+    """The groups of the model's layers by type of attention."""
     window = spec.sliding_window
     if window is not None and window >= spec.max_seq_len:
         window = None
-    return (LayerGroup(tuple(range(spec.layers)), window),)
+    return (LayerGroup(tuple(range(spec.layers)), window, latent=spec.kv_rank > 0),)
+
+
+def block_shape(spec: ModelSpec, group: LayerGroup, tokens_per_block: int) -> tuple[int, ...]:
+    """The shape of one block of a group's cache."""
+    if group.latent:
+        return len(group.layers), tokens_per_block, spec.kv_rank + spec.rope_head_dim
+    return len(group.layers), 2, spec.kv_heads, tokens_per_block, spec.head_dim
 
 
 def bytes_per_block(spec: ModelSpec, group: LayerGroup, tokens_per_block: int, dtype: torch.dtype) -> int:
     """Bytes of one block of a group's cache."""
-    return len(group.layers) * 2 * spec.kv_heads * tokens_per_block * spec.head_dim * dtype.itemsize
+    return math.prod(block_shape(spec, group, tokens_per_block)) * dtype.itemsize
 
 
 def most_blocks(context: int, sequences: int, tokens_per_block: int) -> int:
@@ -109,16 +115,14 @@ class KVCache:
         self.groups, self.tokens_per_block = layer_groups(spec), tokens_per_block
         fp8 = dtype.itemsize == 1
         self.scales = torch.ones(2, spec.kv_heads, device=device) if fp8 else None
-        """What the stored keys and values of each head are multiplied by; None without fp8."""
+        """What the stored keys and values of each head are multiplied by; None without fp8. Latents have no scales."""
         self.tensors = [
-            torch.zeros(
-                count, len(group.layers), 2, spec.kv_heads, tokens_per_block, spec.head_dim, device=device, dtype=dtype
-            )
+            torch.zeros(count, *block_shape(spec, group, tokens_per_block), device=device, dtype=dtype)
             for group, count in zip(self.groups, blocks, strict=True)
         ]
 
     def layer(self, layer: int) -> tuple[int, Tensor]:
-        """The group of a layer, and its part of the cache `(blocks, 2, kv_heads, tokens, head_dim)`, a strided view."""
+        """The group of a layer, and its part of the cache, a strided view `(blocks, …)` without the dimension of layers."""
         for number, group in enumerate(self.groups):
             if layer in group.layers:
                 return number, self.tensors[number][:, group.layers.index(layer)]
@@ -128,5 +132,6 @@ class KVCache:
 def _activation_bytes(spec: ModelSpec, dtype: torch.dtype, samples: int, step_tokens: int) -> int:
     """Estimated bytes of one step beside weights and cache: the widest layer and three fp32 copies of the logits."""
     width = 4 * spec.hidden + 2 * (spec.heads + 2 * spec.kv_heads) * spec.head_dim
+    width += 2 * spec.heads * spec.kv_rank  # absorbed queries, and the sums of latents
     width += 3 * max(spec.ffn_hidden, spec.experts_per_token * (spec.expert_hidden + spec.hidden))
     return 2 * step_tokens * width * dtype.itemsize + 3 * samples * spec.vocab_size * 4

@@ -1,0 +1,122 @@
+"""Latent attention over a paged cache in the absorbed form: writes of new tokens, and attention of a step's queries.
+
+The cache of a group of layers is one tensor `(blocks, layers, tokens, rank + rotated)`: of each token the latent, then the rotated part of
+the key. `cache_layer` is `cache[:, layer]`, a strided view. All heads attend to the same numbers, whose first `rank` are key and value
+at the same time. Slots, block tables and sequences are those of `paged_attention`. In fp8 (e4m3) numbers beyond 448 are limited to it.
+
+On CUDA, Triton kernels run; elsewhere, and with `plain`, torch's operators gather the blocks of each sequence in turn.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from meshwright.kernels.attention import attention
+from meshwright.kernels.paged_attention import decode_splits, is_fp8, limited, runs_kernels, visible_keys
+from meshwright.kernels.rope import RotaryTables, rotate_neighbours
+
+
+def rotate_and_write_latents(
+    q: Tensor,
+    key: Tensor,
+    latent: Tensor,
+    tables: RotaryTables,
+    positions: Tensor,
+    cache_layer: Tensor,
+    slots: Tensor,
+    *,
+    plain: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return q and key rotated to `positions` `(tokens,)`, and write latent and rotated key into the `slots` of `cache_layer`.
+
+    q `(tokens, heads, rotated)` is the rotated part of the queries, key `(tokens, rotated)` that of the keys, latent `(tokens, rank)`.
+    `tables` are cosines and sines, each `(max_positions, rotated / 2)`. Negative slots are skipped. Rotation and rounding are those of
+    `rope.rotate_neighbours`.
+    """
+    if runs_kernels(q, plain):
+        from meshwright.kernels.latent_write_triton import rotate_write_latents
+
+        out = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(key.shape)
+        rotate_write_latents(q, key, latent, tables, positions, cache_layer, slots, *out)
+        return out
+    cos, sin = tables
+    step_tables = cos[positions][:, None], sin[positions][:, None]
+    q, key = rotate_neighbours(q, step_tables), rotate_neighbours(key[:, None], step_tables)[:, 0]
+    kept = slots >= 0
+    slots, rows = slots[kept].long(), torch.cat((latent, key), dim=-1)[kept]
+    block_tokens, target = cache_layer.shape[1], cache_layer
+    if is_fp8(cache_layer):
+        # Bytes, because torch has no indexed write of fp8.
+        rows, target = limited(rows, cache_layer.dtype).view(torch.uint8), cache_layer.view(torch.uint8)
+    target[slots // block_tokens, slots % block_tokens] = rows
+    return q, key
+
+
+def latent_attention(
+    q: Tensor,
+    q_rotated: Tensor,
+    cache_layer: Tensor,
+    block_tables: Tensor,
+    context_lengths: Tensor,
+    query_starts: Tensor,
+    *,
+    scale: float,
+    decodes: int = 0,
+    plain: bool = False,
+) -> Tensor:
+    """Causal attention of absorbed queries over the cache: sums of latents `(queries, heads, rank)`, contiguous.
+
+    q `(queries, heads, rank)` and q_rotated `(queries, heads, rotated)` are the two parts of the queries; scores are multiplied by
+    `scale`. `block_tables` is `(sequences, max_blocks)`, `context_lengths` `(sequences,)`, `query_starts` `(sequences + 1,)`, all int32.
+    The first `decodes` sequences have one query each. A sequence of context length 0 is padding: its results are 0.
+    """
+    if runs_kernels(q, plain):
+        step = (cache_layer, block_tables, context_lengths, query_starts)
+        return _attend_by_kernels(q, q_rotated, *step, scale, decodes)
+    rank, block_tokens = q.shape[2], cache_layer.shape[1]
+    out = q.new_zeros(q.shape)
+    source = cache_layer.view(torch.uint8) if is_fp8(cache_layer) else cache_layer
+    # `attention` divides scores by the root of the width.
+    both = torch.cat((q, q_rotated), dim=-1) * (scale * math.sqrt(cache_layer.shape[2]))
+    starts, lengths = query_starts.tolist(), context_lengths.tolist()
+    for sequence, length in enumerate(lengths):
+        queries = slice(starts[sequence], starts[sequence + 1])
+        count = queries.stop - queries.start
+        if length == 0 or count == 0:
+            continue
+        blocks = block_tables[sequence, : -(-length // block_tokens)].long()
+        rows = source[blocks].view(cache_layer.dtype).flatten(0, 1)[:length, None].to(q.dtype)
+        mask = visible_keys(count, length, None, q.device)
+        out[queries] = attention(both[queries][None], rows[None], rows[None], mask, plain=plain)[0, ..., :rank]
+    return out
+
+
+def _attend_by_kernels(
+    q: Tensor,
+    q_rotated: Tensor,
+    cache_layer: Tensor,
+    block_tables: Tensor,
+    context_lengths: Tensor,
+    query_starts: Tensor,
+    scale: float,
+    decodes: int,
+) -> Tensor:
+    """`latent_attention` by the Triton kernels: one for the first `decodes` sequences, another for the chunks behind them."""
+    from meshwright.kernels.latent_attention_triton import latent_chunks, latent_decode, latent_launch
+
+    out, heads = q.new_empty(q.shape), q.shape[1]
+    if decodes:
+        splits = decode_splits(
+            decodes * -(-heads // latent_launch(heads, q.element_size(), chunk=False).pairs),
+            block_tables.shape[1] * cache_layer.shape[1],
+            torch.cuda.get_device_properties(q.device).multi_processor_count,
+        )
+        step = (cache_layer, block_tables[:decodes], context_lengths[:decodes])
+        latent_decode(q, q_rotated, *step, out, scale=scale, splits=splits)
+    if q.shape[0] > decodes:
+        step = (cache_layer, block_tables[decodes:], context_lengths[decodes:], query_starts[decodes:])
+        latent_chunks(q, q_rotated, *step, out, queries=q.shape[0] - decodes, scale=scale)
+    return out
