@@ -1,4 +1,4 @@
-"""Modules that predict further tokens equal one device under every plan: loss, gradients, updates, biases of their routers.
+"""Modules that predict further tokens equal one device under every plan: loss, gradients, updates, routers' biases.
 
 `tests/models/test_prediction.py` compares the one device with transformers.
 """

@@ -49,7 +49,7 @@ class Losses(NamedTuple):
 
 
 class HeadLosses(NamedTuple):
-    """What the head computes with prediction modules: the sums of next tokens, `further` as in Losses, and the modules' routers."""
+    """The losses of the head with prediction modules: of next tokens, `further` as in Losses, and the modules' routers."""
 
     tokens: LossSums
     further: Tensor

@@ -1,6 +1,6 @@
-"""Multi-token prediction (DeepSeek-AI 2024, arXiv 2412.19437, §2.2): modules after the last block that predict further tokens.
+"""Multi-token prediction (DeepSeek-AI 2024, arXiv 2412.19437, §2.2): modules that predict further tokens.
 
-Module k, from 1, predicts token i + 1 + k at position i. It reads the normed output of the model or of module k - 1 at position i and the
+They follow the last block. Module k, from 1, predicts token i + 1 + k at position i. It reads the normed output of the model or of module k - 1 at position i and the
 embedding of token i + k. Embedding and head are the model's.
 """
 

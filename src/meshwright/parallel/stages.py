@@ -185,7 +185,7 @@ def _shard_ends(model: Decoder, shard: Callable[..., ShardedUnit]) -> dict[str, 
 def _shard(
     modules: Sequence[nn.Module], spec: ModelSpec, plan: Plan, shards: DeviceMesh, expert_shards: DeviceMesh | None, uses: int
 ) -> ShardedUnit:  # fmt: skip
-    """Shard the parameters of a unit over `shards`, but distributed experts over `expert_shards`, the ranks with the same experts."""
+    """Shard a unit over `shards`, but distributed experts over `expert_shards`, the ranks with the same experts."""
     experts = [part for module in modules for part in module.modules() if isinstance(part, DistributedExperts)]
     # The experts first: FSDP2 then excludes them from the group of the whole unit.
     groups = [_parameter_group(experts, plan, expert_shards)] if experts and expert_shards is not None else []

@@ -1,4 +1,4 @@
-"""Parameters of the model's units on one rank: the embedding, each block, and the final norm with head and prediction modules."""
+"""Parameters of the model's units on one rank: the embedding, each block, the head with prediction modules."""
 
 from __future__ import annotations
 
