@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from meshwright.cli.plan_words import facts
 from meshwright.config.load import load_run
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.costs.plan_costs import pricing
@@ -130,3 +131,16 @@ def test_the_head_takes_the_time_of_its_modules() -> None:
     assert 0 < projection < 1.2 * base * 2 * 4096 / 128256
     assert costs[DEPTH].compute(31) == block
     assert costs[DEPTH].parameters("head").count > costs[0].parameters("head").count + DEPTH * 218e6
+
+
+def test_plan_prints_what_the_modules_cost() -> None:
+    run = load_run(
+        None, ["model=llama3-8b", "cluster=dgx-h100-16", "train.global_batch=16", "model.prediction_depth=2"]
+    )
+    tested = plan_of(1, 2, {"shard": 8})
+    text = dict(facts(run, tested))["prediction"]
+    share = 1 - flops_per_token(replace(run.model, prediction_depth=0), 2048, causal=True) / flops_per_token(
+        run.model, 2048, causal=True
+    )
+    assert text.startswith(f"2 modules with the head: 503M parameters, {share:.1%} of the FLOPs, ")
+    assert "prediction" not in dict(facts(replace(run, model=replace(run.model, prediction_depth=0)), tested))
