@@ -139,8 +139,9 @@ def test_plan_prints_what_the_modules_cost() -> None:
     )
     tested = plan_of(1, 2, {"shard": 8})
     text = dict(facts(run, tested))["prediction"]
-    share = 1 - flops_per_token(replace(run.model, prediction_depth=0), 2048, causal=True) / flops_per_token(
-        run.model, 2048, causal=True
+    without, whole = (
+        flops_per_token(replace(run.model, prediction_depth=depth), 8192, causal=True) for depth in (0, 2)
     )
+    share = 1 - without / whole
     assert text.startswith(f"2 modules with the head: 503M parameters, {share:.1%} of the FLOPs, ")
     assert "prediction" not in dict(facts(replace(run, model=replace(run.model, prediction_depth=0)), tested))
