@@ -24,7 +24,7 @@ from meshwright.events.start import PHASES
 from meshwright.observe.metrics import read_metrics, scan_metrics
 from tests.training.tiny import make_tiny
 
-STEPS = 120
+STEPS = 80
 LISTENING = "0A"
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 
