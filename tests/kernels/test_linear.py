@@ -21,6 +21,12 @@ from meshwright.spec.plan import Recompute
 from tests.models.tiny import ALL, GPT2, LLAMA, built, some_tokens
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on a CPU")
+SLOWLY = [
+    None,
+    "eager",
+    pytest.param("aot_eager", marks=pytest.mark.slow),
+    pytest.param("inductor", marks=[needs_compiler, pytest.mark.slow]),
+]
 RECOMPUTE = get_args(Recompute)
 WIDTH, HIDDEN = 16, 24
 

@@ -71,7 +71,7 @@ def until(done: Callable[[], bool], job: Job) -> None:
     deadline = time.monotonic() + 180
     while not done():
         assert job.process.poll() is None and time.monotonic() < deadline, job.output()
-        threading.Event().wait(0.005)
+        threading.Event().wait(0.02)
 
 
 def last_step(run: Path) -> int:
