@@ -1,7 +1,7 @@
 """Multi-token prediction (DeepSeek-AI 2024, arXiv 2412.19437, §2.2): modules that predict further tokens.
 
-They follow the last block. Module k, from 1, predicts token i + 1 + k at position i. It reads the normed output of the model or of module k - 1 at position i and the
-embedding of token i + k. Embedding and head are the model's.
+They follow the last block. Module k, from 1, predicts token i + 1 + k at position i. It reads the normed output of the model or of module
+k - 1 at position i and the embedding of token i + k. Embedding and head are the model's.
 """
 
 from __future__ import annotations
