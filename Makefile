@@ -75,6 +75,7 @@ examples: $(VENV)/.installed-test
 
 features: $(VENV)/.installed-test
 	$(BIN)/python -m tests.docs.features
+	$(BIN)/python -m tests.docs.families
 
 bench-plan: $(VENV)/.installed
 	$(BIN)/python benchmarks/bench_plan.py

@@ -8,7 +8,7 @@ import pytest
 
 from tests.checkpoint.kills import VICTIMS, kill_once
 
-SHORT, BLOCKS, BLOCK = 6, 6, 35
+SHORT, BLOCKS, BLOCK = 3, 6, 35
 
 
 def test_a_process_killed_at_a_random_time(tmp_path: Path) -> None:

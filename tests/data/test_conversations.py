@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from meshwright.data.conversations import best_fit
 from meshwright.data.indexed import bin_path
 from meshwright.data.loader import Loader
 from meshwright.data.source import DataSource, has_validation, open_data
+from meshwright.launch import corpus
+from meshwright.launch.prepare import resolve_data
 from meshwright.spec.errors import BadInput, Damaged
 from meshwright.spec.job import DataSpec
 from tests.data.chats import CHATML, CHATS, marked, story, turns
@@ -140,6 +143,30 @@ def test_files_are_verified_before_their_conversations_are_read(tmp_path: Path) 
     for window in range(layout.count):
         assert layout.files_of(np.array([window])) == {part.shard for part in layout.parts(window)}
     assert len(layout.files_of(np.arange(layout.count))) > 3
+
+
+def test_a_start_names_what_is_truncated_and_refuses_chats_that_were_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, notes = prepared_chats(tmp_path, marked(CHATML), MANY), list[str]()
+    run: Any = SimpleNamespace(
+        data=DataSpec(mix={str(out): 1.0}),
+        model=SimpleNamespace(vocab_size=4096),
+        train=SimpleNamespace(seq_len=SEQ),
+        seed=1,
+    )
+    resolve_data(run, notes.append)
+    source = opened(out)
+    assert (
+        notes == [f"{out}: {source.sources[str(out)].packing}"]
+        and "are longer and truncated, 1 more are left out" in notes[0]
+    )
+    record: dict[str, Any] = source.record()
+    monkeypatch.setattr(corpus, "recorded_corpus", lambda folder: (folder, record))
+    corpus.check_unchanged(run, tmp_path, source, notes.append)
+    del record[str(out)]["packing"]
+    with pytest.raises(BadInput, match=r"changed since .*: packing .*data.changed=accept"):
+        corpus.check_unchanged(run, tmp_path, source, notes.append)
 
 
 def test_few_held_out_chats_are_enough_for_validation(tmp_path: Path) -> None:

@@ -43,8 +43,10 @@ def _refuse(descriptor: int, data: Any) -> int:
 
 
 def deleted(session: Session) -> None:
-    """Somebody deletes the run's folder."""
-    shutil.rmtree(session.folder)
+    """Somebody deletes the run's folder, at once: a thread may just write a file there, which `rmtree` would stumble over."""
+    aside = session.folder.with_name("deleted")
+    session.folder.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def without_config(session: Session) -> None:

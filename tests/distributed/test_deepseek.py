@@ -168,9 +168,14 @@ def compare(results: list[list[dict[str, Any]]], truth: list[dict[str, Any]], bo
     assert seen == set(truth[0]["weights"])
 
 
+def case_of(seed: int) -> tuple[ModelSpec, Plan, bool]:
+    """The model and the plan of a seed, and whether documents are masked."""
+    return draw_case(seed, FLOAT64, of=(V3, V2)[seed % 2])
+
+
 @pytest.mark.parametrize("seed", quick_first(2, SEEDS))
 def test_random_plans_equal_one_device(pool: Pool, seed: int) -> None:
-    spec, plan, masked = draw_case(seed, FLOAT64, of=(V3, V2)[seed % 2])
+    spec, plan, masked = case_of(seed)
     compare(pool.run(sharded, plan.ranks, spec, plan, masked), one_device(spec, masked), 1e-9)
 
 

@@ -16,6 +16,7 @@ from tests.distributed import (
     test_async_tensor,
     test_context,
     test_copy_engine,
+    test_deepseek,
     test_drawn,
     test_equality,
     test_experts,
@@ -228,6 +229,10 @@ def compared(*, slow: bool = True) -> Iterator[Tested]:
             spec, chosen, _ = draw_case(**usual, **given)
             yield chosen, spec
 
+    for given in given_to(test_deepseek.test_random_plans_equal_one_device):
+        spec, chosen, _ = test_deepseek.case_of(given["seed"])
+        yield chosen, spec
+
 
 def parametrized(test: Callable[..., None], *, slow: bool) -> Iterator[dict[str, Any]]:
     """Yields the arguments of a test function; without `slow` not those of cases marked slow."""
@@ -293,10 +298,15 @@ def lines() -> list[str]:
 
 def rewritten(text: str) -> str:
     """Returns the page's text with a new table."""
+    return with_table(text, "| feature | refused", lines())
+
+
+def with_table(text: str, begin: str, table: list[str]) -> str:
+    """Returns a page's text with other lines in place of the table that begins so."""
     old = text.splitlines()
-    start = next(index for index, line in enumerate(old) if line.startswith("| feature | refused"))
-    end = next(index for index in range(start, len(old)) if not old[index].startswith("|"))
-    return "\n".join([*old[:start], *lines(), *old[end:], ""])
+    start = next(index for index, line in enumerate(old) if line.startswith(begin))
+    end = next((index for index in range(start, len(old)) if not old[index].startswith("|")), len(old))
+    return "\n".join([*old[:start], *table, *old[end:], ""])
 
 
 if __name__ == "__main__":

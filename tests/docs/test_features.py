@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import combinations
 
 import pytest
+from tests.docs import families
 from tests.docs.features import FEATURES, PAGE, Feature, compared, rewritten
 from tests.docs.pages import codes, table, text_of
 
@@ -20,6 +21,10 @@ BASE = [
 
 def test_the_table_of_pairs_agrees_with_the_equality_tests() -> None:
     assert text_of(PAGE) == rewritten(text_of(PAGE)), f"`make features` updates {PAGE}"
+
+
+def test_the_table_of_families_agrees_with_their_tests_and_the_engine() -> None:
+    assert text_of(PAGE) == families.rewritten(text_of(PAGE)), f"`make features` updates {PAGE}"
 
 
 def test_quick_tests_combine_axes_two_and_three_at_a_time() -> None:

@@ -193,6 +193,14 @@ def test_a_full_disk_ends_the_recording_and_not_the_rank(
     assert caplog.text.count("spans are not recorded any more") == 1 and "No space left" in caplog.text
 
 
+def test_a_run_folder_that_was_deleted_is_not_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = tmp_path / "run"
+    writer = SpanWriter(ring_path(run, 1, 1, 0), HEADER)
+    writer.write([record(0, "step")])
+    writer.close()
+    assert not run.exists() and "spans are not recorded any more" in caplog.text
+
+
 def test_the_header_names_the_phases_by_code(tmp_path: Path) -> None:
     SpanRing(tmp_path / "ring", HEADER | {"phases": SPAN_PHASES}, 4)
     assert tuple(read_ring(tmp_path / "ring").header["phases"]) == SPAN_PHASES

@@ -24,7 +24,7 @@ from meshwright.events.start import PHASES
 from meshwright.observe.metrics import read_metrics, scan_metrics
 from tests.training.tiny import make_tiny
 
-STEPS = 120
+STEPS = 80
 LISTENING = "0A"
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 
@@ -71,7 +71,7 @@ def until(done: Callable[[], bool], job: Job) -> None:
     deadline = time.monotonic() + 180
     while not done():
         assert job.process.poll() is None and time.monotonic() < deadline, job.output()
-        threading.Event().wait(0.005)
+        threading.Event().wait(0.02)
 
 
 def last_step(run: Path) -> int:

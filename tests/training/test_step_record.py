@@ -15,6 +15,8 @@ from meshwright.training.train_step import StepFigures
 from tests.training.tiny import make_tiny, prepared
 
 CPU = torch.device("cpu")
+ROUTING, Z_LOSS = (1.5, 2.5, 30.0), 60.0
+"""Balance loss, load of the busiest expert, router z-loss; z-loss of the head."""
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +28,7 @@ def assignment(tmp_path_factory: pytest.TempPathFactory):
 def figures(
     loss: float = 2.0, norm: float = 1.0, valid: float = 100, flag: float = 0, tokens: float = 7, skips: float = 0
 ) -> StepFigures:
-    return StepFigures(torch.tensor([loss, norm, valid, tokens, flag, skips], dtype=torch.float64))
+    return StepFigures(torch.tensor([loss, norm, valid, tokens, flag, skips, *ROUTING, Z_LOSS], dtype=torch.float64))
 
 
 def reader(assignment, gpu: str, compute: str = "bf16") -> FigureReader:
@@ -58,6 +60,17 @@ def test_tokens_add_up_from_where_the_run_was(assignment) -> None:
     assert [record["tokens"] for record in records] == [1101, 1203]
     assert [(record["step"], record["lr"], record["token_sum"]) for record in records] == [(1, 0.1, 7), (2, 0.1, 7)]
     assert (reading.flags.step, reading.flags.total) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("weights", "keys"), [({}, set()), ({"z_loss": 1e-4}, {"z_loss"}), ({"router_z_loss": 1e-3}, {"router_z_loss"})]
+)
+def test_a_z_loss_is_reported_if_it_has_a_weight(assignment, weights: dict[str, float], keys: set[str]) -> None:
+    weighted = replace(assignment, run=replace(assignment.run, train=replace(assignment.run.train, **weights)))
+    (record,) = reader(weighted, "cpu").push(1, figures(), {})
+    assert record.keys() & {"z_loss", "router_z_loss"} == keys
+    assert record.get("z_loss", Z_LOSS) == Z_LOSS and record.get("router_z_loss", ROUTING[2]) == ROUTING[2]
+    assert (record["loss"], record["balance_loss"], record["expert_load"]) == (2.0, *ROUTING[:2])
 
 
 def test_a_pause_waits_for_launched_kernels(assignment) -> None:

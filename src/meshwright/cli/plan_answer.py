@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from meshwright.cli.effective_time import effective_answer
@@ -176,7 +177,9 @@ class Answer:
         """The missing memory of a plan from a file, in words, or None if it fits."""
         return None if self.best.fits else misfit(self.run, self.plan)
 
+    @cached_property
     def changes(self) -> tuple[Change, ...]:
+        """Changes of the run with their gain; each takes a search or a few prices."""
         return what_if(self.run, self.plan, search_seconds=self.search_seconds)
 
     def why_not(self, other: Candidate) -> str:
@@ -246,7 +249,7 @@ def as_plain(answer: Answer, *, explain: bool) -> dict[str, Any]:
         body["objective"] = _objective(answer)
     if explain:
         body["limits"] = to_plain(limits(answer.run, answer.plan))
-        body["changes"] = to_plain(answer.changes())
+        body["changes"] = to_plain(answer.changes)
     return body
 
 

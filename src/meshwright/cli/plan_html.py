@@ -195,7 +195,7 @@ def _timeline(answer: Answer) -> str:
 
 
 def _changes(answer: Answer) -> str:
-    gains = [(change, f"{change.gain:+.1%}" + f" ({change.note})" * bool(change.note)) for change in answer.changes()]
+    gains = [(change, f"{change.gain:+.1%}" + f" ({change.note})" * bool(change.note)) for change in answer.changes]
     lines = [(change.name, seconds_text(change.seconds), gain) for change, gain in gains]
     return _table("What a change would gain", ("change", "step", "tokens/s"), lines)
 

@@ -257,7 +257,7 @@ def _runner_ups(console: Console, answer: Answer) -> None:
 
 
 def _changes(console: Console, answer: Answer) -> None:
-    changes = answer.changes()
+    changes = answer.changes
     if not changes:
         return
     _heading(console, "what a change would gain")

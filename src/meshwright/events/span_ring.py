@@ -220,7 +220,8 @@ class SpanWriter:
                 ring.close()
 
     def _open(self, records_of_step: int) -> SpanRing:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (self.path.parents[1], self.path.parent):  # not the run's, which somebody may have deleted
+            folder.mkdir(exist_ok=True)
         if self.header["rank"] == 0:
             self._remove_old_starts()
         most = (LARGEST_BYTES - HEADER_BYTES) // RECORD.itemsize

@@ -69,4 +69,4 @@ class TextLosses:
         self._step.inputs = inputs
         _, normed = add_and_norm(*residual_stream(self._model, tokens, positions), self._model.norm)
         tied = self._model.embed.weight if self._model.spec.tied else None
-        return self._model.head(normed, targets[None], tied).double()
+        return self._model.head(normed, targets[None], tied).loss.double()

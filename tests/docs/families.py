@@ -1,0 +1,76 @@
+"""What each model family can do: Hugging Face folders in and out, axes of training, inference engine.
+
+Every entry comes from the tests or from the engine itself. `python -m tests.docs.families` writes the table of the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import get_args
+
+import torch
+from tests.checkpoint.test_hf import test_theirs_imported_gives_the_same_logits as folders_read
+from tests.docs.features import PAGE, compared, parametrized, with_table
+from tests.docs.pages import ROOT, text_of
+from tests.interop.check import EXPORTED, VERSION
+from tests.models.test_deepseek import test_loss_and_every_gradient_equal_transformers as deepseek_folders_read
+from tests.models.tiny import built
+
+from meshwright.models.families import FAMILIES
+from meshwright.serve.engine import Engine
+from meshwright.spec.errors import BadInput
+from meshwright.spec.plan import AxisName
+
+HEAD = ["family", "read from Hugging Face", "written for it", "axes", "served"]
+EXPERT = "expert"
+
+
+def read_families() -> Iterator[str]:
+    """Yields the families whose folders, as transformers writes them, a test reads and compares."""
+    names = [given["model_name"] for given in parametrized(folders_read, slow=True)]
+    names += [f"deepseek {given['name']}" for given in parametrized(deepseek_folders_read, slow=True)]
+    for name in names:  # such as "qwen3 sliding"
+        yield max((family for family in FAMILIES if name.replace(" ", "_").startswith(family)), key=len)
+
+
+def axes_by_family() -> dict[str, set[str]]:
+    """Returns the axes with which tests compare a family's training with one device."""
+    axes: dict[str, set[str]] = {}
+    for plan, spec in compared():
+        used = {name for name in get_args(AxisName) if plan.axis_size(name) > 1}
+        used |= {EXPERT} if plan.experts and plan.experts.expert > 1 else set()
+        axes.setdefault(spec.family, set()).update(used)
+    return axes
+
+
+def is_served(family: str) -> bool:
+    """Whether the inference engine takes a model of the family."""
+    spec = next(spec for spec in EXPORTED.values() if spec.family == family)
+    try:
+        Engine(built(spec, dtype=torch.float32))
+    except BadInput:
+        return False
+    return True
+
+
+def lines() -> list[str]:
+    """Returns the lines of the table."""
+    read, written, axes = set(read_families()), {spec.family for spec in EXPORTED.values()}, axes_by_family()
+    words = {True: "yes", False: "no"}
+    rows = [HEAD, ["---"] * len(HEAD)]
+    for family in FAMILIES:
+        names = [name for name in (*get_args(AxisName), EXPERT) if name in axes.get(family, ())]
+        exported = f"transformers 5 and {VERSION.rstrip('.')}" if family in written else "no"
+        rows.append(
+            [f"`{family}`", words[family in read], exported, ", ".join(names) or "none", words[is_served(family)]]
+        )
+    return [f"| {' | '.join(row)} |" for row in rows]
+
+
+def rewritten(text: str) -> str:
+    """Returns the page's text with a new table."""
+    return with_table(text, f"| {HEAD[0]} | {HEAD[1]}", lines())
+
+
+if __name__ == "__main__":
+    (ROOT / PAGE).write_text(rewritten(text_of(PAGE)), encoding="utf-8")
