@@ -277,12 +277,15 @@ def _continued_by_tensor_ranks(
     model, weights = model_in(folder)
     check_split(model, ranks)
     cluster = cluster_here(ranks, f"--tensor {ranks}", "expected at most that many")
-    names = {
-        "weights": formats.weights and formats.weights.value,
-        "kv_cache": formats.kv_cache and formats.kv_cache.value,
-    }
-    source = weights.partition(":")[2]
-    job = TensorJob(folder=source, cluster=cluster, prompts=tuple(prompts), **how._asdict(), **names)
+    options, source = engine_options(prompts, how, formats), weights.partition(":")[2]
+    job = TensorJob(
+        folder=source,
+        cluster=cluster,
+        prompts=tuple(prompts),
+        weights=options.weights,
+        kv_cache=options.kv_cache,
+        **how._asdict(),
+    )
     return answer_of_ranks("meshwright.cli.generate_rank", to_plain(job), cluster, weights)
 
 
