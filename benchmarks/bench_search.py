@@ -32,6 +32,7 @@ PORTS = (
     "cluster.network.port_gb_per_s=15"
 )
 EIGHT = "model=llama3-8b cluster.gpu=H200 cluster.gpus_per_node=8 train.seq_len=8192 train.global_batch=64"
+DEEPSEEK = "model=deepseek-v3 cluster.gpu=H800 cluster.nodes=256 train.seq_len=4096 train.global_batch=15360"
 REPEATS = 3
 """Runs of each search; the fastest counts."""
 
@@ -59,6 +60,7 @@ def main() -> None:
         Line("qwen3-235b on 256 GB200", answer_of(EXPERTS)["seconds"], 10.0, "s"),
         Line("70B on 128 H100 over 10 GbE", answer_of(ETHERNET)["seconds"], 5.0, "s"),
         Line("70B on 128 H100, ports of 15 GB/s", answer_of(PORTS)["seconds"], 5.0, "s"),
+        Line("deepseek-v3 on 2,048 H800", answer_of(DEEPSEEK)["seconds"], 5.0, "s"),
         Line("meshwright plan --help", min(help_seconds() for _ in range(REPEATS)), 0.3, "s"),
     ]
     for line in lines:

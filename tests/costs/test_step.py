@@ -15,8 +15,9 @@ from meshwright.calibration.model_dimensions import dimensions_by_name, shape_fr
 from meshwright.costs.collective_costs import all_to_all, copy_engine_group, gather, rank_group
 from meshwright.costs.compute import layer_times
 from meshwright.costs.constants import OWN, Constants, at_release, constants
+from meshwright.costs.layer_costs import context_traffic, layer_exposure
 from meshwright.costs.machine_rates import machine_of
-from meshwright.costs.step import context_traffic, layer_exposure, step_cost
+from meshwright.costs.step import step_cost
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.workload.arrays import side_by_side
 from meshwright.workload.layouts import ALL_BUT_ATTENTION, FULL, SELECTIVE, Layouts
@@ -264,3 +265,24 @@ def test_expert_ranks_pay_for_the_exchange_and_host_sync_of_row_counts(recompute
     assert float(step.exposed["expert"]) == pytest.approx(expected, rel=1e-6)
     without_expert_ranks = step_cost(mixture, machine, replace(plan, expert=1.0), k)
     assert float(without_expert_ranks.exposed["expert"]) == 0
+
+
+def test_a_token_crosses_the_network_once_to_each_of_its_nodes() -> None:
+    """64 expert ranks on 8 nodes, 8 experts a token: copies, distinct nodes of independent draws, the router's limit."""
+    shape = shape_from_dimensions(dimensions_by_name("DeepSeek-V3"))
+    machine = replace(machine_of(CLUSTER), link=np.inf)
+    k = replace(K, own_engine=0.0, expert_exposed=1.0, start_us=0.0, net_us=0.0, moe_us=0.0)
+
+    def nodes_per_token(**columns: float) -> float:
+        plan = layout(expert=64, data=64, micro_batch=1, **columns)
+        seconds = layer_exposure(shape, machine, plan, k, layer_times(shape, machine, plan, k)).expert
+        message_seconds = 4096 * 7168 * 2 / (machine.nic * k.net)
+        return float(seconds / (4 * 58 * message_seconds))
+
+    draws = np.random.default_rng(0).integers(8, size=(200_000, 8))
+    distinct = np.mean([np.sum((draws == node).any(axis=1)) for node in range(1, 8)]) * 7 / len(draws)
+    assert nodes_per_token() == pytest.approx(8 * 7 / 8)
+    assert nodes_per_token(one_copy=1) == pytest.approx(distinct, rel=0.005)
+    assert nodes_per_token(one_copy=1, domains_per_token=4) == pytest.approx(4 * 7 / 8)
+    assert nodes_per_token(one_copy=1, domains_per_token=7) == pytest.approx(distinct, rel=0.005)
+    assert nodes_per_token(exchanged_bytes=1.5) == pytest.approx(0.75 * 8 * 7 / 8)

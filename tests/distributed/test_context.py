@@ -74,8 +74,8 @@ WIDER = [
 SHALLOW = replace(SHARED, layers=2)
 LARGE = [
     (LLAMA, Case("1f1b", replicate=2, ring=2, tensor=2, micro=4)),
-    (SHALLOW, Case("1f1b", replicate=2, ulysses=2, tensor=2, expert=2, micro=4)),
     (SHALLOW, Case("1f1b", shard=2, ring=2, ulysses=2, expert=2, micro=4, recompute="selective")),
+    (SHALLOW, Case("1f1b", replicate=2, ulysses=2, tensor=2, expert=2, micro=4)),
     (DEEP_TIED, Case("zb_h1", ring=2, ulysses=2, pipeline=2, micro=4, stages=UNEVEN)),
     (LONG, Case("1f1b", ring=2, tensor=2, shard=2, micro=4)),
     (LLAMA, Case("1f1b", ulysses=2, replicate=2, shard=2, micro=2)),
@@ -96,7 +96,7 @@ def test_up_to_four_ranks(pool: Pool, spec: ModelSpec, case: Case) -> None:
     check(pool, spec, case)
 
 
-@pytest.mark.parametrize(("spec", "case"), quick_first(3, LARGE, unpack=True), ids=named)
+@pytest.mark.parametrize(("spec", "case"), quick_first(2, LARGE, unpack=True), ids=named)
 def test_eight_ranks(pool: Pool, spec: ModelSpec, case: Case) -> None:
     check(pool, spec, case)
 

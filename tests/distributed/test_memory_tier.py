@@ -76,7 +76,11 @@ TWO_HOSTS = ("cluster.nodes=2", "cluster.gpus_per_node=1", "plan.shard=2", "chec
 
 @pytest.mark.parametrize(
     ("change", "tier"),
-    [(cases.keep_hosts, "partner memory"), (cases.corrupt_copy, "storage"), (cases.end_server, "storage")],
+    quick_first(
+        2,
+        [(cases.keep_hosts, "partner memory"), (cases.corrupt_copy, "storage"), (cases.end_server, "storage")],
+        unpack=True,
+    ),
 )
 def test_after_the_loss_of_a_host_its_ranks_load_the_copy_of_their_partner(
     pool: Pool, tiny: Path, tmp_path: Path, change: cases.HostChange, tier: str

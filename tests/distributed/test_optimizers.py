@@ -35,9 +35,9 @@ ONE_HEAD = replace(LLAMA, kv_heads=1)
 """Its key and value heads are copied on every tensor rank."""
 CASES: list[tuple[OptimizerSpec, ModelSpec, Case]] = [
     (MUON, ONE_HEAD, Case("1f1b", tensor=2, shard=2)),
+    (LAMB, SHARED, Case("1f1b", pipeline=2, shard=2, expert=2)),
     (LAMB, ONE_HEAD, Case("1f1b", tensor=2, shard=2)),
     (MUON, SHARED, Case("1f1b", pipeline=2, shard=2, expert=2)),
-    (LAMB, SHARED, Case("1f1b", pipeline=2, shard=2, expert=2)),
     (SGD, LLAMA, Case("1f1b", shard=2)),
     (MUON, LLAMA, Case("1f1b", shard=4)),
     (LAMB, LLAMA, Case("1f1b", shard=4)),
@@ -129,7 +129,7 @@ def trained(
     return results
 
 
-@pytest.mark.parametrize(("optimizer", "spec", "case"), quick_first(4, CASES, unpack=True), ids=named)
+@pytest.mark.parametrize(("optimizer", "spec", "case"), quick_first(2, CASES, unpack=True), ids=named)
 def test_float64_equals_one_device(pool: Pool, optimizer: OptimizerSpec, spec: ModelSpec, case: Case) -> None:
     compare(pool.run(trained, case.plan.ranks, spec, case.plan, optimizer), one_device(spec, optimizer), 1e-8)
 

@@ -50,7 +50,9 @@ def run(pool: Pool, tiny: Path, runs: Path, *overrides: str, count: int, **distu
             TENSOR, 2, 1, ("model.norm.weight", "optimizer.exp_avg_sq.layers.0.attention_norm.weight"), id="tensor"
         ),
         pytest.param(KV_COPIES, 4, 3, ("model.layers.0.attention.qkv.weight",), id="kv-heads", marks=pytest.mark.slow),
-        pytest.param([*staged(2, "1f1b"), "model.tied=true"], 2, 1, ("model.embed.weight",), id="tied"),
+        pytest.param(
+            [*staged(2, "1f1b"), "model.tied=true"], 2, 1, ("model.embed.weight",), id="tied", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_flip_of_each_piece_is_found(
@@ -69,7 +71,7 @@ def test_a_flip_of_each_piece_is_found(
         pytest.param(ranks(4, replicate=2), 4, id="hsdp"),
         pytest.param([*ranks(2, replicate=2), "plan.reduce_replicas=bf16"], 2, id="bf16-sums", marks=pytest.mark.slow),
         pytest.param(KV_COPIES, 4, id="tensor", marks=pytest.mark.slow),
-        pytest.param([*staged(4, "zbv"), "model.tied=true"], 4, id="tied"),
+        pytest.param([*staged(4, "zbv"), "model.tied=true"], 4, id="tied", marks=pytest.mark.slow),
         pytest.param(
             ["cluster.gpus_per_node=2", "plan.shard=1", "plan.context_ring=2"], 2, id="context", marks=pytest.mark.slow
         ),

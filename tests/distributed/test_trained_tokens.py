@@ -24,9 +24,9 @@ from tests.slow import quick_first
 COUNTS = {"few": (0, 0, 1, 9, 0, 0, 3, 0), "one": (0, 0, 0, 0, 0, 1, 0, 0), "none": (0,) * BATCH}
 """Trained tokens of each sequence: whole micro-batches and ranks have none."""
 CASES = [
-    Case("1f1b", shard=2, micro=1),
     Case("1f1b", pipeline=2, shard=2, micro=1),
     Case("1f1b", replicate=2, tensor=2, micro=2),
+    Case("1f1b", shard=2, micro=1),
     Case("zb_h1", pipeline=2, micro=2),
     Case("1f1b", ring=2, micro=2),
     Case("1f1b", ulysses=2, shard=2, micro=1),
@@ -81,7 +81,7 @@ def steps(world: World, plan: Plan) -> list[list[dict[str, Any]]]:
     return [one_step(world, plan, counts) for counts in COUNTS.values()]
 
 
-@pytest.mark.parametrize("case", quick_first(3, CASES), ids=named)
+@pytest.mark.parametrize("case", quick_first(2, CASES), ids=named)
 def test_the_loss_counts_trained_tokens_only(pool: Pool, case: Case) -> None:
     by_rank = pool.run(steps, case.plan.ranks, case.plan)
     for counts, results in zip(COUNTS.values(), zip(*by_rank, strict=True), strict=True):

@@ -213,8 +213,8 @@ def test_a_step_that_is_not_a_number_is_not_applied(pool: Pool, tiny: Path, tmp_
 @pytest.mark.parametrize("ranks_beside", quick_first(1, [4, 2]))
 @pytest.mark.parametrize(
     ("size", "samples"),
-    [([], 16), (["train.global_batch=128", "train.seq_len=15"], 103)],
-    ids=["two batches", "less text than one batch"],
+    quick_first(1, [(["train.global_batch=128", "train.seq_len=15"], 103), ([], 16)], unpack=True),
+    ids=["less text than one batch", "two batches"],
 )
 def test_validation_is_the_same_for_any_number_of_ranks(
     pool: Pool, tiny: Path, tmp_path: Path, size: list[str], samples: int, ranks_beside: int

@@ -6,6 +6,7 @@ import copy
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ from tests.gpu.runs import LIMIT, needs
 from tests.models.tiny import GPT2, LLAMA, MIXTRAL, QWEN3, SLIDING, built
 from tests.serve.helpers import PROMPTS, newer, record_logits, save_run, texts, tiny
 
+from meshwright.serve.batch_inputs import StepInputs
 from meshwright.serve.engine import Engine
+from meshwright.serve.model_runner import ModelRunner
 from meshwright.serve.sampling import SamplingOptions
-from meshwright.spec.engine import EngineOptions
+from meshwright.spec.engine import EngineOptions, Speculation
 
 pytestmark = pytest.mark.gpu
 SPECS = {"llama": LLAMA, "qwen3": QWEN3, "gpt2": GPT2, "sliding": SLIDING, "mixtral": MIXTRAL}
@@ -61,6 +64,35 @@ def test_no_kernel_is_compiled_after_the_engine_is_built(name: str, monkeypatch:
         engine.step()
     list(engine.run())
     assert not compiled
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("source", ["lookup", "layer", "model"])
+def test_graphs_compute_drafts_and_their_check(
+    source: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In fp32; only steps with chunks of prompts replay no graph."""
+    options = EngineOptions(sequences=5, tokens_per_block=16, cache_blocks=64, context=64)
+    model, sampling = tiny(LLAMA).cuda(), SamplingOptions(temperature=temperature, top_k=20, seed=3)
+    expected = texts(Engine(copy.deepcopy(model), options=options), sampling=sampling)
+    drafts = {"lookup": None, "layer": tiny(replace(LLAMA, layers=1)).cuda(), "model": copy.deepcopy(model)}
+    speculation = Speculation(tokens=3, shortest=1, least=0)
+    engine = Engine(model, options=replace(options, speculation=speculation), draft_model=drafts[source])
+    forward, chunks = ModelRunner.forward, []
+
+    def recorded(runner: ModelRunner, inputs: StepInputs) -> torch.Tensor:
+        chunks.append(inputs.sampled is not None)
+        return forward(runner, inputs)
+
+    monkeypatch.setattr(ModelRunner, "forward", recorded)
+    drafted = texts(engine, sampling=sampling)
+    assert all(chunks)
+    proposed, accepted = engine.drafts
+    assert proposed > 0
+    if temperature == 0 or source == "lookup":
+        assert drafted == expected
+    if source == "model":
+        assert accepted == proposed
 
 
 def test_graphs_compute_with_newer_weights(tmp_path: Path) -> None:

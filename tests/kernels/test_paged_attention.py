@@ -78,6 +78,16 @@ def test_equals_attention_over_whole_sequences(window: int | None, plain: bool) 
     assert not out[-1].any(), "padding gives zeros"
 
 
+@pytest.mark.parametrize("window", [None, 2])
+def test_queries_before_the_first_token_are_padding(window: int | None) -> None:
+    layer, tables, _ = filled_cache([2, 9], BLOCK, KV_HEADS, DIM, torch.float64)
+    (q,) = draws(3, (8, HEADS, DIM))
+    lengths = torch.tensor([2, 9], dtype=torch.int32)
+    padded = paged_attention(q, layer, tables, lengths, starts_of([4, 4]), window=window)
+    expected = paged_attention(q[2:], layer, tables, lengths, starts_of([2, 4]), window=window)
+    assert torch.equal(padded[2:], expected) and not padded[:2].any()
+
+
 @pytest.mark.parametrize("window", [None, 3])
 def test_prompts_equal_attention_of_each(window: int | None) -> None:
     lengths = [5, 1, 9]

@@ -47,7 +47,7 @@ def step(
 def test_decode(heads: int, kv_heads: int, dim: int, block: int, queries: int, splits: int, window: int | None) -> None:
     from meshwright.kernels.paged_decode_triton import Launch, paged_decode
 
-    lengths = [0, 50, 3]
+    lengths = [0, 50, 3, 1]  # with more queries the last has some before its first token
     counts = [queries] * len(lengths)
     q, layer, tables, context, starts = step(lengths, counts, block, heads, kv_heads, dim, window)
     out = torch.full_like(q, torch.nan)

@@ -54,6 +54,7 @@ class Player:
             step_tokens=STEP_TOKENS + SEQUENCES,
             device=torch.device("cpu"),
             prompt_unit=unit,
+            drafts=3,
         )
         self.texts: dict[int, list[int]] = {}
         self.in_flight: tuple[Step, list[int]] | None = None
@@ -190,6 +191,57 @@ def test_tensors_are_those_of_the_texts(
     assert {name for name, count in player.seen.items() if count} >= expected, player.seen
 
 
+@pytest.mark.parametrize("groups", [[FULL], [FULL, WINDOW]], ids=["full", "both"])
+@pytest.mark.parametrize("decode_sizes", [(), DECODE_SIZES], ids=["exact", "padded"])
+def test_decodes_with_drafts_have_equal_numbers_of_tokens(
+    decode_sizes: tuple[int, ...], groups: list[CacheGroup]
+) -> None:
+    """Three requests with none, one and three drafts of at most three; the first text is shorter than that."""
+    player = Player(groups, decode_sizes, seed=0)
+    prompts, drafts = ([5], [6] * 4, [8] * 7), {1: [71], 2: [81, 82, 83]}
+    for number, prompt in enumerate(prompts):
+        player.policy.add(Request(number, prompt, 9))
+        player.inputs.forget_row(player.table_rows.take(number, ()))
+    step = player.policy.next_step(0.0)
+    assert step is not None and len(step.sampling) == 3
+    player.inputs.pack(step, player.table_rows.row_of)
+    player.policy.complete(step, [50, 60, 80])
+    player.inputs.newest[[0, 1, 2]] = torch.tensor([50, 60, 80], dtype=torch.int32)
+    step = player.policy.next_step(0.0, {number: len(tokens) for number, tokens in drafts.items()})
+    assert step is not None
+    packed = player.inputs.pack(step, player.table_rows.row_of, decode_sizes, drafts)
+    inputs = player.inputs.resolve(packed)
+    padding = 1 if decode_sizes else 0
+    assert (packed.decode_size, packed.decodes, inputs.decodes, inputs.decode_queries) == (
+        3 + padding,
+        3,
+        3 + padding,
+        4,
+    )
+    assert packed.sampled_tokens is not None and packed.drafts is not None
+    sampled = packed.sampled_tokens.tolist()
+    assert inputs.tokens[sampled].tolist() == [60, 71, 80, 81, 82, 83, 50]
+    assert inputs.positions[sampled].tolist() == [4, 5, 7, 8, 9, 10, 1]
+    assert packed.sampled_positions.tolist() == [5, 6, 8, 9, 10, 11, 2]
+    assert packed.sampled_rows.tolist() == [1, 1, 2, 2, 2, 2, 0]
+    assert [part.request.number for part in packed.sampled_parts] == [1, 2, 0]
+    assert inputs.context_lengths.tolist() == [6, 11, 2] + [0] * padding
+    assert inputs.query_starts.tolist() == list(range(0, 4 * (4 + padding), 4))
+    for group in range(len(groups)):
+        expected = [-1] * len(inputs.tokens)
+        for token, row, position in zip(
+            sampled, packed.sampled_rows.tolist(), inputs.positions[sampled].tolist(), strict=True
+        ):
+            part = next(part for part in step.parts if player.table_rows.row_of[part.request.number] == row)
+            expected[token] = part.tables[group][position // SIZE] * SIZE + position % SIZE
+        assert inputs.slots[group].tolist() == expected
+    assert packed.drafts.counts == (2, 4) and packed.drafts.lengths.tolist() == [1, 3]
+    assert packed.drafts.positions.tolist() == [4, 7] and packed.drafts.table_rows.tolist() == [1, 2]
+    assert packed.drafts.tokens[1].tolist() == [81, 82, 83] and packed.drafts.tokens[0, 0] == 71
+    assert packed.drafts.samples.tolist() == [[0, 1, 1, 1], [2, 3, 4, 5]]
+    assert packed.drafts.indices.tolist() == [0, 1, 4, 5, 6, 7]
+
+
 def test_a_step_of_padding_writes_and_samples_nothing() -> None:
     player = Player([FULL, WINDOW], DECODE_SIZES, seed=0)
     packed = player.inputs.pack_padding(4)
@@ -200,6 +252,9 @@ def test_a_step_of_padding_writes_and_samples_nothing() -> None:
     assert packed.decode_size == inputs.decodes == 4
     assert not len(packed.sampled_rows) and not packed.sampled_parts
     assert all(table.shape == (4, CONTEXT // SIZE) for table in inputs.block_tables)
+    inputs = player.inputs.resolve(player.inputs.pack_padding(2, 4))
+    assert inputs.slots.tolist() == [[-1] * 8] * 2 and not inputs.context_lengths.any()
+    assert (inputs.decodes, inputs.decode_queries, inputs.query_starts.tolist()) == (2, 4, [0, 4, 8])
 
 
 def test_a_row_with_another_request_has_its_table() -> None:

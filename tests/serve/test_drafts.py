@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
+from torch import Tensor
 
 from meshwright.models.decoder import Decoder
+from meshwright.policies.drafting import TRIAL
+from meshwright.serve.batch_inputs import Packed
 from meshwright.serve.engine import Engine
 from meshwright.serve.generation import Generation, TokenLogprob
+from meshwright.serve.graphs import Graphs
 from meshwright.serve.sampling import GREEDY, SamplingOptions
 from meshwright.spec.engine import EngineOptions, Speculation
 from meshwright.spec.errors import BadInput
@@ -89,6 +95,63 @@ def test_windows_leave_the_cache_of_both_models() -> None:
     assert texts(engine_of(model, speculation=LOOKUP), new_tokens=NEW) == expected
     engine = engine_of(model, draft_model=tiny(replace(SLIDING, layers=1, sliding_window=5)))
     assert texts(engine, new_tokens=NEW) == expected
+
+
+class Repeated(NamedTuple):
+    """In the place of a CUDA graph: computes the same again, from and into the same tensors."""
+
+    replay: Callable[[], None]
+
+
+@pytest.mark.parametrize("spec", [LLAMA, SLIDING], ids=["full", "window"])
+@pytest.mark.parametrize("source", ["lookup", "model"])
+def test_graphs_and_padding_do_not_change_texts(source: str, spec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither requests that are padding nor those with fewer drafts than others."""
+
+    def capture(graphs: Any, key: Any, call: Callable[[], None]) -> None:
+        call()
+        graphs._graphs[key] = Repeated(call)
+
+    monkeypatch.setattr(Graphs, "capture", capture)
+    model, seen = tiny(spec), Counter()
+    draft_model = model if source == "model" else None
+    engine = engine_of(model, sequences=8, draft_model=draft_model, speculation=LOOKUP, graphs=True)
+    assert not engine._inputs.tables.any(), "captured steps are padding"
+    logits = engine._runner.logits
+
+    def record(packed: Packed) -> Tensor:
+        if packed.drafts is not None and packed.mixed is None:
+            counts = packed.drafts.counts
+            assert (packed.decode_size, 1 + LOOKUP.tokens) in engine._runner._graphs._graphs
+            seen["drafts"] += 1
+            seen["padding"] += packed.decode_size != packed.decodes
+            seen["fewer"] += len(counts) < packed.decodes or min(counts) < 1 + LOOKUP.tokens
+        return logits(packed)
+
+    engine._runner.logits = record
+    for name, sampling in SAMPLING.items():
+        new = texts(engine, new_tokens=NEW, sampling=sampling)
+        if source == "lookup" or name == "greedy":
+            assert new == texts(engine_of(model), new_tokens=NEW, sampling=sampling)
+    assert seen["drafts"] and seen["padding"] and seen["fewer"]
+    proposed, accepted = engine.drafts
+    assert source == "lookup" or accepted == proposed
+
+
+def test_drafts_pause_where_few_are_accepted(model: Decoder) -> None:
+    """No draft pays for itself five times over; steps overlap meanwhile."""
+    engine = engine_of(model, speculation=replace(LOOKUP, least=5.0), overlap=True, sequences=5, step_tokens=64)
+    launched, overlapping = engine._launch, []
+
+    def launch(*inputs: Any) -> Any:
+        overlapping.append(engine._in_flight is not None)
+        return launched(*inputs)
+
+    engine._launch = launch
+    assert texts(engine, new_tokens=NEW) == texts(engine_of(model), new_tokens=NEW)
+    assert 0 < engine.drafts[0] <= len(PROMPTS) * TRIAL * LOOKUP.tokens
+    assert not any(overlapping[:TRIAL]) and any(overlapping[TRIAL:])
+    assert not engine._drafter._pauses._trials
 
 
 def ends(engine: Engine, **request: Any) -> list[tuple[list[int], str, str | None]]:
@@ -206,7 +269,7 @@ def test_drawn_texts_have_the_model_s_distribution_with_a_draft_model() -> None:
     spec = replace(LLAMA, vocab_size=VOCAB, layers=1, hidden=16, heads=2, kv_heads=1, head_dim=8, init_std=0.6)
     model, prompt = tiny(spec), (1, 3, 0, 2)
     options = EngineOptions(
-        sequences=250, tokens_per_block=4, cache_blocks=1001, context=16, speculation=Speculation(tokens=2)
+        sequences=80, tokens_per_block=4, cache_blocks=401, context=16, speculation=Speculation(tokens=2)
     )
     engine = Engine(tiny(spec), None, options, draft_model=tiny(replace(spec, hidden=24)))
     for seed in range(REQUESTS):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -51,3 +53,14 @@ def test_prompts_of_padding_write_nothing() -> None:
 @pytest.mark.parametrize("options", [{"context": 3}, {"cache_blocks": 1}, {"sequences": 1}], ids=str)
 def test_small_engines_compute_what_fits(options: dict[str, int]) -> None:
     assert warmed(engine_of(tiny(LLAMA), **options)) == (2 if "sequences" in options else 0)
+
+
+@pytest.mark.slow
+def test_the_engine_is_imported_without_what_only_training_needs() -> None:
+    """These packages take seconds of a process's start."""
+    code = """
+import sys, meshwright.serve.engine, meshwright.checkpoint.single_device
+heavy = {"sympy", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.checkpoint", "transformers"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

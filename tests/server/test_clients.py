@@ -52,6 +52,13 @@ def test_several_prompts_as_text_and_tokens(client: openai.OpenAI, text: str) ->
     assert all(choice.text.startswith("def") for choice in answer.choices[2:]) and len(answer.choices) == 4
 
 
+def test_special_tokens_are_left_out_unless_asked_for(client: openai.OpenAI) -> None:
+    request = {"model": NAME, "prompt": PROMPT, "max_tokens": 3, "logit_bias": {"0": 100}}
+    for body, expected in (({}, ""), ({"skip_special_tokens": False}, END * 3)):
+        answer = client.completions.create(**request, extra_body={"ignore_eos": True, **body})
+        assert answer.choices[0].text == expected
+
+
 def test_streamed_pieces_are_the_text(client: openai.OpenAI, text: str) -> None:
     request = {"model": NAME, "prompt": PROMPT, "max_tokens": LENGTH, "temperature": 0, "stream": True}
     *events, last = client.completions.create(**request, stream_options={"include_usage": True})

@@ -48,6 +48,7 @@ def locked(folder: Path) -> Iterator[RunningServer]:
         ("/v1/models", b"Bearer another", 401),
         ("/v1/models", b"Basic Onpvb206YSBrZXk=", 401),
         ("/no/such/path", None, 401),
+        ("/version", b"Bearer a key", 200),
         ("/v1/models", b"Bearer a key", 200),
         ("/", b"Basic bmFtZTphIGtleQ==", 200),
         ("/no/such/path", b"Bearer a key", 404),
@@ -123,6 +124,7 @@ def test_metrics_count_tokens(server: RunningServer) -> None:
         "time_to_first_token_seconds_count": 1,
         "inter_token_latency_seconds_count": 4,
         "e2e_request_latency_seconds_count": 1,
+        "request_decode_time_seconds_count": 1,
     }
     for name, change in changes.items():
         key = f"meshwright:{name}{label}"
@@ -140,7 +142,7 @@ ODD = [
 KEYS = (
     "model", "prompt", "messages", "max_tokens", "max_completion_tokens", "n", "best_of", "temperature", "top_p", "top_k",
     "min_p", "seed", "stop", "stream", "stream_options", "logprobs", "top_logprobs", "logit_bias", "response_format", "tools",
-    "tool_choice", "echo", "suffix", "user", "stop_token_ids", "ignore_eos", "min_tokens", "presence_penalty",
+    "tool_choice", "skip_special_tokens", "echo", "suffix", "user", "stop_token_ids", "ignore_eos", "min_tokens", "presence_penalty",
     "frequency_penalty", "repetition_penalty", "chat_template_kwargs", "add_special_tokens", "tokens", "nonsense", "",
 )  # fmt: skip
 PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")

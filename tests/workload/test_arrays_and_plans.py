@@ -131,13 +131,18 @@ def test_numbers_of_gathers_and_reductions_equal_those_of_the_schedule(
         assert all(counts[number, unit] == expected for unit in inner)
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("name", [*sorted(MODELS), "deepseek-v2-lite", "deepseek-v3"])
 def test_products_multiply_every_matrix_of_a_block_once(name: str) -> None:
-    model = MODELS[name]
+    model = from_plain(ModelSpec, MODEL_PRESETS[name])
     for routed in {model.routed(layer) for layer in range(model.layers)}:
         shape = with_blocks(shape_of(model, TRAIN.seq_len), routed=routed)
         products = layer_products(shape, StepShape(1, 1, 16, max(1, model.experts), 1), 1)
         elements = sum(float(product.k * product.n * product.count) for product in products)
         matrices = [parameter.shape for parameter in block_parameters(model, routed=routed) if len(parameter.shape) > 1]
         assert elements == sum(map(prod, matrices))
-        assert tensor_exchanges(shape) == model.layers * (1 if routed else 2)
+        work, half = (
+            sum(float(product.m * product.k * product.n) for product in products if product.role == "linear")
+            for products in (layer_products(shape, StepShape(1, 1, 16, 1, 1), width) for width in (1, 2))
+        )
+        assert half == work / 2
+        assert tensor_exchanges(shape) == model.layers * (1 if routed and not model.shared_expert_hidden else 2)

@@ -29,7 +29,7 @@ from meshwright.spec.plan import (
     SchedulePlan,
 )
 from meshwright.workload.arrays import side_by_side
-from meshwright.workload.layout_bytes import layout_memory
+from meshwright.workload.layout_bytes import layout_memory, layout_peak_bytes
 from meshwright.workload.layouts import layout_of
 from meshwright.workload.plan_bytes import formats
 
@@ -78,6 +78,7 @@ def test_many_layouts_at_once_agree_with_the_account_of_each_plan(name: str, seq
     layout = side_by_side([layout_of(model, train, plan) for plan in plans])
     numbers = formats(train, plans[0].precision, cpu=False)
     closed = sum(layout_memory(model, layout, numbers).values())
+    np.testing.assert_allclose(layout_peak_bytes(model, layout, numbers), closed, rtol=1e-12)
     off = np.abs(closed / np.array(exact) - 1)
     assert off.max() < 0.04, (plans[int(off.argmax())], exact[int(off.argmax())])
     assert np.median(off) < 0.002

@@ -71,7 +71,8 @@ def latent_attention(
 
     q `(queries, heads, rank)` and q_rotated `(queries, heads, rotated)` are the two parts of the queries; scores are multiplied by
     `scale`. `block_tables` is `(sequences, max_blocks)`, `context_lengths` `(sequences,)`, `query_starts` `(sequences + 1,)`, all int32.
-    The first `decodes` sequences have one query each. A sequence of context length 0 is padding: its results are 0.
+    The first `decodes` sequences have one query each. Queries before a sequence's first token, as all of context length 0, are padding:
+    their results are 0.
     """
     if runs_kernels(q, plain):
         step = (cache_layer, block_tables, context_lengths, query_starts)
@@ -83,9 +84,9 @@ def latent_attention(
     both = torch.cat((q, q_rotated), dim=-1) * (scale * math.sqrt(cache_layer.shape[2]))
     starts, lengths = query_starts.tolist(), context_lengths.tolist()
     for sequence, length in enumerate(lengths):
-        queries = slice(starts[sequence], starts[sequence + 1])
+        queries = slice(max(starts[sequence], starts[sequence + 1] - length), starts[sequence + 1])
         count = queries.stop - queries.start
-        if length == 0 or count == 0:
+        if count == 0:
             continue
         blocks = block_tables[sequence, : -(-length // block_tokens)].long()
         rows = source[blocks].view(cache_layer.dtype).flatten(0, 1)[:length, None].to(q.dtype)

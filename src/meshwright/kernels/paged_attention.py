@@ -103,9 +103,9 @@ def paged_attention(
 
     `block_tables` is `(sequences, max_blocks)`, `context_lengths` `(sequences,)`, `query_starts` `(sequences + 1,)`, all int32. The first
     `decodes` sequences have `decode_queries` queries each: a kernel for few queries computes them. `window` is the number of tokens
-    that a query attends to, itself included; blocks before the window are not read. A sequence of context length 0 is padding: its
-    results are 0. With `invariant` the bits of a sequence's result do not depend on the other sequences. The result is written
-    into `out`, contiguous, if given.
+    that a query attends to, itself included; blocks before the window are not read. Queries before a sequence's first token, as all of
+    context length 0, are padding: their results are 0. With `invariant` the bits of a sequence's result do not depend on the other
+    sequences. The result is written into `out`, contiguous, if given.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     if runs_kernels(q, plain):
@@ -115,9 +115,9 @@ def paged_attention(
     out.zero_()
     starts, lengths = query_starts.tolist(), context_lengths.tolist()
     for sequence, length in enumerate(lengths):
-        queries = slice(starts[sequence], starts[sequence + 1])
+        queries = slice(max(starts[sequence], starts[sequence + 1] - length), starts[sequence + 1])
         count = queries.stop - queries.start
-        if length == 0 or count == 0:
+        if count == 0:
             continue
         first = 0 if window is None else max(0, length - count - window + 1)
         k, v = _gather(cache_layer, block_tables[sequence], first, length, scales, q.dtype)

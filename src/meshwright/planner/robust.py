@@ -22,19 +22,23 @@ FRAGILE = 0.05
 SlowdownFunction = Callable[[Plan], float]
 
 
-def slowdown_function(run: RunSpec) -> SlowdownFunction:
-    """A function from a plan to the relative increase of its step time on the slower network; it returns 0 for a single node."""
+def slowdown_function(run: RunSpec, current_seconds: Callable[[Plan], float] | None = None) -> SlowdownFunction:
+    """A function from a plan to the relative increase of its step time on the slower network; it returns 0 for a single node.
+
+    `current_seconds` is the step time by stages on the run's own network; computed if not given.
+    """
     nodes = as_nodes(run.cluster).nodes
     if nodes == 1 or chip_of(run.cluster) is None:
         return lambda plan: 0.0
     slower_run = replace(run, cluster=with_slower_network(run.cluster))
 
+    def by_stages(network_run: RunSpec, plan: Plan) -> float:
+        return Candidate(reprice(network_run, plan, by_units=False)).seconds
+
     @cache
     def slowdown(plan: Plan) -> float:
-        current, slow = (
-            Candidate(reprice(network_run, plan, by_units=False)).seconds for network_run in (run, slower_run)
-        )
-        return slow / current - 1
+        current = current_seconds(plan) if current_seconds else by_stages(run, plan)
+        return by_stages(slower_run, plan) / current - 1
 
     return lambda plan: slowdown(plan.without_prediction)
 

@@ -28,6 +28,7 @@ from meshwright.planner.candidate import (
     pins_of,
     untrainable,
 )
+from meshwright.planner.closed_form import SpaceCosts
 from meshwright.planner.finalists import (
     PlanEstimator,
     add_better_neighbours,
@@ -43,7 +44,7 @@ from meshwright.planner.robust import FRAGILE, slowdown_function, why_robust
 from meshwright.planner.space import Points, points, with_kernel_engines
 from meshwright.planner.step_estimate import STAGES
 from meshwright.planner.strategies import OFFLOAD_PAIRS, PLAIN, Strategy, lower_memory_strategies
-from meshwright.planner.sweep import SweepResult, lower_bounds, smallest, strategies_in, sweep
+from meshwright.planner.sweep import SweepResult, smallest, strategies_in, sweep
 from meshwright.simulator.step_simulation import require_cost_inputs
 from meshwright.spec.errors import BadInput, OutOfResources
 from meshwright.spec.plan import Plan
@@ -119,13 +120,19 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = T
     budget = memory_budget(run, memory_bytes)
     pricing_inputs = _pricing(run, space)
     memory_limit = inf if budget is None else budget * _largest_memory_ratio(run)
-    estimator = PlanEstimator(run)
+    estimator, costs = PlanEstimator(run), SpaceCosts(run, pricing_inputs, space)
     considered, candidates = 0, []
     for margin in MARGINS:
         max_slowdown = MAX_SLOWDOWN
         while True:
             swept = sweep(
-                run, pricing_inputs, space, margin * memory_limit, best=POINTS_PER_FAMILY, max_slowdown=max_slowdown
+                run,
+                pricing_inputs,
+                space,
+                margin * memory_limit,
+                best=POINTS_PER_FAMILY,
+                max_slowdown=max_slowdown,
+                costs=costs,
             )
             considered += swept.priced
             strategies_at = _strategies_to_try(
@@ -148,7 +155,7 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = T
         if not candidates:
             raise OutOfResources(nothing_fits(run, least, budget or 0))
     candidates = add_better_neighbours(run, simulate_leading(estimator, candidates), budget)
-    slowdown = slowdown_function(run)
+    slowdown = slowdown_function(run, lambda plan: estimator.by_stages(plan).seconds)
     by_seconds = partial(simplest, budget=budget, penalty=partial(offload_penalty, run))
     chosen = partial(by_seconds, fragile=lambda plan: slowdown(plan) > FRAGILE)
     candidates = add_kernel_variants(run, candidates, chosen(candidates))
@@ -180,7 +187,7 @@ def seconds_bound(run: RunSpec, *, trainable: bool = True) -> float:
     Takes a hundredth of a search. Raises BadInput where the cost model has no rates for the cluster.
     """
     space = points(run, trainable=trainable)
-    return float(lower_bounds(run, _pricing(run, space), space).min()) if len(space) else inf
+    return float(SpaceCosts(run, _pricing(run, space), space).lower_bounds.min()) if len(space) else inf
 
 
 def _pricing(run: RunSpec, space: Points) -> Pricing:

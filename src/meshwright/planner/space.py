@@ -7,9 +7,9 @@ micro-batches that are not a power of two.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import product
 from typing import get_args
 
@@ -135,15 +135,13 @@ def points(run: RunSpec, *, trainable: bool = False) -> Points:
     meshes = tuple(_meshes(run, trainable))
     if trainable and GATHERS.pin(pins_of(run)) == "copy":
         meshes = tuple(mesh for mesh in meshes if not _shards_cross_nodes(run, mesh)) or meshes
-    point_tuples = []
-    for index, mesh in enumerate(meshes):
-        for micro, accumulate, schedule, virtual in _batch_options(run, mesh.size("pipeline"), mesh.data):
-            point_tuples.append((index, micro, accumulate, schedule, virtual))
-    mesh, *batch_columns = np.array(point_tuples, dtype=np.int64).reshape(-1, 1 + len(BATCH_COLUMNS)).T
-    columns = dict(zip(BATCH_COLUMNS, batch_columns, strict=True))
+    batch_options = _batch_options(run)
+    by_mesh = [batch_options(mesh.size("pipeline"), mesh.data) for mesh in meshes]
+    batch_columns = np.concatenate([np.zeros((0, len(BATCH_COLUMNS)), np.int64), *by_mesh]).T
+    mesh = np.repeat(np.arange(len(meshes)), [len(options) for options in by_mesh])
     return Points(
-        meshes=meshes, mesh_columns=_mesh_columns(run, meshes), mesh=mesh, offloads=_offloads(run), trainable=trainable,
-        **columns,
+        meshes=meshes, mesh_columns=_mesh_columns(run, meshes), mesh=mesh,
+        offloads=_offloads(run), trainable=trainable, **dict(zip(BATCH_COLUMNS, batch_columns.copy(), strict=True)),
     )  # fmt: skip
 
 
@@ -166,8 +164,8 @@ def _mesh_columns(run: RunSpec, meshes: Sequence[Mesh]) -> dict[str, np.ndarray]
     mesh_columns["data"] = mesh_columns["replicate"] * mesh_columns["shard"]
     mesh_columns["context"] = mesh_columns["context_ring"] * mesh_columns["context_ulysses"]
     mesh_columns["expert"] = np.array([mesh.expert for mesh in meshes], dtype=np.float64)
-    mesh_columns["copied"] = np.array([_copies_weights(run, mesh) for mesh in meshes], dtype=np.float64)
-    mesh_columns["tokens copied"] = np.array([_copies_tokens(run, mesh) for mesh in meshes], dtype=np.float64)
+    for column, copies in (("copied", _weight_copies(run)), ("tokens copied", _token_copies(run))):
+        mesh_columns[column] = np.array([copies(mesh) for mesh in meshes], dtype=np.float64)
     mesh_columns["pace"] = mesh_columns["port"] = np.ones(len(meshes))
     if factors_of := heterogeneity_factors(run):
         layouts_by_mesh = [_layout(mesh.sizes, mesh.order, run.cluster.ranks_per_node) for mesh in meshes]
@@ -179,21 +177,29 @@ def _mesh_columns(run: RunSpec, meshes: Sequence[Mesh]) -> dict[str, np.ndarray]
     return mesh_columns
 
 
-def _copies_weights(run: RunSpec, mesh: Mesh) -> bool:
-    """Whether copy engines gather weights: as pinned, else wherever possible. They slow compute less than NCCL kernels."""
-    pinned = GATHERS.pin(pins_of(run))
-    if mesh.size("shard") * mesh.context == 1 or pinned:
-        return pinned == "copy"
-    return why_kernel_gathers(run) is None and not _shards_cross_nodes(run, mesh)
+def _weight_copies(run: RunSpec) -> Callable[[Mesh], bool]:
+    """Whether copy engines gather a mesh's weights: as pinned, else where possible, as they slow compute less than kernels."""
+    pinned, possible = GATHERS.pin(pins_of(run)), why_kernel_gathers(run) is None
+
+    def copies(mesh: Mesh) -> bool:
+        if mesh.size("shard") * mesh.context == 1 or pinned:
+            return pinned == "copy"
+        return possible and not _shards_cross_nodes(run, mesh)
+
+    return copies
 
 
-def _copies_tokens(run: RunSpec, mesh: Mesh) -> bool:
-    """Whether copy engines exchange tokens between tensor ranks: as pinned, else where measurements show that it works."""
-    pinned, ranks = TOKENS.pin(pins_of(run)), mesh.size("tensor")
-    if pinned:
-        return pinned == "copy"
-    crosses_nodes = mesh.crosses("tensor", run.cluster.ranks_per_node)
-    return ranks > 1 and not crosses_nodes and why_kernel_token_exchange(run, ranks) is None
+def _token_copies(run: RunSpec) -> Callable[[Mesh], bool]:
+    """Whether copy engines exchange tokens between a mesh's tensor ranks: as pinned, else where they were measured to work."""
+    pinned = TOKENS.pin(pins_of(run))
+    possible = cache(lambda ranks: ranks > 1 and why_kernel_token_exchange(run, ranks) is None)
+
+    def copies(mesh: Mesh) -> bool:
+        if pinned:
+            return pinned == "copy"
+        return possible(mesh.size("tensor")) and not mesh.crosses("tensor", run.cluster.ranks_per_node)
+
+    return copies
 
 
 def _shards_cross_nodes(run: RunSpec, mesh: Mesh) -> bool:
@@ -286,12 +292,16 @@ def _pinned_or(pinned: int | None, otherwise: Iterable[int]) -> list[int]:
     return list(otherwise) if pinned is None else [pinned]
 
 
-def _batch_options(run: RunSpec, pipeline: int, data: int) -> list[tuple[int, int, int, int]]:
-    """(micro-batch, accumulate, schedule index, virtual stages) that are tried for `pipeline` stages and `data` data ranks."""
-    pins = pins_of(run)
-    return _step_options(
-        pipeline, run.train.global_batch // data, run.model.layers, pins.micro_batch, pins.schedule, pins.stages
-    )
+def _batch_options(run: RunSpec) -> Callable[[int, int], np.ndarray]:
+    """A function of pipeline stages and data ranks: rows of (micro-batch, accumulate, schedule index, virtual stages) to try."""
+    pins, batch, layers = pins_of(run), run.train.global_batch, run.model.layers
+
+    @cache
+    def options(pipeline: int, data: int) -> np.ndarray:
+        combinations = _step_options(pipeline, batch // data, layers, pins.micro_batch, pins.schedule, pins.stages)
+        return np.array(combinations, dtype=np.int64).reshape(-1, len(BATCH_COLUMNS))
+
+    return options
 
 
 @lru_cache(maxsize=1 << 16)

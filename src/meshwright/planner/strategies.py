@@ -10,6 +10,7 @@ from itertools import combinations
 import numpy as np
 
 from meshwright.planner.candidate import pins_of
+from meshwright.planner.option_grid import OptionGrid
 from meshwright.spec.model import flops_per_token
 from meshwright.spec.plan import RECOMPUTE_MODES, Gradients, LayerStrategy, Offload, PlanPins, Recompute
 from meshwright.spec.run import RunSpec
@@ -51,7 +52,7 @@ class StrategySet:
     """The strategies that are tried, and the distinct layer settings that occur in them."""
 
     strategies: tuple[Strategy, ...]
-    options: tuple[LayerStrategy, ...]
+    grid: OptionGrid
     high_memory: np.ndarray
     """Index into `options` of each strategy's high-memory end."""
     low_memory: np.ndarray
@@ -60,9 +61,19 @@ class StrategySet:
     classes: tuple[np.ndarray, ...]
     """Indices of strategies with the same recompute mode and activation offload; the closed form has a similar error for them."""
 
+    @property
+    def options(self) -> tuple[LayerStrategy, ...]:
+        return self.grid.options
+
 
 def strategy_set_of(run: RunSpec, offloads: tuple[Offload, ...]) -> StrategySet:
-    return _strategies_between(tuple(_strategy_ends(run, offloads)), gradient_modes(run))
+    grid = OptionGrid(
+        gradients=gradient_modes(run),
+        offloads=offloads,
+        recomputes=recomputes(run),
+        reshards=tuple(_reshard_modes(pins_of(run))),
+    )
+    return _strategies_between(tuple(_strategy_ends(run, offloads)), grid)
 
 
 def lower_memory_strategies(run: RunSpec, strategy: Strategy) -> list[Strategy]:
@@ -106,15 +117,14 @@ def _attention_dominates(run: RunSpec) -> bool:
 
 
 @lru_cache(maxsize=8)
-def _strategies_between(pairs: tuple[tuple[End, End], ...], gradient_options: tuple[Gradients, ...]) -> StrategySet:
+def _strategies_between(pairs: tuple[tuple[End, End], ...], grid: OptionGrid) -> StrategySet:
     strategies = [
         Strategy(high_memory, low_memory, gradients)
-        for gradients in gradient_options
+        for gradients in grid.gradients
         for high_memory, low_memory in pairs
     ]
     ends = [[strategy.layer(strategy.high_memory), strategy.layer(strategy.low_memory)] for strategy in strategies]
-    options = tuple(dict.fromkeys(option for pair in ends for option in pair))
-    option_index = {option: index for index, option in enumerate(options)}
+    option_index = {option: index for index, option in enumerate(grid.options)}
     high_memory, low_memory = np.array([[option_index[option] for option in pair] for pair in ends]).T
     adds_activation_offload = [
         not strategy.layer(strategy.high_memory).activations_offloaded
@@ -126,7 +136,7 @@ def _strategies_between(pairs: tuple[tuple[End, End], ...], gradient_options: tu
         for strategy in strategies
     ]
     classes = tuple(np.flatnonzero([key == distinct for key in keys]) for distinct in dict.fromkeys(keys))
-    return StrategySet(tuple(strategies), options, high_memory, low_memory, np.array(adds_activation_offload), classes)
+    return StrategySet(tuple(strategies), grid, high_memory, low_memory, np.array(adds_activation_offload), classes)
 
 
 def _strategy_ends(run: RunSpec, offloads: Sequence[Offload]) -> list[tuple[End, End]]:

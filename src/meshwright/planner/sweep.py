@@ -10,45 +10,50 @@ layers that fit. Time is not linear where one end offloads activations and the o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from itertools import product
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from meshwright.costs.layer_costs import LayerCosts
 from meshwright.costs.offload_costs import host_memory_bytes
 from meshwright.costs.plan_costs import Pricing
-from meshwright.costs.step import StepCost, owned_params, step_cost
-from meshwright.planner.candidate import compiles, host_budget, pins_of, precision_of
-from meshwright.planner.schedule_choice import head_in_layers
+from meshwright.costs.step import owned_params
+from meshwright.planner.candidate import compiles, host_budget, pins_of
+from meshwright.planner.closed_form import (
+    SpaceCosts,
+    closed_form_seconds,
+    layouts,
+    least_bytes,
+    peak_rank_bytes,
+    select,
+)
 from meshwright.planner.space import SCHEDULES, Points
 from meshwright.planner.strategies import (
+    OFFLOAD_PAIRS,
     Strategy,
     StrategySet,
-    gradient_modes,
     lowest_memory_end,
-    recomputes,
     strategy_set_of,
 )
 from meshwright.schedules.registry import entry_of
-from meshwright.spec.layout import V_SCHEDULES
 from meshwright.spec.plan import (
     PARTIAL_RECOMPUTES,
     LayerStrategy,
 )
 from meshwright.spec.run import RunSpec
 from meshwright.workload.arrays import Array
-from meshwright.workload.layout_bytes import layout_memory
-from meshwright.workload.layouts import Layouts, layouts_of, strategy_columns
-from meshwright.workload.plan_bytes import formats
-from meshwright.workload.rank_layers import balanced_layers
+from meshwright.workload.layouts import Layouts
 
-BATCH_POINTS = 512
-"""Points priced in one call: results of earlier batches exclude later points, and arrays stay small."""
+BATCH_POINTS, BATCH_GROWTH = 512, 16
+"""Points of the first batch that is priced in one call, and the limit on the growth of later ones.
+
+Results of earlier batches exclude later points, so the first are small; a call costs as much as pricing a thousand points.
+"""
 BOUND_SAFETY = 0.97
 """Factor on a lower bound, as communication may overlap with compute that a strategy adds, such as recompute."""
-SPLIT_BACKWARD_SCHEDULES = [number for number, name in enumerate(SCHEDULES) if entry_of(name).splits_backward]
-"""Indices of the schedules that defer weight gradients."""
+SPLITS_BACKWARD = np.array([entry_of(name).splits_backward for name in SCHEDULES])
+"""By index of a schedule, whether it defers weight gradients."""
 
 
 @dataclass(frozen=True)
@@ -63,31 +68,54 @@ class SweepResult:
 
 
 def sweep(
-    run: RunSpec, pricing: Pricing, points: Points, memory_limit: float, *, best: int, max_slowdown: float = 1.0
+    run: RunSpec,
+    pricing: Pricing,
+    points: Points,
+    memory_limit: float,
+    *,
+    best: int,
+    max_slowdown: float = 1.0,
+    costs: SpaceCosts | None = None,
 ) -> SweepResult:
     """The `best` fastest points of each family that fit `memory_limit` bytes by the closed form; empty when none fits.
 
-    Only points up to `max_slowdown` times the time of the fastest are returned; with a `max_slowdown` of 1 the fastest alone.
+    Only points up to `max_slowdown` times the time of the fastest are returned; with a `max_slowdown` of 1 the fastest alone. `costs`
+    are those of `points`, if an earlier sweep has computed some.
     """
-    bound, strategy_set = lower_bounds(run, pricing, points), strategy_set_of(run, points.offloads)
+    costs = costs or SpaceCosts(run, pricing, points)
+    bound, strategy_set = costs.lower_bounds, strategy_set_of(run, points.offloads)
     order = np.argsort(bound, kind="stable")
     leaders = _FastestByFamily(best, max_slowdown, _families(points))
     priced = len(points)
-    for start in range(0, len(order), BATCH_POINTS):
-        batch = order[start : start + BATCH_POINTS]
+    for batch in _growing_batches(order):
         if bound[batch[0]] * BOUND_SAFETY > leaders.limit:
             break
         batch = batch[bound[batch] * BOUND_SAFETY < leaders.worst(batch)]
-        batch = batch[_min_bytes(run, points.take(batch)) <= memory_limit]
+        batch = batch[costs.min_bytes(batch) <= memory_limit]
         if not len(batch):
             continue
         indices, strategies, seconds = _best_strategies(
-            run, pricing, points.take(batch), memory_limit, strategy_set, leaders.worst(batch)
+            run,
+            pricing,
+            points.take(batch),
+            memory_limit,
+            strategy_set,
+            leaders.worst(batch),
+            costs.inside_layers(batch),
         )
         leaders.add(batch[indices], strategies, seconds)
         priced += len(batch) * len(strategy_set.strategies)
     indices, strategies, seconds = leaders.sorted()
     return SweepResult(points.take(indices), strategies, seconds, priced)
+
+
+def _growing_batches(order: np.ndarray) -> Iterator[np.ndarray]:
+    """`order` in consecutive parts, each as long as all before it, up to a limit."""
+    start = 0
+    while start < len(order):
+        size = min(max(BATCH_POINTS, start), BATCH_POINTS * BATCH_GROWTH)
+        yield order[start : start + size]
+        start += size
 
 
 def _families(points: Points) -> np.ndarray:
@@ -133,7 +161,7 @@ def smallest(run: RunSpec, points: Points, count: int) -> tuple[Points, Strategy
                 strategies[first_trainable],
                 points.take(np.flatnonzero(trainable_by_strategy[first_trainable])),
             )
-    return points.take(np.argsort(_min_bytes(run, points), kind="stable")[:count]), strategy
+    return points.take(np.argsort(least_bytes(run, points), kind="stable")[:count]), strategy
 
 
 class _FastestByFamily:
@@ -191,49 +219,31 @@ def _least_seconds(candidates: Sequence[tuple[float, Strategy]]) -> float:
     return min(seconds for seconds, _ in candidates)
 
 
-def lower_bounds(run: RunSpec, pricing: Pricing, points: Points) -> np.ndarray:
-    """For each point, a lower bound on the seconds of all its strategies."""
-    high_memory_strategy = LayerStrategy(reshard=False, recompute=recomputes(run)[0], gradients="whole")
-    cost = _cost(pricing, layouts(run, points, high_memory_strategy))
-    return cost.seconds - (cost.exposed["shard"] + cost.exposed["data"] + cost.optimizer)
-
-
-def _min_bytes(run: RunSpec, points: Points) -> np.ndarray:
-    """For each point, the least bytes of the fullest rank over all strategies."""
-    end, _ = lowest_memory_end(run)
-    # No single strategy needs the least memory everywhere. Full recompute needs all activations of one block, which may be more than it
-    # saves on a rank with few layers; an offloaded optimizer needs buffers for its chunks; gradients reduced in every micro-batch need
-    # buffers while all activations are live.
-    layer_options = [
-        LayerStrategy(reshard=end.reshard, recompute=mode, gradients=gradients, offload=offload)
-        for mode, gradients, offload in product(recomputes(run), gradient_modes(run), points.offloads)
-    ]
-    return peak_rank_bytes(run, _with_options(layouts(run, points, layer_options[0]), layer_options)).min(axis=0)
-
-
 def _best_strategies(
-    run: RunSpec, pricing: Pricing, points: Points, memory_limit: float, strategy_set: StrategySet, worst: np.ndarray
+    run: RunSpec,
+    pricing: Pricing,
+    points: Points,
+    memory_limit: float,
+    strategy_set: StrategySet,
+    worst: np.ndarray,
+    layers: LayerCosts | None = None,
 ) -> tuple[np.ndarray, list[Strategy], np.ndarray]:
     """(point index, strategy, seconds) of the fastest fitting strategy of each class, where below the point's `worst` seconds."""
-    base_layout = layouts(run, points, strategy_set.options[0])
-    seconds, applicable = (
-        closed_form_seconds(pricing, _with_options(base_layout, strategy_set.options)),
-        _applicable(run, points, strategy_set.options),
-    )
+    grid = strategy_set.grid
+    base_layout = layouts(run, points, grid.options[0])
+    seconds = grid.flat(closed_form_seconds(pricing, grid.layouts(base_layout), layers), len(points))
+    applicable = _applicable(run, points, grid.options)
     # A mixture of two settings takes at least as long as the faster of them.
     promising = np.flatnonzero(np.min(seconds, axis=0, where=applicable, initial=np.inf) < worst)
     if not len(promising):
         return promising, [], np.zeros(0)
-    layout, allowed = _select_points(base_layout, promising), applicable[:, promising]
-    priced = _UniformCosts(
-        seconds[:, promising], *_memory_needs(run, pricing, _with_options(layout, strategy_set.options))
+    layout, allowed = select(base_layout, promising), applicable[:, promising]
+    memory_needs = _memory_needs(run, pricing, grid.layouts(layout))
+    priced = _UniformCosts(seconds[:, promising], *(grid.flat(needs, len(promising)) for needs in memory_needs))
+    activation_offload = _ActivationOffloadCosts(
+        run, pricing, layout, strategy_set, layers and select(layers, promising)
     )
-    activation_offload = _ActivationOffloadCosts(run, pricing, layout, strategy_set)
-    mixed = np.where(
-        allowed[strategy_set.high_memory] & allowed[strategy_set.low_memory],
-        _mixture_seconds(run, priced, strategy_set, memory_limit, activation_offload),
-        np.inf,
-    )
+    mixed = _strategy_seconds(run, priced, strategy_set, memory_limit, activation_offload, allowed, worst[promising])
     indices, strategies, seconds_by_class = [], [], []
     for members in strategy_set.classes:
         best = members[mixed[members].argmin(axis=0)]
@@ -251,17 +261,22 @@ def _applicable(run: RunSpec, points: Points, options: Sequence[LayerStrategy]) 
     pins = pins_of(run)
     sharded = points.column("shard") * points.column("context") > 1
     accumulates = (points.accumulate > 1) & (points.schedule != SCHEDULES.index("breadth_first"))
-    applicable = np.ones((len(options), len(points)), bool)
-    for option_applicable, option in zip(applicable, options, strict=True):
-        if option.reshard and pins.reshard is None:
-            option_applicable &= sharded
-        if option.gradients == "whole" and pins.gradients is None:
-            option_applicable &= (
-                sharded & accumulates
-            )  # otherwise every rank reduces gradients once a step with both settings
-        if points.trainable:
-            option_applicable &= _trainable_points(run, points, option)
-    return applicable
+    everywhere = np.ones(len(points), bool)
+    allowed = {}
+    """By setting, whether a point allows it. With whole gradients elsewhere every rank reduces once a step anyway."""
+    allowed["reshard"] = sharded if pins.reshard is None else everywhere
+    allowed["whole"] = sharded & accumulates if pins.gradients is None else everywhere
+    trainable = {
+        option: _trainable_points(run, points, option) if points.trainable else everywhere for option in options
+    }
+    return np.array(
+        [
+            trainable[option]
+            & (allowed["reshard"] if option.reshard else everywhere)
+            & (allowed["whole"] if option.gradients == "whole" else everywhere)
+            for option in options
+        ]
+    )
 
 
 def _trainable_points(run: RunSpec, points: Points, option: LayerStrategy) -> np.ndarray:
@@ -272,7 +287,7 @@ def _trainable_points(run: RunSpec, points: Points, option: LayerStrategy) -> np
     pins, trainable = pins_of(run), np.ones(len(points), bool)
     offloading = [layer for layer in pins.layers or (option,) if layer.activations_offloaded]
     if offloading and not (pins.schedule and (pins.offload or pins.layers)):
-        trainable &= ~np.isin(points.schedule, SPLIT_BACKWARD_SCHEDULES)
+        trainable &= ~SPLITS_BACKWARD[points.schedule]
     if offloading and not (pins.recompute and pins.offload) and not pins.layers and not compiles(run):
         trainable &= option.recompute not in PARTIAL_RECOMPUTES
     return trainable
@@ -295,64 +310,104 @@ def _memory_needs(run: RunSpec, pricing: Pricing, layout: Layouts) -> tuple[np.n
     return peak_rank_bytes(run, layout), run.cluster.gpus_per_node * np.asarray(bytes_per_device)
 
 
-def _mixture_seconds(
+def _strategy_seconds(
     run: RunSpec,
     priced: _UniformCosts,
     strategy_set: StrategySet,
     memory_limit: float,
     activation_offload: _ActivationOffloadCosts,
+    applicable: np.ndarray,
+    worst: np.ndarray,
 ) -> np.ndarray:
-    """Seconds by strategy and point with the fewest low-memory layers that fit; infinite where none fit.
+    """Seconds by strategy and point with the fewest low-memory layers that fit.
 
-    Also infinite where no low-memory layer is needed: the strategy whose two ends both are the high-memory end covers that case.
+    Infinite where none fit, where no low-memory layer is needed (the strategy whose two ends both are the high-memory end covers that
+    case), and where the seconds cannot be below `worst`. Mixtures are computed only where they are possible: for one pair in ten.
     """
-    high_memory_fits, high_memory = (
-        priced.bytes[strategy_set.high_memory] <= memory_limit,
-        priced.bytes[strategy_set.high_memory],
-    )
-    if len(activation_offload.strategies):
-        high_memory[activation_offload.strategies] = activation_offload.bytes()
-    share = np.where(
-        high_memory_fits,
-        0.0,
-        _low_memory_share(high_memory, priced.bytes[strategy_set.low_memory], memory_limit, run.model.layers),
-    )
-    allowed = (share <= 1) & ((share > 0) | (strategy_set.high_memory == strategy_set.low_memory)[:, None])
+    high, low = strategy_set.high_memory, strategy_set.low_memory
+    fits, fast = applicable & (priced.bytes <= memory_limit), priced.seconds < worst
+    uniform = fits & (priced.host_bytes <= host_budget(run))
+    seconds = np.full((len(high), len(worst)), np.inf)
+    seconds[high == low] = np.where(uniform, priced.seconds, np.inf)[high[high == low]]
+    possible = (applicable & (priced.bytes > memory_limit))[high] & fits[low] & (fast[high] | fast[low])
+    # Offload of activations makes no step faster, but it may hide other communication.
+    offloads = strategy_set.adds_activation_offload
+    possible[offloads] &= (priced.seconds * BOUND_SAFETY < worst)[high[offloads]]
+    strategies, columns = np.nonzero(possible)
+    high, low = high[strategies], low[strategies]
+    offloading = activation_offload.of(strategies, columns)
+    high_bytes = priced.bytes[high, columns]
+    high_bytes[offloading.pairs] = offloading.bytes()
+    low_bytes = priced.bytes[low, columns]
+    share = _low_memory_share(high_bytes, low_bytes, memory_limit, run.model.layers)
 
-    def mean(high_memory: np.ndarray, by_option: np.ndarray) -> np.ndarray:
-        return (1 - share) * high_memory + share * by_option[strategy_set.low_memory]
+    def mean(high_values: np.ndarray, low_values: np.ndarray) -> np.ndarray:
+        return (1 - share) * high_values + share * low_values
 
-    allowed &= high_memory_fits | (mean(high_memory, priced.bytes) <= memory_limit * (1 + 1e-9))
-    allowed &= mean(priced.host_bytes[strategy_set.high_memory], priced.host_bytes) <= host_budget(run)
-    seconds = mean(priced.seconds[strategy_set.high_memory], priced.seconds)
-    if allowed[activation_offload.strategies].any():
-        seconds[activation_offload.strategies] = activation_offload.seconds(
-            share[activation_offload.strategies], priced.seconds
-        )
-    return np.where(allowed, seconds, np.inf)
+    low_seconds = priced.seconds[low, columns]
+    low_seconds[offloading.pairs] = offloading.low_memory_seconds(share[offloading.pairs])
+    allowed = (share > 0) & (share <= 1) & (mean(high_bytes, low_bytes) <= memory_limit * (1 + 1e-9))
+    allowed &= mean(priced.host_bytes[high, columns], priced.host_bytes[low, columns]) <= host_budget(run)
+    seconds[strategies, columns] = np.where(allowed, mean(priced.seconds[high, columns], low_seconds), np.inf)
+    return seconds
 
 
 class _ActivationOffloadCosts:
     """Costs of strategies whose low-memory end offloads activations: offload cost is not linear in the number of layers moved."""
 
-    def __init__(self, run: RunSpec, pricing: Pricing, layout: Layouts, strategy_set: StrategySet) -> None:
-        self.strategies = np.flatnonzero(strategy_set.adds_activation_offload)
-        self._run, self._pricing, self._high_memory = run, pricing, strategy_set.high_memory[self.strategies]
-        self._low_memory = [strategy_set.options[option] for option in strategy_set.low_memory[self.strategies]]
-        self._layout = layout
+    def __init__(
+        self, run: RunSpec, pricing: Pricing, layout: Layouts, strategy_set: StrategySet, layers: LayerCosts | None
+    ) -> None:
+        self.run, self.pricing, self.layout, self.layers = run, pricing, layout, layers
+        offloads = strategy_set.grid.offloads
+        self.grid = replace(strategy_set.grid, offloads=tuple(pair[1] for pair in OFFLOAD_PAIRS if pair[1] in offloads))
+        """The low-memory ends of these strategies."""
+        position_of = {option: position for position, option in enumerate(self.grid.options)}
+        low_memory = [strategy_set.grid.options[option] for option in strategy_set.low_memory]
+        self.positions = np.array([position_of.get(option, -1) for option in low_memory], dtype=np.int64)
+        """By strategy, its low-memory end in `grid`; -1 for others."""
+        self.adds_offload = strategy_set.adds_activation_offload
+
+    def of(self, strategies: np.ndarray, points: np.ndarray) -> _OffloadingPairs:
+        """Those of the pairs (strategy, point) whose low-memory end adds offload."""
+        pairs = np.flatnonzero(self.adds_offload[strategies])
+        distinct, columns = np.unique(points[pairs], return_inverse=True)
+        return _OffloadingPairs(self, pairs, distinct, self.positions[strategies[pairs]], columns.reshape(-1))
+
+
+@dataclass(frozen=True)
+class _OffloadingPairs:
+    """Pairs (strategy, point), computed in one array of all such strategies at all such points."""
+
+    costs: _ActivationOffloadCosts
+    pairs: np.ndarray
+    points: np.ndarray
+    ends: np.ndarray
+    columns: np.ndarray
+    """By pair: index of the low-memory end, and of the point in `points`."""
 
     def bytes(self) -> np.ndarray:
         """Bytes of the fullest rank as the share of offloaded layers approaches 0, including the buffers of the copies."""
-        return peak_rank_bytes(self._run, self._with_share_offloaded(1e-9))
+        if not len(self.pairs):
+            return np.zeros(0)
+        return self._by_pair(peak_rank_bytes(self.costs.run, self._with_share_offloaded(1e-9)))
 
-    def seconds(self, share: np.ndarray, by_option: np.ndarray) -> np.ndarray:
-        """Seconds with this share of layers offloaded: the fewer there are, the more forward compute each copy overlaps with."""
-        return (1 - share) * by_option[self._high_memory] + share * closed_form_seconds(
-            self._pricing, self._with_share_offloaded(share)
-        )
+    def low_memory_seconds(self, share: np.ndarray) -> np.ndarray:
+        """Seconds of the low-memory layers, a `share` of all: the fewer, the more forward compute each copy overlaps with."""
+        if not len(self.pairs):
+            return np.zeros(0)
+        shares = np.zeros((len(self.costs.grid.options), len(self.points)))
+        shares[self.ends, self.columns] = share
+        layout = self._with_share_offloaded(self.costs.grid.spread(shares))
+        layers = self.costs.layers and select(self.costs.layers, self.points)
+        return self._by_pair(closed_form_seconds(self.costs.pricing, layout, layers))
 
     def _with_share_offloaded(self, share: Array) -> Layouts:
-        return replace(_with_options(self._layout, self._low_memory), offload_activations=share)
+        layout = self.costs.grid.layouts(select(self.costs.layout, self.points))
+        return replace(layout, offload_activations=share)
+
+    def _by_pair(self, costs: np.ndarray) -> np.ndarray:
+        return self.costs.grid.flat(costs, len(self.points))[self.ends, self.columns]
 
 
 def _low_memory_share(high_memory: np.ndarray, low_memory: np.ndarray, memory_limit: float, layers: int) -> np.ndarray:
@@ -361,58 +416,3 @@ def _low_memory_share(high_memory: np.ndarray, low_memory: np.ndarray, memory_li
     saved_bytes = np.where(high_memory > low_memory, high_memory - low_memory, 1e-9)
     share = np.where(excess_bytes <= 0, 0.0, np.minimum(excess_bytes / saved_bytes, 2.0))
     return np.ceil(np.minimum(share, 2.0) * layers - 1e-9) / layers
-
-
-def layouts(run: RunSpec, points: Points, layer: LayerStrategy) -> Layouts:
-    """The cost model's columns for `points` where all layers have the strategy `layer`."""
-    pipeline = points.column("pipeline")
-    v_placement = np.isin(points.schedule, [SCHEDULES.index(name) for name in V_SCHEDULES])
-    strides = ("ring", "ulysses", "shard", "replicate", "pipeline")
-    return layouts_of(
-        run.model, run.train, precision_of(run), points.column, expert=points.column("expert"), schedule=points.schedule,
-        virtual=points.virtual, micro_batch=points.micro, accumulate=points.accumulate,
-        layers=balanced_layers(run.model.layers, head_in_layers(run), pipeline, points.virtual, v_placement),
-        weights_by_copy_engine=points.column("copied"), tokens_by_copy_engine=points.column("tokens copied"),
-        slowest_rank_ratio=points.column("pace"), port=points.column("port"),
-        **{f"{axis}_stride": points.column(f"{axis} stride") for axis in strides}, **strategy_columns(layer),
-    )  # fmt: skip
-
-
-def _with_options(layout: Layouts, options: Sequence[LayerStrategy]) -> Layouts:
-    """`layout` broadcast over layer settings: fields that depend on the setting get a leading axis, one entry per setting."""
-    columns_by_option = [strategy_columns(option) for option in options]
-    return replace(
-        layout,
-        **{
-            name: np.array([columns[name] for columns in columns_by_option])[:, np.newaxis]
-            for name in columns_by_option[0]
-        },
-    )
-
-
-def _select_points(layout: Layouts, indices: np.ndarray) -> Layouts:
-    """The points at `indices`."""
-    columns = {field.name: getattr(layout, field.name) for field in fields(layout)}
-    return Layouts(
-        **{name: column[indices] if isinstance(column, np.ndarray) else column for name, column in columns.items()}
-    )
-
-
-def closed_form_seconds(pricing: Pricing, layout: Layouts) -> np.ndarray:
-    """Seconds of a step by the closed form."""
-    return np.asarray(_cost(pricing, layout).seconds)
-
-
-def _cost(pricing: Pricing, layout: Layouts) -> StepCost:
-    return step_cost(pricing.shape, pricing.machine, layout, pricing.constants)
-
-
-def peak_rank_bytes(run: RunSpec, layout: Layouts) -> np.ndarray:
-    """Bytes of the fullest rank by the closed form."""
-    byte_widths = formats(run.train, precision_of(run), cpu=run.cluster.is_cpu, model=run.model)
-    byte_widths = replace(
-        byte_widths,
-        window=layout.weights_by_copy_engine,
-        token_window=0.0 if run.cluster.is_cpu else layout.tokens_by_copy_engine,
-    )
-    return np.asarray(sum(layout_memory(run.model, layout, byte_widths).values()))

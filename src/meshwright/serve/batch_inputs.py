@@ -7,6 +7,7 @@ block table there; the host copies only blocks that the request has got since.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -15,14 +16,14 @@ import torch
 from torch import Tensor
 
 from meshwright.policies.batch_request import Part, Step
+from meshwright.serve.copy_buffer import CopyBuffer
+from meshwright.serve.packed_drafts import PackedDrafts, sample_arrays
 
 PROMPT_UNIT = 1024
 """On a GPU cuDNN computes this many tokens of a prompt, or a multiple, without the cache.
 
 It is a quarter faster than the kernel of the cache, but prepares a plan for each number of tokens, about 50 ms.
 """
-BUFFERS = 3
-"""Pinned buffers that are used in turn: a step is prepared while the copies of the two before it may be under way."""
 Array = np.ndarray
 NO_DRAFTS: Mapping[int, Sequence[int]] = MappingProxyType({})
 
@@ -43,39 +44,12 @@ class StepInputs(NamedTuple):
     query_starts: Tensor
     """`(sequences + 1,)`: the first token of each sequence, then the number of tokens."""
     decodes: int
-    """Sequences at the front that have one token each."""
+    """Sequences at the front that have `decode_queries` tokens each."""
     prompts: tuple[int, ...]
     """Tokens of each sequence at the end that begins at position 0 and attends to the keys and values of this step alone."""
     sampled: Tensor | None
     """`(samples,)`: indices of the tokens whose logits are needed; None for all."""
-
-
-class PackedDrafts(NamedTuple):
-    """The decodes of a step that have draft tokens.
-
-    They are the first of its sampled parts, with a sample for each of their tokens.
-    """
-
-    first: int
-    """Index in the step of their first token."""
-    counts: tuple[int, ...]
-    """Tokens of each: the newest one and its drafts."""
-    table_rows: Tensor
-    """`(drafted,)` int32."""
-    positions: Tensor
-    """`(drafted,)` int32: positions of their newest tokens."""
-    lengths: Tensor
-    """`(drafted,)` int32: numbers of drafts."""
-
-    @property
-    def samples(self) -> int:
-        """Tokens of all of them together."""
-        return sum(self.counts)
-
-    @property
-    def longest(self) -> int:
-        """Drafts of the one with most."""
-        return max(self.counts) - 1
+    decode_queries: int = 1
 
 
 class Packed(NamedTuple):
@@ -94,8 +68,12 @@ class Packed(NamedTuple):
     blocks: int
     """Columns of the block tables that the step reads."""
     mixed: StepInputs | None
-    """The inputs of a mixed step; drafts make a step mixed."""
+    """The inputs of a mixed step."""
     drafts: PackedDrafts | None = None
+    decode_queries: int = 1
+    """Tokens of each sequence of a step of decodes only: more than one if a decode has drafts."""
+    sampled_tokens: Tensor | None = None
+    """`(samples,)` int32: tokens of a step of decodes with drafts whose logits are needed; None for a token of each decode."""
 
 
 class BatchInputs:
@@ -103,7 +81,7 @@ class BatchInputs:
 
     `table_rows` is the number of rows of the tables, `blocks` the most blocks of a request, `step_tokens` the most tokens of a step.
     `groups` is the number of groups of layers that share a block table. Of a chunk that begins at position 0, the largest multiple
-    of `prompt_unit` tokens attends to itself without the cache; 0 means none.
+    of `prompt_unit` tokens attends to itself without the cache; 0 means none. `drafts` is the most draft tokens of a decode.
     """
 
     def __init__(
@@ -116,8 +94,9 @@ class BatchInputs:
         step_tokens: int,
         device: torch.device,
         prompt_unit: int = 0,
+        drafts: int = 0,
     ) -> None:
-        self.prompt_unit, self.step_tokens = prompt_unit, step_tokens
+        self.prompt_unit, self.step_tokens, self.drafts = prompt_unit, step_tokens, drafts
         self.padding_row, self.groups, self.tokens_per_block, self.device = table_rows, groups, tokens_per_block, device
         self._on_host = device.type != "cuda"
         self._host_tables = np.zeros((groups, table_rows + 1, blocks), np.int32)
@@ -127,10 +106,17 @@ class BatchInputs:
         self.newest = torch.zeros(table_rows + 1, dtype=torch.int32, device=device)
         """The newest token of each table row."""
         self._known: list[tuple[int, int]] = [(-1, 0)] * table_rows
-        self._starts = torch.arange(table_rows + 1, dtype=torch.int32, device=device)
-        # Tokens, positions, slots, and three arrays of samples, of which drafts need one for each token of a step.
-        self._buffer = _CopyBuffer((5 + groups) * step_tokens + (6 + groups) * (table_rows + 1), device)
-        self._decode_rows = self._decode_positions = np.zeros(0, np.int32)
+        self._starts = torch.arange(max(table_rows, drafts) + 1, dtype=torch.int32, device=device)
+        # Tokens, positions, slots, and five arrays of samples, of which drafts need one for each token of a step.
+        capacity = (7 + groups) * step_tokens + (8 + groups + 2 * drafts) * (table_rows + 1)
+        self._buffer = CopyBuffer(capacity, device)
+        self._decodes: _Decodes | None = None
+        """Those of the last step, if it was one of decodes only."""
+
+    @property
+    def blocks(self) -> int:
+        """Columns of the block tables."""
+        return self.tables.shape[2]
 
     def forget_row(self, table_row: int) -> None:
         """Mark the table of a row as not copied, before the row gets another request."""
@@ -142,30 +128,37 @@ class BatchInputs:
         row_of: Mapping[int, int],
         decode_sizes: Sequence[int] = (),
         drafts: Mapping[int, Sequence[int]] = NO_DRAFTS,
+        *,
+        uniform: bool = True,
     ) -> Packed:
         """Copy what the step needs to the device; `row_of` has the table row of each request number.
 
         A step of decodes only is padded to the next of `decode_sizes`, if there is one. `drafts` has draft tokens by request
-        number; they follow the known tokens of the part. The tensors are valid until the next call.
+        number; they follow the known tokens of the part. Decodes with them have as many tokens as most drafts take, if all decodes
+        are `uniform` and the step has no other parts. The tensors are valid until the next call.
         """
-        if step.unchanged and len(step.parts) == step.decodes == len(self._decode_rows):
-            self._decode_positions += 1
-            changed = [(step.parts[index], int(self._decode_rows[index])) for index in step.grown]
-        else:
-            changed = [(part, row_of[part.request.number]) for part in step.parts]
-            decodes = changed[: step.decodes]
-            self._decode_rows = np.array([row for _, row in decodes], np.int32)
-            self._decode_positions = np.array([part.start for part, _ in decodes], np.int32)
+        if step.unchanged and self._decodes is not None:
+            if step.grown:
+                self._update_tables([(step.parts[index], int(self._decodes.numbers[0, index])) for index in step.grown])
+            return self._next_decodes(self._decodes)
+        changed = [(part, row_of[part.request.number]) for part in step.parts]
         self._update_tables(changed)
+        self._decodes = None
         if len(step.parts) == step.decodes and not step.drafts:
-            return self._pack_decodes(step, decode_sizes)
+            self._decodes = self._pack_decodes(changed, step.parts, decode_sizes)
+            return self._decodes.packed
+        if len(step.parts) == step.decodes and uniform:
+            return self._pack_drafted(changed, decode_sizes, drafts)
         return self._pack_mixed(step, changed, drafts)
 
-    def pack_padding(self, size: int) -> Packed:
-        """A step of `size` decodes that are all padding, to capture it: it writes nothing into the cache."""
-        arrays = [np.full(size, value, np.int32) for value in (self.padding_row, 0, *[-1] * self.groups)]
-        rows, context_lengths, *_ = self._buffer.copy(arrays)
-        return Packed(size, 0, rows[:0], context_lengths[:0], (), self.tables.shape[2], None)
+    def pack_padding(self, size: int, queries: int = 1) -> Packed:
+        """A step of `size` decodes of `queries` tokens that are all padding, to capture it: it writes nothing into the cache."""
+        values = (self.padding_row, 0, *[-1] * self.groups) if queries == 1 else (self.padding_row, -1, 0)
+        arrays = [np.full(size, value, np.int32) for value in values]
+        if queries > 1:
+            arrays.append(np.zeros(size * self.drafts, np.int32))
+        rows, numbers, *_ = self._buffer.copy(arrays)
+        return Packed(size, 0, rows[:0], numbers[:0], (), self.blocks, None, decode_queries=queries)
 
     def resolve(self, packed: Packed) -> StepInputs:
         """The step's inputs with all tokens, by operations on the device that a CUDA graph can repeat."""
@@ -175,6 +168,8 @@ class BatchInputs:
             return packed.mixed._replace(tokens=torch.where(tokens < 0, newest, tokens))
         assert packed.decode_size is not None
         size = packed.decode_size
+        if packed.decode_queries > 1:
+            return self._resolve_drafted(size, packed.blocks)
         rows, context_lengths, *slots = self._buffer.views([size] * (2 + self.groups))
         return StepInputs(
             tokens=self.newest[rows],
@@ -188,28 +183,133 @@ class BatchInputs:
             sampled=None,
         )
 
-    def decodes(self, tokens: Tensor, table_rows: Tensor, positions: Tensor, blocks: int) -> StepInputs:
+    def drafted(self, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Table rows, positions of newest tokens, numbers of drafts, and drafts `(size, drafts)` of a step of decodes with drafts.
+
+        `size` is its number of requests. Padding has position -1 and no drafts. Who draws the drafts on the device writes them there.
+        """
+        rows, positions, lengths, drafts = self._buffer.views([size] * 3 + [size * self.drafts])[:4]
+        return rows, positions, lengths, drafts.view(size, self.drafts)
+
+    def decodes(
+        self, tokens: Tensor, table_rows: Tensor, positions: Tensor, written: Tensor, blocks: int
+    ) -> StepInputs:
         """Inputs, made on the device, of one token for each of some table rows, all `(sequences,)` int32.
 
-        `blocks` is the number of columns of the block tables that they read.
+        A negative position is padding. Only `written` tokens `(sequences,)` are written into the cache. `blocks` is the number of
+        columns of the block tables that they read.
         """
-        rows, count, size = table_rows.long(), len(tokens), self.tokens_per_block
-        tables = self.tables[:, rows, :blocks]
-        columns = (positions // size).long().expand(self.groups, count)[..., None]
-        slots = tables.gather(2, columns)[..., 0] * size + positions % size
-        starts = self._starts[: count + 1]
-        return StepInputs(tokens, positions, slots, tuple(tables), positions + 1, starts, count, (), None)
+        tables, slots = self._device_slots(table_rows, positions[:, None], written[:, None], blocks)
+        starts, count = self._starts[: len(tokens) + 1], len(tokens)
+        return StepInputs(tokens, positions.clamp(min=0), slots, tuple(tables), positions + 1, starts, count, (), None)
 
-    def _pack_decodes(self, step: Step, decode_sizes: Sequence[int]) -> Packed:
-        count, positions = step.decodes, self._decode_positions
+    def _resolve_drafted(self, size: int, blocks: int) -> StepInputs:
+        """Inputs of a step of decodes with drafts. One with fewer drafts than most has padding before its newest token."""
+        rows, starts, lengths, drafts = self.drafted(size)
+        queries = 1 + self.drafts
+        places = self._starts[:queries] - (self.drafts - lengths)[:, None]
+        tokens = torch.cat((self.newest[rows][:, None], drafts), 1).gather(1, places.clamp(min=0).long())
+        positions = starts[:, None] + places
+        tables, slots = self._device_slots(rows, positions, places >= 0, blocks)
+        return StepInputs(
+            tokens=tokens.flatten(),
+            positions=positions.flatten().clamp_(min=0),
+            slots=slots,
+            block_tables=tuple(tables),
+            context_lengths=starts + lengths + 1,
+            query_starts=self._starts[: size + 1] * queries,
+            decodes=size,
+            prompts=(),
+            sampled=None,
+            decode_queries=queries,
+        )
+
+    def _device_slots(
+        self, table_rows: Tensor, positions: Tensor, written: Tensor, blocks: int
+    ) -> tuple[Tensor, Tensor]:
+        """Block tables `(groups, sequences, blocks)`, and slots `(groups, tokens)` of tokens at `positions` `(sequences, count)`.
+
+        Tokens that are not `written` have slot -1.
+        """
+        tables, size = self.tables[:, table_rows.long(), :blocks], self.tokens_per_block
+        columns = (positions // size).clamp(min=0).long().expand(self.groups, *positions.shape)
+        slots = tables.gather(2, columns) * size + positions % size
+        return tables, torch.where(written & (positions >= 0), slots, -1).flatten(1)
+
+    def _pack_decodes(
+        self, pairs: Sequence[tuple[Part, int]], parts: Sequence[Part], decode_sizes: Sequence[int]
+    ) -> _Decodes:
+        count = len(parts)
         size = next((size for size in decode_sizes if size >= count), count)
-        padding = size - count
-        arrays = [_padded(self._decode_rows, padding, self.padding_row), _padded(positions + 1, padding, 0)]
-        slots = self._slots(self._decode_rows, positions)
-        arrays += [_padded(group, padding, -1) for group in slots]
-        rows, context_lengths, *_ = self._buffer.copy(arrays)
-        blocks = self.tables.shape[2] if decode_sizes else int(positions.max()) // self.tokens_per_block + 1
-        return Packed(size, count, rows[:count], context_lengths[:count], step.parts, blocks, None)
+        numbers = np.full((2 + self.groups, size), -1, np.int32)
+        numbers[0], numbers[1] = self.padding_row, 0
+        numbers[0, :count] = [row for _, row in pairs]
+        numbers[1, :count] = [part.start + 1 for part in parts]
+        rows, context_lengths, *_ = self._buffer.views([size] * len(numbers))
+        packed = Packed(size, count, rows[:count], context_lengths[:count], parts, self.blocks, None)
+        decodes = _Decodes(numbers, packed, padded=bool(decode_sizes))
+        self._copy_decodes(decodes)
+        return decodes
+
+    def _next_decodes(self, decodes: _Decodes) -> Packed:
+        """The step in which all decodes are one token further."""
+        numbers, count = decodes.numbers, decodes.packed.decodes
+        if decodes.in_block:
+            decodes.in_block -= 1
+            numbers[1:, :count] += 1
+            self._buffer.copy(numbers)
+        else:
+            numbers[1, :count] += 1
+            self._copy_decodes(decodes)
+        return decodes.packed
+
+    def _copy_decodes(self, decodes: _Decodes) -> None:
+        """Find the slots of decodes and copy all their numbers to the device."""
+        numbers, count, size = decodes.numbers, decodes.packed.decodes, self.tokens_per_block
+        positions = numbers[1, :count] - 1
+        numbers[2:, :count] = self._slots(numbers[0, :count], positions)
+        decodes.in_block = size - 1 - int((positions % size).max())
+        if not decodes.padded:
+            decodes.packed = decodes.packed._replace(blocks=int(positions.max()) // size + 1)
+        self._buffer.copy(numbers)
+
+    def _pack_drafted(
+        self, parts: Sequence[tuple[Part, int]], decode_sizes: Sequence[int], drafts: Mapping[int, Sequence[int]]
+    ) -> Packed:
+        """A step of decodes of which some have drafts: these are the first, and all have the same number of tokens."""
+        parts = sorted(parts, key=lambda pair: pair[0].count == 1)
+        columns = zip(*((row, part.start, part.count) for part, row in parts), strict=True)
+        rows, starts, counts = (np.array(column, np.int32) for column in columns)
+        count, lengths = len(parts), counts - 1
+        size = next((size for size in decode_sizes if size >= count), count)
+        tokens = np.zeros((size, self.drafts), np.int32)
+        for line, (part, _), length in zip(tokens, parts, lengths.tolist(), strict=False):
+            line[:length] = drafts[part.request.number][:length] if length else ()
+        places = np.arange(1 + self.drafts, dtype=np.int32) - (self.drafts - lengths)[:, None]
+        sampled, padding, drafted = np.flatnonzero(places >= 0), size - count, int((lengths > 0).sum())
+        arrays = [_padded(rows, padding, self.padding_row), _padded(starts, padding, -1), _padded(lengths, padding, 0)]
+        arrays += [tokens.ravel(), sampled, np.repeat(rows, counts), (starts[:, None] + places).ravel()[sampled] + 1]
+        tensors = self._buffer.copy([*arrays, *sample_arrays(counts[:drafted], 1 + self.drafts)])
+        return Packed(
+            decode_size=size,
+            decodes=count,
+            sampled_rows=tensors[5],
+            sampled_positions=tensors[6],
+            sampled_parts=[part for part, _ in parts],
+            blocks=self.blocks if decode_sizes else int((starts + lengths).max()) // self.tokens_per_block + 1,
+            mixed=None,
+            drafts=PackedDrafts(
+                counts=tuple(counts[:drafted].tolist()),
+                table_rows=tensors[0][:drafted],
+                positions=tensors[1][:drafted],
+                lengths=tensors[2][:drafted],
+                tokens=tensors[3].view(size, self.drafts)[:drafted],
+                samples=tensors[7].view(drafted, -1),
+                indices=tensors[8],
+            ),
+            decode_queries=1 + self.drafts,
+            sampled_tokens=tensors[4],
+        )
 
     def _pack_mixed(self, step: Step, parts: Sequence[tuple[Part, int]], drafts: Mapping[int, Sequence[int]]) -> Packed:
         decodes = sorted((_Piece.of(*pair) for pair in parts[: step.decodes]), key=lambda piece: piece.count > 1)
@@ -231,12 +331,14 @@ class BatchInputs:
         sampled = np.concatenate((sampled, query_starts[1:][samples] - 1))
         arrays = [tokens, positions, rows, starts + counts, query_starts]
         arrays += [sampled, token_rows[sampled], positions[sampled] + 1, *self._slots(token_rows, positions)]
+        if drafted_counts := tuple(counts[drafted].tolist()):
+            arrays += sample_arrays(drafted_counts, max(drafted_counts))
         tensors = self._buffer.copy(arrays)
         blocks = int((starts + counts).max() - 1) // self.tokens_per_block + 1
         inputs = StepInputs(
             tokens=tensors[0],
             positions=tensors[1],
-            slots=torch.stack(tensors[8:]) if self.groups > 1 else tensors[8][None],
+            slots=torch.stack(tensors[8 : 8 + self.groups]) if self.groups > 1 else tensors[8][None],
             block_tables=tuple(table[tensors[2]] for table in self.tables[:, :, :blocks]),
             context_lengths=tensors[3],
             query_starts=tensors[4],
@@ -247,11 +349,19 @@ class BatchInputs:
         in_order = [*decodes[singles:], *decodes[:singles], *cached, *alone]
         sampled_parts = [piece.part for piece in in_order if piece.samples]
         packed = Packed(None, step.decodes, tensors[6], tensors[7], sampled_parts, blocks, inputs)
-        if singles == step.decodes:
+        if not drafted_counts:
             return packed
         lengths = tensors[4].diff()[drafted] - 1
-        newest = tensors[3][drafted] - 1 - lengths
-        packed_drafts = PackedDrafts(int(first), tuple(counts[drafted].tolist()), tensors[2][drafted], newest, lengths)
+        samples, indices = tensors[-2].view(len(drafted_counts), -1), tensors[-1]
+        packed_drafts = PackedDrafts(
+            counts=drafted_counts,
+            table_rows=tensors[2][drafted],
+            positions=tensors[3][drafted] - 1 - lengths,
+            lengths=lengths,
+            tokens=tensors[0][first:][samples[:, 1:]],
+            samples=samples,
+            indices=indices,
+        )
         return packed._replace(drafts=packed_drafts)
 
     def _divide(self, part: Part, table_row: int) -> tuple[_Piece, _Piece]:
@@ -297,38 +407,17 @@ class BatchInputs:
         self.tables.view(-1)[places_here] = blocks_here.to(torch.int32)
 
 
-class _CopyBuffer:
-    """Copies arrays of int32 to the device in one piece; on a CPU it only concatenates them."""
+@dataclass(slots=True)
+class _Decodes:
+    """A step of decodes only."""
 
-    def __init__(self, capacity: int, device: torch.device) -> None:
-        cuda = device.type == "cuda"
-        self._hosts = [torch.zeros(capacity, dtype=torch.int32, pin_memory=cuda) for _ in range(BUFFERS if cuda else 1)]
-        self._device = torch.zeros(capacity, dtype=torch.int32, device=device) if cuda else self._hosts[0]
-        self._arrays = [host.numpy() for host in self._hosts]
-        self._copied = [torch.cuda.Event() for _ in self._hosts] if cuda else []
-        self._turn = 0
-        self._views: tuple[list[int], list[Tensor]] = ([], [])
-        """Sizes of the last parts, and these: most steps are decodes of as many requests as the step before."""
-
-    def copy(self, arrays: Sequence[Array]) -> list[Tensor]:
-        """The arrays on the device, valid until the next call."""
-        if self._copied:
-            self._copied[self._turn].synchronize()
-        sizes = [len(array) for array in arrays]
-        used = sum(sizes)
-        np.concatenate(arrays, out=self._arrays[self._turn][:used])
-        if self._copied:
-            self._device[:used].copy_(self._hosts[self._turn][:used], non_blocking=True)
-            self._copied[self._turn].record()
-            self._turn = (self._turn + 1) % BUFFERS
-        return self.views(sizes)
-
-    def views(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Consecutive parts of the buffer on the device."""
-        sizes = list(sizes)
-        if self._views[0] != sizes:
-            self._views = sizes, list(self._device[: sum(sizes)].split(sizes))
-        return self._views[1]
+    numbers: Array
+    """`(2 + groups, sequences)`: table rows, context lengths and slots; padding at the end."""
+    packed: Packed
+    padded: bool
+    """Whether its batch size is one of those with graphs, which read all columns of the block tables."""
+    in_block: int = 0
+    """Steps from here on in which no decode begins a block."""
 
 
 def _padded(array: Array, count: int, value: int) -> Array:

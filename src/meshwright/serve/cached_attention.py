@@ -132,6 +132,7 @@ class CachedAttention:
             step.context_lengths[:sequences],
             step.query_starts[: sequences + 1],
             decodes=step.decodes,
+            decode_queries=step.decode_queries,
             window=self._window,
             scales=self._step.scales,
             plain=plain,
@@ -205,7 +206,7 @@ class CachedLatents:
             step.context_lengths[:sequences],
             step.query_starts[: sequences + 1],
             scale=scale,
-            decodes=step.decodes,
+            decodes=step.decodes if step.decode_queries == 1 else 0,
             plain=attention.plain,
         )
         return attention.expand_values(sums)

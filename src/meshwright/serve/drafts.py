@@ -6,6 +6,7 @@ Requests with penalties or a grammar get no drafts: their logits depend on all t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -13,9 +14,13 @@ from torch import Tensor
 
 from meshwright.models.decoder import Decoder
 from meshwright.policies.batch_request import Part
-from meshwright.serve.batch_inputs import NO_DRAFTS, BatchInputs, Packed, PackedDrafts
+from meshwright.policies.drafting import CPU_STEP_COST, GPU_STEP_COST, DraftPauses, least_accepted, most_drafting
+from meshwright.serve.batch_inputs import NO_DRAFTS, BatchInputs, Packed, StepInputs
+from meshwright.serve.graphs import Graphs
 from meshwright.serve.kv_cache import KVCache, layer_groups
-from meshwright.serve.model_runner import ModelRunner
+from meshwright.serve.model_runner import ModelRunner, drafted_sizes
+from meshwright.serve.packed_drafts import PackedDrafts
+from meshwright.serve.readback import LaunchedStep
 from meshwright.serve.sampling import Sampler
 from meshwright.serve.speculation import (
     Checked,
@@ -47,25 +52,30 @@ class CheckedStep(NamedTuple):
 class Drafter:
     """What an engine asks for drafts; the source of proposals is that of a subclass."""
 
-    def __init__(self, longest: int) -> None:
-        self.longest = longest
-        """Draft tokens of a request in a step at most."""
+    def __init__(self, longest: int, pauses: DraftPauses) -> None:
+        self.longest, self._pauses = longest, pauses
+        """`longest`: draft tokens of a request in a step at most."""
         self.proposed = self.accepted = 0
         """Draft tokens that were checked and accepted so far."""
-        self._requests: set[int] = set()
 
-    @property
-    def active(self) -> bool:
-        """Whether an unfinished request may get drafts. Then a step is planned when all tokens of the one before are known."""
-        return bool(self._requests)
+    def capture_graphs(self) -> None:
+        """Capture the CUDA graphs of a draft model."""
 
     def begin(self, number: int) -> None:
         """Note a request that may get drafts."""
-        self._requests.add(number)
+        self._pauses.begin(number)
 
     def end(self, number: int) -> None:
         """Forget a request that has ended."""
-        self._requests.discard(number)
+        self._pauses.end(number)
+
+    def begin_step(self, decodes: int) -> bool:
+        """Whether a request may get drafts in the next step. Then it is planned when all tokens of the one before are known.
+
+        `decodes` is the number of requests that decode.
+        """
+        self._pauses.next_step()
+        return bool(self._pauses.drafting) and decodes <= most_drafting(self.longest)
 
     def propose(self, decodes: Sequence[Part]) -> Mapping[int, Sequence[int]]:
         """Draft tokens by request number, for decodes of which all tokens are known."""
@@ -79,16 +89,22 @@ class Drafter:
 
         Accepts drafts that equal the drawn tokens, so texts are those without drafts.
         """
-        drafts, tokens = _parts_of(packed)
-        index = _samples_of(drafts)
-        return _checked_step(packed, drawn, accept_equal(tokens[index[:, 1:]], drafts.lengths, drawn[index]))
+        drafts = _drafts_of(packed)
+        return _checked_step(packed, drawn, accept_equal(drafts.tokens, drafts.lengths, drawn[drafts.samples]))
+
+    def record(self, launched: LaunchedStep, new: Sequence[int]) -> None:
+        """Note the numbers of new tokens of the parts of a step with drafts."""
+        for part, count, tokens in zip(launched.parts, launched.draft_counts, new, strict=False):
+            self.proposed += count - 1
+            self.accepted += tokens - 1
+            self._pauses.record(part.request.number, tokens - 1)
 
 
 class NoDrafter(Drafter):
     """The drafter of an engine without speculative decoding."""
 
     def __init__(self) -> None:
-        super().__init__(0)
+        super().__init__(0, DraftPauses(0))
 
     def begin(self, number: int) -> None:
         """Ignore a request: none gets drafts."""
@@ -97,8 +113,8 @@ class NoDrafter(Drafter):
 class LookupDrafter(Drafter):
     """Drafts are what followed a text's last tokens where they came before."""
 
-    def __init__(self, options: Speculation) -> None:
-        super().__init__(options.tokens)
+    def __init__(self, options: Speculation, pauses: DraftPauses) -> None:
+        super().__init__(options.tokens, pauses)
         self._options = options
         self._lookups: dict[int, PromptLookup] = {}
 
@@ -112,94 +128,150 @@ class LookupDrafter(Drafter):
         drafts = {}
         for part in decodes:
             number = part.request.number
-            if number in self._requests:
+            if number in self._pauses.drafting:
                 if (lookup := self._lookups.get(number)) is None:
                     lookup = PromptLookup(longest=self._options.longest, shortest=self._options.shortest)
                     self._lookups[number] = lookup
                 lookup.add(part.tokens[len(lookup) :])
                 if proposal := lookup.propose(self.longest):
                     drafts[number] = proposal
+                else:
+                    self._pauses.record(number, 0)
         return drafts
 
 
 class ModelDrafter(Drafter):
     """Drafts are drawn from a draft model, and accepted by rejection sampling.
 
-    The draft model computes every step too, so its cache has the same tokens in the same blocks as the model's.
+    The draft model computes every step too, so its cache has the same tokens in the same blocks as the model's. All drafts of a step of
+    decodes are one CUDA graph, for each batch size one that takes the likeliest tokens and one that draws.
     """
 
-    def __init__(self, options: Speculation, runner: ModelRunner, inputs: BatchInputs, sampler: Sampler) -> None:
-        super().__init__(options.tokens)
+    def __init__(
+        self, options: Speculation, pauses: DraftPauses, runner: ModelRunner, inputs: BatchInputs, sampler: Sampler
+    ) -> None:
+        super().__init__(options.tokens, pauses)
         self._runner, self._inputs, self._sampler = runner, inputs, sampler
         self._unknown = (0,) * options.tokens
         """Drafts that are not known when the step is planned; `follow` puts the drawn ones in their place on the device."""
         self._drafts: Drafts | None = None
         """Those of the current step, with their distributions; None if all requests take the likeliest tokens."""
+        self._graphs = Graphs()
+        self._probabilities = torch.empty(0)
+        """`(sequences, longest, vocab)`: distributions of a step of decodes; graphs write them there."""
+
+    @torch.inference_mode()
+    def capture_graphs(self) -> None:
+        """Capture the graphs of steps of decodes, without and with drafts."""
+        sizes = self._runner.decode_sizes
+        for size in reversed(drafted_sizes(sizes, self.longest)):
+            self._inputs.pack_padding(size, 1 + self.longest)
+            for drawn in (True, False):
+                self._graphs.capture((size, drawn), partial(self._draw_decodes, size, self._inputs.blocks, drawn))
+        for size in reversed(sizes):
+            packed = self._inputs.pack_padding(size)
+            self._graphs.capture(size, partial(self._runner.fill_cache, packed))
 
     def propose(self, decodes: Sequence[Part]) -> Mapping[int, Sequence[int]]:
         """Placeholders for draft tokens by request number."""
-        return dict.fromkeys(self._requests, self._unknown)
+        return dict.fromkeys(self._pauses.drafting, self._unknown)
 
     def follow(self, packed: Packed) -> None:
         """Draw the drafts of a packed step, and write the draft model's keys and values of its tokens."""
-        if packed.drafts is not None:
-            drafts, tokens = _parts_of(packed)
-            drafted = self._draw(drafts, packed.blocks)
-            sequence, offset = _places_of(drafts)
-            newest = self._inputs.newest[drafts.table_rows, None]
-            tokens.copy_(torch.cat((newest, drafted), 1)[sequence, offset])
-        self._runner.fill_cache(packed)
+        drafts, size = packed.drafts, packed.decode_size
+        drawn, self._drafts = not self._sampler.greedy, None
+        if drafts is not None:
+            self._sampler.copy_options()  # a graph only reads them
+            if size is not None:
+                self._graphs.run((size, drawn), partial(self._draw_decodes, size, packed.blocks, drawn))
+                if drawn:
+                    self._drafts = Drafts(drafts.tokens.long(), self._probabilities[: len(drafts.tokens)])
+                return
+            self._draw_beside_chunks(packed, drafts, drawn)
+        self._graphs.run(size, partial(self._runner.fill_cache, packed))
 
     def check(self, packed: Packed, logits: Tensor, drawn: Tensor) -> CheckedStep:
         """Check the drafts of a step by rejection sampling; requests without drafts keep the `drawn` tokens."""
         if self._drafts is None:
             return super().check(packed, logits, drawn)
-        drafts, _ = _parts_of(packed)
-        scores = self._sampler.scores(logits[: drafts.samples], packed.sampled_rows[: drafts.samples])
+        drafts = _drafts_of(packed)
+        scores = self._sampler.scores(logits[: drafts.total], packed.sampled_rows[: drafts.total])
         draws, seeds = self._sampler.draws(drafts.table_rows)
-        scores, positions = scores[_samples_of(drafts)], drafts.positions + 1
-        checked = accept_by_rejection(self._drafts, drafts.lengths, scores, draws, seeds, positions)
+        checked = accept_by_rejection(
+            self._drafts, drafts.lengths, scores[drafts.samples], draws, seeds, drafts.positions + 1
+        )
         return _checked_step(packed, drawn, checked)
 
-    def _draw(self, drafts: PackedDrafts, blocks: int) -> Tensor:
-        """Draft tokens `(drafted, longest)`; those beyond the `lengths` of `drafts` are arbitrary."""
-        rows = drafts.table_rows
+    def _draw_decodes(self, size: int, blocks: int, drawn: bool) -> None:
+        """Draw the drafts of a step of `size` decodes."""
+        rows, positions, lengths, tokens = self._inputs.drafted(size)
+        drafts = self._draw(rows, positions, lengths, self.longest, blocks, drawn)
+        tokens.copy_(drafts.tokens)
+        if drawn:
+            if len(self._probabilities) < size:
+                self._probabilities = torch.empty_like(drafts.probabilities)
+            self._probabilities[:size].copy_(drafts.probabilities)
+
+    def _draw_beside_chunks(self, packed: Packed, drafts: PackedDrafts, drawn: bool) -> None:
+        """Draw the drafts of a step with chunks of prompts."""
+        rows, longest = drafts.table_rows, drafts.tokens.shape[1]
+        new = self._draw(rows, drafts.positions, drafts.lengths, longest, packed.blocks, drawn)
+        assert packed.mixed is not None
+        first, tokens = packed.mixed.decodes, torch.cat((self._inputs.newest[rows, None], new.tokens), 1)
+        packed.mixed.tokens[first : first + drafts.total] = tokens.flatten()[drafts.indices].to(torch.int32)
+        drafts.tokens.copy_(new.tokens)
+        self._drafts = new if drawn else None
+
+    def _draw(
+        self, table_rows: Tensor, positions: Tensor, lengths: Tensor, longest: int, blocks: int, drawn: bool
+    ) -> Drafts:
+        """`longest` drafts of each request, with distributions if `drawn`; those beyond `lengths` are arbitrary.
+
+        `table_rows`, `positions` and `lengths` `(sequences,)` are those of `BatchInputs.drafted`. Writes keys and values of all drafts.
+        """
+
+        def newest(tokens: Tensor) -> StepInputs:
+            count = tokens.shape[1]
+            last = tokens[:, -1].to(torch.int32) if count else self._inputs.newest[table_rows]
+            # A request with fewer drafts has no blocks for more.
+            here, written = positions + lengths.clamp(max=count), lengths >= count
+            return self._inputs.decodes(last, table_rows, here, written, blocks)
 
         def next_scores(tokens: Tensor) -> Tensor:
-            count = tokens.shape[1]
-            newest = tokens[:, -1].to(torch.int32) if count else self._inputs.newest[rows]
-            # Where a request has fewer drafts, its last position is computed again: it has no blocks for more.
-            positions = drafts.positions + (drafts.lengths - 1).clamp(max=count)
-            logits = self._runner.forward(self._inputs.decodes(newest, rows, positions, blocks))
-            return logits if self._sampler.greedy else self._sampler.scores(logits, rows)
+            logits = self._runner.forward(newest(tokens))
+            return self._sampler.draft_scores(logits, table_rows) if drawn else logits
 
-        self._drafts = None
-        if self._sampler.greedy:
-            return likeliest_tokens(next_scores, drafts.longest, rows)
-        draws, seeds = self._sampler.draws(rows)
-        self._drafts = draft_tokens(next_scores, drafts.longest, draws, seeds, drafts.positions + 1)
-        return self._drafts.tokens
+        if drawn:
+            drafts = draft_tokens(next_scores, longest, *self._sampler.draws(table_rows), positions + 1)
+        else:
+            drafts = Drafts(likeliest_tokens(next_scores, longest, table_rows), torch.empty(0))
+        self._runner.write_cache(newest(drafts.tokens))
+        return drafts
 
 
 def drafter_for(
     options: Speculation | None,
     draft_model: Decoder | None,
-    spec: ModelSpec,
+    model: Decoder,
     inputs: BatchInputs,
     sampler: Sampler,
     *,
     blocks: int,
     context: int,
+    graph_sizes: tuple[int, ...] = (),
 ) -> Drafter:
-    """The drafter of an engine for a model of `spec`.
+    """The drafter of an engine.
 
-    A draft model's cache has as many `blocks` in each group as the model's.
+    A draft model's cache has as many `blocks` in each group as the model's, and its steps have CUDA graphs for `graph_sizes`.
     """
     if options is None:
         return NoDrafter()
+    share = 0.0 if draft_model is None else _bytes_of(draft_model) / _bytes_of(model)
+    cost = GPU_STEP_COST if inputs.device.type == "cuda" else CPU_STEP_COST
+    least = least_accepted(options.tokens, cost, share) if options.least is None else options.least
     if draft_model is None:
-        return LookupDrafter(options)
-    check_draft_model(draft_model.spec, spec, context)
+        return LookupDrafter(options, DraftPauses(least))
+    check_draft_model(draft_model.spec, model.spec, context)
     weight = draft_model.embed.weight
     cache = KVCache(
         draft_model.spec,
@@ -208,8 +280,8 @@ def drafter_for(
         device=weight.device,
         dtype=weight.dtype,
     )
-    runner = ModelRunner(draft_model, cache, inputs, context=context)
-    return ModelDrafter(options, runner, inputs, sampler)
+    runner = ModelRunner(draft_model, cache, inputs, context=context, graph_sizes=graph_sizes)
+    return ModelDrafter(options, DraftPauses(least), runner, inputs, sampler)
 
 
 def check_draft_model(draft: ModelSpec, spec: ModelSpec, context: int) -> None:
@@ -232,35 +304,29 @@ def check_draft_model(draft: ModelSpec, spec: ModelSpec, context: int) -> None:
             )
 
 
-def _parts_of(packed: Packed) -> tuple[PackedDrafts, Tensor]:
-    """The drafts of a packed step, and the tokens `(samples,)` of the parts with drafts, as a view."""
-    drafts, mixed = packed.drafts, packed.mixed
-    assert drafts is not None and mixed is not None
-    return drafts, mixed.tokens[drafts.first : drafts.first + drafts.samples]
+def _bytes_of(model: Decoder) -> int:
+    """Bytes of the weights that a decode reads: all but embeddings, of which it reads single rows."""
+    tied = model.head.weight is None
+    return sum(
+        parameter.numel() * parameter.element_size()
+        for name, parameter in model.named_parameters()
+        if tied or not name.startswith("embed.")
+    )
 
 
-def _samples_of(drafts: PackedDrafts) -> Tensor:
-    """`(drafted, longest + 1)` int64: the samples of each part with drafts; the last again where a part has fewer."""
-    sizes = drafts.lengths.long() + 1
-    columns = torch.arange(drafts.longest + 1, device=sizes.device)
-    return (sizes.cumsum(0) - sizes)[:, None] + torch.minimum(columns, sizes[:, None] - 1)
-
-
-def _places_of(drafts: PackedDrafts) -> tuple[Tensor, Tensor]:
-    """For each sample of the parts with drafts, `(samples,)` int64: its part, and its place in the part."""
-    sizes = drafts.lengths.long() + 1
-    part = torch.repeat_interleave(sizes, output_size=drafts.samples)
-    return part, torch.arange(drafts.samples, device=sizes.device) - (sizes.cumsum(0) - sizes)[part]
+def _drafts_of(packed: Packed) -> PackedDrafts:
+    assert packed.drafts is not None
+    return packed.drafts
 
 
 def _checked_step(packed: Packed, drawn: Tensor, checked: Checked) -> CheckedStep:
     """The outcome for all parts of a step, from that for the parts with drafts; the others keep their `drawn` tokens."""
-    drafts, _ = _parts_of(packed)
-    tokens, others = checked.tokens.to(torch.int32), drawn[drafts.samples :]
+    drafts = _drafts_of(packed)
+    tokens, others = checked.tokens.to(torch.int32), drawn[drafts.total :]
     last = tokens.gather(1, checked.accepted[:, None])[:, 0]
     return CheckedStep(
-        torch.cat((tokens[_places_of(drafts)], others)),
+        torch.cat((tokens.flatten()[drafts.indices], others)),
         checked.accepted.to(torch.int32),
         torch.cat((last, others)),
-        torch.cat((drafts.table_rows, packed.sampled_rows[drafts.samples :])),
+        torch.cat((drafts.table_rows, packed.sampled_rows[drafts.total :])),
     )

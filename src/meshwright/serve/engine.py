@@ -20,7 +20,7 @@ from meshwright.kernels.fp8_products import E4M3
 from meshwright.models.decoder import Decoder
 from meshwright.policies.batch_request import BatchLimits, CacheGroup, Request, Step
 from meshwright.policies.batching import BatchPolicy
-from meshwright.serve.batch_inputs import PROMPT_UNIT, BatchInputs, Packed
+from meshwright.serve.batch_inputs import NO_DRAFTS, PROMPT_UNIT, BatchInputs, Packed
 from meshwright.serve.drafts import drafter_for
 from meshwright.serve.figures import EngineFigures
 from meshwright.serve.formats import assign_parameter, use_formats
@@ -99,23 +99,25 @@ class Engine:
             step_tokens=options.most_step_tokens,
             device=weight.device,
             prompt_unit=_prompt_unit(weight.device, cache, options),
+            drafts=0 if speculation is None else speculation.tokens,
         )
         graphs = cuda if options.graphs is None else options.graphs
         sizes = graph_sizes(options.sequences) if graphs else ()
         invariant = options.invariant
         runner, sampler = classes_for(weight.device) if invariant else (ModelRunner, Sampler)
         self._runner = runner(model, cache, self._inputs, context=self.context, graph_sizes=sizes, invariant=invariant)
-        self._sampler = sampler(rows, weight.device, model.spec.vocab_size)
+        self._sampler = sampler(rows + 1, weight.device, model.spec.vocab_size)
         self._table_rows = RequestRows(rows)
         self._generations: dict[int, Generation] = {}
         self._drafter = drafter_for(
             speculation,
             draft_model,
-            model.spec,
+            model,
             self._inputs,
             self._sampler,
             blocks=blocks,
             context=self.context,
+            graph_sizes=sizes,
         )
         # For each request the drafts, the next token and the number of accepted drafts.
         self._readback = TokenReadback(options.sequences * (2 + self._drafter.longest), weight.device)
@@ -127,6 +129,7 @@ class Engine:
         """The vocabulary prepared for grammars, by end tokens."""
         if graphs:
             self._runner.capture_graphs()
+            self._drafter.capture_graphs()
         if cuda:
             warm_up(self._runner, self._inputs, self._sampler, cache_groups, self.context)
 
@@ -238,10 +241,11 @@ class Engine:
             raise RuntimeError("the weights were replaced in part only; load weights again")
         updates: list[Update] = []
         # A grammar allows the next tokens, and drafts are proposed, only once the newest is known.
-        overlap = self._overlap and not self._grammar_requests and not self._drafter.active
+        drafting = self._drafter.begin_step(len(self._policy.decodes))
+        overlap = self._overlap and not self._grammar_requests and not drafting
         if not overlap:
             self._complete_in_flight(updates)
-        launched = self._launch(updates)
+        launched = self._launch(updates, drafting)
         self._report_ended(updates)
         if overlap:
             launched, self._in_flight = self._in_flight, launched
@@ -249,15 +253,21 @@ class Engine:
             self._complete(launched, updates)
         return updates
 
-    def _launch(self, updates: list[Update]) -> LaunchedStep | None:
-        """Plan a step and start it; None if there is none, or if it raised."""
-        drafts = self._drafter.propose(self._policy.decodes)
+    def _launch(self, updates: list[Update], drafting: bool) -> LaunchedStep | None:
+        """Plan a step and start it, with drafts if `drafting`; None if there is none, or if it raised."""
+        drafts = self._drafter.propose(self._policy.decodes) if drafting else NO_DRAFTS
         step = self._policy.next_step(self._clock(), {number: len(tokens) for number, tokens in drafts.items()})
         if step is None:
             return None
         try:
             self._assign_rows(step)
-            packed = self._inputs.pack(step, self._table_rows.row_of, self._runner.decode_sizes, drafts)
+            packed = self._inputs.pack(
+                step,
+                self._table_rows.row_of,
+                self._runner.decode_sizes,
+                drafts,
+                uniform=self._runner.uniform_drafts,
+            )
             self._drafter.follow(packed)
             logits = self._runner.logits(packed)
             tokens = self._sampler.sample(logits, packed.sampled_rows, packed.sampled_positions, self._allowed(packed))
@@ -322,8 +332,7 @@ class Engine:
     def _take_in_drafts(self, launched: LaunchedStep) -> Callable[[], None]:
         """`_take_in` for a step with drafts: an accepted draft may end the request."""
         new, step, new_of, stopped = launched.read_drafted(), launched.step, {}, set()
-        self._drafter.proposed += sum(launched.draft_counts) - len(launched.draft_counts)
-        self._drafter.accepted += sum(map(len, new)) - len(new)
+        self._drafter.record(launched, [len(pairs) for pairs in new])
         for part, pairs in zip(launched.parts, new, strict=True):
             number = part.request.number
             new_of[number], ended = self._generations[number].add_drafted(pairs)
@@ -341,6 +350,7 @@ class Engine:
         """Add the last update of each request that has ended."""
         for ended in self._policy.drain_ended():
             generation = self._generations.pop(ended.number)
+            self._drafter.end(ended.number)
             self._grammar_requests -= generation.matcher is not None
             if (row := self._table_rows.release(ended.number)) is not None:
                 self._sampler.release(row)
@@ -359,7 +369,7 @@ class Engine:
         if not self._grammar_requests:
             return None
         # Requests with a grammar have one sample each; the drafts of others go before.
-        before = packed.drafts.samples - len(packed.drafts.counts) if packed.drafts is not None else 0
+        before = packed.drafts.total - len(packed.drafts.counts) if packed.drafts is not None else 0
         device = self._inputs.device
         bitmask = unconstrained(len(packed.sampled_rows), self.spec.vocab_size, pin_memory=device.type == "cuda")
         for index, part in enumerate(packed.sampled_parts, before):

@@ -1,7 +1,8 @@
 """The step of a single decode on a CPU: the forward pass of a dense model in as few operators as possible.
 
 With one token a small model's products take less time than the calls of modules and operators around them. So this step writes into fixed
-buffers, whose views are made once, and joins operators: a residual addition is part of its product, and a rotation is one product.
+buffers, whose views are made once, and joins operators: a residual addition is part of its product, and a rotation is one product. Keys
+and values of the text are also kept outside of the paged cache, where those of a head are contiguous.
 """
 
 from __future__ import annotations
@@ -31,8 +32,21 @@ class _Layer(NamedTuple):
     down: Tensor
     head_norms: tuple[Tensor, Tensor] | None
     """Weights of the norms of q and k."""
+
+
+class _Text(NamedTuple):
+    """Keys and values of a text from some block on."""
+
+    blocks: list[int]
+    """Its blocks when it was copied."""
+    first: int
+    """Position of the first token."""
     stored: Tensor
-    """The cache from this layer on, `(rows, tokens · head_dim)`: a row is the keys or values of one head in a block."""
+    """`(layers, 2, kv_heads, tokens, head_dim)`, with room for more tokens."""
+
+
+ROOM = 256
+"""The copy of a text has room for a multiple of so many tokens."""
 
 
 class HostDecode:
@@ -47,7 +61,7 @@ class HostDecode:
             _store_transposed(parameter)
         self._embed, self._norm = weight, model.norm.weight
         self._head = (weight if model.head.weight is None else model.head.weight).t()
-        self._layers = [self._weights(index, block) for index, block in enumerate(_blocks(model))]
+        self._layers = [_weights(block) for block in _blocks(model)]
         rope = model.rope(torch.arange(context), weight.dtype)
         assert rope is not None
         cos, sin = signed_tables((rope[0][0, :, 0], rope[1][0, :, 0]))
@@ -58,8 +72,9 @@ class HostDecode:
         half, columns = self._head_dim // 2, torch.arange(self._head_dim)
         rows = torch.cat((columns, (columns + half) % self._head_dim))
         self._rotation_places = rows * self._head_dim + columns.repeat(2)
-        self._rows_of_block = self._cache.stride(0) // self._cache.stride(3)
-        self._rows_in_block = torch.arange(2 * self._kv_heads)[:, None]
+        self._text: _Text | None = None
+        self._next = 0
+        """The position that follows those of the text."""
         self._make_buffers(weight, spec.ffn_hidden)
 
     @staticmethod
@@ -83,11 +98,15 @@ class HostDecode:
         table = inputs.tables[0, int(packed.sampled_rows)].tolist()
         x, normed, qkv, attended = self._x, self._normed, self._qkv, self._attended
         self._rotation.view(-1).index_copy_(0, self._rotation_places, self._rotations[position])
-        block, offset = table[position // self._block_tokens], position % self._block_tokens
-        slots = self._cache.select(0, block).select(3, offset).unbind()
-        rows, stored, keys, values = self._stored(table, position)
+        text = self._text_before(table, position)
+        here = position - text.first
+        first = 0 if self._window is None else max(0, here + 1 - self._window)
+        new, visible = text.stored[:, :, :, here], text.stored[:, :, :, first : here + 1]
+        layers = zip(
+            self._layers, new.unbind(), visible[:, 0].transpose(2, 3).unbind(), visible[:, 1].unbind(), strict=True
+        )
         torch.index_select(self._embed, 0, inputs.newest[packed.sampled_rows], out=x)
-        for layer, slot in zip(self._layers, slots, strict=True):
+        for layer, slot, keys, values in layers:
             self._normalise(layer.attention_norm)
             torch.mm(normed, layer.qkv, out=qkv)
             if layer.head_norms is not None:
@@ -95,7 +114,6 @@ class HostDecode:
             torch.mm(self._unrotated, self._rotation, out=self._rotated)
             self._unrotated.copy_(self._rotated)
             slot.copy_(self._new)
-            torch.index_select(layer.stored, 0, rows, out=stored)
             scores = torch.baddbmm(self._none, self._q, keys, beta=0, alpha=self._scale)
             torch.bmm(scores.softmax(-1), values, out=self._attended_heads)
             torch.addmm(x, attended, layer.out, out=x)
@@ -103,23 +121,15 @@ class HostDecode:
             torch.mm(normed, layer.gate_up, out=self._gate_up)
             torch.mul(nn.functional.silu(self._gate), self._up, out=self._activated)
             torch.addmm(x, self._activated, layer.down, out=x)
+        block, offset = table[position // self._block_tokens], position % self._block_tokens
+        self._cache.select(0, block).select(3, offset).copy_(new)
+        self._next = position + 1
         self._normalise(self._norm)
         return torch.mm(normed, self._head, out=self._logits)
 
-    def _weights(self, index: int, block: Block) -> _Layer:
-        attention, mlp = cast("Attention", block.attention), cast("GatedMLP", block.mlp)
-        blocks, layers, *_ = self._cache.shape
-        rows = self._cache.view(blocks * layers * 2 * self._kv_heads, -1)
-        return _Layer(
-            attention_norm=block.attention_norm.weight,
-            qkv=attention.qkv.weight.t(),
-            out=attention.out.weight.t(),
-            mlp_norm=block.mlp_norm.weight,
-            gate_up=mlp.gate_up.weight.t(),
-            down=mlp.down.weight.t(),
-            head_norms=(attention.q_norm.weight, attention.k_norm.weight) if attention.qk_norm else None,
-            stored=rows[index * 2 * self._kv_heads :],
-        )
+    def forget_text(self) -> None:
+        """Read the text from the cache again, since another step may have changed it."""
+        self._text = None
 
     def _make_buffers(self, weight: Tensor, ffn_hidden: int) -> None:
         heads, kv_heads, head_dim = self._heads, self._kv_heads, self._head_dim
@@ -150,19 +160,33 @@ class HostDecode:
         for part, weight in ((self._unrotated[: self._heads], q_weight), (self._unrotated[self._heads :], k_weight)):
             part.copy_(nn.functional.rms_norm(part, width, weight, self._eps))
 
-    def _stored(self, table: list[int], position: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Rows of `_Layer.stored` that the step reads, where they are copied to, and the keys and values there.
+    def _text_before(self, table: list[int], position: int) -> _Text:
+        """The text of a block table up to `position`, which has room for the token there."""
+        size, text = self._block_tokens, self._text
+        if text is not None and position == self._next and position - text.first < text.stored.shape[3]:
+            start = text.first // size
+            if table[start : start + len(text.blocks)] == text.blocks:
+                return text
+        start = 0 if self._window is None else max(0, position + 1 - self._window) // size
+        blocks, first = table[start : position // size + 1], start * size
+        stored = self._cache.index_select(0, torch.tensor(blocks)).permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
+        room = (position - first) // ROOM * ROOM + ROOM
+        self._text = text = _Text(blocks, first, stored.new_empty(*stored.shape[:3], room, self._head_dim))
+        text.stored[:, :, :, : position - first] = stored[:, :, :, : position - first]
+        return text
 
-        Keys are `(kv_heads, head_dim, tokens)`, values `(kv_heads, tokens, head_dim)`.
-        """
-        size = self._block_tokens
-        first = 0 if self._window is None else max(0, position + 1 - self._window)
-        blocks = torch.tensor(table[first // size : position // size + 1])
-        rows = torch.add(self._rows_in_block, blocks, alpha=self._rows_of_block).view(-1)
-        stored = self._cache.new_empty(len(rows), size * self._head_dim)
-        both = stored.view(2, self._kv_heads, -1, self._head_dim)
-        keys, values = both[:, :, first % size : position + 1 - first // size * size].unbind()
-        return rows, stored, keys.transpose(1, 2), values
+
+def _weights(block: Block) -> _Layer:
+    attention, mlp = cast("Attention", block.attention), cast("GatedMLP", block.mlp)
+    return _Layer(
+        attention_norm=block.attention_norm.weight,
+        qkv=attention.qkv.weight.t(),
+        out=attention.out.weight.t(),
+        mlp_norm=block.mlp_norm.weight,
+        gate_up=mlp.gate_up.weight.t(),
+        down=mlp.down.weight.t(),
+        head_norms=(attention.q_norm.weight, attention.k_norm.weight) if attention.qk_norm else None,
+    )
 
 
 def _blocks(model: Decoder) -> list[Block]:

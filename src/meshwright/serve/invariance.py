@@ -21,6 +21,8 @@ from meshwright.spec.errors import BadInput
 class TokenRunner(ModelRunner):
     """Computes each token of a step by itself, on a CPU."""
 
+    uniform_drafts = False
+
     def forward(self, inputs: StepInputs) -> Tensor:
         """Logits of the sampled tokens, `(samples, vocab)`."""
         size, parent = self._inputs.tokens_per_block, super()

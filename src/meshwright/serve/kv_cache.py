@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from meshwright.serve.host_memory import zeros
 from meshwright.spec.errors import OutOfResources
 from meshwright.spec.model import ModelSpec
 
@@ -117,7 +118,7 @@ class KVCache:
         self.scales = torch.ones(2, spec.kv_heads, device=device) if fp8 else None
         """What the stored keys and values of each head are multiplied by; None without fp8. Latents have no scales."""
         self.tensors = [
-            torch.zeros(count, *block_shape(spec, group, tokens_per_block), device=device, dtype=dtype)
+            zeros((count, *block_shape(spec, group, tokens_per_block)), dtype=dtype, device=device)
             for group, count in zip(self.groups, blocks, strict=True)
         ]
 

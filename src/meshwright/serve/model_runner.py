@@ -1,26 +1,35 @@
 """The forward pass of one step: logits of the tokens after which a new one is drawn.
 
 On CUDA, steps of decodes only are repeated from CUDA graphs, one for each of some batch sizes, because a decode is shorter than the launch
-of its kernels by the host.
+of its kernels by the host. Decodes with drafts have graphs of their own.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from meshwright.models.decoder import Block, Decoder
+from meshwright.policies.drafting import most_drafting
 from meshwright.serve.batch_inputs import BatchInputs, Packed, StepInputs
 from meshwright.serve.blocks import add_and_norm, block_forward, residual_stream
 from meshwright.serve.cached_attention import use_cached_attention
+from meshwright.serve.graphs import Graphs
 from meshwright.serve.host_decode import HostDecode
 from meshwright.serve.kv_cache import KVCache
 
 
 class ModelRunner:
     """Runs the model on steps. It changes the model's attention, so the model is then the engine's."""
+
+    uniform_drafts = True
+    """Whether decodes with drafts may be padded to one number of tokens."""
 
     def __init__(
         self,
@@ -38,40 +47,46 @@ class ModelRunner:
         self._host_decode = HostDecode(model, cache, context) if usual else None
         self.decode_sizes = graph_sizes
         """Batch sizes with a CUDA graph, ascending."""
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs = Graphs()
         self._graph_logits = torch.empty(0)
 
     def logits(self, packed: Packed) -> Tensor:
         """Logits `(samples, vocab)` of a packed step, valid until the next call."""
-        if packed.decode_size in self._graphs:
-            self._graphs[packed.decode_size].replay()
-            return self._graph_logits[: packed.decodes]
-        if self._host_decode is not None and packed.decode_size == 1:
+        size, queries = packed.decode_size, packed.decode_queries
+        if size is not None and self._graphs.replay((size, queries)):
+            logits = self._graph_logits[: size * queries]
+        elif self._host_decode is not None and size == queries == 1:
             return self._host_decode.logits(self._inputs, packed)
-        return self.forward(self._inputs.resolve(packed))[: len(packed.sampled_rows)]
+        else:
+            logits = self.forward(self._inputs.resolve(packed))
+        return logits[: len(packed.sampled_rows)] if packed.sampled_tokens is None else logits[packed.sampled_tokens]
 
     def fill_cache(self, packed: Packed) -> None:
         """Write keys and values of a packed step into the cache, without logits."""
-        self._residual(self._inputs.resolve(packed))
+        self.write_cache(self._inputs.resolve(packed))
+
+    def write_cache(self, inputs: StepInputs) -> None:
+        """Write keys and values of a step's tokens into the cache, without logits."""
+        self._residual(inputs)
 
     @torch.inference_mode()
     def capture_graphs(self) -> None:
-        """Capture a graph for each batch size, the largest first, so that the others share its memory.
+        """Capture a graph for each batch size, without and with drafts.
 
         The steps captured are all padding: they write nothing into the cache.
         """
-        pool = torch.cuda.graph_pool_handle()
-        for size in sorted(self.decode_sizes, reverse=True):
-            packed = self._inputs.pack_padding(size)
-            logits = self.forward(self._inputs.resolve(packed))  # loads and tunes kernels, which a capture cannot
+        shapes, drafts = [(size, 1) for size in self.decode_sizes], self._inputs.drafts
+        if drafts:
+            shapes += [(size, 1 + drafts) for size in drafted_sizes(self.decode_sizes, drafts)]
+        for size, queries in sorted(shapes, key=math.prod, reverse=True):
+            packed = self._inputs.pack_padding(size, queries)
             if not self._graph_logits.numel():
-                self._graph_logits = torch.empty_like(logits)
-            graph = torch.cuda.CUDAGraph()
-            # NCCL's watchdog thread queries events meanwhile, which a capture forbids to all threads by default.
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                # Into one tensor for all graphs: the logits of each would stay allocated.
-                self._graph_logits[:size].copy_(self.forward(self._inputs.resolve(packed)))
-            self._graphs[size] = graph
+                self._graph_logits = torch.empty_like(self.forward(self._inputs.resolve(packed)))
+            # Into one tensor for all graphs: the logits of each would stay allocated.
+            self._graphs.capture((size, queries), partial(self._compute_into_graph_logits, packed, size * queries))
+
+    def _compute_into_graph_logits(self, packed: Packed, count: int) -> None:
+        self._graph_logits[:count].copy_(self.forward(self._inputs.resolve(packed)))
 
     def release_graphs(self) -> None:
         """Free the graphs. NCCL waits for those with its collectives when a process group is destroyed."""
@@ -110,6 +125,8 @@ class ModelRunner:
     def _residual(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
         """The residual stream after all layers, `(1, tokens, hidden)`, and what is still to be added to it."""
         self._step.inputs = inputs
+        if self._host_decode is not None:
+            self._host_decode.forget_text()
         return residual_stream(self._model, inputs.tokens, inputs.positions)
 
 
@@ -117,3 +134,8 @@ def graph_sizes(sequences: int) -> tuple[int, ...]:
     """Batch sizes for CUDA graphs: 1, 2, 4, steps of 8 up to 256, then steps of 32, up to `sequences` and that itself."""
     sizes = {1, 2, 4, *range(8, 257, 8), *range(288, sequences + 1, 32), sequences}
     return tuple(sorted(size for size in sizes if size <= sequences))
+
+
+def drafted_sizes(sizes: Sequence[int], drafts: int) -> tuple[int, ...]:
+    """Those of the batch sizes to which decodes are padded if each may have so many drafts."""
+    return tuple(sizes[: bisect_left(sizes, most_drafting(drafts)) + 1])

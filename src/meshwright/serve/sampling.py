@@ -92,7 +92,7 @@ class Sampler:
         """
         if self.greedy:
             return (logits if allowed is None else keep_allowed(logits.float(), allowed)).argmax(1).to(torch.int32)
-        self._copy_options()
+        self.copy_options()
         temperatures, seeds, scores = self._floats.here[0, table_rows], self._integers.here[1, table_rows], logits
         changed = self._filtering or self._penalising or self._biased or allowed is not None
         if changed or self.divides_in_scores:
@@ -108,7 +108,7 @@ class Sampler:
 
         A row at temperature 0 keeps the scale of its logits; its likeliest token is taken.
         """
-        self._copy_options()
+        self.copy_options()
         temperature, top_p, min_p, repetition, presence, frequency = self._floats.here[:, table_rows]
         top_k, _, slots = self._integers.here[:, table_rows]
         scores = logits.float()
@@ -124,9 +124,15 @@ class Sampler:
             scores = keep_likeliest(scores, top_k, top_p, min_p)
         return scores
 
+    def draft_scores(self, logits: Tensor, table_rows: Tensor) -> Tensor:
+        """`scores` for drafts, without penalties and biases: the same operations on the device whatever the options are."""
+        temperature, top_p, min_p, *_ = self._floats.here[:, table_rows]
+        scores = logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
+        return keep_likeliest(scores, self._integers.here[0, table_rows], top_p, min_p)
+
     def draws(self, table_rows: Tensor) -> tuple[Tensor, Tensor]:
         """For table rows `(sequences,)`: whether they draw tokens or take the likeliest, and their seeds."""
-        self._copy_options()
+        self.copy_options()
         return self._floats.here[0, table_rows] > 0, self._integers.here[1, table_rows]
 
     def logprobs(self, logits: Tensor, tokens: Tensor) -> TokenLogprobs:
@@ -135,7 +141,8 @@ class Sampler:
         top, top_tokens = logprobs.topk(min(max(self._logprobs, default=0), self._vocab), dim=1)
         return TokenLogprobs(logprobs.gather(1, tokens.long()[:, None])[:, 0], top_tokens, top)
 
-    def _copy_options(self) -> None:
+    def copy_options(self) -> None:
+        """Bring changed options to the device."""
         self._floats.copy()
         self._integers.copy()
 

@@ -39,9 +39,9 @@ class TextAnswer:
         count = len(request.prompts) * request.count
         with_logprobs = request.logprobs is not None
         calls = request.calls
+        special = request.special_tokens or calls is not None
         self._outputs = [
-            TextOutput(tokenizer, request.stop_strings, logprobs=with_logprobs, special=calls is not None)
-            for _ in range(count)
+            TextOutput(tokenizer, request.stop_strings, logprobs=with_logprobs, special=special) for _ in range(count)
         ]
         self._readers = None if calls is None else [calls.reader() for _ in range(count)]
         self._open = count

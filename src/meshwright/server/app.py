@@ -35,6 +35,7 @@ API_ROUTES: Sequence[tuple[str, str, Callable[[Api, Request], Awaitable[ASGIApp]
     ("POST", "/tokenize", Api.tokenize),
     ("POST", "/detokenize", Api.detokenize),
     ("GET", "/health", Api.health),
+    ("GET", "/version", Api.version),
     ("GET", "/metrics", Api.metrics),
 )
 """Method, path and endpoint; an endpoint's docstring is its line of docs/reference/serve.md."""

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright import __version__
 from meshwright.events.exposition import CONTENT_TYPE
 from meshwright.server.answer import TextAnswer
 from meshwright.server.bodies import ChatBody, CompletionBody, TokenTexts
@@ -150,6 +151,10 @@ class Api:
         """200 while requests are taken, else 503 with the reason."""
         state = self.state
         return json_response({"status": state}, 200 if state in ("ready", "paused") else 503)
+
+    async def version(self, request: Request) -> ASGIApp:
+        """The version of Meshwright."""
+        return json_response({"version": __version__})
 
     async def metrics(self, request: Request) -> ASGIApp:
         """Figures for Prometheus."""

@@ -26,6 +26,9 @@ class ServerMetrics:
         self._per_token = _histogram(
             "request_time_per_output_token_seconds", "Mean time between tokens of a text that has ended.", _SHORT
         )
+        self._decoding = _histogram(
+            "request_decode_time_seconds", "Time from the first token of a text to its last.", _REQUEST
+        )
         self._whole = _histogram("e2e_request_latency_seconds", "Time from a request to its end.", _REQUEST)
         self._prompts = _histogram("request_prompt_tokens", "Tokens of prompts.", _TOKENS)
         self._texts = _histogram("request_generation_tokens", "New tokens of texts.", _TOKENS)
@@ -52,6 +55,7 @@ class ServerMetrics:
         self._texts.observe(tokens)
         self._whole.observe(seconds)
         if tokens > 1:
+            self._decoding.observe(decoding)
             self._per_token.observe(decoding / (tokens - 1))
 
     def text(self, figures: EngineFigures) -> str:
@@ -79,7 +83,7 @@ class ServerMetrics:
             Metric(f"{PREFIX}request_success_total", "counter", "Texts that have ended, by reason.", reasons),
         ]
         histograms = (
-            self._first_token, self._between, self._per_token, self._whole, self._prompts, self._texts, self._steps,
+            self._first_token, self._between, self._per_token, self._decoding, self._whole, self._prompts, self._texts, self._steps,
         )  # fmt: skip
         lines = [line for histogram in histograms for line in histogram.lines(self._labels)]
         return exposition(metrics) + "".join(f"{line}\n" for line in lines)

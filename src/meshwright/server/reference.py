@@ -64,7 +64,7 @@ Bodies are JSON objects (`content-type: application/json`). A key that is not li
 - both: `model`, `n`, `max_tokens`, `max_completion_tokens`, `temperature`, `top_p`, `top_k`, `min_p`, `seed`, `stop`,
   `presence_penalty`, `frequency_penalty`, `repetition_penalty`, `logit_bias`, `stream`, `stream_options`,
   `response_format` (`json_object` and `json_schema` need the extra `grammar`), `stop_token_ids`, `ignore_eos`,
-  `min_tokens` (with `ignore_eos`), `best_of` (equal to `n`)
+  `min_tokens` (with `ignore_eos`), `best_of` (equal to `n`), `skip_special_tokens`
 - completions: `prompt` (text, token ids, or a list of either), `echo`, `logprobs`, `add_special_tokens`
 - chats: `messages` (text only), `tools`, `tool_choice`, `parallel_tool_calls`, `logprobs`, `top_logprobs`,
   `add_generation_prompt`, `chat_template_kwargs`

@@ -71,6 +71,8 @@ class TextRequest:
     """How tool calls are found in the texts; None if they are not."""
     echo: bool = False
     """Whether the text begins with the prompt."""
+    special_tokens: bool = False
+    """Whether the text has special tokens."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -98,6 +100,7 @@ def read_shared(fields: Fields, limits: Limits, *, logprobs: int | None, new_tok
     ignore_end = fields.flag("ignore_eos")
     if fields.integer("min_tokens", 0, limits.new_tokens, 0) and not ignore_end:
         raise RequestError(400, "min_tokens: needs ignore_eos: true", param="min_tokens")
+    special_tokens = not fields.flag("skip_special_tokens", True)
     stop_ids = _stop_ids(fields, limits.vocab)
     stop_strings = _stop_strings(fields, spec.max_stop_strings)
     sampling = _sampling(fields, limits, logprobs)
@@ -122,6 +125,7 @@ def read_shared(fields: Fields, limits: Limits, *, logprobs: int | None, new_tok
         grammar=grammar,
         stream=stream,
         include_usage=include_usage,
+        special_tokens=special_tokens,
     )
 
 

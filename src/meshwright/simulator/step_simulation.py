@@ -123,14 +123,19 @@ def _activations_on_host(model: ModelSpec, train: TrainSpec, plan: Plan, nodes: 
     return (max(peaks) if stages_on_own_nodes else sum(peaks) / len(peaks)) * plan.ranks / nodes
 
 
-def timing_of(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> Timing:
-    """The durations of the plan's actions, by the cost model. Raises BadInput where it has no figures."""
+def timing_of(
+    model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec, *, assumed: Pricing | None = None
+) -> Timing:
+    """The durations of the plan's actions, by the cost model. Raises BadInput where it has no figures.
+
+    `assumed` replaces the cost model's inputs on all ranks: what if this program had features that it lacks.
+    """
     cluster = as_nodes(cluster)
-    cost_inputs = require_cost_inputs(model, train, plan, cluster)
+    cost_inputs = assumed or require_cost_inputs(model, train, plan, cluster)
     name, depth, micro_batches, per_rank = schedule_key(plan, model.layers)
     # The placement does not depend on the number of micro-batches.
     placement, _ = cached_compute_order(name, depth, min(micro_batches, SATURATING_MICRO_BATCHES * depth), per_rank)
-    by_rank = [inputs or cost_inputs for inputs in rank_cost_inputs(model, train, plan, cluster)]
+    by_rank = [assumed or inputs or cost_inputs for inputs in rank_cost_inputs(model, train, plan, cluster)]
     stage_ranks = rank_of(placement)
     stages = [units_of(model, stage) for stage in stages_of(plan, model.layers)]
     tied_copies = stage_ranks[0] != stage_ranks[-1]

@@ -16,10 +16,10 @@ import numpy as np
 
 from meshwright.costs.collective_costs import Group, all_reduce, congestion, copy_engine_group, gather, rank_group
 from meshwright.costs.compute import LayerTime, layer_times, product_rate
+from meshwright.costs.layer_costs import context_traffic, layer_exposure
 from meshwright.costs.offload_costs import exposed_copy_seconds, host_optimizer, host_rate
 from meshwright.costs.optimizer_costs import matrix_seconds, update_seconds
 from meshwright.costs.plan_costs import Pricing, number
-from meshwright.costs.step import context_traffic, layer_exposure
 from meshwright.spec.layout import gradients_final_in_backward, stage_table
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import RECOMPUTE_MODES, RECOMPUTES_PRODUCTS, LayerStrategy, Linear, Plan, Recompute

@@ -22,6 +22,8 @@ class Speculation:
     """Prompt lookup searches a text for its own last tokens, at most so many."""
     shortest: int = 2
     """And at least so many."""
+    least: float | None = None
+    """Accepted drafts a step below which those of a request pause; 0 never, None by their cost (`policies.drafting`)."""
 
     def __post_init__(self) -> None:
         if self.tokens < 1:

@@ -30,9 +30,7 @@ class Product:
 def layer_products(shape: Shape, step: StepShape, width: Array) -> Iterator[Product]:
     """The products of one micro-batch in the forward of all layers on one of `width` tensor ranks."""
     tokens, gated = step.tokens, 1 + shape.gated
-    # All of an attention layer's matrices but the output projection, which has value_width × hidden weights.
-    query_key_value = shape.attention_params / shape.hidden - shape.value_width
-    yield Product("linear", tokens, shape.hidden, query_key_value / width, shape.attention_layers)
+    yield from _attention_inputs(shape, tokens, width)
     yield Product("linear", tokens, shape.value_width / width, shape.hidden, shape.attention_layers)
     if np.any(shape.mixer_layers):  # state-space or linear-attention layers
         yield Product("linear", tokens, shape.hidden, shape.mixer_params / shape.hidden / width, shape.mixer_layers)
@@ -46,3 +44,20 @@ def layer_products(shape: Shape, step: StepShape, width: Array) -> Iterator[Prod
         yield Product("router", tokens / width, shape.hidden, shape.experts, layers)
         yield Product("expert", step.expert_rows, shape.expert_in, gated * shape.expert_ffn, layers, step.experts)
         yield Product("expert", step.expert_rows, shape.expert_ffn, shape.expert_in, layers, step.experts)
+
+
+def _attention_inputs(shape: Shape, tokens: Array, width: Array) -> Iterator[Product]:
+    """The products that make queries, keys and values; latent attention has narrow ones to latents and from them."""
+    latent = np.asarray(shape.latent) > 0
+    layers = shape.attention_layers * np.where(latent, 0.0, 1.0)
+    if np.any(layers):
+        # All of an attention layer's matrices but the output projection, which has value_width × hidden weights.
+        columns = shape.attention_params / shape.hidden - shape.value_width
+        yield Product("linear", tokens, shape.hidden, columns / width, layers)
+    if np.any(latent):
+        layers = shape.attention_layers * np.where(latent, 1.0, 0.0)
+        queries_from = np.where(np.asarray(shape.query_rank) > 0, shape.query_rank, shape.hidden)
+        # Tensor ranks compute the latents of their own tokens, and the heads of all tokens.
+        yield Product("linear", tokens / width, shape.hidden, shape.latent, layers)
+        yield Product("linear", tokens, queries_from, shape.query_width / width, layers)
+        yield Product("linear", tokens, shape.kv_rank, (shape.unrotated + shape.value_width) / width, layers)

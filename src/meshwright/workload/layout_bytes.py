@@ -13,7 +13,7 @@ from meshwright.workload.arrays import Array
 from meshwright.workload.buffers import DEVICE_LAYERS
 from meshwright.workload.layouts import Layouts
 from meshwright.workload.model_shape import shape_of
-from meshwright.workload.tensor_bytes import Formats, RankTensors, bytes_by_category
+from meshwright.workload.tensor_bytes import Formats, RankTensors, bytes_by_category, peak_bytes
 from meshwright.workload.unit_parameters import EndParameters, block_unit, end_units
 
 
@@ -27,6 +27,14 @@ def layout_memory(model: ModelSpec, layout: Layouts, formats: Formats) -> dict[s
     )
     fuller = sum(last.values()) > sum(first.values())
     return {category: np.where(fuller, last[category], first[category]) for category in first}
+
+
+def layout_peak_bytes(model: ModelSpec, layout: Layouts, formats: Formats) -> Array:
+    """The sum of `layout_memory`, without the categories."""
+    first, last = (
+        peak_bytes(_rank_tensors(model, layout, formats, last=is_last), formats) for is_last in (False, True)
+    )
+    return np.maximum(first, last)
 
 
 def _rank_tensors(model: ModelSpec, layout: Layouts, formats: Formats, *, last: bool) -> RankTensors:

@@ -91,6 +91,8 @@ class Layouts:
     """1 if each domain with experts of a token receives it once and distributes it inside (DeepEP and similar)."""
     exchange_overlaps: Array = 0.0
     """1 if another micro-batch computes during dispatch and combine (DualPipe and similar)."""
+    exchanged_bytes: Array = 2.0
+    """Bytes per element of dispatched and combined tokens; 1.5 if only the dispatch is fp8."""
     domains_per_token: Array = 0.0
     """Largest number of domains that the router sends a token to; 0 without a limit."""
     host_sizes: Array = 1.0

@@ -54,6 +54,10 @@ class Shape:
     """1 when queries and keys are rotated by their positions."""
     latent: Array = 0.0
     """Width of latents and the shared part of keys, from which latent attention expands queries, keys and values; else 0."""
+    query_rank: Array = 0.0
+    """Width of the latent of queries; 0 if they are projected from the token."""
+    kv_rank: Array = 0.0
+    """Width of the latent of keys and values."""
     latent_gathered: Array = 0.0
     """Width that tensor ranks gather before attention; 0 is `hidden`."""
     unrotated: Array = 0.0
@@ -117,6 +121,8 @@ def _with_latent_attention(model: ModelSpec, shape: Shape) -> Shape:
         kv_width=queries + values,
         attention_params=attention_params,
         latent=latent,
+        query_rank=model.q_rank,
+        kv_rank=model.kv_rank,
         latent_gathered=latent if model.q_rank else latent + model.hidden,
         unrotated=unrotated,
         padding=queries - values,

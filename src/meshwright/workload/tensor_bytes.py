@@ -124,31 +124,48 @@ class RankTensors:
 
 def bytes_by_category(rank: RankTensors, formats: Formats) -> dict[str, Array]:
     """Bytes by category of every column at its peak. `transfers` is 0 without a pipeline, `ema` without an average."""
-    stream = rank.tokens * rank.hidden * formats.compute
-    moments = (
-        _head_moment(rank, formats, stream),
-        _first_backward_moment(rank, formats, stream),
-        _backward_end_moment(rank, formats),
-        _update_moment(rank, formats),
-    )
+    moments = _moments(rank, formats)
     totals = np.stack(np.broadcast_arrays(*(np.asarray(sum(moment.values()), float) for moment in moments)))
     fullest = np.argmax(totals, axis=0)
     at_peak = {
         category: np.choose(fullest, np.broadcast_arrays(*(moment[category] for moment in moments)))
         for category in ("gradients", "gathered", "activations", "logits")
     }
+    lasting = _lasting(rank, formats)
+    return {category: at_peak[category] if category in at_peak else lasting[category] for category in CATEGORIES}
+
+
+def peak_bytes(rank: RankTensors, formats: Formats) -> Array:
+    """The sum of `bytes_by_category`, without the categories: a third of the time."""
+    peak, *others = (sum(moment.values()) for moment in _moments(rank, formats))
+    for other in others:
+        peak = np.maximum(peak, other)
+    return peak + sum(_lasting(rank, formats).values())
+
+
+def _moments(rank: RankTensors, formats: Formats) -> tuple[dict[str, Array], ...]:
+    """Bytes at the four moments at which a rank's memory may peak, of the categories that differ between them."""
+    stream = rank.tokens * rank.hidden * formats.compute
+    gathered = _gathered_weights(rank, formats)
+    return (
+        _head_moment(rank, formats, stream, gathered),
+        _first_backward_moment(rank, formats, stream, gathered),
+        _backward_end_moment(rank, formats),
+        _update_moment(rank, formats),
+    )
+
+
+def _lasting(rank: RankTensors, formats: Formats) -> dict[str, Array]:
+    """Bytes of the categories that are the same at every moment."""
+    stream = rank.tokens * rank.hidden * formats.compute
     on_device = 1 - rank.offloaded_share
     # Two moments, and the master weight if it is in host memory too.
     states = 2.0 + (np.asarray(formats.resident) < formats.stored)
     staged_elements = STAGING_BUFFERS * states * np.minimum(STAGED_ELEMENTS, rank.owned * rank.offloaded_share)
     return {
         "weights": rank.owned * (formats.stored * on_device + formats.resident * rank.offloaded_share),
-        "gradients": at_peak["gradients"],
         "optimizer": (_states(rank, formats) * on_device + staged_elements) * formats.stored,
         "ema": rank.owned * formats.stored * formats.average,
-        "gathered": at_peak["gathered"],
-        "activations": at_peak["activations"],
-        "logits": at_peak["logits"],
         # The buffer of a sent message is freed when the next message is sent.
         "transfers": np.where(rank.messages < 0, 0.0, (RECEIVES_AHEAD + rank.messages) * stream),
         # The allocator does not own mapped memory, so torch's memory statistics do not count it.
@@ -178,7 +195,7 @@ def _buffers(rank: RankTensors, formats: Formats, last: Array) -> Array:
     return rank.gathers * np.where(rank.shards > 1, buffer_elements, 0.0) * formats.compute
 
 
-def _head_moment(rank: RankTensors, formats: Formats, stream: Array) -> dict[str, Array]:
+def _head_moment(rank: RankTensors, formats: Formats, stream: Array, gathered: Array) -> dict[str, Array]:
     """Bytes in the head: a chunk's logits and the fp32 gradient of the head's weight."""
     # The head computes the tokens of all tensor ranks for its own part of the vocabulary.
     logit_bytes = np.minimum(rank.tokens * rank.width, formats.chunk) * rank.vocab / rank.width * formats.logit
@@ -190,13 +207,13 @@ def _head_moment(rank: RankTensors, formats: Formats, stream: Array) -> dict[str
     head_bytes = logit_bytes + table_gradients + stream * (1 + np.maximum(1.0, rank.pending_head))
     return {
         "gradients": rank.sums,
-        "gathered": _gathered_weights(rank, formats),
+        "gathered": gathered,
         "activations": rank.activations + rank.pending * stream + formats.workspace,
         "logits": np.where(rank.head > 0, head_bytes, 0.0),
     }
 
 
-def _first_backward_moment(rank: RankTensors, formats: Formats, stream: Array) -> dict[str, Array]:
+def _first_backward_moment(rank: RankTensors, formats: Formats, stream: Array, gathered: Array) -> dict[str, Array]:
     """Bytes of reduction buffers that coexist with a block's gradients: the head's, or a block's.
 
     On a pipeline's first rank, whose previous micro-batch ended its backward with the embedding, the embedding's.
@@ -213,7 +230,7 @@ def _first_backward_moment(rank: RankTensors, formats: Formats, stream: Array) -
     computed = rank.block * (formats.compute + np.where(rank.pending > 0, formats.reduce, 0.0))
     return {
         "gradients": rank.sums,
-        "gathered": _gathered_weights(rank, formats) + rank.gathers * (reduced + computed),
+        "gathered": gathered + rank.gathers * (reduced + computed),
         "activations": rank.activations + rank.working + rank.pending * stream + formats.workspace,
         "logits": np.where(rank.head > 0, stream * np.maximum(1.0, rank.pending_head), 0.0),
     }

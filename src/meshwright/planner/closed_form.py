@@ -1,0 +1,179 @@
+"""The closed form of the cost model for points of the search space: seconds of a step, and bytes of the fullest rank.
+
+Costs inside layers depend on few columns of a point. A space of hundreds of thousands of points shares a few thousand of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import fields, is_dataclass, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+
+from meshwright.costs.layer_costs import LayerCosts, layer_costs
+from meshwright.costs.plan_costs import Pricing
+from meshwright.costs.step import step_cost
+from meshwright.planner.candidate import precision_of
+from meshwright.planner.schedule_choice import head_in_layers
+from meshwright.planner.space import SCHEDULES, Points
+from meshwright.planner.strategies import lowest_memory_end, strategy_set_of
+from meshwright.spec.layout import V_SCHEDULES
+from meshwright.spec.plan import LayerStrategy
+from meshwright.spec.run import RunSpec
+from meshwright.workload.layout_bytes import layout_peak_bytes
+from meshwright.workload.layouts import Layouts, layouts_of, strategy_columns
+from meshwright.workload.plan_bytes import formats
+from meshwright.workload.rank_layers import balanced_layers
+
+ORDER_COLUMNS = {"ring stride", "ulysses stride", "shard stride", "replicate stride", "pipeline stride", "pace", "port"}
+"""Columns of a mesh that follow from the order of its axes on the network; no tensor's size depends on them."""
+OUTSIDE_LAYERS = {
+    "pipeline",
+    "replicate",
+    "shard",
+    "data",
+    "copied",
+    "pace",
+    "shard stride",
+    "replicate stride",
+    "pipeline stride",
+}
+"""Columns of a mesh that do not change the costs inside layers, except for whether there is a pipeline.
+
+Of a point's other columns only the size of a micro-batch changes them.
+"""
+CACHED_POINTS = 1 << 14
+"""Points of a call whose arrays stay in the processor's cache."""
+T = TypeVar("T")
+
+
+class SpaceCosts:
+    """Costs of the points of a space that do not depend on other points; each part is computed once."""
+
+    def __init__(self, run: RunSpec, pricing: Pricing, points: Points) -> None:
+        self._run, self._pricing, self._points = run, pricing, points
+        self.grid = strategy_set_of(run, points.offloads).grid
+        """Settings of layers that the run's strategies have."""
+
+    def inside_layers(self, indices: np.ndarray) -> LayerCosts:
+        """Costs inside the layers of the points at `indices`, with axes for the settings of `grid`."""
+        return select(self._by_layer_key, self._layer_keys[1][indices])
+
+    @cached_property
+    def lower_bounds(self) -> np.ndarray:
+        """For each point, a lower bound on the seconds of all its strategies."""
+        high_memory = LayerStrategy(reshard=False, recompute=self.grid.recomputes[0], gradients="whole")
+        least_recompute = _mapped(self._by_layer_key, lambda column: column[(0,) * (column.ndim - 1)])
+        bounds = []
+        for start in range(0, len(self._points), CACHED_POINTS):
+            part = np.arange(start, min(start + CACHED_POINTS, len(self._points)))
+            cost = step_cost(
+                self._pricing.shape, self._pricing.machine, layouts(self._run, self._points.take(part), high_memory),
+                self._pricing.constants, layers=select(least_recompute, self._layer_keys[1][part]),
+            )  # fmt: skip
+            bounds.append(cost.seconds - (cost.exposed["shard"] + cost.exposed["data"] + cost.optimizer))
+        return np.concatenate(bounds)
+
+    def min_bytes(self, indices: np.ndarray) -> np.ndarray:
+        """Least bytes of the fullest rank over all strategies, of the points at `indices`."""
+        keys = self._memory_keys[indices]
+        unknown, first = np.unique(np.where(np.isnan(self._min_bytes[keys]), keys, -1), return_index=True)
+        if len(unknown := unknown[unknown >= 0]):
+            priced = self._points.take(indices[first[-len(unknown) :]])
+            self._min_bytes[unknown] = least_bytes(self._run, priced)
+        return self._min_bytes[keys]
+
+    @cached_property
+    def _layer_keys(self) -> tuple[np.ndarray, np.ndarray]:
+        """(first point with each key, index of its key for each point); points with equal keys cost the same inside layers."""
+        points = self._points
+        by_mesh = self._mesh_numbers(OUTSIDE_LAYERS, points.mesh_columns["pipeline"] > 1)
+        keys = by_mesh[points.mesh] * (int(points.micro.max()) + 1) + points.micro
+        _, first, index = np.unique(keys, return_index=True, return_inverse=True)
+        return first, index.reshape(-1)
+
+    @cached_property
+    def _by_layer_key(self) -> LayerCosts:
+        layout = self.grid.layouts(layouts(self._run, self._points.take(self._layer_keys[0]), self.grid.options[0]))
+        return layer_costs(self._pricing.shape, self._pricing.machine, layout, self._pricing.constants)
+
+    @cached_property
+    def _memory_keys(self) -> np.ndarray:
+        """Number of each point's key: points with equal keys need equal memory. Mesh and micro-batch determine `accumulate`."""
+        points = self._points
+        keys = self._mesh_numbers(ORDER_COLUMNS)[points.mesh]
+        for column in (points.micro, points.schedule, points.virtual):
+            keys = keys * (int(column.max()) + 1) + column
+        return np.unique(keys, return_inverse=True)[1].reshape(-1)
+
+    @cached_property
+    def _min_bytes(self) -> np.ndarray:
+        """By memory key; NaN where not computed yet."""
+        return np.full(int(self._memory_keys.max(initial=-1)) + 1, np.nan)
+
+    def _mesh_numbers(self, left_out: Collection[str], *more: np.ndarray) -> np.ndarray:
+        """For each mesh, a number that is equal for meshes that differ in the `left_out` columns only."""
+        columns = [column for name, column in self._points.mesh_columns.items() if name not in left_out]
+        return np.unique(np.stack([*columns, *more], axis=1), axis=0, return_inverse=True)[1].reshape(-1)
+
+
+def least_bytes(run: RunSpec, points: Points) -> np.ndarray:
+    """For each point, the least bytes of the fullest rank over all strategies."""
+    end, _ = lowest_memory_end(run)
+    # No single strategy needs the least memory everywhere. Full recompute needs all activations of one block, which may be more than it
+    # saves on a rank with few layers; an offloaded optimizer needs buffers for its chunks; gradients reduced in every micro-batch need
+    # buffers while all activations are live.
+    grid = replace(strategy_set_of(run, points.offloads).grid, reshards=(end.reshard,))
+    layout = grid.layouts(layouts(run, points, grid.options[0]))
+    return grid.flat(peak_rank_bytes(run, layout), len(points)).min(axis=0)
+
+
+def layouts(run: RunSpec, points: Points, layer: LayerStrategy) -> Layouts:
+    """The cost model's columns for `points` where all layers have the strategy `layer`."""
+    pipeline = points.column("pipeline")
+    v_placement = np.isin(points.schedule, [SCHEDULES.index(name) for name in V_SCHEDULES])
+    strides = ("ring", "ulysses", "shard", "replicate", "pipeline")
+    return layouts_of(
+        run.model, run.train, precision_of(run), points.column, expert=points.column("expert"), schedule=points.schedule,
+        virtual=points.virtual, micro_batch=points.micro, accumulate=points.accumulate,
+        layers=balanced_layers(run.model.layers, head_in_layers(run), pipeline, points.virtual, v_placement),
+        weights_by_copy_engine=points.column("copied"), tokens_by_copy_engine=points.column("tokens copied"),
+        slowest_rank_ratio=points.column("pace"), port=points.column("port"),
+        **{f"{axis}_stride": points.column(f"{axis} stride") for axis in strides}, **strategy_columns(layer),
+    )  # fmt: skip
+
+
+def select(columns: T, indices: np.ndarray) -> T:
+    """A dataclass of arrays, whose last axis are points, at the points `indices`; numbers are the same for all points."""
+    return _mapped(columns, lambda column: column[..., indices] if column.shape[-1] > 1 else column)
+
+
+def _mapped(columns: T, function: Callable[[np.ndarray], np.ndarray]) -> T:
+    """A dataclass, also of dataclasses, with `function` of its arrays."""
+
+    def mapped(value: Any) -> Any:
+        if is_dataclass(value):
+            return _mapped(value, function)
+        return function(value) if isinstance(value, np.ndarray) and value.ndim else value
+
+    instance: Any = columns
+    return type(columns)(**{field.name: mapped(getattr(columns, field.name)) for field in fields(instance)})
+
+
+def closed_form_seconds(pricing: Pricing, layout: Layouts, layers: LayerCosts | None = None) -> np.ndarray:
+    """Seconds of a step by the closed form; `layers` as in `step_cost`."""
+    cost = step_cost(pricing.shape, pricing.machine, layout, pricing.constants, layers=layers)
+    return np.asarray(cost.seconds)
+
+
+def peak_rank_bytes(run: RunSpec, layout: Layouts) -> np.ndarray:
+    """Bytes of the fullest rank by the closed form."""
+    byte_widths = formats(run.train, precision_of(run), cpu=run.cluster.is_cpu, model=run.model)
+    byte_widths = replace(
+        byte_widths,
+        window=layout.weights_by_copy_engine,
+        token_window=0.0 if run.cluster.is_cpu else layout.tokens_by_copy_engine,
+    )
+    return np.asarray(layout_peak_bytes(run.model, layout, byte_widths))
