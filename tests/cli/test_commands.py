@@ -349,6 +349,11 @@ def test_generate_on_tensor_ranks_is_that_of_one_device(finished: Path) -> None:
     assert answer.code == 2 and "--tensor: expected a divisor of model.heads" in answer.err
     answer = meshwright(*arguments, "--tensor", 2, "--plan", finished / "plan.yaml")
     assert answer.code == 2 and "--plan and --tensor exclude each other" in answer.err
+    greedy = [*arguments[:-3], "--temperature", 0, "--json", "--weights", "fp8", "--kv-cache", "fp8"]
+    alone, divided = (meshwright(*greedy, "--tensor", ranks) for ranks in (1, 2))
+    assert divided.code == 0 and divided.json == alone.json
+    answer = meshwright(*greedy, "--invariant", "--tensor", 2)
+    assert answer.code == 2 and "--invariant is for one device: leave out --tensor" in answer.json["error"]
 
 
 def test_generate_with_drafts_gives_the_same_texts(finished: Path) -> None:

@@ -11,12 +11,14 @@ import torch
 from meshwright.checkpoint.stored_model import StoredModel
 from meshwright.parallel.world import World
 from meshwright.serve.engine import Engine
+from meshwright.serve.formats import Fp8Linear
 from meshwright.serve.sampling import SamplingOptions
 from meshwright.serve.tensor_group import RankModel, TensorEngine
 from meshwright.spec.engine import EngineOptions
+from meshwright.spec.inference_layout import rank_pieces
 from meshwright.spec.layout import Part
-from meshwright.spec.model import ModelSpec
-from tests.serve.helpers import PROMPTS, TOKENS, newer, save_run, texts, tiny
+from meshwright.spec.model import ModelSpec, parameters
+from tests.serve.helpers import PROMPTS, TOKENS, newer, record_logits, save_run, texts, tiny
 
 DRAWN = SamplingOptions(temperature=1.5, top_k=40, seed=7, repetition_penalty=1.2, logit_bias={5: 2.0})
 Play = Callable[[Engine], Any]
@@ -49,6 +51,41 @@ def continue_with_newer_weights(engine: Engine, folder: str, other: str) -> Any:
         refused = f"{type(error).__name__}: {error}"
     engine.load_weights(Path(folder))
     return before, refused, texts(engine)
+
+
+def first_logits(engine: Engine) -> list[list[float]]:
+    """The logits after each prompt."""
+    seen = record_logits(engine)
+    texts(engine, new_tokens=1)
+    return [seen[number][0].tolist() for number in sorted(seen)]
+
+
+def compare_fp8_weights(world: World, spec: ModelSpec, folder: str) -> int:
+    """The number of rounded layers whose values and scales on this rank are the part of one device's, before and after a swap."""
+    options = options_of(weights="fp8")
+    engine = tensor_engine(world, spec, options)
+    equal = _equal_parts(engine, Engine(tiny(spec), options=options), world)
+    engine._load(Path(folder))
+    assert _equal_parts(engine, Engine(newer(spec), options=options), world) == equal
+    return equal
+
+
+def _equal_parts(divided: Engine, alone: Engine, world: World) -> int:
+    part, equal = Part(world.rank, world.ranks), 0
+    for parameter in parameters(alone.spec):
+        name, _, leaf = parameter.name.rpartition(".")
+        ours, whole = (engine._model.get_submodule(name) for engine in (divided, alone))
+        if not isinstance(whole, Fp8Linear) or leaf != "weight":
+            continue
+        slices = [
+            tuple(slice(first, first + size) for first, size in zip(piece.offsets, piece.sizes, strict=True))
+            for piece in rank_pieces(alone.spec, parameter, part)
+        ]
+        values = torch.cat([whole.values.view(torch.uint8)[piece] for piece in slices])
+        assert torch.equal(ours.values.view(torch.uint8), values), name
+        assert torch.equal(ours.scale, torch.cat([whole.scale[piece[0]] for piece in slices])), name
+        equal += 1
+    return equal
 
 
 def options_of(**options: Any) -> EngineOptions:

@@ -26,13 +26,14 @@ SEQ, MICRO, ACCUMULATE = 128, 4, 4
 MODEL = ModelSpec(
     family="llama", layers=4, hidden=128, heads=4, kv_heads=4, head_dim=32, ffn_hidden=256, vocab_size=512, max_seq_len=SEQ, tied=True
 )  # fmt: skip
+PREDICTING = replace(MODEL, tied=False, prediction_depth=2)
 
 
-def counted_and_predicted(world: World, tested_plan: Plan, tries: int) -> tuple[int, float]:
+def counted_and_predicted(world: World, tested_plan: Plan, tries: int, model: ModelSpec = MODEL) -> tuple[int, float]:
     """Bytes over loopback in the quietest of some steps (others use loopback too), and those that are predicted."""
     mesh = build_mesh(tested_plan, replace(world, node_ranks=1))
-    engine = build_engine(MODEL, tested_plan, mesh, loss_chunk=256, seed=1)
-    tokens = torch.arange(MICRO * SEQ).view(MICRO, SEQ) % MODEL.vocab_size
+    engine = build_engine(model, tested_plan, mesh, loss_chunk=256, seed=1)
+    tokens = torch.arange(MICRO * SEQ).view(MICRO, SEQ) % model.vocab_size
     batches = [MicroBatch(tokens, tokens, None, None, tokens.numel())] * ACCUMULATE
     valid = torch.tensor(1000.0, dtype=torch.float64)
     counted_bytes = []
@@ -43,23 +44,25 @@ def counted_and_predicted(world: World, tested_plan: Plan, tries: int) -> tuple[
         dist.barrier()
         assert counting is not None
         counted_bytes.append(counting.bytes())
-    predicted_bytes = cross_node_bytes(MODEL, tested_plan, mesh.layout, SEQ, collective_counts(engine.training))
+    predicted_bytes = cross_node_bytes(model, tested_plan, mesh.layout, SEQ, collective_counts(engine.training))
     # Gloo's reduce-scatter sends twice the bytes of NCCL's ring, for which the prediction is made.
     return min(counted_bytes), predicted_bytes.total + predicted_bytes.reduce
 
 
 @pytest.mark.skipif(not traffic.COUNTERS.exists(), reason="the kernel has no /proc/net/dev")
 @pytest.mark.parametrize(
-    ("axis", "schedule", "compute"),
+    ("axis", "schedule", "compute", "model"),
     [
-        ("replicate", "1f1b", "fp32"),
-        ("pipeline", "1f1b", "fp32"),
-        ("pipeline", "zbv", "fp32"),
-        ("shard", "1f1b", "bf16"),
+        ("replicate", "1f1b", "fp32", MODEL),
+        ("pipeline", "1f1b", "fp32", MODEL),
+        ("pipeline", "zbv", "fp32", MODEL),
+        ("shard", "1f1b", "bf16", MODEL),
+        pytest.param("pipeline", "1f1b", "fp32", PREDICTING, marks=pytest.mark.slow),
+        pytest.param("shard", "1f1b", "fp32", PREDICTING, marks=pytest.mark.slow),
     ],
 )
 def test_bytes_on_the_wire_are_those_predicted(
-    pool: Pool, axis: AxisName, schedule: ScheduleName, compute: Literal["bf16", "fp32"]
+    pool: Pool, axis: AxisName, schedule: ScheduleName, compute: Literal["bf16", "fp32"], model: ModelSpec
 ) -> None:
     data = 2 if axis in ("replicate", "shard") else 1
     tested_plan = Plan(
@@ -69,5 +72,5 @@ def test_bytes_on_the_wire_are_those_predicted(
         precision=Precision(compute=compute),
         compile=False,
     )
-    for counted, predicted in pool.run(counted_and_predicted, 2, tested_plan, 5):
+    for counted, predicted in pool.run(counted_and_predicted, 2, tested_plan, 5, model):
         assert predicted <= counted <= 1.1 * predicted

@@ -25,7 +25,7 @@ from tests.distributed.pool import Pool
 from tests.distributed.test_equality import ADAMW, BATCH, CLIP, LLAMA, RATE, TRAIN, batch
 from tests.slow import quick_first
 
-STEPS, BIAS_STEP = 2, 0.05
+STEPS, BIAS_STEP, PREDICTION_LOSS = 2, 0.05, 0.4
 FLOAT64 = Precision(compute="fp64", reduce="fp64")
 V3 = replace(
     LLAMA, family="deepseek_v3", layers=5, kv_heads=4, head_dim=6, max_seq_len=SEQ, kv_rank=5, q_rank=7, rope_head_dim=4,
@@ -83,9 +83,9 @@ def one_device(spec: ModelSpec, masked: bool) -> list[dict[str, Any]]:
         tokens, targets, *packed = batch(step, spec)
         positions, documents = packed if masked else (None, None)
         optimizer.zero_grad()
-        loss, balance = model.losses(tokens, targets, positions=positions, documents=documents)
-        loss = loss / (targets >= 0).sum()
-        (loss + TRAIN.balance_loss * balance / BATCH).backward()
+        loss, balance, further = model.losses(tokens, targets, positions=positions, documents=documents)
+        loss, further = (value / (targets >= 0).sum() for value in (loss, further / max(1, spec.prediction_depth)))
+        (loss + TRAIN.balance_loss * balance / BATCH + PREDICTION_LOSS * further).backward()
         gradients = {name: weight.grad.clone() for name, weight in trained.items()}
         norm = torch.nn.utils.clip_grad_norm_(trained.values(), CLIP)
         optimizer.step()
@@ -95,7 +95,8 @@ def one_device(spec: ModelSpec, masked: bool) -> list[dict[str, Any]]:
                     load = loads[mixture]
                     mixture.choice_bias += BIAS_STEP * torch.sign(load.mean() - load)
         weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-        steps.append({"loss": loss.item(), "norm": norm.item(), "gradients": gradients, "weights": weights})
+        figures = {"loss": loss.item(), "norm": norm.item(), "further": [further.item()] * (spec.prediction_depth > 0)}
+        steps.append({**figures, "gradients": gradients, "weights": weights})
     return steps
 
 
@@ -115,7 +116,7 @@ def sharded(
     from meshwright.training.train_step import train_step
 
     mesh = build_mesh(plan, world)
-    options = {"balance_loss": TRAIN.balance_loss, "balance_bias": BIAS_STEP}
+    options = {"balance_loss": TRAIN.balance_loss, "balance_bias": BIAS_STEP, "prediction_loss": PREDICTION_LOSS}
     engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=True, **options)
     optimizer = Optimizer(engine.model, spec, TRAIN, engine.weights, engine.host_offloaded)
     store = None if folder is None else CheckpointStore(Path(folder), group=world.control)
@@ -144,7 +145,10 @@ def sharded(
             name: [(box.offsets, elements.clone()) for box, elements in parts.pieces()]
             for name, parts in engine.weights.items()
         }
-        results.append({"loss": figures[0], "norm": figures[1], "gradients": gradients, "weights": weights})
+        further = figures[6 : 6 + (spec.prediction_depth > 0)]
+        results.append(
+            {"loss": figures[0], "norm": figures[1], "further": further, "gradients": gradients, "weights": weights}
+        )
     if store is not None:
         store.save(steps.stop, {parts.name: parts for parts in optimizer.state()}, {}, {})
     return results
@@ -157,6 +161,7 @@ def compare(results: list[list[dict[str, Any]]], truth: list[dict[str, Any]], bo
         for actual, want in zip(steps, truth, strict=True):
             assert actual["loss"] == pytest.approx(want["loss"], rel=bound)
             assert actual["norm"] == pytest.approx(want["norm"], rel=bound)
+            assert actual["further"] == pytest.approx(want["further"], rel=bound)
             for quantity in ("gradients", "weights"):
                 for name, pieces in actual[quantity].items():
                     for offsets, elements in pieces:

@@ -165,18 +165,19 @@ def doubly_counted(world: Any, case: Case) -> list[dict[str, Any]]:
     """A step whose gradients of distributed experts, and no others, have an error of a thousandth."""
     from meshwright.parallel import stages
 
-    original = stages._shard_block
+    original = stages._shard
 
     def wrong(*arguments: Any) -> Any:
         unit = original(*arguments)
-        unit.groups[0]._group.gradient_divide_factor = 0.999
+        if len(unit.groups) > 1:  # its experts are the first
+            unit.groups[0]._group.gradient_divide_factor = 0.999
         return unit
 
-    stages._shard_block = wrong
+    stages._shard = wrong
     try:
         return sharded(world, EVEN, case.plan, 1.0, 1)
     finally:
-        stages._shard_block = original
+        stages._shard = original
 
 
 def test_a_wrong_factor_of_the_experts_gradients_is_noticed(pool: Pool) -> None:

@@ -67,7 +67,7 @@ def one_device(spec: ModelSpec, optimizer: OptimizerSpec) -> list[dict[str, Any]
     for step in range(STEPS):
         tokens, targets, positions, documents = batch(step, spec)
         model.zero_grad()
-        loss, balance = model.losses(tokens, targets, positions=positions, documents=documents)
+        loss, balance, _ = model.losses(tokens, targets, positions=positions, documents=documents)
         loss = loss / (targets >= 0).sum()
         (loss + TRAIN.balance_loss * balance / BATCH).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)

@@ -6,26 +6,35 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from meshwright.spec.inference_layout import rank_pieces, rank_shape, split_error
 from meshwright.spec.layout import Part
 from meshwright.spec.model import ModelSpec, parameters
 from tests.distributed.cases_tensor_engine import (
+    compare_fp8_weights,
     continue_and_abort,
     continue_with_newer_weights,
     draw_differently,
     fail_on,
+    first_logits,
     options_of,
     play_alone,
     play_on_ranks,
     save_newer,
 )
 from tests.distributed.pool import CaseFailed, Pool
-from tests.models.tiny import ALL, LLAMA
+from tests.models.tiny import ALL, LATENT, LLAMA
+from tests.serve.test_formats import SAME
+from tests.slow import quick_first
 
 QUICK = ("llama", "gpt2", "mixtral")
 ONE_KEY_HEAD = replace(LLAMA, kv_heads=1)
-SPECS = [pytest.param(spec, id=name, marks=[] if name in QUICK else [pytest.mark.slow]) for name, spec in ALL.items()]
+SPECS = [
+    pytest.param(spec, id=name, marks=[] if name in QUICK else [pytest.mark.slow])
+    for name, spec in {**ALL, **LATENT}.items()
+]
+FP8_SPECS = quick_first(1, ["llama", "gpt2", "parallel", "shared expert", "deepseek v3"])
 
 
 @pytest.mark.parametrize("spec", [*SPECS, pytest.param(ONE_KEY_HEAD, id="one key head", marks=pytest.mark.slow)])
@@ -40,6 +49,24 @@ def test_texts_are_those_of_one_device(pool: Pool, spec: ModelSpec) -> None:
 def test_four_ranks_share_two_key_heads(pool: Pool) -> None:
     expected = play_alone(LLAMA, options_of(), continue_and_abort)
     assert pool.run(play_on_ranks, 4, LLAMA, options_of(), continue_and_abort) == [expected, None, None, None]
+
+
+@pytest.mark.parametrize("name", FP8_SPECS)
+def test_fp8_weights_have_the_scales_of_one_device(pool: Pool, name: str, tmp_path: Path) -> None:
+    """Also those of layers whose inputs are divided: each rank has a part of what an output's scale is computed from."""
+    spec = {**ALL, **LATENT}[name]
+    equal = pool.run(compare_fp8_weights, 2, spec, save_newer(tmp_path / "newer", spec))
+    assert equal[0] == equal[1] >= 2 * spec.layers
+
+
+@pytest.mark.parametrize("name", FP8_SPECS)
+def test_fp8_logits_are_those_of_one_device(pool: Pool, name: str) -> None:
+    """Within a share of what the formats change: a few numbers are rounded to another fp8 number after other additions."""
+    spec, formats = {**ALL, **LATENT}[name], options_of(weights="fp8", kv_cache="fp8")
+    exact, alone = (torch.tensor(play_alone(spec, each, first_logits)) for each in (options_of(), formats))
+    ours = torch.tensor(pool.run(play_on_ranks, 2, spec, formats, first_logits)[0])
+    spread = (alone - exact).abs().mean()
+    assert spread > 1e-3 and (ours - alone).abs().mean() < SAME * spread
 
 
 def test_newer_weights_reach_all_ranks(pool: Pool, tmp_path: Path) -> None:

@@ -142,8 +142,8 @@ def test_a_bf16_folder_keeps_the_biases_of_the_choice_in_fp32(tmp_path: Path) ->
 
 
 def test_fp8_weights_are_read_times_the_scales_of_their_blocks(tmp_path: Path) -> None:
-    """The released folder of V3: fp8 weights with scales, and the layer that predicts a further token, which is not read."""
-    wide = replace(DEEPSEEK_V3, hidden=192, ffn_hidden=200)
+    """The released folder of V3: fp8 weights with scales, also in the layer that predicts a further token."""
+    wide = replace(DEEPSEEK_V3, hidden=192, ffn_hidden=200, prediction_depth=1)
     ours, folder = built(wide, dtype=torch.float32), tmp_path / "out"
     export_hf(folder, wide, dict(ours.named_parameters()).__getitem__, tokenizer=None, run_note="", dtype="fp32")
     tensors = load_file(folder / "model.safetensors")
@@ -157,15 +157,14 @@ def test_fp8_weights_are_read_times_the_scales_of_their_blocks(tmp_path: Path) -
             [torch.stack([scales[row // 128, column // 128] for column in range(columns)]) for row in range(rows)]
         )
         expected[name] = tensors[name].float() * spread
-    tensors["model.layers.2.eh_proj.weight"] = torch.ones(2, 2)
     save_file(tensors, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-    (folder / "config.json").write_text(
-        json.dumps({**config, "quantization_config": fp8, "num_nextn_predict_layers": 1})
-    )
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": fp8}))
     spec, reader = import_hf(folder)
-    assert spec == wide and any("num_nextn_predict_layers" in note for note in reader.notes)
+    assert spec == wide and not reader.notes
+    project = next(parameter for parameter in parameters(spec) if parameter.name == "predictions.0.project.weight")
+    assert torch.equal(reader.read(project), expected["model.layers.2.eh_proj.weight"])
     parameter = next(parameter for parameter in parameters(spec) if parameter.name == "layers.0.mlp.gate_up.weight")
     whole = torch.cat([expected[f"model.layers.0.mlp.{part}_proj.weight"] for part in ("gate", "up")])
     assert torch.equal(reader.read(parameter), whole)

@@ -115,7 +115,7 @@ def test_a_block_compiles_whole(model_name: str) -> None:
         for block in model.layers.values():
             block.moe.z_loss = True
             block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager") if wrap else block.forward
-        loss, balance = model.losses(tokens, tokens)
+        loss, balance, _ = model.losses(tokens, tokens)
         results.append([loss, balance, *torch.autograd.grad(loss + balance, tuple(model.parameters()))])
     for ours, theirs in zip(*results, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-10, atol=1e-12)
@@ -194,7 +194,7 @@ def test_loss_and_every_gradient_equal_transformers(
         patched.setattr(torch.Tensor, "float", torch.Tensor.double)
         answer = theirs(tokens, labels=tokens)
         answer.loss.backward()
-    loss, balance = ours.losses(tokens, tokens.roll(-1, 1).index_fill(1, torch.tensor([59]), -1))
+    loss, balance, _ = ours.losses(tokens, tokens.roll(-1, 1).index_fill(1, torch.tensor([59]), -1))
     total = loss / 59 + weight * spec.experts_per_token * balance
     total.backward()
     assert torch.allclose(total, answer.loss, rtol=1e-10)

@@ -155,7 +155,7 @@ def test_settings_reach_the_engine(folder: Path) -> None:
     assert proposed >= 15 and accepted > 0
 
 
-@pytest.mark.parametrize("given", [{"weights": "fp8"}, {"kv_cache": "fp8"}, {"invariant": True}, {"speculate": 2}])
+@pytest.mark.parametrize("given", [{"invariant": True}, {"speculate": 2}])
 def test_ranks_exclude_what_is_for_one_device(given: dict[str, Any]) -> None:
     with pytest.raises(BadInput, match="for one device only; leave out tensor"):
         ServeSpec(tensor=2, **given)

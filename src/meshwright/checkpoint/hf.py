@@ -26,8 +26,9 @@ from meshwright.models.families import (
     FAMILIES,
     FP8_BLOCK,
     HFTensor,
-    from_hf_config,
+    folder_fields,
     hf_tensors,
+    prediction_copies,
     read_json,
     to_hf_config,
 )
@@ -114,8 +115,7 @@ def import_hf(folder: Path) -> tuple[ModelSpec, HFReader]:
     Raises BadInput for a model that this program cannot compute, for weights that are not safetensors and for tensors
     that the model does not have; Damaged for files that are unreadable or do not match each other.
     """
-    where = folder / "config.json"
-    fields, notes = from_hf_config(read_json(where), str(where))
+    fields, notes = folder_fields(folder)
     spec = from_plain(ModelSpec, fields)
     reader = HFReader(folder, spec, _weight_files(folder), notes)
     reader.check()
@@ -212,12 +212,8 @@ class HFReader:
     def _is_unused(self, name: str) -> bool:
         tied_head = self.spec.tied and name == "lm_head.weight"
         scales = name.endswith(SCALES) and name.removesuffix(SCALES) in self.files
-        family = FAMILIES[self.spec.family]
-        # DeepSeek's layers that predict further tokens follow those of the model.
-        further = family.further_layers and name.startswith(
-            family.layer.format(layer=self.spec.layers).removeprefix(self._base)
-        )
-        return tied_head or scales or further or name.endswith(FAMILIES[self.spec.family].unused)
+        copies = {self._stored_name(copy) for parts in prediction_copies(self.spec).values() for copy in parts}
+        return tied_head or scales or name in copies or name.endswith(FAMILIES[self.spec.family].unused)
 
 
 def _dequantised(stored: Any, scales: Any, first: int, last: int) -> Tensor:
@@ -276,7 +272,7 @@ class _Shard:
 def _plan_shards(spec: ModelSpec, dtype: str, shard_bytes: int) -> list[_Shard]:
     groups: list[dict[str, dict[str, Any]]] = [{}]
     filled = 0
-    for part in (part for parts in hf_tensors(spec).values() for part in parts):
+    for part in (part for parts in _written_tensors(spec).values() for part in parts):
         torch_dtype, name = DTYPES["fp32" if part.precise else dtype]
         size = torch.Size(part.shape).numel() * torch_dtype.itemsize
         if filled and filled + size > shard_bytes:
@@ -286,6 +282,12 @@ def _plan_shards(spec: ModelSpec, dtype: str, shard_bytes: int) -> list[_Shard]:
         filled += size
     names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
     return [_shard(file, group) for file, group in zip(names if len(names) > 1 else [ONE_FILE], groups, strict=True)]
+
+
+def _written_tensors(spec: ModelSpec) -> dict[str, tuple[HFTensor, ...]]:
+    """For each parameter the tensors of an exported folder that it fills, copies included."""
+    copies = prediction_copies(spec)
+    return {name: (*parts, *copies.get(name, ())) for name, parts in hf_tensors(spec).items()}
 
 
 def _shard(file: str, entries: dict[str, dict[str, Any]]) -> _Shard:
@@ -320,7 +322,7 @@ def _slices(tensors: Source, spec: ModelSpec) -> Iterator[tuple[HFTensor, int, T
 
     A part is the slice of a parameter that Hugging Face stores as one tensor (`HFTensor`).
     """
-    parts, missing = hf_tensors(spec), {parameter.name: parameter for parameter in parameters(spec)}
+    parts, missing = _written_tensors(spec), {parameter.name: parameter for parameter in parameters(spec)}
     if isinstance(tensors, RowSource):
         for name, parameter in missing.items():
             _check_parameter(name, parameter, tensors.shape(name))

@@ -65,9 +65,13 @@ def _find_weights(init: str, find: Callable[[Path], Weights], folder: str) -> We
 
 
 def _check_shapes(init: str, spec: ModelSpec, stored: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise BadInput for the first parameter that only the model or only the stored weights have, or of another shape."""
+    """Raise BadInput for the first parameter that only the model or only the stored weights have, or of another shape.
+
+    The model may have fewer prediction modules.
+    """
     expected = {parameter.name: parameter.shape for parameter in parameters(spec)}
-    wrong = next((name for name in [*expected, *stored] if expected.get(name) != stored.get(name)), None)
+    further = [name for name in stored if name in expected or not name.startswith("predictions.")]
+    wrong = next((name for name in [*expected, *further] if expected.get(name) != stored.get(name)), None)
     if wrong is not None:
         there, here = stored.get(wrong, "missing"), expected.get(wrong, "missing")
         raise BadInput(f"model.init {init}: {wrong} is {there} there and {here} in this run's model")

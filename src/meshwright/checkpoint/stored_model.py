@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -59,15 +59,16 @@ class StoredModel:
 def open_model(folder: Path, *, contents: bool = True) -> Iterator[StoredModel]:
     """The model in `folder`: a run (its newest good checkpoint), one checkpoint, or a Hugging Face folder.
 
-    With `contents` a checkpoint is good if all its bytes are; else by the names and sizes of its files. Raises BadInput if the
-    folder is none of these, and Damaged if no checkpoint is good.
+    Modules that predict further tokens are left out: inference and evaluation do not use them. With `contents` a checkpoint is good if
+    all its bytes are; else by the names and sizes of its files. Raises BadInput if the folder is none of these, and Damaged if no
+    checkpoint is good.
     """
     if (folder / "config.json").exists():
         spec, weights = import_hf(folder)
-        yield StoredModel(spec, weights.read_rows, lambda: None)
+        yield StoredModel(replace(spec, prediction_depth=0), weights.read_rows, lambda: None)
         return
     checkpoint = newest_checkpoint(folder, contents=contents)
-    spec = load_resolved_model(checkpoint / "config.yaml")
+    spec = replace(load_resolved_model(checkpoint / "config.yaml"), prediction_depth=0)
     with CheckpointReader(checkpoint) as reader:
         names = {parameter.name: f"model.{parameter.name}" for parameter in parameters(spec)}
         yield StoredModel(

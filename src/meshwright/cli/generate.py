@@ -128,7 +128,7 @@ def sample(
 ) -> list[dict[str, str]]:
     """`[{prompt, text}]`: each prompt with the model's continuation, by `tensor` ranks, or those of `plan` if it is given.
 
-    `formats` are those of the engine, for one device; with several they raise BadInput.
+    `formats` are those of the engine, for one device; a plan raises BadInput for them, and tensor ranks for `invariant`.
     `show` receives the texts in the order of the prompts: on one device each piece as it is generated, from ranks when all are complete.
     All prompts are continued at the same time.
     """
@@ -136,8 +136,9 @@ def sample(
 
     if plan is not None or tensor > 1:
         option = "--plan" if plan is not None else "--tensor"
-        if formats != Formats():
-            raise BadInput(f"--weights, --kv-cache and --invariant are for one device: leave out {option}")
+        if formats.invariant or (plan is not None and formats != Formats()):
+            refused = "--invariant is" if plan is None else "--weights, --kv-cache and --invariant are"
+            raise BadInput(f"{refused} for one device: leave out {option}")
         if drafting.tokens:
             raise BadInput(f"--speculate and --draft-model are for one device: leave out {option}")
     candidates = [folder / "tokenizer.json", folder.parent.parent / "tokenizer.json"]
@@ -154,7 +155,7 @@ def sample(
         _continue_here(folder, tokenizer, ids, how, texts, formats, drafting)
     else:
         by_ranks = (
-            _continued_by_tensor_ranks(folder, tensor, ids, how)
+            _continued_by_tensor_ranks(folder, tensor, ids, how, formats)
             if plan is None
             else _continued_by_plan(folder, plan, ids, how)
         )
@@ -267,7 +268,7 @@ def continued(engine: Engine, prompts: Sequence[Sequence[int]], how: Sampling) -
 
 
 def _continued_by_tensor_ranks(
-    folder: Path, ranks: int, prompts: Sequence[tuple[int, ...]], how: Sampling
+    folder: Path, ranks: int, prompts: Sequence[tuple[int, ...]], how: Sampling, formats: Formats
 ) -> Sequence[Sequence[int]]:
     """The new tokens after each prompt, by the engine on tensor ranks of this host."""
     from meshwright.cli.generate_rank import TensorJob
@@ -276,7 +277,15 @@ def _continued_by_tensor_ranks(
     model, weights = model_in(folder)
     check_split(model, ranks)
     cluster = cluster_here(ranks, f"--tensor {ranks}", "expected at most that many")
-    job = TensorJob(folder=weights.partition(":")[2], cluster=cluster, prompts=tuple(prompts), **how._asdict())
+    options, source = engine_options(prompts, how, formats), weights.partition(":")[2]
+    job = TensorJob(
+        folder=source,
+        cluster=cluster,
+        prompts=tuple(prompts),
+        weights=options.weights,
+        kv_cache=options.kv_cache,
+        **how._asdict(),
+    )
     return answer_of_ranks("meshwright.cli.generate_rank", to_plain(job), cluster, weights)
 
 

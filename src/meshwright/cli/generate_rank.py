@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from meshwright.cli.generate import Sampling, continued, engine_options
 from meshwright.parallel.world import join
 from meshwright.serve.tensor_group import RankModel, TensorEngine
 from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.engine import Fp8
 from meshwright.spec.fields import from_plain
 from meshwright.spec.rank_environment import RankEnvironment
 from meshwright.training.worker import answer_as_rank
@@ -25,7 +26,7 @@ TIMEOUT_SECONDS = 600
 
 @dataclass(frozen=True, kw_only=True)
 class TensorJob:
-    """Input of every rank: a checkpoint or Hugging Face folder, prompts as token ids, and the options of `Sampling`."""
+    """Input of every rank: a checkpoint or Hugging Face folder, prompts as token ids, options of `Sampling` and formats."""
 
     folder: str
     cluster: ClusterSpec
@@ -35,6 +36,8 @@ class TensorJob:
     top_k: int
     seed: int
     stop: int | None
+    weights: Fp8 | None
+    kv_cache: Fp8 | None
 
 
 def continue_prompts(job: TensorJob, environment: RankEnvironment) -> list[list[int]]:
@@ -43,7 +46,8 @@ def continue_prompts(job: TensorJob, environment: RankEnvironment) -> list[list[
     how = Sampling(**{name: getattr(job, name) for name in Sampling._fields})
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     part = RankModel.load(Path(job.folder), world, dtype)
-    engine = TensorEngine(part, world, options=engine_options(job.prompts, how))
+    options = replace(engine_options(job.prompts, how), weights=job.weights, kv_cache=job.kv_cache)
+    engine = TensorEngine(part, world, options=options)
     new: list[list[int]] = [[] for _ in job.prompts]
     if world.leads:
         for number, update in continued(engine, job.prompts, how):

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from meshwright.costs.machine_rates import is_guessed, unpredicted_message
 from meshwright.costs.plan_costs import STACK, as_nodes
+from meshwright.observe.number_text import short
 from meshwright.planner.candidate import pins_of, without_bf16
 from meshwright.planner.explain import MOVES, border
 from meshwright.planner.reasons import on_layers
+from meshwright.planner.reprice import reprice
 from meshwright.simulator.step_simulation import memory_of
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.fields import from_plain
 from meshwright.spec.layout import Layout, stage_table
+from meshwright.spec.model import flops_per_token, prediction_parameter_count
 from meshwright.spec.nodes import node_type_runs
 from meshwright.spec.plan import LayerStrategy, Plan, PlanPins, layer_numbers, layer_range
 from meshwright.spec.plan_name import plan_name
@@ -137,7 +141,31 @@ def facts(run: RunSpec, plan: Plan) -> list[tuple[str, str]]:
     copied = {GATHERS: "by copy engines", TOKENS: "between tensor ranks by copy engines, beside the products"}
     entries += [(option.transfer_name, copied[option]) for option in copied_options(plan)]
     entries.append(("compile", "each block" if plan.compile else "no"))
-    return entries
+    return entries + ([("prediction", _prediction_text(run, plan))] if run.model.prediction_depth else [])
+
+
+def _prediction_text(run: RunSpec, plan: Plan) -> str:
+    """What the modules that predict further tokens cost."""
+    model, seq = run.model, run.train.seq_len
+    without = replace(model, prediction_depth=0)
+    flops, others = (flops_per_token(of, seq, causal=True) for of in (model, without))
+    bytes_added = max(parts["predictions"] for _, parts in memory_by_rank(run, plan))
+    count, modules = prediction_parameter_count(model), model.prediction_depth
+    text = f"{modules} module{'s' * (modules > 1)} with the head: {short(count)} parameters, {1 - others / flops:.1%} of the FLOPs"
+    text += f", {bytes_text(bytes_added)} of its rank"
+    predicted = plan.predicted
+    base = reprice(replace(run, model=without), plan, by_units=False).predicted
+    whole = reprice(run, plan, by_units=False).predicted
+    if (
+        predicted is None
+        or predicted.step_seconds is None
+        or not (base and whole and base.step_seconds and whole.step_seconds)
+    ):
+        return text
+    added = whole.step_seconds - base.step_seconds
+    if added < 1e-3 * whole.step_seconds:
+        return f"{text}; other stages take longer"
+    return f"{text}, {seconds_text(added)} of the step"
 
 
 def axes(run: RunSpec, plan: Plan) -> Iterator[tuple[str, str, str]]:

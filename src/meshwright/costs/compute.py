@@ -45,7 +45,10 @@ MAX_PEAK_SHARE = 0.88
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Seconds of one micro-batch on one tensor rank: all layers on the device and on the host, head, and embedding."""
+    """Seconds of one micro-batch on one tensor rank: all layers on the device and on the host, head, and embedding.
+
+    `head` includes prediction modules, with the mean time of a layer for their blocks.
+    """
 
     forward: Array
     backward: Array
@@ -122,8 +125,13 @@ def _misaligned_head_slowdown(shape: Shape) -> Array:
     return np.where(np.mod(shape.query_width / shape.heads, 8) > 1e-6, MISALIGNED_HEAD, 1.0)
 
 
-def layer_times(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> LayerTime:
-    """Seconds of one micro-batch, summed over all layers of the model (not divided into stages)."""
+def layer_times(
+    shape: Shape, machine: Machine, layout: Layouts, k: Constants, *, module_blocks: float = 1.0
+) -> LayerTime:
+    """Seconds of one micro-batch, summed over all layers of the model (not divided into stages).
+
+    `module_blocks`: 0 leaves the blocks of prediction modules out of `LayerTime.head`.
+    """
     step = step_shape(shape, layout)
     tokens, rate = step.tokens, product_rate(machine, k)
     rate = replace(rate, flops=rate.flops / _misaligned_head_slowdown(shape))
@@ -176,13 +184,13 @@ def layer_times(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -
     )
     embed = tokens * shape.hidden * 12 / memory_rate
     padded_vocab = np.where(np.mod(shape.vocab / tensor_ranks, 8) > 1e-6, k.ragged_vocab, 1.0)
-    return LayerTime(
-        forward,
-        backward + recomputed,
-        host,
-        (logits.forward + logits.backward + loss_seconds) * padded_vocab + sum_seconds,
-        embed,
+    head = (logits.forward + logits.backward + loss_seconds) * padded_vocab + sum_seconds
+    projection = _sustained_rate(machine, k, machine.half_peak).forward_backward(
+        tokens / tensor_ranks, 2 * shape.hidden, shape.hidden
     )
+    outside_block = projection.forward + projection.backward + head + embed
+    module = (forward + backward + recomputed) / shape.layers * module_blocks + outside_block
+    return LayerTime(forward, backward + recomputed, host, head + shape.predictions * module, embed)
 
 
 def _routed_bytes(shape: Shape, layout: Layouts, k: Constants, per_element: Array) -> Array:

@@ -14,7 +14,7 @@ from meshwright.costs.device_rates import Machine
 from meshwright.workload.arrays import Array
 from meshwright.workload.dtypes import COMPUTE_BYTES
 from meshwright.workload.layouts import Layouts
-from meshwright.workload.model_shape import Shape
+from meshwright.workload.model_shape import Shape, embedding_at_both_ends
 
 MASTER_READ = 4.0
 """Bytes read per parameter to cast its fp32 master weight to the gathered dtype."""
@@ -37,8 +37,8 @@ def copy_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Constants) 
     casts_in_place = unsharded & (k.lone_copies == 0)
     end_parameters = (2 - shape.tied) * shape.table_params / layout.tensor
     block_parameters, expert_parameters = (
-        shape.dense_params / layout.tensor,
-        shape.expert_params / np.maximum(layout.expert, 1.0),
+        shape.inner_dense_params / layout.tensor,
+        shape.inner_expert_params / np.maximum(layout.expert, 1.0),
     )
     parameters = block_parameters + expert_parameters + end_parameters
 
@@ -52,7 +52,9 @@ def copy_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Constants) 
     accumulate = ACCUMULATE * (block_parameters * by_products + expert_parameters + end_parameters) / parameters
     padded = COPY_IN * (1 + (1 / k.packing - 1) * (1 - expert_parameters / parameters))
     in_place = np.where(casts_in_place & ~reduces_once, accumulate, COPY_IN)
-    in_place = np.where(casts_in_place & layout.gradients_final_in_backward(shape.tied), 0.0, in_place)
+    in_place = np.where(
+        casts_in_place & layout.gradients_final_in_backward(embedding_at_both_ends(shape)), 0.0, in_place
+    )
     on_side_stream = np.where(unsharded, UNSHARDED_SCALING * k.lone_copies, 0.0)
     on_side_stream = on_side_stream + np.where(reduces_once | casts_in_place, 0.0, SHARD_ACCUMULATE / layout.shards)
     copy_in = np.where(unsharded, in_place, padded) + k.side_copies * on_side_stream

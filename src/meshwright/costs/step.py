@@ -34,7 +34,7 @@ from meshwright.workload.arrays import Array
 from meshwright.workload.dtypes import COMPUTE_BYTES
 from meshwright.workload.layer_messages import weight_collectives
 from meshwright.workload.layouts import Layouts
-from meshwright.workload.model_shape import Shape
+from meshwright.workload.model_shape import Shape, embedding_at_both_ends
 from meshwright.workload.unit_parameters import shard_parameters, stage_parameters
 
 LAST_ROUND_OVERLAP = 0.8
@@ -220,7 +220,7 @@ def _weights_traffic(
     group = rank_group(machine, k, layout.shards, layout.shard_step)
     # For other stacks the fitted constant `passes` includes the time of gathers of embedding and head.
     end_elements = k.own_engine * (2 - shape.tied) * shape.table_params
-    block_elements = shape.dense_params / tensor_ranks
+    block_elements = shape.inner_dense_params / tensor_ranks
     by_copy_engine = np.asarray(layout.weights_by_copy_engine) > 0
     size = block_elements * layout.gathered_bytes + end_elements / tensor_ranks * COMPUTE_BYTES
     gathered = _gather_seconds(group, machine, k, size, shape.layers, by_copy_engine)
@@ -229,7 +229,7 @@ def _weights_traffic(
     )
     expert_ranks = np.maximum(layout.expert, 1.0)
     experts = rank_group(machine, k, layout.expert_shard, expert_ranks)
-    size = shape.expert_params / expert_ranks * COMPUTE_BYTES
+    size = shape.inner_expert_params / expert_ranks * COMPUTE_BYTES
     gathered = gathered + _gather_seconds(
         experts, machine, k, size, shape.moe_layers, by_copy_engine & (expert_ranks <= 1)
     )
@@ -321,14 +321,18 @@ def _overlapping_micro_batches(layout: Layouts) -> Array:
 
 
 def _tied_sum_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:
-    """Seconds to sum a tied weight's gradients over the first and the last stage, without overlap.
+    """Seconds to sum the gradients of an embedding that the first and the last stage use, without overlap.
 
     Constants of other stacks include it already.
     """
     end_group = rank_group(machine, k, 2.0, layout.pipeline_step * np.maximum(1.0, layout.pipeline - 1))
     elements = shape.table_params / layout.tensor / np.where(layout.zero >= 3, layout.shards, 1.0)
     on_two_ranks = (layout.pipeline > 1) & (layout.vee == 0)
-    return np.where(on_two_ranks, shape.tied * k.own_engine * all_reduce(end_group, k, elements * k.reduce_bytes), 0.0)
+    return np.where(
+        on_two_ranks,
+        embedding_at_both_ends(shape) * k.own_engine * all_reduce(end_group, k, elements * k.reduce_bytes),
+        0.0,
+    )
 
 
 def _boundary_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:

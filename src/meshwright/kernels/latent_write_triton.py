@@ -96,15 +96,15 @@ def _rotate_write(
         tl.store(target, first, mask=used)
         tl.store(target + half, second, mask=used)
     else:
-        first, second = _rotated(key + token * key_stride + 2 * pair, cos, sin, inside)
+        key_first, key_second = _rotated(key + token * key_stride + 2 * pair, cos, sin, inside)
         copy = rotated_key + token * ROTATED + pair
-        tl.store(copy, first, mask=inside)
-        tl.store(copy + half, second, mask=inside)
+        tl.store(copy, key_first, mask=inside)
+        tl.store(copy + half, key_second, mask=inside)
         slot = tl.load(slots + token).to(tl.int64)
         written = slot >= 0
-        target = cache + slot // BLOCK * block_stride + slot % BLOCK * (RANK + ROTATED)
+        entry = cache + slot // BLOCK * block_stride + slot % BLOCK * (RANK + ROTATED)
         dim = tl.arange(0, DIMS)
         row = tl.load(latent + token * latent_stride + dim, mask=dim < RANK, other=0.0)
-        _store_limited(target + dim, row, (dim < RANK) & written, SCALED)
-        _store_limited(target + RANK + pair, first, inside & written, SCALED)
-        _store_limited(target + RANK + half + pair, second, inside & written, SCALED)
+        _store_limited(entry + dim, row, (dim < RANK) & written, SCALED)
+        _store_limited(entry + RANK + pair, key_first, inside & written, SCALED)
+        _store_limited(entry + RANK + half + pair, key_second, inside & written, SCALED)

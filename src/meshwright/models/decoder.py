@@ -23,6 +23,7 @@ from meshwright.models.latent_attention import LatentAttention
 from meshwright.models.mlp import feed_forward
 from meshwright.models.moe import MixtureOfExperts, RoutedOutput
 from meshwright.models.norm import Norm
+from meshwright.models.prediction import FurtherTokens, PredictionModule, further_tokens
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec
 
@@ -35,8 +36,28 @@ class SharedInputs(NamedTuple):
     mask: AttentionMask | None
 
 
+class Losses(NamedTuple):
+    """Sums of the training loss as differentiable scalars.
+
+    `tokens`: losses of the next tokens; `balance`: balance losses over all sequences and layers with experts; `further`: losses of the
+    tokens that prediction modules predict, over all modules.
+    """
+
+    tokens: Tensor
+    balance: Tensor
+    further: Tensor
+
+
+class HeadLosses(NamedTuple):
+    """The losses of the head with prediction modules: of next tokens, `further` as in Losses, and the modules' routers."""
+
+    tokens: LossSums
+    further: Tensor
+    routed: tuple[RoutedOutput, ...]
+
+
 class Decoder(nn.Module):
-    """Token embedding, blocks, final norm, head.
+    """Token embedding, blocks, final norm, head, prediction modules.
 
     `plain` selects the reference implementation of all kernels, which uses PyTorch operators only; `loss_chunk` is the number of tokens
     whose logits are in memory at a time in training, `z_loss` the weight of the z-loss in gradients. Create it under
@@ -56,6 +77,10 @@ class Decoder(nn.Module):
         self.norm = Norm(spec.norm, spec.hidden, spec.norm_eps, plain)
         self.head = Head(
             None if spec.tied else _weight(spec.vocab_size, spec.hidden), loss_chunk, plain=plain, z_loss=z_loss
+        )
+        self.predictions = nn.ModuleList(
+            PredictionModule(spec, plain, Block(spec, plain, routed=spec.experts > 0))
+            for _ in range(spec.prediction_depth)
         )
 
     def forward(
@@ -81,14 +106,15 @@ class Decoder(nn.Module):
         *,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """The two sums of the training loss: token losses, and the balance losses of experts.
-
-        Token losses are as in `forward`. Balance losses are summed over all sequences and all layers with experts (`models.moe`);
-        0 for a dense model.
-        """
+    ) -> Losses:
+        """The sums of the training loss; arguments and token losses are as in `forward`."""
         x, balance = self._run_blocks(tokens, positions, documents)
-        return _value(self.logits_or_loss(x, targets)), balance
+        if not self.predictions:
+            return Losses(_value(self.logits_or_loss(x, targets)), balance, torch.zeros_like(balance))
+        further = further_tokens(tokens, targets, documents, len(self.predictions))
+        shared = self.shared_inputs(tokens, positions, documents, x.dtype)
+        losses = self.head_losses(x, targets, further, shared)
+        return Losses(losses.tokens.loss, sum((routed.balance for routed in losses.routed), balance), losses.further)
 
     def _run_blocks(self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None) -> tuple[Tensor, Tensor]:
         shared = self.shared_inputs(tokens, positions, documents, self.embed.weight.dtype)
@@ -129,8 +155,29 @@ class Decoder(nn.Module):
 
     def logits_or_loss(self, x: Tensor, targets: Tensor | None) -> Tensor | LossSums:
         """Logits of the last block's output, or with targets the sums of its losses."""
-        tied = self.embed.weight if self.spec.tied else None
-        return self.head(self.norm(x), targets, tied)
+        return self.head(self.norm(x), targets, self._tied_weight())
+
+    def head_losses(self, x: Tensor, targets: Tensor, further: FurtherTokens, shared: SharedInputs) -> HeadLosses:
+        """The losses of the last block's output: of the next tokens, and of further tokens by the prediction modules."""
+        hidden, tied = self.norm(x), self._tied_weight()
+        sums = self.head(hidden, targets, tied)
+        assert isinstance(sums, LossSums)
+        further_loss, routed = torch.zeros_like(sums.loss), []
+        for depth, module in enumerate(self.predictions):
+            assert isinstance(module, PredictionModule)
+            # `block.forward` as `parallel` wraps it; the embedding of a token has no position, its hidden state has.
+            y = module.block.forward(
+                module.join(hidden, self.embed(further.inputs[..., depth])), shared.rope, shared.mask
+            )
+            if isinstance(y, RoutedOutput):
+                routed.append(y)
+                y = y.x
+            hidden = module.norm(y)
+            further_loss = further_loss + _value(self.head(hidden, further.targets[..., depth], tied))
+        return HeadLosses(sums, further_loss, tuple(routed))
+
+    def _tied_weight(self) -> Tensor | None:
+        return self.embed.weight if self.spec.tied else None
 
     def rope(self, positions: Tensor, dtype: torch.dtype) -> RotaryTables | None:
         """The rotary tables of `positions`; None for a model with learned positions."""

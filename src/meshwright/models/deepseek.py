@@ -16,7 +16,6 @@ from meshwright.models.mixtral import BALANCE_LOSS_NOTE, refuse_dense
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec
 
-_NO_NEXT_TOKENS = "Meshwright neither trains nor reads the layers that predict further tokens"
 _GREEDY, _LIMITED = "greedy", "group_limited_greedy"
 
 
@@ -119,7 +118,6 @@ def _v3_fields(config: HFConfig) -> dict[str, Any]:
     config.expect("scoring_func", "sigmoid")
     config.expect("topk_method", "noaux_tc")
     config.expect("rope_interleave", True)
-    config.note_unused(_NO_NEXT_TOKENS, "num_nextn_predict_layers")
     return {
         **_shared_fields(config),
         **_shared_width(config, 1),
@@ -127,6 +125,7 @@ def _v3_fields(config: HFConfig) -> dict[str, Any]:
         "routing_scale": config.number("routed_scaling_factor", 2.5),
         "expert_groups": config.integer("n_group", default=8),
         "groups_per_token": config.integer("topk_group", default=4),
+        "prediction_depth": config.values.get("num_nextn_predict_layers") or 0,
     }
 
 
@@ -136,7 +135,7 @@ def _v3_config(spec: ModelSpec) -> dict[str, Any]:
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
         "rope_interleave": True,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": spec.prediction_depth,
     }
 
 
@@ -221,6 +220,7 @@ DEEPSEEK_V2 = replace(
         "rope_scaling": None,
         "router": "softmax",
         "normalised_routing": False,
+        "prediction_depth": 0,
     },
     from_config=_v2_fields,
     to_config=_v2_config,
@@ -230,9 +230,14 @@ DEEPSEEK_V3 = replace(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     tensors=lambda spec: {**DEEPSEEK_V2.tensors(spec), "moe.choice_bias": "mlp.gate.e_score_correction_bias"},
-    further_layers=True,
+    predictions={"token_norm": "enorm", "hidden_norm": "hnorm", "project": "eh_proj", "norm": "shared_head.norm"},
+    prediction_copies={"embed": "embed_tokens", "head": "shared_head.head"},
     fixed={
-        **{key: value for key, value in DEEPSEEK_V2.fixed.items() if key != "normalised_routing"},
+        **{
+            key: value
+            for key, value in DEEPSEEK_V2.fixed.items()
+            if key not in ("normalised_routing", "prediction_depth")
+        },
         "router": "sigmoid",
     },
     from_config=_v3_fields,

@@ -54,6 +54,18 @@ def hf_tensors(spec: ModelSpec) -> dict[str, tuple[HFTensor, ...]]:
     return {parameter.name: tuple(_tensors_of(family, spec, parameter)) for parameter in parameters(spec)}
 
 
+def prediction_copies(spec: ModelSpec) -> dict[str, tuple[HFTensor, ...]]:
+    """By parameter, the further tensors of a folder that are equal to it: its copies in layers that predict further tokens."""
+    family, shape = FAMILIES[spec.family], (spec.vocab_size, spec.hidden)
+    copies: dict[str, tuple[HFTensor, ...]] = {}
+    for module, name in family.prediction_copies.items():
+        source = "embed.weight" if spec.tied else f"{module}.weight"
+        prefixes = (family.layer.format(layer=spec.layers + depth) for depth in range(spec.prediction_depth))
+        further = (HFTensor(f"{prefix}{name}.weight", 0, shape[0], shape, False) for prefix in prefixes)
+        copies[source] = (*copies.get(source, ()), *further)
+    return copies
+
+
 def to_hf_config(spec: ModelSpec, *, dtype: str = "bf16", eos_id: int | None = None) -> dict[str, Any]:
     """config.json of the model, with the keys of both transformers 4 and 5.
 
@@ -117,11 +129,34 @@ def from_hf_config(config: Mapping[str, Any], where: str = "config.json") -> tup
 
 
 def folder_spec(folder: Path) -> dict[str, Any]:
-    """The plain ModelSpec fields of a Hugging Face folder, from its config.json alone.
+    """The plain ModelSpec fields of a Hugging Face folder; raises errors as `folder_fields` does."""
+    return folder_fields(folder)[0]
 
-    Raises BadInput if it is missing or describes a feature that the decoder lacks, Damaged if it is not JSON.
+
+def folder_fields(folder: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The plain ModelSpec fields of a Hugging Face folder, and notes, from its config.json and the names of its tensors.
+
+    transformers keeps `num_nextn_predict_layers` in config.json where it leaves out these layers; the depth is then 0. Raises BadInput if
+    config.json is missing or describes a feature that the decoder lacks, Damaged if it is not JSON.
     """
-    return from_hf_config(read_json(folder / "config.json"), str(folder / "config.json"))[0]
+    where = folder / "config.json"
+    fields, notes = from_hf_config(read_json(where), str(where))
+    depth, layers = fields["prediction_depth"], fields["layers"]
+    if not depth or not (names := _tensor_names(folder)) or any(f"layers.{layers}." in name for name in names):
+        return fields, notes
+    note = f"{where}: num_nextn_predict_layers {depth} is not used: the folder has no tensors of these layers"
+    return {**fields, "prediction_depth": 0}, (*notes, note)
+
+
+def _tensor_names(folder: Path) -> list[str]:
+    """Names of the tensors in a folder's safetensors; none if the index or the header of the only file cannot be read."""
+    try:
+        if (index := folder / "model.safetensors.index.json").is_file():
+            return list(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        with (folder / "model.safetensors").open("rb") as file:
+            return list(json.loads(file.read(int.from_bytes(file.read(8), "little"))))
+    except (OSError, ValueError, KeyError, TypeError, MemoryError, OverflowError):
+        return []
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -159,16 +194,16 @@ def _family_of(config: Mapping[str, Any], where: str) -> Family:
 
 def _tensors_of(family: Family, spec: ModelSpec, parameter: ParameterSpec) -> list[HFTensor]:
     if parameter.expert:
-        return _experts_of(family, parameter)
-    module, _, weight_or_bias = parameter.name.rpartition(".")
+        return _experts_of(family, spec, parameter)
+    module, weight_or_bias = parameter.module, parameter.name.rpartition(".")[2]
     prefix, names = "", (family.ends.get(module, ""),)
-    if module.startswith("layers."):
-        _, layer, module = module.split(".", 2)
-        prefix = family.layer.format(layer=layer)
+    if parameter.inside:
+        prefix = _prefix_of(family, spec, parameter)
         if single := family.tensors(spec).get(f"{module}.{weight_or_bias}"):
             shape = parameter.shape
             return [HFTensor(prefix + single, 0, shape[0], shape, False, not parameter.trained)]
-        names = family.modules[module]
+        outside_block = parameter.predicts and module in family.predictions
+        names = (family.predictions[module],) if outside_block else family.modules[module]
     sizes = [size for _, size in parameter.blocks] if len(names) > 1 else [parameter.shape[0]]
     transposed = module in family.transposed and weight_or_bias == "weight"
     tensors, first = [], 0
@@ -181,10 +216,16 @@ def _tensors_of(family: Family, spec: ModelSpec, parameter: ParameterSpec) -> li
     return tensors
 
 
-def _experts_of(family: Family, parameter: ParameterSpec) -> list[HFTensor]:
+def _prefix_of(family: Family, spec: ModelSpec, parameter: ParameterSpec) -> str:
+    """The prefix of a block's tensors; prediction modules are numbered after the layers."""
+    number = int(parameter.name.split(".")[1])
+    return family.layer.format(layer=number + spec.layers * parameter.predicts)
+
+
+def _experts_of(family: Family, spec: ModelSpec, parameter: ParameterSpec) -> list[HFTensor]:
     """The tensors of a layer's stacked experts in a folder: one per expert, with gate and up projection separate."""
-    _, layer, module = parameter.name.split(".", 2)
-    prefix, names = family.layer.format(layer=layer), family.modules[module]
+    attribute = parameter.name.rpartition(".")[2]
+    prefix, names = _prefix_of(family, spec, parameter), family.modules[f"moe.experts.{attribute}"]
     experts, rows, inputs = parameter.shape
     size = rows // len(names)
     tensor_names = [name.format(expert=expert) for expert in range(experts) for name in names]

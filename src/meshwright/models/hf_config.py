@@ -23,6 +23,7 @@ DEEPSEEK_FIELDS = {
     "expert_groups": 1,
     "groups_per_token": 1,
     "routing_scale": 1.0,
+    "prediction_depth": 0,
 }
 """ModelSpec fields that only DeepSeek's families can set, with the values of all others."""
 
@@ -54,8 +55,10 @@ class Family:
     """Our modules whose weights Hugging Face stores as (in, out)."""
     unused: tuple[str, ...] = ()
     """Suffixes of tensors in old folders that are not needed (masks, rotary frequencies)."""
-    further_layers: bool = False
-    """Whether folders may have layers after those of the decoder, which are not read."""
+    predictions: Mapping[str, str] = field(default_factory=dict)
+    """Modules of a prediction module outside its block, which is numbered as a further layer: our name → Hugging Face's."""
+    prediction_copies: Mapping[str, str] = field(default_factory=dict)
+    """Our modules at the ends of which each of these layers has a copy in folders, with the copy's name."""
     fixed: Mapping[str, Any]
     """ModelSpec fields that the architecture fixes, with their values."""
     tied: bool

@@ -39,6 +39,7 @@ OPTIONAL_STEP_KEYS: dict[str, str] = {
     "memory_allocated_peak_bytes": "the part of memory_peak_bytes that tensors took, on a GPU",
     "counted_wire_bytes": "bytes that one host's emulated nodes sent one another, as its kernel counts them",
     "predicted_wire_bytes": "the same as predicted from the plan (costs.traffic)",
+    "prediction_loss": "loss of the modules that predict further tokens before its weight, mean over modules, nat",
     "balance_loss": "mixtures of experts: balance loss before its weight, mean over sequences and layers; 1 is even",
     "expert_load": "mixtures of experts: tokens of the busiest expert over the mean of its layer, where that is most; 1 is even",
     "z_loss": "with train.z_loss: mean squared log-sum-exp of the logits, before its weight",

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.kernels.linear import split_backward
 from meshwright.models.decoder import Block, Decoder
 from meshwright.models.initial_values import initial_values
+from meshwright.parallel.blocks import blocks_with_layer, numbered_blocks
 from meshwright.parallel.channels import open_channels
 from meshwright.parallel.context import divide_sequences
 from meshwright.parallel.copy_engine import use_copy_engines
@@ -28,6 +29,7 @@ from meshwright.parallel.fsdp import DTYPES, CommunicationStreams
 from meshwright.parallel.gradient_sums import GradientSums
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.offload import HostMemory
+from meshwright.parallel.predictions import PredictionLoss
 from meshwright.parallel.recompute import with_recompute
 from meshwright.parallel.replicas import ReplicaSums
 from meshwright.parallel.routing import RoutingStatistics
@@ -59,7 +61,7 @@ class Engine:
     `training` is the schedule of a step; `evaluation_schedule(n)` returns that of n micro-batches without backward. `weights` has this
     rank's part of each parameter on the device. Master weights in host memory are in `Optimizer.state`. `duplicate_rows` has, by
     parameter, the rows of this rank's part that the gradient norm must not count, because another rank counts its copy: the last stage's
-    copy of a tied weight, and on all tensor ranks but the first the parameters that tensor ranks do not divide. `host_offloaded` maps
+    copy of the embedding, and on all tensor ranks but the first the parameters that tensor ranks do not divide. `host_offloaded` maps
     each parameter whose optimizer state is in host memory to the function that releases its master weight on the device, or to None if the
     plan has no separate master weights.
     """
@@ -92,6 +94,7 @@ def build_engine(
     plain: bool = False,
     balance_loss: float = 0.0,
     balance_bias: float = 0.0,
+    prediction_loss: float = 0.0,
     z_loss: float = 0.0,
     router_z_loss: float = 0.0,
     on_phase_end: Callable[[str], None] = _ignore_phase,
@@ -99,8 +102,8 @@ def build_engine(
     """Build this rank's part of a decoder with its initial values, ready to train. Collective over all ranks of the job.
 
     `loss_chunk` is the number of tokens whose logits are in memory at a time. `plain` uses PyTorch operations instead of our kernels (the
-    reference of the equality tests). `balance_loss`, `z_loss` and `router_z_loss` are weights of losses beside the cross-entropy
-    (`TrainSpec`), `balance_bias` the step of the experts' biases.
+    reference of the equality tests). `balance_loss`, `z_loss`, `router_z_loss` and `prediction_loss` are weights of losses beside the
+    cross-entropy (`TrainSpec`), `balance_bias` the step of the experts' biases.
     `on_phase_end` is called with the name of each completed phase of the start (`events.start`).
 
     Raises BadInput if the schedule does not exist for the plan's sizes.
@@ -122,12 +125,10 @@ def build_engine(
     count_expert_loads_over_whole_sequences(model, mesh)
     use_fp8_products(model, plan, mesh.device)
     wrap_blocks(model, plan)
-    for number, block in model.layers.items():
+    for layer, block in blocks_with_layer(model):
         # Products that add to gradients of earlier micro-batches run in the weight half of a split backward, since autograd would return
         # each micro-batch's gradient separately.
-        if entry_of(plan.schedule.name).splits_backward or products_accumulate_gradients(
-            plan, int(number), spec.layers
-        ):
+        if entry_of(plan.schedule.name).splits_backward or products_accumulate_gradients(plan, layer, spec.layers):
             split_backward(block)
     units = make_units(model, table[pipeline_rank], plan, mesh)
     model.to_empty(device=mesh.device)
@@ -161,6 +162,7 @@ def build_engine(
         tensor_ranks=division.tensor.count,
         context=context,
         routing=_routing(model, plan, balance_loss, balance_bias, router_z_loss, mesh.device),
+        predictions=PredictionLoss(spec, prediction_loss, mesh.device) if spec.prediction_depth else None,
     )
     executor = Executor(
         rank_model,
@@ -187,10 +189,10 @@ def _routing(
     """The statistics of the model's routers, which it tells whether to compute a z-loss; None for a dense model."""
     if not model.spec.experts:
         return None
-    mixtures = {layer: block.moe for layer, block in model.layers.items() if isinstance(block, Block) and block.routed}
+    mixtures = {number: block.moe for number, block in numbered_blocks(model) if block.routed}
     for mixture in mixtures.values():
         mixture.z_loss = z_loss > 0
-    biases = {int(layer): moe.choice_bias for layer, moe in mixtures.items() if moe.choice_bias is not None}
+    biases = {number: moe.choice_bias for number, moe in mixtures.items() if moe.choice_bias is not None}
     return RoutingStatistics(
         model.spec,
         balance_loss,
@@ -241,10 +243,10 @@ def _replica_sums(plan: Plan, mesh: Mesh) -> ReplicaSums | None:
 
 
 def _tied_sum(model: Decoder, table: tuple[tuple[range, ...], ...], mesh: Mesh) -> TiedGradientSum | None:
-    """The gradient sum over the first and last stage, if they share a weight and are on different ranks; collective."""
+    """The gradient sum over the first and last stage, if both use the embedding and are on different ranks; collective."""
     first = next(rank for rank, stages in enumerate(table) if any(stage.start == 0 for stage in stages))
     last = next(rank for rank, stages in enumerate(table) if any(stage.stop == model.spec.layers for stage in stages))
-    if not model.spec.tied or first == last:
+    if not model.spec.embedding_at_both_ends or first == last:
         return None
     group = mesh.pair(first, last)
     if group is None:
@@ -263,9 +265,8 @@ def wrap_blocks(model: Decoder, plan: Plan) -> None:
         if plan.compile
         else None
     )
-    for layer, block in model.layers.items():
-        assert isinstance(block, Block)
-        mode = plan.strategy(int(layer), model.spec.layers).recompute
+    for layer, block in blocks_with_layer(model):
+        mode = plan.strategy(layer, model.spec.layers).recompute
         if compiled is not None:
             block.forward = partial(compiled, type(block).forward, mode, block)
         else:

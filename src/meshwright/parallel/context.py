@@ -22,7 +22,8 @@ from torch import Tensor
 
 from meshwright.data.loader import MicroBatch
 from meshwright.kernels.attention import AttentionMask, attention
-from meshwright.models.decoder import Block, Decoder, SharedInputs
+from meshwright.models.decoder import Decoder, SharedInputs
+from meshwright.parallel.blocks import blocks_with_layer
 from meshwright.parallel.exchanges import gather_heads, gather_sequence, scatter_heads
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.recompute import with_recompute
@@ -48,10 +49,9 @@ def divide_sequences(model: Decoder, plan: Plan, mesh: Mesh) -> SplitSequences |
     # Creating the group is collective over all ranks, so it is done here and not at first use.
     group = mesh.group_over(CONTEXT_AXES)
     assert group is not None
-    for layer, block in model.layers.items():
-        assert isinstance(block, Block)
+    for layer, block in blocks_with_layer(model):
         # Recompute of the block gathers keys and values again anyway. Without compilation attention itself would run twice.
-        saves_activations = plan.strategy(int(layer), model.spec.layers).recompute == "none"
+        saves_activations = plan.strategy(layer, model.spec.layers).recompute == "none"
         block.attention.attend = SplitAttention(*axes, "selective" if saves_activations and plan.compile else "none")
     return SplitSequences(model, mesh, group, ring, ulysses)
 
@@ -64,16 +64,17 @@ class SplitSequences:
 
     def local_batch(self, batch: MicroBatch) -> MicroBatch:
         """This rank's tokens of a micro-batch of whole sequences, with their targets (already shifted by one) and positions."""
-        seq = batch.tokens.shape[1]
-        ranges = local_tokens(seq, self._ring, self._ulysses)
-
-        def local(tensor: Tensor) -> Tensor:
-            return torch.cat([tensor[:, tokens.start : tokens.stop] for tokens in ranges], dim=1)
-
+        local = self.local_tokens
         targets, positions = (None if whole is None else local(whole) for whole in (batch.targets, batch.positions))
         if positions is None:
+            ranges = local_tokens(batch.tokens.shape[1], self._ring, self._ulysses)
             positions = _token_positions(ranges, batch.tokens.device).expand(len(batch.tokens), -1)
         return replace(batch, tokens=local(batch.tokens), targets=targets, positions=positions)
+
+    def local_tokens(self, whole: Tensor) -> Tensor:
+        """This rank's part of a tensor `(batch, seq, …)` of whole sequences."""
+        ranges = local_tokens(whole.shape[1], self._ring, self._ulysses)
+        return torch.cat([whole[:, tokens.start : tokens.stop] for tokens in ranges], dim=1)
 
     def shared_inputs(self, batch: MicroBatch, dtype: torch.dtype) -> SharedInputs:
         """The inputs that all blocks share, for this rank's tokens; `batch` is from `local_batch`.

@@ -21,7 +21,7 @@ from meshwright.data.loader import MicroBatch
 from meshwright.events.span import Recorder
 from meshwright.kernels.linear import WeightQueue
 from meshwright.kernels.loss import LossSums
-from meshwright.models.decoder import SharedInputs
+from meshwright.models.decoder import HeadLosses, SharedInputs
 from meshwright.models.moe import RoutedOutput
 from meshwright.parallel.channels import Channels
 from meshwright.parallel.fp8_weights import WeightScales
@@ -110,7 +110,7 @@ class _Step:
         callbacks: StepEndCallbacks,
     ) -> None:
         self.executor, self.rank_model, self.recorder = executor, executor.rank_model, recorder
-        self.batches = [self.rank_model.local_batch(batch) for batch in batches]
+        self.batches = [self.rank_model.local_batch(batch, trains=schedule.trains) for batch in batches]
         self.valid, self.callbacks = valid, callbacks
         self.rank_of = schedule.rank_of
         self.rank_actions = schedule.actions[self.rank_model.pipeline_rank]
@@ -148,6 +148,8 @@ class _Step:
         self.executor.streams.follow_compute()
         if self.rank_model.routing is not None:
             self.rank_model.routing.begin_step(self.seq)
+        if self.rank_model.predictions is not None:
+            self.rank_model.predictions.begin_step()
         if self.recorder.detail and self.executor.channels is not None:
             self.executor.channels.time_messages()
         reduced_next = self.reduced_next()
@@ -261,13 +263,13 @@ class _Step:
                 routing.choose(unit.layer, number if trains else None)
             y = unit.run(x, batch, shared)
             if self.is_loss(stage, unit_index):
-                if isinstance(y, LossSums):
+                if isinstance(y, (LossSums, HeadLosses)):
                     self.add_loss(y, x, visit)
                 else:
                     assert isinstance(y, Tensor)
                     self.logits[number] = y
                 return
-            assert not isinstance(y, LossSums)
+            assert not isinstance(y, (LossSums, HeadLosses))
             y, router_loss = self.output_and_router_loss(y, unit, trains)
         if trains:
             self.kept[visit] = leaf, get_gradient_edge(y), router_loss
@@ -291,18 +293,21 @@ class _Step:
         routing.add(unit.layer, y)
         return y.x, routing.weighted_loss(y)
 
-    def add_loss(self, sums: LossSums, x: Tensor | None, visit: Visit) -> None:
+    def add_loss(self, losses: LossSums | HeadLosses, x: Tensor | None, visit: Visit) -> None:
         """Add a micro-batch's summed losses; in training run their backward at once.
 
         The loss computes its gradients in forward, chunk by chunk, so its backward only multiplies them. A later backward would keep the
         head's weight gradient, `(vocab, hidden)`, for every micro-batch in flight.
         """
-        y, z = sums
+        y, z = losses.tokens if isinstance(losses, HeadLosses) else losses
         if self.valid is not None:
             valid = self.valid.to(y.dtype)
             y, z = y / valid, z / valid
         self.loss += y.detach()
         self.z_loss += z
+        if isinstance(losses, HeadLosses):
+            assert self.rank_model.predictions is not None
+            y = y + self.rank_model.predictions.add(losses, self.valid, self.rank_model.routing)
         if y.requires_grad:
             assert x is not None
             y.backward()

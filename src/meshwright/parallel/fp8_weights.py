@@ -19,6 +19,7 @@ from meshwright.kernels.fp8_products import E4M3, inverse, scale_of
 from meshwright.kernels.gated import find_miscompiled_kernel
 from meshwright.kernels.linear import Linear
 from meshwright.models.decoder import Decoder
+from meshwright.parallel.blocks import blocks_with_layer
 from meshwright.parallel.sharded_unit import ShardedUnit
 from meshwright.spec.errors import BadInput
 from meshwright.spec.fp8_limits import fp8_conflict
@@ -33,14 +34,16 @@ SCALE_STRIDE = 4
 def use_fp8_products(model: Decoder, plan: Plan, device: torch.device) -> None:
     """Make the linear layers of every block multiply in fp8 if the plan has fp8 for the block's layer.
 
+    The block of a prediction module has the format of the last layer, and its projection the compute dtype.
+
     Raises BadInput on a GPU that cannot multiply in fp8. On a CPU the rounded values are multiplied in fp32.
     """
-    formats = {layer: plan.linear(int(layer), model.spec.layers) for layer in model.layers}
+    formats = {layer: plan.linear(layer, model.spec.layers) for layer, _ in blocks_with_layer(model)}
     if any(number_format != "compute" for number_format in formats.values()):
         if conflict := fp8_conflict(plan, experts=model.spec.experts > 0):
             raise BadInput(f"plan.linear: fp8 does not go with {conflict} in this release; leave it out")
         _check_device(device)
-    for layer, block in model.layers.items():
+    for layer, block in blocks_with_layer(model):
         for module in block.modules():
             if isinstance(module, Linear) and formats[layer] != "compute":
                 module.scaling = "tensorwise" if formats[layer] == "fp8_tensorwise" else "rowwise"

@@ -35,13 +35,17 @@ class RoutingStatistics:
         bias_step: float = 0.0,
         z_loss: float = 0.0,
     ) -> None:
+        layers = spec.layers + spec.prediction_depth
         self._weight, self._z_loss, self._tokens = weight, z_loss, 1
-        self._routed_layers = sum(spec.routed(layer) for layer in range(spec.layers))
+        self._routed_layers = sum(spec.routed(layer) for layer in range(layers))
         self._global_batch, self._biases, self._bias_step = global_batch, biases, bias_step
         self.choose: Callable[[int, int | None], None] | None = None
         """Called before a block's forward with its layer and micro-batch, or None outside of training (`ReplayedRouting`)."""
-        self.sums = torch.zeros(spec.layers, 2 + spec.experts, dtype=torch.float64, device=device)
-        """`(layers, 2 + experts)`: by layer the sums of balance losses and of squares, then the number of tokens of each expert."""
+        self.sums = torch.zeros(layers, 2 + spec.experts, dtype=torch.float64, device=device)
+        """`(layers, 2 + experts)`: by layer the sums of balance losses and of squares, then the number of tokens of each expert.
+
+        Prediction modules follow the layers.
+        """
 
     def begin_step(self, seq: int) -> None:
         """Set all sums to 0, for a step of sequences of `seq` tokens."""

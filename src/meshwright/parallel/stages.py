@@ -1,7 +1,7 @@
 """The part of a model that one pipeline rank runs, divided into stages and units.
 
 A stage is a range of consecutive layers. A unit is the part of a stage whose parameters are gathered and reduced together: the embedding,
-one block, or the final norm with the head and the loss.
+one block, or the final norm with the head, the loss and the modules that predict further tokens.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.data.loader import MicroBatch
 from meshwright.kernels.loss import LossSums
-from meshwright.models.decoder import Decoder, SharedInputs
+from meshwright.models.decoder import Decoder, HeadLosses, SharedInputs
 from meshwright.models.moe import RoutedOutput
+from meshwright.models.prediction import FurtherTokens, further_tokens
+from meshwright.parallel.blocks import predictions_of
 from meshwright.parallel.context import SplitSequences
 from meshwright.parallel.experts import DistributedExperts
 from meshwright.parallel.fsdp import ParameterGroup, UnsharedParameterGroup
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.predictions import PredictionLoss
 from meshwright.parallel.routing import RoutingStatistics
 from meshwright.parallel.sharded_unit import ShardedUnit
 from meshwright.spec.layout import Division, gradients_final_in_backward, local_shape
@@ -28,7 +31,15 @@ from meshwright.spec.model import ModelSpec, parameters
 from meshwright.spec.plan import Plan
 from meshwright.workload.activations import saved_elements_by_layer
 
-UnitForward = Callable[[Tensor | None, MicroBatch, SharedInputs], Tensor | RoutedOutput | LossSums]
+
+@dataclass(frozen=True)
+class LocalBatch(MicroBatch):
+    """A rank's tokens of a micro-batch; `further` are those of the prediction modules, None where they do not run."""
+
+    further: FurtherTokens | None = None
+
+
+UnitForward = Callable[[Tensor | None, LocalBatch, SharedInputs], Tensor | RoutedOutput | LossSums | HeadLosses]
 """Maps a unit's input (None for the embedding), the micro-batch and the inputs that all blocks share to the unit's output."""
 
 
@@ -37,9 +48,9 @@ class Unit:
     """One unit of a stage: the function that runs its forward, and its parameters.
 
     `run` maps the unit's input `(batch, seq, hidden)` (None for the embedding) to its output, or to the sums of the losses for the last
-    unit with targets; a block with experts also returns its router's losses and expert loads. `layer` is the index of a block in the
-    model, None for the other units. `kept_elements` estimates how many elements per token the forward saves for the backward
-    (`workload.activations`); `offloads` tells whether these are offloaded to host memory (`parallel.offload`).
+    unit with targets (HeadLosses with further tokens); a block with experts also returns its router's losses and expert loads. `layer` is
+    the index of a block in the model, None for the other units. `kept_elements` estimates how many elements per token the forward saves
+    for the backward (`workload.activations`); `offloads` tells whether these are offloaded to host memory (`parallel.offload`).
     """
 
     run: UnitForward
@@ -54,7 +65,8 @@ class RankModel:
     """The part of the model that one pipeline rank runs.
 
     `stages` maps the indices of the rank's virtual stages to their units. Activations between units are divided along the sequence over
-    `tensor_ranks`. `context` divides sequences over context ranks, `routing` collects the routers' statistics; both may be None.
+    `tensor_ranks`. `context` divides sequences over context ranks, `routing` collects the routers' statistics and `predictions` the loss of
+    prediction modules; all three may be None.
     """
 
     model: Decoder
@@ -65,10 +77,17 @@ class RankModel:
     tensor_ranks: int = 1
     context: SplitSequences | None = None
     routing: RoutingStatistics | None = None
+    predictions: PredictionLoss | None = None
 
-    def local_batch(self, batch: MicroBatch) -> MicroBatch:
-        """This context rank's tokens of a micro-batch of whole sequences."""
-        return batch if self.context is None else self.context.local_batch(batch)
+    def local_batch(self, batch: MicroBatch, *, trains: bool = False) -> LocalBatch:
+        """This context rank's tokens of a micro-batch of whole sequences; further ones if it `trains` prediction modules."""
+        further, depth = None, len(predictions_of(self.model))
+        if trains and depth and batch.targets is not None:
+            further = further_tokens(batch.tokens, batch.targets, batch.documents, depth)
+        if self.context is not None:
+            batch = self.context.local_batch(batch)
+            further = None if further is None else FurtherTokens(*map(self.context.local_tokens, further))
+        return LocalBatch(**vars(batch), further=further)
 
     def shared_inputs(self, batch: MicroBatch) -> SharedInputs:
         """The inputs that all blocks of a local micro-batch share: token positions, rotary tables, attention mask."""
@@ -101,6 +120,7 @@ def remove_other_modules(model: Decoder, parameter_names: Iterable[str]) -> None
         model.embed = None  # type: ignore[assignment]
     if "norm" not in modules:  # the head is on the same rank; a tied head has no parameter of its own to test for
         model.norm = model.head = None  # type: ignore[assignment]
+        model.predictions = nn.ModuleList()
 
 
 def shrink_to_local_parts(model: Decoder, division: Division) -> None:
@@ -120,12 +140,14 @@ def make_units(model: Decoder, stages: Sequence[range], plan: Plan, mesh: Mesh) 
 
     Collective over all ranks of the job.
     """
-    end_units = _shard_ends(model, plan, mesh.shards)
     # `expert_shards` is collective over all ranks, also over those whose layers have no experts.
     expert_shards = mesh.expert_shards if model.spec.experts and mesh.experts is not None else None
-    blocks = {
-        name: _shard_block(block, model.spec, plan, mesh.shards, expert_shards) for name, block in model.layers.items()
-    }
+
+    def shard(modules: Sequence[nn.Module], uses: int = 1) -> ShardedUnit:
+        return _shard(modules, model.spec, plan, mesh.shards, expert_shards, uses)
+
+    end_units = _shard_ends(model, shard)
+    blocks = {name: shard([block]) for name, block in model.layers.items()}
     kept, strategies = saved_elements_by_layer(model.spec, plan), plan.strategies(model.spec.layers)
     units_by_stage = []
     for stage in stages:
@@ -147,34 +169,28 @@ def make_units(model: Decoder, stages: Sequence[range], plan: Plan, mesh: Mesh) 
     return units_by_stage
 
 
-def _shard_block(
-    block: nn.Module, spec: ModelSpec, plan: Plan, shards: DeviceMesh, expert_shards: DeviceMesh | None
-) -> ShardedUnit:
-    """Shard a block's parameters over `shards`, but distributed experts over `expert_shards`, the ranks with the same experts."""
-    experts = [module for module in block.modules() if isinstance(module, DistributedExperts)]
-    if not experts or expert_shards is None:
-        return _shard([block], spec, plan, shards)
-    # The experts first: FSDP2 then excludes them from the group of the whole block.
-    groups = [_parameter_group(experts, plan, expert_shards), _parameter_group([block], plan, shards)]
-    return ShardedUnit(groups, final=gradients_final_in_backward(spec, plan))
+def _shard_ends(model: Decoder, shard: Callable[..., ShardedUnit]) -> dict[str, ShardedUnit]:
+    """Shard the embedding and the head with the prediction modules, if they are on this rank.
 
-
-def _shard_ends(model: Decoder, plan: Plan, mesh: DeviceMesh) -> dict[str, ShardedUnit]:
-    """Shard the embedding and the head, if they are on this rank; they are one unit if they are both here and share a weight."""
+    They are one unit if both are here and both use the embedding's weight.
+    """
     front = [module for module in (model.embed, model.positions) if module is not None]
-    back = [module for module in (model.norm, model.head) if module is not None]
-    if front and back and model.spec.tied:
-        both = _shard([*front, *back], model.spec, plan, mesh, uses=2 if _runs_embedding(model) else 1)
+    back = [module for module in (model.norm, model.head, *model.predictions) if module is not None]
+    if front and back and model.spec.embedding_at_both_ends:
+        both = shard([*front, *back], uses=2 if _runs_embedding(model) else 1)
         return {"embed": both, "head": both}
-    return {
-        name: _shard(modules, model.spec, plan, mesh) for name, modules in (("embed", front), ("head", back)) if modules
-    }
+    return {name: shard(modules) for name, modules in (("embed", front), ("head", back)) if modules}
 
 
-def _shard(modules: Sequence[nn.Module], spec: ModelSpec, plan: Plan, mesh: DeviceMesh, uses: int = 1) -> ShardedUnit:
-    return ShardedUnit(
-        [_parameter_group(modules, plan, mesh)], uses=uses, final=gradients_final_in_backward(spec, plan)
-    )
+def _shard(
+    modules: Sequence[nn.Module], spec: ModelSpec, plan: Plan, shards: DeviceMesh, expert_shards: DeviceMesh | None, uses: int
+) -> ShardedUnit:  # fmt: skip
+    """Shard a unit over `shards`, but distributed experts over `expert_shards`, the ranks with the same experts."""
+    experts = [part for module in modules for part in module.modules() if isinstance(part, DistributedExperts)]
+    # The experts first: FSDP2 then excludes them from the group of the whole unit.
+    groups = [_parameter_group(experts, plan, expert_shards)] if experts and expert_shards is not None else []
+    groups.append(_parameter_group(modules, plan, shards))
+    return ShardedUnit(groups, uses=uses, final=gradients_final_in_backward(spec, plan))
 
 
 def _parameter_group(modules: Sequence[nn.Module], plan: Plan, mesh: DeviceMesh) -> ParameterGroup:
@@ -183,7 +199,7 @@ def _parameter_group(modules: Sequence[nn.Module], plan: Plan, mesh: DeviceMesh)
 
 
 def _runs_embedding(model: Decoder) -> bool:
-    """Whether the rank runs the embedding; the last pipeline rank may have its weight for a tied head only."""
+    """Whether the rank runs the embedding; the last pipeline rank may have its weight for the head's unit only."""
     return "0" in model.layers
 
 
@@ -197,4 +213,10 @@ def _block_forward(block: nn.Module) -> UnitForward:
 
 
 def _head_forward(model: Decoder) -> UnitForward:
-    return lambda x, batch, shared: model.logits_or_loss(x, batch.targets)  # type: ignore[arg-type]
+    def run(x: Tensor | None, batch: LocalBatch, shared: SharedInputs) -> Tensor | LossSums | HeadLosses:
+        assert x is not None
+        if batch.further is None or batch.targets is None:
+            return model.logits_or_loss(x, batch.targets)
+        return model.head_losses(x, batch.targets, batch.further, shared)
+
+    return run

@@ -8,9 +8,9 @@ gather and one scatter (Jiang et al. 2024, MegaScale §3.1).
 In latent attention each rank computes the latents of its own tokens. The projections of its heads gather them, as they are narrower than
 the residual stream; the shared part of the keys is gathered by itself.
 
-Some parameters are replicated on several ranks: norms, projections to latents, biases after a reduce-scatter, learned positions, and
-key/value heads if there are fewer heads than ranks. Each rank computes their gradients from its own tokens or heads, and `TensorCopySums`
-adds them once a step.
+Some parameters are replicated on several ranks: norms, projections to latents and of prediction modules, biases after a reduce-scatter,
+learned positions, and key/value heads if there are fewer heads than ranks. Each rank computes their gradients from its own tokens or heads,
+and `TensorCopySums` adds them once a step.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from meshwright.kernels.rope import RotaryTables
 from meshwright.models.decoder import Attention, Block, Decoder
 from meshwright.models.latent_attention import LatentAttention
 from meshwright.models.mlp import GatedMLP
+from meshwright.parallel.blocks import numbered_blocks
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.peers import Peers, close_peers, open_peers
 from meshwright.parallel.products import (
@@ -60,8 +61,7 @@ def divide_over_tensor_ranks(model: Decoder, mesh: Mesh, engine: Engine = "kerne
     spec, name = model.spec, group.group_name
     close_peers(name)
     peers = open_peers(mesh, "tensor", "plan.tensor_engine = copy") if engine == "copy" else None
-    for block in model.layers.values():
-        assert isinstance(block, Block)
+    for _, block in numbered_blocks(model):
         _divide_block(block, name, part.count, peers)
     vocabulary = [even_rows(spec.vocab_size, part.count, index) for index in range(part.count)]
     if model.embed is not None:

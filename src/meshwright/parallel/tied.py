@@ -1,4 +1,6 @@
-"""Sums the gradients of a tied embedding in a pipeline, where the first and the last stage have a copy of the weight each.
+"""Sums the gradients of an embedding that the first and the last stage of a pipeline have a copy of each.
+
+The last stage has it for a tied head or for modules that predict further tokens.
 
 The sum runs once a step, before the gradient norm. Both copies then get the same update and stay equal; the norm
 includes the first copy only.

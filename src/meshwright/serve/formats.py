@@ -7,10 +7,11 @@ and head keep their dtype; so does `kv_up` of latent attention, whose parts are 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.kernels.fixed_product import fixed_linear, fp8_linear
-from meshwright.kernels.fp8_products import ALIGNED, Fp8Matrix, quantize
+from meshwright.kernels.fp8_products import ALIGNED, E4M3, Fp8Matrix, round_with_scale, scale_of
 from meshwright.kernels.linear import Linear
 from meshwright.kernels.row_quantize import quantize_rows, quantize_swiglu
 from meshwright.models.decoder import Attention, Block, Decoder
@@ -18,6 +19,7 @@ from meshwright.models.latent_attention import LatentAttention
 from meshwright.models.mlp import GatedMLP
 from meshwright.spec.engine import Fp8
 from meshwright.spec.errors import BadInput
+from meshwright.spec.layout import TENSOR_SPLITS
 
 FP8_CAPABILITY = (8, 9)
 """The first GPUs that multiply fp8: Ada, Hopper."""
@@ -26,25 +28,45 @@ NOT_ROUNDED = "kv_up"
 
 
 class Fp8Linear(nn.Module):
-    """A linear layer with its weight in e4m3, one scale per output; inputs are rounded with one scale per token."""
+    """A linear layer with its weight in e4m3, one scale per output; inputs are rounded with one scale per token.
+
+    `ranks` are the tensor ranks that have the other columns of the weight, if it is divided so: scales are those of whole outputs, and
+    creating and assigning are collective. Each rank scales its part of a token by itself.
+    """
 
     scaling = None
     """Read by `kernels.gated`: this layer is not one of the trainer's fp8 layers."""
     values: Tensor
     scale: Tensor
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, *, invariant: bool = False, plain: bool = False) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        invariant: bool = False,
+        plain: bool = False,
+        ranks: dist.ProcessGroup | None = None,
+    ) -> None:
         super().__init__()
         self.dtype, self.bias, self.invariant, self.plain = weight.dtype, bias, invariant, plain
-        rounded = quantize(weight.detach(), "rowwise")
+        self.ranks = ranks
+        rounded = self._round(weight.detach())
         self.register_buffer("values", rounded.values)
         self.register_buffer("scale", rounded.scale)
 
     def assign(self, weight: Tensor) -> None:
         """Round another weight `(out, in)` into the memory of this one, so that CUDA graphs stay valid."""
-        rounded = quantize(weight.detach().to(self.values.device), "rowwise")
+        rounded = self._round(weight.detach().to(self.values.device))
         self.values.copy_(rounded.values)
         self.scale.copy_(rounded.scale)
+
+    def _round(self, weight: Tensor) -> Fp8Matrix:
+        largest = weight.abs().amax(dim=1, keepdim=True).float()
+        if self.ranks is not None:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.ranks)
+        scale = scale_of(largest, E4M3)
+        return Fp8Matrix(round_with_scale(weight, scale, E4M3), scale)
 
     def forward(self, x: Tensor | Fp8Matrix) -> Tensor:
         """`(…, out)` of x `(…, in)`, rounded here unless it is in fp8."""
@@ -92,9 +114,12 @@ class InvariantHead(nn.Module):
         return fixed_linear(hidden, weight)
 
 
-def use_formats(model: Decoder, *, weights: Fp8 | None = None, invariant: bool = False) -> None:
+def use_formats(
+    model: Decoder, *, weights: Fp8 | None = None, invariant: bool = False, ranks: dist.ProcessGroup | None = None
+) -> None:
     """Replace the linear layers of the model's blocks, and with `invariant` the head; the memory of rounded weights is freed.
 
+    Layers that are replaced already stay. `ranks` is the group of tensor ranks that divide the model, if any; then this is collective.
     Raises BadInput for a device or a model that these formats do not support.
     """
     if weights is None and not invariant:
@@ -102,11 +127,14 @@ def use_formats(model: Decoder, *, weights: Fp8 | None = None, invariant: bool =
     _check(model, weights, invariant)
     for block in model.layers.values():
         assert isinstance(block, Block)
-        for parent in (block.attention, *_networks(block)):
+        for path, parent in _parents(block):
             for name, linear in _linears(parent, weights):
-                setattr(parent, name, _replacement(linear, weights, invariant, model.plain))
+                others = ranks if TENSOR_SPLITS.get(f"{path}.{name}") == "columns" else None
+                setattr(parent, name, _replacement(linear, weights, invariant, model.plain, others))
         if isinstance(mlp := getattr(block, "mlp", None), GatedMLP) and weights is not None:
             block.add_module("mlp", Fp8GatedMLP(mlp.gate_up, mlp.down, mlp.plain))
+            for hook in mlp._forward_hooks.values():  # the sum over tensor ranks
+                block.mlp.register_forward_hook(hook)
     if invariant:
         model.add_module("head", InvariantHead(model.head.weight))
     if weights is not None and model.embed.weight.is_cuda:
@@ -131,10 +159,10 @@ def assign_parameter(model: Decoder, name: str, value: Tensor) -> None:
         getattr(module, leaf).copy_(value)
 
 
-def _networks(block: Block) -> list[nn.Module]:
-    """The feed-forward networks of a block that are not routed."""
-    network = block.moe.shared if block.routed else block.mlp
-    return [] if network is None else [network]
+def _parents(block: Block) -> list[tuple[str, nn.Module]]:
+    """Names and modules of a block's attention and of its feed-forward network that is not routed."""
+    path, network = ("moe.shared", block.moe.shared) if block.routed else ("mlp", block.mlp)
+    return [("attention", block.attention), *([] if network is None else [(path, network)])]
 
 
 def _linears(parent: nn.Module, weights: Fp8 | None) -> list[tuple[str, Linear]]:
@@ -143,9 +171,11 @@ def _linears(parent: nn.Module, weights: Fp8 | None) -> list[tuple[str, Linear]]
     return [(n, child) for n, child in parent.named_children() if isinstance(child, Linear) and n not in exact]
 
 
-def _replacement(linear: Linear, weights: Fp8 | None, invariant: bool, plain: bool) -> nn.Module:
+def _replacement(
+    linear: Linear, weights: Fp8 | None, invariant: bool, plain: bool, ranks: dist.ProcessGroup | None
+) -> nn.Module:
     if weights is not None:
-        return Fp8Linear(linear.weight, linear.bias, invariant=invariant, plain=plain)
+        return Fp8Linear(linear.weight, linear.bias, invariant=invariant, plain=plain, ranks=ranks)
     return InvariantLinear(linear.weight, linear.bias)
 
 
@@ -171,7 +201,7 @@ def _check(model: Decoder, weights: Fp8 | None, invariant: bool) -> None:
         raise BadInput(f"{torch.cuda.get_device_name(weight.device)} does not multiply fp8; use weights in bf16")
     for block in model.layers.values():
         assert isinstance(block, Block)
-        for parent in (block.attention, *_networks(block)):
+        for _, parent in _parents(block):
             for name, linear in _linears(parent, weights):
                 if any(size % ALIGNED for size in linear.weight.shape):
                     sizes = " × ".join(map(str, linear.weight.shape))

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from meshwright.checkpoint.ranks import Ranks
 from meshwright.checkpoint.stored_model import StoredModel
@@ -28,6 +29,7 @@ from meshwright.parallel.tensor_inference import divide_for_inference
 from meshwright.parallel.world import World, world_group
 from meshwright.policies.batch_request import Step
 from meshwright.serve.engine import Engine, blocks_that_fit
+from meshwright.serve.formats import assign_parameter, use_formats
 from meshwright.serve.generation import Update
 from meshwright.serve.step_messages import StepMessages
 from meshwright.serve.text_request import TextRequest
@@ -77,7 +79,7 @@ class RankModel:
 class TensorEngine(Engine):
     """The engine of one rank of a group. Creating it is collective, with the same options and tokenizer on all ranks.
 
-    Raises BadInput for fp8 weights and for invariant results.
+    Raises BadInput for invariant results.
     Rank 0 calls the methods of `Engine`, and `close` at the end; the others call `follow`, which returns after that.
     """
 
@@ -89,8 +91,9 @@ class TensorEngine(Engine):
         options: EngineOptions | None = None,
     ) -> None:
         options = options or EngineOptions()
-        if options.weights is not None or options.invariant:
-            raise BadInput("fp8 weights and invariant results are for an engine on one device")
+        if options.invariant:
+            raise BadInput("invariant results are for an engine on one device")
+        use_formats(part.model, weights=options.weights, ranks=world_group())
         self._world, self._ranks, self._now = world, Ranks(world.control), 0.0
         # The ranks' devices may have different amounts of free memory.
         blocks = min(self._ranks.run_on_all("sizing the cache", lambda: blocks_that_fit(part.model, options)))
@@ -200,8 +203,12 @@ class TensorEngine(Engine):
             self._ranks.run_on_all(activity, verify)
             self._policy.forget_cache()
             self._weights_whole = False
-            self._ranks.run_on_all(activity, lambda: opened[0].copy_to(self._model, part))
+            self._ranks.run_on_all(activity, lambda: self._assign(opened[0].tensors(part)))
             self._weights_whole = True
+
+    def _assign(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for name, value in tensors:
+            assign_parameter(self._model, name, value)
 
     def _fail(self, step: Step, error: Exception, updates: list[Update]) -> None:
         """Pass on the error of a step: the other ranks could not go on without its requests."""

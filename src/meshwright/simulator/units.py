@@ -1,8 +1,8 @@
 """Durations of one FSDP unit of a plan, from the formulas of the cost model: compute, gather, reductions, copies.
 
-A unit is the embedding, one block, or the final norm with head and loss. The compute seconds include recomputation, exposed
-tensor, context and expert communication, and exposed copies to host memory. The closed form gives the sum over all layers;
-a block gets its share.
+A unit is the embedding, one block, or the final norm with head, loss and prediction modules. The compute seconds include
+recomputation, exposed tensor, context and expert communication, and exposed copies to host memory. The closed form gives the sum over
+all layers; a block gets its share.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Seconds:
 
 
 class UnitCosts:
-    """Durations of the units of one plan. `tied_copies`: a tied head has its own copy of the weight, on another rank."""
+    """Durations of the units of one plan. `tied_copies`: the head's rank has its own copy of an embedding that both ends use."""
 
     def __init__(self, model: ModelSpec, plan: Plan, cost_inputs: Pricing, *, tied_copies: bool = False) -> None:
         self.model, self.plan, self.cost_inputs = model, plan, cost_inputs
@@ -101,7 +101,7 @@ class UnitCosts:
             total = number(self._ends.embed) * self.jitter
             return Seconds(total / 3, 0.0, total * 2 / 3)
         if unit == "head":  # its forward computes its gradients too (kernels.loss)
-            return Seconds(number(self._ends.head) * self.jitter, 0.0, 0.0)
+            return self._head()
         block = self._block_without_offload(unit)
         if not self._strategy(unit).activations_offloaded:
             return block
@@ -127,8 +127,8 @@ class UnitCosts:
         return self._beside_backward(unit, self._replica_group, seconds)
 
     def tied_gradient(self) -> float:
-        """Seconds to reduce a tied weight's gradients between the first and the last pipeline rank: an all-reduce of two."""
-        if not (self._tied_copies and self.model.tied):
+        """Seconds to sum the gradients of both copies of the embedding: an all-reduce of the first and the last pipeline rank."""
+        if not (self._tied_copies and self.model.embedding_at_both_ends):
             return 0.0
         machine, layout, k = self.cost_inputs.machine, self.cost_inputs.layout, self.cost_inputs.constants
         ends = rank_group(machine, k, 2.0, layout.pipeline_step * (layout.pipeline - 1))
@@ -196,10 +196,11 @@ class UnitCosts:
         if isinstance(unit, int):
             routed, expert = self.model.routed(unit), experts_over(self.plan)
             return block_unit(self.model, routed=routed, tensor=tensor, shards=shards, expert=expert)
-        ends = end_units(self.model, tensor=tensor, shards=shards)
+        ends = end_units(self.model, tensor=tensor, shards=shards, expert=experts_over(self.plan))
         if unit == "embed":
             return ends.embed
-        return ends.final + ends.table if self.model.tied and self._tied_copies else ends.final
+        copied = self.model.embedding_at_both_ends and self._tied_copies
+        return ends.final + ends.table if copied else ends.final
 
     def optimizer(self, units: Sequence[Unit]) -> float:
         """Seconds of a rank's optimizer step for `units`, including the copies of state in host memory."""
@@ -251,6 +252,15 @@ class UnitCosts:
         """The group with the rates of copy-engine gathers if `copied`."""
         return copy_engine_group(ranks, self.cost_inputs.machine, self.cost_inputs.constants) if copied else ranks
 
+    def _head(self) -> Seconds:
+        """Compute seconds of one micro-batch in the head and in the prediction modules, whose blocks are like the last one."""
+        head = number(self._ends.head) * self.jitter
+        if not (modules := self.model.prediction_depth):
+            return Seconds(head, 0.0, 0.0)
+        block = self._block_without_offload(self.model.layers - 1)
+        seconds = head + modules * (block.forward + block.backward_input + block.backward_weight)
+        return Seconds(seconds, 0.0, 0.0, {axis: modules * exposed for axis, exposed in block.exposed.items()})
+
     def _block_without_offload(self, unit: int) -> Seconds:
         """Compute seconds of one micro-batch in a block, without copies to host memory."""
         strategy = self._strategy(unit)
@@ -282,6 +292,7 @@ class UnitCosts:
             self.cost_inputs.machine,
             self._single_rank_layout("none"),
             self.cost_inputs.constants,
+            module_blocks=0.0,
         )
 
     def _single_rank_layout(self, mode: Recompute) -> Layouts:

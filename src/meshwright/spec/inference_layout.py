@@ -28,8 +28,7 @@ def rank_pieces(spec: ModelSpec, parameter: ParameterSpec, part: Part) -> tuple[
     """
     if parameter.expert:
         return tuple(_expert_pieces(spec, parameter, part))
-    module, _, weight_or_bias = parameter.name.removeprefix("layers.").lstrip("0123456789.").rpartition(".")
-    if part.index and weight_or_bias == "bias" and TENSOR_SPLITS.get(module) == "columns":
+    if part.index and parameter.name.endswith(".bias") and TENSOR_SPLITS.get(parameter.module) == "columns":
         return ()
     return tuple(Piece(box.offsets, box.sizes) for box in local_boxes(spec, parameter, Division(tensor=part)))
 

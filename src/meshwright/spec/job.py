@@ -64,6 +64,8 @@ class TrainSpec:
     """Weight of the load-balancing loss, for each layer with experts; 0 disables it. A dense model has none."""
     balance_bias: Annotated[float, Bound(at_least=0)] = 0.001
     """Step by which each update moves the biases of a sigmoid router towards equal loads of its experts; 0 keeps them."""
+    prediction_loss: Annotated[float, Bound(at_least=0)] = 0.3
+    """Weight of the mean loss of the modules that predict further tokens (`model.prediction_depth`)."""
     z_loss: Annotated[float, Bound(at_least=0)] = 0.0
     """Weight of the mean squared log-sum-exp of the logits, which keeps them near 0 (PaLM uses 1e-4); 0 disables it."""
     router_z_loss: Annotated[float, Bound(at_least=0)] = 0.0

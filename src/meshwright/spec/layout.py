@@ -173,7 +173,7 @@ def with_node_crossings(plan: Plan, ranks_per_node: int) -> Plan:
 def gradients_final_in_backward(spec: ModelSpec, plan: Plan) -> bool:
     """Whether a backward leaves final gradients: one micro-batch, and no sum over other ranks."""
     depth = plan.axis_size("pipeline")
-    return plan.batch.accumulate == 1 and plan.ranks == depth and (depth == 1 or not spec.tied)
+    return plan.batch.accumulate == 1 and plan.ranks == depth and (depth == 1 or not spec.embedding_at_both_ends)
 
 
 @lru_cache(maxsize=1024)
@@ -238,7 +238,7 @@ def _visit_order(name: str, pipeline: int, per_rank: int) -> list[tuple[int, int
 def rank_parameters(spec: ModelSpec, table: tuple[tuple[range, ...], ...], pipeline_rank: int) -> tuple[str, ...]:
     """Names of the parameters of one pipeline rank: those of its layers, and of the embedding and head at the ends.
 
-    Both ends hold a tied embedding.
+    Both ends hold an embedding that both use.
     """
     rank_layers = {layer for stage in table[pipeline_rank] for layer in stage}
     first, last = 0 in rank_layers, spec.layers - 1 in rank_layers
@@ -248,7 +248,7 @@ def rank_parameters(spec: ModelSpec, table: tuple[tuple[range, ...], ...], pipel
         if module == "layers":
             is_held = int(suffix.partition(".")[0]) in rank_layers
         elif module in ("embed", "positions"):
-            is_held = first or (last and spec.tied and module == "embed")
+            is_held = first or (last and spec.embedding_at_both_ends and module == "embed")
         else:
             is_held = last
         names += [parameter.name] * is_held
@@ -360,9 +360,8 @@ def _divided_boxes(spec: ModelSpec, parameter: ParameterSpec, division: Division
 
 
 def _tensor_boxes(spec: ModelSpec, parameter: ParameterSpec, tensor: Part) -> list[Box]:
-    module, _, weight_or_bias = parameter.name.removeprefix("layers.").lstrip("0123456789.").rpartition(".")
-    split = TENSOR_SPLITS.get(module, "whole")
-    if tensor.count == 1 or split == "whole" or (split == "columns" and weight_or_bias == "bias"):
+    split = TENSOR_SPLITS.get(parameter.module, "whole")
+    if tensor.count == 1 or split == "whole" or (split == "columns" and parameter.name.endswith(".bias")):
         return [Box((0,) * len(parameter.shape), parameter.shape, 0, tensor.count, tensor.index == 0)]
     if split == "columns":
         local_range = even_rows(parameter.shape[1], tensor.count, tensor.index)

@@ -136,12 +136,19 @@ class ModelSpec:
     """Rotated part of `head_dim` in latent attention; all heads share this part of the key."""
     value_head_dim: NotNegative = 0
     """Width of a value head in latent attention."""
+    prediction_depth: Annotated[int, Bound(at_least=0, at_most=16)] = 0
+    """Modules after the last block, of which the k-th predicts the token k + 1 ahead (multi-token prediction, DeepSeek-V3)."""
     init_std: Annotated[float, Bound(more_than=0)] = 0.02
     """Standard deviation of initial weights; projections back into the residual stream use it / √(2·layers)."""
 
     def routed(self, layer: int) -> bool:
-        """Whether block `layer` has experts in place of a dense feed-forward network."""
+        """Whether block `layer` has experts in place of a dense feed-forward network; prediction modules have them too."""
         return self.experts > 0 and layer >= self.first_dense_layers
+
+    @property
+    def embedding_at_both_ends(self) -> bool:
+        """Whether the last stage uses the token embedding too: as a tied head, or in prediction modules."""
+        return self.tied or self.prediction_depth > 0
 
     @property
     def value_width(self) -> int:
@@ -188,6 +195,23 @@ class ParameterSpec:
         """Whether it holds the routed experts of a layer, one after another along dimension 0."""
         return ".moe.experts." in self.name
 
+    @property
+    def predicts(self) -> bool:
+        """Whether it belongs to a prediction module."""
+        return self.name.startswith("predictions.")
+
+    @property
+    def inside(self) -> bool:
+        """Whether it belongs to a block or a prediction module, and not to the embedding, the final norm or the head."""
+        return self.name.startswith(("layers.", "predictions."))
+
+    @property
+    def module(self) -> str:
+        """Name of its module, without the numbered block or prediction module around it: `attention.out`, `head`."""
+        if not self.inside:
+            return self.name.rpartition(".")[0]
+        return self.name.split(".", 2)[2].rpartition(".")[0].removeprefix("block.")
+
 
 @lru_cache(maxsize=64)  # the planner calls it for every layout
 def parameters(spec: ModelSpec) -> tuple[ParameterSpec, ...]:
@@ -200,6 +224,8 @@ def parameters(spec: ModelSpec) -> tuple[ParameterSpec, ...]:
     weights.extend(_norm("norm", spec, spec.hidden))
     if not spec.tied:
         weights.append(_matrix("head.weight", spec.vocab_size, spec.hidden, spec.init_std))
+    for depth in range(spec.prediction_depth):
+        weights.extend(prediction_parameters(spec, depth))
     return tuple(weights)
 
 
@@ -211,20 +237,34 @@ def block_parameters(spec: ModelSpec, *, routed: bool) -> tuple[ParameterSpec, .
 
 @lru_cache(maxsize=64)
 def end_parameters(spec: ModelSpec) -> tuple[ParameterSpec, ...]:
-    """Every weight of the embedding, the final norm and the head."""
+    """Every weight of the embedding, the final norm, the head and the prediction modules."""
     return tuple(parameter for parameter in parameters(spec) if not parameter.name.startswith("layers."))
 
 
 def layer_parameters(spec: ModelSpec, layer: int) -> Iterator[ParameterSpec]:
     """The weights of block `layer`, in registration order."""
-    prefix = f"layers.{layer}"
+    return _block(f"layers.{layer}", spec, spec.routed(layer))
+
+
+def prediction_parameters(spec: ModelSpec, depth: int) -> Iterator[ParameterSpec]:
+    """The weights of prediction module `depth`, from 0, in registration order; embedding and head are the model's."""
+    prefix = f"predictions.{depth}"
+    yield from _norm(f"{prefix}.token_norm", spec, spec.hidden)
+    yield from _norm(f"{prefix}.hidden_norm", spec, spec.hidden)
+    yield _matrix(f"{prefix}.project.weight", spec.hidden, 2 * spec.hidden, spec.init_std)
+    yield from _block(f"{prefix}.block", spec, spec.experts > 0)
+    yield from _norm(f"{prefix}.norm", spec, spec.hidden)
+
+
+def _block(prefix: str, spec: ModelSpec, routed: bool) -> Iterator[ParameterSpec]:
+    """The weights of a block with experts (`routed`) or without."""
     residual_std = spec.init_std / math.sqrt(2 * spec.layers)
     yield from _norm(f"{prefix}.attention_norm", spec, spec.hidden)
     yield from (_latent_projections if spec.kv_rank else _projections)(f"{prefix}.attention", spec)
     yield from _linear(f"{prefix}.attention.out", spec, spec.hidden, spec.value_width, residual_std)
     if not spec.parallel_block:
         yield from _norm(f"{prefix}.mlp_norm", spec, spec.hidden)
-    if spec.routed(layer):
+    if routed:
         yield from _mixture(f"{prefix}.moe", spec, residual_std)
     else:
         yield from _feed_forward(f"{prefix}.mlp", spec, spec.ffn_hidden, residual_std)
@@ -291,6 +331,11 @@ def active_parameter_count(spec: ModelSpec) -> int:
     return sum(_active(spec, parameter) for parameter in parameters(spec))
 
 
+def prediction_parameter_count(spec: ModelSpec) -> int:
+    """Weights of the prediction modules, without the embedding and the head that they share with the model."""
+    return sum(parameter.count for parameter in parameters(spec) if parameter.predicts)
+
+
 @lru_cache(maxsize=64)
 def flops_per_token(spec: ModelSpec, seq_len: int, *, causal: bool) -> float:
     """Training FLOPs (forward and backward) per token at `seq_len`.
@@ -298,16 +343,14 @@ def flops_per_token(spec: ModelSpec, seq_len: int, *, causal: bool) -> float:
     6 per weight of every matrix product (the head counts also when tied, embedding look-ups do not; of routed experts
     those used for a token) plus attention scores and values: 6·layers·(heads·head_dim + value width)·length. `causal=False` counts the
     full square as torchtitan does; `causal=True` counts the unmasked half, as Megatron does. Norms, RoPE and
-    activations are not counted.
+    activations are not counted. A prediction module counts as a layer, its projection and another use of the head.
     """
     matmul = sum(
-        _active(spec, parameter)
-        for parameter in parameters(spec)
-        if parameter.name.startswith("layers.") and len(parameter.shape) > 1
+        _active(spec, parameter) for parameter in parameters(spec) if parameter.inside and len(parameter.shape) > 1
     )
-    matmul += spec.vocab_size * spec.hidden
-    span = mean_span(spec.sliding_window, seq_len, causal)
-    return 6.0 * matmul + 6.0 * spec.layers * (spec.heads * spec.head_dim + spec.value_width) * span
+    matmul += (1 + spec.prediction_depth) * spec.vocab_size * spec.hidden
+    layers, span = spec.layers + spec.prediction_depth, mean_span(spec.sliding_window, seq_len, causal)
+    return 6.0 * matmul + 6.0 * layers * (spec.heads * spec.head_dim + spec.value_width) * span
 
 
 def _active(spec: ModelSpec, parameter: ParameterSpec) -> int:

@@ -104,7 +104,7 @@ def weight_decay_of(parameter: ParameterSpec, decay: float, groups: Sequence[Dec
 
 def uses_muon(parameter: ParameterSpec) -> bool:
     """Whether Muon orthogonalises the updates of a parameter: a weight matrix of a block, experts included, but no router."""
-    matrix = len(parameter.shape) >= 2 and parameter.name.startswith("layers.")
+    matrix = len(parameter.shape) >= 2 and parameter.inside
     return matrix and not parameter.name.endswith("router.weight")
 
 

@@ -184,7 +184,8 @@ class Predicted:
     memory_peak_bytes: int
     """Largest memory of one rank."""
     memory_bytes: dict[str, int] = field(default_factory=dict)
-    """Bytes by use: weights, gradients, optimizer, gathered, activations, logits, framework."""
+    """Bytes by use: weights, gradients, optimizer, gathered, activations, logits, framework;
+    predictions: what modules that predict further tokens add to all of these."""
     step_seconds: float | None = None
     """One training step. It and the following fields are none where the rates of the device are not known."""
     low_seconds: float | None = None

@@ -67,7 +67,7 @@ class ServeSpec(EngineSettings, HttpSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        names = ("weights", "kv_cache", "invariant", "speculate", "draft_model")
+        names = ("invariant", "speculate", "draft_model")
         given = [name for name in names if getattr(self, name)]
         if self.tensor > 1 and given:
             raise BadInput(f"{' and '.join(given)}: for one device only; leave out tensor")

@@ -124,6 +124,7 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
         "loss_chunk": run.train.loss_chunk,
         "balance_loss": run.train.balance_loss,
         "balance_bias": run.train.balance_bias,
+        "prediction_loss": run.train.prediction_loss,
         "z_loss": run.train.z_loss,
         "router_z_loss": run.train.router_z_loss,
     }

@@ -48,6 +48,9 @@ class FigureReader:
         self._last_end = self._clock.stamp()
         seq_len = run.train.seq_len
         self._flops = {causal: flops_per_token(run.model, seq_len, causal=causal) for causal in (True, False)}
+        further = ("prediction_loss",) if run.model.prediction_depth else ()
+        routed = ("router_z_loss",) if run.train.router_z_loss else ()
+        self._model_figures = (*further, "balance_loss", "expert_load", *routed)
         self._peak = run.cluster.peak_flops(plan.precision.compute)
         self.flags = StopFlags()
 
@@ -85,7 +88,7 @@ class FigureReader:
 
     def _record(self, pending: _Pending) -> dict[str, Any]:
         self._clock.wait(pending.end)
-        loss, norm, valid, token_sum, flag, skips, *routing, z_loss = pending.values.tolist()
+        loss, norm, valid, token_sum, flag, skips, *of_model, z_loss = pending.values.tolist()
         seconds = self._clock.seconds(self._last_end, pending.end)
         self._last_end = pending.end
         self.flags = StopFlags(pending.step, int(flag))
@@ -106,8 +109,7 @@ class FigureReader:
             "mfu_full": per_rank * self._flops[False] / self._peak if self._peak else None,
             "step_seconds": seconds,
             **({"update_skipped": True, "skipping_replicas": int(skips)} if skips else {}),
-            **dict(zip(("balance_loss", "expert_load"), routing, strict=False)),
-            **({"router_z_loss": routing[2]} if routing and train.router_z_loss else {}),
+            **dict(zip(self._model_figures, of_model, strict=False)),
             **({"z_loss": z_loss} if train.z_loss else {}),
             **({} if pending.loads is None else {"expert_loads": pending.loads.long().tolist()}),
             **memory_peak(self._device),

@@ -30,8 +30,8 @@ class StepFigures:
 
     In order: loss (nats per valid token), gradient norm, valid tokens, sum of all token ids, stop flag, replicas that skipped the
     update. All ranks have the same values: the norm is the largest of all replicas, NaN if one is NaN. The sum of ids is the same
-    for any number of ranks exactly when they read the same samples. Mixtures of experts add balance loss, busiest expert and router z-loss
-    (`parallel.routing`). The last value is the z-loss before its weight.
+    for any number of ranks exactly when they read the same samples. Prediction modules add their mean loss (`parallel.predictions`),
+    mixtures of experts balance loss, busiest expert and router z-loss (`parallel.routing`). The last value is the z-loss before its weight.
     """
 
     values: torch.Tensor
@@ -80,19 +80,22 @@ def train_step(
 
     callbacks: StepEndCallbacks = {"norm_barrier": measure, "optim": update}
     loss = engine.executor.play(engine.training, micro_batches, recorder, loss_divisor(valid), callbacks)
-    routing = engine.executor.rank_model.routing
-    norms = _norm_slots(norm, mesh)
+    routing, predictions = engine.executor.rank_model.routing, engine.executor.rank_model.predictions
+    norms, further = _norm_slots(norm, mesh), [] if predictions is None else [predictions.loss[None]]
     routed = [] if routing is None else [routing.sums.flatten()]
     flags = torch.full_like(loss, stop_flag())
     with recorder.waiting("collective_wait"):
-        sums = mesh.sum_over_all(torch.cat([torch.stack([loss, flags, engine.executor.z_loss]), norms, *routed]))
-    z_loss, norms, routed_sums = sums[2], sums[3 : 3 + len(norms)], sums[3 + len(norms) :]
+        sums = mesh.sum_over_all(
+            torch.cat([torch.stack([loss, flags, engine.executor.z_loss]), norms, *further, *routed])
+        )
+    z_loss, norms, sums_behind = sums[2], sums[3 : 3 + len(norms)], sums[3 + len(norms) :]
+    further, routed_sums = sums_behind[: len(further)], sums_behind[len(further) :]
     figures = [sums[0], norms.max(), *valid, sums[1], skipping_replicas(norms, norm_limit)]
     if routing is None:
-        return StepFigures(torch.stack([*figures, z_loss]))
+        return StepFigures(torch.stack([*figures, *further, z_loss]))
     routing.sums.copy_(routed_sums.view_as(routing.sums))
     routing.update_biases(figures[-1] > 0)
-    return StepFigures(torch.stack([*figures, *routing.figures(), z_loss]), routing.loads())
+    return StepFigures(torch.stack([*figures, *further, *routing.figures(), z_loss]), routing.loads())
 
 
 def _norm_slots(norm: torch.Tensor, mesh: Mesh) -> torch.Tensor:

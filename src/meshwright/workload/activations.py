@@ -144,6 +144,15 @@ def received_elements(model: ModelSpec, tensor: Array, context: Array) -> Array:
     return gathered + np.where(np.asarray(context) > 1, heads, 0)
 
 
+def prediction_elements(model: ModelSpec, modules: Array, saved: Array, temporary: Array) -> Array:
+    """Elements of one token in the backward of `modules` prediction modules, which all ran before it.
+
+    A module saves what its block does, `saved`; the embedded token, the joined inputs, the block's output and its norm; and the gradient
+    that the head has computed. The `temporary` elements of a block's backward exist once.
+    """
+    return modules * (saved + 6 * model.hidden) + np.where(np.asarray(modules) > 0, temporary, 0.0)
+
+
 def _block(model: ModelSpec, layer: int, recompute: Recompute) -> tuple[Shape, int]:
     """The shape of a model whose blocks are all like block `layer`, and the index of the mode."""
     return with_blocks(shape_of(model, 1), routed=model.routed(layer)), RECOMPUTE_MODES.index(recompute)

@@ -44,7 +44,7 @@ class CrossNodeBytes:
     pipeline: float
     """Activations and their gradients between stages."""
     tied: float
-    """The gradient of a weight that the first and the last pipeline rank share."""
+    """The gradient of the embedding, if the first and the last pipeline rank use it."""
     tensor: float
     """Tokens gathered and sums scattered inside of layers."""
     expert: float
@@ -124,18 +124,20 @@ def _ring_borders(layout: Layout, groups: Iterable[Sequence[int]]) -> dict[int, 
 
 
 def _units(model: ModelSpec, plan: Plan, counts: CollectiveCounts, rank: int) -> Iterator[_Unit]:
-    """The units of one pipeline rank: the embedding, each block, and the final norm with the head.
+    """The units of one pipeline rank: the embedding, each block, and the final norm with head and prediction modules.
 
-    If a rank has both ends of a tied model, they are one unit. It is reduced once, and gathered once if the embedding's gathered weight
-    is kept for the step.
+    If a rank has both ends and both use the embedding, they are one unit. It is reduced once, and gathered once if the embedding's gathered
+    weight is kept for the step.
     """
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     order = sorted(stage.start for stages in table for stage in stages)
     tensor, shard = plan.axis_size("tensor"), shard_size(plan)
-    block = partial(block_unit, model, tensor=tensor, shards=shard, expert=experts_over(plan))
+    sizes = {"tensor": tensor, "shards": shard, "expert": experts_over(plan)}
+    block = partial(block_unit, model, **sizes)
     first, last = (any(layer in stage for stage in table[rank]) for layer in (0, model.layers - 1))
-    embed, head = end_units(model, tensor=tensor, shards=shard).units(tied=model.tied, first=first, last=last)
-    shared = model.tied and first and last
+    used_by_both = model.embedding_at_both_ends
+    embed, head = end_units(model, **sizes).units(used_by_both=used_by_both, first=first, last=last)
+    shared = used_by_both and first and last
     for stage in table[rank]:
         units = [block(routed=model.routed(layer)) for layer in stage]
         units = [head if shared else embed] * (stage.start == 0) + units + [head] * (stage.stop == model.layers)
@@ -167,11 +169,11 @@ def _crossing_pairs(layout: Layout, first: int, second: int) -> int:
 
 
 def _tied_bytes(model: ModelSpec, plan: Plan, layout: Layout) -> float:
-    """Bytes to sum the tied weight's gradient shards between the first and the last pipeline rank."""
+    """Bytes to sum the embedding's gradient shards between the first and the last pipeline rank."""
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     first = next(rank for rank, stages in enumerate(table) if any(stage.start == 0 for stage in stages))
     last = next(rank for rank, stages in enumerate(table) if any(stage.stop == model.layers for stage in stages))
-    if not model.tied or first == last:
+    if not model.embedding_at_both_ends or first == last:
         return 0.0
     stored = bytes_of(plan.precision.stored)
     shards = shard_size(plan) * layout.size("tensor")
@@ -196,6 +198,8 @@ def _bytes_inside_layers(
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     for rank, stages in enumerate(table):
         layers = [layer for stage in stages for layer in stage]
+        modules = model.prediction_depth * (model.layers - 1 in layers)
+        layers += [model.layers - 1] * modules  # the block of a module is like the last one
         block_counts = Counter((model.routed(layer), plan.strategy(layer, model.layers).recompute) for layer in layers)
         for (routed, mode), count in block_counts.items():
             blocks = with_blocks(shape, routed=routed)
@@ -210,7 +214,8 @@ def _bytes_inside_layers(
                 else:
                     crossings = borders[message.axis][rank] * (1 if message.op == "p2p" else _ring_share(message.ranks))
                 totals[message.axis] += float(crossings * repeats * message.bytes)
-        end_exchanges = END_EXCHANGES * ((0 in layers) + (model.layers - 1 in layers))
+        # A module uses the embedding and the head.
+        end_exchanges = END_EXCHANGES * ((0 in layers) + (model.layers - 1 in layers) + 2 * modules)
         totals["tensor"] += (
             end_exchanges
             * tensor_borders[rank]

@@ -132,12 +132,12 @@ def step_work(model: ModelSpec, train: TrainSpec, plan: Plan) -> Work:
         linears=tuple(replace(linear, count=count * micro_batches / stages) for linear, count in linears.items()),
         attention=AttentionWork(
             train.seq_len, model.heads // heads, max(1, model.kv_heads // heads), _head_width(model), micro_batch_tokens,
-            micro_batches * model.layers / stages / ring_ranks,
+            micro_batches * (model.layers + model.prediction_depth) / stages / ring_ranks,
             model.sliding_window if (model.sliding_window or train.seq_len) < train.seq_len else None,
         ),
         elementwise_bytes=rank_tokens * _elementwise_elements(model) * bytes_of(plan.precision.compute),
         quantise_bytes=rank_tokens * _quantised_elements(model, plan) * QUANTISE,
-        loss_bytes=rank_tokens * model.vocab_size * 2 * bytes_of(plan.precision.compute),
+        loss_bytes=rank_tokens * (1 + model.prediction_depth) * model.vocab_size * 2 * bytes_of(plan.precision.compute),
         copy_bytes=owned * CAST + _summed_bytes(model, plan, unsharded),
         parameters=owned,
         norm_bytes=owned * bytes_of(plan.precision.compute if gradients_final_in_backward(model, plan) else plan.precision.stored),
@@ -159,18 +159,25 @@ def _summed_bytes(model: ModelSpec, plan: Plan, parameter_count: float) -> float
 
 
 def _linears(model: ModelSpec, train: TrainSpec, plan: Plan, step: StepShape) -> Iterator[LinearWork]:
-    """The products of one micro-batch on one tensor rank: all layers and the head."""
+    """The products of one micro-batch on one tensor rank: all layers, the head and prediction modules."""
     tensor_ranks, compute_dtype = plan.axis_size("tensor"), plan.precision.compute
-    layers = Counter(
-        (model.routed(layer), plan.linear(layer, model.layers) != "compute") for layer in range(model.layers)
-    )
+    layers = Counter((model.routed(layer), plan.linear(layer, model.layers) != "compute") for layer in _blocks(model))
     for (routed, is_fp8), count in layers.items():
         for product in layer_products(with_blocks(shape_of(model, train.seq_len), routed=routed), step, tensor_ranks):
             number_format: Format = "fp8" if is_fp8 and product.role == "linear" else compute_dtype
             m, k, n = (max(1, round(float(size))) for size in (product.m, product.k, product.n))
             yield LinearWork(m, k, n, number_format, count * float(product.count))
     chunk = min(int(step.tokens), train.loss_chunk)
-    yield LinearWork(chunk, model.hidden, model.vocab_size // tensor_ranks, compute_dtype, step.tokens / chunk)
+    uses = 1 + model.prediction_depth
+    yield LinearWork(chunk, model.hidden, model.vocab_size // tensor_ranks, compute_dtype, uses * step.tokens / chunk)
+    if model.prediction_depth:
+        own = max(1, int(step.tokens) // tensor_ranks)
+        yield LinearWork(own, 2 * model.hidden, model.hidden, compute_dtype, model.prediction_depth)
+
+
+def _blocks(model: ModelSpec) -> list[int]:
+    """The layer of every block; that of a prediction module is like the last layer's."""
+    return [*range(model.layers), *[model.layers - 1] * model.prediction_depth]
 
 
 def _elementwise_elements(model: ModelSpec) -> float:
@@ -180,18 +187,22 @@ def _elementwise_elements(model: ModelSpec) -> float:
     latents = NORM * (model.q_rank + model.kv_rank) / 2 if model.kv_rank else 0  # norms without a residual sum
     activation = SWIGLU if model.mlp == "swiglu" else GELU
     per_layer = norm_count * NORM * model.hidden + ROPE * rotated + latents
-    routed = sum(model.routed(number) for number in range(model.layers))
+    blocks = _blocks(model)
+    routed = sum(map(model.routed, blocks))
     routed_width = model.experts_per_token * model.expert_hidden + model.shared_expert_hidden
     combined = COMBINE * (model.experts_per_token + 1) * model.hidden
-    feed_forward = (model.layers - routed) * activation * model.ffn_hidden + routed * (
+    feed_forward = (len(blocks) - routed) * activation * model.ffn_hidden + routed * (
         activation * routed_width + combined
     )
-    return model.layers * per_layer + feed_forward + EMBEDDING_AND_NORM * model.hidden
+    ends = (
+        EMBEDDING_AND_NORM * (1 + model.prediction_depth) + NORM * model.prediction_depth
+    )  # a module norms both inputs
+    return len(blocks) * per_layer + feed_forward + ends * model.hidden
 
 
 def _quantised_elements(model: ModelSpec, plan: Plan) -> float:
     """Elements per token that are quantised to fp8: input and output gradient of every fp8 product."""
-    fp8_layers = sum(plan.linear(layer, model.layers) != "compute" for layer in range(model.layers))
+    fp8_layers = sum(plan.linear(layer, model.layers) != "compute" for layer in _blocks(model))
     block = with_blocks(shape_of(model, 1), routed=False)
     products = layer_products(block, StepShape(1, 1, 1, 1, 1), 1)
     return fp8_layers * sum(float(product.k + product.n) for product in products)

@@ -8,7 +8,12 @@ from functools import lru_cache
 import numpy as np
 
 from meshwright.spec.model import ModelSpec
-from meshwright.workload.activations import mean_backward_elements, mean_saved_elements, received_elements
+from meshwright.workload.activations import (
+    mean_backward_elements,
+    mean_saved_elements,
+    prediction_elements,
+    received_elements,
+)
 from meshwright.workload.arrays import Array
 from meshwright.workload.buffers import DEVICE_LAYERS
 from meshwright.workload.layouts import Layouts
@@ -40,15 +45,20 @@ def layout_peak_bytes(model: ModelSpec, layout: Layouts, formats: Formats) -> Ar
 def _rank_tensors(model: ModelSpec, layout: Layouts, formats: Formats, *, last: bool) -> RankTensors:
     sizes, width, micro_batches = _model_parameters(model), np.asarray(layout.tensor), layout.micro_batches
     single, shards = np.asarray(layout.pipeline) == 1, np.asarray(layout.shards)
-    rank_ends, loss_parameters, shared = _end_parameters(sizes.ends, layout, model.tied, last)
+    rank_ends, loss_parameters, shared = _end_parameters(sizes.ends, layout, model.embedding_at_both_ends, last)
+    # Of the experts a rank gathers those of its expert rank.
+    away = np.where(
+        loss_parameters > 0, sizes.ends.final.experts / width * (1 - 1 / np.maximum(1.0, layout.expert / width)), 0.0
+    )
     block = (sizes.block - sizes.experts * (1 - 1 / np.maximum(1.0, layout.expert / width))) / width
     layers = np.where((np.asarray(layout.vee) > 0) == last, layout.fullest_layers, layout.head_layers)
     owned = (layers * sizes.block / width + rank_ends) / shards
+    rank_ends, loss_parameters = rank_ends - away, loss_parameters - away
     tokens = layout.micro_batch * layout.seq / layout.context / width
     shape = shape_of(model, 1)
-    saved_per_layer = (
-        tokens * formats.compute * mean_saved_elements(shape, layout.recompute, formats.low, layout.expert)
-    )
+    saved_elements = mean_saved_elements(shape, layout.recompute, formats.low, layout.expert)
+    saved_per_layer = tokens * formats.compute * saved_elements
+    modules = np.where(loss_parameters > 0, model.prediction_depth, 0.0)
     in_flight, forwards_first = _micro_batches_in_flight(layout, last)
     on_device = np.minimum(DEVICE_LAYERS + (np.asarray(layout.pipeline) > 1), layers)
     offloaded = np.asarray(layout.offload_activations)
@@ -67,20 +77,25 @@ def _rank_tensors(model: ModelSpec, layout: Layouts, formats: Formats, *, last: 
         reduces=np.where(~reduces_once | (single & ~forwards_first) | (pending_micro_batches > 0), 1.0, 0.0),
         offloaded_share=layout.offload, layers=layers, activations=stored_layers * saved_per_layer,
         working=tokens * formats.compute * temporary_elements, tokens=tokens, width=width, hidden=model.hidden,
-        vocab=model.vocab_size, gradients_final=layout.gradients_final_in_backward(model.tied), pending=pending_micro_batches,
+        vocab=model.vocab_size, gradients_final=layout.gradients_final_in_backward(model.embedding_at_both_ends),
+        pending=pending_micro_batches,
         pending_head=np.where(forwards_first, micro_batches, np.maximum(1.0, pending_micro_batches)),
+        predictions=modules,
+        prediction_activations=tokens * formats.compute * prediction_elements(model, modules, saved_elements, temporary_elements),
         messages=np.where(single, -1.0, _sends(layout, last)),
     )  # fmt: skip
 
 
-def _end_parameters(parameters: EndParameters, layout: Layouts, tied: bool, last: bool) -> tuple[Array, Array, Array]:
-    """Parameters of the rank's ends, parameters of its unit with the loss, and whether a tied unit has both ends."""
+def _end_parameters(
+    parameters: EndParameters, layout: Layouts, used_by_both: bool, last: bool
+) -> tuple[Array, Array, Array]:
+    """Parameters of the rank's ends, parameters of its unit with the loss, and whether one unit has both ends."""
     single = np.asarray(layout.pipeline) == 1
     first_has_both = single | (np.asarray(layout.vee) > 0)
     has_head = single | ~first_has_both if last else first_has_both
     has_embed = single if last else np.ones_like(single)
-    shared = has_head & has_embed & tied
-    table_copy = np.where(has_head & ~has_embed & tied, parameters.table.count, 0.0)
+    shared = has_head & has_embed & used_by_both
+    table_copy = np.where(has_head & ~has_embed & used_by_both, parameters.table.count, 0.0)
     ends = has_embed * parameters.embed.count + has_head * parameters.final.count + table_copy
     loss = has_head * parameters.final.count + table_copy + np.where(shared, parameters.embed.count, 0.0)
     return ends / layout.tensor, loss / layout.tensor, shared

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from meshwright.spec.model import ModelSpec, mean_span
 from meshwright.workload.arrays import Array
 
@@ -64,6 +66,8 @@ class Shape:
     """Width of the part of keys that latent attention does not rotate."""
     padding: Array = 0.0
     """Width by which context ranks pad values to that of keys."""
+    predictions: Array = 0.0
+    """Modules after the layers that predict further tokens."""
 
     @property
     def dense_params(self) -> Array:
@@ -80,6 +84,20 @@ class Shape:
         return self.moe_layers * self.experts * (2 + self.gated) * self.expert_in * self.expert_ffn
 
     @property
+    def inner_dense_params(self) -> Array:
+        """`dense_params` with those of prediction modules: the projection and a layer, with experts if the model has some."""
+        matrices, routed = (2 + self.gated) * self.hidden, np.asarray(self.experts) > 0
+        feed_forward = np.where(routed, matrices * self.shared_ffn + self.hidden * self.experts, matrices * self.ffn)
+        return self.dense_params + self.predictions * (2 * self.hidden**2 + self.attention_params + feed_forward)
+
+    @property
+    def inner_expert_params(self) -> Array:
+        """`expert_params` with those of prediction modules."""
+        return (
+            self.expert_params + self.predictions * self.experts * (2 + self.gated) * self.expert_in * self.expert_ffn
+        )
+
+    @property
     def table_params(self) -> Array:
         """Weights of the embedding (the head has as many unless tied)."""
         return self.vocab * self.hidden
@@ -87,6 +105,11 @@ class Shape:
     @property
     def params(self) -> Array:
         return self.dense_params + self.expert_params + (2 - self.tied) * self.table_params
+
+
+def embedding_at_both_ends(shape: Shape) -> Array:
+    """1 where the last stage uses the embedding too (`ModelSpec.embedding_at_both_ends`)."""
+    return np.maximum(shape.tied, np.asarray(shape.predictions) > 0)
 
 
 def shape_of(model: ModelSpec, seq_len: int) -> Shape:
@@ -101,6 +124,7 @@ def shape_of(model: ModelSpec, seq_len: int) -> Shape:
         expert_ffn=model.expert_hidden, shared_ffn=model.shared_expert_hidden, expert_in=model.hidden,
         gated=float(model.mlp == "swiglu"), tied=float(model.tied),
         kv_head_width=2 * model.head_dim, parallel=float(model.parallel_block), rotary=float(model.positions == "rope"),
+        predictions=model.prediction_depth,
     )  # fmt: skip
     return _with_latent_attention(model, shape) if model.kv_rank else shape
 

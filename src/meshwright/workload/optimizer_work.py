@@ -20,12 +20,15 @@ MUON_BUFFERS = 8
 
 @dataclass(frozen=True)
 class OptimizerWork:
-    """Work of an optimizer on the blocks of a model, per layer as the mean over layers; zeros except for Muon from `flops` on."""
+    """Work of an optimizer on the blocks of a model, per layer as the mean over layers; zeros except for Muon from `flops` on.
+
+    The matrices of prediction modules are spread over the layers.
+    """
 
     block_states: float = 2.0
     """State tensors per parameter of the blocks."""
     end_states: float = 2.0
-    """State tensors per parameter of embedding, final norm and head."""
+    """State tensors per parameter of embedding, final norm, head and prediction modules."""
     update_bytes: float = ADAMW_BYTES
     """Memory traffic per fp32 parameter."""
     flops: float = 0.0
@@ -43,7 +46,7 @@ class OptimizerWork:
 @lru_cache(maxsize=16)  # the planner asks for every layout
 def optimizer_work(model: ModelSpec, optimizer: OptimizerSpec) -> OptimizerWork:
     """The work of `optimizer` on `model`."""
-    blocks = [parameter for parameter in parameters(model) if parameter.name.startswith("layers.")]
+    blocks = [parameter for parameter in parameters(model) if parameter.inside and not parameter.predicts]
     common = {
         "block_states": _mean_states(blocks, optimizer),
         "end_states": _mean_states(list(end_parameters(model)), optimizer),
@@ -51,7 +54,7 @@ def optimizer_work(model: ModelSpec, optimizer: OptimizerSpec) -> OptimizerWork:
     }
     if not isinstance(optimizer, MuonSpec):
         return OptimizerWork(**common)
-    shapes = [shape for parameter in blocks if uses_muon(parameter) for shape in matrix_shapes(parameter)]
+    shapes = [shape for parameter in parameters(model) if uses_muon(parameter) for shape in matrix_shapes(parameter)]
     flops = [newton_schulz_flops(shape, optimizer.iterations) for shape in shapes]
     sizes = [rows * columns for rows, columns in shapes]
     return OptimizerWork(

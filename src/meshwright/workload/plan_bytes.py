@@ -8,6 +8,7 @@ weights, reduction buffers and temporary tensors. The framework's memory is a gu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from meshwright.spec.plan import (
     Plan,
     Precision,
 )
-from meshwright.workload.activations import elements_per_token, received_elements, tokens_of
+from meshwright.workload.activations import elements_per_token, prediction_elements, received_elements, tokens_of
 from meshwright.workload.buffers import DEVICE_LAYERS
 from meshwright.workload.dtypes import bytes_of, low_share, state_bytes
 from meshwright.workload.groups import context_size, experts_over, shard_size
@@ -89,10 +90,27 @@ def memory_by_rank(
     `activation_peaks` is, by pipeline rank, the peak of `activation_bytes` under the schedule. Without it, a rank stores all
     micro-batches of all its stages, or a single micro-batch if it finishes each before the next.
 
+    With prediction modules the category `predictions` is what they add to a rank: parameters and their state, a copy of the embedding,
+    activations and gradients; the other categories are those of the model without them.
+
     Of layers with `offload: activations` (or `both`), the device stores two layers of one micro-batch (three with a pipeline). With the
     optimizer in host memory, master weights and moments are there too; the device stores the shard of the weights in the compute dtype,
     the sum of their gradients, and staging buffers for a few chunks.
     """
+    ranks = _memory_by_rank(model, train, plan, cpu, activation_peaks)
+    if not model.prediction_depth:
+        return ranks
+    without = _memory_by_rank(replace(model, prediction_depth=0), train, plan, cpu, activation_peaks)
+    return tuple(
+        {**base, "predictions": sum(whole.values()) - sum(base.values())}
+        for whole, base in zip(ranks, without, strict=True)
+    )
+
+
+def _memory_by_rank(
+    model: ModelSpec, train: TrainSpec, plan: Plan, cpu: bool, activation_peaks: Sequence[float]
+) -> tuple[dict[str, int], ...]:
+    """Bytes by category of every pipeline rank; prediction modules are counted in all categories."""
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     micro_batches = 1 if finishes_each_micro_batch(plan) else plan.batch.accumulate
     columns, per_token = [], elements_per_token(model, plan)
@@ -165,6 +183,8 @@ def _rank_tensors(
     host_parameters += (part.ends - part.head) * all_strategies[0].optimizer_offloaded
     pending_micro_batches = accumulate if plan.layered else 0
     device_layers = DEVICE_LAYERS + (plan.axis_size("pipeline") > 1)
+    modules = model.prediction_depth * (part.head > 0)
+    saved, temporary = per_token(model.layers - 1)
     reduces_once = all(strategy.gradients == "whole" for strategy in strategies) and accumulate > 1
     return {
         "owned": part.sharded, "block": max(part.blocks), "ends": part.ends, "head": part.head, "shards": shard_size(plan),
@@ -177,6 +197,8 @@ def _rank_tensors(
         "hidden": model.hidden, "vocab": model.vocab_size, "pending": pending_micro_batches,
         "gradients_final": gradients_final_in_backward(model, plan),
         "pending_head": accumulate if plan.layered or plan.schedule.name == "gpipe" else 1,
+        "predictions": modules,
+        "prediction_activations": activation_bytes * prediction_elements(model, modules, saved, temporary + float(received)),
         "messages": part.sends if plan.axis_size("pipeline") > 1 else -1,
     }  # fmt: skip
 

@@ -40,8 +40,8 @@ def stage_part(model: ModelSpec, width: int, shards: int, expert: int, table: St
     units = [
         block_unit(model, routed=model.routed(layer), tensor=width, shards=shards, expert=expert) for layer in layers
     ]
-    embed, head = end_units(model, tensor=width, shards=shards).units(
-        tied=model.tied, first=has_first_block, last=has_last_block
+    embed, head = end_units(model, tensor=width, shards=shards, expert=expert).units(
+        used_by_both=model.embedding_at_both_ends, first=has_first_block, last=has_last_block
     )
     blocks = tuple(unit.count for unit in units)
     return StagePart(
@@ -50,7 +50,7 @@ def stage_part(model: ModelSpec, width: int, shards: int, expert: int, table: St
         shards=tuple(unit.shard for unit in units),
         ends=embed.count + head.count,
         head=head.count,
-        last=head.count if has_last_block and not (model.tied and has_first_block) else max(blocks),
+        last=head.count if has_last_block and not (model.embedding_at_both_ends and has_first_block) else max(blocks),
         sharded=sum(unit.shard for unit in (*units, embed, head)),
         sends=_sends(table, rank),
     )

@@ -118,6 +118,10 @@ class RankTensors:
     pending: Array
     """Micro-batches whose activation gradients are stored between two units: all in layered order, else 0."""
     pending_head: Array
+    predictions: Array = 0.0
+    """Modules that predict further tokens; 0 on ranks without the head."""
+    prediction_activations: Array = 0.0
+    """Bytes of activations in the backward of all these modules, which exist for one micro-batch."""
     messages: Array
     """Messages of one micro-batch to other ranks, both directions; negative without a pipeline."""
 
@@ -201,14 +205,16 @@ def _head_moment(rank: RankTensors, formats: Formats, stream: Array, gathered: A
     logit_bytes = np.minimum(rank.tokens * rank.width, formats.chunk) * rank.vocab / rank.width * formats.logit
     table_parameters = rank.vocab * rank.hidden / rank.width
     # A chunk's weight gradient and its accumulator exist at once: measured on H200s for models of three sizes.
-    table_gradients = 2 * table_parameters * np.maximum(LOSS_BYTES, formats.compute) + np.where(
+    # Each use of the head keeps its weight gradient until the backward of the loss.
+    gradients = (2 + np.asarray(rank.predictions)) * table_parameters
+    table_gradients = gradients * np.maximum(LOSS_BYTES, formats.compute) + np.where(
         rank.pending > 0, table_parameters * formats.reduce, 0.0
     )
     head_bytes = logit_bytes + table_gradients + stream * (1 + np.maximum(1.0, rank.pending_head))
     return {
         "gradients": rank.sums,
         "gathered": gathered,
-        "activations": rank.activations + rank.pending * stream + formats.workspace,
+        "activations": rank.activations + rank.prediction_activations + rank.pending * stream + formats.workspace,
         "logits": np.where(rank.head > 0, head_bytes, 0.0),
     }
 

@@ -1,4 +1,4 @@
-"""Parameters of the model's units on one rank: the embedding, each block, and the final norm with the head."""
+"""Parameters of the model's units on one rank: the embedding, each block, the head with prediction modules."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ class EndParameters:
     embed: UnitParameters
     """The embedding table and learned positions."""
     final: UnitParameters
-    """The final norm and an untied head."""
+    """The final norm, an untied head and the prediction modules."""
 
-    def units(self, *, tied: bool, first: bool, last: bool) -> tuple[UnitParameters, UnitParameters]:
+    def units(self, *, used_by_both: bool, first: bool, last: bool) -> tuple[UnitParameters, UnitParameters]:
         """The embedding's unit and the head's on a rank with the `first` block, the `last` block or both.
 
-        A rank with both ends of a tied model has one unit for both, the head's; a rank with the last block but not the first
-        has a copy of the table.
+        If the table is `used_by_both` (`ModelSpec.embedding_at_both_ends`), a rank with both ends has one unit for both, the head's;
+        a rank with the last block but not the first has a copy of the table.
         """
-        shared = tied and first and last
+        shared = used_by_both and first and last
         embed = self.embed if first and not shared else UnitParameters()
         head = self.final if last else UnitParameters()
-        return embed, head + self.embed if shared else head + self.table if tied and last else head
+        return embed, head + self.embed if shared else head + self.table if used_by_both and last else head
 
 
 @lru_cache(maxsize=4096)  # the planner asks for the same units under every batch and strategy
@@ -72,15 +72,15 @@ def block_unit(model: ModelSpec, *, routed: bool, tensor: int = 1, shards: int =
 
 
 @lru_cache(maxsize=4096)
-def end_units(model: ModelSpec, *, tensor: int = 1, shards: int = 1) -> EndParameters:
-    """The parameters outside the blocks, on one of `tensor` ranks."""
+def end_units(model: ModelSpec, *, tensor: int = 1, shards: int = 1, expert: int = 1) -> EndParameters:
+    """The parameters outside the blocks, on one of `tensor` ranks; `expert` as in `block_unit`."""
     ends = end_parameters(model)
     groups = (
         [parameter for parameter in ends if parameter.name == "embed.weight"],
         [parameter for parameter in ends if parameter.before_blocks],
         [parameter for parameter in ends if not parameter.before_blocks],
     )
-    return EndParameters(*(_unit(model, group, tensor, shards, 1) for group in groups))
+    return EndParameters(*(_unit(model, group, tensor, shards, expert) for group in groups))
 
 
 def _unit(
@@ -103,8 +103,8 @@ def stage_parameters(shape: Shape, layout: Layouts, layer_share: Array) -> tuple
     Returns the parameters outside the routed experts and inside them. With one pipeline rank both ends count.
     """
     tables = np.where(np.asarray(layout.pipeline) > 1, 1.0, 2.0 - shape.tied) * shape.table_params
-    dense = (shape.dense_params * layer_share + tables) / layout.tensor
-    return dense, shape.expert_params * layer_share / np.maximum(layout.expert, 1.0)
+    dense = (shape.inner_dense_params * layer_share + tables) / layout.tensor
+    return dense, shape.inner_expert_params * layer_share / np.maximum(layout.expert, 1.0)
 
 
 def shard_parameters(layout: Layouts, dense: Array, experts: Array, sharded: Array) -> Array:

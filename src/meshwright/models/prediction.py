@@ -1,0 +1,56 @@
+"""Multi-token prediction (DeepSeek-AI 2024, arXiv 2412.19437, §2.2): modules that predict further tokens.
+
+They follow the last block. Module k, from 1, predicts token i + 1 + k at position i. It reads the normed output of the model or of module
+k - 1 at position i and the embedding of token i + k. Embedding and head are the model's.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.kernels.linear import Linear
+from meshwright.models.norm import Norm
+from meshwright.spec.model import ModelSpec
+
+
+class FurtherTokens(NamedTuple):
+    """Tokens that the modules read and predict at each position, `(batch, seq, depth)`; a target of -1 is ignored."""
+
+    inputs: Tensor
+    targets: Tensor
+
+
+class PredictionModule(nn.Module):
+    """Norms of both inputs, a projection of their concatenation, one block, and the norm before the head."""
+
+    def __init__(self, spec: ModelSpec, plain: bool, block: nn.Module) -> None:
+        super().__init__()
+        self.token_norm = Norm(spec.norm, spec.hidden, spec.norm_eps, plain)
+        self.hidden_norm = Norm(spec.norm, spec.hidden, spec.norm_eps, plain)
+        self.project = Linear(2 * spec.hidden, spec.hidden, bias=False)
+        self.block = block
+        self.norm = Norm(spec.norm, spec.hidden, spec.norm_eps, plain)
+
+    def join(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        """The block's input of the earlier output and the embedded tokens, all `(batch, seq, hidden)`."""
+        return self.project(torch.cat([self.token_norm(embedded), self.hidden_norm(hidden)], dim=-1))
+
+
+def further_tokens(tokens: Tensor, targets: Tensor, documents: Tensor | None, depth: int) -> FurtherTokens:
+    """The further tokens of whole sequences: tokens, targets and documents `(batch, seq)` as in `Decoder.forward`.
+
+    A target counts if it is trained on and in the document of its position. Where a sequence has no token to read, its first ones are read:
+    there the target does not count, and no position before them attends to it.
+    """
+    inputs, shifted = [], []
+    for distance in range(1, depth + 1):
+        inputs.append(tokens.roll(-distance, 1))
+        target = F.pad(targets[:, distance:], (0, min(distance, targets.shape[1])), value=-1)
+        if documents is not None:
+            target = target.masked_fill(documents.roll(-distance, 1) != documents, -1)
+        shifted.append(target)
+    return FurtherTokens(torch.stack(inputs, -1), torch.stack(shifted, -1))

@@ -1,0 +1,36 @@
+"""Every Triton kernel that CI runs in the interpreter also compiles for an H100."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+FOLDER = Path(__file__).parent
+KERNELS = {
+    "test_triton.py": {"_adamw", "_add_rms_norm", "_add_wide", "_backward", "_forward", "_weighted_backward"},
+    "test_paged_triton.py": {"_decode", "_prefill", "_rotate_write", "combine_splits"},
+    "test_latent_attention.py": {"_chunks", "_decode", "_rotate_write", "combine_splits"},
+}
+"""Some of each file's kernels."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("file", KERNELS)
+def test_kernels_compile(file: str, tmp_path: Path) -> None:
+    environment = {
+        **os.environ,
+        "COMPILED_KERNELS_FILE": str(tmp_path / "kernels.json"),
+        "TRITON_CACHE_DIR": str(tmp_path),
+    }
+    arguments = ["-q", "-n", "0", "-p", "tests.kernels.compile_only", str(FOLDER / file)]
+    subprocess.run([sys.executable, "-m", "pytest", *arguments], env=environment, cwd=FOLDER.parents[1], check=True)
+    compiled = json.loads((tmp_path / "kernels.json").read_text())
+    assert {name: error for name, error in compiled.items() if error is not None} == {}
+    assert set(compiled) >= KERNELS[file]
