@@ -1,4 +1,4 @@
-"""A pytest plugin: Triton kernels are compiled for an H100 in place of being run, so tests of kernels pass or fail by that alone.
+"""A pytest plugin: Triton kernels are compiled for an H100 and not run, so no result is checked.
 
 The interpreter does not check types, and without a GPU nothing else does: `test_compilation.py`.
 """
