@@ -96,7 +96,7 @@ def test_up_to_four_ranks(pool: Pool, spec: ModelSpec, case: Case) -> None:
     check(pool, spec, case)
 
 
-@pytest.mark.parametrize(("spec", "case"), quick_first(2, LARGE, unpack=True), ids=named)
+@pytest.mark.parametrize(("spec", "case"), quick_first(3, LARGE, unpack=True), ids=named)
 def test_eight_ranks(pool: Pool, spec: ModelSpec, case: Case) -> None:
     check(pool, spec, case)
 

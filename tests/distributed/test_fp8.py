@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.kernels.fp8_products import quantize as quantize_whole
@@ -19,7 +20,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.initial_values import initialise
 from meshwright.spec.plan import LayerStrategy, Plan, SchedulePlan
 from tests.distributed.pool import Pool
-from tests.distributed.test_equality import BATCH, GPT, LLAMA, batch, compare, plan, sharded
+from tests.distributed.test_equality import BATCH, GPT, LLAMA, TRAIN, batch, compare, plan, sharded
 from tests.distributed.test_schedules import DEEP, Case
 from tests.kernels.test_fp8_products import Emulated
 from tests.slow import quick_first
@@ -55,9 +56,11 @@ def emulated_step(spec: Any, scaling: str, micro: int) -> dict[str, Any]:
     tokens, targets, positions, documents = batch(0, spec)
     valid, total = (targets >= 0).sum(), 0.0
     for samples in torch.arange(BATCH).split(micro):
-        columns = {"targets": targets[samples], "positions": positions[samples], "documents": documents[samples]}
-        loss = model(tokens[samples], **columns) / valid
-        loss.backward()
+        logits = model(tokens[samples], positions=positions[samples], documents=documents[samples])
+        trained = targets[samples] >= 0
+        loss = F.cross_entropy(logits[trained], targets[samples][trained], reduction="sum") / valid
+        z_loss = logits[trained].logsumexp(-1).square().sum() / valid
+        (loss + TRAIN.z_loss * z_loss).backward()
         total += loss.item()
     gradients = {name: weight.grad.double() for name, weight in model.named_parameters()}
     return {

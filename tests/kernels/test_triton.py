@@ -88,7 +88,8 @@ def test_swiglu(shape: tuple[int, ...], weighted: bool, dtype: torch.dtype) -> N
     ours.backward(slope)
     theirs.backward(slope.double())
     bound = torch.finfo(dtype).eps
-    torch.testing.assert_close(ours.double(), theirs, rtol=bound, atol=bound)
+    rounded = bound if dtype == torch.bfloat16 else 2 * bound  # in fp32 the kernel's own operations round too
+    torch.testing.assert_close(ours.double(), theirs, rtol=rounded, atol=rounded)
     torch.testing.assert_close(actual_inputs[0].grad.double(), exact_inputs[0].grad, rtol=2 * bound, atol=2 * bound)
     if weighted:
         torch.testing.assert_close(actual_inputs[1].grad.double(), exact_inputs[1].grad, rtol=1e-5, atol=1e-5)
