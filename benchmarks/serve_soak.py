@@ -41,7 +41,7 @@ SPEC = ModelSpec(
     family="llama", layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn_hidden=64, vocab_size=96, max_seq_len=64,
     init_std=0.3,
 )  # fmt: skip
-OPTIONS = EngineOptions(sequences=24, step_tokens=96, tokens_per_block=4, cache_blocks=112)
+OPTIONS = EngineOptions(sequences=24, step_tokens=96, tokens_per_block=4, cache_blocks=96)
 """At full length the requests of a batch would need about 170 blocks."""
 WAITING = 120
 """Chunks of requests arrive while fewer have not ended."""
@@ -178,11 +178,11 @@ class Soak:
             self._failed_numbers = set(self._step_numbers)
             return True
 
-        def failing_pack(step: Step, *inputs: Any) -> Packed:
+        def failing_pack(step: Step, *inputs: Any, **options: Any) -> Packed:
             self._step_numbers = {part.request.number for part in step.parts}
             if fails():
                 raise RuntimeError(INJECTED)
-            return pack(step, *inputs)
+            return pack(step, *inputs, **options)
 
         def failing_compute(packed: Packed) -> Tensor:
             logits = compute(packed)

@@ -208,4 +208,4 @@ def _is_unchanged(module: nn.Module, heads: int) -> bool:
     return not isinstance(module, Linear) or module.scaling is None
 
 
-_MODULES = (Decoder, Embedding, nn.ModuleDict, Block, Attention, GatedMLP, Norm, Head, Linear)
+_MODULES = (Decoder, Embedding, nn.ModuleDict, nn.ModuleList, Block, Attention, GatedMLP, Norm, Head, Linear)
