@@ -49,8 +49,8 @@ class RecordedModel:
     width: int
 
     @property
-    def held(self) -> int:
-        """Experts that a rank gathers per layer."""
+    def experts_per_part(self) -> int:
+        """Experts of a recorded part of a layer, as many as a rank gathers per layer."""
         return self.experts // GROUPS
 
     @property
@@ -151,12 +151,12 @@ def simulate(model: RecordedModel, seed: int | None) -> dict[str, dict[str, floa
     fixed = np.zeros((layers, RANKS, model.experts), dtype=bool)
     fixed[:] = np.arange(RANKS)[:, None] % GROUPS == np.arange(model.experts) % GROUPS
     hidden = int(min(overlap_degree(costs, RANKS), model.experts))
-    copied = hidden if hidden <= model.held else 0  # with fewer slots no expert is on all ranks
+    copied = hidden if hidden <= model.experts_per_part else 0  # with fewer slots no expert is on all ranks
     owners = heterogeneous_owners(steps[0].sum(1), copied, RANKS, RANKS_PER_NODE)
     played = {
         "fsdp_ep": play_loads(steps, even, costs, policy=None, initial=fixed),
-        "flexmoe": play_loads(steps, even, costs, policy="flexmoe", slots=model.held, initial=fixed),
-        "hecate": play_loads(steps, owners, costs, policy="hecate", slots=model.held, window=WINDOW_STEPS),
+        "flexmoe": play_loads(steps, even, costs, policy="flexmoe", slots=model.experts_per_part, initial=fixed),
+        "hecate": play_loads(steps, owners, costs, policy="hecate", slots=model.experts_per_part, window=WINDOW_STEPS),
     }
     return {
         name: {
@@ -176,11 +176,11 @@ def recorded_counts(model: RecordedModel, seed: int | None) -> list[np.ndarray]:
     """
     groups = _read_groups(model.name)
     _, layers, nodes, _ = groups.shape
-    shares = np.full((layers, model.held, GROUPS), 1 / model.held)
+    shares = np.full((layers, model.experts_per_part, GROUPS), 1 / model.experts_per_part)
     if seed is not None:
         loads = groups.sum(2)
         spread = float((loads.std(2) / loads.mean(2)).mean())
-        deviation = math.sqrt(math.log(1 + spread**2 * model.held))
+        deviation = math.sqrt(math.log(1 + spread**2 * model.experts_per_part))
         drawn = np.random.default_rng(seed).lognormal(0, deviation, shares.shape)
         shares = drawn / drawn.sum(1, keepdims=True)
     experts = (groups[:, :, :, None] * shares[:, None]).reshape(len(groups), layers, nodes, model.experts)

@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 import re
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
+from typing import TypeVar
 
 import numpy as np
 
@@ -49,6 +51,11 @@ class Piece:
     last: bool
 
 
+Item = TypeVar("Item", Piece, Document)
+"""What has a `text` to encode."""
+Result = TypeVar("Result")
+
+
 def encode_documents(
     documents: Iterable[Document], tokenizer: LoadedTokenizer, dtype: str, workers: int
 ) -> Generator[EncodedDocument, None, None]:
@@ -57,7 +64,8 @@ def encode_documents(
     At most two batches per worker are in memory. Besides its text a long document needs only the memory of its tokens.
     """
     ids: list[np.ndarray] = []
-    for piece, tokens in _encode_pieces(_pieces_of(documents, tokenizer), tokenizer, dtype, workers):
+    encode = partial(_encode_batch, tokenizer=tokenizer, dtype=dtype)
+    for piece, tokens in encode_in_order(_pieces_of(documents, tokenizer), encode, workers):
         ids.append(tokens)
         if piece.last:
             ids.append(np.array([tokenizer.record.eos], dtype=dtype))
@@ -70,17 +78,32 @@ def token_dtype(vocab_size: int) -> str:
     return "uint16" if vocab_size < 65536 else "int32"
 
 
-def _encode_pieces(
-    pieces: Iterable[Piece], tokenizer: LoadedTokenizer, dtype: str, workers: int
-) -> Iterator[tuple[Piece, np.ndarray]]:
-    pending: deque[Future[list[tuple[Piece, np.ndarray]]]] = deque()
+def encode_in_order(
+    items: Iterable[Item], encode: Callable[[list[Item]], list[Result]], workers: int
+) -> Generator[Result, None, None]:
+    """The results of `encode` for batches of `items`, computed by `workers` threads, in the order of the items."""
+    pending: deque[Future[list[Result]]] = deque()
     with one_thread_for_each_call(), ThreadPoolExecutor(workers, "encode") as pool:
-        for batch in _batches(pieces):
-            pending.append(pool.submit(_encode_batch, batch, tokenizer, dtype))
+        for batch in _batches(items):
+            pending.append(pool.submit(encode, batch))
             if len(pending) >= 2 * workers:
                 yield from pending.popleft().result()
         while pending:
             yield from pending.popleft().result()
+
+
+def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
+    """Consecutive items with at least `BATCH_CHARACTERS` of text together; the last batch may have less."""
+    batch: list[Item] = []
+    size = 0
+    for item in items:
+        batch.append(item)
+        size += len(item.text)
+        if size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _encode_batch(batch: list[Piece], tokenizer: LoadedTokenizer, dtype: str) -> list[tuple[Piece, np.ndarray]]:
@@ -91,19 +114,6 @@ def _encode_batch(batch: list[Piece], tokenizer: LoadedTokenizer, dtype: str) ->
     contexts = ids_of([piece.context for piece in batch])
     ids = ids_of([piece.context + piece.text for piece in batch])
     return [(piece, tokens[len(context) :]) for piece, context, tokens in zip(batch, contexts, ids, strict=True)]
-
-
-def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
-    size = 0
-    for piece in pieces:
-        batch.append(piece)
-        size += len(piece.text)
-        if size >= BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def _pieces_of(documents: Iterable[Document], tokenizer: LoadedTokenizer) -> Iterator[Piece]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Generator, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from meshwright.data.corpus import Document
-from meshwright.data.encode import BATCH_CHARACTERS, EncodedDocument, one_thread_for_each_call
+from meshwright.data.encode import EncodedDocument, encode_in_order
 from meshwright.spec.errors import BadInput
 
 
@@ -31,21 +30,7 @@ def encode_chats(
     No end-of-text token is added: the template writes the end tokens. Raises BadInput for a span that is not made of
     whole tokens.
     """
-    pending: deque[Future[list[EncodedDocument]]] = deque()
-    with one_thread_for_each_call(), ThreadPoolExecutor(workers, "encode") as pool:
-        batch: list[Document] = []
-        size = 0
-        for document in documents:
-            batch.append(document)
-            size += len(document.text)
-            if size >= BATCH_CHARACTERS:
-                pending.append(pool.submit(_encode_batch, batch, tokenizer, dtype))
-                batch, size = [], 0
-            if len(pending) >= 2 * workers:
-                yield from pending.popleft().result()
-        pending.append(pool.submit(_encode_batch, batch, tokenizer, dtype))
-        while pending:
-            yield from pending.popleft().result()
+    return encode_in_order(documents, partial(_encode_batch, tokenizer=tokenizer, dtype=dtype), workers)
 
 
 def _encode_batch(batch: list[Document], tokenizer: Tokenizer, dtype: str) -> list[EncodedDocument]:

@@ -18,9 +18,9 @@ def spread_copies(
     expert spread over nodes first (Hecate, arXiv 2502.02581, algorithm 1).
     """
     layers, ranks, experts = base.shape
-    held = base.sum(1)
-    copies = _copy_numbers(loads, held, free.sum(1), ranks, on_all)
-    part = loads / np.maximum(held + copies, 1)
+    existing = base.sum(1)
+    copies = _copy_numbers(loads, existing, free.sum(1), ranks, on_all)
+    part = loads / np.maximum(existing + copies, 1)
     sequence = _copy_sequence(part, copies, int(max(free.sum(1).max(), copies.sum(1).max())) + ranks)
     on_rank, expert = np.divmod(np.flatnonzero(base), experts)
     rank_loads = np.bincount(on_rank, part[on_rank // ranks, expert], layers * ranks).reshape(layers, ranks)
@@ -44,19 +44,19 @@ def spread_copies(
     return present
 
 
-def _copy_numbers(loads: np.ndarray, held: np.ndarray, slots: np.ndarray, ranks: int, on_all: bool) -> np.ndarray:
-    """Copies of each expert `(L, E)` that fill `slots` `(L,)`, so that rows per copy are nearly equal; `held` exist already."""
-    needed = (held == 0).astype(np.int64) if on_all else np.zeros_like(held)
-    most = ranks - held
+def _copy_numbers(loads: np.ndarray, existing: np.ndarray, slots: np.ndarray, ranks: int, on_all: bool) -> np.ndarray:
+    """Copies of each expert `(L, E)` that fill `slots` `(L,)`, beside `existing` ones, so that rows per copy are nearly equal."""
+    needed = (existing == 0).astype(np.int64) if on_all else np.zeros_like(existing)
+    most = ranks - existing
     total = loads.sum(1, keepdims=True)
-    target = loads * (slots[:, None] + held.sum(1, keepdims=True)) / np.maximum(total, 1)
-    missing = np.clip(target - held - needed, 0, most - needed)
+    target = loads * (slots[:, None] + existing.sum(1, keepdims=True)) / np.maximum(total, 1)
+    missing = np.clip(target - existing - needed, 0, most - needed)
     missing = np.floor(missing * FRACTIONS) / FRACTIONS
     spare = np.maximum(slots - needed.sum(1), 0)
     fraction = np.minimum(spare / np.maximum(missing.sum(1), 1), 1)
     copies = needed + np.floor(missing * fraction[:, None]).astype(np.int64)
     unused = (slots - copies.sum(1))[:, None]
-    per_copy = np.where((copies < most) & (loads > 0), loads / np.maximum(held + copies, 0.5), -1)
+    per_copy = np.where((copies < most) & (loads > 0), loads / np.maximum(existing + copies, 0.5), -1)
     order = (-per_copy).argsort(1, kind="stable")
     first = order.argsort(1, kind="stable") < unused
     return copies + (first & (per_copy > 0))
