@@ -15,6 +15,7 @@ FOLDER = Path(__file__).parent
 KERNELS = {
     "test_triton.py": {"_adamw", "_add_rms_norm", "_add_wide", "_backward", "_forward", "_weighted_backward"},
     "test_paged_triton.py": {"_decode", "_prefill", "_rotate_write", "combine_splits"},
+    "../optim/test_packing.py": {"_pack", "_unpack"},
     "test_latent_attention.py": {"_chunks", "_decode", "_rotate_write", "combine_splits"},
 }
 """Some of each file's kernels."""

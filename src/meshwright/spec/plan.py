@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from meshwright.spec.fields import Positive
+from meshwright.spec.fields import Bound, Positive
 
 Recompute = Literal["none", "selective", "all_but_attention", "full"]
 RECOMPUTE_MODES: tuple[Recompute, ...] = get_args(Recompute)
@@ -30,6 +30,8 @@ REFUSED_SCHEDULES: dict[ScheduleName, str] = {
 """Schedules that no run or plan file may ask for and no search tries, each with what is expected instead."""
 Compute = Literal["bf16", "fp16", "fp32", "fp64"]
 Linear = Literal["compute", "fp8_tensorwise", "fp8_rowwise"]
+Moments = Literal["fp32", "bf16", "int8"]
+OffloadShare = Annotated[float, Bound(at_least=0, at_most=1)]
 Engine = Literal["kernel", "copy"]
 
 DATA_AXES = ("replicate", "shard")
@@ -133,6 +135,9 @@ class Precision:
     """Gradients during their sum over ranks."""
     reduce_replicas: Literal["bf16", "fp32", "fp64"] | None = None
     """Gradients during their sum over replicas, which crosses nodes; none uses the stored format."""
+    moments: Moments = "fp32"
+    """AdamW's moments in host memory (`offload: optimizer`). fp32 is exact.
+    bf16 and int8 (blocks of 256 with a common exponent, 3 bits of mantissa) round stochastically after each update."""
 
     @property
     def products(self) -> Literal["bf16", "fp16", "fp32", "fp64", "fp8"]:
@@ -336,6 +341,11 @@ class PlanPins:
     """Number format of the gradient sum."""
     reduce_replicas: Literal["bf16", "fp32", "fp64"] | None = None
     """Number format of the gradient sum over replicas."""
+    moments: Moments | None = None
+    """Number format of AdamW's moments in host memory; left out, fp32."""
+    offload_fraction: OffloadShare | None = None
+    """Share of the offloaded optimizer state that is in host memory; the rest stays on the device, packed alike.
+    Left out, the planner chooses it by memory."""
     gather_engine: Engine | None = None
     """What runs the all-gathers of weights over shard and context ranks."""
     tensor_engine: Engine | None = None

@@ -1,0 +1,230 @@
+"""Formats of an optimizer state that is copied between host and device: integer arithmetic, the same bits on every device.
+
+The fp32 master weight is the bf16 weight of the device, rounded to the nearest value and ties to even as torch rounds it, and a remainder
+of 16 bits. Ties to even leave 65,537 remainders for an even bf16 value, so one more bit is needed: it says that a tie was rounded down. It
+is kept in the sign of the second moment, which is never negative. All fp32 values except the payload of NaN are restored.
+
+Moments are fp32, bf16, or 8 bits in blocks of `BLOCK` elements. The narrow formats round stochastically: random bits, which are a function
+of the update's number and the element's position, are added below the last bit that is kept. So a restart repeats them. A value of a format
+keeps its bits when it is packed again. Methods: Kalamkar et al. 2019 (bf16), Dettmers et al. 2022 (blocks of 8 bits), Zamirai et al. 2020
+(16-bit remainder and stochastic rounding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwright.spec.optimizers import MOMENTS
+from meshwright.spec.plan import Moments
+
+BLOCK = 256
+"""Elements of a block of 8-bit moments, which share the exponent of the largest."""
+MASTER = "weight"
+SCALE = "_scale"
+"""Ends the name of the field with the exponents of a moment's blocks."""
+LEVELS = {MOMENTS[0]: 15, MOMENTS[1]: 31}
+"""Exponents of an 8-bit moment: 4 bits and a sign for the first moment, 5 bits for the second; both have 3 bits of mantissa."""
+SECOND_MOMENT_SEED = 0x5BD1E995
+NEAREST = {"bf16": 1 << 15, "int8": 1 << 19}
+"""In place of random bits: rounds to the nearest value, ties away from zero."""
+_MASK = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The fields of a chunk's record in host memory. `master`: the remainder of fp32 master weights is one of them.
+
+    Without `master` and with fp32 moments the record has the moments in `stored` dtype as they are.
+    """
+
+    master: bool
+    moments: Moments = "fp32"
+    stored: torch.dtype = torch.float32
+
+    @property
+    def plain(self) -> bool:
+        """Whether records have the moments as they are updated."""
+        return not self.master and self.moments == "fp32"
+
+    @property
+    def tie_bits(self) -> bool:
+        """Whether the second moment has a bit for ties; in 8 bits a tie that was rounded down loses the master's last bit."""
+        return self.master and self.moments != "int8"
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Names of the state tensors that a record stands for."""
+        return (*MOMENTS, MASTER) if self.master else tuple(MOMENTS)
+
+    def bytes(self, size: int) -> int:
+        """Bytes of a record of `size` elements, a multiple of `BLOCK`."""
+        return sum(dtype.itemsize * size // per for _, dtype, per in self._fields)
+
+    def fields(self, record: Tensor, size: int) -> dict[str, Tensor]:
+        """Views of a record (uint8) by field."""
+        views, start = {}, 0
+        for name, dtype, per in self._fields:
+            end = start + dtype.itemsize * size // per
+            views[name] = record[start:end].view(dtype)
+            start = end
+        return views
+
+    @property
+    def _fields(self) -> list[tuple[str, torch.dtype, int]]:
+        """Name, dtype and elements per item of each field, the widest first so that all are aligned."""
+        dtype = {"fp32": self.stored, "bf16": torch.int16, "int8": torch.uint8}[self.moments]
+        moments = [(name, dtype, 1) for name in MOMENTS]
+        scales = [(name + SCALE, torch.uint8, BLOCK) for name in MOMENTS] if self.moments == "int8" else []
+        master = [(MASTER, torch.int16, 1)] if self.master else []
+        return [*master, *moments, *scales] if self.moments == "int8" else [*moments, *master]
+
+
+def unpack(packing: Packing, fields: Mapping[str, Tensor], rounded: Tensor | None, outputs: Mapping[str, Tensor]) -> None:
+    """Write the fp32 moments of a record to `outputs`, and the master weights if `rounded` has their bf16 values."""
+    if outputs[MOMENTS[0]].is_cuda:
+        from meshwright.optim.packing_triton import unpack_record
+
+        return unpack_record(packing, fields, rounded, outputs)
+    for name in MOMENTS:
+        outputs[name].copy_(moment_of(packing, name, fields))
+    if rounded is not None:
+        outputs[MASTER].copy_(join_master(rounded, fields[MASTER], rounded_down_of(packing, fields)))
+    return None
+
+
+def pack(
+    packing: Packing,
+    states: Mapping[str, Tensor],
+    fields: Mapping[str, Tensor],
+    rounded: Tensor | None,
+    seed: Tensor,
+    start: int,
+) -> None:
+    """Write fp32 `states` to a record, and the bf16 values of the master weights to `rounded`.
+
+    `seed` is that of the update (`seed_of`), `start` the position of the record's first element.
+    """
+    if rounded is not None and rounded.is_cuda or fields[MOMENTS[0]].is_cuda:
+        from meshwright.optim.packing_triton import pack_record
+
+        return pack_record(packing, states, fields, rounded, seed, start)
+    positions = torch.arange(start, start + states[MOMENTS[0]].numel())
+    for name in MOMENTS:
+        bits = random_bits(positions, seed if name == MOMENTS[0] else seed ^ SECOND_MOMENT_SEED)
+        put_moment(packing, name, states[name], fields, bits.to(torch.int32))
+    if rounded is not None:
+        put_master(packing, states[MASTER], fields, rounded)
+    return None
+
+
+def seed_of(updates: Tensor) -> Tensor:
+    """The seed of an update from its number, a scalar tensor; on the same device."""
+    return random_bits(updates.to(torch.int64), torch.zeros_like(updates, dtype=torch.int64))
+
+
+def random_bits(positions: Tensor, seed: Tensor) -> Tensor:
+    """32 random bits for each position, as int64: a hash of 32-bit numbers (Mueller's mixing function)."""
+    x = (positions * 0x9E3779B1 + seed) & _MASK
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
+    return x ^ (x >> 16)
+
+
+def split_master(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The bf16 value of fp32 weights, the remainder (int16), and whether a tie was rounded down (bool)."""
+    bits = weight.view(torch.int32)
+    last = (bits >> 16) & 1
+    high, low = (bits + 0x7FFF + last) >> 16, bits & 0xFFFF
+    nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    high = torch.where(nan, (bits >> 16) | 0x40, high)
+    low = torch.where(nan, 0, low)
+    return high.to(torch.int16).view(torch.bfloat16), low.to(torch.int16), (low == 0x8000) & (last == 0)
+
+
+def join_master(rounded: Tensor, remainder: Tensor, rounded_down: Tensor) -> Tensor:
+    """The fp32 weights of `split_master`."""
+    high = rounded.view(torch.int16).to(torch.int32) << 16
+    return (high + remainder.to(torch.int32) + (rounded_down.to(torch.int32) << 16)).view(torch.float32)
+
+
+def moment_of(packing: Packing, name: str, fields: Mapping[str, Tensor]) -> Tensor:
+    """A moment of a record in the stored dtype."""
+    field, second = fields[name], name == MOMENTS[1]
+    if packing.moments == "int8":
+        return _decode_blocks(field, fields[name + SCALE], LEVELS[name])
+    if packing.moments == "bf16":
+        bits = field.to(torch.int32)
+        return ((bits & 0x7FFF if second else bits) << 16).view(torch.float32)
+    return field.abs() if second and packing.tie_bits else field
+
+
+def rounded_down_of(packing: Packing, fields: Mapping[str, Tensor]) -> Tensor:
+    """Of each master weight of a record, whether it is a tie that was rounded down (bool)."""
+    second = fields[MOMENTS[1]]
+    if not packing.tie_bits:
+        return torch.zeros(second.shape, dtype=torch.bool)
+    return (second.view(torch.int32) if packing.moments == "fp32" else second) < 0
+
+
+def put_moment(
+    packing: Packing, name: str, values: Tensor, fields: Mapping[str, Tensor], random: Tensor | int
+) -> None:
+    """Write a moment to a record. The sign of a second moment with tie bits is cleared.
+
+    `random` has 32 random bits (int32) for each element, or is the number of `NEAREST`.
+    """
+    if packing.moments == "fp32":
+        fields[name].copy_(values)
+        return
+    below = random if isinstance(random, int) else random & (0xFFFF if packing.moments == "bf16" else 0xFFFFF)
+    if packing.moments == "bf16":
+        fields[name].copy_(((values.view(torch.int32) + below) >> 16).to(torch.int16))
+        return
+    codes, scales = _encode_blocks(values, LEVELS[name], below)
+    fields[name].copy_(codes)
+    fields[name + SCALE].copy_(scales)
+
+
+def put_master(packing: Packing, values: Tensor, fields: Mapping[str, Tensor], rounded: Tensor) -> None:
+    """Write master weights to a record and to `rounded`; the second moments of the record get the tie bits."""
+    high, low, rounded_down = split_master(values)
+    if not packing.tie_bits:
+        low = torch.where(rounded_down, 0x7FFF, low)
+    rounded.copy_(high)
+    fields[MASTER].copy_(low)
+    if packing.tie_bits:
+        second = fields[MOMENTS[1]]
+        bits = second.view(torch.int32) if packing.moments == "fp32" else second
+        sign = torch.iinfo(bits.dtype).min
+        bits.copy_((bits & ~sign) | rounded_down.to(bits.dtype) * sign)
+
+
+def _encode_blocks(values: Tensor, levels: int, below: Tensor | int) -> tuple[Tensor, Tensor]:
+    """8-bit codes (exponent relative to the block's largest, 3 bits of mantissa) and the blocks' exponents, both uint8."""
+    bits = values.view(torch.int32)
+    magnitude = bits & 0x7FFFFFFF
+    exponent = magnitude >> 23
+    largest = exponent.view(-1, BLOCK).amax(1)
+    relative = exponent - largest.repeat_interleave(BLOCK) + levels
+    code = (((relative << 23) | (magnitude & 0x7FFFFF)) + below) >> 20
+    code = torch.where((relative >= 1) & (exponent >= 1), code.clamp(max=8 * levels + 7), 0)
+    if levels == LEVELS[MOMENTS[0]]:
+        code |= (bits >> 24) & 0x80
+    else:  # a second moment that is too small for the block is not 0, as the update divides by its root
+        code = torch.where((relative < 1) & (exponent >= 1), 8, code)
+    return code.to(torch.uint8), largest.to(torch.uint8)
+
+
+def _decode_blocks(codes: Tensor, scales: Tensor, levels: int) -> Tensor:
+    code, largest = codes.to(torch.int32), scales.to(torch.int32).repeat_interleave(BLOCK)
+    signed = levels == LEVELS[MOMENTS[0]]
+    size = code & 0x7F if signed else code
+    relative = size >> 3
+    bits = torch.where(relative >= 1, ((largest - levels + relative) << 23) | ((size & 7) << 20), 0)
+    if signed:
+        bits = bits | ((code & 0x80) << 24)
+    return bits.view(torch.float32)
