@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +16,13 @@ from meshwright.checkpoint.layout import plan_layout
 from meshwright.checkpoint.ranks import Ranks
 from meshwright.checkpoint.staging import Stager, StagingBuffer
 from meshwright.optim.fused import MOMENTS, StepInputs
-from meshwright.optim.host import ALIGNED, MASTER, HostAdamW
+from meshwright.optim.chunks import ALIGNED
+from meshwright.optim.host import HostAdamW
+from meshwright.optim.packing import MASTER
+from meshwright.spec.plan import Moments
 from meshwright.state.parts import StateParts
 from tests.optim.test_host import RATE, SHAPES, gradients, offloaded_optimizer
+from tests.slow import quick_first
 
 GROUPS = [["a"], ["b", "empty"], ["c"], ["d", "e"]]
 
@@ -31,10 +36,9 @@ class Snapshots:
 
     def __init__(self, optimizer: HostAdamW, monkeypatch: pytest.MonkeyPatch) -> None:
         self._optimizer = optimizer
-        state = state_of(optimizer)
-        layout = plan_layout(
-            Ranks(None), {name: StateParts.of_whole(name, tensor) for name, tensor in state.items() if tensor.numel()}
-        )
+        state = {f"{state}.{name}": optimizer.part(state, name) for state in (*MOMENTS, MASTER) for name in SHAPES}
+        parts = {name: replace(StateParts.of_whole(name, part), encoded=optimizer) for name, part in state.items()}
+        layout = plan_layout(Ranks(None), {name: entry for name, entry in parts.items() if entry.local.numel()})
         self._names = [(piece.name, piece.start, piece.end) for piece in layout.pieces]
         self._buffer = StagingBuffer(Arena.create(layout.bytes), torch.device("cpu"))
         self._stager = Stager(layout, self._buffer, GROUPS, {name: name.partition(".")[2] for name in state})
@@ -73,11 +77,16 @@ class Snapshots:
         return {name: data[start:end].clone() for name, start, end in self._names}
 
 
-@pytest.mark.parametrize("second_buffers", [True, False])
-def test_no_update_reaches_a_snapshot(monkeypatch: pytest.MonkeyPatch, second_buffers: bool) -> None:
+@pytest.mark.parametrize(
+    ("second_buffers", "form"),
+    quick_first(2, [(True, ("fp32", 1.0)), (False, ("fp32", 0.5)), (True, ("int8", 0.5)), (False, ("bf16", 1.0))], unpack=True),
+)
+def test_no_update_reaches_a_snapshot(
+    monkeypatch: pytest.MonkeyPatch, second_buffers: bool, form: tuple[Moments, float]
+) -> None:
     """Steps before and after the copy of every piece; the state is that of a run without snapshots, bit for bit."""
-    optimizer, on_device = offloaded_optimizer(torch.float32, 4 * ALIGNED, True)
-    reference, expected_on_device = offloaded_optimizer(torch.float32, 4 * ALIGNED, True)
+    optimizer, on_device = offloaded_optimizer(torch.float32, 2 * ALIGNED, True, *form)
+    reference, expected_on_device = offloaded_optimizer(torch.float32, 2 * ALIGNED, True, *form)
     snapshots = Snapshots(optimizer, monkeypatch)
     if second_buffers:
         optimizer.allocate_second_buffers()

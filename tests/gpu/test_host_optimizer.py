@@ -18,7 +18,8 @@ from tests.gpu.test_offload import BOUND, RUN, peak
 from meshwright.config.load import load_resolved
 from meshwright.kernels.pinned import PIN_BYTES
 from meshwright.optim.fused import MOMENTS, Coefficients, StepInputs, count_updates, new_count, update
-from meshwright.optim.host import MASTER, HostAdamW
+from meshwright.optim.host import HostAdamW
+from meshwright.optim.packing import MASTER
 from meshwright.spec.model import parameter_count
 from meshwright.workload.buffers import STAGED_ELEMENTS, STAGING_BUFFERS
 

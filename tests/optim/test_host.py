@@ -12,7 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.optim.fused import MOMENTS, Coefficients, StepInputs
-from meshwright.optim.host import ALIGNED, MASTER, HostAdamW, plan_chunks
+from meshwright.optim.chunks import ALIGNED, plan_chunks
+from meshwright.optim.host import HostAdamW
+from meshwright.optim.packing import MASTER
+from meshwright.spec.plan import Moments
 
 RATE, BETAS, EPSILON, DECAY = 3e-3, (0.9, 0.95), 1e-8, 0.1
 SHAPES = {"a": (37, 11), "empty": (0, 5), "b": (3,), "c": (64, 16), "d": (129,), "e": (5, 7, 9)}
@@ -74,7 +77,9 @@ def gradients(step: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
 
 
-def offloaded_optimizer(dtype: torch.dtype, chunk: int, masters: bool) -> tuple[HostAdamW, dict[str, torch.Tensor]]:
+def offloaded_optimizer(
+    dtype: torch.dtype, chunk: int, masters: bool, moments: Moments = "fp32", fraction: float = 1.0
+) -> tuple[HostAdamW, dict[str, torch.Tensor]]:
     """The optimizer, and the weights on the device by parameter: the part itself, or a rounded copy."""
     weights = initial_weights(dtype)
     on_device = {name: weight.to(torch.bfloat16) for name, weight in weights.items()} if masters else weights
@@ -88,7 +93,9 @@ def offloaded_optimizer(dtype: torch.dtype, chunk: int, masters: bool) -> tuple[
 
     decays = {name: 0.0 if name in NO_DECAY else DECAY for name in weights}
     releases = {name: release(name) for name in weights} if masters else {}
-    optimizer = HostAdamW(weights, decays, releases, coefficients=Coefficients(BETAS, EPSILON), chunk=chunk)
+    optimizer = HostAdamW(
+        weights, decays, releases, coefficients=Coefficients(BETAS, EPSILON), moments=moments, fraction=fraction, chunk=chunk
+    )
     optimizer.release_master_weights()
     return optimizer, on_device
 
@@ -149,12 +156,17 @@ def test_every_copy_has_a_span() -> None:
         return nullcontext()
 
     optimizer, _ = offloaded_optimizer(torch.float32, 1 << 20, True)
-    optimizer.step(gradients(0, torch.float32), StepInputs(RATE, torch.ones(()), torch.zeros(())), concurrent_span)
-    assert sorted(inputs) == [(f"optimizer {n}", lane) for n in range(2) for lane in ("fetch", "offload")]
+    for span in (None, concurrent_span):  # the first chunks of the second step were fetched at the end of the first
+        optimizer.step(gradients(0, torch.float32), StepInputs(RATE, torch.ones(()), torch.zeros(())), span)
+    assert sorted(inputs) == [(f"optimizer {n}", lane) for n in range(5) for lane in ("fetch", "offload")]
 
 
-def test_host_bytes_cover_all_state() -> None:
+@pytest.mark.parametrize(("moments", "per_moment"), [("fp32", 4), ("bf16", 2), ("int8", 1 + 1 / 256)])
+def test_host_bytes_cover_all_state(moments: Moments, per_moment: float) -> None:
+    """Two moments, and 16 bits of each master weight."""
     elements = sum(torch.Size(shape).numel() for shape in SHAPES.values())
-    for masters, states in ((False, 2), (True, 3)):
-        optimizer, _ = offloaded_optimizer(torch.float32, 1 << 20, masters)
-        assert 4 * states * elements <= optimizer.host_bytes <= 4 * states * (elements + len(SHAPES) * ALIGNED)
+    for masters in (False, True):
+        optimizer, _ = offloaded_optimizer(torch.float32, 1 << 20, masters, moments)
+        bytes_per_element = 2 * per_moment + 2 * masters
+        most = bytes_per_element * (elements + len(SHAPES) * ALIGNED)
+        assert bytes_per_element * elements <= optimizer.host_bytes <= most

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,15 +18,24 @@ from meshwright.checkpoint.header import ITEM_BYTES, Entry
 from meshwright.checkpoint.shards import DTYPES
 
 
+Store = Callable[[Tensor, Tensor], object]
+"""Copies values to a target or a part of it; the copy may still run on return."""
+
+
+def copy_values(target: Tensor, values: Tensor) -> None:
+    """The `Store` of a target that is the memory itself."""
+    target.copy_(values, non_blocking=True)
+
+
 class Destination:
     """A box of a stored entry, and the tensor that it fills.
 
     `offsets` is the index of the box's first element in the entry, in elements per dimension. `target` has the box's
     shape; it may have any device, dtype and stride. Bytes `start` to `end` of the file cover all rows (dimension 0) of
-    the box. `fill` accepts these bytes in parts, in any order and from several threads.
+    the box. `fill` accepts these bytes in parts, in any order and from several threads. `store` copies values to parts of the target.
     """
 
-    def __init__(self, entry: Entry, offsets: tuple[int, ...], target: Tensor) -> None:
+    def __init__(self, entry: Entry, offsets: tuple[int, ...], target: Tensor, store: Store = copy_values) -> None:
         shape = entry.shape or (1,)
         offsets, target = offsets or (0,), target if target.dim() else target.view(1)
         row_bytes = math.prod(shape[1:]) * ITEM_BYTES[entry.dtype]
@@ -38,6 +47,7 @@ class Destination:
             shape = (math.prod(shape),)
         self._consecutive = len(shape) == 1
         self._entry, self._shape, self._offsets, self._target = entry, shape, offsets, target
+        self._store = store
         self._lock = threading.Lock()
         self._missing_bytes = self.end - self.start
         self._collected: Tensor | None = None
@@ -65,9 +75,9 @@ class Destination:
         position = (start - self._entry.start) // ITEM_BYTES[self._entry.dtype]
         if self._consecutive:
             first = position - self._offsets[0]
-            self._target[first : first + values.numel()].copy_(values, non_blocking=True)
+            self._store(self._target[first : first + values.numel()], values)
         else:
-            _scatter(values, position, self._shape, self._offsets, self._target)
+            _scatter(values, position, self._shape, self._offsets, self._target, self._store)
 
     def _collect(self, data: Tensor, offset: int) -> Tensor | None:
         """Store `data` at byte `offset` of the box's rows; return all bytes of these rows once they are complete."""
@@ -97,7 +107,9 @@ def intersect(
     )
 
 
-def _scatter(values: Tensor, position: int, shape: tuple[int, ...], offsets: tuple[int, ...], target: Tensor) -> None:
+def _scatter(
+    values: Tensor, position: int, shape: tuple[int, ...], offsets: tuple[int, ...], target: Tensor, store: Store
+) -> None:
     """Copy consecutive elements of a tensor of `shape` into a box of it.
 
     `values` are the elements from flat index `position` on; they may begin and end inside a row. `target` is the box
@@ -114,7 +126,7 @@ def _scatter(values: Tensor, position: int, shape: tuple[int, ...], offsets: tup
             part = values[(start - row) * row_elements : (end - row) * row_elements].view(end - start, *shape[1:])
             for dim in range(1, len(shape)):
                 part = part.narrow(dim, offsets[dim], target.shape[dim])
-            target[start - first_row : end - first_row].copy_(part, non_blocking=True)
+            store(target[start - first_row : end - first_row], part)
         elif start < end:  # part of a row: a tensor with a dimension less
-            _scatter(values[:used], column, shape[1:], offsets[1:], target[row - first_row])
+            _scatter(values[:used], column, shape[1:], offsets[1:], target[row - first_row], store)
         values, position = values[used:], position + used

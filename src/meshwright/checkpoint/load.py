@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.checkpoint.block_reader import BlockFiles, BlockReader
 from meshwright.checkpoint.contents import Contents, parse_contents
 from meshwright.checkpoint.files import BLOCK_BYTES
-from meshwright.checkpoint.fill import Destination, intersect
+from meshwright.checkpoint.fill import Destination, Store, copy_values, intersect
 from meshwright.checkpoint.fit import check_complete, check_fit
 from meshwright.checkpoint.header import Entry, parse_header, read_header_bytes
 from meshwright.checkpoint.manifest import (
@@ -127,7 +127,7 @@ def load_tensors(
             paths = {file: opened.path / file for file in entries}
             for part in parts:
                 entry = find_entry(entries[part.file], part.key, part.dtype, part.shape, paths[part.file])
-                destination = Destination(entry, part.offsets, part.target)
+                destination = Destination(entry, part.offsets, part.target, part.store)
                 ranges[part.file].append((destination.start, destination.end))
                 for index in range(destination.start // BLOCK_BYTES, -(-destination.end // BLOCK_BYTES)):
                     destinations[part.file, index].append(destination)
@@ -163,7 +163,7 @@ def device_of(tensors: Mapping[str, Tensor | StateParts]) -> torch.device:
 
 @dataclass(frozen=True)
 class _ChunkPart:
-    """The part of a stored chunk at `offsets`, and the local tensor `target` that it fills.
+    """The part of a stored chunk at `offsets`, and the local tensor `target` that it fills by `store`.
 
     `file`, `key`, `dtype` and `shape` are those of the whole chunk: a box of a tensor, stored as one safetensors entry.
     """
@@ -174,16 +174,19 @@ class _ChunkPart:
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     target: Tensor
+    store: Store
 
 
 def _chunk_parts(contents: Contents, tensors: Mapping[str, Tensor | StateParts]) -> Iterator[_ChunkPart]:
     for name, tensor in tensors.items():
         record = contents[name]
+        encoded = tensor.encoded if isinstance(tensor, StateParts) else None
+        store = copy_values if encoded is None else encoded.write
         for offsets, elements in _local_boxes(tensor):
             for chunk in record.chunks:
                 if (chunk.offsets, chunk.sizes) == (offsets, elements.shape) and elements.numel():
                     yield _ChunkPart(
-                        chunk.file, chunk.key, record.dtype, chunk.sizes, (0,) * len(chunk.sizes), elements
+                        chunk.file, chunk.key, record.dtype, chunk.sizes, (0,) * len(chunk.sizes), elements, store
                     )
                     continue
                 intersection = intersect(chunk, offsets, tuple(elements.shape))
@@ -192,7 +195,7 @@ def _chunk_parts(contents: Contents, tensors: Mapping[str, Tensor | StateParts])
                     target = elements
                     for dim, (offset, size) in enumerate(zip(box_offsets, sizes, strict=True)):
                         target = target.narrow(dim, offset, size)
-                    yield _ChunkPart(chunk.file, chunk.key, record.dtype, chunk.sizes, chunk_offsets, target)
+                    yield _ChunkPart(chunk.file, chunk.key, record.dtype, chunk.sizes, chunk_offsets, target, store)
 
 
 def _local_boxes(tensor: Tensor | StateParts) -> Iterable[tuple[tuple[int, ...], Tensor]]:

@@ -253,7 +253,7 @@ class Stager:
             return source if host_state is None else host_state.current(source)
 
         def copy(target: Tensor, source: Tensor) -> None:
-            _copy(target, current(source))
+            _copy(target, current(source))  # of encoded state the source is on the meta device
 
         def add_checksums(group: int) -> None:
             for index, source in self.from_host.pieces[group]:

@@ -144,7 +144,10 @@ class ShardWriter(StorageWriter):
         items, headers = order_items(plan)
 
         def resolve(index: int) -> torch.Tensor:
-            return resolve_tensor(planner, items[index])
+            tensor = resolve_tensor(planner, items[index])
+            state = planner.state_dict[items[index].index.fqn]  # type: ignore[attr-defined]
+            encoded = state.parts.encoded if isinstance(state, DCPParts) else None
+            return tensor if encoded is None else encoded.read(tensor)
 
         name = shard_name(self.rank)
         self.files[name] = write_shard(
@@ -172,7 +175,7 @@ def order_items(plan: SavePlan) -> tuple[list[WriteItem], list[TensorHeader]]:
 
 
 def resolve_tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
-    """The tensor that an item writes."""
+    """The tensor that an item writes; of encoded state the part on the meta device."""
     tensor = planner.resolve_data(item)
     assert isinstance(tensor, torch.Tensor)
     return tensor

@@ -1,36 +1,44 @@
-"""AdamW with its state in host memory: chunks are copied to the device, updated by the usual kernel, and copied back.
+"""AdamW with its state in host memory: packed chunks are copied to the device, updated by the usual kernel, and copied back.
 
-Moments, and master weights where weights are gathered in a narrower dtype, are flat buffers in host memory, parameter after parameter. A
-chunk is a range of these buffers. While the device updates one chunk, one stream copies the next chunk to the device and another copies
-the previous chunk to the host, so both directions of the link are busy. A chunk depends on the backward only through the gradients'
-factor. So the first copies to the device overlap the end of the backward, and the last copies to the host overlap the next forward.
-Streams wait for events; the host waits only when a checkpoint reads the state. A step beside the copies of a snapshot writes to a second
-set of buffers, if there is one, and leaves the first to the snapshot; otherwise it waits for the copies, chunk by chunk.
+`packing` has the formats, `chunks` the order: that of the next forward. A chunk has a record with the parts of its state that are not on
+the device: moments, and a remainder of the master weights where weights are gathered in bf16. While the device updates one chunk, one
+stream copies later chunks to the device and another copies earlier ones to the host, so both directions of the link are busy.
 
-The update uses the arithmetic of the optimizer on the device, so both give the same bits. Method: Ren et al. 2021 (ZeRO-Offload) for the
-location of the state; Maurya et al. 2024 (Deep Optimizer States) for the update on the device.
+The first chunks are fetched as soon as their staging buffers are free, so beside the next forward and backward. An update begins when the
+gradients' factor is known, and is completed unit by unit: `complete_updates` launches the chunks of the units that are gathered next, and
+the copies of later ones run beside the forward. What is left is completed before anything else reads the state. With `fraction` below 1 the
+records of the first chunks stay on the device.
+
+The update uses the arithmetic of the optimizer on the device, so both give the same bits. Streams wait for events; the host waits only when
+a checkpoint reads the state. A step beside the copies of a snapshot writes to a second set of buffers, if there is one, and leaves the
+first to the snapshot; otherwise it waits for the copies, chunk by chunk. Method: Ren et al. 2021 (ZeRO-Offload) for the location of the
+state; Maurya et al. 2024 (Deep Optimizer States) for the update on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwright.kernels.pinned import allocate_pinned, slices_within_parts
-from meshwright.optim.fused import MOMENTS, Coefficients, StepInputs, count_updates, new_count, update
+from meshwright.kernels.pinned import slices_within_parts
+from meshwright.optim.chunk_memory import ChunkMemory
+from meshwright.optim.chunks import Chunk, Segment, groups_in_order, plan_chunks
+from meshwright.optim.copy_streams import CopyStreams
+from meshwright.optim.fused import MOMENTS, Coefficients, StepInputs, new_count, update
+from meshwright.optim.host_snapshot import HostBuffers, SecondBuffers
+from meshwright.optim.packing import MASTER, Packing, pack, seed_of, unpack
+from meshwright.spec.plan import Moments
 from meshwright.state.snapshot import SnapshotCopies
 from meshwright.workload.buffers import STAGED_ELEMENTS, STAGING_BUFFERS
 
-MASTER = "weight"
 CPU_CHUNK_ELEMENTS = 1 << 10
 """Elements per chunk on a CPU: few, so that tests with small models have several chunks."""
-ALIGNED = 64
-"""Alignment of segments in elements, so that kernels can load vectors from the start of each segment."""
 
 SpanFactory = Callable[[str, str], AbstractContextManager[None]]
 """Creates the profiler span of a copy from its name and its lane."""
@@ -38,75 +46,25 @@ Release = Callable[[], Tensor]
 """Frees a parameter's master weight on the device; returns this rank's part in a narrower dtype, which remains."""
 
 
-@dataclass(frozen=True)
-class Segment:
-    """`count` elements of the parameter `name`, from its element `first` on, at `offset` in their chunk."""
+@dataclass
+class _PendingUpdate:
+    """A step's update as far as it is not launched: chunks from `following` on. `results` has the records in host memory to write."""
 
-    name: str
-    first: int
-    count: int
-    offset: int
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """`size` elements from offset `start` of the host buffers, all with one weight decay."""
-
-    start: int
-    size: int
-    weight_decay: float
-    segments: tuple[Segment, ...]
-
-
-class HostBuffers:
-    """The state after an update, as `HostState`: in `buffers`, while layouts refer to `first`, the buffers at the start."""
-
-    def __init__(self, first: Tensor, buffers: Tensor, wait: Callable[[], object]) -> None:
-        self._first, self._buffers, self._wait = first, buffers.view(-1).view(torch.uint8), wait
-
-    def wait(self) -> None:
-        """See `HostState`."""
-        self._wait()
-
-    def current(self, memory: Tensor) -> Tensor:
-        """See `HostState`; memory outside of the buffers is returned as it is."""
-        offset = memory.data_ptr() - self._first.data_ptr()
-        if not 0 <= offset < self._first.nbytes:
-            return memory
-        return self._buffers[offset : offset + memory.nbytes]
-
-
-def plan_chunks(groups: Sequence[tuple[float, Mapping[str, int]]], max_elements: int) -> list[Chunk]:
-    """Chunks of at most `max_elements` elements, each with one weight decay; a parameter has one contiguous range in them."""
-    assert max_elements % ALIGNED == 0
-    chunks: list[Chunk] = []
-    for weight_decay, sizes in groups:
-        segments: list[Segment] = []
-        used = 0
-        for name, size in sizes.items():
-            first = 0
-            while first < size:
-                if used == max_elements:
-                    chunks.append(_chunk(chunks, used, weight_decay, segments))
-                    segments, used = [], 0
-                count = min(size - first, max_elements - used)
-                segments.append(Segment(name, first, count, used))
-                first, used = first + count, -(-(used + count) // ALIGNED) * ALIGNED
-        if segments:
-            chunks.append(_chunk(chunks, used, weight_decay, segments))
-    return chunks
-
-
-def _chunk(previous: Sequence[Chunk], size: int, weight_decay: float, segments: Sequence[Segment]) -> Chunk:
-    start = previous[-1].start + previous[-1].size if previous else 0
-    return Chunk(start, size, weight_decay, tuple(segments))
+    gradients: dict[str, Tensor]
+    names: tuple[str, ...]
+    inputs: StepInputs
+    span: SpanFactory | None
+    copies: SnapshotCopies | None
+    results: Tensor
+    following: int = 0
 
 
 class HostAdamW:
-    """AdamW of the `parts` of one rank, all of one dtype and device, whose state is in host memory.
+    """AdamW of the `parts` of one rank, all of one dtype and device, in the order of the forward; their state is in host memory.
 
-    `decays` has the weight decay of each parameter; `release` has the function that releases its master weight, for all or for none. Raises
-    OutOfResources when host memory cannot be pinned.
+    `decays` has the weight decay of each parameter; `release` has the function that releases its master weight, for all or for none.
+    `fraction` of the elements have their record in host memory, the first ones on the device. Raises OutOfResources when host memory
+    cannot be pinned.
     """
 
     def __init__(
@@ -116,53 +74,64 @@ class HostAdamW:
         release: Mapping[str, Release],
         *,
         coefficients: Coefficients,
+        moments: Moments = "fp32",
+        fraction: float = 1.0,
         chunk: int | None = None,
     ) -> None:
         assert not release or release.keys() == parts.keys()
         self._parts, self._release, self._coefficients = dict(parts), dict(release), coefficients
         like = next(iter(parts.values()))
-        self._device = like.device
-        self._state_names = (*MOMENTS, MASTER) if release else MOMENTS
-        groups = [
-            (decay, {name: part.numel() for name, part in parts.items() if decays[name] == decay})
-            for decay in sorted(set(decays.values()), reverse=True)
-        ]
+        self._device, self._dtype = like.device, like.dtype
+        self._packing = Packing(bool(release), moments, like.dtype)
         default = STAGED_ELEMENTS if self._device.type == "cuda" else CPU_CHUNK_ELEMENTS
-        self._chunks = plan_chunks(groups, chunk or default)
-        length = sum(entry.size for entry in self._chunks)
-        cuda, size = self._device.type == "cuda", len(self._state_names) * length
-        buffers = (
-            allocate_pinned(self, size * like.itemsize, "the optimizer").view(like.dtype)
-            if cuda
-            else like.new_zeros(size)
+        sizes = {name: part.numel() for name, part in parts.items()}
+        self._chunks = plan_chunks(groups_in_order(sizes, decays), chunk or default)
+        self._memory = ChunkMemory(
+            self, self._device, self._packing, self._chunks, _chunks_on_device(self._chunks, fraction)
         )
-        self._buffers = self._first_buffers = buffers.view(len(self._state_names), length)
-        self._second_buffers: Tensor | None = None
-        widest = max((entry.size for entry in self._chunks), default=0)
-        self._staging = torch.zeros(
-            STAGING_BUFFERS, len(self._state_names), widest, dtype=like.dtype, device=self._device
-        )
+        self._handle = self._memory.handle(like.dtype)
+        self._second: SecondBuffers | None = None
         self._starts = {s.name: entry.start + s.offset for entry in self._chunks for s in entry.segments if not s.first}
+        self._last_chunk = {s.name: number for number, entry in enumerate(self._chunks) for s in entry.segments}
+        self._names_by_start = sorted((start, name) for name, start in self._starts.items())
         self._counts = {name: new_count(self._device) for name in parts}
         self._resident: dict[str, Tensor] = {}
-        self._copy_streams = _CopyStreams(self._device, len(self._staging))
+        self._pending: _PendingUpdate | None = None
+        self._snapshot_copied = False
+        self._lock = threading.RLock()
+        self._allocate_staging()
+        self.deferred = False
+        """Whether `step` leaves the update to `complete_updates`."""
+
+    def _allocate_staging(self) -> None:
+        widest = max((entry.size for entry in self._chunks), default=0)
+        streamed = len(self._chunks) - self._memory.on_device
+        self._staging = torch.zeros(
+            min(STAGING_BUFFERS, streamed), self._packing.bytes(widest), dtype=torch.uint8, device=self._device
+        )
+        states = () if self._packing.plain else self._packing.states
+        self._scratch = {name: torch.zeros(widest, dtype=self._dtype, device=self._device) for name in states}
+        rounded = widest if self._packing.master else 0
+        self._rounded = torch.zeros(rounded, dtype=torch.bfloat16, device=self._device)
+        self._copy_streams = CopyStreams(self._device, len(self._staging))
+        self._fetched = 0
+        """Streamed chunks that were fetched for the next update, at most as many as there are staging buffers."""
 
     @property
     def host_bytes(self) -> int:
         """Bytes of state in host memory."""
-        return self._buffers.nbytes
+        return self._memory.host_bytes
 
+    @torch.no_grad()
     def release_master_weights(self) -> None:
-        """Copy the current master weights to host memory and free them on the device, if they are offloaded."""
+        """Split the current master weights: the rounded value stays on the device, the remainder goes to the records."""
         for name, release in self._release.items():
-            self._host_tensor(MASTER, name).copy_(self._parts[name])
+            master = self._parts[name]
+            self._resident[name] = torch.empty(master.numel(), dtype=torch.bfloat16, device=self._device)
+            self.write(self.part(MASTER, name), master)
             self._resident[name] = release().view(-1)
 
-    def reload_weights(self) -> None:
-        """Copy the master weights in host memory, which were overwritten, to the weights that the device computes with."""
-        for name, weight in self._resident.items():
-            weight.copy_(self._host_tensor(MASTER, name).view(-1))
-
+    @torch.no_grad()
     def step(
         self,
         gradients: Mapping[str, Tensor],
@@ -170,32 +139,86 @@ class HostAdamW:
         concurrent_span: SpanFactory | None = None,
         copies: SnapshotCopies | None = None,
     ) -> None:
-        """One update of the parameters that have a gradient.
+        """One update of the parameters that have a gradient; of a `deferred` update only the first copies are started.
 
         Beside `copies` of a snapshot it writes to the second buffers; without these each chunk waits for copies of its parameters' state.
         """
-        self._copy_streams.begin()
-        results = self._buffers if copies is None or self._second_buffers is None else self._second_buffers
-        for number in range(min(len(self._staging), len(self._chunks))):
-            self._fetch(number, concurrent_span)
-        with count_updates([self._counts[name] for name in gradients], inputs.skip):
-            for number, chunk in enumerate(self._chunks):
-                if copies is not None:
-                    copies.wait((segment.name for segment in chunk.segments), host=results is self._buffers)
-                self._update(number, chunk, gradients, inputs)
-                self._send(number, results, concurrent_span)
-                if number + len(self._staging) < len(self._chunks):
-                    self._fetch(number + len(self._staging), concurrent_span)
-        if results is not self._buffers:
-            self._buffers, self._second_buffers = results, self._buffers
+        self.complete_updates()
+        results = self._memory.host_records
+        if copies is not None and self._second is not None:
+            results = self._second.records
+        names = tuple(gradients)
+        self._pending = _PendingUpdate(dict(gradients), names, inputs, concurrent_span, copies, results)
+        if names:
+            torch._foreach_add_([self._counts[name] for name in names], 1)
+        self._fetch_first(concurrent_span)
+        if not self.deferred:
+            self.complete_updates()
+
+    @torch.no_grad()
+    def complete_updates(self, names: Iterable[str] | None = None) -> bool:
+        """Launch what is left of the update up to the parameters `names`, or all of it; returns whether something was left."""
+        pending = self._pending
+        if pending is None:
+            return False
+        before = pending.following
+        last = len(self._chunks) if names is None else 1 + max((self._last_chunk.get(name, -1) for name in names), default=-1)
+        while pending.following < last:
+            self._run(pending.following, pending)
+            pending.following += 1
+        if pending.following == len(self._chunks):
+            self._end_update(pending)
+        return pending.following > before
+
+    def _end_update(self, pending: _PendingUpdate) -> None:
+        if pending.names:
+            counts = [self._counts[name] for name in pending.names]
+            torch._foreach_sub_(counts, [pending.inputs.skip] * len(counts))
+        if self._second is not None and pending.results is self._second.records:
+            self._memory.host_records, self._second.records = pending.results, self._memory.host_records
+        self._pending, self._fetched = None, 0
+        self._fetch_first(pending.span)
 
     def state(self, state_name: str, name: str) -> Tensor:
-        """A moment or the master weight of a parameter in host memory, in the layout of this rank's part.
+        """The values of a moment or master weight of a parameter, a copy in host memory; waits for the last update."""
+        return self.read(self.part(state_name, name))
 
-        Waits for the copies to the host.
-        """
+    def part(self, state_name: str, name: str) -> Tensor:
+        """The tensor on the meta device that identifies a moment or master weight of a parameter, for `read` and `write`."""
+        shape, start = self._parts[name].shape, self._starts.get(name, 0)  # an empty shard has no segment
+        elements = self._handle[self._packing.states.index(state_name)]
+        return elements[start : start + shape.numel()].view(shape)
+
+    def read(self, part: Tensor) -> Tensor:
+        """See `state.parts.EncodedState`. Waits for the last update."""
+        self.complete_updates()
         self._copy_streams.finish()
-        return self._host_tensor(state_name, name)
+        state, start = self._memory.locate(part.storage_offset())
+        values = self._memory.read(state, start, part.numel(), self._memory.record, self._rounded_range)
+        return values.to(part.dtype).view(part.shape)
+
+    @torch.no_grad()
+    def write(self, part: Tensor, values: Tensor) -> None:
+        """See `state.parts.EncodedState`. Chunks that were fetched before are fetched again."""
+        if not part.numel():
+            return
+        with self._lock:
+            self.complete_updates()
+            self._copy_streams.finish()
+            self._fetched = 0
+            if not part.is_contiguous():
+                part, values = self._with_gaps(part, values)
+            state, start = self._memory.locate(part.storage_offset())
+            values = values.reshape(-1).to(self._dtype)
+            self._memory.write(state, start, values, self._rounded_range)
+
+    def _with_gaps(self, part: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The contiguous range that includes `part`, and its current values with `values` in their places."""
+        last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+        whole = self._handle.as_strided((last + 1,), (1,), part.storage_offset())
+        current = self.read(whole)
+        current.as_strided(part.shape, part.stride()).copy_(values)
+        return whole, current
 
     def allocate_second_buffers(self) -> None:
         """Allocate the buffers to which steps beside snapshots write. May run in a thread beside training.
@@ -204,147 +227,144 @@ class HostAdamW:
         """
         if self._device.type != "cuda" and not self._release:
             return
-        if self._device.type == "cuda":
-            memory = allocate_pinned(self, self._buffers.nbytes, "snapshots of the optimizer", in_parts=True)
-            self._second_buffers = memory.view(self._buffers.dtype).view(self._buffers.shape)
-        else:
-            self._second_buffers = torch.zeros_like(self._buffers)
+        rounded = 2 * self._memory.positions if self._packing.master else 0
+        self._second = SecondBuffers(
+            self._memory.allocate(self.host_bytes, "snapshots of the optimizer", in_parts=True),
+            self._memory.allocate(self._memory.device_bytes + rounded, "snapshots of the optimizer", in_parts=True),
+        )
 
+    @torch.no_grad()
     def host_state(self) -> HostBuffers:
-        """The state as the updates given to the device so far leave it."""
-        return HostBuffers(self._first_buffers, self._buffers, self._copy_streams.record_end())
+        """The state as the updates given to the device so far leave it, for a snapshot."""
+        self.complete_updates()
+        copied = None
+        if self._second is not None:
+            copied = self._second.on_device
+            with self._copy_streams.snapshot():
+                self._copy_device_state(copied)
+            self._snapshot_copied = True
+        return HostBuffers(
+            self._memory, self._memory.host_records, copied, self._rounded_range, self._copy_streams.record_end()
+        )
+
+    def _copy_device_state(self, target: Tensor) -> None:
+        """Copy what the records in host memory lack: records on the device, then the rounded weights by position."""
+        records = self._memory.device_records
+        for piece in slices_within_parts(0, len(records)):
+            target[piece].copy_(records[piece], non_blocking=True)
+        for name, weight in self._resident.items():
+            source = weight.view(torch.uint8)
+            start = len(records) + 2 * self._starts.get(name, 0)
+            for piece in slices_within_parts(start, len(source)):
+                target[start + piece.start : start + piece.stop].copy_(source[piece], non_blocking=True)
 
     def set_steps(self, steps: int) -> None:
         """Set the number of updates so far, for the bias correction of the moments."""
+        self.complete_updates()
         for count in self._counts.values():
             count.fill_(float(steps))
 
     @property
     def has_master_weights(self) -> bool:
-        """Whether master weights are in host memory."""
+        """Whether master weights are split between the device and the records."""
         return bool(self._resident)
 
-    def _host_tensor(self, state: str, name: str) -> Tensor:
-        part = self._parts[name]
-        start = self._starts.get(name, 0)  # an empty shard has no segment
-        return self._buffers[self._state_names.index(state), start : start + part.numel()].view(part.shape)
+    def _rounded_range(self, start: int, count: int) -> Tensor:
+        """The weights on the device at positions of one parameter."""
+        first, name = self._names_by_start[bisect_right(self._names_by_start, (start, chr(0x10FFFF))) - 1]
+        return self._resident[name][start - first : start - first + count]
 
-    def _fetch(self, number: int, concurrent_span: SpanFactory | None) -> None:
-        chunk = self._chunks[number]
-        with self._copy_streams.copy_in(number, _span(concurrent_span, f"optimizer {number}", "fetch")):
-            for state, buffer in enumerate(self._buffers):
-                staged = self._staging_buffer(number, state)
-                for part in self._slices(state, chunk):
-                    staged[part].copy_(buffer[chunk.start : chunk.start + chunk.size][part], non_blocking=True)
+    def _fetch_first(self, span: SpanFactory | None) -> None:
+        """Fetch the first streamed chunks, as far as that was not done."""
+        while self._fetched < len(self._staging):
+            self._fetch(self._memory.on_device + self._fetched, span)
+            self._fetched += 1
 
-    def _send(self, number: int, results: Tensor, concurrent_span: SpanFactory | None) -> None:
-        chunk = self._chunks[number]
-        with self._copy_streams.copy_out(number, _span(concurrent_span, f"optimizer {number}", "offload")):
-            for state, buffer in enumerate(results):
-                staged = self._staging_buffer(number, state)
-                for part in self._slices(state, chunk):
-                    buffer[chunk.start : chunk.start + chunk.size][part].copy_(staged[part], non_blocking=True)
+    def _buffer_of(self, number: int) -> int:
+        return (number - self._memory.on_device) % len(self._staging)
 
-    def _slices(self, state: int, chunk: Chunk) -> Iterator[slice]:
-        """Slices of a chunk's elements in a state's buffer that cross no two pinned parts."""
-        size, (_, length) = self._buffers.itemsize, self._buffers.shape
-        for part in slices_within_parts((state * length + chunk.start) * size, chunk.size * size):
-            yield slice(part.start // size, part.stop // size)
+    def _staged(self, number: int) -> Tensor:
+        """The record of a chunk on the device."""
+        if number < self._memory.on_device:
+            return self._memory.record(number)
+        return self._staging[self._buffer_of(number), : self._packing.bytes(self._chunks[number].size)]
 
-    def _staging_buffer(self, number: int, state: int) -> Tensor:
-        return self._staging[number % len(self._staging), state, : self._chunks[number].size]
+    def _fetch(self, number: int, span: SpanFactory | None) -> None:
+        where, staged = self._memory.slices[number], self._staged(number)
+        source = self._memory.host_records[where]
+        with self._copy_streams.copy_in(self._buffer_of(number), _span(span, number, "fetch")):
+            for piece in slices_within_parts(where.start, len(staged)):
+                staged[piece].copy_(source[piece], non_blocking=True)
 
-    def _update(self, number: int, chunk: Chunk, gradients: Mapping[str, Tensor], inputs: StepInputs) -> None:
-        self._copy_streams.wait_for_chunk(number)
-        segments = [segment for segment in chunk.segments if segment.name in gradients]
+    def _send(self, number: int, pending: _PendingUpdate) -> None:
+        where, staged = self._memory.slices[number], self._staged(number)
+        target = pending.results[where]
+        with self._copy_streams.copy_out(self._buffer_of(number), _span(pending.span, number, "offload")):
+            for piece in slices_within_parts(where.start, len(staged)):
+                target[piece].copy_(staged[piece], non_blocking=True)
+
+    def _run(self, number: int, pending: _PendingUpdate) -> None:
+        """Update a chunk, and copy it to the host and a later one to the device if it is streamed."""
+        chunk, streamed = self._chunks[number], number >= self._memory.on_device
+        if pending.copies is not None:
+            in_place = self._second is None or pending.results is not self._second.records
+            pending.copies.wait((segment.name for segment in chunk.segments), host=in_place)
+        if self._snapshot_copied:
+            self._copy_streams.wait_for_copies_out()  # of what the update overwrites on the device
+            self._snapshot_copied = False
+        if streamed:
+            self._copy_streams.wait_for_copy_in(self._buffer_of(number))
+        self._update(chunk, self._staged(number), pending)
+        if streamed:
+            self._send(number, pending)
+            following = number + len(self._staging)
+            if following < len(self._chunks):
+                self._fetch(following, pending.span)
+        for segment in chunk.segments:
+            if self._last_chunk[segment.name] == number:
+                pending.gradients.pop(segment.name, None)
+
+    def _update(self, chunk: Chunk, record: Tensor, pending: _PendingUpdate) -> None:
+        segments = [segment for segment in chunk.segments if segment.name in pending.gradients]
         if not segments:
             return
-        first, second, *masters = (
-            [
-                self._staging_buffer(number, state)[segment.offset : segment.offset + segment.count]
-                for segment in segments
-            ]
-            for state in range(len(self._state_names))
-        )
-        weights = masters[0] if masters else [_elements(self._parts[segment.name], segment) for segment in segments]
+        fields = self._packing.fields(record, chunk.size)
+        rounded = self._rounded[: chunk.size] if self._packing.master else None
+        states = {name: scratch[: chunk.size] for name, scratch in self._scratch.items()} or fields
+        if rounded is not None:
+            torch._foreach_copy_(_in_chunk(rounded, chunk.segments), self._resident_parts(chunk.segments))
+        if not self._packing.plain:
+            unpack(self._packing, fields, rounded, states)
+        whole = [_elements(self._parts[segment.name], segment) for segment in segments] if rounded is None else None
         update(
-            weights, [_elements(gradients[segment.name], segment) for segment in segments], first, second,
+            whole or _in_chunk(states[MASTER], segments),
+            [_elements(pending.gradients[segment.name], segment) for segment in segments],
+            *(_in_chunk(states[moment], segments) for moment in MOMENTS),
             [self._counts[segment.name] for segment in segments],
-            coefficients=self._coefficients, weight_decay=chunk.weight_decay, inputs=inputs,
+            coefficients=self._coefficients, weight_decay=chunk.weight_decay, inputs=pending.inputs,
         )  # fmt: skip
-        if masters:
-            torch._foreach_copy_([_elements(self._resident[segment.name], segment) for segment in segments], weights)
+        if not self._packing.plain:
+            pack(self._packing, states, fields, rounded, seed_of(self._counts[segments[0].name]), chunk.start)
+        if rounded is not None:
+            torch._foreach_copy_(self._resident_parts(segments), _in_chunk(rounded, segments))
+
+    def _resident_parts(self, segments: Sequence[Segment]) -> list[Tensor]:
+        return [_elements(self._resident[segment.name], segment) for segment in segments]
+
+
+def _chunks_on_device(chunks: Sequence[Chunk], fraction: float) -> int:
+    """How many of the first chunks have `1 - fraction` of the elements, at most."""
+    limit = (1 - fraction) * sum(chunk.size for chunk in chunks)
+    return sum(chunk.start + chunk.size <= limit for chunk in chunks)
+
+
+def _in_chunk(state: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
+    return [state[segment.offset : segment.offset + segment.count] for segment in segments]
 
 
 def _elements(whole: Tensor, segment: Segment) -> Tensor:
     return whole.view(-1)[segment.first : segment.first + segment.count]
 
 
-def _span(concurrent_span: SpanFactory | None, name: str, lane: str) -> AbstractContextManager[None] | None:
-    return None if concurrent_span is None else concurrent_span(name, lane)
-
-
-class _CopyStreams:
-    """The two copy streams, and the events that synchronise them per staging buffer.
-
-    On a CPU all operations run in order, without streams.
-    """
-
-    def __init__(self, device: torch.device, buffers: int) -> None:
-        cuda = device.type == "cuda"
-        self._in, self._out = (torch.cuda.Stream(device) if cuda else None for _ in range(2))
-        self._in_events: list[Any] = [None] * buffers
-        self._out_events: list[Any] = [None] * buffers
-        if self._in is not None:
-            self._in.wait_stream(torch.cuda.current_stream(device))  # the staging buffers were zeroed there
-
-    def begin(self) -> None:
-        """Start a step: copies to the device wait for the last step's copies to the host."""
-        if self._in is not None and self._out is not None:
-            self._in.wait_stream(self._out)
-
-    def copy_in(self, number: int, span: AbstractContextManager[None] | None) -> AbstractContextManager[Any]:
-        """Context of the copies of chunk `number` to the device, after the copies to the host from its staging buffer."""
-        buffer = number % len(self._out_events)
-        if self._in is not None and self._out_events[buffer] is not None:
-            self._in.wait_event(self._out_events[buffer])
-        return _on(self._in, span, self._in_events, buffer)
-
-    def wait_for_chunk(self, number: int) -> None:
-        """Make the compute stream wait for chunk `number`."""
-        if self._in is not None:
-            torch.cuda.current_stream(self._in.device).wait_event(self._in_events[number % len(self._in_events)])
-
-    def copy_out(self, number: int, span: AbstractContextManager[None] | None) -> AbstractContextManager[Any]:
-        """Context of the copies of chunk `number` to the host, after the work queued on the compute stream so far."""
-        if self._out is not None:
-            self._out.wait_stream(torch.cuda.current_stream(self._out.device))
-        return _on(self._out, span, self._out_events, number % len(self._out_events))
-
-    def record_end(self) -> Callable[[], object]:
-        """Return a function that waits until the copies to the host that were started so far have ended."""
-        return (
-            (lambda: None) if self._out is None else self._out.record_event(torch.cuda.Event(blocking=True)).synchronize
-        )
-
-    def finish(self) -> None:
-        """Wait until every copy to the host has ended."""
-        if self._out is not None:
-            self._out.synchronize()
-
-
-def _on(
-    stream: torch.cuda.Stream | None, span: AbstractContextManager[None] | None, events: list[Any], buffer: int
-) -> AbstractContextManager[Any]:
-    """Run copies on `stream` inside `span`, and record an event after them in `events`."""
-    stack = ExitStack()
-    if stream is not None:
-        stack.enter_context(torch.cuda.stream(stream))
-
-        def record_event() -> None:
-            events[buffer] = stream.record_event()
-
-        stack.callback(record_event)
-    if span is not None:
-        stack.enter_context(span)
-    return stack
+def _span(span: SpanFactory | None, number: int, lane: str) -> AbstractContextManager[None] | None:
+    return None if span is None else span(f"optimizer {number}", lane)

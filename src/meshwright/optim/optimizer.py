@@ -34,6 +34,7 @@ from meshwright.spec.optimizers import (
     state_names,
     weight_decay_of,
 )
+from meshwright.spec.plan import Moments
 from meshwright.state.parts import StateParts, average_name, moment_name, weight_name
 from meshwright.state.shared_ranks import SharedRanks
 from meshwright.state.snapshot import HostState, SnapshotCopies
@@ -45,7 +46,7 @@ class Optimizer:
     `host_offloaded` maps each parameter whose state is in host memory to the function that releases its master weight from the device, or
     to None if the master weight remains on the device; only AdamW takes any. Call `release_master_weights` once the weights have their
     values. `weights` has this rank's pieces of each parameter. `ranks` share them, for a rule that updates whole matrices; None: this
-    rank has them whole.
+    rank has them whole. `moments` and `offload_fraction` are the plan's.
     """
 
     def __init__(
@@ -56,6 +57,9 @@ class Optimizer:
         weights: Mapping[str, StateParts],
         host_offloaded: Mapping[str, Release | None] = MappingProxyType({}),
         ranks: SharedRanks | None = None,
+        *,
+        moments: Moments = "fp32",
+        offload_fraction: float = 1.0,
     ) -> None:
         self._parameters = dict(model.named_parameters())
         self._weights = dict(weights)
@@ -84,18 +88,23 @@ class Optimizer:
             release = {name: function for name, function in host_offloaded.items() if function is not None}
             betas = train.optimizer.beta1, train.optimizer.beta2
             self._host = HostAdamW(
-                parts, self._decays, release, coefficients=Coefficients(betas, train.optimizer.epsilon)
-            )
+                parts, self._decays, release, coefficients=Coefficients(betas, train.optimizer.epsilon), moments=moments,
+                fraction=offload_fraction,
+            )  # fmt: skip
 
     def release_master_weights(self) -> None:
         """Move the current master weights that are host-offloaded to host memory and free them on the device."""
         if self._host is not None:
             self._host.release_master_weights()
 
-    def reload_weights(self) -> None:
-        """Bring master weights in host memory, which were overwritten, to the weights that the device computes with."""
+    def defer_updates(self) -> None:
+        """From now on leave updates of state in host memory to `complete_updates`, which gathers of weights must call."""
         if self._host is not None:
-            self._host.reload_weights()
+            self._host.deferred = True
+
+    def complete_updates(self, names: Iterable[str] | None = None) -> bool:
+        """Launch the rest of the last update up to the parameters `names`, by default all; returns whether there was one."""
+        return self._host is not None and self._host.complete_updates(names)
 
     def step(
         self, learning_rate: float, norm: torch.Tensor, factor: torch.Tensor, concurrent_span: SpanFactory | None = None
@@ -113,6 +122,7 @@ class Optimizer:
         if self._host is not None:
             offloaded = {name: gradient for name, gradient in gradients.items() if name not in self._on_device}
             self._host.step(offloaded, inputs, concurrent_span, copies)
+            del offloaded
         if copies is None:
             self._update(list(self._on_device), gradients, inputs)
         else:
@@ -183,12 +193,8 @@ class Optimizer:
             parameter.grad = None
 
     def state(self) -> list[StateParts]:
-        """This rank's pieces of every master weight, state tensor and average after the last update.
-
-        They are live memory, to read or to overwrite.
-
-        Waits for the last copies to host memory.
-        """
+        """This rank's pieces of every master weight, state tensor and average after the last update, to read or to overwrite."""
+        self.complete_updates()
         averages = self._ema.tensors if self._ema is not None else {}
         states = dict.fromkeys(state for names in self._state_names.values() for state in names)
         return [
@@ -206,13 +212,14 @@ class Optimizer:
         weight = self._weights[name]
         if name in self._on_device or self._host is None or not self._host.has_master_weights:
             return weight
-        return replace(weight, local=self._host.state(MASTER, name), memory="host")
+        return replace(weight, local=self._host.part(MASTER, name), memory="host", encoded=self._host)
 
     def _state(self, state: str, name: str) -> StateParts:
         weight, logical_name = self._weights[name], moment_name(state, name)
         if self._host is None or name in self._on_device:
             return replace(weight, name=logical_name, local=self._states[state][name])
-        return replace(weight, name=logical_name, local=self._host.state(state, name), memory="host")
+        part = self._host.part(state, name)
+        return replace(weight, name=logical_name, local=part, memory="host", encoded=self._host)
 
     @property
     def host_bytes(self) -> int:

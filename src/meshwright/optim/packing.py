@@ -108,7 +108,7 @@ def pack(
 
     `seed` is that of the update (`seed_of`), `start` the position of the record's first element.
     """
-    if rounded is not None and rounded.is_cuda or fields[MOMENTS[0]].is_cuda:
+    if fields[MOMENTS[0]].is_cuda:
         from meshwright.optim.packing_triton import pack_record
 
         return pack_record(packing, states, fields, rounded, seed, start)
@@ -166,7 +166,7 @@ def rounded_down_of(packing: Packing, fields: Mapping[str, Tensor]) -> Tensor:
     """Of each master weight of a record, whether it is a tie that was rounded down (bool)."""
     second = fields[MOMENTS[1]]
     if not packing.tie_bits:
-        return torch.zeros(second.shape, dtype=torch.bool)
+        return torch.zeros(second.shape, dtype=torch.bool, device=second.device)
     return (second.view(torch.int32) if packing.moments == "fp32" else second) < 0
 
 
@@ -197,10 +197,15 @@ def put_master(packing: Packing, values: Tensor, fields: Mapping[str, Tensor], r
     rounded.copy_(high)
     fields[MASTER].copy_(low)
     if packing.tie_bits:
-        second = fields[MOMENTS[1]]
-        bits = second.view(torch.int32) if packing.moments == "fp32" else second
-        sign = torch.iinfo(bits.dtype).min
-        bits.copy_((bits & ~sign) | rounded_down.to(bits.dtype) * sign)
+        put_tie_bits(packing, fields, rounded_down)
+
+
+def put_tie_bits(packing: Packing, fields: Mapping[str, Tensor], rounded_down: Tensor) -> None:
+    """Set the signs of a record's second moments."""
+    second = fields[MOMENTS[1]]
+    bits = second.view(torch.int32) if packing.moments == "fp32" else second
+    sign = torch.iinfo(bits.dtype).min
+    bits.copy_((bits & ~sign) | rounded_down.to(bits.dtype) * sign)
 
 
 def _encode_blocks(values: Tensor, levels: int, below: Tensor | int) -> tuple[Tensor, Tensor]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from meshwright.spec.layout import Box
+
+READ_ELEMENTS = 1 << 24
+"""Elements of encoded state that are in memory at once where all of it is read."""
 
 
 def weight_name(parameter: str) -> str:
@@ -27,6 +30,21 @@ def average_name(parameter: str) -> str:
     return f"ema.{parameter}"
 
 
+class EncodedState(Protocol):
+    """State that is not in memory as it is stored in checkpoints. A part of it is a tensor on the meta device.
+
+    The storage offset of such a tensor, in elements, identifies the elements; it has their shape and dtype.
+    """
+
+    def read(self, part: Tensor) -> Tensor:
+        """The values of `part`, a copy in host memory."""
+        ...
+
+    def write(self, part: Tensor, values: Tensor) -> None:
+        """Store the values of `part`. May be called from several threads."""
+        ...
+
+
 @dataclass(frozen=True)
 class StateParts:
     """This rank's pieces of the logical tensor `name` of `shape`.
@@ -42,6 +60,8 @@ class StateParts:
     local: Tensor
     memory: Literal["device", "host"] = "device"
     """`host` if the optimizer keeps this state in host memory (`plan.offload`), else `device`."""
+    encoded: EncodedState | None = None
+    """What reads and writes the state where `local` only identifies its elements."""
 
     @classmethod
     def of_whole(cls, name: str, tensor: Tensor) -> StateParts:
@@ -55,11 +75,29 @@ class StateParts:
 
     @property
     def device(self) -> torch.device:
-        return self.local.device
+        return self.local.device if self.encoded is None else torch.device("cpu")
 
     @property
     def is_meta(self) -> bool:
-        return self.local.is_meta
+        return self.local.is_meta and self.encoded is None
+
+    def read(self) -> Tensor:
+        """The values of this rank's pieces: `local`, or a copy of encoded state."""
+        return self.local if self.encoded is None else self.encoded.read(self.local)
+
+    def write(self, values: Tensor) -> None:
+        """Overwrite this rank's pieces."""
+        if self.encoded is None:
+            self.local.copy_(values)
+        else:
+            self.encoded.write(self.local, values)
+
+    def is_finite(self) -> bool:
+        """Whether all values are finite; encoded state is read in parts."""
+        parts = [self.local] if self.encoded is None else self.local.reshape(-1).split(READ_ELEMENTS)
+        return all(
+            bool((part if self.encoded is None else self.encoded.read(part)).isfinite().all()) for part in parts
+        )
 
     def pieces(self) -> Iterator[tuple[Box, Tensor]]:
         """(box, elements) of each piece; the elements share the memory of `local`."""

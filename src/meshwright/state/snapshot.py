@@ -32,5 +32,5 @@ class HostState(Protocol):
         ...
 
     def current(self, memory: Tensor) -> Tensor:
-        """The memory that now holds the state which `memory` held at the start of the run: updates alternate between buffers."""
+        """The bytes of state that `memory` (uint8) identifies: itself, or a copy where it is encoded (`state.parts.EncodedState`)."""
         ...

@@ -25,7 +25,6 @@ def roll_back(session: Session, reporter: Reporter, saver: Saver, request: Rollb
     tier = resume(session, end - 1)
     if tier is None:
         raise request.failure(f"{request.cause}; there is no checkpoint to go back to")
-    session.optimizer.reload_weights()
     session.numerics.count_rollback(session.step, request.cause)
     saver.restart_from(session.step)
     reporter.rewind(session.step)

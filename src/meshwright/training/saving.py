@@ -285,7 +285,7 @@ class Saver:
         """Whether all weights and moments of all ranks are finite. Collective; reads the whole state."""
 
         def check() -> bool:
-            return all(bool(parts.local.isfinite().all()) for parts in self._session.state().values())
+            return all(parts.is_finite() for parts in self._session.state().values())
 
         return all(self._ranks.run_on_all("checking the state", check))
 

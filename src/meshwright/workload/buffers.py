@@ -14,10 +14,10 @@ BLOCK_SLOTS = 2
 
 The window is memory that all ranks have registered. It has one more slot, for the embedding or the head. See parallel/copy_engine.py.
 """
-STAGED_ELEMENTS, STAGING_BUFFERS = 1 << 23, 3
+STAGED_ELEMENTS, STAGING_BUFFERS = 1 << 23, 6
 """Elements of a chunk of an offloaded optimizer (optim/host.py), and chunks on the device at once.
 
-Copies of 32 MiB reach the link's full rate. One chunk is copied in, one is updated, one is copied out.
+Copies of 32 MiB reach the link's full rate. One chunk is copied out, one is updated, the others are copied in.
 """
 TOKEN_SLOTS = 2
 """Slots of the window in which tensor ranks copy tokens; each holds the hidden vectors of a micro-batch.

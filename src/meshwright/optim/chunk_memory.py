@@ -1,0 +1,146 @@
+"""Records of packed chunks in host memory or, for the first chunks, on the device; and access to their state by element.
+
+A position counts the elements of all chunks. Part of a state tensor is identified by a tensor on the meta device whose storage offset
+is (index of the state) x (number of positions) + position (`state.parts.EncodedState`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from meshwright.kernels.pinned import allocate_pinned
+from meshwright.optim.chunks import Chunk
+from meshwright.optim.packing import (
+    BLOCK,
+    MASTER,
+    NEAREST,
+    SCALE,
+    Packing,
+    join_master,
+    moment_of,
+    put_master,
+    put_moment,
+    put_tie_bits,
+    rounded_down_of,
+)
+from meshwright.spec.optimizers import MOMENTS
+
+RecordOf = Callable[[int], Tensor]
+"""Returns the record of a chunk as uint8, on any device."""
+RoundedOf = Callable[[int, int], Tensor]
+"""Returns the bf16 weights of a range of positions inside one parameter, on any device."""
+
+
+class ChunkMemory:
+    """The records of `chunks`. The first `on_device` are on the device and are neither copied in nor out.
+
+    Raises OutOfResources when host memory cannot be pinned.
+    """
+
+    def __init__(
+        self, owner: object, device: torch.device, packing: Packing, chunks: Sequence[Chunk], on_device: int
+    ) -> None:
+        self._owner, self._device, self.packing = owner, device, packing
+        self.chunks, self.on_device = list(chunks), on_device
+        sizes = [packing.bytes(chunk.size) for chunk in chunks]
+        self.positions = sum(chunk.size for chunk in chunks)
+        self._starts = [chunk.start for chunk in chunks]
+        self.slices: list[slice] = []
+        """Bytes of each record in its buffer."""
+        for number, size in enumerate(sizes):
+            start = self.slices[-1].stop if self.slices and number != on_device else 0
+            self.slices.append(slice(start, start + size))
+        self.device_bytes, self.host_bytes = sum(sizes[:on_device]), sum(sizes[on_device:])
+        self.device_records = torch.zeros(self.device_bytes, dtype=torch.uint8, device=device)
+        self.host_records = self.allocate(self.host_bytes, "the optimizer")
+
+    def allocate(self, size: int, purpose: str, *, in_parts: bool = False) -> Tensor:
+        """`size` zero bytes in host memory, pinned for a GPU."""
+        if self._device.type != "cuda":
+            return torch.zeros(size, dtype=torch.uint8)
+        return allocate_pinned(self._owner, size, purpose, in_parts=in_parts)
+
+    def record(self, number: int) -> Tensor:
+        """The record of a chunk where it is."""
+        return (self.device_records if number < self.on_device else self.host_records)[self.slices[number]]
+
+    def handle(self, dtype: torch.dtype) -> Tensor:
+        """The tensor on the meta device that identifies all state: `(states, positions)`."""
+        return torch.empty(len(self.packing.states), self.positions, dtype=dtype, device="meta")
+
+    def locate(self, offset: int) -> tuple[str, int]:
+        """The state and position of an element of the `handle`."""
+        state, position = divmod(offset, max(1, self.positions))
+        return self.packing.states[min(state, len(self.packing.states) - 1)], position
+
+    def overlaps(self, start: int, count: int) -> Iterator[tuple[int, int, int]]:
+        """The chunk, and first and last position in it, of each piece of a range of positions."""
+        end, number = start + count, bisect_right(self._starts, start) - 1
+        while start < end:
+            chunk = self.chunks[number]
+            stop = min(end, chunk.start + chunk.size)
+            yield number, start - chunk.start, stop - chunk.start
+            start, number = stop, number + 1
+
+    def fields(self, number: int, record: Tensor, first: int, last: int) -> dict[str, Tensor]:
+        """Views of elements `first` to `last` of a record by field; whole blocks if moments have 8 bits."""
+        views = self.packing.fields(record, self.chunks[number].size)
+        return {
+            name: view[first // BLOCK : -(-last // BLOCK)] if view.numel() < self.chunks[number].size else view[first:last]
+            for name, view in views.items()
+        }
+
+    def read(self, state: str, start: int, count: int, record_of: RecordOf, rounded_of: RoundedOf) -> Tensor:
+        """The values of a state at `count` positions of one parameter, in host memory."""
+        values = []
+        for number, first, last in self.overlaps(start, count):
+            begin, end = self._whole_blocks(state, first, last)
+            fields = _on_host(self.fields(number, record_of(number), begin, end), state)
+            if state == MASTER:
+                position = self.chunks[number].start + first
+                rounded = rounded_of(position, last - first).cpu()
+                values.append(join_master(rounded, fields[MASTER], rounded_down_of(self.packing, fields)))
+            else:
+                values.append(moment_of(self.packing, state, fields)[first - begin : last - begin])
+        return torch.cat(values) if values else torch.empty(0)
+
+    def write(self, state: str, start: int, values: Tensor, rounded_of: RoundedOf) -> None:
+        """Overwrite a state at positions of one parameter; narrow moments are rounded to nearest."""
+        done = 0
+        for number, first, last in self.overlaps(start, values.numel()):
+            begin, end = self._whole_blocks(state, first, last)
+            live = self.fields(number, self.record(number), begin, end)
+            fields = {name: field.to(values.device) for name, field in live.items()}
+            part = values[done : done + last - first]
+            if state == MASTER:
+                rounded = rounded_of(self.chunks[number].start + first, last - first)
+                updated = torch.empty_like(rounded, device=values.device)
+                put_master(self.packing, part, fields, updated)
+                rounded.copy_(updated)
+            else:
+                self._write_moment(state, part, fields, first - begin)
+            for name, field in live.items():
+                field.copy_(fields[name])
+            done += last - first
+
+    def _write_moment(self, state: str, values: Tensor, fields: Mapping[str, Tensor], offset: int) -> None:
+        whole, down = moment_of(self.packing, state, fields).clone(), rounded_down_of(self.packing, fields)
+        whole[offset : offset + values.numel()] = values
+        put_moment(self.packing, state, whole, fields, NEAREST.get(self.packing.moments, 0))
+        if self.packing.tie_bits:
+            put_tie_bits(self.packing, fields, down)
+
+    def _whole_blocks(self, state: str, first: int, last: int) -> tuple[int, int]:
+        if self.packing.moments != "int8" or state == MASTER:
+            return first, last
+        return first // BLOCK * BLOCK, -(-last // BLOCK) * BLOCK
+
+
+def _on_host(fields: Mapping[str, Tensor], state: str) -> dict[str, Tensor]:
+    """The fields that a state is read from, in host memory."""
+    needed = (MASTER, MOMENTS[1]) if state == MASTER else (state, state + SCALE)
+    return {name: field.cpu() for name, field in fields.items() if name in needed}

@@ -1,0 +1,67 @@
+"""Chunks of an optimizer's state: ranges of elements that are copied and updated together, in the order of the next forward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from meshwright.optim.packing import BLOCK
+
+ALIGNED = BLOCK
+"""Alignment of segments in elements: kernels load vectors from the start of each, and blocks of 8-bit moments do not cross two."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """`count` elements of the parameter `name`, from its element `first` on, at `offset` in their chunk."""
+
+    name: str
+    first: int
+    count: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """`size` elements from position `start` on, all with one weight decay."""
+
+    start: int
+    size: int
+    weight_decay: float
+    segments: tuple[Segment, ...]
+
+
+def plan_chunks(groups: Sequence[tuple[float, Mapping[str, int]]], max_elements: int) -> list[Chunk]:
+    """Chunks of at most `max_elements` elements, each with one weight decay; a parameter has one contiguous range in them."""
+    assert max_elements % ALIGNED == 0
+    chunks: list[Chunk] = []
+    for weight_decay, sizes in groups:
+        segments: list[Segment] = []
+        used = 0
+        for name, size in sizes.items():
+            first = 0
+            while first < size:
+                if used == max_elements:
+                    chunks.append(_chunk(chunks, used, weight_decay, segments))
+                    segments, used = [], 0
+                count = min(size - first, max_elements - used)
+                segments.append(Segment(name, first, count, used))
+                first, used = first + count, -(-(used + count) // ALIGNED) * ALIGNED
+        if segments:
+            chunks.append(_chunk(chunks, used, weight_decay, segments))
+    return chunks
+
+
+def groups_in_order(sizes: Mapping[str, int], decays: Mapping[str, float]) -> list[tuple[float, dict[str, int]]]:
+    """The parameters by unit of the model in the order given, and inside a unit by weight decay, for `plan_chunks`."""
+    units: dict[str, dict[float, dict[str, int]]] = {}
+    for name, size in sizes.items():
+        module, _, suffix = name.partition(".")
+        unit = f"{module}.{suffix.partition('.')[0]}" if module == "layers" else module
+        units.setdefault(unit, {}).setdefault(decays[name], {})[name] = size
+    return [(decay, unit[decay]) for unit in units.values() for decay in sorted(unit, reverse=True)]
+
+
+def _chunk(previous: Sequence[Chunk], size: int, weight_decay: float, segments: Sequence[Segment]) -> Chunk:
+    start = previous[-1].start + previous[-1].size if previous else 0
+    return Chunk(start, size, weight_decay, tuple(segments))
