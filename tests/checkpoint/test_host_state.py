@@ -15,8 +15,8 @@ from meshwright.checkpoint.arena import Arena
 from meshwright.checkpoint.layout import plan_layout
 from meshwright.checkpoint.ranks import Ranks
 from meshwright.checkpoint.staging import Stager, StagingBuffer
-from meshwright.optim.fused import MOMENTS, StepInputs
 from meshwright.optim.chunks import ALIGNED
+from meshwright.optim.fused import MOMENTS, StepInputs
 from meshwright.optim.host import HostAdamW
 from meshwright.optim.packing import MASTER
 from meshwright.spec.plan import Moments
@@ -79,7 +79,9 @@ class Snapshots:
 
 @pytest.mark.parametrize(
     ("second_buffers", "form"),
-    quick_first(2, [(True, ("fp32", 1.0)), (False, ("fp32", 0.5)), (True, ("int8", 0.5)), (False, ("bf16", 1.0))], unpack=True),
+    quick_first(
+        2, [(True, ("fp32", 1.0)), (False, ("fp32", 0.5)), (True, ("int8", 0.5)), (False, ("bf16", 1.0))], unpack=True
+    ),
 )
 def test_no_update_reaches_a_snapshot(
     monkeypatch: pytest.MonkeyPatch, second_buffers: bool, form: tuple[Moments, float]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -58,6 +59,10 @@ BITS = {
     "replicas and tensor ranks": (LLAMA, bf16(Case("1f1b", replicate=2, tensor=2, offload="optimizer").plan)),
     "experts": (EVEN, bf16(Case("1f1b", shard=2, expert=2, offload="optimizer").plan)),
     "fp8": (DEEP, with_fp8(Case("1f1b", shard=2, micro=2, offload="optimizer").plan, compute="bf16")),
+    "half on the device": (
+        DEEP,
+        replace(bf16(Case("1f1b", shard=2, micro=2, offload="optimizer").plan), offload_fraction=0.5),
+    ),
     "fp32": (LLAMA, plan(1, 2, 2, compute="fp32", layers=(LayerStrategy(offload="optimizer"),))),
 }
 
@@ -75,16 +80,16 @@ def steps(world: World, spec: ModelSpec, tested_plan: Plan) -> tuple[dict[str, t
     """Run some steps; returns this rank's figures, weights and moments, and the bytes of its weights on the device."""
     from meshwright.data.loader import MicroBatch
     from meshwright.events.span import NullRecorder
-    from meshwright.optim.optimizer import Optimizer
     from meshwright.optim.shards import local
     from meshwright.parallel.apply import build_engine
     from meshwright.parallel.mesh import build_mesh
+    from meshwright.training.session import open_optimizer
     from meshwright.training.train_step import train_step
     from tests.distributed.test_equality import BATCH, CLIP, RATE, TRAIN, batch
 
     mesh = build_mesh(tested_plan, world)
     engine = build_engine(spec, tested_plan, mesh, loss_chunk=5, seed=0)
-    optimizer = Optimizer(engine.model, spec, TRAIN, engine.weights, engine.host_offloaded)
+    optimizer = open_optimizer(engine, spec, TRAIN, mesh)
     optimizer.release_master_weights()
     samples_per_rank = BATCH // mesh.data_ranks
     final_state: dict[str, torch.Tensor] = {}
@@ -100,7 +105,7 @@ def steps(world: World, spec: ModelSpec, tested_plan: Plan) -> tuple[dict[str, t
         ]
         options = {"learning_rate": RATE, "clip_norm": CLIP, "recorder": NullRecorder()}
         final_state[f"figures {step}"] = train_step(engine, optimizer, mesh, batches, **options).values
-    final_state |= {columns.name: columns.local.clone() for columns in optimizer.state()}
+    final_state |= {columns.name: columns.read().clone() for columns in optimizer.state()}
     device_bytes = sum(local(weight).untyped_storage().nbytes() for weight in engine.model.parameters())
     return final_state, device_bytes
 
@@ -115,13 +120,18 @@ def state_differences(
         offloaded_plan, layers=tuple(replace(layer, offload="none") for layer in offloaded_plan.layers)
     )
     truth, full_bytes = steps(world, spec, device_plan)
-    staged = HostAdamW._staging_buffer
+    send = HostAdamW._send
 
-    def lost(self: HostAdamW, number: int, state: int) -> torch.Tensor:
-        buffer = staged(self, number, state)
-        return buffer.clone() if self._state_names[state] == lost_operation else buffer
+    def lost(self: HostAdamW, number: int, pending: Any) -> None:
+        size = self._chunks[number].size
+        new, old = (
+            self._packing.fields(record, size) for record in (self._staged(number), self._memory.record(number))
+        )
+        if lost_operation:
+            new[lost_operation].copy_(old[lost_operation])
+        send(self, number, pending)
 
-    with mock.patch.object(HostAdamW, "_staging_buffer", lost):
+    with mock.patch.object(HostAdamW, "_send", lost):
         actual, device_bytes = steps(world, spec, offloaded_plan)
     assert actual.keys() == truth.keys()
     return {name for name, value in actual.items() if not torch.equal(value, truth[name])}, [device_bytes, full_bytes]

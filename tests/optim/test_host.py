@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.optim.fused import MOMENTS, Coefficients, StepInputs
 from meshwright.optim.chunks import ALIGNED, plan_chunks
+from meshwright.optim.fused import MOMENTS, Coefficients, StepInputs
 from meshwright.optim.host import HostAdamW
 from meshwright.optim.packing import MASTER
 from meshwright.spec.plan import Moments
@@ -94,7 +94,13 @@ def offloaded_optimizer(
     decays = {name: 0.0 if name in NO_DECAY else DECAY for name in weights}
     releases = {name: release(name) for name in weights} if masters else {}
     optimizer = HostAdamW(
-        weights, decays, releases, coefficients=Coefficients(BETAS, EPSILON), moments=moments, fraction=fraction, chunk=chunk
+        weights,
+        decays,
+        releases,
+        coefficients=Coefficients(BETAS, EPSILON),
+        moments=moments,
+        fraction=fraction,
+        chunk=chunk,
     )
     optimizer.release_master_weights()
     return optimizer, on_device

@@ -53,7 +53,9 @@ def test_every_sign_exponent_and_bf16_mantissa_is_restored() -> None:
     check_split(from_bits((torch.arange(1 << 16)[:, None] << 16 | LOWS).view(-1)))
 
 
-@pytest.mark.parametrize("upper", quick_first(1, [0x3F80, 0x3F81, 0x7F7F, 0x8000, 0xFF7F, 0x7F80, *range(0, 1 << 16, 127)]))
+@pytest.mark.parametrize(
+    "upper", quick_first(1, [0x3F80, 0x3F81, 0x7F7F, 0x8000, 0xFF7F, 0x7F80, *range(0, 1 << 16, 127)])
+)
 def test_every_remainder_is_restored(upper: int) -> None:
     check_split(from_bits((upper << 16) + torch.arange(1 << 16)))
 
@@ -65,7 +67,9 @@ def test_any_values_are_restored(values: list[float]) -> None:
 
 
 def record_of(packing: Packing, size: int) -> tuple[dict[str, Tensor], Tensor]:
-    return packing.fields(torch.zeros(packing.bytes(size), dtype=torch.uint8), size), torch.zeros(size, dtype=torch.bfloat16)
+    return packing.fields(torch.zeros(packing.bytes(size), dtype=torch.uint8), size), torch.zeros(
+        size, dtype=torch.bfloat16
+    )
 
 
 def states_of(size: int, seed: int = 0) -> dict[str, Tensor]:
@@ -106,7 +110,9 @@ def test_a_packed_state_is_packed_to_the_same_bits_again(master: bool, form: Mom
         put_moment(packing, name, held[name], fields, NEAREST.get(form, 0))
     if master:
         put_master(packing, held[MASTER], fields, rounded)
-    assert all(torch.equal(field, before[name]) for name, field in fields.items()), "rounded to nearest, as after a load"
+    assert all(torch.equal(field, before[name]) for name, field in fields.items()), (
+        "rounded to nearest, as after a load"
+    )
 
 
 @pytest.mark.parametrize(("form", "step"), [("bf16", 2.0**-7), ("int8", 2.0**-3)])

@@ -17,7 +17,6 @@ from meshwright.checkpoint.contents import Chunk
 from meshwright.checkpoint.header import ITEM_BYTES, Entry
 from meshwright.checkpoint.shards import DTYPES
 
-
 Store = Callable[[Tensor, Tensor], object]
 """Copies values to a target or a part of it; the copy may still run on return."""
 

@@ -90,7 +90,9 @@ class ChunkMemory:
         """Views of elements `first` to `last` of a record by field; whole blocks if moments have 8 bits."""
         views = self.packing.fields(record, self.chunks[number].size)
         return {
-            name: view[first // BLOCK : -(-last // BLOCK)] if view.numel() < self.chunks[number].size else view[first:last]
+            name: view[first // BLOCK : -(-last // BLOCK)]
+            if view.numel() < self.chunks[number].size
+            else view[first:last]
             for name, view in views.items()
         }
 

@@ -162,7 +162,11 @@ class HostAdamW:
         if pending is None:
             return False
         before = pending.following
-        last = len(self._chunks) if names is None else 1 + max((self._last_chunk.get(name, -1) for name in names), default=-1)
+        last = (
+            len(self._chunks)
+            if names is None
+            else 1 + max((self._last_chunk.get(name, -1) for name in names), default=-1)
+        )
         while pending.following < last:
             self._run(pending.following, pending)
             pending.following += 1

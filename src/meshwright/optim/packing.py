@@ -83,7 +83,9 @@ class Packing:
         return [*master, *moments, *scales] if self.moments == "int8" else [*moments, *master]
 
 
-def unpack(packing: Packing, fields: Mapping[str, Tensor], rounded: Tensor | None, outputs: Mapping[str, Tensor]) -> None:
+def unpack(
+    packing: Packing, fields: Mapping[str, Tensor], rounded: Tensor | None, outputs: Mapping[str, Tensor]
+) -> None:
     """Write the fp32 moments of a record to `outputs`, and the master weights if `rounded` has their bf16 values."""
     if outputs[MOMENTS[0]].is_cuda:
         from meshwright.optim.packing_triton import unpack_record
@@ -170,9 +172,7 @@ def rounded_down_of(packing: Packing, fields: Mapping[str, Tensor]) -> Tensor:
     return (second.view(torch.int32) if packing.moments == "fp32" else second) < 0
 
 
-def put_moment(
-    packing: Packing, name: str, values: Tensor, fields: Mapping[str, Tensor], random: Tensor | int
-) -> None:
+def put_moment(packing: Packing, name: str, values: Tensor, fields: Mapping[str, Tensor], random: Tensor | int) -> None:
     """Write a moment to a record. The sign of a second moment with tie bits is cleared.
 
     `random` has 32 random bits (int32) for each element, or is the number of `NEAREST`.

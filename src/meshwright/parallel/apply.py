@@ -42,7 +42,7 @@ from meshwright.schedules.registry import entry_of
 from meshwright.schedules.schedule import Schedule
 from meshwright.spec.layout import UNDIVIDED, WHOLE, Box, Division, Part, local_boxes, rank_parameters, stage_table
 from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
-from meshwright.spec.plan import Plan, Recompute
+from meshwright.spec.plan import Moments, Plan, Recompute
 from meshwright.state.parts import StateParts, weight_name
 from meshwright.workload.dtypes import products_accumulate_gradients
 
@@ -63,7 +63,7 @@ class Engine:
     parameter, the rows of this rank's part that the gradient norm must not count, because another rank counts its copy: the last stage's
     copy of the embedding, and on all tensor ranks but the first the parameters that tensor ranks do not divide. `host_offloaded` maps
     each parameter whose optimizer state is in host memory to the function that releases its master weight on the device, or to None if the
-    plan has no separate master weights.
+    plan has no separate master weights. `moments` and `offload_fraction` are the plan's.
     """
 
     model: Decoder
@@ -73,6 +73,8 @@ class Engine:
     weights: Mapping[str, StateParts]
     duplicate_rows: Mapping[str, Sequence[range]]
     host_offloaded: Mapping[str, Callable[[], torch.Tensor] | None]
+    moments: Moments = "fp32"
+    offload_fraction: float = 1.0
 
     @property
     def holds_loss(self) -> bool:
@@ -180,6 +182,8 @@ def build_engine(
         local_weights(model, division),
         _duplicate_rows(boxes_by_parameter, tied),
         _host_offloaded(model, plan, sharded),
+        plan.precision.moments,
+        plan.offload_fraction,
     )
 
 

@@ -61,6 +61,8 @@ class Executor:
         self.scales, self.channels, self.host = scales, channels, host
         self.on_action: Callable[[int], None] = _ignore
         """Called with the index of each action, before it runs."""
+        self.before_gather: Callable[[ShardedUnit | None], bool] = _nothing_left
+        """Called with a unit before its weights are read, or None for all: launches what is left of their update, if anything."""
         self.z_loss = torch.zeros((), dtype=torch.float64, device=rank_model.device)
         """This rank's share of the z-loss of the latest training step, before its weight; 0 if it has none."""
         self._has_trained = False
@@ -144,6 +146,7 @@ class _Step:
 
     def run(self) -> Tensor:
         if self.executor.scales is not None:
+            self.executor.before_gather(None)
             self.executor.scales.refresh()
         self.executor.streams.follow_compute()
         if self.rank_model.routing is not None:
@@ -357,7 +360,10 @@ class _Step:
         self.exchange.receive(self.index, action, self.rank_model.message_shape(self.batches[action.micro_batch]))
 
     def unshard(self, action: Action) -> None:
-        self.unit(action).sharded.gather(self.span(action, "unshard"))
+        sharded = self.unit(action).sharded
+        if self.executor.before_gather(sharded):
+            self.executor.streams.follow_compute()
+        sharded.gather(self.span(action, "unshard"))
 
     def reshard(self, action: Action) -> None:
         self.unit(action).sharded.free_gathered()
@@ -395,6 +401,11 @@ def _visit_of(action: Action) -> Visit:
 
 def _ignore(index: int) -> None:
     pass
+
+
+def _nothing_left(unit: ShardedUnit | None) -> bool:
+    del unit
+    return False
 
 
 def _gradient_of(x: Tensor) -> Tensor:

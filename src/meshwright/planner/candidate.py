@@ -276,8 +276,15 @@ def precision_of(run: RunSpec) -> Precision:
     # Products round the weights to fp8 in any case, so gathering them in fp8 loses nothing.
     gather = pins.gather or ("fp8" if linear == "fp8_tensorwise" else "compute")
     return Precision(
-        compute=compute, linear=linear, gather=gather, reduce=pins.reduce or wide, reduce_replicas=pins.reduce_replicas
-    )
+        compute=compute, linear=linear, gather=gather, reduce=pins.reduce or wide, reduce_replicas=pins.reduce_replicas,
+        moments=pins.moments or "fp32",
+    )  # fmt: skip
+
+
+def offload_fraction_of(run: RunSpec) -> float:
+    """The pinned share of the offloaded optimizer state in host memory, else all of it."""
+    pinned = pins_of(run).offload_fraction
+    return 1.0 if pinned is None else pinned
 
 
 def without_bf16(cluster: ClusterSpec) -> list[str]:

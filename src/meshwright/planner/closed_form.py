@@ -15,7 +15,7 @@ import numpy as np
 from meshwright.costs.layer_costs import LayerCosts, layer_costs
 from meshwright.costs.plan_costs import Pricing
 from meshwright.costs.step import step_cost
-from meshwright.planner.candidate import precision_of
+from meshwright.planner.candidate import offload_fraction_of, precision_of
 from meshwright.planner.schedule_choice import head_in_layers
 from meshwright.planner.space import SCHEDULES, Points
 from meshwright.planner.strategies import lowest_memory_end, strategy_set_of
@@ -140,7 +140,7 @@ def layouts(run: RunSpec, points: Points, layer: LayerStrategy) -> Layouts:
         virtual=points.virtual, micro_batch=points.micro, accumulate=points.accumulate,
         layers=balanced_layers(run.model.layers, head_in_layers(run), pipeline, points.virtual, v_placement),
         weights_by_copy_engine=points.column("copied"), tokens_by_copy_engine=points.column("tokens copied"),
-        slowest_rank_ratio=points.column("pace"), port=points.column("port"),
+        offload_fraction=offload_fraction_of(run), slowest_rank_ratio=points.column("pace"), port=points.column("port"),
         **{f"{axis}_stride": points.column(f"{axis} stride") for axis in strides}, **strategy_columns(layer),
     )  # fmt: skip
 
@@ -170,7 +170,10 @@ def closed_form_seconds(pricing: Pricing, layout: Layouts, layers: LayerCosts | 
 
 def peak_rank_bytes(run: RunSpec, layout: Layouts) -> np.ndarray:
     """Bytes of the fullest rank by the closed form."""
-    byte_widths = formats(run.train, precision_of(run), cpu=run.cluster.is_cpu, model=run.model)
+    byte_widths = formats(
+        run.train, precision_of(run), cpu=run.cluster.is_cpu, model=run.model,
+        offload_fraction=offload_fraction_of(run),
+    )  # fmt: skip
     byte_widths = replace(
         byte_widths,
         window=layout.weights_by_copy_engine,

@@ -13,7 +13,16 @@ from math import inf
 
 import numpy as np
 
-from meshwright.planner.candidate import Candidate, compiles, fits, overfull_ranks, peak_bytes, pins_of, precision_of
+from meshwright.planner.candidate import (
+    Candidate,
+    compiles,
+    fits,
+    offload_fraction_of,
+    overfull_ranks,
+    peak_bytes,
+    pins_of,
+    precision_of,
+)
 from meshwright.planner.reprice import reprice
 from meshwright.planner.schedule_choice import with_stages
 from meshwright.planner.space import SCHEDULES, Points
@@ -80,6 +89,7 @@ def plan_at(run: RunSpec, points: Points, index: int, strategy: Strategy, budget
         layers=pins.layers or (strategy.layer(strategy.high_memory),),
         precision=precision_of(run),
         **engine_fields({option for option in COPY_OPTIONS if points.column(option.column)[index]}),
+        offload_fraction=offload_fraction_of(run),
         compile=compiles(run),
     )
     if pins.layers or strategy.high_memory == strategy.low_memory:

@@ -214,7 +214,9 @@ class UnitCosts:
         layout = self.cost_inputs.layout
         device_update, host_update = (update_seconds(layout, machine, k, count) for count in (on_device, on_host))
         device_update = device_update + matrix_seconds(layout, machine, k, float(blocks))
-        offloaded_step = host_optimizer(machine, on_host, state_bytes(self.plan.precision), host_update)
+        offloaded_step = host_optimizer(
+            machine, on_host, self.plan.offload_fraction * state_bytes(self.plan.precision), host_update
+        )
         return number(device_update + launches + offloaded_step)
 
     def _beside_backward(self, unit: Unit, ranks: Group, seconds: float) -> float:

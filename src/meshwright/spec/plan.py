@@ -121,7 +121,7 @@ class LayerStrategy:
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Number formats of the run; master weights and optimizer state are fp32 (fp64 when computing in fp64)."""
+    """Number formats of the run; master weights and moments on the device are fp32 (fp64 when computing in fp64)."""
 
     compute: Compute = "bf16"
     """Weights and activations of forward and backward.
@@ -231,6 +231,8 @@ class Plan:
     """What moves tokens along the tensor axis.
     kernel: the communication library, before and after each product. copy: the devices' copy engines, overlapped with
     the product, which is computed in pieces (asynchronous tensor parallelism); for a tensor axis inside a node."""
+    offload_fraction: OffloadShare = 1.0
+    """Share of the offloaded optimizer state that is in host memory; the rest stays on the device in the same format."""
     compile: bool = True
     """`torch.compile` for each block."""
     predicted: Predicted | None = None
@@ -345,7 +347,7 @@ class PlanPins:
     """Number format of AdamW's moments in host memory; left out, fp32."""
     offload_fraction: OffloadShare | None = None
     """Share of the offloaded optimizer state that is in host memory; the rest stays on the device, packed alike.
-    Left out, the planner chooses it by memory."""
+    Left out, 1."""
     gather_engine: Engine | None = None
     """What runs the all-gathers of weights over shard and context ranks."""
     tensor_engine: Engine | None = None

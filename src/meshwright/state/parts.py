@@ -95,9 +95,7 @@ class StateParts:
     def is_finite(self) -> bool:
         """Whether all values are finite; encoded state is read in parts."""
         parts = [self.local] if self.encoded is None else self.local.reshape(-1).split(READ_ELEMENTS)
-        return all(
-            bool((part if self.encoded is None else self.encoded.read(part)).isfinite().all()) for part in parts
-        )
+        return all(bool((part if self.encoded is None else self.encoded.read(part)).isfinite().all()) for part in parts)
 
     def pieces(self) -> Iterator[tuple[Box, Tensor]]:
         """(box, elements) of each piece; the elements share the memory of `local`."""

@@ -28,6 +28,7 @@ from meshwright.optim.optimizer import Optimizer
 from meshwright.parallel.apply import Engine, build_engine
 from meshwright.parallel.mesh import Mesh, build_mesh
 from meshwright.parallel.replayed_routing import ReplayedRouting, replay_loads
+from meshwright.parallel.sharded_unit import ShardedUnit
 from meshwright.parallel.shared_ranks import ranks_of_stage
 from meshwright.parallel.world import World
 from meshwright.spec.job import TrainSpec
@@ -187,7 +188,27 @@ def _replayed_routing(session: Session, path: Path) -> ReplayedRouting:
 def open_optimizer(engine: Engine, model: ModelSpec, train: TrainSpec, mesh: Mesh) -> Optimizer:
     """The optimizer of a rank's engine. Collective for optimizers that update whole matrices."""
     ranks = ranks_of_stage(mesh, model) if isinstance(train.optimizer, (LambSpec, MuonSpec)) else None
-    return Optimizer(engine.model, model, train, engine.weights, engine.host_offloaded, ranks)
+    optimizer = Optimizer(
+        engine.model, model, train, engine.weights, engine.host_offloaded, ranks,
+        moments=engine.moments, offload_fraction=engine.offload_fraction,
+    )  # fmt: skip
+    if engine.host_offloaded:
+        _defer_updates(engine, optimizer)
+    return optimizer
+
+
+def _defer_updates(engine: Engine, optimizer: Optimizer) -> None:
+    """Have each unit's update of state in host memory launched just before the unit's weights are gathered."""
+    names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
+
+    def complete(unit: ShardedUnit | None) -> bool:
+        if unit is None:
+            return optimizer.complete_updates()
+        shards = (parameter.shard for group in unit.groups for parameter in group.parameters)
+        return optimizer.complete_updates([names[id(shard)] for shard in shards])
+
+    engine.executor.before_gather = complete
+    optimizer.defer_updates()
 
 
 def _span_file(assignment: Assignment, world: World, mesh: Mesh) -> tuple[Path, dict[str, Any]]:

@@ -126,6 +126,7 @@ class StateCheck:
             self._saver.read(self._held.popleft())
 
     def _launch(self, step: int) -> None:
+        self._session.optimizer.complete_updates()
         self._values = self._digests.compute()
         self._pending.append(self._digests.exchange(step, self._values, self._changed, compare=True))
 

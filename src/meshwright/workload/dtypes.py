@@ -5,6 +5,8 @@ from __future__ import annotations
 from meshwright.spec.plan import LayerStrategy, Linear, Plan, Precision
 from meshwright.workload.groups import shard_size
 
+MOMENT_BLOCK = 256
+"""Elements of a block of 8-bit moments (`optim/packing.py`), which has one byte beside."""
 COMPUTE_BYTES = 2.0
 """Bytes of a number in the compute dtype (bf16) where the closed form does not know the plan's."""
 
@@ -21,8 +23,15 @@ def gathered_width(plan: Plan, layer: int | None, layers: int) -> int:
 
 
 def state_bytes(precision: Precision) -> float:
-    """Bytes of a parameter's state in host memory: two moments, and the master weight unless it stays on the device."""
-    return (8.0 if precision.stored == "fp64" else 4.0) * (2 + (precision.resident != precision.stored))
+    """Bytes of a parameter's state in host memory: two moments, and 16 bits of the master weight unless it stays on the device."""
+    moment = {"fp32": bytes_of(precision.stored), "bf16": 2, "int8": 1 + 1 / MOMENT_BLOCK}[precision.moments]
+    return 2.0 * (moment + (precision.resident != precision.stored))
+
+
+def scratch_bytes(precision: Precision) -> float:
+    """Bytes per element in which the device unpacks a chunk of state: moments, master weight and its bf16 value."""
+    master = precision.resident != precision.stored
+    return 8.0 + 6.0 * master if master or precision.moments != "fp32" else 0.0
 
 
 def low_share(precision: Precision, linear: Linear) -> float:

@@ -71,7 +71,7 @@ class Layouts:
     offload: Array = 0.0
     """1 when the optimizer's state is in host memory."""
     state_bytes: Array = 12.0
-    """Bytes of a parameter's state in host memory (`workload.dtypes.state_bytes`)."""
+    """Bytes of a parameter's state in host memory on average (`workload.dtypes.state_bytes` x plan.offload_fraction)."""
     update_bytes: Array = ADAMW_BYTES
     """Bytes that the optimizer moves per fp32 parameter; as the next three columns, from `workload.optimizer_work`."""
     muon_flops: Array = 0.0
@@ -203,7 +203,8 @@ def layout_of(model: ModelSpec, train: TrainSpec, plan: Plan) -> Layouts:
         model, train, plan.precision, plan.axis_size, expert=experts_over(plan), schedule=NAMES.index(plan.schedule.name),
         virtual=len(table[0]) if len(table) > 1 else 1, micro_batch=plan.batch.micro_batch, accumulate=plan.batch.accumulate,
         layers=table_layers(table), weights_by_copy_engine=plan.gather_engine == "copy",
-        tokens_by_copy_engine=plan.tensor_engine == "copy", **_strides(plan), **strategy_columns(plan.layers[0]),
+        tokens_by_copy_engine=plan.tensor_engine == "copy", offload_fraction=plan.offload_fraction,
+        **_strides(plan), **strategy_columns(plan.layers[0]),
     )  # fmt: skip
     return Layouts(**{field.name: float(getattr(columns, field.name)) for field in fields(Layouts)})
 
@@ -220,6 +221,7 @@ def layouts_of(
     micro_batch: Array,
     accumulate: Array,
     layers: tuple[Array, Array],
+    offload_fraction: float = 1.0,
     **columns: Array,
 ) -> Layouts:
     """The columns of plans whose axes have `size` ranks: what follows from the arguments, and `columns` as they are given.
@@ -239,7 +241,7 @@ def layouts_of(
         vee=np.where(np.isin(schedule, [NAMES.index(name) for name in V_SCHEDULES]), 1.0, 0.0),
         fullest_layers=layers[0], head_layers=layers[1], in_flight=in_flight(*schedule_arguments),
         in_flight_last=in_flight(*schedule_arguments, pipeline - 1), fill=relative_idle_time(schedule, pipeline, accumulate),
-        loss_chunk=float(train.loss_chunk), gathered_bytes=gathered_bytes(precision), state_bytes=state_bytes(precision),
+        loss_chunk=float(train.loss_chunk), gathered_bytes=gathered_bytes(precision), state_bytes=offload_fraction * state_bytes(precision),
         replica_bytes=float(bytes_of(precision.reduce_replicas or precision.stored)),
         **optimizer_columns(model, train.optimizer), **columns,
     )  # fmt: skip

@@ -23,7 +23,7 @@ from meshwright.spec.plan import (
 )
 from meshwright.workload.activations import elements_per_token, prediction_elements, received_elements, tokens_of
 from meshwright.workload.buffers import DEVICE_LAYERS
-from meshwright.workload.dtypes import bytes_of, low_share, state_bytes
+from meshwright.workload.dtypes import bytes_of, low_share, scratch_bytes, state_bytes
 from meshwright.workload.groups import context_size, experts_over, shard_size
 from meshwright.workload.optimizer_work import OptimizerWork, optimizer_work
 from meshwright.workload.stage_parts import StagePart, stage_part
@@ -42,6 +42,7 @@ def formats(
     engine: Engine = "kernel",
     tensor_engine: Engine = "kernel",
     model: ModelSpec | None = None,
+    offload_fraction: float = 1.0,
 ) -> Formats:
     """Bytes of a run's numbers; replicas sum gradients over `replicas` ranks. Engines are the plan's.
 
@@ -57,7 +58,8 @@ def formats(
         low=low_share(precision, precision.linear), window=engine == "copy",
         token_window=tensor_engine == "copy" and not cpu, block_states=work.block_states, end_states=work.end_states,
         widens=train.optimizer.name in ("sgd", "lamb"), largest_matrix=work.largest, matrix_elements=work.exchanged,
-        matrices=work.matrices, average=train.ema_decay is not None,
+        matrices=work.matrices, average=train.ema_decay is not None, record=state_bytes(precision), scratch=scratch_bytes(precision),
+        offload_fraction=offload_fraction,
     )  # fmt: skip
 
 
@@ -126,7 +128,7 @@ def _memory_by_rank(
     replicas = plan.axis_size("replicate")
     number_formats = formats(
         train, plan.precision, cpu=cpu, replicas=replicas, engine=plan.gather_engine, tensor_engine=plan.tensor_engine,
-        model=model,
+        model=model, offload_fraction=plan.offload_fraction,
     )  # fmt: skip
     sizes = bytes_by_category(rank_tensors, number_formats)
     left_out = {"transfers": len(table) == 1, "ema": train.ema_decay is None}
@@ -145,7 +147,7 @@ def optimizer_on_host(model: ModelSpec, plan: Plan, nodes: int) -> float:
         for parameter in parameters(model)
         if plan.strategy_of(parameter.name, model.layers).optimizer_offloaded
     ) * plan.axis_size("replicate")
-    return offloaded * state_bytes(plan.precision) / nodes
+    return offloaded * plan.offload_fraction * state_bytes(plan.precision) / nodes
 
 
 def _saved_bytes(model: ModelSpec, train: TrainSpec, plan: Plan, layers: Iterable[int]) -> float:

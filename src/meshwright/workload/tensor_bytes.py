@@ -38,6 +38,12 @@ class Formats:
     stored: Array = 4
     resident: Array = 2
     """Of a weight on the device whose optimizer is in host memory."""
+    record: Array = 10.0
+    """Of a parameter's state that is copied between host and device."""
+    scratch: Array = 14.0
+    """Of an element of a chunk that the device unpacks."""
+    offload_fraction: Array = 1.0
+    """Share of the records that are in host memory."""
     gathered: Array = 1.0
     """Of a block's gathered weight, relative to `compute`."""
     low: Array = 1.0
@@ -163,12 +169,12 @@ def _lasting(rank: RankTensors, formats: Formats) -> dict[str, Array]:
     """Bytes of the categories that are the same at every moment."""
     stream = rank.tokens * rank.hidden * formats.compute
     on_device = 1 - rank.offloaded_share
-    # Two moments, and the master weight if it is in host memory too.
-    states = 2.0 + (np.asarray(formats.resident) < formats.stored)
-    staged_elements = STAGING_BUFFERS * states * np.minimum(STAGED_ELEMENTS, rank.owned * rank.offloaded_share)
+    chunk_elements = np.minimum(STAGED_ELEMENTS, rank.owned * rank.offloaded_share)
+    staged = (STAGING_BUFFERS * formats.record + formats.scratch) * chunk_elements
+    kept = rank.owned * rank.offloaded_share * (1 - np.asarray(formats.offload_fraction)) * formats.record
     return {
         "weights": rank.owned * (formats.stored * on_device + formats.resident * rank.offloaded_share),
-        "optimizer": (_states(rank, formats) * on_device + staged_elements) * formats.stored,
+        "optimizer": _states(rank, formats) * on_device * formats.stored + staged + kept,
         "ema": rank.owned * formats.stored * formats.average,
         # The buffer of a sent message is freed when the next message is sent.
         "transfers": np.where(rank.messages < 0, 0.0, (RECEIVES_AHEAD + rank.messages) * stream),
