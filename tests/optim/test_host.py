@@ -10,11 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.slow import quick_first
 
-from meshwright.optim.chunks import ALIGNED, plan_chunks
+from meshwright.optim.chunks import ALIGNED, Chunk, groups_in_order, plan_chunks
 from meshwright.optim.fused import MOMENTS, Coefficients, StepInputs
 from meshwright.optim.host import HostAdamW
-from meshwright.optim.packing import MASTER
+from meshwright.optim.packing import MASTER, Packing, pack, seed_of, unpack
 from meshwright.spec.plan import Moments
 
 RATE, BETAS, EPSILON, DECAY = 3e-3, (0.9, 0.95), 1e-8, 0.1
@@ -176,3 +177,104 @@ def test_host_bytes_cover_all_state(moments: Moments, per_moment: float) -> None
         bytes_per_element = 2 * per_moment + 2 * masters
         most = bytes_per_element * (elements + len(SHAPES) * ALIGNED)
         assert bytes_per_element * elements <= optimizer.host_bytes <= most
+
+
+UPDATES = 100
+FORMS: list[tuple[Moments, float]] = [("fp32", 1.0), ("fp32", 0.4), ("bf16", 1.0), ("int8", 0.4)]
+
+
+def noisy_gradients(step: int) -> tuple[dict[str, torch.Tensor], StepInputs]:
+    """Accumulated gradients of two micro-batches, with clipping that binds in most steps, and every seventh step skipped."""
+    draw = torch.Generator().manual_seed(100 + step)
+    sums = {
+        name: torch.randn(shape, generator=draw) + torch.randn(shape, generator=draw) for name, shape in SHAPES.items()
+    }
+    norm = torch.stack([gradient.square().sum() for gradient in sums.values()]).sum().sqrt()
+    factor = (60.0 / norm).clamp(max=1.0)
+    return sums, StepInputs(RATE, factor, torch.tensor(float(step % 7 == 3)))
+
+
+def clipped_reference(moments: Moments) -> tuple[dict[str, torch.Tensor], torch.optim.AdamW]:
+    """torch's AdamW after all updates; narrow moments are packed and unpacked after each by the functions of the format."""
+    weights = initial_weights(torch.float32)
+    decays = {name: 0.0 if name in NO_DECAY else DECAY for name in weights}
+    groups = [{"params": [weight], "weight_decay": decays[name]} for name, weight in weights.items()]
+    truth = torch.optim.AdamW(groups, lr=RATE, betas=BETAS, eps=EPSILON, fused=True)
+    starts = {s.name: c.start + s.offset for c in chunks_of(weights, decays) for s in c.segments if not s.first}
+    packing, updates = Packing(True, moments), 0
+    for step in range(UPDATES):
+        gradients, inputs = noisy_gradients(step)
+        if inputs.skip:
+            continue
+        updates += 1
+        for name, weight in weights.items():
+            weight.grad = gradients[name] * inputs.factor
+        truth.step()
+        for name, weight in weights.items() if moments != "fp32" else ():
+            if weight.numel():
+                round_state(packing, weight, truth.state[weight], starts[name], updates)
+    return weights, truth
+
+
+def round_state(
+    packing: Packing, weight: torch.Tensor, state: dict[str, torch.Tensor], start: int, updates: int
+) -> None:
+    size = -(-weight.numel() // ALIGNED) * ALIGNED
+    padded = {name: torch.zeros(size) for name in packing.states}
+    tensors = {name: weight if name == MASTER else state[name] for name in packing.states}
+    for name, values in tensors.items():
+        padded[name][: weight.numel()] = values.view(-1)
+    fields, rounded = (
+        packing.fields(torch.zeros(packing.bytes(size), dtype=torch.uint8), size),
+        torch.zeros(size).bfloat16(),
+    )
+    pack(packing, padded, fields, rounded, seed_of(torch.tensor(float(updates))), start)
+    unpack(packing, fields, rounded, padded)
+    for name, values in tensors.items():
+        values.view(-1).copy_(padded[name][: weight.numel()])
+
+
+def chunks_of(weights: dict[str, torch.Tensor], decays: dict[str, float]) -> list[Chunk]:
+    return plan_chunks(groups_in_order({name: weight.numel() for name, weight in weights.items()}, decays), 2 * ALIGNED)
+
+
+@pytest.mark.parametrize(("moments", "fraction"), quick_first(1, [FORMS[0], FORMS[3], FORMS[1], FORMS[2]], unpack=True))
+def test_a_hundred_clipped_steps_with_a_restart(moments: Moments, fraction: float) -> None:
+    """Updates are completed parameter by parameter. The restart carries fp32 values, and goes to another share of chunks on the device."""
+    weights, truth = clipped_reference(moments)
+    optimizer, on_device = offloaded_optimizer(torch.float32, 2 * ALIGNED, True, moments, fraction)
+    clipped = 0
+    for step in range(UPDATES):
+        if step == 60:
+            state = {(kind, name): optimizer.state(kind, name) for kind in (*MOMENTS, MASTER) for name in SHAPES}
+            optimizer, on_device = offloaded_optimizer(torch.float32, 2 * ALIGNED, True, moments, 1 - fraction)
+            for key, values in state.items():
+                optimizer.write(optimizer.part(*key), values)
+            optimizer.set_steps(sum(step % 7 != 3 for step in range(60)))
+        optimizer.deferred = step % 3 != 0
+        gradients, inputs = noisy_gradients(step)
+        clipped += int(inputs.factor < 1)
+        optimizer.step(gradients, inputs)
+        for name in SHAPES if step % 2 else ():
+            optimizer.complete_updates([name])
+    assert clipped > UPDATES / 4
+    for name, weight in weights.items():
+        for moment in MOMENTS:
+            assert torch.equal(optimizer.state(moment, name), truth.state[weight].get(moment, 0 * weight)), (
+                moment,
+                name,
+            )
+        assert torch.equal(optimizer.state(MASTER, name), weight) and torch.equal(on_device[name], weight.bfloat16())
+
+
+def test_a_deferred_update_is_launched_for_what_is_asked() -> None:
+    optimizer, on_device = offloaded_optimizer(torch.float32, 2 * ALIGNED, True)
+    optimizer.deferred = True
+    before = {name: weight.clone() for name, weight in on_device.items()}
+    optimizer.step(gradients(0, torch.float32), StepInputs(RATE, torch.ones(()), torch.zeros(())))
+    assert all(torch.equal(weight, before[name]) for name, weight in on_device.items())
+    assert optimizer.complete_updates(["a", "b"]) and not optimizer.complete_updates(["a", "empty"])
+    changed = {name for name, weight in on_device.items() if not torch.equal(weight, before[name])}
+    assert changed == {"a", "b"}
+    assert optimizer.state(MASTER, "e").shape == SHAPES["e"] and not optimizer.complete_updates(), "reading completes"
+    assert not torch.equal(on_device["e"], before["e"])

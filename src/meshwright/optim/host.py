@@ -37,8 +37,8 @@ from meshwright.spec.plan import Moments
 from meshwright.state.snapshot import SnapshotCopies
 from meshwright.workload.buffers import STAGED_ELEMENTS, STAGING_BUFFERS
 
-CPU_CHUNK_ELEMENTS = 1 << 10
-"""Elements per chunk on a CPU: few, so that tests with small models have several chunks."""
+CPU_CHUNK_ELEMENTS = 1 << 16
+"""Elements per chunk on a CPU: few, so that small models have several chunks."""
 
 SpanFactory = Callable[[str, str], AbstractContextManager[None]]
 """Creates the profiler span of a copy from its name and its lane."""

@@ -114,10 +114,12 @@ def pack(
         from meshwright.optim.packing_triton import pack_record
 
         return pack_record(packing, states, fields, rounded, seed, start)
-    positions = torch.arange(start, start + states[MOMENTS[0]].numel())
     for name in MOMENTS:
-        bits = random_bits(positions, seed if name == MOMENTS[0] else seed ^ SECOND_MOMENT_SEED)
-        put_moment(packing, name, states[name], fields, bits.to(torch.int32))
+        random: Tensor | int = 0
+        if packing.moments != "fp32":
+            positions = torch.arange(start, start + states[name].numel())
+            random = random_bits(positions, seed if name == MOMENTS[0] else seed ^ SECOND_MOMENT_SEED).to(torch.int32)
+        put_moment(packing, name, states[name], fields, random)
     if rounded is not None:
         put_master(packing, states[MASTER], fields, rounded)
     return None
