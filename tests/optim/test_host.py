@@ -240,7 +240,7 @@ def chunks_of(weights: dict[str, torch.Tensor], decays: dict[str, float]) -> lis
 
 @pytest.mark.parametrize(("moments", "fraction"), quick_first(1, [FORMS[0], FORMS[3], FORMS[1], FORMS[2]], unpack=True))
 def test_a_hundred_clipped_steps_with_a_restart(moments: Moments, fraction: float) -> None:
-    """Updates are completed parameter by parameter. The restart carries fp32 values, and goes to another share of chunks on the device."""
+    """Updates are completed by parameter. The restart carries fp32 values to another share of chunks on the device."""
     weights, truth = clipped_reference(moments)
     optimizer, on_device = offloaded_optimizer(torch.float32, 2 * ALIGNED, True, moments, fraction)
     clipped = 0

@@ -1,4 +1,4 @@
-"""Packed optimizer state: the master weight is restored bit for bit, moments are rounded as stated, kernels equal the plain reference."""
+"""Packed state: master weights are restored bit for bit, moments rounded as stated, kernels equal the reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunks of an optimizer's state: ranges of elements that are copied and updated together, in the order of the next forward."""
+"""Chunks of an optimizer's state: elements that are copied and updated together, in the order of the next forward."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from meshwright.optim.packing import BLOCK
 
 ALIGNED = BLOCK
-"""Alignment of segments in elements: kernels load vectors from the start of each, and blocks of 8-bit moments do not cross two."""
+"""Alignment of segments in elements: kernels load vectors from the start of each, and no 8-bit block crosses two."""
 
 
 @dataclass(frozen=True)

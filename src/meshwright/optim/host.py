@@ -1,4 +1,4 @@
-"""AdamW with its state in host memory: packed chunks are copied to the device, updated by the usual kernel, and copied back.
+"""AdamW with its state in host memory: packed chunks are copied to the device, updated there, and copied back.
 
 `packing` has the formats, `chunks` the order: that of the next forward. A chunk has a record with the parts of its state that are not on
 the device: moments, and a remainder of the master weights where weights are gathered in bf16. While the device updates one chunk, one
@@ -48,7 +48,7 @@ Release = Callable[[], Tensor]
 
 @dataclass
 class _PendingUpdate:
-    """A step's update as far as it is not launched: chunks from `following` on. `results` has the records in host memory to write."""
+    """A step's update, of which chunks from `following` on are not launched; `results` are the host records to write."""
 
     gradients: dict[str, Tensor]
     names: tuple[str, ...]
@@ -60,7 +60,7 @@ class _PendingUpdate:
 
 
 class HostAdamW:
-    """AdamW of the `parts` of one rank, all of one dtype and device, in the order of the forward; their state is in host memory.
+    """AdamW of the `parts` of one rank, of one dtype and device, in the order of the forward, with state in host memory.
 
     `decays` has the weight decay of each parameter; `release` has the function that releases its master weight, for all or for none.
     `fraction` of the elements have their record in host memory, the first ones on the device. Raises OutOfResources when host memory

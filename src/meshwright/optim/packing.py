@@ -27,7 +27,7 @@ MASTER = "weight"
 SCALE = "_scale"
 """Ends the name of the field with the exponents of a moment's blocks."""
 LEVELS = {MOMENTS[0]: 15, MOMENTS[1]: 31}
-"""Exponents of an 8-bit moment: 4 bits and a sign for the first moment, 5 bits for the second; both have 3 bits of mantissa."""
+"""Exponents of 8-bit moments: the first has 4 bits and a sign, the second 5 bits; both have 3 bits of mantissa."""
 SECOND_MOMENT_SEED = 0x5BD1E995
 NEAREST = {"bf16": 1 << 15, "int8": 1 << 19}
 """In place of random bits: rounds to the nearest value, ties away from zero."""

@@ -23,7 +23,7 @@ def gathered_width(plan: Plan, layer: int | None, layers: int) -> int:
 
 
 def state_bytes(precision: Precision) -> float:
-    """Bytes of a parameter's state in host memory: two moments, and 16 bits of the master weight unless it stays on the device."""
+    """Bytes of a parameter's state in host memory: two moments, and 16 bits of a master weight that is not on the device."""
     moment = {"fp32": bytes_of(precision.stored), "bf16": 2, "int8": 1 + 1 / MOMENT_BLOCK}[precision.moments]
     return 2.0 * (moment + (precision.resident != precision.stored))
 
