@@ -140,7 +140,7 @@ def balance_samples(lengths: np.ndarray, pool: RankPool, offload: np.ndarray | N
     batch = _Batch(lengths, used, shares, held, least, pool.time.shared(lengths))
     order = np.lexsort((-lengths, -least))
     long, short = order[least[order] > 1], order[least[order] == 1]
-    return _assemble(short, _place(long, short, batch, pool), batch, pool)
+    return _assemble(short, _place_long(long, short, batch, pool), batch, pool)
 
 
 def _check_sizes(lengths: np.ndarray, least: np.ndarray, pool: RankPool) -> None:
@@ -156,7 +156,7 @@ def _short_slot(short: np.ndarray, batch: _Batch, pool: RankPool) -> float:
     return _total(batch.shared[short]) / tokens * pool.capacity + pool.time.fixed if tokens else 0.0
 
 
-def _place(long: np.ndarray, short: np.ndarray, batch: _Batch, pool: RankPool) -> Spans:
+def _place_long(long: np.ndarray, short: np.ndarray, batch: _Batch, pool: RankPool) -> Spans:
     """The placement of the `long` samples after which all ranks can end first."""
     fixed, bubbles = pool.time.fixed, pool.stages - 1
     least, shared = batch.least[long], batch.shared[long]
