@@ -116,7 +116,8 @@ def compact(recordings: Path, out: Path) -> None:
 
 def read_recording(path: Path) -> np.ndarray:
     """Loads `(steps, layers, experts)` of a file of `write_loads`."""
-    table = np.loadtxt(gzip.open(path, "rt", encoding="utf-8"), delimiter=",", skiprows=1, dtype=np.int64)
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        table = np.loadtxt(file, delimiter=",", skiprows=1, dtype=np.int64)
     layers = int(table[:, 0].max()) + 1
     return table[:, 2:].reshape(layers, -1, table.shape[1] - 2).swapaxes(0, 1)
 
