@@ -87,7 +87,10 @@ def test_a_run_names_its_expected_loads_by_file_or_run(
         run = load_run(None, [*words, f"train.expert_load={word}"])
         assert run.train.expert_load == source
     assert differences(run, load_run(None, words)) == [], "the loads that a planner expects do not change the training"
-    for word, got in (("absent.csv", "absent.csv: .*No such file"), ("loads.csv", "has 4 experts, the model 8")):
+    for word, got in (
+        ("absent.csv", "absent.csv: .*No such file"),
+        ("loads.csv", "loads.csv: has 4 experts, the model 8"),
+    ):
         more = ["model.experts=8"] if word == "loads.csv" else []
         with pytest.raises(BadConfig, match=rf"train.expert_load: expected uniform, or a file or run .*got {got}"):
             load_run(None, [*words, *more, f"train.expert_load={word}"])

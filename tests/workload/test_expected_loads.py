@@ -28,9 +28,9 @@ def test_the_busiest_rank_by_hand() -> None:
     # Ratios to the mean of 4 rows: 2 and 1.5 in the first step, 1 and 2 in the second.
     assert two.imbalance == pytest.approx((2 + 1.5 + 1 + 2) / 4)
     # The second rank has 0 + 6, then 4 + 8 of two layers' mean of 8 together.
-    assert two.rows == pytest.approx(12 / 8)
+    assert two.stored_rows == pytest.approx(12 / 8)
     # Four ranks, mean 2: 4 and 3, then 2 and 8. The last expert has 3, then 10 rows of a mean of 4.
-    assert four.imbalance == pytest.approx((2 + 1.5 + 1 + 4) / 4) and four.rows == pytest.approx(10 / 4)
+    assert four.imbalance == pytest.approx((2 + 1.5 + 1 + 4) / 4) and four.stored_rows == pytest.approx(10 / 4)
     assert busiest_of(LOADS, 1) == busiest_of(np.full((3, 2, 4), 5), 4), "one rank has all rows"
 
 

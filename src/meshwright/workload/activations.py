@@ -52,13 +52,13 @@ def saved_elements_by_layer(model: ModelSpec, plan: Plan) -> list[float]:
 
 def busiest_rows(model: ModelSpec, train: TrainSpec, plan: Plan) -> float:
     """Rows of the busiest expert rank relative to the mean, as `train.expert_load` says."""
-    return float(expected_busiest(model, train, experts_over(plan) * plan.axis_size("tensor")).rows)
+    return float(expected_busiest(model, train, experts_over(plan) * plan.axis_size("tensor")).stored_rows)
 
 
-def elements_per_token(model: ModelSpec, plan: Plan, rows: float = 1.0) -> Callable[[int], tuple[float, float]]:
+def elements_per_token(model: ModelSpec, plan: Plan, busiest: float = 1.0) -> Callable[[int], tuple[float, float]]:
     """A function of a layer: elements of one token that its forward saves, and temporary elements of its backward.
 
-    `rows` is that of `mean_saved_elements`.
+    `busiest` is that of `mean_saved_elements`.
     """
     expert_ranks, strategies = experts_over(plan) * plan.axis_size("tensor"), plan.strategies(model.layers)
     by_block = dict[tuple[bool, Recompute, Linear | None], tuple[float, float]]()
@@ -69,8 +69,8 @@ def elements_per_token(model: ModelSpec, plan: Plan, rows: float = 1.0) -> Calla
         if key not in by_block:
             low = low_share(plan.precision, plan.linear(layer, model.layers))
             block, index = _block(model, layer, mode)
-            saved = mean_saved_elements(block, index, low, expert_ranks, rows)
-            by_block[key] = float(saved), float(mean_backward_elements(block, index, low, expert_ranks, rows))
+            saved = mean_saved_elements(block, index, low, expert_ranks, busiest)
+            by_block[key] = float(saved), float(mean_backward_elements(block, index, low, expert_ranks, busiest))
         return by_block[key]
 
     return per_token
@@ -87,17 +87,17 @@ def saved_elements(model: ModelSpec, layer: int, recompute: Recompute, low: floa
 
 
 def mean_saved_elements(
-    shape: Shape, recompute: Array, low: Array = 1.0, expert_ranks: Array = 1.0, rows: Array = 1.0
+    shape: Shape, recompute: Array, low: Array = 1.0, expert_ranks: Array = 1.0, busiest: Array = 1.0
 ) -> Array:
     """Elements of one token that autograd saves in a block, mean over the layers of `shape`.
 
     `recompute` is the index of the mode in `RECOMPUTE_MODES`. A saved input of a matrix product counts `low` elements. With several
     `expert_ranks` selective recompute also saves the experts' outputs as they were sent and as they were received: it does not
-    exchange tokens twice. The experts of the rank have `rows` times the mean rows.
+    exchange tokens twice. The experts of the rank have `busiest` times the mean rows.
     """
     attention = shape.attention_layers / shape.layers
     query, value, kv = (attention * width for width in (shape.query_width, shape.value_width, shape.kv_width))
-    after_activation, received = _feed_forward(shape, rows)
+    after_activation, received = _feed_forward(shape, busiest)
     sent, distributed = _feed_forward(shape)[1], np.asarray(expert_ranks) > 1
     before_activation, router_elements = (
         (1 + shape.gated) * after_activation,
@@ -131,17 +131,19 @@ def mean_saved_elements(
 
 
 def mean_backward_elements(
-    shape: Shape, recompute: Array, low: Array = 1.0, expert_ranks: Array = 1.0, rows: Array = 1.0
+    shape: Shape, recompute: Array, low: Array = 1.0, expert_ranks: Array = 1.0, busiest: Array = 1.0
 ) -> Array:
     """Temporary elements of one token in a block's backward, beside what its forward saved; mean over the layers of `shape`.
 
     They are the gradients of the feed-forward's wide half and of the residual stream, recomputed activations, and the experts' inputs or
     the gradients of these. Distributed experts have the latter in place of their saved outputs, which the backward frees before.
     """
-    after_activation, sent = _feed_forward(shape, rows)
+    after_activation, sent = _feed_forward(shape, busiest)
     mode = np.asarray(recompute)
     recomputed = (
-        mean_saved_elements(shape, 0, low, rows=rows) - mean_saved_elements(shape, recompute, low, rows=rows) - sent
+        mean_saved_elements(shape, 0, low, busiest=busiest)
+        - mean_saved_elements(shape, recompute, low, busiest=busiest)
+        - sent
     )
     inputs = np.where((np.asarray(expert_ranks) > 1) & (mode < RECOMPUTE_MODES.index("all_but_attention")), 0.0, sent)
     return (1 + shape.gated) * after_activation + shape.hidden + inputs + np.where(mode > 0, recomputed, 0.0)
@@ -177,12 +179,12 @@ def _block(model: ModelSpec, layer: int, recompute: Recompute) -> tuple[Shape, i
     return with_blocks(shape_of(model, 1), routed=model.routed(layer)), RECOMPUTE_MODES.index(recompute)
 
 
-def _feed_forward(shape: Shape, rows: Array = 1.0) -> tuple[Array, Array]:
+def _feed_forward(shape: Shape, busiest: Array = 1.0) -> tuple[Array, Array]:
     """Elements of one token after the activation, and of its copies (one for each of its experts); means over layers.
 
-    A rank's experts have `rows` copies for each that its tokens have.
+    A rank's experts have `busiest` copies for each that its tokens have.
     """
-    copies = shape.top_k * rows
+    copies = shape.top_k * busiest
     routed = copies * shape.expert_ffn + shape.shared_ffn
     after_activation = (shape.dense_layers * shape.ffn + shape.moe_layers * routed) / shape.layers
     return after_activation, shape.moe_layers / shape.layers * copies * shape.expert_in

@@ -29,7 +29,7 @@ class BusiestRank:
 
     imbalance: Array
     """Of each layer's own busiest rank, the mean over layers and steps: a step waits for all of these."""
-    rows: Array
+    stored_rows: Array
     """Of one rank over all layers, in the step where that is most: it has to store them."""
 
 
@@ -53,7 +53,7 @@ def expected_busiest(model: ModelSpec, train: TrainSpec, expert_ranks: Array) ->
     index = index.reshape(np.shape(expert_ranks))
     return BusiestRank(
         np.array([busiest.imbalance for busiest in by_size])[index],
-        np.array([busiest.rows for busiest in by_size])[index],
+        np.array([busiest.stored_rows for busiest in by_size])[index],
     )
 
 

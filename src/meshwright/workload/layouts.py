@@ -223,7 +223,7 @@ def layouts_of(
     schedule_arguments, busiest = (schedule, pipeline, accumulate, virtual), expected_busiest(model, train, expert)
     return Layouts(
         tensor=tensor, pipeline=pipeline, virtual=np.asarray(virtual, float), context=context, ulysses=ulysses,
-        expert=expert, imbalance=busiest.imbalance, busiest_rows=busiest.rows, data=data_ranks, shards=shards,
+        expert=expert, imbalance=busiest.imbalance, busiest_rows=busiest.stored_rows, data=data_ranks, shards=shards,
         zero=np.where(shards > 1, 3.0, 0.0),
         micro_batch=np.asarray(micro_batch, float), global_batch=data_ranks * micro_batch * accumulate, seq=float(train.seq_len),
         sequence=np.where(tensor > 1, 1.0, 0.0), layered=np.where(np.equal(schedule, NAMES.index("breadth_first")), 1.0, 0.0),
