@@ -34,7 +34,9 @@ from tests.server.helpers import SIZES
 OPTIONS = [word for key, value in SIZES.items() for word in (f"--{key.replace('_', '-')}", str(value))]
 
 
-REPORTING = "from meshwright.server import run; run.FAILED_SECONDS = 300.0; from meshwright.cli.main import main; main()"
+REPORTING = (
+    "from meshwright.server import run; run.FAILED_SECONDS = 300.0; from meshwright.cli.main import main; main()"
+)
 """The command, whose server reports a failed engine until it is stopped."""
 
 
