@@ -207,7 +207,10 @@ def _assemble(short: np.ndarray, spans: Spans, batch: _Batch, pool: RankPool) ->
     order = np.lexsort((every.sample, every.slot, every.rank))
     slots = int(batch.held.sum()) / pool.capacity
     ideal = (_total(batch.shared) + slots * pool.time.fixed) / pool.ranks
-    return Balance(pool, *(values[order] for values in every), seconds[order], packing.slots, batch.offload, end, ideal)
+    sample, part, number, rank, slot, tokens = (values[order] for values in every)
+    return Balance(
+        pool, sample, part, number, rank, slot, tokens, seconds[order], packing.slots, batch.offload, end, ideal
+    )
 
 
 def _span_parts(spans: Spans, lengths: np.ndarray, pool_ranks: int) -> _Parts:
@@ -235,7 +238,8 @@ def _end_seconds(parts: _Parts, seconds: np.ndarray, slots: np.ndarray, spans: S
     ready, count = [0.0] * pool.ranks, sum(spans.ranks)
     entries = first[parts.rank[:count]] + parts.slot[:count]
     if count:
-        together = np.maximum.reduceat(durations[entries], np.cumsum(spans.ranks) - spans.ranks)
+        numbers = np.array(spans.ranks, np.int64)
+        together = np.maximum.reduceat(durations[entries], np.cumsum(numbers) - numbers)
         for start, number, duration in zip(spans.first, spans.ranks, together.tolist(), strict=True):
             stop = start + number
             ready[start:stop] = [max(ready[start:stop]) + duration] * number

@@ -127,7 +127,7 @@ def _deal(
             else:
                 break
         else:
-            rank = heappop(little_room or little_work)[1]
+            rank = heappop(little_room)[1] if little_room else heappop(little_work)[1]
             if not heaps[rank] or heaps[rank][0] >= needed + (1 << SLOT_BITS):
                 heappush(heaps[rank], (-capacity << SLOT_BITS) + slots[rank])
                 slots[rank] += 1
