@@ -145,7 +145,7 @@ def seconds(overrides: list[str]) -> float | None:
     except MeshwrightError:
         return None
     if (
-        untrainable(plan, mixture=run.model.experts > 0)
+        untrainable(plan)
         or plan.predicted is None
         or plan.predicted.step_seconds is None
     ):
