@@ -174,7 +174,9 @@ def emulated_mixture_step(weigh_outputs: bool) -> dict[str, Any]:
     return {"loss": total, "norm": norm, "gradients": gradients}
 
 
-def _losses(model: Decoder, tokens: Tensor, targets: Tensor, positions: Tensor, documents: Tensor) -> tuple[Tensor, ...]:
+def _losses(
+    model: Decoder, tokens: Tensor, targets: Tensor, positions: Tensor, documents: Tensor
+) -> tuple[Tensor, ...]:
     """Mean cross-entropy, mean squared log-sum-exp of logits, the sum of balance losses, and the router z-loss before its weight."""
     outputs: list[Tensor] = []
     hooks = [

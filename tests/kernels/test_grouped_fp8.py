@@ -83,7 +83,9 @@ def test_it_compiles() -> None:
         gradients = torch.autograd.grad(out, (x, weight), slope)
         assert out.isfinite().all() and all(gradient.isfinite().all() for gradient in gradients)
     assert torch.equal(compiled(x, weight, offsets), grouped_linear_fp8(x, weight, offsets))
-    torch.library.opcheck(GROUPED_FP8_OPERATOR, (x, weight, offsets, True), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        GROUPED_FP8_OPERATOR, (x, weight, offsets, True), test_utils=("test_schema", "test_faketensor")
+    )
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshwright.kernels import fp8_products as fp8
 from meshwright.kernels.fp8_products import E4M3, Fp8Matrix
-from meshwright.kernels.grouped import groups_of, grouped_weight_gradient
+from meshwright.kernels.grouped import grouped_weight_gradient, groups_of
 from meshwright.kernels.row_quantize import quantize_rows
 
 
@@ -45,7 +45,13 @@ def _grouped_linear_fp8_backward(
 
 
 def grouped_matmul(
-    rows: Fp8Matrix, matrices: Fp8Matrix, offsets: Tensor, dtype: torch.dtype, *, fast: bool = False, plain: bool = False
+    rows: Fp8Matrix,
+    matrices: Fp8Matrix,
+    offsets: Tensor,
+    dtype: torch.dtype,
+    *,
+    fast: bool = False,
+    plain: bool = False,
 ) -> Tensor:
     """Each row `(rows, in)` times its group's matrix, transposed: `(rows, out)` in `dtype`, with matrices `(groups, out, in)`.
 

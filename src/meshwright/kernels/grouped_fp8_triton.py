@@ -30,9 +30,7 @@ def round_columns(matrices: Tensor, fp8_dtype: torch.dtype) -> Fp8Matrix:
 
 
 @triton.jit
-def _round_columns(
-    matrices, values, scale, height, width, tile_rows: tl.constexpr, tile_columns: tl.constexpr
-) -> None:
+def _round_columns(matrices, values, scale, height, width, tile_rows: tl.constexpr, tile_columns: tl.constexpr) -> None:
     group = tl.program_id(1).to(tl.int64)
     source, target = matrices + group * height * width, values + group * height * width
     column, lane = tl.program_id(0) * tile_columns + tl.arange(0, tile_columns), tl.arange(0, tile_rows)

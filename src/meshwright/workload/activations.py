@@ -76,13 +76,14 @@ def saved_elements(model: ModelSpec, layer: int, recompute: Recompute, low: floa
 def mean_saved_elements(shape: Shape, recompute: Array, low: Array = 1.0, expert_ranks: Array = 1.0) -> Array:
     """Elements of one token that autograd saves in a block, mean over the layers of `shape`.
 
-    `recompute` is the index of the mode in `RECOMPUTE_MODES`. A saved input of a matrix product counts `low` elements. With several
-    `expert_ranks` selective recompute also saves the experts' outputs as they were sent and as they were received: it does not
-    exchange tokens twice.
+    `recompute` is the index of the mode in `RECOMPUTE_MODES`. A saved input of a linear layer counts `low` elements, one of routed experts,
+    whose weight gradients are not in fp8, a whole one. With several `expert_ranks` selective recompute also saves the experts' outputs as
+    they were sent and as they were received: it does not exchange tokens twice.
     """
     attention = shape.attention_layers / shape.layers
     query, value, kv = (attention * width for width in (shape.query_width, shape.value_width, shape.kv_width))
     after_activation, sent = _feed_forward(shape)
+    routed = _routed_activation(shape)
     distributed = np.asarray(expert_ranks) > 1
     before_activation, router_elements = (
         (1 + shape.gated) * after_activation,
@@ -97,7 +98,15 @@ def mean_saved_elements(shape: Shape, recompute: Array, low: Array = 1.0, expert
     # Attention saves its output in the compute dtype; the fp8 product after it saves its own copy.
     output = value + np.where(low < 1, low * value, 0.0)
     without_recompute = (
-        norms + output + query + kv + rotated + before_activation + low * after_activation + router_elements
+        norms
+        + output
+        + query
+        + kv
+        + rotated
+        + before_activation
+        + low * (after_activation - routed)
+        + routed
+        + router_elements
     )
     # The experts' inputs are gathered again.
     selective = (
@@ -119,13 +128,15 @@ def mean_backward_elements(shape: Shape, recompute: Array, low: Array = 1.0, exp
     """Temporary elements of one token in a block's backward, beside what its forward saved; mean over the layers of `shape`.
 
     They are the gradients of the feed-forward's wide half and of the residual stream, recomputed activations, and the experts' inputs or
-    the gradients of these. Distributed experts have the latter in place of their saved outputs, which the backward frees before.
+    the gradients of these, with fp8 copies of gradients that experts multiply. Distributed experts have the latter in place of their saved
+    outputs, which the backward frees before.
     """
     after_activation, sent = _feed_forward(shape)
     mode = np.asarray(recompute)
     recomputed = mean_saved_elements(shape, 0, low) - mean_saved_elements(shape, recompute, low) - sent
     rows = np.where((np.asarray(expert_ranks) > 1) & (mode < RECOMPUTE_MODES.index("all_but_attention")), 0.0, sent)
-    return (1 + shape.gated) * after_activation + shape.hidden + rows + np.where(mode > 0, recomputed, 0.0)
+    rounded = np.where(low < 1, low * (1 + shape.gated) * _routed_activation(shape), 0.0)
+    return (1 + shape.gated) * after_activation + shape.hidden + rows + rounded + np.where(mode > 0, recomputed, 0.0)
 
 
 def offloaded_bytes(shape: Shape, layout: Layouts) -> Array:
@@ -156,6 +167,11 @@ def prediction_elements(model: ModelSpec, modules: Array, saved: Array, temporar
 def _block(model: ModelSpec, layer: int, recompute: Recompute) -> tuple[Shape, int]:
     """The shape of a model whose blocks are all like block `layer`, and the index of the mode."""
     return with_blocks(shape_of(model, 1), routed=model.routed(layer)), RECOMPUTE_MODES.index(recompute)
+
+
+def _routed_activation(shape: Shape) -> Array:
+    """Elements of one token's copies after the activation of their experts, mean over layers."""
+    return shape.moe_layers / shape.layers * shape.top_k * shape.expert_ffn
 
 
 def _feed_forward(shape: Shape) -> tuple[Array, Array]:
