@@ -198,10 +198,10 @@ def _emulated_linear(linear: Linear, x: Tensor) -> Tensor:
 
 
 def _emulated_experts(
-    experts: Experts, weigh_outputs: bool, rows: Tensor, order: ExpertOrder, weights: Tensor
+    experts: Experts, weigh_outputs: bool, sorted_rows: Tensor, order: ExpertOrder, weights: Tensor
 ) -> Tensor:
-    groups = torch.searchsorted(order.offsets, torch.arange(len(rows)), right=True)
-    gate, up = EmulatedGroups.apply(rows, experts.gate_up, groups).chunk(2, dim=-1)
+    groups = torch.searchsorted(order.offsets, torch.arange(len(sorted_rows)), right=True)
+    gate, up = EmulatedGroups.apply(sorted_rows, experts.gate_up, groups).chunk(2, dim=-1)
     activation = F.silu(gate) * up
     if weigh_outputs:
         return EmulatedGroups.apply(activation, experts.down, groups) * weights[:, None]

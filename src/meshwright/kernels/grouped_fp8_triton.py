@@ -1,6 +1,6 @@
 """The Triton kernel of `grouped_fp8.quantize_columns`; imported only with a CUDA device, as CPU builds of torch lack Triton.
 
-One program rounds `COLUMNS` columns of one matrix: it reads them once for their largest magnitudes and again to round them. All programs at
+One program rounds `TILE_COLUMNS` columns of one matrix: it reads them once for their largest magnitudes and again to round them. All programs at
 work read less than the L2 cache has, so the second pass reads no memory. Bytes per element of a bf16 matrix: 2 + 1.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from meshwright.kernels.fp8_products import Fp8Matrix
 from meshwright.kernels.row_quantize_triton import CARRY, EXPONENT, INVERSE, LARGEST_EXPONENT, MIN_MAGNITUDE
 
-COLUMNS, ROWS = 64, 128
+TILE_COLUMNS, TILE_ROWS = 64, 128
 """Tile of a pass: rows that are read have 128 bytes, rows of the transpose that are written 128 bytes."""
 
 
@@ -24,8 +24,8 @@ def round_columns(matrices: Tensor, fp8_dtype: torch.dtype) -> Fp8Matrix:
     groups, height, width = matrices.shape
     values = torch.empty(groups, width, height, dtype=fp8_dtype, device=matrices.device)
     scale = torch.empty(groups, width, 1, dtype=torch.float32, device=matrices.device)
-    grid = (triton.cdiv(width, COLUMNS), groups)
-    _round_columns[grid](matrices, values, scale, height, width, ROWS, COLUMNS, num_warps=8)
+    grid = (triton.cdiv(width, TILE_COLUMNS), groups)
+    _round_columns[grid](matrices, values, scale, height, width, TILE_ROWS, TILE_COLUMNS, num_warps=8)
     return Fp8Matrix(values, scale)
 
 
