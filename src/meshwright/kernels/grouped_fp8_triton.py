@@ -1,6 +1,6 @@
 """The Triton kernel of `grouped_fp8.quantize_columns`; imported only with a CUDA device, as CPU builds of torch lack Triton.
 
-One program rounds `TILE_COLUMNS` columns of one matrix: it reads them once for their largest magnitudes and again to round them. All programs at
+One program rounds some columns of one matrix: it reads them once for their largest magnitudes and again to round them. All programs at
 work read less than the L2 cache has, so the second pass reads no memory. Bytes per element of a bf16 matrix: 2 + 1.
 """
 
