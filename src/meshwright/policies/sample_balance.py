@@ -1,4 +1,6 @@
-"""The samples of a global batch to ranks and time slots, with equal work on all ranks (ByteScale, arXiv 2502.21231, algorithm 2).
+"""Assigns the samples of a global batch to ranks and time slots, with equal work on all ranks.
+
+The idea is ByteScale's (Ge et al. 2025, arXiv 2502.21231, algorithm 2).
 
 Ranks form one pool. Each works through its time slots, micro-batches of at most `capacity` tokens. A sample that fits is packed whole into
 a slot of one rank; a longer one is divided among k ranks, as few as hold it, and takes a slot of each at the same time. A batch is balanced
@@ -23,7 +25,7 @@ from meshwright.policies.sample_time import SampleTime, least_ranks, memory_shar
 from meshwright.spec.errors import BadInput
 
 STACK_LIMITS = (0.1, 0.3, 1.0)
-"""Fractions of the longest sample's slot by which pipelines may end later than those with short samples only; all are tried."""
+"""Fractions of the longest slot by which pipelines may end later than those with short samples only; all are tried."""
 
 FINEST_PART = 4
 """Parts of a sample have at least a slot's tokens divided by this, or a sample is on as few ranks as hold it."""
@@ -184,7 +186,7 @@ def _place_long(long: np.ndarray, short: np.ndarray, batch: _Batch, pool: RankPo
 
 
 def _allotments(least: np.ndarray, ranks: int) -> Iterator[np.ndarray]:
-    """Numbers of ranks to try for samples that need `least`: these; as many as divide the pool; halves, quarters, … of the pool."""
+    """Numbers of ranks to try for samples that need `least`: these, ones that divide the pool, and halves of halves of it."""
     yield least
     yield np.maximum(least, ranks // (ranks // least))
     halves = ranks >> np.arange(ranks.bit_length())

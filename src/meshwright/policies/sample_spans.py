@@ -65,7 +65,7 @@ class Segment(NamedTuple):
 
 
 def place_spans(samples: Sequence[tuple[int, int, int, float]], limits: SpanLimits) -> Spans:
-    """Place `samples` (index, least ranks, most ranks, seconds of the work to share) in their order, with fewer and fewer ranks."""
+    """Place `samples` (index, least ranks, most ranks, seconds to share) in their order, which is by falling least ranks."""
     segments = _Segments(limits)
     indices, first, ranks = [], [], []
     for index, least, most, shared in samples:

@@ -16,7 +16,7 @@ from meshwright.spec.errors import BadInput
 
 @dataclass(frozen=True)
 class SampleTime:
-    """Forward and backward on one rank: `quadratic` · s² + `linear` · s seconds for a sample of s tokens, `fixed` for a micro-batch."""
+    """Seconds of forward and backward: `quadratic` · s² + `linear` · s for s tokens, and `fixed` for each micro-batch."""
 
     quadratic: float
     linear: float
