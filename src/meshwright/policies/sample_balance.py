@@ -31,6 +31,8 @@ FINEST_PART = 4
 """Parts of a sample have at least a slot's tokens divided by this, or a sample is on as few ranks as hold it."""
 GOOD_END = 1.02
 """End of the slowest rank over the mean at which no other numbers of ranks are tried."""
+REPACKS = 3
+"""Times that short samples are packed again, with less work for ranks that waited in samples of several ranks."""
 
 ROUNDING = 1e-9
 """Part of a token by which a product of tokens and a share may exceed a whole number."""
@@ -142,7 +144,16 @@ def balance_samples(lengths: np.ndarray, pool: RankPool, offload: np.ndarray | N
     batch = _Batch(lengths, used, shares, held, least, pool.time.shared(lengths))
     order = np.lexsort((-lengths, -least))
     long, short = order[least[order] > 1], order[least[order] == 1]
-    return _assemble(short, _place_long(long, short, batch, pool), batch, pool)
+    spans = _place_long(long, short, batch, pool)
+    delays = np.zeros(pool.ranks)
+    best = balance = _assemble(short, spans, batch, pool, delays)
+    for _ in range(REPACKS if pool.stages == 1 else 0):
+        if best.imbalance <= GOOD_END:
+            break
+        delays = delays + balance.end_seconds - balance.work_seconds
+        balance = _assemble(short, spans, batch, pool, delays)
+        best = balance if balance.slowest_seconds < best.slowest_seconds else best
+    return best
 
 
 def _check_sizes(lengths: np.ndarray, least: np.ndarray, pool: RankPool) -> None:
@@ -193,11 +204,11 @@ def _allotments(least: np.ndarray, ranks: int) -> Iterator[np.ndarray]:
     yield halves[np.searchsorted(-halves, -least, side="right") - 1]
 
 
-def _assemble(short: np.ndarray, spans: Spans, batch: _Batch, pool: RankPool) -> Balance:
-    """Pack the `short` samples around the spans, and time the result."""
+def _assemble(short: np.ndarray, spans: Spans, batch: _Batch, pool: RankPool, delays: np.ndarray) -> Balance:
+    """Pack the `short` samples around the spans, and time the result. `delays` `(ranks,)`: expected waits inside spans."""
     parts = _span_parts(spans, batch.lengths, pool.ranks)
     held = np.ceil(parts.tokens * batch.shares[parts.sample] - ROUNDING).astype(np.int64)
-    ready = spans.busy + (pool.stages - 1) * np.maximum(spans.longest, _short_slot(short, batch, pool))
+    ready = spans.busy + (pool.stages - 1) * np.maximum(spans.longest, _short_slot(short, batch, pool)) + delays
     rooms = Rooms(parts.rank, parts.slot, pool.capacity - held)
     seconds = batch.shared[short] + pool.time.fixed / pool.capacity * batch.held[short]
     packing = pack_samples(batch.held[short], seconds, ready, rooms, pool.capacity)
