@@ -74,7 +74,7 @@ class Balance:
     end_seconds: np.ndarray
     """Time at which each rank has ended, with waits for the other ranks of its samples and bubbles, `(ranks,)`."""
     ideal_seconds: float
-    """Time if all work were divided evenly, without waits and bubbles. No placement is faster."""
+    """Time if all work were divided evenly, without rings, waits and bubbles. No placement is faster."""
 
     @cached_property
     def work_seconds(self) -> np.ndarray:
@@ -175,14 +175,16 @@ def _place_long(long: np.ndarray, short: np.ndarray, batch: _Batch, pool: RankPo
     least, shared = batch.least[long], batch.shared[long]
     finest = np.minimum(batch.lengths[long] * FINEST_PART // pool.capacity, batch.lengths[long] // 2)
     most = np.clip(finest, least, pool.ranks)
+    floor = pool.time.least(batch.lengths[long])
     short_slot = _short_slot(short, batch, pool)
     short_work = short_slot * int(batch.held[short].sum()) / pool.capacity
-    mean = (short_work + _total(shared + fixed * least)) / pool.ranks
-    longest = float((shared / least).max()) if len(long) else 0.0
+    mean = (short_work + _total(np.maximum(shared, floor * least) + fixed * least)) / pool.ranks
+    longest = float(np.maximum(shared / least, floor).max()) if len(long) else 0.0
     stacks = [mean + bubbles * (short_slot + share * max(longest - short_slot, 0.0)) for share in STACK_LIMITS]
     best, best_end = None, np.inf
     for fewest in _allotments(least, pool.ranks):
-        samples = list(zip(long.tolist(), fewest.tolist(), most.tolist(), shared.tolist(), strict=True))
+        arrays = (long, fewest, most, shared, floor)
+        samples = list(zip(*(values.tolist() for values in arrays), strict=True))
         for end in stacks if bubbles else [mean]:
             spans = place_spans(samples, SpanLimits(pool.ranks, fixed, pool.stages, end))
             ready = spans.busy + bubbles * np.maximum(spans.longest, short_slot)
@@ -215,7 +217,8 @@ def _assemble(short: np.ndarray, spans: Spans, batch: _Batch, pool: RankPool, de
     whole = np.ones(len(short), np.int64)
     packed = _Parts(short, whole - 1, whole, packing.rank, packing.slot, batch.lengths[short])
     every = _Parts(*(np.concatenate(pair) for pair in zip(parts, packed, strict=True)))
-    seconds = batch.shared[every.sample] / every.parts
+    floor = np.where(every.parts > 1, pool.time.least(batch.lengths[every.sample]), 0.0)
+    seconds = np.maximum(batch.shared[every.sample] / every.parts, floor)
     end = _end_seconds(every, seconds, packing.slots, spans, pool)
     order = np.lexsort((every.sample, every.slot, every.rank))
     slots = int(batch.held.sum()) / pool.capacity
