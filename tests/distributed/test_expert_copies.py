@@ -163,7 +163,8 @@ def test_rows_go_where_the_simulation_sends_them(nodes: list[int]) -> None:
             )
 
 
-COPIES = [*ranks(4), "plan.expert=4", "plan.expert_slots=3", "train.balance_loss=0"]
+PLAIN = [*ranks(4), "plan.expert=2", *SHALLOW, "train.steps=9", "train.balance_loss=0", "checkpoint.every=5"]
+COPIES = [*ranks(4), "plan.expert=4", "plan.expert_slots=3", "train.balance_loss=0", *SHALLOW, "train.steps=9"]
 POLICIES = [
     ["plan.expert_policy=flexmoe", "plan.expert_keep=true", "plan.expert_window=2"],
     ["plan.expert_policy=hecate"],
@@ -178,12 +179,12 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: list[str]
 ) -> None:
     """Window and pending decisions are in the checkpoint. The plain arrangement opens its tensors bit for bit."""
-    tiny, settings = make_tiny(tmp_path / "data"), [*COPIES, *policy, *SHALLOW, "train.steps=9", "checkpoint.every=5"]
+    tiny, settings = make_tiny(tmp_path / "data"), [*COPIES, *policy, "checkpoint.every=5"]
     whole = trained(pool, tiny, tmp_path / "whole", *settings)
     first = trained(pool, tiny, tmp_path / "parts", *settings, stop_at=5)
     state = json.loads(next((tmp_path / "parts").glob("tiny/checkpoints/*5/state.json")).read_text())
     assert ("experts" in state) == ("fixed" not in policy[0])
-    plain = opened_under(pool, tiny, tmp_path / "parts", *ranks(4), "plan.expert=2", *SHALLOW)
+    plain = opened_under(pool, tiny, tmp_path / "parts", *PLAIN)
     assert same_bits(plain, merge_tensors(first))
     second = trained(pool, tiny, tmp_path / "parts", *settings)
     assert first[0].losses + second[0].losses == whole[0].losses

@@ -64,8 +64,8 @@ class Engine:
     parameter, the rows of this rank's part that the gradient norm must not count, because another rank counts its copy: the last stage's
     copy of the embedding, and on all tensor ranks but the first the parameters that tensor ranks do not divide. `host_offloaded` maps
     each parameter whose optimizer state is in host memory to the function that releases its master weight on the device, or to None if the
-    plan has no separate master weights. `present_experts` has by layer the experts that are present on ranks beside their owners; empty if the
-    plan copies none.
+    plan has no separate master weights. `present_experts` has by layer the experts that are present beside their owners; empty if the plan
+    copies none.
     """
 
     model: Decoder

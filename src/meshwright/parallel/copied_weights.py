@@ -25,15 +25,14 @@ from meshwright.parallel.sharded_unit import GradientAccumulator
 class StackedWeight:
     """One weight of the experts in a rank's slots, `(slots, out, in)`, in place of the owner's `ShardedParameter`."""
 
-    linear = None
-
     def __init__(self, owner: ShardedParameter, present: PresentExperts, group: ParameterGroup) -> None:
         self.owner, self.present = owner, present
         shape = (present.slots, *owner.gathered_shape[1:])
         self.gathered = nn.Parameter(torch.empty(shape, dtype=group.gathered_dtype, device=group.device))
         """The stacked weight; its memory is allocated from a gather until it is freed."""
         self.memory = self.gathered.data  # an alias whose changes autograd does not count
-        self._bytes, self._total = self.memory.nbytes, None
+        self._bytes = self.memory.nbytes
+        self._total: Tensor | None = None
         self.free()
 
     @property

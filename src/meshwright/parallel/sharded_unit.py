@@ -139,7 +139,7 @@ class UnsharedGradientAccumulator(GradientAccumulator):
         del span
         outputs: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        for parameter in self.group.parameters:
+        for parameter in self._unshared_group.parameters:
             self._add_to_sum(parameter)
             total, latest = self._sums.pop(parameter, None), parameter.gathered.grad
             parameter.gathered.grad = None
@@ -270,9 +270,9 @@ class ShardedUnit:
         return [*self.gathered_weights, *(weight.values for weight in fp8_weights if weight is not None)]
 
     @property
-    def linear_weights(self) -> list[Weight]:
+    def linear_weights(self) -> list[ShardedParameter]:
         """The weights of the unit's linear layers."""
-        return [parameter for group in self.groups for parameter in group.parameters if parameter.linear is not None]
+        return [parameter for group in self.owners for parameter in group.parameters if parameter.linear is not None]
 
     @property
     def whole_gradients(self) -> list[torch.Tensor]:

@@ -88,7 +88,7 @@ class ExpertDecisions:
             experts.use(tables[layer])
 
     def rank_loads(self, loads: Tensor) -> Tensor:
-        """What this rank adds to the sums of all ranks: its rows `loads` `(layers, experts)` in its place, `(layers · ranks · experts,)`."""
+        """This rank's rows `loads` `(layers, experts)` in its place among those of all ranks, flat, to be summed over ranks."""
         by_rank = loads.new_zeros(self.shape)
         by_rank[:, self._rank] = loads[-self.shape[0] :]
         return by_rank.flatten()
