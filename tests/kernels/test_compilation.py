@@ -20,6 +20,8 @@ KERNELS = {
         "_backward",
         "_forward",
         "_round_columns",
+        "_spread",
+        "_sum",
         "_weighted_backward",
     },
     "test_paged_triton.py": {"_decode", "_prefill", "_rotate_write", "combine_splits"},

@@ -195,3 +195,16 @@ def test_columns_of_experts_are_rounded_to_fp8() -> None:
     scaled = matrices.float().transpose(1, 2) / theirs.scale
     kept = finite.expand_as(scaled)
     assert torch.equal(ours.values[kept], scaled[kept]) and float(scaled[kept].abs().max()) <= 448
+
+
+@pytest.mark.parametrize(("copies", "width"), [(1, 64), (3, 80)])
+def test_copies_of_tokens(copies: int, width: int) -> None:
+    from meshwright.kernels.grouped_copies_triton import gather_sum, spread_tokens
+
+    tokens, order = torch.randn(7, width), torch.randperm(7 * copies)
+    positions = order.argsort().view(7, copies)
+    sorted_rows = spread_tokens(tokens, positions)
+    assert torch.equal(sorted_rows, tokens[order // copies])
+    different = torch.randn(7 * copies, width)
+    torch.testing.assert_close(gather_sum(different, positions), different[positions].sum(1))
+    assert next_to(gather_sum(different.half(), positions), different.half()[positions].float().sum(1).half())
