@@ -199,12 +199,15 @@ def test_columns_of_experts_are_rounded_to_fp8() -> None:
 
 @pytest.mark.parametrize(("copies", "width"), [(1, 64), (3, 80)])
 def test_copies_of_tokens(copies: int, width: int) -> None:
-    from meshwright.kernels.grouped_copies_triton import gather_sum, spread_tokens
+    from meshwright.kernels.grouped_copies_triton import spread_tokens
 
     tokens, order = torch.randn(7, width), torch.randperm(7 * copies)
-    positions = order.argsort().view(7, copies)
-    sorted_rows = spread_tokens(tokens, positions)
-    assert torch.equal(sorted_rows, tokens[order // copies])
-    different = torch.randn(7 * copies, width)
-    torch.testing.assert_close(gather_sum(different, positions), different[positions].sum(1))
-    assert next_to(gather_sum(different.half(), positions), different.half()[positions].float().sum(1).half())
+    assert torch.equal(spread_tokens(tokens, order.argsort().view(7, copies)), tokens[order // copies])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_sums_of_copies(dtype: torch.dtype) -> None:
+    from meshwright.kernels.grouped_copies_triton import gather_sum
+
+    sorted_rows, positions = torch.randn(21, 80).to(dtype), torch.randperm(21).view(7, 3)
+    assert next_to(gather_sum(sorted_rows, positions), sorted_rows[positions].double().sum(1).to(dtype))
