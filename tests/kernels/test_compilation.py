@@ -19,7 +19,7 @@ KERNELS = {
         "_add_wide",
         "_backward",
         "_forward",
-        "_round_columns",
+        "_round_transposed",
         "_spread",
         "_sum",
         "_weighted_backward",

@@ -18,7 +18,10 @@ from torch.autograd.function import once_differentiable
 from meshwright.spec.errors import BadInput
 
 LEAST_WIDTH, MOST_WIDTH = 64, 16384
-"""Numbers of a row that one program of `grouped_copies_triton` moves: at least a cache line of bf16, at most what its registers hold."""
+"""Numbers of a row that one program of `grouped_copies_triton` moves.
+
+At least a cache line of bf16, at most what the registers hold.
+"""
 
 
 class ExpertOrder(NamedTuple):

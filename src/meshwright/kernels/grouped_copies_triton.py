@@ -26,7 +26,7 @@ def spread_tokens(tokens: Tensor, positions: Tensor) -> Tensor:
 
 @torch.library.custom_op("meshwright::gather_sum", mutates_args=())
 def gather_sum(sorted_rows: Tensor, positions: Tensor) -> Tensor:
-    """The sums `(tokens, width)` of the rows `(tokens · copies, width)` at `positions` `(tokens, copies)`, in fp32 and then rounded."""
+    """The sums `(tokens, width)` of rows `(tokens · copies, width)` at `positions` `(tokens, copies)`, rounded once."""
     sorted_rows, width = sorted_rows.contiguous(), sorted_rows.shape[1]
     out = sorted_rows.new_empty(positions.shape[0], width)
     if out.numel():
