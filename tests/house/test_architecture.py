@@ -27,6 +27,7 @@ SAME_LAYER = {
     ("data", "policies"),
     ("costs", "config"),
     ("costs", "workload"),
+    ("costs", "policies"),
     ("costs", "schedules"),
     ("workload", "schedules"),
     ("workload", "config"),

@@ -150,9 +150,7 @@ class CopiedParameterGroup:
         pairs = [(weight, weight.take_gradient()) for weight in self.parameters]
         gradients = [(weight, gradient) for weight, gradient in pairs if gradient is not None]
         with _on_stream(self._reductions), span or nullcontext():
-            for weight, total in zip(
-                (weight for weight, _ in gradients), self._add_copies(gradients), strict=True
-            ):
+            for weight, total in zip((weight for weight, _ in gradients), self._add_copies(gradients), strict=True):
                 self._accumulator.set_sum(weight.owner, total)
             self._accumulator.start_reduction(None)
             if self._reductions is not None:
@@ -209,7 +207,9 @@ class CopiedParameterGroup:
                     operations.append(self._message(dist.isend, part, copy.peer))
         for work in dist.batch_isend_irecv(operations) if operations else []:
             work.wait()
-        for rank in range(self._group_of_copies.size()):  # a rank has one copy of an expert: each sum occurs once in a pass
+        for rank in range(
+            self._group_of_copies.size()
+        ):  # a rank has one copy of an expert: each sum occurs once in a pass
             sums = [(total, buffer) for peer, total, buffer in received if peer == rank]
             if sums:
                 torch._foreach_add_([total for total, _ in sums], [buffer for _, buffer in sums])
@@ -229,5 +229,3 @@ def _on_stream(stream: Any) -> Iterator[None]:
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         yield
-
-

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     Group = ParameterGroup | CopiedParameterGroup
     Weight = ShardedParameter | StackedWeight
 
+
 class GradientAccumulator:
     """Sums the gradients of a parameter group's gathered weights over micro-batches and hands the sums to the reduction.
 
@@ -50,7 +51,9 @@ class GradientAccumulator:
     @classmethod
     def of(cls, group: Group, *, final: bool = False) -> GradientAccumulator:
         """The accumulator of a group on several ranks or on one."""
-        return UnsharedGradientAccumulator(group, final=final) if isinstance(group, UnsharedParameterGroup) else cls(group)
+        return (
+            UnsharedGradientAccumulator(group, final=final) if isinstance(group, UnsharedParameterGroup) else cls(group)
+        )
 
     @cached_property
     def _by_gathered_weight(self) -> dict[int, Weight]:

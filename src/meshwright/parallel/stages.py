@@ -144,7 +144,9 @@ def make_units(model: Decoder, stages: Sequence[range], plan: Plan, mesh: Mesh) 
     """
     # `expert_shards` is collective over all ranks, also over those whose layers have no experts.
     expert_shards = mesh.expert_shards if model.spec.experts and mesh.experts is not None else None
-    copy_group = mesh.expert_copies if expert_shards is not None and plan.experts and plan.experts.policy != "none" else None
+    copy_group = (
+        mesh.expert_copies if expert_shards is not None and plan.experts and plan.experts.policy != "none" else None
+    )
 
     def shard(modules: Sequence[nn.Module], uses: int = 1) -> ShardedUnit:
         return _shard(modules, model.spec, plan, mesh.shards, expert_shards, copy_group, uses)

@@ -66,7 +66,9 @@ class ExpertDecisions:
         self._previous: np.ndarray | None = None
 
     @classmethod
-    def open(cls, run: RunSpec, plan: Plan, mesh: Mesh, presents: Mapping[int, PresentExperts]) -> ExpertDecisions | None:
+    def open(
+        cls, run: RunSpec, plan: Plan, mesh: Mesh, presents: Mapping[int, PresentExperts]
+    ) -> ExpertDecisions | None:
         """The decisions of a rank; None if none are to be made. Collective."""
         if plan.experts is None or plan.experts.policy in ("none", "fixed") or (group := mesh.experts) is None:
             return None
@@ -103,7 +105,9 @@ class ExpertDecisions:
 
     def state(self, step: int) -> dict[str, Any]:
         """What a resume after `step` needs, as plain values; waits for the decisions."""
-        decided = {number: future.result().present for number, future in self._decided.items() if step < number <= step + DELAY}
+        decided = {
+            number: future.result().present for number, future in self._decided.items() if step < number <= step + DELAY
+        }
         window = [self._counts[number] for number in sorted(self._counts) if step - self._plan.window < number <= step]
         return {
             "experts": {
