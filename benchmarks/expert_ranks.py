@@ -68,15 +68,14 @@ def main() -> None:
     began, results = time.monotonic(), []
     with tempfile.TemporaryDirectory() as folder:
         for copies in runs_for(options.ranks):
-            if time.monotonic() - began < options.budget:
-                results.append(measure(copies, options, Path(folder)))
-                print(
-                    json.dumps({key: value for key, value in results[-1].items() if key != "step_seconds_all"}),
-                    flush=True,
-                )
-    if options.out:
-        report = {"command": command_text(options), "environment": environment(), "runs": with_speeds(results)}
-        options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            if time.monotonic() - began >= options.budget:
+                break
+            results.append(measure(copies, options, Path(folder)))
+            shown = {key: value for key, value in results[-1].items() if key != "step_seconds_all"}
+            print(json.dumps(shown), flush=True)
+            report = {"command": command_text(options), "environment": environment(), "runs": with_speeds(results)}
+            if options.out:  # after each run, so that a run that is stopped leaves the others
+                options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def measure(copies: Copies, options: argparse.Namespace, folder: Path) -> dict[str, Any]:

@@ -27,7 +27,6 @@ SAME_LAYER = {
     ("data", "policies"),
     ("costs", "config"),
     ("costs", "workload"),
-    ("costs", "policies"),
     ("costs", "schedules"),
     ("workload", "schedules"),
     ("workload", "config"),

@@ -10,12 +10,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from meshwright.costs.expert_placement_costs import placement_costs
 from meshwright.costs.plan_costs import Pricing
 from meshwright.policies.expert_owners import even_owners
 from meshwright.policies.expert_placement import fixed_copies
 from meshwright.policies.expert_routing import owned
 from meshwright.simulator.expert_loads import PlayedLoads, play_loads
+from meshwright.simulator.expert_placement_costs import placement_costs
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.job import EQUAL_LOADS, TrainSpec
 from meshwright.spec.layout import Layout
