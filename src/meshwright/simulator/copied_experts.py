@@ -42,7 +42,7 @@ class CopyEffects:
 def with_copies(
     priced: Pricing | None, model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec
 ) -> Pricing | None:
-    """`priced` with the effects of the plan's copies of experts; unchanged without copies, or without recorded loads of experts."""
+    """`priced` with the effects of the plan's copies of experts; unchanged without copies or without recorded loads."""
     has_loads = train.expert_load not in (None, EQUAL_LOADS)
     if priced is None or not copies_experts(plan) or (not has_loads and not all_present(model, plan)):
         return priced
