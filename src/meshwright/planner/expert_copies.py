@@ -40,7 +40,8 @@ def add_copy_variants(
 def copy_variants(run: RunSpec, plan: Plan) -> Iterator[Plan]:
     """`plan` with each policy and number of slots that the run's pins allow.
 
-    None without recorded loads, or if a policy is pinned. Slots are one, four and so on up to all experts of other ranks. Weights are not kept for the step unless that is pinned.
+    None without recorded loads, or if a policy is pinned. Slots are one, four and so on up to all experts of other ranks. Weights are not
+    kept for the step unless that is pinned.
     """
     pins, ranks = pins_of(run), _group(plan)
     if plan.experts is None or ranks == 1 or pins.expert_policy is not None or copies_experts(plan):
