@@ -17,7 +17,7 @@ from meshwright.spec.plan import RECOMPUTE_MODES, Linear, Plan, Recompute
 from meshwright.workload.arrays import Array
 from meshwright.workload.dtypes import COMPUTE_BYTES, bytes_of, low_share
 from meshwright.workload.expected_loads import expected_busiest
-from meshwright.workload.groups import context_size, experts_over
+from meshwright.workload.groups import all_present, context_size, experts_over
 from meshwright.workload.layouts import Layouts
 from meshwright.workload.model_shape import Shape, shape_of, with_blocks
 
@@ -51,7 +51,12 @@ def saved_elements_by_layer(model: ModelSpec, plan: Plan) -> list[float]:
 
 
 def busiest_rows(model: ModelSpec, train: TrainSpec, plan: Plan) -> float:
-    """Rows of the busiest expert rank relative to the mean, as `train.expert_load` says."""
+    """Rows of the busiest expert rank relative to the mean, as `train.expert_load` says.
+
+    Copies of experts do not change it, unless all are present: a run's first steps have none.
+    """
+    if all_present(model, plan):
+        return 1.0
     return float(expected_busiest(model, train, experts_over(plan) * plan.axis_size("tensor")).stored_rows)
 
 
