@@ -197,7 +197,7 @@ class HostAdamW:
         """See `state.parts.EncodedState`. Waits for the last update."""
         self.complete_updates()
         self._copy_streams.finish()
-        state, start = self._memory.locate(part.storage_offset())
+        state, start = self._memory.locate(int(part.storage_offset()))
         values = self._memory.read(state, start, part.numel(), self._memory.record, self._rounded_range)
         return values.to(part.dtype).view(part.shape)
 
@@ -212,7 +212,7 @@ class HostAdamW:
             self._fetched = 0
             if not part.is_contiguous():
                 part, values = self._with_gaps(part, values)
-            state, start = self._memory.locate(part.storage_offset())
+            state, start = self._memory.locate(int(part.storage_offset()))
             values = values.reshape(-1).to(self._dtype)
             self._memory.write(state, start, values, self._rounded_range)
 
@@ -340,10 +340,12 @@ class HostAdamW:
         if not self._packing.plain:
             unpack(self._packing, fields, rounded, states)
         whole = [_elements(self._parts[segment.name], segment) for segment in segments] if rounded is None else None
+        first, second = (_in_chunk(states[moment], segments) for moment in MOMENTS)
         update(
             whole or _in_chunk(states[MASTER], segments),
             [_elements(pending.gradients[segment.name], segment) for segment in segments],
-            *(_in_chunk(states[moment], segments) for moment in MOMENTS),
+            first,
+            second,
             [self._counts[segment.name] for segment in segments],
             coefficients=self._coefficients, weight_decay=chunk.weight_decay, inputs=pending.inputs,
         )  # fmt: skip
