@@ -101,9 +101,9 @@ def restarted(world: World, assignment: Assignment, starts: Sequence[tuple[Chang
     """
     with mock.patch.dict(os.environ, {ARENA: f"/proc/self/fd/{empty_memory()}"}):
         session = open_session(assignment, world)
-        initial = {name: parts.local.clone() for name, parts in session.state().items()}
+        initial = {name: parts.read().clone() for name, parts in session.state().items()}
         _train(session)
-        trained = {name: parts.local.clone() for name, parts in session.state().items()}
+        trained = {name: parts.read().clone() for name, parts in session.state().items()}
         Ranks(world.control).run_on_all("training", lambda: None)
         memory = Path(os.environ[ARENA]).read_bytes()
     if world.leads:
@@ -112,7 +112,7 @@ def restarted(world: World, assignment: Assignment, starts: Sequence[tuple[Chang
     for change, at_most in starts:
         resumed = _start_after(change, world, session, memory, _resume_assignment(assignment, at_most))
         expected = trained if resumed.step else initial
-        equal = all(torch.equal(parts.local, expected[name]) for name, parts in resumed.state().items())
+        equal = all(torch.equal(parts.read(), expected[name]) for name, parts in resumed.state().items())
         results.append((resumed.resumed_from, resumed.step, equal))
     return results
 
@@ -204,7 +204,7 @@ def after_lost_host(world: World, assignment: Assignment, token: Path, change: H
             ranks.run_on_all("training", lambda: None)
         session = open_session(_resume_assignment(assignment, None), world)  # without the memory of hosts
         assert (session.resumed_from, session.step) == ("storage", 5)
-        stored = {name: parts.local.clone() for name, parts in session.state().items()}
+        stored = {name: parts.read().clone() for name, parts in session.state().items()}
         if world.rank == world.ranks - 1:
             hosts[0].close()
             hosts.insert(0, Host())
@@ -214,7 +214,7 @@ def after_lost_host(world: World, assignment: Assignment, token: Path, change: H
         ranks.run_on_all("changing", lambda: None)
         with mock.patch.dict(os.environ, hosts[0].environment(token)):
             session = open_session(_resume_assignment(assignment, None), world)
-        equal = all(torch.equal(parts.local, stored[name]) for name, parts in session.state().items())
+        equal = all(torch.equal(parts.read(), stored[name]) for name, parts in session.state().items())
         return session.resumed_from, session.step, equal
     finally:
         for host in hosts:
@@ -231,7 +231,7 @@ def after_lost_replica(world: World, assignment: Assignment, lost: int) -> tuple
         session = open_session(assignment, world)
         with mock.patch.dict(os.environ, {SERVER_VARIABLE: "127.0.0.1:1"}):
             _train(session)
-        trained = {name: parts.local.clone() for name, parts in session.state().items()}
+        trained = {name: parts.read().clone() for name, parts in session.state().items()}
         sizes = ranks.run_on_all("training", lambda: sum(parts.local.nbytes for parts in session.state().values()))
         files = list((session.folder / "checkpoints" / "step-00000008").glob("*.safetensors"))
         stored = sum(entry.end - entry.start for path in files for entry in ShardFile(path).entries.values())
@@ -245,7 +245,7 @@ def after_lost_replica(world: World, assignment: Assignment, lost: int) -> tuple
     ranks.run_on_all("changing", lambda: None)
     with mock.patch.dict(os.environ, memory):
         session = open_session(_resume_assignment(assignment, None), world)
-    equal = all(torch.equal(parts.local, trained[name]) for name, parts in session.state().items())
+    equal = all(torch.equal(parts.read(), trained[name]) for name, parts in session.state().items())
     return session.resumed_from, session.step, equal
 
 

@@ -68,7 +68,7 @@ def run_with_flip(
             train(session, reporter, StopRequest())
         except MeshwrightError as raised:
             error = f"{type(raised).__name__}: {raised}"
-    state = {name: parts.local.clone() for name, parts in session.state().items()}
+    state = {name: parts.read().clone() for name, parts in session.state().items()}
     return error, [(record["step"], record["loss"]) for record in reporter.steps], state, reporter.events
 
 

@@ -215,13 +215,13 @@ def _whole(session: Session, *, keep: bool = True) -> dict[str, torch.Tensor]:
 
 
 def as_dtensors(session: Session) -> dict[str, torch.Tensor]:
-    """The session's state, each tensor with the layout of its parameter; they share the state's memory."""
+    """The session's state, each tensor with the layout of its parameter."""
     parameters = dict(session.engine.model.named_parameters())
     prefixes = ["model.", "ema.", *(f"optimizer.{state}." for state in (*MOMENTS, *MOMENTUM))]
     dtensors = {}
     for name, parts in session.state().items():
         prefix = next(candidate for candidate in prefixes if name.startswith(candidate))
-        full, local = parameters[name.removeprefix(prefix)].detach(), parts.local
+        full, local = parameters[name.removeprefix(prefix)].detach(), parts.read()
         if isinstance(full, DTensor):
             layout = {"run_check": False, "shape": full.shape, "stride": full.stride()}
             local = DTensor.from_local(local, full.device_mesh, full.placements, **layout)
