@@ -1,0 +1,80 @@
+"""Token exchange by kernels on one GPU: eight emulated ranks against a plain reference, and two processes against messages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.kernels.emulated_ranks import EmulatedRanks, check_exchanges, drawn_loads
+
+from meshwright.kernels.fp8_products import quantize
+from meshwright.spec.errors import BadInput
+
+pytestmark = pytest.mark.gpu
+NAMES = ["uneven", "one expert", "even", "one rank"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "experts", "rows", "width", "dtype"),
+    [
+        (8, 128, 4096, 2048, torch.bfloat16),
+        (8, 64, 1000, 7168, torch.bfloat16),
+        (8, 16, 37, 24, torch.bfloat16),
+        (6, 30, 515, 520, torch.float32),
+        (32, 256, 512, 1024, torch.bfloat16),
+    ],
+)
+def test_rows_arrive_and_return_with_the_same_bits(
+    ranks: int, experts: int, rows: int, width: int, dtype: torch.dtype
+) -> None:
+    check_exchanges([drawn_loads(name, ranks, experts, rows) for name in NAMES], "cuda", rows, width, dtype)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_in_fp8_are_those_of_a_plain_quantization(name: str) -> None:
+    ranks, rows, width = 8, 512, 1024
+    loads, draw = drawn_loads(name, ranks, 32, rows), torch.Generator().manual_seed(0)
+    sent = [torch.randn(rows, width, generator=draw).exp().cuda().bfloat16() for _ in range(ranks)]
+    emulated = EmulatedRanks(ranks, "cuda", loads.bound, fp8=True)
+    routes = emulated.route(loads.counts.cuda(), sent)
+    received = emulated.move(sent, routes, back=False)
+    returned = emulated.move(received, routes, back=True)
+    rounded = []
+    for own in sent:
+        values, scale = quantize(own, "rowwise")
+        rounded.append((values.float() * scale.view(-1, 1)).bfloat16())
+        largest = own.abs().amax(1, keepdim=True).float()
+        # Half a step of e4m3's three bits, and of its smallest numbers.
+        assert bool(((rounded[-1] - own).abs().float() <= own.abs().float() * 2**-4 + largest * 2**-17).all())
+    for rank in range(ranks):
+        expected = loads.received(rounded, rank)
+        assert torch.equal(received[rank][: len(expected)], expected)
+        assert torch.equal(returned[rank], rounded[rank]), "the way back keeps bf16"
+
+
+def test_rows_beyond_the_bound_are_an_error() -> None:
+    ranks, rows = 8, 256
+    loads = drawn_loads("one expert", ranks, 32, rows)
+    sent = [torch.ones(rows, 64, device="cuda", dtype=torch.bfloat16) for _ in range(ranks)]
+    emulated = EmulatedRanks(ranks, "cuda", 1.5)
+    routes = emulated.route(loads.counts.cuda(), sent)
+    received = emulated.move(sent, routes, back=False)
+    returned = emulated.move(received, routes, back=True)
+    assert routes[-1].offsets.tolist() == [0, 0, 0, 384] and bool((received[-1] == 1).all()), "as many as fit"
+    assert all(bool(own.isnan().all()) for own in returned)
+    for exchange in emulated.exchanges:
+        with pytest.raises(BadInput, match=r"plan\.receive_bound = 1\.5"):
+            exchange.start_route(loads.counts[0].cuda(), sent[0])
+
+
+def test_the_host_reads_nothing_from_the_device() -> None:
+    loads = drawn_loads("uneven", 8, 32, 128)
+    counts, sent = loads.counts.cuda(), [torch.randn(128, 256, device="cuda").bfloat16() for _ in range(8)]
+    emulated = EmulatedRanks(8, "cuda", 2.0)
+    emulated.move(sent, emulated.route(counts, sent), back=False)  # opens the windows
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        routes = emulated.route(counts, sent)
+        emulated.move(emulated.move(sent, routes, back=False), routes, back=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
