@@ -37,11 +37,10 @@ class Window(NamedTuple):
 class Route(NamedTuple):
     """Where the rows of one layer and micro-batch go; see `kernels.token_exchange_triton.route`.
 
-    `offsets` `(local experts,)`: ends of the received experts' rows; `sent` `(rows,)` and `received` `(most rows received,)`: targets on
-    the way out and back; `totals` `(3,)`: rows sent, rows received, 1 if they exceed the bound.
+    `sent` `(rows,)` and `received` `(most rows received,)`: targets on the way out and back; `totals` `(3,)`: rows sent, rows received, and 1
+    if a rank's rows exceed the bound.
     """
 
-    offsets: Tensor
     sent: Tensor
     received: Tensor
     totals: Tensor
@@ -81,13 +80,14 @@ class PeerExchange:
         load = load.to(torch.int32)
         signal(self._window.addresses, self.rank, self._routes, self._areas.count_flags, load, self._areas.counts(slot))
 
-    def finish_route(self, rows: int) -> Route:
-        """Wait for all ranks' numbers of rows and return the targets of this rank's `rows` rows."""
+    def finish_route(self, rows: int) -> tuple[Tensor, Route]:
+        """Wait for all ranks' numbers of rows; returns ends of the received experts' rows `(local experts,)`, and the route."""
         from meshwright.kernels.token_exchange_triton import route, wait
 
         wait(self._view(self._areas.count_flags, (self.ranks,), torch.int32), self._routes)
         table = self._view(self._areas.counts(self._routes % TOKEN_SLOTS), (self.ranks, self._areas.experts), torch.int32)
-        return Route(*route(table, self.rank, rows, self.most_received(rows), self._exceeded))
+        offsets, *targets = route(table, self.rank, rows, self.most_received(rows), self._exceeded)
+        return offsets, Route(*targets)
 
     def start_move(self, rows: Tensor, route: Route, back: bool, fp8: bool = False) -> None:
         """Write rows `(rows, width)` to the ranks of their experts or, if `back`, to their sources; `fp8` rounds them."""
@@ -120,8 +120,8 @@ class PeerExchange:
         """Raise BadInput if the rows of an exchange that the device has finished exceeded the bound. Does not wait for the device."""
         if self._exceeded.item():
             raise BadInput(
-                f"plan.receive_bound = {self._bound:g}: an expert rank would receive more than {self._bound:g} times the rows that it "
-                f"sends; raise it (at most {self.ranks}, the number of expert ranks) or choose plan.exchange: all_to_all"
+                f"plan.expert_receive_bound = {self._bound:g}: an expert rank would receive more than {self._bound:g} times the rows that it "
+                f"sends; raise it (at most {self.ranks}, the number of expert ranks) or choose plan.expert_exchange: all_to_all"
             )
 
     def _reserve(self, experts: int, rows: int, row_bytes: int) -> None:
@@ -180,7 +180,7 @@ def open_symmetric_window(group: dist.ProcessGroup, device: torch.device, size: 
     sizes = [0] * group.size()
     dist.all_gather_object(sizes, size, group=group)
     if len(set(sizes)) > 1:
-        raise BadInput(f"plan.exchange: peer needs equal numbers of rows on all expert ranks, got windows of {sizes} bytes")
+        raise BadInput(f"plan.expert_exchange = peer needs equal numbers of rows on all expert ranks, got windows of {sizes} bytes")
     memory = symmetric.empty(size, dtype=torch.uint8, device=device)
     memory.zero_()
     # No rank still uses an earlier window, and the flags are zero before a peer writes one.
