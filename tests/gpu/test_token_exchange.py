@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+from tests.distributed.cases_token_exchange import by_kernels_and_messages
+from tests.distributed.pool import Pool
 from tests.kernels.emulated_ranks import EmulatedRanks, check_exchanges, drawn_loads
 
 from meshwright.kernels.fp8_products import quantize
@@ -79,3 +83,21 @@ def test_the_host_reads_nothing_from_the_device() -> None:
         emulated.move(emulated.move(sent, routes, back=False), routes, back=True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
+    """New processes, which may share a GPU."""
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_outputs_and_gradients_of_two_processes_equal_those_by_messages(processes: Pool, compiled: bool) -> None:
+    """Through the grouped products in bf16: the same rows, but products may be tiled otherwise among more rows."""
+    for pairs in processes.run(by_kernels_and_messages, 2, None, 300, compiled):
+        assert len(pairs) == 4 * 3 + 2
+        for ours, theirs in pairs:
+            torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=2**-7 * float(theirs.abs().max()))

@@ -25,9 +25,7 @@ SEARCHED = 8192
 """Comparisons of one program that finds the segments of rows."""
 
 
-def signal(
-    peers: Tensor, rank: int, number: int, flags: int, load: Tensor | None = None, counts: int = 0
-) -> None:
+def signal(peers: Tensor, rank: int, number: int, flags: int, load: Tensor | None = None, counts: int = 0) -> None:
     """Set this rank's flag to `number` in each window, after all earlier writes of the stream.
 
     `flags` is the byte at which a window's flags `(ranks,)` start, int32. With `load` `(experts,)`, int32, each window also gets it, at
@@ -77,7 +75,13 @@ def route(counts: Tensor, rank: int, rows: int, bound: int, exceeded: Tensor) ->
 
 
 def write_rows(
-    rows: Tensor, targets: Tensor, count: Tensor, peers: Tensor, first: int, scales: int | None = None, fp8: torch.dtype = E4M3
+    rows: Tensor,
+    targets: Tensor,
+    count: Tensor,
+    peers: Tensor,
+    first: int,
+    scales: int | None = None,
+    fp8: torch.dtype = E4M3,
 ) -> None:
     """Write the first `count` `(1,)` rows `(rows, width)` to their targets, as rows that start at byte `first` of each window.
 

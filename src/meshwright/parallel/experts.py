@@ -25,6 +25,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.moe import Experts, MixtureOfExperts
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.products import group_by_name
+from meshwright.parallel.token_exchange import Compute, TokenExchange
 from meshwright.spec.errors import BadInput
 from meshwright.spec.plan import CONTEXT_AXES
 
@@ -42,8 +43,9 @@ def distribute_experts(model: Decoder, mesh: Mesh) -> None:
         raise BadInput(
             f"plan.expert × plan.tensor: expected a divisor of model.experts = {model.spec.experts}, got {group.size()}"
         )
+    exchange = AllToAll(group.group_name, group.size())
     for mixture in _mixtures(model):
-        mixture.experts = DistributedExperts(mixture.experts, group.group_name, group.size())
+        mixture.experts = DistributedExperts(mixture.experts, exchange)
 
 
 def count_expert_loads_over_whole_sequences(model: Decoder, mesh: Mesh) -> None:
@@ -62,11 +64,11 @@ def _mixtures(model: Decoder) -> list[MixtureOfExperts]:
 
 
 class DistributedExperts(Experts):
-    """This rank's experts of a layer. `group` is the name of the process group of `ranks` ranks that have the layer's experts."""
+    """This rank's experts of a layer, to which the other ranks' rows come by `exchange`."""
 
-    def __init__(self, whole: Experts, group: str, ranks: int) -> None:
+    def __init__(self, whole: Experts, exchange: TokenExchange) -> None:
         nn.Module.__init__(self)
-        self.gated, self.plain, self.group, self.ranks = whole.gated, whole.plain, group, ranks
+        self.gated, self.plain, self.exchange = whole.gated, whole.plain, exchange
         for name, weight in whole.named_parameters():
             self.register_parameter(name, weight)
 
@@ -76,12 +78,22 @@ class DistributedExperts(Experts):
         Each is multiplied by its element of `weights` `(rows,)` when it is back: the other ranks do not get the weights.
         """
         load = order.offsets.diff(prepend=order.offsets.new_zeros(1))
-        received_loads, splits = exchange_loads(load, self.group, self.ranks)
-        received = exchange_rows(sorted_rows, splits, None, False, self.group)
-        local_order = order_by_expert(_experts_of_rows(received_loads, received), received_loads.sum(0))
-        local_outputs = from_groups(super().forward(to_groups(received, local_order), local_order), local_order)
-        outputs = exchange_rows(local_outputs.squeeze(1), splits, sorted_rows.shape[0], True, self.group)
+        outputs = self.exchange(sorted_rows, load, super().forward)
         return outputs if weights is None else (outputs * weights[:, None]).to(outputs.dtype)
+
+
+class AllToAll(TokenExchange):
+    """The exchange by messages of NCCL or Gloo; `group` is the name of the process group of `ranks` ranks."""
+
+    def __init__(self, group: str, ranks: int) -> None:
+        self._group, self._ranks = group, ranks
+
+    def __call__(self, sorted_rows: Tensor, load: Tensor, compute: Compute) -> Tensor:
+        received_loads, splits = exchange_loads(load, self._group, self._ranks)
+        received = exchange_rows(sorted_rows, splits, None, False, self._group)
+        local_order = order_by_expert(_experts_of_rows(received_loads, received), received_loads.sum(0))
+        local_outputs = from_groups(compute(to_groups(received, local_order), local_order), local_order)
+        return exchange_rows(local_outputs.squeeze(1), splits, sorted_rows.shape[0], True, self._group)
 
 
 def _experts_of_rows(received_loads: Tensor, received: Tensor) -> Tensor:

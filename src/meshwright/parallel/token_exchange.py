@@ -84,7 +84,9 @@ _peers_by_group: WeakValueDictionary[str, PeerExchange] = WeakValueDictionary()
 
 # Custom operators, because torch.compile cannot trace data from other ranks.
 @torch.library.custom_op("meshwright::route_tokens", mutates_args=())
-def route_tokens(load: Tensor, rows: Tensor, ranks: int, most: int, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def route_tokens(
+    load: Tensor, rows: Tensor, ranks: int, most: int, group: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Exchange the counts `load` `(experts,)` of `rows` over `ranks` ranks that receive at most `most` rows.
 
     Returns the ends of the received experts' rows `(experts / ranks,)`, and the tensors of a `Route`.

@@ -53,9 +53,7 @@ class PeerExchange:
     the way back keep their dtype. A call that starts an exchange writes and signals; the one that finishes it waits and reads.
     """
 
-    def __init__(
-        self, rank: int, ranks: int, bound: float, fp8: bool, open_window: Callable[[int], Window]
-    ) -> None:
+    def __init__(self, rank: int, ranks: int, bound: float, fp8: bool, open_window: Callable[[int], Window]) -> None:
         self.rank, self.ranks, self.fp8 = rank, ranks, fp8
         self._bound, self._open = min(bound, float(ranks)), open_window
         self._areas = _Areas(ranks, 0, 0, 0)
@@ -85,7 +83,9 @@ class PeerExchange:
         from meshwright.kernels.token_exchange_triton import route, wait
 
         wait(self._view(self._areas.count_flags, (self.ranks,), torch.int32), self._routes)
-        table = self._view(self._areas.counts(self._routes % TOKEN_SLOTS), (self.ranks, self._areas.experts), torch.int32)
+        table = self._view(
+            self._areas.counts(self._routes % TOKEN_SLOTS), (self.ranks, self._areas.experts), torch.int32
+        )
         offsets, *targets = route(table, self.rank, rows, self.most_received(rows), self._exceeded)
         return offsets, Route(*targets)
 
@@ -180,7 +180,9 @@ def open_symmetric_window(group: dist.ProcessGroup, device: torch.device, size: 
     sizes = [0] * group.size()
     dist.all_gather_object(sizes, size, group=group)
     if len(set(sizes)) > 1:
-        raise BadInput(f"plan.expert_exchange = peer needs equal numbers of rows on all expert ranks, got windows of {sizes} bytes")
+        raise BadInput(
+            f"plan.expert_exchange = peer needs equal numbers of rows on all expert ranks, got windows of {sizes} bytes"
+        )
     memory = symmetric.empty(size, dtype=torch.uint8, device=device)
     memory.zero_()
     # No rank still uses an earlier window, and the flags are zero before a peer writes one.
