@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 LIMIT_SECONDS = 120
+freeze_objects = gc.freeze
 IMPORTED = [
     "torch._dynamo", "torch.distributed.fsdp", "meshwright.training.loop", "tests.distributed.cases_training",
     # Several files have their cases in themselves; these import what all of them do.
@@ -81,13 +82,19 @@ def _serve(pipe: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
-    gc.freeze()  # the imported modules: a collection, which training runs often, would scan them
+    _keep_frozen()
     while True:
         try:
             case, rank, ranks, store, arguments = pipe.recv()
         except EOFError:
             return
         pipe.send(_run_on_rank(case, rank, ranks, store, arguments))
+
+
+def _keep_frozen() -> None:
+    """Exclude the imported modules, 350,000 objects, from all later collections: training would thaw them at its end."""
+    freeze_objects()
+    gc.freeze = gc.unfreeze = lambda: None
 
 
 def _run_on_rank(
@@ -116,6 +123,6 @@ def _run_on_rank(
         # DTensor caches results by mesh, with group names, and would use them for a later test's mesh of the same ranks.
         _clear_sharding_prop_cache()
         # Process groups are in reference cycles; collect them now, so that their sockets and threads do not end during the next test.
-        # The remaining objects are modules; `freeze` excludes them from later collections.
+        # The remaining objects are modules; later collections skip them.
         gc.collect()
-        gc.freeze()
+        freeze_objects()

@@ -29,6 +29,7 @@ SAME_LAYER = {
     ("costs", "workload"),
     ("costs", "schedules"),
     ("workload", "schedules"),
+    ("workload", "config"),
 }
 TORCH_FREE = (
     "spec",

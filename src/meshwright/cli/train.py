@@ -95,7 +95,7 @@ def train(
             if span and span[1] > run.train.steps:
                 raise BadInput(f"{option} {span[0]}:{span[1]}: the run ends with step {run.train.steps}")
         if replay_routing is not None:
-            from meshwright.training.recorded_loads import read_loads
+            from meshwright.config.recorded_loads import read_loads
 
             read_loads(replay_routing, run.model)
         check_tasks(run.cluster.gpus_per_node)

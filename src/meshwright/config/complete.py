@@ -16,7 +16,7 @@ from meshwright.config.yaml_positions import Document, KeyPath, Position, format
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.errors import BadInput, nearest
 from meshwright.spec.fields import to_plain
-from meshwright.spec.job import TrainSpec
+from meshwright.spec.job import EQUAL_LOADS, TrainSpec
 from meshwright.spec.model import ModelSpec
 
 ModelReader = Callable[[Path], dict[str, Any]]
@@ -40,6 +40,7 @@ def complete(document: Document, stem: str, runs: Path, detect: Detect, model_re
     notes += _complete_model(document)
     _limit_sequence(document)
     _limit_warmup(document)
+    _resolve_expert_load(document, runs)
     return notes
 
 
@@ -89,6 +90,16 @@ def _resolve_run_name(document: Document, runs: Path) -> None:
     plain = re.fullmatch(r"[\w.-]+", name)
     if source == "checkpoint" and plain and not os.path.exists(name) and os.path.isdir(runs / name):
         document.data["model"]["init"] = f"checkpoint:{runs / name}"
+
+
+def _resolve_expert_load(document: Document, runs: Path) -> None:
+    """Makes the path of recorded loads absolute; the name of a run stands for its folder if no such file is here."""
+    source = document.get(("train", "expert_load"))
+    if not isinstance(source, str) or source in ("none", EQUAL_LOADS):
+        return
+    path = Path(os.path.expanduser(source))
+    is_run = not path.exists() and len(path.parts) == 1 and (runs / path).is_dir()
+    document.data["train"]["expert_load"] = os.path.abspath(runs / path if is_run else path)
 
 
 def _take_dimensions(document: Document, model_reader: ModelReader | None) -> None:

@@ -17,12 +17,14 @@ from meshwright.config.mistakes import schema_mistakes
 from meshwright.config.plan_file import drop_removed_keys, plan_rules
 from meshwright.config.profile_file import load_profile
 from meshwright.config.reading import Reading, in_reading_order
+from meshwright.config.recorded_loads import read_loads
 from meshwright.config.schema import validate
 from meshwright.config.value_sources import EMBEDDED, QUICKSTART, Detect, gather, shown_name
 from meshwright.config.yaml_positions import Document, KeyPath, dotted, dump_yaml, read_yaml
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadConfig, BadInput, Mistake, nearest
 from meshwright.spec.fields import from_plain, to_plain
+from meshwright.spec.job import EQUAL_LOADS
 from meshwright.spec.layout import with_node_crossings
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import ModelSection, RunSpec
@@ -32,7 +34,7 @@ _MOVED_KEYS = ("beta1", "beta2", "epsilon")
 _NOT_COMPARED = {
     "model.preset", "data.validation", "data.tokenizer_mismatch", "data.changed", "train.validate_every",
     "train.validate_batches", "train.gc_every", "train.on_nonfinite", "train.on_spike", "train.spike_factor",
-    "train.keep_cores", "train.timeout_seconds", "train.loss_chunk",
+    "train.keep_cores", "train.timeout_seconds", "train.loss_chunk", "train.expert_load",
 }  # fmt: skip
 
 
@@ -73,7 +75,7 @@ def read_run(
     notes = _complete(document, path, runs, detect, model_reader)
     _, mistakes, unusable = schema_mistakes(RunSpec, document)
     mistakes += document.mistakes + cross_checks(document, unusable) + _plan_file_mistakes(document, unusable)
-    mistakes += _profile_mistakes(document, unusable)
+    mistakes += _profile_mistakes(document, unusable) + _expert_load_mistakes(document, unusable)
     return Reading(document, shown_name(path), tuple(mistakes), frozenset(unusable), tuple(notes))
 
 
@@ -245,6 +247,23 @@ def _profile_mistakes(document: Document, unusable: set[KeyPath]) -> list[Mistak
             f"one of {measured.gpu}",
         )
     ]
+
+
+def _expert_load_mistakes(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
+    """Mistakes in the recorded loads of experts that a run names."""
+    path: KeyPath = ("train", "expert_load")
+    source = document.get(path)
+    model, wrong = validate(ModelSection, document.data.get("model") or {})
+    if not isinstance(source, str) or source in ("none", EQUAL_LOADS) or path in unusable or wrong:
+        return []
+    position, option = document.value_position(path), "train.expert_load"
+    try:
+        read_loads(Path(source), from_plain(ModelSection, model), option)
+    except BadInput as error:
+        got = str(error).removeprefix(option).lstrip(": ").replace(source, os.path.relpath(source))
+        expected = f"{EQUAL_LOADS}, or a file or run with loads of this model's experts"
+        return [Mistake(position.file, position.line, position.column, option, expected, got)]
+    return []
 
 
 def _checked_plan(document: Document) -> tuple[dict[str, Any], list[Mistake], set[KeyPath]]:

@@ -239,7 +239,8 @@ class Block(nn.Module):
         if not self.routed:
             return x + self.mlp(normed)
         routed = self.moe(normed)
-        return routed._replace(x=x + routed.x)
+        # Not `_replace`, whose result torch 2.11 cannot return from a compiled function.
+        return RoutedOutput(x + routed.x, routed.balance, routed.load, routed.squares)
 
 
 def sum_of_branches(block: Block, normed: Tensor, rope: RotaryTables | None, mask: AttentionMask | None) -> Tensor:

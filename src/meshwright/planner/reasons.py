@@ -21,6 +21,7 @@ from meshwright.planner.candidate import (
     pins_of,
     untrainable,
 )
+from meshwright.planner.expert_reasons import uneven_loads_reason
 from meshwright.planner.explain import reason_for, seconds_text, shortfall, why_not_distinguished
 from meshwright.schedules.registry import entry_of, refusal
 from meshwright.simulator.step_simulation import host_bytes
@@ -28,13 +29,14 @@ from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.plan import RECOMPUTE_MODES, LayerStrategy, Plan, layer_range
 from meshwright.spec.run import RunSpec
 from meshwright.workload.copy_options import COPY_OPTIONS, GATHERS, TOKENS, CopyOption
-from meshwright.workload.groups import shard_size
+from meshwright.workload.groups import experts_over, shard_size
 
 CHOICES: tuple[tuple[str, tuple[str, ...], Callable[[Plan], object]], ...] = (
     ("pipeline", ("pipeline",), lambda plan: plan.axis_size("pipeline")),
     ("tensor", ("tensor",), lambda plan: plan.axis_size("tensor")),
     ("context", ("context_ring", "context_ulysses"), lambda plan: _context(plan)),
     ("replicate", ("replicate", "shard"), lambda plan: plan.axis_size("replicate")),
+    ("expert ranks", ("expert",), experts_over),
     ("schedule", ("schedule", "stages"), lambda plan: plan.schedule.name),
     ("micro-batch", ("micro_batch",), lambda plan: plan.batch.micro_batch),
     ("gradients", ("gradients", "layers"), lambda plan: plan.layers[-1].gradients),
@@ -42,6 +44,7 @@ CHOICES: tuple[tuple[str, tuple[str, ...], Callable[[Plan], object]], ...] = (
 """Choices that are explained: name, the pins that fix it, and its value in a plan."""
 SINGLE_RANK_NAMES = {
     "pipeline": "no pipeline", "tensor": "no tensor ranks", "context": "no context ranks", "replicate": "no replicas",
+    "expert ranks": "all experts on each rank",
 }  # fmt: skip
 """How a sentence names an axis that has one rank."""
 GRADIENTS = {"whole": "kept whole between micro-batches", "shard": "reduced after every micro-batch"}
@@ -69,6 +72,7 @@ def reasons(
         _compare_values(best, others, name, value, guessed) for name, keys, value in CHOICES if _unpinned(pins, keys)
     ]
     sentences += [*_memory_reasons(plan, run, fits), *_transport_reasons(best, others, run)]
+    sentences.append(uneven_loads_reason(run, plan))
     if refused := untrainable(plan):
         sentences.append(refused)
     pinned = [key for key, value in vars(pins).items() if value is not None]

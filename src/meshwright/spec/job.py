@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 from meshwright.spec.fields import Bound, NotNegative, Positive
 from meshwright.spec.optimizers import AdamWSpec, DecayGroup, LambSpec, MuonSpec, SgdSpec
 
+EQUAL_LOADS = "uniform"
+"""`train.expert_load` that gives all experts equal loads."""
 Fraction = Annotated[float, Bound(at_least=0, at_most=1)]
 
 
@@ -64,6 +66,9 @@ class TrainSpec:
     """Weight of the load-balancing loss, for each layer with experts; 0 disables it. A dense model has none."""
     balance_bias: Annotated[float, Bound(at_least=0)] = 0.001
     """Step by which each update moves the biases of a sigmoid router towards equal loads of its experts; 0 keeps them."""
+    expert_load: str | None = None
+    """Loads of experts that the planner expects: `uniform`, or the file of recorded loads or the run that has them, as
+    `--replay-routing` reads; none assumes up to 1.2 times the mean for the busiest expert rank."""
     prediction_loss: Annotated[float, Bound(at_least=0)] = 0.3
     """Weight of the mean loss of the modules that predict further tokens (`model.prediction_depth`)."""
     z_loss: Annotated[float, Bound(at_least=0)] = 0.0

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.store import CheckpointStore
+from meshwright.config.recorded_loads import read_loads
 from meshwright.data.loader import DataSource, has_validation, open_data
 from meshwright.data.verification import ShardVerifier
 from meshwright.durable.writes import write_durable
@@ -38,7 +39,6 @@ from meshwright.spec.run import Assignment, Lease, RunSpec
 from meshwright.state.parts import StateParts
 from meshwright.training.evaluate import HeldOut
 from meshwright.training.numerics import NumericalPolicy
-from meshwright.training.recorded_loads import read_loads
 from meshwright.training.resume import Tier, resume
 from meshwright.training.run_state import load_initial
 

@@ -16,6 +16,7 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import RECOMPUTE_MODES, Linear, Plan, Recompute
 from meshwright.workload.arrays import Array
 from meshwright.workload.dtypes import COMPUTE_BYTES, bytes_of, low_share
+from meshwright.workload.expected_loads import expected_busiest
 from meshwright.workload.groups import context_size, experts_over
 from meshwright.workload.layouts import Layouts
 from meshwright.workload.model_shape import Shape, shape_of, with_blocks
@@ -30,7 +31,11 @@ def activation_bytes(
     """
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     stages = sorted((stage for rank_stages in table for stage in rank_stages), key=lambda stage: stage.start)
-    elements, strategies = saved_elements_by_layer(model, plan), plan.strategies(model.layers)
+    per_token, strategies = (
+        elements_per_token(model, plan, busiest_rows(model, train, plan)),
+        plan.strategies(model.layers),
+    )
+    elements = [per_token(layer)[0] for layer in range(model.layers)]
     saved = [
         count if strategy.activations_offloaded == host_offloaded else 0.0
         for count, strategy in zip(elements, strategies, strict=True)
@@ -45,8 +50,16 @@ def saved_elements_by_layer(model: ModelSpec, plan: Plan) -> list[float]:
     return [per_token(layer)[0] for layer in range(model.layers)]
 
 
-def elements_per_token(model: ModelSpec, plan: Plan) -> Callable[[int], tuple[float, float]]:
-    """A function of a layer: elements of one token that its forward saves, and temporary elements of its backward."""
+def busiest_rows(model: ModelSpec, train: TrainSpec, plan: Plan) -> float:
+    """Rows of the busiest expert rank relative to the mean, as `train.expert_load` says."""
+    return float(expected_busiest(model, train, experts_over(plan) * plan.axis_size("tensor")).stored_rows)
+
+
+def elements_per_token(model: ModelSpec, plan: Plan, busiest: float = 1.0) -> Callable[[int], tuple[float, float]]:
+    """A function of a layer: elements of one token that its forward saves, and temporary elements of its backward.
+
+    `busiest` is that of `mean_saved_elements`.
+    """
     expert_ranks, strategies = experts_over(plan) * plan.axis_size("tensor"), plan.strategies(model.layers)
     by_block = dict[tuple[bool, Recompute, Linear | None], tuple[float, float]]()
 
@@ -56,8 +69,8 @@ def elements_per_token(model: ModelSpec, plan: Plan) -> Callable[[int], tuple[fl
         if key not in by_block:
             low = low_share(plan.precision, plan.linear(layer, model.layers))
             block, index = _block(model, layer, mode)
-            saved = mean_saved_elements(block, index, low, expert_ranks)
-            by_block[key] = float(saved), float(mean_backward_elements(block, index, low, expert_ranks))
+            saved = mean_saved_elements(block, index, low, expert_ranks, busiest)
+            by_block[key] = float(saved), float(mean_backward_elements(block, index, low, expert_ranks, busiest))
         return by_block[key]
 
     return per_token
@@ -73,20 +86,22 @@ def saved_elements(model: ModelSpec, layer: int, recompute: Recompute, low: floa
     return float(mean_saved_elements(*_block(model, layer, recompute), low))
 
 
-def mean_saved_elements(shape: Shape, recompute: Array, low: Array = 1.0, expert_ranks: Array = 1.0) -> Array:
+def mean_saved_elements(
+    shape: Shape, recompute: Array, low: Array = 1.0, expert_ranks: Array = 1.0, busiest: Array = 1.0
+) -> Array:
     """Elements of one token that autograd saves in a block, mean over the layers of `shape`.
 
     `recompute` is the index of the mode in `RECOMPUTE_MODES`. A saved input of a matrix product counts `low` elements. With several
     `expert_ranks` selective recompute also saves the experts' outputs as they were sent and as they were received: it does not
-    exchange tokens twice.
+    exchange tokens twice. The experts of the rank have `busiest` times the mean rows.
     """
     attention = shape.attention_layers / shape.layers
     query, value, kv = (attention * width for width in (shape.query_width, shape.value_width, shape.kv_width))
-    after_activation, sent = _feed_forward(shape)
-    distributed = np.asarray(expert_ranks) > 1
+    after_activation, received = _feed_forward(shape, busiest)
+    sent, distributed = _feed_forward(shape)[1], np.asarray(expert_ranks) > 1
     before_activation, router_elements = (
         (1 + shape.gated) * after_activation,
-        sent + np.where(distributed, sent, 0.0) + shape.moe_layers / shape.layers * shape.experts,
+        received + np.where(distributed, sent, 0.0) + shape.moe_layers / shape.layers * shape.experts,
     )
     # Each norm saves its input and its output. A parallel block has one norm and does not save the sums of its two branches.
     norms = (2 - shape.parallel) * (1 + low) * shape.hidden
@@ -108,24 +123,30 @@ def mean_saved_elements(shape: Shape, recompute: Array, low: Array = 1.0, expert
         + np.where(np.asarray(shape.latent) > 0, latent - query + unrotated, 0.0)
         + before_activation
         + router_elements
-        - sent
-        + np.where(distributed, 2 * sent, 0.0)
+        - received
+        + np.where(distributed, sent + received, 0.0)
     )
     modes = (without_recompute, selective, shape.hidden + value, shape.hidden)
     return np.choose(np.asarray(recompute, dtype=np.int64), np.broadcast_arrays(*modes))
 
 
-def mean_backward_elements(shape: Shape, recompute: Array, low: Array = 1.0, expert_ranks: Array = 1.0) -> Array:
+def mean_backward_elements(
+    shape: Shape, recompute: Array, low: Array = 1.0, expert_ranks: Array = 1.0, busiest: Array = 1.0
+) -> Array:
     """Temporary elements of one token in a block's backward, beside what its forward saved; mean over the layers of `shape`.
 
     They are the gradients of the feed-forward's wide half and of the residual stream, recomputed activations, and the experts' inputs or
     the gradients of these. Distributed experts have the latter in place of their saved outputs, which the backward frees before.
     """
-    after_activation, sent = _feed_forward(shape)
+    after_activation, sent = _feed_forward(shape, busiest)
     mode = np.asarray(recompute)
-    recomputed = mean_saved_elements(shape, 0, low) - mean_saved_elements(shape, recompute, low) - sent
-    rows = np.where((np.asarray(expert_ranks) > 1) & (mode < RECOMPUTE_MODES.index("all_but_attention")), 0.0, sent)
-    return (1 + shape.gated) * after_activation + shape.hidden + rows + np.where(mode > 0, recomputed, 0.0)
+    recomputed = (
+        mean_saved_elements(shape, 0, low, busiest=busiest)
+        - mean_saved_elements(shape, recompute, low, busiest=busiest)
+        - sent
+    )
+    inputs = np.where((np.asarray(expert_ranks) > 1) & (mode < RECOMPUTE_MODES.index("all_but_attention")), 0.0, sent)
+    return (1 + shape.gated) * after_activation + shape.hidden + inputs + np.where(mode > 0, recomputed, 0.0)
 
 
 def offloaded_bytes(shape: Shape, layout: Layouts) -> Array:
@@ -158,8 +179,12 @@ def _block(model: ModelSpec, layer: int, recompute: Recompute) -> tuple[Shape, i
     return with_blocks(shape_of(model, 1), routed=model.routed(layer)), RECOMPUTE_MODES.index(recompute)
 
 
-def _feed_forward(shape: Shape) -> tuple[Array, Array]:
-    """Elements of one token after the activation, and of its copies (one for each of its experts); means over layers."""
-    routed = shape.top_k * shape.expert_ffn + shape.shared_ffn
+def _feed_forward(shape: Shape, busiest: Array = 1.0) -> tuple[Array, Array]:
+    """Elements of one token after the activation, and of its copies (one for each of its experts); means over layers.
+
+    A rank's experts have `busiest` copies for each that its tokens have.
+    """
+    copies = shape.top_k * busiest
+    routed = copies * shape.expert_ffn + shape.shared_ffn
     after_activation = (shape.dense_layers * shape.ffn + shape.moe_layers * routed) / shape.layers
-    return after_activation, shape.moe_layers / shape.layers * shape.top_k * shape.expert_in
+    return after_activation, shape.moe_layers / shape.layers * copies * shape.expert_in

@@ -56,14 +56,14 @@ def _rank_tensors(model: ModelSpec, layout: Layouts, formats: Formats, *, last: 
     rank_ends, loss_parameters = rank_ends - away, loss_parameters - away
     tokens = layout.micro_batch * layout.seq / layout.context / width
     shape = shape_of(model, 1)
-    saved_elements = mean_saved_elements(shape, layout.recompute, formats.low, layout.expert)
+    saved_elements = mean_saved_elements(shape, layout.recompute, formats.low, layout.expert, layout.busiest_rows)
     saved_per_layer = tokens * formats.compute * saved_elements
     modules = np.where(loss_parameters > 0, model.prediction_depth, 0.0)
     in_flight, forwards_first = _micro_batches_in_flight(layout, last)
     on_device = np.minimum(DEVICE_LAYERS + (np.asarray(layout.pipeline) > 1), layers)
     offloaded = np.asarray(layout.offload_activations)
     stored_layers = np.where(offloaded > 0, on_device, 0.0) + (1 - offloaded) * in_flight * layers
-    backward = mean_backward_elements(shape, layout.recompute, formats.low, layout.expert)
+    backward = mean_backward_elements(shape, layout.recompute, formats.low, layout.expert, layout.busiest_rows)
     temporary_elements = backward + received_elements(model, width, layout.context)
     pending_micro_batches = np.where(layout.layered > 0, micro_batches, 0.0)
     reduces_once = (np.asarray(layout.reduce_once) > 0) & (micro_batches > 1)

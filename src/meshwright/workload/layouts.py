@@ -15,6 +15,7 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import RECOMPUTE_MODES, AxisName, LayerStrategy, Plan, Precision
 from meshwright.workload.arrays import Array
 from meshwright.workload.dtypes import bytes_of, state_bytes
+from meshwright.workload.expected_loads import expected_busiest
 from meshwright.workload.groups import experts_over
 from meshwright.workload.optimizer_work import ADAMW_BYTES, optimizer_columns
 from meshwright.workload.rank_layers import table_layers
@@ -87,6 +88,8 @@ class Layouts:
     """1 if all micro-batches pass a layer before the next layer is gathered (breadth-first accumulation)."""
     imbalance: Array = 1.0
     """Tokens of the busiest expert rank relative to the mean."""
+    busiest_rows: Array = 1.0
+    """Rows of one expert rank over all layers relative to the mean, where it has most: it stores their activations."""
     one_copy: Array = 0.0
     """1 if each domain with experts of a token receives it once and distributes it inside (DeepEP and similar)."""
     exchange_overlaps: Array = 0.0
@@ -183,19 +186,6 @@ class Layouts:
         return np.maximum(1.0, np.ceil(self.global_batch / (self.data * self.micro_batch) - 1e-9))
 
 
-IMBALANCE_EXCESS = 0.2
-"""Excess of the busiest of many expert ranks over the mean by default: 1.2 times the mean.
-
-Balanced by a weak loss alone, 32 ranks with one expert each got 1.35 to 2.1 times the mean in real training (LAER-MoE's
-traces, ASPLOS 2026).
-"""
-
-
-def usual_imbalance(expert_ranks: Array) -> Array:
-    """Tokens of the busiest expert rank over the mean: 1 for one rank, and towards 1 + `IMBALANCE_EXCESS` for many."""
-    return 1 + IMBALANCE_EXCESS * (1 - 1 / np.maximum(expert_ranks, 1.0))
-
-
 def layout_of(model: ModelSpec, train: TrainSpec, plan: Plan) -> Layouts:
     """The columns of a plan whose layers are all like its first layer."""
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
@@ -230,10 +220,11 @@ def layouts_of(
     tensor, pipeline, ulysses = (np.asarray(size(axis), float) for axis in ("tensor", "pipeline", "context_ulysses"))
     context, data_ranks = size("context_ring") * ulysses, np.asarray(size("replicate"), float) * size("shard")
     shards, expert = size("shard") * context, expert * tensor if model.experts else 1.0
-    schedule_arguments = schedule, pipeline, accumulate, virtual
+    schedule_arguments, busiest = (schedule, pipeline, accumulate, virtual), expected_busiest(model, train, expert)
     return Layouts(
         tensor=tensor, pipeline=pipeline, virtual=np.asarray(virtual, float), context=context, ulysses=ulysses,
-        expert=expert, imbalance=usual_imbalance(expert), data=data_ranks, zero=np.where(shards > 1, 3.0, 0.0), shards=shards,
+        expert=expert, imbalance=busiest.imbalance, busiest_rows=busiest.stored_rows, data=data_ranks, shards=shards,
+        zero=np.where(shards > 1, 3.0, 0.0),
         micro_batch=np.asarray(micro_batch, float), global_batch=data_ranks * micro_batch * accumulate, seq=float(train.seq_len),
         sequence=np.where(tensor > 1, 1.0, 0.0), layered=np.where(np.equal(schedule, NAMES.index("breadth_first")), 1.0, 0.0),
         vee=np.where(np.isin(schedule, [NAMES.index(name) for name in V_SCHEDULES]), 1.0, 0.0),

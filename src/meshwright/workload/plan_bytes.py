@@ -21,7 +21,13 @@ from meshwright.spec.plan import (
     Plan,
     Precision,
 )
-from meshwright.workload.activations import elements_per_token, prediction_elements, received_elements, tokens_of
+from meshwright.workload.activations import (
+    busiest_rows,
+    elements_per_token,
+    prediction_elements,
+    received_elements,
+    tokens_of,
+)
 from meshwright.workload.buffers import DEVICE_LAYERS
 from meshwright.workload.dtypes import bytes_of, low_share, state_bytes
 from meshwright.workload.groups import context_size, experts_over, shard_size
@@ -113,7 +119,7 @@ def _memory_by_rank(
     """Bytes by category of every pipeline rank; prediction modules are counted in all categories."""
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     micro_batches = 1 if finishes_each_micro_batch(plan) else plan.batch.accumulate
-    columns, per_token = [], elements_per_token(model, plan)
+    columns, per_token = [], elements_per_token(model, plan, busiest_rows(model, train, plan))
     for rank in range(len(table)):
         stage = stage_part(model, plan.axis_size("tensor"), shard_size(plan), experts_over(plan), table, rank)
         saved = (
@@ -149,7 +155,8 @@ def optimizer_on_host(model: ModelSpec, plan: Plan, nodes: int) -> float:
 
 
 def _saved_bytes(model: ModelSpec, train: TrainSpec, plan: Plan, layers: Iterable[int]) -> float:
-    strategies, per_token = plan.strategies(model.layers), elements_per_token(model, plan)
+    strategies = plan.strategies(model.layers)
+    per_token = elements_per_token(model, plan, busiest_rows(model, train, plan))
     elements = sum(per_token(layer)[0] for layer in layers if not strategies[layer].activations_offloaded)
     return tokens_of(train, plan) * elements * bytes_of(plan.precision.compute)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 from pathlib import Path
 
@@ -12,31 +13,32 @@ from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec
 
 
-def read_loads(path: Path, spec: ModelSpec) -> np.ndarray:
+def read_loads(path: Path, spec: ModelSpec, option: str = "--replay-routing") -> np.ndarray:
     """Loads `(steps, routed layers, experts)` in the order of the file's steps and layers.
 
-    A file with fewer layers than the model has mixtures repeats them. Raises BadInput for a dense model, and for a file that cannot be read
-    or has no whole loads for each of its steps, layers and experts.
+    `path` may be compressed (`.gz`), or a run's folder. A file with fewer layers than the model has mixtures repeats them. Raises BadInput,
+    which names `option`, for a dense model, and for a file that cannot be read or has no whole loads for each of its steps, layers and
+    experts.
     """
     routed = sum(spec.routed(layer) for layer in range(spec.layers))
     if not routed:
-        raise BadInput("--replay-routing: the model has no experts")
+        raise BadInput(f"{option}: the model has no experts")
     try:
-        text = path.read_text(encoding="utf-8")
-        by_step = _from_metrics(text) if path.suffix == ".jsonl" else _from_table(text)
+        file = path / "metrics.jsonl" if path.is_dir() else path
+        data = file.read_bytes()
+        text = (gzip.decompress(data) if file.suffix == ".gz" else data).decode()
+        by_step = _from_metrics(text) if ".jsonl" in file.suffixes else _from_table(text)
         loads = np.array([by_step[step] for step in sorted(by_step)])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise BadInput(
-            f"--replay-routing {path}: expected columns layer, step, expert_0, … or a run's metrics.jsonl: {error}"
+            f"{option} {path}: expected columns layer, step, expert_0, … or a run's metrics.jsonl: {error}"
         ) from None
     if loads.ndim != 3 or not loads.size or loads.dtype.kind != "i":
-        raise BadInput(f"--replay-routing {path}: expected loads of all layers in each step")
+        raise BadInput(f"{option} {path}: expected loads of all layers in each step")
     if loads.shape[2] != spec.experts:
-        raise BadInput(f"--replay-routing {path}: has {loads.shape[2]} experts, the model {spec.experts}")
+        raise BadInput(f"{option} {path}: has {loads.shape[2]} experts, the model {spec.experts}")
     if (loads < 0).any() or (loads.sum(2) == 0).any():
-        raise BadInput(
-            f"--replay-routing {path}: expected loads of at least 0, and above 0 for some expert of each layer"
-        )
+        raise BadInput(f"{option} {path}: expected loads of at least 0, and above 0 for some expert of each layer")
     return loads[:, np.arange(routed) % loads.shape[1]]
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-
-from meshwright.spec.errors import BadInput
-from meshwright.spec.model import ModelSpec
-from meshwright.training.recorded_loads import read_loads
-from meshwright.training.step_record import loads_interval
 from tests.distributed.test_equality import LLAMA
+
+from meshwright.config.load import differences, load_run
+from meshwright.config.recorded_loads import read_loads
+from meshwright.spec.errors import BadConfig, BadInput
+from meshwright.spec.model import ModelSpec
+from meshwright.training.step_record import loads_interval
 
 SPEC = replace(LLAMA, family="mixtral", layers=3, experts=4, experts_per_token=2, expert_hidden=6)
 TABLE = "layer,step,expert_0,expert_1,expert_2,expert_3\n4,9,1,2,3,4\n2,9,4,3,2,1\n2,5,1,1,1,1\n4,5,0,8,0,0\n"
@@ -66,3 +68,29 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 def test_many_loads_are_recorded_every_tenth_step() -> None:
     assert [loads_interval(torch.zeros(layers, experts).numel()) for layers, experts in ((4, 8), (60, 256))] == [1, 10]
+
+
+def test_a_run_names_its_expected_loads_by_file_or_run(
+    table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    experts = ["model.family=mixtral", "model.experts=4", "model.experts_per_token=2", "model.expert_hidden=64"]
+    words = ["model=llama-nano", "model.vocab_size=256", *experts]
+    (tmp_path / "runs" / "earlier").mkdir(parents=True)
+    line = json.dumps({"step": 1, "expert_loads": [[1, 2, 3, 4]]})
+    (tmp_path / "runs" / "earlier" / "metrics.jsonl").write_text(f"{line}\n")
+    compressed = tmp_path / "loads.csv.gz"
+    compressed.write_bytes(gzip.compress(table.read_bytes()))
+    named = {"uniform": "uniform", table.name: str(table), compressed.name: str(compressed)}
+    named["earlier"] = str(tmp_path / "runs" / "earlier")
+    for word, source in named.items():
+        run = load_run(None, [*words, f"train.expert_load={word}"])
+        assert run.train.expert_load == source
+    assert differences(run, load_run(None, words)) == [], "the loads that a planner expects do not change the training"
+    for word, got in (
+        ("absent.csv", "absent.csv: .*No such file"),
+        ("loads.csv", "loads.csv: has 4 experts, the model 8"),
+    ):
+        more = ["model.experts=8"] if word == "loads.csv" else []
+        with pytest.raises(BadConfig, match=rf"train.expert_load: expected uniform, or a file or run .*got {got}"):
+            load_run(None, [*words, *more, f"train.expert_load={word}"])

@@ -1,0 +1,48 @@
+"""What uneven loads of experts cost a plan."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from meshwright.costs.machine_rates import is_guessed
+from meshwright.planner.explain import seconds_text
+from meshwright.planner.reprice import reprice
+from meshwright.spec.job import EQUAL_LOADS
+from meshwright.spec.plan import Plan
+from meshwright.spec.run import RunSpec
+from meshwright.workload.expected_loads import expected_busiest
+from meshwright.workload.groups import experts_over
+
+
+def uneven_loads_seconds(run: RunSpec, plan: Plan) -> float:
+    """Seconds of a step that the run's expected loads add to those of equal loads; 0 without rates of the device."""
+    equal = replace(run, train=replace(run.train, expert_load=EQUAL_LOADS))
+    seconds = [
+        predicted.step_seconds
+        for priced in (run, equal)
+        if (predicted := reprice(priced, plan, by_units=False).predicted) and predicted.step_seconds is not None
+    ]
+    return seconds[0] - seconds[1] if len(seconds) == 2 else 0.0
+
+
+def uneven_loads_reason(run: RunSpec, plan: Plan) -> str:
+    """A sentence about the cost of uneven loads; empty for a dense model, for equal loads and for an unknown device."""
+    source = run.train.expert_load
+    if not run.model.experts or source == EQUAL_LOADS or (run.cluster.is_cpu and is_guessed(run.cluster)):
+        return ""
+    ranks = experts_over(plan) * plan.axis_size("tensor")
+    where = (
+        "assumed; train.expert_load gives recorded loads" if source is None else f"loads of {os.path.relpath(source)}"
+    )
+    if ranks == 1:
+        return (
+            ""
+            if source is None
+            else "uneven loads of experts cost nothing: each rank computes all experts of its tokens"
+        )
+    busiest = expected_busiest(run.model, run.train, ranks)
+    return (
+        f"uneven loads of experts cost {seconds_text(uneven_loads_seconds(run, plan))} a step: the busiest of {ranks} ranks computes "
+        f"{float(busiest.imbalance):.2f} times the mean ({where})"
+    )
