@@ -46,11 +46,11 @@ def wait(flags: Tensor, number: int) -> None:
 def route(counts: Tensor, rank: int, rows: int, bound: int, exceeded: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Targets of rows on both ways from `counts` `(ranks, experts)`, int32: the rows of each rank for each expert.
 
-    Rank r has experts from `r · experts / ranks` on. A rank sends its `rows` rows sorted by expert and receives at most `bound` rows, sorted
-    by expert, then by rank, then as the sender sorted them. Returns the ends of the received experts' rows `(experts / ranks,)`, int32;
-    the targets `(rows,)` of sent rows; the targets `(bound,)` of received rows on the way back; and `(3,)`, int32: the number of rows
-    sent, of rows received, and 1 if any rank would receive more than `bound` rows. Those beyond the bound have no target. In that case
-    `exceeded` `(1,)`, int32, which may be pinned host memory, becomes 1; otherwise it does not change.
+    Rank r has experts from `r · experts / ranks` on. A rank sends its `rows` rows sorted by expert and receives at most `bound` rows,
+    sorted by expert, then by rank, then as the sender sorted them. Returns the ends of the received experts' rows
+    `(experts / ranks,)`, int32; the targets `(rows,)` of sent rows; the targets `(bound,)` of received rows on the way back; and `(3,)`,
+    int32: the number of rows sent, of rows received, and 1 if any rank would receive more than `bound` rows. Those beyond the bound
+    have no target, and `exceeded` `(1,)`, int32, which may be pinned host memory, becomes 1.
     """
     ranks, experts = counts.shape
     device, local = counts.device, experts // ranks

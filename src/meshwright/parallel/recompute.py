@@ -73,6 +73,7 @@ _ROUTING = {
     _aten.topk.default,
     _aten.sort.stable,
     torch.ops.meshwright.exchange_loads.default,
+    torch.ops.meshwright.route_tokens.default,
     torch.ops.meshwright.sum_loads.default,
 }
 _ATTENTION = {
@@ -91,6 +92,7 @@ _SELECTED = {
     _aten._scaled_mm.default,
     GROUPED_OPERATOR,
     torch.ops.meshwright.exchange_rows.default,
+    torch.ops.meshwright.move_tokens.default,
     torch.ops.meshwright.all_gather_matmul.default,
     torch.ops.meshwright.matmul_reduce_scatter.default,
 }

@@ -1,8 +1,8 @@
 """Exchange of tokens between the ranks of a layer's experts: one interface, and its variant by kernels in mapped memory.
 
-`parallel.experts` has the variant by messages, an all-to-all of NCCL or Gloo, for which the host reads the counts of rows. In the variant
-here (`plan.expert_exchange: peer`) the host reads nothing and all shapes are static (`parallel.token_exchange_peers`); the ranks are GPUs of
-one node that map each other's memory.
+`parallel.experts` has the variant by messages, an all-to-all of NCCL or Gloo, for which the host reads the counts of rows. In the
+variant here (`plan.expert_exchange: peer`) the host reads nothing and all shapes are static (`parallel.token_exchange_peers`). Its ranks
+are GPUs of one node that map each other's memory.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ class TokenExchange(ABC):
     """Computes rows by the experts of all ranks of a group; collective and differentiable."""
 
     @abstractmethod
-    def __call__(self, sorted_rows: Tensor, load: Tensor, compute: Compute) -> Tensor:
+    def __call__(self, sorted_rows: Tensor, load: Tensor, compute: Compute, local: Tensor | None = None) -> Tensor:
         """Send rows `(rows, hidden)`, sorted by expert, to the ranks of their experts, compute them and return the outputs.
 
-        `load` `(experts,)` has this rank's number of rows for each expert. An output has the position of its row.
+        `load` `(experts,)` has this rank's number of rows for each expert. An output has the position of its row. If `local` `(1,)`, on
+        the host, is not 0, all rows of all ranks are for experts of their own rank.
         """
 
 
@@ -44,7 +45,8 @@ class PeerTokenExchange(TokenExchange):
         self._group, self._peers = group, peers
         _peers_by_group[group] = peers
 
-    def __call__(self, sorted_rows: Tensor, load: Tensor, compute: Compute) -> Tensor:
+    def __call__(self, sorted_rows: Tensor, load: Tensor, compute: Compute, local: Tensor | None = None) -> Tensor:
+        del local  # such rows take the same way, without the host
         peers = self._peers
         most = peers.most_received(sorted_rows.shape[0])
         offsets, *route = route_tokens(load, sorted_rows, peers.ranks, most, self._group)

@@ -37,8 +37,8 @@ class Window(NamedTuple):
 class Route(NamedTuple):
     """Where the rows of one layer and micro-batch go; see `kernels.token_exchange_triton.route`.
 
-    `sent` `(rows,)` and `received` `(most rows received,)`: targets on the way out and back; `totals` `(3,)`: rows sent, rows received, and 1
-    if a rank's rows exceed the bound.
+    `sent` `(rows,)` and `received` `(most rows received,)`: targets on the way out and back; `totals` `(3,)`: rows sent, rows received,
+    and 1 if a rank's rows exceed the bound.
     """
 
     sent: Tensor
@@ -120,8 +120,8 @@ class PeerExchange:
         """Raise BadInput if the rows of an exchange that the device has finished exceeded the bound. Does not wait for the device."""
         if self._exceeded.item():
             raise BadInput(
-                f"plan.expert_receive_bound = {self._bound:g}: an expert rank would receive more than {self._bound:g} times the rows that it "
-                f"sends; raise it (at most {self.ranks}, the number of expert ranks) or choose plan.expert_exchange: all_to_all"
+                f"plan.expert_receive_bound = {self._bound:g}: an expert rank would receive more than {self._bound:g} times the rows "
+                f"that it sends; raise it (at most to {self.ranks}, the ranks of the experts) or choose plan.expert_exchange: all_to_all"
             )
 
     def _reserve(self, experts: int, rows: int, row_bytes: int) -> None:

@@ -76,7 +76,7 @@ def plan_at(run: RunSpec, points: Points, index: int, strategy: Strategy, budget
             accumulate=int(points.accumulate[index]),
         ),
         schedule=with_stages(run, SCHEDULES[points.schedule[index]], pipeline, int(points.virtual[index]), used),
-        experts=ExpertPlan(expert=mesh.expert, expert_shard=shards // mesh.expert) if run.model.experts else None,
+        experts=_expert_plan(run, mesh.expert, shards // mesh.expert, mesh.size("tensor")),
         layers=pins.layers or (strategy.layer(strategy.high_memory),),
         precision=precision_of(run),
         **engine_fields({option for option in COPY_OPTIONS if points.column(option.column)[index]}),
@@ -85,6 +85,28 @@ def plan_at(run: RunSpec, points: Points, index: int, strategy: Strategy, budget
     if pins.layers or strategy.high_memory == strategy.low_memory:
         return plan
     return _with_fewest_low_memory_layers(run, plan, strategy, budget)
+
+
+def _expert_plan(run: RunSpec, expert: int, expert_shard: int, tensor: int) -> ExpertPlan | None:
+    """How experts are spread, with the pinned exchange and copies; a policy without slots gets as many as a rank owns experts."""
+    if not run.model.experts:
+        return None
+    plan, pins, ranks = ExpertPlan(expert=expert, expert_shard=expert_shard), pins_of(run), expert * tensor
+    if ranks == 1:
+        return plan
+    exchange = pins.expert_exchange or plan.exchange
+    plan = replace(plan, exchange=exchange, receive_bound=pins.expert_receive_bound)
+    if pins.expert_policy in (None, "none"):
+        return plan
+    owned = run.model.experts // ranks
+    slots = min(pins.expert_slots or owned, run.model.experts - owned)
+    return replace(
+        plan,
+        policy=pins.expert_policy,
+        slots=slots,
+        keep=bool(pins.expert_keep),
+        window=pins.expert_window or plan.window,
+    )
 
 
 class PlanEstimator:

@@ -273,6 +273,10 @@ def _pin_all_but_changed(run: RunSpec, plan: Plan) -> RunSpec:
     pins |= {"schedule": plan.schedule.name, "stages": plan.schedule.stages or None}
     pins |= {"offload": plan.layers[0].offload} if len({layer.offload for layer in plan.layers}) == 1 else {}
     pins |= {"expert": plan.experts.expert} if plan.experts else {}
+    if plan.experts and plan.experts.policy != "none":
+        pins |= {f"expert_{key}": getattr(plan.experts, key) for key in ("policy", "slots", "keep", "window")}
+    if plan.experts and plan.experts.exchange != "all_to_all":
+        pins |= {f"expert_{key}": getattr(plan.experts, key) for key in ("exchange", "receive_bound")}
     pins |= {"layers": plan.layers} if any(layer.linear for layer in plan.layers) else {}
     return replace(run, plan=replace(pins_of(run), **pins))
 

@@ -3,7 +3,7 @@
 - `hecate` copies experts from their owners for one step (arXiv 2502.02581, algorithm 1).
 - `fastermoe` copies the most loaded experts to all ranks, as many as pay (shadowing; He et al. 2022, PPoPP).
 - `flexmoe` changes the copies of the previous step by a few at a time (Nie et al. 2023, arXiv 2304.03946).
-- `fixed` copies the same experts to all ranks in every step, whatever the loads are.
+- `fixed` copies the first experts of other ranks in every step, whatever the loads are.
 
 Owners never change here. Every policy but `fixed` leaves a layer as it is where its ranks have equal loads, or where copies would not save
 time by `expert_costs`. A decision is a pure function of whole numbers in a fixed order, so all ranks decide alike without a message.
@@ -72,7 +72,7 @@ def place_experts(policy: str, problem: PlacementProblem) -> np.ndarray:
     """
     base = owned(problem.owners, problem.counts.shape[1])
     if policy == "fixed":
-        return base | _everywhere(np.arange(min(problem.slots, base.shape[2]))[None], base)
+        return fixed_copies(base, problem.slots)
     best, totals = base.copy(), problem.row_totals(base)
     seconds = problem.times(totals).total
     uneven = totals.computed.max(1) > EVEN_LOADS * totals.computed.mean(1)
@@ -82,6 +82,11 @@ def place_experts(policy: str, problem: PlacementProblem) -> np.ndarray:
         best[better] = candidate[better]
         seconds = np.where(better, candidate_seconds, seconds)
     return best
+
+
+def fixed_copies(base: np.ndarray, slots: int) -> np.ndarray:
+    """`base` `(L, R, E)` and copies of the first `slots` experts that a rank does not own; all with as many slots as those."""
+    return base | (np.cumsum(~base, axis=2) <= slots)
 
 
 def overlap_degree(costs: ExpertCosts, ranks: int) -> float:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from meshwright.spec.fields import Positive
+from meshwright.spec.fields import Bound, NotNegative, Positive
 
 Recompute = Literal["none", "selective", "all_but_attention", "full"]
 RECOMPUTE_MODES: tuple[Recompute, ...] = get_args(Recompute)
@@ -31,6 +31,9 @@ REFUSED_SCHEDULES: dict[ScheduleName, str] = {
 Compute = Literal["bf16", "fp16", "fp32", "fp64"]
 Linear = Literal["compute", "fp8_tensorwise", "fp8_rowwise"]
 Engine = Literal["kernel", "copy"]
+ExpertPolicy = Literal["none", "hecate", "fastermoe", "flexmoe", "fixed"]
+ExpertExchange = Literal["all_to_all", "peer", "peer_fp8"]
+ReceiveBound = Annotated[float, Bound(at_least=1.0)]
 
 DATA_AXES = ("replicate", "shard")
 """Axes along which ranks read different samples."""
@@ -161,6 +164,24 @@ class ExpertPlan:
     """Ranks that the experts of a layer are spread over."""
     expert_shard: Positive = 1
     """Ranks that each expert's parameters are split over; `expert` × `expert_shard` = shard × context."""
+    policy: ExpertPolicy = "none"
+    """Which experts of other ranks are present on a rank in a step (docs/design/expert.md). none: only its own; tokens
+    are sent to them. hecate, fastermoe, flexmoe: copies of loaded experts, decided from recent loads. fixed: the same
+    copies in every step."""
+    slots: NotNegative = 0
+    """Experts of other ranks that are present on a rank, per layer, at most; 0 with policy none."""
+    keep: bool = False
+    """Keep the experts of a layer gathered for the step; false frees them after each use and gathers them again for the
+    backward. Only with copies."""
+    window: Positive = 5
+    """Steps whose loads a decision is made from."""
+    exchange: ExpertExchange = "all_to_all"
+    """What moves tokens between expert ranks.
+    all_to_all: messages of NCCL or Gloo, after the host has read the counts. peer: kernels that write into the other
+    ranks' memory, without the host; for GPUs inside a node. peer_fp8: the same, rounded to e4m3 on the way out."""
+    receive_bound: ReceiveBound | None = None
+    """Rows that a rank has room to receive with `exchange: peer`, as a multiple of those that it sends.
+    More are an error; none: room for all rows of all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,6 +330,18 @@ class PlanPins:
     """Ranks every matrix is split over."""
     expert: Positive | None = None
     """Ranks that a layer's experts are spread over."""
+    expert_policy: ExpertPolicy | None = None
+    """Which experts of other ranks are present on a rank."""
+    expert_slots: NotNegative | None = None
+    """Experts of other ranks that are present on a rank, per layer, at most."""
+    expert_keep: bool | None = None
+    """Keep present experts gathered for the step."""
+    expert_window: Positive | None = None
+    """Steps whose loads decide which experts are present."""
+    expert_exchange: ExpertExchange | None = None
+    """What moves tokens between expert ranks."""
+    expert_receive_bound: ReceiveBound | None = None
+    """Rows that a rank has room to receive, as a multiple of those that it sends; left out, all rows of all ranks."""
     schedule: ScheduleName | None = None
     """Order of stages and micro-batches."""
     stages: tuple[tuple[str, ...], ...] | None = None
