@@ -42,7 +42,7 @@ _windows: list[list[Tensor]] = []
 
 
 def outputs_and_gradients(
-    exchange: TokenExchange, rank: int, ranks: int, rows: int, device: str, dtype: torch.dtype, compiled: bool
+    exchange: TokenExchange, rank: int, ranks: int, row_count: int, device: str, dtype: torch.dtype, compiled: bool
 ) -> list[Tensor]:
     """The outputs of each load, and the gradients of rows, weights and experts."""
     spec, draw = replace(MIXTRAL, hidden=32, expert_hidden=16, experts=4), torch.Generator().manual_seed(rank)
@@ -52,12 +52,12 @@ def outputs_and_gradients(
     run = torch.compile(experts, fullgraph=True, dynamic=False, backend="aot_eager") if compiled else experts
     results: list[Tensor] = []
     for name in LOADS:
-        load = drawn_loads(name, ranks, ranks * spec.experts, rows).counts[rank].to(device)
-        positions = torch.arange(rows, device=device)
+        load = drawn_loads(name, ranks, ranks * spec.experts, row_count).counts[rank].to(device)
+        positions = torch.arange(row_count, device=device)
         order = ExpertOrder(positions, positions[:, None], load.cumsum(0).int())
         inputs = [
-            torch.randn(rows, spec.hidden, generator=draw).to(device, dtype),
-            torch.rand(rows, generator=draw).to(device),
+            torch.randn(row_count, spec.hidden, generator=draw).to(device, dtype),
+            torch.rand(row_count, generator=draw).to(device),
         ]
         leaves = [value.requires_grad_() for value in inputs]
         output = run(leaves[0], order, leaves[1])
@@ -67,7 +67,7 @@ def outputs_and_gradients(
 
 
 def by_kernels_and_messages(
-    world: World, folder: Path | None, rows: int, compiled: bool
+    world: World, folder: Path | None, row_count: int, compiled: bool
 ) -> list[tuple[Tensor, Tensor]]:
     """Pairs of results by kernels and by messages, in shared files of CPU ranks or, without `folder`, on GPUs.
 
@@ -83,7 +83,7 @@ def by_kernels_and_messages(
     peers = PeerTokenExchange(
         group.group_name, PeerExchange(world.rank, world.ranks, float(world.ranks), False, opener)
     )
-    arguments = (world.rank, world.ranks, rows, device, dtype, compiled)
+    arguments = (world.rank, world.ranks, row_count, device, dtype, compiled)
     by_kernels = outputs_and_gradients(peers, *arguments)
     with mock.patch.object(experts_module, "ALL_TO_ALL", over_host):
         by_messages = outputs_and_gradients(AllToAll(group.group_name, world.ranks), *arguments)

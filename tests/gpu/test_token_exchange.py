@@ -1,4 +1,4 @@
-"""Token exchange by kernels on one GPU: eight emulated ranks against a plain reference, and two processes against messages."""
+"""Token exchange by kernels on one GPU: emulated ranks against a plain reference, two processes against messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = ["uneven", "one expert", "even", "one rank"]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "experts", "rows", "width", "dtype"),
+    ("ranks", "experts", "row_count", "width", "dtype"),
     [
         (8, 128, 4096, 2048, torch.bfloat16),
         (8, 64, 1000, 7168, torch.bfloat16),
@@ -28,9 +28,9 @@ NAMES = ["uneven", "one expert", "even", "one rank"]
     ],
 )
 def test_rows_arrive_and_return_with_the_same_bits(
-    ranks: int, experts: int, rows: int, width: int, dtype: torch.dtype
+    ranks: int, experts: int, row_count: int, width: int, dtype: torch.dtype
 ) -> None:
-    check_exchanges([drawn_loads(name, ranks, experts, rows) for name in NAMES], "cuda", rows, width, dtype)
+    check_exchanges([drawn_loads(name, ranks, experts, row_count) for name in NAMES], "cuda", row_count, width, dtype)
 
 
 @pytest.mark.parametrize("name", NAMES)

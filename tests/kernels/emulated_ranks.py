@@ -1,4 +1,4 @@
-"""Ranks of a token exchange that share one device: their windows lie side by side, and each step runs on all ranks before the next."""
+"""Ranks of a token exchange that share one device: each step runs on all ranks before the next."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class EmulatedRanks:
 
         return open_window
 
-    def route(self, loads: Tensor, rows: Sequence[Tensor]) -> tuple[list[Tensor], list[Route]]:
-        for exchange, load, own_rows in zip(self.exchanges, loads, rows, strict=True):
+    def route(self, loads: Tensor, activations: Sequence[Tensor]) -> tuple[list[Tensor], list[Route]]:
+        for exchange, load, own_rows in zip(self.exchanges, loads, activations, strict=True):
             exchange.start_route(load, own_rows)
-        answers = [exchange.finish_route(len(own)) for exchange, own in zip(self.exchanges, rows, strict=True)]
+        answers = [exchange.finish_route(len(own)) for exchange, own in zip(self.exchanges, activations, strict=True)]
         return [offsets for offsets, _ in answers], [route for _, route in answers]
 
-    def move(self, rows: Sequence[Tensor], routes: Sequence[Route], back: bool) -> list[Tensor]:
+    def move(self, activations: Sequence[Tensor], routes: Sequence[Route], back: bool) -> list[Tensor]:
         """Move rows into new tensors filled with -7, so that a test sees what the kernels did not write."""
         fp8 = self._fp8 and not back
-        for exchange, own, route in zip(self.exchanges, rows, routes, strict=True):
+        for exchange, own, route in zip(self.exchanges, activations, routes, strict=True):
             exchange.start_move(own, route, back, fp8)
         sizes = [len(route.sent) if back else len(route.received) for route in routes]
-        outputs = [own.new_full((size, own.shape[1]), -7.0) for own, size in zip(rows, sizes, strict=True)]
+        outputs = [own.new_full((size, own.shape[1]), -7.0) for own, size in zip(activations, sizes, strict=True)]
         return [
             exchange.finish_move(route, back, out, fp8)
             for exchange, route, out in zip(self.exchanges, routes, outputs, strict=True)
@@ -65,11 +65,11 @@ class Loads:
         start = int(self.counts[source, :expert].sum())
         return slice(start, start + int(self.counts[source, expert]))
 
-    def received(self, rows: Sequence[Tensor], rank: int) -> Tensor:
+    def received(self, activations: Sequence[Tensor], rank: int) -> Tensor:
         """The rows that `rank` gets of all ranks' rows, sorted by expert, then by source."""
         experts = range(rank * self.local, (rank + 1) * self.local)
         ranks = range(len(self.counts))
-        return torch.cat([rows[source][self.segment(source, expert)] for expert in experts for source in ranks])
+        return torch.cat([activations[source][self.segment(source, expert)] for expert in experts for source in ranks])
 
     def returned(self, outputs: Sequence[Tensor], source: int) -> Tensor:
         """The rows that `source` gets back of all ranks' received rows, in the order in which it sent them."""
@@ -81,7 +81,7 @@ class Loads:
         return torch.cat(parts)
 
 
-def drawn_loads(name: str, ranks: int, experts: int, rows: int) -> Loads:
+def drawn_loads(name: str, ranks: int, experts: int, row_count: int) -> Loads:
     """Loads by name: even, uneven (a few experts are popular), and all rows to the last expert or to one rank's experts."""
     draw = torch.Generator().manual_seed(len(name))
     weights = {
@@ -90,11 +90,11 @@ def drawn_loads(name: str, ranks: int, experts: int, rows: int) -> Loads:
         "one expert": torch.eye(experts)[-1:].expand(ranks, -1),
         "one rank": (torch.arange(experts) // (experts // ranks) == 1).float().expand(ranks, -1),
     }[name]
-    chosen = weights.multinomial(rows, replacement=True, generator=draw)
+    chosen = weights.multinomial(row_count, replacement=True, generator=draw)
     return Loads(torch.stack([line.bincount(minlength=experts) for line in chosen]), float(ranks))
 
 
-def check_exchanges(loads: Sequence[Loads], device: str, rows: int, width: int, dtype: torch.dtype) -> None:
+def check_exchanges(loads: Sequence[Loads], device: str, row_count: int, width: int, dtype: torch.dtype) -> None:
     """Exchange rows for each of `loads` in turn, out and back, in the same windows; all rows arrive with the same bits."""
     ranks, _ = loads[0].counts.shape
     emulated = EmulatedRanks(ranks, device, loads[0].bound)
@@ -102,7 +102,7 @@ def check_exchanges(loads: Sequence[Loads], device: str, rows: int, width: int, 
         draw = torch.Generator().manual_seed(number)
         sent, answers = (
             [torch.randn(size, width, generator=draw).to(device, dtype) for _ in range(ranks)]
-            for size in (rows, emulated.exchanges[0].most_received(rows))
+            for size in (row_count, emulated.exchanges[0].most_received(row_count))
         )
         offsets, routes = emulated.route(case.counts.to(device), sent)
         received = emulated.move(sent, routes, back=False)

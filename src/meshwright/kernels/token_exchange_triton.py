@@ -43,10 +43,12 @@ def wait(flags: Tensor, number: int) -> None:
     _wait[(flags.shape[0],)](flags, number, num_warps=1)
 
 
-def route(counts: Tensor, rank: int, rows: int, bound: int, exceeded: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def route(
+    counts: Tensor, rank: int, row_count: int, bound: int, exceeded: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Targets of rows on both ways from `counts` `(ranks, experts)`, int32: the rows of each rank for each expert.
 
-    Rank r has experts from `r · experts / ranks` on. A rank sends its `rows` rows sorted by expert and receives at most `bound` rows,
+    Rank r has experts from `r · experts / ranks` on. A rank sends its `row_count` rows sorted by expert and receives at most `bound` rows,
     sorted by expert, then by rank, then as the sender sorted them. Returns the ends of the received experts' rows
     `(experts / ranks,)`, int32; the targets `(rows,)` of sent rows; the targets `(bound,)` of received rows on the way back; and `(3,)`,
     int32: the number of rows sent, of rows received, and 1 if any rank would receive more than `bound` rows. Those beyond the bound
@@ -62,7 +64,7 @@ def route(counts: Tensor, rank: int, rows: int, bound: int, exceeded: Tensor) ->
         RANKS=ranks, LOCAL=local, RANK_BLOCK=triton.next_power_of_2(ranks), LOCAL_BLOCK=triton.next_power_of_2(local),
         num_warps=8,
     )  # fmt: skip
-    sent, returned = (torch.empty(size, dtype=torch.int64, device=device) for size in (rows, bound))
+    sent, returned = (torch.empty(size, dtype=torch.int64, device=device) for size in (row_count, bound))
     block = triton.next_power_of_2(experts)
     search = max(16, SEARCHED // block)
     for back, (targets, limit) in enumerate(((sent, bound), (returned, 2**31 - 1))):
@@ -75,7 +77,7 @@ def route(counts: Tensor, rank: int, rows: int, bound: int, exceeded: Tensor) ->
 
 
 def write_rows(
-    rows: Tensor,
+    activations: Tensor,
     targets: Tensor,
     count: Tensor,
     peers: Tensor,
@@ -88,11 +90,11 @@ def write_rows(
     With `scales` they are rounded to `fp8` with one scale a row (`row_quantize.quantize_rows`); a window's scales, fp32, start at
     byte `scales`.
     """
-    rows, width = rows.contiguous(), rows.shape[1]
-    if rows.numel():
-        _write_rows[_programs(rows)](
-            rows, targets, count, peers, first, scales or 0,
-            WIDTH=width, BYTES=(rows if scales is None else torch.empty(0, dtype=fp8)).element_size(),
+    activations, width = activations.contiguous(), activations.shape[1]
+    if activations.numel():
+        _write_rows[_programs(activations)](
+            activations, targets, count, peers, first, scales or 0,
+            WIDTH=width, BYTES=(activations if scales is None else torch.empty(0, dtype=fp8)).element_size(),
             FP8=None if scales is None else _TYPES[fp8], **_launch(width),
         )  # fmt: skip
 
@@ -119,11 +121,13 @@ def _launch(width: int) -> dict[str, int]:
     return {"BLOCK": block, "num_warps": min(32, max(1, block // (32 * ELEMENTS_PER_THREAD)))}
 
 
-def _programs(rows: Tensor) -> tuple[int]:
-    if not rows.is_cuda:
-        return (min(rows.shape[0], 4),)
-    processors = torch.cuda.get_device_properties(rows.device).multi_processor_count
-    return (min(rows.shape[0], processors * PROCESSOR_THREADS // (32 * _launch(rows.shape[1])["num_warps"])),)
+def _programs(activations: Tensor) -> tuple[int]:
+    if not activations.is_cuda:
+        return (min(activations.shape[0], 4),)
+    processors = torch.cuda.get_device_properties(activations.device).multi_processor_count
+    return (
+        min(activations.shape[0], processors * PROCESSOR_THREADS // (32 * _launch(activations.shape[1])["num_warps"])),
+    )
 
 
 @triton.jit(do_not_specialize=["rank", "number"])
@@ -192,7 +196,7 @@ def _route(
 
 @triton.jit(do_not_specialize=["limit"])
 def _targets(
-    segments, targets, rows, limit,
+    segments, targets, row_count, limit,
     RANKS: tl.constexpr, LOCAL: tl.constexpr, BACK: tl.constexpr, SEARCH: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     EXPERTS: tl.constexpr = RANKS * LOCAL
@@ -200,16 +204,16 @@ def _targets(
     number = tl.arange(0, BLOCK)
     ends = tl.load(segments + number, mask=number < EXPERTS, other=2147483647)
     segment = tl.sum((ends[None, :] <= index[:, None]).to(tl.int32), 1)
-    exists = (segment < EXPERTS) & (index < rows)
+    exists = (segment < EXPERTS) & (index < row_count)
     target = index + tl.load(segments + EXPERTS + segment, mask=exists, other=0)
     peer = segment % RANKS if BACK else segment // LOCAL
     packed = (peer.to(tl.int64) << 32) + target
-    tl.store(targets + index, tl.where(exists & (target < limit), packed, -1), mask=index < rows)
+    tl.store(targets + index, tl.where(exists & (target < limit), packed, -1), mask=index < row_count)
 
 
 @triton.jit(do_not_specialize=["first", "scales"])
 def _write_rows(
-    rows, targets, count, peers, first, scales,
+    activations, targets, count, peers, first, scales,
     WIDTH: tl.constexpr, BYTES: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     index, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
@@ -219,10 +223,10 @@ def _write_rows(
         target = tl.load(targets + index)
         if target >= 0:
             window, position = tl.load(peers + (target >> 32)), target & 0xFFFFFFFF
-            numbers = tl.load(rows + index * WIDTH + column, mask=inside, other=0.0)
+            numbers = tl.load(activations + index * WIDTH + column, mask=inside, other=0.0)
             address = window + first + position * (WIDTH * BYTES)
             if FP8 is None:
-                out = tl.multiple_of(address.to(rows.dtype), 16 if WIDTH * BYTES % 16 == 0 else BYTES)
+                out = tl.multiple_of(address.to(activations.dtype), 16 if WIDTH * BYTES % 16 == 0 else BYTES)
                 tl.store(out + column, numbers, mask=inside)
             else:
                 out = tl.multiple_of(address.to(tl.pointer_type(FP8)), 16 if WIDTH * BYTES % 16 == 0 else BYTES)
@@ -231,14 +235,14 @@ def _write_rows(
         index += tl.num_programs(0)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["row_count"])
 def _read_rows(
-    received, out, totals, scales, rows,
+    received, out, totals, scales, row_count,
     WIDTH: tl.constexpr, BACK: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     index, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = column < WIDTH
-    end = rows if BACK else tl.load(totals + 1)
+    end = row_count if BACK else tl.load(totals + 1)
     factor = tl.where(tl.load(totals + 2) != 0, float("nan"), 1.0)
     while index < end:
         offset = index * WIDTH + column

@@ -48,8 +48,10 @@ def distribute_experts(model: Decoder, mesh: Mesh, plan: ExpertPlan | None = Non
         raise BadInput(
             f"plan.expert × plan.tensor: expected a divisor of model.experts = {model.spec.experts}, got {group.size()}"
         )
-    peers = plan is not None and plan.exchange != "all_to_all"
-    exchange = open_peer_exchange(mesh, plan) if peers else AllToAll(group.group_name, group.size())
+    if plan is None or plan.exchange == "all_to_all":
+        exchange: TokenExchange = AllToAll(group.group_name, group.size())
+    else:
+        exchange = open_peer_exchange(mesh, plan)
     if plan is None or plan.policy == "none":
         for mixture in _mixtures(model):
             mixture.experts = DistributedExperts(mixture.experts, exchange)

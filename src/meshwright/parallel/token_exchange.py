@@ -74,9 +74,9 @@ def open_peer_exchange(mesh: Mesh, plan: ExpertPlan) -> PeerTokenExchange:
     )
 
 
-def _order_of_groups(offsets: Tensor, rows: int) -> ExpertOrder:
+def _order_of_groups(offsets: Tensor, row_count: int) -> ExpertOrder:
     """The order of rows that are already sorted by expert."""
-    positions = torch.arange(rows, device=offsets.device)
+    positions = torch.arange(row_count, device=offsets.device)
     return ExpertOrder(positions, positions[:, None], offsets)
 
 
@@ -87,44 +87,46 @@ _peers_by_group: WeakValueDictionary[str, PeerExchange] = WeakValueDictionary()
 # Custom operators, because torch.compile cannot trace data from other ranks.
 @torch.library.custom_op("meshwright::route_tokens", mutates_args=())
 def route_tokens(
-    load: Tensor, rows: Tensor, ranks: int, most: int, group: str
+    load: Tensor, activations: Tensor, ranks: int, most: int, group: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Exchange the counts `load` `(experts,)` of `rows` over `ranks` ranks that receive at most `most` rows.
+    """Exchange the counts `load` `(experts,)` of `activations` over `ranks` ranks that receive at most `most` rows.
 
     Returns the ends of the received experts' rows `(experts / ranks,)`, and the tensors of a `Route`.
     """
     peers = _peers_by_group[group]
-    assert peers.ranks == ranks and peers.most_received(rows.shape[0]) == most
-    peers.start_route(load, rows)
-    offsets, route = peers.finish_route(rows.shape[0])
-    return offsets, *route
+    assert peers.ranks == ranks and peers.most_received(activations.shape[0]) == most
+    peers.start_route(load, activations)
+    offsets, route = peers.finish_route(activations.shape[0])
+    return offsets, route.sent, route.received, route.totals
 
 
 @route_tokens.register_fake
-def _(load: Tensor, rows: Tensor, ranks: int, most: int, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(load: Tensor, activations: Tensor, ranks: int, most: int, group: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     del group
     offsets, totals = (load.new_empty(size, dtype=torch.int32) for size in (load.shape[0] // ranks, 3))
-    sent, received = (load.new_empty(size, dtype=torch.int64) for size in (rows.shape[0], most))
+    sent, received = (load.new_empty(size, dtype=torch.int64) for size in (activations.shape[0], most))
     return offsets, sent, received, totals
 
 
 @torch.library.custom_op("meshwright::move_tokens", mutates_args=())
 def move_tokens(
-    rows: Tensor, sent: Tensor, received: Tensor, totals: Tensor, back: bool, fp8: bool, group: str
+    activations: Tensor, sent: Tensor, received: Tensor, totals: Tensor, back: bool, fp8: bool, group: str
 ) -> Tensor:
     """Send rows `(rows, width)` to their experts or, if `back`, to their sources; the tensors are those of a `Route`.
 
-    Returns the rows that arrive, `(rows sent or most rows received, width)`. Those beyond the rows received are undefined.
+    Returns the activations that arrive, `(rows sent or most rows received, width)`. Those beyond the rows received are undefined.
     """
     peers, route = _peers_by_group[group], Route(sent, received, totals)
-    peers.start_move(rows, route, back, fp8)
-    return peers.finish_move(route, back, rows.new_empty((sent if back else received).shape[0], rows.shape[1]), fp8)
+    peers.start_move(activations, route, back, fp8)
+    return peers.finish_move(
+        route, back, activations.new_empty((sent if back else received).shape[0], activations.shape[1]), fp8
+    )
 
 
 @move_tokens.register_fake
-def _(rows: Tensor, sent: Tensor, received: Tensor, totals: Tensor, back: bool, fp8: bool, group: str) -> Tensor:
+def _(activations: Tensor, sent: Tensor, received: Tensor, totals: Tensor, back: bool, fp8: bool, group: str) -> Tensor:
     del totals, fp8, group
-    return rows.new_empty((sent if back else received).shape[0], rows.shape[1])
+    return activations.new_empty((sent if back else received).shape[0], activations.shape[1])
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -28,7 +28,7 @@ from meshwright.workload.buffers import TOKEN_SLOTS
 
 
 class Window(NamedTuple):
-    """Memory `(bytes,)` of this rank that all ranks map, and the addresses `(ranks,)` of all ranks' memory, int64 on the device."""
+    """Memory `(bytes,)` of this rank that all ranks map, and the addresses `(ranks,)` of all ranks' windows, int64."""
 
     memory: Tensor
     addresses: Tensor
@@ -60,25 +60,27 @@ class PeerExchange:
         self._routes = self._moves = 0
         self._exceeded = torch.zeros(1, dtype=torch.int32, pin_memory=torch.cuda.is_available())
 
-    def most_received(self, rows: int) -> int:
-        """Rows that a rank receives at most if each rank sends `rows`."""
-        return math.ceil(self._bound * rows)
+    def most_received(self, row_count: int) -> int:
+        """Rows that a rank receives at most if each rank sends `row_count`."""
+        return math.ceil(self._bound * row_count)
 
-    def start_route(self, load: Tensor, rows: Tensor) -> None:
-        """Send all ranks the numbers of this rank's rows for each expert, `load` `(experts,)`, before an exchange of `rows`.
+    def start_route(self, load: Tensor, activations: Tensor) -> None:
+        """Send all ranks this rank's numbers of rows for each expert, `load` `(experts,)`, before they exchange `activations`.
 
         Raises BadInput if rows of an earlier exchange exceeded the bound.
         """
         from meshwright.kernels.token_exchange_triton import signal
 
         self.check()
-        self._reserve(load.shape[0], max(rows.shape[0], self.most_received(rows.shape[0])), rows[:1].nbytes)
+        self._reserve(
+            load.shape[0], max(activations.shape[0], self.most_received(activations.shape[0])), activations[:1].nbytes
+        )
         self._routes += 1
         slot = self._routes % TOKEN_SLOTS
         load = load.to(torch.int32)
         signal(self._window.addresses, self.rank, self._routes, self._areas.count_flags, load, self._areas.counts(slot))
 
-    def finish_route(self, rows: int) -> tuple[Tensor, Route]:
+    def finish_route(self, row_count: int) -> tuple[Tensor, Route]:
         """Wait for all ranks' numbers of rows; returns ends of the received experts' rows `(local experts,)`, and the route."""
         from meshwright.kernels.token_exchange_triton import route, wait
 
@@ -86,19 +88,21 @@ class PeerExchange:
         table = self._view(
             self._areas.counts(self._routes % TOKEN_SLOTS), (self.ranks, self._areas.experts), torch.int32
         )
-        offsets, *targets = route(table, self.rank, rows, self.most_received(rows), self._exceeded)
+        offsets, *targets = route(table, self.rank, row_count, self.most_received(row_count), self._exceeded)
         return offsets, Route(*targets)
 
-    def start_move(self, rows: Tensor, route: Route, back: bool, fp8: bool = False) -> None:
+    def start_move(self, activations: Tensor, route: Route, back: bool, fp8: bool = False) -> None:
         """Write rows `(rows, width)` to the ranks of their experts or, if `back`, to their sources; `fp8` rounds them."""
         from meshwright.kernels.token_exchange_triton import signal, write_rows
 
         self._moves += 1
         slot = self._moves % TOKEN_SLOTS
         targets, count = (route.received, route.totals[1:]) if back else (route.sent, route.totals)
-        assert rows.shape[0] <= self._areas.rows and rows[:1].nbytes <= self._areas.row_bytes, "rows that fit a slot"
+        assert activations.shape[0] <= self._areas.row_count and activations[:1].nbytes <= self._areas.row_bytes, (
+            "rows that fit a slot"
+        )
         scales = self._areas.scales(slot) if fp8 else None
-        write_rows(rows, targets, count, self._window.addresses, self._areas.slot(slot), scales)
+        write_rows(activations, targets, count, self._window.addresses, self._areas.slot(slot), scales)
         signal(self._window.addresses, self.rank, self._moves, self._areas.row_flags)
 
     def finish_move(self, route: Route, back: bool, out: Tensor, fp8: bool = False) -> Tensor:
@@ -124,12 +128,12 @@ class PeerExchange:
                 f"that it sends; raise it (at most to {self.ranks}, the ranks of the experts) or choose plan.expert_exchange: all_to_all"
             )
 
-    def _reserve(self, experts: int, rows: int, row_bytes: int) -> None:
+    def _reserve(self, experts: int, row_count: int, row_bytes: int) -> None:
         areas = self._areas
-        if experts == areas.experts and rows <= areas.rows and row_bytes <= areas.row_bytes:
+        if experts == areas.experts and row_count <= areas.row_count and row_bytes <= areas.row_bytes:
             return
         assert not areas.experts or experts == areas.experts, "all layers have the same number of experts"
-        self._areas = _Areas(self.ranks, experts, max(rows, areas.rows), max(row_bytes, areas.row_bytes))
+        self._areas = _Areas(self.ranks, experts, max(row_count, areas.row_count), max(row_bytes, areas.row_bytes))
         self._window = self._open(self._areas.size)
         # A new window's flags are zero.
         self._routes = self._moves = 0
@@ -143,7 +147,7 @@ class _Areas(NamedTuple):
 
     ranks: int
     experts: int
-    rows: int
+    row_count: int
     row_bytes: int
 
     @property
@@ -158,10 +162,10 @@ class _Areas(NamedTuple):
         return 2 * self.row_flags + slot * aligned(4 * self.ranks * self.experts)
 
     def scales(self, slot: int) -> int:
-        return self.counts(TOKEN_SLOTS) + slot * aligned(4 * self.rows)
+        return self.counts(TOKEN_SLOTS) + slot * aligned(4 * self.row_count)
 
     def slot(self, slot: int) -> int:
-        return self.scales(TOKEN_SLOTS) + slot * aligned(self.rows * self.row_bytes)
+        return self.scales(TOKEN_SLOTS) + slot * aligned(self.row_count * self.row_bytes)
 
     @property
     def size(self) -> int:
