@@ -7,7 +7,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +32,8 @@ from meshwright.training.session import Session, open_session
 from meshwright.training.stop import StopRequest
 
 Change = Callable[[World, Session], None]
+Start = tuple[str | None, int, bool]
+"""(tier, step, equal) of a start; `equal` tells whether all state has the trained bits, or at step 0 the initial ones."""
 TOKEN = "0123456789abcdef"
 
 
@@ -92,24 +94,44 @@ def _arena() -> Arena:
     return arena
 
 
-def restarted(world: World, assignment: Assignment, change: Change, at_most: int | None = None) -> tuple[Any, ...]:
-    """(tier, step, equal) of a start after a run and a `change`.
+def restarted(world: World, assignment: Assignment, starts: Sequence[tuple[Change, int | None]]) -> list[Start]:
+    """Train once; of each (change, newest step to resume from), start from what the run left, after the change.
 
-    `equal` tells whether all state has the trained bits, or at step 0 the initial ones.
+    Each start has copies of the arenas and of the checkpoints.
     """
     with mock.patch.dict(os.environ, {ARENA: f"/proc/self/fd/{empty_memory()}"}):
         session = open_session(assignment, world)
         initial = {name: parts.local.clone() for name, parts in session.state().items()}
         _train(session)
         trained = {name: parts.local.clone() for name, parts in session.state().items()}
-        ranks = Ranks(world.control)
-        ranks.run_on_all("training", lambda: None)
+        Ranks(world.control).run_on_all("training", lambda: None)
+        memory = Path(os.environ[ARENA]).read_bytes()
+    if world.leads:
+        (session.folder / "checkpoints").rename(session.folder.parent / "stored")
+    results: list[Start] = []
+    for change, at_most in starts:
+        resumed = _start_after(change, world, session, memory, _resume_assignment(assignment, at_most))
+        expected = trained if resumed.step else initial
+        equal = all(torch.equal(parts.local, expected[name]) for name, parts in resumed.state().items())
+        results.append((resumed.resumed_from, resumed.step, equal))
+    return results
+
+
+def _start_after(change: Change, world: World, session: Session, memory: bytes, assignment: Assignment) -> Session:
+    """The start of `assignment` after a `change` to copies of this rank's `memory` and of the stored checkpoints."""
+    ranks, descriptor = Ranks(world.control), empty_memory()
+    os.write(descriptor, memory)
+    if world.leads:
+        shutil.rmtree(session.folder / "checkpoints", ignore_errors=True)
+        shutil.copytree(session.folder.parent / "stored", session.folder / "checkpoints")
+    with mock.patch.dict(os.environ, {ARENA: f"/proc/self/fd/{descriptor}"}):
+        ranks.run_on_all("copying", lambda: None)
         change(world, session)
         ranks.run_on_all("changing", lambda: None)
-        session = open_session(_resume_assignment(assignment, at_most), world)
-        expected = trained if session.step else initial
-        equal = all(torch.equal(parts.local, expected[name]) for name, parts in session.state().items())
-        return session.resumed_from, session.step, equal
+        resumed = open_session(assignment, world)
+        ranks.run_on_all("loading", lambda: None)
+    os.close(descriptor)
+    return resumed
 
 
 class Host:

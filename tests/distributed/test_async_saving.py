@@ -69,11 +69,11 @@ def test_a_run_that_is_asked_to_stop_waits_for_its_checkpoint(pool: Pool, tiny: 
 def test_saves_that_are_due_while_one_is_in_flight_are_skipped_and_counted(
     pool: Pool, tiny: Path, tmp_path: Path
 ) -> None:
-    longer = [*ranks(2), "train.steps=40", "checkpoint.every=1", "checkpoint.keep=50", ASYNC]
+    longer = [*ranks(2), "train.steps=20", "checkpoint.every=1", "checkpoint.keep=50", ASYNC]
     results = trained(pool, tiny, tmp_path, *longer)
-    assert [result.error for result in results] == [None, None] and [result.last for result in results] == [40, 40]
+    assert [result.error for result in results] == [None, None] and [result.last for result in results] == [20, 20]
     steps = steps_on_disk(tmp_path)
     lines = read_metrics(tmp_path / "tiny" / "metrics.jsonl")
     texts = [line["text"] for line in lines if line["kind"] == "event" and "beside training" in line["text"]]
     skipped = sum(int(text.rpartition("; ")[2].split()[0]) for text in texts if "skipped" in text)
-    assert steps[-1] == 40 and len(steps) == len(texts) and len(steps) + skipped == 40 and skipped > 0
+    assert steps[-1] == 20 and len(steps) == len(texts) and len(steps) + skipped == 20 and skipped > 0

@@ -1,8 +1,8 @@
 """Context parallelism equals one device, alone and with everything else: loss, gradient norm, every gradient and weight.
 
 The oracle is that of test_equality. Every case runs with whole rows, whose keys and values pass round the ring, and with documents that
-begin anywhere, also across the cuts of the sequence. Pipelines run once: those with Ulysses ranks with documents, those with a ring alone
-with whole rows. Some have fewer key/value heads than ranks.
+begin anywhere, also across the cuts of the sequence. Small pipelines run once: those with Ulysses ranks with documents, those with a ring
+alone with whole rows. Some have fewer key/value heads than ranks.
 """
 
 from __future__ import annotations
@@ -93,12 +93,13 @@ COMPILED = [
     ("spec", "case"), [*CASES, *(pytest.param(*row, marks=pytest.mark.slow) for row in WIDER)], ids=named
 )
 def test_up_to_four_ranks(pool: Pool, spec: ModelSpec, case: Case) -> None:
-    check(pool, spec, case)
+    check(pool, spec, case, (False, True) if case.pipeline == 1 else (case.ulysses > 1,))
 
 
+@pytest.mark.parametrize("masked", quick_first(1, [True, False]), ids=["documents", "whole rows"])
 @pytest.mark.parametrize(("spec", "case"), quick_first(3, LARGE, unpack=True), ids=named)
-def test_eight_ranks(pool: Pool, spec: ModelSpec, case: Case) -> None:
-    check(pool, spec, case)
+def test_eight_ranks(pool: Pool, spec: ModelSpec, case: Case, masked: bool) -> None:
+    check(pool, spec, case, (masked,))
 
 
 @pytest.mark.slow
@@ -108,8 +109,7 @@ def test_compiled(pool: Pool, spec: ModelSpec, case: Case, masked: bool) -> None
     compare(results, one_device(spec, masked)[:STEPS], 1e-9)
 
 
-def check(pool: Pool, spec: ModelSpec, case: Case) -> None:
-    documents = (False, True) if case.pipeline == 1 else (case.ulysses > 1,)
+def check(pool: Pool, spec: ModelSpec, case: Case, documents: tuple[bool, ...]) -> None:
     results = pool.run(with_and_without_documents, case.plan.ranks, spec, case.plan, documents)
     for masked, result in zip(documents, zip(*results, strict=True), strict=True):
         compare(list(result), one_device(spec, masked)[:STEPS], 1e-9)

@@ -291,9 +291,9 @@ def test_float64_equals_one_device(pool: Pool, spec: ModelSpec, name: str) -> No
 def test_bf16_stays_within_its_bound(pool: Pool, replicate: int, shard: int) -> None:
     """First-step gradients only: after an update bf16 and fp64 weights differ by Adam's sign-like steps."""
     tested_plan = plan(replicate, shard, 2, compute="bf16")
-    results = [steps[:1] for steps in pool.run(sharded, tested_plan.ranks, LLAMA, tested_plan)]
+    results = pool.run(sharded, tested_plan.ranks, LLAMA, tested_plan, 1.0, 1)
     compare(results, one_device(LLAMA)[:1], BF16_BOUND, weights=False)
-    one_rank = pool.run(sharded, 1, LLAMA, plan(1, 1, 2, compute="bf16"))[0][:1]
+    one_rank = pool.run(sharded, 1, LLAMA, plan(1, 1, 2, compute="bf16"), 1.0, 1)[0]
     compare(
         results,
         [{**step, "gradients": {n: g.double() for n, g in step["gradients"].items()}} for step in one_rank],
@@ -326,7 +326,7 @@ def test_sums_over_replicas_in_bf16_round_and_are_the_same_on_all(pool: Pool, sh
 @pytest.mark.parametrize("tested_plan", [plan(1, 2, 4), plan(1, 2, 4, compute="bf16")], ids=["fp64", "bf16"])
 def test_a_wrong_factor_is_noticed(pool: Pool, tested_plan: Plan) -> None:
     """A factor of 2, which Adam and clipping hide from the weights, must fail the same comparison."""
-    results = [steps[:1] for steps in pool.run(sharded, 2, LLAMA, tested_plan, 2.0)]
+    results = pool.run(sharded, 2, LLAMA, tested_plan, 2.0, 1)
     with pytest.raises(AssertionError):
         compare(
             results,

@@ -32,43 +32,37 @@ def test_a_restart_loads_the_newest_snapshot_without_storage(
 ) -> None:
     assignment = prepared(tiny, tmp_path, *layout, *ASYNC, "model.tied=true").assignment
     count = assignment.run.cluster.ranks
-    assert pool.run(cases.restarted, count, assignment, cases.delete_checkpoints) == [("host memory", 6, True)] * count
+    answers = pool.run(cases.restarted, count, assignment, [(cases.delete_checkpoints, None)])
+    assert answers == [[("host memory", 6, True)]] * count
 
 
-def test_ranks_that_change_places_load_what_each_has_in_its_memory(pool: Pool, tiny: Path, tmp_path: Path) -> None:
-    assignment = prepared(tiny, tmp_path, *ranks(2), *ASYNC).assignment
-    assert pool.run(cases.restarted, 2, assignment, cases.exchange_arenas) == [("host memory", 6, True)] * 2
+STARTS = {
+    "unchanged": (cases.nothing, None, ("host memory", 6, True)),
+    "exchanged": (cases.exchange_arenas, None, ("host memory", 6, True)),
+    "corrupt byte": (cases.corrupt_byte, None, ("storage", 6, True)),
+    "next snapshot begun": (cases.begin_next_snapshot, None, ("storage", 6, True)),
+    "corrupt record": (cases.corrupt_record, None, ("storage", 6, True)),
+    "lost arena": (cases.lose_arena, None, ("storage", 6, True)),
+    "beyond the step": (cases.nothing, 5, ("storage", 3, False)),
+    "nothing intact": (cases.corrupt_and_delete, None, (None, 0, True)),
+}
+"""By name: what changes after a run on two ranks, the newest step to resume from, and the start then."""
 
 
-@pytest.mark.parametrize(
-    ("change", "tier"),
-    quick_first(
-        3,
-        [
-            (cases.nothing, "host memory"),
-            (cases.corrupt_byte, "storage"),
-            (cases.begin_next_snapshot, "storage"),
-            (cases.corrupt_record, "storage"),
-            (cases.lose_arena, "storage"),
-        ],
-        unpack=True,
-    ),
-)
-def test_a_snapshot_that_is_not_complete_and_intact_on_all_ranks_is_not_used(
-    pool: Pool, tiny: Path, tmp_path: Path, change: cases.Change, tier: str
+@pytest.fixture(scope="module")
+def starts(pool: Pool, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[cases.Start]]:
+    """By name, what each rank found at its start."""
+    assignment = prepared(tiny, tmp_path_factory.mktemp("starts"), *ranks(2), *ASYNC).assignment
+    by_rank = pool.run(cases.restarted, 2, assignment, [(change, at_most) for change, at_most, _ in STARTS.values()])
+    return {name: list(answers) for name, answers in zip(STARTS, zip(*by_rank, strict=True), strict=True)}
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_only_a_snapshot_that_is_complete_intact_and_not_too_new_is_used(
+    starts: dict[str, list[cases.Start]], name: str
 ) -> None:
-    assignment = prepared(tiny, tmp_path, *ranks(2), *ASYNC).assignment
-    assert pool.run(cases.restarted, 2, assignment, change) == [(tier, 6, True)] * 2
-
-
-def test_a_snapshot_beyond_the_step_to_resume_from_is_not_used(pool: Pool, tiny: Path, tmp_path: Path) -> None:
-    assignment = prepared(tiny, tmp_path, *ranks(2), *ASYNC).assignment
-    assert pool.run(cases.restarted, 2, assignment, cases.nothing, 5) == [("storage", 3, False)] * 2
-
-
-def test_damaged_memory_without_storage_leaves_the_initial_weights(pool: Pool, tiny: Path, tmp_path: Path) -> None:
-    assignment = prepared(tiny, tmp_path, *ranks(2), *ASYNC).assignment
-    assert pool.run(cases.restarted, 2, assignment, cases.corrupt_and_delete) == [(None, 0, True)] * 2
+    """From the ranks' memory, also where hosts changed places; else all ranks load from storage, or begin anew."""
+    assert starts[name] == [STARTS[name][2]] * 2
 
 
 TWO_HOSTS = ("cluster.nodes=2", "cluster.gpus_per_node=1", "plan.shard=2", "checkpoint.partner=host")

@@ -16,6 +16,7 @@ from meshwright.observe.metrics import read_metrics
 from meshwright.optim.schedule import learning_rate
 from tests.distributed import cases_saving as cases
 from tests.distributed.pool import Pool
+from tests.slow import quick_first
 from tests.training.tiny import make_tiny, prepared, ranks
 
 STEPS = 6
@@ -82,7 +83,7 @@ def test_a_failure_in_the_last_step_counts_too(pool: Pool, tiny: Path, tmp_path:
     assert intact(tmp_path) == [STEPS]
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", quick_first(1, [True, False]))
 def test_a_checkpoint_needs_the_estimated_bytes_and_no_file_of_the_run_folder(
     pool: Pool, tiny: Path, tmp_path: Path, tied: bool
 ) -> None:

@@ -198,7 +198,7 @@ def test_compiled(pool: Pool, case: Case) -> None:
 
 def test_a_wrong_factor_is_noticed(pool: Pool) -> None:
     case = Case("zbv", pipeline=2, shard=2)
-    results = [steps[:1] for steps in pool.run(sharded, 4, DEEP, case.plan, 2.0)]
+    results = pool.run(sharded, 4, DEEP, case.plan, 2.0, 1)
     with pytest.raises(AssertionError):
         compare(results, one_device(DEEP)[:1], 1e-9, weights=False)
 

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from meshwright.server import run
+from meshwright.server.addresses import listening_socket
+from meshwright.server.endpoints import Api
+from meshwright.server.engine_client import EngineClient
 from meshwright.server.engine_process import load_engine
-from meshwright.server.engine_setup import EngineSetup
+from meshwright.server.engine_setup import EngineProcess, EngineSetup
+from meshwright.server.metrics import ServerMetrics
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, BadInput
 from meshwright.spec.fields import from_plain, to_plain
 from meshwright.spec.serve import ServeSpec
@@ -27,10 +34,18 @@ from tests.server.helpers import SIZES
 OPTIONS = [word for key, value in SIZES.items() for word in (f"--{key.replace('_', '-')}", str(value))]
 
 
+REPORTING = (
+    "from meshwright.server import run; run.FAILED_SECONDS = 300.0; from meshwright.cli.main import main; main()"
+)
+"""The command, whose server reports a failed engine until it is stopped."""
+
+
 @contextmanager
-def served(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def served(
+    folder: Path, *options: str, start: tuple[str, str] = ("-m", "meshwright")
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The command's process and its URL."""
-    command = [sys.executable, "-m", "meshwright", "serve", str(folder), "--port", "0", *OPTIONS, *options]
+    command = [sys.executable, *start, "serve", str(folder), "--port", "0", *OPTIONS, *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -75,21 +90,68 @@ def test_sigterm_lets_running_requests_end(folder: Path, ranks: int) -> None:
 
 
 def test_an_engine_that_dies_is_reported(folder: Path) -> None:
-    with served(folder) as (process, url):
+    with served(folder, start=("-c", REPORTING)) as (process, url):
         with ask(url, max_tokens=2) as answer:
             assert json.load(answer)["usage"]["completion_tokens"] == 2
         os.kill(*engines_of(process), signal.SIGKILL)
-        deadline, status = time.monotonic() + 20, 200
-        while status == 200 and time.monotonic() < deadline:
+        status = 200
+        while status == 200:
             try:
-                with urllib.request.urlopen(f"{url}/health", timeout=10) as answer:
+                with urllib.request.urlopen(f"{url}/health", timeout=60) as answer:
                     status = answer.status
             except urllib.error.HTTPError as error:
                 status = error.code
                 assert json.load(error) == {"status": "failed"}
         assert status == 503
+        process.send_signal(signal.SIGTERM)
         assert process.wait(30) == EXIT_COMMUNICATION
         assert "engine" in process.stderr.read()
+
+
+def test_a_server_whose_engine_failed_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "FAILED_SECONDS", 0.01)
+    client, output = EngineClient(ServerMetrics("tiny")), list[str]()
+    api = cast(Api, SimpleNamespace(client=client, name="tiny"))
+
+    async def serve() -> None:
+        with listening_socket("127.0.0.1", 0, "port") as end:
+            server = run._Server(api, cast(EngineProcess, None), [end], Path(), Path(), output.append)
+            until_stopped = asyncio.ensure_future(server._until_stopped())
+            client._take({"ready": {}})
+            while not output:
+                await asyncio.sleep(0)
+            assert not until_stopped.done()
+            client.fail("it ended", EXIT_COMMUNICATION)
+            await until_stopped
+
+    asyncio.run(asyncio.wait_for(serve(), 60))
+
+
+def test_a_connection_accepted_while_the_server_closes_is_closed_with_it() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("nothing is asked")
+
+    async def end_with_a_late_connection() -> bytes:
+        server, loop = run.uvicorn_server(app), asyncio.get_running_loop()
+        client, accepted = socket.socketpair()
+        accepted.setblocking(False)
+        client.setblocking(False)
+
+        async def accept() -> None:
+            protocol = server.config.http_protocol_class
+            settings = {"config": server.config, "server_state": server.server_state, "app_state": {}}
+            await loop.connect_accepted_socket(lambda: protocol(**settings), accepted)
+
+        with client, listening_socket("127.0.0.1", 0, "port") as end:
+            serving = asyncio.ensure_future(server.serve(sockets=[end]))
+            while not server.started:
+                await asyncio.sleep(0)
+            server.lifespan.shutdown = accept  # the last that the server waits for
+            server.should_exit = True
+            await serving
+            return await loop.sock_recv(client, 1)
+
+    assert asyncio.run(asyncio.wait_for(end_with_a_late_connection(), 60)) == b""
 
 
 def test_mistakes_in_the_settings(folder: Path, tmp_path: Path) -> None:

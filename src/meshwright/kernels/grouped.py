@@ -58,6 +58,11 @@ def sorted_weights(weights: Tensor, order: ExpertOrder) -> Tensor:
     return _ToGroups.apply(weights.reshape(-1, 1), order.sorted, order.positions.view(-1, 1)).squeeze(1)
 
 
+def sizes_stay_on_device(x: Tensor) -> bool:
+    """Whether grouped products of `x` need no sizes of groups on the host."""
+    return x.is_cuda and x.dtype == torch.bfloat16
+
+
 def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, *, plain: bool = False) -> Tensor:
     """Each row of x `(rows, in)` times its group's matrix, transposed: `(rows, out)`, with weight `(groups, out, in)`.
 
@@ -65,7 +70,7 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, *, plain: bool = 
     product; elsewhere, and with `plain`, a loop over the groups, for which the host reads their sizes. Raises BadInput if the fast path
     gets widths that are not multiples of 8.
     """
-    plain = plain or not x.is_cuda or x.dtype != torch.bfloat16
+    plain = plain or not sizes_stay_on_device(x)
     if not plain and (weight.shape[1] % 8 or weight.shape[2] % 8):
         raise BadInput(
             f"a grouped product in bf16 needs widths that are multiples of 8, got experts of {weight.shape[2]} to {weight.shape[1]}: "

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.fp8_products import E4M3
+from meshwright.kernels.grouped import sizes_stay_on_device
 from meshwright.models.decoder import Decoder
 from meshwright.policies.batch_request import BatchLimits, CacheGroup, Request, Step
 from meshwright.policies.batching import BatchPolicy
@@ -101,7 +102,7 @@ class Engine:
             prompt_unit=_prompt_unit(weight.device, cache, options),
             drafts=0 if speculation is None else speculation.tokens,
         )
-        graphs = cuda if options.graphs is None else options.graphs
+        graphs = cuda and not _host_reads_experts(model) if options.graphs is None else options.graphs
         sizes = graph_sizes(options.sequences) if graphs else ()
         invariant = options.invariant
         runner, sampler = classes_for(weight.device) if invariant else (ModelRunner, Sampler)
@@ -408,6 +409,11 @@ def _prompt_unit(device: torch.device, cache: KVCache, options: EngineOptions) -
 
 def _cache_dtype(model: Decoder, options: EngineOptions) -> torch.dtype:
     return model.embed.weight.dtype if options.kv_cache is None else E4M3
+
+
+def _host_reads_experts(model: Decoder) -> bool:
+    """Whether each step waits for the host to read the experts' numbers of rows, which a CUDA graph cannot do."""
+    return bool(model.spec.experts) and not sizes_stay_on_device(model.embed.weight)
 
 
 def _context(model: Decoder, options: EngineOptions) -> int:

@@ -158,12 +158,19 @@ class _Server:
 
 
 def uvicorn_server(app: ASGIApp) -> uvicorn.Server:
-    """A uvicorn server that leaves signals to its caller."""
+    """A uvicorn server that leaves signals to its caller, and no connection open when it ends."""
     import uvicorn
 
     class Server(uvicorn.Server):
         def capture_signals(self) -> Any:
             return nullcontext()
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().shutdown(sockets)
+            # Those accepted while the listening socket closed: nothing would answer or close them before the process ends.
+            for connection in list(self.server_state.connections):
+                connection.transport.abort()
+            await asyncio.sleep(0)
 
     config = uvicorn.Config(
         app,
