@@ -58,7 +58,7 @@ def _exchange_pins(run: RunValues, experts: int) -> Iterator[Mistake]:
     elif not experts or ranks == 1:
         expected = "all_to_all, unless plan.expert (or plan.tensor) spreads experts over several ranks"
         yield run.mistake("plan.expert_exchange", expected, "all_to_all")
-    elif run("cluster.gpu") == "cpu":
+    elif str(run("cluster.gpu")).lower() == "cpu":
         yield run.mistake("plan.expert_exchange", "all_to_all, as the kernels run on GPUs", "all_to_all")
 
 
@@ -92,7 +92,7 @@ def _plan_file_exchange(plan: Document, run: RunValues, ranks: int) -> Iterator[
         if section.get("receive_bound") is not None:
             expected = "no key without exchange: peer"
             yield plan.mistake(("experts", "receive_bound"), expected, str(section["receive_bound"]))
-    elif ranks == 1 or run("cluster.gpu") == "cpu":
+    elif ranks == 1 or str(run("cluster.gpu")).lower() == "cpu":
         expected = "all_to_all, unless GPUs share the experts"
         yield plan.mistake(("experts", "exchange"), expected, exchange, "all_to_all")
 

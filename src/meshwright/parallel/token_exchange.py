@@ -74,6 +74,12 @@ def open_peer_exchange(mesh: Mesh, plan: ExpertPlan) -> PeerTokenExchange:
     )
 
 
+def check_received_rows() -> None:
+    """Raise BadInput if a finished exchange had more rows than a rank has room for, which made its results NaN."""
+    for peers in _peers_by_group.values():
+        peers.check()
+
+
 def _order_of_groups(offsets: Tensor, row_count: int) -> ExpertOrder:
     """The order of rows that are already sorted by expert."""
     positions = torch.arange(row_count, device=offsets.device)

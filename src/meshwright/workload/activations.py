@@ -16,7 +16,7 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import RECOMPUTE_MODES, Linear, Plan, Recompute
 from meshwright.workload.arrays import Array
 from meshwright.workload.dtypes import COMPUTE_BYTES, bytes_of, low_share
-from meshwright.workload.expected_loads import expected_busiest
+from meshwright.workload.expected_loads import expected_busiest, received_room
 from meshwright.workload.groups import context_size, experts_over
 from meshwright.workload.layouts import Layouts
 from meshwright.workload.model_shape import Shape, shape_of, with_blocks
@@ -51,8 +51,15 @@ def saved_elements_by_layer(model: ModelSpec, plan: Plan) -> list[float]:
 
 
 def busiest_rows(model: ModelSpec, train: TrainSpec, plan: Plan) -> float:
-    """Rows of the busiest expert rank relative to the mean, as `train.expert_load` says."""
-    return float(expected_busiest(model, train, experts_over(plan) * plan.axis_size("tensor")).stored_rows)
+    """Rows that the busiest expert rank stores relative to the mean, as `train.expert_load` or a static exchange says."""
+    room = exchange_room(plan)
+    return room or float(expected_busiest(model, train, experts_over(plan) * plan.axis_size("tensor")).stored_rows)
+
+
+def exchange_room(plan: Plan) -> float:
+    """`received_room` of a plan."""
+    experts, ranks = plan.experts, experts_over(plan) * plan.axis_size("tensor")
+    return 0.0 if experts is None else float(received_room(experts.exchange, experts.receive_bound, ranks))
 
 
 def elements_per_token(model: ModelSpec, plan: Plan, busiest: float = 1.0) -> Callable[[int], tuple[float, float]]:
