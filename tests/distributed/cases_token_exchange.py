@@ -15,8 +15,8 @@ from meshwright.kernels.grouped import ExpertOrder
 from meshwright.models.moe import Experts
 from meshwright.parallel import experts as experts_module
 from meshwright.parallel.experts import AllToAll, DistributedExperts
-from meshwright.parallel.token_exchange import PeerTokenExchange, TokenExchange
-from meshwright.parallel.token_exchange_peers import PeerExchange, Window, open_symmetric_window
+from meshwright.parallel.token_exchange import PeerTokenExchange, TokenExchange, open_symmetric_window
+from meshwright.parallel.token_exchange_peers import PeerExchange, Window
 from meshwright.parallel.world import World
 from tests.distributed.test_experts import MIXTRAL
 from tests.kernels.emulated_ranks import drawn_loads

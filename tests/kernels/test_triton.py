@@ -13,6 +13,7 @@ from torch import Tensor
 
 from meshwright.kernels.fp8_products import E4M3
 from meshwright.kernels.gated import _swiglu, _swiglu_gradient
+from meshwright.kernels.grouped_fp8 import quantize_columns
 from meshwright.kernels.pack import pack
 from meshwright.kernels.sums import add, scale
 from meshwright.kernels.swiglu import swiglu
@@ -179,3 +180,18 @@ def test_add_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     exact = total.double() / (total.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
     assert normed.dtype == dtype and normed.shape == x.shape
     torch.testing.assert_close(normed.double(), exact, rtol=max(torch.finfo(dtype).eps, 1e-6), atol=1e-6)
+
+
+def test_columns_of_experts_are_rounded_to_fp8() -> None:
+    """In fp32, as the interpreter rounds wrongly to fp8; `kernels/test_grouped_fp8.py` compares the bytes on a GPU."""
+    from meshwright.kernels.grouped_fp8_triton import round_columns
+
+    matrices = torch.stack([numbers(seed, 144, 80) for seed in range(3)]).bfloat16()
+    matrices[0, 3, 5], matrices[1, 140, 7], matrices[2, :, 9] = torch.nan, torch.inf, 0.0
+    ours, theirs = round_columns(matrices, torch.float32), quantize_columns(matrices)
+    finite = theirs.scale.isfinite()
+    assert (~finite).sum() == 2 and torch.equal(ours.scale[finite], theirs.scale[finite])
+    assert not ours.scale[~finite].isfinite().any()
+    scaled = matrices.float().transpose(1, 2) / theirs.scale
+    kept = finite.expand_as(scaled)
+    assert torch.equal(ours.values[kept], scaled[kept]) and float(scaled[kept].abs().max()) <= 448

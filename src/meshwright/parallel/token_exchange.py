@@ -7,6 +7,7 @@ are GPUs of one node that map each other's memory.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
@@ -14,11 +15,12 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.kernels.grouped import ExpertOrder
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.token_exchange_peers import PeerExchange, Route, open_symmetric_window
+from meshwright.parallel.token_exchange_peers import PeerExchange, Route, Window
 from meshwright.spec.errors import BadInput
 from meshwright.spec.plan import ExpertPlan
 
@@ -64,7 +66,7 @@ def open_peer_exchange(mesh: Mesh, plan: ExpertPlan) -> PeerTokenExchange:
     assert group is not None, "experts on one rank need no exchange"
     if mesh.device.type == "cpu":
         raise BadInput(f"{option}: expected GPUs; CPU ranks exchange tokens by all_to_all")
-    ranks = torch.distributed.get_process_group_ranks(group)
+    ranks = dist.get_process_group_ranks(group)
     mesh.world.refuse_across_nodes(ranks, option)
     mesh.world.refuse_unmapped(ranks, option)
     bound = float(len(ranks)) if plan.receive_bound is None else plan.receive_bound
@@ -72,6 +74,30 @@ def open_peer_exchange(mesh: Mesh, plan: ExpertPlan) -> PeerTokenExchange:
     return PeerTokenExchange(
         group.group_name, PeerExchange(group.rank(), len(ranks), bound, plan.exchange == "peer_fp8", open_window)
     )
+
+
+def open_symmetric_window(group: dist.ProcessGroup, device: torch.device, size: int) -> Window:
+    """Allocate a window of zeros on each rank of the group and map all of them. Collective; synchronises the device.
+
+    Raises BadInput if the ranks ask for different sizes.
+    """
+    # Symmetric memory would otherwise set up multicast, which these kernels do not use.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    from torch.distributed import _symmetric_memory as symmetric
+
+    sizes = [0] * group.size()
+    dist.all_gather_object(sizes, size, group=group)
+    if len(set(sizes)) > 1:
+        raise BadInput(
+            f"plan.expert_exchange = peer needs equal numbers of rows on all expert ranks, got windows of {sizes} bytes"
+        )
+    memory = symmetric.empty(size, dtype=torch.uint8, device=device)
+    memory.zero_()
+    # No rank still uses an earlier window, and the flags are zero before a peer writes one.
+    torch.cuda.synchronize(device)
+    handle = symmetric.rendezvous(memory, group.group_name)
+    addresses = [handle.get_buffer(owner, (1,), torch.uint8, 0).data_ptr() for owner in range(group.size())]
+    return Window(memory, torch.tensor(addresses, dtype=torch.int64, device=device))
 
 
 def check_received_rows() -> None:

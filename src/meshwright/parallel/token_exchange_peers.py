@@ -14,12 +14,10 @@ All ranks of a group make the same calls in the same order, with equal numbers o
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.parallel.peers import aligned
@@ -170,27 +168,3 @@ class _Areas(NamedTuple):
     @property
     def size(self) -> int:
         return self.slot(TOKEN_SLOTS)
-
-
-def open_symmetric_window(group: dist.ProcessGroup, device: torch.device, size: int) -> Window:
-    """Allocate a window of zeros on each rank of the group and map all of them. Collective; synchronises the device.
-
-    Raises BadInput if the ranks ask for different sizes.
-    """
-    # Symmetric memory would otherwise set up multicast, which these kernels do not use.
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    from torch.distributed import _symmetric_memory as symmetric
-
-    sizes = [0] * group.size()
-    dist.all_gather_object(sizes, size, group=group)
-    if len(set(sizes)) > 1:
-        raise BadInput(
-            f"plan.expert_exchange = peer needs equal numbers of rows on all expert ranks, got windows of {sizes} bytes"
-        )
-    memory = symmetric.empty(size, dtype=torch.uint8, device=device)
-    memory.zero_()
-    # No rank still uses an earlier window, and the flags are zero before a peer writes one.
-    torch.cuda.synchronize(device)
-    handle = symmetric.rendezvous(memory, group.group_name)
-    addresses = [handle.get_buffer(owner, (1,), torch.uint8, 0).data_ptr() for owner in range(group.size())]
-    return Window(memory, torch.tensor(addresses, dtype=torch.int64, device=device))

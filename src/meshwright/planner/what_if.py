@@ -126,7 +126,7 @@ def _fp8_products(run: RunSpec, plan: Plan) -> Change | None:
     if not known or precision.compute != "bf16" or precision.linear != "compute" or not follow:
         return None
     low = replace(plan, precision=replace(precision, linear="fp8_tensorwise", gather="fp8"))
-    refused = fp8_conflict(low, experts=run.model.experts > 0)
+    refused = fp8_conflict(low)
     if refused or not supports_fp8(run.model, run.train.seq_len, context_size(plan)):
         return None
     note = "linear layers round to fp8: compare the loss with that of a bf16 run"

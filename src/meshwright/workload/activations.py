@@ -98,13 +98,14 @@ def mean_saved_elements(
 ) -> Array:
     """Elements of one token that autograd saves in a block, mean over the layers of `shape`.
 
-    `recompute` is the index of the mode in `RECOMPUTE_MODES`. A saved input of a matrix product counts `low` elements. With several
-    `expert_ranks` selective recompute also saves the experts' outputs as they were sent and as they were received: it does not
-    exchange tokens twice. The experts of the rank have `busiest` times the mean rows.
+    `recompute` is the index of the mode in `RECOMPUTE_MODES`. A saved input of a linear layer counts `low` elements, one of routed experts,
+    whose weight gradients are not in fp8, a whole one. With several `expert_ranks` selective recompute also saves the experts' outputs as
+    they were sent and as they were received: it does not exchange tokens twice. The experts of the rank have `busiest` times the mean rows.
     """
     attention = shape.attention_layers / shape.layers
     query, value, kv = (attention * width for width in (shape.query_width, shape.value_width, shape.kv_width))
     after_activation, received = _feed_forward(shape, busiest)
+    routed = _routed_activation(shape, busiest)
     sent, distributed = _feed_forward(shape)[1], np.asarray(expert_ranks) > 1
     before_activation, router_elements = (
         (1 + shape.gated) * after_activation,
@@ -119,7 +120,15 @@ def mean_saved_elements(
     # Attention saves its output in the compute dtype; the fp8 product after it saves its own copy.
     output = value + np.where(low < 1, low * value, 0.0)
     without_recompute = (
-        norms + output + query + kv + rotated + before_activation + low * after_activation + router_elements
+        norms
+        + output
+        + query
+        + kv
+        + rotated
+        + before_activation
+        + low * (after_activation - routed)
+        + routed
+        + router_elements
     )
     # The experts' inputs are gathered again.
     selective = (
@@ -143,7 +152,8 @@ def mean_backward_elements(
     """Temporary elements of one token in a block's backward, beside what its forward saved; mean over the layers of `shape`.
 
     They are the gradients of the feed-forward's wide half and of the residual stream, recomputed activations, and the experts' inputs or
-    the gradients of these. Distributed experts have the latter in place of their saved outputs, which the backward frees before.
+    the gradients of these, with fp8 copies of gradients that experts multiply. Distributed experts have the latter in place of their saved
+    outputs, which the backward frees before.
     """
     after_activation, sent = _feed_forward(shape, busiest)
     mode = np.asarray(recompute)
@@ -152,8 +162,9 @@ def mean_backward_elements(
         - mean_saved_elements(shape, recompute, low, busiest=busiest)
         - sent
     )
+    rounded = np.where(low < 1, low * (1 + shape.gated) * _routed_activation(shape, busiest), 0.0)
     inputs = np.where((np.asarray(expert_ranks) > 1) & (mode < RECOMPUTE_MODES.index("all_but_attention")), 0.0, sent)
-    return (1 + shape.gated) * after_activation + shape.hidden + inputs + np.where(mode > 0, recomputed, 0.0)
+    return (1 + shape.gated) * after_activation + shape.hidden + inputs + rounded + np.where(mode > 0, recomputed, 0.0)
 
 
 def offloaded_bytes(shape: Shape, layout: Layouts) -> Array:
@@ -184,6 +195,11 @@ def prediction_elements(model: ModelSpec, modules: Array, saved: Array, temporar
 def _block(model: ModelSpec, layer: int, recompute: Recompute) -> tuple[Shape, int]:
     """The shape of a model whose blocks are all like block `layer`, and the index of the mode."""
     return with_blocks(shape_of(model, 1), routed=model.routed(layer)), RECOMPUTE_MODES.index(recompute)
+
+
+def _routed_activation(shape: Shape, busiest: Array) -> Array:
+    """Elements of one token's copies after the activation of their experts, mean over layers; `busiest` as in `_feed_forward`."""
+    return shape.moe_layers / shape.layers * shape.top_k * busiest * shape.expert_ffn
 
 
 def _feed_forward(shape: Shape, busiest: Array = 1.0) -> tuple[Array, Array]:
