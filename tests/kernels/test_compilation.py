@@ -14,7 +14,6 @@ pytest.importorskip("triton")
 FOLDER = Path(__file__).parent
 KERNELS = {
     "test_token_exchange.py": {"_read_rows", "_route", "_signal", "_targets", "_wait", "_write_rows"},
-    "test_triton.py": {"_adamw", "_add_rms_norm", "_add_wide", "_backward", "_forward", "_weighted_backward"},
     "test_triton.py": {
         "_adamw",
         "_add_rms_norm",

@@ -113,6 +113,7 @@ class CopiedExperts(DistributedExperts):
     def use_stacked(self, name: str, weight: nn.Parameter) -> None:
         """Compute with `weight` `(slots, out, in)` in place of this rank's own experts' parameter `name`."""
         self.stacked[0].register_parameter(name, weight)
+        self.stacked[0].fp8 = self.fp8
 
     def forward(self, sorted_rows: Tensor, order: ExpertOrder, weights: Tensor | None = None) -> Tensor:
         """As `DistributedExperts.forward`. Weights multiply activations where all experts are present in every step."""
