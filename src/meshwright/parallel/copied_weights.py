@@ -1,4 +1,4 @@
-"""Weights of a unit's experts with copies of other ranks' experts: sparse gather before a use, sparse reduction of gradients after it.
+"""Sparse gathers of other ranks' experts before a use of a unit, and sparse reductions of their gradients after it.
 
 Each expert has one owner, whose shards, master weights and optimizer state never move. For a use, an owner's weights are gathered over its
 shards, copied into its slots of a stacked weight, and sent to the ranks where the expert is present. The gradients of copies are sent back,
@@ -146,7 +146,7 @@ class CopiedParameterGroup:
         self._is_gathered = False
 
     def reduce_scatter(self, span: Span | None = None) -> None:
-        """Start to add the gradients of copies to those of their owners, and to reduce these. `span` as in `ParameterGroup.gather`."""
+        """Start to add the gradients of copies to their owners' and to reduce these. `span` as in `ParameterGroup.gather`."""
         pairs = [(weight, weight.take_gradient()) for weight in self.parameters]
         gradients = [(weight, gradient) for weight, gradient in pairs if gradient is not None]
         with _on_stream(self._reductions), span or nullcontext():

@@ -70,7 +70,7 @@ class PresentExperts:
         self.set(fixed_copies(self.own[None], plan.slots)[0] if plan.policy == "fixed" else self.own)
 
     def set(self, present: np.ndarray) -> None:
-        """Make the experts `present` `(R, E)` present from now on; owners have theirs in any case. Not between forward and backward."""
+        """Make the experts `present` `(R, E)` and all owned ones present from now on. Not between forward and backward."""
         self.use(self.tables(present))
 
     def use(self, tables: Tables) -> None:

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.ranks import Ranks
-from meshwright.costs.expert_placement_costs import placement_costs
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.present_experts import PresentExperts, Tables
 from meshwright.policies.expert_costs import ExpertCosts
 from meshwright.policies.expert_owners import even_owners
 from meshwright.policies.expert_placement import PlacementProblem, place_experts
 from meshwright.policies.load_window import LoadWindow
+from meshwright.simulator.expert_placement_costs import placement_costs
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import ExpertPlan, Plan
 from meshwright.spec.run import RunSpec
@@ -80,7 +80,7 @@ class ExpertDecisions:
         return cls(plan.experts, presents, (layers, group.size(), run.model.experts), first, group.rank(), costs)
 
     def begin_step(self, step: int) -> None:
-        """Make the experts that were decided for `step` present; waits for the decision. Before the first ones only owners have any."""
+        """Make the experts that were decided for `step` present, before the first decision only those that ranks own."""
         self._step = step
         if step in self._decided:
             tables = self._decided[step].result().tables
@@ -162,7 +162,7 @@ def routed_layers(spec: ModelSpec) -> tuple[int, int]:
 
 
 def _ranks_per_node(mesh: Mesh) -> int:
-    """Ranks of one node in each group that has a layer's experts; all ranks of a group if nodes have different numbers of them."""
+    """Ranks of one node in each group that has a layer's experts; all of a group if nodes have different numbers."""
     group = next(ranks for ranks in mesh.layout.expert_groups() if mesh.rank in ranks)
     nodes = [mesh.layout.node(rank) for rank in group]
     count = nodes.count(nodes[0])
