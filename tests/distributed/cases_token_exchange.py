@@ -74,7 +74,10 @@ def by_kernels_and_messages(
     GPU ranks may share a GPU, where NCCL sends no messages: these go over the host.
     """
     group, cuda = world_group(), folder is None
-    device, dtype = ("cuda", torch.bfloat16) if cuda else ("cpu", torch.float64)
+    device, dtype = "cpu", torch.float64
+    if cuda:
+        device, dtype = f"cuda:{world.rank % torch.cuda.device_count()}", torch.bfloat16
+        torch.cuda.set_device(device)
     opener = (
         partial(open_symmetric_window, group, torch.device(device))
         if cuda
@@ -96,7 +99,7 @@ def world_group() -> dist.ProcessGroup:
 
 
 def over_host(received: Tensor, sent: Tensor, *splits: list[int], group: dist.ProcessGroup) -> None:
-    """An all-to-all of Gloo, whose tensors may be on a GPU."""
-    host = torch.empty_like(received, device="cpu")
-    dist.all_to_all_single(host, sent.cpu(), *splits, group=group)
+    """An all-to-all of Gloo in fp64, of tensors that may be on a GPU."""
+    host = torch.empty_like(received, device="cpu", dtype=torch.float64)
+    dist.all_to_all_single(host, sent.cpu().double(), *splits, group=group)
     received.copy_(host)

@@ -99,9 +99,9 @@ def check_exchanges(loads: Sequence[Loads], device: str, row_count: int, width: 
     ranks, _ = loads[0].counts.shape
     emulated = EmulatedRanks(ranks, device, loads[0].bound)
     for number, case in enumerate(loads):
-        draw = torch.Generator().manual_seed(number)
+        draw = torch.Generator(device).manual_seed(number)
         sent, answers = (
-            [torch.randn(size, width, generator=draw).to(device, dtype) for _ in range(ranks)]
+            [torch.randn(size, width, generator=draw, device=device).to(dtype) for _ in range(ranks)]
             for size in (row_count, emulated.exchanges[0].most_received(row_count))
         )
         offsets, routes = emulated.route(case.counts.to(device), sent)
