@@ -177,7 +177,7 @@ def emulated_mixture_step(weigh_outputs: bool) -> dict[str, Any]:
 def _losses(
     model: Decoder, tokens: Tensor, targets: Tensor, positions: Tensor, documents: Tensor
 ) -> tuple[Tensor, ...]:
-    """Mean cross-entropy, mean squared log-sum-exp of logits, the sum of balance losses, and the router z-loss before its weight."""
+    """Mean cross-entropy and squared log-sum-exp of logits, the sum of balance losses, the router z-loss before its weight."""
     outputs: list[Tensor] = []
     hooks = [
         module.register_forward_hook(lambda _, inputs, out: outputs.append(out))

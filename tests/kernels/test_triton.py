@@ -13,7 +13,6 @@ from torch import Tensor
 
 from meshwright.kernels.fp8_products import E4M3
 from meshwright.kernels.gated import _swiglu, _swiglu_gradient
-from meshwright.kernels.grouped_fp8 import quantize_columns
 from meshwright.kernels.pack import pack
 from meshwright.kernels.sums import add, scale
 from meshwright.kernels.swiglu import swiglu
@@ -182,16 +181,26 @@ def test_add_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     torch.testing.assert_close(normed.double(), exact, rtol=max(torch.finfo(dtype).eps, 1e-6), atol=1e-6)
 
 
-def test_columns_of_experts_are_rounded_to_fp8() -> None:
+def test_matrices_of_experts_are_rounded_and_transposed() -> None:
     """In fp32, as the interpreter rounds wrongly to fp8; `kernels/test_grouped_fp8.py` compares the bytes on a GPU."""
-    from meshwright.kernels.grouped_fp8_triton import round_columns
+    from meshwright.kernels.grouped_fp8_triton import round_transposed
 
-    matrices = torch.stack([numbers(seed, 144, 80) for seed in range(3)]).bfloat16()
-    matrices[0, 3, 5], matrices[1, 140, 7], matrices[2, :, 9] = torch.nan, torch.inf, 0.0
-    ours, theirs = round_columns(matrices, torch.float32), quantize_columns(matrices)
-    finite = theirs.scale.isfinite()
-    assert (~finite).sum() == 2 and torch.equal(ours.scale[finite], theirs.scale[finite])
-    assert not ours.scale[~finite].isfinite().any()
-    scaled = matrices.float().transpose(1, 2) / theirs.scale
-    kept = finite.expand_as(scaled)
-    assert torch.equal(ours.values[kept], scaled[kept]) and float(scaled[kept].abs().max()) <= 448
+    matrices, factor = torch.randn(3, 144, 80).bfloat16(), torch.tensor([0.5, 2.0, 8.0])
+    expected = matrices.float().transpose(1, 2) * factor[:, None, None]
+    assert torch.equal(round_transposed(matrices, factor, torch.float32), expected)
+
+
+@pytest.mark.parametrize(("copies", "width"), [(1, 64), (3, 80)])
+def test_copies_of_tokens(copies: int, width: int) -> None:
+    from meshwright.kernels.grouped_copies_triton import spread_tokens
+
+    tokens, order = torch.randn(7, width), torch.randperm(7 * copies)
+    assert torch.equal(spread_tokens(tokens, order.argsort().view(7, copies)), tokens[order // copies])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_sums_of_copies(dtype: torch.dtype) -> None:
+    from meshwright.kernels.grouped_copies_triton import gather_sum
+
+    sorted_rows, positions = torch.randint(-50, 50, (21, 80)).to(dtype), torch.randperm(21).view(7, 3)
+    assert same(gather_sum(sorted_rows, positions), sorted_rows[positions].sum(1))

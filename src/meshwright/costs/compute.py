@@ -200,14 +200,14 @@ def layer_times(
 def _wide_weight_gradient(
     product: Product, machine: Machine, k: Constants, rate: ProductRate, wide_rate: ProductRate
 ) -> ForwardBackward:
-    """Seconds that the weight gradient of routed experts adds in bf16 where other products are in fp8, as in this program's engine."""
+    """Seconds that weight gradients of experts add in bf16 where other products are in fp8, in this program's engine."""
     size = product.k, product.m, product.n, product.count
     in_fp8 = (np.asarray(machine.product_format) > 0) & (np.asarray(k.own_engine) > 0)
     return ForwardBackward(0.0, np.where(in_fp8, wide_rate.seconds(*size) - rate.seconds(*size), 0.0))
 
 
 def _expert_rounding(shape: Shape, machine: Machine, k: Constants, step: StepShape) -> Array:
-    """Bytes that this program's engine moves to round routed experts' rows and matrices to fp8: those of one forward, or one backward."""
+    """Bytes to round experts' rows and matrices to fp8 in this program's engine, of one forward or one backward."""
     gated = 1 + shape.gated
     rows = step.experts * step.expert_rows * (shape.expert_in + (1 + gated) / 2 * shape.expert_ffn)
     matrices = step.experts * (1 + gated) * shape.expert_in * shape.expert_ffn

@@ -17,6 +17,12 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.spec.errors import BadInput
 
+LEAST_WIDTH, MOST_WIDTH = 64, 16384
+"""Numbers of a row that one program of `grouped_copies_triton` moves.
+
+At least a cache line of bf16, at most what the registers hold.
+"""
+
 
 class ExpertOrder(NamedTuple):
     """The order of token copies sorted by expert; copies for the same expert keep the order of their tokens.
@@ -190,14 +196,33 @@ class _ToGroups(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, order: Tensor, positions: Tensor) -> Tensor:
         ctx.save_for_backward(positions)
-        return tokens[order // positions.shape[1]]
+        return _spread(tokens, order, positions)
 
     @staticmethod
     @once_differentiable
     # pyrefly: ignore [bad-override]  # torch's decorator hides the name of the first argument
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (positions,) = ctx.saved_tensors
-        return grad_outputs[0][positions].sum(1), None, None
+        (grad,) = grad_outputs
+        if not _has_kernel(grad):
+            return grad[positions].sum(1), None, None
+        from meshwright.kernels.grouped_copies_triton import gather_sum
+
+        return gather_sum(grad, positions), None, None
+
+
+def _spread(tokens: Tensor, order: Tensor, positions: Tensor) -> Tensor:
+    """Each token `(tokens, width)` at its sorted positions, `(tokens · copies, width)`."""
+    if not _has_kernel(tokens):
+        return tokens[order // positions.shape[1]]
+    from meshwright.kernels.grouped_copies_triton import spread_tokens
+
+    return spread_tokens(tokens, positions)
+
+
+def _has_kernel(x: Tensor) -> bool:
+    """Whether rows `(rows, width)` are moved by the kernels of `grouped_copies_triton`; the router's weights are too narrow."""
+    return x.is_cuda and x.element_size() <= 4 and LEAST_WIDTH <= x.shape[1] <= MOST_WIDTH
 
 
 class _SumCopies(torch.autograd.Function):
@@ -205,16 +230,14 @@ class _SumCopies(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, sorted_rows: Tensor, order: Tensor, positions: Tensor) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.copies = positions.shape[1]
+        ctx.save_for_backward(order, positions)
         return sorted_rows[positions].sum(1)
 
     @staticmethod
     @once_differentiable
     # pyrefly: ignore [bad-override]  # torch's decorator hides the name of the first argument
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (order,) = ctx.saved_tensors
-        return grad_outputs[0][order // ctx.copies], None, None
+        return _spread(grad_outputs[0], *ctx.saved_tensors), None, None
 
 
 class _FromGroups(torch.autograd.Function):
