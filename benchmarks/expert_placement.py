@@ -3,14 +3,17 @@
     python benchmarks/expert_placement.py [--out FILE.json] [--draws 5]
 
 The loads are those of data/expert-loads-32-ranks.csv. A layout without copies (FSDP and expert parallelism: each expert on eight ranks)
-is compared with `flexmoe` and `hecate` under equal memory: all gather as many experts per rank. Everything that is assumed is
-printed. `--draws` repeats the simulation with unequal loads within each group of experts, which the recorded loads do not tell apart.
+is compared with FlexMoE as they ran it (`flexmoe_baseline.py`), and with our `flexmoe` and `hecate`, under equal memory: all gather as
+many experts per rank. Everything that is assumed is printed. `--draws` repeats the simulation with unequal loads within each group of
+experts, which the recorded loads do not tell apart. `recorded` times the rows of the busiest ranks that the authors recorded with
+their FlexMoE and with LAER-MoE: no policy is simulated.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import json
 import math
 from dataclasses import dataclass
@@ -18,10 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flexmoe_baseline import improved_slots, rank_loads
 
 from meshwright.policies.expert_costs import ExpertCosts
 from meshwright.policies.expert_owners import even_owners, heterogeneous_owners
 from meshwright.policies.expert_placement import overlap_degree
+from meshwright.policies.expert_routing import node_rows
 from meshwright.policies.load_window import WINDOW_STEPS
 from meshwright.simulator.expert_loads import PlayedLoads, play_loads
 
@@ -29,6 +34,14 @@ LOADS = Path(__file__).parent / "data" / "expert-loads-32-ranks.csv"
 RANKS, RANKS_PER_NODE, GROUPS = 32, 8, 4
 PUBLISHED = {"over_fsdp_ep": 1.42, "over_flexmoe": 1.20}
 """Geometric means over six models, two data sets and two balance losses (e2e_analysis_backup.csv of the artifact), of LAER-MoE."""
+PUBLISHED_OF_RECORDED = {"over_fsdp_ep": 1.39, "over_flexmoe": 1.17}
+"""The same over the two models whose loads were recorded, so over 8 runs."""
+PUBLISHED_SECONDS = {
+    "mixtral-8x7b-e16k4": {"fsdp_ep": (28.14, 11.66, 9.03), "flexmoe": (24.82, 9.23, 9.00), "laer": (19.36, 4.35, 9.02)},
+    "mixtral-8x7b-e8k2": {"fsdp_ep": (38.01, 14.73, 11.85), "flexmoe": (32.97, 11.42, 11.80), "laer": (29.55, 8.45, 11.74)},
+}  # fmt: skip
+"""Seconds of a profiled step: all, the exchange with the wait for other ranks, experts; means of ranks (breakdown_analysis_backup.csv)."""
+BUSIEST = Path(__file__).parent / "data" / "expert-loads-busiest-rank.csv"
 PRODUCT_FLOPS = 4096 * 6 * 4096 * 14336 / 6.08e-3
 """FLOP/s of an expert: 4,096 rows of width 14,336 in 6.08 ms (computation_profiling_bf16_mixtral-8x7b.json)."""
 INSIDE_BYTES, ACROSS_BYTES = 216.269e9, 88.9539e9
@@ -79,6 +92,15 @@ class RecordedModel:
             row_exchanges=6,
         )
 
+    def played(self, imbalance: np.ndarray) -> PlayedLoads:
+        """Times for the rows of the busiest rank over the mean, `(steps, layers)`, if all rows stay in their nodes."""
+        costs = self.costs()
+        busiest = imbalance * SEQUENCES * SEQ_LEN * self.per_token
+        exchange = busiest * (1 - 1 / RANKS_PER_NODE) * costs.row_inside * costs.row_exchanges
+        return PlayedLoads(
+            busiest * costs.row_compute * costs.compute_passes, exchange, np.zeros_like(imbalance), imbalance
+        )
+
     def step_seconds(self, played: PlayedLoads) -> float:
         """Mean seconds of a step: experts of all layers, attention and head."""
         recorded = played.imbalance.shape[1]
@@ -101,6 +123,8 @@ def main() -> None:
         "command": f"benchmarks/expert_placement.py --draws {arguments.draws}",
         "assumptions": assumptions(),
         "published": PUBLISHED,
+        "published_of_recorded_models": PUBLISHED_OF_RECORDED,
+        "recorded": recorded(),
         "equal_within_groups": compare(None),
         "drawn_within_groups": [compare(seed) for seed in range(arguments.draws)],
     }
@@ -108,12 +132,20 @@ def main() -> None:
     for label, comparison in [("equal", result["equal_within_groups"])] + [
         (f"drawn, seed {seed}", comparison) for seed, comparison in enumerate(result["drawn_within_groups"])
     ]:
-        speeds = ", ".join(
-            f"{key} {value:.3f} (published {PUBLISHED[key]})" for key, value in comparison["speed"].items()
-        )
-        print(f"loads within a group {label}: {speeds}")
+        print(f"loads within a group {label}: {speed_text(comparison['speed'])}")
+    print(f"recorded rows of LAER-MoE: {speed_text(result['recorded']['speed'])}")
+    for model, explained in result["recorded"]["explained"].items():
+        print(f"{model}: {explained}")
     if arguments.out:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def speed_text(speed: dict[str, float]) -> str:
+    published = {
+        f"{key}": f" (published {value}; of these models {PUBLISHED_OF_RECORDED[key]})"
+        for key, value in PUBLISHED.items()
+    }
+    return ", ".join(f"{key} {value:.3f}{published.get(key, '')}" for key, value in speed.items())
 
 
 def assumptions() -> list[str]:
@@ -126,6 +158,7 @@ def assumptions() -> list[str]:
         "weights are gathered one layer ahead behind attention and experts, where they hide; gradients alike",
         "attention and head take their FLOPs at the rate of products; norms, the optimizer and host time are left out",
         f"hecate decides from {WINDOW_STEPS} iterations, flexmoe from one; moving flexmoe's copies is free, as in LAER-MoE's comparison",
+        "the baseline flexmoe exchanges experts on all nodes at once; flexmoe_policy is ours, which adds single copies",
         "each rank has room for as many gathered experts as FSDP and expert parallelism gather: 4 of 16, or 2 of 8",
     ]
 
@@ -138,7 +171,7 @@ def compare(seed: int | None) -> dict[str, Any]:
             rows[name]["step_seconds"] / rows["hecate"]["step_seconds"] for rows in models.values()
         )
         ** (1 / len(models))
-        for name in ("fsdp_ep", "flexmoe")
+        for name in ("fsdp_ep", "flexmoe", "flexmoe_policy")
     }
     return {"speed": {key: round(value, 4) for key, value in speed.items()}, "models": models}
 
@@ -155,7 +188,8 @@ def simulate(model: RecordedModel, seed: int | None) -> dict[str, dict[str, floa
     owners = heterogeneous_owners(steps[0].sum(1), copied, RANKS, RANKS_PER_NODE)
     played = {
         "fsdp_ep": play_loads(steps, even, costs, policy=None, initial=fixed),
-        "flexmoe": play_loads(steps, even, costs, policy="flexmoe", slots=model.experts_per_part, initial=fixed),
+        "flexmoe": flexmoe_baseline(steps, fixed, model),
+        "flexmoe_policy": play_loads(steps, even, costs, policy="flexmoe", slots=model.experts_per_part, initial=fixed),
         "hecate": play_loads(steps, owners, costs, policy="hecate", slots=model.experts_per_part, window=WINDOW_STEPS),
     }
     return {
@@ -165,6 +199,61 @@ def simulate(model: RecordedModel, seed: int | None) -> dict[str, dict[str, floa
             "largest_imbalance": round(float(figures.imbalance.max()), 4),
         }
         for name, figures in played.items()
+    }
+
+
+def flexmoe_baseline(steps: list[np.ndarray], fixed: np.ndarray, model: RecordedModel) -> PlayedLoads:
+    """FlexMoE as its comparison with LAER-MoE has it: decided from the micro-batch before, all rows stay in their nodes."""
+    slots = fixed.astype(np.int64)
+    ratios = []
+    for earlier, counts in itertools.pairwise(node_rows(step, RANKS_PER_NODE) for step in steps):
+        layers = range(len(counts))
+        slots = np.array([improved_slots(slots[layer], earlier[layer], model.experts_per_part) for layer in layers])
+        loads = np.array([rank_loads(slots[layer], counts[layer]) for layer in layers])
+        ratios.append(loads.max(1) / loads.mean(1))
+    return model.played(np.array(ratios))
+
+
+def recorded() -> dict[str, Any]:
+    """Speeds for the recorded rows of each side's busiest rank, and how much of the measured difference they explain."""
+    seconds: dict[str, dict[str, float]] = {}
+    explained = {}
+    for model in MODELS:
+        ratios = _read_busiest(model.name)
+        counts = recorded_counts(model, None)
+        even = np.zeros((counts[0].shape[0], RANKS, model.experts), dtype=bool)
+        even[:] = np.arange(RANKS)[:, None] % GROUPS == np.arange(model.experts) % GROUPS
+        fixed = play_loads(
+            counts, even_owners(len(even), model.experts, RANKS), model.costs(), policy=None, initial=even
+        )
+        ratios["fsdp_ep"] = fixed.imbalance
+        seconds[model.name] = {name: model.step_seconds(model.played(ratio)) for name, ratio in ratios.items()}
+        total, exchange, experts = PUBLISHED_SECONDS[model.name]["fsdp_ep"]
+        less_total, less_exchange, _ = PUBLISHED_SECONDS[model.name]["laer"]
+        wait = experts * float(ratios["fsdp_ep"].mean() - ratios["laer"].mean())
+        explained[model.name] = (
+            f"LAER-MoE's step is {total - less_total:.1f} s shorter than FSDP and expert parallelism, its exchange with waits "
+            f"{exchange - less_exchange:.1f} s; waits for the busiest rank, by recorded rows, {wait:.1f} s shorter"
+        )
+    speed = {
+        f"over_{name}": round(
+            math.prod(by_name[name] / by_name["laer"] for by_name in seconds.values()) ** (1 / len(seconds)), 4
+        )
+        for name in ("fsdp_ep", "flexmoe")
+    }
+    return {"speed": speed, "step_seconds": seconds, "explained": explained}
+
+
+def _read_busiest(name: str) -> dict[str, np.ndarray]:
+    """Rows of the busiest rank over the mean, `(iterations, layers)`, of each recorded method."""
+    with BUSIEST.open(encoding="utf-8") as file:
+        lines = [
+            line for line in csv.DictReader(line for line in file if not line.startswith("#")) if line["model"] == name
+        ]
+    return {
+        method: np.array([line["by_iteration"].split() for line in lines if line["method"] == key], dtype=np.int64).T
+        / 1000
+        for method, key in (("flexmoe", "flex"), ("laer", "laer"))
     }
 
 

@@ -144,11 +144,7 @@ def seconds(overrides: list[str]) -> float | None:
         plan = search(run, trainable=True).best.plan
     except MeshwrightError:
         return None
-    if (
-        untrainable(plan, mixture=run.model.experts > 0)
-        or plan.predicted is None
-        or plan.predicted.step_seconds is None
-    ):
+    if untrainable(plan) or plan.predicted is None or plan.predicted.step_seconds is None:
         return None
     return plan.predicted.step_seconds * offload_penalty(run, plan)
 

@@ -2,7 +2,7 @@
 
     python benchmarks/record_expert_loads.py --out FOLDER       # six runs at a time, on the GPU or CPU found; needs minutes on a GPU
     python benchmarks/record_expert_loads.py --out FOLDER --from RUNS     # from finished runs
-    python benchmarks/record_expert_loads.py --out data/expert-loads --compact FOLDER   # the files that are kept here
+    python benchmarks/record_expert_loads.py --out benchmarks/data/expert-loads --compact FOLDER   # the files that are kept here
 
 Writes `64-experts-1e-4.csv.gz` and so on, with columns `layer`, `step`, `expert_0`, …, which `train --replay-routing` and
 `train.expert_load` read, and `runs.json` with the losses. `--compact` keeps the middle layers, with loads in whole parts of `PARTS`
@@ -31,8 +31,8 @@ from meshwright.data.stdlib import ensure_stdlib, stdlib_folder
 EXPERTS = {64: 4, 128: 8}
 """Experts of a model's layers, and how many a token uses."""
 BALANCE_LOSSES = ("0", "1e-4", "1e-2")
-LAYERS, KEPT_LAYERS = 4, (1, 2)
-PARTS = 16
+LAYERS, KEPT_LAYERS = 4, {64: [1, 2], 128: [1]}
+PARTS = 12
 
 
 def main() -> None:
@@ -109,7 +109,8 @@ def record(runs: Path, out: Path) -> None:
 def compact(recordings: Path, out: Path) -> None:
     """Write the kept layers of each recording with coarser loads."""
     for path in sorted(recordings.glob("*.csv.gz")):
-        loads = read_recording(path)[:, KEPT_LAYERS]
+        loads = read_recording(path)
+        loads = loads[:, KEPT_LAYERS[loads.shape[2]]]
         parts = np.rint(loads * (PARTS / loads.mean(2, keepdims=True))).astype(np.int64)
         write_loads(out / path.name, parts)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
-from benchmarks.expert_placement import MODELS, PUBLISHED, compare, recorded_counts
+from benchmarks.expert_placement import MODELS, PUBLISHED, compare, recorded, recorded_counts
+from benchmarks.flexmoe_baseline import improved_slots, rank_loads
 
 RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "2026-11-26-expert-placement-simulated.json"
 RECORDED_MEDIANS = {"mixtral-8x7b-e16k4": 1.67, "mixtral-8x7b-e8k2": 1.64}
@@ -17,11 +19,26 @@ def test_speeds_are_within_a_tenth_of_the_published_ones_and_as_stored() -> None
     comparison = compare(None)
     stored = json.loads(RESULT.read_text(encoding="utf-8"))
     assert comparison == stored["equal_within_groups"]
-    assert stored["published"] == PUBLISHED
+    assert stored["published"] == PUBLISHED and stored["recorded"] == recorded()
     for name, published in PUBLISHED.items():
         assert comparison["speed"][name] == pytest.approx(published, rel=0.1)
     for model, median in RECORDED_MEDIANS.items():
         assert comparison["models"][model]["fsdp_ep"]["median_imbalance"] == pytest.approx(median, abs=0.02)
+
+
+def test_the_baseline_exchanges_experts_on_every_node_while_that_helps() -> None:
+    """Two nodes of 8 ranks with two slots and four experts, then four nodes with four slots and 16 experts."""
+    fixed = np.zeros((16, 4), dtype=np.int64)
+    fixed[np.arange(16), np.arange(16) % 2], fixed[np.arange(16), 2 + np.arange(16) % 2] = 1, 1
+    loads = np.array([[480, 160, 160, 160]] * 2)
+    assert rank_loads(fixed, loads).tolist() == [160, 80] * 8, "four ranks share an expert: 480 / 4 + 160 / 4"
+    assert (improved_slots(fixed, loads, 2) == fixed).all(), "a rank with two slots of five would get 192 rows"
+    fixed = (np.arange(32)[:, None] % 4 == np.arange(16) % 4).astype(np.int64)
+    loads = np.random.default_rng(0).multinomial(100_000, np.arange(1, 17) / 136, 4)
+    improved = improved_slots(fixed, loads, 4)
+    assert (improved.sum(1) == 4).all() and (improved.reshape(4, 8, 16).sum(1) >= 1).all()
+    before, after = rank_loads(fixed, loads), rank_loads(improved, loads)
+    assert after.max() < before.max() and after.sum() == pytest.approx(400_000)
 
 
 @pytest.mark.parametrize("seed", [None, 0])

@@ -106,7 +106,7 @@ texts = st.one_of(
     )
 )
 @example({"layers": "", "hidden": "1"})
-@settings(max_examples=examples(40, 150), deadline=None)
+@settings(max_examples=examples(15, 150), deadline=None)
 def test_no_text_is_a_crash(changed: dict[str, str]) -> None:
     (prediction,) = predict_records([{**RECORD, **changed}])
     assert (prediction.seconds is None) == bool(prediction.reason)

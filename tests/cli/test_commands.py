@@ -75,6 +75,7 @@ JSON_COMMANDS: dict[str, tuple[Words, set[str]]] = {
         lambda tiny, run, tmp: [tiny.parent / "source", "--tokenizer", run / "tokenizer.json", "--out", tmp / "data"],
         {"out", "splits", "vocab_size", "bad", "passed_over", "reused"},
     ),
+    "data lengths": (lambda tiny, run, tmp: [tiny.parent / "data"], {"documents", "tokens", "longest", "ranges"}),
     "data show": (lambda tiny, run, tmp: [run, "--step", 2], {"step", "samples"}),
     "tokenizer train": (
         lambda tiny, run, tmp: [tiny.parent / "source", "--size", 280, "--out", tmp / "tokenizer.json"],

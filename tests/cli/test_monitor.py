@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import select
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -177,3 +179,25 @@ def _read(master: int) -> bytes:
         return os.read(master, 1 << 16) if ready else b""
     except OSError:
         return b""
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (160, 50), (60, 20)])
+def test_loads_of_experts_fit_and_show_the_busiest(tmp_path: Path, width: int, height: int) -> None:
+    """48 layers with 128 experts of equal loads, except that expert 100 of the 7th mixture has 9.89 × the mean."""
+    loads = [[100] * 128 for _ in range(48)]
+    loads[6] = [93] * 128
+    loads[6][100] = 12800 - 127 * 93
+    steps = [{"kind": "step", "step": step, "expert_loads": loads} for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    reader = FigureReader(tmp_path)
+    reader.read()
+    shown = replace(snapshot(tmp_path, 64, 70, slow=1), expert_loads=reader.expert_loads)
+    lines = picture(shown, width, height, no_color=True)
+    assert len(lines) < height and all(len(line) <= width for line in lines)
+    mixtures = [line for line in lines if line.startswith("mixture ")]
+    (busiest,) = [line for line in mixtures if "@" in line]
+    first, _, last = busiest.split()[1].partition("-")
+    assert int(first) <= 7 <= int(last or first) and busiest.count("@") == 1
+    cells = busiest.split()[2]
+    assert abs(cells.index("@") / len(cells) - 100 / 128) <= 1 / len(cells)
+    assert any("expert 100 of mixture 7: 9.89 ×" in line for line in lines)

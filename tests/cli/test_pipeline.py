@@ -1,4 +1,4 @@
-"""Pipeline plans from the command line: `train` and `generate` start ranks, `eval` by the plan has those of the pool."""
+"""Pipeline plans from the command line: `generate` starts ranks, `eval` by the plan has those of the pool."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from meshwright.parallel.world import World
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain, to_plain
 from tests.cli.command import meshwright
+from tests.distributed import cases_training as cases
 from tests.distributed.pool import Pool
 from tests.slow import quick_first
+from tests.training.tiny import prepared
 
 PINS = ["cluster.gpus_per_node=2", "plan.pipeline=2", "plan.schedule=zbv", "plan.micro_batch=2", "model.layers=4"]
 
@@ -28,20 +30,16 @@ def answer_as_json(world: World, question: str) -> str:
 
 @pytest.fixture(scope="module")
 def run(pool: Pool, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run. Its tests stay in the worker of `pool`, which some use, so that it is trained once."""
-    runs = tmp_path_factory.mktemp("pipeline")
-    answer = meshwright("train", tiny, *PINS, "checkpoint.every=3", "--runs", runs)
-    assert answer.code == 0, answer.err
-    assert "plan: pipeline 2, zbv; micro-batch 2 × 4" in answer.out
-    return runs / "tiny"
+    """A finished run. `tests/training/test_wire_count.py` trains one by the command."""
+    prepared_run = prepared(tiny, tmp_path_factory.mktemp("pipeline"), *PINS, "checkpoint.every=3")
+    assert [result.error for result in pool.run(cases.run, 2, prepared_run.assignment)] == [None] * 2
+    return prepared_run.folder
 
 
-def test_the_run_is_whole_and_its_report_shows_the_pipeline(run: Path) -> None:
+def test_the_run_is_whole(run: Path) -> None:
     steps = [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "step"]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6] and steps[-1]["loss"] < steps[0]["loss"]
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000003", "step-00000006"]
-    report = (run / "report.html").read_text()
-    assert "pipeline 2 = 2 ranks" in report
     answer = meshwright("checkpoint", "verify", run, "--json")
     assert answer.code == 0 and all(checkpoint["ok"] for checkpoint in answer.json["checkpoints"])
 

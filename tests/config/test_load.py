@@ -15,6 +15,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.slow import examples
 
 from meshwright.config.load import (
     differences,
@@ -394,7 +395,7 @@ VALUES = {
 }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20, 60), deadline=None)
 @given(st.fixed_dictionaries({}, optional=VALUES))
 def test_any_run_survives_resolving(tmp_path_factory: pytest.TempPathFactory, changes: dict[str, Any]) -> None:
     run = load_run(QUICKSTART, [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in changes.items()])

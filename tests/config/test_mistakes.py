@@ -346,7 +346,7 @@ PATHS = [".".join(map(str, path)) for path in all_keys(RunSpec)] + [
 ]
 
 
-@settings(max_examples=examples(60, 200), deadline=None)
+@settings(max_examples=examples(30, 200), deadline=None)
 @given(st.dictionaries(st.sampled_from(PATHS), ANY, min_size=1, max_size=3), st.booleans())
 def test_whatever_is_written_ends_in_a_run_or_in_placed_mistakes(
     tmp_path_factory: pytest.TempPathFactory, changes: dict[str, Any], in_file: bool
@@ -397,7 +397,7 @@ def names(mistake: Mistake, key: str) -> bool:
     return mistake.nearest is not None and mistake.nearest.split(".")[-1] == key
 
 
-@settings(max_examples=examples(40, 150), deadline=None)
+@settings(max_examples=examples(20, 150), deadline=None)
 @given(where=st.sampled_from(KEYS), edit=st.integers(0, 2), at=st.integers(0, 30), letter=st.sampled_from(LETTERS))
 def test_every_typo_of_every_key_is_rejected_at_its_place(
     tmp_path_factory: pytest.TempPathFactory, where: tuple[int, str, int], edit: int, at: int, letter: str

@@ -10,6 +10,7 @@ import pytest
 
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.costs.collective_costs import rank_group
+from meshwright.costs.compute import layer_times
 from meshwright.costs.constants import OWN, table
 from meshwright.costs.plan_costs import (
     LOOPBACK_GB_PER_S,
@@ -206,6 +207,28 @@ def test_fp8_is_priced_by_its_rate_its_rounding_and_its_gathers() -> None:
     assert seconds(replace(wide, precision=Precision(linear="fp8_rowwise")), replace(NODE, gpu="cpu")) == pytest.approx(
         seconds(wide, replace(NODE, gpu="cpu"))
     )
+
+
+def test_fp8_of_experts_leaves_their_weight_gradients_in_bf16() -> None:
+    model, train = (
+        from_plain(ModelSpec, MODEL_PRESETS["qwen3-30b-a3b"]),
+        TrainSpec(steps=1, global_batch=16, seq_len=4096),
+    )
+    priced = pricing(model, train, plan_of({"shard": 1}, micro=8), NODE)
+    assert priced is not None
+    shape, layout, machine = priced.shape, priced.layout, priced.machine
+    fp8_machine = replace(machine, peak=2 * machine.peak, product_format=1.0)
+    k = replace(priced.constants, quantise=0.0)
+    wide = layer_times(shape, machine, layout, k)
+    as_slow = layer_times(shape, fp8_machine, layout, replace(k, gemm_low=0.5))
+    twice = layer_times(shape, fp8_machine, layout, replace(k, gemm_low=1.0))
+    rows, matrices = 8 * 8 * 4096 * (2048 + 1.5 * 768) * layout.imbalance, 128 * 3 * 2048 * 768
+    rounding = 48 * 3 * (rows + matrices) / (machine.hbm * k.hbm / k.slow)
+    assert as_slow.forward - wide.forward == pytest.approx(rounding)
+    assert as_slow.backward - wide.backward == pytest.approx(rounding)
+    linear, experts = 2048 * 5120 + 4096 * 2048, 8 * 3 * 2048 * 768
+    gains = (as_slow.backward - twice.backward) / (as_slow.forward - twice.forward)
+    assert gains == pytest.approx((2 * linear + experts) / (linear + experts), rel=0.05)
 
 
 @pytest.mark.parametrize("gather", ["compute", "fp8"])

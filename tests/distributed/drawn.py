@@ -125,5 +125,5 @@ def _refused(plan: Plan, spec: ModelSpec) -> bool:
         or check_context(spec, plan, SEQ)
         or (spec.experts and spec.experts % experts)
         or refusal(plan.schedule.name, pipeline, accumulate, stages)
-        or untrainable(plan, mixture=spec.experts > 0)
+        or untrainable(plan)
     )

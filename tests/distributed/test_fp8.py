@@ -7,7 +7,7 @@ the rounding to fp8 the only coarse one.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -16,13 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.kernels.fp8_products import quantize as quantize_whole
+from meshwright.kernels.grouped import ExpertOrder
+from meshwright.kernels.linear import Linear
 from meshwright.models.decoder import Decoder
 from meshwright.models.initial_values import initialise
+from meshwright.models.moe import Experts
 from meshwright.spec.plan import LayerStrategy, Plan, SchedulePlan
 from tests.distributed.pool import Pool
 from tests.distributed.test_equality import BATCH, GPT, LLAMA, TRAIN, batch, compare, plan, sharded
 from tests.distributed.test_schedules import DEEP, Case
 from tests.kernels.test_fp8_products import Emulated
+from tests.kernels.test_grouped_fp8 import EmulatedGroups
 from tests.slow import quick_first
 
 MICRO = 2
@@ -75,6 +79,14 @@ def expected_of(steps: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     return [{**step, "gradients": {n: g.double() for n, g in step["gradients"].items()}} for step in steps[0]]
 
 
+def expected_of_all(steps: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """All ranks' gradients as what others are compared with; each rank has whole gradients of some parameters."""
+    (first,) = expected_of(steps)
+    for others in steps[1:]:
+        first["gradients"] |= {name: gradient.double() for name, gradient in others[0]["gradients"].items()}
+    return [first]
+
+
 def unclipped(step: dict[str, Any], clip: float = 0.5) -> dict[str, Any]:
     """The emulation's gradients as the trainer leaves them: clipped."""
     factor = min(1.0, clip / step["norm"])
@@ -121,6 +133,99 @@ def test_the_bounds_notice_products_that_are_not_in_fp8(pool: Pool) -> None:
                 EMULATION_BOUND,
                 weights=False,
             )
+
+
+MIXTURE = replace(
+    LLAMA, family="qwen3_moe", qk_norm=True, layers=4, experts=6, experts_per_token=2, expert_hidden=8, first_dense_layers=1,
+    shared_expert_hidden=4,
+)  # fmt: skip
+MIXTURE_CASES = [
+    Case("1f1b", shard=2, expert=2, micro=MICRO),
+    Case("1f1b", shard=2, micro=MICRO, recompute="selective"),
+    Case("1f1b", shard=4, expert=2, micro=MICRO, recompute="full"),
+    Case("zbv", pipeline=2, shard=2, expert=2, micro=MICRO),
+]
+
+
+@cache
+def emulated_mixture_step(weigh_outputs: bool) -> dict[str, Any]:
+    """The first step on one device with scales by row, all products of blocks emulated but the router's.
+
+    With `weigh_outputs` the router's weights multiply the experts' outputs, as they do with expert ranks, not the activations.
+    """
+    model = Decoder(MIXTURE, plain=True)
+    initialise(model, MIXTURE, seed=0)
+    for name, module in model.named_modules():
+        if isinstance(module, Linear) and name.startswith("layers.") and not name.endswith(".router"):
+            module.forward = partial(_emulated_linear, module)
+        elif isinstance(module, Experts):
+            module.forward = partial(_emulated_experts, module, weigh_outputs)
+    columns, total = batch(0, MIXTURE), 0.0
+    valid = (columns[1] >= 0).sum()
+    for parts in zip(*(column.split(MICRO) for column in columns), strict=True):
+        loss, z_loss, balance, router_z_loss = _losses(model, *parts)
+        mean = loss * (parts[1] >= 0).sum() / valid
+        z_loss = z_loss * (parts[1] >= 0).sum() / valid
+        routers = TRAIN.balance_loss * balance / BATCH + TRAIN.router_z_loss * router_z_loss * MICRO / BATCH
+        (mean + TRAIN.z_loss * z_loss + routers).backward()
+        total += mean.item()
+    gradients = {name: weight.grad.double() for name, weight in model.named_parameters()}
+    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
+    return {"loss": total, "norm": norm, "gradients": gradients}
+
+
+def _losses(
+    model: Decoder, tokens: Tensor, targets: Tensor, positions: Tensor, documents: Tensor
+) -> tuple[Tensor, ...]:
+    """Mean cross-entropy and squared log-sum-exp of logits, the sum of balance losses, the router z-loss before its weight."""
+    outputs: list[Tensor] = []
+    hooks = [
+        module.register_forward_hook(lambda _, inputs, out: outputs.append(out))
+        for name, module in model.named_modules()
+        if name.endswith("moe.router")
+    ]
+    x, balance = model._run_blocks(tokens, positions, documents)
+    for hook in hooks:
+        hook.remove()
+    trained = targets >= 0
+    logits = model.logits_or_loss(x, None)[trained]
+    router_z_loss = sum(out.logsumexp(-1).square().mean() for out in outputs)
+    return F.cross_entropy(logits, targets[trained]), logits.logsumexp(-1).square().mean(), balance, router_z_loss
+
+
+def _emulated_linear(linear: Linear, x: Tensor) -> Tensor:
+    return Emulated.apply(x, linear.weight, linear.bias, "rowwise")
+
+
+def _emulated_experts(
+    experts: Experts, weigh_outputs: bool, sorted_rows: Tensor, order: ExpertOrder, weights: Tensor
+) -> Tensor:
+    groups = torch.searchsorted(order.offsets, torch.arange(len(sorted_rows)), right=True)
+    gate, up = EmulatedGroups.apply(sorted_rows, experts.gate_up, groups).chunk(2, dim=-1)
+    activation = F.silu(gate) * up
+    if weigh_outputs:
+        return EmulatedGroups.apply(activation, experts.down, groups) * weights[:, None]
+    return EmulatedGroups.apply(activation * weights[:, None], experts.down, groups)
+
+
+@pytest.mark.parametrize("case", quick_first(1, MIXTURE_CASES), ids=str)
+def test_mixtures_equal_the_emulation(pool: Pool, case: Case) -> None:
+    step = first_step(pool, MIXTURE, with_fp8(case.plan, "fp8_rowwise", "compute"))
+    compare(step, [unclipped(emulated_mixture_step(case.expert > 1))], EMULATION_BOUND, weights=False)
+
+
+@pytest.mark.slow
+def test_the_bound_of_mixtures_notices_products_that_are_not_in_fp8(pool: Pool) -> None:
+    without_fp8 = first_step(pool, MIXTURE, with_fp8(plan(1, 1, MICRO), "compute", "compute"))
+    with pytest.raises(AssertionError):
+        compare(without_fp8, [unclipped(emulated_mixture_step(False))], EMULATION_BOUND, weights=False)
+
+
+@pytest.mark.parametrize("case", quick_first(0, MIXTURE_CASES), ids=str)
+def test_mixtures_gather_in_fp8(pool: Pool, case: Case) -> None:
+    """Weights outside of the experts, which gives the numbers of weights that are gathered as they are."""
+    gathered_wide = first_step(pool, MIXTURE, with_fp8(case.plan, gather="compute"))
+    compare(first_step(pool, MIXTURE, with_fp8(case.plan)), expected_of_all(gathered_wide), LAYOUT_BOUND, weights=False)
 
 
 SCHEDULES = [

@@ -106,7 +106,7 @@ def sum_replicas(world, dtype: torch.dtype | None) -> list[torch.Tensor]:
     flat = torch.arange(4.0) + 1 / 512 + world.rank
     shards = [flat[:1], flat[1:]]  # two gradients in one buffer share an all-reduce
     sums = ReplicaSums(dist.group.WORLD, dtype, world.device)
-    sums.start(shards, None)
+    sums.start(shards, [])
     sums.finish()
     return shards
 

@@ -9,7 +9,6 @@ import pytest
 
 from tests.distributed.pool import Pool
 from tests.distributed.test_schedules import UNEVEN, UNEVEN_V, Case, check
-from tests.slow import quick_first
 
 UNEVEN_LOOPED = (("0-1", "5-6"), ("2-4", "7"))
 LITTLE_MEMORY = [  # gradients="whole": every rank has all gradients of its layers, else they are sharded
@@ -31,7 +30,8 @@ COMPILED = [
 ]
 
 
-@pytest.mark.parametrize("case", quick_first(1, LITTLE_MEMORY), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", LITTLE_MEMORY, ids=str)
 def test_little_device_memory(pool: Pool, case: Case) -> None:
     check(pool, case, tied=True)
 

@@ -212,6 +212,8 @@ def compared(*, slow: bool = True) -> Iterator[Tested]:
     for given in given_to(test_fp8.test_layouts_agree):
         gather = "fp8" if given["linear"] == "fp8_tensorwise" else "compute"
         yield test_fp8.with_fp8(test_fp8.LAYOUTS[given["name"]], given["linear"], gather), test_equality.LLAMA
+    for given in given_to(test_fp8.test_mixtures_gather_in_fp8):
+        yield test_fp8.with_fp8(given["case"].plan), test_fp8.MIXTURE
     for given in given_to(test_fp8.test_schedules_agree_also_where_the_backward_is_split):
         yield test_fp8.with_fp8(given["case"].plan), deep[False]
     for given in given_to(test_offload.test_fp8_comes_back_bit_for_bit):

@@ -38,18 +38,18 @@ def test_a_stopped_rank_counts_as_hung_and_is_replaced(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     run = tmp_path / "tiny"
-    job = Job(words(tmp_path_factory, tmp_path), run)
+    job = Job(words(tmp_path_factory, tmp_path, "supervision.restarts=1"), run)
     until(lambda: last_step(run) >= 12, job)
     os.kill(job.ranks()[1], signal.SIGSTOP)
     stopped = time.monotonic()
-    until(lambda: "restart 1 of 3" in job.output(), job)
+    until(lambda: "restart 1 of 1" in job.output(), job)
     assert 4 < time.monotonic() - stopped < 10
     assert job.process.wait(60) == 0, job.output()
     assert re.search(r"rank 1 has made no progress for [5-9] s in step ", job.output()), job.output()
     incident = only_incident(run)
     assert (incident["cause"], incident["rank"], incident["confidence"]) == ("hang", 1, "certain")
     assert [wait["rank"] for wait in incident["waiting"]] == [0] and "and is stopped" in incident["reason"]
-    assert incident["answer"] == "restart 1 of 3 from the checkpoint of step 10"
+    assert incident["answer"] == "restart 1 of 1 from the checkpoint of step 10"
     stacks = Path(incident["evidence"], "stacks")
     assert "State:\tT (stopped)" in (stacks / "rank-1.txt").read_text()
     waiting = (stacks / "rank-0.txt").read_text()

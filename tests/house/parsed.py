@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import gc
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -10,4 +12,19 @@ from pathlib import Path
 @cache
 def parsed(path: Path) -> ast.Module:
     """The syntax tree of a file."""
-    return ast.parse(path.read_text(encoding="utf-8"))
+    collects = gc.isenabled()
+    gc.disable()  # all objects of a tree stay
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"))
+    finally:
+        if collects:
+            gc.enable()
+
+
+def below(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes below `tree` but expressions, which hold no statement."""
+    waiting = [tree]
+    while waiting:
+        children = [node for node in ast.iter_child_nodes(waiting.pop()) if not isinstance(node, ast.expr)]
+        yield from children
+        waiting += children

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from tests.house.parsed import parsed
+from tests.house.parsed import below, parsed
 
 SOURCE = Path(__file__).parents[2] / "src" / "meshwright"
 LAYERS = {
@@ -61,7 +61,7 @@ def files() -> list[Path]:
 def imports(path: Path) -> list[tuple[int, str]]:
     """(line, module) of every meshwright import, also those inside functions."""
     modules = []
-    for node in ast.walk(parsed(path)):
+    for node in below(parsed(path)):
         if isinstance(node, ast.ImportFrom) and node.module:
             modules.append((node.lineno, node.module))
             modules += [
@@ -192,7 +192,7 @@ def test_files_and_functions_stay_short() -> None:
         text = path.read_text(encoding="utf-8")
         if len(text.splitlines()) > LARGEST_FILE:
             wrong.append(f"{path}: {len(text.splitlines())} lines")
-        for node in ast.walk(parsed(path)):
+        for node in below(parsed(path)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno:
                 length = node.end_lineno - node.lineno + 1
                 if length > LONGEST_FUNCTION:

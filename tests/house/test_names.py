@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.house.parsed import parsed
+from tests.house.parsed import below, parsed
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "meshwright"
@@ -40,6 +40,8 @@ def _source_name(path: Path) -> str:
 def declared_names(tree: ast.AST, inside_function: bool = False) -> Iterator[tuple[int, str]]:
     """(line, name) of every function, class, parameter, module constant and field; local variables are left out."""
     for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.expr):
+            continue  # it holds no statement
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield node.lineno, node.name
             arguments = (
@@ -62,14 +64,14 @@ def declared_names(tree: ast.AST, inside_function: bool = False) -> Iterator[tup
                     and target.value.id == "self"
                 ):
                     yield target.lineno, target.attr
-        function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
         yield from declared_names(node, function or (inside_function and not isinstance(node, ast.ClassDef)))
 
 
 def documentation(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """(line, text) of every docstring, of modules, classes, functions, constants and fields."""
-    for node in ast.walk(tree):
-        for statement in getattr(node, "body", ()) if not isinstance(node, ast.Lambda | ast.IfExp) else ():
+    for node in (tree, *below(tree)):
+        for statement in getattr(node, "body", ()):
             if (
                 isinstance(statement, ast.Expr)
                 and isinstance(statement.value, ast.Constant)

@@ -13,7 +13,17 @@ import pytest
 pytest.importorskip("triton")
 FOLDER = Path(__file__).parent
 KERNELS = {
-    "test_triton.py": {"_adamw", "_add_rms_norm", "_add_wide", "_backward", "_forward", "_weighted_backward"},
+    "test_triton.py": {
+        "_adamw",
+        "_add_rms_norm",
+        "_add_wide",
+        "_backward",
+        "_forward",
+        "_round_transposed",
+        "_spread",
+        "_sum",
+        "_weighted_backward",
+    },
     "test_paged_triton.py": {"_decode", "_prefill", "_rotate_write", "combine_splits"},
     "test_latent_attention.py": {"_chunks", "_decode", "_rotate_write", "combine_splits"},
 }

@@ -107,6 +107,32 @@ def test_rows_are_sorted_by_expert_and_come_back(experts: int) -> None:
     torch.testing.assert_close(weighted, tokens * weights.sum(1, keepdim=True))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("copies", "width"), [(1, 64), (8, 2048), (2, 136)])
+def test_copies_move_on_a_gpu_as_on_a_processor(copies: int, width: int, compiled: bool) -> None:
+    """Integers, so that sums are exact in bf16."""
+
+    def there_and_back(tokens: Tensor, chosen: Tensor, load: Tensor) -> tuple[Tensor, Tensor]:
+        order = order_by_expert(chosen, load)
+        sorted_rows = to_groups(tokens, order)
+        return sorted_rows, sum_copies(sorted_rows, order)
+
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(-4, 5, (300, width), generator=draw).bfloat16()
+    chosen = torch.rand(300, 16, generator=draw).topk(copies).indices
+    load = torch.bincount(chosen.flatten(), minlength=16)
+    results = []
+    for device in ("cpu", "cuda"):
+        moved = tokens.to(device).requires_grad_()
+        function = torch.compile(there_and_back, fullgraph=True) if compiled and device == "cuda" else there_and_back
+        sorted_rows, sums = function(moved, chosen.to(device), load.to(device))
+        (sums.float().sum() + (3 * sorted_rows[:7]).float().sum()).backward()
+        results.append([tensor.detach().cpu() for tensor in (sorted_rows, sums, moved.grad)])
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
 def test_the_plain_twin_compiles() -> None:
     """Though its sizes are read by the host: the compiler sees one operator."""

@@ -208,7 +208,7 @@ def test_bf16_is_as_near_to_the_truth(compiler: str | None) -> None:
     ("compiler", "spec"),
     [
         *(pytest.param(None, spec, id=name) for name, spec in ALL.items()),
-        pytest.param("inductor", LLAMA, marks=needs_compiler, id="inductor-llama"),
+        pytest.param("inductor", LLAMA, marks=[needs_compiler, pytest.mark.slow], id="inductor-llama"),
         pytest.param(
             "inductor",
             replace(GPT2, parallel_block=True),

@@ -179,3 +179,28 @@ def test_add_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     exact = total.double() / (total.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
     assert normed.dtype == dtype and normed.shape == x.shape
     torch.testing.assert_close(normed.double(), exact, rtol=max(torch.finfo(dtype).eps, 1e-6), atol=1e-6)
+
+
+def test_matrices_of_experts_are_rounded_and_transposed() -> None:
+    """In fp32, as the interpreter rounds wrongly to fp8; `kernels/test_grouped_fp8.py` compares the bytes on a GPU."""
+    from meshwright.kernels.grouped_fp8_triton import round_transposed
+
+    matrices, factor = torch.randn(3, 144, 80).bfloat16(), torch.tensor([0.5, 2.0, 8.0])
+    expected = matrices.float().transpose(1, 2) * factor[:, None, None]
+    assert torch.equal(round_transposed(matrices, factor, torch.float32), expected)
+
+
+@pytest.mark.parametrize(("copies", "width"), [(1, 64), (3, 80)])
+def test_copies_of_tokens(copies: int, width: int) -> None:
+    from meshwright.kernels.grouped_copies_triton import spread_tokens
+
+    tokens, order = torch.randn(7, width), torch.randperm(7 * copies)
+    assert torch.equal(spread_tokens(tokens, order.argsort().view(7, copies)), tokens[order // copies])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_sums_of_copies(dtype: torch.dtype) -> None:
+    from meshwright.kernels.grouped_copies_triton import gather_sum
+
+    sorted_rows, positions = torch.randint(-50, 50, (21, 80)).to(dtype), torch.randperm(21).view(7, 3)
+    assert same(gather_sum(sorted_rows, positions), sorted_rows[positions].sum(1))

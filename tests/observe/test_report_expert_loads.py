@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from meshwright.observe.report_expert_loads import MOST_STEPS, expert_loads_card
+from meshwright.observe.expert_load_table import MOST_STEPS
+from meshwright.observe.report_expert_loads import expert_loads_card
 
 
 def record(step: int, loads: object) -> dict[str, object]:

@@ -10,6 +10,7 @@ import torch
 
 from meshwright.kernels.linear import Linear
 from meshwright.models.decoder import Decoder
+from meshwright.models.moe import Experts
 from meshwright.parallel import fp8_weights as fp8
 from meshwright.parallel.fp8_weights import use_fp8_products
 from meshwright.spec.errors import BadInput
@@ -39,6 +40,31 @@ def test_linear_layers_of_blocks_and_nothing_else() -> None:
         LOW, layers=(LayerStrategy(range="0", linear="compute"), LayerStrategy(range="1", linear="fp8_rowwise"))
     )
     assert {name[:8]: scaling for name, scaling in scalings(mixed).items()} == {"layers.0": None, "layers.1": "rowwise"}
+
+
+def test_of_a_mixture_all_but_the_router() -> None:
+    spec = replace(SPEC, family="mixtral", experts=4, experts_per_token=2, expert_hidden=16, shared_expert_hidden=16)
+    with torch.device("meta"):
+        model = Decoder(spec)
+    use_fp8_products(
+        model, replace(LOW, layers=(LayerStrategy(range="0"), LayerStrategy(range="1", linear="compute"))), CPU
+    )
+    scaled = {name for name, module in model.named_modules() if isinstance(module, Linear) and module.scaling}
+    names = ("attention.qkv", "attention.out", "moe.shared.gate_up", "moe.shared.down")
+    assert scaled == {f"layers.0.{name}" for name in names}
+    assert [module.fp8 for module in model.modules() if isinstance(module, Experts)] == [True, False]
+
+
+def test_a_gpu_without_grouped_products_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA B200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    monkeypatch.setattr(fp8, "find_miscompiled_kernel", lambda device: None)
+    spec = replace(SPEC, family="mixtral", experts=4, experts_per_token=2, expert_hidden=16)
+    with torch.device("meta"):
+        dense, mixture = Decoder(SPEC), Decoder(spec)
+    use_fp8_products(dense, LOW, torch.device("cuda", 0))
+    with pytest.raises(BadInput, match="no grouped fp8 products for experts on NVIDIA B200: expected Hopper"):
+        use_fp8_products(mixture, LOW, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.policies.hang import CPU_SECONDS, GPU_SECONDS, HangWatch
+from tests.slow import examples
 
-SEQUENCES, STEPS, MARKS = 5_000, 30, 4
+SEQUENCES, STEPS, MARKS = examples(1_000, 5_000), 30, 4
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
@@ -48,13 +49,13 @@ def generated(source: random.Random) -> list[float]:
     return [typical * source.lognormvariate(0, spread) for _ in range(STEPS)]
 
 
-def test_no_false_alarm_in_five_thousand_generated_sequences() -> None:
+def test_no_false_alarm_in_generated_sequences() -> None:
     source = random.Random(30)
     runs = (stretched(source, generated(source)) for _ in range(SEQUENCES))
     assert not [times for times in runs if play(HangWatch(CPU_SECONDS), times, poll=max(times))]
 
 
-def test_no_false_alarm_in_five_thousand_sequences_of_recorded_steps() -> None:
+def test_no_false_alarm_in_sequences_of_recorded_steps() -> None:
     """Steps drawn from one recorded run each, at the speed of a machine up to 30 times as slow or fast.
 
     The first recorded step compiles, as that of every run does.

@@ -9,18 +9,19 @@ from hypothesis import strategies as st
 
 from meshwright.policies.sample_order import BLOCK, Mixture, permute, quantise, rank_samples
 from meshwright.spec.errors import BadInput
+from tests.slow import examples
 
 SEEDS = st.integers(0, 2**63)
 
 
 @given(st.integers(1, 3000), st.text(max_size=8))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(40, 80), deadline=None)
 def test_permute_is_a_permutation(size: int, key: str) -> None:
     assert sorted(permute(np.arange(size), size, key).tolist()) == list(range(size))
 
 
 @given(st.integers(1, 500), SEEDS, st.integers(0, 4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30, 60), deadline=None)
 def test_each_epoch_visits_every_window_exactly_once(windows: int, seed: int, epoch: int) -> None:
     mixture = Mixture({"a": 1.0}, {"a": windows}, seed)
     visited = mixture.draws(np.arange(epoch * windows, (epoch + 1) * windows)).window
@@ -28,7 +29,7 @@ def test_each_epoch_visits_every_window_exactly_once(windows: int, seed: int, ep
 
 
 @given(SEEDS, st.lists(st.floats(0.05, 20), min_size=2, max_size=4), st.integers(0, 3))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(4, 8), deadline=None)
 def test_in_a_mixture_too_every_source_goes_through_its_epochs(seed: int, weights: list[float], block: int) -> None:
     names = [f"s{i}" for i in range(len(weights))]
     windows = {name: 1000 + 37 * i for i, name in enumerate(names)}
@@ -44,7 +45,7 @@ def test_in_a_mixture_too_every_source_goes_through_its_epochs(seed: int, weight
 
 
 @given(SEEDS, st.lists(st.integers(0, 5 * BLOCK), min_size=1, max_size=30))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(8, 20), deadline=None)
 def test_a_sample_does_not_depend_on_what_is_asked_with_it(seed: int, indices: list[int]) -> None:
     together = Mixture({"a": 2, "b": 1}, {"a": 77, "b": 1234}, seed).draws(np.array(indices))
     alone = [Mixture({"b": 1, "a": 2}, {"b": 1234, "a": 77}, seed).draws(np.array([i])) for i in indices]
@@ -94,7 +95,7 @@ def test_the_fixed_order_reads_each_source_from_its_start() -> None:
 
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=20))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(25, 50), deadline=None)
 def test_quantised_weights_fill_a_block_and_are_nearest(weights: list[float]) -> None:
     exact = np.array(weights) / sum(weights) * BLOCK
     if exact.min() < 1:

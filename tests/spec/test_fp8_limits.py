@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from meshwright.config.presets import MODEL_PRESETS
@@ -23,23 +25,28 @@ def on(tensor: int, linear: Linear, *layers: Linear | None) -> Plan:
 
 
 @pytest.mark.parametrize(
-    ("plan", "experts", "expected_text"),
+    ("plan", "expected_text"),
     [
-        (on(1, "fp8_tensorwise"), False, None),
-        (on(2, "fp8_tensorwise"), False, "tensor ranks"),
-        (on(1, "fp8_rowwise"), True, "a mixture of experts"),
-        (on(2, "fp8_rowwise"), True, "tensor ranks and a mixture of experts"),
-        (on(2, "compute"), True, None),
-        (on(2, "compute", None, "fp8_rowwise"), False, "tensor ranks"),
-        (on(2, "fp8_tensorwise", "compute", "compute"), False, None),
+        (on(1, "fp8_tensorwise"), None),
+        (on(2, "fp8_tensorwise"), "tensor ranks"),
+        (on(2, "compute"), None),
+        (on(2, "compute", None, "fp8_rowwise"), "tensor ranks"),
+        (on(2, "fp8_tensorwise", "compute", "compute"), None),
     ],
 )
-def test_tensor_ranks_and_experts_are_not_trained_beside_it(
-    plan: Plan, experts: bool, expected_text: str | None
-) -> None:
-    assert fp8_conflict(plan, experts=experts) == expected_text
+def test_tensor_ranks_are_not_trained_beside_it(plan: Plan, expected_text: str | None) -> None:
+    assert fp8_conflict(plan) == expected_text
 
 
 def test_every_side_of_a_product_is_a_multiple_of_16() -> None:
     assert supports_fp8(LLAMA, 8192) and supports_fp8(LLAMA, 8192, 8)
     assert not supports_fp8(LLAMA, 8200) and not supports_fp8(LLAMA, 128, 16)
+
+
+def test_the_products_of_experts_and_of_latent_attention_count() -> None:
+    mixture, latent = (from_plain(ModelSpec, MODEL_PRESETS[name]) for name in ("qwen3-30b-a3b", "deepseek-v2-lite"))
+    assert supports_fp8(mixture, 4096) and supports_fp8(latent, 4096)
+    assert not supports_fp8(replace(mixture, expert_hidden=776), 4096)
+    assert not supports_fp8(replace(latent, shared_expert_hidden=8), 4096)
+    for odd in (replace(latent, kv_rank=520), replace(latent, rope_head_dim=72), replace(latent, q_rank=24)):
+        assert not supports_fp8(odd, 4096)

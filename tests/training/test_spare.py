@@ -13,6 +13,7 @@ import pytest
 
 from meshwright.events.messages import CHANNEL, Begin, Message, MessageReader, Progress, Step, encode
 from meshwright.events.progress import PROGRESS, ProgressPage
+from tests.slow import quick_first
 from tests.training.tiny import make_tiny, prepared, ranks
 
 
@@ -55,12 +56,14 @@ class Spare:
         return messages
 
 
-def test_two_spares_become_the_ranks_of_a_run(tiny: Path, tmp_path: Path) -> None:
-    prepared_run = prepared(tiny, tmp_path, *ranks(2))
-    spares, port = [Spare(), Spare()], str(free_port())
+@pytest.mark.parametrize("count", quick_first(1, [1, 2]))
+def test_spares_become_the_ranks_of_a_run(tiny: Path, tmp_path: Path, count: int) -> None:
+    prepared_run = prepared(tiny, tmp_path, *ranks(count))
+    spares, port = [Spare() for _ in range(count)], str(free_port())
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "MESHWRIGHT_STORE_BIND": "127.0.0.1"}
+    sizes = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     for rank, spare in enumerate(reversed(spares)):
-        rank_environment = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+        rank_environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), **sizes}
         spare.begin(Begin(str(prepared_run.folder / "assignment.json"), address | rank_environment))
     for rank, spare in enumerate(reversed(spares)):
         messages = spare.messages()

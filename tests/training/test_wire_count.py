@@ -77,6 +77,9 @@ def test_a_run_on_two_emulated_nodes_counts_what_was_predicted(
         f"bytes between nodes per step: {mean:,.1f} MB counted, {steps[0]['predicted_wire_bytes'] / 1e6:,.1f} MB predicted"
     ]
     assert output[0] in answer.stdout
+    if plan == "pipeline":
+        assert "plan: pipeline 2, zbv; micro-batch 2 × 4" in answer.stdout
+        assert "pipeline 2 (between nodes) = 2 ranks" in (tmp_path / "tiny" / "report.html").read_text()
 
 
 def test_pauses_are_left_out_and_steps_add_up() -> None:

@@ -75,6 +75,20 @@ def test_only_fp8_layers_are_rounded() -> None:
     assert all_layers.product_flops == pytest.approx(without_first.product_flops)
 
 
+def test_experts_multiply_rows_in_fp8_and_weight_gradients_in_bf16() -> None:
+    model, train = model_of("qwen3-30b-a3b"), TrainSpec(steps=1, global_batch=8, seq_len=4096)
+    low, wide = (
+        step_work(model, train, plan_of(8, precision=Precision(linear=linear))) for linear in ("fp8_rowwise", "compute")
+    )
+    tokens, routed = 8 * 4096, 8 * (2 * 2048 + 2 * 768 + 768)  # inputs and output gradients of a token's eight copies
+    assert low.quantise_bytes == pytest.approx(tokens * 48 * (3 * routed + 4 * (2048 + 5120 + 4096 + 2048)))
+    assert low.product_flops == pytest.approx(wide.product_flops)
+    experts = 6 * tokens * 48 * 8 * 3 * 2048 * 768
+    attention = 6 * tokens * 48 * (2048 * 5120 + 4096 * 2048)
+    in_fp8 = sum(linear.flops for linear in low.linears if linear.format == "fp8")
+    assert in_fp8 == pytest.approx(attention + experts * 2 / 3)
+
+
 def test_the_optimizer_steps_a_ranks_share() -> None:
     model, train = model_of("llama3-8b"), TrainSpec(steps=1, global_batch=8, seq_len=SEQ)
     work = step_work(model, train, plan_of(1, 1, {"shard": 8}))

@@ -301,6 +301,15 @@ def test_fp8_saves_inputs_of_products_and_gathers_blocks_in_one_byte() -> None:
     assert activation_bytes(MODEL, TRAIN, one_bf16_layer) == (TOKENS * (SAVED + (LAYERS - 1) * fp8_saved),)
 
 
+def test_fp8_experts_save_their_activations_in_the_compute_dtype() -> None:
+    mixture = replace(MODEL, experts=8, experts_per_token=2, expert_hidden=64, shared_expert_hidden=32)
+    wide = replace(plan({"shard": 4}, reshard=False), layers=(LayerStrategy(reshard=False),))
+    low = replace(wide, precision=Precision(linear="fp8_rowwise"))
+    norm_outputs, attention_copy = 2 * HIDDEN, 1024
+    saved = LAYERS * TOKENS * (norm_outputs - attention_copy + 32)
+    assert activation_bytes(mixture, TRAIN, wide)[0] - activation_bytes(mixture, TRAIN, low)[0] == saved
+
+
 def test_copy_engine_gathers_use_a_window() -> None:
     """The window holds two blocks and one end in bf16 for the whole run; kernels free their buffer. None on one rank."""
     by_engine = [

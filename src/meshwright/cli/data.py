@@ -176,6 +176,23 @@ def show_command(
     print(json.dumps(shown) if as_json else _step_lines(shown))
 
 
+@app.command("lengths")
+def lengths_command(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DATA_DIR", help="Prepared data; its training part if it has two.")
+    ],
+    as_json: JsonOption = False,
+) -> None:
+    """Show how long documents are, and how many of the tokens are in long ones.
+
+    Example: meshwright data lengths corpus
+    """
+    from meshwright.data.lengths import histogram_lines, length_histogram
+
+    histogram = length_histogram(directory)
+    print(json.dumps(histogram) if as_json else "\n".join(histogram_lines(histogram)))
+
+
 def _open_target(
     target: Path, seq_len: int | None, global_batch: int | None, seed: int | None
 ) -> tuple[DataSource, int]:

@@ -11,6 +11,7 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from meshwright.cli.incidents import incident_lines
+from meshwright.cli.monitor_experts import expert_lines
 from meshwright.observe import number_text
 
 if TYPE_CHECKING:
@@ -41,11 +42,14 @@ def frame(snapshot: RunSnapshot, console: Console) -> Group:
     waits = _titled("waiting", _wait_lines(snapshot, LISTED_WAITS))
     incidents = _titled("incidents", _incident_text(snapshot))
     below = [states, waits, incidents]
+    loads = expert_lines(snapshot.expert_loads, (height - len(top)) // 3, width, colours=colours)
+    height -= len(loads)
     heat_rows = min(MOST_HEAT_ROWS, max(len(snapshot.seconds), 1))
     _shorten(below, height - len(top) - 3 - min(heat_rows, max(LEAST_HEAT_ROWS, height // 3)))
     free = height - len(top) - 3 - sum(map(len, below))
     heat = _heat_lines(snapshot, max(LEAST_HEAT_ROWS, min(heat_rows, free)), width, colours=colours)
-    lines = [*top, *heat, *states, *waits, *incidents]
+    lines = [*top, *heat, *loads, *states, *waits, *incidents]
+    height += len(loads)
     for line in lines:
         line.truncate(width, overflow="ellipsis")
     return Group(*lines[:height])

@@ -75,9 +75,11 @@ def mesh_line(plan: Plan) -> str:
     used = [axis for axis in plan.mesh if axis.size > 1]
     text = " × ".join(f"{axis.axis} {axis.size}" for axis in used) or "one rank"
     experts = plan.experts
-    if experts is None or experts.expert * experts.expert_shard == 1:
+    if experts is None:
         return text
-    return f"{text}, experts over {experts.expert}" + (f" × {experts.expert_shard}" if experts.expert_shard > 1 else "")
+    if experts.expert * experts.expert_shard > 1:
+        text += f", experts over {experts.expert}" + (f" × {experts.expert_shard}" if experts.expert_shard > 1 else "")
+    return text if experts.policy == "none" else f"{text}, {experts.slots} expert copies by {experts.policy}"
 
 
 def short_line(plan: Plan) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshwright.config.divisors import divisors, nearest_divisor
+from meshwright.config.expert_rules import expert_pins, plan_file_experts
 from meshwright.config.format_rules import fp8_products, number_formats, plan_file_formats
 from meshwright.config.optimizer_rules import decay_patterns, offloaded_state, plan_file_offload
 from meshwright.config.run_values import RunValues
@@ -60,7 +61,7 @@ def cross_checks(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
         _attention,
         _experts,
         _latents,
-        _expert_pin,
+        expert_pins,
         _sequence,
         _tensor,
         _context,
@@ -105,19 +106,10 @@ def plan_file_checks(
         mistakes.append(plan.mistake(path, f"train.global_batch = {batch}", format_value(plan.get(path))))
     if layers and not any(path[:1] == ("layers",) for path in unusable):
         mistakes += _coverage(plan, ("layers",), layers)
-    experts = run("model.experts")
-    if sound and experts is not None and plan.has(("experts",)) and isinstance(plan.get(("experts",)), dict):
-        size = plan.get(("experts", "expert"))
-        tensor = next((axis["size"] for axis in plan.get(("mesh",)) if axis["axis"] == "tensor"), 1)
-        if not experts or experts % (size * tensor):
-            beside = f" ÷ {tensor} tensor ranks" if tensor > 1 else ""
-            expected = (
-                f"a divisor of model.experts = {experts}{beside}" if experts else "no `experts`, as the model is dense"
-            )
-            mistakes.append(plan.mistake(("experts", "expert"), expected, str(size)))
     if sound:
         sizes = {axis["axis"]: axis["size"] for axis in plan.get(("mesh",))}
         mistakes += _plan_file_mesh(plan, run, sizes)
+        mistakes += plan_file_experts(plan, run, sizes.get("tensor", 1))
         mistakes += plan_file_formats(plan, run, math.prod(sizes.get(axis, 1) for axis in CONTEXT_AXES))
         mistakes += plan_file_offload(plan, run)
     if layers and sound:
@@ -225,24 +217,6 @@ def _latents(run: RunValues) -> Iterator[Mistake]:
         yield run.mistake(
             "model.groups_per_token", f"groups with enough experts, at most expert_groups = {groups}", str(groups)
         )
-
-
-def _expert_pin(run: RunValues) -> Iterator[Mistake]:
-    """Every rank gets the same number of experts; expert ranks divide the shard and context ranks of one model copy."""
-    experts, ranks = run("model.experts"), run("plan.expert")
-    if experts is None or ranks is None:
-        return
-    if not experts:
-        yield run.mistake("plan.expert", "no key, as the model is dense (model.experts is 0)")
-    elif experts % ranks:
-        near = str(nearest_divisor(experts, ranks))
-        yield run.mistake("plan.expert", f"a divisor of model.experts = {experts}", near)
-    elif (shard := run("plan.shard")) is not None:
-        size = shard * (run("plan.context_ring") or 1) * (run("plan.context_ulysses") or 1)
-        if size % ranks:
-            yield run.mistake(
-                "plan.expert", f"a divisor of plan.shard × context ranks = {size}", str(math.gcd(size, ranks))
-            )
 
 
 def _sequence(run: RunValues) -> Iterator[Mistake]:

@@ -6,11 +6,13 @@ import csv
 import gzip
 import json
 from pathlib import Path
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from meshwright.spec.errors import BadInput
 from meshwright.spec.model import ModelSpec
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 def read_loads(path: Path, spec: ModelSpec, option: str = "--replay-routing") -> np.ndarray:
@@ -20,6 +22,8 @@ def read_loads(path: Path, spec: ModelSpec, option: str = "--replay-routing") ->
     which names `option`, for a dense model, and for a file that cannot be read or has no whole loads for each of its steps, layers and
     experts.
     """
+    import numpy as np  # loading a run file needs it for recorded loads only
+
     routed = sum(spec.routed(layer) for layer in range(spec.layers))
     if not routed:
         raise BadInput(f"{option}: the model has no experts")

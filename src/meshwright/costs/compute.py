@@ -15,10 +15,10 @@ import numpy as np
 from meshwright.costs.constants import Constants
 from meshwright.costs.device_rates import Machine
 from meshwright.workload.arrays import Array
-from meshwright.workload.layer_products import layer_products
+from meshwright.workload.layer_products import Product, layer_products
 from meshwright.workload.layouts import ALL_BUT_ATTENTION, Layouts
 from meshwright.workload.model_shape import Shape
-from meshwright.workload.step_shape import step_shape
+from meshwright.workload.step_shape import StepShape, step_shape
 
 KERNELS_WITH_TAIL = 16.0
 """Kernels of one layer's forward with a tail effect (matrix products, norms, activation, attention)."""
@@ -31,6 +31,8 @@ ACTIVATION_BYTES_RATIO = 2 / 3
 
 6 (two halves read, one result written) over 9 (read and written twice, and the sum).
 """
+EXPERT_ROUNDING_BYTES = 3.0
+"""Bytes per element that is rounded to fp8 with one scale per row: bf16 read, fp8 written (`kernels.grouped_fp8`)."""
 BIAS_BYTES = 20.0
 """Bytes per element to add a routed expert's bias, one expert after another, in other training stacks.
 
@@ -138,9 +140,13 @@ def layer_times(
     memory_rate = machine.hbm * k.hbm / k.slow
     tensor_ranks = layout.tensor
     products = ForwardBackward(0.0, 0.0)
+    wide_rate = _sustained_rate(machine, k, machine.half_peak)
     for product in layer_products(shape, step, tensor_ranks):
         if product.role != "router":  # constants were fitted without the router's product
-            products += rate.forward_backward(product.m, product.k, product.n, product.count).times(product.layers)
+            seconds = rate.forward_backward(product.m, product.k, product.n, product.count)
+            if product.role == "expert":
+                seconds += _wide_weight_gradient(product, machine, k, rate, wide_rate)
+            products += seconds.times(product.layers)
     core_forward, core_backward = _attention_core(shape, machine, layout, k, tokens, memory_rate)
     pass_seconds = tokens * shape.hidden * shape.layers * k.passes / memory_rate / tensor_ranks
     per_element = k.moe_passes + np.where(layout.expert > 1, k.moe_spread, 0.0)
@@ -157,14 +163,16 @@ def layer_times(
         tokens * shape.hidden * shape.layers * 8 * k.quantise / memory_rate / tensor_ranks,
         0.0,
     )
+    expert_rounding = _expert_rounding(shape, machine, k, step) / memory_rate
     tail_seconds = KERNELS_WITH_TAIL * shape.layers * k.tail_us * 1e-6
-    forward = products.forward + core_forward + pass_seconds + routed_seconds + quantise_seconds + tail_seconds
+    quantise_forward, quantise_backward = quantise_seconds + expert_rounding, 1.5 * quantise_seconds + expert_rounding
+    forward = products.forward + core_forward + pass_seconds + routed_seconds + quantise_forward + tail_seconds
     backward = (
         products.backward
         + core_backward
         + 1.5 * pass_seconds
         + k.moe_back * routed_seconds
-        + 1.5 * quantise_seconds
+        + quantise_backward
         + 1.5 * tail_seconds
     )
     selective = np.where(k.compiled > 0, pass_seconds + tail_seconds / 2, core_forward)
@@ -174,9 +182,7 @@ def layer_times(
     ring_us = np.maximum(layout.sequence, across_nodes) * (tensor_ranks - 1) * k.ring_us
     tensor_us = np.where(tensor_ranks > 1, k.host_tensor_us, 0.0) + ring_us
     host = shape.layers * (k.host_us + tensor_us) * launches * 1e-6
-    logits = _sustained_rate(machine, k, machine.half_peak).forward_backward(
-        tokens, shape.hidden, shape.vocab / tensor_ranks
-    )
+    logits = wide_rate.forward_backward(tokens, shape.hidden, shape.vocab / tensor_ranks)
     loss_seconds = tokens * shape.vocab / tensor_ranks * k.logit_bytes / memory_rate
     # The weight gradient of each chunk of logits is added to an fp32 sum (kernels.loss).
     sum_seconds = (
@@ -185,12 +191,28 @@ def layer_times(
     embed = tokens * shape.hidden * 12 / memory_rate
     padded_vocab = np.where(np.mod(shape.vocab / tensor_ranks, 8) > 1e-6, k.ragged_vocab, 1.0)
     head = (logits.forward + logits.backward + loss_seconds) * padded_vocab + sum_seconds
-    projection = _sustained_rate(machine, k, machine.half_peak).forward_backward(
-        tokens / tensor_ranks, 2 * shape.hidden, shape.hidden
-    )
+    projection = wide_rate.forward_backward(tokens / tensor_ranks, 2 * shape.hidden, shape.hidden)
     outside_block = projection.forward + projection.backward + head + embed
     module = (forward + backward + recomputed) / shape.layers * module_blocks + outside_block
     return LayerTime(forward, backward + recomputed, host, head + shape.predictions * module, embed)
+
+
+def _wide_weight_gradient(
+    product: Product, machine: Machine, k: Constants, rate: ProductRate, wide_rate: ProductRate
+) -> ForwardBackward:
+    """Seconds that weight gradients of experts add in bf16 where other products are in fp8, in this program's engine."""
+    size = product.k, product.m, product.n, product.count
+    in_fp8 = (np.asarray(machine.product_format) > 0) & (np.asarray(k.own_engine) > 0)
+    return ForwardBackward(0.0, np.where(in_fp8, wide_rate.seconds(*size) - rate.seconds(*size), 0.0))
+
+
+def _expert_rounding(shape: Shape, machine: Machine, k: Constants, step: StepShape) -> Array:
+    """Bytes to round experts' rows and matrices to fp8 in this program's engine, of one forward or one backward."""
+    gated = 1 + shape.gated
+    rows = step.experts * step.expert_rows * (shape.expert_in + (1 + gated) / 2 * shape.expert_ffn)
+    matrices = step.experts * (1 + gated) * shape.expert_in * shape.expert_ffn
+    in_fp8 = (np.asarray(machine.product_format) > 0) & (np.asarray(k.own_engine) > 0) & (np.asarray(shape.experts) > 0)
+    return np.where(in_fp8, shape.moe_layers * EXPERT_ROUNDING_BYTES * (rows + matrices), 0.0)
 
 
 def _routed_bytes(shape: Shape, layout: Layouts, k: Constants, per_element: Array) -> Array:

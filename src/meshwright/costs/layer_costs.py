@@ -146,15 +146,15 @@ def _expert_traffic(shape: Shape, machine: Machine, layout: Layouts, k: Constant
     group = rank_group(machine, k, layout.expert, 1.0)
     sent_once = np.where(np.asarray(layout.one_copy) > 0, _distinct_domains(group.domains, shape.top_k, layout), 1.0)
     exchange = message.count * all_to_all(group, k, machine, message.bytes, sent_once) * layout.imbalance
+    exchange = exchange * layout.exchanged_share
     # Half of the messages are dispatches: one for each forward, repeats by recompute included, and one for each layer's backward.
-    forwards = message.count / 2 - shape.moe_layers
-    count_seconds = (
-        k.own_engine * forwards * (all_to_all(group, k, machine, 0.0) + COUNT_SYNC_US * 1e-6) * (layout.expert > 1)
-    )
+    forwards, exchanges = message.count / 2 - shape.moe_layers, (layout.expert > 1) & (layout.exchanged_share > 0)
+    count_seconds = k.own_engine * forwards * (all_to_all(group, k, machine, 0.0) + COUNT_SYNC_US * 1e-6) * exchanges
     overlaps = np.asarray(layout.exchange_overlaps) > 0
     return (
         np.where(overlaps, exposed_seconds(exchange, compute, k.overlap_tax), exchange * k.expert_exposed)
         + count_seconds
+        + layout.copy_seconds
     )
 
 

@@ -17,6 +17,12 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.spec.errors import BadInput
 
+LEAST_WIDTH, MOST_WIDTH = 64, 16384
+"""Numbers of a row that one program of `grouped_copies_triton` moves.
+
+At least a cache line of bf16, at most what the registers hold.
+"""
+
 
 class ExpertOrder(NamedTuple):
     """The order of token copies sorted by expert; copies for the same expert keep the order of their tokens.
@@ -98,12 +104,25 @@ def _grouped_linear_backward(
 
 def grouped_gradients(grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x and weight from that of the output `(rows, out)`, contiguous, by two grouped products."""
-    x_grad = F.grouped_mm(grad, weight, offs=offsets)
+    return F.grouped_mm(grad, weight, offs=offsets), _fast_weight_gradient(grad, x, offsets)
+
+
+def grouped_weight_gradient(grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, *, plain: bool = False) -> Tensor:
+    """The gradient of weight `(groups, out, in)` from that of the output `(rows, out)`, contiguous, and x `(rows, in)`.
+
+    In the dtype of x; fast on the same conditions as `grouped_linear`.
+    """
+    if plain or not x.is_cuda or x.dtype != torch.bfloat16 or not x.shape[0]:
+        return _weight_gradient_loop(grad, x, weight, offsets)
+    return _fast_weight_gradient(grad, x, offsets)
+
+
+def _fast_weight_gradient(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     weight_grad = F.grouped_mm(grad.t(), x, offs=offsets)
     if grad.is_cuda and _skips_empty_groups(grad.device):
         empty = offsets.diff(prepend=offsets.new_zeros(1)) == 0
         weight_grad.masked_fill_(empty[:, None, None], 0)
-    return x_grad, weight_grad
+    return weight_grad
 
 
 @cache
@@ -115,21 +134,28 @@ def _skips_empty_groups(device: torch.device) -> bool:
 def grouped_linear_loop(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """The grouped product as a loop over groups, for any device and dtype."""
     out = x.new_empty(x.shape[0], weight.shape[1])
-    for group, rows in enumerate(_groups(offsets)):
+    for group, rows in enumerate(groups_of(offsets)):
         torch.mm(x[rows], weight[group].t(), out=out[rows])
     return out
 
 
 def grouped_gradients_loop(grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
     """`grouped_gradients` as a loop over groups."""
-    x_grad, weight_grad = torch.empty_like(x), torch.empty_like(weight)
-    for group, rows in enumerate(_groups(offsets)):
+    x_grad = torch.empty_like(x)
+    for group, rows in enumerate(groups_of(offsets)):
         torch.mm(grad[rows], weight[group], out=x_grad[rows])
+    return x_grad, _weight_gradient_loop(grad, x, weight, offsets)
+
+
+def _weight_gradient_loop(grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    weight_grad = torch.empty_like(weight)
+    for group, rows in enumerate(groups_of(offsets)):
         torch.mm(grad[rows].t(), x[rows], out=weight_grad[group])
-    return x_grad, weight_grad
+    return weight_grad
 
 
-def _groups(offsets: Tensor) -> list[slice]:
+def groups_of(offsets: Tensor) -> list[slice]:
+    """The rows of each group; the host waits for the device."""
     ends = offsets.tolist()
     return [slice(start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
 
@@ -170,14 +196,33 @@ class _ToGroups(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, order: Tensor, positions: Tensor) -> Tensor:
         ctx.save_for_backward(positions)
-        return tokens[order // positions.shape[1]]
+        return _spread(tokens, order, positions)
 
     @staticmethod
     @once_differentiable
     # pyrefly: ignore [bad-override]  # torch's decorator hides the name of the first argument
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (positions,) = ctx.saved_tensors
-        return grad_outputs[0][positions].sum(1), None, None
+        (grad,) = grad_outputs
+        if not _has_kernel(grad):
+            return grad[positions].sum(1), None, None
+        from meshwright.kernels.grouped_copies_triton import gather_sum
+
+        return gather_sum(grad, positions), None, None
+
+
+def _spread(tokens: Tensor, order: Tensor, positions: Tensor) -> Tensor:
+    """Each token `(tokens, width)` at its sorted positions, `(tokens · copies, width)`."""
+    if not _has_kernel(tokens):
+        return tokens[order // positions.shape[1]]
+    from meshwright.kernels.grouped_copies_triton import spread_tokens
+
+    return spread_tokens(tokens, positions)
+
+
+def _has_kernel(x: Tensor) -> bool:
+    """Whether rows `(rows, width)` are moved by the kernels of `grouped_copies_triton`; the router's weights are too narrow."""
+    return x.is_cuda and x.element_size() <= 4 and LEAST_WIDTH <= x.shape[1] <= MOST_WIDTH
 
 
 class _SumCopies(torch.autograd.Function):
@@ -185,16 +230,14 @@ class _SumCopies(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, sorted_rows: Tensor, order: Tensor, positions: Tensor) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.copies = positions.shape[1]
+        ctx.save_for_backward(order, positions)
         return sorted_rows[positions].sum(1)
 
     @staticmethod
     @once_differentiable
     # pyrefly: ignore [bad-override]  # torch's decorator hides the name of the first argument
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (order,) = ctx.saved_tensors
-        return grad_outputs[0][order // ctx.copies], None, None
+        return _spread(grad_outputs[0], *ctx.saved_tensors), None, None
 
 
 class _FromGroups(torch.autograd.Function):

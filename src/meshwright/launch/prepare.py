@@ -222,7 +222,7 @@ def on_used_devices(run: RunSpec, note: Note) -> RunSpec:
 def refuse_untrainable(run: RunSpec, plan: Plan) -> None:
     """Raise BadInput if this release cannot train the plan, OutOfResources if it does not fit; names the plan file."""
     named = f"{run.plan}: " if isinstance(run.plan, str) and run.plan != "auto" else ""
-    if refused := untrainable(plan, mixture=run.model.experts > 0):
+    if refused := untrainable(plan):
         raise BadInput(named + refused)
     if excess := misfit(run, plan):
         raise OutOfResources(f"{named}does not fit: {excess}")

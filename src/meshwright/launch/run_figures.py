@@ -15,6 +15,7 @@ from meshwright.launch.coordinator import STATE_FILE
 from meshwright.launch.incidents import FOLDER as INCIDENTS
 from meshwright.launch.progress_file import FILE as PROGRESS_FILE
 from meshwright.launch.progress_file import JobProgress, read_progress
+from meshwright.observe.expert_load_table import ExpertLoadTable, expert_load_table
 from meshwright.observe.goodput import Goodput, run_goodput
 from meshwright.observe.metrics_tail import LineTail, MetricsTail
 from meshwright.observe.wall_time import FILE as WALL_TIME
@@ -94,6 +95,11 @@ class FigureReader:
             restarts=sum(max(0, len(job.attempts) - 1) for job in self._jobs.values()),
             incidents=_newest_incident(self._folder / INCIDENTS),
         )  # fmt: skip
+
+    @property
+    def expert_loads(self) -> ExpertLoadTable | None:
+        """Loads of experts at the last `read`."""
+        return expert_load_table(list(self._metrics.with_loads))
 
     def _read_history(self) -> None:
         records, anew = self._history.read()

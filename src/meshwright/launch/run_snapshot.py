@@ -16,6 +16,7 @@ from meshwright.diagnosis.heat_map import HeatMap, heat_map
 from meshwright.launch.incidents import FILE, FOLDER, read_incidents
 from meshwright.launch.rank_view import RankActivity, RankView, activities_of_spans
 from meshwright.launch.run_figures import FigureReader, RunFigures
+from meshwright.observe.expert_load_table import ExpertLoadTable
 
 READ_BYTES = 24 << 20
 """Bytes of spans that one refresh reads; those of a larger job come over several refreshes, the newest first."""
@@ -33,6 +34,7 @@ class RunSnapshot:
     incidents: Sequence[Mapping[str, Any]]
     steps: np.ndarray
     seconds: np.ndarray
+    expert_loads: ExpertLoadTable | None = None
 
     def heat_map(self, lines: int, columns: int) -> HeatMap:
         """Times relative to the median rank, in at most `lines` × `columns`."""
@@ -60,14 +62,14 @@ class SnapshotReader:
         self._times.update(READ_BYTES)
         while complete and not self.complete:
             self._times.update(READ_BYTES)
-        steps, seconds = self._times.known
+        (steps, seconds), loads = self._times.known, self._figures.expert_loads
         progress = self._figures.progress
         if progress is None or not figures.running:
             ranks = activities_of_spans(self._times.last_step.tolist())
-            return RunSnapshot(figures, ranks, None, None, self._read_incidents(), steps, seconds)
+            return RunSnapshot(figures, ranks, None, None, self._read_incidents(), steps, seconds, loads)
         age = max(0.0, time.time() - progress.time)
         ranks, culprit = self._view.activities(progress), self._view.culprit(progress)
-        return RunSnapshot(figures, ranks, age, culprit, self._read_incidents(), steps, seconds)
+        return RunSnapshot(figures, ranks, age, culprit, self._read_incidents(), steps, seconds, loads)
 
     def _read_incidents(self) -> Sequence[Mapping[str, Any]]:
         """The incidents; their files are read again only when there are others, or other contents."""
@@ -96,5 +98,6 @@ def snapshot_as_plain(snapshot: RunSnapshot, lines: int, columns: int) -> dict[s
         "progress_seconds": snapshot.progress_seconds,
         "waiting": None if culprit is None else {**vars(culprit), "waiting": [vars(wait) for wait in culprit.waiting]},
         "heat_map": {"ranks": heat.ranks, "steps": heat.steps, "ratio": ratio},
+        "expert_loads": None if snapshot.expert_loads is None else vars(snapshot.expert_loads),
         "incident_records": list(snapshot.incidents),
     }

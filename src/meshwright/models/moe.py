@@ -21,6 +21,7 @@ from meshwright.kernels.grouped import (
     sum_copies,
     to_groups,
 )
+from meshwright.kernels.grouped_fp8 import grouped_linear_fp8
 from meshwright.kernels.linear import Linear
 from meshwright.kernels.norm import accumulate_dtype
 from meshwright.kernels.swiglu import swiglu
@@ -137,6 +138,8 @@ class Experts(nn.Module):
 
     gate_up: nn.Parameter
     up: nn.Parameter
+    fp8: bool = False
+    """Whether rows and their gradients are multiplied in fp8, with one scale per row (`kernels.grouped_fp8`)."""
 
     def __init__(self, spec: ModelSpec, plain: bool) -> None:
         super().__init__()
@@ -152,14 +155,15 @@ class Experts(nn.Module):
         The weights multiply the activation: then the backward needs no expert's output (SonicMoE, Guo et al. 2025).
         """
         input_weight = self.gate_up if self.gated else self.up
-        projected = grouped_linear(sorted_rows, input_weight, order.offsets, plain=self.plain)
+        linear = grouped_linear_fp8 if self.fp8 else grouped_linear
+        projected = linear(sorted_rows, input_weight, order.offsets, plain=self.plain)
         if self.gated:
             activation = swiglu(projected, weights, plain=self.plain)
         else:
             activation = F.gelu(projected, approximate="tanh")
             if weights is not None:
                 activation = (activation * weights[:, None]).to(projected.dtype)
-        return grouped_linear(activation, self.down, order.offsets, plain=self.plain)
+        return linear(activation, self.down, order.offsets, plain=self.plain)
 
 
 def _loads(chosen: Tensor, experts: int) -> Tensor:

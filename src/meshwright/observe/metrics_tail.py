@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from meshwright.observe.expert_load_table import MOST_STEPS
+
 RECENT_STEPS = 50
 """Newest steps whose mean predicts the remaining time."""
 
@@ -83,10 +85,14 @@ class MetricsTail:
         """The record of the newest step; empty before the first."""
         self.validation_loss: float | None = None
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
+        self.with_loads: deque[Mapping[str, Any]] = deque(maxlen=MOST_STEPS)
+        """The newest steps with loads of experts."""
 
     def _add_step(self, record: Mapping[str, Any]) -> None:
         self.newest = record
         self._recent.append(_number(record.get("step_seconds")) or 0.0)
+        if "expert_loads" in record:
+            self.with_loads.append(record)
 
 
 def _number(value: Any) -> float | None:

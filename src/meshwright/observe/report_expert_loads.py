@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from html import escape
-from typing import Any
 
 from meshwright.observe import number_text
+from meshwright.observe.expert_load_table import expert_load_table
 from meshwright.observe.runfolder import Record
 
-MOST_STEPS = 10
-"""Recorded steps at the end of the run whose loads are added."""
 LEVELS = ((0.5, "h0"), (0.9, "h1"), (1.1, "h2"), (1.5, "h3"), (2.0, "h4"), (4.0, "h5"), (math.inf, "h6"))
 """Upper limits of the load over the layer's mean, with the colour class of each level."""
 LABELS = {
@@ -23,12 +21,10 @@ HEIGHT, LEAST_CELL, MOST_CELL = 320, 4, 28
 
 def expert_loads_card(steps: Sequence[Record]) -> str:
     """The card of the last recorded loads; empty if no step has loads of the last one's shape."""
-    recorded = [record for record in steps if _is_table(record.get("expert_loads"))][-MOST_STEPS:]
-    if not recorded:
+    table = expert_load_table(steps)
+    if table is None:
         return ""
-    last = recorded[-1]["expert_loads"]
-    recorded = [record for record in recorded if _shape(record["expert_loads"]) == _shape(last)]
-    ratios = [_ratios([record["expert_loads"][layer] for record in recorded]) for layer in range(len(last))]
+    ratios = table.ratio
     cell = max(LEAST_CELL, min(MOST_CELL, HEIGHT // len(ratios)))
     height, paths = cell * len(ratios), {}
     for layer, values in enumerate(ratios):
@@ -38,8 +34,7 @@ def expert_loads_card(steps: Sequence[Record]) -> str:
             paths.setdefault(level, []).append(f"M{left:g},{layer * cell}H{right:g}v{cell}H{left:g}Z")
     drawn = "".join(f'<path class="column {level}" d="{"".join(parts)}"/>' for level, parts in sorted(paths.items()))
     keys = "".join(f'<li class="{level} column">{text}</li>' for level, text in LABELS.items() if level in paths)
-    busiest = max(range(len(ratios)), key=lambda layer: max(ratios[layer]))
-    expert = max(range(len(ratios[busiest])), key=lambda expert: ratios[busiest][expert])
+    busiest, expert = table.busiest
     every = max(1, math.ceil(18 / cell))
     labels = "".join(
         f'<li style="top:{(layer + 0.5) * cell:g}px">{layer + 1}</li>' for layer in range(0, len(ratios), every)
@@ -53,26 +48,5 @@ def expert_loads_card(steps: Sequence[Record]) -> str:
 <div class="frame"><ol class="y">{labels}</ol><div class="plot">
 <svg viewBox="0 0 1000 {height}" height="{height}" preserveAspectRatio="none" role="img" aria-label="loads of experts">
 {drawn}</svg></div><ol class="x"><li style="left:0%">0</li><li style="left:100%">{len(ratios[0]) - 1}</li></ol></div>
-<p class="aside">Rows are the layers with experts, columns are experts. Loads are added over {len(recorded)} recorded steps up to step
- {recorded[-1]["step"]:,}.</p></section>"""
-
-
-def _ratios(layer: Sequence[Sequence[float]]) -> list[float]:
-    """Loads of a layer's experts over their mean, added over steps."""
-    sums = [sum(values) for values in zip(*layer, strict=True)]
-    mean = sum(sums) / len(sums)
-    return [value / mean if mean else 1.0 for value in sums]
-
-
-def _is_table(value: Any) -> bool:
-    """Whether this is a list of equally long, not empty lists of numbers; a line of metrics.jsonl may have been edited."""
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(line, list) and line and len(line) == len(value[0]) for line in value)
-        and all(isinstance(number, (int, float)) for line in value for number in line)
-    )
-
-
-def _shape(table: Sequence[Sequence[float]]) -> tuple[int, int]:
-    return len(table), len(table[0])
+<p class="aside">Rows are the layers with experts, columns are experts. Loads are added over {table.steps} recorded steps up to step
+ {table.last_step:,}.</p></section>"""

@@ -30,6 +30,7 @@ from meshwright.parallel.gradient_sums import GradientSums
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.offload import HostMemory
 from meshwright.parallel.predictions import PredictionLoss
+from meshwright.parallel.present_experts import PresentExperts
 from meshwright.parallel.recompute import with_recompute
 from meshwright.parallel.replicas import ReplicaSums
 from meshwright.parallel.routing import RoutingStatistics
@@ -63,7 +64,8 @@ class Engine:
     parameter, the rows of this rank's part that the gradient norm must not count, because another rank counts its copy: the last stage's
     copy of the embedding, and on all tensor ranks but the first the parameters that tensor ranks do not divide. `host_offloaded` maps
     each parameter whose optimizer state is in host memory to the function that releases its master weight on the device, or to None if the
-    plan has no separate master weights.
+    plan has no separate master weights. `present_experts` has by layer the experts that are present beside their owners; empty if the plan
+    copies none.
     """
 
     model: Decoder
@@ -73,6 +75,7 @@ class Engine:
     weights: Mapping[str, StateParts]
     duplicate_rows: Mapping[str, Sequence[range]]
     host_offloaded: Mapping[str, Callable[[], torch.Tensor] | None]
+    present_experts: Mapping[int, PresentExperts]
 
     @property
     def holds_loss(self) -> bool:
@@ -121,7 +124,7 @@ def build_engine(
     shrink_to_local_parts(model, division)
     divide_over_tensor_ranks(model, mesh, plan.tensor_engine)
     context = divide_sequences(model, plan, mesh)
-    distribute_experts(model, mesh)
+    presents = distribute_experts(model, mesh, plan.experts)
     count_expert_loads_over_whole_sequences(model, mesh)
     use_fp8_products(model, plan, mesh.device)
     wrap_blocks(model, plan)
@@ -140,12 +143,12 @@ def build_engine(
     boxes_by_parameter = {name: parts.boxes for name, parts in local_weights(model, division).items()}
     copies = TensorCopySums(model, boxes_by_parameter, mesh) if division.tensor.count > 1 else None
     sharded = list(dict.fromkeys(unit.sharded for stage_units in units for unit in stage_units))
-    streams = CommunicationStreams((group for unit in sharded for group in unit.groups), mesh.device)
+    streams = CommunicationStreams((group for unit in sharded for group in unit.owners), mesh.device)
     if plan.gather_engine == "copy":
         # The last parameter group of a unit is gathered by copy engines. Experts may have a group before it, which NCCL kernels gather.
         blocks, ends = (
             dict.fromkeys(
-                unit.sharded.groups[-1]
+                unit.sharded.owners[-1]
                 for stage_units in units
                 for unit in stage_units
                 if (unit.layer is not None) is of_block
@@ -180,6 +183,7 @@ def build_engine(
         local_weights(model, division),
         _duplicate_rows(boxes_by_parameter, tied),
         _host_offloaded(model, plan, sharded),
+        presents,
     )
 
 
@@ -211,7 +215,7 @@ def _host_offloaded(
     releases = {
         id(parameter.shard): parameter.release_master_weight
         for unit in units
-        for group in unit.groups
+        for group in unit.owners
         for parameter in group.parameters
     }
     has_master = plan.precision.resident != plan.precision.stored

@@ -138,6 +138,7 @@ class _Step:
             partial(_communication_span, recorder),
         )
         self.reductions_left = Counter(self.unit(a).sharded for a in self.rank_actions if a.op == "reduce_grad")
+        self.frees_left = Counter(self.unit(a).sharded for a in self.rank_actions if a.op == "reshard")
         self.index = -1  # of the action in progress
         self.tokens = [batch.valid_tokens for batch in batches]
         self.host_blocks = self.rank_model.device.type == "cpu"
@@ -360,7 +361,9 @@ class _Step:
         self.unit(action).sharded.gather(self.span(action, "unshard"))
 
     def reshard(self, action: Action) -> None:
-        self.unit(action).sharded.free_gathered()
+        sharded = self.unit(action).sharded
+        self.frees_left[sharded] -= 1
+        sharded.free_gathered(last=not self.frees_left[sharded])
 
     def reduce(self, action: Action) -> None:
         sharded = self.unit(action).sharded

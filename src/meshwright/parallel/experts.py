@@ -13,37 +13,51 @@ choices, so it sends the same rows again.
 
 from __future__ import annotations
 
+from copy import copy
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels.grouped import ExpertOrder, from_groups, order_by_expert, to_groups
 from meshwright.models.decoder import Decoder
 from meshwright.models.moe import Experts, MixtureOfExperts
+from meshwright.parallel.blocks import numbered_blocks
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.present_experts import PresentExperts
 from meshwright.parallel.products import group_by_name
 from meshwright.spec.errors import BadInput
-from meshwright.spec.plan import CONTEXT_AXES
+from meshwright.spec.plan import CONTEXT_AXES, ExpertPlan
 
 ALL_TO_ALL = dist.all_to_all_single
 
 
-def distribute_experts(model: Decoder, mesh: Mesh) -> None:
+def distribute_experts(model: Decoder, mesh: Mesh, plan: ExpertPlan | None = None) -> dict[int, PresentExperts]:
     """Replace the experts of each layer by this rank's experts, to which the ranks of a group send tokens.
 
-    No effect if each rank has all experts. Raises BadInput if the ranks cannot divide the experts evenly.
+    With a `plan` that copies experts, returns by layer which of them are present on which ranks. No effect if each rank has all experts.
+    Raises BadInput if the ranks cannot divide the experts evenly, or if there are too many of them for copies.
     """
     if not model.spec.experts or (group := mesh.experts) is None:
-        return
+        return {}
     if model.spec.experts % group.size():
         raise BadInput(
             f"plan.expert × plan.tensor: expected a divisor of model.experts = {model.spec.experts}, got {group.size()}"
         )
-    for mixture in _mixtures(model):
-        mixture.experts = DistributedExperts(mixture.experts, group.group_name, group.size())
+    if plan is None or plan.policy == "none":
+        for mixture in _mixtures(model):
+            mixture.experts = DistributedExperts(mixture.experts, group.group_name, group.size())
+        return {}
+    nodes = [mesh.layout.node(rank) for rank in dist.get_process_group_ranks(group)]
+    presents = {}
+    for layer, block in numbered_blocks(model):
+        if block.routed:
+            presents[layer] = PresentExperts(model.spec.experts, plan, nodes, group.rank(), mesh.device)
+            block.moe.experts = CopiedExperts(block.moe.experts, group.group_name, presents[layer])
+    return presents
 
 
 def count_expert_loads_over_whole_sequences(model: Decoder, mesh: Mesh) -> None:
@@ -84,6 +98,53 @@ class DistributedExperts(Experts):
         return outputs if weights is None else (outputs * weights[:, None]).to(outputs.dtype)
 
 
+class CopiedExperts(DistributedExperts):
+    """Experts of a layer of which a rank has its own and copies of others: rows whose expert is `present` stay on their rank."""
+
+    def __init__(self, whole: Experts, group: str, present: PresentExperts) -> None:
+        super().__init__(whole, group, present.ranks)
+        stacked = copy(whole)
+        stacked._parameters = {}
+        self.present = present
+        self.stacked = (stacked,)
+        """The experts in this rank's slots. In a tuple, because their weights are no parameters of the model."""
+
+    def use_stacked(self, name: str, weight: nn.Parameter) -> None:
+        """Compute with `weight` `(slots, out, in)` in place of this rank's own experts' parameter `name`."""
+        self.stacked[0].register_parameter(name, weight)
+        self.stacked[0].fp8 = self.fp8
+
+    def forward(self, sorted_rows: Tensor, order: ExpertOrder, weights: Tensor | None = None) -> Tensor:
+        """As `DistributedExperts.forward`. Weights multiply activations where all experts are present in every step."""
+        (stacked,), present = self.stacked, self.present
+        if present.always_all:
+            return stacked.forward(sorted_rows, order, weights)
+        load = order.offsets.diff(prepend=order.offsets.new_zeros(1)).long()
+        sent_order, sent_loads = _order_by_slot(present, load, sorted_rows.shape[0])
+        received_loads, splits = exchange_loads(sent_loads, self.group, self.ranks, present.local)
+        received = exchange_rows(to_groups(sorted_rows, sent_order), splits, None, False, self.group)
+        local_order = order_by_expert(_experts_of_rows(received_loads, received), received_loads.sum(0))
+        local_outputs = from_groups(stacked.forward(to_groups(received, local_order), local_order), local_order)
+        returned = exchange_rows(local_outputs.squeeze(1), splits, sorted_rows.shape[0], True, self.group)
+        outputs = from_groups(returned, sent_order).squeeze(1)
+        return outputs if weights is None else (outputs * weights[:, None]).to(outputs.dtype)
+
+
+def _order_by_slot(present: PresentExperts, load: Tensor, count: int) -> tuple[ExpertOrder, Tensor]:
+    """The order of `count` rows, sorted by expert with `load` `(experts,)`, by the rank and slot to which they go.
+
+    Returns also the rows for each slot of each rank, `(ranks · slots,)`.
+    """
+    ranks, slots = present.ranks, present.slots
+    destinations = present.destinations(load)
+    padded = F.pad(destinations, (0, 0, 0, 1))  # no rows for free slots
+    sent = padded.t().gather(1, present.expert_in).flatten()
+    keys = (torch.arange(ranks, device=load.device)[:, None] * slots + present.slot_of).t().flatten()
+    ends = destinations.flatten().cumsum(0)
+    pairs = torch.searchsorted(ends, torch.arange(count, device=load.device), right=True)
+    return order_by_expert(keys[pairs][:, None], sent), sent
+
+
 def _experts_of_rows(received_loads: Tensor, received: Tensor) -> Tensor:
     """Index of the local expert of each received row, `(rows, 1)`; rows are ordered by sending rank, then by expert."""
     ends = received_loads.flatten().cumsum(0)
@@ -93,21 +154,27 @@ def _experts_of_rows(received_loads: Tensor, received: Tensor) -> Tensor:
 
 # Custom operators, because torch.compile can trace neither sizes that the host reads nor data from other ranks.
 @torch.library.custom_op("meshwright::exchange_loads", mutates_args=())
-def exchange_loads(load: Tensor, group: str, ranks: int) -> tuple[Tensor, Tensor]:
+def exchange_loads(load: Tensor, group: str, ranks: int, local: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Exchange row counts before `exchange_rows`. `load` `(experts,)` has this rank's number of rows for each expert.
 
     Returns the rows that each rank sends for each local expert `(ranks, experts / ranks)`, and on the host splits `(2, ranks)`: the rows
-    sent to each rank, and the rows received from each rank. The host waits for the device.
+    sent to each rank, and the rows received from each rank. The host waits for the device. If `local` `(1,)`, on the host, is not 0, rows
+    stay on their rank: nothing is sent, the host does not wait, and the splits are -1.
     """
     sent = load.view(ranks, -1).contiguous()
+    if local is not None and local.item():
+        own = dist.get_rank(group_by_name(group))
+        received = torch.zeros_like(sent)
+        received[own] = sent[own]
+        return received, torch.full((2, ranks), -1)
     received = torch.empty_like(sent)
     ALL_TO_ALL(received, sent, group=group_by_name(group))
     return received, torch.stack([sent.sum(1), received.sum(1)]).cpu()
 
 
 @exchange_loads.register_fake
-def _(load: Tensor, group: str, ranks: int) -> tuple[Tensor, Tensor]:
-    del group
+def _(load: Tensor, group: str, ranks: int, local: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    del group, local
     return load.new_empty(ranks, load.shape[0] // ranks), torch.empty(2, ranks, dtype=torch.int64)
 
 
@@ -133,6 +200,8 @@ def exchange_rows(sent: Tensor, splits: Tensor, count: int | None, back: bool, g
     compiled graph cannot read.
     """
     sent_counts, received_counts = splits.flip(0).tolist() if back else splits.tolist()
+    if sent_counts[0] < 0:
+        return sent.clone()
     assert count is None or count == sum(received_counts)
     received = sent.new_empty(sum(received_counts), sent.shape[1])
     ALL_TO_ALL(received, sent.contiguous(), received_counts, sent_counts, group=group_by_name(group))

@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.kernels.assembler import VARIABLE
-from meshwright.kernels.fp8_products import E4M3, inverse, scale_of
+from meshwright.kernels.fp8_products import E4M3, Scaling, inverse, scale_of
 from meshwright.kernels.gated import find_miscompiled_kernel
 from meshwright.kernels.linear import Linear
 from meshwright.models.decoder import Decoder
+from meshwright.models.moe import Experts, MixtureOfExperts
 from meshwright.parallel.blocks import blocks_with_layer
 from meshwright.parallel.sharded_unit import ShardedUnit
 from meshwright.spec.errors import BadInput
@@ -27,6 +28,8 @@ from meshwright.spec.plan import Plan
 
 CAPABILITY = (8, 9)
 """Lowest CUDA compute capability with fp8 products: Ada; Hopper has 9.0."""
+GROUPED_MAJOR = 9
+"""The CUDA compute capability whose grouped products torch has with scales per row: Hopper."""
 SCALE_STRIDE = 4
 """fp32 elements from one scale to the next: compiled code copies inputs that are not aligned to 16 bytes."""
 
@@ -34,27 +37,39 @@ SCALE_STRIDE = 4
 def use_fp8_products(model: Decoder, plan: Plan, device: torch.device) -> None:
     """Make the linear layers of every block multiply in fp8 if the plan has fp8 for the block's layer.
 
+    A mixture's router stays in the compute dtype; its experts' rows have scales of their own in both fp8 formats (`kernels.grouped_fp8`).
     The block of a prediction module has the format of the last layer, and its projection the compute dtype.
 
     Raises BadInput on a GPU that cannot multiply in fp8. On a CPU the rounded values are multiplied in fp32.
     """
     formats = {layer: plan.linear(layer, model.spec.layers) for layer, _ in blocks_with_layer(model)}
     if any(number_format != "compute" for number_format in formats.values()):
-        if conflict := fp8_conflict(plan, experts=model.spec.experts > 0):
+        if conflict := fp8_conflict(plan):
             raise BadInput(f"plan.linear: fp8 does not go with {conflict} in this release; leave it out")
-        _check_device(device)
+        _check_device(device, mixture=model.spec.experts > 0)
     for layer, block in blocks_with_layer(model):
+        if formats[layer] == "compute":
+            continue
+        scaling: Scaling = "tensorwise" if formats[layer] == "fp8_tensorwise" else "rowwise"
+        routers = {module.router for module in block.modules() if isinstance(module, MixtureOfExperts)}
         for module in block.modules():
-            if isinstance(module, Linear) and formats[layer] != "compute":
-                module.scaling = "tensorwise" if formats[layer] == "fp8_tensorwise" else "rowwise"
+            if isinstance(module, Linear) and module not in routers:
+                module.scaling = scaling
+            elif isinstance(module, Experts):
+                module.fp8 = True
 
 
-def _check_device(device: torch.device) -> None:
-    """Raise BadInput if the device has no correct fp8 products."""
+def _check_device(device: torch.device, *, mixture: bool) -> None:
+    """Raise BadInput if the device has no correct fp8 products, or for a `mixture` no grouped ones."""
     if device.type == "cpu":
         return
-    name = torch.cuda.get_device_name(device)
-    if torch.version.hip or torch.cuda.get_device_capability(device) < CAPABILITY:
+    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    if mixture and capability[0] != GROUPED_MAJOR:
+        raise BadInput(
+            f"plan.linear: torch has no grouped fp8 products for experts on {name}: expected Hopper (compute capability "
+            f"{GROUPED_MAJOR}.x), or plan.linear left out"
+        )
+    if torch.version.hip or capability < CAPABILITY:
         raise BadInput(
             f"plan.linear: {name} has no fp8 products as this release uses them: expected an NVIDIA GPU of compute capability 8.9 "
             "or more (Ada, Hopper and later); leave plan.linear and plan.gather out, or use such a GPU"

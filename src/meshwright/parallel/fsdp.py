@@ -42,6 +42,9 @@ Span = AbstractContextManager[None]
 class ParameterGroup:
     """The parameters of some modules, sharded over the ranks of a mesh; without those of inner modules that have a group."""
 
+    kept = False
+    """Whether the weights stay gathered for the step, whatever the schedule frees."""
+
     def __init__(self, modules: Sequence[nn.Module], mesh: DeviceMesh, precision: Precision) -> None:
         policy = MixedPrecisionPolicy(
             param_dtype=DTYPES[precision.compute] if precision.compute == "bf16" else None,
@@ -72,8 +75,13 @@ class ParameterGroup:
         self._group.reshard_after_backward = False
         self.parameters = [ShardedParameter(parameter) for parameter in self._group.fsdp_params]
         self.ranks = mesh.size()
-        self._itemsize = DTYPES[precision.compute].itemsize
+        self.gathered_dtype = DTYPES[precision.compute]
         self._copy_gather: Any = None
+
+    @property
+    def owner(self) -> ParameterGroup:
+        """The group whose shards the optimizer updates: this one; another one if copies are gathered besides."""
+        return self
 
     @property
     def device(self) -> torch.device:
@@ -157,7 +165,7 @@ class ParameterGroup:
     def gathered_bytes(self) -> int:
         """Largest size of the buffer of the gathered weights, in bytes; uneven shards are padded."""
         shard = sum(parameter.padded_shard_elements for parameter in self.parameters)
-        return shard * self._group._all_gather_process_group.size() * self._itemsize
+        return shard * self._group._all_gather_process_group.size() * self.gathered_dtype.itemsize
 
     def use_copy_gather(self, copy_gather: Any) -> None:
         """Use `copy_gather` instead of FSDP2's `AllGather`; its `release_buffer` is called when a buffer is no longer read."""
@@ -200,8 +208,9 @@ class ShardedParameter:
 
     def __init__(self, parameter: Any) -> None:
         self._parameter = parameter
-        module = parameter._module_info.module
-        is_weight = isinstance(module, Linear) and parameter._module_info.param_name == "weight"
+        module = self.module = parameter._module_info.module
+        self.name: str = parameter._module_info.param_name
+        is_weight = isinstance(module, Linear) and self.name == "weight"
         self.linear: Linear | None = module if is_weight else None
         """The linear layer whose weight this is; None for other parameters."""
 
@@ -214,6 +223,10 @@ class ShardedParameter:
     def gathered(self) -> nn.Parameter:
         """The gathered weight. One object from the first gather on, also while its memory is freed."""
         return self._parameter._unsharded_param
+
+    @property
+    def gathered_shape(self) -> torch.Size:
+        return self._parameter._orig_size
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:

@@ -28,7 +28,7 @@ class GradientSums:
     def start(self, unit: ShardedUnit, span: Span | None) -> None:
         """Start to sum a unit's gradient shards over replicas; called after the unit's last reduction of the step."""
         if self._replicas is not None:
-            self._replicas.start(unit.gradient_shards, unit.reduced_event, span)
+            self._replicas.start(unit.gradient_shards, unit.reduced_events, span)
 
     def finish(self) -> None:
         """Make compute wait for the sums over replicas, then sum tied weights and copies on tensor ranks.

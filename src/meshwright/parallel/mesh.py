@@ -37,6 +37,7 @@ class Mesh:
         self._groups_by_axes: dict[tuple[str, ...], dist.ProcessGroup] = {}
         self._shards: DeviceMesh | None = None
         self._expert_shards: DeviceMesh | None = None
+        self._expert_copies: dist.ProcessGroup | None = None
         for axis, size in layout.axes:
             if size > 1:
                 self.group_over((axis,))
@@ -92,6 +93,14 @@ class Mesh:
     def experts(self) -> dist.ProcessGroup | None:
         """The group of ranks over which a layer's experts are distributed, in order of their parts; None if it has one rank."""
         return self._group_of_several(self.layout.expert_groups(), "experts")
+
+    @property
+    def expert_copies(self) -> dist.ProcessGroup:
+        """A second group of the ranks of `experts`, for copies of their weights; created once. Collective over all ranks."""
+        if self._expert_copies is None:
+            # Not `split`, which would return the group of the tokens: weights would wait behind them.
+            self._expert_copies = self.world.split(self.layout.expert_groups(), "copies of experts")
+        return self._expert_copies
 
     @property
     def model_copy_group(self) -> dist.ProcessGroup | None:

@@ -22,6 +22,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshwright.kernels.grouped import GROUPED_OPERATOR
+from meshwright.kernels.grouped_fp8 import GROUPED_FP8_OPERATOR
 from meshwright.parallel import exchanges, experts, products, ring  # noqa: F401  # register the operators named below
 from meshwright.spec.plan import Recompute
 
@@ -90,6 +91,7 @@ _SELECTED = {
     _aten.addmm.default,
     _aten._scaled_mm.default,
     GROUPED_OPERATOR,
+    GROUPED_FP8_OPERATOR,
     torch.ops.meshwright.exchange_rows.default,
     torch.ops.meshwright.all_gather_matmul.default,
     torch.ops.meshwright.matmul_reduce_scatter.default,

@@ -28,18 +28,19 @@ class ReplicaSums:
         self._buffers_in_use: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def start(
-        self, shards: Sequence[torch.Tensor], ready: Any, span: AbstractContextManager[None] | None = None
+        self, shards: Sequence[torch.Tensor], ready: Sequence[Any], span: AbstractContextManager[None] | None = None
     ) -> None:
         """Start to sum the buffers of `shards` in place over the group.
 
-        `ready` is the event after which the shards are complete; None on a CPU. `span` is entered on the stream of the sums just before the
+        `ready` are the events after which the shards are complete. `span` is entered on the stream of the sums just before the
         first collective and left just after the last.
         """
         buffers = {shard.untyped_storage().data_ptr(): shard for shard in shards if shard.numel()}
         if not buffers:
             return
         if self.stream is not None:
-            self.stream.wait_event(ready)
+            for event in ready:
+                self.stream.wait_event(event)
         with nullcontext() if self.stream is None else torch.cuda.stream(self.stream), span or nullcontext():
             for shard in buffers.values():
                 self._sum(torch.empty(0, dtype=shard.dtype, device=shard.device).set_(shard.untyped_storage()))

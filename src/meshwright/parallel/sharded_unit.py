@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,6 +28,12 @@ from torch import nn
 from meshwright.kernels.linear import AddProduct, WeightGradientSink, add_to_gradient
 from meshwright.kernels.sums import add, add_product, matmul
 from meshwright.parallel.fsdp import ParameterGroup, ShardedParameter, Span, UnsharedParameterGroup, cast_tensors
+
+if TYPE_CHECKING:
+    from meshwright.parallel.copied_weights import CopiedParameterGroup, StackedWeight
+
+    Group = ParameterGroup | CopiedParameterGroup
+    Weight = ShardedParameter | StackedWeight
 
 
 class GradientAccumulator:
@@ -37,13 +43,20 @@ class GradientAccumulator:
     dtype of the sum, because the reduction reads them directly.
     """
 
-    def __init__(self, group: ParameterGroup) -> None:
+    def __init__(self, group: Group) -> None:
         self.group = group
         self.skip_accumulate = False
-        self._sums: dict[ShardedParameter, torch.Tensor] = {}
+        self._sums: dict[Weight, torch.Tensor] = {}
+
+    @classmethod
+    def of(cls, group: Group, *, final: bool = False) -> GradientAccumulator:
+        """The accumulator of a group on several ranks or on one."""
+        return (
+            UnsharedGradientAccumulator(group, final=final) if isinstance(group, UnsharedParameterGroup) else cls(group)
+        )
 
     @cached_property
-    def _by_gathered_weight(self) -> dict[int, ShardedParameter]:
+    def _by_gathered_weight(self) -> dict[int, Weight]:
         return {id(parameter.gathered): parameter for parameter in self.group.parameters}
 
     def owns(self, weight: torch.Tensor) -> bool:
@@ -73,6 +86,10 @@ class GradientAccumulator:
                 self._sums[parameter] = torch.empty_like(gradient, dtype=dtype)
                 cast_tensors((self._sums[parameter],), (gradient,))
 
+    def set_sum(self, parameter: Weight, total: torch.Tensor) -> None:
+        """Set the sum that the next reduction takes."""
+        self._sums[parameter] = total
+
     def start_reduction(self, span: Span | None) -> None:
         """Start to sum the gradients over ranks. `span` as in `ParameterGroup.gather`."""
         self._hand_over_sums()
@@ -92,7 +109,7 @@ class GradientAccumulator:
             if total is not None:
                 parameter.set_gradient_sum(total)
 
-    def _add_to_sum(self, parameter: ShardedParameter) -> None:
+    def _add_to_sum(self, parameter: Weight) -> None:
         """Add the gathered weight's `.grad` to the sum, if a sum exists."""
         total, gradient = self._sums.get(parameter), parameter.gathered.grad
         if total is not None and gradient is not None:
@@ -125,7 +142,7 @@ class UnsharedGradientAccumulator(GradientAccumulator):
         del span
         outputs: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        for parameter in self.group.parameters:
+        for parameter in self._unshared_group.parameters:
             self._add_to_sum(parameter)
             total, latest = self._sums.pop(parameter, None), parameter.gathered.grad
             parameter.gathered.grad = None
@@ -155,14 +172,9 @@ class ShardedUnit:
     `UnsharedGradientAccumulator`.
     """
 
-    def __init__(self, groups: Sequence[ParameterGroup], *, uses: int = 1, final: bool = False) -> None:
+    def __init__(self, groups: Sequence[Group], *, uses: int = 1, final: bool = False) -> None:
         self.groups, self.uses = tuple(groups), uses
-        self._accumulators = [
-            UnsharedGradientAccumulator(group, final=final)
-            if isinstance(group, UnsharedParameterGroup)
-            else GradientAccumulator(group)
-            for group in groups
-        ]
+        self._accumulators = [GradientAccumulator.of(group, final=final) for group in groups]
         self._sharded_groups = [group for group in groups if group.ranks > 1]
         self._current_users = 0
         self._ready_users: set[Hashable] = set()
@@ -202,12 +214,13 @@ class ShardedUnit:
         for group in self.groups:
             group.wait_for_gather()
 
-    def free_gathered(self) -> None:
-        """Free the gathered weights, once this was called as often as `gather`."""
+    def free_gathered(self, *, last: bool = True) -> None:
+        """Free the gathered weights, once this was called as often as `gather`; those that are kept at the `last` call of a step."""
         self._current_users -= 1
         if self._current_users == 0:
             for group in self.groups:
-                group.free_gathered()
+                if last or not group.kept:
+                    group.free_gathered()
 
     def begin_backward(self, *, skip_accumulate: bool) -> None:
         """Set `GradientAccumulator.skip_accumulate` for the backward that follows."""
@@ -244,9 +257,9 @@ class ShardedUnit:
             group.finish_reductions()
 
     @property
-    def reduced_event(self) -> Any:
-        """The event after which all gradients are reduced: that of the last group, whose reduction is last on the stream."""
-        return self.groups[-1].reduced_event
+    def reduced_events(self) -> list[Any]:
+        """The events after which all gradients are reduced; empty on a CPU."""
+        return [group.reduced_event for group in self.groups if group.reduced_event is not None]
 
     @property
     def gathered_weights(self) -> list[nn.Parameter]:
@@ -262,12 +275,17 @@ class ShardedUnit:
     @property
     def linear_weights(self) -> list[ShardedParameter]:
         """The weights of the unit's linear layers."""
-        return [parameter for group in self.groups for parameter in group.parameters if parameter.linear is not None]
+        return [parameter for group in self.owners for parameter in group.parameters if parameter.linear is not None]
 
     @property
     def whole_gradients(self) -> list[torch.Tensor]:
         """Gradients of gathered weights that are not reduced yet."""
         return [gradient for accumulator in self._accumulators for gradient in accumulator.whole_gradients]
+
+    @property
+    def owners(self) -> list[ParameterGroup]:
+        """The groups that have the unit's shards."""
+        return [group.owner for group in self.groups]
 
     @property
     def gradient_shards(self) -> list[torch.Tensor]:
@@ -278,7 +296,7 @@ class ShardedUnit:
     def _accumulator_of(self, weight: torch.Tensor) -> GradientAccumulator:
         return next(accumulator for accumulator in self._accumulators if accumulator.owns(weight))
 
-    def _spans(self, span: Span | None) -> dict[ParameterGroup, Span]:
+    def _spans(self, span: Span | None) -> dict[Group, Span]:
         """By group the context manager around its collective: `span` is entered before the first and left after the last."""
         if span is None or not self._sharded_groups:
             return {}

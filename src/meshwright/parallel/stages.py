@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -20,6 +21,7 @@ from meshwright.models.moe import RoutedOutput
 from meshwright.models.prediction import FurtherTokens, further_tokens
 from meshwright.parallel.blocks import predictions_of
 from meshwright.parallel.context import SplitSequences
+from meshwright.parallel.copied_weights import CopiedParameterGroup
 from meshwright.parallel.experts import DistributedExperts
 from meshwright.parallel.fsdp import ParameterGroup, UnsharedParameterGroup
 from meshwright.parallel.mesh import Mesh
@@ -142,9 +144,12 @@ def make_units(model: Decoder, stages: Sequence[range], plan: Plan, mesh: Mesh) 
     """
     # `expert_shards` is collective over all ranks, also over those whose layers have no experts.
     expert_shards = mesh.expert_shards if model.spec.experts and mesh.experts is not None else None
+    copy_group = (
+        mesh.expert_copies if expert_shards is not None and plan.experts and plan.experts.policy != "none" else None
+    )
 
     def shard(modules: Sequence[nn.Module], uses: int = 1) -> ShardedUnit:
-        return _shard(modules, model.spec, plan, mesh.shards, expert_shards, uses)
+        return _shard(modules, model.spec, plan, mesh.shards, expert_shards, copy_group, uses)
 
     end_units = _shard_ends(model, shard)
     blocks = {name: shard([block]) for name, block in model.layers.items()}
@@ -183,14 +188,31 @@ def _shard_ends(model: Decoder, shard: Callable[..., ShardedUnit]) -> dict[str, 
 
 
 def _shard(
-    modules: Sequence[nn.Module], spec: ModelSpec, plan: Plan, shards: DeviceMesh, expert_shards: DeviceMesh | None, uses: int
+    modules: Sequence[nn.Module], spec: ModelSpec, plan: Plan, shards: DeviceMesh, expert_shards: DeviceMesh | None,
+    copy_group: dist.ProcessGroup | None, uses: int,
 ) -> ShardedUnit:  # fmt: skip
-    """Shard a unit over `shards`, but distributed experts over `expert_shards`, the ranks with the same experts."""
+    """Shard a unit over `shards`, but distributed experts over `expert_shards`, the ranks with the same experts.
+
+    `copy_group` sends copies of experts, if the plan has any.
+    """
     experts = [part for module in modules for part in module.modules() if isinstance(part, DistributedExperts)]
-    # The experts first: FSDP2 then excludes them from the group of the whole unit.
-    groups = [_parameter_group(experts, plan, expert_shards)] if experts and expert_shards is not None else []
+    groups: list[ParameterGroup | CopiedParameterGroup] = []
+    if experts and expert_shards is not None:
+        # The experts first: FSDP2 then excludes them from the group of the whole unit.
+        owned = _parameter_group(experts, plan, expert_shards)
+        groups.append(owned if copy_group is None else _with_copies(owned, copy_group, plan))
     groups.append(_parameter_group(modules, plan, shards))
     return ShardedUnit(groups, uses=uses, final=gradients_final_in_backward(spec, plan))
+
+
+def _with_copies(owned: ParameterGroup, group: dist.ProcessGroup, plan: Plan) -> CopiedParameterGroup:
+    """The group of a unit's experts with their copies, with which the unit then computes."""
+    assert plan.experts is not None
+    modules = [parameter.module for parameter in owned.parameters]
+    copied = CopiedParameterGroup(owned, [module.present for module in modules], group, keep=plan.experts.keep)
+    for module, parameter, weight in zip(modules, owned.parameters, copied.parameters, strict=True):
+        module.use_stacked(parameter.name, weight.gathered)
+    return copied
 
 
 def _parameter_group(modules: Sequence[nn.Module], plan: Plan, mesh: DeviceMesh) -> ParameterGroup:

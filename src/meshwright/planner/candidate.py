@@ -110,12 +110,9 @@ def offload_penalty(run: RunSpec, plan: Plan) -> float:
     )
 
 
-def untrainable(plan: Plan, *, mixture: bool = False) -> str | None:
-    """Why this release cannot train the plan, although it plans and simulates it; None where it can.
-
-    `mixture` says that the model has experts, for plans that do not state it.
-    """
-    conflict = fp8_conflict(plan, experts=mixture or plan.experts is not None)
+def untrainable(plan: Plan) -> str | None:
+    """Why this release cannot train the plan, although it plans and simulates it; None where it can."""
+    conflict = fp8_conflict(plan)
     parts = [f"products in fp8 with {conflict}"] if conflict else []
     parts += (
         ["computation in fp16 (it does not scale losses; plan.compute=fp32 trains)"]

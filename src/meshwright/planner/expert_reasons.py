@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
+import numpy as np
+
 from meshwright.costs.machine_rates import is_guessed
 from meshwright.planner.explain import seconds_text
 from meshwright.planner.reprice import reprice
+from meshwright.simulator.copied_experts import copy_effects
 from meshwright.spec.job import EQUAL_LOADS
 from meshwright.spec.plan import Plan
 from meshwright.spec.run import RunSpec
 from meshwright.workload.expected_loads import expected_busiest
-from meshwright.workload.groups import experts_over
+from meshwright.workload.groups import copies_experts, experts_over
 
 
 def uneven_loads_seconds(run: RunSpec, plan: Plan) -> float:
@@ -41,8 +44,14 @@ def uneven_loads_reason(run: RunSpec, plan: Plan) -> str:
             if source is None
             else "uneven loads of experts cost nothing: each rank computes all experts of its tokens"
         )
-    busiest = expected_busiest(run.model, run.train, ranks)
+    alone = float(np.asarray(expected_busiest(run.model, run.train, ranks).imbalance))
+    if copies_experts(plan) and source is not None:
+        present = copy_effects(run.model, run.train, plan.without_prediction, run.cluster).imbalance
+        return (
+            f"uneven loads of experts: with copies the busiest of {ranks} ranks computes {present:.2f} times the mean, "
+            f"without {alone:.2f} ({where})"
+        )
     return (
         f"uneven loads of experts cost {seconds_text(uneven_loads_seconds(run, plan))} a step: the busiest of {ranks} ranks computes "
-        f"{float(busiest.imbalance):.2f} times the mean ({where})"
+        f"{alone:.2f} times the mean ({where})"
     )

@@ -25,7 +25,7 @@ from meshwright.spec.layout import stage_table
 from meshwright.spec.plan import BatchPlan, ExpertPlan, Gradients, LayerStrategy, MeshAxis, Plan
 from meshwright.spec.run import RunSpec
 from meshwright.workload.copy_options import COPY_OPTIONS, copied_options, engine_fields
-from meshwright.workload.groups import shard_size
+from meshwright.workload.groups import copies_experts, shard_size
 
 MAX_SIMULATED, MIN_SIMULATED, MAX_WORK = 12, 3, 60_000
 """Most and fewest plans that are simulated unit by unit, and the total `_simulation_work` after which no further plan is.
@@ -76,7 +76,7 @@ def plan_at(run: RunSpec, points: Points, index: int, strategy: Strategy, budget
             accumulate=int(points.accumulate[index]),
         ),
         schedule=with_stages(run, SCHEDULES[points.schedule[index]], pipeline, int(points.virtual[index]), used),
-        experts=ExpertPlan(expert=mesh.expert, expert_shard=shards // mesh.expert) if run.model.experts else None,
+        experts=_expert_plan(run, mesh.expert, shards // mesh.expert, mesh.size("tensor")),
         layers=pins.layers or (strategy.layer(strategy.high_memory),),
         precision=precision_of(run),
         **engine_fields({option for option in COPY_OPTIONS if points.column(option.column)[index]}),
@@ -85,6 +85,24 @@ def plan_at(run: RunSpec, points: Points, index: int, strategy: Strategy, budget
     if pins.layers or strategy.high_memory == strategy.low_memory:
         return plan
     return _with_fewest_low_memory_layers(run, plan, strategy, budget)
+
+
+def _expert_plan(run: RunSpec, expert: int, expert_shard: int, tensor: int) -> ExpertPlan | None:
+    """How experts are spread, with the pinned copies; a pinned policy without slots gets as many as a rank owns experts."""
+    if not run.model.experts:
+        return None
+    plan, pins, ranks = ExpertPlan(expert=expert, expert_shard=expert_shard), pins_of(run), expert * tensor
+    if pins.expert_policy in (None, "none") or ranks == 1:
+        return plan
+    owned = run.model.experts // ranks
+    slots = min(pins.expert_slots or owned, run.model.experts - owned)
+    return replace(
+        plan,
+        policy=pins.expert_policy,
+        slots=slots,
+        keep=bool(pins.expert_keep),
+        window=pins.expert_window or plan.window,
+    )
 
 
 class PlanEstimator:
@@ -317,7 +335,7 @@ def complexity(plan: Plan) -> int:
         for layer in plan.layers
     )
     copy_engines = len(copied_options(plan))
-    return 2 * axes + len(plan.layers) + layer_features + plan.layered + copy_engines
+    return 2 * axes + len(plan.layers) + layer_features + plan.layered + copy_engines + copies_experts(plan)
 
 
 def _with_fewest_low_memory_layers(run: RunSpec, plan: Plan, strategy: Strategy, budget: int | None) -> Plan:

@@ -37,6 +37,7 @@ CHOICES: tuple[tuple[str, tuple[str, ...], Callable[[Plan], object]], ...] = (
     ("context", ("context_ring", "context_ulysses"), lambda plan: _context(plan)),
     ("replicate", ("replicate", "shard"), lambda plan: plan.axis_size("replicate")),
     ("expert ranks", ("expert",), experts_over),
+    ("copies of experts:", ("expert_policy",), lambda plan: _copies(plan)),
     ("schedule", ("schedule", "stages"), lambda plan: plan.schedule.name),
     ("micro-batch", ("micro_batch",), lambda plan: plan.batch.micro_batch),
     ("gradients", ("gradients", "layers"), lambda plan: plan.layers[-1].gradients),
@@ -208,6 +209,13 @@ def _guess_suffix(run: RunSpec) -> str:
 def _micro_batches(plan: Plan) -> str:
     count = plan.batch.micro_batch
     return f"micro-batches of {count} sequence{'s' * (count > 1)}"
+
+
+def _copies(plan: Plan) -> str:
+    """Policy and slots of copies of experts."""
+    if plan.experts is None or plan.experts.policy == "none":
+        return "none"
+    return f"{plan.experts.policy}, at most {plan.experts.slots} a rank" + ", kept for the step" * plan.experts.keep
 
 
 def _context(plan: Plan) -> int:

@@ -29,6 +29,7 @@ from meshwright.planner.candidate import (
     untrainable,
 )
 from meshwright.planner.closed_form import SpaceCosts
+from meshwright.planner.expert_copies import add_copy_variants
 from meshwright.planner.finalists import (
     PlanEstimator,
     add_better_neighbours,
@@ -158,6 +159,7 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = T
     slowdown = slowdown_function(run, lambda plan: estimator.by_stages(plan).seconds)
     by_seconds = partial(simplest, budget=budget, penalty=partial(offload_penalty, run))
     chosen = partial(by_seconds, fragile=lambda plan: slowdown(plan) > FRAGILE)
+    candidates = add_copy_variants(run, candidates, chosen(candidates), budget)
     candidates = add_kernel_variants(run, candidates, chosen(candidates))
     best, fastest_choice = chosen(candidates), by_seconds(candidates)
     others = tuple(candidate for candidate in candidates if candidate is not best)

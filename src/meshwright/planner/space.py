@@ -242,7 +242,7 @@ def _model_axes(run: RunSpec, trainable: bool) -> Iterator[tuple[int, int, int]]
     tensor_sizes = [
         divisor for divisor in divisors(run.cluster.ranks) if divisor <= domain and _divides_heads(run, divisor)
     ]
-    if trainable and fp8_format_conflict(linear_dtypes(run), domain, experts=False):
+    if trainable and fp8_format_conflict(linear_dtypes(run), domain):
         tensor_sizes = [1]
     for tensor in _pinned_or(pins.tensor, tensor_sizes):
         if run.cluster.ranks % tensor or check_tensor(model, tensor, run.train.seq_len):

@@ -126,7 +126,7 @@ def _fp8_products(run: RunSpec, plan: Plan) -> Change | None:
     if not known or precision.compute != "bf16" or precision.linear != "compute" or not follow:
         return None
     low = replace(plan, precision=replace(precision, linear="fp8_tensorwise", gather="fp8"))
-    refused = fp8_conflict(low, experts=run.model.experts > 0)
+    refused = fp8_conflict(low)
     if refused or not supports_fp8(run.model, run.train.seq_len, context_size(plan)):
         return None
     note = "linear layers round to fp8: compare the loss with that of a bf16 run"
@@ -273,6 +273,8 @@ def _pin_all_but_changed(run: RunSpec, plan: Plan) -> RunSpec:
     pins |= {"schedule": plan.schedule.name, "stages": plan.schedule.stages or None}
     pins |= {"offload": plan.layers[0].offload} if len({layer.offload for layer in plan.layers}) == 1 else {}
     pins |= {"expert": plan.experts.expert} if plan.experts else {}
+    if plan.experts and plan.experts.policy != "none":
+        pins |= {f"expert_{key}": getattr(plan.experts, key) for key in ("policy", "slots", "keep", "window")}
     pins |= {"layers": plan.layers} if any(layer.linear for layer in plan.layers) else {}
     return replace(run, plan=replace(pins_of(run), **pins))
 

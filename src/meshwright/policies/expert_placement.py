@@ -72,7 +72,7 @@ def place_experts(policy: str, problem: PlacementProblem) -> np.ndarray:
     """
     base = owned(problem.owners, problem.counts.shape[1])
     if policy == "fixed":
-        return base | _everywhere(np.arange(min(problem.slots, base.shape[2]))[None], base)
+        return fixed_copies(base, problem.slots)
     best, totals = base.copy(), problem.row_totals(base)
     seconds = problem.times(totals).total
     uneven = totals.computed.max(1) > EVEN_LOADS * totals.computed.mean(1)
@@ -82,6 +82,12 @@ def place_experts(policy: str, problem: PlacementProblem) -> np.ndarray:
         best[better] = candidate[better]
         seconds = np.where(better, candidate_seconds, seconds)
     return best
+
+
+def fixed_copies(base: np.ndarray, slots: int) -> np.ndarray:
+    """`base` `(L, R, E)` and the first experts on all ranks, as many as fit into `slots` copies of each rank."""
+    fits = np.cumsum(~base, axis=2).max(1) <= slots
+    return base | fits[:, None, :]
 
 
 def overlap_degree(costs: ExpertCosts, ranks: int) -> float:
@@ -118,7 +124,7 @@ def _hecate(problem: PlacementProblem, base: np.ndarray) -> list[np.ndarray]:
     free = np.full((layers, ranks), slots)
     if hidden > slots:
         candidates.append(spread_copies(problem.loads, base, free, per_node))
-    if slots * per_node >= experts:
+    if slots * per_node >= experts and ranks > per_node:  # one node has all experts in any case
         owned_count = base.sum(2)
         for node_free in (free, np.maximum(free - owned_count, 0)):
             on_nodes = spread_copies(

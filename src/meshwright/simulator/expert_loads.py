@@ -43,25 +43,25 @@ def play_loads(
     slots: int = 0,
     window: int = 1,
     initial: np.ndarray | None = None,
+    delay: int = 1,
 ) -> PlayedLoads:
     """Play `steps`, each with counts `(L, R, E)`, under a policy of `policies.expert_placement`, or `initial` always for None.
 
-    The first step only fills the window of `window` steps, so there is one step fewer in the figures. `initial` `(L, R, E)` is present
-    in the first step; `slots` is the most copies on a rank.
+    A step is decided from the `window` steps up to the one `delay` steps before it; the first `delay` steps only fill the window and are
+    not in the figures. `initial` `(L, R, E)` is present in the first step; `slots` is the most copies on a rank.
     """
     history = LoadWindow(window)
     present, times, imbalances = initial, [], []
-    for number, counts in enumerate(steps):
+    for number, counts in enumerate(steps[delay:]):
+        history.add(steps[number])
         problem = PlacementProblem(counts, owners, slots, costs)
-        if number and policy is not None:
+        if policy is not None:
             earlier = PlacementProblem(history.sums(), owners, slots, costs, len(history), present)
             present = place_experts(policy, earlier)
-        if number:
-            assert present is not None
-            totals = problem.row_totals(present)
-            times.append(problem.times(totals))
-            imbalances.append(totals.computed.max(1) / totals.computed.mean(1))
-        history.add(counts)
+        assert present is not None
+        totals = problem.row_totals(present)
+        times.append(problem.times(totals))
+        imbalances.append(totals.computed.max(1) / totals.computed.mean(1))
     return _stacked(times, imbalances)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 
 from meshwright.costs.plan_costs import Pricing, as_nodes, pricing
+from meshwright.simulator.copied_experts import with_copies
 from meshwright.simulator.units import UnitCosts
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.job import TrainSpec
@@ -24,7 +25,9 @@ def rank_cost_inputs(
     contradict the cluster.
     """
     cluster = as_nodes(cluster)
-    cached_pricing = cache(lambda uniform: pricing(model, train, plan, uniform))
+    cached_pricing = cache(
+        lambda uniform: with_copies(pricing(model, train, plan, uniform), model, train, plan, cluster)
+    )
     return tuple(cached_pricing(uniform) for uniform in rank_clusters(cluster, Layout.of(plan, cluster.gpus_per_node)))
 
 

@@ -17,6 +17,7 @@ from meshwright.schedules.plan_schedule import (
     unit_strategies,
 )
 from meshwright.schedules.schedule import Placement, channels, rank_of
+from meshwright.simulator.copied_experts import with_copies
 from meshwright.simulator.links import links_of
 from meshwright.simulator.simulate import simulate
 from meshwright.simulator.slow_nodes import rank_cost_inputs
@@ -208,7 +209,7 @@ def _total_exposed(compute: Sequence[Sequence[Seconds]], factor: float) -> dict[
 
 def require_cost_inputs(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> Pricing:
     """The cost model's inputs. Raises BadInput where it has no figures."""
-    cost_inputs = pricing(model, train, plan, cluster)
+    cost_inputs = with_copies(pricing(model, train, plan, cluster), model, train, plan, cluster)
     if cost_inputs is None:
         device = f"{cluster.gpu} in {plan.precision.products}"
         known = ", ".join(name for name, chip in CHIPS.items() if "bf16" in chip.peak_flops)

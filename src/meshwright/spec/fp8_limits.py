@@ -9,20 +9,22 @@ from meshwright.spec.plan import Linear, Plan
 
 FP8_MULTIPLE = 16
 """Every dimension of an fp8 product is a multiple of this."""
-FP8_WIDTH_KEYS = ("hidden", "ffn_hidden", "heads", "kv_heads", "head_dim")
+FP8_WIDTH_KEYS = (
+    "hidden", "ffn_hidden", "heads", "kv_heads", "head_dim", "expert_hidden", "shared_expert_hidden", "q_rank", "kv_rank",
+    "rope_head_dim", "value_head_dim",
+)  # fmt: skip
 """Keys of a model that give the dimensions of its products."""
 
 
-def fp8_conflict(plan: Plan, *, experts: bool) -> str | None:
-    """The features of the plan and model that fp8 products cannot be combined with, in words; None without a conflict."""
+def fp8_conflict(plan: Plan) -> str | None:
+    """The features of the plan that fp8 products cannot be combined with, in words; None without a conflict."""
     formats = (layer.linear or plan.precision.linear for layer in plan.layers)
-    return fp8_format_conflict(formats, plan.axis_size("tensor"), experts=experts)
+    return fp8_format_conflict(formats, plan.axis_size("tensor"))
 
 
-def fp8_format_conflict(formats: Iterable[Linear], tensor: int, *, experts: bool) -> str | None:
+def fp8_format_conflict(formats: Iterable[Linear], tensor: int) -> str | None:
     """`fp8_conflict` from the layers' formats and the number of tensor ranks."""
-    features = ["tensor ranks"] * (tensor > 1) + ["a mixture of experts"] * experts
-    return " and ".join(features) if features and any(name != "compute" for name in formats) else None
+    return "tensor ranks" if tensor > 1 and any(name != "compute" for name in formats) else None
 
 
 def supports_fp8(model: ModelSpec, seq_len: int, context: int = 1) -> bool:
@@ -32,10 +34,18 @@ def supports_fp8(model: ModelSpec, seq_len: int, context: int = 1) -> bool:
 
 def product_sides(model: Mapping[str, int | None], seq_len: int | None, context: int) -> dict[str, int]:
     """Dimensions of the linear layers' products on one of `context` ranks, by name; unknown ones are left out."""
-    hidden, ffn_hidden, heads, kv_heads, head_dim = (model[key] for key in FP8_WIDTH_KEYS)
+    hidden, ffn_hidden, heads, kv_heads, head_dim, expert, shared, queries, latent, rotated, value = (
+        model.get(key) for key in FP8_WIDTH_KEYS
+    )
     tokens = "train.seq_len" if context == 1 else f"train.seq_len ÷ {context} context ranks"
     dimensions = {tokens: seq_len and seq_len // context, "model.hidden": hidden, "model.ffn_hidden": ffn_hidden}
-    if heads and kv_heads and head_dim:
+    dimensions |= {"model.expert_hidden": expert, "model.shared_expert_hidden": shared}
+    if heads and head_dim:
         dimensions["heads × head_dim"] = heads * head_dim
+    if heads and kv_heads and head_dim and not latent:
         dimensions["(heads + 2 × kv_heads) × head_dim"] = (heads + 2 * kv_heads) * head_dim
+    if heads and head_dim and latent and rotated and value:
+        dimensions |= {"model.q_rank": queries, "model.kv_rank": latent, "heads × value_head_dim": heads * value}
+        dimensions["q_rank + kv_rank + rope_head_dim"] = (queries or 0) + latent + rotated
+        dimensions["heads × (head_dim - rope_head_dim + value_head_dim)"] = heads * (head_dim - rotated + value)
     return {name: size for name, size in dimensions.items() if size}

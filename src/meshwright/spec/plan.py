@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from typing import Literal, get_args
 
-from meshwright.spec.fields import Positive
+from meshwright.spec.fields import NotNegative, Positive
 
 Recompute = Literal["none", "selective", "all_but_attention", "full"]
 RECOMPUTE_MODES: tuple[Recompute, ...] = get_args(Recompute)
@@ -31,6 +31,7 @@ REFUSED_SCHEDULES: dict[ScheduleName, str] = {
 Compute = Literal["bf16", "fp16", "fp32", "fp64"]
 Linear = Literal["compute", "fp8_tensorwise", "fp8_rowwise"]
 Engine = Literal["kernel", "copy"]
+ExpertPolicy = Literal["none", "hecate", "fastermoe", "flexmoe", "fixed"]
 
 DATA_AXES = ("replicate", "shard")
 """Axes along which ranks read different samples."""
@@ -161,6 +162,17 @@ class ExpertPlan:
     """Ranks that the experts of a layer are spread over."""
     expert_shard: Positive = 1
     """Ranks that each expert's parameters are split over; `expert` × `expert_shard` = shard × context."""
+    policy: ExpertPolicy = "none"
+    """Which experts of other ranks are present on a rank in a step (docs/design/expert.md). none: only its own; tokens
+    are sent to them. hecate, fastermoe, flexmoe: copies of loaded experts, decided from recent loads. fixed: the same
+    copies in every step."""
+    slots: NotNegative = 0
+    """Experts of other ranks that are present on a rank, per layer, at most; 0 with policy none."""
+    keep: bool = False
+    """Keep the experts of a layer gathered for the step; false frees them after each use and gathers them again for the
+    backward. Only with copies."""
+    window: Positive = 5
+    """Steps whose loads a decision is made from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,6 +321,14 @@ class PlanPins:
     """Ranks every matrix is split over."""
     expert: Positive | None = None
     """Ranks that a layer's experts are spread over."""
+    expert_policy: ExpertPolicy | None = None
+    """Which experts of other ranks are present on a rank."""
+    expert_slots: NotNegative | None = None
+    """Experts of other ranks that are present on a rank, per layer, at most."""
+    expert_keep: bool | None = None
+    """Keep present experts gathered for the step."""
+    expert_window: Positive | None = None
+    """Steps whose loads decide which experts are present."""
     schedule: ScheduleName | None = None
     """Order of stages and micro-batches."""
     stages: tuple[tuple[str, ...], ...] | None = None

@@ -202,6 +202,8 @@ def _one_step(
         micro_batches = next(loader)
     if session.replay is not None:
         session.replay.begin_step(step)
+    if session.decisions is not None:
+        session.decisions.begin_step(step)
     result = train_step(
         session.engine,
         session.optimizer,
@@ -213,6 +215,7 @@ def _one_step(
         recorder=recorder,
         stop_flag=flag,
         before_update=None if check is None else check.before_update,
+        decisions=session.decisions,
     )
     recorder.end_step()
     session.step = step

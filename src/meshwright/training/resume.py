@@ -62,6 +62,8 @@ def _from_memory(session: Session, at_most: int | None) -> tuple[dict[str, Any],
 def _continue_from(session: Session, state: dict[str, Any]) -> None:
     session.step, session.tokens, session.steps_before = state["step"], state["tokens"], state.get("train_steps")
     session.numerics.restore(state)
+    if session.decisions is not None:
+        session.decisions.restore(state)
     session.optimizer.set_steps(session.numerics.updates(session.step))
     session.data.restore_order(state.get("data"))
     if session.held_out is not None:

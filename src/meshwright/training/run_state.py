@@ -25,7 +25,7 @@ def run_state(
 ) -> dict[str, Any]:
     """Plain values of a checkpoint: steps, sequences and tokens done, length of the schedule, record of the corpus.
 
-    `numerics` adds what was skipped and the history of numerical policies.
+    `numerics` adds what was skipped, the history of numerical policies, and the loads of experts.
     """
     samples = step * train.global_batch
     return {"step": step, "samples": samples, "tokens": tokens, "train_steps": train.steps, "data": data, **numerics}

@@ -26,7 +26,6 @@ from meshwright.spec.errors import BadInput, MeshwrightError, OutOfResources
 from meshwright.spec.job import ASYNC_BYTES, AUTO_SECONDS, CheckpointSpec
 from meshwright.training.partner import find_copies, missing_copy_bytes
 from meshwright.training.reporting import Reporter
-from meshwright.training.run_state import run_state
 from meshwright.training.session import Session
 from meshwright.training.stop import BUSY, NO_REQUEST, SAVE, UNREADY, StopFlags
 
@@ -329,10 +328,10 @@ class Saver:
             self._background.describe(self._began, self._plain(self._began, self._tokens))
 
     def _plain(self, step: int, tokens: int) -> Callable[[], dict[str, bytes]]:
-        run, session = self._session.run, self._session
+        session = self._session
         if self._background is None or not self._background.describes_first:
             return dict
-        state = run_state(step, run.train, tokens, session.data.record(), session.numerics.state(step))
+        state = session.plain_state(step, tokens)
         return lambda: encode_plain(state, _texts(session))
 
     def _finish(self, background: BackgroundSaver, step: int, limit: float | None) -> bool:
@@ -381,8 +380,7 @@ class Saver:
         """Write a checkpoint while training waits."""
         started, session = time.perf_counter(), self._session
         self._began = step
-        numerics = session.numerics.state(step)
-        state = run_state(step, session.run.train, session.tokens, session.data.record(), numerics)
+        state = session.plain_state(step, session.tokens)
         with session.recorder.span("checkpoint"):
             # Every step was read before: its loss and gradient norm are finite, or the state was checked.
             saved = session.store.save(step, session.state(), state, _texts(session), parent=self._parent, finite=True)

@@ -38,9 +38,10 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.run import Assignment, Lease, RunSpec
 from meshwright.state.parts import StateParts
 from meshwright.training.evaluate import HeldOut
+from meshwright.training.expert_decisions import ExpertDecisions
 from meshwright.training.numerics import NumericalPolicy
 from meshwright.training.resume import Tier, resume
-from meshwright.training.run_state import load_initial
+from meshwright.training.run_state import load_initial, run_state
 
 
 @dataclass
@@ -71,6 +72,7 @@ class Session:
     attempt: int = 1
     resumed_from: Tier | None = None
     replay: ReplayedRouting | None = None
+    decisions: ExpertDecisions | None = None
     numerics: NumericalPolicy = field(init=False)
     step: int = 0
     tokens: int = 0
@@ -104,6 +106,11 @@ class Session:
                 with suppress(RuntimeError):  # after an error of the device its events cannot be read
                     self.recorder.flush()
                 self.spans.close()
+
+    def plain_state(self, step: int, tokens: int) -> dict[str, Any]:
+        """The plain values of a checkpoint of `step`, after which `tokens` were consumed."""
+        others = self.numerics.state(step) | ({} if self.decisions is None else self.decisions.state(step))
+        return run_state(step, self.run.train, tokens, self.data.record(), others)
 
     def state(self) -> dict[str, StateParts]:
         """This rank's tensors of the run's state by logical name; waits for the last update of offloaded state."""
@@ -164,6 +171,7 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
     )
     if assignment.replay_routing is not None:
         session.replay = _replayed_routing(session, Path(assignment.replay_routing))
+    session.decisions = ExpertDecisions.open(run, plan, mesh, engine.present_experts)
     session.numerics = NumericalPolicy(run.train, assignment.skip_samples, mesh.axis_size("replicate"))
     session.resumed_from = resume(session, assignment.resume_at_most)
     if session.resumed_from is None:

@@ -22,6 +22,7 @@ from meshwright.parallel.apply import Engine
 from meshwright.parallel.executor import StepEndCallbacks
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.plan import DATA_AXES
+from meshwright.training.expert_decisions import ExpertDecisions
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,13 @@ def train_step(
     recorder: Recorder,
     stop_flag: Callable[[], int] = lambda: 0,
     before_update: Callable[[], None] | None = None,
+    decisions: ExpertDecisions | None = None,
 ) -> StepFigures:
     """Run one step on this rank's micro-batches. Collective; nothing waits for the device.
 
     The update is skipped on the device if the gradient norm is not finite or above `norm_limit`.
     `stop_flag` is called at the step's end, and its values are summed over ranks. `before_update` is called before the optimizer's update.
+    `decisions`, if any, get the loads of the step.
     """
     recorder.attention_work([batch.attention_work for batch in micro_batches])
     with recorder.waiting("collective_wait"):
@@ -83,6 +86,8 @@ def train_step(
     routing, predictions = engine.executor.rank_model.routing, engine.executor.rank_model.predictions
     norms, further = _norm_slots(norm, mesh), [] if predictions is None else [predictions.loss[None]]
     routed = [] if routing is None else [routing.sums.flatten()]
+    if decisions is not None and routing is not None:
+        routed.append(decisions.rank_loads(routing.sums[:, 2:]))
     flags = torch.full_like(loss, stop_flag())
     with recorder.waiting("collective_wait"):
         sums = mesh.sum_over_all(
@@ -93,7 +98,10 @@ def train_step(
     figures = [sums[0], norms.max(), *valid, sums[1], skipping_replicas(norms, norm_limit)]
     if routing is None:
         return StepFigures(torch.stack([*figures, *further, z_loss]))
+    routed_sums, rank_loads = routed_sums[: routing.sums.numel()], routed_sums[routing.sums.numel() :]
     routing.sums.copy_(routed_sums.view_as(routing.sums))
+    if decisions is not None:
+        decisions.add(rank_loads)
     routing.update_biases(figures[-1] > 0)
     return StepFigures(torch.stack([*figures, *further, *routing.figures(), z_loss]), routing.loads())
 

@@ -17,7 +17,7 @@ from meshwright.spec.plan import RECOMPUTE_MODES, Linear, Plan, Recompute
 from meshwright.workload.arrays import Array
 from meshwright.workload.dtypes import COMPUTE_BYTES, bytes_of, low_share
 from meshwright.workload.expected_loads import expected_busiest
-from meshwright.workload.groups import context_size, experts_over
+from meshwright.workload.groups import all_present, context_size, experts_over
 from meshwright.workload.layouts import Layouts
 from meshwright.workload.model_shape import Shape, shape_of, with_blocks
 
@@ -51,7 +51,12 @@ def saved_elements_by_layer(model: ModelSpec, plan: Plan) -> list[float]:
 
 
 def busiest_rows(model: ModelSpec, train: TrainSpec, plan: Plan) -> float:
-    """Rows of the busiest expert rank relative to the mean, as `train.expert_load` says."""
+    """Rows of the busiest expert rank relative to the mean, as `train.expert_load` says.
+
+    Copies of experts do not change it, unless all are present: a run's first steps have none.
+    """
+    if all_present(model, plan):
+        return 1.0
     return float(expected_busiest(model, train, experts_over(plan) * plan.axis_size("tensor")).stored_rows)
 
 
@@ -91,13 +96,14 @@ def mean_saved_elements(
 ) -> Array:
     """Elements of one token that autograd saves in a block, mean over the layers of `shape`.
 
-    `recompute` is the index of the mode in `RECOMPUTE_MODES`. A saved input of a matrix product counts `low` elements. With several
-    `expert_ranks` selective recompute also saves the experts' outputs as they were sent and as they were received: it does not
-    exchange tokens twice. The experts of the rank have `busiest` times the mean rows.
+    `recompute` is the index of the mode in `RECOMPUTE_MODES`. A saved input of a linear layer counts `low` elements, one of routed experts,
+    whose weight gradients are not in fp8, a whole one. With several `expert_ranks` selective recompute also saves the experts' outputs as
+    they were sent and as they were received: it does not exchange tokens twice. The experts of the rank have `busiest` times the mean rows.
     """
     attention = shape.attention_layers / shape.layers
     query, value, kv = (attention * width for width in (shape.query_width, shape.value_width, shape.kv_width))
     after_activation, received = _feed_forward(shape, busiest)
+    routed = _routed_activation(shape, busiest)
     sent, distributed = _feed_forward(shape)[1], np.asarray(expert_ranks) > 1
     before_activation, router_elements = (
         (1 + shape.gated) * after_activation,
@@ -112,7 +118,15 @@ def mean_saved_elements(
     # Attention saves its output in the compute dtype; the fp8 product after it saves its own copy.
     output = value + np.where(low < 1, low * value, 0.0)
     without_recompute = (
-        norms + output + query + kv + rotated + before_activation + low * after_activation + router_elements
+        norms
+        + output
+        + query
+        + kv
+        + rotated
+        + before_activation
+        + low * (after_activation - routed)
+        + routed
+        + router_elements
     )
     # The experts' inputs are gathered again.
     selective = (
@@ -136,7 +150,8 @@ def mean_backward_elements(
     """Temporary elements of one token in a block's backward, beside what its forward saved; mean over the layers of `shape`.
 
     They are the gradients of the feed-forward's wide half and of the residual stream, recomputed activations, and the experts' inputs or
-    the gradients of these. Distributed experts have the latter in place of their saved outputs, which the backward frees before.
+    the gradients of these, with fp8 copies of gradients that experts multiply. Distributed experts have the latter in place of their saved
+    outputs, which the backward frees before.
     """
     after_activation, sent = _feed_forward(shape, busiest)
     mode = np.asarray(recompute)
@@ -145,8 +160,9 @@ def mean_backward_elements(
         - mean_saved_elements(shape, recompute, low, busiest=busiest)
         - sent
     )
+    rounded = np.where(low < 1, low * (1 + shape.gated) * _routed_activation(shape, busiest), 0.0)
     inputs = np.where((np.asarray(expert_ranks) > 1) & (mode < RECOMPUTE_MODES.index("all_but_attention")), 0.0, sent)
-    return (1 + shape.gated) * after_activation + shape.hidden + inputs + np.where(mode > 0, recomputed, 0.0)
+    return (1 + shape.gated) * after_activation + shape.hidden + inputs + rounded + np.where(mode > 0, recomputed, 0.0)
 
 
 def offloaded_bytes(shape: Shape, layout: Layouts) -> Array:
@@ -177,6 +193,11 @@ def prediction_elements(model: ModelSpec, modules: Array, saved: Array, temporar
 def _block(model: ModelSpec, layer: int, recompute: Recompute) -> tuple[Shape, int]:
     """The shape of a model whose blocks are all like block `layer`, and the index of the mode."""
     return with_blocks(shape_of(model, 1), routed=model.routed(layer)), RECOMPUTE_MODES.index(recompute)
+
+
+def _routed_activation(shape: Shape, busiest: Array) -> Array:
+    """Elements of one token's copies after the activation of their experts, mean over layers; `busiest` as in `_feed_forward`."""
+    return shape.moe_layers / shape.layers * shape.top_k * busiest * shape.expert_ffn
 
 
 def _feed_forward(shape: Shape, busiest: Array = 1.0) -> tuple[Array, Array]:

@@ -35,8 +35,13 @@ SWIGLU, GELU = 8.0, 5.0
 """The same of the activation, per element of the feed-forward width."""
 EMBEDDING_AND_NORM = 12.0
 """The same of embedding and final norm, per element of the residual stream."""
-QUANTISE = 4.0
-"""Bytes per element quantised to fp8: a second read, as the scale needs the maximum first, and a write in both layouts."""
+QUANTISE = {"linear": 4.0, "expert": 3.0, "router": 0.0}
+"""Bytes per element quantised to fp8, by role of the product.
+
+A second read, as the scale needs the maximum first, and a write in both layouts. Rows of experts have scales of their own and one layout.
+"""
+FP8_PRODUCTS = {"linear": 3, "expert": 2, "router": 0}
+"""How many of a layer's three products are in fp8: not the weight gradient of experts."""
 CAST, SUM = 6.0, 6.0
 """Bytes per parameter to cast a master weight to the compute dtype, and a gradient to the dtype of the reduction."""
 COMBINE = 2.0
@@ -136,7 +141,7 @@ def step_work(model: ModelSpec, train: TrainSpec, plan: Plan) -> Work:
             model.sliding_window if (model.sliding_window or train.seq_len) < train.seq_len else None,
         ),
         elementwise_bytes=rank_tokens * _elementwise_elements(model) * bytes_of(plan.precision.compute),
-        quantise_bytes=rank_tokens * _quantised_elements(model, plan) * QUANTISE,
+        quantise_bytes=rank_tokens * _quantised_bytes(model, plan),
         loss_bytes=rank_tokens * (1 + model.prediction_depth) * model.vocab_size * 2 * bytes_of(plan.precision.compute),
         copy_bytes=owned * CAST + _summed_bytes(model, plan, unsharded),
         parameters=owned,
@@ -164,9 +169,12 @@ def _linears(model: ModelSpec, train: TrainSpec, plan: Plan, step: StepShape) ->
     layers = Counter((model.routed(layer), plan.linear(layer, model.layers) != "compute") for layer in _blocks(model))
     for (routed, is_fp8), count in layers.items():
         for product in layer_products(with_blocks(shape_of(model, train.seq_len), routed=routed), step, tensor_ranks):
-            number_format: Format = "fp8" if is_fp8 and product.role == "linear" else compute_dtype
             m, k, n = (max(1, round(float(size))) for size in (product.m, product.k, product.n))
-            yield LinearWork(m, k, n, number_format, count * float(product.count))
+            low = FP8_PRODUCTS[product.role] / 3 if is_fp8 else 0.0
+            shares: tuple[tuple[Format, float], ...] = (("fp8", low), (compute_dtype, 1 - low))
+            for number_format, share in shares:
+                if share:
+                    yield LinearWork(m, k, n, number_format, share * count * float(product.count))
     chunk = min(int(step.tokens), train.loss_chunk)
     uses = 1 + model.prediction_depth
     yield LinearWork(chunk, model.hidden, model.vocab_size // tensor_ranks, compute_dtype, uses * step.tokens / chunk)
@@ -200,12 +208,15 @@ def _elementwise_elements(model: ModelSpec) -> float:
     return len(blocks) * per_layer + feed_forward + ends * model.hidden
 
 
-def _quantised_elements(model: ModelSpec, plan: Plan) -> float:
-    """Elements per token that are quantised to fp8: input and output gradient of every fp8 product."""
-    fp8_layers = sum(plan.linear(layer, model.layers) != "compute" for layer in _blocks(model))
-    block = with_blocks(shape_of(model, 1), routed=False)
-    products = layer_products(block, StepShape(1, 1, 1, 1, 1), 1)
-    return fp8_layers * sum(float(product.k + product.n) for product in products)
+def _quantised_bytes(model: ModelSpec, plan: Plan) -> float:
+    """Bytes per token moved to quantise to fp8: input and output gradient of every fp8 product."""
+    layers = Counter(model.routed(layer) for layer in _blocks(model) if plan.linear(layer, model.layers) != "compute")
+    step = StepShape(1, 1, 1, 1, model.experts_per_token)
+    return sum(
+        count * QUANTISE[product.role] * float((product.k + product.n) * product.m)
+        for routed, count in layers.items()
+        for product in layer_products(with_blocks(shape_of(model, 1), routed=routed), step, 1)
+    )
 
 
 def _weight_collectives(

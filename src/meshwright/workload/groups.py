@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import Plan
 
 
@@ -18,3 +19,20 @@ def shard_size(plan: Plan) -> int:
 def experts_over(plan: Plan) -> int:
     """Expert ranks among the ranks that share one tensor rank's weights."""
     return plan.experts.expert if plan.experts else 1
+
+
+def copies_experts(plan: Plan) -> bool:
+    """Whether experts of other ranks are present on a rank."""
+    return plan.experts is not None and plan.experts.policy != "none"
+
+
+def stacked_experts(model: ModelSpec, plan: Plan) -> int:
+    """Experts of a layer for which a rank has space, its own and copies."""
+    own = model.experts // (experts_over(plan) * plan.axis_size("tensor"))
+    return own if plan.experts is None else min(own + plan.experts.slots, model.experts)
+
+
+def all_present(model: ModelSpec, plan: Plan) -> bool:
+    """Whether each rank has all experts in every step, whatever the loads are."""
+    fixed = plan.experts is not None and plan.experts.policy == "fixed"
+    return fixed and stacked_experts(model, plan) == model.experts

@@ -90,6 +90,10 @@ class Layouts:
     """Tokens of the busiest expert rank relative to the mean."""
     busiest_rows: Array = 1.0
     """Rows of one expert rank over all layers relative to the mean, where it has most: it stores their activations."""
+    exchanged_share: Array = 1.0
+    """Rows that the busiest expert rank exchanges, relative to those without copies of experts; 0 if no rows are exchanged."""
+    copy_seconds: Array = 0.0
+    """Exposed seconds of gathers and reductions of copied experts, of one micro-batch over all layers."""
     one_copy: Array = 0.0
     """1 if each domain with experts of a token receives it once and distributes it inside (DeepEP and similar)."""
     exchange_overlaps: Array = 0.0

@@ -30,10 +30,11 @@ from meshwright.workload.activations import (
 )
 from meshwright.workload.buffers import DEVICE_LAYERS
 from meshwright.workload.dtypes import bytes_of, low_share, state_bytes
-from meshwright.workload.groups import context_size, experts_over, shard_size
+from meshwright.workload.groups import context_size, copies_experts, experts_over, shard_size, stacked_experts
 from meshwright.workload.optimizer_work import OptimizerWork, optimizer_work
 from meshwright.workload.stage_parts import StagePart, stage_part
 from meshwright.workload.tensor_bytes import CATEGORIES, Formats, RankTensors, bytes_by_category
+from meshwright.workload.unit_parameters import block_unit
 
 FRAMEWORK_BYTES = {"cpu": 600 << 20, "cuda": 3 << 30}
 """Interpreter, library images, CUDA context, communicators and allocator slack of one rank (guess)."""
@@ -192,10 +193,13 @@ def _rank_tensors(
     device_layers = DEVICE_LAYERS + (plan.axis_size("pipeline") > 1)
     modules = model.prediction_depth * (part.head > 0)
     saved, temporary = per_token(model.layers - 1)
+    block, kept = max(part.blocks), sum(not strategy.reshard for strategy in strategies)
+    if copies_experts(plan):
+        block, kept = _with_copies(model, plan, block, kept, len(part.layers))
     reduces_once = all(strategy.gradients == "whole" for strategy in strategies) and accumulate > 1
     return {
-        "owned": part.sharded, "block": max(part.blocks), "ends": part.ends, "head": part.head, "shards": shard_size(plan),
-        "gathers": not is_unsharded, "kept": sum(not strategy.reshard for strategy in strategies),
+        "owned": part.sharded, "block": block, "ends": part.ends, "head": part.head, "shards": shard_size(plan),
+        "gathers": not is_unsharded, "kept": kept,
         "ends_kept": not strategies[-1].reshard, "last": part.last, "sums": _sums(plan, part, strategies),
         "reduces": not reduces_once or finishes_each_micro_batch(plan) or plan.layered,
         "offloaded_share": host_parameters / (sum(part.blocks) + part.ends),
@@ -208,6 +212,18 @@ def _rank_tensors(
         "prediction_activations": activation_bytes * prediction_elements(model, modules, saved, temporary + float(received)),
         "messages": part.sends if plan.axis_size("pipeline") > 1 else -1,
     }  # fmt: skip
+
+
+def _with_copies(model: ModelSpec, plan: Plan, block: float, kept: float, layers: int) -> tuple[float, float]:
+    """Gathered parameters of the largest block with copies of experts, and the number of blocks that are kept."""
+    assert plan.experts is not None
+    unit = block_unit(
+        model, routed=True, tensor=plan.axis_size("tensor"), shards=shard_size(plan), expert=experts_over(plan)
+    )
+    own = model.experts // (experts_over(plan) * plan.axis_size("tensor"))
+    stacked = unit.experts / own * stacked_experts(model, plan)
+    block = block + stacked - unit.experts
+    return block, max(kept, layers * stacked / block) if plan.experts.keep else kept
 
 
 def _sums(plan: Plan, part: StagePart, strategies: Sequence[LayerStrategy]) -> float:

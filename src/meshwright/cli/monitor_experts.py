@@ -1,0 +1,65 @@
+"""The monitor's picture of the loads of experts: a line for each layer with experts, a cell for each expert."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from rich.text import Text
+
+from meshwright.observe import number_text
+from meshwright.observe.expert_load_table import ExpertLoadTable
+
+LEVELS = (
+    (0.5, "blue", "_", "<0.5"),
+    (0.9, "cyan", "-", "<0.9"),
+    (1.1, "green", ".", "1"),
+    (1.5, "yellow", "o", ">1.1"),
+    (2.0, "dark_orange", "O", ">1.5"),
+    (4.0, "red", "#", ">2"),
+    (float("inf"), "magenta", "@", ">4"),
+)
+"""Upper bound of a load over the layer's mean, its colour, its character without colours, and its text in the legend."""
+LEAST_LINES = 3
+"""Fewest lines of the picture: title, one line of layers, and the experts below it."""
+
+
+def expert_lines(table: ExpertLoadTable | None, height: int, width: int, *, colours: bool) -> list[Text]:
+    """The picture in at most `height` lines; empty without loads. A cell of several layers or experts shows the largest load."""
+    if table is None or height < LEAST_LINES:
+        return []
+    layers, experts = len(table.ratio), len(table.ratio[0])
+    label = len(f"mixture {layers}-{layers}") + 2
+    layer_groups = _ranges(layers, height - 2)
+    columns = _ranges(experts, max(1, width - label))
+    busiest_layer, busiest_expert = table.busiest
+    finding = f"  expert {busiest_expert} of mixture {busiest_layer + 1}: "
+    finding += f"{number_text.short(table.ratio[busiest_layer][busiest_expert])} ×"
+    title = Text.assemble(("expert load / mean", "bold"), finding, "  ")
+    for _, colour, character, text in LEVELS:
+        title.append_text(_cells(colour, character, 1, colours=colours)).append(f" {text}  ", "dim")
+    lines = [title]
+    for first, end in layer_groups:
+        numbers = f"{first + 1}" if end == first + 1 else f"{first + 1}-{end}"
+        line = Text.assemble((f"mixture {numbers}".ljust(label), "dim"))
+        levels = (_level(max(max(values[left:right]) for values in table.ratio[first:end])) for left, right in columns)
+        for (_, colour, character, _), same in groupby(levels, lambda level: LEVELS[level]):
+            line.append_text(_cells(colour, character, len(list(same)), colours=colours))
+        lines.append(line)
+    group = max(right - left for left, right in columns)
+    note = f"   a cell: most of {group} experts" if group > 1 else ""
+    return [*lines, Text("expert ".ljust(label) + f"0 … {experts - 1}{note}", "dim")]
+
+
+def _ranges(count: int, most: int) -> Sequence[tuple[int, int]]:
+    """`count` numbers in at most `most` equal ranges `(first, end)`."""
+    size = -(-count // max(1, min(count, most)))
+    return [(first, min(first + size, count)) for first in range(0, count, size)]
+
+
+def _level(ratio: float) -> int:
+    return next((index for index, level in enumerate(LEVELS) if ratio < level[0]), len(LEVELS) - 1)
+
+
+def _cells(colour: str, character: str, count: int, *, colours: bool) -> Text:
+    return Text(" " * count, f"on {colour}") if colours else Text(character * count)

@@ -1,0 +1,77 @@
+"""Rules about experts on ranks of their own, and about copies of experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from meshwright.config.divisors import nearest_divisor
+from meshwright.config.run_values import RunValues
+from meshwright.config.yaml_positions import Document
+from meshwright.spec.errors import Mistake
+
+
+def expert_pins(run: RunValues) -> Iterator[Mistake]:
+    """Every rank gets the same number of experts; expert ranks divide the shard and context ranks of one model copy."""
+    experts, ranks = run("model.experts"), run("plan.expert")
+    if experts is None:
+        return
+    yield from _copy_pins(run, experts)
+    if ranks is None:
+        return
+    if not experts:
+        yield run.mistake("plan.expert", "no key, as the model is dense (model.experts is 0)")
+    elif experts % ranks:
+        near = str(nearest_divisor(experts, ranks))
+        yield run.mistake("plan.expert", f"a divisor of model.experts = {experts}", near)
+    elif (shard := run("plan.shard")) is not None:
+        size = shard * (run("plan.context_ring") or 1) * (run("plan.context_ulysses") or 1)
+        if size % ranks:
+            yield run.mistake(
+                "plan.expert", f"a divisor of plan.shard × context ranks = {size}", str(math.gcd(size, ranks))
+            )
+
+
+def _copy_pins(run: RunValues, experts: int) -> Iterator[Mistake]:
+    """Copies of experts need a policy, and a mixture of experts on several ranks."""
+    policy, slots = run("plan.expert_policy"), run("plan.expert_slots")
+    if policy not in (None, "none"):
+        ranks = (run("plan.expert") or 1) * (run("plan.tensor") or 1)
+        if ranks == 1:
+            expected = "none, unless plan.expert (or plan.tensor) spreads experts over several ranks"
+            yield run.mistake("plan.expert_policy", expected, "none")
+        elif slots is not None and (expected := _slots(policy, slots, experts, ranks)):
+            yield run.mistake("plan.expert_slots", expected)
+        return
+    for key in ("expert_slots", "expert_keep", "expert_window"):
+        if run(f"plan.{key}"):
+            yield run.mistake(f"plan.{key}", "no key without plan.expert_policy, which says which experts are copied")
+
+
+def plan_file_experts(plan: Document, run: RunValues, tensor: int) -> Iterator[Mistake]:
+    """Mistakes of the section `experts` of a plan file, for `tensor` tensor ranks."""
+    experts = run("model.experts")
+    if experts is None or not plan.has(("experts",)) or not isinstance(plan.get(("experts",)), dict):
+        return
+    section = plan.get(("experts",))
+    size, policy, slots = section["expert"], section.get("policy", "none"), section.get("slots", 0)
+    if not experts or experts % (size * tensor):
+        beside = f" ÷ {tensor} tensor ranks" if tensor > 1 else ""
+        expected = (
+            f"a divisor of model.experts = {experts}{beside}" if experts else "no `experts`, as the model is dense"
+        )
+        yield plan.mistake(("experts", "expert"), expected, str(size))
+    elif policy != "none" and size * tensor == 1:
+        yield plan.mistake(("experts", "policy"), "none, as every rank has all experts", policy, "none")
+    elif expected := _slots(policy, slots, experts, size * tensor):
+        yield plan.mistake(("experts", "slots" if "slots" in section else "policy"), expected, str(slots))
+    elif policy == "none" and section.get("keep"):
+        yield plan.mistake(("experts", "keep"), "false, as policy none copies no experts", "true", "false")
+
+
+def _slots(policy: str, slots: int, experts: int, ranks: int) -> str:
+    """The slots that are expected of a rank that owns `experts` / `ranks` experts; empty if `slots` are."""
+    if policy == "none":
+        return "slots: 0, as policy none copies no experts" if slots else ""
+    others = experts - experts // ranks
+    return "" if 1 <= slots <= others else f"slots: 1 to the {others} experts of other ranks, for policy {policy}"

@@ -1,0 +1,70 @@
+"""The Triton kernels that copy tokens to their sorted positions, and sum them back; imported only with a CUDA device.
+
+Compiled indexing computes one element at a time where it writes, and so reads a token once for each copy: 0.36 ms for 131,072 rows of 2,048
+bf16 numbers on an H100, of which the bytes take 0.18. Here one program moves all copies of a token, which it reads once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ELEMENTS_PER_THREAD = 16
+
+
+@torch.library.custom_op("meshwright::spread_tokens", mutates_args=())
+def spread_tokens(tokens: Tensor, positions: Tensor) -> Tensor:
+    """Rows `(tokens · copies, width)`: each token `(tokens, width)` at its `positions` `(tokens, copies)`, a permutation."""
+    tokens, width = tokens.contiguous(), tokens.shape[1]
+    out = tokens.new_empty(positions.numel(), width)
+    if out.numel():
+        _spread[(tokens.shape[0],)](tokens, positions.contiguous(), out, width, positions.shape[1], **_launch(width))
+    return out
+
+
+@torch.library.custom_op("meshwright::gather_sum", mutates_args=())
+def gather_sum(sorted_rows: Tensor, positions: Tensor) -> Tensor:
+    """The sums `(tokens, width)` of rows `(tokens · copies, width)` at `positions` `(tokens, copies)`, rounded once."""
+    sorted_rows, width = sorted_rows.contiguous(), sorted_rows.shape[1]
+    out = sorted_rows.new_empty(positions.shape[0], width)
+    if out.numel():
+        _sum[(out.shape[0],)](sorted_rows, positions.contiguous(), out, width, positions.shape[1], **_launch(width))
+    return out
+
+
+@spread_tokens.register_fake
+def _(tokens: Tensor, positions: Tensor) -> Tensor:
+    return tokens.new_empty(positions.numel(), tokens.shape[1])
+
+
+@gather_sum.register_fake
+def _(sorted_rows: Tensor, positions: Tensor) -> Tensor:
+    return sorted_rows.new_empty(positions.shape[0], sorted_rows.shape[1])
+
+
+def _launch(width: int) -> dict[str, int]:
+    block = triton.next_power_of_2(width)
+    return {"block": block, "num_warps": min(16, max(1, block // (32 * ELEMENTS_PER_THREAD)))}
+
+
+@triton.jit
+def _spread(tokens, positions, out, width, copies: tl.constexpr, block: tl.constexpr) -> None:
+    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, block)
+    inside = column < width
+    values = tl.load(tokens + token * width + column, mask=inside)
+    for copy in tl.static_range(copies):
+        position = tl.load(positions + token * copies + copy).to(tl.int64)
+        tl.store(out + position * width + column, values, mask=inside)
+
+
+@triton.jit
+def _sum(sorted_rows, positions, out, width, copies: tl.constexpr, block: tl.constexpr) -> None:
+    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, block)
+    inside = column < width
+    total = tl.zeros((block,), tl.float32)
+    for copy in tl.static_range(copies):
+        position = tl.load(positions + token * copies + copy).to(tl.int64)
+        total += tl.load(sorted_rows + position * width + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)

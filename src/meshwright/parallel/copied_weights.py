@@ -1,0 +1,231 @@
+"""Sparse gathers of other ranks' experts before a use of a unit, and sparse reductions of their gradients after it.
+
+Each expert has one owner, whose shards, master weights and optimizer state never move. For a use, an owner's weights are gathered over its
+shards, copied into its slots of a stacked weight, and sent to the ranks where the expert is present. The gradients of copies are sent back,
+and the owner adds them to its own in the order of ranks, before it reduces the sum over its shards (spAG and spRS of Hecate, arXiv
+2502.02581). If all experts are present everywhere, these are an all-gather and a reduce-scatter. Both run on streams of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.parallel.fsdp import ParameterGroup, ShardedParameter, Span
+from meshwright.parallel.present_experts import PresentExperts
+from meshwright.parallel.products import ALL_GATHER, REDUCE_SCATTER
+from meshwright.parallel.sharded_unit import GradientAccumulator
+
+
+class StackedWeight:
+    """One weight of the experts in a rank's slots, `(slots, out, in)`, in place of the owner's `ShardedParameter`."""
+
+    def __init__(self, owner: ShardedParameter, present: PresentExperts, group: ParameterGroup) -> None:
+        self.owner, self.present = owner, present
+        shape = (present.slots, *owner.gathered_shape[1:])
+        self.gathered = nn.Parameter(torch.empty(shape, dtype=group.gathered_dtype, device=group.device))
+        """The stacked weight; its memory is allocated from a gather until it is freed."""
+        self.memory = self.gathered.data  # an alias whose changes autograd does not count
+        self._bytes = self.memory.nbytes
+        self._total: Tensor | None = None
+        self.free()
+
+    @property
+    def shard(self) -> nn.Parameter:
+        return self.owner.shard
+
+    @property
+    def shard_gradient(self) -> Tensor | None:
+        return self.owner.shard_gradient
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        return self.owner.stored_dtype
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        return self.owner.reduce_dtype
+
+    @property
+    def own(self) -> Tensor:
+        """The weights of the rank's own experts."""
+        return self.memory[self.present.own_slots]
+
+    def allocate(self) -> None:
+        self.memory.untyped_storage().resize_(self._bytes)
+
+    def free(self) -> None:
+        self.memory.untyped_storage().resize_(0)
+
+    def set_gradient_sum(self, total: Tensor) -> None:
+        """Set the gradient that the next reduction takes, in place of that of the last backward."""
+        self._total = total
+
+    def take_gradient(self) -> Tensor | None:
+        """Return and forget the gradient `(slots, out, in)` of all backwards since the last reduction."""
+        total, self._total = self._total, None
+        gradient, self.gathered.grad = self.gathered.grad, None
+        return gradient if total is None else total
+
+
+class CopiedParameterGroup:
+    """The weights of a unit's experts; has the methods of a `ParameterGroup`, through which its `owner` gathers and reduces.
+
+    `presents` has the present experts of each weight of `owner`. `group` is a process group of the ranks that have the layer's experts, for
+    weights only: messages of tokens would wait behind them. With `keep` the weights stay gathered for the step.
+    """
+
+    def __init__(
+        self, owner: ParameterGroup, presents: Sequence[PresentExperts], group: dist.ProcessGroup, *, keep: bool
+    ) -> None:
+        self.owner, self.kept, self._group_of_copies, device = owner, keep, group, owner.device
+        self.parameters = [
+            StackedWeight(parameter, present, owner)
+            for parameter, present in zip(owner.parameters, presents, strict=True)
+        ]
+        self.ranks = owner.ranks * group.size()
+        self._accumulator = GradientAccumulator.of(owner)
+        is_cuda = device.type == "cuda"
+        self._gathers, self._reductions = (torch.cuda.Stream(device) if is_cuda else None for _ in range(2))
+        self._is_gathered, self._works, self._sources = False, [], []
+        self._gathered_event: Any = None
+        self.reduced_event: Any = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.owner.device
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the stacked weights."""
+        return sum(weight.memory.nbytes for weight in self.parameters)
+
+    def gather(self, span: Span | None = None) -> None:
+        """Start to gather the weights of present experts, unless they are gathered. `span` as in `ParameterGroup.gather`."""
+        if self._is_gathered:
+            return
+        self._is_gathered = True
+        with _on_stream(self._gathers), span or nullcontext():
+            self.owner.gather()
+            self.owner.wait_for_gather()
+            for weight in self.parameters:
+                weight.allocate()
+                weight.own.copy_(weight.owner.gathered.data)
+            self.owner.free_gathered()
+            self._start_copies()
+            if self._gathers is not None:
+                self._wait_for_works()
+                self._gathered_event = self._gathers.record_event()
+
+    @property
+    def gathering(self) -> bool:
+        """Whether a gather has started for which compute has not waited."""
+        return bool(self._works) or self._gathered_event is not None
+
+    def wait_for_collective(self) -> None:
+        """Make the compute stream wait until the weights are gathered."""
+        self.wait_for_gather()
+
+    def wait_for_gather(self) -> None:
+        """Make the compute stream wait until the weights are gathered."""
+        if self._gathered_event is not None:
+            torch.cuda.current_stream().wait_event(self._gathered_event)
+            self._gathered_event = None
+        self._wait_for_works()
+
+    def free_gathered(self) -> None:
+        """Free the stacked weights."""
+        self.wait_for_gather()
+        for weight in self.parameters:
+            weight.free()
+        self._is_gathered = False
+
+    def reduce_scatter(self, span: Span | None = None) -> None:
+        """Start to add the gradients of copies to their owners' and to reduce these. `span` as in `ParameterGroup.gather`."""
+        pairs = [(weight, weight.take_gradient()) for weight in self.parameters]
+        gradients = [(weight, gradient) for weight, gradient in pairs if gradient is not None]
+        with _on_stream(self._reductions), span or nullcontext():
+            for weight, total in zip((weight for weight, _ in gradients), self._add_copies(gradients), strict=True):
+                self._accumulator.set_sum(weight.owner, total)
+            self._accumulator.start_reduction(None)
+            if self._reductions is not None:
+                for _, gradient in gradients:
+                    gradient.record_stream(self._reductions)
+                self.reduced_event = self._reductions.record_event()
+
+    def finish_reductions(self) -> None:
+        """Make the compute stream wait for every reduction that was started."""
+        if self.reduced_event is not None:
+            torch.cuda.current_stream().wait_event(self.reduced_event)
+        self.owner.finish_reductions()
+
+    def _start_copies(self) -> None:
+        operations = []
+        for weight in self.parameters:
+            if weight.present.all_present:
+                self._sources.append(weight.own.clone())
+                work = ALL_GATHER(weight.memory, self._sources[-1], group=self._group_of_copies, async_op=True)
+                self._works.append(work)
+                continue
+            operations += [
+                self._message(dist.isend if copy.sends else dist.irecv, weight.memory[copy.slot], copy.peer)
+                for copy in weight.present.transfers
+            ]
+        if operations:
+            self._works += dist.batch_isend_irecv(operations)
+
+    def _wait_for_works(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+        self._sources.clear()
+
+    def _add_copies(self, gradients: Sequence[tuple[StackedWeight, Tensor]]) -> list[Tensor]:
+        """The gradients of this rank's own experts, one `(owned, out, in)` for each weight, with those of copies on other ranks."""
+        operations, totals, received = [], [], []
+        for weight, gradient in gradients:
+            present, dtype = weight.present, weight.reduce_dtype or gradient.dtype
+            if present.all_present:
+                total = gradient.new_empty((present.owned, *gradient.shape[1:]), dtype=dtype)
+                whole = gradient.to(dtype).contiguous()
+                REDUCE_SCATTER(total, whole, group=self._group_of_copies)
+                totals.append(total)
+                continue
+            totals.append(gradient[present.own_slots].to(dtype, copy=True))
+            for copy in present.transfers:
+                if copy.sends:
+                    buffer = torch.empty(gradient.shape[1:], dtype=dtype, device=gradient.device)
+                    operations.append(self._message(dist.irecv, buffer, copy.peer))
+                    received.append((copy.peer, totals[-1][copy.slot - present.own_slots.start], buffer))
+                else:
+                    part = gradient[copy.slot].to(dtype).contiguous()
+                    operations.append(self._message(dist.isend, part, copy.peer))
+        for work in dist.batch_isend_irecv(operations) if operations else []:
+            work.wait()
+        for rank in range(
+            self._group_of_copies.size()
+        ):  # a rank has one copy of an expert: each sum occurs once in a pass
+            sums = [(total, buffer) for peer, total, buffer in received if peer == rank]
+            if sums:
+                torch._foreach_add_([total for total, _ in sums], [buffer for _, buffer in sums])
+        return totals
+
+    def _message(self, operation: Any, tensor: Tensor, peer: int) -> dist.P2POp:
+        """A send to or receive from a rank of the group; the messages between two ranks match in their order."""
+        return dist.P2POp(operation, tensor, group=self._group_of_copies, group_peer=peer)
+
+
+@contextmanager
+def _on_stream(stream: Any) -> Iterator[None]:
+    """Context in which work runs on `stream`, after the work launched so far on the current stream; None: no other stream."""
+    if stream is None:
+        yield
+        return
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield

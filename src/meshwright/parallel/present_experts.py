@@ -1,0 +1,140 @@
+"""Which experts of a layer are present on which ranks in a step, and where each rank's rows go.
+
+Present on a rank are the experts that it owns and copies of other ranks' experts. Their weights are stacked in slots. A rank has as many
+slots in every step, so shapes do not change; a free slot gets no rows. If a rank has a slot for every expert, the slots are in the order of
+the experts; else those of its own experts come first, then its copies in ascending order.
+
+Shapes: R ranks of the group that has the layer's experts, E experts, S slots of a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshwright.policies.expert_placement import fixed_copies
+from meshwright.spec.plan import ExpertPlan
+
+
+class Transfer(NamedTuple):
+    """A copy of an expert that this rank sends to or receives from `peer`, and its slot on this rank; gradients go back."""
+
+    sends: bool
+    peer: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What follows from a set of present experts for one rank, on the host; the arrays as in `PresentExperts`."""
+
+    present: np.ndarray
+    transfers: tuple[Transfer, ...]
+    """By expert and then by receiving rank, so that messages between two ranks match."""
+    slot_of: np.ndarray
+    expert_in: np.ndarray
+    position: np.ndarray
+
+
+class PresentExperts:
+    """The experts of one layer that are present on each rank of a group, from the view of `rank`.
+
+    `nodes` are the nodes of the group's ranks. The tables on the device are changed in place, so that compiled code reads the current ones.
+    Before the first `set` owners have their experts, and with policy fixed all ranks their copies.
+    """
+
+    def __init__(self, experts: int, plan: ExpertPlan, nodes: Sequence[int], rank: int, device: torch.device) -> None:
+        self.ranks, self.experts, self.rank, self.nodes = len(nodes), experts, rank, np.array(nodes)
+        self.owned = experts // self.ranks
+        self.slots = min(self.owned + plan.slots, experts)
+        self.always_all = plan.policy == "fixed" and self.slots == experts
+        """Whether all experts are present everywhere in every step: no rows are sent, and nothing depends on loads."""
+        self.all_present = False
+        self.transfers: tuple[Transfer, ...] = ()
+        self.slot_of = torch.empty(self.ranks, experts, dtype=torch.int64, device=device)
+        """Slot of each expert on each rank, `(R, E)`; S if it is not present."""
+        self.expert_in = torch.empty(self.ranks, self.slots, dtype=torch.int64, device=device)
+        """Expert in each slot of each rank, `(R, S)`; E if the slot is free."""
+        self.position = torch.empty(experts, self.ranks, dtype=torch.int64, device=device)
+        """Position of each rank among those to which this rank's rows of an expert go, `(E, R)`; R if none go there."""
+        self.local = torch.empty(1, dtype=torch.int64)
+        """On the host, 1 if all experts are present on all ranks, so that every row stays on its rank."""
+        self.own = np.arange(experts) // self.owned == np.arange(self.ranks)[:, None]
+        """Experts that each rank owns, `(R, E)`."""
+        self.present = np.empty(0)
+        self.set(fixed_copies(self.own[None], plan.slots)[0] if plan.policy == "fixed" else self.own)
+
+    def set(self, present: np.ndarray) -> None:
+        """Make the experts `present` `(R, E)` and all owned ones present from now on. Not between forward and backward."""
+        self.use(self.tables(present))
+
+    def use(self, tables: Tables) -> None:
+        """As `set`, with tables that were computed before."""
+        if np.array_equal(tables.present, self.present):
+            return
+        self.present, self.transfers, self.all_present = tables.present, tables.transfers, bool(tables.present.all())
+        self.local[0] = self.all_present
+        self.slot_of.copy_(torch.from_numpy(tables.slot_of))
+        self.expert_in.copy_(torch.from_numpy(tables.expert_in))
+        self.position.copy_(torch.from_numpy(tables.position))
+
+    def tables(self, present: np.ndarray) -> Tables:
+        """The tables of a set `present` `(R, E)`."""
+        present, experts = present | self.own, np.arange(self.experts)
+        assert (present.sum(1) <= self.slots).all(), "a policy keeps to the slots"
+        slot_of = np.where(present, self._slot_numbers(present), self.slots)
+        expert_in = np.full((self.ranks, self.slots + 1), self.experts)
+        np.put_along_axis(expert_in, slot_of, np.broadcast_to(experts, slot_of.shape), axis=1)
+        return Tables(
+            present,
+            self._transfers(present, slot_of),
+            slot_of,
+            np.ascontiguousarray(expert_in[:, : self.slots]),
+            self._positions(present),
+        )
+
+    @property
+    def own_slots(self) -> slice:
+        """The slots of this rank's own experts."""
+        first = self.rank * self.owned if self.slots == self.experts else 0
+        return slice(first, first + self.owned)
+
+    def destinations(self, load: Tensor) -> Tensor:
+        """How many of this rank's rows go to each rank, `(E, R)`, of rows `load` `(E,)`; as `policies.expert_routing.route`."""
+        takes = self.position < self.ranks
+        number = takes.sum(1, keepdim=True)
+        part, remainder = load[:, None] // number, load[:, None] % number
+        return takes * (part + (self.position < remainder))
+
+    def _transfers(self, present: np.ndarray, slot_of: np.ndarray) -> tuple[Transfer, ...]:
+        expert, target = np.nonzero((present & ~self.own).T)
+        source = expert // self.owned
+        own = (source == self.rank) | (target == self.rank)
+        expert, target, sends = expert[own], target[own], source[own] == self.rank
+        columns = sends, np.where(sends, target, source[own]), slot_of[self.rank, expert]
+        return tuple(map(Transfer, *(column.tolist() for column in columns)))
+
+    def _slot_numbers(self, present: np.ndarray) -> np.ndarray:
+        """Slot of each present expert, `(R, E)`."""
+        if self.slots == self.experts:
+            return np.broadcast_to(np.arange(self.experts), present.shape)
+        copies = self.owned + (present & ~self.own).cumsum(1) - 1
+        return np.where(self.own, np.arange(self.experts) % self.owned, copies)
+
+    def _positions(self, present: np.ndarray) -> np.ndarray:
+        """`position` for the rank's own copy, else the copies in its node, else all copies.
+
+        Positions are rotated by rank and expert, so that not always the same copy gets a row more.
+        """
+        candidates = present.T & (self.nodes == self.nodes[self.rank])
+        candidates = np.where(candidates.any(1, keepdims=True), candidates, present.T)
+        own = present[self.rank][:, None]
+        candidates = np.where(own, np.arange(self.ranks) == self.rank, candidates)
+        number = candidates.sum(1, keepdims=True)
+        shift = self.rank + np.arange(self.experts)[:, None]
+        return np.where(candidates, (candidates.cumsum(1) - 1 + shift) % number, self.ranks)

@@ -1,0 +1,271 @@
+"""Assigns the samples of a global batch to ranks and time slots, with equal work on all ranks.
+
+The idea is ByteScale's (Ge et al. 2025, arXiv 2502.21231, algorithm 2).
+
+Ranks form one pool. Each works through its time slots, micro-batches of at most `capacity` tokens. A sample that fits is packed whole into
+a slot of one rank; a longer one is divided among k ranks, as few as hold it, and takes a slot of each at the same time. A batch is balanced
+by the time of samples, not by tokens. The result is a pure function of its arguments, bit for bit, so all ranks compute it alike.
+
+Shapes: S samples, P parts of samples (one for each sample and rank that works on it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.policies.sample_blocks import part_tokens
+from meshwright.policies.sample_packing import Rooms, level, pack_samples
+from meshwright.policies.sample_spans import SpanLimits, Spans, place_spans
+from meshwright.policies.sample_time import SampleTime, least_ranks, memory_shares
+from meshwright.spec.errors import BadInput
+
+STACK_LIMITS = (0.1, 0.3, 1.0)
+"""Fractions of the longest slot by which pipelines may end later than those with short samples only; all are tried."""
+
+FINEST_PART = 4
+"""Parts of a sample have at least a slot's tokens divided by this, or a sample is on as few ranks as hold it."""
+GOOD_END = 1.02
+"""End of the slowest rank over the mean at which no other numbers of ranks are tried."""
+REPACKS = 3
+"""Times that short samples are packed again, with less work for ranks that waited in samples of several ranks."""
+
+ROUNDING = 1e-9
+"""Part of a token by which a product of tokens and a share may exceed a whole number."""
+
+
+@dataclass(frozen=True)
+class RankPool:
+    """Ranks that share a batch."""
+
+    ranks: int
+    """Ranks of the pool; with pipelines, pipelines."""
+    capacity: int
+    """Tokens of a micro-batch on a rank, even."""
+    time: SampleTime
+    """Time of samples on a rank; with pipelines, on a stage."""
+    stages: int = 1
+    """Pipeline stages."""
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Samples of a batch on ranks and time slots. Arrays `(P,)` are in the order of rank, slot and sample."""
+
+    pool: RankPool
+    sample: np.ndarray
+    part: np.ndarray
+    """Which part of its sample, as in `sample_blocks.block_ranges`."""
+    parts: np.ndarray
+    """Number of parts of the sample."""
+    rank: np.ndarray
+    slot: np.ndarray
+    tokens: np.ndarray
+    seconds: np.ndarray
+    """Work of each part, without the fixed time of its slot."""
+    slots: np.ndarray
+    """Slots of each rank, `(ranks,)`."""
+    offload: np.ndarray
+    """Share of each sample's activations to copy to host memory, `(S,)`; 0 where one rank holds the sample."""
+    end_seconds: np.ndarray
+    """Time at which each rank has ended, with waits for the other ranks of its samples and bubbles, `(ranks,)`."""
+    ideal_seconds: float
+    """Time if all work were divided evenly, without rings, waits and bubbles. No placement is faster."""
+
+    @cached_property
+    def work_seconds(self) -> np.ndarray:
+        """Work of each rank, `(ranks,)`."""
+        return np.bincount(self.rank, self.seconds, self.pool.ranks) + self.slots * self.pool.time.fixed
+
+    @property
+    def slowest_seconds(self) -> float:
+        return float(self.end_seconds.max())
+
+    @property
+    def imbalance(self) -> float:
+        """Time of the slowest rank over the mean work of a rank."""
+        return self.slowest_seconds * self.pool.ranks / float(np.cumsum(self.work_seconds)[-1])
+
+    @property
+    def efficiency(self) -> float:
+        """Ideal time over the time of the slowest rank."""
+        return self.ideal_seconds / self.slowest_seconds
+
+    @property
+    def padding(self) -> float:
+        """Share of the slots' tokens that no sample fills, if no memory was saved by offload."""
+        return 1.0 - int(self.tokens.sum()) / (int(self.slots.sum()) * self.pool.capacity)
+
+
+class _Batch(NamedTuple):
+    """Samples of a batch; all arrays are `(S,)`."""
+
+    lengths: np.ndarray
+    offload: np.ndarray
+    shares: np.ndarray
+    """Device memory of each sample, as a share of that without offload."""
+    held: np.ndarray
+    """Tokens whose memory without offload each sample needs."""
+    least: np.ndarray
+    shared: np.ndarray
+    """Seconds of the work that ranks share."""
+
+
+class _Parts(NamedTuple):
+    """The first fields of `Balance`, `(P,)` each."""
+
+    sample: np.ndarray
+    part: np.ndarray
+    parts: np.ndarray
+    rank: np.ndarray
+    slot: np.ndarray
+    tokens: np.ndarray
+
+
+def balance_samples(lengths: np.ndarray, pool: RankPool, offload: np.ndarray | None = None, layers: int = 1) -> Balance:
+    """Balance samples of `lengths` `(S,)` tokens over `pool`.
+
+    `offload` `(S,)` is the share of activations that each sample may have in host memory (`sample_time.offload_ratios`), of a model with
+    `layers` layers; it is used where a sample does not fit on one rank without. Raises BadInput for lengths below 1, and for a sample that
+    does not fit on all ranks together.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    if not len(lengths) or int(lengths.min()) < 1:
+        raise BadInput("lengths of samples: expected at least one sample, and at least one token in each")
+    used = np.zeros(len(lengths)) if offload is None else np.where(lengths > pool.capacity, offload, 0.0)
+    shares = memory_shares(used, layers)
+    least = least_ranks(lengths, shares, pool.capacity)
+    _check_sizes(lengths, least, pool)
+    held = np.ceil(lengths * shares - ROUNDING).astype(np.int64)
+    batch = _Batch(lengths, used, shares, held, least, pool.time.shared(lengths))
+    order = np.lexsort((-lengths, -least))
+    long, short = order[least[order] > 1], order[least[order] == 1]
+    spans = _place_long(long, short, batch, pool)
+    delays = np.zeros(pool.ranks)
+    best = balance = _assemble(short, spans, batch, pool, delays)
+    for _ in range(REPACKS if pool.stages == 1 else 0):
+        if best.imbalance <= GOOD_END:
+            break
+        delays = delays + balance.end_seconds - balance.work_seconds
+        balance = _assemble(short, spans, batch, pool, delays)
+        best = balance if balance.slowest_seconds < best.slowest_seconds else best
+    return best
+
+
+def _check_sizes(lengths: np.ndarray, least: np.ndarray, pool: RankPool) -> None:
+    longest = int(least.argmax())
+    if least[longest] > pool.ranks:
+        needs = f"sample of {lengths[longest]} tokens: needs {least[longest]} ranks of {pool.capacity} tokens"
+        raise BadInput(f"{needs}, expected at most the pool's {pool.ranks}; cut samples or raise the capacity")
+
+
+def _short_slot(short: np.ndarray, batch: _Batch, pool: RankPool) -> float:
+    """Seconds of a slot that is full of samples of mean work per token."""
+    tokens = int(batch.held[short].sum())
+    return _total(batch.shared[short]) / tokens * pool.capacity + pool.time.fixed if tokens else 0.0
+
+
+def _place_long(long: np.ndarray, short: np.ndarray, batch: _Batch, pool: RankPool) -> Spans:
+    """The placement of the `long` samples after which all ranks can end first."""
+    fixed, bubbles = pool.time.fixed, pool.stages - 1
+    least, shared = batch.least[long], batch.shared[long]
+    finest = np.minimum(batch.lengths[long] * FINEST_PART // pool.capacity, batch.lengths[long] // 2)
+    most = np.clip(finest, least, pool.ranks)
+    floor = pool.time.least(batch.lengths[long])
+    short_slot = _short_slot(short, batch, pool)
+    short_work = short_slot * int(batch.held[short].sum()) / pool.capacity
+    mean = (short_work + _total(np.maximum(shared, floor * least) + fixed * least)) / pool.ranks
+    longest = float(np.maximum(shared / least, floor).max()) if len(long) else 0.0
+    stacks = [mean + bubbles * (short_slot + share * max(longest - short_slot, 0.0)) for share in STACK_LIMITS]
+    best, best_end = None, np.inf
+    for fewest in _allotments(least, pool.ranks):
+        arrays = (long, fewest, most, shared, floor)
+        samples = list(zip(*(values.tolist() for values in arrays), strict=True))
+        for end in stacks if bubbles else [mean]:
+            spans = place_spans(samples, SpanLimits(pool.ranks, fixed, pool.stages, end))
+            ready = spans.busy + bubbles * np.maximum(spans.longest, short_slot)
+            last = max(level(ready, short_work), float(ready.max()))
+            if best is None or last < best_end:
+                best, best_end = spans, last
+        if best_end <= mean * GOOD_END:
+            break
+        stacks = stacks[-1:]
+    assert best is not None
+    return best
+
+
+def _allotments(least: np.ndarray, ranks: int) -> Iterator[np.ndarray]:
+    """Numbers of ranks to try for samples that need `least`: these, ones that divide the pool, and halves of halves of it."""
+    yield least
+    yield np.maximum(least, ranks // (ranks // least))
+    halves = ranks >> np.arange(ranks.bit_length())
+    yield halves[np.searchsorted(-halves, -least, side="right") - 1]
+
+
+def _assemble(short: np.ndarray, spans: Spans, batch: _Batch, pool: RankPool, delays: np.ndarray) -> Balance:
+    """Pack the `short` samples around the spans, and time the result. `delays` `(ranks,)`: expected waits inside spans."""
+    parts = _span_parts(spans, batch.lengths, pool.ranks)
+    held = np.ceil(parts.tokens * batch.shares[parts.sample] - ROUNDING).astype(np.int64)
+    ready = spans.busy + (pool.stages - 1) * np.maximum(spans.longest, _short_slot(short, batch, pool)) + delays
+    rooms = Rooms(parts.rank, parts.slot, pool.capacity - held)
+    seconds = batch.shared[short] + pool.time.fixed / pool.capacity * batch.held[short]
+    packing = pack_samples(batch.held[short], seconds, ready, rooms, pool.capacity)
+    whole = np.ones(len(short), np.int64)
+    packed = _Parts(short, whole - 1, whole, packing.rank, packing.slot, batch.lengths[short])
+    every = _Parts(*(np.concatenate(pair) for pair in zip(parts, packed, strict=True)))
+    floor = np.where(every.parts > 1, pool.time.least(batch.lengths[every.sample]), 0.0)
+    seconds = np.maximum(batch.shared[every.sample] / every.parts, floor)
+    end = _end_seconds(every, seconds, packing.slots, spans, pool)
+    order = np.lexsort((every.sample, every.slot, every.rank))
+    slots = int(batch.held.sum()) / pool.capacity
+    ideal = (_total(batch.shared) + slots * pool.time.fixed) / pool.ranks
+    sample, part, number, rank, slot, tokens = (values[order] for values in every)
+    return Balance(
+        pool, sample, part, number, rank, slot, tokens, seconds[order], packing.slots, batch.offload, end, ideal
+    )
+
+
+def _span_parts(spans: Spans, lengths: np.ndarray, pool_ranks: int) -> _Parts:
+    """The parts of the samples in `spans`, in their order; a rank's take its first slots."""
+    ranks = np.array(spans.ranks, np.int64)
+    part = np.arange(int(ranks.sum())) - np.repeat(np.cumsum(ranks) - ranks, ranks)
+    sample, parts = np.repeat(np.array(spans.samples, np.int64), ranks), np.repeat(ranks, ranks)
+    rank = np.repeat(np.array(spans.first, np.int64), ranks) + part
+    by_rank = np.argsort(rank, kind="stable")
+    counts = np.bincount(rank, minlength=pool_ranks)
+    slot = np.empty_like(rank)
+    slot[by_rank] = np.arange(len(rank)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return _Parts(sample, part, parts, rank, slot, part_tokens(lengths[sample], parts, part))
+
+
+def _end_seconds(parts: _Parts, seconds: np.ndarray, slots: np.ndarray, spans: Spans, pool: RankPool) -> np.ndarray:
+    """Time `(ranks,)` at which ranks end: the ranks of a span begin and end its slot together, bubbles come at the end.
+
+    The parts of spans come first in `parts`, in their order. With equal stages, slots of any lengths take their sum and stages − 1
+    times the longest (a proportionate flow shop).
+    """
+    first = np.cumsum(slots) - slots
+    durations = np.bincount(first[parts.rank] + parts.slot, seconds, int(slots.sum())) + pool.time.fixed
+    owner = np.repeat(np.arange(pool.ranks), slots)
+    ready, count = [0.0] * pool.ranks, sum(spans.ranks)
+    entries = first[parts.rank[:count]] + parts.slot[:count]
+    if count:
+        numbers = np.array(spans.ranks, np.int64)
+        together = np.maximum.reduceat(durations[entries], np.cumsum(numbers) - numbers)
+        for start, number, duration in zip(spans.first, spans.ranks, together.tolist(), strict=True):
+            stop = start + number
+            ready[start:stop] = [max(ready[start:stop]) + duration] * number
+        durations[entries] = np.repeat(together, spans.ranks)
+    longest = np.zeros(pool.ranks)
+    np.maximum.at(longest, owner, durations)
+    durations[entries] = 0.0
+    return np.array(ready) + np.bincount(owner, durations, pool.ranks) + (pool.stages - 1) * longest
+
+
+def _total(values: np.ndarray) -> float:
+    """Sum in order: `np.sum` depends on the processor's vector width."""
+    return float(np.cumsum(values)[-1]) if len(values) else 0.0

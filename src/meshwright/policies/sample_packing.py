@@ -1,0 +1,152 @@
+"""Samples that fit on one rank: to ranks by work, and in a rank to time slots by tokens.
+
+A slot holds as many tokens as a micro-batch. Slots are opened for about as many tokens as a rank is to get. A rank that would fill the last
+slot only a little gets none, and the others get its part, which keeps padding low.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush, heapreplace
+
+import numpy as np
+
+LITTLE_FILL = 0.3
+"""Share of a slot below which a rank does without it."""
+FILL = 0.995
+"""Share of a slot's tokens that samples of many lengths are expected to fill."""
+SLOT_BITS = 24
+"""Bits of a slot's number in a heap's entries: room · 2**SLOT_BITS − slot, negative, so that the largest room comes first."""
+
+
+@dataclass(frozen=True)
+class Rooms:
+    """Free tokens of slots that are partly filled; arrays `(P,)`."""
+
+    rank: np.ndarray
+    slot: np.ndarray
+    tokens: np.ndarray
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where each sample goes, `(S,)`, and the number of slots of each rank, `(ranks,)`."""
+
+    rank: np.ndarray
+    slot: np.ndarray
+    slots: np.ndarray
+
+
+def level(busy: np.ndarray, work: float) -> float:
+    """Time at which all ranks end if `work` seconds are spread over ranks that are `busy` until `(ranks,)`, in any amounts."""
+    order = np.sort(busy)
+    levels = (np.cumsum(order) + work) / np.arange(1, len(order) + 1)
+    later = np.append(order[1:], np.inf)
+    return float(levels[int((levels <= later).argmax())])
+
+
+def pack_samples(tokens: np.ndarray, seconds: np.ndarray, busy: np.ndarray, rooms: Rooms, capacity: int) -> Packing:
+    """Pack samples of `tokens` tokens and `seconds` each `(S,)`, longest first, on ranks that are `busy` until `(ranks,)`.
+
+    `rooms` are the slots that ranks have already, each rank's numbered from 0. New slots have `capacity` tokens.
+    """
+    ranks = len(busy)
+    slots = np.bincount(rooms.rank, minlength=ranks)
+    if not len(tokens):
+        return Packing(np.zeros(0, np.int64), np.zeros(0, np.int64), slots)
+    work = float(np.cumsum(seconds)[-1])
+    budgets = np.maximum(level(busy, work) - busy, 0.0)
+    open_tokens = np.bincount(rooms.rank, rooms.tokens, ranks)
+    wanted = budgets * (int(tokens.sum()) / work / FILL) - open_tokens
+    added = np.maximum(np.ceil(wanted / capacity - LITTLE_FILL), 0).astype(np.int64)
+    new_rank = np.repeat(np.arange(ranks), added)
+    new_slot = np.arange(len(new_rank)) - np.repeat(np.cumsum(added) - added, added) + slots[new_rank]
+    slots = slots + added
+    budgets = _within(busy, work, (open_tokens + added * capacity) * (FILL * work / int(tokens.sum())))
+    entries = np.concatenate(
+        [(-rooms.tokens << SLOT_BITS) + rooms.slot, np.full(len(new_rank), -capacity << SLOT_BITS) + new_slot]
+    )
+    owner = np.concatenate([rooms.rank, new_rank])
+    ordered = entries[np.lexsort((entries, owner))].tolist()
+    stops = np.cumsum(slots).tolist()
+    heaps = [ordered[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
+    return _deal(tokens, seconds, budgets, heaps, slots.tolist(), capacity)
+
+
+def _within(busy: np.ndarray, work: float, most: np.ndarray) -> np.ndarray:
+    """Work for each rank `(ranks,)` so that all end together, where no rank has slots for more than `most` `(ranks,)` seconds.
+
+    If the slots of all ranks are too few, the budgets exceed `most`, and `_deal` opens further ones.
+    """
+    budgets, free = np.zeros_like(busy), np.ones(len(busy), dtype=bool)
+    while free.any():
+        budgets[free] = np.maximum(level(busy[free], work) - busy[free], 0.0)
+        full = free & (budgets > most)
+        if not full.any():
+            return budgets
+        budgets[full] = most[full]
+        work -= float(np.cumsum(most[full])[-1])
+        free &= ~full
+    return budgets + work / len(busy)
+
+
+def _deal(
+    tokens: np.ndarray,
+    seconds: np.ndarray,
+    budgets: np.ndarray,
+    heaps: list[list[int]],
+    slots: list[int],
+    capacity: int,
+) -> Packing:
+    """Give each sample to the rank that has the smallest share of its work so far, and there to the slot with most room.
+
+    Shares, not amounts, so that each rank gets long and short samples alike. A rank that lacks less than half of a sample's work, or that
+    has no room for it, is put aside until samples are smaller. If all are, the rank with least room opens a slot, so that ranks open
+    equally many.
+    """
+    chosen_rank, chosen_slot = [], []
+    missing = budgets.tolist()
+    scale = [-1 / budget if budget > 0 else 0.0 for budget in missing]
+    ranks = [(-1.0 if budget > 0 else 0.0, rank) for rank, budget in enumerate(missing)]
+    heapify(ranks)
+    little_work: list[tuple[float, int]] = []
+    little_room: list[tuple[int, int]] = []
+    least_room: list[tuple[int, int]] = []  # the same ranks and others, from the least room on
+    waits = [False] * len(missing)  # which ranks are in `little_room`
+    for length, work in zip(tokens.tolist(), seconds.tolist(), strict=True):
+        half, needed = work / 2, -length << SLOT_BITS
+        while little_work and -little_work[0][0] >= half:
+            rank = heappop(little_work)[1]
+            heappush(ranks, (missing[rank] * scale[rank], rank))
+        while little_room and little_room[0][0] < needed + (1 << SLOT_BITS):
+            rank = heappop(little_room)[1]
+            if waits[rank]:
+                waits[rank] = False
+                heappush(ranks, (missing[rank] * scale[rank], rank))
+        while ranks:
+            rank = ranks[0][1]
+            if missing[rank] < half:
+                heappush(little_work, (-missing[rank], heappop(ranks)[1]))
+            elif not (heap := heaps[rank]) or heap[0] >= needed + (1 << SLOT_BITS):
+                room = heap[0] if heap else 0
+                heappush(little_room, (room, heappop(ranks)[1]))
+                heappush(least_room, (-room, rank))
+                waits[rank] = True
+            else:
+                break
+        else:
+            while least_room and not waits[least_room[0][1]]:
+                heappop(least_room)
+            rank = heappop(least_room)[1] if least_room else heappop(little_work)[1]
+            waits[rank] = False
+            if not heaps[rank] or heaps[rank][0] >= needed + (1 << SLOT_BITS):
+                heappush(heaps[rank], (-capacity << SLOT_BITS) + slots[rank])
+                slots[rank] += 1
+            heappush(ranks, (missing[rank] * scale[rank], rank))
+        missing[rank] = left = missing[rank] - work
+        heapreplace(ranks, (left * scale[rank], rank))
+        heap = heaps[rank]
+        entry = heapreplace(heap, heap[0] - needed)
+        chosen_rank.append(rank)
+        chosen_slot.append(entry & ((1 << SLOT_BITS) - 1))
+    return Packing(np.array(chosen_rank, np.int64), np.array(chosen_slot, np.int64), np.array(slots, np.int64))

@@ -1,0 +1,66 @@
+"""Seconds and activation memory of a sample by its length, and the fewest ranks that it fits on.
+
+The method is that of ByteScale (Ge et al. 2025, arXiv 2502.21231, section 5): attention grows with the square of the length, the other work
+and all activations with the length, so a longer sample hides more offload behind its own work and needs fewer ranks per token.
+Operations are elementwise and correctly rounded, so all ranks get the same values bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.spec.errors import BadInput
+
+
+@dataclass(frozen=True)
+class SampleTime:
+    """Seconds of forward and backward: `quadratic` · s² + `linear` · s for s tokens, and `fixed` for each micro-batch."""
+
+    quadratic: float
+    linear: float
+    fixed: float = 0.0
+    ring: float = 0.0
+    """Seconds per token of the messages between a divided sample's ranks, however many; they overlap its work."""
+
+    def shared(self, lengths: np.ndarray) -> np.ndarray:
+        """Seconds `(S,)` of samples of `lengths` `(S,)` tokens, which ranks divide among them."""
+        tokens = lengths.astype(np.float64)
+        return (self.quadratic * tokens + self.linear) * tokens
+
+    def least(self, lengths: np.ndarray) -> np.ndarray:
+        """Seconds `(S,)` that a part of a divided sample takes at least, as the ring takes them."""
+        return self.ring * lengths.astype(np.float64)
+
+
+def offload_ratios(
+    lengths: np.ndarray, time: SampleTime, bytes_per_token: float, bytes_per_second: float
+) -> np.ndarray:
+    """Largest share `(S,)` of a sample's activations whose copy to host memory is hidden behind the sample's work.
+
+    `bytes_per_token` are the activations of all layers, `bytes_per_second` the slower direction of a rank's copies.
+    """
+    tokens = lengths.astype(np.float64)
+    hidden = (time.quadratic * tokens + time.linear) * (bytes_per_second / bytes_per_token)
+    return np.minimum(hidden, 1.0)
+
+
+def memory_shares(ratios: np.ndarray, layers: int) -> np.ndarray:
+    """Device memory of a sample's activations with `ratios` of them offloaded, as a share of that without offload.
+
+    The activations of the last two of `layers` layers stay on the device, as the backward needs them at once.
+    """
+    stay = min(2, layers)
+    return (stay + (1.0 - ratios) * (layers - stay)) / layers
+
+
+def least_ranks(lengths: np.ndarray, shares: np.ndarray, capacity: int) -> np.ndarray:
+    """Fewest ranks `(S,)` whose memory for `capacity` tokens holds samples that need `shares` `(S,)` of the usual memory.
+
+    Raises BadInput if `capacity` is odd: a rank of a divided sample has two blocks of equal size.
+    """
+    if capacity < 2 or capacity % 2:
+        raise BadInput(f"capacity {capacity}: expected an even, positive number of tokens")
+    tokens = 2 * np.floor(capacity / (2.0 * shares)).astype(np.int64)
+    return -(-lengths // tokens)

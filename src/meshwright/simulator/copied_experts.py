@@ -1,0 +1,121 @@
+"""What copies of experts change in a plan's costs: the policy itself decides them, played over the recorded loads.
+
+Of a long recording some steps and layers are played, evenly spaced over its layers and from its end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from meshwright.costs.plan_costs import Pricing
+from meshwright.policies.expert_owners import even_owners
+from meshwright.policies.expert_placement import fixed_copies
+from meshwright.policies.expert_routing import owned
+from meshwright.simulator.expert_loads import PlayedLoads, play_loads
+from meshwright.simulator.expert_placement_costs import placement_costs
+from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.job import EQUAL_LOADS, TrainSpec
+from meshwright.spec.layout import Layout
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.plan import Plan
+from meshwright.workload.expected_loads import recorded_loads
+from meshwright.workload.groups import all_present, copies_experts
+
+DECISION_DELAY = 2
+"""Steps from the last loads of a decision to the step that uses it (`training.expert_decisions`)."""
+PLAYED_STEPS, PLAYED_LAYERS = 12, 8
+"""Most steps and layers that are played."""
+
+
+@dataclass(frozen=True)
+class CopyEffects:
+    """Columns of `Layouts` that copies set."""
+
+    imbalance: float
+    exchanged_share: float
+    copy_seconds: float
+
+
+def with_copies(
+    priced: Pricing | None, model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec
+) -> Pricing | None:
+    """`priced` with the effects of the plan's copies of experts; unchanged without copies or without recorded loads."""
+    has_loads = train.expert_load not in (None, EQUAL_LOADS)
+    if priced is None or not copies_experts(plan) or (not has_loads and not all_present(model, plan)):
+        return priced
+    columns = vars(copy_effects(model, train, plan.without_prediction, cluster))
+    others = {
+        linear: replace(other, layout=replace(other.layout, **columns))
+        for linear, other in priced.other_formats.items()
+    }
+    return replace(priced, layout=replace(priced.layout, **columns), other_formats=others)
+
+
+@lru_cache(maxsize=256)
+def copy_effects(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> CopyEffects:
+    """The effects of the copies of a plan. Raises BadInput where the device's rates or the loads are not known."""
+    assert plan.experts is not None
+    experts, ranks = plan.experts, plan.experts.expert * plan.axis_size("tensor")
+    uncopied = replace(plan, experts=replace(experts, policy="none", slots=0))
+    costs = placement_costs(model, train, uncopied, cluster, _ranks_per_node(plan, cluster))
+    costs = replace(costs, weight_exchanges=2 if experts.keep else 3)
+    steps = _played_counts(model, train, plan, ranks)
+    layers = len(steps[0])
+    owners = even_owners(layers, model.experts, ranks)
+    base = owned(owners, ranks)
+    if experts.policy == "fixed":
+        played = play_loads(
+            steps, owners, costs, policy=None, initial=fixed_copies(base, experts.slots), delay=DECISION_DELAY
+        )
+    else:
+        played = play_loads(
+            steps,
+            owners,
+            costs,
+            policy=experts.policy,
+            slots=experts.slots,
+            window=experts.window,
+            delay=DECISION_DELAY,
+        )
+    alone = play_loads(steps, owners, costs, policy=None, initial=base, delay=DECISION_DELAY)
+    routed = sum(model.routed(layer) for layer in range(model.layers))
+    return _effects(played, alone, routed)
+
+
+def _effects(played: PlayedLoads, alone: PlayedLoads, layers: int) -> CopyEffects:
+    """Effects of copies on `layers` layers, from those that were played with copies and `alone`, without them."""
+    imbalance = float(played.imbalance.mean())
+    # The cost model multiplies the exchange by the imbalance, which copies change too.
+    share = played.exchange.mean() / max(float(alone.exchange.mean()), 1e-12) * alone.imbalance.mean() / imbalance
+    return CopyEffects(imbalance, float(share), float(played.weights.mean()) * layers)
+
+
+def _played_counts(model: ModelSpec, train: TrainSpec, plan: Plan, ranks: int) -> list[np.ndarray]:
+    """Counts `(layers, ranks, experts)` of one micro-batch for each played step: all ranks have tokens of equal kinds."""
+    if train.expert_load in (None, EQUAL_LOADS):
+        loads = np.ones((DECISION_DELAY + 1, 1, model.experts), dtype=np.int64)
+    else:
+        assert train.expert_load is not None
+        loads = recorded_loads(model, train.expert_load)
+    routed = loads.shape[1]
+    layers = np.unique(np.linspace(0, routed - 1, min(routed, PLAYED_LAYERS)).round().astype(int))
+    loads = loads[-(PLAYED_STEPS + DECISION_DELAY) :, layers]
+    if len(loads) <= DECISION_DELAY:
+        loads = np.repeat(loads, DECISION_DELAY + 1, axis=0)
+    tokens = plan.batch.micro_batch * train.seq_len / plan.axis_size("tensor")
+    for axis in ("context_ring", "context_ulysses"):
+        tokens /= plan.axis_size(axis)
+    shares = loads / loads.sum(2, keepdims=True)
+    counts = np.rint(shares * tokens * model.experts_per_token).astype(np.int64)
+    return [np.repeat(step[:, None], ranks, axis=1) for step in counts]
+
+
+def _ranks_per_node(plan: Plan, cluster: ClusterSpec) -> int:
+    """Ranks of a node in a group that has a layer's experts; all of the group if nodes have different numbers."""
+    layout = Layout.of(plan, cluster.ranks_per_node)
+    nodes = [layout.node(rank) for rank in layout.expert_groups()[0]]
+    count = nodes.count(nodes[0])
+    return count if len(nodes) % count == 0 and nodes.count(nodes[-1]) == count else len(nodes)

@@ -1,0 +1,38 @@
+"""Time of a sample by its length, from the cost model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from meshwright.costs.compute import layer_times
+from meshwright.costs.constants import OWN, constants
+from meshwright.costs.device_rates import Machine
+from meshwright.policies.sample_time import SampleTime
+from meshwright.spec.model import ModelSpec
+from meshwright.workload.layouts import Layouts
+from meshwright.workload.model_shape import shape_of
+
+
+def sample_time(
+    model: ModelSpec, machine: Machine, generation: str, capacity: int, *, stack: str = OWN, recompute: float = 0.0
+) -> SampleTime:
+    """Forward and backward of a sample of `model` on one device, in bf16, with all layers, head and embedding.
+
+    The cost model gives the time at `capacity` tokens, a half and a quarter, without rounding to whole waves of tiles. Returns the
+    quadratic through the three. `generation` and `stack` select `costs.constants`; `recompute` is an index in `spec.plan.RECOMPUTE_MODES`.
+    """
+    lengths = np.array([capacity / 4, capacity / 2, capacity], dtype=np.float64)
+    shape, k = shape_of(model, capacity), constants(generation, stack)
+    layout = Layouts(
+        tensor=1.0, pipeline=1.0, virtual=1.0, context=1.0, expert=1.0, data=1.0, zero=0.0, shards=1.0, micro_batch=1.0,
+        global_batch=1.0, seq=lengths, recompute=recompute,
+    )  # fmt: skip
+    times = layer_times(shape, replace(machine, multiprocessors=0.0), layout, k)
+    seconds = times.forward + times.backward + times.head + times.embed
+    quarter, half, full = (float(value) for value in np.broadcast_to(seconds, lengths.shape))
+    # Third and first differences of a quadratic at s / 4, s / 2 and s.
+    quadratic = (8 / 3) * (full - 3 * half + 2 * quarter) / capacity**2
+    linear = (4 * (half - quarter) - (3 / 4) * quadratic * capacity**2) / capacity
+    return SampleTime(quadratic, linear, max(full - (quadratic * capacity + linear) * capacity, 0.0))

@@ -1,0 +1,195 @@
+"""Which experts are present in each step of a run: decided on a host thread from the loads of earlier steps.
+
+The loads of step s are summed with the other figures of the step, so every rank has the same. A thread decides from the window that ends
+with them, while the device runs step s + 1; step s + 2 uses the decision. The delay is fixed, so a run is reproducible. The window and the
+decisions that no step has used yet are part of the run's state: a resumed run decides as the uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint.ranks import Ranks
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.present_experts import PresentExperts, Tables
+from meshwright.policies.expert_costs import ExpertCosts
+from meshwright.policies.expert_owners import even_owners
+from meshwright.policies.expert_placement import PlacementProblem, place_experts
+from meshwright.policies.expert_routing import owned
+from meshwright.policies.load_window import LoadWindow
+from meshwright.simulator.expert_placement_costs import placement_costs
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.plan import ExpertPlan, Plan
+from meshwright.spec.run import RunSpec
+
+DELAY = 2
+"""Steps between the loads that a decision is made from and the step that uses it."""
+ELEMENTS = 50_000
+"""Layers × ranks × experts that are decided in a step, in 20 ms at most; of larger models some layers, in turn."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Experts present on each rank in all layers, `(layers, ranks, experts)`, and the tables of this rank's layers."""
+
+    present: np.ndarray
+    tables: Mapping[int, Tables]
+
+
+class ExpertDecisions:
+    """Decisions for a model's mixtures, of which this rank has the layers of `presents`; `shape` as below.
+
+    All ranks decide for all layers, of which `first` is the first; `costs` are equal on all ranks. `rank` is this rank's index in the group
+    that has a layer's experts.
+    """
+
+    def __init__(
+        self, plan: ExpertPlan, presents: Mapping[int, PresentExperts], shape: tuple[int, int, int], first: int, rank: int,
+        costs: ExpertCosts,
+    ) -> None:  # fmt: skip
+        self._plan, self._presents, self._first, self._rank, self._costs = plan, presents, first, rank, costs
+        self.shape = shape
+        """Layers with experts, ranks of a group, experts."""
+        layers, ranks, experts = shape
+        self._owners = even_owners(layers, experts, ranks)
+        self._thread = ThreadPoolExecutor(1, "expert decisions")
+        self._step = 0
+        self._counts: dict[int, np.ndarray] = {}
+        self._decided: dict[int, Future[Decision]] = {}
+        """By step; the last ones are kept, because the state of an earlier step may still be asked for."""
+        self._due = min(layers, max(1, ELEMENTS // (ranks * experts)))
+        self._latest = self._initial()
+
+    @classmethod
+    def open(
+        cls, run: RunSpec, plan: Plan, mesh: Mesh, presents: Mapping[int, PresentExperts]
+    ) -> ExpertDecisions | None:
+        """The decisions of a rank; None if none are to be made. Collective."""
+        if plan.experts is None or plan.experts.policy in ("none", "fixed") or (group := mesh.experts) is None:
+            return None
+        per_node = _ranks_per_node(mesh)
+        costs = Ranks(mesh.world.control).run_on_first(
+            "costs of experts", lambda: placement_costs(run.model, run.train, plan, run.cluster, per_node)
+        )
+        first, layers = routed_layers(run.model)
+        return cls(plan.experts, presents, (layers, group.size(), run.model.experts), first, group.rank(), costs)
+
+    def begin_step(self, step: int) -> None:
+        """Make the experts that were decided for `step` present, before the first decision only those that ranks own."""
+        self._step = step
+        decision = self._decided[step].result() if step in self._decided else self._initial()
+        for layer, experts in self._presents.items():
+            experts.use(decision.tables[layer])
+
+    def rank_loads(self, loads: Tensor) -> Tensor:
+        """This rank's rows `loads` `(layers, experts)` in its place among those of all ranks, flat, to be summed over ranks."""
+        by_rank = loads.new_zeros(self.shape)
+        by_rank[:, self._rank] = loads[-self.shape[0] :]
+        return by_rank.flatten()
+
+    def add(self, sums: Tensor) -> None:
+        """Begin to decide for a later step from the sums over all ranks of `rank_loads` of the current one."""
+        host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=sums.is_cuda)
+        host.copy_(sums, non_blocking=True)
+        ready = torch.cuda.current_stream().record_event() if sums.is_cuda else None
+        self._decided = {step: decided for step, decided in self._decided.items() if step > self._step - 2 * DELAY}
+        self._decided[self._step + DELAY] = self._thread.submit(self._decide, self._step, host, ready)
+
+    def state(self, step: int) -> dict[str, Any]:
+        """What a resume after `step` needs, as plain values; waits for the decisions."""
+        decided = {
+            number: future.result().present for number, future in self._decided.items() if step < number <= step + DELAY
+        }
+        window = [self._counts[number] for number in sorted(self._counts) if step - self._plan.window < number <= step]
+        return {
+            "experts": {
+                "shape": list(self.shape),
+                "counts": [_encode(counts.astype(np.int32)) for counts in window],
+                "decided": {str(number): _encode(np.packbits(present)) for number, present in decided.items()},
+            }
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint's state; from none if it was written under another number of ranks, or without copies."""
+        self._thread.submit(int).result()  # the thread has ended what it began
+        self._counts.clear()
+        self._decided.clear()
+        self._latest = self._initial()
+        saved, step, size = state.get("experts", {}), state["step"], int(np.prod(self.shape))
+        if saved.get("shape") != list(self.shape):
+            return
+        first = step - len(saved["counts"]) + 1
+        for number, text in enumerate(saved["counts"], first):
+            self._counts[number] = np.frombuffer(_decode(text), dtype=np.int32).reshape(self.shape).astype(np.int64)
+        for number, text in saved["decided"].items():
+            bits = np.unpackbits(np.frombuffer(_decode(text), dtype=np.uint8), count=size)
+            present = bits.reshape(self.shape).astype(bool)
+            self._latest = self._decision(present, {}, range(self.shape[0]))
+            self._decided[int(number)] = decided = Future()
+            decided.set_result(self._latest)
+
+    def _initial(self) -> Decision:
+        layers, ranks, _ = self.shape
+        return self._decision(owned(self._owners, ranks), {}, range(layers))
+
+    def _decide(self, step: int, host: Tensor, ready: Any) -> Decision:
+        if ready is not None:
+            ready.synchronize()
+        self._counts[step] = host.numpy().reshape(self.shape).astype(np.int64)
+        oldest = step - self._plan.window - 2 * DELAY  # the state of an earlier step may still be asked for
+        self._counts = {number: counts for number, counts in self._counts.items() if number > oldest}
+        due = (step * self._due + np.arange(self._due)) % self.shape[0]
+        window = LoadWindow(self._plan.window)
+        for number in sorted(self._counts):
+            window.add(self._counts[number][due])
+        previous = self._latest.present
+        problem = PlacementProblem(
+            window.sums(), self._owners[due], self._plan.slots, self._costs, len(window), previous[due]
+        )
+        present = previous.copy()
+        present[due] = place_experts(self._plan.policy, problem)
+        self._latest = self._decision(present, self._latest.tables, due.tolist())
+        return self._latest
+
+    def _decision(self, present: np.ndarray, tables: Mapping[int, Tables], changed: Iterable[int]) -> Decision:
+        """The decision `present`, with new tables for the `changed` ones of all layers."""
+        layers = [self._first + index for index in changed]
+        new = {
+            layer: self._presents[layer].tables(present[layer - self._first])
+            for layer in layers
+            if layer in self._presents
+        }
+        return Decision(present, {**tables, **new})
+
+
+def routed_layers(spec: ModelSpec) -> tuple[int, int]:
+    """The first block with experts, and the number of such blocks; prediction modules follow the layers."""
+    blocks = range(spec.layers + spec.prediction_depth)
+    routed = [block for block in blocks if spec.routed(block)]
+    return routed[0], len(routed)
+
+
+def _ranks_per_node(mesh: Mesh) -> int:
+    """Ranks of one node in each group that has a layer's experts; all of a group if nodes have different numbers."""
+    group = next(ranks for ranks in mesh.layout.expert_groups() if mesh.rank in ranks)
+    nodes = [mesh.layout.node(rank) for rank in group]
+    count = nodes.count(nodes[0])
+    even = all(nodes[start : start + count] == [nodes[start]] * count for start in range(0, len(nodes), count))
+    return count if even and len(nodes) % count == 0 else len(nodes)
+
+
+def _encode(values: np.ndarray) -> str:
+    return base64.b64encode(zlib.compress(values.tobytes())).decode()
+
+
+def _decode(text: str) -> bytes:
+    return zlib.decompress(base64.b64decode(text))

@@ -1,0 +1,84 @@
+"""Copies of experts in a plan's costs and in the planner's choice, against cases that are known without the policies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshwright.costs.plan_costs import pricing
+from meshwright.planner.candidate import Candidate, memory_budget
+from meshwright.planner.expert_copies import add_copy_variants, copy_variants
+from meshwright.planner.expert_reasons import uneven_loads_reason
+from meshwright.planner.reprice import reprice
+from meshwright.simulator.copied_experts import copy_effects, with_copies
+from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.plan import ExpertPlan, Plan
+from meshwright.spec.run import RunSpec
+from meshwright.workload.activations import busiest_rows
+from meshwright.workload.plan_bytes import fullest_rank_memory
+from tests.workload.test_plan_bytes import ATTENTION, EXPERT, HIDDEN, MIXTURE, TRAIN, plan
+
+CLUSTER = ClusterSpec(gpu="H200", gpus_per_node=4)
+OWN = ExpertPlan(expert=4, expert_shard=1)
+
+
+def run_with(tmp_path: Path, loads: list[int]) -> RunSpec:
+    """Four layers' and eight steps' equal recordings of `loads` of 8 experts."""
+    path = tmp_path / "loads.csv"
+    lines = [f"{layer},{step},{','.join(map(str, loads))}" for layer in range(4) for step in range(8)]
+    path.write_text("\n".join(["layer,step," + ",".join(f"expert_{index}" for index in range(8)), *lines]) + "\n")
+    train = replace(TRAIN, expert_load=str(path))
+    return RunSpec(name="run", model=MIXTURE, train=train, cluster=CLUSTER)  # type: ignore[arg-type]
+
+
+def copied(policy: str, slots: int, **other: bool) -> Plan:
+    return replace(plan({"shard": 4}), experts=replace(OWN, policy=policy, slots=slots, **other))  # type: ignore[arg-type]
+
+
+def test_all_experts_on_all_ranks_send_no_rows_and_are_even(tmp_path: Path) -> None:
+    run = run_with(tmp_path, [24, 8, 4, 4, 4, 4, 4, 4])
+    everywhere = copied("fixed", 6)
+    effects = copy_effects(run.model, run.train, everywhere, run.cluster)
+    assert (effects.imbalance, effects.exchanged_share) == (1.0, 0.0)
+    assert busiest_rows(run.model, run.train, everywhere) == 1.0
+    # Without copies the first rank has 32 of 56 rows.
+    assert busiest_rows(run.model, run.train, copied("none", 0)) == pytest.approx(32 / 14)
+
+
+def test_equal_loads_need_no_copies(tmp_path: Path) -> None:
+    run = run_with(tmp_path, [5] * 8)
+    effects = copy_effects(run.model, run.train, copied("hecate", 2), run.cluster)
+    assert effects.imbalance == pytest.approx(1.0, abs=1e-3)
+    assert effects.exchanged_share == pytest.approx(1.0) and effects.copy_seconds == 0.0
+    plain = pricing(run.model, run.train, copied("none", 0), run.cluster)
+    assert with_copies(plain, run.model, run.train, copied("none", 0), run.cluster) is plain
+
+
+def test_slots_take_memory_for_whole_experts() -> None:
+    """Two gathered blocks are in flight. Copies that are kept exist in all 8 layers, with the two experts of the rank."""
+    by_slots = [
+        fullest_rank_memory(MIXTURE, TRAIN, copied("hecate" if slots else "none", slots), cpu=False)["gathered"]
+        for slots in (0, 1, 2)
+    ]
+    assert by_slots[1] - by_slots[0] == by_slots[2] - by_slots[1] == 2 * 2 * EXPERT
+    kept = fullest_rank_memory(MIXTURE, TRAIN, copied("hecate", 2, keep=True), cpu=False)["gathered"]
+    block = ATTENTION + HIDDEN * 8 + 4 * EXPERT
+    assert kept - by_slots[2] == pytest.approx(2 * (8 * 4 * EXPERT - 2 * block), rel=1e-6)
+
+
+def test_the_planner_copies_a_loaded_expert_and_says_so(tmp_path: Path) -> None:
+    run = run_with(tmp_path, [40, 4, 4, 4, 4, 4, 4, 4])
+    alone = Candidate(reprice(run, copied("none", 0)), simulated=True)
+    assert {
+        (variant.experts.policy, variant.experts.slots) for variant in copy_variants(run, alone.plan) if variant.experts
+    } == {
+        *((policy, slots) for policy in ("hecate", "fastermoe", "flexmoe") for slots in (1, 4, 6)),
+        ("fixed", 6),
+    }
+    best = add_copy_variants(run, [alone], alone, memory_budget(run))[0]
+    assert best.plan.experts is not None and best.plan.experts.policy != "none" and best.seconds < alone.seconds
+    assert "with copies the busiest of 4 ranks" in uneven_loads_reason(run, best.plan)
+    unknown = replace(run, train=replace(run.train, expert_load=None))
+    assert not list(copy_variants(unknown, alone.plan)) and not list(copy_variants(run, best.plan))
