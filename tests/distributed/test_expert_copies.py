@@ -114,7 +114,7 @@ CASES = [
 ]
 """The first of each kind is quick. The last: four ranks share two experts, and split their rows."""
 COMPILED = [
-    (SHARED, with_copies(Case("1f1b", shard=4, expert=4, compile=True, recompute="full"), 3), "drawn"),
+    (EVEN, with_copies(Case("1f1b", shard=2, expert=2, compile=True, recompute="full"), 3), "drawn"),
     (EVEN, with_copies(Case("1f1b", shard=2, expert=2, compile=True, micro=2), 4, policy="fixed"), "all"),
 ]
 

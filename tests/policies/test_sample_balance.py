@@ -152,7 +152,7 @@ def test_pipelines_stack_long_samples_and_ranks_spread_them() -> None:
 
 
 def test_offload_divides_a_long_sample_among_fewer_ranks() -> None:
-    """32 layers, all activations hidden: two layers stay, so a sample needs 2 / 32 of its memory (ByteScale, equation of D(s))."""
+    """All copies of 32 layers are hidden: two layers stay, so a sample needs 2 / 32 of its memory (ByteScale's D(s))."""
     time = SampleTime(1e-3, 1.0)
     lengths = np.array([1600, 100])
     ratios = offload_ratios(lengths, time, bytes_per_token=2.0, bytes_per_second=1.0)

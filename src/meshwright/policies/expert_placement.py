@@ -3,7 +3,7 @@
 - `hecate` copies experts from their owners for one step (arXiv 2502.02581, algorithm 1).
 - `fastermoe` copies the most loaded experts to all ranks, as many as pay (shadowing; He et al. 2022, PPoPP).
 - `flexmoe` changes the copies of the previous step by a few at a time (Nie et al. 2023, arXiv 2304.03946).
-- `fixed` copies the first experts of other ranks in every step, whatever the loads are.
+- `fixed` copies the same experts to all ranks in every step, whatever the loads are.
 
 Owners never change here. Every policy but `fixed` leaves a layer as it is where its ranks have equal loads, or where copies would not save
 time by `expert_costs`. A decision is a pure function of whole numbers in a fixed order, so all ranks decide alike without a message.
@@ -85,8 +85,9 @@ def place_experts(policy: str, problem: PlacementProblem) -> np.ndarray:
 
 
 def fixed_copies(base: np.ndarray, slots: int) -> np.ndarray:
-    """`base` `(L, R, E)` and copies of the first `slots` experts that a rank does not own; all with as many slots as those."""
-    return base | (np.cumsum(~base, axis=2) <= slots)
+    """`base` `(L, R, E)` and the first experts on all ranks, as many as fit into `slots` copies of each rank."""
+    fits = np.cumsum(~base, axis=2).max(1) <= slots
+    return base | fits[:, None, :]
 
 
 def overlap_degree(costs: ExpertCosts, ranks: int) -> float:
@@ -123,7 +124,7 @@ def _hecate(problem: PlacementProblem, base: np.ndarray) -> list[np.ndarray]:
     free = np.full((layers, ranks), slots)
     if hidden > slots:
         candidates.append(spread_copies(problem.loads, base, free, per_node))
-    if slots * per_node >= experts:
+    if slots * per_node >= experts and ranks > per_node:  # one node has all experts in any case
         owned_count = base.sum(2)
         for node_free in (free, np.maximum(free - owned_count, 0)):
             on_nodes = spread_copies(

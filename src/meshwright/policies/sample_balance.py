@@ -1,4 +1,6 @@
-"""The samples of a global batch to ranks and time slots, with equal work on all ranks (ByteScale, arXiv 2502.21231, algorithm 2).
+"""Assigns the samples of a global batch to ranks and time slots, with equal work on all ranks.
+
+The idea is ByteScale's (Ge et al. 2025, arXiv 2502.21231, algorithm 2).
 
 Ranks form one pool. Each works through its time slots, micro-batches of at most `capacity` tokens. A sample that fits is packed whole into
 a slot of one rank; a longer one is divided among k ranks, as few as hold it, and takes a slot of each at the same time. A batch is balanced
@@ -23,12 +25,14 @@ from meshwright.policies.sample_time import SampleTime, least_ranks, memory_shar
 from meshwright.spec.errors import BadInput
 
 STACK_LIMITS = (0.1, 0.3, 1.0)
-"""Fractions of the longest sample's slot by which pipelines may end later than those with short samples only; all are tried."""
+"""Fractions of the longest slot by which pipelines may end later than those with short samples only; all are tried."""
 
 FINEST_PART = 4
 """Parts of a sample have at least a slot's tokens divided by this, or a sample is on as few ranks as hold it."""
 GOOD_END = 1.02
 """End of the slowest rank over the mean at which no other numbers of ranks are tried."""
+REPACKS = 3
+"""Times that short samples are packed again, with less work for ranks that waited in samples of several ranks."""
 
 ROUNDING = 1e-9
 """Part of a token by which a product of tokens and a share may exceed a whole number."""
@@ -70,7 +74,7 @@ class Balance:
     end_seconds: np.ndarray
     """Time at which each rank has ended, with waits for the other ranks of its samples and bubbles, `(ranks,)`."""
     ideal_seconds: float
-    """Time if all work were divided evenly, without waits and bubbles. No placement is faster."""
+    """Time if all work were divided evenly, without rings, waits and bubbles. No placement is faster."""
 
     @cached_property
     def work_seconds(self) -> np.ndarray:
@@ -140,7 +144,16 @@ def balance_samples(lengths: np.ndarray, pool: RankPool, offload: np.ndarray | N
     batch = _Batch(lengths, used, shares, held, least, pool.time.shared(lengths))
     order = np.lexsort((-lengths, -least))
     long, short = order[least[order] > 1], order[least[order] == 1]
-    return _assemble(short, _place_long(long, short, batch, pool), batch, pool)
+    spans = _place_long(long, short, batch, pool)
+    delays = np.zeros(pool.ranks)
+    best = balance = _assemble(short, spans, batch, pool, delays)
+    for _ in range(REPACKS if pool.stages == 1 else 0):
+        if best.imbalance <= GOOD_END:
+            break
+        delays = delays + balance.end_seconds - balance.work_seconds
+        balance = _assemble(short, spans, batch, pool, delays)
+        best = balance if balance.slowest_seconds < best.slowest_seconds else best
+    return best
 
 
 def _check_sizes(lengths: np.ndarray, least: np.ndarray, pool: RankPool) -> None:
@@ -162,14 +175,16 @@ def _place_long(long: np.ndarray, short: np.ndarray, batch: _Batch, pool: RankPo
     least, shared = batch.least[long], batch.shared[long]
     finest = np.minimum(batch.lengths[long] * FINEST_PART // pool.capacity, batch.lengths[long] // 2)
     most = np.clip(finest, least, pool.ranks)
+    floor = pool.time.least(batch.lengths[long])
     short_slot = _short_slot(short, batch, pool)
     short_work = short_slot * int(batch.held[short].sum()) / pool.capacity
-    mean = (short_work + _total(shared + fixed * least)) / pool.ranks
-    longest = float((shared / least).max()) if len(long) else 0.0
+    mean = (short_work + _total(np.maximum(shared, floor * least) + fixed * least)) / pool.ranks
+    longest = float(np.maximum(shared / least, floor).max()) if len(long) else 0.0
     stacks = [mean + bubbles * (short_slot + share * max(longest - short_slot, 0.0)) for share in STACK_LIMITS]
     best, best_end = None, np.inf
     for fewest in _allotments(least, pool.ranks):
-        samples = list(zip(long.tolist(), fewest.tolist(), most.tolist(), shared.tolist(), strict=True))
+        arrays = (long, fewest, most, shared, floor)
+        samples = list(zip(*(values.tolist() for values in arrays), strict=True))
         for end in stacks if bubbles else [mean]:
             spans = place_spans(samples, SpanLimits(pool.ranks, fixed, pool.stages, end))
             ready = spans.busy + bubbles * np.maximum(spans.longest, short_slot)
@@ -184,25 +199,26 @@ def _place_long(long: np.ndarray, short: np.ndarray, batch: _Batch, pool: RankPo
 
 
 def _allotments(least: np.ndarray, ranks: int) -> Iterator[np.ndarray]:
-    """Numbers of ranks to try for samples that need `least`: these; as many as divide the pool; halves, quarters, … of the pool."""
+    """Numbers of ranks to try for samples that need `least`: these, ones that divide the pool, and halves of halves of it."""
     yield least
     yield np.maximum(least, ranks // (ranks // least))
     halves = ranks >> np.arange(ranks.bit_length())
     yield halves[np.searchsorted(-halves, -least, side="right") - 1]
 
 
-def _assemble(short: np.ndarray, spans: Spans, batch: _Batch, pool: RankPool) -> Balance:
-    """Pack the `short` samples around the spans, and time the result."""
+def _assemble(short: np.ndarray, spans: Spans, batch: _Batch, pool: RankPool, delays: np.ndarray) -> Balance:
+    """Pack the `short` samples around the spans, and time the result. `delays` `(ranks,)`: expected waits inside spans."""
     parts = _span_parts(spans, batch.lengths, pool.ranks)
     held = np.ceil(parts.tokens * batch.shares[parts.sample] - ROUNDING).astype(np.int64)
-    ready = spans.busy + (pool.stages - 1) * np.maximum(spans.longest, _short_slot(short, batch, pool))
+    ready = spans.busy + (pool.stages - 1) * np.maximum(spans.longest, _short_slot(short, batch, pool)) + delays
     rooms = Rooms(parts.rank, parts.slot, pool.capacity - held)
     seconds = batch.shared[short] + pool.time.fixed / pool.capacity * batch.held[short]
     packing = pack_samples(batch.held[short], seconds, ready, rooms, pool.capacity)
     whole = np.ones(len(short), np.int64)
     packed = _Parts(short, whole - 1, whole, packing.rank, packing.slot, batch.lengths[short])
     every = _Parts(*(np.concatenate(pair) for pair in zip(parts, packed, strict=True)))
-    seconds = batch.shared[every.sample] / every.parts
+    floor = np.where(every.parts > 1, pool.time.least(batch.lengths[every.sample]), 0.0)
+    seconds = np.maximum(batch.shared[every.sample] / every.parts, floor)
     end = _end_seconds(every, seconds, packing.slots, spans, pool)
     order = np.lexsort((every.sample, every.slot, every.rank))
     slots = int(batch.held.sum()) / pool.capacity

@@ -101,7 +101,8 @@ def _deal(
     """Give each sample to the rank that has the smallest share of its work so far, and there to the slot with most room.
 
     Shares, not amounts, so that each rank gets long and short samples alike. A rank that lacks less than half of a sample's work, or that
-    has no room for it, is put aside until samples are smaller.
+    has no room for it, is put aside until samples are smaller. If all are, the rank with least room opens a slot, so that ranks open
+    equally many.
     """
     chosen_rank, chosen_slot = [], []
     missing = budgets.tolist()
@@ -110,6 +111,8 @@ def _deal(
     heapify(ranks)
     little_work: list[tuple[float, int]] = []
     little_room: list[tuple[int, int]] = []
+    least_room: list[tuple[int, int]] = []  # the same ranks and others, from the least room on
+    waits = [False] * len(missing)  # which ranks are in `little_room`
     for length, work in zip(tokens.tolist(), seconds.tolist(), strict=True):
         half, needed = work / 2, -length << SLOT_BITS
         while little_work and -little_work[0][0] >= half:
@@ -117,17 +120,25 @@ def _deal(
             heappush(ranks, (missing[rank] * scale[rank], rank))
         while little_room and little_room[0][0] < needed + (1 << SLOT_BITS):
             rank = heappop(little_room)[1]
-            heappush(ranks, (missing[rank] * scale[rank], rank))
+            if waits[rank]:
+                waits[rank] = False
+                heappush(ranks, (missing[rank] * scale[rank], rank))
         while ranks:
             rank = ranks[0][1]
             if missing[rank] < half:
                 heappush(little_work, (-missing[rank], heappop(ranks)[1]))
             elif not (heap := heaps[rank]) or heap[0] >= needed + (1 << SLOT_BITS):
-                heappush(little_room, (heap[0] if heap else 0, heappop(ranks)[1]))
+                room = heap[0] if heap else 0
+                heappush(little_room, (room, heappop(ranks)[1]))
+                heappush(least_room, (-room, rank))
+                waits[rank] = True
             else:
                 break
         else:
-            rank = heappop(little_room)[1] if little_room else heappop(little_work)[1]
+            while least_room and not waits[least_room[0][1]]:
+                heappop(least_room)
+            rank = heappop(least_room)[1] if least_room else heappop(little_work)[1]
+            waits[rank] = False
             if not heaps[rank] or heaps[rank][0] >= needed + (1 << SLOT_BITS):
                 heappush(heaps[rank], (-capacity << SLOT_BITS) + slots[rank])
                 slots[rank] += 1

@@ -64,12 +64,15 @@ class Segment(NamedTuple):
     longest: float
 
 
-def place_spans(samples: Sequence[tuple[int, int, int, float]], limits: SpanLimits) -> Spans:
-    """Place `samples` (index, least ranks, most ranks, seconds of the work to share) in their order, with fewer and fewer ranks."""
+def place_spans(samples: Sequence[tuple[int, int, int, float, float]], limits: SpanLimits) -> Spans:
+    """Place `samples` in their order, by falling least ranks.
+
+    A sample is (index, least ranks, most ranks, seconds to share, least seconds of a part).
+    """
     segments = _Segments(limits)
     indices, first, ranks = [], [], []
-    for index, least, most, shared in samples:
-        start, number = segments.take(least, most, shared)
+    for index, least, most, shared, floor in samples:
+        start, number = segments.take(least, most, shared, floor)
         indices.append(index)
         first.append(start)
         ranks.append(number)
@@ -96,9 +99,9 @@ class _Segments:
         """The segments in the order of ranks."""
         return sorted(segment for heap in (self._open, self._narrow, self._late) for _, segment in heap)
 
-    def take(self, least: int, most: int, shared: float) -> tuple[int, int]:
+    def take(self, least: int, most: int, shared: float, floor: float) -> tuple[int, int]:
         """First rank and number of ranks for a sample; they are busy with it from now on."""
-        limits, seconds = self.limits, shared / least + self.limits.fixed
+        limits, seconds = self.limits, max(shared / least, floor) + self.limits.fixed
         while self._narrow and -self._narrow[0][0] >= least:
             self._add(heappop(self._narrow)[1])
         while self._late and -self._late[0][0] >= seconds:
@@ -118,7 +121,7 @@ class _Segments:
         first_free = self._open or self._late
         if first_free and len(self._open) + len(self._late) + len(self._narrow) > MOST_SEARCHED:
             return self._give(heappop(first_free)[1], least, seconds)
-        return self._take_late(least, most, shared)
+        return self._take_late(least, most, shared, floor)
 
     def _add(self, segment: Segment) -> None:
         """Open a segment."""
@@ -132,16 +135,16 @@ class _Segments:
         self._add(Segment(start, ranks, busy + seconds, max(longest, seconds)))
         return start, ranks
 
-    def _take_late(self, least: int, most: int, shared: float) -> tuple[int, int]:
+    def _take_late(self, least: int, most: int, shared: float, floor: float) -> tuple[int, int]:
         """Ranks for a sample that ends too late on the fewest ranks, so that it ends as soon as possible."""
         limits, ordered = self.limits, self.in_order()
         best_end, best, number = math.inf, range(0), least
         for index, (_, width, busy, longest) in enumerate(ordered):
             for ranks in (least, min(width, most)):
-                end = limits.ends(busy, longest, shared / ranks + limits.fixed)
+                end = limits.ends(busy, longest, max(shared / ranks, floor) + limits.fixed)
                 if width >= least and end < best_end:
                     best_end, best, number = end, range(index, index + 1), ranks
-        run, end = self._best_run(ordered, least, most, shared)
+        run, end = self._best_run(ordered, least, most, shared, floor)
         if end < best_end:
             best, number = run, min(sum(ordered[index].width for index in run), most)
         chosen = [ordered[index] for index in best]
@@ -155,9 +158,11 @@ class _Segments:
         self._narrow, self._late = [], []
         self._open = [(segment.busy if limits.stages == 1 else -segment.busy, segment) for segment in others]
         heapify(self._open)
-        return self._give(joined, number, shared / number + limits.fixed)
+        return self._give(joined, number, max(shared / number, floor) + limits.fixed)
 
-    def _best_run(self, ordered: list[Segment], least: int, most: int, shared: float) -> tuple[range, float]:
+    def _best_run(
+        self, ordered: list[Segment], least: int, most: int, shared: float, floor: float
+    ) -> tuple[range, float]:
         """Neighbours to join for a sample, and when it would end; ranks that wait delay the end of all."""
         limits, best_end, best = self.limits, math.inf, range(0)
         for first in range(len(ordered)):
@@ -168,7 +173,7 @@ class _Segments:
                 work += segment.busy * segment.width
                 ready, longest = max(ready, segment.busy), max(longest, segment.longest)
                 if width >= least and last > first:
-                    end = limits.ends(ready, longest, shared / min(width, most) + limits.fixed)
+                    end = limits.ends(ready, longest, max(shared / min(width, most), floor) + limits.fixed)
                     end = max(end, limits.end + (ready * width - work) / limits.ranks)
                     best_end, best = (end, range(first, last + 1)) if end < best_end else (best_end, best)
                 if width >= most:

@@ -16,16 +16,22 @@ from meshwright.spec.errors import BadInput
 
 @dataclass(frozen=True)
 class SampleTime:
-    """Forward and backward on one rank: `quadratic` · s² + `linear` · s seconds for a sample of s tokens, `fixed` for a micro-batch."""
+    """Seconds of forward and backward: `quadratic` · s² + `linear` · s for s tokens, and `fixed` for each micro-batch."""
 
     quadratic: float
     linear: float
     fixed: float = 0.0
+    ring: float = 0.0
+    """Seconds per token of the messages between a divided sample's ranks, however many; they overlap its work."""
 
     def shared(self, lengths: np.ndarray) -> np.ndarray:
         """Seconds `(S,)` of samples of `lengths` `(S,)` tokens, which ranks divide among them."""
         tokens = lengths.astype(np.float64)
         return (self.quadratic * tokens + self.linear) * tokens
+
+    def least(self, lengths: np.ndarray) -> np.ndarray:
+        """Seconds `(S,)` that a part of a divided sample takes at least, as the ring takes them."""
+        return self.ring * lengths.astype(np.float64)
 
 
 def offload_ratios(

@@ -16,15 +16,15 @@ from meshwright.workload.model_shape import shape_of
 
 
 def sample_time(
-    model: ModelSpec, machine: Machine, generation: str, capacity: int, recompute: float = 0.0
+    model: ModelSpec, machine: Machine, generation: str, capacity: int, *, stack: str = OWN, recompute: float = 0.0
 ) -> SampleTime:
     """Forward and backward of a sample of `model` on one device, in bf16, with all layers, head and embedding.
 
     The cost model gives the time at `capacity` tokens, a half and a quarter, without rounding to whole waves of tiles. Returns the
-    quadratic through the three. `recompute` is the index of its mode in `spec.plan.RECOMPUTE_MODES`, `generation` that of the device.
+    quadratic through the three. `generation` and `stack` select `costs.constants`; `recompute` is an index in `spec.plan.RECOMPUTE_MODES`.
     """
     lengths = np.array([capacity / 4, capacity / 2, capacity], dtype=np.float64)
-    shape, k = shape_of(model, capacity), constants(generation, OWN)
+    shape, k = shape_of(model, capacity), constants(generation, stack)
     layout = Layouts(
         tensor=1.0, pipeline=1.0, virtual=1.0, context=1.0, expert=1.0, data=1.0, zero=0.0, shards=1.0, micro_batch=1.0,
         global_batch=1.0, seq=lengths, recompute=recompute,

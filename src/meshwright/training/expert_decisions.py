@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ from meshwright.parallel.present_experts import PresentExperts, Tables
 from meshwright.policies.expert_costs import ExpertCosts
 from meshwright.policies.expert_owners import even_owners
 from meshwright.policies.expert_placement import PlacementProblem, place_experts
+from meshwright.policies.expert_routing import owned
 from meshwright.policies.load_window import LoadWindow
 from meshwright.simulator.expert_placement_costs import placement_costs
 from meshwright.spec.model import ModelSpec
@@ -32,6 +33,8 @@ from meshwright.spec.run import RunSpec
 
 DELAY = 2
 """Steps between the loads that a decision is made from and the step that uses it."""
+ELEMENTS = 50_000
+"""Layers × ranks × experts that are decided in a step, in 20 ms at most; of larger models some layers, in turn."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,8 @@ class ExpertDecisions:
         self._counts: dict[int, np.ndarray] = {}
         self._decided: dict[int, Future[Decision]] = {}
         """By step; the last ones are kept, because the state of an earlier step may still be asked for."""
-        self._previous: np.ndarray | None = None
+        self._due = min(layers, max(1, ELEMENTS // (ranks * experts)))
+        self._latest = self._initial()
 
     @classmethod
     def open(
@@ -82,12 +86,9 @@ class ExpertDecisions:
     def begin_step(self, step: int) -> None:
         """Make the experts that were decided for `step` present, before the first decision only those that ranks own."""
         self._step = step
-        if step in self._decided:
-            tables = self._decided[step].result().tables
-        else:
-            tables = {layer: experts.tables(experts.own) for layer, experts in self._presents.items()}
+        decision = self._decided[step].result() if step in self._decided else self._initial()
         for layer, experts in self._presents.items():
-            experts.use(tables[layer])
+            experts.use(decision.tables[layer])
 
     def rank_loads(self, loads: Tensor) -> Tensor:
         """This rank's rows `loads` `(layers, experts)` in its place among those of all ranks, flat, to be summed over ranks."""
@@ -122,7 +123,7 @@ class ExpertDecisions:
         self._thread.submit(int).result()  # the thread has ended what it began
         self._counts.clear()
         self._decided.clear()
-        self._previous = None
+        self._latest = self._initial()
         saved, step, size = state.get("experts", {}), state["step"], int(np.prod(self.shape))
         if saved.get("shape") != list(self.shape):
             return
@@ -131,9 +132,14 @@ class ExpertDecisions:
             self._counts[number] = np.frombuffer(_decode(text), dtype=np.int32).reshape(self.shape).astype(np.int64)
         for number, text in saved["decided"].items():
             bits = np.unpackbits(np.frombuffer(_decode(text), dtype=np.uint8), count=size)
-            self._previous = bits.reshape(self.shape).astype(bool)
+            present = bits.reshape(self.shape).astype(bool)
+            self._latest = self._decision(present, {}, range(self.shape[0]))
             self._decided[int(number)] = decided = Future()
-            decided.set_result(self._decision(self._previous))
+            decided.set_result(self._latest)
+
+    def _initial(self) -> Decision:
+        layers, ranks, _ = self.shape
+        return self._decision(owned(self._owners, ranks), {}, range(layers))
 
     def _decide(self, step: int, host: Tensor, ready: Any) -> Decision:
         if ready is not None:
@@ -141,17 +147,28 @@ class ExpertDecisions:
         self._counts[step] = host.numpy().reshape(self.shape).astype(np.int64)
         oldest = step - self._plan.window - 2 * DELAY  # the state of an earlier step may still be asked for
         self._counts = {number: counts for number, counts in self._counts.items() if number > oldest}
+        due = (step * self._due + np.arange(self._due)) % self.shape[0]
         window = LoadWindow(self._plan.window)
         for number in sorted(self._counts):
-            window.add(self._counts[number])
-        sums, steps = window.sums(), len(window)
-        problem = PlacementProblem(sums, self._owners, self._plan.slots, self._costs, steps, self._previous)
-        self._previous = place_experts(self._plan.policy, problem)
-        return self._decision(self._previous)
+            window.add(self._counts[number][due])
+        previous = self._latest.present
+        problem = PlacementProblem(
+            window.sums(), self._owners[due], self._plan.slots, self._costs, len(window), previous[due]
+        )
+        present = previous.copy()
+        present[due] = place_experts(self._plan.policy, problem)
+        self._latest = self._decision(present, self._latest.tables, due.tolist())
+        return self._latest
 
-    def _decision(self, present: np.ndarray) -> Decision:
-        layers = self._presents.items()
-        return Decision(present, {layer: experts.tables(present[layer - self._first]) for layer, experts in layers})
+    def _decision(self, present: np.ndarray, tables: Mapping[int, Tables], changed: Iterable[int]) -> Decision:
+        """The decision `present`, with new tables for the `changed` ones of all layers."""
+        layers = [self._first + index for index in changed]
+        new = {
+            layer: self._presents[layer].tables(present[layer - self._first])
+            for layer in layers
+            if layer in self._presents
+        }
+        return Decision(present, {**tables, **new})
 
 
 def routed_layers(spec: ModelSpec) -> tuple[int, int]:

@@ -1,0 +1,132 @@
+"""Replays ByteScale's published step of unequal samples (arXiv 2502.21231) with the balancer and the cost model.
+
+    python benchmarks/sample_replay.py [--seeds 16] [--out FILE.json]
+
+The published case is a 7B Llama with samples up to 2M tokens on 1,024 GPUs. Everything that is assumed is printed; nothing is fitted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from length_mixes import length_mix
+from sample_balance import LLAMA_7B
+
+from meshwright.costs.collective_costs import link_rate, port_rate
+from meshwright.costs.constants import constants
+from meshwright.costs.machine_rates import machine_of
+from meshwright.policies.sample_balance import RankPool, balance_samples
+from meshwright.policies.sample_time import SampleTime, least_ranks, memory_shares, offload_ratios
+from meshwright.simulator.sample_steps import Parts, RingTime, arrival_parts, play_parts, static_seconds
+from meshwright.simulator.sample_times import sample_time
+from meshwright.spec.chips import CHIPS
+from meshwright.spec.cluster import ClusterSpec
+
+RANKS, CONTEXT_RANKS, CAPACITY, CONTEXT = 1024, 256, 8192, 2 << 20
+BATCH_TOKENS = 32 << 20
+LAYERS, WIDTH = LLAMA_7B.layers, LLAMA_7B.hidden
+ACTIVATION_BYTES = 34 * WIDTH * LAYERS
+"""Activations of a token in all layers with fused attention and without recompute (Korthikanti et al. 2022)."""
+STACK = "default"
+"""Published training stacks, which the cost model's constants were fitted to before and without this case."""
+GPUS = ("H800", "A100")
+"""The paper names no GPU. The first is assumed; the second shows what that matters."""
+PUBLISHED_SECONDS = {"static": 520, "arrival_offload": 272, "balanced": 157}
+PUBLISHED_SPEED = {"static": 1.0, "arrival": 1.59, "arrival_offload": 2.01, "balanced": 3.69}
+"""The ablation. Its last step, 3.89 by the data loader, is not simulated."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=16, help="global batches drawn")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    arguments = parser.parse_args()
+    result = {
+        "command": f"benchmarks/sample_replay.py --seeds {arguments.seeds}",
+        "assumptions": assumptions(),
+        "published_seconds": PUBLISHED_SECONDS,
+        "published_speed": PUBLISHED_SPEED,
+        "simulated": {gpu: replay(gpu, arguments.seeds) for gpu in GPUS},
+    }
+    print("\n".join(result["assumptions"]))
+    for gpu, figures in result["simulated"].items():
+        for name, seconds in figures["seconds"].items():
+            published = PUBLISHED_SECONDS.get(name)
+            beside = f", published {published}" if published else ""
+            speed = f"{figures['speed'][name]:.2f} × static"
+            print(f"{gpu} {name}: {seconds} s{beside}; {speed}, published {PUBLISHED_SPEED.get(name, 'nothing')}")
+    if arguments.out:
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def assumptions() -> list[str]:
+    """What the simulation takes for granted, in sentences."""
+    return [
+        f"7B Llama, 32 layers of 4,096; steps of {BATCH_TOKENS >> 20}M tokens of the mix `long`, samples up to {CONTEXT >> 20}M",
+        f"{RANKS} {GPUS[0]} on nodes of 8; products, attention, links and ports at the rates of published stacks in the cost model",
+        f"{CAPACITY} tokens of a micro-batch on a rank, no recompute, no tensor or pipeline ranks; {CONTEXT_RANKS} static context ranks",
+        "a ring crosses nodes from one rank to one rank, so one port carries it; keys and values pass once forward and once backward, "
+        "their gradients once backward, all in bf16",
+        "attention hides the ring, forward and backward each its own, at the cost model's slow-down of compute beside communication",
+        "static: samples are joined and cut at 2M tokens; all keys and values go round the whole group",
+        "arrival: each sample takes the ranks with the fewest slots in the order of arrival, short ones best-fit",
+        "offload: a sample has as few ranks as hide its ring behind attention, with at most the mean work of a rank on each, where copies "
+        "to the host are hidden too",
+        "optimizer, reduction of gradients and data loading are left out",
+    ]
+
+
+def replay(gpu: str, seeds: int) -> dict[str, Any]:
+    """Mean seconds of each layout's step over `seeds` global batches, and its speed relative to static context ranks."""
+    generation, machine = CHIPS[gpu].generation, machine_of(ClusterSpec(gpu=gpu, gpus_per_node=8, nodes=RANKS // 8))
+    k = constants(generation, STACK)
+    time = sample_time(LLAMA_7B, machine, generation, CAPACITY, stack=STACK)
+    rates = float(link_rate(machine, k)), float(port_rate(machine, k))
+    ring = RingTime(2.0 * 2 * WIDTH * LAYERS, *rates, ranks_per_node=8, tax=float(k.overlap_tax))
+    steps = [layout_seconds(time, ring, CHIPS[gpu].host, seed) for seed in range(seeds)]
+    means = {name: float(np.mean([step[name] for step in steps])) for name in steps[0]}
+    return {
+        "seconds": {name: round(mean, 1) for name, mean in means.items()},
+        "speed": {name: round(means["static"] / mean, 3) for name, mean in means.items()},
+    }
+
+
+def layout_seconds(time: SampleTime, ring: RingTime, host: float, seed: int) -> dict[str, float]:
+    """Seconds of the step of one global batch under each layout."""
+    lengths = length_mix("long").draw(BATCH_TOKENS, CONTEXT, np.random.default_rng(seed))
+    least = least_ranks(lengths, np.ones(len(lengths)), CAPACITY)
+    ratios = ring_offload(lengths, least, time, ring, host)
+    fewer = least_ranks(lengths, memory_shares(ratios, LAYERS), CAPACITY)
+    pool = RankPool(RANKS, CAPACITY, replace(time, ring=float(ring.seconds(np.ones(1), RANKS)[0])))
+    layouts = {
+        "arrival": arrival_parts(lengths, least, RANKS, CAPACITY),
+        "arrival_offload": arrival_parts(lengths, fewer, RANKS, CAPACITY),
+    }
+    for name, offload in (("balanced_without_offload", None), ("balanced", ratios)):
+        balance = balance_samples(lengths, pool, offload, LAYERS)
+        layouts[name] = Parts(balance.sample, balance.parts, balance.rank, balance.slot)
+    static = static_seconds(lengths, RANKS // CONTEXT_RANKS, CONTEXT_RANKS, CAPACITY, time, ring)
+    played = {name: float(play_parts(parts, lengths, RANKS, time, ring).max()) for name, parts in layouts.items()}
+    return {"static": static, **played}
+
+
+def ring_offload(lengths: np.ndarray, least: np.ndarray, time: SampleTime, ring: RingTime, host: float) -> np.ndarray:
+    """Offload with which a sample has as few ranks as hide its ring behind attention, if the copies are hidden too."""
+    tokens = lengths.astype(np.float64)
+    attention = time.quadratic * tokens**2
+    messages = np.maximum(ring.seconds(lengths, np.maximum(least, 2)), 1e-12)
+    mean = float(time.shared(lengths).sum()) / RANKS
+    fewest = np.maximum(attention / messages, time.shared(lengths) / mean)
+    shares = np.clip(fewest * CAPACITY / tokens, 2 / LAYERS, 1.0)
+    wanted = (1 - shares) * LAYERS / (LAYERS - 2)
+    hidden = offload_ratios(lengths, time, ACTIVATION_BYTES, host)
+    return np.where(least > 1, np.minimum(hidden, wanted), 0.0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Time of a step whose samples have unequal lengths, under three layouts of data and context ranks.
+
+- `static_seconds`: groups of ranks of one size divide every sequence of packed samples, as a static context axis does.
+- `arrival_parts`: each sample takes the fewest ranks that hold it, in the order of arrival, with equal tokens on all ranks.
+- `policies.sample_balance`: the balancer's ranks and slots.
+
+The last two are played slot by slot (`play_parts`). Attention of a divided sample overlaps the messages of its ring; the longer of the two
+counts. What all layouts have in common (optimizer, reduction of gradients) is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.costs.layer_costs import exposed_seconds
+from meshwright.policies.sample_blocks import part_tokens
+from meshwright.policies.sample_time import SampleTime
+
+RING_PASSES = 3
+"""Times that keys and values, or gradients of their size, go round the ring: once in the forward, both in the backward."""
+
+BACKWARD_SHARE = 2.5 / 3.5
+"""Share of attention's time that is backward (`costs.compute`)."""
+
+
+@dataclass(frozen=True)
+class RingTime:
+    """Messages of ring attention. A rank sends what it received, so each of its tokens' keys and values pass each link once."""
+
+    bytes_per_token: float
+    """Keys and values of one token in all layers, in bf16."""
+    link: float
+    """Bytes per second between ranks of a node."""
+    port: float
+    """Bytes per second between nodes: a ring crosses from one rank to one rank."""
+    ranks_per_node: int
+    tax: float
+    """Slow-down of attention per second of messages beside it."""
+
+    def attention_seconds(self, attention: np.ndarray, lengths: np.ndarray, ranks: np.ndarray | int) -> np.ndarray:
+        """Seconds of attention with its ring, where attention alone takes `attention` seconds on a rank.
+
+        Forward and backward overlap their own messages. A single rank has none.
+        """
+        total = np.zeros(np.broadcast_shapes(np.shape(attention), np.shape(lengths)))
+        for compute_share, passes in ((1 - BACKWARD_SHARE, 1), (BACKWARD_SHARE, RING_PASSES - 1)):
+            compute = attention * compute_share
+            traffic = self.seconds(lengths, ranks) * passes / RING_PASSES
+            total = total + compute + exposed_seconds(traffic, compute, self.tax)
+        return total
+
+    def seconds(self, lengths: np.ndarray, ranks: np.ndarray | int) -> np.ndarray:
+        """Seconds of the messages, forward and backward, of samples of `lengths` tokens on `ranks` ranks each."""
+        rate = np.where(np.asarray(ranks) > self.ranks_per_node, self.port, self.link)
+        return RING_PASSES * lengths * (1 - 1 / np.asarray(ranks)) * self.bytes_per_token / rate
+
+
+class Parts(NamedTuple):
+    """Parts of samples, `(P,)` each, as in `policies.sample_balance.Balance`."""
+
+    sample: np.ndarray
+    parts: np.ndarray
+    rank: np.ndarray
+    slot: np.ndarray
+
+
+def static_seconds(
+    lengths: np.ndarray, groups: int, ranks: int, capacity: int, time: SampleTime, ring: RingTime
+) -> float:
+    """Seconds of the slowest of `groups` groups of `ranks` context ranks, each rank with `capacity` tokens of a sequence.
+
+    Samples are joined in their order and cut into sequences of `capacity` · `ranks` tokens, which groups take in turn. Keys and values of
+    all tokens go round the whole group, whatever the length of their sample.
+    """
+    sequence = capacity * ranks
+    ends = np.cumsum(lengths)
+    total = int(ends[-1])
+    bounds = np.union1d(ends, np.arange(sequence, total, sequence))
+    pieces = np.diff(bounds, prepend=0)
+    number = (bounds - 1) // sequence
+    count = -(-total // sequence)
+    attention = np.bincount(number, time.quadratic * pieces.astype(np.float64) ** 2, count) / ranks
+    tokens = np.bincount(number, pieces, count)
+    seconds = ring.attention_seconds(attention, tokens, ranks) + time.linear * tokens / ranks + time.fixed
+    return float(np.bincount(np.arange(count) % groups, seconds, groups).max())
+
+
+def arrival_parts(lengths: np.ndarray, needed: np.ndarray, ranks: int, capacity: int) -> Parts:
+    """Samples in the order of arrival: `needed` `(S,)` ranks each, those with the fewest slots; samples of one rank are best-fit.
+
+    A slot has room for `capacity` tokens, less the part of a sample on several ranks.
+    """
+    slots, parts = np.zeros(ranks, np.int64), []
+    rooms: list[tuple[int, int, int]] = []  # free tokens, rank, slot
+    for sample in np.argsort(-(needed > 1).astype(np.int64), kind="stable").tolist():
+        length, number = int(lengths[sample]), int(needed[sample])
+        fitting = [room for room in rooms if room[0] >= length] if number == 1 else []
+        if fitting:
+            best = min(fitting)
+            rooms[rooms.index(best)] = (best[0] - length, best[1], best[2])
+            parts.append((sample, 1, best[1], best[2]))
+            continue
+        chosen = np.argsort(slots, kind="stable")[:number]
+        tokens = part_tokens(np.full(number, length), np.full(number, number), np.arange(number))
+        for rank, part in zip(chosen.tolist(), tokens.tolist(), strict=True):
+            parts.append((sample, number, rank, int(slots[rank])))
+            rooms.append((max(capacity - part, 0), rank, int(slots[rank])))
+        slots[chosen] += 1
+    sample, number, rank, slot = np.array(parts, np.int64).T
+    return Parts(sample, number, rank, slot)
+
+
+def play_parts(parts: Parts, lengths: np.ndarray, ranks: int, time: SampleTime, ring: RingTime) -> np.ndarray:
+    """Seconds `(ranks,)` at which ranks end; all ranks of a divided sample begin and end its slot together."""
+    size = lengths[parts.sample].astype(np.float64)
+    attention = time.quadratic * size**2 / parts.parts
+    seconds = ring.attention_seconds(attention, size, parts.parts) + time.linear * size / parts.parts
+    width = int(parts.slot.max()) + 1
+    durations = np.bincount(parts.rank * width + parts.slot, seconds, ranks * width).reshape(ranks, width)
+    durations += time.fixed * (durations > 0)
+    together = parts.parts > 1
+    order = np.argsort(parts.sample[together], kind="stable")
+    _, first = np.unique(parts.sample[together][order], return_index=True)
+    groups = [
+        np.stack([parts.rank[together][order], parts.slot[together][order]], 1)[a:b]
+        for a, b in _ranges(first, len(order))
+    ]
+    return _play(durations, groups)
+
+
+def _ranges(first: np.ndarray, stop: int) -> list[tuple[int, int]]:
+    return list(zip(first.tolist(), [*first[1:].tolist(), stop], strict=True)) if len(first) else []
+
+
+def _play(durations: np.ndarray, groups: Sequence[np.ndarray]) -> np.ndarray:
+    """Ends `(ranks,)` of slots of `durations` `(ranks, slots)`, where the (rank, slot) pairs of a group run together."""
+    ranks, width = durations.shape
+    group_of = np.full((ranks, width), -1)
+    for number, pairs in enumerate(groups):
+        group_of[pairs[:, 0], pairs[:, 1]] = number
+    missing = [len(pairs) for pairs in groups]
+    ready, at = np.zeros(ranks), np.zeros(ranks, np.int64)
+    runnable = list(range(ranks))
+    while runnable:
+        rank = runnable.pop()
+        while at[rank] < width:
+            group = group_of[rank, at[rank]]
+            if group < 0:
+                ready[rank] += durations[rank, at[rank]]
+                at[rank] += 1
+                continue
+            missing[group] -= 1
+            if missing[group]:
+                break
+            members = groups[group][:, 0]
+            longest = durations[members, groups[group][:, 1]].max()
+            ready[members] = ready[members].max() + longest
+            at[members] += 1
+            runnable += [member for member in members.tolist() if member != rank]
+    assert (at == width).all(), "samples on several ranks are in one order on all of them"
+    return ready

@@ -1,0 +1,68 @@
+"""Steps of unequal samples: closed forms of each layout, and the balancer's result played again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from meshwright.policies.sample_balance import RankPool, balance_samples
+from meshwright.policies.sample_time import SampleTime
+from meshwright.simulator.sample_steps import Parts, RingTime, arrival_parts, play_parts, static_seconds
+
+TIME = SampleTime(0.01, 1.0, 2.0)
+FREE = RingTime(0.0, 1.0, 1.0, 8, 0.0)
+
+
+def test_static_groups_wait_for_the_ring_of_every_token() -> None:
+    """Two groups of four ranks with 10 tokens each: one sequence of a sample of 40 tokens, one of eight samples of 5."""
+    lengths = np.array([40] + [5] * 8)
+    long_sample = 0.01 * 40**2 / 4 + 40 / 4 + 2
+    assert static_seconds(lengths, 2, 4, 10, TIME, FREE) == pytest.approx(long_sample)
+    ring = RingTime(bytes_per_token=1.0, link=0.5, port=0.1, ranks_per_node=8, tax=0.0)
+    messages = 3 * 40 * 3 / 4 / 0.5
+    assert static_seconds(lengths, 2, 4, 10, TIME, ring) == pytest.approx(messages + 10 + 2)
+    across = RingTime(bytes_per_token=1.0, link=0.5, port=0.1, ranks_per_node=2, tax=0.0)
+    assert static_seconds(lengths, 2, 4, 10, TIME, across) == pytest.approx(3 * 40 * 3 / 4 / 0.1 + 10 + 2)
+
+
+def test_a_sample_longer_than_a_sequence_is_cut() -> None:
+    """50 tokens in sequences of 40: attention of 40 and of 10 tokens."""
+    seconds = static_seconds(np.array([50]), 1, 4, 10, TIME, FREE)
+    assert seconds == pytest.approx(0.01 * (40**2 + 10**2) / 4 + 50 / 4 + 2 * 2)
+
+
+def test_forward_and_backward_hide_their_own_messages() -> None:
+    """Attention of 7 s has 2 s forward and 5 s backward; 6 s of messages have 2 s and 4 s: half of each second is lost to the tax."""
+    ring = RingTime(bytes_per_token=1.0, link=1.0, port=1.0, ranks_per_node=8, tax=0.5)
+    seconds = ring.attention_seconds(np.array([7.0]), np.array([4.0]), 2)
+    assert seconds.tolist() == [pytest.approx(2 + 5 + 0.5 * (2 + 4))]
+    assert ring.attention_seconds(np.array([7.0]), np.array([4.0]), 1).tolist() == [pytest.approx(7)]
+
+
+def test_ranks_of_a_divided_sample_wait_for_each_other() -> None:
+    """Rank 0 has 10 tokens before the sample of 20 on two ranks, and rank 1 has 5 after it."""
+    lengths, linear = np.array([10, 20, 5]), SampleTime(0.0, 1.0)
+    parts = Parts(np.array([0, 1, 1, 2]), np.array([1, 2, 2, 1]), np.array([0, 0, 1, 1]), np.array([0, 1, 0, 1]))
+    assert play_parts(parts, lengths, 3, linear, FREE).tolist() == [20, 25, 0]
+
+
+def test_samples_in_the_order_of_arrival_have_equal_tokens_not_equal_work() -> None:
+    lengths = np.array([16, 8, 8, 2, 2, 2, 2])
+    parts = arrival_parts(lengths, np.array([2, 1, 1, 1, 1, 1, 1]), 4, 8)
+    order = np.argsort(parts.sample, kind="stable")
+    assert parts.rank[order][:4].tolist() == [0, 1, 2, 3], "the ranks with the fewest slots"
+    assert len(set(zip(parts.rank[order][4:].tolist(), parts.slot[order][4:].tolist(), strict=True))) == 1, "best-fit"
+
+
+@pytest.mark.parametrize("ring", [0.0, 0.5])
+def test_the_simulator_plays_a_balance_in_the_time_that_the_balancer_says(ring: float) -> None:
+    """Without attention, so that both count the same; the balancer's ring is a least time of a part."""
+    lengths = np.random.default_rng(0).integers(1, 400, 200)
+    time = SampleTime(0.0, 1.0, 3.0)
+    balance = balance_samples(lengths, RankPool(8, 100, SampleTime(0.0, 1.0, 3.0, ring)))
+    parts = Parts(balance.sample, balance.parts, balance.rank, balance.slot)
+    played = play_parts(parts, lengths, 8, time, FREE)
+    if ring == 0:
+        assert played == pytest.approx(balance.end_seconds)
+    else:
+        assert (balance.end_seconds >= played - 1e-9).all()
