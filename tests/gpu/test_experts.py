@@ -33,6 +33,25 @@ CASES = {
     "fp32 on a processor": (1, ["cluster.gpu=cpu"]),
     "shard 2": (2, ["plan.shard=2", "plan.expert=1"]),
     "expert 2": (2, ["plan.expert=2"]),
+    "expert 2, exchange by kernels": (2, ["plan.expert=2", "plan.expert_exchange=peer"]),
+    "expert 2, exchange by kernels, not compiled, recompute full": (
+        2,
+        ["plan.expert=2", "plan.expert_exchange=peer", "plan.compile=false", "plan.recompute=full"],
+    ),
+    "expert 2, exchange by kernels, recompute selective": (
+        2,
+        [
+            "plan.expert=2",
+            "plan.expert_exchange=peer",
+            "plan.expert_receive_bound=1.9",
+            "plan.recompute=selective",
+            "plan.micro_batch=2",
+        ],
+    ),
+    "expert 2 x tensor 2, exchange by kernels": (
+        4,
+        ["plan.expert=2", "plan.shard=2", "plan.tensor=2", "plan.expert_exchange=peer"],
+    ),
     "expert 2, not compiled, recompute full": (2, ["plan.expert=2", "plan.compile=false", "plan.recompute=full"]),
     "expert 2, recompute selective": (2, ["plan.expert=2", "plan.recompute=selective", "plan.micro_batch=2"]),
     "expert 2, recompute full, layered": (
