@@ -1,6 +1,6 @@
 """Times copies of experts beside expert parallelism, on CPU ranks with cores of their own and with recorded loads.
 
-    python benchmarks/expert_ranks.py --out FILE.json              # 8 ranks of 16 cores, two each; about 100 s
+    python benchmarks/expert_ranks.py --out FILE.json              # 8 ranks of 16 cores, two each; 30 s a run
     python benchmarks/expert_ranks.py --ranks 2 --tokens 256 --hidden 64 --steps 3      # a try
 
 A model with two layers of 64 experts trains on steps of `data/expert-loads` (`train --replay-routing`), with the loads and copies of
@@ -47,7 +47,7 @@ class Copies:
 def runs_for(ranks: int) -> list[Copies]:
     """The compared runs: the curve over λ for the most uneven loads, and the ends of it for the others."""
     others = EXPERTS - EXPERTS // ranks
-    curve = [("none", 0), ("hecate", 24), ("fixed", others), ("hecate", 8), ("hecate", 2)]
+    curve = [("none", 0), ("hecate", 8), ("hecate", 2), ("hecate", 24), ("fixed", others)]
     return [
         *(Copies("0", policy, slots, slots > 0) for policy, slots in curve),
         *(Copies(loss, policy, slots, slots > 0) for loss in ("1e-4", "1e-2") for policy, slots in curve[:2]),
@@ -58,9 +58,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=2048, help="tokens of a rank")
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=9, help="steps of a run, of which the first three are not counted")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of a rank")
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=7, help="steps of a run, of which the first three are not counted")
     parser.add_argument("--first", type=int, default=200, help="first recorded step that is replayed")
     parser.add_argument("--budget", type=float, default=100, help="seconds after which no further run starts")
     options = parser.parse_args()

@@ -33,11 +33,49 @@ CASES = {
     "fp32 on a processor": (1, ["cluster.gpu=cpu"]),
     "shard 2": (2, ["plan.shard=2", "plan.expert=1"]),
     "expert 2": (2, ["plan.expert=2"]),
+    "expert 2, exchange by kernels": (2, ["plan.expert=2", "plan.expert_exchange=peer"]),
+    "expert 2, exchange by kernels, not compiled, recompute full": (
+        2,
+        ["plan.expert=2", "plan.expert_exchange=peer", "plan.compile=false", "plan.recompute=full"],
+    ),
+    "expert 2, exchange by kernels, recompute selective": (
+        2,
+        [
+            "plan.expert=2",
+            "plan.expert_exchange=peer",
+            "plan.expert_receive_bound=1.9",
+            "plan.recompute=selective",
+            "plan.micro_batch=2",
+        ],
+    ),
+    "expert 2 x tensor 2, exchange by kernels": (
+        4,
+        ["plan.expert=2", "plan.shard=2", "plan.tensor=2", "plan.expert_exchange=peer"],
+    ),
     "expert 2, not compiled, recompute full": (2, ["plan.expert=2", "plan.compile=false", "plan.recompute=full"]),
     "expert 2, recompute selective": (2, ["plan.expert=2", "plan.recompute=selective", "plan.micro_batch=2"]),
     "expert 2, recompute full, layered": (
         2,
         ["plan.expert=2", "plan.recompute=full", "plan.schedule=breadth_first", "plan.micro_batch=1"],
+    ),
+    "expert 2, all present": (2, ["plan.expert=2", "plan.expert_policy=fixed", "plan.expert_slots=8"]),
+    "expert 2, hecate, recompute full": (
+        2,
+        ["plan.expert=2", "plan.expert_policy=hecate", "plan.expert_slots=4", "plan.recompute=full"],
+    ),
+    "expert 4, flexmoe, kept, accumulate": (
+        4,
+        [
+            "plan.expert=4",
+            "plan.expert_policy=flexmoe",
+            "plan.expert_slots=6",
+            "plan.expert_keep=true",
+            "plan.micro_batch=1",
+        ],
+    ),
+    "expert 2 x expert shard 2, fastermoe": (
+        4,
+        ["plan.expert=2", "plan.shard=4", "plan.expert_policy=fastermoe", "plan.expert_slots=8"],
     ),
     "tensor 2": (2, ["plan.tensor=2", "plan.recompute=selective"]),
     "expert 2 x tensor 2": (4, ["plan.expert=2", "plan.shard=2", "plan.tensor=2"]),

@@ -178,7 +178,7 @@ def test_logits_are_within_the_bf16_spread_of_the_trainer(name: str, graphs: boo
 
 def test_a_long_prompt_takes_the_training_form_and_the_absorbed_one() -> None:
     """In fp32: 1,024 tokens attend without the cache, the other ones and decodes with it."""
-    model = built(SPECS["v3"], dtype=torch.float32).cuda()
+    model = built(replace(SPECS["v3"], max_seq_len=2048), dtype=torch.float32).cuda()
     options = EngineOptions(sequences=2, tokens_per_block=16, cache_blocks=256, context=2048)
     draws = random.Random(0)
     prompt = [draws.randrange(100) for _ in range(1300)]

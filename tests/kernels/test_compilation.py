@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("triton")
 FOLDER = Path(__file__).parent
 KERNELS = {
+    "test_token_exchange.py": {"_read_rows", "_route", "_signal", "_targets", "_wait", "_write_rows"},
     "test_triton.py": {
         "_adamw",
         "_add_rms_norm",

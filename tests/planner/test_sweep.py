@@ -71,6 +71,7 @@ def test_pruning_and_shares_keep_the_optimum(run: RunSpec) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(questions())
 def test_pruning_and_shares_keep_the_optimum_of_many(run: RunSpec) -> None:

@@ -32,7 +32,7 @@ def test_a_sample_longer_than_a_sequence_is_cut() -> None:
 
 
 def test_forward_and_backward_hide_their_own_messages() -> None:
-    """Attention of 7 s has 2 s forward and 5 s backward; 6 s of messages have 2 s and 4 s: half of each second is lost to the tax."""
+    """7 s of attention are 2 s forward and 5 s backward, 6 s of messages 2 s and 4 s: half of each is lost to the tax."""
     ring = RingTime(bytes_per_token=1.0, link=1.0, port=1.0, ranks_per_node=8, tax=0.5)
     seconds = ring.attention_seconds(np.array([7.0]), np.array([4.0]), 2)
     assert seconds.tolist() == [pytest.approx(2 + 5 + 0.5 * (2 + 4))]

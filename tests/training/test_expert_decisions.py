@@ -35,7 +35,7 @@ def run(decider: ExpertDecisions, presents: dict[int, PresentExperts], steps: ra
 
 
 @pytest.mark.parametrize("policy", ["hecate", "fastermoe", "flexmoe"])
-@pytest.mark.parametrize("elements", [50_000, 2 * RANKS * EXPERTS])
+@pytest.mark.parametrize("elements", [30_000, 2 * RANKS * EXPERTS])
 def test_a_restored_run_decides_as_the_uninterrupted_one(
     monkeypatch: pytest.MonkeyPatch, policy: ExpertPolicy, elements: int
 ) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 
 import pytest
 import torch
 
+from meshwright.parallel.token_exchange import PeerTokenExchange, check_received_rows
+from meshwright.parallel.token_exchange_peers import PeerExchange
 from meshwright.policies.numerics import MOST_ROLLBACKS, MOST_SKIPS
-from meshwright.spec.errors import NumericalFailure
+from meshwright.spec.errors import BadInput, NumericalFailure
 from meshwright.spec.job import TrainSpec
 from meshwright.training.numerics import NumericalPolicy, Rollback
 from meshwright.training.train_step import skipping_replicas
@@ -108,3 +111,16 @@ def test_a_checkpoint_keeps_what_decisions_follow_from() -> None:
     assert other.state(31) == numerics.state(31) and other.norm_limit(33) == numerics.norm_limit(33)
     assert other.skip_samples == ((312, 320),) and other.updates(31) == 30
     assert after_good_steps(policy(), 30).state(30) == {}, "nothing is kept where nothing is needed"
+
+
+def test_rows_without_room_are_named_as_the_cause() -> None:
+    peers = PeerExchange(0, 2, 1.25, False, open_window=lambda size: pytest.fail(f"a window of {size} bytes"))
+    exchange = PeerTokenExchange("experts", peers)
+    numerics = policy(on_nonfinite="skip")
+    assert "skipped" in (numerics.check(record(3, math.nan, math.nan)) or "")
+    peers._exceeded.fill_(1)
+    with pytest.raises(BadInput, match=r"plan\.expert_receive_bound = 1\.25: .*at most to 2"):
+        numerics.check(record(4, math.nan, math.nan))
+    del exchange, peers
+    gc.collect()
+    check_received_rows()

@@ -286,6 +286,16 @@ def test_memory_of_experts_by_expert_and_shard_ranks() -> None:
     assert activation_bytes(MIXTURE, TRAIN, plan({"shard": 4})) == (TOKENS * (2 * SAVED + 6 * routed),)
 
 
+def test_the_token_exchange_by_kernels_has_room_for_its_bound() -> None:
+    """Two slots of a window in bf16, with room for so many times the two copies of each token; also experts' activations."""
+    for bound, room in ((None, 4), (1.5, 1.5), (8, 4)):
+        whole = replace(plan({"shard": 4}, recompute="full"), experts=ExpertPlan(expert=4))
+        peers = replace(whole, experts=ExpertPlan(expert=4, exchange="peer", receive_bound=bound))
+        messages, kernels = (fullest_rank_memory(MIXTURE, TRAIN, each, cpu=False) for each in (whole, peers))
+        assert kernels["framework"] - messages["framework"] == 2 * room * 2 * TOKENS * HIDDEN * 2
+        assert kernels["activations"] > messages["activations"]
+
+
 def test_allocated_bytes_exclude_the_framework() -> None:
     memory = fullest_memory(plan({"shard": 4}))
     assert allocated(memory) == sum(memory.values()) - FRAMEWORK_BYTES["cuda"]

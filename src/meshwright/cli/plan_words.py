@@ -79,7 +79,8 @@ def mesh_line(plan: Plan) -> str:
         return text
     if experts.expert * experts.expert_shard > 1:
         text += f", experts over {experts.expert}" + (f" × {experts.expert_shard}" if experts.expert_shard > 1 else "")
-    return text if experts.policy == "none" else f"{text}, {experts.slots} expert copies by {experts.policy}"
+    text += "" if experts.policy == "none" else f", {experts.slots} expert copies by {experts.policy}"
+    return text if experts.exchange == "all_to_all" else f"{text}, tokens exchanged by {experts.exchange}"
 
 
 def short_line(plan: Plan) -> str:

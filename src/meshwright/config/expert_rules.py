@@ -17,6 +17,7 @@ def expert_pins(run: RunValues) -> Iterator[Mistake]:
     if experts is None:
         return
     yield from _copy_pins(run, experts)
+    yield from _exchange_pins(run, experts)
     if ranks is None:
         return
     if not experts:
@@ -48,6 +49,19 @@ def _copy_pins(run: RunValues, experts: int) -> Iterator[Mistake]:
             yield run.mistake(f"plan.{key}", "no key without plan.expert_policy, which says which experts are copied")
 
 
+def _exchange_pins(run: RunValues, experts: int) -> Iterator[Mistake]:
+    """Kernels exchange tokens between several expert ranks that are GPUs; a bound belongs to them."""
+    exchange, ranks = run("plan.expert_exchange"), (run("plan.expert") or 1) * (run("plan.tensor") or 1)
+    if exchange in (None, "all_to_all"):
+        if run("plan.expert_receive_bound") is not None:
+            yield run.mistake("plan.expert_receive_bound", "no key without plan.expert_exchange: peer")
+    elif not experts or ranks == 1:
+        expected = "all_to_all, unless plan.expert (or plan.tensor) spreads experts over several ranks"
+        yield run.mistake("plan.expert_exchange", expected, "all_to_all")
+    elif str(run("cluster.gpu")).lower() == "cpu":
+        yield run.mistake("plan.expert_exchange", "all_to_all, as the kernels run on GPUs", "all_to_all")
+
+
 def plan_file_experts(plan: Document, run: RunValues, tensor: int) -> Iterator[Mistake]:
     """Mistakes of the section `experts` of a plan file, for `tensor` tensor ranks."""
     experts = run("model.experts")
@@ -67,6 +81,20 @@ def plan_file_experts(plan: Document, run: RunValues, tensor: int) -> Iterator[M
         yield plan.mistake(("experts", "slots" if "slots" in section else "policy"), expected, str(slots))
     elif policy == "none" and section.get("keep"):
         yield plan.mistake(("experts", "keep"), "false, as policy none copies no experts", "true", "false")
+    else:
+        yield from _plan_file_exchange(plan, run, size * tensor)
+
+
+def _plan_file_exchange(plan: Document, run: RunValues, ranks: int) -> Iterator[Mistake]:
+    section = plan.get(("experts",))
+    exchange = section.get("exchange", "all_to_all")
+    if exchange == "all_to_all":
+        if section.get("receive_bound") is not None:
+            expected = "no key without exchange: peer"
+            yield plan.mistake(("experts", "receive_bound"), expected, str(section["receive_bound"]))
+    elif ranks == 1 or str(run("cluster.gpu")).lower() == "cpu":
+        expected = "all_to_all, unless GPUs share the experts"
+        yield plan.mistake(("experts", "exchange"), expected, exchange, "all_to_all")
 
 
 def _slots(policy: str, slots: int, experts: int, ranks: int) -> str:

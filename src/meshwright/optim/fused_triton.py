@@ -13,9 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 1024
-PROGRAMS_PER_MULTIPROCESSOR = 16
-"""As many programs of four warps as fit on a multiprocessor."""
+BLOCK, WARPS = 2048, 8
+PROGRAMS_PER_MULTIPROCESSOR = 8
+"""As many programs as fit on a multiprocessor.
+
+Twice as many of half the size are slower: 5.27 instead of 4.63 ms for the parameters of one layer of Qwen3-30B-A3B on an H200.
+"""
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 """Triton's dtype of each dtype that gradients may have."""
 VECTOR = 16
@@ -49,7 +52,7 @@ def fused_update(
     table = torch.tensor(entries, pin_memory=True).to(device, non_blocking=True)
     _adamw[(programs,)](
         table, rates, factor, skip, len(entries), *betas, *(1 - beta for beta in betas), epsilon, decay_factor, programs,
-        TRITON_DTYPES[gradients[0].dtype], aligned, BLOCK, num_warps=4,
+        TRITON_DTYPES[gradients[0].dtype], aligned, BLOCK, num_warps=WARPS,
     )  # fmt: skip
 
 

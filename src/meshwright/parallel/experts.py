@@ -29,6 +29,7 @@ from meshwright.parallel.blocks import numbered_blocks
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.present_experts import PresentExperts
 from meshwright.parallel.products import group_by_name
+from meshwright.parallel.token_exchange import Compute, TokenExchange, open_peer_exchange
 from meshwright.spec.errors import BadInput
 from meshwright.spec.plan import CONTEXT_AXES, ExpertPlan
 
@@ -47,16 +48,20 @@ def distribute_experts(model: Decoder, mesh: Mesh, plan: ExpertPlan | None = Non
         raise BadInput(
             f"plan.expert × plan.tensor: expected a divisor of model.experts = {model.spec.experts}, got {group.size()}"
         )
+    if plan is None or plan.exchange == "all_to_all":
+        exchange: TokenExchange = AllToAll(group.group_name, group.size())
+    else:
+        exchange = open_peer_exchange(mesh, plan)
     if plan is None or plan.policy == "none":
         for mixture in _mixtures(model):
-            mixture.experts = DistributedExperts(mixture.experts, group.group_name, group.size())
+            mixture.experts = DistributedExperts(mixture.experts, exchange)
         return {}
     nodes = [mesh.layout.node(rank) for rank in dist.get_process_group_ranks(group)]
     presents = {}
     for layer, block in numbered_blocks(model):
         if block.routed:
             presents[layer] = PresentExperts(model.spec.experts, plan, nodes, group.rank(), mesh.device)
-            block.moe.experts = CopiedExperts(block.moe.experts, group.group_name, presents[layer])
+            block.moe.experts = CopiedExperts(block.moe.experts, exchange, presents[layer])
     return presents
 
 
@@ -76,11 +81,11 @@ def _mixtures(model: Decoder) -> list[MixtureOfExperts]:
 
 
 class DistributedExperts(Experts):
-    """This rank's experts of a layer. `group` is the name of the process group of `ranks` ranks that have the layer's experts."""
+    """This rank's experts of a layer, to which the other ranks' rows come by `exchange`."""
 
-    def __init__(self, whole: Experts, group: str, ranks: int) -> None:
+    def __init__(self, whole: Experts, exchange: TokenExchange) -> None:
         nn.Module.__init__(self)
-        self.gated, self.plain, self.group, self.ranks = whole.gated, whole.plain, group, ranks
+        self.gated, self.plain, self.exchange = whole.gated, whole.plain, exchange
         for name, weight in whole.named_parameters():
             self.register_parameter(name, weight)
 
@@ -90,19 +95,15 @@ class DistributedExperts(Experts):
         Each is multiplied by its element of `weights` `(rows,)` when it is back: the other ranks do not get the weights.
         """
         load = order.offsets.diff(prepend=order.offsets.new_zeros(1))
-        received_loads, splits = exchange_loads(load, self.group, self.ranks)
-        received = exchange_rows(sorted_rows, splits, None, False, self.group)
-        local_order = order_by_expert(_experts_of_rows(received_loads, received), received_loads.sum(0))
-        local_outputs = from_groups(super().forward(to_groups(received, local_order), local_order), local_order)
-        outputs = exchange_rows(local_outputs.squeeze(1), splits, sorted_rows.shape[0], True, self.group)
+        outputs = self.exchange(sorted_rows, load, super().forward)
         return outputs if weights is None else (outputs * weights[:, None]).to(outputs.dtype)
 
 
 class CopiedExperts(DistributedExperts):
     """Experts of a layer of which a rank has its own and copies of others: rows whose expert is `present` stay on their rank."""
 
-    def __init__(self, whole: Experts, group: str, present: PresentExperts) -> None:
-        super().__init__(whole, group, present.ranks)
+    def __init__(self, whole: Experts, exchange: TokenExchange, present: PresentExperts) -> None:
+        super().__init__(whole, exchange)
         stacked = copy(whole)
         stacked._parameters = {}
         self.present = present
@@ -121,13 +122,23 @@ class CopiedExperts(DistributedExperts):
             return stacked.forward(sorted_rows, order, weights)
         load = order.offsets.diff(prepend=order.offsets.new_zeros(1)).long()
         sent_order, sent_loads = _order_by_slot(present, load, sorted_rows.shape[0])
-        received_loads, splits = exchange_loads(sent_loads, self.group, self.ranks, present.local)
-        received = exchange_rows(to_groups(sorted_rows, sent_order), splits, None, False, self.group)
-        local_order = order_by_expert(_experts_of_rows(received_loads, received), received_loads.sum(0))
-        local_outputs = from_groups(stacked.forward(to_groups(received, local_order), local_order), local_order)
-        returned = exchange_rows(local_outputs.squeeze(1), splits, sorted_rows.shape[0], True, self.group)
+        returned = self.exchange(to_groups(sorted_rows, sent_order), sent_loads, stacked.forward, present.local)
         outputs = from_groups(returned, sent_order).squeeze(1)
         return outputs if weights is None else (outputs * weights[:, None]).to(outputs.dtype)
+
+
+class AllToAll(TokenExchange):
+    """The exchange by messages of NCCL or Gloo; `group` is the name of the process group of `ranks` ranks."""
+
+    def __init__(self, group: str, ranks: int) -> None:
+        self._group, self._ranks = group, ranks
+
+    def __call__(self, sorted_rows: Tensor, load: Tensor, compute: Compute, local: Tensor | None = None) -> Tensor:
+        received_loads, splits = exchange_loads(load, self._group, self._ranks, local)
+        received = exchange_rows(sorted_rows, splits, None, False, self._group)
+        local_order = order_by_expert(_experts_of_rows(received_loads, received), received_loads.sum(0))
+        local_outputs = from_groups(compute(to_groups(received, local_order), local_order), local_order)
+        return exchange_rows(local_outputs.squeeze(1), splits, sorted_rows.shape[0], True, self._group)
 
 
 def _order_by_slot(present: PresentExperts, load: Tensor, count: int) -> tuple[ExpertOrder, Tensor]:

@@ -67,6 +67,7 @@ class PresentExperts:
         self.own = np.arange(experts) // self.owned == np.arange(self.ranks)[:, None]
         """Experts that each rank owns, `(R, E)`."""
         self.present = np.empty(0)
+        self._tables: Tables | None = None
         self.set(fixed_copies(self.own[None], plan.slots)[0] if plan.policy == "fixed" else self.own)
 
     def set(self, present: np.ndarray) -> None:
@@ -75,8 +76,9 @@ class PresentExperts:
 
     def use(self, tables: Tables) -> None:
         """As `set`, with tables that were computed before."""
-        if np.array_equal(tables.present, self.present):
+        if tables is self._tables:  # a layer that was not decided again
             return
+        self._tables = tables
         self.present, self.transfers, self.all_present = tables.present, tables.transfers, bool(tables.present.all())
         self.local[0] = self.all_present
         self.slot_of.copy_(torch.from_numpy(tables.slot_of))

@@ -74,6 +74,7 @@ _ROUTING = {
     _aten.topk.default,
     _aten.sort.stable,
     torch.ops.meshwright.exchange_loads.default,
+    torch.ops.meshwright.route_tokens.default,
     torch.ops.meshwright.sum_loads.default,
 }
 _ATTENTION = {
@@ -93,6 +94,7 @@ _SELECTED = {
     GROUPED_OPERATOR,
     GROUPED_FP8_OPERATOR,
     torch.ops.meshwright.exchange_rows.default,
+    torch.ops.meshwright.move_tokens.default,
     torch.ops.meshwright.all_gather_matmul.default,
     torch.ops.meshwright.matmul_reduce_scatter.default,
 }

@@ -15,13 +15,14 @@ import numpy as np
 from meshwright.costs.layer_costs import LayerCosts, layer_costs
 from meshwright.costs.plan_costs import Pricing
 from meshwright.costs.step import step_cost
-from meshwright.planner.candidate import offload_fraction_of, precision_of
+from meshwright.planner.candidate import offload_fraction_of, pins_of, precision_of
 from meshwright.planner.schedule_choice import head_in_layers
 from meshwright.planner.space import SCHEDULES, Points
 from meshwright.planner.strategies import lowest_memory_end, strategy_set_of
 from meshwright.spec.layout import V_SCHEDULES
 from meshwright.spec.plan import LayerStrategy
 from meshwright.spec.run import RunSpec
+from meshwright.workload.expected_loads import received_room
 from meshwright.workload.layout_bytes import layout_peak_bytes
 from meshwright.workload.layouts import Layouts, layouts_of, strategy_columns
 from meshwright.workload.plan_bytes import formats
@@ -174,8 +175,12 @@ def peak_rank_bytes(run: RunSpec, layout: Layouts) -> np.ndarray:
         run.train, precision_of(run), cpu=run.cluster.is_cpu, model=run.model,
         offload_fraction=offload_fraction_of(run),
     )  # fmt: skip
+    pins = pins_of(run)
+    room = received_room(pins.expert_exchange, pins.expert_receive_bound, layout.expert)
+    layout = replace(layout, busiest_rows=np.where(room > 0, room, layout.busiest_rows))
     byte_widths = replace(
         byte_widths,
+        exchange_room=run.model.experts_per_token * room,
         window=layout.weights_by_copy_engine,
         token_window=0.0 if run.cluster.is_cpu else layout.tokens_by_copy_engine,
     )

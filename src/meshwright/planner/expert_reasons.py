@@ -46,7 +46,7 @@ def uneven_loads_reason(run: RunSpec, plan: Plan) -> str:
         )
     alone = float(np.asarray(expected_busiest(run.model, run.train, ranks).imbalance))
     if copies_experts(plan) and source is not None:
-        present = copy_effects(run.model, run.train, plan.without_prediction, run.cluster).imbalance
+        present = copy_effects(run.model, run.train, plan, run.cluster).imbalance
         return (
             f"uneven loads of experts: with copies the busiest of {ranks} ranks computes {present:.2f} times the mean, "
             f"without {alone:.2f} ({where})"

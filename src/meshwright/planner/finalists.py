@@ -98,11 +98,15 @@ def plan_at(run: RunSpec, points: Points, index: int, strategy: Strategy, budget
 
 
 def _expert_plan(run: RunSpec, expert: int, expert_shard: int, tensor: int) -> ExpertPlan | None:
-    """How experts are spread, with the pinned copies; a pinned policy without slots gets as many as a rank owns experts."""
+    """How experts are spread, with the pinned exchange and copies; a policy without slots gets as many as a rank owns experts."""
     if not run.model.experts:
         return None
     plan, pins, ranks = ExpertPlan(expert=expert, expert_shard=expert_shard), pins_of(run), expert * tensor
-    if pins.expert_policy in (None, "none") or ranks == 1:
+    if ranks == 1:
+        return plan
+    exchange = pins.expert_exchange or plan.exchange
+    plan = replace(plan, exchange=exchange, receive_bound=pins.expert_receive_bound)
+    if pins.expert_policy in (None, "none"):
         return plan
     owned = run.model.experts // ranks
     slots = min(pins.expert_slots or owned, run.model.experts - owned)

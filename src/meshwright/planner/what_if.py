@@ -275,6 +275,8 @@ def _pin_all_but_changed(run: RunSpec, plan: Plan) -> RunSpec:
     pins |= {"expert": plan.experts.expert} if plan.experts else {}
     if plan.experts and plan.experts.policy != "none":
         pins |= {f"expert_{key}": getattr(plan.experts, key) for key in ("policy", "slots", "keep", "window")}
+    if plan.experts and plan.experts.exchange != "all_to_all":
+        pins |= {f"expert_{key}": getattr(plan.experts, key) for key in ("exchange", "receive_bound")}
     pins |= {"layers": plan.layers} if any(layer.linear for layer in plan.layers) else {}
     return replace(run, plan=replace(pins_of(run), **pins))
 

@@ -46,7 +46,7 @@ def with_copies(
     has_loads = train.expert_load not in (None, EQUAL_LOADS)
     if priced is None or not copies_experts(plan) or (not has_loads and not all_present(model, plan)):
         return priced
-    columns = vars(copy_effects(model, train, plan.without_prediction, cluster))
+    columns = vars(copy_effects(model, train, plan, cluster))
     others = {
         linear: replace(other, layout=replace(other.layout, **columns))
         for linear, other in priced.other_formats.items()
@@ -54,9 +54,13 @@ def with_copies(
     return replace(priced, layout=replace(priced.layout, **columns), other_formats=others)
 
 
-@lru_cache(maxsize=256)
 def copy_effects(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> CopyEffects:
     """The effects of the copies of a plan. Raises BadInput where the device's rates or the loads are not known."""
+    return _copy_effects(model, train, plan.without_prediction, cluster)
+
+
+@lru_cache(maxsize=256)
+def _copy_effects(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> CopyEffects:
     assert plan.experts is not None
     experts, ranks = plan.experts, plan.experts.expert * plan.axis_size("tensor")
     uncopied = replace(plan, experts=replace(experts, policy="none", slots=0))

@@ -90,9 +90,9 @@ def static_seconds(
 
 
 def arrival_parts(lengths: np.ndarray, needed: np.ndarray, ranks: int, capacity: int) -> Parts:
-    """Samples in the order of arrival: `needed` `(S,)` ranks each, those with the fewest slots; samples of one rank are best-fit.
+    """Places samples in the order of arrival on `needed` `(S,)` ranks each, those with the fewest slots.
 
-    A slot has room for `capacity` tokens, less the part of a sample on several ranks.
+    Samples on one rank come last, best-fit. A slot has room for `capacity` tokens, less the part of a sample on several ranks.
     """
     slots, parts = np.zeros(ranks, np.int64), []
     rooms: list[tuple[int, int, int]] = []  # free tokens, rank, slot

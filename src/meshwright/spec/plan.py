@@ -34,6 +34,8 @@ Moments = Literal["fp32", "bf16", "int8"]
 OffloadShare = Annotated[float, Bound(at_least=0, at_most=1)]
 Engine = Literal["kernel", "copy"]
 ExpertPolicy = Literal["none", "hecate", "fastermoe", "flexmoe", "fixed"]
+ExpertExchange = Literal["all_to_all", "peer", "peer_fp8"]
+ReceiveBound = Annotated[float, Bound(at_least=1.0)]
 
 DATA_AXES = ("replicate", "shard")
 """Axes along which ranks read different samples."""
@@ -178,6 +180,13 @@ class ExpertPlan:
     backward. Only with copies."""
     window: Positive = 5
     """Steps whose loads a decision is made from."""
+    exchange: ExpertExchange = "all_to_all"
+    """What moves tokens between expert ranks.
+    all_to_all: messages of NCCL or Gloo, after the host has read the counts. peer: kernels that write into the other
+    ranks' memory, without the host; for GPUs inside a node. peer_fp8: the same, rounded to e4m3 on the way out."""
+    receive_bound: ReceiveBound | None = None
+    """Rows that a rank has room to receive with `exchange: peer`, as a multiple of those that it sends.
+    More are an error; none: room for all rows of all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,6 +345,10 @@ class PlanPins:
     """Keep present experts gathered for the step."""
     expert_window: Positive | None = None
     """Steps whose loads decide which experts are present."""
+    expert_exchange: ExpertExchange | None = None
+    """What moves tokens between expert ranks."""
+    expert_receive_bound: ReceiveBound | None = None
+    """Rows that a rank has room to receive, as a multiple of those that it sends; left out, all rows of all ranks."""
     schedule: ScheduleName | None = None
     """Order of stages and micro-batches."""
     stages: tuple[tuple[str, ...], ...] | None = None

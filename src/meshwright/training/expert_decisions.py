@@ -33,7 +33,7 @@ from meshwright.spec.run import RunSpec
 
 DELAY = 2
 """Steps between the loads that a decision is made from and the step that uses it."""
-ELEMENTS = 50_000
+ELEMENTS = 25_000
 """Layers × ranks × experts that are decided in a step, in 20 ms at most; of larger models some layers, in turn."""
 
 
@@ -67,7 +67,8 @@ class ExpertDecisions:
         self._decided: dict[int, Future[Decision]] = {}
         """By step; the last ones are kept, because the state of an earlier step may still be asked for."""
         self._due = min(layers, max(1, ELEMENTS // (ranks * experts)))
-        self._latest = self._initial()
+        self._initial = self._decision(owned(self._owners, ranks), {}, range(layers))
+        self._latest = self._initial
 
     @classmethod
     def open(
@@ -86,7 +87,7 @@ class ExpertDecisions:
     def begin_step(self, step: int) -> None:
         """Make the experts that were decided for `step` present, before the first decision only those that ranks own."""
         self._step = step
-        decision = self._decided[step].result() if step in self._decided else self._initial()
+        decision = self._decided[step].result() if step in self._decided else self._initial
         for layer, experts in self._presents.items():
             experts.use(decision.tables[layer])
 
@@ -123,7 +124,7 @@ class ExpertDecisions:
         self._thread.submit(int).result()  # the thread has ended what it began
         self._counts.clear()
         self._decided.clear()
-        self._latest = self._initial()
+        self._latest = self._initial
         saved, step, size = state.get("experts", {}), state["step"], int(np.prod(self.shape))
         if saved.get("shape") != list(self.shape):
             return
@@ -136,10 +137,6 @@ class ExpertDecisions:
             self._latest = self._decision(present, {}, range(self.shape[0]))
             self._decided[int(number)] = decided = Future()
             decided.set_result(self._latest)
-
-    def _initial(self) -> Decision:
-        layers, ranks, _ = self.shape
-        return self._decision(owned(self._owners, ranks), {}, range(layers))
 
     def _decide(self, step: int, host: Tensor, ready: Any) -> Decision:
         if ready is not None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from meshwright.parallel.token_exchange import check_received_rows
 from meshwright.policies.numerics import (
     LAG_STEPS,
     MOST_ROLLBACKS,
@@ -93,6 +94,8 @@ class NumericalPolicy:
             record.get("skipping_replicas", 0),
         )
         verdict = judge(loss, norm, self._limits(step))
+        if verdict == "nonfinite":
+            check_received_rows()  # a known cause, with its own remedy
         if verdict == "good":
             self._history.append(GoodStep(step, loss, norm))
             return None

@@ -16,7 +16,7 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import RECOMPUTE_MODES, Linear, Plan, Recompute
 from meshwright.workload.arrays import Array
 from meshwright.workload.dtypes import COMPUTE_BYTES, bytes_of, low_share
-from meshwright.workload.expected_loads import expected_busiest
+from meshwright.workload.expected_loads import expected_busiest, received_room
 from meshwright.workload.groups import all_present, context_size, experts_over
 from meshwright.workload.layouts import Layouts
 from meshwright.workload.model_shape import Shape, shape_of, with_blocks
@@ -51,13 +51,22 @@ def saved_elements_by_layer(model: ModelSpec, plan: Plan) -> list[float]:
 
 
 def busiest_rows(model: ModelSpec, train: TrainSpec, plan: Plan) -> float:
-    """Rows of the busiest expert rank relative to the mean, as `train.expert_load` says.
+    """Rows that the busiest expert rank stores relative to the mean, as `train.expert_load` or a static exchange says.
 
     Copies of experts do not change it, unless all are present: a run's first steps have none.
     """
     if all_present(model, plan):
         return 1.0
-    return float(expected_busiest(model, train, experts_over(plan) * plan.axis_size("tensor")).stored_rows)
+    room = exchange_room(model, plan)
+    return room or float(expected_busiest(model, train, experts_over(plan) * plan.axis_size("tensor")).stored_rows)
+
+
+def exchange_room(model: ModelSpec, plan: Plan) -> float:
+    """`received_room` of a plan; 0 if all experts are present, so that no rows are exchanged."""
+    experts, ranks = plan.experts, experts_over(plan) * plan.axis_size("tensor")
+    if experts is None or all_present(model, plan):
+        return 0.0
+    return float(received_room(experts.exchange, experts.receive_bound, ranks))
 
 
 def elements_per_token(model: ModelSpec, plan: Plan, busiest: float = 1.0) -> Callable[[int], tuple[float, float]]:

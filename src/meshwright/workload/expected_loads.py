@@ -13,6 +13,7 @@ from meshwright.config.recorded_loads import read_loads
 from meshwright.spec.errors import BadInput
 from meshwright.spec.job import EQUAL_LOADS, TrainSpec
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.plan import ExpertExchange
 from meshwright.workload.arrays import Array
 
 IMBALANCE_EXCESS = 0.2
@@ -55,6 +56,12 @@ def expected_busiest(model: ModelSpec, train: TrainSpec, expert_ranks: Array) ->
         np.array([busiest.imbalance for busiest in by_size])[index],
         np.array([busiest.stored_rows for busiest in by_size])[index],
     )
+
+
+def received_room(exchange: ExpertExchange | None, bound: float | None, expert_ranks: Array) -> Array:
+    """Rows that each of `expert_ranks` has room to receive, relative to those it sends; 0 if the host sizes each exchange."""
+    ranks, peers = np.asarray(expert_ranks, float), exchange in ("peer", "peer_fp8")
+    return np.where((ranks > 1) & peers, np.minimum(ranks if bound is None else bound, ranks), 0.0)
 
 
 def busiest_of(loads: np.ndarray, ranks: int) -> BusiestRank:

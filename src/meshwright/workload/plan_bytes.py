@@ -24,6 +24,7 @@ from meshwright.spec.plan import (
 from meshwright.workload.activations import (
     busiest_rows,
     elements_per_token,
+    exchange_room,
     prediction_elements,
     received_elements,
     tokens_of,
@@ -137,6 +138,7 @@ def _memory_by_rank(
         train, plan.precision, cpu=cpu, replicas=replicas, engine=plan.gather_engine, tensor_engine=plan.tensor_engine,
         model=model, offload_fraction=plan.offload_fraction,
     )  # fmt: skip
+    number_formats = replace(number_formats, exchange_room=model.experts_per_token * exchange_room(model, plan))
     sizes = bytes_by_category(rank_tensors, number_formats)
     left_out = {"transfers": len(table) == 1, "ema": train.ema_decay is None}
     categories = [category for category in CATEGORIES if not left_out.get(category)]

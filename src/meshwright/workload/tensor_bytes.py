@@ -60,6 +60,8 @@ class Formats:
     """1 if copy engines gather weights into a persistent window."""
     token_window: Array = 0
     """1 if tensor ranks copy tokens through a persistent window while they compute."""
+    exchange_room: Array = 0
+    """Rows of tokens that a slot of the window of the token exchange between expert ranks holds, for each token."""
     block_states: Array = 2.0
     """Of the optimizer per parameter of a block: number of state tensors in the stored dtype."""
     end_states: Array = 2.0
@@ -180,7 +182,8 @@ def _lasting(rank: RankTensors, formats: Formats) -> dict[str, Array]:
         "transfers": np.where(rank.messages < 0, 0.0, (RECEIVES_AHEAD + rank.messages) * stream),
         # The allocator does not own mapped memory, so torch's memory statistics do not count it.
         "framework": formats.framework
-        + np.where(rank.width > 1, formats.token_window * TOKEN_SLOTS * rank.width * stream, 0.0),
+        + np.where(rank.width > 1, formats.token_window * TOKEN_SLOTS * rank.width * stream, 0.0)
+        + formats.exchange_room * TOKEN_SLOTS * stream,
     }
 
 
