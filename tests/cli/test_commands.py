@@ -92,7 +92,7 @@ JSON_COMMANDS: dict[str, tuple[Words, set[str]]] = {
     "monitor": (
         lambda tiny, run, tmp: [run],
         {field.name for field in fields(RunFigures)}
-        | {"ranks", "progress_seconds", "waiting", "heat_map", "incident_records"},
+        | {"ranks", "progress_seconds", "waiting", "heat_map", "expert_loads", "incident_records"},
     ),
     "stragglers": (
         lambda tiny, run, tmp: [run],

@@ -29,11 +29,11 @@ def test_an_optimizer_that_host_memory_cannot_hold_is_refused(monkeypatch: pytes
     axes = (MeshAxis(axis="replicate", size=2), MeshAxis(axis="shard", size=2))
     batch = BatchPlan(global_batch=8, micro_batch=1, accumulate=2)
     plan = Plan(mesh=axes, batch=batch, layers=(LayerStrategy(offload="optimizer"),))
-    monkeypatch.setattr(prepare, "host_memory_bytes", lambda: 200 * 10**9)
-    prepare.check_host_memory(run, plan)  # two copies of 8.03e9 parameters, 12 bytes each
-    monkeypatch.setattr(prepare, "host_memory_bytes", lambda: 190 * 10**9)
+    monkeypatch.setattr(prepare, "host_memory_bytes", lambda: 170 * 10**9)
+    prepare.check_host_memory(run, plan)  # two copies of 8.03e9 parameters, 10 bytes each
+    monkeypatch.setattr(prepare, "host_memory_bytes", lambda: 150 * 10**9)
     with pytest.raises(
-        OutOfResources, match=r"optimizer 192.7 GB of host memory, and this host has 190.0 GB.*plan.layers"
+        OutOfResources, match=r"optimizer 160.6 GB of host memory, and this host has 150.0 GB.*plan.layers"
     ):
         prepare.check_host_memory(run, plan)
 
@@ -86,8 +86,8 @@ def test_what_a_plan_file_lets_wait_must_fit_the_host(tmp_path: Path) -> None:
     batch = BatchPlan(global_batch=8, micro_batch=1, accumulate=2)
     plan = Plan(mesh=axes, batch=batch, layers=(LayerStrategy(offload="optimizer"),))
     assert prepare.misfit(file_run(tmp_path, plan, *overrides, "cluster.host_memory_gib=256"), plan) is None
-    excess = prepare.misfit(file_run(tmp_path, plan, *overrides, "cluster.host_memory_gib=200"), plan)
-    assert excess and "exceed host memory by 20.9 GB of 171.8" in excess  # 192.7 GB needed
+    excess = prepare.misfit(file_run(tmp_path, plan, *overrides, "cluster.host_memory_gib=180"), plan)
+    assert excess and "exceed host memory by 6.0 GB of 154.6" in excess  # 160.6 GB needed
 
 
 def test_a_plan_is_made_for_the_vocabulary_of_the_data_once_that_is_there(tmp_path: Path) -> None:
