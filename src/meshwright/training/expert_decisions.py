@@ -33,7 +33,7 @@ from meshwright.spec.run import RunSpec
 
 DELAY = 2
 """Steps between the loads that a decision is made from and the step that uses it."""
-ELEMENTS = 25_000
+ELEMENTS = 20_000
 """Layers × ranks × experts that are decided in a step, in 20 ms at most; of larger models some layers, in turn."""
 
 
