@@ -131,6 +131,14 @@ def test_rounding_is_within_one_step_and_unbiased(form: Moments, step: float) ->
     assert abs(float(correlation)) < 5 * share * (1 - share) / size**0.5, "the moments are rounded independently"
 
 
+def test_a_moment_that_is_not_a_number_stays_so() -> None:
+    """The usual NaN of a GPU has all bits set: random bits would carry into its sign."""
+    packing, fields = Packing(False, "bf16"), record_of(Packing(False, "bf16"), BLOCK)[0]
+    nan = from_bits(torch.full((BLOCK,), 0x7FFFFFFF))
+    pack(packing, {MOMENTS[0]: nan, MOMENTS[1]: nan}, fields, None, seed_of(torch.tensor(5.0)), 0)
+    assert all(bool(moment_of(packing, name, fields).isnan().all()) for name in MOMENTS)
+
+
 def test_eight_bits_keep_what_the_update_divides_by() -> None:
     """A second moment far below its block's largest is not 0; relative errors are below 1/8 within the format's range."""
     packing = Packing(False, "int8")
@@ -161,6 +169,8 @@ def test_kernels_equal_the_reference(master: bool, form: Moments) -> None:
     seed = seed_of(torch.tensor(3.0))
     states = states_of(size, 1)
     states[MASTER][7] = torch.nan
+    if form == "bf16":
+        states[MOMENTS[0]][9] = states[MOMENTS[1]][9] = from_bits(torch.tensor(0x7FFFFFFF))
     (fields, rounded), (expected, expected_rounded) = record_of(packing, size), record_of(packing, size)
     pack_record(packing, states, fields, rounded if master else None, seed, start)
     outputs = {name: torch.empty(size) for name in packing.states}

@@ -2,10 +2,11 @@
 
 The fp32 master weight is the bf16 weight of the device, rounded to the nearest value and ties to even as torch rounds it, and a remainder
 of 16 bits. Ties to even leave 65,537 remainders for an even bf16 value, so one more bit is needed: it says that a tie was rounded down. It
-is kept in the sign of the second moment, which is never negative. All fp32 values except the payload of NaN are restored.
+is kept in the sign of the second moment, which is never negative. Lost are only payloads of NaN and, with 8-bit moments, the last bit
+of ties.
 
 Moments are fp32, bf16, or 8 bits in blocks of `BLOCK` elements. The narrow formats round stochastically: random bits, which are a function
-of the update's number and the element's position, are added below the last bit that is kept. So a restart repeats them. A value of a format
+of the update's number and the element's position, are added below the last bit that is kept; a restart repeats them. A value of a format
 keeps its bits when it is packed again. Methods: Kalamkar et al. 2019 (bf16), Dettmers et al. 2022 (blocks of 8 bits), Zamirai et al. 2020
 (16-bit remainder and stochastic rounding).
 """
@@ -22,15 +23,17 @@ from meshwright.spec.optimizers import MOMENTS
 from meshwright.spec.plan import Moments
 
 BLOCK = 256
-"""Elements of a block of 8-bit moments, which share the exponent of the largest."""
+"""Elements of a block of 8-bit moments; their exponents are relative to that of the largest."""
 MASTER = "weight"
 SCALE = "_scale"
 """Ends the name of the field with the exponents of a moment's blocks."""
 LEVELS = {MOMENTS[0]: 15, MOMENTS[1]: 31}
-"""Exponents of 8-bit moments: the first has 4 bits and a sign, the second 5 bits; both have 3 bits of mantissa."""
+"""Highest exponent code of 8-bit moments: the first has 4 bits and a sign, the second 5; both have 3 bits of mantissa."""
 SECOND_MOMENT_SEED = 0x5BD1E995
 NEAREST = {"bf16": 1 << 15, "int8": 1 << 19}
 """In place of random bits: rounds to the nearest value, ties away from zero."""
+INFINITY = 0x7F800000
+"""Bits of an infinite fp32 value."""
 _MASK = 0xFFFFFFFF
 
 
@@ -175,7 +178,7 @@ def rounded_down_of(packing: Packing, fields: Mapping[str, Tensor]) -> Tensor:
 
 
 def put_moment(packing: Packing, name: str, values: Tensor, fields: Mapping[str, Tensor], random: Tensor | int) -> None:
-    """Write a moment to a record. The sign of a second moment with tie bits is cleared.
+    """Write a moment to a record. This erases tie bits: call `put_tie_bits` afterwards.
 
     `random` has 32 random bits (int32) for each element, or is the number of `NEAREST`.
     """
@@ -184,7 +187,10 @@ def put_moment(packing: Packing, name: str, values: Tensor, fields: Mapping[str,
         return
     below = random if isinstance(random, int) else random & (0xFFFF if packing.moments == "bf16" else 0xFFFFF)
     if packing.moments == "bf16":
-        fields[name].copy_(((values.view(torch.int32) + below) >> 16).to(torch.int16))
+        bits = values.view(torch.int32)
+        # A NaN stays one: random bits could carry into its sign.
+        bits = torch.where((bits & 0x7FFFFFFF) > INFINITY, bits, bits + below)
+        fields[name].copy_((bits >> 16).to(torch.int16))
         return
     codes, scales = _encode_blocks(values, LEVELS[name], below)
     fields[name].copy_(codes)

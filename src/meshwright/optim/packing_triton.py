@@ -129,8 +129,8 @@ def _pack(
         first_random = _random(position, seed)
         second_random = _random(position, seed ^ second_seed)
         if width == 16:
-            mean = (mean + (first_random & 0xFFFF)) >> 16
-            square = (square + (second_random & 0xFFFF)) >> 16
+            mean = tl.where((mean & 0x7FFFFFFF) > 0x7F800000, mean, mean + (first_random & 0xFFFF)) >> 16
+            square = tl.where((square & 0x7FFFFFFF) > 0x7F800000, square, square + (second_random & 0xFFFF)) >> 16
             if tie_bits:
                 square = (square & 0x7FFF) | (down << 15)
             tl.store(first + index, mean.to(tl.int16), mask=inside)

@@ -45,7 +45,7 @@ class PresentExperts:
     """The experts of one layer that are present on each rank of a group, from the view of `rank`.
 
     `nodes` are the nodes of the group's ranks. The tables on the device are changed in place, so that compiled code reads the current ones.
-    Before the first `set` owners have their experts, and with policy fixed all ranks their copies.
+    Initially owners have their experts and, with policy fixed, all ranks the fixed copies.
     """
 
     def __init__(self, experts: int, plan: ExpertPlan, nodes: Sequence[int], rank: int, device: torch.device) -> None:
@@ -63,7 +63,7 @@ class PresentExperts:
         self.position = torch.empty(experts, self.ranks, dtype=torch.int64, device=device)
         """Position of each rank among those to which this rank's rows of an expert go, `(E, R)`; R if none go there."""
         self.local = torch.empty(1, dtype=torch.int64)
-        """On the host, 1 if all experts are present on all ranks, so that every row stays on its rank."""
+        """`all_present` as a host tensor that operators read: 1 if every row stays on its rank."""
         self.own = np.arange(experts) // self.owned == np.arange(self.ranks)[:, None]
         """Experts that each rank owns, `(R, E)`."""
         self.present = np.empty(0)
@@ -81,9 +81,8 @@ class PresentExperts:
         self._tables = tables
         self.present, self.transfers, self.all_present = tables.present, tables.transfers, bool(tables.present.all())
         self.local[0] = self.all_present
-        self.slot_of.copy_(torch.from_numpy(tables.slot_of))
-        self.expert_in.copy_(torch.from_numpy(tables.expert_in))
-        self.position.copy_(torch.from_numpy(tables.position))
+        for target in ("slot_of", "expert_in", "position"):
+            _upload(getattr(tables, target), getattr(self, target))
 
     def tables(self, present: np.ndarray) -> Tables:
         """The tables of a set `present` `(R, E)`."""
@@ -107,7 +106,7 @@ class PresentExperts:
         return slice(first, first + self.owned)
 
     def destinations(self, load: Tensor) -> Tensor:
-        """How many of this rank's rows go to each rank, `(E, R)`, of rows `load` `(E,)`; as `policies.expert_routing.route`."""
+        """How many of this rank's `load` `(E,)` rows go to each rank, `(E, R)`, as `policies.expert_routing.route` says."""
         takes = self.position < self.ranks
         number = takes.sum(1, keepdim=True)
         part, remainder = load[:, None] // number, load[:, None] % number
@@ -140,3 +139,9 @@ class PresentExperts:
         number = candidates.sum(1, keepdims=True)
         shift = self.rank + np.arange(self.experts)[:, None]
         return np.where(candidates, (candidates.cumsum(1) - 1 + shift) % number, self.ranks)
+
+
+def _upload(values: np.ndarray, target: Tensor) -> None:
+    """Copy host values to a device tensor without waiting for the device, which still runs the step before."""
+    source = torch.from_numpy(values)
+    target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)

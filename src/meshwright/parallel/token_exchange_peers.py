@@ -6,9 +6,9 @@ the way back they are written to their source positions. Two slots alternate: a 
 rank's exchange in the other slot, which those set after they had read this one.
 
 Shapes are static: a rank receives at most `bound` times as many rows as it sends. If any rank would receive more, all ranks learn it from
-the counts, the results of the exchange are NaN, and the next exchange that the host starts raises BadInput.
+the counts, the rows that return are NaN, and a `start_route` after the device has finished this one raises BadInput.
 
-All ranks of a group make the same calls in the same order, with equal numbers of rows.
+All ranks of a group make the same calls in the same order, with equal numbers of rows; a start is finished before the next.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Route(NamedTuple):
 
 
 class PeerExchange:
-    """This rank's side of the exchanges of `ranks` ranks. `open_window` is collective and returns a window of so many bytes.
+    """This rank's side of the exchanges of `ranks` ranks. `open_window` is collective; its window has so many zero bytes.
 
     `bound`: most rows received, as a multiple of the rows sent. `fp8`: rows go to the experts in e4m3 with one scale a row; gradients and
     the way back keep their dtype. A call that starts an exchange writes and signals; the one that finishes it waits and reads.

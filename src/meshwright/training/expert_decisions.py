@@ -1,6 +1,6 @@
 """Which experts are present in each step of a run: decided on a host thread from the loads of earlier steps.
 
-The loads of step s are summed with the other figures of the step, so every rank has the same. A thread decides from the window that ends
+The loads of step s are summed over ranks with its other figures, so every rank has the same. A thread decides from the window that ends
 with them, while the device runs step s + 1; step s + 2 uses the decision. The delay is fixed, so a run is reproducible. The window and the
 decisions that no step has used yet are part of the run's state: a resumed run decides as the uninterrupted one.
 """
@@ -34,7 +34,7 @@ from meshwright.spec.run import RunSpec
 DELAY = 2
 """Steps between the loads that a decision is made from and the step that uses it."""
 ELEMENTS = 20_000
-"""Layers × ranks × experts that are decided in a step, in 20 ms at most; of larger models some layers, in turn."""
+"""Layers × ranks × experts that are decided in a step, which takes about 20 ms; above this, layers take turns."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ class ExpertDecisions:
         self._decided: dict[int, Future[Decision]] = {}
         """By step; the last ones are kept, because the state of an earlier step may still be asked for."""
         self._due = min(layers, max(1, ELEMENTS // (ranks * experts)))
+        """Layers that are decided in a step."""
         self._initial = self._decision(owned(self._owners, ranks), {}, range(layers))
         self._latest = self._initial
 
@@ -92,7 +93,7 @@ class ExpertDecisions:
             experts.use(decision.tables[layer])
 
     def rank_loads(self, loads: Tensor) -> Tensor:
-        """This rank's rows `loads` `(layers, experts)` in its place among those of all ranks, flat, to be summed over ranks."""
+        """This rank's rows `loads` `(blocks, experts)` in its place among those of all ranks, flat, to be summed."""
         by_rank = loads.new_zeros(self.shape)
         by_rank[:, self._rank] = loads[-self.shape[0] :]
         return by_rank.flatten()
@@ -114,24 +115,27 @@ class ExpertDecisions:
         return {
             "experts": {
                 "shape": list(self.shape),
+                "slots": self._plan.slots,
                 "counts": [_encode(counts.astype(np.int32)) for counts in window],
                 "decided": {str(number): _encode(np.packbits(present)) for number, present in decided.items()},
             }
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint's state; from none if it was written under another number of ranks, or without copies."""
-        self._thread.submit(int).result()  # the thread has ended what it began
+        """Continue from a checkpoint's state; from none if that has other ranks or slots, or no copies."""
+        self._thread.submit(int).result()  # wait for all decisions
         self._counts.clear()
         self._decided.clear()
         self._latest = self._initial
         saved, step, size = state.get("experts", {}), state["step"], int(np.prod(self.shape))
-        if saved.get("shape") != list(self.shape):
+        if (saved.get("shape"), saved.get("slots")) != (list(self.shape), self._plan.slots):
             return
         first = step - len(saved["counts"]) + 1
         for number, text in enumerate(saved["counts"], first):
             self._counts[number] = np.frombuffer(_decode(text), dtype=np.int32).reshape(self.shape).astype(np.int64)
-        for number, text in saved["decided"].items():
+        for number, text in sorted(
+            saved["decided"].items(), key=lambda item: int(item[0])
+        ):  # the newest becomes the latest
             bits = np.unpackbits(np.frombuffer(_decode(text), dtype=np.uint8), count=size)
             present = bits.reshape(self.shape).astype(bool)
             self._latest = self._decision(present, {}, range(self.shape[0]))
