@@ -89,6 +89,7 @@ def test_a_run_names_its_expected_loads_by_file_or_run(
     assert differences(run, load_run(None, words)) == [], "the loads that a planner expects do not change the training"
     for word, got in (
         ("absent.csv", "absent.csv: .*No such file"),
+        (300 * "x", "xxx.*: .*File name too long"),
         ("loads.csv", "loads.csv: has 4 experts, the model 8"),
     ):
         more = ["model.experts=8"] if word == "loads.csv" else []

@@ -98,7 +98,7 @@ def _resolve_expert_load(document: Document, runs: Path) -> None:
     if not isinstance(source, str) or source in ("none", EQUAL_LOADS):
         return
     path = Path(os.path.expanduser(source))
-    is_run = not path.exists() and len(path.parts) == 1 and (runs / path).is_dir()
+    is_run = not os.path.exists(path) and len(path.parts) == 1 and os.path.isdir(runs / path)
     document.data["train"]["expert_load"] = os.path.abspath(runs / path if is_run else path)
 
 
