@@ -70,22 +70,25 @@ def panel(
     bottom = HEIGHT - BOTTOM
     height = bottom - TOP
 
-    def place(x: float, seconds: float) -> tuple[float, float]:
+    def pixel_of(x: float, seconds: float) -> tuple[float, float]:
+        """Where a point of the data is drawn."""
         share = (x - limits[0]) / (limits[1] - limits[0])
         return left + share * width, bottom - seconds / highest * height
 
     parts = [f'<path d="M{left},{TOP}V{bottom}H{left + width:.0f}" fill="none" stroke="#888"/>']
     for step in range(5):
         seconds, x = highest * step / 4, limits[0] + (limits[1] - limits[0]) * step / 4
-        parts.append(f'<text x="{left - 6}" y="{place(0, seconds)[1] + 4:.0f}" text-anchor="end">{seconds:.2g}</text>')
-        parts.append(f'<text x="{place(x, 0)[0]:.0f}" y="{bottom + 16}" text-anchor="middle">{x:.3g}</text>')
+        parts.append(
+            f'<text x="{left - 6}" y="{pixel_of(0, seconds)[1] + 4:.0f}" text-anchor="end">{seconds:.2g}</text>'
+        )
+        parts.append(f'<text x="{pixel_of(x, 0)[0]:.0f}" y="{bottom + 16}" text-anchor="middle">{x:.3g}</text>')
     parts.append(f'<text x="{left + width / 2:.0f}" y="{bottom + 36}" text-anchor="middle">{escape(label)}</text>')
     for colour in dict.fromkeys(point[3] for point in points):
-        line = sorted(place(x, seconds) for x, seconds, _, own in points if own == colour)
+        line = sorted(pixel_of(x, seconds) for x, seconds, _, own in points if own == colour)
         path = "L".join(f"{x:.1f},{y:.1f}" for x, y in line)
         parts.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
     for x, seconds, text, colour in points:
-        column, line = place(x, seconds)
+        column, line = pixel_of(x, seconds)
         anchor = "end" if column > left + 0.8 * width else "start" if column < left + 0.2 * width else "middle"
         parts.append(f'<circle cx="{column:.1f}" cy="{line:.1f}" r="4" fill="{colour}"/>')
         parts.append(

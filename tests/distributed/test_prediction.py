@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, SchedulePlan
+from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, ScheduleName, SchedulePlan
 from tests.distributed.drawn import SEQ, draw_case
 from tests.distributed.pool import Pool
 from tests.distributed.test_deepseek import EXPERTS_OVER_2, FLOAT64, TENSOR_2, V3, compare, one_device, sharded
@@ -27,13 +27,13 @@ MODELS = [
 ]
 
 
-def staged(schedule: str, **layer: object) -> Plan:
+def staged(schedule: ScheduleName, layer: LayerStrategy = LayerStrategy()) -> Plan:
     """Two pipeline stages and two shards, with several micro-batches."""
     return Plan(
         mesh=(MeshAxis(axis="pipeline", size=2), MeshAxis(axis="shard", size=2)),
         batch=BatchPlan(global_batch=BATCH, micro_batch=1, accumulate=4),
-        schedule=SchedulePlan(name=schedule),  # type: ignore[arg-type]
-        layers=(LayerStrategy(**layer),),  # type: ignore[arg-type]
+        schedule=SchedulePlan(name=schedule),
+        layers=(layer,),
         precision=FLOAT64,
         compile=False,
     )
@@ -44,9 +44,9 @@ def staged(schedule: str, **layer: object) -> Plan:
     quick_first(
         1,
         [
-            (MODELS[0], staged("zbv", recompute="full")),  # both ends on one rank, split backward
-            (MODELS[3], staged("1f1b", recompute="selective", gradients="whole")),
-            (MODELS[1], staged("1f1b", reshard=True)),
+            (MODELS[0], staged("zbv", LayerStrategy(recompute="full"))),  # both ends on one rank, split backward
+            (MODELS[3], staged("1f1b", LayerStrategy(recompute="selective", gradients="whole"))),
+            (MODELS[1], staged("1f1b", LayerStrategy(reshard=True))),
         ],
         unpack=True,
     ),

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -19,6 +16,7 @@ from meshwright.policies.expert_placement import POLICIES, PlacementProblem, ove
 from meshwright.policies.expert_routing import node_rows, owned, route, row_totals
 from meshwright.policies.load_window import LoadWindow
 from meshwright.spec.errors import BadInput
+from tests.policies.baseline_processor import digest_on_baseline
 from tests.slow import examples
 
 FREE_COPIES = ExpertCosts(2, 1e-6, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -212,17 +210,7 @@ def digest() -> str:
 @pytest.mark.slow
 def test_processors_of_another_generation_decide_alike() -> None:
     """A process whose numpy may use no vector instructions beyond the baseline takes the same decisions."""
-    probe = "import numpy; print(*(numpy._core._multiarray_umath.__cpu_dispatch__))"
-    features = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True).stdout
-    code = "from tests.policies.test_expert_placement import digest; print(digest())"
-    other = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "NPY_DISABLE_CPU_FEATURES": features.strip(), "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert other.stdout.strip() == digest()
+    assert digest_on_baseline("tests.policies.test_expert_placement") == digest()
 
 
 @pytest.mark.parametrize("experts", [64, 256])

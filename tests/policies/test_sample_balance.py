@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -18,6 +15,7 @@ from meshwright.policies.sample_blocks import block_ranges, part_tokens
 from meshwright.policies.sample_packing import level
 from meshwright.policies.sample_time import SampleTime, least_ranks, memory_shares, offload_ratios
 from meshwright.spec.errors import BadInput
+from tests.policies.baseline_processor import digest_on_baseline
 from tests.slow import examples
 
 LINEAR = SampleTime(0.0, 1.0)
@@ -211,14 +209,4 @@ def digest() -> str:
 @pytest.mark.slow
 def test_processors_of_another_generation_decide_alike() -> None:
     """A process whose numpy may use no vector instructions beyond the baseline finds the same balance."""
-    probe = "import numpy; print(*(numpy._core._multiarray_umath.__cpu_dispatch__))"
-    features = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True).stdout
-    code = "from tests.policies.test_sample_balance import digest; print(digest())"
-    other = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "NPY_DISABLE_CPU_FEATURES": features.strip(), "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert other.stdout.strip() == digest()
+    assert digest_on_baseline("tests.policies.test_sample_balance") == digest()

@@ -14,7 +14,7 @@ from meshwright.planner.expert_reasons import uneven_loads_reason
 from meshwright.planner.reprice import reprice
 from meshwright.simulator.copied_experts import copy_effects, with_copies
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.plan import ExpertPlan, Plan
+from meshwright.spec.plan import ExpertPlan, ExpertPolicy, Plan
 from meshwright.spec.run import RunSpec
 from meshwright.workload.activations import busiest_rows
 from meshwright.workload.plan_bytes import fullest_rank_memory
@@ -30,11 +30,11 @@ def run_with(tmp_path: Path, loads: list[int]) -> RunSpec:
     lines = [f"{layer},{step},{','.join(map(str, loads))}" for layer in range(4) for step in range(8)]
     path.write_text("\n".join(["layer,step," + ",".join(f"expert_{index}" for index in range(8)), *lines]) + "\n")
     train = replace(TRAIN, expert_load=str(path))
-    return RunSpec(name="run", model=MIXTURE, train=train, cluster=CLUSTER)  # type: ignore[arg-type]
+    return RunSpec(name="run", model=MIXTURE, train=train, cluster=CLUSTER)
 
 
-def copied(policy: str, slots: int, **other: bool) -> Plan:
-    return replace(plan({"shard": 4}), experts=replace(OWN, policy=policy, slots=slots, **other))  # type: ignore[arg-type]
+def copied(policy: ExpertPolicy, slots: int, *, keep: bool = False) -> Plan:
+    return replace(plan({"shard": 4}), experts=replace(OWN, policy=policy, slots=slots, keep=keep))
 
 
 def test_all_experts_on_all_ranks_send_no_rows_and_are_even(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_a_plan_is_priced_with_the_loads_of_the_file(tmp_path: Path) -> None:
 
 def test_the_reason_says_what_uneven_loads_cost(tmp_path: Path) -> None:
     train = replace(TRAIN, expert_load=recorded(tmp_path))
-    run = RunSpec(name="run", model=MIXTURE, train=train, cluster=ClusterSpec(gpu="H200", gpus_per_node=4))  # type: ignore[arg-type]
+    run = RunSpec(name="run", model=MIXTURE, train=train, cluster=ClusterSpec(gpu="H200", gpus_per_node=4))
     split = replace(plan({"shard": 4}), experts=ExpertPlan(expert=2, expert_shard=2))
     assert uneven_loads_seconds(run, split) > 0
     assert "the busiest of 2 ranks computes 1.50 times the mean (loads of" in uneven_loads_reason(run, split)

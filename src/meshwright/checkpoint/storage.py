@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.default_planner import (
@@ -145,7 +145,7 @@ class ShardWriter(StorageWriter):
 
         def resolve(index: int) -> torch.Tensor:
             tensor = resolve_tensor(planner, items[index])
-            state = planner.state_dict[items[index].index.fqn]  # type: ignore[attr-defined]
+            state = cast(DefaultSavePlanner, planner).state_dict[items[index].index.fqn]
             encoded = state.parts.encoded if isinstance(state, DCPParts) else None
             return tensor if encoded is None else encoded.read(tensor)
 

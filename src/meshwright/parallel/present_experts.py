@@ -1,7 +1,7 @@
 """Which experts of a layer are present on which ranks in a step, and where each rank's rows go.
 
-Present on a rank are the experts that it owns and copies of other ranks' experts. Their weights are stacked in slots. A rank has as many
-slots in every step, so shapes do not change; a free slot gets no rows. If a rank has a slot for every expert, the slots are in the order of
+Present on a rank are the experts that it owns and copies of other ranks' experts. Their weights are stacked in slots. The number of
+slots is constant, so shapes do not change; a free slot gets no rows. If a rank has a slot for every expert, the slots are in the order of
 the experts; else those of its own experts come first, then its copies in ascending order.
 
 Shapes: R ranks of the group that has the layer's experts, E experts, S slots of a rank.
@@ -115,9 +115,9 @@ class PresentExperts:
     def _transfers(self, present: np.ndarray, slot_of: np.ndarray) -> tuple[Transfer, ...]:
         expert, target = np.nonzero((present & ~self.own).T)
         source = expert // self.owned
-        own = (source == self.rank) | (target == self.rank)
-        expert, target, sends = expert[own], target[own], source[own] == self.rank
-        columns = sends, np.where(sends, target, source[own]), slot_of[self.rank, expert]
+        involved = (source == self.rank) | (target == self.rank)
+        expert, target, sends = expert[involved], target[involved], source[involved] == self.rank
+        columns = sends, np.where(sends, target, source[involved]), slot_of[self.rank, expert]
         return tuple(map(Transfer, *(column.tolist() for column in columns)))
 
     def _slot_numbers(self, present: np.ndarray) -> np.ndarray:
@@ -128,14 +128,14 @@ class PresentExperts:
         return np.where(self.own, np.arange(self.experts) % self.owned, copies)
 
     def _positions(self, present: np.ndarray) -> np.ndarray:
-        """`position` for the rank's own copy, else the copies in its node, else all copies.
+        """`position`: this rank if it has the expert, else the copies in its node, else all copies.
 
         Positions are rotated by rank and expert, so that not always the same copy gets a row more.
         """
         candidates = present.T & (self.nodes == self.nodes[self.rank])
         candidates = np.where(candidates.any(1, keepdims=True), candidates, present.T)
-        own = present[self.rank][:, None]
-        candidates = np.where(own, np.arange(self.ranks) == self.rank, candidates)
+        here = present[self.rank][:, None]
+        candidates = np.where(here, np.arange(self.ranks) == self.rank, candidates)
         number = candidates.sum(1, keepdims=True)
         shift = self.rank + np.arange(self.experts)[:, None]
         return np.where(candidates, (candidates.cumsum(1) - 1 + shift) % number, self.ranks)

@@ -2,8 +2,8 @@
 
 All ranks share their numbers of rows per expert, and each computes on the device the target of every row. Rows are written directly to
 their positions in the target's window, sorted by expert, and then copied out of it, because the next exchange but one overwrites them. On
-the way back they are written to their source positions. Two slots alternate: a rank that writes into a slot has got the flag of every
-rank's exchange in the other slot, which those set after they had read this one.
+the way back they are written to their source positions. Two slots alternate: before a rank writes into a slot, it
+has waited for all ranks' flags of the exchange in the other one, which they set after they had read this slot.
 
 Shapes are static: a rank receives at most `bound` times as many rows as it sends. If any rank would receive more, all ranks learn it from
 the counts, the rows that return are NaN, and a `start_route` after the device has finished this one raises BadInput.
