@@ -99,7 +99,10 @@ def test_samples_where_a_balance_puts_them(pool: Pool) -> None:
             spans.setdefault(int(sample), []).append((int(slot), int(part), int(rank)))
     assert {len(span) for span in spans.values()} >= {2, 4}
     ordered = sorted(spans.items(), key=lambda item: max(item[1])[0])
-    samples = [(int(lengths[sample]), tuple(rank for _, _, rank in sorted(span, key=lambda p: p[1]))) for sample, span in ordered]
+    samples = [
+        (int(lengths[sample]), tuple(rank for _, _, rank in sorted(span, key=lambda p: p[1])))
+        for sample, span in ordered
+    ]
     check(pool, 4, samples, 16)
 
 
