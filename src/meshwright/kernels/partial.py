@@ -48,7 +48,7 @@ def visible_block(rank: int, source: int, seq: int) -> VisibleBlock:
 
 
 def visible_part(rank: int, source: int, queries: tuple[int, int], keys: tuple[int, int]) -> VisibleBlock:
-    """As `visible_block`, for ranks whose chunks differ in size: `queries` and `keys` are (tokens of the first chunk, of both)."""
+    """As `visible_block`, for parts of unequal chunks: `queries` and `keys` are (tokens of the first chunk, of both)."""
     if rank == source:
         return VisibleBlock(slice(queries[1]), slice(keys[1]), True)
     if source < rank:
