@@ -106,7 +106,8 @@ def span_forward(q: Tensor, k: Tensor, v: Tensor, span: Tensor, group: str, plai
         pending = turn.start_exchange(keys_values, group) if not turn.is_last else None
         queries, keys, causal = turn.visible
         if not turn.is_empty:
-            partial = partial_attention(q[:, queries], *keys_values[:, :, keys], causal, plain=plain)
+            k, v = keys_values[:, :, keys]
+            partial = partial_attention(q[:, queries], k, v, causal, plain=plain)
             if combined is None:  # in the first turn, in which all queries attend to keys
                 combined = AttentionAccumulator(*partial)
             else:
@@ -130,10 +131,10 @@ def span_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, span: Tensor, group: str, plain: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, 0 for other tokens. They are summed and sent in the dtype of the log-sum-exps."""
-    gradients = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    q_grad, k_grad, v_grad = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     own = SpanPart.decode(span)
     if own is None:
-        return gradients
+        return q_grad, k_grad, v_grad
     tokens, wide = own.tokens, logsumexp.dtype
     keys_values = torch.stack((k[:, :tokens], v[:, :tokens]))
     grad, q, out, logsumexp = grad[:, :tokens].contiguous(), q[:, :tokens], out[:, :tokens], logsumexp[..., :tokens]
@@ -144,10 +145,10 @@ def span_backward(
         queries, keys, causal = turn.visible
         partial = None
         if not turn.is_empty:
+            k, v = keys_values[:, :, keys]
             partial = partial_gradients(
-                grad[:, queries], q[:, queries], *keys_values[:, :, keys], out[:, queries], logsumexp[..., queries],
-                causal, plain=plain,
-            )  # fmt: skip
+                grad[:, queries], q[:, queries], k, v, out[:, queries], logsumexp[..., queries], causal, plain=plain
+            )
         # The sums of these keys and values so far; the first rank to attend to them is the one that has them.
         sums = (
             torch.zeros(keys_values.shape, dtype=wide, device=q.device) if pending_sums is None else pending_sums.wait()
@@ -161,9 +162,10 @@ def span_backward(
         if pending is not None:
             keys_values = pending.wait()
     assert pending_sums is not None
-    for gradient, total in zip(gradients, (q_sum, *pending_sums.wait()), strict=True):
+    k_sum, v_sum = pending_sums.wait()
+    for gradient, total in ((q_grad, q_sum), (k_grad, k_sum), (v_grad, v_sum)):
         gradient[:, :tokens] = total
-    return gradients
+    return q_grad, k_grad, v_grad
 
 
 @span_backward.register_fake
