@@ -21,32 +21,32 @@ def test_slots_of_all_ranks_hold_every_sample_once(ranks: int, longest: int) -> 
         lengths = random.integers(1, min(longest, capacity * ranks) + 1, size=random.integers(1, 60))
         samples = [random.integers(1, 1000, size=length + 1) for length in lengths]
         balance = balance_samples(lengths, RankPool(ranks, capacity, TIME))
-        found = [np.full((2, length), -7) for length in lengths]
+        received = [np.full((2, length), -7) for length in lengths]
         for rank in range(ranks):
             slots = rank_slots(balance, rank)
             assert len(slots) == balance.slots[rank]
             for slot in slots:
                 packed = slot_arrays(slot, lambda sample, start, stop: samples[sample][start:stop])
                 assert all(array.shape == (capacity,) for array in (packed.tokens, packed.targets))
-                _place(slot, packed, found)
+                _fill_in(slot, packed, received)
                 padding = slice(slot.tokens, None)
                 assert (packed.targets[padding] == -1).all() and not packed.tokens[padding].any()
                 assert len(set(packed.documents[padding].tolist())) == capacity - slot.tokens
                 assert not set(packed.documents[padding].tolist()) & set(range(len(slot.parts)))
-        for sample, (tokens, targets) in zip(samples, found, strict=True):
+        for sample, (tokens, targets) in zip(samples, received, strict=True):
             np.testing.assert_array_equal(tokens, sample[:-1])
             np.testing.assert_array_equal(targets, sample[1:])
 
 
-def _place(slot: Slot, packed, found: list[np.ndarray]) -> None:  # noqa: ANN001
+def _fill_in(slot: Slot, packed, received: list[np.ndarray]) -> None:  # noqa: ANN001
     """Put the slot's tokens at their positions, each of which must be free."""
     for number, part in enumerate(slot.parts):
         own = np.arange(slot.cu_seqlens[number], slot.cu_seqlens[number + 1])
         assert (packed.documents[own] == number).all()
         assert (len(part.ranks) > 1) == (part is slot.divided)
         positions = packed.positions[own]
-        assert (found[part.sample][0, positions] == -7).all()
-        found[part.sample][:, positions] = packed.tokens[own], packed.targets[own]
+        assert (received[part.sample][0, positions] == -7).all()
+        received[part.sample][:, positions] = packed.tokens[own], packed.targets[own]
 
 
 def test_all_ranks_agree_on_the_ring_of_a_divided_sample() -> None:
