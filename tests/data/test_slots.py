@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
+from meshwright.data.packing import Packed
 from meshwright.data.slots import Slot, rank_slots, slot_arrays
 from meshwright.policies.sample_balance import RankPool, balance_samples
 from meshwright.policies.sample_time import SampleTime
@@ -26,7 +29,7 @@ def test_slots_of_all_ranks_hold_every_sample_once(ranks: int, longest: int) -> 
             slots = rank_slots(balance, rank)
             assert len(slots) == balance.slots[rank]
             for slot in slots:
-                packed = slot_arrays(slot, lambda sample, start, stop: samples[sample][start:stop])
+                packed = slot_arrays(slot, partial(_read, samples))
                 assert all(array.shape == (capacity,) for array in (packed.tokens, packed.targets))
                 _fill_in(slot, packed, received)
                 padding = slice(slot.tokens, None)
@@ -38,7 +41,11 @@ def test_slots_of_all_ranks_hold_every_sample_once(ranks: int, longest: int) -> 
             np.testing.assert_array_equal(targets, sample[1:])
 
 
-def _fill_in(slot: Slot, packed, received: list[np.ndarray]) -> None:  # noqa: ANN001
+def _read(samples: list[np.ndarray], sample: int, start: int, stop: int) -> np.ndarray:
+    return samples[sample][start:stop]
+
+
+def _fill_in(slot: Slot, packed: Packed, received: list[np.ndarray]) -> None:
     """Put the slot's tokens at their positions, each of which must be free."""
     for number, part in enumerate(slot.parts):
         own = np.arange(slot.cu_seqlens[number], slot.cu_seqlens[number + 1])

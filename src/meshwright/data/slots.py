@@ -1,7 +1,8 @@
 """Time slots: the micro-batches of one rank in a step of samples of any length, from the balance of the step.
 
-A slot has a fixed number of tokens, its capacity C, so that nothing recompiles. It holds whole samples and at most one part of a sample that
-several ranks divide; the part comes first. The rest is padding: token 0 at position 0, without target, each token a document of its own.
+A slot has a fixed number of tokens, its capacity C, so that nothing recompiles. It holds whole samples and at most one part of a sample
+that several ranks divide; the part comes first. The rest is padding: token 0 at position 0, without target, each token a document of its
+own.
 
 A sample of s inputs has s + 1 tokens, as the last input's target is the token behind it.
 """
@@ -37,7 +38,10 @@ class SamplePart:
 
     @cached_property
     def ranges(self) -> tuple[range, ...]:
-        """Inputs of the sample in the slot, in order: one range of a whole sample, else two blocks, which may differ in length or be empty."""
+        """Inputs of the sample in the slot, in order: one range of a whole sample, else two blocks.
+
+        Blocks of a divided sample may differ in length or be empty.
+        """
         if len(self.ranks) == 1:
             return (range(self.length),)
         return block_ranges(self.length, len(self.ranks), self.part)
@@ -56,7 +60,7 @@ class Slot:
 
     @property
     def divided(self) -> SamplePart | None:
-        """The part of a sample that several ranks divide, tokens [0, `divided.tokens`) of the slot; None if all samples are whole."""
+        """The part of a sample that several ranks divide, if any: tokens [0, `divided.tokens`) of the slot."""
         return self.parts[0] if self.parts and len(self.parts[0].ranks) > 1 else None
 
     @cached_property
