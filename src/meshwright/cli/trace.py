@@ -27,7 +27,8 @@ def trace(
 ) -> None:
     """Write the spans of every rank, on one clock, as a trace for https://ui.perfetto.dev.
 
-    It prints the error bound of that clock. It reads the files that the ranks of the newest start write all the time, also while they run and after they died.
+    It reads the files that the ranks of the newest start write all the time, also while they run and after they died. It prints the error
+    bound of the common clock.
 
     Example:
 
