@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from meshwright.data.slots import SamplePart
 from meshwright.data.source import Batch, DataSource, has_validation, open_data
 from meshwright.policies.sample_order import rank_samples
 from meshwright.policies.skipped_samples import SampleRange, skip_forward
@@ -40,6 +41,8 @@ class MicroBatch:
     documents: torch.Tensor | None
     valid_tokens: int
     attention_work: int | None = None
+    divided: SamplePart | None = None
+    """The part of a sample of several hybrid ranks that a slot begins with (`data.slots`)."""
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
         """A copy with `change` applied to each tensor."""

@@ -226,7 +226,7 @@ def _meshes(run: RunSpec, trainable: bool) -> Iterator[Mesh]:
                     continue
                 sizes = {
                     "pipeline": pipeline, "replicate": data // shard, "shard": shard, "context_ring": ring,
-                    "context_ulysses": ulysses, "tensor": tensor,
+                    "context_ulysses": ulysses, "tensor": tensor, "hybrid": 1,
                 }  # fmt: skip
                 for expert, order in product(
                     _expert_sizes(run, shard * ring * ulysses, tensor), orders(run.cluster, sizes)

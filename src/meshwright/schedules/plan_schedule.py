@@ -7,6 +7,7 @@ the adjacent block. `breadth_first` runs all micro-batches of a unit before the 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import TypeVar
 
@@ -23,21 +24,23 @@ ByUnit = tuple[tuple[T, ...], ...]
 """Values by stage and unit."""
 
 
-def training_schedule(plan: Plan, layers: int) -> Schedule:
+def training_schedule(plan: Plan, layers: int, micro_batches: int | None = None) -> Schedule:
     """A training step of a model of `layers` blocks, in actions of FSDP units.
 
-    Raises BadInput if the schedule does not support the plan's sizes.
+    It has `micro_batches`, by default those of the plan. Raises BadInput if the schedule does not support the plan's sizes.
     """
-    strategies = unit_strategies(plan, layers)
-    gather = tuple(tuple(map(_gather, stage)) for stage in strategies)
-    reduce = tuple(tuple(map(_reduce, stage)) for stage in strategies)
+    strategies, kept = unit_strategies(plan, layers), _gathers_at_ends(plan)
+    gather = tuple(tuple("start" if kept else _gather(unit) for unit in stage) for stage in strategies)
+    reduce = tuple(tuple("end" if kept else _reduce(unit) for unit in stage) for stage in strategies)
+    if micro_batches is not None:
+        plan = replace(plan, batch=replace(plan.batch, accumulate=micro_batches))
     return _cached_expand(*schedule_key(plan, layers), _order(plan), gather, reduce)
 
 
 def evaluation_schedule(plan: Plan, layers: int, micro_batches: int) -> Schedule:
     """A forward-only pass over the same stages, in actions of FSDP units."""
-    strategies = unit_strategies(plan, layers)
-    gather = [list(map(_gather, stage)) for stage in strategies]
+    strategies, kept = unit_strategies(plan, layers), _gathers_at_ends(plan)
+    gather = [["start" if kept else _gather(unit) for unit in stage] for stage in strategies]
     stage_passes = forward_only(stage_schedule(plan, layers).placement, micro_batches)
     unit_passes = expand(stage_passes, list(map(len, strategies)), order=_order(plan), gather=gather, reduce="never")
     return unit_passes.in_turns()
@@ -67,6 +70,15 @@ def unit_strategies(plan: Plan, layers: int) -> list[list[LayerStrategy]]:
         blocks = list(plan.strategies(layers)[stage.start : stage.stop])
         by_stage.append([*blocks[: stage.start == 0], *blocks, *blocks[len(blocks) - (stage.stop == layers) :]])
     return by_stage
+
+
+def _gathers_at_ends(plan: Plan) -> bool:
+    """Whether units are gathered before a step's first micro-batch and reduced after its last.
+
+    Ranks of the hybrid axis run different numbers of micro-batches and wait for each other in attention. A collective between two
+    micro-batches could then deadlock. In layered order all ranks have the same collectives between the same units.
+    """
+    return plan.axis_size("hybrid") > 1 and not plan.layered
 
 
 def _gather(strategy: LayerStrategy) -> Gather:

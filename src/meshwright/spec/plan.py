@@ -22,7 +22,7 @@ PARTIAL_RECOMPUTES: frozenset[Recompute] = frozenset({"selective", "all_but_atte
 """Modes that keep some intermediate results of a block, not only its input."""
 Gradients = Literal["shard", "whole"]
 Offload = Literal["none", "activations", "optimizer", "both"]
-AxisName = Literal["pipeline", "replicate", "shard", "context_ring", "context_ulysses", "tensor"]
+AxisName = Literal["pipeline", "replicate", "shard", "hybrid", "context_ring", "context_ulysses", "tensor"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v", "breadth_first"]
 REFUSED_SCHEDULES: dict[ScheduleName, str] = {
     "dualpipe_v": "a schedule other than dualpipe_v, whose forward and backward pairs run one after the other and do not overlap; use zbv"
@@ -37,11 +37,11 @@ ExpertPolicy = Literal["none", "hecate", "fastermoe", "flexmoe", "fixed"]
 ExpertExchange = Literal["all_to_all", "peer", "peer_fp8"]
 ReceiveBound = Annotated[float, Bound(at_least=1.0)]
 
-DATA_AXES = ("replicate", "shard")
+DATA_AXES = ("replicate", "shard", "hybrid")
 """Axes along which ranks read different samples."""
 CONTEXT_AXES = ("context_ring", "context_ulysses")
 """Axes along which ranks have different parts of the same sequences."""
-SHARD_AXES: tuple[AxisName, ...] = ("shard", *CONTEXT_AXES)
+SHARD_AXES: tuple[AxisName, ...] = ("shard", "hybrid", *CONTEXT_AXES)
 """Axes along which parameters, gradients and optimizer state are sharded.
 Context ranks are among them: they would otherwise hold the same copies. Experts use another split of these ranks
 (`ExpertPlan`)."""
@@ -53,7 +53,8 @@ class MeshAxis:
 
     axis: AxisName
     """pipeline: layers split into stages. replicate: whole copies of the model (the outer axis of HSDP).
-    shard: parameters, gradients and optimizer state sharded (FSDP). context_ring, context_ulysses: the sequence split.
+    shard: parameters, gradients and optimizer state sharded (FSDP). hybrid: the same, and each long sample is split over
+    some of the ranks. context_ring, context_ulysses: the sequence split.
     tensor: every matrix split, and the sequence between matrix products."""
     size: Positive
     """Ranks along the axis."""
@@ -271,7 +272,7 @@ class Plan:
     @property
     def data_ranks(self) -> int:
         """Ranks that read different samples."""
-        return self.axis_size("replicate") * self.axis_size("shard")
+        return self.axis_size("replicate") * self.axis_size("shard") * self.axis_size("hybrid")
 
     @property
     def layered(self) -> bool:

@@ -12,7 +12,7 @@ from meshwright.schedules.in_flight import NAMES, in_flight
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import V_SCHEDULES, Layout, stage_table
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.plan import RECOMPUTE_MODES, AxisName, LayerStrategy, Plan, Precision
+from meshwright.spec.plan import RECOMPUTE_MODES, SHARD_AXES, AxisName, LayerStrategy, Plan, Precision
 from meshwright.workload.arrays import Array
 from meshwright.workload.dtypes import bytes_of, state_bytes
 from meshwright.workload.expected_loads import expected_busiest
@@ -224,8 +224,9 @@ def layouts_of(
     that `rank_layers` returns.
     """
     tensor, pipeline, ulysses = (np.asarray(size(axis), float) for axis in ("tensor", "pipeline", "context_ulysses"))
-    context, data_ranks = size("context_ring") * ulysses, np.asarray(size("replicate"), float) * size("shard")
-    shards, expert = size("shard") * context, expert * tensor if model.experts else 1.0
+    own_shards, context = size("shard") * size("hybrid"), size("context_ring") * ulysses
+    data_ranks, shards = np.asarray(size("replicate"), float) * own_shards, own_shards * context
+    expert = expert * tensor if model.experts else 1.0
     schedule_arguments, busiest = (schedule, pipeline, accumulate, virtual), expected_busiest(model, train, expert)
     return Layouts(
         tensor=tensor, pipeline=pipeline, virtual=np.asarray(virtual, float), context=context, ulysses=ulysses,
@@ -266,7 +267,7 @@ def _strides(plan: Plan) -> dict[str, float]:
         "tensor_stride": layout.stride("tensor"),
         "ring_stride": layout.stride("context_ring"),
         "ulysses_stride": layout.stride("context_ulysses"),
-        "shard_stride": layout.stride("shard", "context_ring", "context_ulysses"),
+        "shard_stride": layout.stride(*SHARD_AXES),
         "replicate_stride": layout.stride("replicate"),
         "pipeline_stride": layout.stride("pipeline"),
     }
