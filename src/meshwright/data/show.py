@@ -26,8 +26,8 @@ def show_step(
     """`{step, samples: [{global_index, source, documents: [{file, id, start, end}], tokens}]}` of one training step.
 
     Steps count from 1, as in metrics.jsonl: step N reads samples (N - 1) * global_batch to N * global_batch - 1, or later ones if
-    the run left out those of `skipped`. With `global_batch_tokens` the samples follow from the lengths of all before them. `start` and `end` are
-    tokens within the document (end exclusive), `tokens` is how many the sample has. With `text` each sample also holds
+    the run left out those of `skipped`. With `global_batch_tokens` they follow from the lengths of all samples before. `start` and `end`
+    are tokens within the document (end exclusive), `tokens` is how many the sample has. With `text` each sample also holds
     its decoded `text`. A sample of chats also has `trained`, the ranges [start, stop) of its tokens that are trained on, and
     with `text` the `parts` of its text, each with `trained` and `text`; `packing` has the
     `PackingCounts` of each source of chats. Raises BadInput for a step below 1, or when text is asked of data whose tokenizer is not known.

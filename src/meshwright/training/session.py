@@ -55,9 +55,9 @@ KEPT_RANGES = 64
 class Session:
     """A run on one rank, ready for its next step.
 
-    `step` is the last step whose update the weights contain; `tokens` the valid tokens consumed until then; `next_sample` the first
-    sample of the next step, `samples_of` the samples of the latest steps; `attempt` counts the starts of the ranks within the job. `steps_before` is the `train.steps`
-    of the start that wrote the resumed checkpoint.
+    `step` is the last step whose update the weights contain; `tokens` the valid tokens consumed until then; `next_sample` the first sample
+    of the next step, `samples_of` the samples of the latest steps; `attempt` counts the starts of the ranks within the job. `steps_before`
+    is the `train.steps` of the start that wrote the resumed checkpoint.
     """
 
     run: RunSpec
