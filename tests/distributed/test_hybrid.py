@@ -99,7 +99,7 @@ def micro_batch(slot: Slot, samples: Samples, vocabulary: int) -> Any:
             targets[0, begin : begin + len(inputs)] = samples.read(part.sample, vocabulary)[1][inputs.start : inputs.stop]
             begin += len(inputs)
     valid = int((targets >= 0).sum())
-    return MicroBatch(tokens, targets, positions, documents, valid, divided=slot.divided)
+    return MicroBatch(tokens, targets, positions, documents, valid, slot=slot)
 
 
 def on_ranks(world: Any, spec: ModelSpec, plan: Plan, steps: list[Samples], factor: float = 1.0) -> list[dict[str, Any]]:

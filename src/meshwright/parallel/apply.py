@@ -60,8 +60,8 @@ generate a reduction kernel that loads single elements of distant rows: 0.7 TB/s
 class Engine:
     """One rank's part of a model under a plan, and the executor that runs it.
 
-    `training` is the schedule of a step, `training_schedule(n)` that of a step with n micro-batches on this rank;
-    `evaluation_schedule(n)` returns that of n micro-batches without backward. `weights` has this
+    `training` is the schedule of a step as planned, `training_schedule(n)` that of a step of n micro-batches, and `evaluation_schedule(n)`
+    that of n micro-batches without backward. `weights` has this
     rank's part of each parameter on the device. Master weights in host memory are in `Optimizer.state`. `duplicate_rows` has, by
     parameter, the rows of this rank's part that the gradient norm must not count, because another rank counts its copy: the last stage's
     copy of the embedding, and on all tensor ranks but the first the parameters that tensor ranks do not divide. `host_offloaded` maps

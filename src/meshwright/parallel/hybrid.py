@@ -65,7 +65,8 @@ class DividedSamples:
         """The inputs that all blocks of a slot share; those of sequences without documents for other micro-batches."""
         if batch.documents is None:
             return self._model.shared_inputs(batch.tokens, batch.positions, None, dtype)
-        part, seq, device = batch.divided, batch.tokens.shape[1], batch.tokens.device
+        part = None if batch.slot is None else batch.slot.divided
+        seq, device = batch.tokens.shape[1], batch.tokens.device
         index = torch.arange(seq, device=device)[None]
         divided = index < (0 if part is None else part.tokens)
         documents = torch.where(divided, index - seq, batch.documents)

@@ -7,7 +7,6 @@ the adjacent block. `breadth_first` runs all micro-batches of a unit before the 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from typing import TypeVar
 
@@ -27,14 +26,13 @@ ByUnit = tuple[tuple[T, ...], ...]
 def training_schedule(plan: Plan, layers: int, micro_batches: int | None = None) -> Schedule:
     """A training step of a model of `layers` blocks, in actions of FSDP units.
 
-    It has `micro_batches`, by default those of the plan. Raises BadInput if the schedule does not support the plan's sizes.
+    `micro_batches` is their number on a rank; None: as planned. Raises BadInput if the schedule does not support the plan's sizes.
     """
     strategies, kept = unit_strategies(plan, layers), _gathers_at_ends(plan)
     gather = tuple(tuple("start" if kept else _gather(unit) for unit in stage) for stage in strategies)
     reduce = tuple(tuple("end" if kept else _reduce(unit) for unit in stage) for stage in strategies)
-    if micro_batches is not None:
-        plan = replace(plan, batch=replace(plan.batch, accumulate=micro_batches))
-    return _cached_expand(*schedule_key(plan, layers), _order(plan), gather, reduce)
+    name, ranks, planned, stages_per_rank = schedule_key(plan, layers)
+    return _cached_expand(name, ranks, micro_batches or planned, stages_per_rank, _order(plan), gather, reduce)
 
 
 def evaluation_schedule(plan: Plan, layers: int, micro_batches: int) -> Schedule:
