@@ -51,7 +51,7 @@ below). `extends: FILE` starts from another run file, which may extend a further
 - `plan: auto` leaves everything to the planner, `plan: FILE` uses a plan file as it is, and a section of pins fixes
   single fields.
 
-**Paths.** `extends`, `cluster` and `plan` are relative to the file that names them. `data.mix`, `data.validation`,
+**Paths.** `extends`, `cluster` and `plan` are relative to the file that names them. `data.mix`, `data.validation`, `data.lengths`,
 `train.expert_load` and `model.init` are relative to the current directory. `~` is the home directory.
 
 **Model dimensions.** They come from a preset, from the weights (`model: {init: hf:DIR}` or
