@@ -37,7 +37,9 @@ def read_lengths(path: Path, option: str) -> list[LengthRange]:
             raise BadInput(f"{option} {path}: {entry.documents} documents in a range: expected a number of at least 0")
     entries = [entry._replace(last=min(entry.last, longest)) for entry in entries if entry.documents > 0]
     if not entries or not _is_count(longest) or longest < max(entry.first for entry in entries):
-        raise BadInput(f"{option} {path}: expected at least one sample, and a longest one in the last range with samples")
+        raise BadInput(
+            f"{option} {path}: expected at least one sample, and a longest one in the last range with samples"
+        )
     return entries
 
 

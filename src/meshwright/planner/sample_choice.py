@@ -115,7 +115,10 @@ def _obstacle(run: RunSpec) -> str:
     pinned = [key for key in ("pipeline", "tensor") if (getattr(pins, key) or 1) > 1]
     if pinned:
         return f"with pinned {' and '.join(pinned)} ranks unequal samples are not played"
-    if is_guessed(run.cluster) or pricing(run.model, run.train, plan_of(run, SampleLayout(1, 2), LayerStrategy())[1], run.cluster) is None:
+    if (
+        is_guessed(run.cluster)
+        or pricing(run.model, run.train, plan_of(run, SampleLayout(1, 2), LayerStrategy())[1], run.cluster) is None
+    ):
         return "rates of the devices are not known (`meshwright profile --out FILE` measures them)"
     return ""
 
@@ -133,7 +136,9 @@ def _capacity(longest: int, size: int) -> int:
 
 def _leading(played: Sequence[PlayedLayout]) -> Iterator[PlayedLayout]:
     for hybrid in (False, True):
-        yield from sorted((each for each in played if each.layout.hybrid == hybrid), key=lambda each: each.seconds)[:LEADING]
+        yield from sorted((each for each in played if each.layout.hybrid == hybrid), key=lambda each: each.seconds)[
+            :LEADING
+        ]
 
 
 def _with_choice_first(played: Sequence[PlayedLayout]) -> tuple[PlayedLayout, ...]:

@@ -26,7 +26,9 @@ GRADIENT_BYTES = 4.0
 """Bytes per element of the gradients of keys and values on the ring."""
 
 
-def plan_of(run: RunSpec, layout: SampleLayout, strategy: LayerStrategy, micro_batches: int = 1) -> tuple[RunSpec, Plan]:
+def plan_of(
+    run: RunSpec, layout: SampleLayout, strategy: LayerStrategy, micro_batches: int = 1
+) -> tuple[RunSpec, Plan]:
     """A plan of full micro-batches, and the run with its batch.
 
     Hybrid ranks have one sample of as many tokens as a micro-batch holds each.

@@ -14,11 +14,13 @@ from meshwright.spec.run import RunSpec
 
 
 def layout_name(layout: SampleLayout) -> str:
-    """The layout's mesh axes and their ranks."""
-    if layout.hybrid:
-        return f"hybrid {layout.ranks}"
-    axes = (("shard", layout.ranks // layout.context), ("context_ring", layout.ring), ("context_ulysses", layout.ulysses))
-    return " × ".join(f"{axis} {size}" for axis, size in axes if size > 1) or "one rank"
+    """The axis that divides samples, and its ranks."""
+    axes = (
+        ("context_ring", layout.ring),
+        ("context_ulysses", layout.ulysses),
+        ("hybrid", layout.ranks * layout.hybrid),
+    )
+    return next((f"{axis} {size}" for axis, size in axes if size > 1), "no context ranks")
 
 
 def sample_reasons(run: RunSpec, choice: SampleChoice) -> Iterator[str]:
