@@ -69,7 +69,10 @@ class SampleChoice:
 
 
 def choose_sample_layout(run: RunSpec, histogram: LengthHistogram, memory_bytes: int | None = None) -> SampleChoice:
-    """Play the layouts of the run's ranks for batches of `train.global_batch` · `train.seq_len` tokens; samples are cut at `seq_len`."""
+    """Play the layouts of the run's ranks for batches of unequal samples.
+
+    A batch has `train.global_batch` · `train.seq_len` tokens; samples are cut at `seq_len`.
+    """
     longest, tokens = min(run.train.seq_len, histogram.longest), run.train.global_batch * run.train.seq_len
     if obstacle := _obstacle(run):
         return SampleChoice(longest, tokens, obstacle=obstacle)

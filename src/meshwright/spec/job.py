@@ -25,8 +25,8 @@ class DataSpec:
     document_mask: bool = False
     """Tokens attend within their own document only, and positions restart at each document."""
     lengths: str | None = None
-    """Lengths of samples that the planner expects: a file that `meshwright data lengths --json` wrote. The planner then compares
-    step times of layouts for samples of unequal lengths."""
+    """Lengths of samples, as `meshwright data lengths --json` writes them to a file.
+    The planner then compares step times of layouts for samples of unequal lengths."""
     damaged: Literal["refuse", "skip"] = "refuse"
     """What to do with a shard that does not match its manifest when a run starts: stop, or leave it out and say so."""
     tokenizer_mismatch: Literal["refuse", "accept"] = "refuse"
