@@ -51,8 +51,8 @@ below). `extends: FILE` starts from another run file, which may extend a further
 - `plan: auto` leaves everything to the planner, `plan: FILE` uses a plan file as it is, and a section of pins fixes
   single fields.
 
-**Paths.** `extends`, `cluster` and `plan` are relative to the file that names them. `data.mix`, `data.validation`, `data.lengths`,
-`train.expert_load` and `model.init` are relative to the current directory. `~` is the home directory.
+**Paths.** `extends`, `cluster` and `plan` are relative to the file that names them. `data.mix`, `data.validation`,
+`data.lengths`, `train.expert_load` and `model.init` are relative to the current directory. `~` is the home directory.
 
 **Model dimensions.** They come from a preset, from the weights (`model: {init: hf:DIR}` or
 `model: {init: checkpoint:DIR}`, where DIR is a run's folder or name), or from the run file. The run file must then
