@@ -63,7 +63,8 @@ def test_a_question_has_its_defaults_and_takes_overrides(tmp_path: Path) -> None
 
 def test_a_trace_is_beside_the_file_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(f"{HEADER}5,1024,3,7 8\n5.5,3,1,\n")
-    (tmp_path / "q.yaml").write_text(QUESTION.replace("{rate: 3, input_tokens: 1200, output_tokens: 200, prefix_sharing: 0.5}", "{trace: t.csv}"))  # fmt: skip
+    equal = "rate: 3, input_tokens: 1200, output_tokens: 200, prefix_sharing: 0.5"
+    (tmp_path / "q.yaml").write_text(QUESTION.replace(equal, "trace: t.csv"))
     workload = load_deployment_spec(tmp_path / "q.yaml").serve.workload
     expected = (TimedRequest(0.0, 1024, 3, (7, 8)), TimedRequest(0.5, 3, 1))
     assert workload_requests(workload) == expected
@@ -141,7 +142,9 @@ def test_a_mistake_in_a_trace_has_its_line_and_column(
 
 
 @settings(max_examples=examples(60, 1000), deadline=None)
-@given(st.binary(max_size=40) | st.text('0123456789.,- \n"naief', max_size=60).map(lambda text: (HEADER + text).encode()))
+@given(
+    st.binary(max_size=40) | st.text('0123456789.,- \n"naief', max_size=60).map(lambda text: (HEADER + text).encode())
+)
 def test_any_bytes_are_a_trace_or_one_mistake(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     file = tmp_path_factory.getbasetemp() / "any.csv"
     file.write_bytes(content)
