@@ -71,11 +71,11 @@ def read_run(
     model_reader: ModelReader | None = None,
 ) -> Reading:
     """The values that `load_run` reads, with their positions and mistakes. Does not raise for a mistake."""
-    document = gather(path, overrides, detect or _one_cpu_rank)
+    document = gather(path, overrides, detect or one_cpu_rank)
     notes = _complete(document, path, runs, detect, model_reader)
     _, mistakes, unusable = schema_mistakes(RunSpec, document)
     mistakes += document.mistakes + cross_checks(document, unusable) + _plan_file_mistakes(document, unusable)
-    mistakes += _profile_mistakes(document, unusable) + _expert_load_mistakes(document, unusable)
+    mistakes += profile_mistakes(document, unusable) + _expert_load_mistakes(document, unusable)
     return Reading(document, shown_name(path), tuple(mistakes), frozenset(unusable), tuple(notes))
 
 
@@ -115,7 +115,7 @@ def load_cluster(path: Path | None, overrides: Sequence[str] = (), *, detect: De
 
     Raises BadConfig with every mistake in the section.
     """
-    document = gather(path, overrides, detect or _one_cpu_rank)
+    document = gather(path, overrides, detect or one_cpu_rank)
     _complete(document, path, Path("runs"), detect, None)
     _, mistakes, unusable = schema_mistakes(RunSpec, document)
     mistakes += document.mistakes + cross_checks(document, unusable)
@@ -177,7 +177,7 @@ def _complete(
     document: Document, path: Path | None, runs: Path, detect: Detect | None, model_reader: ModelReader | None
 ) -> list[str]:
     """Adds derived values to `document`; returns a sentence for each assumption."""
-    notes = complete(document, (path or QUICKSTART).stem, runs, detect or _one_cpu_rank, model_reader)
+    notes = complete(document, (path or QUICKSTART).stem, runs, detect or one_cpu_rank, model_reader)
     if path is not None:
         return notes
     assumed = " ".join(f"{dotted(path)}={text}" for path, text in _embedded_values(document))
@@ -194,7 +194,8 @@ def _embedded_values(document: Document) -> Iterator[tuple[KeyPath, str]]:
                 yield path, "+".join(inner) if isinstance(inner, dict) else str(inner)
 
 
-def _one_cpu_rank() -> dict[str, Any]:
+def one_cpu_rank() -> dict[str, Any]:
+    """The cluster of a file without one, where nothing detects this machine's devices."""
     return {"gpu": "cpu", "nodes": 1, "gpus_per_node": 1}
 
 
@@ -208,7 +209,7 @@ def _plan_file_mistakes(document: Document, unusable: set[KeyPath]) -> list[Mist
     return mistakes + plan_file_checks(plan, plan_unusable, document, unusable)
 
 
-def _profile_mistakes(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
+def profile_mistakes(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
     """Mistakes in the machine profile that a run's cluster names."""
     path: KeyPath = ("cluster", "profile")
     file = document.get(path)
