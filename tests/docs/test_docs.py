@@ -304,7 +304,7 @@ def test_phases_of_a_start_are_those_of_the_code() -> None:
 
 
 def test_presets_are_those_of_the_code() -> None:
-    rows = {codes(row["preset"])[0]: row for row in table("docs/reference/models.md", "preset")}
+    rows = {codes(row["preset"])[0]: row for row in table("docs/reference/run-file.md", "preset")}
     assert set(rows) == set(MODEL_PRESETS)
     for name, row in rows.items():
         spec = from_plain(
@@ -313,8 +313,8 @@ def test_presets_are_those_of_the_code() -> None:
         seq_len = run_preset(name)["train"]["seq_len"]
         flops = [f"{flops_per_token(spec, seq_len, causal=causal) / 1e9:,.4g}" for causal in (True, False)]
         assert row["parameters"] == f"{parameter_count(spec):,}", name
-        assert row["layers × width"] == f"{spec.layers} × {spec.hidden}", name
-        assert [row["family"], row["sequence"]] == [spec.family, f"{seq_len:,}"], name
+        assert [row["layers"], row["hidden"]] == [str(spec.layers), str(spec.hidden)], name
+        assert [row["family"], row["train.seq_len"]] == [spec.family, str(seq_len)], name
         assert [row["GFLOP a token, causal"], row["full"]] == flops, name
 
 

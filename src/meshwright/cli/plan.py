@@ -30,12 +30,12 @@ Objective = Annotated[
     str,
     typer.Option(
         metavar="time|cost|training",
-        help="What is best: the shortest step, the fewest GPU-hours, or the shortest training to one loss.",
+        help="What is best: the shortest step, the fewest GPU-hours, or the batch and layout that reach one loss soonest (training).",
     ),
 ]
 CriticalBatch = Annotated[
     float | None,
-    typer.Option("--critical-batch", metavar="TOKENS", help="Critical batch size, for --objective training."),
+    typer.Option("--critical-batch", metavar="TOKENS", help="Critical batch size, which --objective training needs."),
 ]
 Tokens = Annotated[
     float | None,

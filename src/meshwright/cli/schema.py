@@ -1,4 +1,4 @@
-"""`meshwright schema`: the schema of run files, for editors and for people."""
+"""`meshwright schema`: the schemas of run files and of questions for a deployment, for editors and for people."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ def schema(
     ] = False,
     serve: Annotated[
         bool, typer.Option("--serve", help="Print the HTTP server's reference instead (docs/reference/serve.md).")
+    ] = False,
+    deployment: Annotated[
+        bool, typer.Option("--deployment", help="Print the schema of the file that asks `plan` for a deployment.")
     ] = False,
 ) -> None:
     """Print the JSON schema of the run file, for completion and checks in an editor.
@@ -53,5 +56,7 @@ def schema(
         print(cluster_markdown(), end="")
     else:
         from meshwright.config.schema import json_schema
+        from meshwright.spec.deployment import DeploymentSpec
+        from meshwright.spec.run import RunSpec
 
-        print(json.dumps(json_schema(), indent=1))
+        print(json.dumps(json_schema(DeploymentSpec if deployment else RunSpec), indent=1))
