@@ -96,13 +96,17 @@ def micro_batch(slot: Slot, samples: Samples, vocabulary: int) -> Any:
     begin = 0
     for part in slot.parts:
         for inputs in part.ranges:
-            targets[0, begin : begin + len(inputs)] = samples.read(part.sample, vocabulary)[1][inputs.start : inputs.stop]
+            targets[0, begin : begin + len(inputs)] = samples.read(part.sample, vocabulary)[1][
+                inputs.start : inputs.stop
+            ]
             begin += len(inputs)
     valid = int((targets >= 0).sum())
     return MicroBatch(tokens, targets, positions, documents, valid, slot=slot)
 
 
-def on_ranks(world: Any, spec: ModelSpec, plan: Plan, steps: list[Samples], factor: float = 1.0) -> list[dict[str, Any]]:
+def on_ranks(
+    world: Any, spec: ModelSpec, plan: Plan, steps: list[Samples], factor: float = 1.0
+) -> list[dict[str, Any]]:
     """Loss, norm and clipped gradients of each step on this rank, as the trainer computes them."""
     from meshwright.optim.clip import clip_factor, gradient_norm
     from meshwright.optim.shards import local_gradients
@@ -124,7 +128,16 @@ def on_ranks(world: Any, spec: ModelSpec, plan: Plan, steps: list[Samples], fact
         clip = clip_factor(norm, CLIP)
         whole = assemble_whole({name: weight.grad for name, weight in engine.model.named_parameters()}, spec, mesh)
         gradients = {name: gradient * clip for name, gradient in whole.items()}
-        results.append({"loss": loss, "z_loss": z_loss, "norm": norm.item(), "gradients": gradients, "slots": len(slots), "weights": {}})
+        results.append(
+            {
+                "loss": loss,
+                "z_loss": z_loss,
+                "norm": norm.item(),
+                "gradients": gradients,
+                "slots": len(slots),
+                "weights": {},
+            }
+        )
         for weight in engine.model.parameters():
             weight.grad = None
     return results
@@ -134,7 +147,9 @@ def one_device(spec: ModelSpec, samples: Samples) -> dict[str, Any]:
     """The same of a plain decoder that sees each sample alone."""
     model = Decoder(spec, plain=True).double()
     with torch.no_grad():
-        for parameter, weight in zip(parameters(spec), (model.get_parameter(p.name) for p in parameters(spec)), strict=True):
+        for parameter, weight in zip(
+            parameters(spec), (model.get_parameter(p.name) for p in parameters(spec)), strict=True
+        ):
             fills = {"ones": torch.ones(parameter.count), "zeros": torch.zeros(parameter.count)}
             values = fills.get(parameter.fill)
             if values is None:

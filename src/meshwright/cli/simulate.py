@@ -106,7 +106,7 @@ def _answer(run: RunSpec, plan: Plan, timeline: Timeline, *, chosen: bool, trace
 
     seconds = timeline.step_seconds
     low, high = band(seconds, run.cluster, plan)
-    memory = memory_of(run.model, run.train, plan, cpu=run.cluster.is_cpu)
+    memory = memory_of(run.model, slot_run(run, plan).train, plan, cpu=run.cluster.is_cpu)
     layers = _layers(run, plan)
     ranks = [
         {

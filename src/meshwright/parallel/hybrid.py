@@ -8,6 +8,7 @@ the same shapes and the same operations, so that a compiled block serves all of 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +45,7 @@ def divide_samples(model: Decoder, mesh: Mesh) -> DividedSamples | None:
     group = mesh.group("hybrid")
     if group is None:
         return None
-    if error := hybrid_error(model.spec, dict(mesh.layout.axes)):
+    if error := hybrid_error(dict(mesh.layout.axes), partial(getattr, model.spec)):
         raise BadInput(f"plan.hybrid: expected {error}")
     for _, block in blocks_with_layer(model):
         block.attention.attend = SlotAttention(group.group_name)

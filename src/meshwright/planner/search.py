@@ -42,7 +42,7 @@ from meshwright.planner.finalists import (
 from meshwright.planner.reasons import no_layout, nothing_fits, reasons
 from meshwright.planner.reprice import reprice, without_guess
 from meshwright.planner.robust import FRAGILE, slowdown_function, why_robust
-from meshwright.planner.sample_plan import searched_run
+from meshwright.planner.sample_plan import searched_run, with_hybrid_axis
 from meshwright.planner.space import Points, points, with_kernel_engines
 from meshwright.planner.step_estimate import STAGES
 from meshwright.planner.strategies import OFFLOAD_PAIRS, PLAIN, Strategy, lower_memory_strategies
@@ -115,7 +115,7 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = T
     device when the chip table does not have it (on CPU, a rank's share of the host). Raises BadInput when the pins cannot be met and
     OutOfResources when nothing fits.
     """
-    start, run = time.perf_counter(), searched_run(run)
+    start, asked, run = time.perf_counter(), run, searched_run(run)
     space = points(run, trainable=trainable)
     if not len(space):
         raise BadInput(no_layout(run))
@@ -167,7 +167,10 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = T
     why = reasons(best, others, run, lambda plan: fits(run, plan, budget))
     why += (why_robust(best, fastest_choice, slowdown),) if fastest_choice is not best else ()
     best = replace(best, plan=replace(best.plan, why=why))
-    best, *others = (replace(candidate, plan=without_guess(run, candidate.plan)) for candidate in (best, *others))
+    best, *others = (
+        replace(candidate, plan=with_hybrid_axis(asked, without_guess(run, candidate.plan)))
+        for candidate in (best, *others)
+    )
     return Answer(best, tuple(others), considered, time.perf_counter() - start)
 
 

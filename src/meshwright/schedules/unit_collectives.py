@@ -23,7 +23,8 @@ Reduce = Literal["never", "end", "once", "stretch"]
 """When a unit's gradients are reduced.
 
 never: there is one replica. once: after the unit's last backward of the step; the rank keeps the whole gradient until
-then. end: the same, but after the last backward of all units. stretch: after every run of consecutive backwards of the unit; the rank keeps only its shard of the gradient in between.
+then. end: the same, but after the last backward of all units. stretch: after every run of consecutive backwards of the
+unit; the rank keeps only its shard of the gradient in between.
 """
 
 Unit = tuple[int, int]

@@ -207,6 +207,8 @@ class SamplePlan:
     """Seconds per token."""
     gamma: Seconds = 0.0
     """Seconds per slot."""
+    ring: Seconds = 0.0
+    """Seconds per token of the messages between hybrid ranks that divide a sample; they overlap its work."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,6 +351,10 @@ class PlanPins:
     """Whole copies of the model."""
     shard: Positive | None = None
     """Ranks each copy is sharded over."""
+    hybrid: Positive | None = None
+    """Ranks that samples are spread over, a long one over as many as it needs; in place of shard and context ranks."""
+    capacity: Positive | None = None
+    """With `hybrid`, tokens of a rank's micro-batch; left out, as few as let all ranks hold the longest sample."""
     pipeline: Positive | None = None
     """Pipeline ranks the layers are split over."""
     context_ring: Positive | None = None
