@@ -28,6 +28,9 @@ class DataSpec:
     sample, cut where it is longer than `train.seq_len`; `train.global_batch_tokens` is the batch."""
     document_mask: bool = False
     """Tokens attend within their own document only, and positions restart at each document; always with `packing: none`."""
+    lengths: str | None = None
+    """Lengths of samples, as `meshwright data lengths --json` writes them to a file.
+    The planner then compares step times of layouts for samples of unequal lengths."""
     damaged: Literal["refuse", "skip"] = "refuse"
     """What to do with a shard that does not match its manifest when a run starts: stop, or leave it out and say so."""
     tokenizer_mismatch: Literal["refuse", "accept"] = "refuse"
