@@ -110,8 +110,7 @@ def test_a_loader_continues_at_the_sample_after_a_step_on_another_number_of_rank
         parts = [texts_of(_next_step(loader)) for _ in range(2)]
         first = loader.consumed
     loaders = [Loader(reader(source, rank, 3), start_sample=first) for rank in range(3)]
-    for _ in range(4):
-        parts.append([text for loader in loaders for text in texts_of(_next_step(loader))])
+    parts += [[text for loader in loaders for text in texts_of(_next_step(loader))] for _ in range(4)]
     assert all(loader.consumed == ended for loader in loaders)
     for loader in loaders:
         loader.close()

@@ -65,7 +65,9 @@ def one_device() -> list[dict[str, Any]]:
     for _ in range(BATCHES):
         model = Decoder(LLAMA, plain=True).double()
         initialise(model, LLAMA, seed=0)
-        taken = int(np.searchsorted(np.cumsum(Documents().lengths(range(first, first + TOKENS + 1))), TOKENS, side="right"))
+        taken = int(
+            np.searchsorted(np.cumsum(Documents().lengths(range(first, first + TOKENS + 1))), TOKENS, side="right")
+        )
         documents = [torch.from_numpy(text)[None] for text in Documents().documents(range(first, first + taken))]
         losses = [model(text[:, :-1], targets=text[:, 1:]) for text in documents]
         loss = torch.stack(losses).sum() / sum(text.shape[1] - 1 for text in documents)
@@ -101,7 +103,9 @@ def steps(world: World, plan: Plan) -> list[dict[str, Any]]:
             assert valid[0] == loader.step.lengths.sum()
             schedule = engine.training_schedule(len(batches))
             loss = mesh.sum_over_all(engine.executor.play(schedule, batches, NullRecorder(), loss_divisor(valid)))
-            norm = gradient_norm(local_gradients(engine.model, engine.duplicate_rows), mesh.model_copy_group, mesh.device)
+            norm = gradient_norm(
+                local_gradients(engine.model, engine.duplicate_rows), mesh.model_copy_group, mesh.device
+            )
             gradients = {name: weight.grad for name, weight in engine.model.named_parameters()}
             whole = assemble_whole(gradients, LLAMA, mesh)
             results.append({"loss": loss.item(), "norm": norm.item(), "gradients": whole, "weights": {}})
