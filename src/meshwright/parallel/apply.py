@@ -117,7 +117,6 @@ def build_engine(
     Raises BadInput if the schedule does not exist for the plan's sizes.
     """
     pipeline_rank = mesh.coordinate("pipeline")
-    # By pipeline rank, the layers of its stages.
     table = stage_table(plan.schedule, mesh.axis_size("pipeline"), spec.layers)
     training = training_schedule(plan, spec.layers)
     with torch.device("meta"):
