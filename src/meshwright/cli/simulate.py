@@ -100,6 +100,7 @@ def simulate(
 
 def _answer(run: RunSpec, plan: Plan, timeline: Timeline, *, chosen: bool, trace: Path) -> dict[str, Any]:
     from meshwright.costs.plan_costs import STACK, band, band_and_source
+    from meshwright.planner.candidate import slot_run
     from meshwright.planner.checkpoint_cost import checkpoint_cost
     from meshwright.simulator.step_simulation import memory_of
     from meshwright.spec.fields import to_plain

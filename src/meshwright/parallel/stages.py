@@ -68,8 +68,8 @@ class RankModel:
     """The part of the model that one pipeline rank runs.
 
     `stages` maps the indices of the rank's virtual stages to their units. Activations between units are divided along the sequence over
-    `tensor_ranks`. `context` divides sequences over context ranks or samples over hybrid ranks, `routing` collects the routers' statistics and `predictions` the loss of
-    prediction modules; all three may be None.
+    `tensor_ranks`. `context` divides sequences over context ranks or samples over hybrid ranks, `routing` collects the routers' statistics
+    and `predictions` the loss of prediction modules; all three may be None.
     """
 
     model: Decoder
