@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,15 +18,17 @@ from torch.nn.functional import cross_entropy
 from meshwright.data.slots import Slot, rank_slots, slot_arrays
 from meshwright.events.span import NullRecorder
 from meshwright.models.decoder import Decoder
-from meshwright.models.initial_values import initial_values
+from meshwright.models.initial_values import initialise
 from meshwright.policies.sample_balance import RankPool, balance_samples
 from meshwright.policies.sample_time import SampleTime
-from meshwright.spec.model import ModelSpec, parameters
+from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, Precision, SchedulePlan
 from tests.distributed.pool import Pool
 from tests.distributed.test_equality import CLIP, GPT, LLAMA, assemble_whole, compare
 from tests.distributed.test_schedules import named
+from tests.distributed.test_training import trained
 from tests.slow import examples, quick_first
+from tests.training.tiny import make_tiny
 
 LONGEST = 64
 TIME = SampleTime(1e-3, 1.0, 2.0)
@@ -44,7 +47,8 @@ class Samples:
     @property
     def lengths(self) -> np.ndarray:
         draw, longest = random.Random(self.seed), min(self.ranks * self.capacity, LONGEST)
-        lengths = [draw.randint(1, self.capacity) for _ in range(draw.randint(0, 4 * self.ranks))]
+        short = draw.randint(0, 4 * self.ranks) if self.seed % 3 else 0
+        lengths = [draw.randint(1, self.capacity) for _ in range(short)]
         return np.array([*lengths, *(draw.randint(1, longest) for _ in range(draw.randint(1, 3)))])
 
     def read(self, sample: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,6 +118,8 @@ def on_ranks(
     from meshwright.parallel.mesh import build_mesh
     from meshwright.training.train_step import count_valid, loss_divisor
 
+    if plan.compile:
+        torch._dynamo.reset()  # what other cases compiled counts against a limit
     mesh = build_mesh(plan, world)
     engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=True, z_loss=Z_LOSS)
     results = []
@@ -146,15 +152,7 @@ def on_ranks(
 def one_device(spec: ModelSpec, samples: Samples) -> dict[str, Any]:
     """The same of a plain decoder that sees each sample alone."""
     model = Decoder(spec, plain=True).double()
-    with torch.no_grad():
-        for parameter, weight in zip(
-            parameters(spec), (model.get_parameter(p.name) for p in parameters(spec)), strict=True
-        ):
-            fills = {"ones": torch.ones(parameter.count), "zeros": torch.zeros(parameter.count)}
-            values = fills.get(parameter.fill)
-            if values is None:
-                values = initial_values(0, parameter, 0, parameter.count, torch.device("cpu"))
-            weight.copy_(values.view(parameter.shape))
+    initialise(model, spec, seed=0)
     logits, targets = [], []
     for sample in range(len(samples.lengths)):
         tokens, sample_targets = samples.read(sample, spec.vocab_size)
@@ -179,7 +177,7 @@ def check(pool: Pool, spec: ModelSpec, case: Case, seeds: range, factor: float =
     return results
 
 
-BATCHES = examples(6, 40)
+BATCHES = examples(6, 24)
 CASES = [
     (LLAMA64, Case(4)),
     (GPT64, Case(3, schedule="breadth_first")),
@@ -193,11 +191,66 @@ CASES = [
 
 @pytest.mark.parametrize(("spec", "case"), quick_first(3, CASES, unpack=True), ids=named)
 def test_batches_of_unequal_samples(pool: Pool, spec: ModelSpec, case: Case) -> None:
-    results = check(pool, spec, case, range(BATCHES))
-    counts = [{rank_results[step]["slots"] for rank_results in results} for step in range(BATCHES)]
-    assert any(len(numbers) > 1 for numbers in counts), "ranks have different numbers of slots in some step"
+    check(pool, spec, case, range(BATCHES))
+
+
+def test_the_batches_have_what_the_axis_is_for() -> None:
+    """Divided samples, ranks with different numbers of slots, and ranks without any."""
+    balances = [
+        balance_samples(samples.lengths, RankPool(4, samples.capacity, TIME)) for samples in map(drawn, range(6))
+    ]
+    assert {parts for balance in balances for parts in balance.parts.tolist()} >= {1, 2, 3, 4}
+    assert any(len(set(balance.slots.tolist())) > 1 for balance in balances)
+    assert any(not balance.slots.all() for balance in balances)
+
+
+def drawn(seed: int) -> Samples:
+    return Samples(seed, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_nothing_is_compiled_after_the_first_step(pool: Pool, recompute: str) -> None:
+    results = check(pool, LLAMA64, Case(2, compile=True, recompute=recompute), range(6))
+    for steps in results:
+        graphs = [step["graphs"] for step in steps]
+        assert graphs[0] > 0 and graphs == [graphs[0]] * len(steps)
 
 
 def test_a_wrong_factor_is_noticed(pool: Pool) -> None:
     with pytest.raises(AssertionError):
         check(pool, LLAMA64, Case(2), range(1), factor=2.0)
+
+
+RUN = """\
+model:
+  {{family: llama, layers: 2, hidden: 16, heads: 4, kv_heads: 2, head_dim: 4, ffn_hidden: 32, max_seq_len: 64, init_std: 0.1}}
+data: {{mix: {{"{data}": 1}}, packing: none}}
+train:
+  {{steps: 4, global_batch_tokens: 300, seq_len: 64, learning_rate: 1e-2, warmup_steps: 2, validate_batches: 1, loss_chunk: 24,
+   timeout_seconds: 60}}
+plan: {{compute: fp64}}
+"""
+
+
+def test_a_run_equals_one_rank_and_goes_on_in_another_pool(pool: Pool, tmp_path: Path) -> None:
+    """Weights, losses and samples are those of one rank without divided samples, also after a resume on fewer ranks."""
+    make_tiny(tmp_path / "corpus")
+    file = tmp_path / "tiny.yaml"
+    file.write_text(RUN.format(data=tmp_path / "corpus" / "data"))
+    truth = trained(pool, file, tmp_path / "one", "cluster={gpu: cpu, gpus_per_node: 1}")
+    first = trained(pool, file, tmp_path, "cluster={gpu: cpu, gpus_per_node: 3}", "plan.hybrid=3", stop_at=2)
+    second = trained(pool, file, tmp_path, "cluster={gpu: cpu, gpus_per_node: 2}", "plan.hybrid=2", "plan.capacity=40")
+    assert [results[0].began for results in (first, second)] == [0, 2]
+    steps = first[0].steps + second[0].steps
+    for actual, want in zip(steps, truth[0].steps, strict=True):
+        assert (actual["token_sum"], actual["tokens"], actual["samples"]) == (
+            want["token_sum"],
+            want["tokens"],
+            want["samples"],
+        )
+        assert actual["loss"] == pytest.approx(want["loss"], rel=1e-9)
+    tensors = second[0].tensors
+    assert tensors.keys() == truth[0].tensors.keys()
+    for name, tensor in truth[0].tensors.items():
+        torch.testing.assert_close(tensors[name], tensor, rtol=1e-7, atol=1e-12)

@@ -348,6 +348,8 @@ def _ranks(run: RunValues) -> Iterator[Mistake]:
         got = f"{nodes} × {per_node} = {ranks}"
         yield run.mistake(key, f"cluster.nodes × cluster.gpus_per_node of at most {MOST_RANKS}", None, got)
         return
+    if run("plan.hybrid"):
+        return  # `hybrid_rules` checks the ranks then
     wrong = [axis for axis in (*_MODEL_AXES, *DATA_AXES) if ranks % (run(f"plan.{axis}") or 1)]
     for axis in wrong:
         size = run(f"plan.{axis}")

@@ -1,8 +1,8 @@
 """Applies a Plan to a model; `build_engine` alone decides the order of the transforms.
 
 The order: remove other stages, divide over tensor ranks, over context or hybrid ranks, distribute experts, use fp8 products, recompute,
-compile, split the backward, shard, allocate memory, initialise. The model code does not change: a transform replaces modules or wraps `forward`
-of a block, and parameter names stay the same.
+compile, split the backward, shard, allocate memory, initialise. The model code does not change: a transform replaces modules or wraps
+`forward` of a block, and parameter names stay the same.
 """
 
 from __future__ import annotations
