@@ -30,7 +30,7 @@ class DocumentSamples:
 
     def lengths(self, samples: np.ndarray) -> np.ndarray:
         """Inputs of each sample, int64."""
-        document, begin = self._places(samples)
+        document, begin = self._origins(samples)
         return np.minimum(self._inputs[document] - begin, self._seq_len)
 
     def read(self, sample: int, with_documents: bool) -> WindowTokens:
@@ -51,19 +51,19 @@ class DocumentSamples:
 
     def files_of(self, samples: np.ndarray) -> set[int]:
         """The numbers of the files that hold these samples; a document is in one file."""
-        document, _ = self._places(samples)
+        document, _ = self._origins(samples)
         return self._stream.files_at(self._starts[document])
 
     def locate(self, sample: int, at: int) -> tuple[IndexedFile, int]:
         """The file that holds token `at` of a sample, and the token's number there."""
         return self._stream.locate(self._offset(sample) + at)
 
-    def _places(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _origins(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The document of each sample, and the input of the document at which the sample begins."""
         document = np.searchsorted(self._first_samples, samples, side="right") - 1
         return document, (samples - self._first_samples[document]) * self._seq_len
 
     def _offset(self, sample: int) -> int:
         """Where in the stream a sample begins."""
-        document, begin = self._places(np.array([sample]))
+        document, begin = self._origins(np.array([sample]))
         return int(self._starts[document[0]] + begin[0])

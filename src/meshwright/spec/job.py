@@ -46,7 +46,7 @@ class TrainSpec:
     steps: Positive
     """Optimizer steps in the whole run."""
     global_batch: Positive
-    """Sequences in one step, over all ranks."""
+    """Sequences in one step, over all ranks; left out with `global_batch_tokens`."""
     global_batch_tokens: Positive | None = None
     """With `data.packing: none`, in place of `global_batch`: a step takes samples in order, as many as have at most so many tokens."""
     seq_len: Positive = 2048
