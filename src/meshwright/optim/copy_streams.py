@@ -31,6 +31,7 @@ class CopyStreams:
         self._runtime = torch.cuda if runtime is None and device.type == "cuda" else runtime
         self._in_events: list[Any] = [None] * buffers
         self._out_events: list[Any] = [None] * buffers
+        self._latest_update: Any = None
         if self._runtime is not None:
             self._in, self._update, self._out = (self._runtime.Stream(device) for _ in range(3))
             self._in.wait_stream(self._compute)  # the staging buffers were zeroed there
@@ -51,10 +52,10 @@ class CopyStreams:
         return self._on(self._in, span, self._in_events, buffer)
 
     def copy_out(self, buffer: int, span: AbstractContextManager[None] | None) -> AbstractContextManager[Any]:
-        """Context of the copies from a staging buffer to the host, after the updates launched so far."""
+        """Context of the copies from a staging buffer to the host, after the update that was launched last."""
         if self._runtime is None:
             return _in_span(span)
-        self._out.wait_stream(self._update)
+        self._out.wait_event(self._latest_update)
         return self._on(self._out, span, self._out_events, buffer)
 
     def begin_updates(self) -> None:
@@ -62,9 +63,21 @@ class CopyStreams:
         if self._runtime is not None:
             self._update.wait_stream(self._compute)
 
-    def updates(self) -> AbstractContextManager[Any]:
-        """Context of updates."""
-        return ExitStack() if self._runtime is None else self._runtime.stream(self._update)
+    def update(self) -> AbstractContextManager[Any]:
+        """Context of a chunk's update."""
+        stack = ExitStack()
+        if self._runtime is not None:
+            stack.enter_context(self._runtime.stream(self._update))
+            stack.callback(self._record_update)
+        return stack
+
+    @property
+    def latest_update(self) -> Any:
+        """The event at the end of the update that was launched last; None on a CPU."""
+        return self._latest_update
+
+    def _record_update(self) -> None:
+        self._latest_update = self._update.record_event()
 
     def wait_for_copy_in(self, buffer: int) -> None:
         """Make the update stream wait for the copies to a staging buffer."""
@@ -76,10 +89,10 @@ class CopyStreams:
         if self._runtime is not None:
             self._update.wait_stream(self._out)
 
-    def end_updates(self) -> None:
-        """Make the compute stream wait for the updates launched so far."""
+    def wait_for_update(self, event: Any) -> None:
+        """Make the compute stream wait for the end of an update and of all before it, see `latest_update`."""
         if self._runtime is not None:
-            self._compute.wait_stream(self._update)
+            self._compute.wait_event(event)
 
     def snapshot(self) -> AbstractContextManager[Any]:
         """Context of copies to the host outside of an update, after the work queued on the compute stream so far."""

@@ -5,8 +5,8 @@ the device: moments, and a remainder of the master weights where weights are gat
 stream copies later chunks to the device and another copies earlier ones to the host, so both directions of the link are busy.
 
 The first chunks are fetched as soon as their staging buffers are free, so beside the next forward and backward. An update begins when the
-gradients' factor is known, and is completed unit by unit: `complete_updates` launches the chunks of the units that are gathered next, and
-the copies of later ones run beside the forward. What is left is completed before anything else reads the state. With `fraction` below 1 the
+gradients' factor is known. On a GPU the host launches it at once; `complete_updates` makes the compute stream wait for the chunks of the
+unit that is gathered next, while later ones are copied and updated beside the forward. With `fraction` below 1 the
 records of the first chunks stay on the device.
 
 The update uses the arithmetic of the optimizer on the device, so both give the same bits. It has a stream of its own, which no forward
@@ -22,7 +22,8 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,7 +51,7 @@ Release = Callable[[], Tensor]
 
 @dataclass
 class _PendingUpdate:
-    """A step's update, of which chunks from `following` on are not launched; `results` are the host records to write."""
+    """A step's update; `results` are the host records to write."""
 
     gradients: dict[str, Tensor]
     table: StepTable | None
@@ -58,14 +59,18 @@ class _PendingUpdate:
     span: SpanFactory | None
     copies: SnapshotCopies | None
     results: Tensor
-    following: int = 0
+    events: list[Any] = field(default_factory=list)
+    """The end of each chunk's update that was launched."""
+    completed: int = 0
+    """Chunks that the compute stream waits for."""
 
 
 class HostAdamW:
     """AdamW of the `parts` of one rank, of one dtype and device, in the order of the forward, with state in host memory.
 
     `decays` has the weight decay of each parameter; `release` has the function that releases its master weight, for all or for none.
-    `fraction` of the elements have their record in host memory, the first ones on the device. Raises OutOfResources when host memory
+    `fraction` of the elements have their record in host memory, the first ones on the device. `ahead` chunks are launched before they are
+    needed: by default all on a GPU, and none on a CPU, which does not run them beside the forward. Raises OutOfResources when host memory
     cannot be pinned.
     """
 
@@ -79,6 +84,7 @@ class HostAdamW:
         moments: Moments = "fp32",
         fraction: float = 1.0,
         chunk: int | None = None,
+        ahead: int | None = None,
     ) -> None:
         assert not release or release.keys() == parts.keys()
         self._parts, self._release, self._coefficients = dict(parts), dict(release), coefficients
@@ -88,6 +94,7 @@ class HostAdamW:
         default = STAGED_ELEMENTS if self._device.type == "cuda" else CPU_CHUNK_ELEMENTS
         sizes = {name: part.numel() for name, part in parts.items()}
         self._chunks = plan_chunks(groups_in_order(sizes, decays), chunk or default)
+        self._ahead = (len(self._chunks) if self._device.type == "cuda" else 0) if ahead is None else ahead
         self._memory = ChunkMemory(
             self, self._device, self._packing, self._chunks, _chunks_on_device(self._chunks, fraction)
         )
@@ -103,7 +110,7 @@ class HostAdamW:
         self._lock = threading.RLock()
         self._allocate_staging()
         self.deferred = False
-        """Whether `step` leaves the update to `complete_updates`."""
+        """Whether later compute waits for updates only at `complete_updates`."""
 
     def _allocate_staging(self) -> None:
         widest = max((entry.size for entry in self._chunks), default=0)
@@ -137,7 +144,7 @@ class HostAdamW:
         concurrent_span: SpanFactory | None = None,
         copies: SnapshotCopies | None = None,
     ) -> None:
-        """One update of the parameters that have a gradient; of a `deferred` update only the first copies are started.
+        """One update of the parameters that have a gradient; a `deferred` update is completed by `complete_updates`.
 
         Beside `copies` of a snapshot it writes to the second buffers; without these each chunk waits for copies of its parameters' state.
         """
@@ -153,32 +160,40 @@ class HostAdamW:
         self._pending = _PendingUpdate(dict(gradients), table, concurrent_span, copies, results)
         self._copy_streams.begin_updates()
         self._fetch_first(concurrent_span)
+        # Where an update waits for a snapshot on the host, it is launched as late as possible.
+        self._launch(self._pending, 0 if self._waits_for_snapshot(self._pending) else self._ahead)
         if not self.deferred:
             self.complete_updates()
 
     @torch.no_grad()
     def complete_updates(self, names: Iterable[str] | None = None) -> bool:
-        """Launch what is left of the update up to the parameters `names`, or all of it; returns whether something was left."""
+        """Complete the update of the parameters `names`, or all, before later compute; returns whether something was left."""
         pending = self._pending
         if pending is None:
             return False
-        before = pending.following
-        last = (
-            len(self._chunks)
-            if names is None
-            else 1 + max((self._last_chunk.get(name, -1) for name in names), default=-1)
-        )
-        while pending.following < last:
-            self._run(pending.following, pending)
-            pending.following += 1
-        if pending.following > before:
-            self._copy_streams.end_updates()
+        before, chunks = pending.completed, len(self._chunks)
+        last = chunks if names is None else 1 + max((self._last_chunk.get(name, -1) for name in names), default=-1)
+        self._launch(pending, last)
+        if last > before:
+            self._copy_streams.wait_for_update(pending.events[last - 1])
             # Only now may compute reuse the memory of gradients that the update stream reads.
-            for chunk in self._chunks[before : pending.following]:
+            for chunk in self._chunks[before:last]:
                 self._release_gradients(chunk, pending)
-        if pending.following == len(self._chunks):
+            pending.completed = last
+        if pending.completed == chunks:
             self._end_update(pending)
-        return pending.following > before
+        return pending.completed > before
+
+    def _launch(self, pending: _PendingUpdate, count: int) -> None:
+        """Launch the updates of the first `count` chunks, as far as that was not done."""
+        for number in range(len(pending.events), min(count, len(self._chunks))):
+            self._run(number, pending)
+            pending.events.append(self._copy_streams.latest_update)
+
+    def _waits_for_snapshot(self, pending: _PendingUpdate) -> bool:
+        """Whether the host waits for a snapshot's copies of records, which the update overwrites."""
+        in_place = self._second is None or pending.results is not self._second.records
+        return pending.copies is not None and in_place
 
     def _end_update(self, pending: _PendingUpdate) -> None:
         if pending.table is not None:
@@ -316,10 +331,10 @@ class HostAdamW:
     def _run(self, number: int, pending: _PendingUpdate) -> None:
         """Update a chunk, and copy it to the host and a later one to the device if it is streamed."""
         chunk, streamed = self._chunks[number], number >= self._memory.on_device
-        with self._copy_streams.updates():
+        with self._copy_streams.update():
             if pending.copies is not None:
-                in_place = self._second is None or pending.results is not self._second.records
-                pending.copies.wait((segment.name for segment in chunk.segments), host=in_place)
+                names = (segment.name for segment in chunk.segments)
+                pending.copies.wait(names, host=self._waits_for_snapshot(pending))
             if self._snapshot_copied:
                 self._copy_streams.wait_for_copies_out()  # of what the update overwrites on the device
                 self._snapshot_copied = False

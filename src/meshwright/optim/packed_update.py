@@ -14,7 +14,10 @@ from meshwright.optim.packing import MASTER, Packing, pack, seed_of, unpack
 
 @dataclass(frozen=True)
 class StepTable:
-    """What all segments of one step read, by parameter: made once, so that a segment needs one launch and no copy from the host."""
+    """What all segments of one step read, by parameter.
+
+    It is made once, so that a segment needs one launch and no copy from the host.
+    """
 
     inputs: StepInputs
     coefficients: Coefficients

@@ -1,4 +1,4 @@
-"""The Triton kernel of `packed_update` for tensors on a GPU: unpacks, updates and packs `TILE` elements of a record per program.
+"""The Triton kernel of `packed_update`: each program unpacks, updates and packs `TILE` elements of a record.
 
 A packed parameter costs one read and one write of its record, weight and gradient. The integer arithmetic gives the bits of the plain
 reference (`packing`), the update those of `fused_triton`.
