@@ -77,7 +77,7 @@ def _update_in_passes(
         unpack(packing, fields, rounded, states)
     index = table.indices[name]
     update(
-        [weights if rounded is None else states[MASTER][:count]], [gradient], *([states[moment][:count]] for moment in MOMENTS),
+        [weights if rounded is None else states[MASTER][:count]], [gradient], [states[MOMENTS[0]][:count]], [states[MOMENTS[1]][:count]],
         [table.counts[index]], coefficients=table.coefficients, weight_decay=weight_decay, inputs=table.inputs,
     )  # fmt: skip
     if not packing.plain:
