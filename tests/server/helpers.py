@@ -25,7 +25,7 @@ from meshwright.server.engine_process import Connection, load_engine, serve_engi
 from meshwright.server.engine_setup import EngineSetup
 from meshwright.server.metrics import ServerMetrics
 from meshwright.server.model_files import read_model_files
-from meshwright.server.run import uvicorn_server
+from meshwright.server.run import transfer_setup, uvicorn_server
 from meshwright.spec.serve import ServeSpec
 from tests.models.tiny import LLAMA
 from tests.serve.helpers import tiny
@@ -133,7 +133,7 @@ def running_server(folder: Path, **settings: Any) -> Iterator[RunningServer]:
     spec = ServeSpec(**{**SIZES, "name": NAME, "log_requests": False, **settings})
     tokenizer = str(read_model_files(folder).tokenizer_file)
     engine = load_engine(EngineSetup(folder=str(folder), tokenizer=tokenizer, options=spec.engine))
-    with running_api(folder, spec, partial(serve_engine, engine)) as (url, api, loop):
+    with running_api(folder, spec, partial(serve_engine, engine, transfer=transfer_setup(spec))) as (url, api, loop):
         yield RunningServer(url, api, engine, loop)
 
 

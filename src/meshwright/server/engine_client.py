@@ -14,7 +14,9 @@ from typing import Any, Literal, NamedTuple, cast
 from meshwright.serve.figures import EngineFigures
 from meshwright.server.messages import MessageReader, encode
 from meshwright.server.metrics import ServerMetrics
+from meshwright.server.transfers import TransferFigures
 from meshwright.spec.errors import EXIT_COMMUNICATION, BadInput
+from meshwright.spec.serve import Role
 
 Reason = Literal["stop", "length", "abort", "deadline", "failed", "refused"]
 TEXTS_AT_ONCE = 4
@@ -119,6 +121,8 @@ class EngineClient(asyncio.Protocol):
         """Why the engine cannot continue, and the exit code."""
         self.paused = False
         self.figures = EngineFigures()
+        self.transfers: TransferFigures | None = None
+        """Blocks exchanged with other engines, if any are."""
         self.changed = asyncio.Event()
         """Set when the engine becomes ready or fails."""
         self._transport: asyncio.WriteTransport | None = None
@@ -183,6 +187,10 @@ class EngineClient(asyncio.Protocol):
         self.paused = paused
         self._send({"pause": paused})
 
+    def use_role(self, role: Role) -> None:
+        """Let the engine take new work by this role."""
+        self._send({"role": role})
+
     async def load(self, folder: Path) -> None:
         """Use newer weights from the next step on. Raises BadInput with the engine's reason if it cannot."""
         key = str(folder)
@@ -227,6 +235,8 @@ class EngineClient(asyncio.Protocol):
             self._pass_on(self._entries)
             if (step := message.get("step")) is not None:
                 self.figures = EngineFigures(*message["figures"])
+                if "transfers" in message:
+                    self.transfers = TransferFigures(*message["transfers"])
                 self._take_step(step)
             else:
                 self._take(message)
