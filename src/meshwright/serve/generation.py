@@ -75,7 +75,7 @@ class Generation:
 
     def begin_after(self, tokens: Sequence[int]) -> None:
         """Take in tokens that are reported already. Raises BadInput if they end the text."""
-        if any([self.add(token) for token in tokens]):
+        if any(self.add(token) for token in tokens):
             raise BadInput("the new tokens that are given end the text")
         self._tokens, self._text, self._logprobs = [], "", []
 

@@ -69,7 +69,9 @@ class PrefixBlocks:
             if content.is_cuda:
                 part.copy_(content.index_select(0, blocks.to(content.device)))  # one kernel gathers, one copy follows
             else:
-                torch.index_select(content, 0, blocks, out=part) if part.is_contiguous() else part.copy_(content[blocks])
+                torch.index_select(content, 0, blocks, out=part) if part.is_contiguous() else part.copy_(
+                    content[blocks]
+                )
 
     def write(self, tables: Sequence[Sequence[int]], content: memoryview) -> None:
         """Copy blocks from host memory into the cache, once the steps before are computed; the memory may change afterwards."""

@@ -235,8 +235,6 @@ class EngineClient(asyncio.Protocol):
             self._pass_on(self._entries)
             if (step := message.get("step")) is not None:
                 self.figures = EngineFigures(*message["figures"])
-                if "transfers" in message:
-                    self.transfers = TransferFigures(*message["transfers"])
                 self._take_step(step)
             else:
                 self._take(message)
@@ -300,6 +298,8 @@ class EngineClient(asyncio.Protocol):
                 if (text := self._texts.get(id)) is not None:
                     self._forget(id, "refused")
                     text.subscription.add(News(text.index, (), "refused", message["error"], message["code"]))
+        elif "transfers" in message:
+            self.transfers = TransferFigures(*message["transfers"])
         elif "loaded" in message:
             future = self._loading.pop(message["loaded"])
             if not future.done():

@@ -18,7 +18,7 @@ from meshwright.events.parent import end_with_parent
 from meshwright.server.engine_setup import EngineSetup
 from meshwright.server.messages import MessageReader, encode
 from meshwright.server.process_memory import keep_loaded
-from meshwright.server.transfers import Transfers, TransferSetup
+from meshwright.server.transfers import TransferFigures, Transfers, TransferSetup
 from meshwright.spec.errors import (
     EXIT_INTERNAL,
     EXIT_REPEATED,
@@ -91,6 +91,7 @@ class EngineLoop:
         self._ids: dict[int, int] = {}
         self._paused = False
         self._failed_steps = 0
+        self._transfer_figures: TransferFigures | None = None
 
     def run(self) -> None:
         """Take messages and compute steps until the HTTP process closes the socket.
@@ -101,6 +102,7 @@ class EngineLoop:
             while True:
                 if self.transfers is not None:
                     self.transfers.wait(self._connection.fileno(), self._busy)
+                    self._report_transfers(self.transfers.figures)
                 for message in self._connection.receive(wait=self.transfers is None and not self._busy()):
                     self._take(message)
                 if self._busy():
@@ -174,7 +176,7 @@ class EngineLoop:
                 numbers.append(self._engine.submit(request["tokens"], sampling=sample, given=tokens, **options))
                 ids.append(id)
         if entries:
-            self._report(entries)
+            self._connection.send({"step": entries, "figures": self._engine.figures()})
         return ids, numbers
 
     def _abort(self, ids: list[int]) -> None:
@@ -212,14 +214,13 @@ class EngineLoop:
             if update.reason is not None:
                 del self._numbers[id], self._ids[update.number]
                 failure = update.error or failure
-        self._report(entries)
+        self._connection.send({"step": entries, "figures": self._engine.figures()})
         self._count_failure(failure)
 
-    def _report(self, entries: list[Any]) -> None:
-        message = {"step": entries, "figures": self._engine.figures()}
-        if self.transfers is not None:
-            message["transfers"] = self.transfers.figures
-        self._connection.send(message)
+    def _report_transfers(self, figures: TransferFigures) -> None:
+        if figures != self._transfer_figures:
+            self._transfer_figures = figures
+            self._connection.send({"transfers": figures})
 
     def _count_failure(self, failure: str | None) -> None:
         if failure is None:

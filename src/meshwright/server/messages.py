@@ -11,8 +11,8 @@ To the engine, each message has one of these keys:
 From the engine:
 
 - `ready`: context, vocabulary and sizes, once the model is loaded
-- `step`: `[id, tokens]` or `[id, tokens, reason, error, logprobs]` for each request with news; `figures` as `EngineFigures`,
-  and `transfers` as `TransferFigures` if the engine exchanges blocks with others
+- `step`: `[id, tokens]` or `[id, tokens, reason, error, logprobs]` for each request with news; `figures` as `EngineFigures`
+- `transfers`: `TransferFigures`, when they have changed
 - `refused`: ids of requests that could not be queued; `error` is the reason, `code` is "grammar" if the grammar is
 - `loaded`: the answer to `load`; `error` is none if it succeeded
 - `failed`: why the engine cannot continue; `code` is an exit code

@@ -69,7 +69,9 @@ class PrefillConnection:
 class PrefillJobs:
     """Computes prompts on an engine for the engines that connect to a listening socket."""
 
-    def __init__(self, engine: Engine, blocks: PrefixBlocks, listening: socket.socket, key: str, lease_seconds: float) -> None:
+    def __init__(
+        self, engine: Engine, blocks: PrefixBlocks, listening: socket.socket, key: str, lease_seconds: float
+    ) -> None:
         self._engine, self._blocks, self._key, self._lease = engine, blocks, key.encode(), lease_seconds
         self.listening, self.accepting = listening, True
         """Whether new prompts are taken."""

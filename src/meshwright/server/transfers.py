@@ -48,6 +48,8 @@ class TransferFigures(NamedTuple):
     """Prompts that a peer did not finish."""
     waiting_prompts: int = 0
     """Prompts that are at a peer, or wait for room in the cache."""
+    usable_peers: int = 0
+    """Peers that take prompts of this engine now."""
 
 
 class Transfers:
@@ -89,8 +91,14 @@ class Transfers:
     def figures(self) -> TransferFigures:
         """What has been exchanged so far."""
         receiver, sent = self._receiver, 0 if self._sender is None else self._sender.sent_blocks
-        received = (receiver.received_blocks, receiver.damaged_blocks, receiver.lost_prompts, len(receiver.prompts))
-        return TransferFigures(sent, *received)
+        return TransferFigures(
+            sent,
+            receiver.received_blocks,
+            receiver.damaged_blocks,
+            receiver.lost_prompts,
+            len(receiver.prompts),
+            sum(peer.usable for peer in receiver.peers),
+        )
 
     def begin(self, request: Mapping[str, Any]) -> bool:
         """Have the prompt of a request computed elsewhere; false if the caller is to submit it here."""
