@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,8 +109,8 @@ def test_requests_are_repeated_with_growing_pauses(tmp_path: Path, monkeypatch: 
         pauses.append(seconds)
         clock[0] += seconds
 
-    monkeypatch.setattr(object_store.time, "sleep", sleep)
-    monkeypatch.setattr(object_store.time, "monotonic", lambda: clock[0])
+    # Not in the module `time`, which threads of other tests use.
+    monkeypatch.setattr(object_store, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: clock[0]))
     store = ObjectStore(f"{mirror_of(tmp_path)}/run", patience=100.0)
     failing = [OSError("503 Slow Down")] * 4
 
@@ -131,8 +132,7 @@ class FailingStore:
 
     def __init__(self, store: ObjectStore, fault: str, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
         self._fault, self._seconds, self.clock, self.failures = fault, seconds, 0.0, 0
-        monkeypatch.setattr(object_store.time, "sleep", self._pause)
-        monkeypatch.setattr(object_store.time, "monotonic", lambda: self.clock)
+        monkeypatch.setattr(object_store, "time", SimpleNamespace(sleep=self._pause, monotonic=lambda: self.clock))
         for name in ("put_file", "pipe_file", "cat_file", "info", "makedirs"):
             monkeypatch.setattr(store._files, name, self._failing(getattr(store._files, name), store._files))
 

@@ -177,11 +177,12 @@ def test_a_sender_that_dies_or_whose_memory_changes_leaves_the_copies_before() -
             client._request("store", name=name(4).__dict__, header_bytes=0, data_bytes=1 << 20)
             client._stream.send(b"x" * 1000)
         assert name(2) in names(address)
-        store(address, 5)
+        store(address, 5)  # waits until the server has noticed that the sender of 4 is gone
         assert names(address) == [name(2), name(5)]
 
 
-def test_a_copy_that_is_not_newer_or_meets_another_one_is_refused() -> None:
+def test_a_copy_that_is_not_newer_or_meets_another_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.checkpoint.snapshot_memory.BUSY_SECONDS", 0.1)
     with host() as (address, _):
         store(address, 2)
         for save in (1, 2):

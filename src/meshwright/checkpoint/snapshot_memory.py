@@ -23,6 +23,8 @@ SLOTS = 2
 """Slots of one rank."""
 FREE_SHARE = 0.1
 """Part of the available host memory that copies leave free."""
+BUSY_SECONDS = 2.0
+"""How long a copy waits for the end of the one before it: that its sender is gone is noticed a moment later."""
 
 
 class CopyRefused(OutOfResources):
@@ -79,10 +81,11 @@ class SnapshotMemory:
     def receive(self, name: SnapshotName, data_bytes: int) -> Iterator[IncomingCopy]:
         """A slot for the copy `name` of `data_bytes`, which counts once `IncomingCopy.complete` is called.
 
-        Raises CopyRefused if another copy of the rank is being received, a newer one is here, or the host has too little memory.
+        Waits BUSY_SECONDS for the end of another copy of the rank. Raises CopyRefused if that is still being received, a newer one is
+        here, or the host has too little memory.
         """
         position = name.rank % len(self._receiving)
-        if not self._receiving[position].acquire(blocking=False):
+        if not self._receiving[position].acquire(timeout=BUSY_SECONDS):
             raise CopyRefused(f"another copy of rank {name.rank} is being received")
         try:
             path = self._slot_to_overwrite(position, name)

@@ -8,10 +8,8 @@ the latent of a token, and the rotated part of its key. In fp8 (e4m3) it has twi
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,46 +17,24 @@ from torch import Tensor
 from meshwright.serve.host_memory import zeros
 from meshwright.spec.errors import OutOfResources
 from meshwright.spec.model import ModelSpec
+from meshwright.workload import cache_size
+from meshwright.workload.cache_size import (
+    HOST_SHARE,
+    LayerGroup,
+    activation_bytes,
+    block_shape,
+    blocks_within,
+    device_cache_bytes,
+    layer_groups,
+    most_blocks,
+)
 
-DEVICE_SHARE = 0.92
-"""Share of a GPU's memory that weights, cache and activations take."""
-HOST_SHARE = 0.25
-"""Share of a host's memory that the cache takes at most on a CPU."""
-
-
-@dataclass(frozen=True)
-class LayerGroup:
-    """Layers that share block tables; `window` is the number of tokens that a query attends to, None for all."""
-
-    layers: tuple[int, ...]
-    window: int | None
-    latent: bool = False
-    """Whether tokens have a latent and a rotated key in place of keys and values of heads."""
-
-
-def layer_groups(spec: ModelSpec) -> tuple[LayerGroup, ...]:
-    """The groups of the model's layers by type of attention."""
-    window = spec.sliding_window
-    if window is not None and window >= spec.max_seq_len:
-        window = None
-    return (LayerGroup(tuple(range(spec.layers)), window, latent=spec.kv_rank > 0),)
-
-
-def block_shape(spec: ModelSpec, group: LayerGroup, tokens_per_block: int) -> tuple[int, ...]:
-    """The shape of one block of a group's cache."""
-    if group.latent:
-        return len(group.layers), tokens_per_block, spec.kv_rank + spec.rope_head_dim
-    return len(group.layers), 2, spec.kv_heads, tokens_per_block, spec.head_dim
+__all__ = ["KVCache", "bytes_per_block", "fitting_blocks", "layer_groups", "most_blocks"]
 
 
 def bytes_per_block(spec: ModelSpec, group: LayerGroup, tokens_per_block: int, dtype: torch.dtype) -> int:
     """Bytes of one block of a group's cache."""
-    return math.prod(block_shape(spec, group, tokens_per_block)) * dtype.itemsize
-
-
-def most_blocks(context: int, sequences: int, tokens_per_block: int) -> int:
-    """Blocks with which `sequences` requests of `context` tokens never wait; with the unused block 0."""
-    return 1 + sequences * -(-context // tokens_per_block)
+    return cache_size.bytes_per_block(spec, group, tokens_per_block, dtype.itemsize)
 
 
 def fitting_blocks(
@@ -88,10 +64,10 @@ def fitting_blocks(
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        available = free - (1 - DEVICE_SHARE) * total - _activation_bytes(spec, dtype, samples, step_tokens)
+        available = device_cache_bytes(free, total, activation_bytes(spec, dtype.itemsize, samples, step_tokens))
     else:
         available = HOST_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    blocks = min(most_blocks(context, sequences, tokens_per_block), int(available // block))
+    blocks = blocks_within(available, block, context=context, sequences=sequences, tokens_per_block=tokens_per_block)
     needed = most_blocks(context, 1, tokens_per_block)
     if blocks < needed:
         raise OutOfResources(
@@ -128,11 +104,3 @@ class KVCache:
             if layer in group.layers:
                 return number, self.tensors[number][:, group.layers.index(layer)]
         raise KeyError(layer)
-
-
-def _activation_bytes(spec: ModelSpec, dtype: torch.dtype, samples: int, step_tokens: int) -> int:
-    """Estimated bytes of one step beside weights and cache: the widest layer and three fp32 copies of the logits."""
-    width = 4 * spec.hidden + 2 * (spec.heads + 2 * spec.kv_heads) * spec.head_dim
-    width += 2 * spec.heads * spec.kv_rank  # absorbed queries, and the sums of latents
-    width += 3 * max(spec.ffn_hidden, spec.experts_per_token * (spec.expert_hidden + spec.hidden))
-    return 2 * step_tokens * width * dtype.itemsize + 3 * samples * spec.vocab_size * 4

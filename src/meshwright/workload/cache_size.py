@@ -1,0 +1,76 @@
+"""Size of the inference engine's key/value cache: groups of layers, bytes of a block, blocks that fit. Torch-free.
+
+The engine allocates by these formulas (`serve.kv_cache`) and the cost model of deployments plans by them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from meshwright.spec.model import ModelSpec
+
+DEVICE_SHARE = 0.92
+"""Share of a GPU's memory that weights, cache and activations take."""
+HOST_SHARE = 0.25
+"""Share of a host's memory that the cache takes at most on a CPU."""
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers that share block tables; `window` is the number of tokens that a query attends to, None for all."""
+
+    layers: tuple[int, ...]
+    window: int | None
+    latent: bool = False
+    """Whether tokens have a latent and a rotated key in place of keys and values of heads."""
+
+
+def layer_groups(spec: ModelSpec) -> tuple[LayerGroup, ...]:
+    """The groups of the model's layers by type of attention."""
+    window = spec.sliding_window
+    if window is not None and window >= spec.max_seq_len:
+        window = None
+    return (LayerGroup(tuple(range(spec.layers)), window, latent=spec.kv_rank > 0),)
+
+
+def block_shape(spec: ModelSpec, group: LayerGroup, tokens_per_block: int) -> tuple[int, ...]:
+    """The shape of one block of a group's cache."""
+    if group.latent:
+        return len(group.layers), tokens_per_block, spec.kv_rank + spec.rope_head_dim
+    return len(group.layers), 2, spec.kv_heads, tokens_per_block, spec.head_dim
+
+
+def bytes_per_block(spec: ModelSpec, group: LayerGroup, tokens_per_block: int, itemsize: int) -> int:
+    """Bytes of one block of a group's cache, whose numbers have `itemsize` bytes."""
+    return math.prod(block_shape(spec, group, tokens_per_block)) * itemsize
+
+
+def cache_bytes_per_block(spec: ModelSpec, tokens_per_block: int, itemsize: int) -> int:
+    """Bytes that a block of every group takes together."""
+    return sum(bytes_per_block(spec, group, tokens_per_block, itemsize) for group in layer_groups(spec))
+
+
+def most_blocks(context: int, sequences: int, tokens_per_block: int) -> int:
+    """Blocks with which `sequences` requests of `context` tokens never wait; with the unused block 0."""
+    return 1 + sequences * -(-context // tokens_per_block)
+
+
+def blocks_within(
+    available_bytes: float, block_bytes: int, *, context: int, sequences: int, tokens_per_block: int
+) -> int:
+    """Blocks of each group in `available_bytes`, at most `most_blocks`; fewer than one request needs if they do not fit."""
+    return min(most_blocks(context, sequences, tokens_per_block), int(available_bytes // block_bytes))
+
+
+def device_cache_bytes(free_bytes: float, total_bytes: float, activations: float) -> float:
+    """Bytes for the cache on a GPU with weights, of which `free_bytes` are free; `activations` are those of a step."""
+    return free_bytes - (1 - DEVICE_SHARE) * total_bytes - activations
+
+
+def activation_bytes(spec: ModelSpec, itemsize: int, samples: int, step_tokens: int) -> int:
+    """Estimated bytes of one step beside weights and cache: the widest layer and three fp32 copies of the logits."""
+    width = 4 * spec.hidden + 2 * (spec.heads + 2 * spec.kv_heads) * spec.head_dim
+    width += 2 * spec.heads * spec.kv_rank  # absorbed queries, and the sums of latents
+    width += 3 * max(spec.ffn_hidden, spec.experts_per_token * (spec.expert_hidden + spec.hidden))
+    return 2 * step_tokens * width * itemsize + 3 * samples * spec.vocab_size * 4
