@@ -10,8 +10,8 @@ from meshwright.server.endpoints import Api
 from meshwright.server.errors import RequestError, wrong
 from meshwright.server.fields import parse_object
 from meshwright.server.replies import json_response, read_body
+from meshwright.spec.deployment import Role
 from meshwright.spec.errors import BadInput
-from meshwright.spec.serve import Role
 
 if TYPE_CHECKING:
     from starlette.requests import Request

@@ -24,7 +24,8 @@ from meshwright.server.replies import ContentResponse, json_response, read_body
 from meshwright.server.text_request import Limits, TextRequest, check_prompts, read_shared, schema_grammar, token_ids
 from meshwright.server.tool_calls import CallFormat, Notation, template_notation
 from meshwright.server.tools import Tools, read_tools
-from meshwright.spec.serve import Role, ServeSpec
+from meshwright.spec.deployment import Role
+from meshwright.spec.serve import ServeSpec
 
 if TYPE_CHECKING:
     from starlette.requests import Request

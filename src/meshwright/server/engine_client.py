@@ -15,8 +15,8 @@ from meshwright.serve.figures import EngineFigures
 from meshwright.server.messages import MessageReader, encode
 from meshwright.server.metrics import ServerMetrics
 from meshwright.server.transfers import TransferFigures
+from meshwright.spec.deployment import Role
 from meshwright.spec.errors import EXIT_COMMUNICATION, BadInput
-from meshwright.spec.serve import Role
 
 Reason = Literal["stop", "length", "abort", "deadline", "failed", "refused"]
 TEXTS_AT_ONCE = 4

@@ -19,6 +19,7 @@ from meshwright.server.engine_setup import EngineSetup
 from meshwright.server.messages import MessageReader, encode
 from meshwright.server.process_memory import keep_loaded
 from meshwright.server.transfers import TransferFigures, Transfers, TransferSetup
+from meshwright.spec.deployment import Role
 from meshwright.spec.errors import (
     EXIT_INTERNAL,
     EXIT_REPEATED,
@@ -28,7 +29,6 @@ from meshwright.spec.errors import (
 from meshwright.spec.failures import as_meshwright_error
 from meshwright.spec.fields import from_plain
 from meshwright.spec.rank_environment import RankEnvironment
-from meshwright.spec.serve import Role
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

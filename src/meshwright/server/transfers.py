@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from meshwright.server.frames import FrameSocket, listen
 from meshwright.server.prefill_jobs import PrefillJobs
 from meshwright.server.remote_prefill import RemotePrefill, Submit
-from meshwright.spec.serve import Role
+from meshwright.spec.deployment import Role
 
 if TYPE_CHECKING:
     from meshwright.serve.engine import Engine

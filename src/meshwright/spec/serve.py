@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
+from meshwright.spec.deployment import Role
 from meshwright.spec.engine import EngineSettings
 from meshwright.spec.errors import BadInput
 from meshwright.spec.fields import Bound, NotNegative, Positive
 
-Role = Literal["prefill", "decode", "both"]
 Port = Annotated[int, Bound(at_least=0, at_most=65_535)]
 
 
