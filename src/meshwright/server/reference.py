@@ -38,8 +38,8 @@ curl --json '{"prompt": "def read_lines(path):", "max_tokens": 64}' http://127.0
 
 ## Roles
 
-An engine of role `decode` has its prompts computed by engines of role `prefill`, and continues the texts. Prompts then do
-not delay tokens. The default `both` computes whole requests, and prompts for others if it has a `transfer_address`.
+An engine of role `decode` has its prompts computed by engines of role `prefill`, and continues the texts. Prompts then
+do not delay tokens. The default `both` computes whole requests, and prompts for others if it has a `transfer_address`.
 
 ```bash norun
 meshwright serve MODEL --role prefill --transfer-address unix:/run/user/1000/prefill --port 8001
@@ -49,7 +49,8 @@ meshwright serve MODEL --role decode --prefill-engines unix:/run/user/1000/prefi
 - Clients talk to `decode`; `prefill` answers requests for text with 503 (`role`). `POST /role` at the admin port changes
   the role without loading weights: `{"role": "both"}`. It needs the addresses of the new role from the start.
 - `decode` reserves cache blocks, asks the peer with the fewest tokens to compute, and copies each block once it is
-  computed: on one host from shared memory (`unix:PATH`), else from the connection. The first token comes with the prompt.
+  computed: on one host from shared memory (`unix:PATH`), else from the connection. The first token comes with the
+  prompt.
 - Every block has a checksum. If a block is damaged, or the peer fails, leaves or is silent for `transfer_seconds`, the
   engine computes what is missing itself. A side that is left frees its blocks.
 - Peers need equal weights, formats and `tokens_per_block`. After new weights all connections begin again.
