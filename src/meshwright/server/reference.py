@@ -46,8 +46,9 @@ meshwright serve MODEL --role prefill --transfer-address unix:/run/user/1000/pre
 meshwright serve MODEL --role decode --prefill-engines unix:/run/user/1000/prefill --port 8002
 ```
 
-- Clients talk to `decode`; `prefill` answers requests for text with 503 (`role`). `POST /role` at the admin port changes
-  the role without loading weights: `{"role": "both"}`. It needs the addresses of the new role from the start.
+- Clients talk to `decode`; `prefill` answers requests for text with 503 (`role`).
+- `POST /role` at the admin port changes the role without loading weights: `{"role": "both"}`. The addresses of the new
+  role must be set from the start.
 - `decode` reserves cache blocks, asks the peer with the fewest tokens to compute, and copies each block once it is
   computed: on one host from shared memory (`unix:PATH`), else from the connection. The first token comes with the
   prompt.
