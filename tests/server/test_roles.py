@@ -89,8 +89,7 @@ def test_texts_are_those_of_one_engine(
                         ours, theirs = (chosen["logprobs"]["token_logprobs"] for chosen in (choice, other))
                         assert ours == pytest.approx(theirs, abs=1e-4)
             assert figures(decode).received_blocks > 20 and not figures(decode).lost_prompts
-        received = sum(figures(decode).received_blocks for decode in servers[senders:])
-        wait_until(lambda: sum(figures(prefill).sent_blocks for prefill in servers[:senders]) == received)
+        wait_until(lambda: sum(figures(each).sent_blocks - figures(each).received_blocks for each in servers) == 0)
         assert all(figures(prefill).sent_blocks for prefill in servers[:senders])
 
 
