@@ -34,6 +34,7 @@ MOVES = {
     "pipeline": "activations between stages",
     "replicate": "gradient sums over replicas",
     "shard": "gathers of weights and reductions of gradients",
+    "hybrid": "gathers of weights, reductions of gradients, keys and values of divided samples",
     "context_ring": "keys and values round the ring",
     "context_ulysses": "heads exchanged for tokens",
     "context": "a sequence's keys and values",

@@ -35,7 +35,8 @@ from meshwright.spec.plan import (
 from meshwright.spec.run import RunSpec
 from meshwright.workload.copy_options import COPY_OPTIONS, GATHERS, TOKENS
 
-AXES = get_args(AxisName)
+AXES = tuple(axis for axis in get_args(AxisName) if axis != "hybrid")
+"""Axes of the search; hybrid ranks are searched as shard ranks (`sample_plan`)."""
 SCHEDULES = get_args(ScheduleName)
 BATCH_COLUMNS = ("micro", "accumulate", "schedule", "virtual")
 """Columns of a point in addition to its mesh."""
@@ -226,7 +227,7 @@ def _meshes(run: RunSpec, trainable: bool) -> Iterator[Mesh]:
                     continue
                 sizes = {
                     "pipeline": pipeline, "replicate": data // shard, "shard": shard, "context_ring": ring,
-                    "context_ulysses": ulysses, "tensor": tensor, "hybrid": 1,
+                    "context_ulysses": ulysses, "tensor": tensor,
                 }  # fmt: skip
                 for expert, order in product(
                     _expert_sizes(run, shard * ring * ulysses, tensor), orders(run.cluster, sizes)

@@ -192,9 +192,14 @@ class Layouts:
 
 def layout_of(model: ModelSpec, train: TrainSpec, plan: Plan) -> Layouts:
     """The columns of a plan whose layers are all like its first layer."""
+
+    def size(axis: AxisName) -> int:
+        # Weights and gradients are divided over hybrid ranks as over shard ranks.
+        return plan.axis_size(axis) * (plan.axis_size("hybrid") if axis == "shard" else 1)
+
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     columns = layouts_of(
-        model, train, plan.precision, plan.axis_size, expert=experts_over(plan), schedule=NAMES.index(plan.schedule.name),
+        model, train, plan.precision, size, expert=experts_over(plan), schedule=NAMES.index(plan.schedule.name),
         virtual=len(table[0]) if len(table) > 1 else 1, micro_batch=plan.batch.micro_batch, accumulate=plan.batch.accumulate,
         layers=table_layers(table), weights_by_copy_engine=plan.gather_engine == "copy",
         tokens_by_copy_engine=plan.tensor_engine == "copy", offload_fraction=plan.offload_fraction,
@@ -224,9 +229,8 @@ def layouts_of(
     that `rank_layers` returns.
     """
     tensor, pipeline, ulysses = (np.asarray(size(axis), float) for axis in ("tensor", "pipeline", "context_ulysses"))
-    own_shards, context = size("shard") * size("hybrid"), size("context_ring") * ulysses
-    data_ranks, shards = np.asarray(size("replicate"), float) * own_shards, own_shards * context
-    expert = expert * tensor if model.experts else 1.0
+    context, data_ranks = size("context_ring") * ulysses, np.asarray(size("replicate"), float) * size("shard")
+    shards, expert = size("shard") * context, expert * tensor if model.experts else 1.0
     schedule_arguments, busiest = (schedule, pipeline, accumulate, virtual), expected_busiest(model, train, expert)
     return Layouts(
         tensor=tensor, pipeline=pipeline, virtual=np.asarray(virtual, float), context=context, ulysses=ulysses,
