@@ -1,8 +1,8 @@
 """Applies a Plan to a model; `build_engine` alone decides the order of the transforms.
 
-The order: remove other stages, divide over tensor ranks, over context ranks, distribute experts, use fp8 products, recompute, compile,
-split the backward, shard, allocate memory, initialise. The model code does not change: a transform replaces modules or wraps `forward`
-of a block, and parameter names stay the same.
+The order: remove other stages, divide over tensor ranks, over context ranks, distribute experts, use fp8 products, tile, recompute,
+compile, split the backward, shard, allocate memory, initialise. The model code does not change: a transform replaces modules, sets
+attributes of them or wraps `forward` of a block, and parameter names stay the same.
 """
 
 from __future__ import annotations
@@ -129,6 +129,7 @@ def build_engine(
     presents = distribute_experts(model, mesh, plan.experts)
     count_expert_loads_over_whole_sequences(model, mesh)
     use_fp8_products(model, plan, mesh.device)
+    use_tiles(model, plan)
     wrap_blocks(model, plan)
     for layer, block in blocks_with_layer(model):
         # Products that add to gradients of earlier micro-batches run in the weight half of a split backward, since autograd would return
@@ -260,6 +261,13 @@ def _tied_sum(model: Decoder, table: tuple[tuple[range, ...], ...], mesh: Mesh) 
     if group is None:
         return None
     return TiedGradientSum(model.embed.weight, group, in_norm=mesh.coordinate("pipeline") == first)
+
+
+def use_tiles(model: Decoder, plan: Plan) -> None:
+    """Make dense feed-forward networks compute as many tokens at a time as the plan says for their layers."""
+    for layer, block in blocks_with_layer(model):
+        if not block.routed:
+            block.mlp.tile = plan.tile(layer, model.spec.layers)
 
 
 def wrap_blocks(model: Decoder, plan: Plan) -> None:
