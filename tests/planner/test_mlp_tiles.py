@@ -40,7 +40,7 @@ def activations(tile: int, seq_len: int = LONG) -> int:
 
 
 def test_wide_activations_exist_for_one_tile() -> None:
-    """Llama-3-8B: gates, up, their product and the gradients of gates and up, 14,336 wide, and fp32 sums of the weights' gradients."""
+    """Gates, up, their product, gradients of gates and up, each 14,336 wide; and fp32 sums of the weights' gradients."""
     tile, width, weights = 8192, 14_336, 3 * 4096 * 14_336
     saved = 2 * 5 * width * (LONG - tile)
     assert activations(0) - activations(tile) == pytest.approx(saved - weights * (4 + 2), rel=1e-6)

@@ -129,7 +129,6 @@ def build_engine(
     presents = distribute_experts(model, mesh, plan.experts)
     count_expert_loads_over_whole_sequences(model, mesh)
     use_fp8_products(model, plan, mesh.device)
-    use_tiles(model, plan)
     wrap_blocks(model, plan)
     for layer, block in blocks_with_layer(model):
         # Products that add to gradients of earlier micro-batches run in the weight half of a split backward, since autograd would return
@@ -263,15 +262,8 @@ def _tied_sum(model: Decoder, table: tuple[tuple[range, ...], ...], mesh: Mesh) 
     return TiedGradientSum(model.embed.weight, group, in_norm=mesh.coordinate("pipeline") == first)
 
 
-def use_tiles(model: Decoder, plan: Plan) -> None:
-    """Make dense feed-forward networks compute as many tokens at a time as the plan says for their layers."""
-    for layer, block in blocks_with_layer(model):
-        if not block.routed:
-            block.mlp.tile = plan.tile(layer, model.spec.layers)
-
-
 def wrap_blocks(model: Decoder, plan: Plan) -> None:
-    """Wrap `forward` of every block for its recompute mode, then compile it if the plan compiles.
+    """Set the tiles of every block, wrap its `forward` for its recompute mode, then compile it if the plan compiles.
 
     The compiled function includes the recompute, so that the compiler knows which activations are saved. All blocks share it. Without
     compilation `torch.compile` is not accessed, as the access imports the compiler.
@@ -282,6 +274,8 @@ def wrap_blocks(model: Decoder, plan: Plan) -> None:
         else None
     )
     for layer, block in blocks_with_layer(model):
+        if not block.routed:
+            block.mlp.tile = plan.tile(layer, model.spec.layers)
         mode = plan.strategy(layer, model.spec.layers).recompute
         if compiled is not None:
             block.forward = partial(compiled, type(block).forward, mode, block)

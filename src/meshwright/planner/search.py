@@ -128,8 +128,8 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = T
         raise
 
 
-def _search(run: RunSpec, asked: RunSpec, memory_bytes: int | None, trainable: bool) -> Answer:
-    """`search` of `run`, which has the pins of `asked`, and tiles where those are tried."""
+def _search(run: RunSpec, requested: RunSpec, memory_bytes: int | None, trainable: bool) -> Answer:
+    """`search` of `run`, which has the pins of `requested`, and tiles where those are tried."""
     start = time.perf_counter()
     space = points(run, trainable=trainable)
     if not len(space):
@@ -179,7 +179,7 @@ def _search(run: RunSpec, asked: RunSpec, memory_bytes: int | None, trainable: b
     candidates = add_kernel_variants(run, candidates, chosen(candidates))
     best, fastest_choice = chosen(candidates), by_seconds(candidates)
     others = tuple(candidate for candidate in candidates if candidate is not best)
-    why = reasons(best, others, asked, lambda plan: fits(run, plan, budget))
+    why = reasons(best, others, requested, lambda plan: fits(run, plan, budget))
     why += (why_robust(best, fastest_choice, slowdown),) if fastest_choice is not best else ()
     best = replace(best, plan=replace(best.plan, why=why))
     best, *others = (replace(candidate, plan=without_guess(run, candidate.plan)) for candidate in (best, *others))

@@ -195,7 +195,7 @@ def tile_share(tile: Array, tokens: Array) -> Array:
 
 
 def tile_sum_bytes(shape: Shape, recompute: Array, share: Array, element: Array) -> Array:
-    """Bytes of the sums of a dense feed-forward's weight gradients over tiles, and of one tile's gradients in the compute dtype."""
+    """Bytes of a dense feed-forward's weight gradients: sums over tiles, and those of one tile in the compute dtype."""
     weights = shape.hidden * (2 + shape.gated) * np.where(np.asarray(shape.dense_layers) > 0, shape.ffn, 0.0)
     tiled = (np.asarray(recompute) >= RECOMPUTE_MODES.index("all_but_attention")) & (np.asarray(share) < 1)
     return np.where(tiled, weights * (np.maximum(4.0, element) + element), 0.0)
