@@ -43,6 +43,7 @@ from meshwright.planner.mlp_tiles import with_tiles
 from meshwright.planner.reasons import no_layout, nothing_fits, reasons
 from meshwright.planner.reprice import reprice, without_guess
 from meshwright.planner.robust import FRAGILE, slowdown_function, why_robust
+from meshwright.planner.sample_plan import searched_run
 from meshwright.planner.space import Points, points, with_kernel_engines
 from meshwright.planner.step_estimate import STAGES
 from meshwright.planner.strategies import OFFLOAD_PAIRS, PLAIN, Strategy, lower_memory_strategies
@@ -130,7 +131,7 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = T
 
 def _search(run: RunSpec, requested: RunSpec, memory_bytes: int | None, trainable: bool) -> Answer:
     """`search` of `run`, which has the pins of `requested`, and tiles where those are tried."""
-    start = time.perf_counter()
+    start, run = time.perf_counter(), searched_run(run)
     space = points(run, trainable=trainable)
     if not len(space):
         raise BadInput(no_layout(run))
