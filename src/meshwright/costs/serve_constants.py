@@ -11,7 +11,7 @@ WEIGHTS_SHARE, CACHE_SHARE = 0.77, 0.80
 """Shares of the memory bandwidth with which a step reads weights, and keys and values."""
 PRODUCTS_SHARE, ATTENTION_SHARE = 0.66, 0.40
 """Shares of the peak of products with weights, and of the attention of prompts."""
-DECODE_SECONDS, PROMPT_SECONDS, SEQUENCE_SECONDS, CHUNK_SECONDS = 0.4e-3, 6e-3, 8e-6, 50e-6
+DECODE_SECONDS, PROMPT_SECONDS, SEQUENCE_SECONDS, CHUNK_SECONDS = 0.4e-3, 10e-3, 8e-6, 50e-6
 
 
 def usual_constants(machine: Machine, weights: Fp8 | None = None) -> StepConstants:

@@ -1,7 +1,8 @@
 """Seconds of one step of the inference engine, by its shape.
 
 A step reads the weights once and multiplies them with all its tokens; the slower of both determines its time, with a soft maximum for
-the region between. Decodes read their keys and values, chunks of prompts compute attention. Fixed times and rates are `StepConstants`.
+the region between. Decodes read their keys and values, chunks of prompts compute attention. The host launches a step with a prompt in
+`prompt_seconds`, while the device computes; one without is launched as a graph. Fixed times and rates are `StepConstants`.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ class StepTimes:
         tokens = decodes
         for chunk in chunks:
             tokens += chunk.count
-        total = k.prompt_seconds + self.product_seconds(tokens, decodes + len(chunks))
+        total = k.decode_seconds + self.product_seconds(tokens, decodes + len(chunks))
         total += self._attended(decodes, positions) * work.cache_bytes / (k.cache_bytes_per_s * groups)
         total += work.pairs(chunks) * work.attention_flops / (k.attention_flops_per_s * groups)
         total += (decodes * k.sequence_seconds + len(chunks) * k.chunk_seconds) / groups
-        return total * interpolated_factor(k.prompt_factors, tokens)
+        return soft_maximum(total, k.prompt_seconds) * interpolated_factor(k.prompt_factors, tokens)
 
     def decode_line(self, decodes: int) -> tuple[float, float]:
         """Seconds of a step of `decodes` decodes without their positions, and seconds of each position that they attend to.
@@ -76,14 +77,19 @@ class StepTimes:
             read = (work.weight_bytes(tokens) + work.head_bytes) / k.weight_bytes_per_s
             flops = local * (work.dense_flops + work.expert_flops) + max(1.0, samples / self.groups) * work.head_flops
             computed = flops / k.flops_per_s
-            longer = max(read, computed)
-            seconds = longer * ((read / longer) ** SOFTNESS + (computed / longer) ** SOFTNESS) ** (1 / SOFTNESS)
+            seconds = soft_maximum(read, computed) 
             seconds += self._exchange.seconds + self._exchange.token_seconds * local
             self._products[tokens, samples] = seconds
         return seconds
 
     def _attended(self, decodes: int, positions: int) -> int:
         return positions if self.work.window is None else min(positions, decodes * self.work.window)
+
+
+def soft_maximum(first: float, second: float) -> float:
+    """The larger of two positive times, and up to 1.19 times that where they are alike."""
+    longer, shorter = (first, second) if first > second else (second, first)
+    return longer * (1 + (shorter / longer) ** SOFTNESS) ** (1 / SOFTNESS) if longer else 0.0
 
 
 def interpolated_factor(factors: Sequence[StepFactor], tokens: int) -> float:

@@ -63,12 +63,16 @@ class BatchPolicy:
         """The earliest deadline in seconds of an unfinished request."""
         return self._queue.next_deadline()
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Raises BadInput if the cache could not hold it alone or its numbers make no sense."""
+    def add(self, request: Request, digests: Sequence[bytes] = ()) -> None:
+        """Queue a request. `digests` are those of its first blocks, if the caller knows them.
+
+        Raises BadInput if the cache could not hold it alone or its numbers make no sense.
+        """
         self._check(request)
         key = (request.arrival - request.priority * self.limits.priority_seconds, request.number)
         salt = f"={request.salt}" if self.limits.prefix_cache else None
         progress = Progress(request, key, len(self.cache.pools), salt)
+        progress.digests.extend(digests)
         self._progress[request.number] = progress
         if request.deadline is not None:
             self._queue.watch_deadline(progress, request.deadline)
@@ -192,6 +196,13 @@ class BatchPolicy:
                 budget -= count
                 index += 1
 
+    def extends(self, step: Step) -> bool:
+        """Whether `extend` may let the step stand for several, if there are blocks for them."""
+        single = self._in_flight > 1 or step.number != self._steps - 1 or step.decodes < len(step.parts) or step.drafts
+        admits = self._preempted or self._batch.next_head() is not None
+        releases = self.cache.smallest_window is not None and self._queue.head() is not None
+        return not (single or admits or releases or step.final)
+
     def extend(self, step: Step, most: int) -> int:
         """Let a step of decodes that was just planned stand for up to `most` identical ones; returns their number.
 
@@ -199,14 +210,10 @@ class BatchPolicy:
         if nothing is added, aborted or late meanwhile; `complete` completes the last of them. A step with a prefill or
         drafts, and one beside another in flight, stays single.
         """
-        parts, window = step.parts, self.cache.smallest_window
-        single = self._in_flight > 1 or step.number != self._steps - 1 or step.decodes < len(parts) or step.drafts
-        admits = self._preempted or self._batch.next_head() is not None
-        releases = window is not None and self._queue.head() is not None
-        if single or admits or releases or step.final or most < 2:
+        if most < 2 or not self.extends(step):
             return step.repeat
         step.repeat = self._batch.grow_ahead(step, most)
-        for part in parts:
+        for part in step.parts:
             if part.start == part.progress.final:
                 step.final.append(part.progress)
                 self._batch.drain(part.progress)

@@ -64,9 +64,9 @@ class StepConstants:
     attention_flops_per_s: Rate
     """Rate of the attention of prompts."""
     decode_seconds: NotNegativeSeconds
-    """Fixed time of a step without a prompt: launches and the host."""
+    """Fixed time of a step on the device."""
     prompt_seconds: NotNegativeSeconds
-    """Fixed time of a step with chunks of prompts."""
+    """Time in which the host launches a step with chunks of prompts, while the device computes."""
     sequence_seconds: NotNegativeSeconds
     """Time of each decode beside its products and its attention: sampling, and the host."""
     chunk_seconds: NotNegativeSeconds

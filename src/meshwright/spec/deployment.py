@@ -1,0 +1,160 @@
+"""A serving deployment, the workload and limits that it is planned for, and the file that asks for its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, NamedTuple
+
+from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.engine import Fp8
+from meshwright.spec.fields import Bound, Positive
+from meshwright.spec.run import ModelSection
+
+Role = Literal["both", "prefill", "decode"]
+Limit = Literal["ttft", "tpot"]
+PREFIX_BLOCK = 512
+"""Tokens of a prompt for which a trace has one prefix block."""
+
+
+class TimedRequest(NamedTuple):
+    """A request of a workload."""
+
+    arrival_seconds: float
+    input_tokens: int
+    output_tokens: int
+    prefix_blocks: tuple[int, ...] = ()
+    """Ids of the prompt's blocks of `PREFIX_BLOCK` tokens; two prompts share a prefix where their first ids are equal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantisation:
+    """Number formats of a server that differ from the model's own."""
+
+    weights: Fp8 | None = None
+    """Format of the linear layers' weights; none is the model's dtype."""
+    kv_cache: Fp8 | None = None
+    """Format of cached keys and values; none is the model's dtype."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceSpec:
+    """Equal copies of a model, each with its own engine and cache."""
+
+    role: Role = "both"
+    """Which part of a request an instance computes: the prompt, the new tokens, or both."""
+    count: Positive = 1
+    """Number of instances."""
+    tensor: Positive = 1
+    """Devices that divide every layer of an instance."""
+    expert: Positive = 1
+    """Groups of `tensor` devices that divide the routed experts of an instance; each computes attention of its own requests."""
+    token_budget: Positive = 2048
+    """Prompt tokens of a step at most, beside a token of each running request (`step_tokens` of a server)."""
+
+    @property
+    def devices(self) -> int:
+        """Devices of all these instances."""
+        return self.count * self.tensor * self.expert
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeploymentPrediction:
+    """What the planner predicts of a deployment."""
+
+    goodput_per_gpu: Annotated[float, Bound(at_least=0)]
+    """Requests per second and device that meet both limits, at the highest rate with the attainment asked for."""
+    low: Annotated[float, Bound(at_least=0)]
+    """Lower end of the 80% band over resampled arrivals."""
+    high: Annotated[float, Bound(at_least=0)]
+    """Upper end of that band."""
+    binding: Limit
+    """The limit that more requests miss above that rate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """The instances that serve a model together. The planner writes it; a person may edit it."""
+
+    instances: tuple[InstanceSpec, ...]
+    """Instances by role and size. Those that only compute prompts need others that decode, and the reverse."""
+    quantisation: Quantisation = field(default_factory=Quantisation)
+    """Number formats of all instances."""
+    predicted: DeploymentPrediction | None = None
+    """What the planner predicts; binds nothing."""
+    why: tuple[str, ...] = ()
+    """The planner's reasons; bind nothing."""
+
+    @property
+    def devices(self) -> int:
+        """Devices of all instances."""
+        return sum(instance.devices for instance in self.instances)
+
+    @property
+    def colocated(self) -> bool:
+        """Whether every instance computes both prompts and new tokens."""
+        return all(instance.role == "both" for instance in self.instances)
+
+
+def role_error(roles: Sequence[Role]) -> str | None:
+    """The role that a set of instances lacks to serve requests, in words; None if it lacks none."""
+    present = set(roles)
+    if present == {"prefill"}:
+        return "decode or both instances beside the prefill instances, which compute prompts only"
+    if present == {"decode"}:
+        return "prefill or both instances beside the decode instances, which compute no prompts"
+    return None if present else "at least one instance"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeLimits:
+    """Limits of latency: a request is good if it meets both."""
+
+    ttft_seconds: Annotated[float, Bound(more_than=0, at_most=1e6)]
+    """Longest time from a request's arrival to its first token."""
+    tpot_seconds: Annotated[float, Bound(more_than=0, at_most=1e6)]
+    """Longest mean time of an output token after the first."""
+    attainment: Annotated[float, Bound(more_than=0, at_most=1)] = 0.9
+    """Fraction of requests that must meet both."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Requests: those of a trace, or equal ones that arrive at random."""
+
+    trace: str | None = None
+    """CSV file (or `.csv.gz`) with columns arrival_seconds, input_tokens, output_tokens and, if wanted, prefix_blocks_of_512."""
+    rate: Annotated[float, Bound(more_than=0, at_most=1e9)] | None = None
+    """Expected requests per second, with Poisson arrivals; a trace has its own rate."""
+    input_tokens: Positive | None = None
+    """Tokens of each prompt; not with a trace."""
+    output_tokens: Positive | None = None
+    """New tokens of each request; not with a trace."""
+    prefix_sharing: Annotated[float, Bound(at_least=0, less_than=1)] = 0.0
+    """Fraction of each prompt that all prompts begin with; not with a trace."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeTarget:
+    """What a deployment has to serve, how fast, and in which number formats."""
+
+    workload: Workload
+    """The requests."""
+    limits: ServeLimits
+    """The limits of latency."""
+    quantisation: Quantisation = field(default_factory=Quantisation)
+    """Number formats; `fp8` alone is fp8 weights and an fp8 cache."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeploymentSpec:
+    """The file that asks for the plan of a deployment."""
+
+    name: str
+    """Name of the deployment; the file's stem when left out."""
+    model: ModelSection
+    """The model to serve."""
+    cluster: ClusterSpec = field(default_factory=ClusterSpec)
+    """The devices; `auto`, also when it is left out, uses the devices of this machine."""
+    serve: ServeTarget
+    """Workload, limits and number formats."""
