@@ -15,18 +15,25 @@ from collections.abc import Collection, Mapping, Sequence
 
 from meshwright.policies.batch_queue import RequestQueue
 from meshwright.policies.batch_request import BatchLimits, CacheGroup, Ended, Part, Progress, Reason, Request, Step
+from meshwright.policies.cache_blocks import CacheBlocks
 from meshwright.policies.running_batch import RunningBatch
 from meshwright.spec.errors import BadInput
 
 
 class BatchPolicy:
-    """Plans the steps of one model replica."""
+    """Plans the steps of one model replica. `cache` replaces the blocks of `groups`."""
 
-    def __init__(self, limits: BatchLimits, groups: Sequence[CacheGroup], tokens_per_block: int) -> None:
+    def __init__(
+        self,
+        limits: BatchLimits,
+        groups: Sequence[CacheGroup],
+        tokens_per_block: int,
+        cache: CacheBlocks | None = None,
+    ) -> None:
         self.limits = limits
         self._progress: dict[int, Progress] = {}
         self._queue = RequestQueue()
-        self._batch = RunningBatch(limits, groups, tokens_per_block, self._queue)
+        self._batch = RunningBatch(limits, cache or CacheBlocks(groups, tokens_per_block), self._queue)
         self.cache = self._batch.cache
         self._last_parts: list[Part] | None = None
         self._ended: list[Ended] = []

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from meshwright.costs.serve_costs import InstanceCosts
 from meshwright.policies.batch_request import BatchLimits, CacheGroup, Part, Request, Step
 from meshwright.policies.batching import BatchPolicy
+from meshwright.policies.cache_blocks import CacheBlocks
 from meshwright.simulator.serve_types import InstanceFigures
 from meshwright.spec.deployment import Role
 
@@ -34,10 +35,10 @@ class _Planned:
 class Instance:
     """Plays steps. `wake` is the time of its next event; the caller calls `advance` then, and `post` for what arrives."""
 
-    def __init__(self, role: Role, costs: InstanceCosts, token_budget: int, *, prefix_cache: bool) -> None:
+    def __init__(self, role: Role, costs: InstanceCosts, token_budget: int, cache: CacheBlocks | None = None) -> None:
         self.role, self.costs = role, costs
-        limits = BatchLimits(token_budget, costs.sequences, prefix_cache=prefix_cache)
-        self.policy = BatchPolicy(limits, [CacheGroup(costs.blocks, costs.window)], costs.tokens_per_block)
+        limits, groups = BatchLimits(token_budget, costs.sequences), [CacheGroup(costs.blocks, costs.window)]
+        self.policy = BatchPolicy(limits, groups, costs.tokens_per_block, cache)
         self.wake = NEVER
         self.prompt_tokens = 0
         """Tokens of prompts that are sent to this instance and not computed."""

@@ -15,8 +15,10 @@ from functools import partial
 
 from meshwright.costs.serve_costs import TRANSFER_SECONDS, InstanceCosts, ServeCosts
 from meshwright.policies.batch_request import Part, Request
+from meshwright.policies.cache_blocks import CacheBlocks
 from meshwright.policies.moving_blocks import HeldBlocks, ReservedBlocks
 from meshwright.policies.request_routing import InstanceLoad, choose_instance
+from meshwright.simulator.counted_blocks import CountedBlocks, CountedHold, CountedReservation
 from meshwright.simulator.serve_instance import NEVER, Instance
 from meshwright.simulator.serve_links import Port, transfer
 from meshwright.simulator.serve_types import RequestTimes, ServedDeployment
@@ -53,8 +55,8 @@ class _Prompt:
         self.times, self.digests, self.front = times, digests, front
         self.uncounted = times.request.input_tokens
         """Tokens of the prompt that the loads still count as not computed."""
-        self.reserved: ReservedBlocks | None = None
-        self.held: HeldBlocks | None = None
+        self.reserved: ReservedBlocks | CountedReservation | None = None
+        self.held: HeldBlocks | CountedHold | None = None
         self.come = 0.0
         """When the last of the blocks that were sent has come."""
 
@@ -81,11 +83,13 @@ class _Simulation:
         self._deployment, self._limits = deployment, limits
         self._times = [RequestTimes(request) for request in requests]
         self._prefixes = any(request.prefix_blocks for request in requests)
-        self._cached = self._prefixes or not deployment.colocated
+        self._counted = not self._prefixes and cost_of(deployment.instances[0]).window is None
         self._members: list[_Member] = []
         for spec in deployment.instances:
             for _ in range(spec.count):
-                instance = Instance(spec.role, cost_of(spec), spec.token_budget, prefix_cache=self._cached)
+                prices = cost_of(spec)
+                cache = CountedBlocks(prices.blocks, prices.tokens_per_block) if self._counted else None
+                instance = Instance(spec.role, prices, spec.token_budget, cache)
                 instance.after_chunk = partial(self._after_chunk, len(self._members))
                 instance.after_end = partial(self._after_end, len(self._members))
                 member = _Member(instance)
@@ -147,7 +151,7 @@ class _Simulation:
     def _arrive(self, number: int, now: float) -> None:
         """Route a request."""
         times = self._times[number]
-        digests = self._digests(number, times.request) if self._cached else ()
+        digests = self._digests(number, times.request)
         instances = [self._members[index].instance for index in self._fronts]
         loads = [InstanceLoad(instance.requests, instance.prompt_tokens) for instance in instances]
         cached = [_cached_tokens(instance, digests) for instance in instances] if self._prefixes else ()
@@ -160,9 +164,11 @@ class _Simulation:
         self._post(index, now, partial(self._submit if here else self._begin_elsewhere, number))
 
     def _digests(self, number: int, request: TimedRequest) -> list[bytes]:
-        """Digests of a prompt's full blocks: of prefix blocks by their ids, others are the request's own."""
+        """Digests of a prompt's full blocks: of prefix blocks by their ids, others are the request's own. Of a chain all blocks have one."""
         size = self._members[0].instance.costs.tokens_per_block
         own = b"o" + number.to_bytes(8, "little")
+        if self._counted:
+            return [own] * ((request.input_tokens + request.output_tokens) // size)
         digests = []
         for block in range(request.input_tokens // size):
             index, offset = divmod(block * size, PREFIX_BLOCK)
@@ -191,7 +197,7 @@ class _Simulation:
         while front.waiting:
             number = front.waiting[0]
             prompt = self._prompts[number]
-            blocks = ReservedBlocks(policy.cache, prompt.digests)
+            blocks = self._reservation(policy.cache, prompt)
             if not len(blocks):  # a prompt shorter than a block, or one that is cached
                 front.waiting.popleft()
                 self._submit(number, now)
@@ -215,7 +221,16 @@ class _Simulation:
         assert prompt.reserved is not None
         timed = prompt.times.request
         instance.add(Request(number, bytes(timed.input_tokens), 1, arrival=timed.arrival_seconds), prompt.digests)
-        prompt.held = HeldBlocks(instance.policy.cache, prompt.digests, prompt.reserved.first)
+        cache, digests = instance.policy.cache, prompt.digests[: self._full_blocks(prompt)]
+        hold = CountedHold if isinstance(cache, CountedBlocks) else HeldBlocks
+        prompt.held = hold(cache, digests, prompt.reserved.first)
+
+    def _reservation(self, cache: CacheBlocks, prompt: _Prompt) -> ReservedBlocks | CountedReservation:
+        digests = prompt.digests[: self._full_blocks(prompt)]
+        return CountedReservation(cache, digests) if isinstance(cache, CountedBlocks) else ReservedBlocks(cache, digests)
+
+    def _full_blocks(self, prompt: _Prompt) -> int:
+        return prompt.times.request.input_tokens // prompt.front.instance.costs.tokens_per_block
 
     def _after_chunk(self, index: int, part: Part, now: float) -> None:
         """Note a first token, or send the blocks that a prefill instance has computed."""
@@ -273,10 +288,10 @@ class _Simulation:
         self._prompts.pop(number).times.end = now
 
 
-def _enter(reserved: ReservedBlocks, first: int, last: int, now: float) -> None:
+def _enter(reserved: ReservedBlocks | CountedReservation, first: int, last: int, now: float) -> None:
     """Put blocks that have come into the prefix cache."""
     del now
-    for index in range(first, last):
+    for index in range(first, last) if isinstance(reserved, ReservedBlocks) else (last - 1,):
         reserved.enter(index)
 
 
