@@ -69,6 +69,8 @@ lint: $(VENV)/.installed-test
 docs: $(VENV)/.installed
 	$(BIN)/meshwright schema --reference > docs/reference/run-file.md
 	$(BIN)/meshwright schema --serve > docs/reference/serve.md
+	$(BIN)/meshwright schema --commands > docs/reference/cli.md
+	$(BIN)/meshwright schema --cluster > docs/reference/cluster-file.md
 
 examples: $(VENV)/.installed-test
 	$(BIN)/python -m tests.docs.examples

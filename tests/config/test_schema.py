@@ -11,6 +11,7 @@ import pytest
 from meshwright.config.load import load_run
 from meshwright.config.presets import MODEL_PRESETS
 from meshwright.config.schema import annotation_at, docs_of, expected_text, json_schema, section_of, validate
+from meshwright.spec.deployment import Deployment, DeploymentSpec
 from meshwright.spec.fields import hints_of, to_plain
 from meshwright.spec.job import CheckpointSpec, TrainSpec
 from meshwright.spec.plan import Plan, PlanPins
@@ -23,16 +24,20 @@ def sections(cls: type) -> set[type]:
     return {cls}.union(*map(sections, below))
 
 
-@pytest.mark.parametrize("cls", sorted(sections(RunSpec) | sections(Plan), key=lambda cls: cls.__name__))
+FILES = sections(RunSpec) | sections(Plan) | sections(DeploymentSpec) | sections(Deployment)
+
+
+@pytest.mark.parametrize("cls", sorted(FILES, key=lambda cls: cls.__name__))
 def test_every_field_of_every_section_is_documented(cls: type) -> None:
     assert docs_of(cls).keys() == {field.name for field in dataclasses.fields(cls)}
     assert all(text.endswith(".") for text in docs_of(cls).values())
 
 
-def test_the_json_schema_has_the_keys_of_the_dataclasses() -> None:
-    schema = json_schema()
-    assert schema["properties"].keys() == {"extends", *hints_of(RunSpec)}
-    for cls in sections(RunSpec) - {RunSpec}:
+@pytest.mark.parametrize("file", [RunSpec, DeploymentSpec])
+def test_the_json_schema_has_the_keys_of_the_dataclasses(file: type) -> None:
+    schema = json_schema(file)
+    assert schema["properties"].keys() == {"extends", *hints_of(file)}
+    for cls in sections(file) - {file}:
         defined = schema["$defs"][cls.__name__]
         assert defined["properties"].keys() == hints_of(cls).keys()
         assert defined["additionalProperties"] is False

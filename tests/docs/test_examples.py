@@ -64,7 +64,7 @@ def test_examples_are_replaced_in_place() -> None:
 
 def test_every_output_follows_the_command_that_prints_it() -> None:
     shown = list(examples())
-    assert {"docs/how-to/choose-a-plan.md", "docs/reference/cluster-file.md", "docs/how-to/simulate.md"} <= {
+    assert {"docs/how-to/choose-a-plan.md", "docs/how-to/fit-memory.md", "docs/how-to/simulate.md"} <= {
         block.page for _, block in shown
     }
     for command, block in shown:

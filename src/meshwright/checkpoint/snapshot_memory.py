@@ -24,7 +24,7 @@ SLOTS = 2
 FREE_SHARE = 0.1
 """Part of the available host memory that copies leave free."""
 BUSY_SECONDS = 2.0
-"""How long a copy waits for the one before it, whose sender may be gone: the end of a connection is noticed a moment later."""
+"""How long a copy waits for the end of the one before it: that its sender is gone is noticed a moment later."""
 
 
 class CopyRefused(OutOfResources):

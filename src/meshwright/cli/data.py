@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from meshwright.cli.options import Json
 from meshwright.spec.errors import BadInput
 
 if TYPE_CHECKING:
@@ -17,10 +18,6 @@ if TYPE_CHECKING:
     from meshwright.data.source import DataSource
 
 app = typer.Typer(help="Prepare text for training, and show what a training step reads.", no_args_is_help=True)
-
-JsonOption = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object on stdout and everything else on stderr.")
-]
 
 ChatOption = Annotated[
     bool,
@@ -59,11 +56,12 @@ def prepare_command(
     tokenizer: Annotated[
         str,
         typer.Option(
+            metavar="TOKENIZER",
             help="A tokenizer.json, a folder that has one, or train:SIZE to train one on these inputs, for example "
-            "train:32000."
+            "train:32000.",
         ),
     ],
-    out: Annotated[Path, typer.Option(help="Directory to write; `data.mix` in a run file names it.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Directory to write; `data.mix` in a run file names it.")],
     held_out: Annotated[
         float,
         typer.Option(
@@ -104,13 +102,15 @@ def prepare_command(
     verify: Annotated[
         bool, typer.Option("--verify", help="Then read every file again and compare its digest with the manifest.")
     ] = False,
-    as_json: JsonOption = False,
+    as_json: Json = False,
 ) -> None:
     """Turn text into token shards that training reads.
 
     The work is done in parallel. When it is killed, the same command continues it, to the same bytes.
 
-    Example: meshwright data prepare docs/ posts.jsonl.gz --tokenizer train:32000 --held-out 0.01 --out data/mine
+    Example:
+
+        meshwright data prepare docs/ posts.jsonl.gz --tokenizer train:32000 --held-out 0.01 --out data/mine
     """
     from meshwright.data.manifest import verify as verify_directory
     from meshwright.data.prepare import prepare
@@ -159,13 +159,15 @@ def show_command(
     seed: Annotated[
         int | None, typer.Option(help="Only for DATA_DIR: seed of the order (default 0). A run has its own.")
     ] = None,
-    as_json: JsonOption = False,
+    as_json: Json = False,
 ) -> None:
     """Show which documents a training step reads, of any step, past or future.
 
     Nothing is replayed: the order of the data is a function of the seed and the number of the sample.
 
-    Example: meshwright data show runs/quickstart --step 120 --text
+    Example:
+
+        meshwright data show runs/quickstart --step 120 --text
     """
     from meshwright.data.show import show_step
     from meshwright.launch.corpus import skipped_samples
@@ -181,11 +183,13 @@ def lengths_command(
     directory: Annotated[
         Path, typer.Argument(metavar="DATA_DIR", help="Prepared data; its training part if it has two.")
     ],
-    as_json: JsonOption = False,
+    as_json: Json = False,
 ) -> None:
     """Show how long documents are, and how many of the tokens are in long ones.
 
-    Example: meshwright data lengths corpus
+    Example:
+
+        meshwright data lengths corpus
     """
     from meshwright.data.lengths import histogram_lines, length_histogram
 

@@ -32,7 +32,7 @@ Model = Annotated[
 def evaluate(
     model: Model,
     data: Annotated[
-        str | None, typer.Option(help="Prepared data directory; default: the held-out text of the run.")
+        str | None, typer.Option(metavar="DIR", help="Prepared data directory; default: the held-out text of the run.")
     ] = None,
     seq_len: Annotated[
         int | None,

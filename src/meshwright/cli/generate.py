@@ -54,18 +54,23 @@ def generate(
     model: Model,
     prompt: Annotated[list[str], typer.Option("--prompt", "-p", help="Text to continue; may be given several times.")],
     tokens: Annotated[int, typer.Option(min=1, help="New tokens at most.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 always selects the most likely token.")] = 0.8,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Scale of randomness; 0 always selects the most likely token (greedy).")
+    ] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Draw from this many likeliest tokens; 0 from all.")] = 50,
     seed: Annotated[int, typer.Option(help="Another seed draws another continuation.")] = 0,
     weights: Annotated[Fp8Format | None, typer.Option(help="Format of the linear layers' weights.")] = None,
     kv_cache: Annotated[Fp8Format | None, typer.Option(help="Format of cached keys and values.")] = None,
-    invariant: Annotated[bool, typer.Option(help="Make each text independent of the others, bit for bit.")] = False,
+    invariant: Annotated[
+        bool, typer.Option("--invariant", help="Make each text independent of the others, bit for bit.")
+    ] = False,
     speculate: Annotated[
         int,
         typer.Option(min=0, help="Draft tokens that a step checks for each text; 0 for none, or 4 with --draft-model."),
     ] = 0,
     draft_model: Annotated[
-        Path | None, typer.Option(help="A smaller model that proposes the draft tokens (default: prompt lookup).")
+        Path | None,
+        typer.Option(metavar="MODEL", help="A smaller model that proposes the draft tokens (default: prompt lookup)."),
     ] = None,
     plan: PlanFile = None,
     tensor: Annotated[

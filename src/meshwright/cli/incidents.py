@@ -20,9 +20,13 @@ def incidents(
     ],
     as_json: Json = False,
 ) -> None:
-    """List the failures of a run: which rank caused each, what it did, and where the stacks of all ranks are.
+    """List the failures of a run: which rank caused each, what it did, what followed, and where the evidence is.
 
-    Example: meshwright incidents runs/quickstart
+    The evidence has the stacks of all ranks.
+
+    Example:
+
+        meshwright incidents runs/quickstart
     """
     from meshwright.launch.incidents import read_incidents
 

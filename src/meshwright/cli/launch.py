@@ -18,7 +18,9 @@ TARGETS = ("slurm", "jobset", "trainjob")
 
 def launch(
     words: Words = None,
-    to: Annotated[str, typer.Option("--to", metavar="|".join(TARGETS), help="The scheduler.", show_default=False)] = "",
+    to: Annotated[
+        str, typer.Option("--to", metavar="|".join(TARGETS), help="The scheduler; required.", show_default=False)
+    ] = "",
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="File to write; standard output when left out.")
     ] = None,

@@ -19,13 +19,15 @@ from meshwright import __version__
 from meshwright.spec.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, BadConfig, MeshwrightError
 from meshwright.spec.failures import as_meshwright_error
 
-COMMANDS = {
-    name: name
-    for name in (
-        "quickstart", "train", "launch", "coordinate", "chaos", "plan", "simulate", "predict", "profile", "check", "data", "tokenizer",
-        "checkpoint", "eval", "generate", "serve", "report", "monitor", "incidents", "stragglers", "trace", "schema",
-    )
-} | {"eval": "evaluate"}  # fmt: skip
+GROUPS = {
+    "Runs": ("quickstart", "train", "coordinate", "launch", "check", "chaos", "report", "trace", "monitor", "incidents", "stragglers"),
+    "Plans": ("plan", "simulate", "profile", "predict"),
+    "Models": ("eval", "generate", "serve"),
+    "Data and checkpoints": ("data", "tokenizer", "checkpoint"),
+    "Schemas": ("schema",),
+}  # fmt: skip
+"""Commands by subject, in the order of the help and of docs/reference/cli.md."""
+COMMANDS = {name: name for names in GROUPS.values() for name in names} | {"eval": "evaluate"}
 """Command → its module in this package. It has a function of the same name, or an `app` with several commands."""
 
 
@@ -43,12 +45,13 @@ def app_for(words: Sequence[str]) -> typer.Typer:
         suggest_commands=find_spec("typer._click") is not None,
     )
     app.callback()(_root)
+    panels = {name: group for group, names in GROUPS.items() for name in names}
     for name in words[:1] if words and words[0] in COMMANDS else COMMANDS:
         module = import_module(f"meshwright.cli.{COMMANDS[name]}")
         if hasattr(module, "app"):
-            app.add_typer(module.app, name=name)
+            app.add_typer(module.app, name=name, rich_help_panel=panels[name])
         else:
-            app.command(name)(getattr(module, COMMANDS[name]))
+            app.command(name, rich_help_panel=panels[name])(getattr(module, COMMANDS[name]))
     return app
 
 

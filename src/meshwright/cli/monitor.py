@@ -34,12 +34,14 @@ def monitor(
     once: Annotated[bool, typer.Option("--once", help="Print one picture and stop.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Watch a run: progress, speed, goodput, slow ranks, what each rank does, who waits for whom, incidents.
+    """Watch a run: progress, speed, goodput, slow ranks, expert loads, what ranks do and wait for, incidents.
 
     It reads only files in the run's folder and may start and stop at any time. It ends with q or Ctrl-C.
     Without a terminal on stdout it prints one picture, as with --once.
 
-    Example: meshwright monitor runs/quickstart
+    Example:
+
+        meshwright monitor runs/quickstart
     """
     from meshwright.launch.run_snapshot import SnapshotReader, snapshot_as_plain
 

@@ -30,12 +30,12 @@ Objective = Annotated[
     str,
     typer.Option(
         metavar="time|cost|training",
-        help="What is best: the shortest step, the fewest GPU-hours, or the shortest training to one loss.",
+        help="What is best: the shortest step, the fewest GPU-hours, or the batch and layout that reach one loss soonest (training).",
     ),
 ]
 CriticalBatch = Annotated[
     float | None,
-    typer.Option("--critical-batch", metavar="TOKENS", help="Critical batch size, for --objective training."),
+    typer.Option("--critical-batch", metavar="TOKENS", help="Critical batch size, which --objective training needs."),
 ]
 Tokens = Annotated[
     float | None,
@@ -88,6 +88,9 @@ def plan(
 
     No file is needed for a question. The chosen plan is one that this release can train, unless pins or a plan file ask for another, which
     is marked "planned only". Devices stay idle where a part of them takes a shorter step; the answer names that part.
+
+    With --json: `name`, `plan`, `predicted`, `alternatives`, `search_seconds`, `sources`; `idle`, `does_not_fit` and `untrainable` where
+    they apply.
 
     Exit codes: 0 a plan, 2 bad input or no layout, 3 nothing fits (with what would make it fit).
 

@@ -31,7 +31,9 @@ def report(
     plan, samples, configuration. It opens from disk, needs no network, and is written from metrics.jsonl and its
     neighbours, so it also serves a run that is still going or was stopped.
 
-    Example: meshwright report runs/quickstart
+    Example:
+
+        meshwright report runs/quickstart
     """
     from meshwright.cli.span_findings import span_findings
     from meshwright.observe.report import write_report

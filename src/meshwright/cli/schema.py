@@ -1,4 +1,4 @@
-"""`meshwright schema`: the schema of run files, for editors and for people."""
+"""`meshwright schema`: the schemas of run files and of questions for a deployment, for editors and for people."""
 
 from __future__ import annotations
 
@@ -12,13 +12,29 @@ def schema(
     reference: Annotated[
         bool, typer.Option("--reference", help="Print the reference as Markdown instead (docs/reference/run-file.md).")
     ] = False,
+    commands: Annotated[
+        bool, typer.Option("--commands", help="Print the reference of commands instead (docs/reference/cli.md).")
+    ] = False,
+    cluster: Annotated[
+        bool,
+        typer.Option(
+            "--cluster", help="Print the reference of cluster files instead (docs/reference/cluster-file.md)."
+        ),
+    ] = False,
     serve: Annotated[
         bool, typer.Option("--serve", help="Print the HTTP server's reference instead (docs/reference/serve.md).")
+    ] = False,
+    deployment: Annotated[
+        bool, typer.Option("--deployment", help="Print the schema of the file that asks `plan` for a deployment.")
     ] = False,
 ) -> None:
     """Print the JSON schema of the run file, for completion and checks in an editor.
 
-    Example: `meshwright schema > meshwright.schema.json`, then put this on the first line of run.yaml:
+    Example:
+
+        meshwright schema > meshwright.schema.json
+
+    The first line of run.yaml names the file:
 
         `# yaml-language-server: $schema=./meshwright.schema.json`
     """
@@ -26,12 +42,21 @@ def schema(
         from meshwright.server.reference import serve_markdown
 
         print(serve_markdown(), end="")
-        return
-    if reference:
+    elif reference:
         from meshwright.config.reference import reference_markdown
 
         print(reference_markdown(), end="")
-        return
-    from meshwright.config.schema import json_schema
+    elif commands:
+        from meshwright.cli.reference import commands_markdown
 
-    print(json.dumps(json_schema(), indent=1))
+        print(commands_markdown(), end="")
+    elif cluster:
+        from meshwright.config.cluster_reference import cluster_markdown
+
+        print(cluster_markdown(), end="")
+    else:
+        from meshwright.config.schema import json_schema
+        from meshwright.spec.deployment import DeploymentSpec
+        from meshwright.spec.run import RunSpec
+
+        print(json.dumps(json_schema(DeploymentSpec if deployment else RunSpec), indent=1))

@@ -48,7 +48,11 @@ def simulate(
     ] = False,
     assume: Annotated[
         list[str] | None,
-        typer.Option("--assume", metavar="KEY=VALUE", help="An assumption about failures, e.g. restart_seconds=60."),
+        typer.Option(
+            "--assume",
+            metavar="KEY=VALUE",
+            help="With --failures: replace an assumption about them, e.g. restart_seconds=60.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -29,7 +29,10 @@ def stragglers(
         ),
     ],
     meta: Annotated[
-        Path | None, typer.Option("--meta", metavar="FILE", help="YAML file with the sizes of the trace's job.")
+        Path | None,
+        typer.Option(
+            "--meta", metavar="FILE", help="YAML file with `dp_size`, `pp_size` and the other sizes of the trace's job."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -37,7 +40,9 @@ def stragglers(
 
     Of a run it analyses the last 100 steps.
 
-    Example: meshwright stragglers runs/quickstart
+    Example:
+
+        meshwright stragglers runs/quickstart
     """
     diagnosis = _diagnose(source, meta)
     if as_json:

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from meshwright.cli.options import Json
+
 app = typer.Typer(help="Train a tokenizer.", no_args_is_help=True)
 
 
@@ -31,20 +33,20 @@ def train_command(
         int,
         typer.Option(help="Tokens in the vocabulary, at least 257. 4096 suits a toy, 32000 to 128000 a real model."),
     ],
-    out: Annotated[Path, typer.Option(help="File to write, for example tokenizer.json.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="File to write, for example tokenizer.json.")],
     text_key: Annotated[
         str, typer.Option(metavar="KEY", help="Key (or parquet column) that holds the text of a record.")
     ] = "text",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object on stdout and everything else on stderr.")
-    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Train a byte-level BPE tokenizer and write it as a Hugging Face tokenizer.json.
 
     Any text can be encoded and decoded exactly. `<|endoftext|>` (id 0) ends a document. The same text gives the same
     file.
 
-    Example: meshwright tokenizer train corpus/ --size 32000 --out tokenizer.json
+    Example:
+
+        meshwright tokenizer train corpus/ --size 32000 --out tokenizer.json
     """
     from meshwright.data.corpus import list_inputs
     from meshwright.data.tokenizer import check_size, parse_tokenizer, sample_texts, train_tokenizer

@@ -27,9 +27,12 @@ def trace(
 ) -> None:
     """Write the spans of every rank, on one clock, as a trace for https://ui.perfetto.dev.
 
-    It reads the files that the ranks of the newest start write all the time, also while they run and after they died.
+    It reads the files that the ranks of the newest start write all the time, also while they run and after they died. It prints the error
+    bound of the common clock.
 
-    Example: meshwright trace runs/quickstart --steps 10:20
+    Example:
+
+        meshwright trace runs/quickstart --steps 10:20
     """
     from meshwright.observe.span_trace import write_span_trace
 

@@ -22,7 +22,7 @@ from meshwright.config.value_sources import COMMAND_LINE
 from meshwright.config.yaml_positions import Document, KeyPath, Position, dotted, format_value
 from meshwright.spec.errors import MOST_LISTED, Mistake, nearest, shorten
 from meshwright.spec.fields import LARGEST_COUNT, hints_of
-from meshwright.spec.run import RunSpec
+from meshwright.spec.run import ModelSection
 
 _NO_DROPOUT = "no such key; there is no dropout: every layout and every resumed run must compute the same"
 _EXPERTS = "no such key; a mixture of experts is experts, experts_per_token, expert_hidden, shared_expert_hidden, first_dense_layers"
@@ -56,6 +56,7 @@ _SHORTHANDS: dict[KeyPath, str] = {
     ("cluster",): "auto, a cluster file or ",
     ("data", "mix"): "a data directory or ",
     ("observe", "wandb"): "a project's name or ",
+    ("serve", "quantisation"): "fp8 or ",
 }
 
 
@@ -79,11 +80,16 @@ def schema_mistakes(cls: type, document: Document) -> tuple[dict[str, Any], list
 
 def _missing_dimensions(cls: type, document: Document) -> list[KeyPath]:
     """Paths of required model dimensions that the run has neither given nor derived."""
-    model = document.data.get("model") if cls is RunSpec else None
+    model = document.data.get("model") if _has_model(cls) else None
     if not isinstance(model, dict):
         return []
     paths: list[KeyPath] = [("model", name) for name in required_dimensions(model) if model.get(name) is None]
     return [path for path in paths if not _is_rejected(document, path)]
+
+
+def _has_model(cls: type) -> bool:
+    """Whether the file has the section `model` of a run file."""
+    return hints_of(cls).get("model") is ModelSection
 
 
 def meant_key(cls: type, path: KeyPath, document: Document) -> KeyPath | None:
@@ -94,8 +100,8 @@ def meant_key(cls: type, path: KeyPath, document: Document) -> KeyPath | None:
     all_paths = _key_of_name(cls)
     if word in siblings:
         return (*parent, word)
-    for table in (all_paths, _SYNONYMS if cls is RunSpec else {}):
-        if word in table:
+    for table in (all_paths, _SYNONYMS if _has_model(cls) else {}):
+        if word in table and str(table[word][0]) in hints_of(cls):
             return table[word]
     close = get_close_matches(word, siblings, n=3, cutoff=0.6)
     absent = [name for name in close if not document.has((*parent, name))]
@@ -116,7 +122,7 @@ def _key_of_name(cls: type) -> dict[str, KeyPath]:
 def _unknown_key_mistake(cls: type, document: Document, path: KeyPath, meant: KeyPath | None) -> Mistake:
     parent, position, got = path[:-1], document.key_position(path), f"'{shorten(str(path[-1]))}'"
     expected = f"a key of {dotted(parent)}" if parent else "a top-level key"
-    refused = _refusal(path if cls is RunSpec else ("plan", *path))
+    refused = _refusal(path if _has_model(cls) else ("plan", *path))
     if refused:
         return _mistake(position, path, refused, got)
     if meant is None or meant == path:  # `path` itself is a key of another optimizer
@@ -142,7 +148,7 @@ def _refusal(path: KeyPath) -> str | None:
 
 
 def _missing_key_mistakes(cls: type, document: Document, paths: list[KeyPath]) -> list[Mistake]:
-    model_keys = [str(path[1]) for path in paths if path[0] == "model" and len(path) == 2] if cls is RunSpec else []
+    model_keys = [str(path[1]) for path in paths if path[0] == "model" and len(path) == 2] if _has_model(cls) else []
     mistakes = [
         _mistake(document.key_position(path[:-1]), path, expected_text(annotation_at(cls, path)), "nothing")
         for path in paths
@@ -159,7 +165,7 @@ def _missing_key_mistakes(cls: type, document: Document, paths: list[KeyPath]) -
 
 def _value_mistake(cls: type, document: Document, path: KeyPath) -> Mistake:
     annotation, value = annotation_at(cls, path), document.get(path)
-    expected = (_SHORTHANDS.get(path, "") if cls is RunSpec else "") + expected_text(annotation)
+    expected = (_SHORTHANDS.get(path, "") if _has_model(cls) else "") + expected_text(annotation)
     if isinstance(value, int) and value > LARGEST_COUNT and accepts(annotation, int) and "<" not in expected:
         expected += f" of at most {LARGEST_COUNT:,}"
     return _mistake(document.value_position(path), path, expected, format_value(value), _near_value(annotation, value))

@@ -13,7 +13,7 @@ from meshwright.config.presets import MODEL_PRESETS, run_preset
 from meshwright.config.schema import expected_text, section_of, sections_of
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import docs_of, from_plain, hints_of, to_plain
-from meshwright.spec.model import ModelSpec, parameter_count
+from meshwright.spec.model import ModelSpec, flops_per_token, parameter_count
 from meshwright.spec.plan import Plan, PlanPins
 from meshwright.spec.run import RunSpec
 
@@ -52,7 +52,7 @@ below). `extends: FILE` starts from another run file, which may extend a further
   single fields.
 
 **Paths.** `extends`, `cluster` and `plan` are relative to the file that names them. `data.mix`, `data.validation`,
-`train.expert_load` and `model.init` are relative to the current directory. `~` is the home directory.
+`data.lengths`, `train.expert_load` and `model.init` are relative to the current directory. `~` is the home directory.
 
 **Model dimensions.** They come from a preset, from the weights (`model: {init: hf:DIR}` or
 `model: {init: checkpoint:DIR}`, where DIR is a run's folder or name), or from the run file. The run file must then
@@ -165,30 +165,27 @@ def _presets() -> str:
     """The table of model presets."""
     entries = []
     for name, dimensions in MODEL_PRESETS.items():
-        spec = from_plain(ModelSpec, dimensions)
+        spec = from_plain(ModelSpec, {**dimensions, "vocab_size": dimensions["vocab_size"] or _TRAINED_VOCABULARY})
         start = run_preset(name)["train"]
-        count = _human(parameter_count(spec)) + ("" if spec.vocab_size else " + embedding")
         shape = [str(n) for n in (spec.layers, spec.hidden, spec.heads, spec.kv_heads, spec.ffn_hidden)]
-        vocabulary = str(spec.vocab_size) if spec.vocab_size else "tokenizer's"
-        entries.append(
-            [
-                name,
-                count,
-                *shape,
-                vocabulary,
-                str(spec.max_seq_len),
-                str(start["seq_len"]),
-                f"{start['learning_rate']:g}",
-            ]
-        )
-    head = ["preset", "parameters", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab_size", "max_seq_len"]
-    note = "`model: NAME` takes the dimensions; `extends: NAME` also starts from the last two columns.\n"
-    return f"## Model presets\n\n{note}\n{_table([*head, 'train.seq_len', 'train.learning_rate'], entries)}"
+        vocabulary = str(dimensions["vocab_size"] or "tokenizer's")
+        flops = [f"{flops_per_token(spec, start['seq_len'], causal=causal) / 1e9:,.4g}" for causal in (True, False)]
+        lengths = [str(spec.max_seq_len), str(start["seq_len"])]
+        parameters = f"{parameter_count(spec):,}"
+        rate = f"{start['learning_rate']:g}"
+        entries.append([name, spec.family, parameters, *shape, vocabulary, *lengths, rate, *flops])
+    head = ["preset", "family", "parameters", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab_size"]
+    head += ["max_seq_len", "train.seq_len", "train.learning_rate", "GFLOP a token, causal", "full"]
+    return f"## Model presets\n\n{_PRESETS}\n{_table(head, entries)}"
 
 
-def _human(count: int) -> str:
-    size, unit = next((s, u) for s, u in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1.0, "")) if count >= s)
-    return f"{count / size:.4g} {unit}"
+_TRAINED_VOCABULARY = 4096
+"""Tokens of the quick start's tokenizer, for presets without a vocabulary."""
+_PRESETS = f"""\
+`model: NAME` takes the dimensions; `extends: NAME` also starts from `train.seq_len` and `train.learning_rate`. GFLOP
+are for training, per token at that sequence length, with causal and with full attention. `llama-nano` takes its
+vocabulary from the tokenizer; its figures are for {_TRAINED_VOCABULARY:,} tokens.
+"""
 
 
 def _table(head: list[str], entries: list[list[str]]) -> str:

@@ -143,24 +143,37 @@ def accepts(annotation: Any, plain_type: type) -> bool:
     return annotation is plain_type or any(accepts(part, plain_type) for part in inner)
 
 
-def json_schema() -> dict[str, Any]:
-    """JSON schema (2020-12) of a run file, for editors. No key is required: `extends` or an override may give it."""
-    schema = pydantic_model(RunSpec).model_json_schema()
+def json_schema(cls: type = RunSpec) -> dict[str, Any]:
+    """JSON schema (2020-12), for editors, of a run file or of the file that asks for a deployment.
+
+    No key is required: `extends` or an override may give it.
+    """
+    schema = pydantic_model(cls).model_json_schema()
     definitions = schema.pop("$defs")
-    for cls in [RunSpec, *_sections(RunSpec)]:
-        described = schema if cls is RunSpec else definitions[cls.__name__]
+    for section in [cls, *_sections(cls)]:
+        described = schema if section is cls else definitions[section.__name__]
         described.pop("required", None)
-        for name, text in docs_of(cls).items():
+        for name, text in docs_of(section).items():
             described["properties"][name]["description"] = text
     keys = schema["properties"]
     base = {"type": "string", "description": "Preset or run file whose keys this file builds on."}
     schema["properties"] = {"extends": base, **keys}
     _allow(keys["model"], {"enum": list(MODEL_PRESETS)})
     _allow(keys["cluster"], {"type": "string"})
-    _allow(definitions["DataSpec"]["properties"]["mix"], {"type": "string"})
-    _allow(definitions["ObserveSpec"]["properties"]["wandb"], {"type": "string"})
-    top = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "meshwright run file"}
+    for section_name, key, shorthand in _SHORTHANDS:
+        if section_name in definitions:
+            _allow(definitions[section_name]["properties"][key], shorthand)
+    title = "meshwright run file" if cls is RunSpec else "meshwright deployment question"
+    top = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title}
     return {**schema, **top, "$defs": definitions}
+
+
+_SHORTHANDS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("DataSpec", "mix", {"type": "string"}),
+    ("ObserveSpec", "wandb", {"type": "string"}),
+    ("ServeTarget", "quantisation", {"enum": ["fp8", "none"]}),
+)
+"""Shorthands of single keys: the section, the key, and the schema of its shorthand."""
 
 
 def _sections(cls: type) -> list[type]:

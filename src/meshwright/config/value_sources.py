@@ -57,7 +57,8 @@ def _drop(document: Document, section: str) -> None:
 def merge(base: Document, over: Document) -> Document:
     """`over` merged over `base`: sections key by key; lists, `data.mix` and values of another type as a whole.
 
-    A later source that names another preset or optimizer replaces the whole section of the model or optimizer.
+    A later source that names another preset, optimizer or trace replaces the whole section of the model, optimizer or
+    workload.
     """
     return Document(
         merged(base.data, over.data),
@@ -77,6 +78,8 @@ def merged(base: Any, over: Any, path: KeyPath = ()) -> Any:
     if path == ("model",) and over.get("preset") not in (None, base.get("preset")):
         return over
     if path == ("train", "optimizer") and over.get("name") not in (None, base.get("name", "adamw")):
+        return over
+    if path == ("serve", "workload") and over.get("trace") not in (None, base.get("trace")):
         return over
     return {**base, **{key: merged(base.get(key), value, (*path, key)) for key, value in over.items()}}
 

@@ -44,11 +44,16 @@ def visible_block(rank: int, source: int, seq: int) -> VisibleBlock:
     chunks.
     """
     half = seq // 2
+    return visible_part(rank, source, (half, seq), (half, seq))
+
+
+def visible_part(rank: int, source: int, queries: tuple[int, int], keys: tuple[int, int]) -> VisibleBlock:
+    """As `visible_block`, for parts of unequal chunks: `queries` and `keys` are (tokens of the first chunk, of both)."""
     if rank == source:
-        return VisibleBlock(slice(seq), slice(seq), True)
+        return VisibleBlock(slice(queries[1]), slice(keys[1]), True)
     if source < rank:
-        return VisibleBlock(slice(seq), slice(half), False)
-    return VisibleBlock(slice(half, seq), slice(seq), False)
+        return VisibleBlock(slice(queries[1]), slice(keys[0]), False)
+    return VisibleBlock(slice(*queries), slice(keys[1]), False)
 
 
 def partial_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, *, plain: bool = False) -> tuple[Tensor, Tensor]:

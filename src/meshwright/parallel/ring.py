@@ -83,7 +83,7 @@ def ring_backward(
     ring, wide = _RingGroup(group, rank, ranks), logsumexp.dtype
     keys_values, grad = torch.stack((k, v)), grad.contiguous()
     q_sum = torch.zeros(q.shape, dtype=wide, device=q.device)
-    pending_sums: _PendingExchange | None = None
+    pending_sums: PendingExchange | None = None
     for turn in range(ranks):
         next_keys_values = ring.start_exchange(keys_values) if turn + 1 < ranks else None
         queries, keys, causal = visible_block(rank, (rank - turn) % ranks, q.shape[1])
@@ -116,7 +116,7 @@ def _(
 
 
 @dataclass(frozen=True)
-class _PendingExchange:
+class PendingExchange:
     """A receive from the previous rank and a send to the next one that may still run; holds both buffers."""
 
     received: Tensor
@@ -129,6 +129,15 @@ class _PendingExchange:
         return self.received
 
 
+def start_exchange(sent: Tensor, received: Tensor, group: str, to: int, source: int) -> PendingExchange:
+    """Start to send `sent` to rank `to` of `group`, and to receive `received` from rank `source`."""
+    messages = [
+        dist.P2POp(dist.isend, sent, group=group_by_name(group), group_peer=to),
+        dist.P2POp(dist.irecv, received, group=group_by_name(group), group_peer=source),
+    ]
+    return PendingExchange(received, sent, dist.batch_isend_irecv(messages))
+
+
 @dataclass(frozen=True)
 class _RingGroup:
     """The ranks of a ring, by the name of their process group."""
@@ -137,12 +146,7 @@ class _RingGroup:
     rank: int
     ranks: int
 
-    def start_exchange(self, tensor: Tensor) -> _PendingExchange:
+    def start_exchange(self, tensor: Tensor) -> PendingExchange:
         """Start to send `tensor` to the next rank and to receive a tensor of the same shape from the previous rank."""
-        group, received = group_by_name(self.group), torch.empty_like(tensor)
         next_rank, previous_rank = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
-        messages = [
-            dist.P2POp(dist.isend, tensor, group=group, group_peer=next_rank),
-            dist.P2POp(dist.irecv, received, group=group, group_peer=previous_rank),
-        ]
-        return _PendingExchange(received, tensor, dist.batch_isend_irecv(messages))
+        return start_exchange(tensor, torch.empty_like(tensor), self.group, next_rank, previous_rank)

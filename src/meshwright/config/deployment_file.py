@@ -1,0 +1,130 @@
+"""Loads the file that asks for the plan of a deployment, and files of deployments, or reports every mistake in them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from meshwright.config.complete import ModelReader, complete
+from meshwright.config.key_rules import cross_checks
+from meshwright.config.load import one_cpu_rank, profile_mistakes
+from meshwright.config.mistakes import schema_mistakes
+from meshwright.config.reading import in_reading_order
+from meshwright.config.trace_file import read_trace
+from meshwright.config.value_sources import COMMAND_LINE, Detect, gather
+from meshwright.config.yaml_positions import Document, KeyPath, dump_yaml, format_value, read_yaml
+from meshwright.spec.deployment import Deployment, DeploymentSpec, role_error
+from meshwright.spec.errors import BadConfig, Mistake
+from meshwright.spec.fields import from_plain, to_plain
+
+FP8: dict[str, Any] = {"weights": "fp8", "kv_cache": "fp8"}
+"""The section for which `quantisation: fp8` stands."""
+_SYNTHETIC = ("rate", "input_tokens", "output_tokens", "prefix_sharing")
+_WORKLOAD: KeyPath = ("serve", "workload")
+
+
+def asks_for_deployment(path: Path | None, overrides: Sequence[str]) -> bool:
+    """Whether a file, or an override, has the section `serve`."""
+    if any(text.removeprefix("--").partition("=")[0].partition(".")[0] == "serve" for text in overrides):
+        return True
+    return path is not None and read_yaml(path).has(("serve",))
+
+
+def load_deployment_spec(
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    runs: Path = Path("runs"),
+    detect: Detect | None = None,
+    model_reader: ModelReader | None = None,
+    note: Callable[[str], None] = lambda text: None,
+) -> DeploymentSpec:
+    """The question in the file at `path`, with `overrides` such as `serve.limits.tpot_seconds=0.02` applied.
+
+    Parameters as in `load_run`. The path of a trace is relative to the file that names it. Raises BadConfig with every
+    mistake, of the trace only the first.
+    """
+    document = gather(path, overrides, detect or one_cpu_rank)
+    given = set(document.data)
+    notes = complete(document, path.stem, runs, detect or one_cpu_rank, model_reader)
+    if "train" not in given:
+        del document.data["train"]  # `complete` adds it
+    _expand(document, path.parent)
+    values, mistakes, unusable = schema_mistakes(DeploymentSpec, document)
+    mistakes += document.mistakes + cross_checks(document, unusable | {("train",)})
+    mistakes += profile_mistakes(document, unusable)
+    if not any(path[:1] == ("serve",) for path in unusable):
+        mistakes += [*_workload_rules(document), *_trace_mistakes(document)]
+    if mistakes:
+        raise BadConfig(in_reading_order(mistakes, str(path)))
+    for text in notes:
+        note(text)
+    return from_plain(DeploymentSpec, values)
+
+
+def load_deployment(path: Path) -> Deployment:
+    """The deployment in a file that `deployment_yaml` or a person wrote. Raises BadConfig with every mistake."""
+    document = read_yaml(path)
+    _expand_quantisation(document, ("quantisation",))
+    values, mistakes, unusable = schema_mistakes(Deployment, document)
+    mistakes += document.mistakes
+    if not unusable and not document.partial:
+        roles = [instance.get("role", "both") for instance in document.data["instances"]]
+        if (expected := role_error(roles)) is not None:
+            mistakes.append(document.mistake(("instances",), expected, ", ".join(roles) or "an empty list"))
+    if mistakes:
+        raise BadConfig(in_reading_order(mistakes, str(path)))
+    return from_plain(Deployment, values)
+
+
+def deployment_yaml(deployment: Deployment) -> str:
+    """The deployment as a file that a person reads, edits and passes to `meshwright serve --plan FILE`."""
+    header = "# A serving deployment. Edit it and pass it back with --plan FILE; `predicted` and `why` bind nothing.\n"
+    return header + dump_yaml(to_plain(deployment))
+
+
+def _expand(document: Document, folder: Path) -> None:
+    """Replaces the shorthand of `serve.quantisation`, and makes the path of the trace absolute."""
+    _expand_quantisation(document, ("serve", "quantisation"))
+    path = (*_WORKLOAD, "trace")
+    name = document.get(path)
+    if isinstance(name, str) and name != "none":
+        from_file = document.value_position(path).file != COMMAND_LINE
+        absolute = os.path.abspath((folder if from_file else Path()) / os.path.expanduser(name))
+        document.put(path, absolute, document.value_position(path))
+
+
+def _expand_quantisation(document: Document, path: KeyPath) -> None:
+    word = document.get(path)
+    if word in ("fp8", "none"):
+        document.put(path, dict(FP8) if word == "fp8" else {}, document.value_position(path))
+
+
+def _workload_rules(document: Document) -> Iterator[Mistake]:
+    """A workload is a trace, or the rate and sizes of equal requests."""
+    workload = {key: value for key, value in document.get(_WORKLOAD).items() if value not in (None, "none")}
+    if "trace" in workload:
+        for key in (key for key in _SYNTHETIC if key in workload):
+            expected = "no such key beside serve.workload.trace, which has the sizes and times of its requests"
+            yield document.mistake((*_WORKLOAD, key), expected, format_value(workload[key]))
+    elif missing := [key for key in _SYNTHETIC[:3] if key not in workload]:
+        expected = f"a trace, or all of {', '.join(_SYNTHETIC[:3])}"
+        yield document.mistake(_WORKLOAD, expected, "none of them" if len(missing) == 3 else f"no {', '.join(missing)}")
+
+
+def _trace_mistakes(document: Document) -> list[Mistake]:
+    """The first mistake in the trace; that of a file that cannot be read is at the key which names it."""
+    path = (*_WORKLOAD, "trace")
+    name = document.get(path)
+    if not isinstance(name, str) or name == "none":
+        return []
+    try:
+        read_trace(Path(name), os.path.relpath(name))
+    except BadConfig as error:
+        (wrong,) = error.mistakes
+        if wrong.line is not None:
+            return [wrong]
+        return [document.mistake(path, wrong.expected, f"{wrong.file}: {wrong.got}", wrong.nearest)]
+    return []

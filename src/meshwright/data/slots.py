@@ -1,0 +1,110 @@
+"""Time slots: the micro-batches of one rank in a step of samples of any length, from the balance of the step.
+
+A slot has a fixed number of tokens, its capacity C, so that nothing recompiles. It holds whole samples and at most one part of a sample
+that several ranks divide; the part comes first. The rest is padding: token 0 at position 0, without target, each token a document of its
+own.
+
+A sample of s inputs has s + 1 tokens, as the last input's target is the token behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from meshwright.data.packing import IGNORED, Packed
+from meshwright.policies.sample_balance import Balance
+from meshwright.policies.sample_blocks import block_ranges
+
+TokenReader = Callable[[int, int, int], np.ndarray]
+"""Tokens [start, stop) of a sample, int64, by the sample's number in the step, start and stop."""
+
+
+@dataclass(frozen=True)
+class SamplePart:
+    """A part of a sample in a slot; the whole sample if one rank has it."""
+
+    sample: int
+    """Number of the sample in the step."""
+    length: int
+    """Inputs of the whole sample."""
+    ranks: tuple[int, ...]
+    """Data ranks that divide the sample, in the order of their parts, which is the order of the ring."""
+    part: int
+    """Which part this is: `ranks[part]` has it."""
+
+    @cached_property
+    def ranges(self) -> tuple[range, ...]:
+        """Inputs of the sample in the slot, in order: one range of a whole sample, else two blocks.
+
+        Blocks of a divided sample may differ in length or be empty.
+        """
+        if len(self.ranks) == 1:
+            return (range(self.length),)
+        return block_ranges(self.length, len(self.ranks), self.part)
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.ranges))
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What a micro-batch of `capacity` tokens holds: `parts` one behind the other, then padding. Empty without parts."""
+
+    capacity: int
+    parts: tuple[SamplePart, ...] = ()
+
+    @property
+    def divided(self) -> SamplePart | None:
+        """The part of a sample that several ranks divide, if any: tokens [0, `divided.tokens`) of the slot."""
+        return self.parts[0] if self.parts and len(self.parts[0].ranks) > 1 else None
+
+    @cached_property
+    def cu_seqlens(self) -> np.ndarray:
+        """Where each part begins in the slot, and where the last one ends: `(parts + 1,)` int32."""
+        return np.cumsum([0, *(part.tokens for part in self.parts)], dtype=np.int32)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens without padding."""
+        return int(self.cu_seqlens[-1])
+
+
+def rank_slots(balance: Balance, rank: int) -> list[Slot]:
+    """The slots of a data rank, in the order in which it runs them."""
+    first, last = np.searchsorted(balance.rank, [rank, rank + 1])
+    lengths = np.bincount(balance.sample, balance.tokens).astype(np.int64)
+    by_slot: list[list[SamplePart]] = [[] for _ in range(int(balance.slots[rank]))]
+    for index in range(int(first), int(last)):
+        sample, part = int(balance.sample[index]), int(balance.part[index])
+        ranks = (rank,)
+        if balance.parts[index] > 1:
+            of_sample = np.flatnonzero(balance.sample == sample)
+            ranks = tuple(balance.rank[of_sample[np.argsort(balance.part[of_sample])]].tolist())
+        by_slot[int(balance.slot[index])].append(SamplePart(sample, int(lengths[sample]), ranks, part))
+    capacity = balance.pool.capacity
+    return [Slot(capacity, tuple(sorted(parts, key=lambda part: len(part.ranks) == 1))) for parts in by_slot]
+
+
+def slot_arrays(slot: Slot, read: TokenReader) -> Packed:
+    """Tokens, targets, positions and documents of a slot, `(capacity,)` int64 each; the slot's parts are documents 0, 1, ….
+
+    Reads only the tokens of the slot's own ranges.
+    """
+    tokens, positions = np.zeros((2, slot.capacity), dtype=np.int64)
+    targets = np.full(slot.capacity, IGNORED, dtype=np.int64)
+    documents = len(slot.parts) - slot.tokens + np.arange(slot.capacity)
+    begin = 0
+    for number, part in enumerate(slot.parts):
+        documents[begin : begin + part.tokens] = number
+        for inputs in filter(None, part.ranges):
+            end = begin + len(inputs)
+            read_tokens = read(part.sample, inputs.start, inputs.stop + 1)
+            tokens[begin:end], targets[begin:end] = read_tokens[:-1], read_tokens[1:]
+            positions[begin:end] = inputs
+            begin = end
+    return Packed(tokens, targets, positions, documents)
