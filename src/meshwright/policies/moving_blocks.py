@@ -21,7 +21,9 @@ class ReservedBlocks:
         self.cached = cache.matching(digests)
         """Blocks of the prompt that are cached."""
         last = len(digests)
-        self.first = max(self.cached, *(cache.first_block(group, last * cache.tokens_per_block) for group in range(len(cache.pools))))
+        self.first = max(
+            self.cached, *(cache.first_block(group, last * cache.tokens_per_block) for group in range(len(cache.pools)))
+        )
         """Index of the first block to be filled; earlier ones are cached, or outside of all windows."""
         self._tables: dict[int, list[int]] = {}
         self._shared: list[list[int]] = [[] for _ in cache.pools]
@@ -32,7 +34,8 @@ class ReservedBlocks:
     def fit(self, reserve: float) -> bool:
         """Whether every group has so many free blocks, and the fraction `reserve` of all beside them."""
         return all(
-            pool.free - self._cache.idle_matches(group, self._digests, self.cached) - len(self) >= int(reserve * pool.blocks)
+            pool.free - self._cache.idle_matches(group, self._digests, self.cached) - len(self)
+            >= int(reserve * pool.blocks)
             for group, pool in enumerate(self._cache.pools)
         )
 

@@ -74,6 +74,7 @@ class Instance:
         """End the step in flight, do what was posted, and begin the next step."""
         if self._run_steps:
             self._end_run(self._run_steps)
+        self._note_usage(now)
         if self._running is not None:
             self._complete(self._running, now)
         self._running, self._ahead = self._ahead, None
@@ -81,7 +82,6 @@ class Instance:
         for action in posted:
             action(now)
         self.between_steps(now)
-        self._note_usage(now)
         if self._running is None:
             self._running = self._plan(now)
         if self._running is None:

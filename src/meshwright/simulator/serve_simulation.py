@@ -46,6 +46,11 @@ def simulate(
     return _Simulation(deployment, requests, cost_of, limits).run()
 
 
+def can_count(requests: Sequence[TimedRequest], costs: InstanceCosts) -> bool:
+    """Whether `CountedBlocks` can stand for the cache: prompts share nothing, and attention has no window."""
+    return costs.window is None and not any(request.prefix_blocks for request in requests)
+
+
 class _Prompt:
     """A request on its way: digests of its blocks, and the blocks that are reserved and held for it."""
 
@@ -83,7 +88,7 @@ class _Simulation:
         self._deployment, self._limits = deployment, limits
         self._times = [RequestTimes(request) for request in requests]
         self._prefixes = any(request.prefix_blocks for request in requests)
-        self._counted = not self._prefixes and cost_of(deployment.instances[0]).window is None
+        self._counted = can_count(requests, cost_of(deployment.instances[0]))
         self._members: list[_Member] = []
         for spec in deployment.instances:
             for _ in range(spec.count):
@@ -183,7 +188,8 @@ class _Simulation:
         timed = prompt.times.request
         known = 0 if prompt.times.first_token > now else 1
         tokens, new_tokens = bytes(timed.input_tokens + known), timed.output_tokens - known
-        request = Request(number, tokens, new_tokens, arrival=timed.arrival_seconds)
+        # The salt tells apart texts that begin with less than a block.
+        request = Request(number, tokens, new_tokens, arrival=timed.arrival_seconds, salt=str(number))
         prompt.front.instance.add(request, prompt.digests)
 
     def _begin_elsewhere(self, number: int, now: float) -> None:
