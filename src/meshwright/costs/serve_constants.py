@@ -16,7 +16,7 @@ WEIGHTS_SHARES: dict[Fp8 | None, float] = {None: 0.71, "fp8": 0.59}
 PRODUCTS_SHARES: dict[Fp8 | None, float] = {None: 0.63, "fp8": 0.55}
 """Share of the peak that products with weights reach."""
 CACHE_SHARE, ATTENTION_SHARE = 0.95, 0.55
-"""Shares of the memory bandwidth with which decodes read keys and values, and of the peak that the attention of prompts reaches."""
+"""Shares of the memory bandwidth that decodes reach with keys and values, and of the peak in the attention of prompts."""
 DECODE_SECONDS, PROMPT_SECONDS, SEQUENCE_SECONDS, CHUNK_SECONDS = 0.3e-3, 12.7e-3, 7e-6, 50e-6
 
 

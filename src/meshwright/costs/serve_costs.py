@@ -36,9 +36,11 @@ from meshwright.workload.cache_size import (
 
 OTHER_BYTES = 1 << 30
 """Memory of a GPU that neither weights, cache nor a step take: the driver's context and graphs."""
-SUM_SECONDS, RANK_SECONDS = 5.5e-6, 1.6e-6
-"""Latency of a sum over tensor ranks with fast links, and what each rank beyond the first adds: NCCL's on H200s, without a launch by the
-host. A CPU's is longer, but nothing to that of its steps."""
+SUM_SECONDS, RANK_SECONDS = 7.1e-6, 1.6e-6
+"""Latency of a sum over two tensor ranks' fast links, and what each further rank adds.
+
+NCCL's on H200s in a CUDA graph. A CPU's is longer, but short beside its steps.
+"""
 TRANSFER_SECONDS = 1e-3
 """Time of a transfer between two instances beside that of its bytes."""
 
@@ -89,7 +91,11 @@ class ServeCosts:
             self.quantisation.weights,
             self.quantisation.kv_cache,
         )
-        self.constants = self.profile.constants if self.profile and measured else usual_constants(self._machine, self.quantisation.weights)
+        self.constants = (
+            self.profile.constants
+            if self.profile and measured
+            else usual_constants(self._machine, self.quantisation.weights)
+        )
         """Constants of a step's time on one device."""
         self.overlap = not cluster.is_cpu if self.profile is None else self.profile.overlap
         self._items = self.profile.item_bytes if self.profile else (4 if cluster.is_cpu else 2)
@@ -176,7 +182,7 @@ class ServeCosts:
             count = spec.layers * (1 if spec.parallel_block else 2) + 1
             latency = number(all_reduce(group, k, 0.0))
             each = count * (number(all_reduce(group, k, token_bytes)) - latency)
-            fixed = count * (latency if number(group.domains) > 1 else SUM_SECONDS + RANK_SECONDS * (tensor - 1))
+            fixed = count * (latency if number(group.domains) > 1 else SUM_SECONDS + RANK_SECONDS * (tensor - 2))
         if expert > 1:
             group = rank_group(machine, k, float(expert), float(tensor))
             routed = sum(spec.routed(layer) for layer in range(spec.layers))

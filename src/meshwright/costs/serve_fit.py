@@ -27,7 +27,7 @@ FITTED = (
 LEAST_SECONDS = 1e-9
 """A fixed time of a fit is at least this, as its logarithm is fitted."""
 PRIOR_WEIGHT = 0.02
-"""Weight of each constant's logarithmic distance from its start beside relative errors: it decides what no step determines."""
+"""Weight of a constant's logarithmic distance from its start beside relative errors: it decides what no step does."""
 ROUNDS, DAMPING = 40, 1e-3
 
 

@@ -62,7 +62,9 @@ class StepTimes:
         if line is None:
             k = self.constants
             factor = interpolated_factor(k.decode_factors, decodes)
-            fixed = k.decode_seconds + self.product_seconds(decodes, decodes) + decodes * k.sequence_seconds / self.groups
+            fixed = (
+                k.decode_seconds + self.product_seconds(decodes, decodes) + decodes * k.sequence_seconds / self.groups
+            )
             each = self.work.cache_bytes / (k.cache_bytes_per_s * self.groups)
             if self.work.window is not None:
                 fixed, each = fixed + each * decodes * self.work.window, 0.0
@@ -77,7 +79,7 @@ class StepTimes:
             read = (work.weight_bytes(tokens) + work.head_bytes) / k.weight_bytes_per_s
             flops = local * (work.dense_flops + work.expert_flops) + max(1.0, samples / self.groups) * work.head_flops
             computed = flops / k.flops_per_s
-            seconds = soft_maximum(read, computed) 
+            seconds = soft_maximum(read, computed)
             seconds += self._exchange.seconds + self._exchange.token_seconds * local
             self._products[tokens, samples] = seconds
         return seconds

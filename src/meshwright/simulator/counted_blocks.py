@@ -1,8 +1,8 @@
 """Cache blocks as counts, for simulated requests whose prompts share nothing: the numbers of `CacheBlocks`, in less time.
 
-All blocks of a request form one chain, which has one digest: its list of digests repeats that. The first `cached` blocks of a chain are in
-the prefix cache. References are those of the request or of a reservation, on the first `owned` blocks, and those of a sender on some of them.
-Blocks without references are idle if they are cached; else they are empty. Empty blocks are taken first, then the ends of idle chains.
+All blocks of a request form one chain, which has one digest: its list of digests repeats that. The first `cached` blocks
+of a chain are in the prefix cache. A request or a reservation has references on the first `owned` blocks, a sender on some
+of them. Blocks without references are idle if they are cached, else empty. Empty ones are taken first, then ends of idle chains.
 """
 
 from __future__ import annotations

@@ -179,4 +179,3 @@ class Instance:
         share = max(1 - pool.free / pool.blocks for pool in pools)
         self._held_seconds += share * (now - self._changed)
         self._changed, self._peak = now, max(self._peak, share)
-

@@ -1,9 +1,10 @@
 """Discrete-event simulation of a serving deployment over the engine's own batching policy.
 
-A router gives each request to the instance with the least work. An instance of role `both` computes it whole. One of role `decode` reserves
-blocks for the prompt, in order of arrival, and has it computed by the prefill instance with the fewest prompt tokens to compute; after each
-chunk the full blocks move to the decode instance, and with the last of them the first token. Then the decode instance continues the text:
-it finds the blocks in its prefix cache and computes the remaining tokens of the prompt. Actions that concern an instance happen between its steps.
+A router gives each request to the instance with the least work. An instance of role `both` computes it whole. One of role
+`decode` reserves blocks for the prompt, in order of arrival, and has it computed by the prefill instance with the fewest
+prompt tokens to compute; after each chunk the full blocks move to the decode instance, and with the last of them the first
+token. Then the decode instance continues the text: it finds the blocks in its prefix cache and computes the tokens behind
+them. What concerns an instance happens between its steps.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def simulate(
         raise BadInput("requests: expected at least one")
     roles = {instance.role for instance in deployment.instances}
     if roles not in ({"both"}, {"prefill", "decode"}):
-        raise BadInput(f"roles: expected instances of role both, or of prefill and decode; got {', '.join(sorted(roles))}")
+        raise BadInput(
+            f"roles: expected instances of role both, or of prefill and decode; got {', '.join(sorted(roles))}"
+        )
     cost_of = costs.of if isinstance(costs, ServeCosts) else costs
     return _Simulation(deployment, requests, cost_of, limits).run()
 
@@ -169,7 +172,7 @@ class _Simulation:
         self._post(index, now, partial(self._submit if here else self._begin_elsewhere, number))
 
     def _digests(self, number: int, request: TimedRequest) -> list[bytes]:
-        """Digests of a prompt's full blocks: of prefix blocks by their ids, others are the request's own. Of a chain all blocks have one."""
+        """Digests of a prompt's full blocks, of those with prefix ids by these; for a chain, of all the text's blocks."""
         size = self._members[0].instance.costs.tokens_per_block
         own = b"o" + number.to_bytes(8, "little")
         if self._counted:
@@ -228,12 +231,15 @@ class _Simulation:
         timed = prompt.times.request
         instance.add(Request(number, bytes(timed.input_tokens), 1, arrival=timed.arrival_seconds), prompt.digests)
         cache, digests = instance.policy.cache, prompt.digests[: self._full_blocks(prompt)]
-        hold = CountedHold if isinstance(cache, CountedBlocks) else HeldBlocks
-        prompt.held = hold(cache, digests, prompt.reserved.first)
+        first = prompt.reserved.first
+        counted = isinstance(cache, CountedBlocks)
+        prompt.held = CountedHold(cache, digests, first) if counted else HeldBlocks(cache, digests, first)
 
     def _reservation(self, cache: CacheBlocks, prompt: _Prompt) -> ReservedBlocks | CountedReservation:
         digests = prompt.digests[: self._full_blocks(prompt)]
-        return CountedReservation(cache, digests) if isinstance(cache, CountedBlocks) else ReservedBlocks(cache, digests)
+        return (
+            CountedReservation(cache, digests) if isinstance(cache, CountedBlocks) else ReservedBlocks(cache, digests)
+        )
 
     def _full_blocks(self, prompt: _Prompt) -> int:
         return prompt.times.request.input_tokens // prompt.front.instance.costs.tokens_per_block
