@@ -98,7 +98,13 @@ def tiled_backward(
         sums.add("first", projected_grad.t() @ part)
         sums.add("first_bias", projected_grad.sum(0, dtype=sums.dtype))
         x_grad.flatten(0, -2)[tokens] = projected_grad @ first
-    return x_grad, *(sums.result(name) for name in ("first", "first_bias", "second", "second_bias"))
+    return (
+        x_grad,
+        sums.result("first"),
+        sums.result("first_bias"),
+        sums.result("second"),
+        sums.result("second_bias"),
+    )
 
 
 @tiled_backward.register_fake

@@ -132,6 +132,7 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = T
 def _search(run: RunSpec, requested: RunSpec, memory_bytes: int | None, trainable: bool) -> Answer:
     """`search` of `run`, which has the pins of `requested`, and tiles where those are tried."""
     start, run = time.perf_counter(), searched_run(run)
+    requested = replace(requested, train=run.train)
     space = points(run, trainable=trainable)
     if not len(space):
         raise BadInput(no_layout(run))
