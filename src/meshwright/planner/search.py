@@ -42,6 +42,7 @@ from meshwright.planner.finalists import (
 from meshwright.planner.reasons import no_layout, nothing_fits, reasons
 from meshwright.planner.reprice import reprice, without_guess
 from meshwright.planner.robust import FRAGILE, slowdown_function, why_robust
+from meshwright.planner.sample_plan import searched_run
 from meshwright.planner.space import Points, points, with_kernel_engines
 from meshwright.planner.step_estimate import STAGES
 from meshwright.planner.strategies import OFFLOAD_PAIRS, PLAIN, Strategy, lower_memory_strategies
@@ -114,7 +115,7 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = T
     device when the chip table does not have it (on CPU, a rank's share of the host). Raises BadInput when the pins cannot be met and
     OutOfResources when nothing fits.
     """
-    start = time.perf_counter()
+    start, run = time.perf_counter(), searched_run(run)
     space = points(run, trainable=trainable)
     if not len(space):
         raise BadInput(no_layout(run))

@@ -35,6 +35,7 @@ OffloadShare = Annotated[float, Bound(at_least=0, at_most=1)]
 Engine = Literal["kernel", "copy"]
 ExpertPolicy = Literal["none", "hecate", "fastermoe", "flexmoe", "fixed"]
 ExpertExchange = Literal["all_to_all", "peer", "peer_fp8"]
+Seconds = Annotated[float, Bound(at_least=0)]
 ReceiveBound = Annotated[float, Bound(at_least=1.0)]
 
 DATA_AXES = ("replicate", "shard")
@@ -190,6 +191,24 @@ class ExpertPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SamplePlan:
+    """How samples of any length (`data.packing: none`) are placed on ranks and time slots.
+
+    A sample of s tokens takes alpha · s² + beta · s seconds, and each slot gamma seconds, by the cost model. They are fields of the plan so
+    that the placement, and a run that resumes, do not depend on measured times.
+    """
+
+    capacity: Positive
+    """Tokens of a slot, which is a rank's micro-batch; even."""
+    alpha: Seconds
+    """Seconds per squared token of a sample."""
+    beta: Seconds
+    """Seconds per token."""
+    gamma: Seconds = 0.0
+    """Seconds per slot."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Breakdown:
     """Seconds of a rank's step by cause, mean over ranks; the parts add up to the step."""
 
@@ -240,6 +259,8 @@ class Plan:
     """Order of stages and micro-batches."""
     experts: ExpertPlan | None = None
     """How the experts of a mixture-of-experts model are distributed; none for a dense model."""
+    samples: SamplePlan | None = None
+    """How samples of any length are placed; none for sequences of equal length."""
     layers: tuple[LayerStrategy, ...] = (LayerStrategy(),)
     """Strategy by layer range; the ranges cover every layer once."""
     precision: Precision = Precision()
