@@ -119,7 +119,9 @@ def test_texts_through_a_router_are_those_of_one_engine(
 
 async def streamed_text(port: int, prompt: str) -> str:
     """The text of the events of a stream from a port."""
-    body = json.dumps({"prompt": prompt, "max_tokens": 20, "temperature": 0, "ignore_eos": True, "stream": True}).encode()
+    body = json.dumps(
+        {"prompt": prompt, "max_tokens": 20, "temperature": 0, "ignore_eos": True, "stream": True}
+    ).encode()
     lines = b"host: localhost\r\ncontent-type: application/json\r\nauthorization: Bearer key\r\nconnection: close"
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"POST /v1/completions HTTP/1.1\r\n%b\r\ncontent-length: %d\r\n\r\n%b" % (lines, len(body), body))
