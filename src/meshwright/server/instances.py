@@ -128,7 +128,7 @@ class Instances:
                 infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
             except OSError:  # the name server may be away for a while
                 return
-            found.update((info[4][0], port) for info in infos)
+            found.update((str(info[4][0]), port) for info in infos)
         for address in found - set(self.all):
             self.all[address] = Instance(*address)
         for address in set(self.all) - found:
@@ -178,11 +178,12 @@ def prefix_hashes(body: bytes) -> list[int]:
 
 def target_of(url: str) -> tuple[str, int]:
     """Host and port of `http://HOST:PORT`. Raises BadInput for another form."""
+    problem = BadInput(f"instances: {url!r}: expected http://HOST:PORT", key="instances")
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError:
-        host = port = None
+        raise problem from None
     if host is None or port is None or parts.scheme != "http" or parts.path not in ("", "/") or parts.query:
-        raise BadInput(f"instances: {url!r}: expected http://HOST:PORT", key="instances")
+        raise problem
     return host, port
