@@ -18,7 +18,7 @@ _ANNOTATED: Any = Annotated  # applied to types made at run time, which a type c
 
 
 def add_options(command: Any, settings: type, given: Collection[str] = ()) -> None:
-    """Replace `**options` of a command by an option for each key of `settings`, apart from those that are `given` in another way."""
+    """Replace `**options` of a command by an option for each key of `settings`; those in `given` get none."""
     signature = inspect.signature(command, eval_str=True)
     fixed = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
     docs, hints = docs_of(settings), hints_of(settings)

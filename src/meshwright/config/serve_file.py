@@ -1,4 +1,4 @@
-"""Loads the settings of the HTTP server, or of the router, from a file and the command line, or reports every mistake in them."""
+"""Loads settings of the HTTP server or the router from a file and the command line, or reports every mistake."""
 
 from __future__ import annotations
 

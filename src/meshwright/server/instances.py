@@ -166,7 +166,7 @@ async def _health(instance: Instance) -> tuple[int, str]:
 
 
 def prefix_hashes(body: bytes) -> list[int]:
-    """A chain of hashes over blocks of the text of a request, from its prompt or messages on; the last, partial one is left out."""
+    """A chain of hashes over full blocks of the text of a request, from its prompt or messages on."""
     start = next((at for key in _PROMPT_KEYS if (at := body.find(key)) >= 0), 0)
     hashes, previous = [], 0
     for block in range(min((len(body) - start) // PREFIX_BYTES, MOST_PREFIX_BLOCKS)):
