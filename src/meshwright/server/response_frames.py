@@ -42,6 +42,8 @@ class ResponseFrames:
         """Take in the next bytes. Raises BadAnswer if they are none of an answer, or come after its end."""
         if not self.status:
             data = self._take_head(data)
+            if not self.status:
+                return
         if self.complete:
             if data:
                 raise BadAnswer("bytes after the end of an answer")
