@@ -1,4 +1,4 @@
-"""Steps of samples of any length equal one device that sees each document alone: loss, gradient norm and every gradient, float64.
+"""Steps of samples of any length equal one device that sees each document alone: loss and every gradient, float64.
 
 The oracle is a plain decoder that runs one document at a time, without mask, positions or padding.
 """

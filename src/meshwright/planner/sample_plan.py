@@ -1,4 +1,4 @@
-"""The planner's part for samples of any length: slots, the times of samples, and a run in sequences of equal length to search with."""
+"""Slots and times of samples of any length in a plan, and the run of equal lengths that the planner searches with."""
 
 from __future__ import annotations
 

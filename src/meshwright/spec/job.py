@@ -24,8 +24,8 @@ class DataSpec:
     validation: str | None = None
     """Prepared data directory for validation; none takes `held_out` beside each source that has one."""
     packing: Packing = "stream"
-    """stream: documents end to end, cut into sequences of `train.seq_len` tokens; chats are packed whole. none: a document is a
-    sample, cut where it is longer than `train.seq_len`; `train.global_batch_tokens` is the batch."""
+    """stream: documents end to end, cut into sequences of `train.seq_len` tokens; chats are packed whole.
+    none: a document is a sample, cut where it is longer than `train.seq_len`; `train.global_batch_tokens` is the batch."""
     document_mask: bool = False
     """Tokens attend within their own document only, and positions restart at each document; always with `packing: none`."""
     lengths: str | None = None
@@ -48,7 +48,8 @@ class TrainSpec:
     global_batch: Positive
     """Sequences in one step, over all ranks; left out with `global_batch_tokens`."""
     global_batch_tokens: Positive | None = None
-    """With `data.packing: none`, in place of `global_batch`: a step takes samples in order, as many as have at most so many tokens."""
+    """With `data.packing: none`, in place of `global_batch`.
+    A step takes the next samples, as many as have at most so many tokens."""
     seq_len: Positive = 2048
     """Tokens in one sequence; with `data.packing: none`, in the longest sample."""
     learning_rate: Annotated[float, Bound(more_than=0)] = 3e-4

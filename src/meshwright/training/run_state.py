@@ -23,7 +23,7 @@ log = logging.getLogger("meshwright")
 def run_state(
     step: int, train: TrainSpec, tokens: int, next_sample: int, data: dict[str, Any], numerics: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Plain values of a checkpoint: steps and tokens done, first sample of the next step, length of the schedule, record of the corpus.
+    """Plain values of a checkpoint: steps and tokens done, first sample of the next step, length of the schedule, corpus.
 
     `numerics` adds what was skipped, the history of numerical policies, and the loads of experts.
     """
