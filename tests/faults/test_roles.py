@@ -31,7 +31,7 @@ DEADLINE_SECONDS = 60
 RESTORED_SECONDS = 5.0
 CLIENTS = 6
 NEW_TOKENS = 24
-PROMPTS = [f"{number} " + "lorem ipsum dolor " * 7 for number in range(12)]
+PROMPTS = [f"{number} " + "lorem ipsum dolor " * 7 for number in range(40)]
 OPTIONS = [word for key, value in SIZES.items() for word in (f"--{key.replace('_', '-')}", str(value))]
 
 
@@ -167,7 +167,7 @@ def test_a_killed_process_costs_no_wrong_text_and_no_block(
 
     async def client(number: int) -> None:
         while not stop.is_set():
-            # Prompts differ from all before, so that their blocks have to be transferred.
+            # All prompts together are larger than the caches, so blocks have to be transferred.
             prompt = PROMPTS[(len(texts) + number) % len(PROMPTS)]
             text = await ask(port, prompt)
             texts.append((prompt, text))
@@ -194,11 +194,13 @@ def test_a_killed_process_costs_no_wrong_text_and_no_block(
 
     asyncio.run(load())
     assert all(text in (None, expected[prompt]) for prompt, text in texts)
-    assert sum(text is None for _, text in texts) <= len(texts) / 2
+    if victim != "router":  # while there is none, every attempt fails
+        assert sum(text is None for _, text in texts) <= 2 * CLIENTS
     if victim != "router":
         deployment.start(victim)
         deployment.wait(victim)
     deployment.assert_nothing_is_held()
+    assert all(deployment.state(name)["received_blocks"] for name in ("decode-0", "decode-1"))
     assert restored[0] <= RESTORED_SECONDS
     print(
         f"{victim}: restored after {restored[0]:.2f} s, {sum(text is None for _, text in texts)} of {len(texts)} failed"
