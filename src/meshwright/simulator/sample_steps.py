@@ -137,9 +137,9 @@ def play_parts(parts: Parts, lengths: np.ndarray, ranks: int, time: SampleTime, 
 
 
 def slot_times(balance: Balance) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds at which each slot of a balance begins, and that it takes, `(ranks, slots)` each; 0 seconds where a rank has no such slot.
+    """Seconds at which each slot of a balance begins, and seconds that it takes, `(ranks, slots)` each.
 
-    The ranks of a divided sample begin its slot together; times are the balancer's own.
+    A slot that a rank does not have takes none. The ranks of a divided sample begin its slot together; times are the balancer's own.
     """
     ranks, width = balance.pool.ranks, int(balance.slots.max())
     durations = np.bincount(balance.rank * width + balance.slot, balance.seconds, ranks * width).reshape(ranks, width)
