@@ -1,0 +1,227 @@
+"""A mean-field estimate of a deployment's goodput, in a millisecond: it chooses which deployments are simulated.
+
+Every instance of a role gets the same share of the requests. A prefill instance is a queue with one server (M/G/1), whose wait is
+exponential; several share one queue. The batch of a decode instance is the fixed point of Little's law, B = rate × new tokens × step time. An
+instance of role `both` computes chunks of prompts in its steps: a request's time per token is that of a decode step, plus the chunks that
+fall into its life, whose number is Poisson.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import erf, exp, sqrt
+from typing import NamedTuple
+
+from meshwright.costs.serve_costs import TRANSFER_SECONDS, InstanceCosts
+from meshwright.spec.deployment import PREFIX_BLOCK, Deployment, InstanceSpec, ServeLimits, TimedRequest
+
+SAMPLED = 40
+"""Requests whose sizes stand for all."""
+ROUNDS = 25
+"""Rounds of the fixed point, and of the bisection over rates."""
+LARGEST_RATE = 1e6
+
+
+class Chunk(NamedTuple):
+    """Consecutive tokens of a prompt."""
+
+    start: int
+    count: int
+
+
+@dataclass(frozen=True)
+class SizeSample:
+    """Sizes of a few requests that stand for a workload."""
+
+    sizes: tuple[tuple[int, int, int], ...]
+    """Prompt tokens, those of them that an earlier prompt has in common, and new tokens."""
+
+    @classmethod
+    def of(cls, requests: Sequence[TimedRequest], seed: int = 0) -> SizeSample:
+        """The sizes of `SAMPLED` requests, with prefixes as an unlimited cache would share them."""
+        shared, seen = [], set()
+        for request in requests:
+            known = 0
+            while known < len(request.prefix_blocks) and request.prefix_blocks[: known + 1] in seen:
+                known += 1
+            seen.update(request.prefix_blocks[: length + 1] for length in range(known, len(request.prefix_blocks)))
+            shared.append(min(known * PREFIX_BLOCK, request.input_tokens - 1))
+        order = sorted(range(len(requests)), key=lambda index: requests[index].input_tokens)
+        count = min(SAMPLED, len(order))
+        draw = random.Random(seed)
+        # One of each quantile of prompts, so that the sample has both short and long ones.
+        edges = [index * len(order) // count for index in range(count + 1)]
+        chosen = [order[draw.randrange(low, high)] for low, high in zip(edges, edges[1:], strict=False)]
+        return cls(tuple((requests[i].input_tokens, shared[i], requests[i].output_tokens) for i in chosen))
+
+    @property
+    def new_tokens(self) -> float:
+        """Mean new tokens of a request."""
+        return sum(new for _, _, new in self.sizes) / len(self.sizes)
+
+    @property
+    def context(self) -> float:
+        """Positions that a decode attends to, mean over new tokens."""
+        total = sum(new * (prompt + new / 2) for prompt, _, new in self.sizes)
+        return total / sum(new for _, _, new in self.sizes)
+
+
+def estimate_goodput(
+    deployment: Deployment, sample: SizeSample, cost_of: Callable[[InstanceSpec], InstanceCosts], limits: ServeLimits
+) -> float:
+    """The highest rate, in requests per second, at which the estimated attainment is that asked for; 0 if there is none."""
+    estimates = [_Instances(instance, sample, cost_of(instance), limits) for instance in deployment.instances]
+
+    def meets(rate: float) -> bool:
+        shares = [estimate.attainment(rate) for estimate in estimates]
+        attainment = 1.0
+        for share in shares:
+            attainment *= share
+        return attainment >= limits.attainment
+
+    low, high = 0.0, 1e-3
+    if not meets(high):
+        return 0.0
+    while meets(high) and high < LARGEST_RATE:
+        low, high = high, 4 * high
+    for _ in range(ROUNDS):
+        if high < 1.01 * low:
+            break
+        middle = sqrt(low * high)
+        low, high = (middle, high) if meets(middle) else (low, middle)
+    return low
+
+
+def alone_seconds(
+    sample: SizeSample, costs: InstanceCosts, instance: InstanceSpec, attainment: float
+) -> tuple[float, float]:
+    """Seconds to the first token that this share of requests keep, and seconds of a further token, of a request alone."""
+    alone = _Instances(instance, sample, costs, ServeLimits(ttft_seconds=1.0, tpot_seconds=1.0))
+    seconds = sorted(alone.prompt_seconds(index) for index in range(len(sample.sizes)))
+    return seconds[min(len(seconds) - 1, int(attainment * len(seconds)))], alone.decode_seconds(1.0)
+
+
+class _Instances:
+    """The instances of one entry of a deployment."""
+
+    def __init__(self, instance: InstanceSpec, sample: SizeSample, costs: InstanceCosts, limits: ServeLimits) -> None:
+        self._instance, self._sample, self._costs, self._limits = instance, sample, costs, limits
+        self._chunks = [_chunks(prompt, shared, instance.token_budget) for prompt, shared, _ in sample.sizes]
+        block = costs.tokens_per_block
+        # Requests that the cache holds, by their mean size at half of their life.
+        self._most_decodes = min(costs.sequences, (costs.blocks - 1) * block / max(block, sample.context))
+
+    def attainment(self, rate: float) -> float:
+        """Share of requests that meet the limits which this role determines, at a rate of the whole deployment."""
+        share = rate / self._instance.count
+        if self._instance.role == "prefill":
+            services = [self._prompt_seconds(chunks, 0.0) for chunks in self._chunks]
+            moved = [prompt * self._bytes_per_token() / self._costs.port_bytes_per_s for prompt, _, _ in self._sample.sizes]
+            delays = [TRANSFER_SECONDS + seconds / max(1, len(c)) for seconds, c in zip(moved, self._chunks, strict=True)]
+            return self._met_ttft(share, services, delays)
+        if self._instance.role == "decode":
+            decodes = self._batch(lambda batch: share * self._sample.new_tokens * self.decode_seconds(batch))
+            if decodes is None:
+                return 0.0
+            crowded = min(self._most_decodes, decodes + 0.5 * sqrt(decodes))
+            return float(self.decode_seconds(crowded) <= self._limits.tpot_seconds)
+        return self._colocated(share)
+
+    def _colocated(self, share: float) -> float:
+        services: list[float] = []
+        step = 0.0
+
+        def decodes_for(batch: float) -> float:
+            nonlocal services, step
+            services = [self._prompt_seconds(chunks, batch) for chunks in self._chunks]
+            busy = share * _mean(services)
+            if busy >= 1:
+                return float("inf")
+            steps = share * _mean([len(chunks) for chunks in self._chunks]) + (1 - busy) / self.decode_seconds(batch)
+            step = 1 / steps
+            return share * self._sample.new_tokens * step
+
+        batch = self._batch(decodes_for)
+        if batch is None:
+            return 0.0
+        return self._met_ttft(share, services, [0.0] * len(services)) * self._met_tpot(share, batch, services, step)
+
+    def _met_tpot(self, share: float, batch: float, services: Sequence[float], step: float) -> float:
+        """Share of requests whose time per token stays within the limit in spite of the prompts between."""
+        decode, limit = self.decode_seconds(batch), self._limits.tpot_seconds
+        if self._longest_step(batch) <= limit:
+            return 1.0
+        # A chunk lengthens a step by what it takes beyond the decodes that the step has anyway.
+        added = [seconds - len(chunks) * decode for seconds, chunks in zip(services, self._chunks, strict=True)]
+        mean, square = _mean(added), _mean([seconds * seconds for seconds in added])
+        met = 0.0
+        for _, _, new in self._sample.sizes:
+            if new < 2:
+                met += 1.0
+                continue
+            prompts = share * new * step
+            spare = new * (limit - decode)
+            if spare < 0:
+                continue
+            deviation = sqrt(max(prompts * square, 1e-18))
+            met += max(exp(-prompts), 0.5 * (1 + erf((spare - prompts * mean) / (deviation * sqrt(2)))))
+        return met / len(self._sample.sizes)
+
+    def _met_ttft(self, share: float, services: Sequence[float], delays: Sequence[float]) -> float:
+        """Share of requests whose wait and prompt stay within the limit, of `count` servers with one queue."""
+        mean, square, count = _mean(services), _mean([seconds * seconds for seconds in services]), self._instance.count
+        busy = share * mean
+        if busy >= 1:
+            return 0.0
+        waiting = busy ** (sqrt(2 * (count + 1)) - 1)  # the probability to wait (Sakasegawa 1977)
+        decay = 2 * count * (1 - busy) * mean / square
+        met = 0.0
+        for seconds, delay in zip(services, delays, strict=True):
+            spare = self._limits.ttft_seconds - seconds - delay
+            met += 1 - waiting * exp(-min(700.0, spare * decay)) if spare >= 0 else 0.0
+        return met / len(services)
+
+    def _batch(self, following: Callable[[float], float]) -> float | None:
+        """The fixed point of the number of decodes; None if the instance cannot hold so many."""
+        batch = 1e-6
+        for _ in range(ROUNDS):
+            after = following(batch)
+            if after > self._most_decodes:
+                return None
+            if abs(after - batch) <= 1e-3 * after + 1e-9:
+                return after
+            batch = after
+        return batch
+
+    def decode_seconds(self, batch: float) -> float:
+        """Seconds of a step of so many decodes."""
+        decodes = max(1, round(batch))
+        fixed, each = self._costs.times.decode_line(decodes)
+        return fixed + each * decodes * self._sample.context
+
+    def prompt_seconds(self, index: int) -> float:
+        """Seconds of a sampled prompt without decodes beside it."""
+        return self._prompt_seconds(self._chunks[index], 0.0)
+
+    def _prompt_seconds(self, chunks: Sequence[Chunk], batch: float) -> float:
+        """Seconds of the steps that compute a prompt beside a batch of decodes."""
+        decodes = round(batch)
+        positions = round(decodes * self._sample.context)
+        return sum(self._costs.times.seconds(decodes, positions, [chunk]) for chunk in chunks)
+
+    def _longest_step(self, batch: float) -> float:
+        longest = max((chunk for chunks in self._chunks for chunk in chunks), key=lambda chunk: (chunk.count, chunk.start))
+        return self._prompt_seconds([longest], batch)
+
+    def _bytes_per_token(self) -> float:
+        return self._costs.block_bytes / self._costs.tokens_per_block
+
+
+def _chunks(prompt: int, shared: int, budget: int) -> list[Chunk]:
+    return [Chunk(start, min(budget, prompt - start)) for start in range(shared, prompt, budget)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
