@@ -110,9 +110,9 @@ def layout_seconds(time: SampleTime, ring: RingTime, host: float, seed: int) -> 
     for name, offload in (("balanced_without_offload", None), ("balanced", ratios)):
         balance = balance_samples(lengths, pool, offload, LAYERS)
         layouts[name] = Parts(balance.sample, balance.parts, balance.rank, balance.slot)
-    static = static_seconds(lengths, RANKS // CONTEXT_RANKS, CONTEXT_RANKS, CAPACITY, time, ring)
+    static, packed = static_seconds(lengths, RANKS // CONTEXT_RANKS, CONTEXT_RANKS, CAPACITY, time, ring)
     played = {name: float(play_parts(parts, lengths, RANKS, time, ring).max()) for name, parts in layouts.items()}
-    return {"static": static, **played}
+    return {"static": static * int(lengths.sum()) / packed, **played}
 
 
 def ring_offload(lengths: np.ndarray, least: np.ndarray, time: SampleTime, ring: RingTime, host: float) -> np.ndarray:

@@ -505,3 +505,15 @@ def test_small_memory_has_its_own_unit_and_every_letter_is_explained(monkeypatch
     assert re.search(r"llama-nano, \d\.\d+M parameters", out) and re.search(r"W weights [\d.]+ MB", out)
     bar = re.search(r"every rank +([A-Z]+) ", out)
     assert bar is not None and all(f"{letter} " in out.partition(bar[0])[2] for letter in set(bar[1]))
+
+
+def test_layouts_of_unequal_samples_are_in_text_json_and_page(tmp_path: Path) -> None:
+    file, page = tmp_path / "lengths.json", tmp_path / "plan.html"
+    file.write_text(json.dumps({"ranges": [{"first": 64, "last": 4096, "documents": 9}]}))
+    words = ["plan", *ONE_RANK, f"data.lengths={file}"]
+    result = meshwright(*words, "--json", "--html", page).json
+    assert set(result) == KEYS | {"samples"}
+    layouts = result["samples"]["layouts"]
+    assert {layout["hybrid"] for layout in layouts} == {None, 2}
+    assert all(layout["seconds"]["p10"] <= layout["seconds"]["mean"] <= layout["seconds"]["p100"] for layout in layouts)
+    assert "Samples of unequal lengths" in page.read_text() and "samples of unequal lengths" in meshwright(*words).out

@@ -7,7 +7,7 @@ import pytest
 
 from meshwright.policies.sample_balance import RankPool, balance_samples
 from meshwright.policies.sample_time import SampleTime
-from meshwright.simulator.sample_steps import Parts, RingTime, arrival_parts, play_parts, static_seconds
+from meshwright.simulator.sample_steps import Parts, RingTime, arrival_parts, pack_sequences, play_parts, static_seconds
 
 TIME = SampleTime(0.01, 1.0, 2.0)
 FREE = RingTime(0.0, 1.0, 1.0, 8, 0.0)
@@ -17,18 +17,20 @@ def test_static_groups_wait_for_the_ring_of_every_token() -> None:
     """Two groups of four ranks with 10 tokens each: one sequence of a sample of 40 tokens, one of eight samples of 5."""
     lengths = np.array([40] + [5] * 8)
     long_sample = 0.01 * 40**2 / 4 + 40 / 4 + 2
-    assert static_seconds(lengths, 2, 4, 10, TIME, FREE) == pytest.approx(long_sample)
+    assert static_seconds(lengths, 2, 4, 10, TIME, FREE) == (pytest.approx(long_sample), 80)
     ring = RingTime(bytes_per_token=1.0, link=0.5, port=0.1, ranks_per_node=8, tax=0.0)
     messages = 3 * 40 * 3 / 4 / 0.5
-    assert static_seconds(lengths, 2, 4, 10, TIME, ring) == pytest.approx(messages + 10 + 2)
+    assert static_seconds(lengths, 2, 4, 10, TIME, ring)[0] == pytest.approx(messages + 10 + 2)
     across = RingTime(bytes_per_token=1.0, link=0.5, port=0.1, ranks_per_node=2, tax=0.0)
-    assert static_seconds(lengths, 2, 4, 10, TIME, across) == pytest.approx(3 * 40 * 3 / 4 / 0.1 + 10 + 2)
+    assert static_seconds(lengths, 2, 4, 10, TIME, across)[0] == pytest.approx(3 * 40 * 3 / 4 / 0.1 + 10 + 2)
 
 
-def test_a_sample_longer_than_a_sequence_is_cut() -> None:
-    """50 tokens in sequences of 40: attention of 40 and of 10 tokens."""
-    seconds = static_seconds(np.array([50]), 1, 4, 10, TIME, FREE)
-    assert seconds == pytest.approx(0.01 * (40**2 + 10**2) / 4 + 50 / 4 + 2 * 2)
+def test_static_ranks_pack_samples_whole() -> None:
+    """Two sequences of 40 for 80 tokens: a sample of 10 finds no room beside two of 25 and waits for a later step."""
+    lengths = np.array([10, 25, 10, 25, 10])
+    assert pack_sequences(lengths, 2, 40).tolist() == [0, 0, 1, 1, -1]
+    seconds, packed = static_seconds(lengths, 1, 4, 10, TIME, FREE)
+    assert packed == 70 and seconds == pytest.approx(0.01 * (2 * 25**2 + 2 * 10**2) / 4 + 70 / 4 + 2 * 2)
 
 
 def test_forward_and_backward_hide_their_own_messages() -> None:

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from meshwright.cli.effective_time import effective_answer
+from meshwright.cli.plan_samples import samples_as_plain
 from meshwright.costs.plan_costs import format_of_products
 from meshwright.costs.sources import sources
 from meshwright.launch.machine import is_here
@@ -38,6 +39,7 @@ from meshwright.planner.objectives import (
     shortest_training,
 )
 from meshwright.planner.reprice import predict
+from meshwright.planner.sample_choice import SampleChoice, choose_sample_layout
 from meshwright.planner.search import with_untrainable
 from meshwright.planner.what_if import Change, what_if
 from meshwright.spec.cluster import ClusterSpec
@@ -46,6 +48,7 @@ from meshwright.spec.fields import to_plain
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_name import plan_name
 from meshwright.spec.run import RunSpec
+from meshwright.workload.expected_lengths import recorded_histogram
 
 OBJECTIVES = ("time", "cost", "training")
 
@@ -182,6 +185,14 @@ class Answer:
         """Changes of the run with their gain; each takes a search or a few prices."""
         return what_if(self.run, self.plan, search_seconds=self.search_seconds)
 
+    @cached_property
+    def samples(self) -> SampleChoice | None:
+        """Layouts for samples of unequal lengths; None without `data.lengths`."""
+        lengths = self.run.data.lengths
+        if lengths is None:
+            return None
+        return choose_sample_layout(self.run, recorded_histogram(lengths), device_memory(self.run))
+
     def why_not(self, other: Candidate) -> str:
         probe = next((probe for probe in self.probes if same_layout(probe.plan, other.plan)), None)
         if probe is None and self.probes:
@@ -236,6 +247,8 @@ def as_plain(answer: Answer, *, explain: bool) -> dict[str, Any]:
         body["checkpoint"] = to_plain(cost)
     if (effective := predict_effective_time(answer.run, answer.plan)) is not None:
         body["effective_time"] = effective_answer(effective, played=False)
+    if answer.samples is not None:
+        body["samples"] = samples_as_plain(answer.run, answer.samples)
     if over := answer.does_not_fit:
         body["does_not_fit"] = over
     if answer.idle:

@@ -8,6 +8,7 @@ from html import escape
 from math import log2
 
 from meshwright.cli.plan_answer import Answer, sources_of
+from meshwright.cli.plan_samples import HEADS, TITLE, sample_lines
 from meshwright.cli.plan_text import LONGEST_TABLE, efficiencies, money, two_digits
 from meshwright.cli.plan_words import (
     axes,
@@ -27,6 +28,7 @@ from meshwright.observe.svg import Axis, Chart, Series, draw
 from meshwright.observe.timeline_svg import draw_timeline
 from meshwright.planner.candidate import untrainable
 from meshwright.planner.explain import limits, parts_of
+from meshwright.planner.sample_reasons import sample_reasons
 from meshwright.simulator.step_simulation import simulate_plan
 from meshwright.spec.model import parameter_count
 from meshwright.spec.plan_name import plan_name
@@ -48,6 +50,7 @@ def page(answer: Answer) -> str:
         f'<div class="grid">{_timeline(answer)}</div>',
         f'<div class="grid">{listing("What limits the step", [limit.text for limit in limits(run, plan)])}{_changes(answer)}</div>',
         _runner_ups(answer),
+        _samples(answer),
         table("Where the numbers come from", (), sources_of(answer).items()),
     ]  # fmt: skip
     return document(f"plan · {_name(answer)}", parts)
@@ -168,6 +171,14 @@ def _timeline(answer: Answer) -> str:
         else ""
     )
     return draw_timeline(timeline, "One step, by pipeline rank", f"{cut}Simulated; thin rows are transfers.")
+
+
+def _samples(answer: Answer) -> str:
+    choice = answer.samples
+    if choice is None:
+        return ""
+    title = TITLE.capitalize()
+    return listing(title, sample_reasons(answer.run, choice)) + table("Steps of these", HEADS, sample_lines(choice))
 
 
 def _changes(answer: Answer) -> str:

@@ -9,6 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from meshwright.cli.plan_answer import Answer, sources_of
+from meshwright.cli.plan_samples import HEADS, TITLE, sample_lines
 from meshwright.cli.plan_words import (
     axes,
     axes_line,
@@ -31,6 +32,7 @@ from meshwright.planner.effective_time import effective_sentence, predict_effect
 from meshwright.planner.explain import limits, parts_of
 from meshwright.planner.finalists import same_layout
 from meshwright.planner.objectives import Point
+from meshwright.planner.sample_reasons import sample_reasons
 from meshwright.spec.model import parameter_count
 from meshwright.spec.plan import Predicted
 from meshwright.spec.plan_name import plan_name
@@ -69,6 +71,7 @@ def show(answer: Answer) -> None:
     _sentences(console, "effective training time", [] if effective is None else [effective_sentence(effective)])
     _sentences(console, "why this plan", answer.plan.why)
     _runner_ups(console, answer)
+    _samples(console, answer)
     _sentences(console, "what limits the step", [limit.text for limit in limits(answer.run, answer.plan)])
     _changes(console, answer)
     _scaling(console, answer)
@@ -254,6 +257,21 @@ def _runner_ups(console: Console, answer: Answer) -> None:
             f"{number}.", f"{short_line(other.plan)} ({seconds}{memory}){mark}\n[dim]{answer.why_not(other)}[/dim]"
         )
     console.print(Padding(table, (0, 0, 0, 2)))
+
+
+def _samples(console: Console, answer: Answer) -> None:
+    choice = answer.samples
+    if choice is None:
+        return
+    _sentences(console, TITLE, sample_reasons(answer.run, choice))
+    if choice.layouts:
+        table = Table(*HEADS, box=None, padding=(0, 2, 0, 0))
+        for line in sample_lines(choice):
+            table.add_row(*line)
+        console.print(Padding(table, (0, 0, 0, 2)))
+        console.print(
+            "  (capacity: tokens of a micro-batch on a rank; seconds of a step, its mean and quantiles)", style="dim"
+        )
 
 
 def _changes(console: Console, answer: Answer) -> None:

@@ -41,6 +41,7 @@ def complete(document: Document, stem: str, runs: Path, detect: Detect, model_re
     _limit_sequence(document)
     _limit_warmup(document)
     _resolve_expert_load(document, runs)
+    _resolve_lengths(document)
     return notes
 
 
@@ -100,6 +101,14 @@ def _resolve_expert_load(document: Document, runs: Path) -> None:
     path = Path(os.path.expanduser(source))
     is_run = not os.path.exists(path) and len(path.parts) == 1 and os.path.isdir(runs / path)
     document.data["train"]["expert_load"] = os.path.abspath(runs / path if is_run else path)
+
+
+def _resolve_lengths(document: Document) -> None:
+    """Makes the path of a histogram of lengths absolute."""
+    path: KeyPath = ("data", "lengths")
+    source = document.get(path)
+    if isinstance(source, str) and source != "none":
+        document.data["data"]["lengths"] = os.path.abspath(os.path.expanduser(source))
 
 
 def _take_dimensions(document: Document, model_reader: ModelReader | None) -> None:

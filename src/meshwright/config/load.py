@@ -17,6 +17,7 @@ from meshwright.config.mistakes import schema_mistakes
 from meshwright.config.plan_file import drop_removed_keys, plan_rules
 from meshwright.config.profile_file import load_profile
 from meshwright.config.reading import Reading, in_reading_order
+from meshwright.config.recorded_lengths import read_lengths
 from meshwright.config.recorded_loads import read_loads
 from meshwright.config.schema import validate
 from meshwright.config.value_sources import EMBEDDED, QUICKSTART, Detect, gather, shown_name
@@ -34,7 +35,7 @@ _MOVED_KEYS = ("beta1", "beta2", "epsilon")
 _NOT_COMPARED = {
     "model.preset", "data.validation", "data.tokenizer_mismatch", "data.changed", "train.validate_every",
     "train.validate_batches", "train.gc_every", "train.on_nonfinite", "train.on_spike", "train.spike_factor",
-    "train.keep_cores", "train.timeout_seconds", "train.loss_chunk", "train.expert_load",
+    "train.keep_cores", "train.timeout_seconds", "train.loss_chunk", "train.expert_load", "data.lengths",
 }  # fmt: skip
 
 
@@ -76,6 +77,7 @@ def read_run(
     _, mistakes, unusable = schema_mistakes(RunSpec, document)
     mistakes += document.mistakes + cross_checks(document, unusable) + _plan_file_mistakes(document, unusable)
     mistakes += profile_mistakes(document, unusable) + _expert_load_mistakes(document, unusable)
+    mistakes += _lengths_mistakes(document, unusable)
     return Reading(document, shown_name(path), tuple(mistakes), frozenset(unusable), tuple(notes))
 
 
@@ -263,6 +265,22 @@ def _expert_load_mistakes(document: Document, unusable: set[KeyPath]) -> list[Mi
     except BadInput as error:
         got = str(error).removeprefix(option).lstrip(": ").replace(source, os.path.relpath(source))
         expected = f"{EQUAL_LOADS}, or a file or run with loads of this model's experts"
+        return [Mistake(position.file, position.line, position.column, option, expected, got)]
+    return []
+
+
+def _lengths_mistakes(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
+    """Mistakes in the histogram of lengths that a run names."""
+    path: KeyPath = ("data", "lengths")
+    source = document.get(path)
+    if not isinstance(source, str) or source == "none" or path in unusable:
+        return []
+    position, option = document.value_position(path), "data.lengths"
+    try:
+        read_lengths(Path(source), option)
+    except BadInput as error:
+        got = str(error).removeprefix(option).lstrip(": ").replace(source, os.path.relpath(source))
+        expected = "a file that `meshwright data lengths --json` wrote"
         return [Mistake(position.file, position.line, position.column, option, expected, got)]
     return []
 

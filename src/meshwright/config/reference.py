@@ -52,7 +52,7 @@ below). `extends: FILE` starts from another run file, which may extend a further
   single fields.
 
 **Paths.** `extends`, `cluster` and `plan` are relative to the file that names them. `data.mix`, `data.validation`,
-`train.expert_load` and `model.init` are relative to the current directory. `~` is the home directory.
+`data.lengths`, `train.expert_load` and `model.init` are relative to the current directory. `~` is the home directory.
 
 **Model dimensions.** They come from a preset, from the weights (`model: {init: hf:DIR}` or
 `model: {init: checkpoint:DIR}`, where DIR is a run's folder or name), or from the run file. The run file must then

@@ -10,6 +10,7 @@ counts. What all layouts have in common (optimizer, reduction of gradients) is l
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,9 +20,6 @@ import numpy as np
 from meshwright.costs.layer_costs import exposed_seconds
 from meshwright.policies.sample_blocks import part_tokens
 from meshwright.policies.sample_time import SampleTime
-
-RING_PASSES = 3
-"""Times that keys and values, or gradients of their size, go round the ring: once in the forward, both in the backward."""
 
 BACKWARD_SHARE = 2.5 / 3.5
 """Share of attention's time that is backward (`costs.compute`)."""
@@ -40,6 +38,8 @@ class RingTime:
     ranks_per_node: int
     tax: float
     """Slow-down of attention per second of messages beside it."""
+    backward: float = 2.0
+    """Bytes that go round the ring in the backward, relative to the forward: keys and values, and their gradients in bf16."""
 
     def attention_seconds(self, attention: np.ndarray, lengths: np.ndarray, ranks: np.ndarray | int) -> np.ndarray:
         """Seconds of attention with its ring, where attention alone takes `attention` seconds on a rank.
@@ -47,16 +47,16 @@ class RingTime:
         Forward and backward overlap their own messages. A single rank has none.
         """
         total = np.zeros(np.broadcast_shapes(np.shape(attention), np.shape(lengths)))
-        for compute_share, passes in ((1 - BACKWARD_SHARE, 1), (BACKWARD_SHARE, RING_PASSES - 1)):
+        for compute_share, passes in ((1 - BACKWARD_SHARE, 1.0), (BACKWARD_SHARE, self.backward)):
             compute = attention * compute_share
-            traffic = self.seconds(lengths, ranks) * passes / RING_PASSES
+            traffic = self.seconds(lengths, ranks) * passes / (1 + self.backward)
             total = total + compute + exposed_seconds(traffic, compute, self.tax)
         return total
 
     def seconds(self, lengths: np.ndarray, ranks: np.ndarray | int) -> np.ndarray:
         """Seconds of the messages, forward and backward, of samples of `lengths` tokens on `ranks` ranks each."""
         rate = np.where(np.asarray(ranks) > self.ranks_per_node, self.port, self.link)
-        return RING_PASSES * lengths * (1 - 1 / np.asarray(ranks)) * self.bytes_per_token / rate
+        return (1 + self.backward) * lengths * (1 - 1 / np.asarray(ranks)) * self.bytes_per_token / rate
 
 
 class Parts(NamedTuple):
@@ -70,23 +70,33 @@ class Parts(NamedTuple):
 
 def static_seconds(
     lengths: np.ndarray, groups: int, ranks: int, capacity: int, time: SampleTime, ring: RingTime
-) -> float:
-    """Seconds of the slowest of `groups` groups of `ranks` context ranks, each rank with `capacity` tokens of a sequence.
+) -> tuple[float, int]:
+    """Seconds of the slowest of `groups` groups of `ranks` context ranks, and the tokens of the samples that they have.
 
-    Samples are joined in their order and cut into sequences of `capacity` · `ranks` tokens, which groups take in turn. Keys and values of
-    all tokens go round the whole group, whatever the length of their sample.
+    Each rank has `capacity` tokens of a sequence. Samples are packed whole into as many sequences as their tokens fill, rounded to whole
+    turns of the groups; a sample that no sequence has room for waits for a later step. Keys and values of a sequence's tokens go round the
+    whole group, whatever the length of their sample.
     """
     sequence = capacity * ranks
-    ends = np.cumsum(lengths)
-    total = int(ends[-1])
-    bounds = np.union1d(ends, np.arange(sequence, total, sequence))
-    pieces = np.diff(bounds, prepend=0)
-    number = (bounds - 1) // sequence
-    count = -(-total // sequence)
-    attention = np.bincount(number, time.quadratic * pieces.astype(np.float64) ** 2, count) / ranks
-    tokens = np.bincount(number, pieces, count)
+    count = groups * max(1, round(int(lengths.sum()) / (sequence * groups)))
+    number = pack_sequences(lengths, count, sequence)
+    packed, number = lengths[number >= 0], number[number >= 0]
+    attention = np.bincount(number, time.quadratic * packed.astype(np.float64) ** 2, count) / ranks
+    tokens = np.bincount(number, packed, count)
     seconds = ring.attention_seconds(attention, tokens, ranks) + time.linear * tokens / ranks + time.fixed
-    return float(np.bincount(np.arange(count) % groups, seconds, groups).max())
+    return float(np.bincount(np.arange(count) % groups, seconds, groups).max()), int(packed.sum())
+
+
+def pack_sequences(lengths: np.ndarray, count: int, sequence: int) -> np.ndarray:
+    """The sequence of each sample `(S,)`, of `count` sequences of `sequence` tokens, or −1: best-fit, longest samples first."""
+    rooms, number = [(sequence, index) for index in range(count)], np.full(len(lengths), -1)
+    for sample in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[sample])
+        best = bisect_left(rooms, (length, -1))
+        if best < len(rooms):
+            room, number[sample] = rooms.pop(best)
+            insort(rooms, (room - length, int(number[sample])))
+    return number
 
 
 def arrival_parts(lengths: np.ndarray, needed: np.ndarray, ranks: int, capacity: int) -> Parts:

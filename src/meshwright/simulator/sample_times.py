@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from meshwright.costs.compute import layer_times
-from meshwright.costs.constants import OWN, constants
+from meshwright.costs.constants import OWN, Constants, constants
 from meshwright.costs.device_rates import Machine
 from meshwright.policies.sample_time import SampleTime
 from meshwright.spec.model import ModelSpec
@@ -20,16 +20,25 @@ def sample_time(
 ) -> SampleTime:
     """Forward and backward of a sample of `model` on one device, in bf16, with all layers, head and embedding.
 
+    `generation` and `stack` select `costs.constants`; `recompute` is an index in `spec.plan.RECOMPUTE_MODES`.
+    """
+    return time_with_constants(model, machine, constants(generation, stack), capacity, recompute)
+
+
+def time_with_constants(
+    model: ModelSpec, machine: Machine, k: Constants, capacity: int, recompute: float = 0.0
+) -> SampleTime:
+    """The same with the constants `k`.
+
     The cost model gives the time at `capacity` tokens, a half and a quarter, without rounding to whole waves of tiles. Returns the
-    quadratic through the three. `generation` and `stack` select `costs.constants`; `recompute` is an index in `spec.plan.RECOMPUTE_MODES`.
+    quadratic through the three.
     """
     lengths = np.array([capacity / 4, capacity / 2, capacity], dtype=np.float64)
-    shape, k = shape_of(model, capacity), constants(generation, stack)
     layout = Layouts(
         tensor=1.0, pipeline=1.0, virtual=1.0, context=1.0, expert=1.0, data=1.0, zero=0.0, shards=1.0, micro_batch=1.0,
         global_batch=1.0, seq=lengths, recompute=recompute,
     )  # fmt: skip
-    times = layer_times(shape, replace(machine, multiprocessors=0.0), layout, k)
+    times = layer_times(shape_of(model, capacity), replace(machine, multiprocessors=0.0), layout, k)
     seconds = times.forward + times.backward + times.head + times.embed
     quarter, half, full = (float(value) for value in np.broadcast_to(seconds, lengths.shape))
     # Third and first differences of a quadratic at s / 4, s / 2 and s.

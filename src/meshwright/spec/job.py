@@ -24,6 +24,9 @@ class DataSpec:
     """Prepared data directory for validation; none takes `held_out` beside each source that has one."""
     document_mask: bool = False
     """Tokens attend within their own document only, and positions restart at each document."""
+    lengths: str | None = None
+    """Lengths of samples, as `meshwright data lengths --json` writes them to a file.
+    The planner then compares step times of layouts for samples of unequal lengths."""
     damaged: Literal["refuse", "skip"] = "refuse"
     """What to do with a shard that does not match its manifest when a run starts: stop, or leave it out and say so."""
     tokenizer_mismatch: Literal["refuse", "accept"] = "refuse"

@@ -1,0 +1,170 @@
+"""Choice between static context ranks and ranks by sample, for samples of unequal lengths.
+
+Global batches are drawn from the histogram of lengths with the run's seed and played (`simulator.sample_layouts`). Each layout has the
+least recompute that fits into memory. Hybrid ranks keep weights gathered and gradients whole for the step; static ranks do where that fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+
+import numpy as np
+
+from meshwright.config.divisors import divisors
+from meshwright.costs.machine_rates import is_guessed
+from meshwright.costs.plan_costs import pricing
+from meshwright.planner.candidate import fits, memory_budget, pins_of
+from meshwright.planner.finalists import SAME_TIME_TOLERANCE
+from meshwright.planner.sample_plans import layout_times, plan_of
+from meshwright.simulator.sample_layouts import LayoutTimes, PlayedSteps, SampleLayout, play_batches
+from meshwright.simulator.step_simulation import memory_of
+from meshwright.spec.plan import RECOMPUTE_MODES, LayerStrategy
+from meshwright.spec.run import RunSpec
+from meshwright.workload.expected_lengths import LengthHistogram
+from meshwright.workload.plan_bytes import fullest
+
+BATCHES, COMPARED_BATCHES = 32, 4
+"""Global batches played for the leading layouts, and for all."""
+LEADING = 3
+"""Layouts of each kind, static and hybrid, that play all batches."""
+GRANULE = 128
+"""Capacities of at least this many tokens are multiples of it."""
+
+
+@dataclass(frozen=True)
+class PlayedLayout:
+    """A layout that fits into memory, with its played steps."""
+
+    layout: SampleLayout
+    strategy: LayerStrategy
+    memory_bytes: int
+    """Memory of a rank."""
+    times: LayoutTimes
+    steps: PlayedSteps
+
+    @property
+    def seconds(self) -> float:
+        """Mean seconds of a step."""
+        return float(self.steps.seconds.mean())
+
+
+@dataclass(frozen=True)
+class SampleChoice:
+    """Leading layouts for batches of unequal samples."""
+
+    longest: int
+    """Tokens of the longest sample."""
+    tokens: int
+    """Tokens of a global batch."""
+    layouts: tuple[PlayedLayout, ...] = ()
+    """The choice, then the others, fastest first; empty where nothing can be played."""
+    obstacle: str = ""
+    """Why nothing can be played."""
+
+    def leading(self, *, hybrid: bool) -> PlayedLayout | None:
+        """The fastest layout of a kind, or None."""
+        return next((played for played in self.layouts if played.layout.hybrid == hybrid), None)
+
+
+def choose_sample_layout(run: RunSpec, histogram: LengthHistogram, memory_bytes: int | None = None) -> SampleChoice:
+    """Play the layouts of the run's ranks for batches of unequal samples.
+
+    A batch has `train.global_batch` · `train.seq_len` tokens; samples are cut at `seq_len`.
+    """
+    longest, tokens = min(run.train.seq_len, histogram.longest), run.train.global_batch * run.train.seq_len
+    if obstacle := _obstacle(run):
+        return SampleChoice(longest, tokens, obstacle=obstacle)
+    batches = [draw_batch(histogram, tokens, longest, run.seed, number) for number in range(BATCHES)]
+    budget, played = memory_budget(run, memory_bytes), []
+    for layout in sample_layouts(run, longest):
+        strategy = _least_recompute(run, layout, budget)
+        if strategy is not None:
+            times, size = layout_times(run, layout, strategy), _memory_bytes(run, layout, strategy)
+            steps = play_batches(layout, times, batches[:COMPARED_BATCHES])
+            played.append(PlayedLayout(layout, strategy, size, times, steps))
+    leading = [replace(each, steps=play_batches(each.layout, each.times, batches)) for each in _leading(played)]
+    obstacle = "" if leading else f"no layout of {run.cluster.ranks} data, context or hybrid ranks fits into memory"
+    return SampleChoice(longest, tokens, _with_choice_first(leading), obstacle)
+
+
+def draw_batch(histogram: LengthHistogram, tokens: int, longest: int, seed: int, number: int) -> np.ndarray:
+    """Lengths `(S,)` of global batch `number`, `tokens` together: the last sample is cut."""
+    lengths = histogram.draw(tokens, longest, np.random.default_rng([seed, number]))
+    lengths[-1] -= int(lengths.sum()) - tokens
+    return lengths
+
+
+def sample_layouts(run: RunSpec, longest: int) -> Iterator[SampleLayout]:
+    """Layouts of the run's ranks that hold its longest sample: static context ranks, and hybrid ranks by capacity."""
+    ranks, sequence, pins = run.cluster.ranks, run.train.seq_len, pins_of(run)
+    for context in divisors(ranks):
+        if run.train.global_batch % (ranks // context) or sequence % (2 * context):
+            continue
+        for ring, ulysses in dict.fromkeys(((context, 1), (1, context))):
+            pinned = (pins.context_ring or ring, pins.context_ulysses or ulysses) == (ring, ulysses)
+            if pinned and _heads_divide(run, ulysses):
+                yield SampleLayout(ranks, sequence // context, ring, ulysses)
+    if pins.context_ring is None and pins.context_ulysses is None:
+        sizes = {size for power in range(ranks.bit_length()) for size in (2**power, 3 * 2**power) if size <= ranks}
+        for size in sorted(sizes | {ranks}):
+            yield SampleLayout(ranks, _capacity(longest, size), hybrid=True)
+
+
+def _obstacle(run: RunSpec) -> str:
+    """Why no layout of the run can be played, or nothing."""
+    pins = pins_of(run)
+    pinned = [key for key in ("pipeline", "tensor") if (getattr(pins, key) or 1) > 1]
+    if pinned:
+        return f"with pinned {' and '.join(pinned)} ranks unequal samples are not played"
+    if (
+        is_guessed(run.cluster)
+        or pricing(run.model, run.train, plan_of(run, SampleLayout(1, 2), LayerStrategy())[1], run.cluster) is None
+    ):
+        return "rates of the devices are not known (`meshwright profile --out FILE` measures them)"
+    return ""
+
+
+def _heads_divide(run: RunSpec, ulysses: int) -> bool:
+    """Whether `ulysses` ranks inside a node can share the heads."""
+    return run.model.kv_heads % ulysses == 0 and ulysses <= run.cluster.ranks_per_node
+
+
+def _capacity(longest: int, size: int) -> int:
+    """Tokens of each of `size` ranks that hold a sample of `longest` tokens, rounded up."""
+    granule = GRANULE if longest // size >= GRANULE else 2
+    return granule * ceil(longest / (size * granule))
+
+
+def _leading(played: Sequence[PlayedLayout]) -> Iterator[PlayedLayout]:
+    for hybrid in (False, True):
+        yield from sorted((each for each in played if each.layout.hybrid == hybrid), key=lambda each: each.seconds)[
+            :LEADING
+        ]
+
+
+def _with_choice_first(played: Sequence[PlayedLayout]) -> tuple[PlayedLayout, ...]:
+    """The fastest first, or the fastest static one where the two cannot be told apart: it is simpler."""
+    ordered = sorted(played, key=lambda each: each.seconds)
+    static = next((each for each in ordered if not each.layout.hybrid), None)
+    if static is not None and static.seconds <= ordered[0].seconds * (1 + SAME_TIME_TOLERANCE):
+        ordered.remove(static)
+        ordered.insert(0, static)
+    return tuple(ordered)
+
+
+def _least_recompute(run: RunSpec, layout: SampleLayout, budget: int | None) -> LayerStrategy | None:
+    """The strategy with the least recompute that fits; static ranks may free weights and gather them again."""
+    pinned = pins_of(run).recompute
+    for kept in (True,) if layout.hybrid else (True, False):
+        for recompute in RECOMPUTE_MODES if pinned is None else (pinned,):
+            strategy = LayerStrategy(reshard=not kept, gradients="whole" if kept else "shard", recompute=recompute)
+            if fits(*plan_of(run, layout, strategy), budget):
+                return strategy
+    return None
+
+
+def _memory_bytes(run: RunSpec, layout: SampleLayout, strategy: LayerStrategy) -> int:
+    changed, plan = plan_of(run, layout, strategy)
+    return sum(fullest(memory_of(changed.model, changed.train, plan, cpu=run.cluster.is_cpu)).values())
