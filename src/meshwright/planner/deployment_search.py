@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from meshwright.costs.serve_costs import ServeCosts
 from meshwright.planner.deployment_estimate import SizeSample, estimate_goodput
@@ -59,6 +59,8 @@ class DeploymentAnswer:
     search_seconds: float
     curve: tuple[tuple[float, float], ...] = ()
     """(requests per second and device, attainment) of the chosen deployment, ascending."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Where the numbers come from."""
 
     @property
     def deployment(self) -> Deployment:
@@ -121,6 +123,7 @@ def plan_deployment(
         units=space.units,
         search_seconds=time.perf_counter() - begin,
         curve=tuple((point.rate / devices, point.attainment) for point in best.goodput.points),
+        sources=_sources(costs),
     )
 
 
@@ -142,6 +145,14 @@ def _options(
         )
         for deployment, goodput in compared.items()
     }
+
+
+def _sources(costs: ServeCosts) -> dict[str, str]:
+    profile = costs.profile
+    measured = "usual shares of the datasheet's rates, not measured: `meshwright profile --serve` measures them"
+    if profile is not None:
+        measured = f"the engine measured on such a device ({profile.date}), median error {profile.median_error:.1%}"
+    return {"step times": measured, "latencies": "the engine's own batching policy in simulated time"}
 
 
 def _simulator(costs: ServeCosts, limits: ServeLimits) -> Simulate:
