@@ -17,7 +17,7 @@ from typing import NamedTuple
 from meshwright.costs.serve_costs import TRANSFER_SECONDS, InstanceCosts
 from meshwright.spec.deployment import PREFIX_BLOCK, Deployment, InstanceSpec, ServeLimits, TimedRequest
 
-SAMPLED = 40
+SAMPLED = 24
 """Requests whose sizes stand for all."""
 ROUNDS = 25
 """Rounds of the fixed point, and of the bisection over rates."""
@@ -87,7 +87,7 @@ def estimate_goodput(
     while meets(high) and high < LARGEST_RATE:
         low, high = high, 4 * high
     for _ in range(ROUNDS):
-        if high < 1.01 * low:
+        if high < 1.02 * low:
             break
         middle = sqrt(low * high)
         low, high = (middle, high) if meets(middle) else (low, middle)
@@ -99,7 +99,7 @@ def alone_seconds(
 ) -> tuple[float, float]:
     """Seconds to the first token that this share of requests keep, and seconds of a further token, of a request alone."""
     alone = _Instances(instance, sample, costs, ServeLimits(ttft_seconds=1.0, tpot_seconds=1.0))
-    seconds = sorted(alone.prompt_seconds(index) for index in range(len(sample.sizes)))
+    seconds = sorted(alone.services(0))
     return seconds[min(len(seconds) - 1, int(attainment * len(seconds)))], alone.decode_seconds(1.0)
 
 
@@ -109,6 +109,7 @@ class _Instances:
     def __init__(self, instance: InstanceSpec, sample: SizeSample, costs: InstanceCosts, limits: ServeLimits) -> None:
         self._instance, self._sample, self._costs, self._limits = instance, sample, costs, limits
         self._chunks = [_chunks(prompt, shared, instance.token_budget) for prompt, shared, _ in sample.sizes]
+        self._services: dict[int, list[float]] = {}
         block = costs.tokens_per_block
         # Requests that the cache holds, by their mean size at half of their life.
         self._most_decodes = min(costs.sequences, (costs.blocks - 1) * block / max(block, sample.context))
@@ -117,7 +118,7 @@ class _Instances:
         """Share of requests that meet the limits which this role determines, at a rate of the whole deployment."""
         share = rate / self._instance.count
         if self._instance.role == "prefill":
-            services = [self._prompt_seconds(chunks, 0.0) for chunks in self._chunks]
+            services = self.services(0)
             moved = [prompt * self._bytes_per_token() / self._costs.port_bytes_per_s for prompt, _, _ in self._sample.sizes]
             delays = [TRANSFER_SECONDS + seconds / max(1, len(c)) for seconds, c in zip(moved, self._chunks, strict=True)]
             return self._met_ttft(share, services, delays)
@@ -135,7 +136,7 @@ class _Instances:
 
         def decodes_for(batch: float) -> float:
             nonlocal services, step
-            services = [self._prompt_seconds(chunks, batch) for chunks in self._chunks]
+            services = self.services(round(batch))
             busy = share * _mean(services)
             if busy >= 1:
                 return float("inf")
@@ -201,19 +202,19 @@ class _Instances:
         fixed, each = self._costs.times.decode_line(decodes)
         return fixed + each * decodes * self._sample.context
 
-    def prompt_seconds(self, index: int) -> float:
-        """Seconds of a sampled prompt without decodes beside it."""
-        return self._prompt_seconds(self._chunks[index], 0.0)
-
-    def _prompt_seconds(self, chunks: Sequence[Chunk], batch: float) -> float:
-        """Seconds of the steps that compute a prompt beside a batch of decodes."""
-        decodes = round(batch)
-        positions = round(decodes * self._sample.context)
-        return sum(self._costs.times.seconds(decodes, positions, [chunk]) for chunk in chunks)
+    def services(self, decodes: int) -> list[float]:
+        """Seconds of the steps that compute each sampled prompt beside so many decodes."""
+        if decodes not in self._services:
+            positions, times = round(decodes * self._sample.context), self._costs.times
+            self._services[decodes] = [
+                sum(times.seconds(decodes, positions, [chunk]) for chunk in chunks) for chunks in self._chunks
+            ]
+        return self._services[decodes]
 
     def _longest_step(self, batch: float) -> float:
         longest = max((chunk for chunks in self._chunks for chunk in chunks), key=lambda chunk: (chunk.count, chunk.start))
-        return self._prompt_seconds([longest], batch)
+        decodes = round(batch)
+        return self._costs.times.seconds(decodes, round(decodes * self._sample.context), [longest])
 
     def _bytes_per_token(self) -> float:
         return self._costs.block_bytes / self._costs.tokens_per_block

@@ -24,8 +24,10 @@ from meshwright.spec.errors import OutOfResources
 from meshwright.spec.model import ModelSpec
 
 FINALISTS, COLOCATED_FINALISTS = 10, 4
-"""Deployments that are simulated, and how many of them are colocated."""
-COARSE_REQUESTS, MOST_REQUESTS = 1000, 3000
+"""Deployments that are simulated at most, and how many of them are colocated."""
+FINALIST_SHARE = 0.75
+"""Estimated goodput of a finalist at least, over the best of its kind."""
+COARSE_REQUESTS, MOST_REQUESTS = 800, 3000
 """Requests of a simulation that compares finalists, and of one that gives the printed figures, at most."""
 RESIDENCES = 6.0
 """Length of a simulation over the time that a request spends in it: its beginning and end weigh little."""
@@ -159,12 +161,16 @@ def _simulator(costs: ServeCosts, limits: ServeLimits) -> Simulate:
     return lambda deployment, requests: simulate(deployment, requests, costs, limits)
 
 
-def _finalists(estimates: dict[Deployment, float]) -> list[Deployment]:
-    """The best estimates: of each kind, as an estimate errs alike on deployments of one kind."""
-    by_estimate = sorted((d for d in estimates if estimates[d] > 0), key=lambda d: -estimates[d])
-    colocated = [deployment for deployment in by_estimate if deployment.colocated][:COLOCATED_FINALISTS]
-    others = [deployment for deployment in by_estimate if not deployment.colocated]
-    return colocated + others[: FINALISTS - len(colocated)]
+def _finalists(estimates: Mapping[Deployment, float]) -> list[Deployment]:
+    """The best estimates of each kind, colocated or not, as estimates of one kind err alike; each tensor degree once first."""
+    chosen: list[Deployment] = []
+    for colocated, most in ((True, COLOCATED_FINALISTS), (False, FINALISTS - COLOCATED_FINALISTS)):
+        kind = sorted((d for d in estimates if d.colocated == colocated and estimates[d]), key=lambda d: -estimates[d])
+        near = [deployment for deployment in kind if estimates[deployment] >= FINALIST_SHARE * estimates[kind[0]]]
+        first = {deployment.instances[0].tensor: deployment for deployment in reversed(near)}
+        leaders = [deployment for deployment in near if deployment in first.values()]
+        chosen += list(dict.fromkeys([*leaders, *near]))[:most]
+    return chosen
 
 
 def _compare(
