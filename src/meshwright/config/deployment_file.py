@@ -16,7 +16,7 @@ from meshwright.config.trace_file import read_trace
 from meshwright.config.value_sources import COMMAND_LINE, Detect, gather
 from meshwright.config.yaml_positions import Document, KeyPath, dump_yaml, format_value, read_yaml
 from meshwright.spec.deployment import Deployment, DeploymentSpec, role_error
-from meshwright.spec.errors import BadConfig, Mistake
+from meshwright.spec.errors import BadConfig, BadInput, Mistake
 from meshwright.spec.fields import from_plain, to_plain
 
 FP8: dict[str, Any] = {"weights": "fp8", "kv_cache": "fp8"}
@@ -83,6 +83,21 @@ def deployment_yaml(deployment: Deployment) -> str:
     """The deployment as a file that a person reads, edits and passes to `meshwright serve --plan FILE`."""
     header = "# A serving deployment. Edit it and pass it back with --plan FILE; `predicted` and `why` bind nothing.\n"
     return header + dump_yaml(to_plain(deployment))
+
+
+def server_settings(deployment: Deployment, shown: str) -> dict[str, Any]:
+    """The keys of a server's file that make it an instance of the deployment, which the file `shown` describes.
+
+    Raises BadInput for a deployment whose instances differ, or that this release cannot serve.
+    """
+    first, *others = deployment.instances
+    if others or first.role != "both":
+        got = " and ".join(f"{instance.count} of role {instance.role}" for instance in deployment.instances)
+        raise BadInput(f"{shown}: instances: expected one entry of role both, which every server then has; got {got}")
+    if first.expert > 1:
+        raise BadInput(f"{shown}: instances.0.expert: expected 1, as this release divides experts over `tensor`; got {first.expert}")
+    formats = {key: value for key, value in to_plain(deployment.quantisation).items() if value is not None}
+    return {"tensor": first.tensor, "step_tokens": first.token_budget, **formats}
 
 
 def _expand(document: Document, folder: Path) -> None:
