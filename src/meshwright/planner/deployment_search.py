@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 
 from meshwright.costs.serve_costs import ServeCosts
 from meshwright.planner.deployment_estimate import SizeSample, estimate_goodput
@@ -27,7 +28,7 @@ FINALISTS, COLOCATED_FINALISTS = 10, 4
 """Deployments that are simulated at most, and how many of them are colocated."""
 FINALIST_SHARE = 0.75
 """Estimated goodput of a finalist at least, over the best of its kind."""
-COARSE_REQUESTS, MOST_REQUESTS = 800, 3000
+COARSE_REQUESTS, MOST_REQUESTS = 800, 2400
 """Requests of a simulation that compares finalists, and of one that gives the printed figures, at most."""
 RESIDENCES = 6.0
 """Length of a simulation over the time that a request spends in it: its beginning and end weigh little."""
@@ -184,25 +185,35 @@ def _compare(
     """Coarse goodputs. The error of the estimate of one deployment corrects those of the following of its kind."""
     compared: dict[Deployment, Goodput] = {}
     ratios = {True: 1.0, False: 1.0}
-    for deployment in finalists:
+    fastest = 0.0
+    # The first of each kind comes first, so that the others of a much slower kind need no simulation.
+    kinds = [[d for d in finalists if d.colocated == colocated] for colocated in (True, False)]
+    for deployment in [d for pair in zip_longest(*kinds) for d in pair if d is not None]:
         start = ratios[deployment.colocated] * estimates[deployment]
+        if start < FINALIST_SHARE * fastest and any(d.colocated == deployment.colocated for d in compared):
+            continue
         count = min(COARSE_REQUESTS, _requests_for(start, sizes, limits))
         compared[deployment] = found = search.goodput(deployment, start, count, tolerance=COARSE)
+        fastest = max(fastest, found.rate)
         if found.rate:
             ratios[deployment.colocated] = found.rate / estimates[deployment]
-    note(f"{len(finalists)} deployments simulated")
+    note(f"{len(compared)} of {len(estimates)} deployments simulated")
     return compared
 
 
 def _refine(
     search: GoodputSearch, compared: Mapping[Deployment, Goodput], sizes: SizeSample, limits: ServeLimits
 ) -> dict[Deployment, Goodput]:
-    """Goodputs of the best deployment of each kind, colocated or not, from longer simulations."""
+    """Goodputs of the best deployment of each kind, colocated or not, from longer simulations unless it is far behind."""
     refined: dict[Deployment, Goodput] = {}
+    fastest = max(goodput.rate for goodput in compared.values())
     for colocated in (True, False):
         kind = [d for d in compared if d.colocated == colocated and compared[d].rate]
         if kind:
             best = max(kind, key=lambda deployment: compared[deployment].rate)
+            if compared[best].rate < FINALIST_SHARE * fastest:
+                refined[best] = compared[best]
+                continue
             start = compared[best].rate
             count = _requests_for(start, sizes, limits)
             found = search.goodput(best, start, count, tolerance=FINE, step=1.05)
@@ -228,7 +239,7 @@ def _band(
     search: GoodputSearch, chosen: Deployment, goodput: Goodput, sizes: SizeSample, limits: ServeLimits
 ) -> tuple[float, float]:
     """The band of goodputs over samples of the requests; it contains the goodput itself."""
-    count = _requests_for(goodput.rate, sizes, limits)
+    count = _requests_for(goodput.rate, sizes, limits) // 2
     rates = sorted(
         [
             goodput.rate,
