@@ -53,6 +53,10 @@ NOT_RUN = {
         "docs/how-to/several-hosts.md",
         "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\",
     ),
+    (
+        "docs/reference/serve.md",
+        "meshwright serve MODEL --role prefill --transfer-address unix:/tmp/prefill --port 8001",
+    ),
     ("docs/how-to/choose-a-plan.md", "meshwright plan run.yaml --probe 3 --out plan.yaml"),
     (
         "docs/how-to/measure-a-machine.md",

@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from meshwright.policies.batch_queue import RequestQueue
 from meshwright.policies.batch_request import BatchLimits, CacheGroup, Ended, Part, Progress, Reason, Request, Step
+from meshwright.policies.cache_blocks import NO_SALT
 from meshwright.policies.running_batch import RunningBatch
 from meshwright.spec.errors import BadInput
 
@@ -67,7 +68,7 @@ class BatchPolicy:
         """Queue a request. Raises BadInput if the cache could not hold it alone or its numbers make no sense."""
         self._check(request)
         key = (request.arrival - request.priority * self.limits.priority_seconds, request.number)
-        salt = f"={request.salt}" if self.limits.prefix_cache else None
+        salt = NO_SALT + request.salt if self.limits.prefix_cache else None
         progress = Progress(request, key, len(self.cache.pools), salt)
         self._progress[request.number] = progress
         if request.deadline is not None:
@@ -92,6 +93,10 @@ class BatchPolicy:
         """Requests that ended since the last call, in order."""
         ended, self._ended = self._ended, []
         return ended
+
+    def prompt_digests(self, prompt: Sequence[int]) -> list[bytes]:
+        """Digests of the full blocks of a prompt, for requests without a salt and the weights of now."""
+        return self._batch.prompt_digests(prompt)
 
     def forget_cache(self) -> None:
         """Empty the prefix cache, for new weights, and take the blocks of running requests, which are computed again.
@@ -286,4 +291,6 @@ class BatchPolicy:
             raise BadInput(f"{name}: another request has this number")
         if not request.prompt or request.new_tokens < 1:
             raise BadInput(f"{name}: expected a prompt of at least one token and at least one new token")
+        if request.new_tokens <= len(request.given):
+            raise BadInput(f"{name}: {len(request.given)} of {request.new_tokens} new tokens are given; none is left")
         self._batch.check_size(request)

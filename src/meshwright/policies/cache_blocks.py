@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 from meshwright.policies.batch_request import CacheGroup
 
+NO_SALT = "="
+"""Salt of requests that share their blocks with all others; another salt follows it."""
 UNUSED_BLOCK = 0
 """Id that stands in a table for a block outside of the window; it is never given to a request."""
 
@@ -25,6 +27,14 @@ def root_digest(salt: str, generation: int) -> bytes:
 def block_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
     """Digest of a full block after a prefix."""
     return hashlib.blake2b(parent + array("I", tokens).tobytes(), digest_size=32).digest()
+
+
+def extend_digests(digests: list[bytes], root: bytes, tokens: Sequence[int], blocks: int, size: int) -> None:
+    """Add to `digests` those that are missing of the first `blocks` full blocks of `size` tokens."""
+    parent = digests[-1] if digests else root
+    for start in range(len(digests) * size, blocks * size, size):
+        parent = block_digest(parent, tokens[start : start + size])
+        digests.append(parent)
 
 
 class BlockPool:

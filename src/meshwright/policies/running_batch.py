@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from meshwright.policies.batch_queue import RequestQueue
 from meshwright.policies.batch_request import BatchLimits, CacheGroup, Part, Progress, Request, Step
-from meshwright.policies.cache_blocks import CacheBlocks, block_digest, root_digest
+from meshwright.policies.cache_blocks import NO_SALT, CacheBlocks, extend_digests, root_digest
 from meshwright.spec.errors import BadInput
 
 
@@ -236,11 +236,15 @@ class RunningBatch:
 
     def _extend_digests(self, progress: Progress, blocks: int) -> None:
         """Compute the digests of the first full blocks, as far as they are missing."""
-        digests, size = progress.digests, self.cache.tokens_per_block
-        parent = digests[-1] if digests else root_digest(progress.salt, progress.generation)
-        for start in range(len(digests) * size, blocks * size, size):
-            parent = block_digest(parent, progress.tokens[start : start + size])
-            digests.append(parent)
+        root = root_digest(progress.salt, progress.generation)
+        extend_digests(progress.digests, root, progress.tokens, blocks, self.cache.tokens_per_block)
+
+    def prompt_digests(self, prompt: Sequence[int]) -> list[bytes]:
+        """Digests of the full blocks of a prompt, for requests without a salt and the generation of now."""
+        digests: list[bytes] = []
+        size = self.cache.tokens_per_block
+        extend_digests(digests, root_digest(NO_SALT, self.generation), prompt, len(prompt) // size, size)
+        return digests
 
     def forget_cache(self) -> None:
         """Empty the prefix cache, and take the blocks of all requests, which are computed again."""

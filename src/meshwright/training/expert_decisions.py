@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import zlib
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from meshwright.simulator.expert_placement_costs import placement_costs
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import ExpertPlan, Plan
 from meshwright.spec.run import RunSpec
+from meshwright.training.background_thread import BackgroundThread
 
 DELAY = 2
 """Steps between the loads that a decision is made from and the step that uses it."""
@@ -61,7 +62,7 @@ class ExpertDecisions:
         """Layers with experts, ranks of a group, experts."""
         layers, ranks, experts = shape
         self._owners = even_owners(layers, experts, ranks)
-        self._thread = ThreadPoolExecutor(1, "expert decisions")
+        self._thread = BackgroundThread("expert decisions")
         self._step = 0
         self._counts: dict[int, np.ndarray] = {}
         self._decided: dict[int, Future[Decision]] = {}
@@ -123,7 +124,7 @@ class ExpertDecisions:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint's state; from none if that has other ranks or slots, or no copies."""
-        self._thread.submit(int).result()  # wait for all decisions
+        self._thread.wait()
         self._counts.clear()
         self._decided.clear()
         self._latest = self._initial

@@ -28,12 +28,6 @@ def state_bytes(precision: Precision) -> float:
     return 2.0 * (moment + (precision.resident != precision.stored))
 
 
-def scratch_bytes(precision: Precision) -> float:
-    """Bytes per element in which the device unpacks a chunk of state: moments, master weight and its bf16 value."""
-    master = precision.resident != precision.stored
-    return 8.0 + 6.0 * master if master or precision.moments != "fp32" else 0.0
-
-
 def low_share(precision: Precision, linear: Linear) -> float:
     """Bytes of a linear layer's input as saved for backward, relative to the compute dtype."""
     return 1.0 if linear == "compute" else 1 / bytes_of(precision.compute)

@@ -30,7 +30,7 @@ from meshwright.workload.activations import (
     tokens_of,
 )
 from meshwright.workload.buffers import DEVICE_LAYERS
-from meshwright.workload.dtypes import bytes_of, low_share, scratch_bytes, state_bytes
+from meshwright.workload.dtypes import bytes_of, low_share, state_bytes
 from meshwright.workload.groups import context_size, copies_experts, experts_over, shard_size, stacked_experts
 from meshwright.workload.optimizer_work import OptimizerWork, optimizer_work
 from meshwright.workload.stage_parts import StagePart, stage_part
@@ -66,7 +66,7 @@ def formats(
         low=low_share(precision, precision.linear), window=engine == "copy",
         token_window=tensor_engine == "copy" and not cpu, block_states=work.block_states, end_states=work.end_states,
         widens=train.optimizer.name in ("sgd", "lamb"), largest_matrix=work.largest, matrix_elements=work.exchanged,
-        matrices=work.matrices, average=train.ema_decay is not None, record=state_bytes(precision), scratch=scratch_bytes(precision),
+        matrices=work.matrices, average=train.ema_decay is not None, record=state_bytes(precision),
         offload_fraction=offload_fraction,
     )  # fmt: skip
 
