@@ -33,7 +33,8 @@ def serve(
         typer.Option(
             "--plan",
             metavar="DEPLOYMENT.yaml",
-            help="Deployment whose tensor, step_tokens and formats this server takes: what `meshwright plan serve.yaml --out` wrote.",
+            help="Deployment of which this server is an instance: role, tensor, step_tokens and formats are those of the file that "
+            "`meshwright plan serve.yaml --out` wrote; --role selects among several.",
         ),
     ] = None,
     **options: Any,
@@ -52,7 +53,7 @@ def serve(
     from meshwright.config.serve_file import load_serve
     from meshwright.server.run import run_server
 
-    planned = {} if plan is None else server_settings(load_deployment(plan), str(plan))
+    planned = {} if plan is None else server_settings(load_deployment(plan), options.get("role"), str(plan))
     given = planned | {key: value for key, value in options.items() if value is not None}
     spec, folder = load_serve(config, given), model_folder(model)
     if spec.draft_model is not None:

@@ -85,19 +85,23 @@ def deployment_yaml(deployment: Deployment) -> str:
     return header + dump_yaml(to_plain(deployment))
 
 
-def server_settings(deployment: Deployment, shown: str) -> dict[str, Any]:
+def server_settings(deployment: Deployment, role: str | None, shown: str) -> dict[str, Any]:
     """The keys of a server's file that make it an instance of the deployment, which the file `shown` describes.
 
-    Raises BadInput for a deployment whose instances differ, or that this release cannot serve.
+    `role` selects the instance where they have several. Raises BadInput if the role does not select equal instances, or for
+    instances that this release cannot serve.
     """
-    first, *others = deployment.instances
-    if others or first.role != "both":
-        got = " and ".join(f"{instance.count} of role {instance.role}" for instance in deployment.instances)
-        raise BadInput(f"{shown}: instances: expected one entry of role both, which every server then has; got {got}")
-    if first.expert > 1:
-        raise BadInput(f"{shown}: instances.0.expert: expected 1, as this release divides experts over `tensor`; got {first.expert}")
+    instances = [instance for instance in deployment.instances if role in (None, instance.role)]
+    settings = {(instance.role, instance.tensor, instance.expert, instance.token_budget) for instance in instances}
+    if len(settings) != 1:
+        listed = " and ".join(f"{instance.count} of role {instance.role}" for instance in deployment.instances)
+        wanted = "--role of an instance" if role is None or not settings else f"equal instances of role {role}"
+        raise BadInput(f"{shown}: expected {wanted}; instances: {listed}")
+    ((own_role, tensor, expert, token_budget),) = settings
+    if expert > 1:
+        raise BadInput(f"{shown}: expert: expected 1, got {expert}: this release divides experts over `tensor` only")
     formats = {key: value for key, value in to_plain(deployment.quantisation).items() if value is not None}
-    return {"tensor": first.tensor, "step_tokens": first.token_budget, **formats}
+    return {"role": own_role, "tensor": tensor, "step_tokens": token_budget, **formats}
 
 
 def _expand(document: Document, folder: Path) -> None:
