@@ -9,7 +9,7 @@ from meshwright.observe.attainment_chart import AttainmentCurve, attainment_char
 from meshwright.observe.page import document, header, listing, table, tile_list
 from meshwright.observe.svg import Axis, Chart, Series, draw
 
-COLOURS = ("c-loss", "c-validation", "c-reduce", "c-optim", "c-checkpoint", "c-backward", "c-slate", "c-host")
+COLOURS = ("c-loss", "c-validation", "c-reduce", "c-optim", "c-checkpoint", "c-backward", "c-event", "c-host")
 """Colours of instances; they repeat."""
 HEADS = ("requests/s", "requests", "failed", "attainment", "TTFT p50", "TTFT p90", "TPOT p50", "TPOT p90")
 

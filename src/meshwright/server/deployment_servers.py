@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,9 +54,7 @@ def deployment_servers(folder: Path, deployment: Deployment, *, gpu: bool) -> It
         servers: list[_Server] = []
         try:
             for role in ("prefill", "decode", "both"):
-                arguments = _arguments(role, deployment, temporary)
-                devices = sum(server.devices for server in servers)
-                servers += _start(folder, plan, deployment, role, arguments, devices if gpu else None)
+                servers += _start(folder, plan, deployment, role, gpu, sum(server.devices for server in servers))
             deadline = time.monotonic() + START_SECONDS
             yield [server.running(deadline) for server in servers]
         finally:
@@ -66,7 +64,7 @@ def deployment_servers(folder: Path, deployment: Deployment, *, gpu: bool) -> It
                 server.close()
 
 
-def _arguments(role: Role, deployment: Deployment, folder: str) -> list[list[str]]:
+def _arguments(role: Role, deployment: Deployment, folder: Path) -> list[list[str]]:
     """The arguments of the servers of a role: prefill engines listen at sockets in `folder`, which the decode engines know."""
     count = sum(instance.count for instance in deployment.instances if instance.role == role)
     prefills = sum(instance.count for instance in deployment.instances if instance.role == "prefill")
@@ -78,25 +76,28 @@ def _arguments(role: Role, deployment: Deployment, folder: str) -> list[list[str
     return [["--role", role]] * count
 
 
-def _start(
-    folder: Path, plan: Path, deployment: Deployment, role: Role, arguments: Sequence[list[str]], first_device: int | None
-) -> Iterator[_Server]:
+def _start(folder: Path, plan: Path, deployment: Deployment, role: Role, gpu: bool, first_device: int) -> Iterator[_Server]:
+    """The servers of a role; each has the next devices of this host, or its share of the processor."""
     tensor = next((instance.tensor for instance in deployment.instances if instance.role == role), 1)
-    for number, words in enumerate(arguments):
-        devices = None if first_device is None else range(first_device + number * tensor, first_device + (number + 1) * tensor)
-        yield _Server(role, number, tensor, [str(folder), "--plan", str(plan), "--port", "0", *words], devices)
+    for number, words in enumerate(_arguments(role, deployment, plan.parent)):
+        environment = dict(os.environ)
+        if gpu:
+            visible = range(first_device + number * tensor, first_device + (number + 1) * tensor)
+            own = os.environ.get("CUDA_VISIBLE_DEVICES")
+            names = own.split(",") if own else [str(index) for index in range(visible.stop)]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[visible.start : visible.stop])
+        else:
+            environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // deployment.devices)))
+        yield _Server(role, number, tensor, [str(folder), "--plan", str(plan), "--port", "0", *words], environment)
 
 
 class _Server:
     """The process of one instance; a thread reads its output."""
 
-    def __init__(self, role: Role, number: int, devices: int, words: Sequence[str], visible: range | None) -> None:
+    def __init__(
+        self, role: Role, number: int, devices: int, words: Sequence[str], environment: Mapping[str, str]
+    ) -> None:
         self.role, self.number, self.devices = role, number, devices
-        environment = dict(os.environ)
-        if visible is not None:
-            own = os.environ.get("CUDA_VISIBLE_DEVICES")
-            names = own.split(",") if own else [str(index) for index in range(visible.stop)]
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[visible.start : visible.stop])
         self.process = subprocess.Popen(
             [sys.executable, "-m", "meshwright", "serve", *words, "--no-log-requests"],
             env=environment,
