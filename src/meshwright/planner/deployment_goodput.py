@@ -65,6 +65,7 @@ class RequestSample:
                 following = (index + 1) % total
                 gap = requests[following].arrival_seconds - request.arrival_seconds if following else mean_gap
                 time += gap
+        del self._requests[count:]
         self._rate = (len(self._requests) - 1) / self._requests[-1].arrival_seconds if time > 0 else 0.0
 
     def at(self, rate: float) -> list[TimedRequest]:
