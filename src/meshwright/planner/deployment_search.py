@@ -140,14 +140,12 @@ def _options(
     factors = {
         deployment.colocated: goodput.rate / compared[deployment].rate for deployment, goodput in best_of_kind.items()
     }
-    return {
-        deployment: Option(
-            space.whole(deployment),
-            factors.get(deployment.colocated, 1.0) * goodput.rate / devices,
-            best_of_kind.get(deployment, goodput),
-        )
-        for deployment, goodput in compared.items()
-    }
+    options = {}
+    for deployment, coarse in compared.items():
+        goodput = best_of_kind.get(deployment, coarse)
+        rate = goodput.rate if deployment in best_of_kind else factors.get(deployment.colocated, 1.0) * coarse.rate
+        options[deployment] = Option(space.whole(deployment), rate / devices, goodput)
+    return options
 
 
 def _sources(costs: ServeCosts) -> dict[str, str]:
