@@ -11,6 +11,7 @@ import pytest
 from meshwright.config.load import load_run
 from meshwright.config.trace_file import workload_requests
 from meshwright.costs.serve_costs import InstanceCosts, ServeCosts
+from meshwright.costs.serve_work import PromptPart
 from meshwright.planner.deployment_estimate import SizeSample, estimate_goodput
 from meshwright.planner.deployment_goodput import GoodputSearch, RequestSample
 from meshwright.planner.deployment_space import TOKEN_BUDGETS, deployment_space
@@ -81,10 +82,11 @@ def test_a_sample_keeps_runs_of_requests_and_has_its_rate() -> None:
 
 
 class QueueTimes:
-    """Step times: a prompt takes `SERVICE`, a decode step 1 ms and 0.1 ms for each request."""
+    """Step times: a whole prompt takes `SERVICE`, a decode step 1 ms and 0.1 ms for each request."""
 
-    def seconds(self, decodes: int, positions: int, chunks: Sequence[object] = ()) -> float:
-        return SERVICE * len(chunks) + (0.001 + 1e-4 * decodes if decodes else 0.0)
+    def seconds(self, decodes: int, positions: int, chunks: Sequence[PromptPart] = ()) -> float:
+        whole = sum(chunk.start == 0 for chunk in chunks)
+        return SERVICE * whole + (0.001 + 1e-4 * decodes if decodes else 0.0)
 
     def decode_line(self, decodes: int) -> tuple[float, float]:
         return 0.001 + 1e-4 * decodes, 0.0

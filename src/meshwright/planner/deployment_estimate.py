@@ -1,9 +1,9 @@
 """A mean-field estimate of a deployment's goodput, in a millisecond: it chooses which deployments are simulated.
 
 Every instance of a role gets the same share of the requests. A prefill instance is a queue with one server (M/G/1), whose wait is
-exponential; several share one queue. The batch of a decode instance is the fixed point of Little's law, B = rate × new tokens × step time. An
-instance of role `both` computes chunks of prompts in its steps: a request's time per token is that of a decode step, plus the chunks that
-fall into its life, whose number is Poisson.
+exponential; several share one queue. The batch of decodes is the fixed point of Little's law, B = rate × new tokens × step time. An instance
+of role `both` computes chunks of prompts in its steps, one of role `decode` the part of a prompt behind its last full block: a request's
+time per token is that of a decode step, plus the chunks that fall into its life, whose number is Poisson.
 """
 
 from __future__ import annotations
@@ -108,9 +108,12 @@ class _Instances:
 
     def __init__(self, instance: InstanceSpec, sample: SizeSample, costs: InstanceCosts, limits: ServeLimits) -> None:
         self._instance, self._sample, self._costs, self._limits = instance, sample, costs, limits
-        self._chunks = [_chunks(prompt, shared, instance.token_budget) for prompt, shared, _ in sample.sizes]
-        self._services: dict[int, list[float]] = {}
         block = costs.tokens_per_block
+        if instance.role == "decode":
+            self._chunks = [[_remainder(prompt, block)] for prompt, _, _ in sample.sizes]
+        else:
+            self._chunks = [_chunks(prompt, shared, instance.token_budget) for prompt, shared, _ in sample.sizes]
+        self._services: dict[int, list[float]] = {}
         # Requests that the cache holds, by their mean size at half of their life.
         self._most_decodes = min(costs.sequences, (costs.blocks - 1) * block / max(block, sample.context))
 
@@ -122,15 +125,6 @@ class _Instances:
             moved = [prompt * self._bytes_per_token() / self._costs.port_bytes_per_s for prompt, _, _ in self._sample.sizes]
             delays = [TRANSFER_SECONDS + seconds / max(1, len(c)) for seconds, c in zip(moved, self._chunks, strict=True)]
             return self._met_ttft(share, services, delays)
-        if self._instance.role == "decode":
-            decodes = self._batch(lambda batch: share * self._sample.new_tokens * self.decode_seconds(batch))
-            if decodes is None:
-                return 0.0
-            crowded = min(self._most_decodes, decodes + 0.5 * sqrt(decodes))
-            return float(self.decode_seconds(crowded) <= self._limits.tpot_seconds)
-        return self._colocated(share)
-
-    def _colocated(self, share: float) -> float:
         services: list[float] = []
         step = 0.0
 
@@ -147,10 +141,12 @@ class _Instances:
         batch = self._batch(decodes_for)
         if batch is None:
             return 0.0
-        return self._met_ttft(share, services, [0.0] * len(services)) * self._met_tpot(share, batch, services, step)
+        met = self._met_tpot(share, batch, services, step)
+        return met if self._instance.role == "decode" else met * self._met_ttft(share, services, [0.0] * len(services))
 
     def _met_tpot(self, share: float, batch: float, services: Sequence[float], step: float) -> float:
         """Share of requests whose time per token stays within the limit in spite of the prompts between."""
+        crowded = min(self._most_decodes, batch + 0.5 * sqrt(batch))  # batches vary, and large ones meet more requests
         decode, limit = self.decode_seconds(batch), self._limits.tpot_seconds
         if self._longest_step(batch) <= limit:
             return 1.0
@@ -158,12 +154,14 @@ class _Instances:
         added = [seconds - len(chunks) * decode for seconds, chunks in zip(services, self._chunks, strict=True)]
         mean, square = _mean(added), _mean([seconds * seconds for seconds in added])
         met = 0.0
-        for _, _, new in self._sample.sizes:
+        # The first token comes from the prefill instance: this one's first step delays the second.
+        owns = [TRANSFER_SECONDS + seconds if self._instance.role == "decode" else 0.0 for seconds in added]
+        for (_, _, new), own in zip(self._sample.sizes, owns, strict=True):
             if new < 2:
                 met += 1.0
                 continue
             prompts = share * new * step
-            spare = new * (limit - decode)
+            spare = new * (limit - self.decode_seconds(crowded)) - own
             if spare < 0:
                 continue
             deviation = sqrt(max(prompts * square, 1e-18))
@@ -222,6 +220,12 @@ class _Instances:
 
 def _chunks(prompt: int, shared: int, budget: int) -> list[Chunk]:
     return [Chunk(start, min(budget, prompt - start)) for start in range(shared, prompt, budget)]
+
+
+def _remainder(prompt: int, block: int) -> Chunk:
+    """The tokens behind the last full block of a prompt, at least one: a decode instance computes them."""
+    start = (prompt - 1) // block * block
+    return Chunk(start, prompt - start)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import exp, log
 
 from meshwright.simulator.serve_types import ServedDeployment
@@ -46,6 +47,14 @@ class Goodput:
     """Simulated rates, ascending."""
     served: ServedDeployment | None = None
     """The simulation at the goodput."""
+
+    def rate_at(self, attainment: float) -> float:
+        """The rate with this attainment, between simulated rates; the lowest or highest of them beyond."""
+        for below, above in pairwise(self.points):
+            if above.attainment < attainment <= below.attainment:
+                share = (below.attainment - attainment) / (below.attainment - above.attainment)
+                return below.rate * (above.rate / below.rate) ** share
+        return self.points[0 if attainment > self.points[0].attainment else -1].rate
 
 
 class RequestSample:
@@ -92,15 +101,14 @@ class GoodputSearch:
         estimate: float,
         count: int,
         *,
-        seed: int | None = None,
         tolerance: float = 0.01,
         step: float = 1.25,
     ) -> Goodput:
         """Bisect the rate, from an estimate of it and a first factor, until two rates that meet and miss are within `tolerance`.
 
-        `count` and `seed` choose the requests (`RequestSample`).
+        `count` requests are simulated (`RequestSample`).
         """
-        sample = RequestSample(self._requests, count, seed)
+        sample = RequestSample(self._requests, count)
         points: list[RatePoint] = []
         low = high = 0.0
         best: ServedDeployment | None = None
@@ -121,6 +129,11 @@ class GoodputSearch:
                 step = min(4.0, step * step)
         points.sort(key=lambda point: point.rate)
         return Goodput(low, self._binding(points), tuple(points), best)
+
+    def attainment(self, deployment: Deployment, rate: float, count: int, seed: int) -> float:
+        """The attainment of another sample of the requests."""
+        served = self._simulate(deployment, RequestSample(self._requests, count, seed).at(rate))
+        return _rate_point(rate, served).attainment
 
     def _binding(self, points: Sequence[RatePoint]) -> Limit:
         missed = [point for point in points if point.attainment < self._limits.attainment]

@@ -28,7 +28,7 @@ FINALISTS, COLOCATED_FINALISTS = 10, 4
 """Deployments that are simulated at most, and how many of them are colocated."""
 FINALIST_SHARE = 0.75
 """Estimated goodput of a finalist at least, over the best of its kind."""
-COARSE_REQUESTS, MOST_REQUESTS = 800, 2400
+COARSE_REQUESTS, MOST_REQUESTS = 800, 4000
 """Requests of a simulation that compares finalists, and of one that gives the printed figures, at most."""
 RESIDENCES = 6.0
 """Length of a simulation over the time that a request spends in it: its beginning and end weigh little."""
@@ -236,17 +236,14 @@ def _choose(best_of_kind: Mapping[Deployment, Goodput]) -> Deployment:
 def _band(
     search: GoodputSearch, chosen: Deployment, goodput: Goodput, sizes: SizeSample, limits: ServeLimits
 ) -> tuple[float, float]:
-    """The band of goodputs over samples of the requests; it contains the goodput itself."""
-    count = _requests_for(goodput.rate, sizes, limits) // 2
-    rates = sorted(
-        [
-            goodput.rate,
-            *(
-                search.goodput(chosen, goodput.rate, count, seed=seed, tolerance=COARSE, step=1.06).rate
-                for seed in range(1, RESAMPLES + 1)
-            ),
-        ]
-    )
+    """The band of goodputs over samples of the requests; it contains the goodput itself.
+
+    A sample is simulated at the goodput alone. The rate at which the first sample has the same attainment says by which
+    factor the new one is harder.
+    """
+    count = _requests_for(goodput.rate, sizes, limits)
+    attained = [search.attainment(chosen, goodput.rate, count, seed) for seed in range(1, RESAMPLES + 1)]
+    rates = sorted([goodput.rate, *(goodput.rate**2 / goodput.rate_at(attainment) for attainment in attained)])
     tail = (1 - BAND) / 2
     return min(goodput.rate, _quantile(rates, tail)), max(goodput.rate, _quantile(rates, 1 - tail))
 
