@@ -212,7 +212,8 @@ def on_used_devices(run: RunSpec, note: Note) -> RunSpec:
     keep their devices. A run without a possible plan is returned unchanged; its preparation reports the error.
     """
     fixed = isinstance(run.plan, str) and run.plan != "auto"
-    if fixed or run.cluster.nodes > 1 or started_by_launcher() or not run.train.global_batch % run.cluster.ranks:
+    divides = run.train.global_batch_tokens is not None or not run.train.global_batch % run.cluster.ranks
+    if fixed or run.cluster.nodes > 1 or started_by_launcher() or divides:
         return run
     local_run = on_this_host(with_vocabulary(run))
     try:

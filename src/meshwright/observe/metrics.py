@@ -45,6 +45,8 @@ OPTIONAL_STEP_KEYS: dict[str, str] = {
     "z_loss": "with train.z_loss: mean squared log-sum-exp of the logits, before its weight",
     "router_z_loss": "with train.router_z_loss: the same of router logits, mean over tokens and layers",
     "expert_loads": "mixtures of experts: tokens of each expert by layer, every step, or every tenth if these are over 1,024 numbers",
+    "samples": "with data.packing none: samples of the step",
+    "padding": "with data.packing none: share of all ranks' tokens that is padding; tokens_per_second and MFU leave it out",
     "data_wait_seconds": "time the loop waited for its batch",
     "phases": "seconds by phase (events.span.Phase)",
     "update_skipped": "true if the update was left out (train.on_nonfinite, train.on_spike); absent otherwise",
