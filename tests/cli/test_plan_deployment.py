@@ -26,7 +26,13 @@ KEYS = {
 @pytest.fixture
 def question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A question whose answer takes a second: few finalists and requests."""
-    for name, value in {"COARSE_REQUESTS": 100, "MOST_REQUESTS": 100, "FINALISTS": 3, "COLOCATED_FINALISTS": 2, "RESAMPLES": 1}.items():
+    for name, value in {
+        "COARSE_REQUESTS": 100,
+        "MOST_REQUESTS": 100,
+        "FINALISTS": 3,
+        "COLOCATED_FINALISTS": 2,
+        "RESAMPLES": 1,
+    }.items():
         monkeypatch.setattr(deployment_search, name, value)
     file = tmp_path / "serve.yaml"
     file.write_text(QUESTION)

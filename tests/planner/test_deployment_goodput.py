@@ -102,7 +102,9 @@ def test_the_estimate_of_a_prefill_instance_is_near_its_queue() -> None:
     pair = Deployment(instances=(InstanceSpec(role="prefill"), InstanceSpec(role="decode")))
     # A transfer takes 1 ms of the limit.
     limits = replace(LIMITS, ttft_seconds=LIMITS.ttft_seconds + 0.001)
-    assert estimate_goodput(pair, SizeSample.of(requests), stub_costs, limits) == pytest.approx(rate_of_md1(0.9), rel=0.12)
+    assert estimate_goodput(pair, SizeSample.of(requests), stub_costs, limits) == pytest.approx(
+        rate_of_md1(0.9), rel=0.12
+    )
 
 
 def test_the_estimate_of_decodes_is_below_the_fluid_limit() -> None:

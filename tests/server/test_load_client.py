@@ -25,12 +25,13 @@ def test_prompts_have_their_length_and_share_their_blocks() -> None:
 async def replay(handlers: list[Handler], requests: list[TimedRequest]) -> tuple[LoadTest, list[list[dict[str, Any]]]]:
     """Send requests to servers that answer by these handlers; the test, and the bodies that each server received."""
     received: list[list[dict[str, Any]]] = [[] for _ in handlers]
-    servers = []
 
     def accept(index: int) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]:
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             head = await reader.readuntil(b"\r\n\r\n")
-            length = next(int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.startswith(b"content-length"))
+            length = next(
+                int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.startswith(b"content-length")
+            )
             body = json.loads(await reader.readexactly(length))
             received[index].append(body)
             await handlers[index](body, writer)
@@ -38,8 +39,7 @@ async def replay(handlers: list[Handler], requests: list[TimedRequest]) -> tuple
 
         return answer
 
-    for index in range(len(handlers)):
-        servers.append(await asyncio.start_server(accept(index), "127.0.0.1", 0))
+    servers = [await asyncio.start_server(accept(index), "127.0.0.1", 0) for index in range(len(handlers))]
     test = LoadTest([f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in servers], 100)
     await test.run(requests)
     for server in servers:

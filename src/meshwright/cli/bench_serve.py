@@ -51,7 +51,9 @@ def bench_serve(
     ] = None,
     rates: Annotated[
         str | None,
-        typer.Option(metavar="R,R,…", help="Requests per second to test; 40% to 110% of the predicted goodput if left out."),
+        typer.Option(
+            metavar="R,R,…", help="Requests per second to test; 40% to 110% of the predicted goodput if left out."
+        ),
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="Length of the test at each rate.")] = 40.0,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Report to write.")] = Path("report.html"),
@@ -85,7 +87,9 @@ def bench_serve(
     if not spec.cluster.is_cpu:
         cluster_here(deployment.devices, str(plan or words[0]), "expected a deployment for at most that many")
     tested = tested or _rates_of(deployment)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the servers are stopped on the way out
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # the servers are stopped on the way out
     say(f"{deployment_name(deployment)}: starting {deployment.devices} device{'s' * (deployment.devices > 1)}")
     test = _Test(spec, deployment, costs, model_in(folder)[0].vocab_size)
     report = test.run(folder, requests, tested, seconds)

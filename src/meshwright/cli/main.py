@@ -27,7 +27,10 @@ GROUPS = {
     "Schemas": ("schema",),
 }  # fmt: skip
 """Commands by subject, in the order of the help and of docs/reference/cli.md."""
-COMMANDS = {name: name for names in GROUPS.values() for name in names} | {"eval": "evaluate", "bench-serve": "bench_serve"}
+COMMANDS = {name: name for names in GROUPS.values() for name in names} | {
+    "eval": "evaluate",
+    "bench-serve": "bench_serve",
+}
 """Command → its module in this package. It has a function of the same name, or an `app` with several commands."""
 
 

@@ -145,7 +145,8 @@ def search_line(answer: DeploymentAnswer) -> str:
 def instance_lines(answer: DeploymentAnswer) -> list[tuple[str, ...]]:
     """(role, count, tensor, expert, token budget) of each entry of the chosen deployment."""
     return [
-        (i.role, f"{i.count:,}", f"{i.tensor}", f"{i.expert}", f"{i.token_budget:,}") for i in answer.deployment.instances
+        (i.role, f"{i.count:,}", f"{i.tensor}", f"{i.expert}", f"{i.token_budget:,}")
+        for i in answer.deployment.instances
     ]
 
 

@@ -26,23 +26,40 @@ def page(plan: ServePlan) -> str:
     line = f"{number_text.short(parameter_count(spec.model))} parameters · {machines_line(spec.cluster)}"
     margin = answer.margin_over_colocated
     tiles = [
-        ("Goodput", f"{answer.chosen.goodput_per_gpu:.3g}", f"requests/s a GPU, 80%: {answer.low:.3g} to {answer.high:.3g}"),
+        (
+            "Goodput",
+            f"{answer.chosen.goodput_per_gpu:.3g}",
+            f"requests/s a GPU, 80%: {answer.low:.3g} to {answer.high:.3g}",
+        ),
         ("Binding limit", answer.chosen.goodput.binding.upper(), f"{spec.serve.limits.attainment:.0%} must meet both"),
-        ("Over colocated", "none meets the limits" if margin is None else f"{margin:+.0%}", "the best colocated deployment"),
+        (
+            "Over colocated",
+            "none meets the limits" if margin is None else f"{margin:+.0%}",
+            "the best colocated deployment",
+        ),
         ("Considered", number_text.short(answer.considered), f"deployments in {answer.search_seconds:.1f} s"),
     ]
     curve = AttainmentCurve("predicted", answer.curve)
     others = [
-        (f"{option.goodput_per_gpu:.3g}", deployment_name(option.deployment), option.goodput.binding.upper(), option.why_not)
+        (
+            f"{option.goodput_per_gpu:.3g}",
+            deployment_name(option.deployment),
+            option.goodput.binding.upper(),
+            option.why_not,
+        )
         for option in answer.alternatives
     ]
     parts = [
-        header("plan", name, f"{line} · {deployment_name(answer.deployment)}", f"{headline(plan)}. {limits_line(plan)}."),
+        header(
+            "plan", name, f"{line} · {deployment_name(answer.deployment)}", f"{headline(plan)}. {limits_line(plan)}."
+        ),
         tile_list(tiles),
         table("Instances", INSTANCE_HEADS, instance_lines(answer)),
         f'<div class="grid">{attainment_chart([curve], spec.serve.limits.attainment)}</div>',
         listing("Why this deployment", [*answer.why, rate_line(plan), search_line(answer)]),
-        table("Alternatives, and why they were not chosen", ("requests/s a GPU", "deployment", "binds", "reason"), others),
+        table(
+            "Alternatives, and why they were not chosen", ("requests/s a GPU", "deployment", "binds", "reason"), others
+        ),
         table("Where the numbers come from", (), answer.sources.items()),
     ]
     return document(f"plan · {name}", parts)

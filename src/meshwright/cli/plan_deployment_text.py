@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -48,7 +50,7 @@ def show(plan: ServePlan) -> None:
     _grid(console, "where the numbers come from", list(answer.sources.items()))
 
 
-def _grid(console: Console, title: str, lines: list[tuple[str, ...]]) -> None:
+def _grid(console: Console, title: str, lines: Sequence[tuple[str, ...]]) -> None:
     if not lines:
         return
     console.print(f"\n[bold]{title}[/bold]")

@@ -32,6 +32,11 @@ def attainment_chart(curves: Sequence[AttainmentCurve], goal: float) -> str:
         for curve, colour in zip(curves, COLOURS, strict=False)
     ]
     chart = Chart(
-        "attainment", "Attainment", "of requests, by requests/s a GPU", "percent", tuple(series), reference=("asked for", goal)
+        "attainment",
+        "Attainment",
+        "of requests, by requests/s a GPU",
+        "percent",
+        tuple(series),
+        reference=("asked for", goal),
     )
     return draw(chart, tables, axis)

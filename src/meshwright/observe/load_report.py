@@ -77,7 +77,11 @@ def page(report: LoadReport) -> str:
     pairs = [(r.measured.attainment, r.predicted.attainment) for r in report.rates if r.predicted is not None]
     error = max((abs(measured - predicted) for measured, predicted in pairs), default=None)
     tiles = [
-        ("Measured goodput", f"{met / report.devices:.3g}", "requests/s a device, the highest tested rate that meets the limits"),
+        (
+            "Measured goodput",
+            f"{met / report.devices:.3g}",
+            "requests/s a device, the highest tested rate that meets the limits",
+        ),
         ("Requests", f"{sum(r.requests for r in report.rates):,}", f"{sum(r.failed for r in report.rates):,} failed"),
     ]
     if error is not None:
@@ -102,7 +106,9 @@ def _curves(report: LoadReport) -> list[AttainmentCurve]:
 
 
 def _lines(result: RateResult) -> list[tuple[str, ...]]:
-    lines = [("measured", f"{result.rate:.3g}", f"{result.requests:,}", f"{result.failed:,}", *_figures(result.measured))]
+    lines: list[tuple[str, ...]] = [
+        ("measured", f"{result.rate:.3g}", f"{result.requests:,}", f"{result.failed:,}", *_figures(result.measured))
+    ]
     if result.predicted is not None:
         lines.append(("predicted", "", "", "", *_figures(result.predicted)))
     return lines

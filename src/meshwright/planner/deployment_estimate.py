@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import erf, exp, sqrt
 from typing import NamedTuple
 
@@ -53,7 +54,7 @@ class SizeSample:
         draw = random.Random(seed)
         # One of each quantile of prompts, so that the sample has both short and long ones.
         edges = [index * len(order) // count for index in range(count + 1)]
-        chosen = [order[draw.randrange(low, high)] for low, high in zip(edges, edges[1:], strict=False)]
+        chosen = [order[draw.randrange(low, high)] for low, high in pairwise(edges)]
         return cls(tuple((requests[i].input_tokens, shared[i], requests[i].output_tokens) for i in chosen))
 
     @property
@@ -122,8 +123,12 @@ class _Instances:
         share = rate / self._instance.count
         if self._instance.role == "prefill":
             services = self.services(0)
-            moved = [prompt * self._bytes_per_token() / self._costs.port_bytes_per_s for prompt, _, _ in self._sample.sizes]
-            delays = [TRANSFER_SECONDS + seconds / max(1, len(c)) for seconds, c in zip(moved, self._chunks, strict=True)]
+            moved = [
+                prompt * self._bytes_per_token() / self._costs.port_bytes_per_s for prompt, _, _ in self._sample.sizes
+            ]
+            delays = [
+                TRANSFER_SECONDS + seconds / max(1, len(c)) for seconds, c in zip(moved, self._chunks, strict=True)
+            ]
             return self._met_ttft(share, services, delays)
         services: list[float] = []
         step = 0.0
@@ -210,7 +215,9 @@ class _Instances:
         return self._services[decodes]
 
     def _longest_step(self, batch: float) -> float:
-        longest = max((chunk for chunks in self._chunks for chunk in chunks), key=lambda chunk: (chunk.count, chunk.start))
+        longest = max(
+            (chunk for chunks in self._chunks for chunk in chunks), key=lambda chunk: (chunk.count, chunk.start)
+        )
         decodes = round(batch)
         return self._costs.times.seconds(decodes, round(decodes * self._sample.context), [longest])
 

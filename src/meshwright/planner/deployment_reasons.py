@@ -55,8 +55,8 @@ def unreachable(
 ) -> str:
     """Why no deployment meets the limits, with those that a request alone meets on the fastest instance."""
     instances = {instance for deployment in deployments for instance in deployment.instances}
-    ttft, tpot = zip(*(alone_seconds(sizes, cost_of(instance), instance, limits.attainment) for instance in instances))
-    least = {"ttft": min(ttft), "tpot": min(tpot)}
+    alone = [alone_seconds(sizes, cost_of(instance), instance, limits.attainment) for instance in instances]
+    least = {"ttft": min(ttft for ttft, _ in alone), "tpot": min(tpot for _, tpot in alone)}
     given = {"ttft": limits.ttft_seconds, "tpot": limits.tpot_seconds}
     short = [name for name in given if least[name] > given[name]] or ["ttft", "tpot"]
     texts = [f"serve.limits.{name}_seconds: expected at least {least[name]:.3g}, got {given[name]:g}" for name in short]
@@ -72,7 +72,11 @@ def _role_reason(chosen: Option, alternatives: Sequence[Option]) -> str:
         if other is None or not other.goodput_per_gpu:
             return "colocated: no prefill and decode instances meet the limits on this cluster"
         change = other.goodput_per_gpu / chosen.goodput_per_gpu - 1
-        gain = f"gain {change:.1%}, which is within the error of predictions" if change > 0 else f"serve {-change:.1%} less"
+        gain = (
+            f"gain {change:.1%}, which is within the error of predictions"
+            if change > 0
+            else f"serve {-change:.1%} less"
+        )
         return f"{kind}: prefill and decode instances ({deployment_name(other.deployment)}) {gain}"
     if other is None or not other.goodput_per_gpu:
         return "prefill and decode instances: no colocated deployment meets the limits"

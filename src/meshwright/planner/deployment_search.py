@@ -97,9 +97,7 @@ def plan_deployment(
     costs = ServeCosts(model, cluster, quantisation)
     space = deployment_space(model, cluster, quantisation, costs.of)
     sizes = SizeSample.of(requests)
-    estimates = {
-        deployment: estimate_goodput(deployment, sizes, costs.of, limits) for deployment in space.deployments
-    }
+    estimates = {deployment: estimate_goodput(deployment, sizes, costs.of, limits) for deployment in space.deployments}
     finalists = _finalists(estimates)
     if not finalists:
         raise OutOfResources(unreachable(space.deployments, sizes, costs.of, limits))

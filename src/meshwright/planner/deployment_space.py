@@ -71,7 +71,9 @@ def _fitting_budgets(
                 break
             budgets.setdefault(tensor, []).append(budget)
     if not budgets:
-        raise OutOfResources(f"model: an instance fits no part of a node with {cluster.ranks_per_node} devices: {reason}")
+        raise OutOfResources(
+            f"model: an instance fits no part of a node with {cluster.ranks_per_node} devices: {reason}"
+        )
     return budgets
 
 

@@ -76,7 +76,9 @@ def _arguments(role: Role, deployment: Deployment, folder: Path) -> list[list[st
     return [["--role", role]] * count
 
 
-def _start(folder: Path, plan: Path, deployment: Deployment, role: Role, gpu: bool, first_device: int) -> Iterator[_Server]:
+def _start(
+    folder: Path, plan: Path, deployment: Deployment, role: Role, gpu: bool, first_device: int
+) -> Iterator[_Server]:
     """The servers of a role; each has the next devices of this host, or its share of the processor."""
     tensor = next((instance.tensor for instance in deployment.instances if instance.role == role), 1)
     for number, words in enumerate(_arguments(role, deployment, plan.parent)):

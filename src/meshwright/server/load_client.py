@@ -57,7 +57,9 @@ class LoadTest:
         running = [0] * len(self.urls)
         watching = asyncio.ensure_future(self._watch(watched, begin, every))
         try:
-            await asyncio.gather(*(self._send(number, request, running, begin) for number, request in enumerate(requests)))
+            await asyncio.gather(
+                *(self._send(number, request, running, begin) for number, request in enumerate(requests))
+            )
         finally:
             watching.cancel()
 
