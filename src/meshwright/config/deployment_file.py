@@ -17,7 +17,7 @@ from meshwright.config.value_sources import COMMAND_LINE, Detect, gather
 from meshwright.config.yaml_positions import Document, KeyPath, dump_yaml, format_value, read_yaml
 from meshwright.spec.deployment import Deployment, DeploymentSpec, role_error
 from meshwright.spec.errors import BadConfig, BadInput, Mistake
-from meshwright.spec.fields import from_plain, to_plain
+from meshwright.spec.fields import from_plain, hints_of, to_plain
 
 FP8: dict[str, Any] = {"weights": "fp8", "kv_cache": "fp8"}
 """The section for which `quantisation: fp8` stands."""
@@ -49,11 +49,11 @@ def load_deployment_spec(
     document = gather(path, overrides, detect or one_cpu_rank)
     given = set(document.data)
     notes = complete(document, path.stem, runs, detect or one_cpu_rank, model_reader)
-    if "train" not in given:
-        del document.data["train"]  # `complete` adds it
+    for section in set(document.data) - given - set(hints_of(DeploymentSpec)):
+        del document.data[section]  # `complete` adds sections of a training
     _expand(document, path.parent)
     values, mistakes, unusable = schema_mistakes(DeploymentSpec, document)
-    mistakes += document.mistakes + cross_checks(document, unusable | {("train",)})
+    mistakes += document.mistakes + cross_checks(document, unusable | {("train",), ("data",)})
     mistakes += profile_mistakes(document, unusable)
     if not any(path[:1] == ("serve",) for path in unusable):
         mistakes += [*_workload_rules(document), *_trace_mistakes(document)]

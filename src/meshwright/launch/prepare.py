@@ -48,7 +48,7 @@ from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, OutOfReso
 from meshwright.spec.fields import to_plain
 from meshwright.spec.plan import Plan
 from meshwright.spec.rank_environment import started_by_launcher
-from meshwright.spec.run import Assignment, RunSpec
+from meshwright.spec.run import Assignment, ModelSection, RunSpec
 
 VOCABULARY_MULTIPLE = 128
 """A vocabulary taken from a tokenizer is rounded up to a multiple of this: whole tiles of the head's matrix product."""

@@ -1,9 +1,10 @@
 """A mean-field estimate of a deployment's goodput, in a millisecond: it chooses which deployments are simulated.
 
-Every instance of a role gets the same share of the requests. A prefill instance is a queue with one server (M/G/1), whose wait is
-exponential; several share one queue. The batch of decodes is the fixed point of Little's law, B = rate × new tokens × step time. An instance
-of role `both` computes chunks of prompts in its steps, one of role `decode` the part of a prompt behind its last full block: a request's
-time per token is that of a decode step, plus the chunks that fall into its life, whose number is Poisson.
+Every instance of a role gets the same share of the requests. A prefill instance is a queue with one server (M/G/1), whose
+wait is exponential; several share one queue. The batch of decodes is the fixed point of Little's law, B = rate × new
+tokens × step time. An instance of role `both` computes chunks of prompts in its steps, one of role `decode` the part of
+a prompt behind its last full block: a request's time per token is that of a decode step, plus the chunks that fall into
+its life, whose number is Poisson.
 """
 
 from __future__ import annotations
