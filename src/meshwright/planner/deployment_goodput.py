@@ -17,7 +17,7 @@ BLOCKS = 8
 """Runs of consecutive requests that make a sample: arrivals stay as bursty as they are, and prefixes near each other."""
 SMALLEST_SHARE, LARGEST_SHARE = 1e-3, 1e3
 """Rates that are tried, as shares of the estimate; a deployment that fails at the first has no goodput."""
-SERVED_SHARE = 0.95
+SERVED_SHARE = 0.9
 """Share of the requests that have their first token when the last one arrives, at a rate that can be sustained."""
 
 
@@ -144,8 +144,6 @@ class GoodputSearch:
 def _rate_point(rate: float, served: ServedDeployment) -> RatePoint:
     last = served.requests[-1].request.arrival_seconds
     begun = sum(times.first_token <= last for times in served.requests)
-    # Of a workload without a queue, all but the requests of the last moments have begun.
-    allowed = max((1 - SERVED_SHARE) * len(served.requests), rate * min(1.0, served.limits.ttft_seconds) + 1)
-    sustained = len(served.requests) - begun <= allowed
+    sustained = begun >= SERVED_SHARE * len(served.requests)
     shares = served.share(served.meets_ttft), served.share(served.meets_tpot)
     return RatePoint(rate, served.attainment if sustained else 0.0, *shares)
