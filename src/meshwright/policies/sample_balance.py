@@ -55,7 +55,7 @@ class RankPool:
 
 def rank_pool(samples: SamplePlan, ranks: int) -> RankPool:
     """The pool of `ranks` ranks with the slots and times of a plan."""
-    return RankPool(ranks, samples.capacity, SampleTime(samples.alpha, samples.beta, samples.gamma))
+    return RankPool(ranks, samples.capacity, SampleTime(samples.alpha, samples.beta, samples.gamma, samples.ring))
 
 
 @dataclass(frozen=True)
