@@ -57,6 +57,7 @@ NOT_RUN = {
         "docs/reference/serve.md",
         "meshwright serve MODEL --role prefill --transfer-address unix:/tmp/prefill --port 8001",
     ),
+    ("docs/reference/serve.md", "meshwright route http://127.0.0.1:8001 http://127.0.0.1:8002 --port 8000"),
     ("docs/how-to/choose-a-plan.md", "meshwright plan run.yaml --probe 3 --out plan.yaml"),
     (
         "docs/how-to/measure-a-machine.md",

@@ -1,8 +1,8 @@
 """Applies a Plan to a model; `build_engine` alone decides the order of the transforms.
 
-The order: remove other stages, divide over tensor ranks, over context ranks, distribute experts, use fp8 products, recompute, compile,
-split the backward, shard, allocate memory, initialise. The model code does not change: a transform replaces modules or wraps `forward`
-of a block, and parameter names stay the same.
+The order: remove other stages, divide over tensor ranks, over context ranks, distribute experts, use fp8 products, tile, recompute,
+compile, split the backward, shard, allocate memory, initialise. The model code does not change: a transform replaces modules, sets
+attributes of them or wraps `forward` of a block, and parameter names stay the same.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ def _tied_sum(model: Decoder, table: tuple[tuple[range, ...], ...], mesh: Mesh) 
 
 
 def wrap_blocks(model: Decoder, plan: Plan) -> None:
-    """Wrap `forward` of every block for its recompute mode, then compile it if the plan compiles.
+    """Set the tiles of every block, wrap its `forward` for its recompute mode, then compile it if the plan compiles.
 
     The compiled function includes the recompute, so that the compiler knows which activations are saved. All blocks share it. Without
     compilation `torch.compile` is not accessed, as the access imports the compiler.
@@ -276,6 +276,8 @@ def wrap_blocks(model: Decoder, plan: Plan) -> None:
         else None
     )
     for layer, block in blocks_with_layer(model):
+        if not block.routed:
+            block.mlp.tile = plan.tile(layer, model.spec.layers)
         mode = plan.strategy(layer, model.spec.layers).recompute
         if compiled is not None:
             block.forward = partial(compiled, type(block).forward, mode, block)

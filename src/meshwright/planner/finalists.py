@@ -17,6 +17,7 @@ from meshwright.planner.candidate import (
     Candidate,
     compiles,
     fits,
+    mlp_tile_of,
     offload_fraction_of,
     overfull_ranks,
     peak_bytes,
@@ -92,6 +93,7 @@ def plan_at(run: RunSpec, points: Points, index: int, strategy: Strategy, budget
         precision=precision,
         **engine_fields({option for option in COPY_OPTIONS if points.column(option.column)[index]}),
         offload_fraction=offload_fraction_of(run),
+        mlp_tile=mlp_tile_of(run),
         compile=compiles(run),
     )
     if pins.layers or strategy.high_memory == strategy.low_memory:

@@ -275,6 +275,9 @@ class Plan:
     the product, which is computed in pieces (asynchronous tensor parallelism); for a tensor axis inside a node."""
     offload_fraction: OffloadShare = 1.0
     """Share of the offloaded optimizer state that is in host memory; the rest stays on the device in the same format."""
+    mlp_tile: NotNegative = 0
+    """Tokens of a tile of the feed-forward networks of layers with recompute all_but_attention or full; 0: all tokens.
+    A tile's activations are computed again in the backward and freed before the next tile's."""
     compile: bool = True
     """`torch.compile` for each block."""
     predicted: Predicted | None = None
@@ -334,6 +337,10 @@ class Plan:
         if module == "layers":
             return self.strategy(int(suffix.partition(".")[0]), layers)
         return self.strategy(0 if module in ("embed", "positions") else layers - 1, layers)
+
+    def tile(self, layer: int, layers: int) -> int:
+        """Tokens of a tile of the feed-forward network of block `layer`; 0 if it has none."""
+        return self.mlp_tile if self.strategy(layer, layers).recompute in RECOMPUTES_PRODUCTS else 0
 
     def linear(self, layer: int, layers: int) -> Linear:
         """Number format of the matrix products of block `layer` in a model of `layers` blocks."""
@@ -406,6 +413,9 @@ class PlanPins:
     """What runs the all-gathers of weights over shard and context ranks."""
     tensor_engine: Engine | None = None
     """What moves tokens along the tensor axis."""
+    mlp_tile: NotNegative | None = None
+    """Tokens of a tile of the feed-forward networks, with recompute all_but_attention or full; 0: no tiles.
+    Left out, tiles are used where nothing fits without."""
     compile: bool | None = None
     """`torch.compile` for each block."""
 
