@@ -24,6 +24,18 @@ if TYPE_CHECKING:
     from meshwright.spec.profile import MachineProfile
 
 
+ServeOption = Annotated[
+    bool,
+    typer.Option(
+        "--serve",
+        help="Measure the inference engine's steps on one device: with the model of a file, or of e.g. model=llama3-8b.",
+    ),
+]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="With --serve: print the measured steps and constants as JSON.")
+]
+
+
 def profile(
     words: Annotated[
         list[str] | None,
@@ -66,20 +78,12 @@ def profile(
             "--seconds",
             metavar="S",
             min=0.1,
-            help="Approximate seconds of measurement, without the start of the ranks; default: 100 on GPUs, 20 on a CPU, with --serve 75 and 10.",
+            help="Approximate seconds of measurement, without the start of the ranks; default: 100 on GPUs, 20 on a CPU; --serve 75, 10.",
             show_default=False,
         ),
     ] = None,
-    serve: Annotated[
-        bool,
-        typer.Option(
-            "--serve",
-            help="Measure the inference engine's steps on one device: with the model of a file, or of e.g. model=llama3-8b.",
-        ),
-    ] = False,
-    json_output: Annotated[
-        bool, typer.Option("--json", help="With --serve: print the measured steps and constants as JSON.")
-    ] = False,
+    serve: ServeOption = False,
+    json_output: JsonOption = False,
 ) -> None:
     """Measure this machine, so that predictions use its measured rates instead of datasheets.
 

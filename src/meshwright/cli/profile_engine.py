@@ -25,7 +25,9 @@ GPU_SECONDS, CPU_SECONDS = 75.0, 10.0
 SEQUENCES = 256
 
 
-def profile_engine(path: Path | None, overrides: Sequence[str], out: Path, seconds: float | None, as_json: bool) -> None:
+def profile_engine(
+    path: Path | None, overrides: Sequence[str], out: Path, seconds: float | None, as_json: bool
+) -> None:
     """Measure the engine with the model and formats of a file or of the command line, and add the figures to `out`."""
     from meshwright.serve.engine_profile import measure_engine
     from meshwright.spec.engine import EngineOptions
@@ -64,7 +66,9 @@ def _question(path: Path | None, overrides: Sequence[str]) -> tuple[ModelSpec, Q
         return _dimensions(question.model), question.serve.quantisation, here
     other = next((word for word in overrides if not word.startswith(("model.", "model="))), None)
     if other is not None:
-        raise BadInput(f"{other}: profile --serve takes keys of the model only, e.g. model=llama3-8b; it measures this machine")
+        raise BadInput(
+            f"{other}: profile --serve takes keys of the model only, e.g. model=llama3-8b; it measures this machine"
+        )
     if path is None and not overrides:
         raise BadInput("profile --serve needs a model: a file with one, or e.g. model=llama3-8b")
     return _dimensions(load_run(path, [*overrides, "cluster=auto"], detect=found_cluster).model), Quantisation(), here
@@ -115,9 +119,7 @@ def _table(measured: EngineProfile) -> list[str]:
     from meshwright.costs.step_times import StepTimes
 
     k, item = measured.constants, measured.item_bytes
-    work = device_work(
-        measured.model, weights=measured.weights, item=item, cache_item=1 if measured.kv_cache else item
-    )
+    work = device_work(measured.model, weights=measured.weights, item=item, cache_item=1 if measured.kv_cache else item)
     times = StepTimes(work, k)
     lines = ["decodes  positions  prompt tokens  measured ms  modelled ms"]
     for step in measured.steps:

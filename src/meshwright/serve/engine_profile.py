@@ -26,6 +26,7 @@ from meshwright.costs.serve_fit import fit_constants
 from meshwright.costs.serve_work import device_work
 from meshwright.models.decoder import Decoder
 from meshwright.serve.engine import Engine
+from meshwright.serve.generation import Update
 from meshwright.serve.readback import LaunchedStep
 from meshwright.serve.sampling import SamplingOptions
 from meshwright.spec.cluster import ClusterSpec
@@ -70,9 +71,9 @@ class _TimedEngine(Engine):
         """Whether a step is launched while the one before it runs."""
         return self._overlap
 
-    def _launch(self, *arguments: Any) -> LaunchedStep | None:
+    def _launch(self, updates: list[Update], drafting: bool) -> LaunchedStep | None:
         begin = time.perf_counter()
-        launched = super()._launch(*arguments)
+        launched = super()._launch(updates, drafting)
         if launched is not None:
             step = launched.step
             positions = sum(part.start + 1 for part in step.parts[: step.decodes])
@@ -80,7 +81,7 @@ class _TimedEngine(Engine):
             self._launches[step.number] = _Shape(step.decodes, positions, chunks), begin
         return launched
 
-    def _complete(self, launched: LaunchedStep, updates: list[Any]) -> None:
+    def _complete(self, launched: LaunchedStep, updates: list[Update]) -> None:
         super()._complete(launched, updates)
         end = time.perf_counter()
         shape, begin = self._launches.pop(launched.step.number)
@@ -161,7 +162,8 @@ class _Measurement:
         self._warm()
         steps: list[StepTime] = []
         for measure in self._plan():
-            if steps and time.perf_counter() > self._deadline:
+            late = time.perf_counter() > self._deadline
+            if late and any(step.chunks for step in steps) and any(not step.chunks for step in steps):
                 break
             steps += measure()
         return steps
@@ -169,16 +171,22 @@ class _Measurement:
     def _plan(self) -> list[Callable[[], list[StepTime]]]:
         """Measurements, those with the fewest tokens first: a slow machine leaves out the largest shapes."""
         most, context = self._engine.options.sequences, self._engine.context
-        planned: list[tuple[int, Callable[[], list[StepTime]]]] = []
-        for count in (*(count for count in DECODES if count < most), most):
-            for length in (min(SHORT, context // 4), min(LONG, context // 2)):
-                if (tokens := count * (length + 2 * REPEATS)) <= self._room:
-                    planned.append((tokens, partial(self._decode, count, length)))
-        sizes = [16 << shift for shift in range(20) if 16 << shift < self._budget]
-        for size in (*sizes, self._budget):
-            for beside in (count for count in BESIDE if count < most):
-                planned.append((size * REPEATS + beside * BESIDE_TOKENS, partial(self._prompt, size, beside)))
-        planned.append((self._budget * REPEATS, partial(self._pieces, 4)))
+        counts = [*(count for count in DECODES if count < most), most]
+        lengths = min(SHORT, context // 4), min(LONG, context // 2)
+        sizes = [*(16 << shift for shift in range(20) if 16 << shift < self._budget), self._budget]
+        planned = [
+            (count * (length + 2 * REPEATS), partial(self._decode, count, length))
+            for count in counts
+            for length in lengths
+            if count * (length + 2 * REPEATS) <= self._room
+        ]
+        planned += [
+            (size * REPEATS + beside * BESIDE_TOKENS, partial(self._prompt, size, beside))
+            for size in sizes
+            for beside in BESIDE
+            if beside < most
+        ]
+        planned += [(self._budget * REPEATS, partial(self._pieces, 4))]
         return [measure for _, measure in sorted(planned, key=lambda entry: entry[0])]
 
     def _warm(self) -> None:
