@@ -60,7 +60,8 @@ class _Shape:
 class _TimedEngine(Engine):
     """An engine that notes shape and seconds of its steps."""
 
-    def __init__(self, model: Decoder, options: EngineOptions) -> None:
+    def __init__(self, model: Decoder, options: EngineOptions, timer: Callable[[], float]) -> None:
+        self._timer = timer
         self.steps: list[tuple[_Shape, float]] = []
         self._launches: dict[int, tuple[_Shape, float]] = {}
         self._last_end = 0.0
@@ -72,7 +73,7 @@ class _TimedEngine(Engine):
         return self._overlap
 
     def _launch(self, updates: list[Update], drafting: bool) -> LaunchedStep | None:
-        begin = time.perf_counter()
+        begin = self._timer()
         launched = super()._launch(updates, drafting)
         if launched is not None:
             step = launched.step
@@ -83,7 +84,7 @@ class _TimedEngine(Engine):
 
     def _complete(self, launched: LaunchedStep, updates: list[Update]) -> None:
         super()._complete(launched, updates)
-        end = time.perf_counter()
+        end = self._timer()
         shape, begin = self._launches.pop(launched.step.number)
         self.steps.append((shape, end - max(begin, self._last_end)))
         self._last_end = end
@@ -95,13 +96,15 @@ def measure_engine(
     cluster: ClusterSpec,
     seconds: float,
     note: Callable[[str], None] = lambda text: None,
+    timer: Callable[[], float] = time.perf_counter,
 ) -> EngineProfile:
     """Measure for about `seconds`, after the engine has started; shapes that do not fit into this time are left out.
 
-    `cluster` has this device. Raises BadInput for a model or formats that the device does not support.
+    `cluster` has this device; `timer` gives the seconds of steps. Raises BadInput for a model or formats that the device does not support.
     """
     device, dtype = device_and_dtype()
-    engine = _TimedEngine(random_model(spec, device, dtype), replace(options, prefix_cache=False, texts=False))
+    sizes = replace(options, prefix_cache=False, texts=False)
+    engine = _TimedEngine(random_model(spec, device, dtype), sizes, timer)
     other = 0
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
