@@ -106,6 +106,9 @@ def _expert_plan(run: RunSpec, expert: int, expert_shard: int, tensor: int) -> E
         return plan
     exchange = pins.expert_exchange or plan.exchange
     plan = replace(plan, exchange=exchange, receive_bound=pins.expert_receive_bound)
+    if pins.expert_owners is not None:
+        every = pins.expert_owners_every or plan.owners_every
+        plan = replace(plan, owners=pins.expert_owners, owners_every=every, window=pins.expert_window or plan.window)
     if pins.expert_policy in (None, "none"):
         return plan
     owned = run.model.experts // ranks
