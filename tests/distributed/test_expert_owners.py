@@ -16,7 +16,7 @@ from meshwright.parallel.world import World
 from meshwright.spec.layout import Box
 from meshwright.spec.run import Assignment
 from meshwright.training.expert_moves import row_transfers
-from meshwright.training.session import open_session
+from meshwright.training.session import Session, open_session
 from tests.distributed.cases_training import _whole as whole
 from tests.distributed.pool import Pool
 from tests.distributed.test_experts import SHALLOW
@@ -62,15 +62,13 @@ def _exchanged(parts: list[np.ndarray], boxes: list[list[Box]], order: list[int]
     return moved
 
 
-OWNERS = [*ranks(4), *SHALLOW, "train.steps=12", "checkpoint.every=4", "train.balance_loss=0"]
+OWNERS = [*ranks(4), *SHALLOW, "model.experts=8", "train.steps=12", "checkpoint.every=4", "train.balance_loss=0"]
 MOVES = ["plan.expert_owners=heterogeneous", "plan.expert_owners_every=3", "plan.expert_window=2"]
 FP64 = ["plan.compute=fp64", "train.clip_norm=null"]
 LAYOUTS = {
     "expert ranks": [*OWNERS, "plan.expert=2"],
     "copies": [*OWNERS, "plan.expert=4", "plan.expert_policy=flexmoe", "plan.expert_slots=1"],
-    "tensor, sigmoid": [
-        *OWNERS, "plan.shard=2", "plan.tensor=2", "plan.expert=1", "model.router=sigmoid", "train.balance_bias=1e-3",
-    ],
+    "tensor": [*OWNERS, "plan.shard=2", "plan.tensor=2", "plan.expert=1"],
     "pipeline, average": [*OWNERS, "plan.shard=2", "plan.pipeline=2", "plan.expert=2", "train.ema_decay=0.9"],
 }  # fmt: skip
 QUICK = ["expert ranks", *(pytest.param(name, marks=pytest.mark.slow) for name in list(LAYOUTS)[1:])]
@@ -85,10 +83,17 @@ def moved(world: World, assignment: Assignment) -> tuple[np.ndarray, dict[str, t
         for box, elements in parts.pieces():
             values = torch.arange(elements.numel()).view_as(elements) + sum(map(ord, name)) + 1000 * box.offsets[0]
             elements.copy_(values.sin())
-    before = {name: tensor.clone() for name, tensor in whole(session).items()}
+    before = {name: tensor.clone() for name, tensor in tensors_of(session).items()}
     loads = np.random.default_rng(0).geometric(0.01, owners.numbers.shape)
     assert owners.balance(loads) is not None
-    return owners.numbers, before, whole(session)
+    return owners.numbers, before, tensors_of(session)
+
+
+def tensors_of(session: Session) -> dict[str, torch.Tensor]:
+    """The whole tensors of this rank's stages; of routers with biases these alone, which every rank has whole."""
+    if session.run.model.router == "sigmoid":
+        return {name: parts.local for name, parts in session.state().items() if name.endswith("choice_bias")}
+    return whole(session)
 
 
 @pytest.mark.parametrize("layout", QUICK)
@@ -98,6 +103,14 @@ def test_a_move_renumbers_all_state_bit_for_bit(pool: Pool, tmp_path: Path, layo
         assert (numbers != np.arange(numbers.shape[1])).any()
         assert same_bits(renumbered(after, numbers), before)
         assert any(not torch.equal(after[name], before[name]) for name in before if "router" in name)
+
+
+@pytest.mark.slow
+def test_a_move_renumbers_the_biases_of_routers(pool: Pool, tmp_path: Path) -> None:
+    settings = [*LAYOUTS["expert ranks"], "model.router=sigmoid", "train.balance_bias=1e-3", *MOVES]
+    assignment = prepared(make_tiny(tmp_path / "data"), tmp_path, *settings).assignment
+    for numbers, before, after in pool.run(moved, assignment.plan.ranks, assignment):
+        assert before and same_bits(renumbered(after, numbers), before)
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ from meshwright.spec.layout import stage_table
 from meshwright.spec.plan import BatchPlan, ExpertPlan, Gradients, LayerStrategy, MeshAxis, Plan
 from meshwright.spec.run import RunSpec
 from meshwright.workload.copy_options import COPY_OPTIONS, copied_options, engine_fields
-from meshwright.workload.groups import copies_experts, shard_size
+from meshwright.workload.groups import balances_owners, copies_experts, shard_size
 
 MAX_SIMULATED, MIN_SIMULATED, MAX_WORK = 12, 3, 60_000
 """Most and fewest plans that are simulated unit by unit, and the total `_simulation_work` after which no further plan is.
@@ -352,7 +352,15 @@ def complexity(plan: Plan) -> int:
         for layer in plan.layers
     )
     copy_engines = len(copied_options(plan))
-    return 2 * axes + len(plan.layers) + layer_features + plan.layered + copy_engines + copies_experts(plan)
+    return (
+        2 * axes
+        + len(plan.layers)
+        + layer_features
+        + plan.layered
+        + copy_engines
+        + copies_experts(plan)
+        + balances_owners(plan)
+    )
 
 
 def _with_fewest_low_memory_layers(run: RunSpec, plan: Plan, strategy: Strategy, budget: int | None) -> Plan:
