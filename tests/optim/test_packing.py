@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -160,25 +162,48 @@ def test_random_bits_differ_by_step_and_position() -> None:
     assert bool(((bits.float().mean((0, 1)) - 0.5).abs() < 0.01).all())
 
 
-@pytest.mark.parametrize(("master", "form"), quick_first(3, [FORMS[0], FORMS[2], FORMS[4], *FORMS[1::2]], unpack=True))
-def test_kernels_equal_the_reference(master: bool, form: Moments) -> None:
-    pytest.importorskip("triton")
-    from meshwright.optim.packing_triton import pack_record, unpack_record
+CASES = [(*FORMS[0], True), *((*FORMS[index], False) for index in (0, 2, 4)), *((*form, True) for form in FORMS[1:]),
+         *((*form, False) for form in FORMS[1::2])]  # fmt: skip
 
-    packing, size, start = Packing(master, form), 6 * BLOCK, (1 << 33) + 12345
-    seed = seed_of(torch.tensor(3.0))
-    states = states_of(size, 1)
+
+@pytest.mark.parametrize(("master", "form", "skip"), quick_first(4, CASES, unpack=True))
+def test_the_kernel_equals_the_passes(master: bool, form: Moments, skip: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits as unpacking, AdamW's kernel for state on the device, and packing; the last block is not whole."""
+    pytest.importorskip("triton")
+    from meshwright.optim import fused
+    from meshwright.optim.packed_update import StepTable, _update_in_passes
+    from meshwright.optim.packing_triton import TILE, update_record
+
+    tensor = torch.tensor
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=1))
+    monkeypatch.setattr(torch, "tensor", lambda values, pin_memory=False, **options: tensor(values, **options))
+    monkeypatch.setattr(fused, "_plain", fused._fast)
+    packing, count, position = Packing(master, form), TILE + 77, (1 << 33) + 12345
+    padded = -(-count // BLOCK) * BLOCK
+    counts = {"other": torch.tensor(9.0), "weight": torch.tensor(3.0)}
+    coefficients = fused.Coefficients((0.9, 0.95), 1e-8)
+    inputs = fused.StepInputs(1e-2, torch.tensor(0.3, dtype=torch.float64), torch.tensor(float(skip)))
+    table = StepTable.of(counts, coefficients, inputs)
+    states = {name: torch.where(torch.arange(padded) < count, state, 0) for name, state in states_of(padded, 1).items()}
     states[MASTER][7] = torch.nan
     if form == "bf16":
         states[MOMENTS[0]][9] = states[MOMENTS[1]][9] = from_bits(torch.tensor(0x7FFFFFFF))
-    (fields, rounded), (expected, expected_rounded) = record_of(packing, size), record_of(packing, size)
-    pack_record(packing, states, fields, rounded if master else None, seed, start)
-    outputs = {name: torch.empty(size) for name in packing.states}
-    unpack_record(packing, fields, rounded if master else None, outputs)
-    pack(packing, states, expected, expected_rounded if master else None, seed, start)
-    for name, field in fields.items():
-        assert torch.equal(field.view(torch.uint8), expected[name].view(torch.uint8)), name
-    assert torch.equal(rounded.view(torch.int16), expected_rounded.view(torch.int16))
-    for name, value in unpacked(packing, expected, expected_rounded if master else None).items():
-        assert torch.equal(outputs[name].view(torch.int32), value.view(torch.int32)), name
-    assert bool(rounded_down_of(packing, fields).any()) == (master and packing.tie_bits)
+    gradient = torch.randn(count, generator=torch.Generator().manual_seed(2)).bfloat16()
+    results = []
+    for by_kernel in (True, False):
+        fields, rounded = record_of(packing, padded)
+        pack(packing, states, fields, rounded if master else None, seed_of(torch.tensor(2.0)), position)
+        weights = rounded[:count] if master else states[MASTER][:count].clone()
+        before = weights.clone()
+        if by_kernel:
+            update_record(
+                packing, fields, weights, gradient, position, rates=table.rates, seeds=table.seeds, index=1,
+                factor=table.factor, skip=inputs.skip, betas=coefficients.betas, epsilon=1e-8, decay_factor=1 - 1e-2 * 0.1,
+            )  # fmt: skip
+        else:
+            _update_in_passes(packing, fields, weights, gradient.clone(), table, "weight", position, 0.1)
+        results.append({**fields, "weights": weights})
+    for name, value in results[0].items():
+        assert torch.equal(value.view(torch.uint8), results[1][name].view(torch.uint8)), name
+    assert torch.equal(weights.view(torch.uint8), before.view(torch.uint8)) == skip
+    assert not skip or bool(rounded_down_of(packing, fields).any()) == (master and packing.tie_bits)

@@ -25,7 +25,7 @@ from meshwright.server.engine_process import Connection, load_engine, serve_engi
 from meshwright.server.engine_setup import EngineSetup
 from meshwright.server.metrics import ServerMetrics
 from meshwright.server.model_files import read_model_files
-from meshwright.server.run import uvicorn_server
+from meshwright.server.run import transfer_setup, uvicorn_server
 from meshwright.spec.serve import ServeSpec
 from tests.models.tiny import LLAMA
 from tests.serve.helpers import tiny
@@ -124,7 +124,14 @@ class RunningServer:
         while self.engine.unfinished or self.api.client.unfinished:
             assert time.monotonic() < deadline, "requests are left"
             time.sleep(0.005)
-        assert all(pool.free == pool.blocks for pool in self.engine._policy.cache.pools)
+        while self.api.spec.exchanges and not self.all_free and time.monotonic() < deadline:
+            time.sleep(0.005)  # another engine may have to acknowledge some
+        assert self.all_free
+
+    @property
+    def all_free(self) -> bool:
+        """Whether no block of the cache is in use."""
+        return all(pool.free == pool.blocks for pool in self.engine._policy.cache.pools)
 
 
 @contextmanager
@@ -133,7 +140,7 @@ def running_server(folder: Path, **settings: Any) -> Iterator[RunningServer]:
     spec = ServeSpec(**{**SIZES, "name": NAME, "log_requests": False, **settings})
     tokenizer = str(read_model_files(folder).tokenizer_file)
     engine = load_engine(EngineSetup(folder=str(folder), tokenizer=tokenizer, options=spec.engine))
-    with running_api(folder, spec, partial(serve_engine, engine)) as (url, api, loop):
+    with running_api(folder, spec, partial(serve_engine, engine, transfer=transfer_setup(spec))) as (url, api, loop):
         yield RunningServer(url, api, engine, loop)
 
 

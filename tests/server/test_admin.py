@@ -51,7 +51,7 @@ def text(server: RunningServer) -> str:
 
 def test_the_admin_port_has_its_own_key(own: RunningServer) -> None:
     assert own.run(admin(own, "GET", "/state")).status == 200
-    for path in ("/state", "/pause", "/resume", "/drain", "/weights"):
+    for path in ("/state", "/pause", "/resume", "/drain", "/role", "/weights"):
         assert own.run(admin(own, "POST", path, {}, b"api")).status == 401
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.costs.machine_rates import is_guessed, unpredicted_message
 from meshwright.costs.plan_costs import STACK, as_nodes
 from meshwright.observe.number_text import short
-from meshwright.planner.candidate import pins_of, without_bf16
+from meshwright.planner.candidate import pins_of, slot_run, without_bf16
 from meshwright.planner.explain import MOVES, border
 from meshwright.planner.reasons import on_layers
 from meshwright.planner.reprice import reprice
@@ -134,6 +134,11 @@ def facts(run: RunSpec, plan: Plan) -> list[tuple[str, str]]:
     times = "once" if batch.accumulate == 1 else f"{batch.accumulate} times"
     split_text = f"{batch.micro_batch} at a time, {times} on each of {plan.data_ranks:,} {ranks}"
     entries = [("batch", f"{batch.global_batch:,} sequences of {run.train.seq_len:,} tokens: {split_text}")]
+    if plan.samples is not None:
+        slots = f"in slots of {plan.samples.capacity:,} on each of {plan.data_ranks:,} {ranks}"
+        entries = [
+            ("batch", f"{run.train.tokens_per_step:,} tokens in samples of up to {run.train.seq_len:,}, {slots}")
+        ]
     if plan.axis_size("pipeline") > 1 or plan.layered:
         entries.append(("schedule", plan.schedule.name))
     entries += _layer_facts(run, plan)
@@ -199,7 +204,7 @@ def chips_by_node(cluster: ClusterSpec) -> list[str]:
 def memory_by_rank(run: RunSpec, plan: Plan) -> list[tuple[str, dict[str, int]]]:
     """(pipeline rank with its layers, bytes by part), by pipeline rank."""
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), run.model.layers)
-    by_rank = memory_of(run.model, run.train, plan, cpu=run.cluster.is_cpu)
+    by_rank = memory_of(run.model, slot_run(run, plan).train, plan, cpu=run.cluster.is_cpu)
     if len(by_rank) == 1:
         return [("every rank", by_rank[0])]
     return [

@@ -1,4 +1,15 @@
-"""The two streams that copy an optimizer's chunks between host and device, and their synchronisation."""
+"""The streams that copy an optimizer's chunks between host and device and update them, and their synchronisation.
+
+| stream | work | waits for |
+|---|---|---|
+| in | copies to a staging buffer | the copies to the host from that buffer |
+| update | updates of chunks | the copies of the chunk to the device; at the begin of an update the compute stream |
+| out | copies to the host | the update of the chunk |
+| compute | everything else | the updates of the weights that it reads next |
+
+Updates have a stream of their own: on the compute stream those of later chunks would queue behind the forward of earlier units, and the
+link would idle.
+"""
 
 from __future__ import annotations
 
@@ -10,76 +21,113 @@ import torch
 
 
 class CopyStreams:
-    """The two copy streams, and the events that synchronise them per staging buffer.
+    """The streams, and the events that synchronise them per staging buffer.
 
-    On a CPU all operations run in order, without streams.
+    `runtime` has the interface of `torch.cuda`; None: a CPU, where all operations run in order, without streams.
     """
 
-    def __init__(self, device: torch.device, buffers: int) -> None:
-        cuda = device.type == "cuda"
-        self._in, self._out = (torch.cuda.Stream(device) if cuda else None for _ in range(2))
+    def __init__(self, device: torch.device, buffers: int, runtime: Any = None) -> None:
+        self._device = device
+        self._runtime = torch.cuda if runtime is None and device.type == "cuda" else runtime
         self._in_events: list[Any] = [None] * buffers
         self._out_events: list[Any] = [None] * buffers
-        if self._in is not None:
-            self._in.wait_stream(torch.cuda.current_stream(device))  # the staging buffers were zeroed there
+        self._latest_update: Any = None
+        if self._runtime is not None:
+            self._in, self._update, self._out = (self._runtime.Stream(device) for _ in range(3))
+            self._in.wait_stream(self._compute)  # the staging buffers were zeroed there
+
+    @property
+    def _compute(self) -> Any:
+        return self._runtime.current_stream(self._device)
 
     def copy_in(self, buffer: int, span: AbstractContextManager[None] | None) -> AbstractContextManager[Any]:
         """Context of the copies to the staging buffer, after the copies to the host from it.
 
         These are the latest copies of its last chunk, and so later than those of the chunk that is copied now.
         """
-        if self._in is not None and self._out_events[buffer] is not None:
+        if self._runtime is None:
+            return _in_span(span)
+        if self._out_events[buffer] is not None:
             self._in.wait_event(self._out_events[buffer])
-        return _on(self._in, span, self._in_events, buffer)
-
-    def wait_for_copy_in(self, buffer: int) -> None:
-        """Make the compute stream wait for the copies to a staging buffer."""
-        if self._in is not None:
-            torch.cuda.current_stream(self._in.device).wait_event(self._in_events[buffer])
+        return self._on(self._in, span, self._in_events, buffer)
 
     def copy_out(self, buffer: int, span: AbstractContextManager[None] | None) -> AbstractContextManager[Any]:
-        """Context of the copies from a staging buffer to the host, after the work queued on the compute stream so far."""
-        if self._out is not None:
-            self._out.wait_stream(torch.cuda.current_stream(self._out.device))
-        return _on(self._out, span, self._out_events, buffer)
+        """Context of the copies from a staging buffer to the host, after the update that was launched last."""
+        if self._runtime is None:
+            return _in_span(span)
+        self._out.wait_event(self._latest_update)
+        return self._on(self._out, span, self._out_events, buffer)
+
+    def begin_updates(self) -> None:
+        """Make the update stream wait for the work queued on the compute stream so far: gradients and their factor."""
+        if self._runtime is not None:
+            self._update.wait_stream(self._compute)
+
+    def update(self) -> AbstractContextManager[Any]:
+        """Context of a chunk's update."""
+        stack = ExitStack()
+        if self._runtime is not None:
+            stack.enter_context(self._runtime.stream(self._update))
+            stack.callback(self._record_update)
+        return stack
+
+    @property
+    def latest_update(self) -> Any:
+        """The event at the end of the update that was launched last; None on a CPU."""
+        return self._latest_update
+
+    def _record_update(self) -> None:
+        self._latest_update = self._update.record_event()
+
+    def wait_for_copy_in(self, buffer: int) -> None:
+        """Make the update stream wait for the copies to a staging buffer."""
+        if self._runtime is not None:
+            self._update.wait_event(self._in_events[buffer])
+
+    def wait_for_copies_out(self) -> None:
+        """Make the update stream wait for all copies to the host that were started so far."""
+        if self._runtime is not None:
+            self._update.wait_stream(self._out)
+
+    def wait_for_update(self, event: Any) -> None:
+        """Make the compute stream wait for the end of an update and of all before it, see `latest_update`."""
+        if self._runtime is not None:
+            self._compute.wait_event(event)
 
     def snapshot(self) -> AbstractContextManager[Any]:
         """Context of copies to the host outside of an update, after the work queued on the compute stream so far."""
-        if self._out is None:
+        if self._runtime is None:
             return ExitStack()
-        self._out.wait_stream(torch.cuda.current_stream(self._out.device))
-        return torch.cuda.stream(self._out)
-
-    def wait_for_copies_out(self) -> None:
-        """Make the compute stream wait for all copies to the host that were started so far."""
-        if self._out is not None:
-            torch.cuda.current_stream(self._out.device).wait_stream(self._out)
+        self._out.wait_stream(self._compute)
+        return self._runtime.stream(self._out)
 
     def record_end(self) -> Callable[[], object]:
         """Return a function that waits until the copies to the host that were started so far have ended."""
-        return (
-            (lambda: None) if self._out is None else self._out.record_event(torch.cuda.Event(blocking=True)).synchronize
-        )
+        if self._runtime is None:
+            return lambda: None
+        return self._out.record_event(self._runtime.Event(blocking=True)).synchronize
 
     def finish(self) -> None:
         """Wait until every copy in both directions has ended."""
-        if self._in is not None and self._out is not None:
+        if self._runtime is not None:
             self._in.synchronize()
             self._out.synchronize()
 
-
-def _on(
-    stream: torch.cuda.Stream | None, span: AbstractContextManager[None] | None, events: list[Any], buffer: int
-) -> AbstractContextManager[Any]:
-    """Run copies on `stream` inside `span`, and record an event after them in `events`."""
-    stack = ExitStack()
-    if stream is not None:
-        stack.enter_context(torch.cuda.stream(stream))
+    def _on(
+        self, stream: Any, span: AbstractContextManager[None] | None, events: list[Any], buffer: int
+    ) -> AbstractContextManager[Any]:
+        """Run copies on `stream` inside `span`, and record an event after them in `events`."""
+        stack = ExitStack()
+        stack.enter_context(self._runtime.stream(stream))
 
         def record_event() -> None:
             events[buffer] = stream.record_event()
 
         stack.callback(record_event)
-    if span is not None:
-        stack.enter_context(span)
-    return stack
+        if span is not None:
+            stack.enter_context(span)
+        return stack
+
+
+def _in_span(span: AbstractContextManager[None] | None) -> AbstractContextManager[Any]:
+    return ExitStack() if span is None else span

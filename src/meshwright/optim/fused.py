@@ -73,18 +73,22 @@ def update(
         step(*selected, coefficients=coefficients, weight_decay=weight_decay, inputs=inputs)
 
 
+def corrected_rates(counts: list[Tensor], coefficients: Coefficients, inputs: StepInputs) -> Tensor:
+    """(2, tensors): the learning rate over the first bias correction, and the inverse root of the second, in fp32."""
+    beta1, beta2 = coefficients.betas
+    steps = torch.stack(counts).double()
+    return torch.stack([inputs.learning_rate / (1 - beta1**steps), (1 - beta2**steps).rsqrt()]).float()
+
+
 def _fast(
     weights: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor], counts: list[Tensor], *,
     coefficients: Coefficients, weight_decay: float, inputs: StepInputs,
 ) -> None:  # fmt: skip
     from meshwright.optim.fused_triton import fused_update
 
-    beta1, beta2 = coefficients.betas
-    steps = torch.stack(counts).double()
-    rates = torch.stack([inputs.learning_rate / (1 - beta1**steps), (1 - beta2**steps).rsqrt()])
     fused_update(
-        weights, gradients, first, second, rates.float(), factor=inputs.factor.float(), skip=inputs.skip, betas=coefficients.betas,
-        epsilon=coefficients.epsilon, decay_factor=1 - inputs.learning_rate * weight_decay,
+        weights, gradients, first, second, corrected_rates(counts, coefficients, inputs), factor=inputs.factor.float(), skip=inputs.skip,
+        betas=coefficients.betas, epsilon=coefficients.epsilon, decay_factor=1 - inputs.learning_rate * weight_decay,
     )  # fmt: skip
 
 

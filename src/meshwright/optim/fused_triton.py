@@ -90,25 +90,27 @@ def _adamw(
 
 @triton.jit
 def _update_lanes(
-    weights,
-    gradients,
-    first,
-    second,
-    inside,
-    scale,
-    beta1,
-    beta2,
-    one_minus_beta1,
-    one_minus_beta2,
-    rate,
-    root,
-    epsilon,
-    decay_factor,
-) -> None:
-    gradient = tl.load(gradients, mask=inside).to(tl.float32) * scale
-    mean = beta1 * tl.load(first, mask=inside) + one_minus_beta1 * gradient
-    square = beta2 * tl.load(second, mask=inside) + one_minus_beta2 * gradient * gradient
-    weight = decay_factor * tl.load(weights, mask=inside) - rate * mean / (tl.sqrt(square) * root + epsilon)
+    weights, gradients, first, second, inside, scale, beta1, beta2, one_minus_beta1, one_minus_beta2, rate, root, epsilon, decay_factor,
+) -> None:  # fmt: skip
+    weight, mean, square = updated(
+        tl.load(weights, mask=inside), tl.load(gradients, mask=inside), tl.load(first, mask=inside), tl.load(second, mask=inside),
+        scale, beta1, beta2, one_minus_beta1, one_minus_beta2, rate, root, epsilon, decay_factor,
+    )  # fmt: skip
     tl.store(first, mean, mask=inside)
     tl.store(second, square, mask=inside)
     tl.store(weights, weight, mask=inside)
+
+
+@triton.jit
+def updated(
+    weight, gradient, mean, square, scale, beta1, beta2, one_minus_beta1, one_minus_beta2, rate, root, epsilon, decay_factor,
+) -> tl.tuple:  # fmt: skip
+    """AdamW's weight and moments after an update: the arithmetic of every kernel that updates, so that all give the same bits.
+
+    Sums of products are written as fused operations: of two products the compiler may fuse either, and it chooses differently by kernel.
+    """
+    gradient = gradient.to(tl.float32) * scale
+    mean = tl.fma(gradient, one_minus_beta1, beta1 * mean)
+    square = tl.fma(gradient, one_minus_beta2 * gradient, beta2 * square)
+    weight = tl.fma(weight, decay_factor, -(rate * mean / tl.fma(tl.sqrt(square), root, epsilon)))
+    return weight, mean, square

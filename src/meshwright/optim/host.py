@@ -5,14 +5,15 @@ the device: moments, and a remainder of the master weights where weights are gat
 stream copies later chunks to the device and another copies earlier ones to the host, so both directions of the link are busy.
 
 The first chunks are fetched as soon as their staging buffers are free, so beside the next forward and backward. An update begins when the
-gradients' factor is known, and is completed unit by unit: `complete_updates` launches the chunks of the units that are gathered next, and
-the copies of later ones run beside the forward. What is left is completed before anything else reads the state. With `fraction` below 1 the
+gradients' factor is known. On a GPU the host launches it at once; `complete_updates` makes the compute stream wait for the chunks of the
+unit that is gathered next, while later ones are copied and updated beside the forward. With `fraction` below 1 the
 records of the first chunks stay on the device.
 
-The update uses the arithmetic of the optimizer on the device, so both give the same bits. Streams wait for events; the host waits only when
-a checkpoint reads the state. A step beside the copies of a snapshot writes to a second set of buffers, if there is one, and leaves the
-first to the snapshot; otherwise it waits for the copies, chunk by chunk. Method: Ren et al. 2021 (ZeRO-Offload) for the location of the
-state; Maurya et al. 2024 (Deep Optimizer States) for the update on the device.
+The update uses the arithmetic of the optimizer on the device, so both give the same bits. It has a stream of its own, which no forward
+delays; before a unit is gathered, the compute stream waits for the unit's updates (`copy_streams`). The host waits only when a checkpoint
+reads the state. A step beside the copies of a snapshot writes to a second set of buffers, if there is one, and leaves the first to the
+snapshot; otherwise it waits for the copies, chunk by chunk. Method: Ren et al. 2021 (ZeRO-Offload) for the location of the state; Maurya et
+al. 2024 (Deep Optimizer States) for the update on the device.
 """
 
 from __future__ import annotations
@@ -21,18 +22,20 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshwright.kernels.pinned import slices_within_parts
 from meshwright.optim.chunk_memory import ChunkMemory
-from meshwright.optim.chunks import Chunk, Segment, groups_in_order, plan_chunks
+from meshwright.optim.chunks import ALIGNED, Chunk, Segment, groups_in_order, plan_chunks
 from meshwright.optim.copy_streams import CopyStreams
-from meshwright.optim.fused import MOMENTS, Coefficients, StepInputs, new_count, update
+from meshwright.optim.fused import Coefficients, StepInputs, new_count
 from meshwright.optim.host_snapshot import HostBuffers, SecondBuffers
-from meshwright.optim.packing import MASTER, Packing, pack, seed_of, unpack
+from meshwright.optim.packed_update import StepTable, update_segment
+from meshwright.optim.packing import MASTER, Packing
 from meshwright.spec.plan import Moments
 from meshwright.state.snapshot import SnapshotCopies
 from meshwright.workload.buffers import STAGED_ELEMENTS, STAGING_BUFFERS
@@ -48,22 +51,26 @@ Release = Callable[[], Tensor]
 
 @dataclass
 class _PendingUpdate:
-    """A step's update, of which chunks from `following` on are not launched; `results` are the host records to write."""
+    """A step's update; `results` are the host records to write."""
 
     gradients: dict[str, Tensor]
-    names: tuple[str, ...]
-    inputs: StepInputs
+    table: StepTable | None
+    """None without gradients."""
     span: SpanFactory | None
     copies: SnapshotCopies | None
     results: Tensor
-    following: int = 0
+    events: list[Any] = field(default_factory=list)
+    """The end of each chunk's update that was launched."""
+    completed: int = 0
+    """Chunks that the compute stream waits for."""
 
 
 class HostAdamW:
     """AdamW of the `parts` of one rank, of one dtype and device, in the order of the forward, with state in host memory.
 
     `decays` has the weight decay of each parameter; `release` has the function that releases its master weight, for all or for none.
-    `fraction` of the elements have their record in host memory, the first ones on the device. Raises OutOfResources when host memory
+    `fraction` of the elements have their record in host memory, the first ones on the device. `ahead` chunks are launched before they are
+    needed: by default all on a GPU, and none on a CPU, which does not run them beside the forward. Raises OutOfResources when host memory
     cannot be pinned.
     """
 
@@ -77,6 +84,7 @@ class HostAdamW:
         moments: Moments = "fp32",
         fraction: float = 1.0,
         chunk: int | None = None,
+        ahead: int | None = None,
     ) -> None:
         assert not release or release.keys() == parts.keys()
         self._parts, self._release, self._coefficients = dict(parts), dict(release), coefficients
@@ -86,6 +94,7 @@ class HostAdamW:
         default = STAGED_ELEMENTS if self._device.type == "cuda" else CPU_CHUNK_ELEMENTS
         sizes = {name: part.numel() for name, part in parts.items()}
         self._chunks = plan_chunks(groups_in_order(sizes, decays), chunk or default)
+        self._ahead = (len(self._chunks) if self._device.type == "cuda" else 0) if ahead is None else ahead
         self._memory = ChunkMemory(
             self, self._device, self._packing, self._chunks, _chunks_on_device(self._chunks, fraction)
         )
@@ -101,7 +110,7 @@ class HostAdamW:
         self._lock = threading.RLock()
         self._allocate_staging()
         self.deferred = False
-        """Whether `step` leaves the update to `complete_updates`."""
+        """Whether later compute waits for updates only at `complete_updates`."""
 
     def _allocate_staging(self) -> None:
         widest = max((entry.size for entry in self._chunks), default=0)
@@ -109,10 +118,6 @@ class HostAdamW:
         self._staging = torch.zeros(
             min(STAGING_BUFFERS, streamed), self._packing.bytes(widest), dtype=torch.uint8, device=self._device
         )
-        states = () if self._packing.plain else self._packing.states
-        self._scratch = {name: torch.zeros(widest, dtype=self._dtype, device=self._device) for name in states}
-        rounded = widest if self._packing.master else 0
-        self._rounded = torch.zeros(rounded, dtype=torch.bfloat16, device=self._device)
         self._copy_streams = CopyStreams(self._device, len(self._staging))
         self._fetched = 0
         """Streamed chunks that were fetched for the next update, at most as many as there are staging buffers."""
@@ -139,7 +144,7 @@ class HostAdamW:
         concurrent_span: SpanFactory | None = None,
         copies: SnapshotCopies | None = None,
     ) -> None:
-        """One update of the parameters that have a gradient; of a `deferred` update only the first copies are started.
+        """One update of the parameters that have a gradient; a `deferred` update is completed by `complete_updates`.
 
         Beside `copies` of a snapshot it writes to the second buffers; without these each chunk waits for copies of its parameters' state.
         """
@@ -147,37 +152,53 @@ class HostAdamW:
         results = self._memory.host_records
         if copies is not None and self._second is not None:
             results = self._second.records
-        names = tuple(gradients)
-        self._pending = _PendingUpdate(dict(gradients), names, inputs, concurrent_span, copies, results)
-        if names:
-            torch._foreach_add_([self._counts[name] for name in names], 1)
+        table = None
+        if gradients:
+            counts = {name: self._counts[name] for name in gradients}
+            torch._foreach_add_(list(counts.values()), 1)
+            table = StepTable.of(counts, self._coefficients, inputs)
+        self._pending = _PendingUpdate(dict(gradients), table, concurrent_span, copies, results)
+        self._copy_streams.begin_updates()
         self._fetch_first(concurrent_span)
+        # Where an update waits for a snapshot on the host, it is launched as late as possible.
+        self._launch(self._pending, 0 if self._waits_for_snapshot(self._pending) else self._ahead)
         if not self.deferred:
             self.complete_updates()
 
     @torch.no_grad()
     def complete_updates(self, names: Iterable[str] | None = None) -> bool:
-        """Launch what is left of the update up to the parameters `names`, or all of it; returns whether something was left."""
+        """Complete the update of the parameters `names`, or all, before later compute; returns whether something was left."""
         pending = self._pending
         if pending is None:
             return False
-        before = pending.following
-        last = (
-            len(self._chunks)
-            if names is None
-            else 1 + max((self._last_chunk.get(name, -1) for name in names), default=-1)
-        )
-        while pending.following < last:
-            self._run(pending.following, pending)
-            pending.following += 1
-        if pending.following == len(self._chunks):
+        before, chunks = pending.completed, len(self._chunks)
+        last = chunks if names is None else 1 + max((self._last_chunk.get(name, -1) for name in names), default=-1)
+        self._launch(pending, last)
+        if last > before:
+            self._copy_streams.wait_for_update(pending.events[last - 1])
+            # Only now may compute reuse the memory of gradients that the update stream reads.
+            for chunk in self._chunks[before:last]:
+                self._release_gradients(chunk, pending)
+            pending.completed = last
+        if pending.completed == chunks:
             self._end_update(pending)
-        return pending.following > before
+        return pending.completed > before
+
+    def _launch(self, pending: _PendingUpdate, count: int) -> None:
+        """Launch the updates of the first `count` chunks, as far as that was not done."""
+        for number in range(len(pending.events), min(count, len(self._chunks))):
+            self._run(number, pending)
+            pending.events.append(self._copy_streams.latest_update)
+
+    def _waits_for_snapshot(self, pending: _PendingUpdate) -> bool:
+        """Whether the host waits for a snapshot's copies of records, which the update overwrites."""
+        in_place = self._second is None or pending.results is not self._second.records
+        return pending.copies is not None and in_place
 
     def _end_update(self, pending: _PendingUpdate) -> None:
-        if pending.names:
-            counts = [self._counts[name] for name in pending.names]
-            torch._foreach_sub_(counts, [pending.inputs.skip] * len(counts))
+        if pending.table is not None:
+            counts = pending.table.counts
+            torch._foreach_sub_(counts, [pending.table.inputs.skip] * len(counts))
         if self._second is not None and pending.results is self._second.records:
             self._memory.host_records, self._second.records = pending.results, self._memory.host_records
         self._pending, self._fetched = None, 0
@@ -310,62 +331,47 @@ class HostAdamW:
     def _run(self, number: int, pending: _PendingUpdate) -> None:
         """Update a chunk, and copy it to the host and a later one to the device if it is streamed."""
         chunk, streamed = self._chunks[number], number >= self._memory.on_device
-        if pending.copies is not None:
-            in_place = self._second is None or pending.results is not self._second.records
-            pending.copies.wait((segment.name for segment in chunk.segments), host=in_place)
-        if self._snapshot_copied:
-            self._copy_streams.wait_for_copies_out()  # of what the update overwrites on the device
-            self._snapshot_copied = False
-        if streamed:
-            self._copy_streams.wait_for_copy_in(self._buffer_of(number))
-        self._update(chunk, self._staged(number), pending)
+        with self._copy_streams.update():
+            if pending.copies is not None:
+                names = (segment.name for segment in chunk.segments)
+                pending.copies.wait(names, host=self._waits_for_snapshot(pending))
+            if self._snapshot_copied:
+                self._copy_streams.wait_for_copies_out()  # of what the update overwrites on the device
+                self._snapshot_copied = False
+            if streamed:
+                self._copy_streams.wait_for_copy_in(self._buffer_of(number))
+            self._update(number, pending)
         if streamed:
             self._send(number, pending)
             following = number + len(self._staging)
             if following < len(self._chunks):
                 self._fetch(following, pending.span)
+
+    def _update(self, number: int, pending: _PendingUpdate) -> None:
+        chunk, record = self._chunks[number], self._staged(number)
         for segment in chunk.segments:
-            if self._last_chunk[segment.name] == number:
+            if (gradient := pending.gradients.get(segment.name)) is None:
+                continue
+            assert pending.table is not None
+            end = segment.offset + -(-segment.count // ALIGNED) * ALIGNED
+            weights = self._resident.get(segment.name, self._parts[segment.name])
+            update_segment(
+                self._packing, self._memory.fields(number, record, segment.offset, end), _elements(weights, segment),
+                _elements(gradient, segment), pending.table, name=segment.name, position=chunk.start + segment.offset,
+                weight_decay=chunk.weight_decay,
+            )  # fmt: skip
+
+    def _release_gradients(self, chunk: Chunk, pending: _PendingUpdate) -> None:
+        """Forget the gradients of which no later chunk has a segment."""
+        for segment in chunk.segments:
+            if self._chunks[self._last_chunk[segment.name]] is chunk:
                 pending.gradients.pop(segment.name, None)
-
-    def _update(self, chunk: Chunk, record: Tensor, pending: _PendingUpdate) -> None:
-        segments = [segment for segment in chunk.segments if segment.name in pending.gradients]
-        if not segments:
-            return
-        fields = self._packing.fields(record, chunk.size)
-        rounded = self._rounded[: chunk.size] if self._packing.master else None
-        states = {name: scratch[: chunk.size] for name, scratch in self._scratch.items()} or fields
-        if rounded is not None:
-            torch._foreach_copy_(_in_chunk(rounded, chunk.segments), self._resident_parts(chunk.segments))
-        if not self._packing.plain:
-            unpack(self._packing, fields, rounded, states)
-        whole = [_elements(self._parts[segment.name], segment) for segment in segments] if rounded is None else None
-        first, second = (_in_chunk(states[moment], segments) for moment in MOMENTS)
-        update(
-            whole or _in_chunk(states[MASTER], segments),
-            [_elements(pending.gradients[segment.name], segment) for segment in segments],
-            first,
-            second,
-            [self._counts[segment.name] for segment in segments],
-            coefficients=self._coefficients, weight_decay=chunk.weight_decay, inputs=pending.inputs,
-        )  # fmt: skip
-        if not self._packing.plain:
-            pack(self._packing, states, fields, rounded, seed_of(self._counts[segments[0].name]), chunk.start)
-        if rounded is not None:
-            torch._foreach_copy_(self._resident_parts(segments), _in_chunk(rounded, segments))
-
-    def _resident_parts(self, segments: Sequence[Segment]) -> list[Tensor]:
-        return [_elements(self._resident[segment.name], segment) for segment in segments]
 
 
 def _chunks_on_device(chunks: Sequence[Chunk], fraction: float) -> int:
     """How many of the first chunks have `1 - fraction` of the elements, at most."""
     limit = (1 - fraction) * sum(chunk.size for chunk in chunks)
     return sum(chunk.start + chunk.size <= limit for chunk in chunks)
-
-
-def _in_chunk(state: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
-    return [state[segment.offset : segment.offset + segment.count] for segment in segments]
 
 
 def _elements(whole: Tensor, segment: Segment) -> Tensor:

@@ -90,15 +90,10 @@ def unpack(
     packing: Packing, fields: Mapping[str, Tensor], rounded: Tensor | None, outputs: Mapping[str, Tensor]
 ) -> None:
     """Write the fp32 moments of a record to `outputs`, and the master weights if `rounded` has their bf16 values."""
-    if outputs[MOMENTS[0]].is_cuda:
-        from meshwright.optim.packing_triton import unpack_record
-
-        return unpack_record(packing, fields, rounded, outputs)
     for name in MOMENTS:
         outputs[name].copy_(moment_of(packing, name, fields))
     if rounded is not None:
         outputs[MASTER].copy_(join_master(rounded, fields[MASTER], rounded_down_of(packing, fields)))
-    return None
 
 
 def pack(
@@ -113,19 +108,14 @@ def pack(
 
     `seed` is that of the update (`seed_of`), `start` the position of the record's first element.
     """
-    if fields[MOMENTS[0]].is_cuda:
-        from meshwright.optim.packing_triton import pack_record
-
-        return pack_record(packing, states, fields, rounded, seed, start)
     for name in MOMENTS:
         random: Tensor | int = 0
         if packing.moments != "fp32":
-            positions = torch.arange(start, start + states[name].numel())
+            positions = torch.arange(start, start + states[name].numel(), device=seed.device)
             random = random_bits(positions, seed if name == MOMENTS[0] else seed ^ SECOND_MOMENT_SEED).to(torch.int32)
         put_moment(packing, name, states[name], fields, random)
     if rounded is not None:
         put_master(packing, states[MASTER], fields, rounded)
-    return None
 
 
 def seed_of(updates: Tensor) -> Tensor:

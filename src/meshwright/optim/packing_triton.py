@@ -1,6 +1,7 @@
-"""The Triton kernels of `packing`, for tensors on a GPU: one program unpacks or packs `TILE` elements of a record.
+"""The Triton kernel of `packed_update`: each program unpacks, updates and packs `TILE` elements of a record.
 
-All arithmetic is on integers, so the bits are those of the plain reference.
+A packed parameter costs one read and one write of its record, weight and gradient. The integer arithmetic gives the bits of the plain
+reference (`packing`), the update those of `fused_triton`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from meshwright.optim.fused_triton import updated
 from meshwright.optim.packing import BLOCK, LEVELS, MASTER, SCALE, SECOND_MOMENT_SEED
 from meshwright.spec.optimizers import MOMENTS
 
@@ -24,32 +26,22 @@ WIDTHS = {"fp32": 32, "bf16": 16, "int8": 8}
 """Bits of a moment in a record."""
 
 
-def unpack_record(
-    packing: Packing, fields: Mapping[str, Tensor], rounded: Tensor | None, outputs: Mapping[str, Tensor]
-) -> None:
-    """See `packing.unpack`."""
-    first, second, none = fields[MOMENTS[0]], fields[MOMENTS[1]], fields[MOMENTS[0]]
-    master = rounded is not None
-    _unpack[(triton.cdiv(first.numel(), TILE),)](
-        _bits(first), _bits(second), fields.get(MOMENTS[0] + SCALE, none), fields.get(MOMENTS[1] + SCALE, none),
-        fields[MASTER] if master else none, rounded.view(torch.int16) if rounded is not None else none,
-        *(outputs[name].view(torch.int32) for name in MOMENTS), outputs[MASTER].view(torch.int32) if master else none,
-        first.numel(), WIDTHS[packing.moments], master, packing.tie_bits, LEVELS[MOMENTS[0]], LEVELS[MOMENTS[1]], BLOCK, TILE,
-    )  # fmt: skip
-
-
-def pack_record(
-    packing: Packing, states: Mapping[str, Tensor], fields: Mapping[str, Tensor], rounded: Tensor | None, seed: Tensor, start: int
+def update_record(
+    packing: Packing, fields: Mapping[str, Tensor], weights: Tensor, gradient: Tensor, position: int, *, rates: Tensor, seeds: Tensor,
+    index: int, factor: Tensor, skip: Tensor, betas: tuple[float, float], epsilon: float, decay_factor: float,
 ) -> None:  # fmt: skip
-    """See `packing.pack`."""
-    first, second, none = fields[MOMENTS[0]], fields[MOMENTS[1]], fields[MOMENTS[0]]
-    master = rounded is not None
-    _pack[(triton.cdiv(first.numel(), TILE),)](
-        *(states[name].view(torch.int32) for name in MOMENTS), states[MASTER].view(torch.int32) if master else none,
-        _bits(first), _bits(second), fields.get(MOMENTS[0] + SCALE, none), fields.get(MOMENTS[1] + SCALE, none),
-        fields[MASTER] if master else none, rounded.view(torch.int16) if rounded is not None else none,
-        seed, start, first.numel(), WIDTHS[packing.moments], master, packing.tie_bits, LEVELS[MOMENTS[0]], LEVELS[MOMENTS[1]],
-        SECOND_MOMENT_SEED, BLOCK, TILE,
+    """Update a segment of a parameter. `fields` are the record's from the segment's first element on.
+
+    `weights` `(count,)` are the bf16 values of master weights if the record has remainders, else fp32. `position` is that of the first
+    element in the optimizer. `rates` (2, parameters) as in `fused.corrected_rates`; `seeds` (parameters,); `index` selects the parameter.
+    """
+    first, second = fields[MOMENTS[0]], fields[MOMENTS[1]]
+    count = gradient.numel()
+    _update[(triton.cdiv(count, TILE),)](
+        _bits(first), _bits(second), fields.get(MOMENTS[0] + SCALE, first), fields.get(MOMENTS[1] + SCALE, first),
+        fields.get(MASTER, first), weights.view(torch.int16) if packing.master else weights, gradient, rates, seeds, factor, skip,
+        index, rates.shape[1], position, count, *betas, *(1 - beta for beta in betas), epsilon, decay_factor,
+        WIDTHS[packing.moments], packing.master, packing.tie_bits, LEVELS[MOMENTS[0]], LEVELS[MOMENTS[1]], SECOND_MOMENT_SEED, BLOCK, TILE,
     )  # fmt: skip
 
 
@@ -57,16 +49,39 @@ def _bits(field: Tensor) -> Tensor:
     return field.view(torch.int32) if field.dtype == torch.float32 else field
 
 
-@triton.jit(do_not_specialize=["size"])
-def _unpack(
-    first, second, first_scales, second_scales, remainders, rounded, first_out, second_out, master_out, size,
+@triton.jit(do_not_specialize=["index", "parameters", "position", "count"])
+def _update(
+    first, second, first_scales, second_scales, remainders, weights, gradients, rates, seeds, factor, skip, index, parameters,
+    position, count, beta1, beta2, one_minus_beta1, one_minus_beta2, epsilon, decay_factor,
     width: tl.constexpr, master: tl.constexpr, tie_bits: tl.constexpr, first_levels: tl.constexpr, second_levels: tl.constexpr,
-    block: tl.constexpr, tile: tl.constexpr,
+    second_seed: tl.constexpr, block: tl.constexpr, tile: tl.constexpr,
 ) -> None:  # fmt: skip
-    index = tl.program_id(0) * tile + tl.arange(0, tile)
-    inside = index < size
-    mean = tl.load(first + index, mask=inside, other=0).to(tl.int32)
-    square = tl.load(second + index, mask=inside, other=0).to(tl.int32)
+    begin = tl.program_id(0) * tile
+    if tl.load(skip) == 0:
+        scale, rate, root = tl.load(factor), tl.load(rates + index), tl.load(rates + parameters + index)
+        seed = tl.load(seeds + index).to(tl.uint32)
+        # Only whole tiles are loaded without a mask, in vectors.
+        if begin + tile <= count:
+            _update_tile(first, second, first_scales, second_scales, remainders, weights, gradients, begin, None, count, position, seed,
+                         scale, beta1, beta2, one_minus_beta1, one_minus_beta2, rate, root, epsilon, decay_factor, width, master,
+                         tie_bits, first_levels, second_levels, second_seed, block, tile)  # fmt: skip
+        else:
+            _update_tile(first, second, first_scales, second_scales, remainders, weights, gradients, begin,
+                         begin + tl.arange(0, tile) < count, count, position, seed,
+                         scale, beta1, beta2, one_minus_beta1, one_minus_beta2, rate, root, epsilon, decay_factor, width, master,
+                         tie_bits, first_levels, second_levels, second_seed, block, tile)  # fmt: skip
+
+
+@triton.jit
+def _update_tile(
+    first, second, first_scales, second_scales, remainders, weights, gradients, begin, inside, count, position, seed,
+    scale, beta1, beta2, one_minus_beta1, one_minus_beta2, rate, root, epsilon, decay_factor,
+    width: tl.constexpr, master: tl.constexpr, tie_bits: tl.constexpr, first_levels: tl.constexpr, second_levels: tl.constexpr,
+    second_seed: tl.constexpr, block: tl.constexpr, tile: tl.constexpr,
+) -> None:  # fmt: skip
+    index = begin + tl.arange(0, tile)
+    mean = _load(first + index, inside).to(tl.int32)
+    square = _load(second + index, inside).to(tl.int32)
     down = tl.where(square < 0, 1, 0)
     if width == 32:
         if tie_bits:
@@ -77,57 +92,42 @@ def _unpack(
     else:
         mean = _decode(mean & 0x7F, first_scales, index, inside, first_levels, block) | ((mean & 0x80) << 24)
         square = _decode(square, second_scales, index, inside, second_levels, block)
-    tl.store(first_out + index, mean, mask=inside)
-    tl.store(second_out + index, square, mask=inside)
     if master:
-        high = tl.load(rounded + index, mask=inside, other=0).to(tl.int32) << 16
-        weight = high + tl.load(remainders + index, mask=inside, other=0).to(tl.int32)
+        bits = (_load(weights + index, inside).to(tl.int32) << 16) + _load(remainders + index, inside).to(tl.int32)
         if tie_bits:
-            weight += down << 16
-        tl.store(master_out + index, weight, mask=inside)
-
-
-@triton.jit
-def _decode(code, scales, index, inside, levels: tl.constexpr, block: tl.constexpr) -> tl.tensor:
-    largest = tl.load(scales + index // block, mask=inside, other=0).to(tl.int32)
-    relative = code >> 3
-    return tl.where(relative >= 1, ((largest - levels + relative) << 23) | ((code & 7) << 20), 0)
-
-
-@triton.jit(do_not_specialize=["size", "start"])
-def _pack(
-    first_in, second_in, master_in, first, second, first_scales, second_scales, remainders, rounded, seed_of_step, start, size,
-    width: tl.constexpr, master: tl.constexpr, tie_bits: tl.constexpr, first_levels: tl.constexpr, second_levels: tl.constexpr,
-    second_seed: tl.constexpr, block: tl.constexpr, tile: tl.constexpr,
-) -> None:  # fmt: skip
-    number = tl.program_id(0)
-    index = number * tile + tl.arange(0, tile)
-    inside = index < size
-    mean = tl.load(first_in + index, mask=inside, other=0)
-    square = tl.load(second_in + index, mask=inside, other=0)
+            bits += down << 16
+        weight = bits.to(tl.float32, bitcast=True)
+    else:
+        weight = _load(weights + index, inside)
+    weight, new_mean, new_square = updated(
+        weight, _load(gradients + index, inside), mean.to(tl.float32, bitcast=True), square.to(tl.float32, bitcast=True),
+        scale, beta1, beta2, one_minus_beta1, one_minus_beta2, rate, root, epsilon, decay_factor,
+    )  # fmt: skip
+    mean, square = new_mean.to(tl.int32, bitcast=True), new_square.to(tl.int32, bitcast=True)
     down = tl.zeros_like(mean)
     if master:
-        weight = tl.load(master_in + index, mask=inside, other=0)
-        last = (weight >> 16) & 1
-        low = weight & 0xFFFF
-        nan = (weight & 0x7FFFFFFF) > 0x7F800000
-        high = tl.where(nan, (weight >> 16) | 0x40, (weight + 0x7FFF + last) >> 16)
+        bits = weight.to(tl.int32, bitcast=True)
+        last = (bits >> 16) & 1
+        low = bits & 0xFFFF
+        nan = (bits & 0x7FFFFFFF) > 0x7F800000
+        high = tl.where(nan, (bits >> 16) | 0x40, (bits + 0x7FFF + last) >> 16)
         low = tl.where(nan, 0, low)
         down = tl.where((low == 0x8000) & (last == 0), 1, 0)
         if not tie_bits:
             low = tl.where(down == 1, 0x7FFF, low)
-        tl.store(rounded + index, high.to(tl.int16), mask=inside)
+        tl.store(weights + index, high.to(tl.int16), mask=inside)
         tl.store(remainders + index, low.to(tl.int16), mask=inside)
+    else:
+        tl.store(weights + index, weight, mask=inside)
     if width == 32:
         if tie_bits:
             square = (square & 0x7FFFFFFF) | (down << 31)
         tl.store(first + index, mean, mask=inside)
         tl.store(second + index, square, mask=inside)
     else:
-        seed = tl.load(seed_of_step).to(tl.uint32)
-        position = (start + index.to(tl.int64)).to(tl.uint32)
-        first_random = _random(position, seed)
-        second_random = _random(position, seed ^ second_seed)
+        element = (position + index.to(tl.int64)).to(tl.uint32)
+        first_random = _random(element, seed)
+        second_random = _random(element, seed ^ second_seed)
         if width == 16:
             mean = tl.where((mean & 0x7FFFFFFF) > 0x7F800000, mean, mean + (first_random & 0xFFFF)) >> 16
             square = tl.where((square & 0x7FFFFFFF) > 0x7F800000, square, square + (second_random & 0xFFFF)) >> 16
@@ -137,8 +137,8 @@ def _pack(
             tl.store(second + index, square.to(tl.int16), mask=inside)
         else:
             blocks: tl.constexpr = tile // block
-            block_index = number * blocks + tl.arange(0, blocks)
-            block_inside = block_index * block < size
+            block_index = begin // block + tl.arange(0, blocks)
+            block_inside = block_index * block < count
             mean_exponent = (mean & 0x7FFFFFFF) >> 23
             largest = tl.max(tl.reshape(mean_exponent, (blocks, block)), axis=1)
             code = _encode(mean, largest, first_random & 0xFFFFF, first_levels, blocks, block)
@@ -151,6 +151,22 @@ def _pack(
             code = tl.where((code == 0) & (square_exponent >= 1), 8, code)
             tl.store(second + index, code.to(tl.uint8), mask=inside)
             tl.store(second_scales + block_index, largest.to(tl.uint8), mask=block_inside)
+
+
+@triton.jit
+def _load(pointers, inside) -> tl.tensor:
+    """The values at `pointers`, 0 outside; all where `inside` is None."""
+    if inside is None:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=inside, other=0)
+
+
+@triton.jit
+def _decode(code, scales, index, inside, levels: tl.constexpr, block: tl.constexpr) -> tl.tensor:
+    largest = _load(scales + index // block, inside).to(tl.int32)
+    relative = code >> 3
+    return tl.where(relative >= 1, ((largest - levels + relative) << 23) | ((code & 7) << 20), 0)
 
 
 @triton.jit

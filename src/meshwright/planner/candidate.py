@@ -6,7 +6,7 @@ A pin is a plan field that the run file or command line fixes; the planner choos
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from meshwright.schedules.registry import entry_of
@@ -18,6 +18,7 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.nodes import memory_limits
 from meshwright.spec.plan import (
     PARTIAL_RECOMPUTES,
+    RECOMPUTES_PRODUCTS,
     SHARD_AXES,
     AxisName,
     LayerStrategy,
@@ -119,6 +120,7 @@ def untrainable(plan: Plan) -> str | None:
         if plan.precision.compute == "fp16"
         else []
     )
+    parts += [f"feed-forward networks in tiles with {feature}" for feature in _tile_conflicts(plan)]
     parts += dict.fromkeys(part for layer in plan.layers for part in _untrainable_offloads(plan, layer))
     if plan.experts is not None and plan.experts.owners != "even" and any(map(_offloads_optimizer, plan.layers)):
         parts.append(f"experts.owners: {plan.experts.owners} with the optimizer's state in host memory")
@@ -142,6 +144,20 @@ def idle_fields(plan: Plan) -> Iterator[str]:
     ):  # fmt: skip
         if idle and ranks == 1:
             yield f"plan.{key} = {value} has no effect: the mesh has one {rank_name}"
+    if plan.mlp_tile and not any(layer.recompute in RECOMPUTES_PRODUCTS for layer in plan.layers):
+        yield f"plan.mlp_tile = {plan.mlp_tile} has no effect: no layer has recompute all_but_attention or full"
+
+
+def _tile_conflicts(plan: Plan) -> Iterator[str]:
+    """Features of the plan that tiles cannot be combined with."""
+    if not plan.mlp_tile or not any(layer.recompute in RECOMPUTES_PRODUCTS for layer in plan.layers):
+        return
+    if plan.axis_size("tensor") > 1:
+        yield "tensor ranks"
+    if entry_of(plan.schedule.name).splits_backward:
+        yield f"{plan.schedule.name}, which defers weight gradients"
+    if any((layer.linear or plan.precision.linear) != "compute" for layer in plan.layers):
+        yield "products in fp8"
 
 
 def _untrainable_offloads(plan: Plan, layer: LayerStrategy) -> Iterator[str]:
@@ -241,7 +257,7 @@ def overfull_ranks(run: RunSpec, plan: Plan, budget: int | None) -> list[bool]:
 
     Raises BadInput when the plan's schedule cannot be made for its micro-batches.
     """
-    bytes_by_rank = memory_of(run.model, run.train, plan, cpu=run.cluster.is_cpu)
+    bytes_by_rank = memory_of(run.model, slot_run(run, plan).train, plan, cpu=run.cluster.is_cpu)
     limits = usable_by_rank(run, plan, inf if budget is None else budget)
     return [sum(rank_bytes.values()) > limit for rank_bytes, limit in zip(bytes_by_rank, limits, strict=True)]
 
@@ -262,7 +278,7 @@ def host_excess_bytes(run: RunSpec, plan: Plan) -> float:
 
     Raises as `overfull_ranks`.
     """
-    return max(0.0, sum(host_bytes(run.model, run.train, plan, run.cluster.nodes)) - host_budget(run))
+    return max(0.0, sum(host_bytes(run.model, slot_run(run, plan).train, plan, run.cluster.nodes)) - host_budget(run))
 
 
 def fits(run: RunSpec, plan: Plan, budget: int | None) -> bool:
@@ -282,6 +298,11 @@ def precision_of(run: RunSpec) -> Precision:
         compute=compute, linear=linear, gather=gather, reduce=pins.reduce or wide, reduce_replicas=pins.reduce_replicas,
         moments=pins.moments or "fp32",
     )  # fmt: skip
+
+
+def mlp_tile_of(run: RunSpec) -> int:
+    """The pinned tokens of a tile of the feed-forward networks, else none."""
+    return pins_of(run).mlp_tile or 0
 
 
 def offload_fraction_of(run: RunSpec) -> float:
@@ -306,6 +327,13 @@ def compiles(run: RunSpec) -> bool:
     """Whether blocks are compiled: as pinned, else on GPUs only."""
     pinned = pins_of(run).compile
     return not run.cluster.is_cpu if pinned is None else pinned
+
+
+def slot_run(run: RunSpec, plan: Plan) -> RunSpec:
+    """The run with full slots as its sequences, if `plan` places samples of any length; otherwise unchanged."""
+    if plan.samples is None:
+        return run
+    return replace(run, train=replace(run.train, seq_len=plan.samples.capacity, global_batch=plan.batch.global_batch))
 
 
 def pins_of(run: RunSpec) -> PlanPins:

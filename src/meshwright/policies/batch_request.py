@@ -35,6 +35,8 @@ class Request:
     """Number of another request with the same prompt; this one waits until that prompt is computed, then shares its blocks."""
     salt: str = ""
     """Only requests of equal salt share cached blocks."""
+    given: Sequence[int] = ()
+    """New tokens that are known already; the text goes on after them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +90,13 @@ class Progress:
         Those of the prompt are entered when they are computed, those of new tokens when the request loses its blocks: to
         hash them one by one would take as long as the rest of a decode step.
         """
-        self.tokens = list(request.prompt)
+        self.tokens = [*request.prompt, *request.given]
         """Prompt and new tokens so far."""
         self.total = len(request.prompt) + request.new_tokens
         """Tokens at the end at most."""
         self.final = self.total - 2
         """Position whose logits give the last token."""
-        self.expected = len(request.prompt)
+        self.expected = len(self.tokens)
         """Tokens that its prefill computes; some may still be in flight when its blocks are taken away."""
         self.live = False
         """Whether it holds a slot of the batch and blocks."""

@@ -6,19 +6,16 @@ from bisect import insort
 from collections.abc import Sequence
 
 from meshwright.policies.batch_queue import RequestQueue
-from meshwright.policies.batch_request import BatchLimits, CacheGroup, Part, Progress, Request, Step
-from meshwright.policies.cache_blocks import CacheBlocks, block_digest, root_digest
+from meshwright.policies.batch_request import BatchLimits, Part, Progress, Request, Step
+from meshwright.policies.cache_blocks import NO_SALT, CacheBlocks, extend_digests, root_digest
 from meshwright.spec.errors import BadInput
 
 
 class RunningBatch:
     """Requests that have been admitted and have not ended, with their blocks."""
 
-    def __init__(
-        self, limits: BatchLimits, groups: Sequence[CacheGroup], tokens_per_block: int, queue: RequestQueue
-    ) -> None:
-        self.limits, self.queue = limits, queue
-        self.cache = CacheBlocks(groups, tokens_per_block)
+    def __init__(self, limits: BatchLimits, cache: CacheBlocks, queue: RequestQueue) -> None:
+        self.limits, self.cache, self.queue = limits, cache, queue
         self.requests: dict[int, Progress] = {}
         self.decodes: list[Part] = []
         """Decode parts in the order of their first decode. Replaced, never changed, so a step can keep it."""
@@ -236,11 +233,15 @@ class RunningBatch:
 
     def _extend_digests(self, progress: Progress, blocks: int) -> None:
         """Compute the digests of the first full blocks, as far as they are missing."""
-        digests, size = progress.digests, self.cache.tokens_per_block
-        parent = digests[-1] if digests else root_digest(progress.salt, progress.generation)
-        for start in range(len(digests) * size, blocks * size, size):
-            parent = block_digest(parent, progress.tokens[start : start + size])
-            digests.append(parent)
+        root = root_digest(progress.salt, progress.generation)
+        extend_digests(progress.digests, root, progress.tokens, blocks, self.cache.tokens_per_block)
+
+    def prompt_digests(self, prompt: Sequence[int]) -> list[bytes]:
+        """Digests of the full blocks of a prompt, for requests without a salt and the generation of now."""
+        digests: list[bytes] = []
+        size = self.cache.tokens_per_block
+        extend_digests(digests, root_digest(NO_SALT, self.generation), prompt, len(prompt) // size, size)
+        return digests
 
     def forget_cache(self) -> None:
         """Empty the prefix cache, and take the blocks of all requests, which are computed again."""

@@ -30,6 +30,7 @@ from meshwright.serve.grammar import BadGrammar, GrammarTokens, unconstrained
 from meshwright.serve.invariance import check_invariant, classes_for
 from meshwright.serve.kv_cache import KVCache, fitting_blocks, layer_groups
 from meshwright.serve.model_runner import ModelRunner, graph_sizes
+from meshwright.serve.prefix_blocks import PrefixBlocks
 from meshwright.serve.prompts import check_request, prompt_ids
 from meshwright.serve.readback import LaunchedStep, TokenReadback
 from meshwright.serve.request_rows import RequestRows
@@ -85,7 +86,7 @@ class Engine:
         )
         # Requests of the step in flight and of the next one have table rows at the same time.
         rows = 2 * options.sequences
-        cache = KVCache(
+        self._cache = cache = KVCache(
             model.spec,
             [blocks] * len(groups),
             tokens_per_block=options.tokens_per_block,
@@ -160,6 +161,9 @@ class Engine:
             raise BadInput("stop strings need an engine with a tokenizer that gives texts; give stop ids")
         sampling.check_tokens(self.spec.vocab_size)
         matcher = None if grammar is None else self._grammar_tokens(request.stop_ids).matcher(grammar)
+        tokenizer = self._tokenizer if self.options.texts else None
+        generation = Generation(sampling, tokenizer, request.stop_ids, request.stop_strings, matcher)
+        generation.begin_after(request.given)
         number, now = self._next_number, self._clock()
         self._policy.add(
             Request(
@@ -170,14 +174,14 @@ class Engine:
                 deadline=None if request.seconds is None else now + request.seconds,
                 arrival=now,
                 samples_of=request.samples_of,
+                given=tuple(request.given),
             )
         )
         self._next_number += 1
         self._grammar_requests += grammar is not None
         if grammar is None and not sampling.penalises:
             self._drafter.begin(number)
-        tokenizer = self._tokenizer if self.options.texts else None
-        self._generations[number] = Generation(sampling, tokenizer, request.stop_ids, request.stop_strings, matcher)
+        self._generations[number] = generation
         return number
 
     def submit_samples(
@@ -191,8 +195,7 @@ class Engine:
             raise BadInput(f"samples: expected at least 1, got {count}")
         ids = prompt_ids(prompt, self._tokenizer)
         first = self.submit(ids, sampling=sampling, **options)
-        seeds = [(sampling.seed + index) % 2**63 for index in range(1, count)]
-        others = [replace(sampling, seed=seed) for seed in seeds]
+        others = [sample_options(sampling, index) for index in range(1, count)]
         return [first, *(self.submit(ids, sampling=other, samples_of=first, **options) for other in others)]
 
     def abort(self, number: int) -> None:
@@ -217,6 +220,10 @@ class Engine:
             for name, value in stored.tensors():
                 assign_parameter(self._model, name, value)
             self._weights_whole = True
+
+    def prefix_blocks(self) -> PrefixBlocks:
+        """The prefix cache for other processes. Blocks are those of the weights of now, until `load_weights`."""
+        return PrefixBlocks(self._model, self._policy, self._cache)
 
     def figures(self) -> EngineFigures:
         """The engine's load now."""
@@ -377,6 +384,11 @@ class Engine:
             if (matcher := self._generations[part.request.number].matcher) is not None:
                 matcher.write_bitmask(bitmask, index)
         return bitmask.to(device, non_blocking=True)
+
+
+def sample_options(sampling: SamplingOptions, index: int) -> SamplingOptions:
+    """The options of sample `index` of a prompt: those of sample 0, and the next seeds."""
+    return replace(sampling, seed=(sampling.seed + index) % 2**63)
 
 
 def blocks_that_fit(model: Decoder, options: EngineOptions, draft_model: Decoder | None = None) -> int:

@@ -10,6 +10,7 @@ from meshwright.serve.grammar import GrammarMatcher
 from meshwright.serve.sampling import SamplingOptions
 from meshwright.serve.stops import StopStrings
 from meshwright.serve.text import TextStream
+from meshwright.spec.errors import BadInput
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -71,6 +72,12 @@ class Generation:
         if self._stream is not None:
             self._text += self._stops.add(self._stream.add([token]))
         return self._stops.complete
+
+    def begin_after(self, tokens: Sequence[int]) -> None:
+        """Take in tokens that are reported already. Raises BadInput if they end the text."""
+        if any(self.add(token) for token in tokens):
+            raise BadInput("the new tokens that are given end the text")
+        self._tokens, self._text, self._logprobs = [], "", []
 
     def add_drafted(self, new: Sequence[tuple[int, TokenLogprob | None]]) -> tuple[list[int], bool]:
         """Take in tokens up to the one that ends the request; returns these tokens, and whether they end it."""

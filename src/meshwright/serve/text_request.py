@@ -27,6 +27,8 @@ class TextRequest:
     """Time from now after which it ends with the reason "deadline"."""
     samples_of: int | None = None
     """Number of an earlier request with the same prompt, whose cache it shares."""
+    given: Sequence[int] = ()
+    """New tokens that are known already: the text goes on after them, and updates do not repeat them."""
     grammar: Grammar | None = None
     """What the text follows; it ends at a token of `stop_ids` once the grammar allows one."""
 

@@ -7,7 +7,9 @@ import os
 import socket
 from dataclasses import replace
 
+from meshwright.server.frames import UNIX
 from meshwright.spec.errors import BadInput
+from meshwright.spec.listen_address import listen_address
 from meshwright.spec.serve import ServeSpec
 
 
@@ -17,6 +19,7 @@ def with_keys(spec: ServeSpec) -> ServeSpec:
         spec,
         api_key=spec.api_key or os.environ.get("MESHWRIGHT_API_KEY") or None,
         admin_key=spec.admin_key or os.environ.get("MESHWRIGHT_ADMIN_KEY") or None,
+        transfer_key=spec.transfer_key or os.environ.get("MESHWRIGHT_TRANSFER_KEY") or None,
     )
 
 
@@ -28,6 +31,20 @@ def check_addresses(spec: ServeSpec) -> None:
         )
     if spec.admin_port is not None and spec.admin_key is None:
         raise BadInput("admin_port: needs admin_key", key="admin_port")
+    addresses = {"transfer_address": [spec.transfer_address], "prefill_engines": spec.prefill_addresses}
+    for key, given in addresses.items():
+        for address in given:
+            if address is not None and not address.startswith(UNIX):
+                _check_transfer(key, address, spec.transfer_key)
+
+
+def _check_transfer(key: str, address: str, transfer_key: str | None) -> None:
+    try:
+        listen_address(address)
+    except ValueError as error:
+        raise BadInput(f"{key}: {error}; or {UNIX}PATH", key=key) from None
+    if transfer_key is None:
+        raise BadInput(f"{key}: {address} needs transfer_key; or use {UNIX}PATH on one host", key=key)
 
 
 def is_loopback(host: str) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast, get_args
 
 from meshwright.server.endpoints import Api
-from meshwright.server.errors import RequestError
+from meshwright.server.errors import RequestError, wrong
 from meshwright.server.fields import parse_object
 from meshwright.server.replies import json_response, read_body
+from meshwright.spec.deployment import Role
 from meshwright.spec.errors import BadInput
 
 if TYPE_CHECKING:
@@ -25,7 +27,9 @@ class Admin:
     async def state(self, request: Request) -> ASGIApp:
         """Whether requests are taken, and the load."""
         client = self._api.client
-        return json_response({"state": self._api.state, "unfinished": client.unfinished, **client.figures._asdict()})
+        load = {"role": self._api.role, "unfinished": client.unfinished}
+        transfers = {} if client.transfers is None else client.transfers._asdict()
+        return json_response({"state": self._api.state, **load, **client.figures._asdict(), **transfers})
 
     async def pause(self, request: Request) -> ASGIApp:
         """Stop after the current step; requests wait."""
@@ -41,6 +45,22 @@ class Admin:
     async def drain(self, request: Request) -> ASGIApp:
         """Refuse new requests with 503; those that run go on."""
         self._api.draining = True
+        return await self.state(request)
+
+    async def role(self, request: Request) -> ASGIApp:
+        """Take new work by `role`: prefill, decode or both; requests that run go on."""
+        fields = parse_object(await read_body(request, self._api.spec.max_body_bytes))
+        role = fields.text("role", None, get_args(Role))
+        fields.finish()
+        if role is None:
+            raise wrong("role", f"one of {', '.join(get_args(Role))}", None)
+        try:
+            spec = replace(self._api.spec, role=cast("Role", role))
+        except BadInput as error:
+            raise RequestError(422, str(error), param="role") from None
+        if spec.exchanges:
+            self._api.client.use_role(spec.role)
+            self._api.role = spec.role
         return await self.state(request)
 
     async def weights(self, request: Request) -> ASGIApp:

@@ -44,6 +44,7 @@ ADMIN_ROUTES: Sequence[tuple[str, str, Callable[[Admin, Request], Awaitable[ASGI
     ("POST", "/pause", Admin.pause),
     ("POST", "/resume", Admin.resume),
     ("POST", "/drain", Admin.drain),
+    ("POST", "/role", Admin.role),
     ("POST", "/weights", Admin.weights),
 )
 

@@ -24,6 +24,7 @@ from meshwright.server.replies import ContentResponse, json_response, read_body
 from meshwright.server.text_request import Limits, TextRequest, check_prompts, read_shared, schema_grammar, token_ids
 from meshwright.server.tool_calls import CallFormat, Notation, template_notation
 from meshwright.server.tools import Tools, read_tools
+from meshwright.spec.deployment import Role
 from meshwright.spec.serve import ServeSpec
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class Api:
         self._notation = _notation(spec, source)
         self.draining = False
         """Whether new requests are refused, while those that run go on."""
+        self.role: Role = spec.role
         self._created = int(time.time())
         self._texts = TokenTexts(files.tokenizer)
         self._unique = secrets.token_hex(6)
@@ -150,7 +152,9 @@ class Api:
     async def health(self, request: Request) -> ASGIApp:
         """200 while requests are taken, else 503 with the reason."""
         state = self.state
-        return json_response({"status": state}, 200 if state in ("ready", "paused") else 503)
+        if state in ("ready", "paused"):
+            return json_response({"status": state, "role": self.role})
+        return json_response({"status": state}, 503)
 
     async def version(self, request: Request) -> ASGIApp:
         """The version of Meshwright."""
@@ -158,7 +162,7 @@ class Api:
 
     async def metrics(self, request: Request) -> ASGIApp:
         """Figures for Prometheus."""
-        content = self.client.metrics.text(self.client.figures).encode()
+        content = self.client.metrics.text(self.client.figures, self.client.transfers).encode()
         return ContentResponse(200, content, [(b"content-type", CONTENT_TYPE.encode("ascii"))])
 
     async def page(self, request: Request) -> ASGIApp:
@@ -194,6 +198,9 @@ class Api:
     def _answer(self, shared: TextRequest, limits: Limits, body: type[CompletionBody], request: Request) -> TextAnswer:
         """The answer to a request that has passed all checks; the queue must have room for it."""
         check_prompts(shared, limits)
+        if self.role == "prefill":
+            self.client.metrics.rejected += 1
+            raise RequestError(503, "this engine computes prompts for others", code="role", retry_after=RETRY_SECONDS)
         waiting = self.client.unfinished - self.spec.sequences
         if waiting + len(shared.prompts) * shared.count > self.spec.queue:
             self.client.metrics.rejected += 1

@@ -14,6 +14,8 @@ from typing import Any, Literal, NamedTuple, cast
 from meshwright.serve.figures import EngineFigures
 from meshwright.server.messages import MessageReader, encode
 from meshwright.server.metrics import ServerMetrics
+from meshwright.server.transfers import TransferFigures
+from meshwright.spec.deployment import Role
 from meshwright.spec.errors import EXIT_COMMUNICATION, BadInput
 
 Reason = Literal["stop", "length", "abort", "deadline", "failed", "refused"]
@@ -119,6 +121,8 @@ class EngineClient(asyncio.Protocol):
         """Why the engine cannot continue, and the exit code."""
         self.paused = False
         self.figures = EngineFigures()
+        self.transfers: TransferFigures | None = None
+        """Blocks exchanged with other engines, if any are."""
         self.changed = asyncio.Event()
         """Set when the engine becomes ready or fails."""
         self._transport: asyncio.WriteTransport | None = None
@@ -182,6 +186,10 @@ class EngineClient(asyncio.Protocol):
         """Stop or continue steps; requests are queued meanwhile."""
         self.paused = paused
         self._send({"pause": paused})
+
+    def use_role(self, role: Role) -> None:
+        """Let the engine take new work by this role."""
+        self._send({"role": role})
 
     async def load(self, folder: Path) -> None:
         """Use newer weights from the next step on. Raises BadInput with the engine's reason if it cannot."""
@@ -290,6 +298,8 @@ class EngineClient(asyncio.Protocol):
                 if (text := self._texts.get(id)) is not None:
                     self._forget(id, "refused")
                     text.subscription.add(News(text.index, (), "refused", message["error"], message["code"]))
+        elif "transfers" in message:
+            self.transfers = TransferFigures(*message["transfers"])
         elif "loaded" in message:
             future = self._loading.pop(message["loaded"])
             if not future.done():

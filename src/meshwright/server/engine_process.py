@@ -9,7 +9,7 @@ import json
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,8 @@ from meshwright.events.parent import end_with_parent
 from meshwright.server.engine_setup import EngineSetup
 from meshwright.server.messages import MessageReader, encode
 from meshwright.server.process_memory import keep_loaded
+from meshwright.server.transfers import TransferFigures, Transfers, TransferSetup
+from meshwright.spec.deployment import Role
 from meshwright.spec.errors import (
     EXIT_INTERNAL,
     EXIT_REPEATED,
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
     from meshwright.serve.engine import Engine
     from meshwright.serve.generation import Update
+    from meshwright.serve.sampling_options import SamplingOptions
     from meshwright.spec.engine import EngineOptions
 
 FAILED_STEPS = 3
@@ -56,6 +59,10 @@ class Connection:
     def __init__(self, end: socket.socket) -> None:
         self._socket, self._reader = end, MessageReader()
 
+    def fileno(self) -> int:
+        """The descriptor, for a selector."""
+        return self._socket.fileno()
+
     def send(self, message: dict[str, Any]) -> None:
         """Write a message."""
         self._socket.sendall(encode(message))
@@ -75,13 +82,16 @@ class Connection:
 class EngineLoop:
     """Runs an engine by the messages of the HTTP process."""
 
-    def __init__(self, engine: Engine, connection: Connection) -> None:
+    def __init__(self, engine: Engine, connection: Connection, transfer: TransferSetup | None = None) -> None:
+        """`transfer`: how it exchanges blocks with other engines. Raises BadInput for an address that cannot be used."""
         self._engine, self._connection = engine, connection
+        self.transfers = None if transfer is None else Transfers(engine, transfer, self._submit_texts)
         self._numbers: dict[int, int] = {}
         """The engine's number of each unfinished request by its id."""
         self._ids: dict[int, int] = {}
         self._paused = False
         self._failed_steps = 0
+        self._transfer_figures: TransferFigures | None = None
 
     def run(self) -> None:
         """Take messages and compute steps until the HTTP process closes the socket.
@@ -90,11 +100,21 @@ class EngineLoop:
         """
         with suppress(EOFError, ConnectionError):
             while True:
-                busy = self._engine.unfinished > 0 and not self._paused
-                for message in self._connection.receive(wait=not busy):
+                if self.transfers is not None:
+                    self.transfers.wait(self._connection.fileno(), self._busy)
+                    self._report_transfers(self.transfers.figures)
+                for message in self._connection.receive(wait=self.transfers is None and not self._busy()):
                     self._take(message)
-                if self._engine.unfinished and not self._paused:
-                    self._send(self._engine.step())
+                if self._busy():
+                    updates: Sequence[Update] = self._engine.step()
+                    if self.transfers is not None:
+                        updates = self.transfers.after_step(updates)
+                    self._send(updates)
+        if self.transfers is not None:
+            self.transfers.close()
+
+    def _busy(self) -> bool:
+        return self._engine.unfinished > 0 and not self._paused
 
     def _take(self, message: dict[str, Any]) -> None:
         actions: dict[str, Callable[[Any], None]] = {
@@ -102,25 +122,31 @@ class EngineLoop:
             "abort": self._abort,
             "pause": self._pause,
             "load": self._load,
+            "role": self._use_role,
         }
         for key, value in message.items():
             actions[key](value)
 
     def _submit(self, request: dict[str, Any]) -> None:
+        if self.transfers is None or not self.transfers.begin(request):
+            self._submit_texts(request, None)
+
+    def _submit_texts(self, request: Mapping[str, Any], firsts: Sequence[Sequence[Any]] | None) -> None:
+        """Queue the texts of a request; `firsts` has for each its first tokens, reason, error and log probabilities."""
         from meshwright.serve.grammar import BadGrammar, Grammar
         from meshwright.serve.sampling_options import SamplingOptions
 
-        ids = request["ids"]
-        grammar = None if request["grammar"] is None else Grammar(*request["grammar"])
+        ids, sampling = request["ids"], SamplingOptions.from_plain(request["sampling"])
+        options: dict[str, Any] = {
+            "new_tokens": request["new_tokens"],
+            "stop_ids": request["stop_ids"],
+            "grammar": None if request["grammar"] is None else Grammar(*request["grammar"]),
+        }
         try:
-            numbers = self._engine.submit_samples(
-                request["tokens"],
-                len(ids),
-                sampling=SamplingOptions.from_plain(request["sampling"]),
-                new_tokens=request["new_tokens"],
-                stop_ids=request["stop_ids"],
-                grammar=grammar,
-            )
+            if firsts is None:
+                numbers = self._engine.submit_samples(request["tokens"], len(ids), sampling=sampling, **options)
+            else:
+                ids, numbers = self._continue_texts(request, firsts, sampling, options)
         except BadInput as error:
             code = "grammar" if isinstance(error, BadGrammar) else None
             self._connection.send({"refused": ids, "error": str(error), "code": code})
@@ -128,7 +154,34 @@ class EngineLoop:
         self._numbers.update(zip(ids, numbers, strict=True))
         self._ids.update(zip(numbers, ids, strict=True))
 
+    def _continue_texts(
+        self,
+        request: Mapping[str, Any],
+        firsts: Sequence[Sequence[Any]],
+        sampling: SamplingOptions,
+        options: Mapping[str, Any],
+    ) -> tuple[list[int], list[int]]:
+        """Report first tokens that came from another engine, and queue what follows; ids and numbers of the texts that go on."""
+        from meshwright.serve.engine import sample_options
+
+        ids, numbers, entries = [], [], []
+        for index, (id, (tokens, reason, error, logprobs)) in enumerate(zip(request["ids"], firsts, strict=True)):
+            if reason == "abort":
+                continue
+            goes_on = reason != "stop" and len(tokens) < request["new_tokens"]
+            if tokens or not goes_on:
+                entries.append([id, tokens, None if goes_on else reason, error, logprobs])
+            if goes_on:
+                sample = sample_options(sampling, index)
+                numbers.append(self._engine.submit(request["tokens"], sampling=sample, given=tokens, **options))
+                ids.append(id)
+        if entries:
+            self._connection.send({"step": entries, "figures": self._engine.figures()})
+        return ids, numbers
+
     def _abort(self, ids: list[int]) -> None:
+        if self.transfers is not None:
+            self.transfers.abort(ids)
         for id in ids:
             if id in self._numbers:
                 self._engine.abort(self._numbers[id])
@@ -136,15 +189,21 @@ class EngineLoop:
     def _pause(self, paused: bool) -> None:
         self._paused = paused
 
+    def _use_role(self, role: Role) -> None:
+        assert self.transfers is not None
+        self.transfers.use_role(role)
+
     def _load(self, folder: str) -> None:
         error = None
         try:
             self._engine.load_weights(Path(folder))
         except MeshwrightError as refusal:
             error = str(refusal)
+        if self.transfers is not None:
+            self.transfers.use_new_weights()
         self._connection.send({"loaded": folder, "error": error})
 
-    def _send(self, updates: list[Update]) -> None:
+    def _send(self, updates: Sequence[Update]) -> None:
         entries, failure = [], None
         for update in updates:
             id = self._ids[update.number]
@@ -157,6 +216,11 @@ class EngineLoop:
                 failure = update.error or failure
         self._connection.send({"step": entries, "figures": self._engine.figures()})
         self._count_failure(failure)
+
+    def _report_transfers(self, figures: TransferFigures) -> None:
+        if figures != self._transfer_figures:
+            self._transfer_figures = figures
+            self._connection.send({"transfers": figures})
 
     def _count_failure(self, failure: str | None) -> None:
         if failure is None:
@@ -213,11 +277,12 @@ def _options(setup: EngineSetup) -> EngineOptions:
     return EngineOptions(**setup.options, texts=False, speculation=speculation)
 
 
-def serve_engine(engine: Engine, connection: Connection) -> None:
+def serve_engine(engine: Engine, connection: Connection, transfer: TransferSetup | None = None) -> None:
     """Report that the engine is ready, then run it until the HTTP process closes the socket."""
+    loop = EngineLoop(engine, connection, transfer)
     ready = {"context": engine.context, "vocab": engine.spec.vocab_size, "sequences": engine.options.sequences}
     connection.send({"ready": ready})
-    EngineLoop(engine, connection).run()
+    loop.run()
 
 
 def main() -> int:
@@ -234,7 +299,7 @@ def main() -> int:
         else:
             engine = load_engine(setup)
             keep_loaded()
-            serve_engine(engine, connection)
+            serve_engine(engine, connection, setup.transfer)
     except EOFError:
         return 0
     except Exception as error:

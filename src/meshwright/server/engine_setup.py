@@ -17,6 +17,7 @@ from typing import Any
 
 from meshwright.events.parent import PARENT
 from meshwright.server.engine_client import EngineClient, connect
+from meshwright.server.transfers import TransferSetup
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import EXIT_COMMUNICATION
 from meshwright.spec.fields import to_plain
@@ -47,6 +48,8 @@ class EngineSetup:
     """Folder of the draft model."""
     cluster: ClusterSpec | None = None
     """This host with a device for each tensor rank; None: one process."""
+    transfer: TransferSetup | None = None
+    """Role and peers; None: the engine exchanges nothing with others."""
 
     @property
     def ranks(self) -> int:

@@ -6,11 +6,13 @@ To the engine, each message has one of these keys:
 - `abort`: ids of requests
 - `pause`: whether steps stop
 - `load`: the folder with newer weights
+- `role`: what the engine does from now on
 
 From the engine:
 
 - `ready`: context, vocabulary and sizes, once the model is loaded
 - `step`: `[id, tokens]` or `[id, tokens, reason, error, logprobs]` for each request with news; `figures` as `EngineFigures`
+- `transfers`: `TransferFigures`, when they have changed
 - `refused`: ids of requests that could not be queued; `error` is the reason, `code` is "grammar" if the grammar is
 - `loaded`: the answer to `load`; `error` is none if it succeeded
 - `failed`: why the engine cannot continue; `code` is an exit code

@@ -6,6 +6,7 @@ from collections import Counter
 
 from meshwright.events.exposition import Histogram, Metric, exposition
 from meshwright.serve.figures import EngineFigures
+from meshwright.server.transfers import TransferFigures
 
 PREFIX = "meshwright:"
 _SHORT = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1, 2.5, 5)
@@ -58,8 +59,8 @@ class ServerMetrics:
             self._decoding.observe(decoding)
             self._per_token.observe(decoding / (tokens - 1))
 
-    def text(self, figures: EngineFigures) -> str:
-        """All metrics in the text format of Prometheus."""
+    def text(self, figures: EngineFigures, transfers: TransferFigures | None = None) -> str:
+        """All metrics in the text format of Prometheus; those of `transfers` only if there are any."""
         gauges = {
             "num_requests_running": ("Requests in the batch.", figures.running),
             "num_requests_waiting": ("Requests in the queue.", figures.waiting),
@@ -73,6 +74,15 @@ class ServerMetrics:
             "generation_tokens_total": ("New tokens.", self.generation_tokens),
             "num_requests_rejected_total": ("Requests answered with 429 or 503.", self.rejected),
         }
+        if transfers is not None:
+            counters |= {
+                "kv_blocks_sent_total": ("Cache blocks sent to other engines.", transfers.sent_blocks),
+                "kv_blocks_received_total": ("Cache blocks received from other engines.", transfers.received_blocks),
+                "kv_blocks_damaged_total": ("Received blocks with a wrong checksum.", transfers.damaged_blocks),
+                "kv_prompts_lost_total": ("Prompts that another engine did not finish.", transfers.lost_prompts),
+            }
+            gauges["kv_prompts_waiting"] = ("Prompts at other engines.", transfers.waiting_prompts)
+            gauges["kv_peers_usable"] = ("Engines that take prompts of this one.", transfers.usable_peers)
         reasons = [({**self._labels, "finished_reason": reason}, float(n)) for reason, n in self._ended.items()]
         metrics = [
             *(Metric(PREFIX + name, "gauge", text, [(self._labels, value)]) for name, (text, value) in gauges.items()),

@@ -36,11 +36,49 @@ curl --json '{"prompt": "def read_lines(path):", "max_tokens": 64}' http://127.0
   [code](exit-codes.md): 7 if steps fail one after the other, 5 if its process has died.
 - HTTP and text are in one process, the engine in another; they exchange JSON over a Unix socket.
 
+## Roles
+
+An engine of role `decode` has its prompts computed by engines of role `prefill`, and continues the texts. Prompts then
+do not delay tokens. The default `both` computes whole requests, and prompts for others if it has a `transfer_address`.
+
+```bash norun
+meshwright serve MODEL --role prefill --transfer-address unix:/tmp/prefill --port 8001
+meshwright serve MODEL --role decode --prefill-engines unix:/tmp/prefill --port 8002
+```
+
+- Clients talk to `decode`; `prefill` answers requests for text with 503 (`role`).
+- `POST /role` at the admin port changes the role without loading weights: `{"role": "both"}`. The addresses of the new
+  role must be set from the start.
+- `decode` reserves cache blocks, asks the peer with the fewest tokens to compute, and copies each block once it is
+  computed: on one host from shared memory (`unix:PATH`), else from the connection. The first token comes with the
+  prompt.
+- Every block has a checksum. If a block is damaged, or the peer fails, leaves or is silent for `transfer_seconds`, the
+  engine computes what is missing itself. A side that is left frees its blocks.
+- Peers need equal weights, formats and `tokens_per_block`. After new weights all connections begin again.
+
+## Several servers
+
+```bash norun
+meshwright route http://127.0.0.1:8001 http://127.0.0.1:8002 --port 8000
+```
+
+The router passes requests on as they are, and answers as raw bytes. It asks each server for its health and role, and
+sends texts to those of role `decode` or `both`: to the one that had the same beginning of a prompt, unless others have
+far fewer requests, else to the one with the fewest. A host name with several addresses, as a headless service of
+Kubernetes has, is several servers.
+
+- A request that a server refuses with 429 or 503, or does not begin to answer before it dies, goes to another. After
+  the first byte a stream ends with an event `{"error": …}`, code `server_lost`; the client may try again.
+- If every server has `--requests` unfinished, the answer is 429; if none can answer, 503. Both have `Retry-After`.
+- The router answers `/health` and `/metrics` itself. It checks its `--api-key` and passes it on to the servers.
+
 ## Security
 
 - The server listens on loopback. Another `host` needs `api_key`, which covers all paths but `/health`. Keys are
   compared in constant time. Put a proxy with TLS in front: nothing is encrypted.
 - The admin port needs its own key: who has it can load any weights that the process can read.
+- A `transfer_address` of HOST:PORT needs `transfer_key`, since who has it can read and fill the cache. A Unix socket is
+  accessible to its user only.
 - Without `api_key`, requests with another `Host` than this machine are refused. Bodies must be
   `application/json`, which pages of other sites cannot send without permission. The page at `/` loads nothing else.
 - Bodies, prompts, new tokens, choices, log probabilities, stop strings, schemas and the queue are limited. A client

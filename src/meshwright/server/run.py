@@ -20,6 +20,7 @@ from meshwright.server.follow import follow, newest
 from meshwright.server.metrics import ServerMetrics
 from meshwright.server.model_files import read_model_files, tokenizer_file
 from meshwright.server.process_memory import keep_loaded
+from meshwright.server.transfers import TransferSetup
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.errors import BadInput, MeshwrightError
 from meshwright.spec.serve import ServeSpec
@@ -53,6 +54,7 @@ def run_server(folder: Path, spec: ServeSpec, say: Callable[[str], None], cluste
         speculate=spec.speculate,
         draft_model=spec.draft_model,
         cluster=cluster,
+        transfer=transfer_setup(spec),
     )
     process = EngineProcess(setup)
     try:
@@ -155,6 +157,19 @@ class _Server:
                 while self._client.unfinished and not now.done():
                     await asyncio.wait([now], timeout=0.02)
         now.cancel()
+
+
+def transfer_setup(spec: ServeSpec) -> TransferSetup | None:
+    """What the settings say of other engines."""
+    if not spec.exchanges:
+        return None
+    return TransferSetup(
+        role=spec.role,
+        address=spec.transfer_address,
+        peers=spec.prefill_addresses,
+        key=spec.transfer_key or "",
+        seconds=spec.transfer_seconds,
+    )
 
 
 def uvicorn_server(app: ASGIApp) -> uvicorn.Server:

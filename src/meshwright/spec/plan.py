@@ -22,7 +22,7 @@ PARTIAL_RECOMPUTES: frozenset[Recompute] = frozenset({"selective", "all_but_atte
 """Modes that keep some intermediate results of a block, not only its input."""
 Gradients = Literal["shard", "whole"]
 Offload = Literal["none", "activations", "optimizer", "both"]
-AxisName = Literal["pipeline", "replicate", "shard", "context_ring", "context_ulysses", "tensor"]
+AxisName = Literal["pipeline", "replicate", "shard", "hybrid", "context_ring", "context_ulysses", "tensor"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v", "breadth_first"]
 REFUSED_SCHEDULES: dict[ScheduleName, str] = {
     "dualpipe_v": "a schedule other than dualpipe_v, whose forward and backward pairs run one after the other and do not overlap; use zbv"
@@ -36,13 +36,14 @@ Engine = Literal["kernel", "copy"]
 ExpertPolicy = Literal["none", "hecate", "fastermoe", "flexmoe", "fixed"]
 ExpertOwners = Literal["even", "heterogeneous"]
 ExpertExchange = Literal["all_to_all", "peer", "peer_fp8"]
+Seconds = Annotated[float, Bound(at_least=0)]
 ReceiveBound = Annotated[float, Bound(at_least=1.0)]
 
-DATA_AXES = ("replicate", "shard")
+DATA_AXES = ("replicate", "shard", "hybrid")
 """Axes along which ranks read different samples."""
 CONTEXT_AXES = ("context_ring", "context_ulysses")
 """Axes along which ranks have different parts of the same sequences."""
-SHARD_AXES: tuple[AxisName, ...] = ("shard", *CONTEXT_AXES)
+SHARD_AXES: tuple[AxisName, ...] = ("shard", "hybrid", *CONTEXT_AXES)
 """Axes along which parameters, gradients and optimizer state are sharded.
 Context ranks are among them: they would otherwise hold the same copies. Experts use another split of these ranks
 (`ExpertPlan`)."""
@@ -54,7 +55,8 @@ class MeshAxis:
 
     axis: AxisName
     """pipeline: layers split into stages. replicate: whole copies of the model (the outer axis of HSDP).
-    shard: parameters, gradients and optimizer state sharded (FSDP). context_ring, context_ulysses: the sequence split.
+    shard: parameters, gradients and optimizer state sharded (FSDP). hybrid: the same, and each long sample is split over
+    some of the ranks. context_ring, context_ulysses: the sequence split.
     tensor: every matrix split, and the sequence between matrix products."""
     size: Positive
     """Ranks along the axis."""
@@ -197,6 +199,26 @@ class ExpertPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SamplePlan:
+    """How samples of any length (`data.packing: none`) are placed on ranks and time slots.
+
+    A sample of s tokens takes alpha · s² + beta · s seconds, and each slot gamma seconds, by the cost model. They are fields of the plan so
+    that the placement, and a run that resumes, do not depend on measured times.
+    """
+
+    capacity: Positive
+    """Tokens of a slot, which is a rank's micro-batch; even."""
+    alpha: Seconds
+    """Seconds per squared token of a sample."""
+    beta: Seconds
+    """Seconds per token."""
+    gamma: Seconds = 0.0
+    """Seconds per slot."""
+    ring: Seconds = 0.0
+    """Seconds per token of the messages between hybrid ranks that divide a sample; they overlap its work."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Breakdown:
     """Seconds of a rank's step by cause, mean over ranks; the parts add up to the step."""
 
@@ -247,6 +269,8 @@ class Plan:
     """Order of stages and micro-batches."""
     experts: ExpertPlan | None = None
     """How the experts of a mixture-of-experts model are distributed; none for a dense model."""
+    samples: SamplePlan | None = None
+    """How samples of any length are placed; none for sequences of equal length."""
     layers: tuple[LayerStrategy, ...] = (LayerStrategy(),)
     """Strategy by layer range; the ranges cover every layer once."""
     precision: Precision = Precision()
@@ -261,6 +285,9 @@ class Plan:
     the product, which is computed in pieces (asynchronous tensor parallelism); for a tensor axis inside a node."""
     offload_fraction: OffloadShare = 1.0
     """Share of the offloaded optimizer state that is in host memory; the rest stays on the device in the same format."""
+    mlp_tile: NotNegative = 0
+    """Tokens of a tile of the feed-forward networks of layers with recompute all_but_attention or full; 0: all tokens.
+    A tile's activations are computed again in the backward and freed before the next tile's."""
     compile: bool = True
     """`torch.compile` for each block."""
     predicted: Predicted | None = None
@@ -278,7 +305,7 @@ class Plan:
     @property
     def data_ranks(self) -> int:
         """Ranks that read different samples."""
-        return self.axis_size("replicate") * self.axis_size("shard")
+        return self.axis_size("replicate") * self.axis_size("shard") * self.axis_size("hybrid")
 
     @property
     def layered(self) -> bool:
@@ -321,6 +348,10 @@ class Plan:
             return self.strategy(int(suffix.partition(".")[0]), layers)
         return self.strategy(0 if module in ("embed", "positions") else layers - 1, layers)
 
+    def tile(self, layer: int, layers: int) -> int:
+        """Tokens of a tile of the feed-forward network of block `layer`; 0 if it has none."""
+        return self.mlp_tile if self.strategy(layer, layers).recompute in RECOMPUTES_PRODUCTS else 0
+
     def linear(self, layer: int, layers: int) -> Linear:
         """Number format of the matrix products of block `layer` in a model of `layers` blocks."""
         return self.strategy(layer, layers).linear or self.precision.linear
@@ -334,6 +365,10 @@ class PlanPins:
     """Whole copies of the model."""
     shard: Positive | None = None
     """Ranks each copy is sharded over."""
+    hybrid: Positive | None = None
+    """Ranks that samples are spread over, a long one over as many as it needs; in place of shard and context ranks."""
+    capacity: Positive | None = None
+    """With `hybrid`, tokens of a rank's micro-batch; left out, as few as let all ranks hold the longest sample."""
     pipeline: Positive | None = None
     """Pipeline ranks the layers are split over."""
     context_ring: Positive | None = None
@@ -396,6 +431,9 @@ class PlanPins:
     """What runs the all-gathers of weights over shard and context ranks."""
     tensor_engine: Engine | None = None
     """What moves tokens along the tensor axis."""
+    mlp_tile: NotNegative | None = None
+    """Tokens of a tile of the feed-forward networks, with recompute all_but_attention or full; 0: no tiles.
+    Left out, tiles are used where nothing fits without."""
     compile: bool | None = None
     """`torch.compile` for each block."""
 

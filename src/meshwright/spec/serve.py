@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
+from meshwright.spec.deployment import Role
 from meshwright.spec.engine import EngineSettings
 from meshwright.spec.errors import BadInput
 from meshwright.spec.fields import Bound, NotNegative, Positive
@@ -64,6 +65,16 @@ class ServeSpec(EngineSettings, HttpSettings):
     """Folder of a smaller model that proposes the draft tokens; prompt lookup if none."""
     tensor: Positive = 1
     """Devices of this host over which the engine divides every layer."""
+    role: Role = "both"
+    """Work of this engine: prompts for other engines, texts whose prompts others compute, or both and whole requests."""
+    transfer_address: str | None = None
+    """Where other engines ask for prompts: `unix:PATH` for one host, or HOST:PORT, which needs `transfer_key`."""
+    transfer_key: str | None = None
+    """Key that engines show each other; MESHWRIGHT_TRANSFER_KEY sets it too."""
+    prefill_engines: str | None = None
+    """Transfer addresses of the engines that compute prompts for the role decode, with commas between them."""
+    transfer_seconds: Annotated[float, Bound(more_than=0)] = 30.0
+    """Longest time without news of a prompt at another engine, or of blocks sent to one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,6 +82,24 @@ class ServeSpec(EngineSettings, HttpSettings):
         given = [name for name in names if getattr(self, name)]
         if self.tensor > 1 and given:
             raise BadInput(f"{' and '.join(given)}: for one device only; leave out tensor")
+        if not self.exchanges:
+            return
+        if self.tensor > 1 or self.draft_model is not None or not self.prefix_cache:
+            raise BadInput("roles: for an engine on one device with a prefix cache and no draft_model")
+        if self.role == "prefill" and self.transfer_address is None:
+            raise BadInput("role prefill: needs transfer_address, where others ask for prompts", key="role")
+        if self.role == "decode" and not self.prefill_addresses:
+            raise BadInput("role decode: needs prefill_engines, which compute its prompts", key="role")
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether the engine exchanges blocks with others."""
+        return self.role != "both" or self.transfer_address is not None or self.prefill_engines is not None
+
+    @property
+    def prefill_addresses(self) -> tuple[str, ...]:
+        """The addresses in `prefill_engines`."""
+        return tuple(address.strip() for address in (self.prefill_engines or "").split(",") if address.strip())
 
     @property
     def engine(self) -> dict[str, Any]:

@@ -28,12 +28,6 @@ def state_bytes(precision: Precision) -> float:
     return 2.0 * (moment + (precision.resident != precision.stored))
 
 
-def scratch_bytes(precision: Precision) -> float:
-    """Bytes per element in which the device unpacks a chunk of state: moments, master weight and its bf16 value."""
-    master = precision.resident != precision.stored
-    return 8.0 + 6.0 * master if master or precision.moments != "fp32" else 0.0
-
-
 def low_share(precision: Precision, linear: Linear) -> float:
     """Bytes of a linear layer's input as saved for backward, relative to the compute dtype."""
     return 1.0 if linear == "compute" else 1 / bytes_of(precision.compute)
@@ -45,8 +39,11 @@ def accumulates_before_reduction(plan: Plan, strategy: LayerStrategy) -> bool:
 
 
 def products_accumulate_gradients(plan: Plan, layer: int, layers: int) -> bool:
-    """Whether the weight-gradient products of a block's linear layers add to the gradients of earlier micro-batches."""
+    """Whether the weight-gradient products of a block's linear layers add to the gradients of earlier micro-batches.
+
+    Those of a feed-forward network in tiles are sums over tiles.
+    """
     summed = accumulates_before_reduction(plan, plan.strategy(layer, layers)) or (
         plan.batch.accumulate > 1 and shard_size(plan) == 1
     )
-    return summed and plan.linear(layer, layers) == "compute"
+    return summed and plan.linear(layer, layers) == "compute" and not plan.tile(layer, layers)

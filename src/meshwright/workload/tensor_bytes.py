@@ -40,8 +40,6 @@ class Formats:
     """Of a weight on the device whose optimizer is in host memory."""
     record: Array = 10.0
     """Of a parameter's state that is copied between host and device."""
-    scratch: Array = 14.0
-    """Of an element of a chunk that the device unpacks."""
     offload_fraction: Array = 1.0
     """Share of the records that are in host memory."""
     gathered: Array = 1.0
@@ -52,6 +50,8 @@ class Formats:
     """Of the copies of gradients that replicas sum; 0 without copies."""
     logit: Array = 2
     """Of a logit in the loss: the fused kernel overwrites it with its gradient, plain operations add an fp32 copy."""
+    mlp_tile: Array = 0
+    """Tokens of a tile of dense feed-forward networks that the backward computes again; 0 without tiles."""
     chunk: Array = 4096
     """Tokens whose logits exist at once."""
     workspace: Array = 200 << 20
@@ -172,7 +172,7 @@ def _lasting(rank: RankTensors, formats: Formats) -> dict[str, Array]:
     stream = rank.tokens * rank.hidden * formats.compute
     on_device = 1 - rank.offloaded_share
     chunk_elements = np.minimum(STAGED_ELEMENTS, rank.owned * rank.offloaded_share)
-    staged = (STAGING_BUFFERS * formats.record + formats.scratch) * chunk_elements
+    staged = STAGING_BUFFERS * formats.record * chunk_elements
     kept = rank.owned * rank.offloaded_share * (1 - np.asarray(formats.offload_fraction)) * formats.record
     return {
         "weights": rank.owned * (formats.stored * on_device + formats.resident * rank.offloaded_share),

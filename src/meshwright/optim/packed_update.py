@@ -1,0 +1,86 @@
+"""AdamW's update of packed records, a segment of a parameter at a time: one kernel on a GPU, three plain passes elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwright.optim.fused import MOMENTS, Coefficients, StepInputs, corrected_rates, update
+from meshwright.optim.packing import MASTER, Packing, pack, seed_of, unpack
+
+
+@dataclass(frozen=True)
+class StepTable:
+    """What all segments of one step read, by parameter.
+
+    It is made once, so that a segment needs one launch and no copy from the host.
+    """
+
+    inputs: StepInputs
+    coefficients: Coefficients
+    counts: tuple[Tensor, ...]
+    indices: Mapping[str, int]
+    """Index of each parameter in `counts`, `rates` and `seeds`."""
+    rates: Tensor
+    """(2, parameters), see `fused.corrected_rates`."""
+    seeds: Tensor
+    """(parameters,), see `packing.seed_of`."""
+    factor: Tensor
+    """That of the inputs, in fp32."""
+
+    @classmethod
+    def of(cls, counts: Mapping[str, Tensor], coefficients: Coefficients, inputs: StepInputs) -> StepTable:
+        """The table of the parameters in `counts`, which include this step. At least one parameter."""
+        listed = list(counts.values())
+        rates, seeds = corrected_rates(listed, coefficients, inputs), seed_of(torch.stack(listed))
+        indices = {name: index for index, name in enumerate(counts)}
+        return cls(inputs, coefficients, tuple(listed), indices, rates, seeds, inputs.factor.float())
+
+
+def update_segment(
+    packing: Packing, fields: Mapping[str, Tensor], weights: Tensor, gradient: Tensor, table: StepTable, *, name: str, position: int,
+    weight_decay: float,
+) -> None:  # fmt: skip
+    """Update a segment of the parameter `name`. `fields` are its record's in whole blocks; padding stays 0.
+
+    `weights` `(count,)` are the bf16 values of the master weights if the record has their remainders, else the weights in the stored dtype.
+    `gradient` `(count,)`; `position` of the first element among those of the optimizer.
+    """
+    if weights.is_cuda and packing.stored == torch.float32:
+        from meshwright.optim.packing_triton import update_record
+
+        inputs, coefficients = table.inputs, table.coefficients
+        update_record(
+            packing, fields, weights, gradient, position, rates=table.rates, seeds=table.seeds, index=table.indices[name],
+            factor=table.factor, skip=inputs.skip, betas=coefficients.betas, epsilon=coefficients.epsilon,
+            decay_factor=1 - inputs.learning_rate * weight_decay,
+        )  # fmt: skip
+        return
+    _update_in_passes(packing, fields, weights, gradient, table, name, position, weight_decay)
+
+
+def _update_in_passes(
+    packing: Packing, fields: Mapping[str, Tensor], weights: Tensor, gradient: Tensor, table: StepTable, name: str, position: int,
+    weight_decay: float,
+) -> None:  # fmt: skip
+    """Unpack, update, and pack."""
+    count, padded = gradient.numel(), fields[MOMENTS[0]].numel()
+    states, rounded = dict(fields), None
+    if not packing.plain:
+        states = {state: weights.new_empty(padded, dtype=packing.stored) for state in packing.states}
+        if packing.master:
+            rounded = weights.new_zeros(padded)
+            rounded[:count] = weights
+        unpack(packing, fields, rounded, states)
+    index = table.indices[name]
+    update(
+        [weights if rounded is None else states[MASTER][:count]], [gradient], [states[MOMENTS[0]][:count]], [states[MOMENTS[1]][:count]],
+        [table.counts[index]], coefficients=table.coefficients, weight_decay=weight_decay, inputs=table.inputs,
+    )  # fmt: skip
+    if not packing.plain:
+        pack(packing, states, fields, rounded, table.seeds[index], position)
+    if rounded is not None:
+        weights.copy_(rounded[:count])

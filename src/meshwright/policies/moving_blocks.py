@@ -1,0 +1,103 @@
+"""Blocks of a prompt that another process computes or takes: references on them from reservation to copy.
+
+Both sides know a block by its digest. The receiver takes empty blocks, and enters each in the prefix cache once its
+content is there; the sender keeps computed blocks from being evicted until they are copied. A request that comes later
+finds the blocks in the prefix cache, and computes those that are missing: no transfer has to succeed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshwright.policies.cache_blocks import UNUSED_BLOCK, CacheBlocks
+
+
+class ReservedBlocks:
+    """Empty blocks of a prompt, of the receiver: those from the end of its cached prefix on."""
+
+    def __init__(self, cache: CacheBlocks, digests: Sequence[bytes]) -> None:
+        """Count them; `take` takes them."""
+        self._cache, self._digests = cache, digests
+        self.cached = cache.matching(digests)
+        """Blocks of the prompt that are cached."""
+        last = len(digests)
+        self.first = max(
+            self.cached, *(cache.first_block(group, last * cache.tokens_per_block) for group in range(len(cache.pools)))
+        )
+        """Index of the first block to be filled; earlier ones are cached, or outside of all windows."""
+        self._tables: dict[int, list[int]] = {}
+        self._shared: list[list[int]] = [[] for _ in cache.pools]
+
+    def __len__(self) -> int:
+        return len(self._digests) - self.first
+
+    def fit(self, reserve: float) -> bool:
+        """Whether every group has so many free blocks, and the fraction `reserve` of all beside them."""
+        return all(
+            pool.free - self._cache.idle_matches(group, self._digests, self.cached) - len(self)
+            >= int(reserve * pool.blocks)
+            for group, pool in enumerate(self._cache.pools)
+        )
+
+    def take(self) -> None:
+        """Take the blocks, and references on the cached prefix; `fit` says whether that is possible."""
+        self._cache.share(self._shared, self._digests, self.cached)
+        for index in range(self.first, len(self._digests)):
+            self._tables[index] = [pool.take() for pool in self._cache.pools]
+
+    def blocks(self, index: int) -> list[int] | None:
+        """The empty block of each group for block `index` of the prompt; None if none is reserved or it is filled."""
+        return self._tables.get(index)
+
+    def enter(self, index: int) -> None:
+        """Put block `index`, which has its content now, into the prefix cache."""
+        for pool, block, shared in zip(self._cache.pools, self._tables.pop(index), self._shared, strict=True):
+            pool.register(block, self._digests[index])
+            shared.append(block)
+
+    def release(self) -> None:
+        """Return all references; blocks that were filled stay in the prefix cache."""
+        for group, pool in enumerate(self._cache.pools):
+            for block in [table[group] for table in self._tables.values()] + self._shared[group][::-1]:
+                if block != UNUSED_BLOCK:
+                    pool.release(block)
+        self._tables, self._shared = {}, [[] for _ in self._cache.pools]
+
+
+class HeldBlocks:
+    """References on the computed blocks of a prompt, of the sender: each from its computation until it is copied."""
+
+    def __init__(self, cache: CacheBlocks, digests: Sequence[bytes], first: int) -> None:
+        self._cache, self._digests = cache, digests
+        self.next = first
+        """Index of the first block that is not copied."""
+        self._tables: list[list[int]] = []
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    def extend(self) -> None:
+        """Take references on the blocks that follow in the prompt, as far as they are cached."""
+        for digest in self._digests[self.next + len(self._tables) :]:
+            if not all(digest in pool.block_of for pool in self._cache.pools):
+                return
+            blocks = [pool.block_of[digest] for pool in self._cache.pools]
+            for pool, block in zip(self._cache.pools, blocks, strict=True):
+                pool.share(block)
+            self._tables.append(blocks)
+
+    def take(self, count: int) -> list[list[int]]:
+        """The blocks of each group of the next `count` held blocks; call `copied` when they are copied."""
+        return self._tables[:count]
+
+    def copied(self, count: int) -> None:
+        """Return the references on the next `count` held blocks."""
+        for blocks in self._tables[:count]:
+            for pool, block in zip(self._cache.pools, blocks, strict=True):
+                pool.release(block)
+        del self._tables[:count]
+        self.next += count
+
+    def release(self) -> None:
+        """Return all references."""
+        self.copied(len(self._tables))

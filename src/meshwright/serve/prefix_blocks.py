@@ -1,0 +1,91 @@
+"""The prefix cache of an engine for other processes: blocks by digest, and their content as bytes.
+
+The content of a block is that of each group of layers in turn, as the cache stores it; with one group it is one contiguous range. Two
+engines can exchange blocks if their `identity` is equal: the same weights, formats and sizes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from meshwright.kernels import checksum
+from meshwright.models.decoder import Decoder
+from meshwright.policies.batching import BatchPolicy
+from meshwright.policies.moving_blocks import HeldBlocks, ReservedBlocks
+from meshwright.serve.kv_cache import KVCache
+
+
+class PrefixBlocks:
+    """Reserves, holds, reads and writes blocks of one engine's cache, between its steps."""
+
+    def __init__(self, model: Decoder, policy: BatchPolicy, cache: KVCache) -> None:
+        self._model, self._policy = model, policy
+        self._contents = [tensor.view(torch.uint8).view(len(tensor), -1) for tensor in cache.tensors]
+        """Bytes of all blocks of each group, `(blocks, bytes)`."""
+        self._layout = [(str(tensor.dtype), list(tensor.shape[1:])) for tensor in cache.tensors]
+        self.block_bytes = sum(content.shape[1] for content in self._contents)
+        """Bytes of a block of all groups."""
+
+    def identity(self) -> str:
+        """A digest of the weights of now, and of the layout of blocks. Reads all weights once."""
+        tensors = [tensor for _, tensor in sorted(self._model.state_dict().items())]
+        sums = checksum.digests(tensors).flatten().tolist() if tensors else []
+        return hashlib.blake2b(repr((sums, self._layout)).encode(), digest_size=16).hexdigest()
+
+    def digests(self, prompt: Sequence[int]) -> list[bytes]:
+        """Digests of the full blocks of a prompt."""
+        return self._policy.prompt_digests(prompt)
+
+    def missing(self, digests: Sequence[bytes]) -> int:
+        """Blocks of a prompt that would have to be filled; 0 if the cache cannot hold the prompt."""
+        fits = len(digests) <= min(pool.blocks for pool in self._policy.cache.pools)
+        return len(ReservedBlocks(self._policy.cache, digests)) if fits else 0
+
+    def reserve(self, digests: Sequence[bytes], reserved: int) -> ReservedBlocks | None:
+        """Empty blocks for the part of a prompt that is not cached; None while running requests leave no room.
+
+        `reserved` is the number of reservations that are not released. Each counts as a request of the batch, so that its prompt is
+        admitted once it is there. The caller makes sure that the cache can hold the prompt.
+        """
+        policy, blocks = self._policy, ReservedBlocks(self._policy.cache, digests)
+        busy = policy.unfinished + reserved
+        if busy >= policy.limits.sequences or not blocks.fit(policy.limits.reserve if busy else 0):
+            return None
+        blocks.take()
+        return blocks
+
+    def hold(self, digests: Sequence[bytes], first: int) -> HeldBlocks:
+        """References on blocks of a prompt, from block `first` on, as they are computed."""
+        return HeldBlocks(self._policy.cache, digests, first)
+
+    def read(self, tables: Sequence[Sequence[int]], out: memoryview) -> None:
+        """Copy blocks into host memory one after the other; a table has the block of each group."""
+        target = torch.frombuffer(out, dtype=torch.uint8).view(len(tables), self.block_bytes)
+        for part, content, blocks in self._parts(target, tables):
+            if content.is_cuda:
+                part.copy_(content.index_select(0, blocks.to(content.device)))  # one kernel gathers, one copy follows
+            else:
+                torch.index_select(content, 0, blocks, out=part) if part.is_contiguous() else part.copy_(
+                    content[blocks]
+                )
+
+    def write(self, tables: Sequence[Sequence[int]], content: memoryview) -> None:
+        """Copy blocks from host memory into the cache, once the steps before are computed; the memory may change afterwards."""
+        source = torch.frombuffer(content, dtype=torch.uint8).view(len(tables), self.block_bytes)
+        for part, cached, blocks in self._parts(source, tables):
+            cached.index_copy_(0, blocks.to(cached.device), part.to(cached.device))
+            if cached.is_cuda:
+                torch.cuda.current_stream(cached.device).synchronize()
+
+    def _parts(self, buffer: Tensor, tables: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """For each group its columns of `buffer`, the content of its blocks, and the indices of those in `tables`."""
+        parts, start = [], 0
+        for group, content in enumerate(self._contents):
+            end = start + content.shape[1]
+            parts.append((buffer[:, start:end], content, torch.tensor([table[group] for table in tables])))
+            start = end
+        return parts

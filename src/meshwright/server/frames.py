@@ -1,0 +1,195 @@
+"""Messages between the engines of a deployment: JSON, and bytes beside it, over a stream socket that never blocks."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from meshwright.spec.errors import BadInput
+from meshwright.spec.listen_address import listen_address
+
+UNIX = "unix:"
+"""What the address of a Unix socket begins with."""
+FIRST_BYTES = 4096
+"""Longest message of a peer that has not shown its key."""
+MESSAGE_BYTES = 64 << 20
+"""Longest JSON of a message, and most bytes beside it."""
+_HEADER = struct.Struct("!II")
+"""Bytes of the JSON, and bytes beside it."""
+_RECEIVE_BYTES = 1 << 20
+
+
+class BadFrame(Exception):
+    """A message that no peer of this version sends; the connection is of no use after it."""
+
+
+class Frame(NamedTuple):
+    """One message."""
+
+    message: Mapping[str, Any]
+    payload: bytearray
+    """Bytes beside the JSON."""
+
+
+class FrameSocket:
+    """A connection to another engine. What the system does not take at once is sent by later calls of `flush`."""
+
+    def __init__(self, end: socket.socket) -> None:
+        end.setblocking(False)
+        if end.family != socket.AF_UNIX:
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._end, self._incoming = end, bytearray()
+        self._outgoing: deque[memoryview] = deque()
+        self._descriptors: list[int] = []
+        self.limit = FIRST_BYTES
+        """Longest message that is taken; `MESSAGE_BYTES` once the peer is known."""
+
+    def fileno(self) -> int:
+        """The descriptor, for a selector."""
+        return self._end.fileno()
+
+    @property
+    def local(self) -> bool:
+        """Whether the peer is on this host and can be given descriptors."""
+        return self._end.family == socket.AF_UNIX
+
+    @property
+    def sending(self) -> bool:
+        """Whether there is something that the system has not taken yet."""
+        return bool(self._outgoing)
+
+    def send(
+        self, message: Mapping[str, Any], payload: memoryview | None = None, descriptor: int | None = None
+    ) -> None:
+        """Send a message. `payload` must not change until the peer has answered. Raises EOFError if the peer has closed."""
+        content = json.dumps(message, separators=(",", ":")).encode("ascii")
+        size = 0 if payload is None else payload.nbytes
+        data = memoryview(_HEADER.pack(len(content), size) + content)
+        if descriptor is not None:
+            try:  # a short message on a new connection
+                sent = socket.send_fds(self._end, [data], [descriptor])
+            except OSError:
+                raise EOFError from None
+            data = data[sent:]
+        self._outgoing.append(data)
+        if payload is not None and size:
+            self._outgoing.append(payload.cast("B"))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what is left. Raises EOFError if the peer has closed."""
+        try:
+            while self._outgoing:
+                data = self._outgoing[0]
+                sent = self._end.send(data) if data else 0
+                if sent < len(data):
+                    self._outgoing[0] = data[sent:]
+                    continue
+                self._outgoing.popleft()
+        except BlockingIOError:
+            return
+        except OSError:
+            raise EOFError from None
+
+    def receive(self) -> list[Frame]:
+        """Messages that have arrived. Raises EOFError if the peer has closed, BadFrame for a message that is too long or no JSON."""
+        try:
+            data = self._receive()
+        except BlockingIOError:
+            return []
+        except OSError:
+            raise EOFError from None
+        if not data:
+            raise EOFError
+        self._incoming += data
+        return self._complete()
+
+    def _receive(self) -> bytes:
+        if not self.local:
+            return self._end.recv(_RECEIVE_BYTES)
+        data, descriptors, _, _ = socket.recv_fds(self._end, _RECEIVE_BYTES, 1)
+        self._descriptors += descriptors
+        return data
+
+    def _complete(self) -> list[Frame]:
+        incoming, start, frames = self._incoming, 0, []
+        while len(incoming) - start >= _HEADER.size:
+            length, size = _HEADER.unpack_from(incoming, start)
+            if length > self.limit or size > (0 if self.limit == FIRST_BYTES else MESSAGE_BYTES):
+                raise BadFrame(f"a message of {length} and {size} bytes; expected at most {self.limit}")
+            middle = start + _HEADER.size + length
+            if len(incoming) < middle + size:
+                break
+            try:
+                message = json.loads(incoming[start + _HEADER.size : middle])
+            except ValueError:
+                raise BadFrame("a message that is no JSON") from None
+            if not isinstance(message, dict):
+                raise BadFrame("a message that is no JSON object")
+            frames.append(Frame(message, incoming[middle : middle + size]))
+            start = middle + size
+        del incoming[:start]
+        return frames
+
+    def take_descriptor(self) -> int | None:
+        """A descriptor that the peer has given; the caller closes it."""
+        return self._descriptors.pop() if self._descriptors else None
+
+    def close(self) -> None:
+        """Close the connection."""
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors.clear()
+        self._outgoing.clear()
+        self._end.close()
+
+
+def listen(address: str) -> socket.socket:
+    """A socket that listens at `unix:PATH`, for processes of this user, or at HOST:PORT. Raises BadInput if it cannot."""
+    try:
+        if address.startswith(UNIX):
+            path = Path(address.removeprefix(UNIX))
+            path.unlink(missing_ok=True)
+            end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            mask = os.umask(0o177)
+            try:
+                end.bind(str(path))
+            finally:
+                os.umask(mask)
+            end.listen()
+        else:
+            end = socket.create_server(listen_address(address))
+    except (OSError, ValueError) as error:
+        raise BadInput(f"transfer_address: cannot listen at {address}: {error}", key="transfer_address") from None
+    end.setblocking(False)
+    return end
+
+
+def start_connecting(address: str) -> socket.socket | None:
+    """A socket that connects to an address, or will be in a moment; None if nobody listens there."""
+    try:
+        if address.startswith(UNIX):
+            end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            target: Any = address.removeprefix(UNIX)
+        else:
+            target = listen_address(address)
+            end = socket.socket(socket.AF_INET6 if ":" in target[0] else socket.AF_INET, socket.SOCK_STREAM)
+    except (OSError, ValueError):
+        return None
+    end.setblocking(False)
+    try:
+        end.connect(target)
+    except BlockingIOError:
+        if address.startswith(UNIX):  # the queue of the listener is full
+            end.close()
+            return None
+    except OSError:
+        end.close()
+        return None
+    return end

@@ -1,0 +1,268 @@
+"""The sender of blocks: computes prompts for other engines, with the first token of each text, and hands out their blocks.
+
+A prompt is a request of the engine with one new token. After each step the blocks that are computed are held, copied into staging memory
+as far as there is room, and sent; the receiver acknowledges slots that it has copied. A connection that ends, or has not acknowledged for
+too long, loses its prompts: they are aborted, and what they hold is freed.
+"""
+
+from __future__ import annotations
+
+import hmac
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from meshwright.server.frames import MESSAGE_BYTES, BadFrame, Frame, FrameSocket
+from meshwright.server.staging import Staging
+from meshwright.spec.errors import BadInput
+
+if TYPE_CHECKING:
+    from meshwright.policies.moving_blocks import HeldBlocks
+    from meshwright.serve.engine import Engine
+    from meshwright.serve.generation import Update
+    from meshwright.serve.prefix_blocks import PrefixBlocks
+
+MOST_CONNECTIONS = 256
+HELLO_SECONDS = 5.0
+"""Time in which a peer must show its key."""
+RUN_BYTES = 32 << 20
+"""Most bytes of blocks in one message."""
+
+
+class PrefillJob:
+    """One prompt, and the first token of each of its texts."""
+
+    def __init__(self, number: int, prompt_tokens: int, held: HeldBlocks, requests: Sequence[int]) -> None:
+        self.number, self.prompt_tokens, self.held = number, prompt_tokens, held
+        """`number` is the receiver's."""
+        self.requests = list(requests)
+        """The engine's numbers."""
+        self.firsts: dict[int, list[Any]] = {}
+        """By the engine's number: tokens, reason, error and log probabilities."""
+
+    @property
+    def computed(self) -> bool:
+        """Whether all texts have their first token."""
+        return len(self.firsts) == len(self.requests)
+
+
+class PrefillConnection:
+    """A receiver: its prompts, and the blocks that are on their way to it."""
+
+    def __init__(self, end: socket.socket, now: float) -> None:
+        self.frames, self.heard = FrameSocket(end), now
+        """`heard`: when it last said something while it had a reason to."""
+        self.staging: Staging | None = None
+        """Memory for its blocks, once it has shown its key."""
+        self.jobs: dict[int, PrefillJob] = {}
+        """By the receiver's number, in the order of their arrival."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of its prompts that are not computed."""
+        return sum(job.prompt_tokens for job in self.jobs.values() if not job.computed)
+
+
+class PrefillJobs:
+    """Computes prompts on an engine for the engines that connect to a listening socket."""
+
+    def __init__(
+        self, engine: Engine, blocks: PrefixBlocks, listening: socket.socket, key: str, lease_seconds: float
+    ) -> None:
+        self._engine, self._blocks, self._key, self._lease = engine, blocks, key.encode(), lease_seconds
+        self.listening, self.accepting = listening, True
+        """Whether new prompts are taken."""
+        self.connections: list[PrefillConnection] = []
+        self._texts: dict[int, PrefillJob | None] = {}
+        """The prompts of unfinished texts by the engine's number; None for aborted ones."""
+        self._identity = ""
+        self.sent_blocks = 0
+
+    def use_identity(self, identity: str) -> None:
+        """Serve peers with these weights from now on; all connections end."""
+        for connection in list(self.connections):
+            self._close(connection)
+        self._identity = identity
+
+    def accept(self, *, readable: bool) -> None:
+        """Take new connections, if the listening socket has any."""
+        while readable:
+            try:
+                end, _ = self.listening.accept()
+            except OSError:  # none waits, or there are too many open files
+                return
+            if len(self.connections) >= MOST_CONNECTIONS:
+                end.close()
+                continue
+            self.connections.append(PrefillConnection(end, time.monotonic()))
+
+    def serve(self, connection: PrefillConnection, *, readable: bool) -> None:
+        """Send what is left to be sent to a receiver, and take its messages; a wrong one ends the connection."""
+        if connection not in self.connections:
+            return
+        try:
+            connection.frames.flush()
+            for frame in [] if not readable else connection.frames.receive():
+                self._take(connection, frame)
+            if connection.staging is not None:
+                self._send_blocks(connection)
+        except (EOFError, BadFrame, AttributeError, KeyError, TypeError, ValueError):
+            self._close(connection)
+
+    def _take(self, connection: PrefillConnection, frame: Frame) -> None:
+        if connection.staging is None:
+            self._greet(connection, frame.message["hello"])
+            return
+        actions: Mapping[str, Callable[[PrefillConnection, Any], None]] = {
+            "prefill": self._begin,
+            "copied": self._free_slots,
+            "cancel": self._cancel,
+        }
+        connection.heard = time.monotonic()
+        for key, value in frame.message.items():
+            actions[key](connection, value)
+
+    def _greet(self, connection: PrefillConnection, hello: Mapping[str, Any]) -> None:
+        """Let a peer with the key in, if it has the same weights."""
+        if not hmac.compare_digest(str(hello["key"]).encode(), self._key):
+            raise BadFrame("a wrong key")
+        if hello["identity"] != self._identity:
+            connection.frames.send({"refused": "other weights, formats or sizes of blocks"})
+            raise EOFError
+        staging = Staging(self._blocks.block_bytes)
+        connection.staging, connection.frames.limit = staging, MESSAGE_BYTES
+        sizes = {"block_bytes": staging.block_bytes, "slots": staging.slots}
+        local = connection.frames.local
+        connection.frames.send({"welcome": sizes}, descriptor=staging.descriptor if local else None)
+        self.report_load()
+
+    def _begin(self, connection: PrefillConnection, request: Mapping[str, Any]) -> None:
+        """Queue a prompt."""
+        from meshwright.serve.grammar import Grammar
+        from meshwright.serve.sampling_options import SamplingOptions
+
+        number, grammar = int(request["job"]), request["grammar"]
+        if number in connection.jobs:
+            raise BadFrame(f"another prompt has the number {number}")
+        if not self.accepting:
+            connection.frames.send({"failed": number, "error": "this engine takes no prompts"})
+            return
+        try:
+            requests = self._engine.submit_samples(
+                request["tokens"],
+                request["count"],
+                sampling=SamplingOptions.from_plain(request["sampling"]),
+                new_tokens=1,
+                stop_ids=request["stop_ids"],
+                grammar=None if grammar is None else Grammar(*grammar),
+            )
+        except BadInput as error:
+            connection.frames.send({"failed": number, "error": str(error)})
+            return
+        held = self._blocks.hold(self._blocks.digests(request["tokens"]), max(0, request["first_block"]))
+        connection.jobs[number] = job = PrefillJob(number, len(request["tokens"]), held, requests)
+        self._texts.update(dict.fromkeys(requests, job))
+
+    def _free_slots(self, connection: PrefillConnection, slots: Sequence[int]) -> None:
+        assert connection.staging is not None
+        start, count = slots
+        connection.staging.give_back(start, count)
+
+    def _cancel(self, connection: PrefillConnection, number: int) -> None:
+        if (job := connection.jobs.get(number)) is not None:
+            self._end(connection, job)
+
+    def after_step(self, updates: Sequence[Update]) -> list[Update]:
+        """Note the first tokens in the updates of a step, and send what is computed; returns the updates of other requests."""
+        others = []
+        for update in updates:
+            if update.number not in self._texts:
+                others.append(update)
+            elif update.reason is not None and (job := self._texts.pop(update.number)) is not None:
+                job.firsts[update.number] = [update.tokens, update.reason, update.error, update.logprobs]
+        for connection in list(self.connections):
+            if connection.jobs:
+                try:
+                    self._send_blocks(connection)
+                except EOFError:
+                    self._close(connection)
+        self.report_load()
+        return others
+
+    def _send_blocks(self, connection: PrefillConnection) -> None:
+        """Send the computed blocks of all prompts as far as there is room, and the first tokens behind the last of them."""
+        for job in list(connection.jobs.values()):
+            job.held.extend()
+            while job.held and self._send_run(connection, job):
+                pass
+            if job.computed and not job.held:
+                firsts = [job.firsts[number] for number in job.requests]
+                self._end(connection, job)
+                connection.frames.send({"first": job.number, "texts": firsts})
+
+    def _send_run(self, connection: PrefillConnection, job: PrefillJob) -> bool:
+        """Send some blocks of a prompt; whether there was room for any."""
+        staging, size = connection.staging, self._blocks.block_bytes
+        assert staging is not None
+        start, count = staging.take(min(len(job.held), max(1, RUN_BYTES // size)))
+        if not count:
+            return False
+        if staging.used == count:
+            connection.heard = time.monotonic()  # from now on the receiver has something to acknowledge
+        content, index = staging.content(start, count), job.held.next
+        self._blocks.read(job.held.take(count), content)
+        job.held.copied(count)
+        checksums = [xxhash.xxh3_64_hexdigest(content[at : at + size]) for at in range(0, count * size, size)]
+        connection.frames.send(
+            {"blocks": job.number, "index": index, "slots": [start, count], "checksums": checksums},
+            None if connection.frames.local else content,
+        )
+        self.sent_blocks += count
+        return True
+
+    def report_load(self) -> None:
+        """Tell receivers how many tokens of others' prompts go before theirs, which is also a sign of life."""
+        total = sum(connection.prompt_tokens for connection in self.connections)
+        for connection in list(self.connections):
+            if connection.staging is not None:
+                try:
+                    others = total - connection.prompt_tokens
+                    connection.frames.send({"load": others, "accepting": self.accepting})
+                except EOFError:
+                    self._close(connection)
+
+    def end_late(self, now: float) -> None:
+        """Close connections without a key, and those that do not acknowledge blocks, after their time."""
+        for connection in list(self.connections):
+            staging = connection.staging
+            limit = HELLO_SECONDS if staging is None else self._lease if staging.used else float("inf")
+            if now > connection.heard + limit:
+                self._close(connection)
+
+    def _end(self, connection: PrefillConnection, job: PrefillJob) -> None:
+        """Forget a prompt: what is computed stays in the prefix cache, the remainder is aborted."""
+        del connection.jobs[job.number]
+        for number in job.requests:
+            if number in self._texts:
+                self._texts[number] = None
+                self._engine.abort(number)
+        job.held.release()
+
+    def _close(self, connection: PrefillConnection) -> None:
+        if connection not in self.connections:
+            return
+        self.connections.remove(connection)
+        for job in list(connection.jobs.values()):
+            self._end(connection, job)
+        if connection.staging is not None:
+            connection.staging.close()
+        connection.frames.close()
+
+    def close(self) -> None:
+        """End all connections, and listen no more."""
+        for connection in list(self.connections):
+            self._close(connection)
+        self.listening.close()

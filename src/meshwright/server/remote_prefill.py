@@ -1,0 +1,313 @@
+"""The receiver of blocks: has prompts computed by other engines, and then continues the texts here.
+
+For each prompt, in order: reserve blocks of the cache, ask the peer with the fewest tokens to compute, copy the blocks that come, take the
+first tokens, release the reservation, submit the texts. Whatever goes wrong between, the texts are submitted at once: blocks that have
+come are found in the prefix cache, and the engine computes the others itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import xxhash
+
+from meshwright.server.frames import MESSAGE_BYTES, BadFrame, Frame, FrameSocket, start_connecting
+from meshwright.server.staging import map_staging
+
+if TYPE_CHECKING:
+    from meshwright.policies.moving_blocks import ReservedBlocks
+    from meshwright.serve.prefix_blocks import PrefixBlocks
+
+RETRY_SECONDS = 0.5
+"""Time between two attempts to connect to a peer."""
+
+
+class Submit(Protocol):
+    """Submits the texts of a request; `firsts` has what is known of each: tokens, reason, error and log probabilities."""
+
+    def __call__(self, request: Mapping[str, Any], firsts: Sequence[Sequence[Any]] | None) -> None: ...
+
+
+@dataclass(eq=False)
+class RemotePrompt:
+    """A prompt that is not submitted here yet."""
+
+    request: Mapping[str, Any]
+    """The message `submit` of the HTTP process."""
+    number: int
+    digests: Sequence[bytes]
+    """Of the full blocks of the prompt."""
+    peer: Peer | None = None
+    """The peer that computes it; None while it waits for blocks."""
+    reserved: ReservedBlocks | None = None
+    heard: float = 0.0
+    """When its peer last said something."""
+    intact: bool = True
+    """Whether all blocks were as their checksums say. After one that was not, later ones are of no use."""
+    aborted: set[int] = field(default_factory=set)
+    """Ids of texts that are not wanted any more."""
+
+
+class Peer:
+    """An engine that computes prompts."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.frames: FrameSocket | None = None
+        self.memory: memoryview | None = None
+        """Staging memory of a peer on this host."""
+        self.slots = 0
+        self.usable = False
+        """Whether it takes prompts."""
+        self.load = 0
+        """Tokens of others' prompts that it has still to compute."""
+        self.prompts: dict[int, RemotePrompt] = {}
+        self.retry = 0.0
+        """When to connect again."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of prompts that it has still to compute."""
+        return self.load + sum(len(prompt.request["tokens"]) for prompt in self.prompts.values())
+
+
+class RemotePrefill:
+    """Prompts of one engine that others compute."""
+
+    def __init__(
+        self, blocks: PrefixBlocks, addresses: Sequence[str], key: str, lease_seconds: float, submit: Submit
+    ) -> None:
+        self._blocks, self._key, self._lease, self._submit = blocks, key, lease_seconds, submit
+        self.peers = [Peer(address) for address in addresses]
+        self.enabled = False
+        """Whether prompts go to peers."""
+        self._identity = ""
+        self._waiting: deque[RemotePrompt] = deque()
+        self._numbers = itertools.count()
+        self.received_blocks = self.damaged_blocks = self.lost_prompts = 0
+        """Blocks that came; those with a wrong checksum; prompts that a peer did not finish."""
+
+    @property
+    def prompts(self) -> list[RemotePrompt]:
+        """Prompts that are not submitted here yet."""
+        return [*(prompt for peer in self.peers for prompt in peer.prompts.values()), *self._waiting]
+
+    @property
+    def _reserved(self) -> int:
+        return sum(len(peer.prompts) for peer in self.peers)
+
+    def use_identity(self, identity: str) -> None:
+        """Take blocks of these weights from now on; prompts at peers are computed here."""
+        for peer in self.peers:
+            self.lose(peer, retry=0.0)
+        self.start()
+        self._identity = identity
+
+    def begin(self, request: Mapping[str, Any]) -> bool:
+        """Take over a request; false if its prompt is to be computed here, by the caller."""
+        if not self.enabled or not any(peer.usable for peer in self.peers):
+            return False
+        digests = self._blocks.digests(request["tokens"])
+        if not self._blocks.missing(digests):
+            return False
+        self._waiting.append(RemotePrompt(request, next(self._numbers), digests))
+        self.start()
+        return True
+
+    def start(self) -> None:
+        """Send waiting prompts to peers, in order, as far as the cache has room for them."""
+        while self._waiting:
+            prompt = self._waiting[0]
+            usable = [peer for peer in self.peers if peer.usable]
+            if not usable or not self.enabled:
+                self._submit_here(self._waiting.popleft())
+                continue
+            reserved = self._blocks.reserve(prompt.digests, self._reserved)
+            if reserved is None:
+                return
+            self._waiting.popleft()
+            prompt.reserved = reserved
+            if not len(reserved):  # it was cached meanwhile
+                self._submit_here(prompt)
+                continue
+            self._ask(prompt, min(usable, key=lambda peer: peer.tokens))
+
+    def _ask(self, prompt: RemotePrompt, peer: Peer) -> None:
+        assert peer.frames is not None and prompt.reserved is not None
+        request, prompt.peer, prompt.heard = prompt.request, peer, time.monotonic()
+        peer.prompts[prompt.number] = prompt
+        shared = {key: request[key] for key in ("tokens", "sampling", "stop_ids", "grammar")}
+        message = {"job": prompt.number, "count": len(request["ids"]), "first_block": prompt.reserved.first, **shared}
+        try:
+            peer.frames.send({"prefill": message})
+        except EOFError:
+            self.lose(peer)
+
+    def abort(self, ids: Sequence[int]) -> None:
+        """Forget texts; a prompt without any is given up."""
+        for prompt in self.prompts:
+            prompt.aborted.update(set(ids) & set(prompt.request["ids"]))
+            if len(prompt.aborted) < len(prompt.request["ids"]):
+                continue
+            if prompt in self._waiting:
+                self._waiting.remove(prompt)
+            elif (peer := self._forget(prompt)) is not None and peer.frames is not None:
+                try:
+                    peer.frames.send({"cancel": prompt.number})
+                except EOFError:
+                    self.lose(peer)
+
+    def connect(self, now: float) -> None:
+        """Connect to peers that are not connected, if there is a use for them."""
+        for peer in self.peers:
+            if not self.enabled or peer.frames is not None or now < peer.retry:
+                continue
+            peer.retry = now + RETRY_SECONDS
+            if (end := start_connecting(peer.address)) is None:
+                continue
+            peer.frames = FrameSocket(end)
+            try:
+                peer.frames.send({"hello": {"key": self._key, "identity": self._identity}})
+            except EOFError:
+                self.lose(peer)
+
+    def end_late(self, now: float) -> None:
+        """Give up peers that have said nothing about a prompt for too long."""
+        for peer in self.peers:
+            if any(now > prompt.heard + self._lease for prompt in peer.prompts.values()):
+                self.lose(peer)
+
+    def serve(self, peer: Peer, *, readable: bool) -> None:
+        """Send what is left to be sent to a peer, and take its messages; a wrong one ends the connection."""
+        if peer.frames is None:
+            return
+        try:
+            peer.frames.flush()
+            for frame in [] if not readable else peer.frames.receive():
+                self._take(peer, frame)
+        except (EOFError, BadFrame, AttributeError, KeyError, TypeError, ValueError):
+            self.lose(peer)
+
+    def _take(self, peer: Peer, frame: Frame) -> None:
+        message, now = frame.message, time.monotonic()
+        for prompt in peer.prompts.values():
+            prompt.heard = now
+        if "blocks" in message:
+            self._copy(peer, message, frame.payload)
+        elif "load" in message:
+            peer.load, peer.usable = message["load"], bool(message["accepting"])
+        elif "first" in message:
+            if (prompt := peer.prompts.get(message["first"])) is not None:
+                self._finish(prompt, message["texts"])
+        elif "failed" in message:
+            if (prompt := peer.prompts.get(message["failed"])) is not None:
+                self.lost_prompts += 1
+                self._submit_here(prompt)
+        elif "welcome" in message:
+            self._begin_connection(peer, message["welcome"])
+        else:
+            raise BadFrame("the peer refuses, or says something unknown")
+
+    def _begin_connection(self, peer: Peer, sizes: Mapping[str, int]) -> None:
+        frames = peer.frames
+        assert frames is not None
+        if sizes["block_bytes"] != self._blocks.block_bytes:
+            raise BadFrame("blocks of another size")
+        frames.limit, peer.slots = MESSAGE_BYTES, sizes["slots"]
+        if frames.local:
+            descriptor = frames.take_descriptor()
+            if descriptor is None:
+                raise BadFrame("staging memory is missing")
+            peer.memory = map_staging(descriptor, sizes["slots"] * sizes["block_bytes"])
+
+    def _copy(self, peer: Peer, message: Mapping[str, Any], payload: bytearray) -> None:
+        """Copy the blocks of a message into the cache, up to the first with a wrong checksum, and acknowledge them."""
+        assert peer.frames is not None
+        size, (start, count) = self._blocks.block_bytes, message["slots"]
+        content = memoryview(payload)
+        if peer.memory is not None:
+            content = peer.memory[start * size : (start + count) * size]
+        checksums = message["checksums"]
+        if content.nbytes != count * size or len(checksums) != count or start < 0 or count < 1:
+            raise BadFrame("blocks without their content")
+        if (prompt := peer.prompts.get(message["blocks"])) is not None and prompt.intact:
+            for offset, checksum in enumerate(checksums):
+                block = content[offset * size : (offset + 1) * size]
+                if xxhash.xxh3_64_hexdigest(block) != checksum:
+                    self.damaged_blocks += 1
+                    prompt.intact = False
+                    break
+                self._write(prompt, message["index"] + offset, block)
+        peer.frames.send({"copied": [start, count]})
+
+    def _write(self, prompt: RemotePrompt, index: int, content: memoryview) -> None:
+        assert prompt.reserved is not None
+        blocks = prompt.reserved.blocks(index)
+        if blocks is None:
+            raise BadFrame(f"block {index} is not asked for")
+        self._blocks.write([blocks], content)
+        prompt.reserved.enter(index)
+        self.received_blocks += 1
+
+    def _finish(self, prompt: RemotePrompt, firsts: Sequence[Sequence[Any]]) -> None:
+        """Continue the texts of a prompt after their first tokens."""
+        if len(firsts) != len(prompt.request["ids"]):
+            raise BadFrame("not all texts have a first token")
+        if any(reason not in ("length", "stop") for _, reason, _, _ in firsts):
+            self.lost_prompts += 1
+            self._submit_here(prompt)
+            return
+        self._forget(prompt)
+        self._submit_wanted(prompt, firsts)
+
+    def _submit_here(self, prompt: RemotePrompt) -> None:
+        """Compute what is missing of a prompt, and its first tokens, on this engine."""
+        self._forget(prompt)
+        self._submit_wanted(prompt, None)
+
+    def _submit_wanted(self, prompt: RemotePrompt, firsts: Sequence[Sequence[Any]] | None) -> None:
+        ids = prompt.request["ids"]
+        if firsts is None and prompt.aborted:
+            # Samples have the seeds of their positions, so none is left out here.
+            firsts = [[(), None, None, ()] for _ in ids]
+        if firsts is not None:
+            firsts = [
+                [(), "abort", None, ()] if id in prompt.aborted else first
+                for id, first in zip(ids, firsts, strict=True)
+            ]
+        self._submit(prompt.request, firsts)
+
+    def _forget(self, prompt: RemotePrompt) -> Peer | None:
+        """Release what a prompt holds."""
+        peer = prompt.peer
+        if peer is not None:
+            del peer.prompts[prompt.number]
+            prompt.peer = None
+        if prompt.reserved is not None:
+            prompt.reserved.release()
+            prompt.reserved = None
+        return peer
+
+    def lose(self, peer: Peer, retry: float | None = None) -> None:
+        """End the connection to a peer; its prompts are computed here. `retry`: when to connect again."""
+        if peer.frames is not None:
+            peer.frames.close()
+        peer.frames, peer.memory, peer.usable, peer.load = None, None, False, 0
+        peer.retry = time.monotonic() + RETRY_SECONDS if retry is None else retry
+        for prompt in list(peer.prompts.values()):
+            self.lost_prompts += 1
+            self._submit_here(prompt)
+
+    def close(self) -> None:
+        """End all connections and forget all prompts."""
+        for prompt in self.prompts:
+            if prompt.peer is not None:
+                self._forget(prompt)
+        self._waiting.clear()
+        for peer in self.peers:
+            self.lose(peer)

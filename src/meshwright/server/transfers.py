@@ -1,0 +1,162 @@
+"""The role of an engine's process, and its connections to the engines of other roles."""
+
+from __future__ import annotations
+
+import selectors
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from meshwright.server.frames import FrameSocket, listen
+from meshwright.server.prefill_jobs import PrefillJobs
+from meshwright.server.remote_prefill import RemotePrefill, Submit
+from meshwright.spec.deployment import Role
+
+if TYPE_CHECKING:
+    from meshwright.serve.engine import Engine
+    from meshwright.serve.generation import Update
+
+TICK_SECONDS = 0.25
+"""Longest time between two looks at leases and lost peers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferSetup:
+    """The role of an engine and its peers."""
+
+    role: Role = "both"
+    address: str | None = None
+    """Where other engines ask for prompts; None: nowhere."""
+    peers: tuple[str, ...] = ()
+    """Addresses of the engines that compute prompts."""
+    key: str = ""
+    """What peers must show."""
+    seconds: float = 30.0
+    """Longest time without news from the other side."""
+
+
+class TransferFigures(NamedTuple):
+    """What has been exchanged so far."""
+
+    sent_blocks: int = 0
+    received_blocks: int = 0
+    damaged_blocks: int = 0
+    """Blocks with a wrong checksum, which were computed again."""
+    lost_prompts: int = 0
+    """Prompts that a peer did not finish."""
+    waiting_prompts: int = 0
+    """Prompts that are at a peer, or wait for room in the cache."""
+    usable_peers: int = 0
+    """Peers that take prompts of this engine now."""
+
+
+class Transfers:
+    """The blocks that one engine exchanges with others, by its role. Not for several threads at once."""
+
+    def __init__(self, engine: Engine, setup: TransferSetup, submit: Submit) -> None:
+        """`submit` queues the texts of a request on the engine. Raises BadInput if `setup.address` cannot be used."""
+        self._blocks = blocks = engine.prefix_blocks()
+        self._sender = None
+        if setup.address is not None:
+            self._sender = PrefillJobs(engine, blocks, listen(setup.address), setup.key, setup.seconds)
+        peers = [address for address in setup.peers if address != setup.address]
+        self._receiver = RemotePrefill(blocks, peers, setup.key, setup.seconds, submit)
+        self._selector = selectors.DefaultSelector()
+        self._watched: dict[int, tuple[FrameSocket, int]] = {}
+        """Connections in the selector by descriptor, with their events."""
+        self._next_tick = 0.0
+        if self._sender is not None:
+            self._selector.register(self._sender.listening, selectors.EVENT_READ, self._sender.accept)
+        self.use_new_weights()
+        self.use_role(setup.role)
+
+    def use_role(self, role: Role) -> None:
+        """Take new work by this role; what is under way goes on."""
+        if self._sender is not None:
+            self._sender.accepting = role != "decode"
+            self._sender.report_load()
+        self._receiver.enabled = role == "decode"
+        self._receiver.connect(time.monotonic())
+
+    def use_new_weights(self) -> None:
+        """End all connections, whose blocks are of other weights; prompts at peers are computed here."""
+        identity = self._blocks.identity()
+        if self._sender is not None:
+            self._sender.use_identity(identity)
+        self._receiver.use_identity(identity)
+
+    @property
+    def figures(self) -> TransferFigures:
+        """What has been exchanged so far."""
+        receiver, sent = self._receiver, 0 if self._sender is None else self._sender.sent_blocks
+        return TransferFigures(
+            sent,
+            receiver.received_blocks,
+            receiver.damaged_blocks,
+            receiver.lost_prompts,
+            len(receiver.prompts),
+            sum(peer.usable for peer in receiver.peers),
+        )
+
+    def begin(self, request: Mapping[str, Any]) -> bool:
+        """Have the prompt of a request computed elsewhere; false if the caller is to submit it here."""
+        return self._receiver.begin(request)
+
+    def abort(self, ids: Sequence[int]) -> None:
+        """Forget texts whose prompts are elsewhere."""
+        self._receiver.abort(ids)
+
+    def after_step(self, updates: Sequence[Update]) -> Sequence[Update]:
+        """Send what a step has computed for other engines; returns the updates of other requests."""
+        if self._sender is not None:
+            updates = self._sender.after_step(updates)
+        return updates
+
+    def wait(self, client: int, busy: Callable[[], bool]) -> None:
+        """Take what peers send, and wait for it or for data at descriptor `client` unless the engine is `busy`."""
+        self._receiver.start()
+        now = time.monotonic()
+        if now >= self._next_tick:
+            self._next_tick = now + TICK_SECONDS
+            self._receiver.end_late(now)
+            self._receiver.connect(now)
+            if self._sender is not None:
+                self._sender.end_late(now)
+        self._watch()
+        if client not in self._selector.get_map():
+            self._selector.register(client, selectors.EVENT_READ, None)
+        for key, events in self._selector.select(0 if busy() else TICK_SECONDS):
+            if key.data is not None:
+                key.data(readable=bool(events & selectors.EVENT_READ))
+
+    def _watch(self) -> None:
+        """Keep the selector up to date with the connections."""
+        current = {frames.fileno(): (frames, serve) for frames, serve in self._connections()}
+        for descriptor, (frames, _) in list(self._watched.items()):
+            if descriptor not in current or current[descriptor][0] is not frames:
+                self._selector.unregister(descriptor)
+                del self._watched[descriptor]
+        for descriptor, (frames, serve) in current.items():
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if frames.sending else 0)
+            if descriptor not in self._watched:
+                self._selector.register(descriptor, events, serve)
+            elif self._watched[descriptor][1] != events:
+                self._selector.modify(descriptor, events, serve)
+            self._watched[descriptor] = frames, events
+
+    def _connections(self) -> list[tuple[FrameSocket, Callable[..., None]]]:
+        """All connections, and what serves them."""
+        found: list[tuple[FrameSocket, Callable[..., None]]] = []
+        if self._sender is not None:
+            found += [(receiver.frames, partial(self._sender.serve, receiver)) for receiver in self._sender.connections]
+        peers = [(peer.frames, partial(self._receiver.serve, peer)) for peer in self._receiver.peers]
+        return found + [(frames, serve) for frames, serve in peers if frames is not None]
+
+    def close(self) -> None:
+        """End all connections, and listen no more."""
+        self._receiver.close()
+        if self._sender is not None:
+            self._sender.close()
+        self._selector.close()
