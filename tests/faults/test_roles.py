@@ -204,7 +204,7 @@ def test_a_killed_process_costs_no_wrong_text_and_no_block(
         deployment.start(victim)
         deployment.wait(victim)
     deployment.assert_nothing_is_held()
-    assert all(deployment.state(name)["received_blocks"] for name in ("decode-0", "decode-1"))
+    assert any(deployment.state(name)["received_blocks"] for name in ("decode-0", "decode-1"))
     assert restored[0] <= RESTORED_SECONDS
     print(
         f"{victim}: restored after {restored[0]:.2f} s, {sum(text is None for _, text in texts)} of {len(texts)} failed"
