@@ -218,19 +218,21 @@ def _limit_sequence(document: Document) -> None:
 
 def complete_batch(document: Document) -> None:
     """Sets what follows from `train.global_batch_tokens`: the sequences that the planner assumes, and the mask of documents."""
-    train, data = document.data.get("train"), document.data.setdefault("data", {})
+    train = document.data.get("train")
     path: KeyPath = ("train", "global_batch_tokens")
     tokens, seq_len = document.get(path), document.get(("train", "seq_len")) or TrainSpec.seq_len
     if not isinstance(train, dict) or not _is_count(tokens) or not _is_count(seq_len):
         return
-    if train.get("global_batch") is not None and document.value_position(("train", "global_batch")).file != EMBEDDED:
-        expected = "no train.global_batch beside it: a step is either so many tokens or so many sequences"
-        document.reject(path, expected, f"{tokens} beside train.global_batch {train['global_batch']}")
+    batch, file = train.get("global_batch"), document.value_position(("train", "global_batch")).file
+    if batch not in (None, "none") and file != EMBEDDED:
+        expected = "no train.global_batch beside it (none drops an inherited one): a step has so many tokens or so many sequences"
+        document.reject(path, expected, f"{tokens} beside train.global_batch {batch}")
         return
     sizes = [document.get(("cluster", key)) for key in ("nodes", "gpus_per_node")]
     ranks = math.prod(size for size in sizes if _is_count(size))
     position = document.value_position(path)
     document.put(("train", "global_batch"), planned_sequences(tokens, seq_len, ranks), position)
+    data = document.data.setdefault("data", {})
     if isinstance(data, dict) and "document_mask" not in data:
         document.put(("data", "document_mask"), True, position)
 

@@ -384,6 +384,8 @@ def _global_batch(run: RunValues) -> Iterator[Mistake]:
     batch, ranks, pinned = run("train.global_batch"), _rank_count(run), {key: run(key) for key in keys if run(key)}
     if ranks is None or any(ranks % (run(f"plan.{axis}") or 1) for axis in DATA_AXES):
         return
+    if run("train.global_batch_tokens"):  # the planner divides samples, not sequences
+        return
     unit = math.prod(pinned.values())
     if batch and batch > MOST_SEQUENCES * ranks:
         expected = f"at most {MOST_SEQUENCES} sequences for each of the cluster's {ranks} ranks"

@@ -46,6 +46,7 @@ OPTIONAL_STEP_KEYS: dict[str, str] = {
     "router_z_loss": "with train.router_z_loss: the same of router logits, mean over tokens and layers",
     "expert_loads": "mixtures of experts: tokens of each expert by layer, every step, or every tenth if these are over 1,024 numbers",
     "samples": "with data.packing none: samples of the step",
+    "sample_lengths": "with data.packing none: lengths of the step's samples, in the first step and every 50th after it",
     "padding": "with data.packing none: share of all ranks' tokens that is padding; tokens_per_second and MFU leave it out",
     "data_wait_seconds": "time the loop waited for its batch",
     "phases": "seconds by phase (events.span.Phase)",

@@ -21,7 +21,7 @@ from meshwright.training.rollback import roll_back
 from meshwright.training.saving import Saver
 from meshwright.training.session import Session
 from meshwright.training.state_check import StateCheck
-from meshwright.training.step_record import FigureReader
+from meshwright.training.step_record import FigureReader, sample_figures
 from meshwright.training.stop import FAILED, INTERRUPT, StopRequest
 from meshwright.training.timelines import StepTimelines
 from meshwright.training.tracing import step_trace
@@ -217,7 +217,7 @@ def _one_step(
     session.end_step(step, read.samples)
     host = {"lr": rate, "data_wait_seconds": loader.wait_seconds}
     if read.lengths is not None:
-        host |= {"samples": len(read.lengths), "padding": read.padding}
+        host |= sample_figures(step, read.lengths, read.padding)
     for record in figures.push(step, result, host, read.lengths):
         _report(session, accounting, saver, check, record)
 

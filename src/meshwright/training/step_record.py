@@ -21,6 +21,8 @@ from meshwright.training.stop import StopFlags
 from meshwright.training.train_step import StepFigures
 from meshwright.training.wire_count import WireCount
 
+LENGTHS_INTERVAL, MOST_LENGTHS = 50, 16_384
+"""Steps from one whose samples' lengths are recorded to the next, and most samples of such a step."""
 SHORT_LOADS, LOADS_INTERVAL = 1024, 10
 """Most loads of experts that every line of metrics.jsonl has; more are in the first and every tenth line."""
 
@@ -139,6 +141,14 @@ class FigureReader:
             for causal in (True, False)
         }
         return int(lengths @ counts), flops
+
+
+def sample_figures(step: int, lengths: np.ndarray, padding: float) -> dict[str, Any]:
+    """Figures of a step's samples of any length; in some steps also the lengths `(S,)`, if they are not too many."""
+    figures: dict[str, Any] = {"samples": len(lengths), "padding": padding}
+    if step % LENGTHS_INTERVAL == 1 and len(lengths) <= MOST_LENGTHS:
+        figures["sample_lengths"] = lengths.tolist()
+    return figures
 
 
 def loads_interval(counts: int) -> int:
