@@ -36,7 +36,7 @@ class Fetch:
     """Index of the first block that is asked for."""
     done: Callable[[], None]
     """Called once what the store has is in the cache, or will not come."""
-    asked: float
+    since: float
 
 
 class StoreClient:
@@ -118,7 +118,7 @@ class StoreClient:
 
     def tick(self, now: float) -> None:
         """Connect if there is no connection, and give a store up that does not answer."""
-        if any(now > fetch.asked + FETCH_SECONDS for fetch in self._fetches.values()):
+        if any(now > fetch.since + FETCH_SECONDS for fetch in self._fetches.values()):
             self._lose()
         if self.frames is not None or now < self._retry:
             return
