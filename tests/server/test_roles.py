@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import select
 import socket
 import threading
@@ -24,7 +25,7 @@ from meshwright.server.block_store import StoreServer
 from meshwright.server.frames import MESSAGE_BYTES, FrameSocket, listen, start_connecting
 from meshwright.server.instances import Instances
 from meshwright.server.router import ClientConnection, Router
-from meshwright.server.staging import Staging
+from meshwright.server.staging import Staging, shared_memory
 from meshwright.server.transfers import TransferFigures
 from meshwright.spec.errors import BadInput
 from meshwright.spec.route import RouteSpec
@@ -264,6 +265,28 @@ def test_damaged_blocks_of_a_store_are_computed(folder: Path, tmp_path: Path, ex
             assert texts(second) == expected
             wait_until(lambda: figures(second).damaged_blocks > 0)
             second.settle()
+
+
+def test_a_store_that_ends_while_it_answers_loses_no_request(
+    folder: Path, tmp_path: Path, expected: list[list[str]]
+) -> None:
+    with (
+        listen(f"unix:{tmp_path}/store") as listening,
+        running_server(folder, block_cache=f"unix:{tmp_path}/store") as server,
+    ):
+        size = server.engine.prefix_blocks().block_bytes
+        select.select([listening], [], [], 60)
+        store, (descriptor, _) = FrameSocket(listening.accept()[0]), shared_memory(size)
+        assert next_message(store)["hello"]["block_bytes"] == size
+        store.send({"welcome": 1}, descriptor=descriptor)
+        os.close(descriptor)
+        wait_until(lambda: figures(server).store_connected)
+        result = asyncio.run_coroutine_threadsafe(completion(server, PROMPTS[1]), server.loop)
+        number = next_message(store)["get"]
+        store.send({"found": number, "slots": [0], "checksums": ["0" * 16]})
+        store.close()
+        assert [choice["text"] for choice in result.result(60)] == expected[1]
+        server.settle()
 
 
 @contextmanager

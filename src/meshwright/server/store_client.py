@@ -48,7 +48,7 @@ class StoreClient:
         self._staging: Staging | None = None
         self._memory: memoryview | None = None
         """Memory of a store on this host."""
-        self._usable = False
+        self.usable = False
         self._identity, self._retry = "", 0.0
         self._fetches: dict[int, Fetch] = {}
         self._numbers = itertools.count()
@@ -65,7 +65,7 @@ class StoreClient:
         """Bring what the store has of a prompt into the cache, and then call `done`; at once if there is nothing to ask for."""
         digests = self._blocks.digests(prompt)
         missing = self._blocks.missing(digests)
-        if not self._usable or not missing or self.frames is None:
+        if not self.usable or not missing or self.frames is None:
             done()
             return
         number, keys = next(self._numbers), self._blocks.keys(prompt)
@@ -79,7 +79,7 @@ class StoreClient:
         """Hand in the blocks of a prompt that are not cached yet, once the request `number` of the engine has computed them."""
         digests = self._blocks.digests(prompt)
         missing = self._blocks.missing(digests)
-        if self._usable and missing:
+        if self.usable and missing:
             held = self._blocks.hold(digests, len(digests) - missing)
             self._computing[number] = held, [key.hex() for key in self._blocks.keys(prompt)]
 
@@ -160,18 +160,22 @@ class StoreClient:
                 if descriptor is None:
                     raise BadFrame("the store's memory is missing")
                 self._memory = map_staging(descriptor, slots * self._blocks.block_bytes)
-            self._usable = True
+            self.usable = True
 
     def _copy(self, frames: FrameSocket, message: Mapping[str, Any], payload: bytearray) -> None:
         """Copy the blocks that the store has into the cache, up to the first with a wrong checksum."""
         fetch, slots = self._fetches.pop(message["found"], None), message["slots"]
-        if fetch is not None and slots:
-            memory, starts = (memoryview(payload), range(len(slots))) if self._memory is None else (self._memory, slots)
-            self._enter(fetch, memory, starts, message["checksums"])
-        if frames.local:
-            frames.send({"copied": slots})
-        if fetch is not None:
-            fetch.done()
+        try:
+            if fetch is not None and slots:
+                memory, starts = (
+                    (memoryview(payload), range(len(slots))) if self._memory is None else (self._memory, slots)
+                )
+                self._enter(fetch, memory, starts, message["checksums"])
+            if frames.local:
+                frames.send({"copied": slots})
+        finally:  # the store may have ended, or sent something wrong
+            if fetch is not None:
+                fetch.done()
 
     def _enter(self, fetch: Fetch, memory: memoryview, slots: Sequence[int], checksums: Sequence[str]) -> None:
         """Copy blocks in `slots` of a memory into the cache, if it has room, up to the first with a wrong checksum."""
@@ -179,16 +183,18 @@ class StoreClient:
         reserved = self._blocks.reserve(fetch.digests[: fetch.first + len(slots)], 0)
         if reserved is None:
             return
-        for index, (slot, checksum) in enumerate(zip(slots, checksums, strict=True), fetch.first):
-            content, table = memory[slot * size : (slot + 1) * size], reserved.blocks(index)
-            if xxhash.xxh3_64_hexdigest(content) != checksum:
-                self.damaged_blocks += 1
-                break
-            if table is not None:  # else it was computed meanwhile
-                self._blocks.write([table], content)
-                reserved.enter(index)
-                self.fetched_blocks += 1
-        reserved.release()
+        try:
+            for index, (slot, checksum) in enumerate(zip(slots, checksums, strict=True), fetch.first):
+                content, table = memory[slot * size : (slot + 1) * size], reserved.blocks(index)
+                if xxhash.xxh3_64_hexdigest(content) != checksum:
+                    self.damaged_blocks += 1
+                    break
+                if table is not None:  # else it was computed meanwhile
+                    self._blocks.write([table], content)
+                    reserved.enter(index)
+                    self.fetched_blocks += 1
+        finally:
+            reserved.release()
 
     def close(self) -> None:
         """End the connection; prompts that wait for it are forgotten."""
@@ -201,7 +207,7 @@ class StoreClient:
             self.frames.close()
         if self._staging is not None:
             self._staging.close()
-        self.frames, self._staging, self._memory, self._usable = None, None, None, False
+        self.frames, self._staging, self._memory, self.usable = None, None, None, False
         self._retry = time.monotonic() + RETRY_SECONDS if retry is None else retry
         fetches, self._fetches = list(self._fetches.values()), {}
         for held, _ in self._computing.values():

@@ -57,6 +57,8 @@ class TransferFigures(NamedTuple):
     """Blocks handed in to the store."""
     fetched_blocks: int = 0
     """Blocks that came from the store."""
+    store_connected: bool = False
+    """Whether the store answers."""
 
 
 class Transfers:
@@ -113,6 +115,7 @@ class Transfers:
             sum(peer.usable for peer in receiver.peers),
             0 if store is None else store.stored_blocks,
             0 if store is None else store.fetched_blocks,
+            store is not None and store.usable,
         )
 
     def begin(self, request: Mapping[str, Any]) -> bool:
