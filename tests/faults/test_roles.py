@@ -138,7 +138,7 @@ def body(prompt: str, **options: Any) -> bytes:
 
 
 async def ask(port: int, prompt: str) -> str | None:
-    """The text of a stream; None if it ended with an error after which a client may try again. Raises TimeoutError at the deadline."""
+    """The text of a stream; None after an error that allows another attempt. Raises TimeoutError at the deadline."""
     async with asyncio.timeout(DEADLINE_SECONDS):
         try:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
