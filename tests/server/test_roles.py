@@ -230,7 +230,8 @@ def test_only_peers_with_the_key_and_the_same_weights_are_served(folder: Path, t
         check_addresses(spec)
 
 
-@pytest.mark.parametrize("address", quick_first(1, ["unix:{}/store", "127.0.0.1:{}"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("address", ["unix:{}/store", "127.0.0.1:{}"])
 def test_engines_share_blocks_through_a_store(
     folder: Path, tmp_path: Path, expected: list[list[str]], address: str
 ) -> None:
@@ -251,6 +252,7 @@ def test_engines_share_blocks_through_a_store(
         wait_until(lambda: store.store.read == 0)
 
 
+@pytest.mark.slow
 def test_damaged_blocks_of_a_store_are_computed(folder: Path, tmp_path: Path, expected: list[list[str]]) -> None:
     address = f"unix:{tmp_path}/store"
     with running_store(address, key="") as store:
