@@ -21,6 +21,15 @@ def serve(
         Path | None,
         typer.Option("--config", metavar="SERVE.yaml", help="File with the same keys as the options below."),
     ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            "--plan",
+            metavar="DEPLOYMENT.yaml",
+            help="Deployment of which this server is an instance: role, tensor, step_tokens and formats are those of the file that "
+            "`meshwright plan serve.yaml --out` wrote; --role selects among several.",
+        ),
+    ] = None,
     **options: Any,
 ) -> None:
     """Serve a model over HTTP with the interface of OpenAI's API, on 127.0.0.1:8000 unless told otherwise.
@@ -30,11 +39,15 @@ def serve(
         meshwright serve runs/quickstart
 
         meshwright serve exported-model --host 0.0.0.0 --api-key KEY
+
+        meshwright serve exported-model --plan deployment.yaml
     """
+    from meshwright.config.deployment_file import load_deployment, server_settings
     from meshwright.config.serve_file import load_settings
     from meshwright.server.run import run_server
 
-    given = {key: value for key, value in options.items() if value is not None}
+    planned = {} if plan is None else server_settings(load_deployment(plan), options.get("role"), str(plan))
+    given = planned | {key: value for key, value in options.items() if value is not None}
     spec, folder = load_settings(ServeSpec, config, given), model_folder(model)
     if spec.draft_model is not None:
         spec = replace(spec, draft_model=str(model_folder(Path(spec.draft_model))))
