@@ -43,9 +43,7 @@ def sample_numbers(run: RunSpec, step: int) -> list[int]:
     return [sample["global_index"] for sample in shown]
 
 
-def test_a_run_resumes_on_another_number_of_ranks_with_the_next_sample(
-    pool: Pool, tiny: Path, tmp_path: Path
-) -> None:
+def test_a_run_resumes_on_another_number_of_ranks_with_the_next_sample(pool: Pool, tiny: Path, tmp_path: Path) -> None:
     whole = trained(pool, tiny, tmp_path / "whole", 1)
     parts = [trained(pool, tiny, tmp_path / "parts", count, stop_at) for count, stop_at in ((2, 2), (3, 4), (1, 0))]
     assert [part.began for part in parts] == [0, 2, 4]
