@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.costs.machine_rates import machine_of
 from meshwright.costs.plan_costs import as_nodes, number
-from meshwright.planner.candidate import HEADROOM, Candidate, moves_activations, peak_bytes, pins_of, usable_by_rank
+from meshwright.planner.candidate import HEADROOM, Candidate, offloads, peak_bytes, pins_of, usable_by_rank
 from meshwright.planner.finalists import SAME_TIME_TOLERANCE, complexity
 from meshwright.planner.reprice import reprice
 from meshwright.simulator.step_simulation import memory_of
@@ -147,7 +147,7 @@ def why_not_distinguished(best: Candidate, other: Candidate) -> str:
         return ""
     if behind >= -least:
         return f"cannot be told apart (within {SAME_TIME_TOLERANCE:.0%})"
-    if moves_activations(other.plan) and not moves_activations(best.plan):
+    if offloads(other.plan) and not offloads(best.plan):
         return "gains too little to justify pinned host memory"
     return "cannot be told apart " + (
         "by the quick estimate" if other.simulated != best.simulated else "within the 80% band"

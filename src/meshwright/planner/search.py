@@ -23,8 +23,8 @@ from meshwright.planner.candidate import (
     Candidate,
     fits,
     memory_budget,
-    moves_activations,
     offload_penalty,
+    offloads,
     pins_of,
     untrainable,
 )
@@ -44,7 +44,7 @@ from meshwright.planner.reprice import reprice, without_guess
 from meshwright.planner.robust import FRAGILE, slowdown_function, why_robust
 from meshwright.planner.space import Points, points, with_kernel_engines
 from meshwright.planner.step_estimate import STAGES
-from meshwright.planner.strategies import OFFLOAD_PAIRS, PLAIN, Strategy, lower_memory_strategies
+from meshwright.planner.strategies import PLAIN, Strategy, lower_memory_strategies
 from meshwright.planner.sweep import SweepResult, smallest, strategies_in, sweep
 from meshwright.simulator.step_simulation import require_cost_inputs
 from meshwright.spec.errors import BadInput, OutOfResources
@@ -86,7 +86,7 @@ KERNEL_VARIANT_SLOWDOWN = 1.02
 Kernels need no window, the device memory that peers map for copies.
 """
 NO_OFFLOAD_SLOWDOWN = 1.06
-"""If a plan that offloads activations is at most this factor slower than the fastest, the search also tries it without."""
+"""If a plan that offloads is at most this factor slower than the fastest, the search also tries it without."""
 StrategiesOf = Callable[[int], Iterator[Strategy]]
 """Strategies of a point, by its index."""
 GC_THRESHOLD = 1_000_000
@@ -228,10 +228,7 @@ def _finalists(
         estimates: list[Candidate] = []
         for plan in _plans_of_point(run, points, index, strategies_at, strategies_without_offload_at, budget):
             estimates.append(estimator.by_stages(plan))
-            if (
-                estimates[0].seconds
-                > (NO_OFFLOAD_SLOWDOWN if moves_activations(plan) else KERNEL_VARIANT_SLOWDOWN) * fastest
-            ):
+            if estimates[0].seconds > (NO_OFFLOAD_SLOWDOWN if offloads(plan) else KERNEL_VARIANT_SLOWDOWN) * fastest:
                 break
         estimated.extend(estimates)
         family_counts[family] += bool(estimates)
@@ -287,11 +284,10 @@ def _strategies_to_try(
 def _strategies_without_offload(
     run: RunSpec, pricing_inputs: Pricing, points: Points, memory_limit: float, margin: float
 ) -> StrategiesOf | None:
-    """Strategies of each point that keep activations on the device, in the same order; None where pins decide the offload."""
-    offloads_without_activations = tuple(offload for offload, _ in OFFLOAD_PAIRS if offload in points.offloads)
-    if offloads_without_activations in ((), points.offloads) or pins_of(run).layers:
+    """Strategies of each point without offload, in the same order; None where pins decide the offload."""
+    if "none" not in points.offloads or len(points.offloads) == 1 or pins_of(run).layers:
         return None
-    points_without_offload = replace(points, offloads=offloads_without_activations)
+    points_without_offload = replace(points, offloads=("none",))
 
     return _strategies_to_try(
         run,
@@ -312,13 +308,13 @@ def _plans_of_point(
 ) -> Iterator[Plan]:
     """Plans of the point at `index`: with the first strategy that fits, and up to two variants of it.
 
-    If it offloads activations, the plan that does not; and the plan with kernels in place of copy engines, where the memory of their
+    If it offloads, the plan that does not; and the plan with kernels in place of copy engines, where the memory of their
     windows allows other layer strategies.
     """
     plan = _first_to_fit(run, points, index, strategies_at(index), budget)
     if plan is not None:
         yield plan
-    if plan is not None and moves_activations(plan) and without_offload_at:
+    if plan is not None and offloads(plan) and without_offload_at:
         plan_without_offload = _first_to_fit(run, points, index, without_offload_at(index), budget)
         if plan_without_offload is not None:
             yield plan_without_offload
