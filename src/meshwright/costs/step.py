@@ -143,10 +143,7 @@ def step_cost(
     data_seconds = first_and_last + _gradient_traffic(
         shape, machine, layout, k, stage * times.backward / np.maximum(device, 1e-12)
     )
-    # Activations of the first forward use the link too.
-    first_forward = np.maximum(0.0, layers_time - backward - activation_copies(shape, machine, layout))
-    first_forward = first_forward * _overlapping_micro_batches(layout) / layout.pipeline
-    update = _optimizer_seconds(shape, machine, layout, k, first_forward)
+    update = _optimizer_seconds(shape, machine, layout, k, layers_time - backward)
     nodes = np.log2(np.maximum(1.0, layout.ranks / machine.per_node))
     constant = (k.step_ms + k.sync_ms * nodes) * 1e-3
     seconds = (steady + fill + pipe_seconds) * (1 + k.jitter * nodes) + data_seconds + update + constant + stalls
@@ -352,11 +349,16 @@ def owned_params(shape: Shape, layout: Layouts) -> Array:
 
 
 def _optimizer_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Constants, forward: Array) -> Array:
-    """Seconds of the update; with offload what is left beside the `forward` seconds of a rank's first pass over its layers."""
+    """Seconds of the update; with offload, those that the first forward does not hide.
+
+    `forward` has the seconds of a micro-batch over all layers.
+    """
     owned = owned_params(shape, layout)
     seconds = update_seconds(layout, machine, k, owned)
     # Scales of fp8 weights are computed from all weights, before the first gather.
-    beside = np.where(layout.gathered_bytes < COMPUTE_BYTES, 0.0, forward)
+    beside = np.where(layout.gathered_bytes < COMPUTE_BYTES, 0.0, _overlapping_micro_batches(layout) / layout.pipeline)
+    # Activations of the first forward use the link too.
+    beside = beside * np.maximum(0.0, forward - activation_copies(shape, machine, layout))
     units = shape.layers / layout.pipeline + 1
     offloaded = host_optimizer(machine, owned, layout.state_bytes, seconds, beside, units)
     seconds = np.where(layout.offload > 0, offloaded, seconds)
