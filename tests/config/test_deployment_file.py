@@ -17,6 +17,7 @@ from meshwright.config.deployment_file import (
     deployment_yaml,
     load_deployment,
     load_deployment_spec,
+    server_settings,
 )
 from meshwright.config.schema import all_keys
 from meshwright.config.trace_file import SYNTHETIC_REQUESTS, read_trace, workload_requests
@@ -30,7 +31,7 @@ from meshwright.spec.deployment import (
     TimedRequest,
     Workload,
 )
-from meshwright.spec.errors import BadConfig, Mistake
+from meshwright.spec.errors import BadConfig, BadInput, Mistake
 
 QUESTION = """\
 model: llama3-8b
@@ -191,6 +192,22 @@ def test_a_written_deployment_loads_again(tmp_path: Path) -> None:
     (tmp_path / "d.yaml").write_text(deployment_yaml(DEPLOYMENT))
     assert load_deployment(tmp_path / "d.yaml") == DEPLOYMENT
     assert (DEPLOYMENT.devices, DEPLOYMENT.colocated) == (8, False)
+
+
+def test_a_server_takes_the_settings_of_its_role() -> None:
+    settings = server_settings(DEPLOYMENT, "decode", "d.yaml")
+    assert settings == {"role": "decode", "tensor": 1, "step_tokens": 512, "weights": "fp8"}
+    with pytest.raises(BadInput, match="--role of an instance; instances: 5 of role prefill and 3 of role decode"):
+        server_settings(DEPLOYMENT, None, "d.yaml")
+    with pytest.raises(BadInput, match="--role of an instance"):
+        server_settings(DEPLOYMENT, "both", "d.yaml")
+    colocated = Deployment(instances=(InstanceSpec(count=4, tensor=2),))
+    assert server_settings(colocated, None, "d.yaml") == {"role": "both", "tensor": 2, "step_tokens": 2048}
+    with pytest.raises(BadInput, match="expert: expected 1, got 8"):
+        server_settings(Deployment(instances=(InstanceSpec(expert=8),)), None, "d.yaml")
+    several = Deployment(instances=(InstanceSpec(tensor=2), InstanceSpec(tensor=4)))
+    with pytest.raises(BadInput, match="equal instances of role both"):
+        server_settings(several, "both", "d.yaml")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from meshwright.data.conversations import best_fit
 from meshwright.data.indexed import bin_path
-from meshwright.data.loader import Loader
+from meshwright.data.loader import Loader, Windows
 from meshwright.data.source import DataSource, has_validation, open_data
 from meshwright.launch import corpus
 from meshwright.launch.prepare import resolve_data
@@ -115,9 +115,9 @@ def test_shards_do_not_change_the_windows(tmp_path: Path) -> None:
 def test_a_loader_continues_with_the_sample_that_it_would_have_read(tmp_path: Path) -> None:
     out = prepared_chats(tmp_path, marked(CHATML), MANY)
     options: dict[str, Any] = {"global_batch": 2, "data_rank": 0, "data_ranks": 1, "micro_batch": 2}
-    with Loader(opened(out), **options) as loader:
+    with Loader(Windows(opened(out), **options)) as loader:
         steps = [next(loader)[0] for _ in range(8)]
-    with Loader(opened(out), start_sample=10, **options) as loader:
+    with Loader(Windows(opened(out), **options), start_sample=10) as loader:
         again = next(loader)[0]
     assert again.targets is not None and again.tokens.equal(steps[5].tokens) and again.targets.equal(steps[5].targets)  # type: ignore[arg-type]
     assert all(step.valid_tokens == (step.targets >= 0).sum() > 0 for step in steps)  # type: ignore[operator]

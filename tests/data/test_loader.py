@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.loader import Loader, MicroBatch, open_data
+from meshwright.data.loader import Loader, MicroBatch, Windows, open_data
 from meshwright.data.source import Batch, DataSource
 from meshwright.spec.errors import BadInput, Damaged
 from meshwright.spec.job import DataSpec
@@ -39,8 +39,11 @@ def steps_of_all_ranks(
     """Tokens of each step, the ranks' parts put together in the order of the ranks."""
     loaders = [
         Loader(
-            source,  # type: ignore[arg-type]  # Counting has what is used of a DataSource
-            global_batch=global_batch, data_rank=rank, data_ranks=ranks, micro_batch=micro_batch, start_sample=start,
+            Windows(
+                source,  # type: ignore[arg-type]  # Counting has what is used of a DataSource
+                global_batch=global_batch, data_rank=rank, data_ranks=ranks, micro_batch=micro_batch,
+            ),
+            start_sample=start,
         )
         for rank in range(ranks)
     ]  # fmt: skip
@@ -71,7 +74,7 @@ def test_any_series_of_resizes_reads_what_one_run_reads(parts: list[tuple[int, i
 
 
 def test_micro_batches_have_shape_type_and_a_count_of_valid_targets(source: DataSource) -> None:
-    with Loader(source, global_batch=12, data_rank=1, data_ranks=2, micro_batch=3) as loader:
+    with Loader(Windows(source, global_batch=12, data_rank=1, data_ranks=2, micro_batch=3)) as loader:
         step = next(loader)
         assert loader.wait_seconds >= 0
     assert [micro.tokens.shape for micro in step] == [(3, 16), (3, 16)]
@@ -79,7 +82,7 @@ def test_micro_batches_have_shape_type_and_a_count_of_valid_targets(source: Data
     for name in ("tokens", "targets", "positions", "documents"):
         tensor = getattr(step[0], name)
         assert tensor.dtype == torch.int64 and torch.equal(tensor, torch.from_numpy(getattr(batch, name)))
-    with Loader(source, global_batch=4, data_rank=0, data_ranks=1, micro_batch=4) as loader:
+    with Loader(Windows(source, global_batch=4, data_rank=0, data_ranks=1, micro_batch=4)) as loader:
         epoch = [next(loader)[0] for _ in range(source.windows // 4 + 1)]
     assert all(micro.valid_tokens == int((micro.targets >= 0).sum()) for micro in epoch)
     assert any(micro.valid_tokens < 64 for micro in epoch)
@@ -95,7 +98,7 @@ def squared_lengths(documents: torch.Tensor | None) -> int:
 
 def test_without_document_mask_positions_and_documents_are_left_out(prepared: Path) -> None:
     plain = open_data(DataSpec(mix={str(prepared): 1.0}), seq_len=16, seed=3)
-    with Loader(plain, global_batch=2, data_rank=0, data_ranks=1, micro_batch=2) as loader:
+    with Loader(Windows(plain, global_batch=2, data_rank=0, data_ranks=1, micro_batch=2)) as loader:
         micro = next(loader)[0]
     assert micro.positions is None and micro.documents is None and micro.valid_tokens == 32
     assert micro.attention_work == 2 * 16**2
@@ -108,7 +111,7 @@ def test_an_error_in_the_thread_reaches_the_consumer(source: DataSource) -> None
                 raise Damaged("shard.bin: offset 12: broken")
             return super().samples(indices)
 
-    loader = Loader(Broken(), global_batch=4, data_rank=0, data_ranks=1, micro_batch=4)  # type: ignore[arg-type]  # as above
+    loader = Loader(Windows(Broken(), global_batch=4, data_rank=0, data_ranks=1, micro_batch=4))  # type: ignore[arg-type]  # as above
     next(loader), next(loader)
     with pytest.raises(Damaged, match="offset 12"):
         next(loader)
@@ -121,7 +124,7 @@ def test_the_thread_ends_when_the_block_does_also_by_an_error(source: DataSource
     before = threading.active_count()
     with (
         pytest.raises(ZeroDivisionError),
-        Loader(source, global_batch=4, data_rank=0, data_ranks=1, micro_batch=4) as loader,
+        Loader(Windows(source, global_batch=4, data_rank=0, data_ranks=1, micro_batch=4)) as loader,
     ):
         next(loader)
         raise ZeroDivisionError
@@ -143,7 +146,7 @@ def test_no_more_is_read_ahead_than_asked_for(prefetch: int) -> None:
             return super().samples(indices)
 
     watched = Watched()
-    with Loader(watched, global_batch=1, data_rank=0, data_ranks=1, micro_batch=1, prefetch=prefetch):  # type: ignore[arg-type]  # as above
+    with Loader(Windows(watched, global_batch=1, data_rank=0, data_ranks=1, micro_batch=1), prefetch=prefetch):  # type: ignore[arg-type]  # as above
         assert watched.enough.wait(10)
     # `prefetch` steps lie in the queue and one is in the thread's hands; closing makes room for at most one more.
     assert prefetch + 1 <= len(watched.read) <= prefetch + 2
@@ -153,12 +156,12 @@ def test_a_batch_that_cannot_be_cut_names_the_nearest(source: DataSource) -> Non
     with pytest.raises(
         BadInput, match=r"global_batch 10: expected a multiple of 2 data ranks x micro-batch 4 \(nearest: 8\)"
     ):
-        Loader(source, global_batch=10, data_rank=0, data_ranks=2, micro_batch=4)
+        Loader(Windows(source, global_batch=10, data_rank=0, data_ranks=2, micro_batch=4))
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_the_same_tokens_arrive_on_the_device(source: DataSource) -> None:
-    with Loader(source, global_batch=4, data_rank=0, data_ranks=1, micro_batch=2, device="cuda") as loader:
+    with Loader(Windows(source, global_batch=4, data_rank=0, data_ranks=1, micro_batch=2), device="cuda") as loader:
         for step in range(5):
             micros: list[MicroBatch] = next(loader)
             assert all(micro.tokens.is_cuda for micro in micros)
@@ -168,7 +171,7 @@ def test_on_a_gpu_the_same_tokens_arrive_on_the_device(source: DataSource) -> No
 
 @pytest.mark.gpu
 def test_on_a_gpu_the_host_gets_the_next_step_while_the_device_is_busy(source: DataSource) -> None:
-    with Loader(source, global_batch=4, data_rank=0, data_ranks=1, micro_batch=2, device="cuda") as loader:
+    with Loader(Windows(source, global_batch=4, data_rank=0, data_ranks=1, micro_batch=2), device="cuda") as loader:
         next(loader)
         busy = torch.cuda.Event()
         torch.cuda._sleep(1_000_000_000)  # half a second

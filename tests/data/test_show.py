@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from meshwright.cli import data as data_command
 from meshwright.cli import tokenizer as tokenizer_command
-from meshwright.data.loader import Loader
+from meshwright.data.loader import Loader, Windows
 from meshwright.data.manifest import verify
 from meshwright.data.show import show_step
 from meshwright.data.source import open_data
@@ -25,7 +25,7 @@ RUNNER = CliRunner()
 def test_show_names_the_samples_that_the_loader_reads(prepared: Path) -> None:
     source = open_data(DataSpec(mix={str(prepared): 1.0}), seq_len=24, seed=5)
     shown = show_step(source, 3, global_batch=4, text=True)
-    with Loader(source, global_batch=4, data_rank=0, data_ranks=1, micro_batch=4) as loader:
+    with Loader(Windows(source, global_batch=4, data_rank=0, data_ranks=1, micro_batch=4)) as loader:
         steps = [next(loader)[0].tokens.tolist() for _ in range(3)]
     tokenizer = load_tokenizer(prepared / "train").tokenizer
     assert shown["step"] == 3 and [sample["global_index"] for sample in shown["samples"]] == [8, 9, 10, 11]
@@ -39,7 +39,7 @@ def test_show_and_the_loader_leave_out_the_same_samples(prepared: Path) -> None:
     source, skipped = open_data(DataSpec(mix={str(prepared): 1.0}), seq_len=24, seed=5), ((4, 8), (8, 12))
     shown = [show_step(source, step, global_batch=4, skipped=skipped)["samples"] for step in (1, 2)]
     assert [[sample["global_index"] for sample in samples] for samples in shown] == [[0, 1, 2, 3], [12, 13, 14, 15]]
-    with Loader(source, global_batch=4, data_rank=0, data_ranks=1, micro_batch=4, skipped=skipped) as loader:
+    with Loader(Windows(source, global_batch=4, data_rank=0, data_ranks=1, micro_batch=4), skipped=skipped) as loader:
         second = [next(loader)[0].tokens for _ in range(2)][1]
     assert second.tolist() == source.samples(range(12, 16)).tokens.tolist()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.data.loader import Loader
+from meshwright.data.loader import Loader, Windows
 from meshwright.data.source import DataSource, open_data
 from meshwright.data.verification import ShardVerifier
 from meshwright.spec.errors import Damaged
@@ -46,7 +46,7 @@ def test_exchanged_tokens_are_found_in_the_background(copy: Path) -> None:
     verifier = ShardVerifier(0, 1)
     source = opened(copy, verifier)
     damage = r"shard-00001.bin: expected content with digest \w+ .*data.damaged: skip"
-    loader = Loader(source, global_batch=8, data_rank=0, data_ranks=1, micro_batch=1)
+    loader = Loader(Windows(source, global_batch=8, data_rank=0, data_ranks=1, micro_batch=1))
     with loader, pytest.raises(Damaged, match=damage):
         for _ in range(1000):
             next(loader)
@@ -97,7 +97,7 @@ def test_sizes_are_compared_at_every_epoch(copy: Path) -> None:
 
 
 def test_a_truncated_corpus_ends_the_loader_as_damaged(copy: Path) -> None:
-    with Loader(opened(copy), global_batch=4, data_rank=0, data_ranks=1, micro_batch=1) as loader:
+    with Loader(Windows(opened(copy), global_batch=4, data_rank=0, data_ranks=1, micro_batch=1)) as loader:
         next(loader)
         for path in copy.glob("*.bin"):
             os.truncate(path, 0)

@@ -266,16 +266,18 @@ def compare(
 
 
 MIXED = (LayerStrategy(range="0", reshard=False, recompute="full"), LayerStrategy(range="1", recompute="selective"))
+WHOLE = (LayerStrategy(reshard=False, gradients="whole", recompute="all_but_attention"),)
 PLANS = {
     "one rank": plan(1, 1, 4),
     "fsdp 2, accumulate 4": plan(1, 2, 1),
     "fsdp 4, keep gathered": plan(1, 4, 1, reshard=False),
     "hsdp 2x2, accumulate 2": plan(2, 2, 1),
     "fsdp 2, recompute selective": plan(1, 2, 4, recompute="selective"),
-    "fsdp 2, by layer range": plan(1, 2, 2, layers=MIXED),
+    "fsdp 2, by layer range, in tiles": replace(plan(1, 2, 2, layers=MIXED), mlp_tile=5),
     "fsdp 2": plan(1, 2, 4),
     "hsdp 2x1": plan(2, 1, 2),
     "fsdp 2, recompute full": plan(1, 2, 4, recompute="full"),
+    "fsdp 2, whole gradients, in tiles": replace(plan(1, 2, 2, layers=WHOLE), mlp_tile=7),
     "fsdp 2, recompute all_but_attention": plan(1, 2, 4, recompute="all_but_attention"),
 }
 

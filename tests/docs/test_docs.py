@@ -53,10 +53,20 @@ NOT_RUN = {
         "docs/how-to/several-hosts.md",
         "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\",
     ),
+    ("docs/how-to/deploy.md", "meshwright plan serve.yaml --out deployment.yaml --html plan.html"),
+    (
+        "docs/how-to/deploy.md",
+        "meshwright bench-serve serve.yaml --plan deployment.yaml --model MODEL --out report.html",
+    ),
+    (
+        "docs/how-to/deploy.md",
+        "meshwright serve MODEL --plan deployment.yaml --role prefill --transfer-address unix:/tmp/prefill --port 8001",
+    ),
     (
         "docs/reference/serve.md",
         "meshwright serve MODEL --role prefill --transfer-address unix:/tmp/prefill --port 8001",
     ),
+    ("docs/reference/serve.md", "meshwright route http://127.0.0.1:8001 http://127.0.0.1:8002 --port 8000"),
     ("docs/how-to/choose-a-plan.md", "meshwright plan run.yaml --probe 3 --out plan.yaml"),
     (
         "docs/how-to/measure-a-machine.md",

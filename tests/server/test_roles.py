@@ -20,9 +20,12 @@ from meshwright.server import prefill_jobs
 from meshwright.server.addresses import check_addresses
 from meshwright.server.app import admin_app
 from meshwright.server.frames import MESSAGE_BYTES, FrameSocket, listen, start_connecting
+from meshwright.server.instances import Instances
+from meshwright.server.router import ClientConnection, Router
 from meshwright.server.staging import Staging
 from meshwright.server.transfers import TransferFigures
 from meshwright.spec.errors import BadInput
+from meshwright.spec.route import RouteSpec
 from meshwright.spec.serve import ServeSpec
 from tests.server.helpers import JSON, Answer, RunningServer, call, running_server
 from tests.slow import quick_first
@@ -91,6 +94,41 @@ def test_texts_are_those_of_one_engine(
             assert figures(decode).received_blocks > 20 and not figures(decode).lost_prompts
         wait_until(lambda: sum(figures(each).sent_blocks - figures(each).received_blocks for each in servers) == 0)
         assert all(figures(prefill).sent_blocks for prefill in servers[:senders])
+
+
+@pytest.mark.slow
+def test_texts_through_a_router_are_those_of_one_engine(
+    folder: Path, tmp_path: Path, expected: list[list[str]]
+) -> None:
+    async def check(urls: Sequence[str]) -> None:
+        spec = RouteSpec(instances=tuple(urls), api_key="key")
+        router = Router(spec, Instances(urls, spec.requests, spec.health_seconds, spec.silent_seconds))
+        await router.instances.look()
+        front = await asyncio.get_running_loop().create_server(lambda: ClientConnection(router), "127.0.0.1", 0)
+        port = front.sockets[0].getsockname()[1]
+        found = await asyncio.gather(*(streamed_text(port, prompt) for prompt in PROMPTS))
+        assert [[text] for text in found] == expected
+        front.close()
+
+    with engines(folder, [f"unix:{tmp_path}/a"], 2, api_key="key") as servers:
+        for decode in servers[1:]:
+            wait_for_peers(decode)
+        asyncio.run(check([server.url for server in servers]))
+        assert all(figures(decode).received_blocks for decode in servers[1:])
+
+
+async def streamed_text(port: int, prompt: str) -> str:
+    """The text of the events of a stream from a port."""
+    body = json.dumps(
+        {"prompt": prompt, "max_tokens": 20, "temperature": 0, "ignore_eos": True, "stream": True}
+    ).encode()
+    lines = b"host: localhost\r\ncontent-type: application/json\r\nauthorization: Bearer key\r\nconnection: close"
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\n%b\r\ncontent-length: %d\r\n\r\n%b" % (lines, len(body), body))
+    content = await asyncio.wait_for(reader.read(), 60)
+    writer.close()
+    events = [json.loads(line[6:]) for line in content.splitlines() if line.startswith(b"data: {")]
+    return "".join(event["choices"][0]["text"] for event in events)
 
 
 def test_a_role_changes_while_the_engine_runs(folder: Path, tmp_path: Path, expected: list[list[str]]) -> None:

@@ -78,7 +78,7 @@ def import_checkpoint(source: Path, out: Path) -> Path:
     parameter_of = {f"model.{parameter.name}": parameter for parameter in parameters(spec)}
     headers = [TensorHeader(name, "F32", parameter.shape) for name, parameter in parameter_of.items()]
     contents = {header.key: _single_chunk_record(header) for header in headers}
-    state = {"step": 0, "samples": 0, "tokens": 0}
+    state = {"step": 0, "next_sample": 0, "tokens": 0}
     plain = encode_plain(state, {"config.yaml": _run_yaml(spec, checkpoints.absolute().parent.name)})
     checkpoints.parent.mkdir(parents=True, exist_ok=True)
     attempt.create()

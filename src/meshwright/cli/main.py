@@ -22,12 +22,15 @@ from meshwright.spec.failures import as_meshwright_error
 GROUPS = {
     "Runs": ("quickstart", "train", "coordinate", "launch", "check", "chaos", "report", "trace", "monitor", "incidents", "stragglers"),
     "Plans": ("plan", "simulate", "profile", "predict"),
-    "Models": ("eval", "generate", "serve"),
+    "Models": ("eval", "generate", "serve", "route", "bench-serve"),
     "Data and checkpoints": ("data", "tokenizer", "checkpoint"),
     "Schemas": ("schema",),
 }  # fmt: skip
 """Commands by subject, in the order of the help and of docs/reference/cli.md."""
-COMMANDS = {name: name for names in GROUPS.values() for name in names} | {"eval": "evaluate"}
+COMMANDS = {name: name for names in GROUPS.values() for name in names} | {
+    "eval": "evaluate",
+    "bench-serve": "bench_serve",
+}
 """Command → its module in this package. It has a function of the same name, or an `app` with several commands."""
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.options import Json, Words, check_writable, load, say
+from meshwright.cli.options import Json, Words, check_writable, load, say, split_words
 from meshwright.durable.writes import write_durable
 from meshwright.spec.run import RunSpec
 
@@ -118,9 +118,27 @@ def plan(
         meshwright plan run.yaml --gpus 8..1024 --html scaling.html
 
         meshwright plan run.yaml --gpus 64..1024 --objective training --critical-batch 4e6 --tokens 1e12 --price 2.5
+
+        meshwright plan serve.yaml --out deployment.yaml
+
+    A file with `serve` asks for a serving deployment. With --json: `instances`, `goodput_per_gpu`, `low`, `high`, `binding`,
+    `alternatives`, `margin_over_colocated`, `search_seconds`.
     """
+<<<<<<< HEAD
     if largest:
         _print_largest(load(words), as_json=as_json)
+=======
+    from meshwright.config.deployment_file import asks_for_deployment
+
+    if asks_for_deployment(*split_words(words)):
+        from meshwright.cli.plan_deployment import answer_deployment
+
+        given = {
+            "--for": for_, "--include-untrainable": include_untrainable, "--gpus": gpus, "--objective": objective != "time",
+            "--critical-batch": critical_batch, "--tokens": tokens, "--price": price, "--probe": probe, "--explain": explain,
+        }  # fmt: skip
+        answer_deployment(words, out, html, as_json=as_json, refused=[name for name, value in given.items() if value])
+>>>>>>> main
         return
     from meshwright.cli.plan_answer import PlanQuestion, answer_question, as_plain
     from meshwright.cli.plan_words import remarks

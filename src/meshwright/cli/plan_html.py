@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from html import escape
-from importlib.resources import files
 from math import log2
 
-from meshwright import __version__
 from meshwright.cli.plan_answer import Answer, sources_of
 from meshwright.cli.plan_samples import HEADS, TITLE, sample_lines
 from meshwright.cli.plan_text import LONGEST_TABLE, efficiencies, money, two_digits
@@ -24,6 +22,7 @@ from meshwright.cli.plan_words import (
 )
 from meshwright.costs.plan_costs import as_nodes
 from meshwright.observe import number_text
+from meshwright.observe.page import document, listing, table, tile_list
 from meshwright.observe.report_parts import plan_section
 from meshwright.observe.svg import Axis, Chart, Series, draw
 from meshwright.observe.timeline_svg import draw_timeline
@@ -38,22 +37,10 @@ MICRO_BATCHES_DRAWN = 4
 """Micro-batches per pipeline rank in the drawn timeline, if the step has more."""
 RANKS_DRAWN = 16
 BOXES_DRAWN = 32
-UNWRAPPED_CHARACTERS = 12
-"""Longest text of a cell that is kept on one line."""
-STYLE = """
-table.rows td { text-align: left; color: var(--text); padding-right: 18px; }
-table.rows td:first-child { white-space: nowrap; }
-table.rows td { overflow-wrap: normal; }
-table.rows th { width: auto; border-top: 0; }
-section.card + section.card, .grid + section.card { margin-bottom: 20px; }
-"""
-"""Styles of tables with several columns, which the report's style sheet lacks."""
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def page(answer: Answer) -> str:
     """The HTML of the page."""
-    css = (files("meshwright.observe") / "template" / "report.css").read_text(encoding="utf-8").strip()
     run, plan = answer.run, answer.plan
     parts = [
         _header(answer), _tiles(answer), _scaling(answer), _trainings(answer),
@@ -61,19 +48,12 @@ def page(answer: Answer) -> str:
         f'<div class="grid">{_links(answer)}{_facts(answer)}</div>',
         f'<div class="grid">{_step(answer)}{_memory(answer)}</div>',
         f'<div class="grid">{_timeline(answer)}</div>',
-        f'<div class="grid">{_listing("What limits the step", [limit.text for limit in limits(run, plan)])}{_changes(answer)}</div>',
+        f'<div class="grid">{listing("What limits the step", [limit.text for limit in limits(run, plan)])}{_changes(answer)}</div>',
         _runner_ups(answer),
         _samples(answer),
-        _table("Where the numbers come from", (), sources_of(answer).items()),
+        table("Where the numbers come from", (), sources_of(answer).items()),
     ]  # fmt: skip
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">
-<title>plan · {escape(_name(answer))}</title><style>{css}{STYLE}</style></head>
-<body><main>
-{"".join(parts)}
-</main><footer>meshwright {__version__}</footer></body></html>
-"""
+    return document(f"plan · {_name(answer)}", parts)
 
 
 def _name(answer: Answer) -> str:
@@ -117,19 +97,15 @@ def _tiles(answer: Answer) -> str:
     )
     if not answer.plan_from_file:
         tiles.append(("Considered", number_text.short(answer.considered), f"layouts in {answer.search_seconds:.2f} s"))
-    cells = "".join(
-        f'<div class="tile"><dt>{escape(a)}</dt><dd>{escape(b)}</dd><dd class="sub">{escape(c)}</dd></div>'
-        for a, b, c in tiles
-    )
-    return f'<dl class="tiles">{cells}</dl>'
+    return tile_list(tiles)
 
 
 def _links(answer: Answer) -> str:
-    return _table("What the axes run over", (), axes(answer.run, answer.plan))
+    return table("What the axes run over", (), axes(answer.run, answer.plan))
 
 
 def _facts(answer: Answer) -> str:
-    return _table("Batch, schedule, layers", (), facts(answer.run, answer.plan))
+    return table("Batch, schedule, layers", (), facts(answer.run, answer.plan))
 
 
 def _step(answer: Answer) -> str:
@@ -202,13 +178,13 @@ def _samples(answer: Answer) -> str:
     if choice is None:
         return ""
     title = TITLE.capitalize()
-    return _listing(title, sample_reasons(answer.run, choice)) + _table("Steps of these", HEADS, sample_lines(choice))
+    return listing(title, sample_reasons(answer.run, choice)) + table("Steps of these", HEADS, sample_lines(choice))
 
 
 def _changes(answer: Answer) -> str:
     gains = [(change, f"{change.gain:+.1%}" + f" ({change.note})" * bool(change.note)) for change in answer.changes]
     lines = [(change.name, seconds_text(change.seconds), gain) for change, gain in gains]
-    return _table("What a change would gain", ("change", "step", "tokens/s"), lines)
+    return table("What a change would gain", ("change", "step", "tokens/s"), lines)
 
 
 def _runner_ups(answer: Answer) -> str:
@@ -218,7 +194,7 @@ def _runner_ups(answer: Answer) -> str:
         seconds = seconds_text(predicted.step_seconds) if predicted and predicted.step_seconds else ""
         mark = " (planned only)" if untrainable(other.plan) else ""
         lines.append((str(number), short_line(other.plan) + mark, seconds, answer.why_not(other)))
-    return _table("Runner-ups, and why they were not chosen", ("", "plan", "step", "reason"), lines)
+    return table("Runner-ups, and why they were not chosen", ("", "plan", "step", "reason"), lines)
 
 
 def _scaling(answer: Answer) -> str:
@@ -253,7 +229,7 @@ def _scaling(answer: Answer) -> str:
     ]
     refused = [f"{point.gpus:,} GPUs: {point.refused}" for point in points if point.refused]
     pictures = "".join(draw(chart, tables, axis) for chart in charts)
-    return f'<div class="grid">{pictures}</div>{_listing("Sizes without a plan", refused)}'
+    return f'<div class="grid">{pictures}</div>{listing("Sizes without a plan", refused)}'
 
 
 def _line(label: str, values: Sequence[float | None]) -> Series:
@@ -270,22 +246,4 @@ def _trainings(answer: Answer) -> str:
     heads = ("GPUs", "batch", "steps", "step", "training", "GPU-hours", "cost" if price else "")
     if not lines:
         return ""
-    return _table(f"Shortest training to the loss of {answer.tokens:.3g} tokens at the run's own batch", heads, lines)
-
-
-def _table(title: str, heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    body = "".join(f"<tr>{''.join(f'<td>{_cell(cell)}</td>' for cell in line)}</tr>" for line in lines)
-    if not body:
-        return ""
-    head = f"<thead><tr>{''.join(f'<th>{escape(name)}</th>' for name in heads)}</tr></thead>" if any(heads) else ""
-    return f'<section class="card"><h2>{escape(title)}</h2><table class="facts rows">{head}<tbody>{body}</tbody></table></section>'
-
-
-def _cell(text: str) -> str:
-    """The text of a cell; a short one, such as a number with its unit, stays on one line."""
-    return escape(text.replace(" ", "\u00a0") if len(text) <= UNWRAPPED_CHARACTERS else text)
-
-
-def _listing(title: str, sentences: Iterable[str]) -> str:
-    items = "".join(f"<li>{escape(text)}</li>" for text in sentences)
-    return f'<section class="card"><h2>{escape(title)}</h2><ul class="why">{items}</ul></section>' if items else ""
+    return table(f"Shortest training to the loss of {answer.tokens:.3g} tokens at the run's own batch", heads, lines)

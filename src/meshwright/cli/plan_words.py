@@ -134,6 +134,11 @@ def facts(run: RunSpec, plan: Plan) -> list[tuple[str, str]]:
     times = "once" if batch.accumulate == 1 else f"{batch.accumulate} times"
     split_text = f"{batch.micro_batch} at a time, {times} on each of {plan.data_ranks:,} {ranks}"
     entries = [("batch", f"{batch.global_batch:,} sequences of {run.train.seq_len:,} tokens: {split_text}")]
+    if plan.samples is not None:
+        slots = f"in slots of {plan.samples.capacity:,} on each of {plan.data_ranks:,} {ranks}"
+        entries = [
+            ("batch", f"{run.train.tokens_per_step:,} tokens in samples of up to {run.train.seq_len:,}, {slots}")
+        ]
     if plan.axis_size("pipeline") > 1 or plan.layered:
         entries.append(("schedule", plan.schedule.name))
     entries += _layer_facts(run, plan)

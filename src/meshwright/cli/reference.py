@@ -42,6 +42,7 @@ _SEE = {
     "generate": "[engine](../design/engine.md), [formats](../design/engine.md#formats-and-invariance), "
     "[drafts](../design/engine.md#speculative-decoding)",
     "serve": "[HTTP server](serve.md), whose [settings](serve.md#settings) are options too",
+    "route": "[several servers](serve.md#several-servers)",
     "data": "[your data](../how-to/your-data.md)",
     "tokenizer": "[your data](../how-to/your-data.md)",
     "checkpoint": "[resume](../how-to/resume.md)",

@@ -233,7 +233,7 @@ def announce(prepared: Prepared) -> None:
     print_now(f"{'resume' if prepared.resumes else 'run'} {assignment.folder}")
     print_now(
         f"  {short(parameter_count(run.model))} parameters, {flops_per_token(run.model, seq, causal=True) / 1e9:.3g} GFLOP a token "
-        f"(causal; {flops_per_token(run.model, seq, causal=False) / 1e9:.3g} full), {run.train.global_batch * seq:,} tokens a step, "
+        f"(causal; {flops_per_token(run.model, seq, causal=False) / 1e9:.3g} full), {run.train.tokens_per_step:,} tokens a step, "
         f"{run.train.steps} steps"
     )
     print_now(f"  on {_devices(run.cluster)}")

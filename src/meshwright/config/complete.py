@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from meshwright.config.yaml_positions import Document, KeyPath, Position, format
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.errors import BadInput, nearest
 from meshwright.spec.fields import to_plain
-from meshwright.spec.job import EQUAL_LOADS, TrainSpec
+from meshwright.spec.job import EQUAL_LOADS, TrainSpec, planned_sequences
 from meshwright.spec.model import ModelSpec
 
 ModelReader = Callable[[Path], dict[str, Any]]
@@ -39,6 +40,7 @@ def complete(document: Document, stem: str, runs: Path, detect: Detect, model_re
     _take_dimensions(document, model_reader)
     notes += _complete_model(document)
     _limit_sequence(document)
+    complete_batch(document)
     _limit_warmup(document)
     _resolve_expert_load(document, runs)
     _resolve_lengths(document)
@@ -212,6 +214,27 @@ def _limit_sequence(document: Document) -> None:
     default = next(f.default for f in dataclasses.fields(TrainSpec) if f.name == "seq_len")
     if isinstance(train, dict) and "seq_len" not in train and _is_count(longest) and longest < default:
         document.put(("train", "seq_len"), longest, document.value_position(("model", "max_seq_len")))
+
+
+def complete_batch(document: Document) -> None:
+    """Sets what follows from `train.global_batch_tokens`: the sequences that the planner assumes, and the mask of documents."""
+    train = document.data.get("train")
+    path: KeyPath = ("train", "global_batch_tokens")
+    tokens, seq_len = document.get(path), document.get(("train", "seq_len")) or TrainSpec.seq_len
+    if not isinstance(train, dict) or not _is_count(tokens) or not _is_count(seq_len):
+        return
+    batch, file = train.get("global_batch"), document.value_position(("train", "global_batch")).file
+    if batch not in (None, "none") and file != EMBEDDED:
+        expected = "no train.global_batch beside it (none drops an inherited one): a step has so many tokens or so many sequences"
+        document.reject(path, expected, f"{tokens} beside train.global_batch {batch}")
+        return
+    sizes = [document.get(("cluster", key)) for key in ("nodes", "gpus_per_node")]
+    ranks = math.prod(size for size in sizes if _is_count(size))
+    position = document.value_position(path)
+    document.put(("train", "global_batch"), planned_sequences(tokens, seq_len, ranks), position)
+    data = document.data.setdefault("data", {})
+    if isinstance(data, dict) and "document_mask" not in data:
+        document.put(("data", "document_mask"), True, position)
 
 
 def _limit_warmup(document: Document) -> None:

@@ -16,8 +16,8 @@ from meshwright.config.trace_file import read_trace
 from meshwright.config.value_sources import COMMAND_LINE, Detect, gather
 from meshwright.config.yaml_positions import Document, KeyPath, dump_yaml, format_value, read_yaml
 from meshwright.spec.deployment import Deployment, DeploymentSpec, role_error
-from meshwright.spec.errors import BadConfig, Mistake
-from meshwright.spec.fields import from_plain, to_plain
+from meshwright.spec.errors import BadConfig, BadInput, Mistake
+from meshwright.spec.fields import from_plain, hints_of, to_plain
 
 FP8: dict[str, Any] = {"weights": "fp8", "kv_cache": "fp8"}
 """The section for which `quantisation: fp8` stands."""
@@ -49,11 +49,11 @@ def load_deployment_spec(
     document = gather(path, overrides, detect or one_cpu_rank)
     given = set(document.data)
     notes = complete(document, path.stem, runs, detect or one_cpu_rank, model_reader)
-    if "train" not in given:
-        del document.data["train"]  # `complete` adds it
+    for section in set(document.data) - given - set(hints_of(DeploymentSpec)):
+        del document.data[section]  # `complete` adds sections of a training
     _expand(document, path.parent)
     values, mistakes, unusable = schema_mistakes(DeploymentSpec, document)
-    mistakes += document.mistakes + cross_checks(document, unusable | {("train",)})
+    mistakes += document.mistakes + cross_checks(document, unusable | {("train",), ("data",)})
     mistakes += profile_mistakes(document, unusable)
     if not any(path[:1] == ("serve",) for path in unusable):
         mistakes += [*_workload_rules(document), *_trace_mistakes(document)]
@@ -83,6 +83,25 @@ def deployment_yaml(deployment: Deployment) -> str:
     """The deployment as a file that a person reads, edits and passes to `meshwright serve --plan FILE`."""
     header = "# A serving deployment. Edit it and pass it back with --plan FILE; `predicted` and `why` bind nothing.\n"
     return header + dump_yaml(to_plain(deployment))
+
+
+def server_settings(deployment: Deployment, role: str | None, shown: str) -> dict[str, Any]:
+    """The keys of a server's file that make it an instance of the deployment, which the file `shown` describes.
+
+    `role` selects the instance where they have several. Raises BadInput if the role does not select equal instances, or for
+    instances that this release cannot serve.
+    """
+    instances = [instance for instance in deployment.instances if role in (None, instance.role)]
+    settings = {(instance.role, instance.tensor, instance.expert, instance.token_budget) for instance in instances}
+    if len(settings) != 1:
+        listed = " and ".join(f"{instance.count} of role {instance.role}" for instance in deployment.instances)
+        wanted = "--role of an instance" if role is None or not settings else f"equal instances of role {role}"
+        raise BadInput(f"{shown}: expected {wanted}; instances: {listed}")
+    ((own_role, tensor, expert, token_budget),) = settings
+    if expert > 1:
+        raise BadInput(f"{shown}: expert: expected 1, got {expert}: this release divides experts over `tensor` only")
+    formats = {key: value for key, value in to_plain(deployment.quantisation).items() if value is not None}
+    return {"role": own_role, "tensor": tensor, "step_tokens": token_budget, **formats}
 
 
 def _expand(document: Document, folder: Path) -> None:

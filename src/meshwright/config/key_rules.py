@@ -16,6 +16,7 @@ from meshwright.config.expert_rules import expert_pins, plan_file_experts
 from meshwright.config.format_rules import fp8_products, number_formats, plan_file_formats
 from meshwright.config.optimizer_rules import decay_patterns, offloaded_state, plan_file_offload
 from meshwright.config.run_values import RunValues
+from meshwright.config.sample_rules import plan_file_samples, samples
 from meshwright.config.yaml_positions import Document, KeyPath, format_value
 from meshwright.spec.chips import CHIPS, chip_from_device_name
 from meshwright.spec.errors import Mistake, nearest
@@ -68,6 +69,7 @@ def cross_checks(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
         _warmup,
         _partner,
         _data,
+        samples,
         _prometheus,
         _chip,
         _ranks,
@@ -101,7 +103,9 @@ def plan_file_checks(
             mistakes.append(
                 plan.mistake(("mesh",), f"sizes whose product is the cluster's {ranks} ranks", str(product))
             )
-    if sound and batch and plan.get(("batch", "global_batch")) != batch:
+    if sound:
+        mistakes += plan_file_samples(plan, run)
+    if sound and batch and not run("train.global_batch_tokens") and plan.get(("batch", "global_batch")) != batch:
         path: KeyPath = ("batch", "global_batch")
         mistakes.append(plan.mistake(path, f"train.global_batch = {batch}", format_value(plan.get(path))))
     if layers and not any(path[:1] == ("layers",) for path in unusable):
@@ -379,6 +383,8 @@ def _global_batch(run: RunValues) -> Iterator[Mistake]:
     keys = ("plan.replicate", "plan.shard", "plan.micro_batch")
     batch, ranks, pinned = run("train.global_batch"), _rank_count(run), {key: run(key) for key in keys if run(key)}
     if ranks is None or any(ranks % (run(f"plan.{axis}") or 1) for axis in DATA_AXES):
+        return
+    if run("train.global_batch_tokens"):  # the planner divides samples, not sequences
         return
     unit = math.prod(pinned.values())
     if batch and batch > MOST_SEQUENCES * ranks:

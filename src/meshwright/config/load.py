@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.config.complete import ModelReader, complete
+from meshwright.config.complete import ModelReader, complete, complete_batch
 from meshwright.config.key_rules import cross_checks, plan_file_checks
 from meshwright.config.mistakes import schema_mistakes
 from meshwright.config.plan_file import drop_removed_keys, plan_rules
@@ -92,6 +92,7 @@ def load_resolved(path: Path) -> RunSpec:
     if isinstance(pins, dict):
         pins.pop("reduce_engine", None)  # earlier versions wrote this key, which was removed
     _move_optimizer_keys(document.get(("train",)))
+    complete_batch(document)
     run, mistakes, _ = schema_mistakes(RunSpec, document)
     mistakes += document.mistakes
     if mistakes:
@@ -144,7 +145,7 @@ def load_plan(path: Path, cluster: ClusterSpec | None = None) -> Plan:
 def resolved_yaml(run: RunSpec) -> str:
     """The run with every value, as YAML that `load_run` reads back to an equal RunSpec."""
     header = "# A resolved run: every value, defaults included. Loading this file gives the same run again.\n"
-    return header + dump_yaml(to_plain(run))
+    return header + dump_yaml(_without_derived(run))
 
 
 def plan_yaml(plan: Plan) -> str:
@@ -295,7 +296,7 @@ def _checked_plan(document: Document) -> tuple[dict[str, Any], list[Mistake], se
 
 
 def _flat(run: RunSpec) -> dict[str, Any]:
-    plain = to_plain(run)
+    plain = _without_derived(run)
     flat: dict[str, Any] = {}
     for section in _COMPARED_SECTIONS:
         inner = plain[section]
@@ -303,6 +304,14 @@ def _flat(run: RunSpec) -> dict[str, Any]:
             {f"{section}.{key}": value for key, value in inner.items()} if isinstance(inner, dict) else {section: inner}
         )
     return {key: value for key, value in flat.items() if key not in _NOT_COMPARED}
+
+
+def _without_derived(run: RunSpec) -> dict[str, Any]:
+    """The run as plain data, without the sequences that follow from `train.global_batch_tokens` and the cluster."""
+    plain = to_plain(run)
+    if run.train.global_batch_tokens is not None:
+        del plain["train"]["global_batch"]
+    return plain
 
 
 def _as_list(value: Any) -> Any:

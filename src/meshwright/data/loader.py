@@ -1,7 +1,7 @@
 """Micro-batches of one rank as torch tensors, prefetched by a thread.
 
-Step t of a run reads global samples [t * global_batch, (t + 1) * global_batch); data rank d takes the d-th contiguous
-part. The state is one integer, the number of global samples consumed, and is valid for any number of ranks.
+What a step holds follows from its first sample alone. So the state is one integer, the first sample of the next step, and is valid for any
+number of ranks.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from meshwright.data.slots import Slot
 from meshwright.data.source import Batch, DataSource, has_validation, open_data
 from meshwright.policies.sample_order import rank_samples
 from meshwright.policies.skipped_samples import SampleRange, skip_forward
@@ -31,7 +32,8 @@ class MicroBatch:
 
     `positions` and `documents` are None without `data.document_mask`: each sequence is then one document, counted from
     0. `valid_tokens` is the number of targets other than -1, counted on the host to avoid synchronisation.
-    `attention_work` is the sum of the squared lengths of the documents, None if it is not counted.
+    `attention_work` is the sum of the squared lengths of the documents, None if it is not counted. `slot` tells what the tokens belong to,
+    None if sequences have equal length.
     """
 
     tokens: torch.Tensor
@@ -40,6 +42,7 @@ class MicroBatch:
     documents: torch.Tensor | None
     valid_tokens: int
     attention_work: int | None = None
+    slot: Slot | None = None
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
         """A copy with `change` applied to each tensor."""
@@ -48,10 +51,31 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class _ReadStep:
+class Step:
+    """One rank's part of a step, and what the whole step is."""
+
+    micro_batches: list[MicroBatch]
+    samples: SampleRange
+    """The samples of all ranks."""
+    tokens: int
+    """Tokens of this rank without padding."""
+    lengths: np.ndarray | None = None
+    """Inputs of each sample of all ranks; None if samples have equal length."""
+    padding: float = 0.0
+    """Share of all ranks' tokens that is padding."""
+
+
+class StepReader(Protocol):
+    """Reads the step that begins at a sample."""
+
+    def read(self, sample: int, skipped: Sequence[SampleRange]) -> Step: ...
+
+
+@dataclass(frozen=True)
+class _Copied:
     """A prefetched step, and the event after its copies to the device, if there are any."""
 
-    step: list[MicroBatch]
+    step: Step
     copy_done: torch.cuda.Event | None
 
 
@@ -65,39 +89,68 @@ class Samples(Protocol):
     def samples(self, indices: Sequence[int] | np.ndarray) -> Batch: ...
 
 
+class Windows:
+    """Reads steps of samples of equal length.
+
+    A step that begins at sample n has samples [n, n + global_batch); data rank d takes the d-th contiguous part. Raises BadInput if
+    `global_batch` does not divide evenly.
+    """
+
+    def __init__(
+        self, source: Samples, *, global_batch: int, data_rank: int, data_ranks: int, micro_batch: int
+    ) -> None:
+        _check_division(global_batch, data_ranks, micro_batch)
+        self._source, self._global_batch, self._micro_batch = source, global_batch, micro_batch
+        self._data_rank, self._data_ranks = data_rank, data_ranks
+
+    def read(self, sample: int, skipped: Sequence[SampleRange] = ()) -> Step:
+        """This rank's micro-batches of the step; skipped samples are whole steps."""
+        del skipped
+        end = sample + self._global_batch
+        self._source.begin_step(range(sample, end))
+        starts = rank_samples(sample, self._global_batch, self._data_rank, self._data_ranks)[:: self._micro_batch]
+        batches = [self._source.samples(range(start, start + self._micro_batch)) for start in starts]
+        return Step([self._tensors(batch) for batch in batches], (sample, end), sum(b.tokens.size for b in batches))
+
+    def _tensors(self, batch: Batch) -> MicroBatch:
+        masked = self._source.document_mask
+        return MicroBatch(
+            tokens=torch.from_numpy(batch.tokens),
+            targets=torch.from_numpy(batch.targets),
+            positions=torch.from_numpy(batch.positions) if masked else None,
+            documents=torch.from_numpy(batch.documents) if masked else None,
+            valid_tokens=int(np.count_nonzero(batch.targets >= 0)),
+            attention_work=sum(int((np.bincount(sequence) ** 2).sum()) for sequence in batch.documents),
+        )
+
+
 class Loader:
     """Endless iterator over steps; each item is this data rank's list of micro-batches for one step.
 
     A thread prefetches `prefetch` steps. For a CUDA device it also copies them there on its own stream, so that `next`
     returns device tensors: the current stream waits for the copy, the host does not. The samples of `skipped` are left
-    out. Close it, or use it in a `with` block. Raises BadInput if `global_batch` does not divide evenly; `next` raises
-    the errors of the thread.
+    out. Close it, or use it in a `with` block. `next` raises the errors of the thread.
     """
 
     def __init__(
         self,
-        source: Samples,
+        reader: StepReader,
         *,
-        global_batch: int,
-        data_rank: int,
-        data_ranks: int,
-        micro_batch: int,
         start_sample: int = 0,
         skipped: Sequence[SampleRange] = (),
         prefetch: int = 2,
         device: torch.device | str | None = None,
     ) -> None:
-        _check_division(global_batch, data_ranks, micro_batch)
-        self.source, self.global_batch, self.micro_batch = source, global_batch, micro_batch
-        self.data_rank, self.data_ranks = data_rank, data_ranks
-        self._skipped = tuple(skipped)
+        self._reader, self._skipped = reader, tuple(skipped)
         self.device = _with_index(torch.device(device or "cpu"))
         self.consumed = start_sample
-        """Global samples consumed by all ranks; the complete state of the data."""
+        """One behind the last sample of the latest step, of all ranks; the complete state of the data."""
+        self.step: Step | None = None
+        """The latest step."""
         self.wait_seconds = 0.0
         """Seconds that the last `next` waited for the thread."""
         self._copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self._ready: queue.Queue[_ReadStep | BaseException] = queue.Queue(maxsize=max(prefetch, 1))
+        self._ready: queue.Queue[_Copied | BaseException] = queue.Queue(maxsize=max(prefetch, 1))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._read_ahead, args=(start_sample,), name="data", daemon=True)
         self._thread.start()
@@ -114,7 +167,7 @@ class Loader:
         if isinstance(item, BaseException):
             self.close()
             raise item
-        self.consumed += self.global_batch
+        self.step, self.consumed = item.step, item.step.samples[1]
         return self._on_current_stream(item)
 
     def close(self) -> None:
@@ -136,12 +189,13 @@ class Loader:
         try:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)  # otherwise pinning memory would also open a context on device 0
-            while self._offer(self._copy_to_device(self._read_step(sample))):
-                sample = skip_forward(sample + self.global_batch, self._skipped)
+            step = self._reader.read(skip_forward(sample, self._skipped), self._skipped)
+            while self._offer(self._copy_to_device(step)):
+                step = self._reader.read(skip_forward(step.samples[1], self._skipped), self._skipped)
         except BaseException as error:  # the consumer raises it
             self._offer(error)
 
-    def _offer(self, item: _ReadStep | BaseException) -> bool:
+    def _offer(self, item: _Copied | BaseException) -> bool:
         """Wait for space in the queue; False if the loader was closed meanwhile."""
         while not self._stop.is_set():
             try:
@@ -151,38 +205,23 @@ class Loader:
             return True
         return False
 
-    def _read_step(self, sample: int) -> list[MicroBatch]:
-        self.source.begin_step(range(sample, sample + self.global_batch))
-        rank_indices = rank_samples(sample, self.global_batch, self.data_rank, self.data_ranks)
-        starts = rank_indices[:: self.micro_batch]
-        return [self._micro_batch(self.source.samples(range(start, start + self.micro_batch))) for start in starts]
-
-    def _micro_batch(self, batch: Batch) -> MicroBatch:
-        masked = self.source.document_mask
-        micro = MicroBatch(
-            tokens=torch.from_numpy(batch.tokens),
-            targets=torch.from_numpy(batch.targets),
-            positions=torch.from_numpy(batch.positions) if masked else None,
-            documents=torch.from_numpy(batch.documents) if masked else None,
-            valid_tokens=int(np.count_nonzero(batch.targets >= 0)),
-            attention_work=sum(int((np.bincount(sequence) ** 2).sum()) for sequence in batch.documents),
-        )
-        return micro.map(torch.Tensor.pin_memory) if self.device.type == "cuda" else micro
-
-    def _copy_to_device(self, step: list[MicroBatch]) -> _ReadStep:
+    def _copy_to_device(self, step: Step) -> _Copied:
         """Start the copies of a step to the device."""
         if self._copies is None:
-            return _ReadStep(step, None)
+            return _Copied(step, None)
         with torch.cuda.stream(self._copies):
-            copied = [micro.map(lambda tensor: tensor.to(self.device, non_blocking=True)) for micro in step]
+            copied = [
+                micro.map(lambda tensor: tensor.pin_memory().to(self.device, non_blocking=True))
+                for micro in step.micro_batches
+            ]
         copy_done = torch.cuda.Event()
         copy_done.record(self._copies)
-        return _ReadStep(copied, copy_done)
+        return _Copied(replace(step, micro_batches=copied), copy_done)
 
-    def _on_current_stream(self, ahead: _ReadStep) -> list[MicroBatch]:
+    def _on_current_stream(self, ahead: _Copied) -> list[MicroBatch]:
         """The step for the current stream, which waits for the copies; their memory is kept until the stream has used it."""
         if ahead.copy_done is None:
-            return ahead.step
+            return ahead.step.micro_batches
         stream = torch.cuda.current_stream(self.device)
         stream.wait_event(ahead.copy_done)
 
@@ -190,7 +229,7 @@ class Loader:
             tensor.record_stream(stream)
             return tensor
 
-        return [micro.map(record_use) for micro in ahead.step]
+        return [micro.map(record_use) for micro in ahead.step.micro_batches]
 
 
 def _with_index(device: torch.device) -> torch.device:

@@ -9,25 +9,35 @@ from itertools import pairwise
 from typing import Any
 
 from meshwright.data.source import DataSource
+from meshwright.data.step_samples import samples_of_token_step
 from meshwright.policies.skipped_samples import SampleRange, samples_of_step
 from meshwright.spec.errors import BadInput
 
 
 def show_step(
-    source: DataSource, step: int, global_batch: int, text: bool = False, skipped: Sequence[SampleRange] = ()
+    source: DataSource,
+    step: int,
+    global_batch: int,
+    text: bool = False,
+    skipped: Sequence[SampleRange] = (),
+    *,
+    global_batch_tokens: int | None = None,
 ) -> dict[str, Any]:
     """`{step, samples: [{global_index, source, documents: [{file, id, start, end}], tokens}]}` of one training step.
 
     Steps count from 1, as in metrics.jsonl: step N reads samples (N - 1) * global_batch to N * global_batch - 1, or later ones if
-    the run left out those of `skipped`. `start` and `end` are
-    tokens within the document (end exclusive), `tokens` is how many the sample has. With `text` each sample also holds
+    the run left out those of `skipped`. With `global_batch_tokens` they follow from the lengths of all samples before. `start` and `end`
+    are tokens within the document (end exclusive), `tokens` is how many the sample has. With `text` each sample also holds
     its decoded `text`. A sample of chats also has `trained`, the ranges [start, stop) of its tokens that are trained on, and
     with `text` the `parts` of its text, each with `trained` and `text`; `packing` has the
     `PackingCounts` of each source of chats. Raises BadInput for a step below 1, or when text is asked of data whose tokenizer is not known.
     """
     if step < 1:
         raise BadInput(f"--step {step}: expected 1 or more; steps count from 1")
-    indices = range(*samples_of_step(step, global_batch, skipped))
+    if global_batch_tokens is None:
+        indices = range(*samples_of_step(step, global_batch, skipped))
+    else:
+        indices = range(*samples_of_token_step(source, step, global_batch_tokens, skipped))
     samples = [source.describe(index) for index in indices]
     if text:
         for sample, ids, decode in _tokens(source, samples, indices):
@@ -49,8 +59,8 @@ def _tokens(
     if file is None:
         raise BadInput("--text: the data is foreign, so its tokenizer is not known; leave --text out")
     tokenizer = load_tokenizer(file).tokenizer
-    for sample, ids in zip(samples, source.samples(indices).tokens.tolist(), strict=True):
-        yield sample, ids, partial(tokenizer.decode, skip_special_tokens=False)
+    for sample, index in zip(samples, indices, strict=True):
+        yield sample, source.samples([index]).tokens[0].tolist(), partial(tokenizer.decode, skip_special_tokens=False)
 
 
 def _parts(ids: list[int], trained: list[list[int]], decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ import numpy as np
 from meshwright.data.chat_template import TEMPLATE
 from meshwright.data.conversations import ConversationWindows, PackingCounts
 from meshwright.data.corpus import STDLIB
+from meshwright.data.documents import DocumentSamples
 from meshwright.data.manifest import (
     HELD_OUT,
     TRAIN,
@@ -27,10 +28,11 @@ from meshwright.data.manifest import (
     open_directory,
 )
 from meshwright.data.packing import Packed, StreamWindows, TokenStream, pack
+from meshwright.data.slots import TokenReader
 from meshwright.data.verification import ShardVerifier
 from meshwright.policies.sample_order import Mixture
 from meshwright.spec.errors import BadInput, Damaged
-from meshwright.spec.job import DataSpec
+from meshwright.spec.job import DataSpec, Packing
 
 Split = Literal["train", "validation"]
 
@@ -56,7 +58,7 @@ def open_data(
     verifier: ShardVerifier | None = None,
 ) -> DataSource:
     """Open what `spec` names: the mixture to train on, or with `split="validation"` the text kept apart, in a fixed
-    order.
+    order and in windows of `seq_len` tokens, whatever `data.packing` is.
 
     `vocab_size` is the model's: a tokenizer with more tokens is refused here, a larger token id when it is read.
     `stdlib` is the folder for the source `stdlib` (the user's cache when None). `verifier` gets each shard when its first
@@ -68,7 +70,8 @@ def open_data(
         hint = "prepare with --held-out FRACTION, or set data.validation"
         missing = f"no {HELD_OUT} of more than {seq_len} tokens beside {', '.join(map(str, train.values()))}"
         raise BadInput(f"no validation data: {missing}; {hint}")
-    sources = [Source(name, open_directory(path, spec.damaged), seq_len) for name, path in paths.items()]
+    packing = spec.packing if split == "train" else "stream"
+    sources = [Source(name, open_directory(path, spec.damaged), seq_len, packing) for name, path in paths.items()]
     _check_tokenizers(sources, vocab_size)
     weights = {name: spec.mix.get(name, 1.0) for name in paths}
     windows = {source.name: source.windows for source in sources}
@@ -84,25 +87,37 @@ def has_validation(spec: DataSpec, seq_len: int, stdlib: Path | None = None) -> 
 
 
 class Source:
-    """A prepared directory as windows: of chats whole conversations, of text a stream. Raises BadInput if there is no window."""
+    """A prepared directory as windows: of chats whole conversations, of text a stream, or documents with `packing` none.
 
-    def __init__(self, name: str, directory: PreparedDirectory, seq_len: int) -> None:
+    Raises BadInput if there is no window, and for chats with `packing` none.
+    """
+
+    def __init__(self, name: str, directory: PreparedDirectory, seq_len: int, packing: Packing = "stream") -> None:
         self.name, self.directory, self.seq_len = name, directory, seq_len
         self.stream = TokenStream(
             [shard.file for shard in directory.shards], [shard.mask for shard in directory.shards]
         )
-        self.layout: StreamWindows | ConversationWindows = StreamWindows(self.stream, seq_len)
-        if self.stream.masked:
-            assert directory.manifest is not None, "a manifest names the masks"
-            self.layout = ConversationWindows(self.stream, seq_len, directory.manifest.tokenizer.eos)
+        self.layout = self._layout(packing)
         self.windows = self.layout.count
         if self.windows == 0:
             if self.packing is not None:
                 few = f"no chat has a token to train on in its first train.seq_len {seq_len}"
                 raise BadInput(f"{directory.path}: {few}; raise it or add chats")
+            if packing == "none":
+                raise BadInput(f"{directory.path}: no document has two tokens or more, which a sample needs; add text")
             need = f"train.seq_len {seq_len} needs {seq_len + 1}"
             raise BadInput(f"{directory.path}: has {len(self.stream)} tokens, {need}; shorten it or add text")
         self._names = lru_cache(maxsize=16)(_DocumentNames)
+
+    def _layout(self, packing: Packing) -> StreamWindows | ConversationWindows | DocumentSamples:
+        if self.stream.masked:
+            if packing == "none":
+                raise BadInput(
+                    f"{self.directory.path}: has chats, which data.packing none does not train on; leave data.packing out"
+                )
+            assert self.directory.manifest is not None, "a manifest names the masks"
+            return ConversationWindows(self.stream, self.seq_len, self.directory.manifest.tokenizer.eos)
+        return (DocumentSamples if packing == "none" else StreamWindows)(self.stream, self.seq_len)
 
     @property
     def tokens(self) -> int:
@@ -258,6 +273,32 @@ class DataSource:
             documents=np.stack([sample.documents for sample in packed]),
         )
 
+    def lengths(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Inputs of the samples with these global indices, int64; no tokens are read."""
+        draws = self.mixture.draws(np.asarray(indices, dtype=np.int64))
+        lengths = np.full(len(draws.source), self.seq_len, dtype=np.int64)
+        for number, source in enumerate(self._ordered):
+            if isinstance(source.layout, DocumentSamples):
+                of_source = draws.source == number
+                lengths[of_source] = source.layout.lengths(draws.window[of_source])
+        return lengths
+
+    def token_reader(self, indices: Sequence[int] | np.ndarray) -> TokenReader:
+        """A function that reads ranges of tokens of the samples with these global indices, which are documents.
+
+        It raises Damaged as `samples` does.
+        """
+        places = self._locate_samples(indices)
+
+        def read(sample: int, start: int, stop: int) -> np.ndarray:
+            source, window = places[sample]
+            assert isinstance(source.layout, DocumentSamples), "windows of a stream are read whole"
+            tokens = source.layout.read_range(window, start, stop)
+            self._check_ids(source, window, tokens, start)
+            return tokens
+
+        return read
+
     def describe(self, index: int) -> dict[str, Any]:
         """The origin of a global sample: `{global_index, source, documents: [{file, id, start, end}], tokens}`.
 
@@ -265,8 +306,8 @@ class DataSource:
         sequence.
         """
         source, window = self._locate_samples([index])[0]
-        documents = source.describe(window)
-        described = {"global_index": index, "source": source.name, "documents": documents, "tokens": self.seq_len}
+        documents, (length,) = source.describe(window), self.lengths([index]).tolist()
+        described = {"global_index": index, "source": source.name, "documents": documents, "tokens": length}
         if not isinstance(source.layout, ConversationWindows):
             return described
         trained = source.layout.trained(window)
@@ -291,14 +332,18 @@ class DataSource:
 
     def _sample(self, source: Source, window: int) -> Packed:
         tokens, begins, trained = source.layout.read(window, self.document_mask)
-        if tokens.min() < 0 or (self._limit is not None and tokens.max() >= self._limit):
-            self._refuse(source, window, tokens)
+        self._check_ids(source, window, tokens)
         return pack(tokens, begins, self.document_mask, trained)
 
-    def _refuse(self, source: Source, window: int, tokens: np.ndarray) -> NoReturn:
+    def _check_ids(self, source: Source, window: int, tokens: np.ndarray, start: int = 0) -> None:
+        """Raise Damaged unless each of `tokens`, which begin at token `start` of a window, fits the model's vocabulary."""
+        if tokens.min() < 0 or (self._limit is not None and tokens.max() >= self._limit):
+            self._refuse(source, window, tokens, start)
+
+    def _refuse(self, source: Source, window: int, tokens: np.ndarray, start: int) -> NoReturn:
         limit = np.iinfo(np.int64).max if self._limit is None else self._limit
         at = int(np.flatnonzero((tokens < 0) | (tokens >= limit))[0])
-        file, token = source.layout.locate(window, at)
+        file, token = source.layout.locate(window, start + at)
         expected = "an id that is not negative" if self._limit is None else f"an id below model.vocab_size {limit}"
         offset = file.token_offset(token)
         raise Damaged(f"{file.bin_path}: offset {offset}: expected {expected}, found token {tokens[at]}")

@@ -28,6 +28,7 @@ _WHY_FIXED = {
     "model": "the checkpoints hold this model's weights",
     "data": "the samples that were read follow from it",
     "train.global_batch": _POSITION,
+    "train.global_batch_tokens": _POSITION,
     "train.seq_len": _POSITION,
     "train.learning_rate": _SCHEDULE,
     "train.min_learning_rate": _SCHEDULE,

@@ -52,7 +52,7 @@ def run_job(
             f"torchrun --nnodes {run.cluster.nodes} --nproc-per-node {run.cluster.gpus_per_node} --rdzv-backend c10d "
             "--rdzv-endpoint HOST:PORT -m meshwright train …"
         )
-    if run.train.global_batch % run.cluster.ranks:
+    if run.train.global_batch % run.cluster.ranks and run.train.global_batch_tokens is None:
         # If the batch divides, no part of a host is faster (`planner.devices`); then the planner need not be imported.
         from meshwright.launch.prepare import on_used_devices
 

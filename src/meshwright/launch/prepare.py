@@ -48,7 +48,7 @@ from meshwright.spec.errors import BadInput, Damaged, MeshwrightError, OutOfReso
 from meshwright.spec.fields import to_plain
 from meshwright.spec.plan import Plan
 from meshwright.spec.rank_environment import started_by_launcher
-from meshwright.spec.run import Assignment, RunSpec
+from meshwright.spec.run import Assignment, ModelSection, RunSpec
 
 VOCABULARY_MULTIPLE = 128
 """A vocabulary taken from a tokenizer is rounded up to a multiple of this: whole tiles of the head's matrix product."""
@@ -132,8 +132,14 @@ def with_vocabulary(run: RunSpec) -> RunSpec:
     return run if run.model.vocab_size else _with_vocabulary_of(run, _vocabulary_of_data(run) or VOCABULARY)
 
 
+def with_model_vocabulary(model: ModelSection, count: int = VOCABULARY) -> ModelSection:
+    """The model with a vocabulary for a tokenizer of `count` ids, the built-in one's by default, if it has none."""
+    padded = -(-count // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    return model if model.vocab_size else replace(model, vocab_size=padded)
+
+
 def _with_vocabulary_of(run: RunSpec, count: int) -> RunSpec:
-    return replace(run, model=replace(run.model, vocab_size=-(-count // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE))
+    return replace(run, model=with_model_vocabulary(run.model, count))
 
 
 def _vocabulary_of_data(run: RunSpec) -> int | None:
@@ -206,7 +212,8 @@ def on_used_devices(run: RunSpec, note: Note) -> RunSpec:
     keep their devices. A run without a possible plan is returned unchanged; its preparation reports the error.
     """
     fixed = isinstance(run.plan, str) and run.plan != "auto"
-    if fixed or run.cluster.nodes > 1 or started_by_launcher() or not run.train.global_batch % run.cluster.ranks:
+    divides = run.train.global_batch_tokens is not None or not run.train.global_batch % run.cluster.ranks
+    if fixed or run.cluster.nodes > 1 or started_by_launcher() or divides:
         return run
     local_run = on_this_host(with_vocabulary(run))
     try:

@@ -8,11 +8,15 @@ from torch import Tensor, nn
 from meshwright.kernels.gated import gated_mlp
 from meshwright.kernels.linear import Linear
 from meshwright.kernels.swiglu import swiglu
+from meshwright.kernels.tiled_mlp import tiled_mlp
 from meshwright.spec.model import ModelSpec
 
 
 class GatedMLP(nn.Module):
     """SwiGLU with inner width `width`: down(silu(gate) · up)."""
+
+    tile: int = 0
+    """Tokens that are computed at a time, in training; 0 computes all."""
 
     def __init__(self, spec: ModelSpec, width: int, plain: bool) -> None:
         super().__init__()
@@ -21,6 +25,8 @@ class GatedMLP(nn.Module):
         self.down = Linear(width, spec.hidden, bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.tile:
+            return tiled_mlp(x, self.gate_up, self.down, self.tile, gated=True, plain=self.plain)
         return gated_mlp(x, self.gate_up, self.down, plain=self.plain)
 
     def activate(self, projected: Tensor) -> Tensor:
@@ -31,12 +37,17 @@ class GatedMLP(nn.Module):
 class MLP(nn.Module):
     """down(gelu(up)), with GPT-2's tanh approximation."""
 
+    tile: int = 0
+    """Tokens that are computed at a time, in training; 0 computes all."""
+
     def __init__(self, spec: ModelSpec, width: int) -> None:
         super().__init__()
         self.up = Linear(spec.hidden, width, bias=spec.bias)
         self.down = Linear(width, spec.hidden, bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.tile:
+            return tiled_mlp(x, self.up, self.down, self.tile, gated=False, plain=False)
         return self.down(self.activate(self.up(x)))
 
     def activate(self, projected: Tensor) -> Tensor:

@@ -140,10 +140,16 @@ class StepRecorder:
         return taken
 
     def begin_step(self, step: int, tokens: int = 0) -> None:
+        """Begin step `step`, which has `tokens` tokens on this rank; `tokens` tells them later."""
         if self._window is not None:
             raise RuntimeError(f"step {step} begins inside step {self._window.step}; call end_step first")
         self._last_step = step
         self._open_window(counted=True).tokens = tokens
+
+    def tokens(self, tokens: int) -> None:
+        """Record how many tokens the step has on this rank."""
+        if self._window is not None:
+            self._window.tokens = tokens
 
     def attention_work(self, work: Sequence[int | None]) -> None:
         if self._window is not None:

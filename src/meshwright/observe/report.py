@@ -22,6 +22,7 @@ from meshwright import __version__
 from meshwright.durable.writes import write_durable
 from meshwright.observe import number_text, report_parts
 from meshwright.observe.report_account import predicted_and_measured
+from meshwright.observe.report_balance import balance_card
 from meshwright.observe.report_charts import Sheet, sheet
 from meshwright.observe.report_expert_loads import expert_loads_card
 from meshwright.observe.report_goodput import goodput_card
@@ -76,6 +77,7 @@ def render(run: RunFolder, findings: SpanFindings = SpanFindings()) -> str:
 {predicted_and_measured(run)}
 {goodput_card(run.goodput)}
 {expert_loads_card(run.steps)}
+{balance_card(run.plan, run.steps)}
 {heat_map_card(findings.heat_map)}
 {stragglers_card(findings.stragglers, findings.stragglers_sentence)}
 {findings.timeline}

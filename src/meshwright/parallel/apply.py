@@ -1,8 +1,8 @@
 """Applies a Plan to a model; `build_engine` alone decides the order of the transforms.
 
-The order: remove other stages, divide over tensor ranks, over context ranks, distribute experts, use fp8 products, recompute, compile,
-split the backward, shard, allocate memory, initialise. The model code does not change: a transform replaces modules or wraps `forward`
-of a block, and parameter names stay the same.
+The order: remove other stages, divide over tensor ranks, over context ranks, distribute experts, use fp8 products, tile, recompute,
+compile, split the backward, shard, allocate memory, initialise. The model code does not change: a transform replaces modules, sets
+attributes of them or wraps `forward` of a block, and parameter names stay the same.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ generate a reduction kernel that loads single elements of distant rows: 0.7 TB/s
 class Engine:
     """One rank's part of a model under a plan, and the executor that runs it.
 
-    `training` is the schedule of a step; `evaluation_schedule(n)` returns that of n micro-batches without backward. `weights` has this
+    `training` is the schedule of a step as planned, `training_schedule(n)` that of a step of n micro-batches, and `evaluation_schedule(n)`
+    that of n micro-batches without backward. `weights` has this
     rank's part of each parameter on the device. Master weights in host memory are in `Optimizer.state`. `duplicate_rows` has, by
     parameter, the rows of this rank's part that the gradient norm must not count, because another rank counts its copy: the last stage's
     copy of the embedding, and on all tensor ranks but the first the parameters that tensor ranks do not divide. `host_offloaded` maps
@@ -71,6 +72,7 @@ class Engine:
     model: Decoder
     executor: Executor
     training: Schedule
+    training_schedule: Callable[[int], Schedule]
     evaluation_schedule: Callable[[int], Schedule]
     weights: Mapping[str, StateParts]
     duplicate_rows: Mapping[str, Sequence[range]]
@@ -114,7 +116,6 @@ def build_engine(
     Raises BadInput if the schedule does not exist for the plan's sizes.
     """
     pipeline_rank = mesh.coordinate("pipeline")
-    # By pipeline rank, the layers of its stages.
     table = stage_table(plan.schedule, mesh.axis_size("pipeline"), spec.layers)
     training = training_schedule(plan, spec.layers)
     with torch.device("meta"):
@@ -181,6 +182,7 @@ def build_engine(
         model,
         executor,
         training,
+        partial(training_schedule, plan, spec.layers),
         partial(evaluation_schedule, plan, spec.layers),
         local_weights(model, division),
         _duplicate_rows(boxes_by_parameter, tied),
@@ -263,7 +265,7 @@ def _tied_sum(model: Decoder, table: tuple[tuple[range, ...], ...], mesh: Mesh) 
 
 
 def wrap_blocks(model: Decoder, plan: Plan) -> None:
-    """Wrap `forward` of every block for its recompute mode, then compile it if the plan compiles.
+    """Set the tiles of every block, wrap its `forward` for its recompute mode, then compile it if the plan compiles.
 
     The compiled function includes the recompute, so that the compiler knows which activations are saved. All blocks share it. Without
     compilation `torch.compile` is not accessed, as the access imports the compiler.
@@ -274,6 +276,8 @@ def wrap_blocks(model: Decoder, plan: Plan) -> None:
         else None
     )
     for layer, block in blocks_with_layer(model):
+        if not block.routed:
+            block.mlp.tile = plan.tile(layer, model.spec.layers)
         mode = plan.strategy(layer, model.spec.layers).recompute
         if compiled is not None:
             block.forward = partial(compiled, type(block).forward, mode, block)

@@ -18,6 +18,7 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.nodes import memory_limits
 from meshwright.spec.plan import (
     PARTIAL_RECOMPUTES,
+    RECOMPUTES_PRODUCTS,
     SHARD_AXES,
     AxisName,
     LayerStrategy,
@@ -121,6 +122,7 @@ def untrainable(plan: Plan) -> str | None:
         if plan.precision.compute == "fp16"
         else []
     )
+    parts += [f"feed-forward networks in tiles with {feature}" for feature in _tile_conflicts(plan)]
     parts += dict.fromkeys(part for layer in plan.layers for part in _untrainable_offloads(plan, layer))
     if not parts:
         return _copy_refusal(plan)
@@ -142,6 +144,20 @@ def idle_fields(plan: Plan) -> Iterator[str]:
     ):  # fmt: skip
         if idle and ranks == 1:
             yield f"plan.{key} = {value} has no effect: the mesh has one {rank_name}"
+    if plan.mlp_tile and not any(layer.recompute in RECOMPUTES_PRODUCTS for layer in plan.layers):
+        yield f"plan.mlp_tile = {plan.mlp_tile} has no effect: no layer has recompute all_but_attention or full"
+
+
+def _tile_conflicts(plan: Plan) -> Iterator[str]:
+    """Features of the plan that tiles cannot be combined with."""
+    if not plan.mlp_tile or not any(layer.recompute in RECOMPUTES_PRODUCTS for layer in plan.layers):
+        return
+    if plan.axis_size("tensor") > 1:
+        yield "tensor ranks"
+    if entry_of(plan.schedule.name).splits_backward:
+        yield f"{plan.schedule.name}, which defers weight gradients"
+    if any((layer.linear or plan.precision.linear) != "compute" for layer in plan.layers):
+        yield "products in fp8"
 
 
 def _untrainable_offloads(plan: Plan, layer: LayerStrategy) -> Iterator[str]:
@@ -278,6 +294,11 @@ def precision_of(run: RunSpec) -> Precision:
         compute=compute, linear=linear, gather=gather, reduce=pins.reduce or wide, reduce_replicas=pins.reduce_replicas,
         moments=pins.moments or "fp32",
     )  # fmt: skip
+
+
+def mlp_tile_of(run: RunSpec) -> int:
+    """The pinned tokens of a tile of the feed-forward networks, else none."""
+    return pins_of(run).mlp_tile or 0
 
 
 def offload_fraction_of(run: RunSpec) -> float:

@@ -15,7 +15,7 @@ import numpy as np
 from meshwright.costs.layer_costs import LayerCosts, layer_costs
 from meshwright.costs.plan_costs import Pricing
 from meshwright.costs.step import step_cost
-from meshwright.planner.candidate import offload_fraction_of, pins_of, precision_of
+from meshwright.planner.candidate import mlp_tile_of, offload_fraction_of, pins_of, precision_of
 from meshwright.planner.schedule_choice import head_in_layers
 from meshwright.planner.space import SCHEDULES, Points
 from meshwright.planner.strategies import lowest_memory_end, strategy_set_of
@@ -173,7 +173,7 @@ def peak_rank_bytes(run: RunSpec, layout: Layouts) -> np.ndarray:
     """Bytes of the fullest rank by the closed form."""
     byte_widths = formats(
         run.train, precision_of(run), cpu=run.cluster.is_cpu, model=run.model,
-        offload_fraction=offload_fraction_of(run),
+        offload_fraction=offload_fraction_of(run), mlp_tile=mlp_tile_of(run),
     )  # fmt: skip
     pins = pins_of(run)
     room = received_room(pins.expert_exchange, pins.expert_receive_bound, layout.expert)

@@ -18,6 +18,7 @@ from meshwright.planner.candidate import (
     Candidate,
     compiles,
     fits,
+    mlp_tile_of,
     offload_fraction_of,
     overfull_ranks,
     peak_bytes,
@@ -25,6 +26,7 @@ from meshwright.planner.candidate import (
     precision_of,
 )
 from meshwright.planner.reprice import reprice
+from meshwright.planner.sample_plan import sample_plan
 from meshwright.planner.schedule_choice import with_stages
 from meshwright.planner.space import SCHEDULES, Points
 from meshwright.planner.step_estimate import most_played
@@ -77,7 +79,7 @@ def plan_at(run: RunSpec, points: Points, index: int, strategy: Strategy, budget
         for name in mesh.order
     )
     used = tuple(axis for axis in axes if axis.size > 1 or axis.axis == "shard")
-    shards = mesh.size("shard") * mesh.context
+    shards, precision = mesh.size("shard") * mesh.context, precision_of(run)
     plan = Plan(
         mesh=used,
         batch=BatchPlan(
@@ -87,10 +89,12 @@ def plan_at(run: RunSpec, points: Points, index: int, strategy: Strategy, budget
         ),
         schedule=with_stages(run, SCHEDULES[points.schedule[index]], pipeline, int(points.virtual[index]), used),
         experts=_expert_plan(run, mesh.expert, shards // mesh.expert, mesh.size("tensor")),
+        samples=sample_plan(run, precision),
         layers=pins.layers or (strategy.layer(strategy.high_memory),),
-        precision=precision_of(run),
+        precision=precision,
         **engine_fields({option for option in COPY_OPTIONS if points.column(option.column)[index]}),
         offload_fraction=offload_fraction_of(run),
+        mlp_tile=mlp_tile_of(run),
         compile=compiles(run),
     )
     if pins.layers or strategy.high_memory == strategy.low_memory:

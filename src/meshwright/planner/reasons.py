@@ -23,6 +23,7 @@ from meshwright.planner.candidate import (
 )
 from meshwright.planner.expert_reasons import uneven_loads_reason
 from meshwright.planner.explain import reason_for, seconds_text, shortfall, why_not_distinguished
+from meshwright.planner.mlp_tiles import tile_reason
 from meshwright.schedules.registry import entry_of, refusal
 from meshwright.simulator.step_simulation import host_bytes
 from meshwright.spec.cluster import ClusterSpec
@@ -72,7 +73,11 @@ def reasons(
     sentences += [
         _compare_values(best, others, name, value, guessed) for name, keys, value in CHOICES if _unpinned(pins, keys)
     ]
-    sentences += [*_memory_reasons(plan, run, fits), *_transport_reasons(best, others, run)]
+    sentences += [
+        *_memory_reasons(plan, run, fits),
+        tile_reason(run, plan, fits),
+        *_transport_reasons(best, others, run),
+    ]
     sentences.append(uneven_loads_reason(run, plan))
     if refused := untrainable(plan):
         sentences.append(refused)

@@ -71,9 +71,10 @@ class SampleChoice:
 def choose_sample_layout(run: RunSpec, histogram: LengthHistogram, memory_bytes: int | None = None) -> SampleChoice:
     """Play the layouts of the run's ranks for batches of unequal samples.
 
-    A batch has `train.global_batch` · `train.seq_len` tokens; samples are cut at `seq_len`.
+    A batch has `train.global_batch_tokens`, or `train.global_batch` · `train.seq_len` tokens; samples are cut at `seq_len`. Static context
+    ranks need whole sequences on each of their groups.
     """
-    longest, tokens = min(run.train.seq_len, histogram.longest), run.train.global_batch * run.train.seq_len
+    longest, tokens = min(run.train.seq_len, histogram.longest), step_tokens(run)
     if obstacle := _obstacle(run):
         return SampleChoice(longest, tokens, obstacle=obstacle)
     batches = [draw_batch(histogram, tokens, longest, run.seed, number) for number in range(BATCHES)]
@@ -89,6 +90,11 @@ def choose_sample_layout(run: RunSpec, histogram: LengthHistogram, memory_bytes:
     return SampleChoice(longest, tokens, _with_choice_first(leading), obstacle)
 
 
+def step_tokens(run: RunSpec) -> int:
+    """Tokens of a step."""
+    return run.train.global_batch_tokens or run.train.global_batch * run.train.seq_len
+
+
 def draw_batch(histogram: LengthHistogram, tokens: int, longest: int, seed: int, number: int) -> np.ndarray:
     """Lengths `(S,)` of global batch `number`, `tokens` together: the last sample is cut."""
     lengths = histogram.draw(tokens, longest, np.random.default_rng([seed, number]))
@@ -100,7 +106,7 @@ def sample_layouts(run: RunSpec, longest: int) -> Iterator[SampleLayout]:
     """Layouts of the run's ranks that hold its longest sample: static context ranks, and hybrid ranks by capacity."""
     ranks, sequence, pins = run.cluster.ranks, run.train.seq_len, pins_of(run)
     for context in divisors(ranks):
-        if run.train.global_batch % (ranks // context) or sequence % (2 * context):
+        if step_tokens(run) % (ranks // context * sequence) or sequence % (2 * context):
             continue
         for ring, ulysses in dict.fromkeys(((context, 1), (1, context))):
             pinned = (pins.context_ring or ring, pins.context_ulysses or ulysses) == (ring, ulysses)

@@ -39,9 +39,11 @@ from meshwright.planner.finalists import (
     simplest,
     simulate_leading,
 )
+from meshwright.planner.mlp_tiles import with_tiles
 from meshwright.planner.reasons import no_layout, nothing_fits, reasons
 from meshwright.planner.reprice import reprice, without_guess
 from meshwright.planner.robust import FRAGILE, slowdown_function, why_robust
+from meshwright.planner.sample_plan import searched_run
 from meshwright.planner.space import Points, points, with_kernel_engines
 from meshwright.planner.step_estimate import STAGES
 from meshwright.planner.strategies import PLAIN, Strategy, lower_memory_strategies
@@ -111,10 +113,26 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = T
     """The best plan for `run` that obeys its pins.
 
     With `trainable` only plans that this release can train are searched, else all that it can plan. `memory_bytes` is the memory of one
-    device when the chip table does not have it (on CPU, a rank's share of the host). Raises BadInput when the pins cannot be met and
-    OutOfResources when nothing fits.
+    device when the chip table does not have it (on CPU, a rank's share of the host). Where nothing fits, feed-forward networks in tiles are
+    tried. Raises BadInput when the pins cannot be met and OutOfResources when nothing fits.
     """
-    start = time.perf_counter()
+    try:
+        return _search(run, run, memory_bytes, trainable)
+    except OutOfResources:
+        tiled = with_tiles(run)
+        if tiled is None:
+            raise
+        try:
+            return _search(tiled, run, memory_bytes, trainable)
+        except (BadInput, OutOfResources):
+            pass
+        raise
+
+
+def _search(run: RunSpec, requested: RunSpec, memory_bytes: int | None, trainable: bool) -> Answer:
+    """`search` of `run`, which has the pins of `requested`, and tiles where those are tried."""
+    start, run = time.perf_counter(), searched_run(run)
+    requested = replace(requested, train=run.train)
     space = points(run, trainable=trainable)
     if not len(space):
         raise BadInput(no_layout(run))
@@ -163,7 +181,7 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = T
     candidates = add_kernel_variants(run, candidates, chosen(candidates))
     best, fastest_choice = chosen(candidates), by_seconds(candidates)
     others = tuple(candidate for candidate in candidates if candidate is not best)
-    why = reasons(best, others, run, lambda plan: fits(run, plan, budget))
+    why = reasons(best, others, requested, lambda plan: fits(run, plan, budget))
     why += (why_robust(best, fastest_choice, slowdown),) if fastest_choice is not best else ()
     best = replace(best, plan=replace(best.plan, why=why))
     best, *others = (replace(candidate, plan=without_guess(run, candidate.plan)) for candidate in (best, *others))

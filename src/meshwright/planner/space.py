@@ -17,9 +17,15 @@ import numpy as np
 
 from meshwright.costs.machine_rates import fast_domain
 from meshwright.costs.plan_costs import as_nodes
-from meshwright.planner.candidate import linear_dtypes, pins_of, why_kernel_gathers, why_kernel_token_exchange
+from meshwright.planner.candidate import (
+    linear_dtypes,
+    mlp_tile_of,
+    pins_of,
+    why_kernel_gathers,
+    why_kernel_token_exchange,
+)
 from meshwright.planner.placement import heterogeneity_factors, orders
-from meshwright.schedules.registry import refusal
+from meshwright.schedules.registry import entry_of, refusal
 from meshwright.spec.fp8_limits import fp8_format_conflict
 from meshwright.spec.layout import STAGES_PER_RANK, Layout, check_tensor, context_split_error, stage_table
 from meshwright.spec.optimizers import AdamWSpec
@@ -242,7 +248,7 @@ def _model_axes(run: RunSpec, trainable: bool) -> Iterator[tuple[int, int, int]]
     tensor_sizes = [
         divisor for divisor in divisors(run.cluster.ranks) if divisor <= domain and _divides_heads(run, divisor)
     ]
-    if trainable and fp8_format_conflict(linear_dtypes(run), domain):
+    if trainable and (fp8_format_conflict(linear_dtypes(run), domain) or mlp_tile_of(run)):
         tensor_sizes = [1]
     for tensor in _pinned_or(pins.tensor, tensor_sizes):
         if run.cluster.ranks % tensor or check_tensor(model, tensor, run.train.seq_len):
@@ -298,7 +304,8 @@ def _batch_options(run: RunSpec) -> Callable[[int, int], np.ndarray]:
 
     @cache
     def options(pipeline: int, data: int) -> np.ndarray:
-        combinations = _step_options(pipeline, batch // data, layers, pins.micro_batch, pins.schedule, pins.stages)
+        sizes = pipeline, batch // data, layers
+        combinations = _step_options(*sizes, pins.micro_batch, pins.schedule, pins.stages, whole=bool(pins.mlp_tile))
         return np.array(combinations, dtype=np.int64).reshape(-1, len(BATCH_COLUMNS))
 
     return options
@@ -320,9 +327,18 @@ def _layout(sizes: tuple[int, ...], order: tuple[AxisName, ...], per_node: int) 
 
 @lru_cache(maxsize=4096)
 def _step_options(
-    pipeline: int, sequences: int, layers: int, micro: int | None, schedule: ScheduleName | None, stages: Stages | None
+    pipeline: int,
+    sequences: int,
+    layers: int,
+    micro: int | None,
+    schedule: ScheduleName | None,
+    stages: Stages | None,
+    *,
+    whole: bool = False,
 ) -> list[tuple[int, int, int, int]]:
-    candidates = (schedule,) if schedule else (name for name in SCHEDULES if name not in REFUSED_SCHEDULES)
+    """See `_batch_options`; with `whole` no schedules that split the backward."""
+    allowed = (name for name in SCHEDULES if not (whole and entry_of(name).splits_backward))
+    candidates = (schedule,) if schedule else (name for name in allowed if name not in REFUSED_SCHEDULES)
     names = [name for name in candidates if _pinned_stages_fit(name, pipeline, layers, stages)]
     options = []
     for size in _micro_batches(sequences, micro):

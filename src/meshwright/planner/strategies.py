@@ -9,10 +9,18 @@ from itertools import combinations
 
 import numpy as np
 
-from meshwright.planner.candidate import pins_of
+from meshwright.planner.candidate import mlp_tile_of, pins_of
 from meshwright.planner.option_grid import OptionGrid
 from meshwright.spec.model import flops_per_token
-from meshwright.spec.plan import RECOMPUTE_MODES, Gradients, LayerStrategy, Offload, PlanPins, Recompute
+from meshwright.spec.plan import (
+    RECOMPUTE_MODES,
+    RECOMPUTES_PRODUCTS,
+    Gradients,
+    LayerStrategy,
+    Offload,
+    PlanPins,
+    Recompute,
+)
 from meshwright.spec.run import RunSpec
 
 
@@ -103,7 +111,8 @@ def recomputes(run: RunSpec) -> tuple[Recompute, ...]:
     pinned = pins_of(run).recompute
     if pinned is not None:
         return (pinned,)
-    return tuple(mode for mode in RECOMPUTE_MODES if mode != "all_but_attention" or _attention_dominates(run))
+    modes = tuple(mode for mode in RECOMPUTE_MODES if mode != "all_but_attention" or _attention_dominates(run))
+    return tuple(mode for mode in modes if mode in RECOMPUTES_PRODUCTS) if mlp_tile_of(run) else modes
 
 
 def _reshard_modes(pins: PlanPins) -> list[bool]:

@@ -15,19 +15,25 @@ from collections.abc import Collection, Mapping, Sequence
 
 from meshwright.policies.batch_queue import RequestQueue
 from meshwright.policies.batch_request import BatchLimits, CacheGroup, Ended, Part, Progress, Reason, Request, Step
-from meshwright.policies.cache_blocks import NO_SALT
+from meshwright.policies.cache_blocks import NO_SALT, CacheBlocks
 from meshwright.policies.running_batch import RunningBatch
 from meshwright.spec.errors import BadInput
 
 
 class BatchPolicy:
-    """Plans the steps of one model replica."""
+    """Plans the steps of one model replica. `cache` replaces the blocks of `groups`."""
 
-    def __init__(self, limits: BatchLimits, groups: Sequence[CacheGroup], tokens_per_block: int) -> None:
+    def __init__(
+        self,
+        limits: BatchLimits,
+        groups: Sequence[CacheGroup],
+        tokens_per_block: int,
+        cache: CacheBlocks | None = None,
+    ) -> None:
         self.limits = limits
         self._progress: dict[int, Progress] = {}
         self._queue = RequestQueue()
-        self._batch = RunningBatch(limits, groups, tokens_per_block, self._queue)
+        self._batch = RunningBatch(limits, cache or CacheBlocks(groups, tokens_per_block), self._queue)
         self.cache = self._batch.cache
         self._last_parts: list[Part] | None = None
         self._ended: list[Ended] = []
@@ -64,12 +70,16 @@ class BatchPolicy:
         """The earliest deadline in seconds of an unfinished request."""
         return self._queue.next_deadline()
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Raises BadInput if the cache could not hold it alone or its numbers make no sense."""
+    def add(self, request: Request, digests: Sequence[bytes] = ()) -> None:
+        """Queue a request. `digests` are those of its first blocks, if the caller knows them.
+
+        Raises BadInput if the cache could not hold it alone or its numbers make no sense.
+        """
         self._check(request)
         key = (request.arrival - request.priority * self.limits.priority_seconds, request.number)
         salt = NO_SALT + request.salt if self.limits.prefix_cache else None
         progress = Progress(request, key, len(self.cache.pools), salt)
+        progress.digests.extend(digests)
         self._progress[request.number] = progress
         if request.deadline is not None:
             self._queue.watch_deadline(progress, request.deadline)
@@ -197,6 +207,13 @@ class BatchPolicy:
                 budget -= count
                 index += 1
 
+    def extends(self, step: Step) -> bool:
+        """Whether `extend` may let the step stand for several, if there are blocks for them."""
+        single = self._in_flight > 1 or step.number != self._steps - 1 or step.decodes < len(step.parts) or step.drafts
+        admits = self._preempted or self._batch.next_head() is not None
+        releases = self.cache.smallest_window is not None and self._queue.head() is not None
+        return not (single or admits or releases or step.final)
+
     def extend(self, step: Step, most: int) -> int:
         """Let a step of decodes that was just planned stand for up to `most` identical ones; returns their number.
 
@@ -204,14 +221,10 @@ class BatchPolicy:
         if nothing is added, aborted or late meanwhile; `complete` completes the last of them. A step with a prefill or
         drafts, and one beside another in flight, stays single.
         """
-        parts, window = step.parts, self.cache.smallest_window
-        single = self._in_flight > 1 or step.number != self._steps - 1 or step.decodes < len(parts) or step.drafts
-        admits = self._preempted or self._batch.next_head() is not None
-        releases = window is not None and self._queue.head() is not None
-        if single or admits or releases or step.final or most < 2:
+        if most < 2 or not self.extends(step):
             return step.repeat
         step.repeat = self._batch.grow_ahead(step, most)
-        for part in parts:
+        for part in step.parts:
             if part.start == part.progress.final:
                 step.final.append(part.progress)
                 self._batch.drain(part.progress)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import takewhile
 
 from meshwright.policies.batch_request import CacheGroup
 
@@ -50,7 +52,7 @@ class BlockPool:
         """Cached blocks by digest."""
         self._digest_of: dict[int, bytes] = {}
         self._empty = list(range(blocks - 1, 0, -1))
-        self._idle: dict[int, None] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
         """Cached blocks without references, the least recently used first."""
 
     @property
@@ -63,8 +65,7 @@ class BlockPool:
         if self._empty:
             block = self._empty.pop()
         elif self._idle:
-            block = next(iter(self._idle))
-            del self._idle[block]
+            block, _ = self._idle.popitem(last=False)
             del self.block_of[self._digest_of.pop(block)]
         else:
             raise IndexError("no free cache block")
@@ -135,6 +136,11 @@ class CacheBlocks:
     def matching(self, digests: Sequence[bytes]) -> int:
         """Length in blocks of the longest prefix of which all groups have cached what the next token attends to."""
         longest, consecutive = 0, [0] * len(self.pools)
+        if None in self.windows:  # such a group needs all blocks of the prefix
+            pool = self.pools[self.windows.index(None)]
+            digests = list(takewhile(pool.block_of.__contains__, digests))
+            if len(self.pools) == 1:
+                return len(digests)
         for index, digest in enumerate(digests):
             needed = (index + 1) * self.tokens_per_block
             usable = True

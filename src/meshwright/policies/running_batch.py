@@ -6,7 +6,7 @@ from bisect import insort
 from collections.abc import Sequence
 
 from meshwright.policies.batch_queue import RequestQueue
-from meshwright.policies.batch_request import BatchLimits, CacheGroup, Part, Progress, Request, Step
+from meshwright.policies.batch_request import BatchLimits, Part, Progress, Request, Step
 from meshwright.policies.cache_blocks import NO_SALT, CacheBlocks, extend_digests, root_digest
 from meshwright.spec.errors import BadInput
 
@@ -14,11 +14,8 @@ from meshwright.spec.errors import BadInput
 class RunningBatch:
     """Requests that have been admitted and have not ended, with their blocks."""
 
-    def __init__(
-        self, limits: BatchLimits, groups: Sequence[CacheGroup], tokens_per_block: int, queue: RequestQueue
-    ) -> None:
-        self.limits, self.queue = limits, queue
-        self.cache = CacheBlocks(groups, tokens_per_block)
+    def __init__(self, limits: BatchLimits, cache: CacheBlocks, queue: RequestQueue) -> None:
+        self.limits, self.cache, self.queue = limits, cache, queue
         self.requests: dict[int, Progress] = {}
         self.decodes: list[Part] = []
         """Decode parts in the order of their first decode. Replaced, never changed, so a step can keep it."""

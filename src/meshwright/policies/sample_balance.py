@@ -23,6 +23,7 @@ from meshwright.policies.sample_packing import Rooms, level, pack_samples
 from meshwright.policies.sample_spans import SpanLimits, Spans, place_spans
 from meshwright.policies.sample_time import SampleTime, least_ranks, memory_shares
 from meshwright.spec.errors import BadInput
+from meshwright.spec.plan import SamplePlan
 
 STACK_LIMITS = (0.1, 0.3, 1.0)
 """Fractions of the longest slot by which pipelines may end later than those with short samples only; all are tried."""
@@ -50,6 +51,11 @@ class RankPool:
     """Time of samples on a rank; with pipelines, on a stage."""
     stages: int = 1
     """Pipeline stages."""
+
+
+def rank_pool(samples: SamplePlan, ranks: int) -> RankPool:
+    """The pool of `ranks` ranks with the slots and times of a plan."""
+    return RankPool(ranks, samples.capacity, SampleTime(samples.alpha, samples.beta, samples.gamma))
 
 
 @dataclass(frozen=True)

@@ -23,15 +23,16 @@ ByUnit = tuple[tuple[T, ...], ...]
 """Values by stage and unit."""
 
 
-def training_schedule(plan: Plan, layers: int) -> Schedule:
+def training_schedule(plan: Plan, layers: int, micro_batches: int | None = None) -> Schedule:
     """A training step of a model of `layers` blocks, in actions of FSDP units.
 
-    Raises BadInput if the schedule does not support the plan's sizes.
+    `micro_batches` is their number on a rank; None: as planned. Raises BadInput if the schedule does not support the plan's sizes.
     """
     strategies = unit_strategies(plan, layers)
     gather = tuple(tuple(map(_gather, stage)) for stage in strategies)
     reduce = tuple(tuple(map(_reduce, stage)) for stage in strategies)
-    return _cached_expand(*schedule_key(plan, layers), _order(plan), gather, reduce)
+    name, ranks, planned, stages_per_rank = schedule_key(plan, layers)
+    return _cached_expand(name, ranks, micro_batches or planned, stages_per_rank, _order(plan), gather, reduce)
 
 
 def evaluation_schedule(plan: Plan, layers: int, micro_batches: int) -> Schedule:

@@ -56,6 +56,22 @@ meshwright serve MODEL --role decode --prefill-engines unix:/tmp/prefill --port 
   engine computes what is missing itself. A side that is left frees its blocks.
 - Peers need equal weights, formats and `tokens_per_block`. After new weights all connections begin again.
 
+## Several servers
+
+```bash norun
+meshwright route http://127.0.0.1:8001 http://127.0.0.1:8002 --port 8000
+```
+
+The router passes requests on as they are, and answers as raw bytes. It asks each server for its health and role, and
+sends texts to those of role `decode` or `both`: to the one that had the same beginning of a prompt, unless others have
+far fewer requests, else to the one with the fewest. A host name with several addresses, as a headless service of
+Kubernetes has, is several servers.
+
+- A request that a server refuses with 429 or 503, or does not begin to answer before it dies, goes to another. After
+  the first byte a stream ends with an event `{"error": …}`, code `server_lost`; the client may try again.
+- If every server has `--requests` unfinished, the answer is 429; if none can answer, 503. Both have `Retry-After`.
+- The router answers `/health` and `/metrics` itself. It checks its `--api-key` and passes it on to the servers.
+
 ## Security
 
 - The server listens on loopback. Another `host` needs `api_key`, which covers all paths but `/health`. Keys are

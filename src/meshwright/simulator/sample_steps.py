@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.costs.layer_costs import exposed_seconds
+from meshwright.policies.sample_balance import Balance
 from meshwright.policies.sample_blocks import part_tokens
 from meshwright.policies.sample_time import SampleTime
 
@@ -132,23 +133,36 @@ def play_parts(parts: Parts, lengths: np.ndarray, ranks: int, time: SampleTime, 
     width = int(parts.slot.max()) + 1
     durations = np.bincount(parts.rank * width + parts.slot, seconds, ranks * width).reshape(ranks, width)
     durations += time.fixed * (durations > 0)
+    return _play(durations, _groups(parts))[0]
+
+
+def slot_times(balance: Balance) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds at which each slot of a balance begins, and seconds that it takes, `(ranks, slots)` each.
+
+    A slot that a rank does not have takes none. The ranks of a divided sample begin its slot together; times are the balancer's own.
+    """
+    ranks, width = balance.pool.ranks, int(balance.slots.max())
+    durations = np.bincount(balance.rank * width + balance.slot, balance.seconds, ranks * width).reshape(ranks, width)
+    durations += balance.pool.time.fixed * (durations > 0)
+    return _play(durations, _groups(Parts(balance.sample, balance.parts, balance.rank, balance.slot)))[1], durations
+
+
+def _groups(parts: Parts) -> list[np.ndarray]:
+    """The (rank, slot) pairs `(k, 2)` of each sample on several ranks."""
     together = parts.parts > 1
     order = np.argsort(parts.sample[together], kind="stable")
     _, first = np.unique(parts.sample[together][order], return_index=True)
-    groups = [
-        np.stack([parts.rank[together][order], parts.slot[together][order]], 1)[a:b]
-        for a, b in _ranges(first, len(order))
-    ]
-    return _play(durations, groups)
+    pairs = np.stack([parts.rank[together][order], parts.slot[together][order]], 1)
+    return np.split(pairs, first[1:]) if len(first) else []
 
 
-def _ranges(first: np.ndarray, stop: int) -> list[tuple[int, int]]:
-    return list(zip(first.tolist(), [*first[1:].tolist(), stop], strict=True)) if len(first) else []
+def _play(durations: np.ndarray, groups: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Ends `(ranks,)` and starts `(ranks, slots)` of slots of `durations` `(ranks, slots)`.
 
-
-def _play(durations: np.ndarray, groups: Sequence[np.ndarray]) -> np.ndarray:
-    """Ends `(ranks,)` of slots of `durations` `(ranks, slots)`, where the (rank, slot) pairs of a group run together."""
+    The (rank, slot) pairs of a group run together.
+    """
     ranks, width = durations.shape
+    starts = np.zeros((ranks, width))
     group_of = np.full((ranks, width), -1)
     for number, pairs in enumerate(groups):
         group_of[pairs[:, 0], pairs[:, 1]] = number
@@ -160,6 +174,7 @@ def _play(durations: np.ndarray, groups: Sequence[np.ndarray]) -> np.ndarray:
         while at[rank] < width:
             group = group_of[rank, at[rank]]
             if group < 0:
+                starts[rank, at[rank]] = ready[rank]
                 ready[rank] += durations[rank, at[rank]]
                 at[rank] += 1
                 continue
@@ -168,8 +183,9 @@ def _play(durations: np.ndarray, groups: Sequence[np.ndarray]) -> np.ndarray:
                 break
             members = groups[group][:, 0]
             longest = durations[members, groups[group][:, 1]].max()
+            starts[members, groups[group][:, 1]] = ready[members].max()
             ready[members] = ready[members].max() + longest
             at[members] += 1
             runnable += [member for member in members.tolist() if member != rank]
     assert (at == width).all(), "samples on several ranks are in one order on all of them"
-    return ready
+    return ready, starts

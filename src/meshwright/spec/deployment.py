@@ -96,6 +96,17 @@ class Deployment:
         return all(instance.role == "both" for instance in self.instances)
 
 
+def deployment_name(deployment: Deployment) -> str:
+    """The instances in a few words: `4 × TP2, 2,048 tokens` or `5 prefill × TP1 + 3 decode × TP1`."""
+    parts = []
+    for instance in deployment.instances:
+        role = "" if instance.role == "both" else f" {instance.role}"
+        expert = f" EP{instance.expert}" if instance.expert > 1 else ""
+        budget = f", {instance.token_budget:,} tokens" if instance.role == "both" else ""
+        parts.append(f"{instance.count}{role} × TP{instance.tensor}{expert}{budget}")
+    return " + ".join(parts)
+
+
 def role_error(roles: Sequence[Role]) -> str | None:
     """The role that a set of instances lacks to serve requests, in words; None if it lacks none."""
     present = set(roles)

@@ -10,6 +10,7 @@ from meshwright.spec.optimizers import AdamWSpec, DecayGroup, LambSpec, MuonSpec
 
 EQUAL_LOADS = "uniform"
 """`train.expert_load` that gives all experts equal loads."""
+Packing = Literal["stream", "none"]
 Fraction = Annotated[float, Bound(at_least=0, at_most=1)]
 
 
@@ -22,8 +23,11 @@ class DataSpec:
     standard library, prepared on first use."""
     validation: str | None = None
     """Prepared data directory for validation; none takes `held_out` beside each source that has one."""
+    packing: Packing = "stream"
+    """stream: documents end to end, cut into sequences of `train.seq_len` tokens; chats are packed whole.
+    none: a document is a sample, cut where it is longer than `train.seq_len`; `train.global_batch_tokens` is the batch."""
     document_mask: bool = False
-    """Tokens attend within their own document only, and positions restart at each document."""
+    """Tokens attend within their own document only, and positions restart at each document; always with `packing: none`."""
     lengths: str | None = None
     """Lengths of samples, as `meshwright data lengths --json` writes them to a file.
     The planner then compares step times of layouts for samples of unequal lengths."""
@@ -42,9 +46,12 @@ class TrainSpec:
     steps: Positive
     """Optimizer steps in the whole run."""
     global_batch: Positive
-    """Sequences in one step, over all ranks."""
+    """Sequences in one step, over all ranks; left out with `global_batch_tokens`."""
+    global_batch_tokens: Positive | None = None
+    """With `data.packing: none`, in place of `global_batch`.
+    A step takes the next samples, as many as have at most so many tokens."""
     seq_len: Positive = 2048
-    """Tokens in one sequence."""
+    """Tokens in one sequence; with `data.packing: none`, in the longest sample."""
     learning_rate: Annotated[float, Bound(more_than=0)] = 3e-4
     """Peak of the schedule."""
     min_learning_rate: Fraction = 0.1
@@ -98,6 +105,16 @@ class TrainSpec:
     """Pin each rank to processor cores of its own, near its GPU on a host with several NUMA nodes."""
     timeout_seconds: Positive = 300
     """A collective that takes longer ends the run with exit code 5."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a step over all ranks; of samples of any length, the most."""
+        return self.global_batch_tokens or self.global_batch * self.seq_len
+
+
+def planned_sequences(tokens: int, seq_len: int, ranks: int) -> int:
+    """`global_batch` that the planner assumes for `global_batch_tokens`: full sequences of equal number on each of `ranks`."""
+    return -(-tokens // (seq_len * ranks)) * ranks
 
 
 AUTO_FIRST_SECONDS, AUTO_SECONDS, AUTO_LEAST_SECONDS = 600, 1800, 60

@@ -35,6 +35,7 @@ OffloadShare = Annotated[float, Bound(at_least=0, at_most=1)]
 Engine = Literal["kernel", "copy"]
 ExpertPolicy = Literal["none", "hecate", "fastermoe", "flexmoe", "fixed"]
 ExpertExchange = Literal["all_to_all", "peer", "peer_fp8"]
+Seconds = Annotated[float, Bound(at_least=0)]
 ReceiveBound = Annotated[float, Bound(at_least=1.0)]
 
 DATA_AXES = ("replicate", "shard")
@@ -190,6 +191,24 @@ class ExpertPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SamplePlan:
+    """How samples of any length (`data.packing: none`) are placed on ranks and time slots.
+
+    A sample of s tokens takes alpha · s² + beta · s seconds, and each slot gamma seconds, by the cost model. They are fields of the plan so
+    that the placement, and a run that resumes, do not depend on measured times.
+    """
+
+    capacity: Positive
+    """Tokens of a slot, which is a rank's micro-batch; even."""
+    alpha: Seconds
+    """Seconds per squared token of a sample."""
+    beta: Seconds
+    """Seconds per token."""
+    gamma: Seconds = 0.0
+    """Seconds per slot."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Breakdown:
     """Seconds of a rank's step by cause, mean over ranks; the parts add up to the step."""
 
@@ -240,6 +259,8 @@ class Plan:
     """Order of stages and micro-batches."""
     experts: ExpertPlan | None = None
     """How the experts of a mixture-of-experts model are distributed; none for a dense model."""
+    samples: SamplePlan | None = None
+    """How samples of any length are placed; none for sequences of equal length."""
     layers: tuple[LayerStrategy, ...] = (LayerStrategy(),)
     """Strategy by layer range; the ranges cover every layer once."""
     precision: Precision = Precision()
@@ -254,6 +275,9 @@ class Plan:
     the product, which is computed in pieces (asynchronous tensor parallelism); for a tensor axis inside a node."""
     offload_fraction: OffloadShare = 1.0
     """Share of the offloaded optimizer state that is in host memory; the rest stays on the device in the same format."""
+    mlp_tile: NotNegative = 0
+    """Tokens of a tile of the feed-forward networks of layers with recompute all_but_attention or full; 0: all tokens.
+    A tile's activations are computed again in the backward and freed before the next tile's."""
     compile: bool = True
     """`torch.compile` for each block."""
     predicted: Predicted | None = None
@@ -313,6 +337,10 @@ class Plan:
         if module == "layers":
             return self.strategy(int(suffix.partition(".")[0]), layers)
         return self.strategy(0 if module in ("embed", "positions") else layers - 1, layers)
+
+    def tile(self, layer: int, layers: int) -> int:
+        """Tokens of a tile of the feed-forward network of block `layer`; 0 if it has none."""
+        return self.mlp_tile if self.strategy(layer, layers).recompute in RECOMPUTES_PRODUCTS else 0
 
     def linear(self, layer: int, layers: int) -> Linear:
         """Number format of the matrix products of block `layer` in a model of `layers` blocks."""
@@ -385,6 +413,9 @@ class PlanPins:
     """What runs the all-gathers of weights over shard and context ranks."""
     tensor_engine: Engine | None = None
     """What moves tokens along the tensor axis."""
+    mlp_tile: NotNegative | None = None
+    """Tokens of a tile of the feed-forward networks, with recompute all_but_attention or full; 0: no tiles.
+    Left out, tiles are used where nothing fits without."""
     compile: bool | None = None
     """`torch.compile` for each block."""
 

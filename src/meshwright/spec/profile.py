@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from meshwright.spec.fields import Bound
 from meshwright.spec.model import mean_span
+from meshwright.spec.serve_profile import EngineProfile
 
 FORMAT = 1
 """Version of the file."""
@@ -157,6 +158,8 @@ class MachineProfile:
     interference: tuple[Interference, ...] = ()
     corrections: tuple[Correction, ...] = ()
     """Finished runs used to correct the profile, each once."""
+    engine: tuple[EngineProfile, ...] = ()
+    """Steps of the inference engine, by model and number formats."""
 
     def __hash__(self) -> int:
         """Hash of the fields that identify a measurement: a search looks up the same profile thousands of times."""

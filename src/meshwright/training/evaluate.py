@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from meshwright.data.loader import Batch, DataSource, Loader, MicroBatch
+from meshwright.data.loader import Batch, DataSource, Loader, MicroBatch, Windows
 from meshwright.events.span import NullRecorder
 from meshwright.models.decoder import Decoder
 from meshwright.parallel.apply import Engine
@@ -109,15 +109,14 @@ def _sums(
     by_source = []
     for indices in held_out.indices_by_source().values():
         sums, share = torch.zeros(2, dtype=torch.float64, device=device), at_once * micro_batch
-        loader = Loader(
+        windows = Windows(
             _SourceSamples(held_out.source, indices),
             global_batch=ranks * share,
             data_rank=rank,
             data_ranks=ranks,
             micro_batch=micro_batch,
-            device=device,
         )
-        with loader:
+        with Loader(windows, device=device) as loader:
             for first in range(0, len(indices), ranks * share):
                 batches = next(loader)
                 remaining = len(indices) - first - rank * share

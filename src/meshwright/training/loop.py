@@ -12,7 +12,6 @@ from meshwright.checkpoint.ranks import Ranks
 from meshwright.data.loader import Loader
 from meshwright.observe.prediction_account import Account
 from meshwright.optim.schedule import learning_rate
-from meshwright.policies.skipped_samples import samples_of_step
 from meshwright.spec.errors import Interrupted, MeshwrightError, Preempted
 from meshwright.training.accounting import Accounting
 from meshwright.training.evaluate import Evaluation, evaluate
@@ -22,7 +21,7 @@ from meshwright.training.rollback import roll_back
 from meshwright.training.saving import Saver
 from meshwright.training.session import Session
 from meshwright.training.state_check import StateCheck
-from meshwright.training.step_record import FigureReader
+from meshwright.training.step_record import FigureReader, sample_figures
 from meshwright.training.stop import FAILED, INTERRUPT, StopRequest
 from meshwright.training.timelines import StepTimelines
 from meshwright.training.tracing import step_trace
@@ -156,15 +155,10 @@ def _due(every: int, step: int) -> bool:
 
 @contextmanager
 def _loader(session: Session) -> Iterator[Loader]:
-    batch, skipped = session.plan.batch, session.numerics.skip_samples
     loader = Loader(
-        session.data,
-        global_batch=batch.global_batch,
-        data_rank=session.mesh.data_rank,
-        data_ranks=session.mesh.data_ranks,
-        micro_batch=batch.micro_batch,
-        start_sample=samples_of_step(session.step + 1, batch.global_batch, skipped)[0],
-        skipped=skipped,
+        session.step_reader(),
+        start_sample=session.next_sample,
+        skipped=session.numerics.skip_samples,
         device=session.world.device,
     )
     with loader:
@@ -197,9 +191,11 @@ def _one_step(
 ) -> None:
     recorder, rate = session.recorder, learning_rate(session.run.train, step)
     session.progress.begin("train" if figures.flags.step else "compile", step)
-    recorder.begin_step(step, session.tokens_per_step)
+    recorder.begin_step(step)
     with recorder.span("data"):
-        micro_batches = next(loader)
+        micro_batches, read = next(loader), loader.step
+    assert read is not None
+    recorder.tokens(read.tokens)
     if session.replay is not None:
         session.replay.begin_step(step)
     if session.decisions is not None:
@@ -218,9 +214,11 @@ def _one_step(
         decisions=session.decisions,
     )
     recorder.end_step()
-    session.step = step
+    session.end_step(step, read.samples)
     host = {"lr": rate, "data_wait_seconds": loader.wait_seconds}
-    for record in figures.push(step, result, host):
+    if read.lengths is not None:
+        host |= sample_figures(step, read.lengths, read.padding)
+    for record in figures.push(step, result, host, read.lengths):
         _report(session, accounting, saver, check, record)
 
 

@@ -20,7 +20,7 @@ from meshwright.policies.numerics import (
     judge,
     spike_limits,
 )
-from meshwright.policies.skipped_samples import SampleRange, merge_skips, samples_of_step, skip_step
+from meshwright.policies.skipped_samples import SampleRange, merge_skips
 from meshwright.spec.errors import MeshwrightError, NumericalFailure
 from meshwright.spec.job import TrainSpec
 
@@ -121,11 +121,9 @@ class NumericalPolicy:
         if self._rollbacks[target] > MOST_ROLLBACKS:
             raise NumericalFailure(f"{cause}; {MOST_ROLLBACKS} rollbacks to step {target} did not help")
 
-    def skip_samples_of(self, step: int, global_batch: int) -> SampleRange:
-        """Leave out the samples that `step` reads, from now on; returns them."""
-        samples = samples_of_step(step, global_batch, self.skip_samples)
-        self.skip_samples = skip_step(step, global_batch, self.skip_samples)
-        return samples
+    def skip(self, samples: SampleRange) -> None:
+        """Leave out the samples of a step from now on."""
+        self.skip_samples = merge_skips(self.skip_samples, (samples,))
 
     def _limits(self, step: int) -> Limits:
         if self._train.on_spike == "ignore":

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.checkpoint.memory_tier import MemoryTier, find_snapshot
 from meshwright.checkpoint.ranks import Ranks
 from meshwright.checkpoint.verify import list_checkpoints
+from meshwright.policies.skipped_samples import SampleRange, samples_of_step
 from meshwright.spec.errors import Damaged
 
 if TYPE_CHECKING:
@@ -62,12 +64,21 @@ def _from_memory(session: Session, at_most: int | None) -> tuple[dict[str, Any],
 def _continue_from(session: Session, state: dict[str, Any]) -> None:
     session.step, session.tokens, session.steps_before = state["step"], state["tokens"], state.get("train_steps")
     session.numerics.restore(state)
+    session.next_sample = first_sample(state, session.plan.batch.global_batch, session.numerics.skip_samples)
     if session.decisions is not None:
         session.decisions.restore(state)
     session.optimizer.set_steps(session.numerics.updates(session.step))
     session.data.restore_order(state.get("data"))
     if session.held_out is not None:
         session.held_out.source.restore_order(state.get("data"))
+
+
+def first_sample(state: Mapping[str, Any], global_batch: int, skipped: Sequence[SampleRange]) -> int:
+    """First sample of the step after a checkpoint, from the plain values in it.
+
+    Checkpoints of earlier releases do not have it: all their steps have `global_batch` samples.
+    """
+    return state.get("next_sample", samples_of_step(state["step"] + 1, global_batch, skipped)[0])
 
 
 def _refuse_if_all_damaged(session: Session, at_most: int | None) -> None:

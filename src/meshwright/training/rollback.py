@@ -19,7 +19,8 @@ def roll_back(session: Session, reporter: Reporter, saver: Saver, request: Rollb
     end = saver.settle(request.step)
     samples = ""
     if request.skips_samples:
-        first, end = session.numerics.skip_samples_of(request.step, session.plan.batch.global_batch)
+        first, end = session.samples_of[request.step]
+        session.numerics.skip((first, end))
         reporter.skip_samples(first, end)
         samples = f"; samples {first} to {end - 1} are left out"
     tier = resume(session, end - 1)

@@ -21,14 +21,14 @@ log = logging.getLogger("meshwright")
 
 
 def run_state(
-    step: int, train: TrainSpec, tokens: int, data: dict[str, Any], numerics: Mapping[str, Any]
+    step: int, train: TrainSpec, tokens: int, next_sample: int, data: dict[str, Any], numerics: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Plain values of a checkpoint: steps, sequences and tokens done, length of the schedule, record of the corpus.
+    """Plain values of a checkpoint: steps and tokens done, first sample of the next step, length of the schedule, corpus.
 
     `numerics` adds what was skipped, the history of numerical policies, and the loads of experts.
     """
-    samples = step * train.global_batch
-    return {"step": step, "samples": samples, "tokens": tokens, "train_steps": train.steps, "data": data, **numerics}
+    plain = {"step": step, "next_sample": next_sample, "tokens": tokens, "train_steps": train.steps, "data": data}
+    return {**plain, **numerics}
 
 
 def load_initial(weights: Mapping[str, StateParts], spec: ModelSpec, init: str) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.config.recorded_loads import read_loads
-from meshwright.data.loader import DataSource, has_validation, open_data
+from meshwright.data.loader import DataSource, StepReader, Windows, has_validation, open_data
+from meshwright.data.sample_steps import SampleSteps
 from meshwright.data.verification import ShardVerifier
 from meshwright.durable.writes import write_durable
 from meshwright.events.messages import Channel
@@ -32,6 +33,8 @@ from meshwright.parallel.replayed_routing import ReplayedRouting, replay_loads
 from meshwright.parallel.sharded_unit import ShardedUnit
 from meshwright.parallel.shared_ranks import ranks_of_stage
 from meshwright.parallel.world import World
+from meshwright.policies.sample_balance import rank_pool
+from meshwright.policies.skipped_samples import SampleRange
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.optimizers import LambSpec, MuonSpec
@@ -44,14 +47,17 @@ from meshwright.training.numerics import NumericalPolicy
 from meshwright.training.resume import Tier, resume
 from meshwright.training.run_state import load_initial, run_state
 
+KEPT_RANGES = 64
+"""Latest steps whose samples a session knows; a step's figures are read one step late."""
+
 
 @dataclass
 class Session:
     """A run on one rank, ready for its next step.
 
-    `step` is the last step whose update the weights contain; `tokens` the valid tokens consumed until then;
-    `attempt` counts the starts of the ranks within the job. `steps_before` is the `train.steps`
-    of the start that wrote the resumed checkpoint.
+    `step` is the last step whose update the weights contain; `tokens` the valid tokens consumed until then; `next_sample` the first sample
+    of the next step, `samples_of` the samples of the latest steps; `attempt` counts the starts of the ranks within the job. `steps_before`
+    is the `train.steps` of the start that wrote the resumed checkpoint.
     """
 
     run: RunSpec
@@ -77,6 +83,8 @@ class Session:
     numerics: NumericalPolicy = field(init=False)
     step: int = 0
     tokens: int = 0
+    next_sample: int = 0
+    samples_of: dict[int, SampleRange] = field(default_factory=dict)
     steps_before: int | None = None
     progress: ProgressSender = field(default_factory=lambda: ProgressSender(ProgressPage.create(), Channel(None)))
 
@@ -86,11 +94,25 @@ class Session:
         self.recorder.page = progress.page
         self.engine.executor.on_action = progress.page.set_action
 
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of this rank's samples in a step."""
-        batch = self.plan.batch
-        return batch.accumulate * batch.micro_batch * self.run.train.seq_len
+    def step_reader(self) -> StepReader:
+        """What reads this rank's part of a step."""
+        mesh, batch, samples = self.mesh, self.plan.batch, self.plan.samples
+        if samples is not None:
+            tokens, pool = self.run.train.tokens_per_step, rank_pool(samples, mesh.data_ranks)
+            return SampleSteps(self.data, tokens=tokens, pool=pool, rank=mesh.data_rank)
+        return Windows(
+            self.data,
+            global_batch=batch.global_batch,
+            data_rank=mesh.data_rank,
+            data_ranks=mesh.data_ranks,
+            micro_batch=batch.micro_batch,
+        )
+
+    def end_step(self, step: int, samples: SampleRange) -> None:
+        """Record that step `step`, which read `samples`, is the last one."""
+        self.step, self.next_sample = step, samples[1]
+        self.samples_of[step] = samples
+        self.samples_of.pop(step - KEPT_RANGES, None)
 
     def phases(self, step: int) -> dict[str, float]:
         """Seconds of a step by phase; empty if the run does not report them."""
@@ -111,7 +133,7 @@ class Session:
     def plain_state(self, step: int, tokens: int) -> dict[str, Any]:
         """The plain values of a checkpoint of `step`, after which `tokens` were consumed."""
         others = self.numerics.state(step) | ({} if self.decisions is None else self.decisions.state(step))
-        return run_state(step, self.run.train, tokens, self.data.record(), others)
+        return run_state(step, self.run.train, tokens, self.next_sample, self.data.record(), others)
 
     def state(self) -> dict[str, StateParts]:
         """This rank's tensors of the run's state by logical name; waits for the last update of offloaded state."""
@@ -138,7 +160,7 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
     }
     engine = build_engine(run.model, plan, mesh, seed=run.seed, on_phase_end=clock.end, **losses)
     clock.end("model")
-    data, held_out = _open_data(run, ShardVerifier(world.rank, world.ranks))
+    data, held_out = _open_data(run, plan, ShardVerifier(world.rank, world.ranks))
     clock.end("data")
     optimizer = open_optimizer(engine, run.model, run.train, mesh)
     clock.end("optimizer")
@@ -237,13 +259,14 @@ def _span_file(assignment: Assignment, world: World, mesh: Mesh) -> tuple[Path, 
     return ring_path(Path(assignment.folder), epoch, attempt, world.rank), header
 
 
-def _open_data(run: RunSpec, verifier: ShardVerifier) -> tuple[DataSource, HeldOut | None]:
-    """The training data, and the validation data if there is some."""
-    seq_len, vocab_size = run.train.seq_len, run.model.vocab_size
-    opened = partial(open_data, run.data, seq_len=seq_len, seed=run.seed, vocab_size=vocab_size, verifier=verifier)
+def _open_data(run: RunSpec, plan: Plan, verifier: ShardVerifier) -> tuple[DataSource, HeldOut | None]:
+    """The training data, and the validation data if there is some: windows as long as a micro-batch's sequences."""
+    opened = partial(open_data, run.data, seed=run.seed, vocab_size=run.model.vocab_size, verifier=verifier)
+    data, seq_len = opened(seq_len=run.train.seq_len), plan.samples.capacity if plan.samples else run.train.seq_len
     if not has_validation(run.data, seq_len):
-        return opened(), None
-    return opened(), HeldOut.of(opened(split="validation"), run.train.global_batch * run.train.validate_batches)
+        return data, None
+    windows = opened(seq_len=seq_len, split="validation")
+    return data, HeldOut.of(windows, run.train.global_batch * run.train.validate_batches)
 
 
 def _write_environment(folder: Path) -> None:

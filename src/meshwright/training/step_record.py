@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import resource
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 
 from meshwright.observe.device_clock import Clock, clock_of
@@ -19,6 +21,8 @@ from meshwright.training.stop import StopFlags
 from meshwright.training.train_step import StepFigures
 from meshwright.training.wire_count import WireCount
 
+LENGTHS_INTERVAL, MOST_LENGTHS = 50, 16_384
+"""Steps from one whose samples' lengths are recorded to the next, and most samples of such a step."""
 SHORT_LOADS, LOADS_INTERVAL = 1024, 10
 """Most loads of experts that every line of metrics.jsonl has; more are in the first and every tenth line."""
 
@@ -30,6 +34,7 @@ class _Pending:
     values: torch.Tensor
     end: Any
     loads: torch.Tensor | None = None
+    lengths: np.ndarray | None = None
 
 
 class FigureReader:
@@ -46,21 +51,25 @@ class FigureReader:
         self._pending: list[_Pending] = []
         self._clock: Clock = clock_of(device)
         self._last_end = self._clock.stamp()
-        seq_len = run.train.seq_len
-        self._flops = {causal: flops_per_token(run.model, seq_len, causal=causal) for causal in (True, False)}
         further = ("prediction_loss",) if run.model.prediction_depth else ()
         routed = ("router_z_loss",) if run.train.router_z_loss else ()
         self._model_figures = (*further, "balance_loss", "expert_load", *routed)
+        self._flops_per_token = lru_cache(maxsize=1 << 16)(flops_per_token)
         self._peak = run.cluster.peak_flops(plan.precision.compute)
         self.flags = StopFlags()
 
-    def push(self, step: int, figures: StepFigures, host: dict[str, Any]) -> list[dict[str, Any]]:
-        """Add a launched step's figures; returns the records that are complete."""
+    def push(
+        self, step: int, figures: StepFigures, host: dict[str, Any], lengths: np.ndarray | None = None
+    ) -> list[dict[str, Any]]:
+        """Add a launched step's figures; returns the records that are complete.
+
+        `lengths` are those of the step's samples over all ranks; None if all have `train.seq_len` tokens.
+        """
         earlier = [] if self._device.type == "cpu" else self.drain()
         loads = None
         if figures.loads is not None and (step == 1 or step % loads_interval(figures.loads.numel()) == 0):
             loads = self._to_host(figures.loads)
-        self._pending.append(_Pending(step, host, self._to_host(figures.values), self._clock.stamp(), loads))
+        self._pending.append(_Pending(step, host, self._to_host(figures.values), self._clock.stamp(), loads, lengths))
         return self.drain() if self._device.type == "cpu" else earlier
 
     def _to_host(self, values: torch.Tensor) -> torch.Tensor:
@@ -94,8 +103,8 @@ class FigureReader:
         self.flags = StopFlags(pending.step, int(flag))
         self._tokens += int(valid)
         train = self._run.train
-        rate = train.global_batch * train.seq_len / seconds
-        per_rank = rate / self._run.cluster.ranks
+        tokens, flops = self._work(pending.lengths)
+        rate, peak = tokens / seconds, self._peak and self._peak * self._run.cluster.ranks * seconds
         return {
             "kind": "step",
             "step": pending.step,
@@ -104,9 +113,9 @@ class FigureReader:
             "tokens": self._tokens,
             "token_sum": int(token_sum),
             "tokens_per_second": rate,
-            "tokens_per_second_per_gpu": per_rank,
-            "mfu": per_rank * self._flops[True] / self._peak if self._peak else None,
-            "mfu_full": per_rank * self._flops[False] / self._peak if self._peak else None,
+            "tokens_per_second_per_gpu": rate / self._run.cluster.ranks,
+            "mfu": flops[True] / peak if peak else None,
+            "mfu_full": flops[False] / peak if peak else None,
             "step_seconds": seconds,
             **({"update_skipped": True, "skipping_replicas": int(skips)} if skips else {}),
             **dict(zip(self._model_figures, of_model, strict=False)),
@@ -116,6 +125,30 @@ class FigureReader:
             **(self._wire.step() if self._wire else {}),
             **pending.host,
         }
+
+    def _work(self, lengths: np.ndarray | None) -> tuple[int, dict[bool, float]]:
+        """Tokens of a step over all ranks, and its FLOPs with attention counted causal (True) or full."""
+        train, model = self._run.train, self._run.model
+        if lengths is None:
+            lengths, counts = np.array([train.seq_len]), np.array([train.global_batch])
+        else:
+            lengths, counts = np.unique(lengths, return_counts=True)
+        flops = {
+            causal: sum(
+                count * length * self._flops_per_token(model, length, causal=causal)
+                for length, count in zip(lengths.tolist(), counts.tolist(), strict=True)
+            )
+            for causal in (True, False)
+        }
+        return int(lengths @ counts), flops
+
+
+def sample_figures(step: int, lengths: np.ndarray, padding: float) -> dict[str, Any]:
+    """Figures of a step's samples of any length; in some steps also the lengths `(S,)`, if they are not too many."""
+    figures: dict[str, Any] = {"samples": len(lengths), "padding": padding}
+    if step % LENGTHS_INTERVAL == 1 and len(lengths) <= MOST_LENGTHS:
+        figures["sample_lengths"] = lengths.tolist()
+    return figures
 
 
 def loads_interval(counts: int) -> int:

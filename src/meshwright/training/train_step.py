@@ -82,7 +82,8 @@ def train_step(
         )
 
     callbacks: StepEndCallbacks = {"norm_barrier": measure, "optim": update}
-    loss = engine.executor.play(engine.training, micro_batches, recorder, loss_divisor(valid), callbacks)
+    schedule = engine.training_schedule(len(micro_batches))
+    loss = engine.executor.play(schedule, micro_batches, recorder, loss_divisor(valid), callbacks)
     routing, predictions = engine.executor.rank_model.routing, engine.executor.rank_model.predictions
     norms, further = _norm_slots(norm, mesh), [] if predictions is None else [predictions.loss[None]]
     routed = [] if routing is None else [routing.sums.flatten()]

@@ -69,10 +69,12 @@ def exchange_room(model: ModelSpec, plan: Plan) -> float:
     return float(received_room(experts.exchange, experts.receive_bound, ranks))
 
 
-def elements_per_token(model: ModelSpec, plan: Plan, busiest: float = 1.0) -> Callable[[int], tuple[float, float]]:
+def elements_per_token(
+    model: ModelSpec, plan: Plan, busiest: float = 1.0, tokens: float = 0.0
+) -> Callable[[int], tuple[float, float]]:
     """A function of a layer: elements of one token that its forward saves, and temporary elements of its backward.
 
-    `busiest` is that of `mean_saved_elements`.
+    `busiest` is that of `mean_saved_elements`. The sums over tiles of the feed-forward are spread over the `tokens` of a micro-batch.
     """
     expert_ranks, strategies = experts_over(plan) * plan.axis_size("tensor"), plan.strategies(model.layers)
     by_block = dict[tuple[bool, Recompute, Linear | None], tuple[float, float]]()
@@ -84,7 +86,11 @@ def elements_per_token(model: ModelSpec, plan: Plan, busiest: float = 1.0) -> Ca
             low = low_share(plan.precision, plan.linear(layer, model.layers))
             block, index = _block(model, layer, mode)
             saved = mean_saved_elements(block, index, low, expert_ranks, busiest)
-            by_block[key] = float(saved), float(mean_backward_elements(block, index, low, expert_ranks, busiest))
+            share = tile_share(plan.mlp_tile, tokens) if tokens else 1.0
+            temporary = mean_backward_elements(block, index, low, expert_ranks, busiest, share)
+            element = bytes_of(plan.precision.compute)
+            sums = tile_sum_bytes(block, index, share, element) / (element * max(tokens, 1.0))
+            by_block[key] = float(saved), float(temporary + sums)
         return by_block[key]
 
     return per_token
@@ -154,13 +160,13 @@ def mean_saved_elements(
 
 
 def mean_backward_elements(
-    shape: Shape, recompute: Array, low: Array = 1.0, expert_ranks: Array = 1.0, busiest: Array = 1.0
+    shape: Shape, recompute: Array, low: Array = 1.0, expert_ranks: Array = 1.0, busiest: Array = 1.0, tile: Array = 1.0
 ) -> Array:
     """Temporary elements of one token in a block's backward, beside what its forward saved; mean over the layers of `shape`.
 
     They are the gradients of the feed-forward's wide half and of the residual stream, recomputed activations, and the experts' inputs or
     the gradients of these, with fp8 copies of gradients that experts multiply. Distributed experts have the latter in place of their saved
-    outputs, which the backward frees before.
+    outputs, which the backward frees before. Of a dense feed-forward's wide tensors the share `tile` exists at a time (`tile_share`).
     """
     after_activation, sent = _feed_forward(shape, busiest)
     mode = np.asarray(recompute)
@@ -171,7 +177,28 @@ def mean_backward_elements(
     )
     rounded = np.where(low < 1, low * (1 + shape.gated) * _routed_activation(shape, busiest), 0.0)
     inputs = np.where((np.asarray(expert_ranks) > 1) & (mode < RECOMPUTE_MODES.index("all_but_attention")), 0.0, sent)
-    return (1 + shape.gated) * after_activation + shape.hidden + inputs + rounded + np.where(mode > 0, recomputed, 0.0)
+    wide = (2 + shape.gated + 1 + shape.gated) * shape.dense_layers * shape.ffn / shape.layers
+    in_tiles = np.where(mode >= RECOMPUTE_MODES.index("all_but_attention"), (1 - np.asarray(tile)) * wide, 0.0)
+    return (
+        (1 + shape.gated) * after_activation
+        + shape.hidden
+        + inputs
+        + rounded
+        + np.where(mode > 0, recomputed, 0.0)
+        - in_tiles
+    )
+
+
+def tile_share(tile: Array, tokens: Array) -> Array:
+    """Share of `tokens` that a tile of `tile` tokens has; 1 without tiles."""
+    return np.where(np.asarray(tile) > 0, np.minimum(1.0, tile / np.maximum(tokens, 1.0)), 1.0)
+
+
+def tile_sum_bytes(shape: Shape, recompute: Array, share: Array, element: Array) -> Array:
+    """Bytes of a dense feed-forward's weight gradients: sums over tiles, and those of one tile in the compute dtype."""
+    weights = shape.hidden * (2 + shape.gated) * np.where(np.asarray(shape.dense_layers) > 0, shape.ffn, 0.0)
+    tiled = (np.asarray(recompute) >= RECOMPUTE_MODES.index("all_but_attention")) & (np.asarray(share) < 1)
+    return np.where(tiled, weights * (np.maximum(4.0, element) + element), 0.0)
 
 
 def offloaded_bytes(shape: Shape, layout: Layouts) -> Array:

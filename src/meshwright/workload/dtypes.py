@@ -39,8 +39,11 @@ def accumulates_before_reduction(plan: Plan, strategy: LayerStrategy) -> bool:
 
 
 def products_accumulate_gradients(plan: Plan, layer: int, layers: int) -> bool:
-    """Whether the weight-gradient products of a block's linear layers add to the gradients of earlier micro-batches."""
+    """Whether the weight-gradient products of a block's linear layers add to the gradients of earlier micro-batches.
+
+    Those of a feed-forward network in tiles are sums over tiles.
+    """
     summed = accumulates_before_reduction(plan, plan.strategy(layer, layers)) or (
         plan.batch.accumulate > 1 and shard_size(plan) == 1
     )
-    return summed and plan.linear(layer, layers) == "compute"
+    return summed and plan.linear(layer, layers) == "compute" and not plan.tile(layer, layers)

@@ -13,6 +13,8 @@ from meshwright.workload.activations import (
     mean_saved_elements,
     prediction_elements,
     received_elements,
+    tile_share,
+    tile_sum_bytes,
 )
 from meshwright.workload.arrays import Array
 from meshwright.workload.buffers import DEVICE_LAYERS
@@ -63,7 +65,9 @@ def _rank_tensors(model: ModelSpec, layout: Layouts, formats: Formats, *, last: 
     on_device = np.minimum(DEVICE_LAYERS + (np.asarray(layout.pipeline) > 1), layers)
     offloaded = np.asarray(layout.offload_activations)
     stored_layers = np.where(offloaded > 0, on_device, 0.0) + (1 - offloaded) * in_flight * layers
-    backward = mean_backward_elements(shape, layout.recompute, formats.low, layout.expert, layout.busiest_rows)
+    share = tile_share(formats.mlp_tile, tokens)
+    backward = mean_backward_elements(shape, layout.recompute, formats.low, layout.expert, layout.busiest_rows, share)
+    tile_sums = tile_sum_bytes(shape, layout.recompute, share, formats.compute)
     temporary_elements = backward + received_elements(model, width, layout.context)
     pending_micro_batches = np.where(layout.layered > 0, micro_batches, 0.0)
     reduces_once = (np.asarray(layout.reduce_once) > 0) & (micro_batches > 1)
@@ -76,7 +80,7 @@ def _rank_tensors(model: ModelSpec, layout: Layouts, formats: Formats, *, last: 
         sums=np.where((pending_micro_batches > 0) | (micro_batches <= 1), 0.0, sums),
         reduces=np.where(~reduces_once | (single & ~forwards_first) | (pending_micro_batches > 0), 1.0, 0.0),
         offloaded_share=layout.offload, layers=layers, activations=stored_layers * saved_per_layer,
-        working=tokens * formats.compute * temporary_elements, tokens=tokens, width=width, hidden=model.hidden,
+        working=tokens * formats.compute * temporary_elements + tile_sums, tokens=tokens, width=width, hidden=model.hidden,
         vocab=model.vocab_size, gradients_final=layout.gradients_final_in_backward(model.embedding_at_both_ends),
         pending=pending_micro_batches,
         pending_head=np.where(forwards_first, micro_batches, np.maximum(1.0, pending_micro_batches)),

@@ -51,6 +51,7 @@ def formats(
     tensor_engine: Engine = "kernel",
     model: ModelSpec | None = None,
     offload_fraction: float = 1.0,
+    mlp_tile: int = 0,
 ) -> Formats:
     """Bytes of a run's numbers; replicas sum gradients over `replicas` ranks. Engines are the plan's.
 
@@ -67,7 +68,7 @@ def formats(
         token_window=tensor_engine == "copy" and not cpu, block_states=work.block_states, end_states=work.end_states,
         widens=train.optimizer.name in ("sgd", "lamb"), largest_matrix=work.largest, matrix_elements=work.exchanged,
         matrices=work.matrices, average=train.ema_decay is not None, record=state_bytes(precision),
-        offload_fraction=offload_fraction,
+        offload_fraction=offload_fraction, mlp_tile=mlp_tile,
     )  # fmt: skip
 
 
@@ -123,7 +124,8 @@ def _memory_by_rank(
     """Bytes by category of every pipeline rank; prediction modules are counted in all categories."""
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     micro_batches = 1 if finishes_each_micro_batch(plan) else plan.batch.accumulate
-    columns, per_token = [], elements_per_token(model, plan, busiest_rows(model, train, plan))
+    busiest, tokens = busiest_rows(model, train, plan), tokens_of(train, plan)
+    columns, per_token = [], elements_per_token(model, plan, busiest, tokens)
     for rank in range(len(table)):
         stage = stage_part(model, plan.axis_size("tensor"), shard_size(plan), experts_over(plan), table, rank)
         saved = (

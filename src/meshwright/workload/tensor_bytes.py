@@ -50,6 +50,8 @@ class Formats:
     """Of the copies of gradients that replicas sum; 0 without copies."""
     logit: Array = 2
     """Of a logit in the loss: the fused kernel overwrites it with its gradient, plain operations add an fp32 copy."""
+    mlp_tile: Array = 0
+    """Tokens of a tile of dense feed-forward networks that the backward computes again; 0 without tiles."""
     chunk: Array = 4096
     """Tokens whose logits exist at once."""
     workspace: Array = 200 << 20

@@ -1,0 +1,262 @@
+"""`meshwright bench-serve`: from a plan over its deployment and a load test to a report."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from meshwright.cli.options import Json, check_writable, model_folder, say
+from meshwright.cli.spread import cluster_here, model_in
+from meshwright.durable.writes import write_durable
+from meshwright.spec.errors import BadInput
+from meshwright.spec.fields import to_plain
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from meshwright.costs.serve_costs import ServeCosts
+    from meshwright.observe.load_report import InstanceTimeline, LatencyFigures, LoadReport, RateResult
+    from meshwright.server.deployment_servers import RunningInstance
+    from meshwright.server.load_client import LoadTest
+    from meshwright.spec.deployment import Deployment, DeploymentSpec, TimedRequest
+
+SHARES = (0.4, 0.55, 0.7, 0.8, 0.9, 1.0, 1.1)
+"""Tested rates, as shares of the predicted goodput."""
+FEWEST_REQUESTS = 20
+"""Requests at each rate, at least."""
+
+Question = Annotated[
+    list[str],
+    typer.Argument(metavar="SERVE.yaml [KEY=VALUE]...", help="What to serve, as for `meshwright plan`."),
+]
+
+
+def bench_serve(
+    words: Question,
+    plan: Annotated[
+        Path | None,
+        typer.Option("--plan", metavar="DEPLOYMENT.yaml", help="Deployment to start; the planner's if left out."),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", metavar="FOLDER", help="Weights to serve; those of `model.init` if left out."),
+    ] = None,
+    rates: Annotated[
+        str | None,
+        typer.Option(
+            metavar="R,R,…", help="Requests per second to test; 40% to 110% of the predicted goodput if left out."
+        ),
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Length of the test at each rate.")] = 40.0,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Report to write.")] = Path("report.html"),
+    as_json: Json = False,
+) -> None:
+    """Start a deployment on this host, replay the workload at several rates, and report predicted beside measured latencies.
+
+    The deployment is planned first unless --plan names one. Each instance is a `meshwright serve` process; requests go to the one with the
+    fewest running. The report has attainment over rate, and the batch and the cache of each instance over time.
+
+    With --json: `instances`, `rates` (each with `measured` and `predicted`), `report`.
+
+    Examples:
+
+        meshwright bench-serve serve.yaml
+
+        meshwright bench-serve serve.yaml --plan deployment.yaml --model exported-model --rates 1,2,4
+    """
+    from meshwright.cli.plan_deployment import deployment_question
+    from meshwright.config.trace_file import workload_requests
+    from meshwright.observe.load_report import page
+    from meshwright.spec.deployment import deployment_name
+
+    check_writable("--out", out)
+    tested = None if rates is None else read_rates(rates)
+    spec = deployment_question(words)
+    folder = model_folder(model) if model is not None else _folder_of(spec)
+    requests = workload_requests(spec.serve.workload)
+    costs = _costs(spec)
+    deployment = _deployment(spec, plan, requests)
+    if not spec.cluster.is_cpu:
+        cluster_here(deployment.devices, str(plan or words[0]), "expected a deployment for at most that many")
+    tested = tested or _rates_of(deployment)
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # the servers are stopped on the way out
+    say(f"{deployment_name(deployment)}: starting {deployment.devices} device{'s' * (deployment.devices > 1)}")
+    test = _Test(spec, deployment, costs, model_in(folder)[0].vocab_size)
+    report = test.run(folder, requests, tested, seconds)
+    write_durable(out, page(report))
+    if as_json:
+        print(json.dumps(_as_plain(deployment, report, out)))
+        return
+    for result in report.rates:
+        print(_line(result))
+    print(f"report: {out}")
+
+
+def read_rates(text: str) -> list[float]:
+    """The rates in a list with commas, ascending. Raises BadInput."""
+    try:
+        values = sorted(float(part) for part in text.split(","))
+    except ValueError:
+        values = []
+    if not values or not all(0 < value < 1e9 for value in values):
+        raise BadInput(f"--rates {text}: expected requests per second above 0 with commas between, such as 1,2,4")
+    return values
+
+
+def _folder_of(spec: DeploymentSpec) -> Path:
+    source, _, folder = spec.model.init.partition(":")
+    if source == "scratch":
+        raise BadInput("weights: expected --model FOLDER, or model.init: hf:DIR or checkpoint:DIR in the file")
+    return model_folder(Path(folder))
+
+
+def _costs(spec: DeploymentSpec) -> ServeCosts | None:
+    """The costs that predict this deployment; None, with a remark, where the device's rates are not known."""
+    from meshwright.costs.serve_costs import ServeCosts
+
+    try:
+        return ServeCosts(spec.model, spec.cluster, spec.serve.quantisation)
+    except BadInput as error:
+        say(f"no prediction: {error}")
+        return None
+
+
+def _deployment(spec: DeploymentSpec, plan: Path | None, requests: Sequence[TimedRequest]) -> Deployment:
+    from meshwright.config.deployment_file import load_deployment
+    from meshwright.planner.deployment_search import plan_deployment
+
+    if plan is not None:
+        return load_deployment(plan)
+    serve = spec.serve
+    return plan_deployment(spec.model, spec.cluster, requests, serve.limits, serve.quantisation, note=say).deployment
+
+
+def _rates_of(deployment: Deployment) -> list[float]:
+    if deployment.predicted is None or not deployment.predicted.goodput_per_gpu:
+        raise BadInput("--rates: expected requests per second to test, as the deployment has no predicted goodput")
+    whole = deployment.predicted.goodput_per_gpu * deployment.devices
+    return [share * whole for share in SHARES]
+
+
+@dataclass
+class _Test:
+    spec: DeploymentSpec
+    deployment: Deployment
+    costs: ServeCosts | None
+    vocab_size: int
+    _results: list[RateResult] = field(default_factory=list)
+    _starts: list[float] = field(default_factory=list)
+    _gauges: list[tuple[float, int, dict[str, float]]] = field(default_factory=list)
+
+    def run(self, folder: Path, requests: Sequence[TimedRequest], rates: Sequence[float], seconds: float) -> LoadReport:
+        """Serve the model in `folder` and test all rates."""
+        from meshwright.planner.deployment_goodput import RequestSample
+        from meshwright.server.deployment_servers import deployment_servers
+
+        with deployment_servers(folder, self.deployment, gpu=not self.spec.cluster.is_cpu) as instances:
+            self._replay(instances, [request._replace(arrival_seconds=0.0) for request in requests[: len(instances)]])
+            begin = 0.0
+            for rate in rates:
+                count = max(FEWEST_REQUESTS, round(rate * seconds))
+                sample = RequestSample(requests, count).at(rate)
+                test = self._replay(instances, sample)
+                result = self._result(rate, test, sample)
+                say(_line(result))
+                self._results.append(result)
+                self._starts.append(begin)
+                self._gauges += [(begin + time, index, gauges) for time, index, gauges in test.occupancy]
+                begin += max([entry.end for entry in test.measured if not entry.error], default=0.0)
+        return self._report(instances)
+
+    def _replay(self, instances: Sequence[RunningInstance], sample: Sequence[TimedRequest]) -> LoadTest:
+        from meshwright.server.load_client import LoadTest
+
+        test = LoadTest([instance.url for instance in instances if instance.role != "prefill"], self.vocab_size)
+        asyncio.run(test.run(sample, [instance.url for instance in instances]))
+        return test
+
+    def _result(self, rate: float, test: LoadTest, sample: Sequence[TimedRequest]) -> RateResult:
+        import numpy as np
+
+        from meshwright.observe.load_report import RateResult
+        from meshwright.server.load_client import failures
+        from meshwright.simulator.serve_simulation import simulate
+
+        failed = failures(test.measured)
+        if failed["failed"] == len(test.measured):
+            raise BadInput(f"every request failed, the first with: {failed['first_error']}")
+        if failed["failed"]:
+            say(f"{failed['failed']} requests failed, the first with: {failed['first_error']}")
+        entries = sorted(test.measured, key=lambda entry: entry.request.arrival_seconds)
+        measured = self._figures(np.array([e.ttft for e in entries]), np.array([e.tpot for e in entries]))
+        predicted = None
+        if self.costs is not None:
+            served = simulate(self.deployment, sample, self.costs, self.spec.serve.limits)
+            predicted = self._figures(served.ttft, served.tpot)
+        return RateResult(rate, len(entries), failed["failed"], measured, predicted)
+
+    def _figures(self, ttft: np.ndarray, tpot: np.ndarray) -> LatencyFigures:
+        """Attainment and quantiles, without the first and the last requests, as the planner counts."""
+        import numpy as np
+
+        from meshwright.observe.load_report import LatencyFigures
+        from meshwright.simulator.serve_types import WARM_UP
+
+        edge, limits = int(WARM_UP * len(ttft)), self.spec.serve.limits
+        ttft, tpot = ttft[edge : len(ttft) - edge], tpot[edge : len(tpot) - edge]
+        met = (ttft <= limits.ttft_seconds) & (tpot <= limits.tpot_seconds)
+        ends = np.isfinite(ttft) & np.isfinite(tpot)
+        if not ends.any():
+            return LatencyFigures(0.0, 0.0, 0.0, 0.0, 0.0)
+        quantiles = [float(np.quantile(values[ends], share)) for values in (ttft, tpot) for share in (0.5, 0.9)]
+        return LatencyFigures(float(met.mean()), *quantiles)
+
+    def _report(self, instances: Sequence[RunningInstance]) -> LoadReport:
+        from meshwright.observe.load_report import LoadReport
+        from meshwright.spec.deployment import deployment_name
+
+        limits, spec = self.spec.serve.limits, self.spec
+        return LoadReport(
+            model=spec.model.preset or spec.name,
+            deployment=deployment_name(self.deployment),
+            devices=self.deployment.devices,
+            goal=limits.attainment,
+            limits=f"{limits.attainment:.0%} within {limits.ttft_seconds:g} s to the first token, {limits.tpot_seconds:g} s a further one",
+            rates=self._results,
+            starts=self._starts,
+            timelines=[self._timeline(index, instance) for index, instance in enumerate(instances)],
+            why=self.deployment.why,
+        )
+
+    def _timeline(self, index: int, instance: RunningInstance) -> InstanceTimeline:
+        from meshwright.observe.load_report import InstanceTimeline
+
+        own = [(time, gauges) for time, of, gauges in self._gauges if of == index]
+        running = [gauges.get("running", 0.0) for _, gauges in own]
+        return InstanceTimeline(
+            instance.name, [time for time, _ in own], running, [gauges.get("cache", 0.0) for _, gauges in own]
+        )
+
+
+def _line(result: RateResult) -> str:
+    predicted = "" if result.predicted is None else f", predicted {result.predicted.attainment:.1%}"
+    figures = result.measured
+    return (
+        f"{result.rate:.3g} requests/s: {figures.attainment:.1%} meet both limits{predicted}; p90 of TTFT {1e3 * figures.ttft_p90:.3g} ms, "
+        f"of TPOT {1e3 * figures.tpot_p90:.3g} ms"
+    )
+
+
+def _as_plain(deployment: Deployment, report: LoadReport, out: Path) -> dict[str, Any]:
+    rates = [to_plain(result) for result in report.rates]
+    return {"instances": to_plain(deployment.instances), "rates": rates, "report": str(out)}

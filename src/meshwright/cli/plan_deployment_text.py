@@ -1,0 +1,60 @@
+"""The plan of a deployment for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+
+from meshwright.cli.plan_deployment import (
+    INSTANCE_HEADS,
+    ServePlan,
+    headline,
+    instance_lines,
+    limits_line,
+    rate_line,
+    search_line,
+)
+from meshwright.cli.plan_words import machines_line
+from meshwright.observe.number_text import short
+from meshwright.spec.deployment import deployment_name
+from meshwright.spec.model import parameter_count
+
+MOST_ALTERNATIVES = 5
+"""Alternatives printed; --json has all of them."""
+BAR = 30
+
+
+def show(plan: ServePlan) -> None:
+    """Print the whole answer."""
+    console, answer, model = Console(highlight=False), plan.answer, plan.spec.model
+    parameters = short(parameter_count(model))
+    console.print(
+        f"[bold]{model.preset or model.family}[/bold], {parameters} parameters, on {machines_line(plan.spec.cluster)}"
+    )
+    console.print(f"[bold]{deployment_name(answer.deployment)}[/bold]")
+    console.print(f"[bold]{headline(plan)}[/bold]")
+    for line in (limits_line(plan), rate_line(plan), search_line(answer)):
+        console.print(line)
+    _grid(console, "instances", [INSTANCE_HEADS, *instance_lines(answer)])
+    curve = [(f"{rate:.3g}", f"{share:.1%}", "█" * round(BAR * share)) for rate, share in answer.curve]
+    _grid(console, "attainment by requests/s a GPU", curve)
+    _grid(console, "why this deployment", [("·", reason) for reason in answer.why])
+    others = [
+        (f"{option.goodput_per_gpu:.3g}", f"{deployment_name(option.deployment)}\n[dim]{option.why_not}[/dim]")
+        for option in answer.alternatives[:MOST_ALTERNATIVES]
+    ]
+    _grid(console, "alternatives by requests/s a GPU, and why they were not chosen", others)
+    _grid(console, "where the numbers come from", list(answer.sources.items()))
+
+
+def _grid(console: Console, title: str, lines: Sequence[tuple[str, ...]]) -> None:
+    if not lines:
+        return
+    console.print(f"\n[bold]{title}[/bold]")
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for line in lines:
+        table.add_row(*line)
+    console.print(Padding(table, (0, 0, 0, 2)))

@@ -1,0 +1,51 @@
+"""Options of a command for the keys of its settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import types
+import typing
+from collections.abc import Collection
+from typing import Annotated, Any, Literal, Union
+
+import click
+import typer
+
+from meshwright.spec.fields import docs_of, hints_of
+
+_ANNOTATED: Any = Annotated  # applied to types made at run time, which a type checker cannot follow
+
+
+def add_options(command: Any, settings: type, given: Collection[str] = ()) -> None:
+    """Replace `**options` of a command by an option for each key of `settings`; those in `given` get none."""
+    signature = inspect.signature(command, eval_str=True)
+    fixed = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+    docs, hints = docs_of(settings), hints_of(settings)
+    options = [
+        _option(field.name, hints[field.name], docs[field.name], field.default)
+        for field in dataclasses.fields(settings)
+        if field.name not in given
+    ]
+    command.__signature__ = signature.replace(parameters=[*fixed, *options])
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in [*fixed, *options]}
+
+
+def _option(name: str, annotation: Any, help: str, default: Any) -> inspect.Parameter:
+    """The option of a key; without a value the key keeps the file's value or its default."""
+    if typing.get_origin(annotation) in (Union, types.UnionType):
+        annotation = next((part for part in typing.get_args(annotation) if part is not type(None)), annotation)
+    choices, plain = None, typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
+    if typing.get_origin(plain) is Literal:
+        choices, plain = click.Choice(typing.get_args(plain)), str
+    flag = f"--{name.replace('_', '-')}"
+    shown = default if default is not None else False
+    option = typer.Option(
+        f"{flag}/--no-{flag[2:]}" if plain is bool else flag,
+        help=help,
+        click_type=choices,
+        show_default=str(shown) if shown is not False else False,
+    )
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_ANNOTATED[plain | None, option]
+    )

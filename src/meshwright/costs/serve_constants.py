@@ -1,0 +1,35 @@
+"""Constants of the engine's step time on devices without a measured profile.
+
+Shares and times are fitted to this engine on one H200 with Llama-3-8B (benchmarks/results, `engine-H200` and `arrivals-H200`). On other
+devices they are a guess.
+"""
+
+from __future__ import annotations
+
+from meshwright.costs.device_rates import Machine
+from meshwright.costs.plan_costs import number
+from meshwright.spec.engine import Fp8
+from meshwright.spec.serve_profile import StepConstants
+
+WEIGHTS_SHARES: dict[Fp8 | None, float] = {None: 0.71, "fp8": 0.59}
+"""Share of the memory bandwidth with which a step reads weights, by their format."""
+PRODUCTS_SHARES: dict[Fp8 | None, float] = {None: 0.63, "fp8": 0.55}
+"""Share of the peak that products with weights reach."""
+CACHE_SHARE, ATTENTION_SHARE = 0.95, 0.55
+"""Shares of the memory bandwidth that decodes reach with keys and values, and of the peak in the attention of prompts."""
+DECODE_SECONDS, PROMPT_SECONDS, SEQUENCE_SECONDS, CHUNK_SECONDS = 0.3e-3, 12.7e-3, 7e-6, 50e-6
+
+
+def usual_constants(machine: Machine, weights: Fp8 | None = None) -> StepConstants:
+    """Constants of a device by its datasheet; `machine` has the rates of products in the format of the weights."""
+    memory, peak = number(machine.hbm), number(machine.peak)
+    return StepConstants(
+        weight_bytes_per_s=WEIGHTS_SHARES[weights] * memory,
+        flops_per_s=PRODUCTS_SHARES[weights] * peak,
+        cache_bytes_per_s=CACHE_SHARE * memory,
+        attention_flops_per_s=ATTENTION_SHARE * number(machine.half_peak),
+        decode_seconds=DECODE_SECONDS,
+        prompt_seconds=PROMPT_SECONDS,
+        sequence_seconds=SEQUENCE_SECONDS,
+        chunk_seconds=CHUNK_SECONDS,
+    )

@@ -1,0 +1,212 @@
+"""Costs of serving instances on a cluster: step times, cache blocks, and the links over which keys and values move."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from meshwright.config.profile_file import load_profile
+from meshwright.costs.collective_costs import all_reduce, all_to_all, link_rate, port_rate, rank_group
+from meshwright.costs.constants import Constants, at_release, constant_arrays
+from meshwright.costs.device_rates import Machine
+from meshwright.costs.machine_rates import chip_of, machine_of, with_measurements
+from meshwright.costs.plan_costs import STACK, number
+from meshwright.costs.serve_constants import usual_constants
+from meshwright.costs.serve_work import DeviceWork, device_work
+from meshwright.costs.step_times import Exchange, StepTimes
+from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.deployment import InstanceSpec, Quantisation
+from meshwright.spec.engine import EngineSettings
+from meshwright.spec.errors import BadInput, OutOfResources
+from meshwright.spec.inference_layout import rank_dimensions, split_error
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.serve_profile import EngineProfile
+from meshwright.workload.cache_size import (
+    HOST_SHARE,
+    activation_bytes,
+    blocks_within,
+    cache_bytes_per_block,
+    device_cache_bytes,
+    layer_groups,
+    most_blocks,
+)
+
+OTHER_BYTES = 1 << 30
+"""Memory of a GPU that neither weights, cache nor a step take: the driver's context and graphs."""
+SUM_SECONDS, RANK_SECONDS = 7.1e-6, 1.6e-6
+"""Latency of a sum over two tensor ranks' fast links, and what each further rank adds.
+
+NCCL's on H200s in a CUDA graph. A CPU's is longer, but short beside its steps.
+"""
+TRANSFER_SECONDS = 1e-3
+"""Time of a transfer between two instances beside that of its bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceCosts:
+    """What a simulator needs to know of one instance."""
+
+    times: StepTimes
+    """Seconds of its steps."""
+    blocks: int
+    """Blocks of its cache, with the unused block 0, over all its expert groups."""
+    tokens_per_block: int
+    window: int | None
+    """Tokens that a query attends to, None for all."""
+    sequences: int
+    """Requests that hold cache blocks at a time, over all its expert groups."""
+    overlap: bool
+    """Whether it plans a step while the one before it runs."""
+    block_bytes: float
+    """Keys and values of a block, over all tensor ranks of a group."""
+    port_bytes_per_s: float
+    """Rate at which one request's blocks leave or enter it."""
+
+
+class ServeCosts:
+    """Costs of instances of one model on a cluster.
+
+    Raises BadInput for a device whose rates are not known. `profile` is a measurement of the engine on such a device; if there is none, the
+    one of `cluster.profile` counts that has this model and these formats, else any, else the datasheet.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        cluster: ClusterSpec,
+        quantisation: Quantisation | None = None,
+        settings: EngineSettings | None = None,
+        profile: EngineProfile | None = None,
+    ) -> None:
+        self.model, self.cluster = model, cluster
+        self.quantisation, self.settings = quantisation or Quantisation(), settings or EngineSettings()
+        self.profile = profile or _profile_of(model, cluster, self.quantisation)
+        """The measurement that the constants are from."""
+        products = "fp8" if self.quantisation.weights and not cluster.is_cpu else "bf16"
+        self._machine, self._k = _rates(cluster, products)
+        measured = self.profile is not None and (self.profile.weights, self.profile.kv_cache) == (
+            self.quantisation.weights,
+            self.quantisation.kv_cache,
+        )
+        self.constants = (
+            self.profile.constants
+            if self.profile and measured
+            else usual_constants(self._machine, self.quantisation.weights)
+        )
+        """Constants of a step's time on one device."""
+        self.overlap = not cluster.is_cpu if self.profile is None else self.profile.overlap
+        self._items = self.profile.item_bytes if self.profile else (4 if cluster.is_cpu else 2)
+        self._known: dict[tuple[int, int, int], InstanceCosts | OutOfResources] = {}
+
+    @property
+    def context(self) -> int:
+        """Longest text in tokens that an instance serves."""
+        return min(self.settings.context or self.model.max_seq_len, self.model.max_seq_len)
+
+    def of(self, instance: InstanceSpec) -> InstanceCosts:
+        """The costs of one of these instances.
+
+        Raises OutOfResources if not even one request of the whole context fits, BadInput for degrees that cannot divide the model.
+        """
+        key = instance.tensor, instance.expert, instance.token_budget
+        if key not in self._known:
+            try:
+                self._known[key] = self._instance(*key)
+            except OutOfResources as error:
+                self._known[key] = error
+        known = self._known[key]
+        if isinstance(known, OutOfResources):
+            raise known
+        return known
+
+    def _instance(self, tensor: int, expert: int, token_budget: int) -> InstanceCosts:
+        if error := split_error(self.model, tensor):
+            raise BadInput(f"tensor: expected {error}, got {tensor}")
+        if expert > 1 and (not self.model.experts or self.model.experts % expert):
+            raise BadInput(f"expert: expected a divisor of model.experts = {self.model.experts}, got {expert}")
+        settings = self.settings
+        work = device_work(self.model, tensor, expert, weights=self.quantisation.weights, **self._item_sizes())
+        rank = rank_dimensions(self.model, tensor)
+        size = settings.tokens_per_block
+        block_bytes = cache_bytes_per_block(rank, size, self._item_sizes()["cache_item"])
+        blocks = settings.cache_blocks or self._blocks(work, rank, block_bytes, token_budget)
+        copies = 1 if self.model.kv_rank else min(tensor, self.model.kv_heads)
+        crosses = self.cluster.nodes > 1
+        rate = number((port_rate if crosses else link_rate)(self._machine, self._k))
+        return InstanceCosts(
+            times=StepTimes(work, self.constants, groups=expert, exchange=self._exchange(tensor, expert)),
+            blocks=1 + expert * (blocks - 1),
+            tokens_per_block=size,
+            window=layer_groups(self.model)[0].window,
+            sequences=expert * settings.sequences,
+            overlap=self.overlap,
+            block_bytes=float(copies * block_bytes),
+            port_bytes_per_s=rate * copies,
+        )
+
+    def _item_sizes(self) -> dict[str, int]:
+        return {"item": self._items, "cache_item": 1 if self.quantisation.kv_cache else self._items}
+
+    def _blocks(self, work: DeviceWork, rank: ModelSpec, block_bytes: int, token_budget: int) -> int:
+        """Blocks of one group's cache, by the engine's formula."""
+        settings = self.settings
+        if self.cluster.is_cpu:
+            memory = self.cluster.memory_bytes() or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            available = HOST_SHARE * memory
+        else:
+            total = number(self._machine.memory)
+            other = self.profile.other_bytes if self.profile is not None else OTHER_BYTES
+            step_tokens = token_budget + settings.sequences
+            activations = activation_bytes(rank, self._items, settings.sequences, step_tokens)
+            available = device_cache_bytes(total - work.stored_bytes - other, total, activations)
+        sizes = {"sequences": settings.sequences, "tokens_per_block": settings.tokens_per_block}
+        blocks = blocks_within(available, block_bytes, context=self.context, **sizes)
+        needed = most_blocks(self.context, 1, settings.tokens_per_block)
+        if blocks < needed:
+            raise OutOfResources(
+                f"the cache of one request of {self.context} tokens takes {needed * block_bytes / 2**30:.2f} GiB of a device, and "
+                f"{max(available, 0) / 2**30:.2f} GiB are free beside the weights"
+            )
+        return blocks
+
+    def _exchange(self, tensor: int, expert: int) -> Exchange:
+        """All-reduces over the tensor ranks, and the tokens' way to experts of other groups and back."""
+        machine, k, spec = self._machine, self._k, self.model
+        token_bytes = float(spec.hidden * self._items)
+        fixed = each = 0.0
+        if tensor > 1:
+            group = rank_group(machine, k, float(tensor), 1.0)
+            count = spec.layers * (1 if spec.parallel_block else 2) + 1
+            latency = number(all_reduce(group, k, 0.0))
+            each = count * (number(all_reduce(group, k, token_bytes)) - latency)
+            fixed = count * (latency if number(group.domains) > 1 else SUM_SECONDS + RANK_SECONDS * (tensor - 2))
+        if expert > 1:
+            group = rank_group(machine, k, float(expert), float(tensor))
+            routed = sum(spec.routed(layer) for layer in range(spec.layers))
+            latency = number(all_to_all(group, k, machine, 0.0))
+            sent = spec.experts_per_token * token_bytes / tensor
+            fixed += 2 * routed * latency
+            each += 2 * routed * (number(all_to_all(group, k, machine, sent)) - latency)
+        return Exchange(fixed, each)
+
+
+def _rates(cluster: ClusterSpec, products: str) -> tuple[Machine, Constants]:
+    chip = chip_of(cluster)
+    if chip is None:
+        raise BadInput(
+            f"cluster.gpu: the rates of {cluster.gpu} are not known; `meshwright profile` on it measures them"
+        )
+    constants = at_release(constant_arrays([(chip.generation, STACK)]), np.zeros(1))
+    k, machine = with_measurements(constants, machine_of(cluster, products), cluster, products)
+    return machine, k
+
+
+def _profile_of(model: ModelSpec, cluster: ClusterSpec, formats: Quantisation) -> EngineProfile | None:
+    """The measurement in the cluster's profile that is most like the model and its formats."""
+    measured: Sequence[EngineProfile] = load_profile(cluster.profile).engine if cluster.profile else ()
+    same = [entry for entry in measured if (entry.weights, entry.kv_cache) == (formats.weights, formats.kv_cache)]
+    shape = replace(model, max_seq_len=1)
+    return next((entry for entry in same if replace(entry.model, max_seq_len=1) == shape), next(iter(same), None))

@@ -1,0 +1,136 @@
+"""Bytes and FLOPs of an engine's step on one of the devices of an instance.
+
+`tensor` devices divide every layer and `expert` groups of them divide the routed experts (`spec.inference_layout`); each group has the
+attention, the cache and the head of its own requests. Loads of experts are taken to be equal, routes of tokens independent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Protocol
+
+from meshwright.spec.engine import Fp8
+from meshwright.spec.inference_layout import rank_dimensions, rank_shape
+from meshwright.spec.layout import Part
+from meshwright.spec.model import ModelSpec, ParameterSpec, parameters
+from meshwright.workload.cache_size import cache_bytes_per_block, layer_groups
+
+FP8_MODULES = ("qkv", "out", "gate_up", "up", "down", "q", "kv_down")
+"""Linear layers of a block that `serve.formats` rounds to fp8, outside of routed experts."""
+
+
+class PromptPart(Protocol):
+    """Consecutive tokens of one prompt; a part of a step is one."""
+
+    @property
+    def start(self) -> int:
+        """Positions before it."""
+
+    @property
+    def count(self) -> int:
+        """Its tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceWork:
+    """What one device reads and computes in a step, and what its memory holds."""
+
+    stored_bytes: float
+    """Weights in memory."""
+    dense_bytes: float
+    """Weights of the blocks that every step reads."""
+    dense_flops: float
+    """FLOPs of a token in these."""
+    head_bytes: float
+    """Weights of the head."""
+    head_flops: float
+    """FLOPs of a token that gives logits."""
+    expert_bytes: float
+    """Weights of one routed expert in one layer."""
+    expert_flops: float
+    """FLOPs of a token in the experts of all layers that it is sent to."""
+    expert_slots: float
+    """Routed experts of the device, over all layers."""
+    chosen_share: float
+    """Share of a layer's experts that a token is sent to."""
+    cache_bytes: float
+    """Keys and values of one position."""
+    attention_flops: float
+    """FLOPs of one query and one position that it attends to."""
+    window: int | None
+    """Positions that a query attends to at most."""
+
+    def weight_bytes(self, tokens: float) -> float:
+        """Weights that a step of `tokens` tokens over all groups reads, without the head: of the experts those with a token."""
+        if not self.expert_slots:
+            return self.dense_bytes
+        read = 1.0 - (1.0 - self.chosen_share) ** tokens
+        return self.dense_bytes + self.expert_slots * read * self.expert_bytes
+
+    def pairs(self, chunks: Sequence[PromptPart]) -> float:
+        """Pairs of a query of the chunks and a position that it attends to."""
+        total = 0.0
+        for chunk in chunks:
+            first, last = chunk.start + 1, chunk.start + chunk.count
+            inside = last if self.window is None else min(last, self.window)
+            total += (last - max(first, inside + 1) + 1) * (self.window or 0)
+            if inside >= first:
+                total += (first + inside) * (inside - first + 1) / 2
+        return total
+
+
+@lru_cache(maxsize=256)
+def device_work(
+    spec: ModelSpec, tensor: int = 1, expert: int = 1, *, weights: Fp8 | None = None, item: int = 2, cache_item: int = 2
+) -> DeviceWork:
+    """The work of a device of an instance; numbers have `item` bytes, those of the cache `cache_item`, fp8 weights one."""
+    part, rank = Part(0, tensor), rank_dimensions(spec, tensor)
+    dense = expert_weights = embedding = 0.0
+    dense_bytes = head_count = 0.0
+    for parameter in parameters(spec):
+        count = prod(rank_shape(spec, parameter, part) or ()) if not parameter.predicts else 0
+        if not count or parameter.before_blocks:
+            embedding += count
+        elif parameter.expert:
+            expert_weights += count / expert
+        elif parameter.inside:
+            dense += count if len(parameter.shape) > 1 else 0
+            dense_bytes += count * (1 if weights is not None and _in_fp8(parameter) else item)
+        elif parameter.name == "head.weight":
+            head_count = count
+        else:
+            dense_bytes += count * item
+    stored = dense_bytes + item * (expert_weights + embedding + head_count)
+    head_count = head_count or spec.vocab_size * spec.hidden / tensor
+    routed = sum(spec.routed(layer) for layer in range(spec.layers))
+    slots = routed * spec.experts / expert
+    expert_bytes = item * expert_weights / slots if slots else 0.0
+    return DeviceWork(
+        stored_bytes=stored,
+        dense_bytes=dense_bytes,
+        dense_flops=2.0 * dense,
+        head_bytes=item * head_count,
+        head_flops=2.0 * head_count,
+        expert_bytes=expert_bytes,
+        expert_flops=2.0 * routed * spec.experts_per_token * expert_bytes / item,
+        expert_slots=slots,
+        chosen_share=spec.experts_per_token / spec.experts if spec.experts else 0.0,
+        cache_bytes=float(cache_bytes_per_block(rank, 1, cache_item)),
+        attention_flops=_attention_flops(rank),
+        window=layer_groups(spec)[0].window,
+    )
+
+
+def _in_fp8(parameter: ParameterSpec) -> bool:
+    module = parameter.module
+    return len(parameter.shape) > 1 and module.rpartition(".")[2] in FP8_MODULES and module != "moe.router"
+
+
+def _attention_flops(rank: ModelSpec) -> float:
+    """Scores and weighted sums of all layers; with latents they are computed on the latents (absorbed products)."""
+    if rank.kv_rank:
+        return 2.0 * rank.layers * rank.heads * (2 * rank.kv_rank + rank.rope_head_dim)
+    return 4.0 * rank.layers * rank.heads * rank.head_dim

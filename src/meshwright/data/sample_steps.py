@@ -1,0 +1,58 @@
+"""Steps of samples of any length: this rank's slots of each.
+
+Every rank computes the balance of a step alike from the lengths of its samples, and reads only the tokens of its own slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from meshwright.data.loader import MicroBatch, Step
+from meshwright.data.slots import Slot, TokenReader, rank_slots, slot_arrays
+from meshwright.data.source import DataSource
+from meshwright.data.step_samples import lengths_of_step
+from meshwright.policies.sample_balance import RankPool, balance_samples
+from meshwright.policies.skipped_samples import SampleRange
+
+
+class SampleSteps:
+    """Reads steps of at most `tokens` tokens, divided over `pool`, for data rank `rank`.
+
+    With `equal_slots` all ranks get as many slots as the rank with most of them; the further ones are empty.
+    """
+
+    def __init__(self, source: DataSource, *, tokens: int, pool: RankPool, rank: int, equal_slots: bool = True) -> None:
+        self._source, self._tokens, self._pool, self._rank = source, tokens, pool, rank
+        self._equal_slots = equal_slots
+
+    def read(self, sample: int, skipped: Sequence[SampleRange] = ()) -> Step:
+        """This rank's slots of the step that begins at `sample`."""
+        lengths = lengths_of_step(self._source, sample, self._tokens, skipped)
+        indices = np.arange(sample, sample + len(lengths))
+        self._source.begin_step(indices)
+        balance, read = balance_samples(lengths, self._pool), self._source.token_reader(indices)
+        slots = rank_slots(balance, self._rank)
+        most = int(balance.slots.max())
+        if self._equal_slots:
+            slots += [Slot(self._pool.capacity)] * (most - len(slots))
+        all_slots = most * self._pool.ranks if self._equal_slots else int(balance.slots.sum())
+        return Step(
+            [_micro_batch(slot, read) for slot in slots],
+            (sample, sample + len(lengths)),
+            sum(slot.tokens for slot in slots),
+            lengths,
+            1.0 - int(lengths.sum()) / (all_slots * self._pool.capacity),
+        )
+
+
+def _micro_batch(slot: Slot, read: TokenReader) -> MicroBatch:
+    """The slot as tensors of shape (1, capacity)."""
+    arrays = slot_arrays(slot, read)
+    tokens, targets, positions, documents = (
+        torch.from_numpy(array)[None] for array in (arrays.tokens, arrays.targets, arrays.positions, arrays.documents)
+    )
+    work = sum(part.tokens * part.length for part in slot.parts)
+    return MicroBatch(tokens, targets, positions, documents, slot.tokens, work, slot)

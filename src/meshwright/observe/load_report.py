@@ -1,0 +1,135 @@
+"""The page of a load test: predicted beside measured attainment and latencies, and what each instance held over time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from meshwright.observe.attainment_chart import AttainmentCurve, attainment_chart
+from meshwright.observe.page import document, header, listing, table, tile_list
+from meshwright.observe.svg import Axis, Chart, Series, draw
+
+COLOURS = ("c-loss", "c-validation", "c-reduce", "c-optim", "c-checkpoint", "c-backward", "c-event", "c-host")
+"""Colours of instances; they repeat."""
+HEADS = ("requests/s", "requests", "failed", "attainment", "TTFT p50", "TTFT p90", "TPOT p50", "TPOT p90")
+
+
+@dataclass(frozen=True)
+class LatencyFigures:
+    """What requests at one rate had, predicted or measured; seconds."""
+
+    attainment: float
+    ttft_p50: float
+    ttft_p90: float
+    tpot_p50: float
+    tpot_p90: float
+
+
+@dataclass(frozen=True)
+class RateResult:
+    """One rate of a load test."""
+
+    rate: float
+    """Requests per second."""
+    requests: int
+    failed: int
+    """Requests without a whole answer; they meet no limit."""
+    measured: LatencyFigures
+    predicted: LatencyFigures | None
+
+
+@dataclass(frozen=True)
+class InstanceTimeline:
+    """Gauges of one instance over a load test."""
+
+    name: str
+    """Role and number."""
+    seconds: Sequence[float]
+    running: Sequence[float]
+    """Requests in its batch."""
+    cache: Sequence[float]
+    """Share of its cache that requests hold."""
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """A load test of a deployment."""
+
+    model: str
+    deployment: str
+    devices: int
+    goal: float
+    """Attainment asked for."""
+    limits: str
+    """The limits in words."""
+    rates: Sequence[RateResult]
+    """By rate, ascending."""
+    starts: Sequence[float]
+    """Seconds at which each rate began."""
+    timelines: Sequence[InstanceTimeline]
+    why: Sequence[str] = ()
+    """The planner's reasons."""
+
+
+def page(report: LoadReport) -> str:
+    """The HTML of the page."""
+    met = max((r.rate for r in report.rates if r.measured.attainment >= report.goal), default=0.0)
+    pairs = [(r.measured.attainment, r.predicted.attainment) for r in report.rates if r.predicted is not None]
+    error = max((abs(measured - predicted) for measured, predicted in pairs), default=None)
+    tiles = [
+        (
+            "Measured goodput",
+            f"{met / report.devices:.3g}",
+            "requests/s a device, the highest tested rate that meets the limits",
+        ),
+        ("Requests", f"{sum(r.requests for r in report.rates):,}", f"{sum(r.failed for r in report.rates):,} failed"),
+    ]
+    if error is not None:
+        tiles.append(("Largest error", f"{100 * error:.1f} points", "predicted attainment against measured"))
+    lines = [line for result in report.rates for line in _lines(result)]
+    parts = [
+        header("bench-serve", report.model, report.deployment, report.limits),
+        tile_list(tiles),
+        f'<div class="grid">{attainment_chart(_curves(report), report.goal)}</div>',
+        table("Predicted beside measured", ("", *HEADS), lines),
+        f'<div class="grid">{_timeline(report, "running", "Requests in the batch, by instance")}</div>',
+        f'<div class="grid">{_timeline(report, "cache", "Cache that requests hold, by instance")}</div>',
+        listing("Why this deployment", report.why),
+    ]
+    return document(f"load test · {report.model}", parts)
+
+
+def _curves(report: LoadReport) -> list[AttainmentCurve]:
+    predicted = [(r.rate / report.devices, r.predicted.attainment) for r in report.rates if r.predicted is not None]
+    measured = [(r.rate / report.devices, r.measured.attainment) for r in report.rates]
+    return [AttainmentCurve("predicted", predicted), AttainmentCurve("measured", measured)][not predicted :]
+
+
+def _lines(result: RateResult) -> list[tuple[str, ...]]:
+    lines: list[tuple[str, ...]] = [
+        ("measured", f"{result.rate:.3g}", f"{result.requests:,}", f"{result.failed:,}", *_figures(result.measured))
+    ]
+    if result.predicted is not None:
+        lines.append(("predicted", "", "", "", *_figures(result.predicted)))
+    return lines
+
+
+def _figures(figures: LatencyFigures) -> tuple[str, ...]:
+    times = (figures.ttft_p50, figures.ttft_p90, figures.tpot_p50, figures.tpot_p90)
+    return (f"{figures.attainment:.1%}", *(f"{1e3 * seconds:.3g} ms" for seconds in times))
+
+
+def _timeline(report: LoadReport, gauge: str, title: str) -> str:
+    """A curve of a gauge for each instance, over the whole test; ticks are where the rates begin."""
+    tables: Mapping[str, dict[str, list[float]]] = {t.name: {"seconds": list(t.seconds)} for t in report.timelines}
+    times = [second for timeline in report.timelines for second in timeline.seconds]
+    if len(set(times)) < 2:
+        return ""
+    marks = tuple((start, f"{r.rate:.3g}/s") for start, r in zip(report.starts, report.rates, strict=True))
+    axis = Axis("seconds", "seconds", 0.0, max(times), marks)
+    series = tuple(
+        Series(timeline.name, COLOURS[index % len(COLOURS)], timeline.name, list(getattr(timeline, gauge)))
+        for index, timeline in enumerate(report.timelines)
+    )
+    unit = "requests, by rate tested" if gauge == "running" else "of its blocks, by rate tested"
+    return draw(Chart(gauge, title, unit, "short" if gauge == "running" else "percent", series), dict(tables), axis)

@@ -1,0 +1,70 @@
+"""Parts of self-contained pages in the report's style, without scripts: the document, headline figures, tables, lists."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib.resources import files
+
+from meshwright import __version__
+
+UNWRAPPED_CHARACTERS = 12
+"""Longest text of a cell that is kept on one line."""
+STYLE = """
+table.rows td { text-align: left; color: var(--text); padding-right: 18px; }
+table.rows td:first-child { white-space: nowrap; }
+table.rows td { overflow-wrap: normal; }
+table.rows th { width: auto; border-top: 0; }
+section.card + section.card, .grid + section.card { margin-bottom: 20px; }
+"""
+"""Styles of tables with several columns, which the report's style sheet lacks."""
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+
+
+def document(title: str, parts: Iterable[str]) -> str:
+    """The HTML of a page with these parts."""
+    css = (files("meshwright.observe") / "template" / "report.css").read_text(encoding="utf-8").strip()
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">
+<title>{escape(title)}</title><style>{css}{STYLE}</style></head>
+<body><main>
+{"".join(parts)}
+</main><footer>meshwright {__version__}</footer></body></html>
+"""
+
+
+def header(product: str, name: str, line: str, note: str = "", status: str = "") -> str:
+    """The head of a page: the command, a name, a line of facts behind a status word, and a remark."""
+    word = f'<span class="status done">{escape(status)}</span>' if status else ""
+    return f"""<header><p class="product">meshwright <span>{escape(product)}</span></p><h1>{escape(name)}</h1>
+<p class="facts-line">{word}{escape(line)}</p><p class="aside">{escape(note)}</p></header>"""
+
+
+def tile_list(tiles: Iterable[tuple[str, str, str]]) -> str:
+    """Headline figures: (name, value, context)."""
+    cells = "".join(
+        f'<div class="tile"><dt>{escape(a)}</dt><dd>{escape(b)}</dd><dd class="sub">{escape(c)}</dd></div>'
+        for a, b, c in tiles
+    )
+    return f'<dl class="tiles">{cells}</dl>'
+
+
+def table(title: str, heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A titled table; empty without lines."""
+    body = "".join(f"<tr>{''.join(f'<td>{_cell(cell)}</td>' for cell in line)}</tr>" for line in lines)
+    if not body:
+        return ""
+    head = f"<thead><tr>{''.join(f'<th>{escape(name)}</th>' for name in heads)}</tr></thead>" if any(heads) else ""
+    return f'<section class="card"><h2>{escape(title)}</h2><table class="facts rows">{head}<tbody>{body}</tbody></table></section>'
+
+
+def listing(title: str, sentences: Iterable[str]) -> str:
+    """A titled list; empty without sentences."""
+    items = "".join(f"<li>{escape(text)}</li>" for text in sentences)
+    return f'<section class="card"><h2>{escape(title)}</h2><ul class="why">{items}</ul></section>' if items else ""
+
+
+def _cell(text: str) -> str:
+    """The text of a cell; a short one, such as a number with its unit, stays on one line."""
+    return escape(text.replace(" ", "\u00a0") if len(text) <= UNWRAPPED_CHARACTERS else text)

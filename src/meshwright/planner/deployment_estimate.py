@@ -1,0 +1,240 @@
+"""A mean-field estimate of a deployment's goodput, in a millisecond: it chooses which deployments are simulated.
+
+Every instance of a role gets the same share of the requests. A prefill instance is a queue with one server (M/G/1), whose
+wait is exponential; several share one queue. The batch of decodes is the fixed point of Little's law, B = rate × new
+tokens × step time. An instance of role `both` computes chunks of prompts in its steps, one of role `decode` the part of
+a prompt behind its last full block: a request's time per token is that of a decode step, plus the chunks that fall into
+its life, whose number is Poisson.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import erf, exp, sqrt
+from typing import NamedTuple
+
+from meshwright.costs.serve_costs import TRANSFER_SECONDS, InstanceCosts
+from meshwright.spec.deployment import PREFIX_BLOCK, Deployment, InstanceSpec, ServeLimits, TimedRequest
+
+SAMPLED = 24
+"""Requests whose sizes stand for all."""
+ROUNDS = 25
+"""Rounds of the fixed point, and of the bisection over rates."""
+LARGEST_RATE = 1e6
+
+
+class Chunk(NamedTuple):
+    """Consecutive tokens of a prompt."""
+
+    start: int
+    count: int
+
+
+@dataclass(frozen=True)
+class SizeSample:
+    """Sizes of a few requests that stand for a workload."""
+
+    sizes: tuple[tuple[int, int, int], ...]
+    """Prompt tokens, those of them that an earlier prompt has in common, and new tokens."""
+
+    @classmethod
+    def of(cls, requests: Sequence[TimedRequest], seed: int = 0) -> SizeSample:
+        """The sizes of `SAMPLED` requests, with prefixes as an unlimited cache would share them."""
+        shared, seen = [], set()
+        for request in requests:
+            known = 0
+            while known < len(request.prefix_blocks) and request.prefix_blocks[: known + 1] in seen:
+                known += 1
+            seen.update(request.prefix_blocks[: length + 1] for length in range(known, len(request.prefix_blocks)))
+            shared.append(min(known * PREFIX_BLOCK, request.input_tokens - 1))
+        order = sorted(range(len(requests)), key=lambda index: requests[index].input_tokens)
+        count = min(SAMPLED, len(order))
+        draw = random.Random(seed)
+        # One of each quantile of prompts, so that the sample has both short and long ones.
+        edges = [index * len(order) // count for index in range(count + 1)]
+        chosen = [order[draw.randrange(low, high)] for low, high in pairwise(edges)]
+        return cls(tuple((requests[i].input_tokens, shared[i], requests[i].output_tokens) for i in chosen))
+
+    @property
+    def new_tokens(self) -> float:
+        """Mean new tokens of a request."""
+        return sum(new for _, _, new in self.sizes) / len(self.sizes)
+
+    @property
+    def context(self) -> float:
+        """Positions that a decode attends to, mean over new tokens."""
+        total = sum(new * (prompt + new / 2) for prompt, _, new in self.sizes)
+        return total / sum(new for _, _, new in self.sizes)
+
+
+def estimate_goodput(
+    deployment: Deployment, sample: SizeSample, cost_of: Callable[[InstanceSpec], InstanceCosts], limits: ServeLimits
+) -> float:
+    """The highest rate, in requests per second, at which the estimated attainment is that asked for; 0 if there is none."""
+    estimates = [_Instances(instance, sample, cost_of(instance), limits) for instance in deployment.instances]
+
+    def meets(rate: float) -> bool:
+        shares = [estimate.attainment(rate) for estimate in estimates]
+        attainment = 1.0
+        for share in shares:
+            attainment *= share
+        return attainment >= limits.attainment
+
+    low, high = 0.0, 1e-3
+    if not meets(high):
+        return 0.0
+    while meets(high) and high < LARGEST_RATE:
+        low, high = high, 4 * high
+    for _ in range(ROUNDS):
+        if high < 1.02 * low:
+            break
+        middle = sqrt(low * high)
+        low, high = (middle, high) if meets(middle) else (low, middle)
+    return low
+
+
+def alone_seconds(
+    sample: SizeSample, costs: InstanceCosts, instance: InstanceSpec, attainment: float
+) -> tuple[float, float]:
+    """Seconds to the first token that this share of requests keep, and seconds of a further token, of a request alone."""
+    alone = _Instances(instance, sample, costs, ServeLimits(ttft_seconds=1.0, tpot_seconds=1.0))
+    seconds = sorted(alone.services(0))
+    return seconds[min(len(seconds) - 1, int(attainment * len(seconds)))], alone.decode_seconds(1.0)
+
+
+class _Instances:
+    """The instances of one entry of a deployment."""
+
+    def __init__(self, instance: InstanceSpec, sample: SizeSample, costs: InstanceCosts, limits: ServeLimits) -> None:
+        self._instance, self._sample, self._costs, self._limits = instance, sample, costs, limits
+        block = costs.tokens_per_block
+        if instance.role == "decode":
+            self._chunks = [[_remainder(prompt, block)] for prompt, _, _ in sample.sizes]
+        else:
+            self._chunks = [_chunks(prompt, shared, instance.token_budget) for prompt, shared, _ in sample.sizes]
+        self._services: dict[int, list[float]] = {}
+        # Requests that the cache holds, by their mean size at half of their life.
+        self._most_decodes = min(costs.sequences, (costs.blocks - 1) * block / max(block, sample.context))
+
+    def attainment(self, rate: float) -> float:
+        """Share of requests that meet the limits which this role determines, at a rate of the whole deployment."""
+        share = rate / self._instance.count
+        if self._instance.role == "prefill":
+            services = self.services(0)
+            moved = [
+                prompt * self._bytes_per_token() / self._costs.port_bytes_per_s for prompt, _, _ in self._sample.sizes
+            ]
+            delays = [
+                TRANSFER_SECONDS + seconds / max(1, len(c)) for seconds, c in zip(moved, self._chunks, strict=True)
+            ]
+            return self._met_ttft(share, services, delays)
+        services: list[float] = []
+        step = 0.0
+
+        def decodes_for(batch: float) -> float:
+            nonlocal services, step
+            services = self.services(round(batch))
+            busy = share * _mean(services)
+            if busy >= 1:
+                return float("inf")
+            steps = share * _mean([len(chunks) for chunks in self._chunks]) + (1 - busy) / self.decode_seconds(batch)
+            step = 1 / steps
+            return share * self._sample.new_tokens * step
+
+        batch = self._batch(decodes_for)
+        if batch is None:
+            return 0.0
+        met = self._met_tpot(share, batch, services, step)
+        return met if self._instance.role == "decode" else met * self._met_ttft(share, services, [0.0] * len(services))
+
+    def _met_tpot(self, share: float, batch: float, services: Sequence[float], step: float) -> float:
+        """Share of requests whose time per token stays within the limit in spite of the prompts between."""
+        crowded = min(self._most_decodes, batch + 0.5 * sqrt(batch))  # batches vary, and large ones meet more requests
+        decode, limit = self.decode_seconds(batch), self._limits.tpot_seconds
+        if self._longest_step(batch) <= limit:
+            return 1.0
+        # A chunk lengthens a step by what it takes beyond the decodes that the step has anyway.
+        added = [seconds - len(chunks) * decode for seconds, chunks in zip(services, self._chunks, strict=True)]
+        mean, square = _mean(added), _mean([seconds * seconds for seconds in added])
+        met = 0.0
+        # The first token comes from the prefill instance: this one's first step delays the second.
+        owns = [TRANSFER_SECONDS + seconds if self._instance.role == "decode" else 0.0 for seconds in added]
+        for (_, _, new), own in zip(self._sample.sizes, owns, strict=True):
+            if new < 2:
+                met += 1.0
+                continue
+            prompts = share * new * step
+            spare = new * (limit - self.decode_seconds(crowded)) - own
+            if spare < 0:
+                continue
+            deviation = sqrt(max(prompts * square, 1e-18))
+            met += max(exp(-prompts), 0.5 * (1 + erf((spare - prompts * mean) / (deviation * sqrt(2)))))
+        return met / len(self._sample.sizes)
+
+    def _met_ttft(self, share: float, services: Sequence[float], delays: Sequence[float]) -> float:
+        """Share of requests whose wait and prompt stay within the limit, of `count` servers with one queue."""
+        mean, square, count = _mean(services), _mean([seconds * seconds for seconds in services]), self._instance.count
+        busy = share * mean
+        if busy >= 1:
+            return 0.0
+        waiting = busy ** (sqrt(2 * (count + 1)) - 1)  # the probability to wait (Sakasegawa 1977)
+        decay = 2 * count * (1 - busy) * mean / square
+        met = 0.0
+        for seconds, delay in zip(services, delays, strict=True):
+            spare = self._limits.ttft_seconds - seconds - delay
+            met += 1 - waiting * exp(-min(700.0, spare * decay)) if spare >= 0 else 0.0
+        return met / len(services)
+
+    def _batch(self, following: Callable[[float], float]) -> float | None:
+        """The fixed point of the number of decodes; None if the instance cannot hold so many."""
+        batch = 1e-6
+        for _ in range(ROUNDS):
+            after = following(batch)
+            if after > self._most_decodes:
+                return None
+            if abs(after - batch) <= 1e-3 * after + 1e-9:
+                return after
+            batch = after
+        return batch
+
+    def decode_seconds(self, batch: float) -> float:
+        """Seconds of a step of so many decodes."""
+        decodes = max(1, round(batch))
+        fixed, each = self._costs.times.decode_line(decodes)
+        return fixed + each * decodes * self._sample.context
+
+    def services(self, decodes: int) -> list[float]:
+        """Seconds of the steps that compute each sampled prompt beside so many decodes."""
+        if decodes not in self._services:
+            positions, times = round(decodes * self._sample.context), self._costs.times
+            self._services[decodes] = [
+                sum(times.seconds(decodes, positions, [chunk]) for chunk in chunks) for chunks in self._chunks
+            ]
+        return self._services[decodes]
+
+    def _longest_step(self, batch: float) -> float:
+        longest = max(
+            (chunk for chunks in self._chunks for chunk in chunks), key=lambda chunk: (chunk.count, chunk.start)
+        )
+        decodes = round(batch)
+        return self._costs.times.seconds(decodes, round(decodes * self._sample.context), [longest])
+
+    def _bytes_per_token(self) -> float:
+        return self._costs.block_bytes / self._costs.tokens_per_block
+
+
+def _chunks(prompt: int, shared: int, budget: int) -> list[Chunk]:
+    return [Chunk(start, min(budget, prompt - start)) for start in range(shared, prompt, budget)]
+
+
+def _remainder(prompt: int, block: int) -> Chunk:
+    """The tokens behind the last full block of a prompt, at least one: a decode instance computes them."""
+    start = (prompt - 1) // block * block
+    return Chunk(start, prompt - start)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,123 @@
+"""Why a deployment was chosen and others were not, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from meshwright.costs.serve_costs import InstanceCosts
+from meshwright.planner.deployment_estimate import SizeSample, alone_seconds
+from meshwright.planner.deployment_goodput import Goodput
+from meshwright.spec.deployment import Deployment, InstanceSpec, ServeLimits, deployment_name
+
+LEAST_GAIN = 0.02
+"""Smallest difference of goodputs for which another token budget is a reason."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A simulated deployment of the whole cluster."""
+
+    deployment: Deployment
+    goodput_per_gpu: float
+    """Requests per second and device of the cluster."""
+    goodput: Goodput
+    """That of one unit of the cluster (`deployment_space`)."""
+    why_not: str = ""
+    """Why it was not chosen; empty for the chosen one."""
+
+
+def choice_reasons(chosen: Option, alternatives: Sequence[Option], limits: ServeLimits) -> Iterator[str]:
+    """The reasons of a choice: the roles, the token budget, how busy the instances are, and the limit that binds."""
+    yield _role_reason(chosen, alternatives)
+    if (reason := _budget_reason(chosen, alternatives)) is not None:
+        yield reason
+    yield from _load_reasons(chosen)
+    yield _binding_reason(chosen, limits)
+
+
+def why_not(chosen: Option, other: Option) -> str:
+    """Why another deployment was not chosen."""
+    if not other.goodput_per_gpu:
+        return "does not meet the limits at any rate"
+    loss = 1 - other.goodput_per_gpu / chosen.goodput_per_gpu
+    missed = other.goodput.binding.upper()
+    if loss < 0:
+        return f"serves {-loss:.1%} more, less than predictions can tell apart, and moves keys and values"
+    return f"serves {loss:.1%} less; {missed} binds"
+
+
+def unreachable(
+    deployments: Sequence[Deployment],
+    sizes: SizeSample,
+    cost_of: Callable[[InstanceSpec], InstanceCosts],
+    limits: ServeLimits,
+) -> str:
+    """Why no deployment meets the limits, with those that a request alone meets on the fastest instance."""
+    instances = {instance for deployment in deployments for instance in deployment.instances}
+    alone = [alone_seconds(sizes, cost_of(instance), instance, limits.attainment) for instance in instances]
+    least = {"ttft": min(ttft for ttft, _ in alone), "tpot": min(tpot for _, tpot in alone)}
+    given = {"ttft": limits.ttft_seconds, "tpot": limits.tpot_seconds}
+    short = [name for name in given if least[name] > given[name]] or ["ttft", "tpot"]
+    texts = [f"serve.limits.{name}_seconds: expected at least {least[name]:.3g}, got {given[name]:g}" for name in short]
+    return "no deployment meets the limits, which a request alone needs on the fastest instance: " + "; ".join(texts)
+
+
+def _role_reason(chosen: Option, alternatives: Sequence[Option]) -> str:
+    colocated = chosen.deployment.colocated
+    others = [option for option in alternatives if option.deployment.colocated != colocated]
+    other = max(others, key=lambda option: option.goodput_per_gpu, default=None)
+    if colocated:
+        kind = "colocated"
+        if other is None or not other.goodput_per_gpu:
+            return "colocated: no prefill and decode instances meet the limits on this cluster"
+        change = other.goodput_per_gpu / chosen.goodput_per_gpu - 1
+        gain = (
+            f"gain {change:.1%}, which is within the error of predictions"
+            if change > 0
+            else f"serve {-change:.1%} less"
+        )
+        return f"{kind}: prefill and decode instances ({deployment_name(other.deployment)}) {gain}"
+    if other is None or not other.goodput_per_gpu:
+        return "prefill and decode instances: no colocated deployment meets the limits"
+    gain = chosen.goodput_per_gpu / other.goodput_per_gpu - 1
+    return f"prefill and decode instances serve {gain:.0%} more than the best colocated deployment ({deployment_name(other.deployment)})"
+
+
+def _budget_reason(chosen: Option, alternatives: Sequence[Option]) -> str | None:
+    if not chosen.deployment.colocated:
+        return None
+    (own,) = chosen.deployment.instances
+    alike = [
+        option
+        for option in alternatives
+        if option.deployment.colocated and option.deployment.instances[0].tensor == own.tensor
+    ]
+    best = max(alike, key=lambda option: option.goodput_per_gpu, default=None)
+    if best is None or best.goodput_per_gpu > (1 - LEAST_GAIN) * chosen.goodput_per_gpu:
+        return None
+    loss = 1 - best.goodput_per_gpu / chosen.goodput_per_gpu
+    return f"{own.token_budget:,} prompt tokens a step: with {best.deployment.instances[0].token_budget:,} it serves {loss:.0%} less"
+
+
+def _load_reasons(chosen: Option) -> Iterator[str]:
+    served = chosen.goodput.served
+    if served is None:
+        return
+    for role in dict.fromkeys(instance.role for instance in chosen.deployment.instances):
+        figures = [entry for entry in served.instances if entry.role == role]
+        busy = sum(entry.busy for entry in figures) / len(figures)
+        peak = max(entry.cache_peak for entry in figures)
+        name = "instances" if role == "both" else f"{role} instances"
+        yield f"at that rate {name} compute {busy:.0%} of the time and fill at most {peak:.0%} of their caches"
+
+
+def _binding_reason(chosen: Option, limits: ServeLimits) -> str:
+    goodput = chosen.goodput
+    missed = next((point for point in goodput.points if point.rate > goodput.rate), None)
+    limit = limits.ttft_seconds if goodput.binding == "ttft" else limits.tpot_seconds
+    text = f"{goodput.binding.upper()} binds"
+    if missed is None:
+        return text
+    share = missed.ttft_share if goodput.binding == "ttft" else missed.tpot_share
+    return f"{text}: {missed.rate / goodput.rate - 1:.0%} above that rate {1 - share:.0%} of requests take longer than {limit:g} s"

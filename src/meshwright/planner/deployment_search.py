@@ -1,0 +1,252 @@
+"""Chooses a serving deployment: a mean-field estimate of all, exact simulation of the best, and the reasons of the choice."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+
+from meshwright.costs.serve_costs import ServeCosts
+from meshwright.planner.deployment_estimate import SizeSample, estimate_goodput
+from meshwright.planner.deployment_goodput import Goodput, GoodputSearch, Simulate
+from meshwright.planner.deployment_reasons import Option, choice_reasons, unreachable, why_not
+from meshwright.planner.deployment_space import DeploymentSpace, deployment_space
+from meshwright.simulator.serve_simulation import simulate
+from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.deployment import (
+    Deployment,
+    DeploymentPrediction,
+    Quantisation,
+    ServeLimits,
+    TimedRequest,
+)
+from meshwright.spec.errors import OutOfResources
+from meshwright.spec.model import ModelSpec
+
+FINALISTS, COLOCATED_FINALISTS = 10, 4
+"""Deployments that are simulated at most, and how many of them are colocated."""
+FINALIST_SHARE = 0.75
+"""Estimated goodput of a finalist at least, over the best of its kind."""
+COARSE_REQUESTS, MOST_REQUESTS = 800, 4000
+"""Requests of a simulation that compares finalists, and of one that gives the printed figures, at most."""
+RESIDENCES = 6.0
+"""Length of a simulation over the time that a request spends in it: its beginning and end weigh little."""
+COARSE, FINE = 0.06, 0.015
+"""Relative distance of rates at which the bisection ends: for finalists, and for the best two."""
+RESAMPLES = 4
+"""Further samples of the requests, for the band."""
+BAND = 0.8
+"""Share of samples in the band."""
+TIE = 0.05
+"""A gain of disaggregation below this is a tie: an error of 5% in step times changes goodputs by as much or more."""
+
+
+@dataclass(frozen=True)
+class DeploymentAnswer:
+    """The chosen deployment and its alternatives."""
+
+    chosen: Option
+    low: float
+    """Lower end of the band of the goodput per device over resampled arrivals."""
+    high: float
+    """Upper end."""
+    alternatives: tuple[Option, ...]
+    margin_over_colocated: float | None
+    """Gain of the chosen deployment over the best colocated one, 0 if it is that; None if no colocated one meets the limits."""
+    limits: ServeLimits
+    considered: int
+    """Deployments that were estimated."""
+    units: int
+    """Equal units of the cluster, of which one was simulated."""
+    search_seconds: float
+    curve: tuple[tuple[float, float], ...] = ()
+    """(requests per second and device, attainment) of the chosen deployment, ascending."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Where the numbers come from."""
+
+    @property
+    def deployment(self) -> Deployment:
+        """The chosen deployment with its prediction and reasons."""
+        chosen = self.chosen
+        predicted = DeploymentPrediction(
+            goodput_per_gpu=chosen.goodput_per_gpu, low=self.low, high=self.high, binding=chosen.goodput.binding
+        )
+        return replace(chosen.deployment, predicted=predicted, why=self.why)
+
+    @property
+    def why(self) -> tuple[str, ...]:
+        """The reasons of the choice."""
+        return tuple(choice_reasons(self.chosen, self.alternatives, self.limits))
+
+
+def plan_deployment(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    requests: Sequence[TimedRequest],
+    limits: ServeLimits,
+    quantisation: Quantisation,
+    *,
+    note: Callable[[str], None] = lambda text: None,
+) -> DeploymentAnswer:
+    """The deployment of the cluster with the highest goodput.
+
+    Raises OutOfResources if no instance fits or none meets the limits at any rate, with the limits that a request alone meets.
+    """
+    begin = time.perf_counter()
+    costs = ServeCosts(model, cluster, quantisation)
+    space = deployment_space(model, cluster, quantisation, costs.of)
+    sizes = SizeSample.of(requests)
+    estimates = {deployment: estimate_goodput(deployment, sizes, costs.of, limits) for deployment in space.deployments}
+    finalists = _finalists(estimates)
+    if not finalists:
+        raise OutOfResources(unreachable(space.deployments, sizes, costs.of, limits))
+    search = GoodputSearch(_simulator(costs, limits), limits, requests)
+    compared = _compare(search, finalists, estimates, sizes, limits, note)
+    if not any(goodput.rate for goodput in compared.values()):
+        raise OutOfResources(unreachable(space.deployments, sizes, costs.of, limits))
+    best_of_kind = _refine(search, compared, sizes, limits)
+    chosen = _choose(best_of_kind)
+    low, high = _band(search, chosen, best_of_kind[chosen], sizes, limits)
+    devices = cluster.ranks / space.units
+    options = _options(space, compared, best_of_kind, devices)
+    best = options.pop(chosen)
+    colocated = max((o.goodput_per_gpu for o in (best, *options.values()) if o.deployment.colocated), default=0.0)
+    others = sorted(options.values(), key=lambda option: -option.goodput_per_gpu)
+    return DeploymentAnswer(
+        chosen=best,
+        low=low / devices,
+        high=high / devices,
+        alternatives=tuple(replace(option, why_not=why_not(best, option)) for option in others),
+        margin_over_colocated=best.goodput_per_gpu / colocated - 1 if colocated else None,
+        limits=limits,
+        considered=len(estimates),
+        units=space.units,
+        search_seconds=time.perf_counter() - begin,
+        curve=tuple((point.rate / devices, point.attainment) for point in best.goodput.points),
+        sources=_sources(costs),
+    )
+
+
+def _options(
+    space: DeploymentSpace,
+    compared: dict[Deployment, Goodput],
+    best_of_kind: dict[Deployment, Goodput],
+    devices: float,
+) -> dict[Deployment, Option]:
+    """The compared deployments; the goodputs of a kind are corrected by the longer simulation of its best."""
+    factors = {
+        deployment.colocated: goodput.rate / compared[deployment].rate for deployment, goodput in best_of_kind.items()
+    }
+    options = {}
+    for deployment, coarse in compared.items():
+        goodput = best_of_kind.get(deployment, coarse)
+        rate = goodput.rate if deployment in best_of_kind else factors.get(deployment.colocated, 1.0) * coarse.rate
+        options[deployment] = Option(space.whole(deployment), rate / devices, goodput)
+    return options
+
+
+def _sources(costs: ServeCosts) -> dict[str, str]:
+    profile = costs.profile
+    measured = "usual shares of the datasheet's rates, not measured: `meshwright profile --serve` measures them"
+    if profile is not None:
+        measured = f"the engine measured on such a device ({profile.date}), median error {profile.median_error:.1%}"
+    return {"step times": measured, "latencies": "the engine's own batching policy in simulated time"}
+
+
+def _simulator(costs: ServeCosts, limits: ServeLimits) -> Simulate:
+    return lambda deployment, requests: simulate(deployment, requests, costs, limits)
+
+
+def _finalists(estimates: Mapping[Deployment, float]) -> list[Deployment]:
+    """The best estimates of each kind, colocated or not, as estimates of one kind err alike; each tensor degree once first."""
+    chosen: list[Deployment] = []
+    for colocated, most in ((True, COLOCATED_FINALISTS), (False, FINALISTS - COLOCATED_FINALISTS)):
+        kind = sorted((d for d in estimates if d.colocated == colocated and estimates[d]), key=lambda d: -estimates[d])
+        near = [deployment for deployment in kind if estimates[deployment] >= FINALIST_SHARE * estimates[kind[0]]]
+        first = {deployment.instances[0].tensor: deployment for deployment in reversed(near)}
+        leaders = [deployment for deployment in near if deployment in first.values()]
+        chosen += list(dict.fromkeys([*leaders, *near]))[:most]
+    return chosen
+
+
+def _compare(
+    search: GoodputSearch,
+    finalists: Sequence[Deployment],
+    estimates: dict[Deployment, float],
+    sizes: SizeSample,
+    limits: ServeLimits,
+    note: Callable[[str], None],
+) -> dict[Deployment, Goodput]:
+    """Coarse goodputs. The error of the estimate of one deployment corrects those of the following of its kind."""
+    compared: dict[Deployment, Goodput] = {}
+    ratios = {True: 1.0, False: 1.0}
+    fastest = 0.0
+    # The first of each kind comes first, so that the others of a much slower kind need no simulation.
+    kinds = [[d for d in finalists if d.colocated == colocated] for colocated in (True, False)]
+    for deployment in [d for pair in zip_longest(*kinds) for d in pair if d is not None]:
+        start = ratios[deployment.colocated] * estimates[deployment]
+        if start < FINALIST_SHARE * fastest and any(d.colocated == deployment.colocated for d in compared):
+            continue
+        count = min(COARSE_REQUESTS, _requests_for(start, sizes, limits))
+        compared[deployment] = found = search.goodput(deployment, start, count, tolerance=COARSE)
+        fastest = max(fastest, found.rate)
+        if found.rate:
+            ratios[deployment.colocated] = found.rate / estimates[deployment]
+    note(f"{len(compared)} of {len(estimates)} deployments simulated")
+    return compared
+
+
+def _refine(
+    search: GoodputSearch, compared: Mapping[Deployment, Goodput], sizes: SizeSample, limits: ServeLimits
+) -> dict[Deployment, Goodput]:
+    """Goodputs of the best deployment of each kind, colocated or not, from longer simulations unless it is far behind."""
+    refined: dict[Deployment, Goodput] = {}
+    fastest = max(goodput.rate for goodput in compared.values())
+    for colocated in (True, False):
+        kind = [d for d in compared if d.colocated == colocated and compared[d].rate]
+        if kind:
+            best = max(kind, key=lambda deployment: compared[deployment].rate)
+            if compared[best].rate < FINALIST_SHARE * fastest:
+                refined[best] = compared[best]
+                continue
+            start = compared[best].rate
+            count = _requests_for(start, sizes, limits)
+            found = search.goodput(best, start, count, tolerance=FINE, step=1.05)
+            refined[best] = found if found.rate else compared[best]
+    return refined
+
+
+def _requests_for(rate: float, sizes: SizeSample, limits: ServeLimits) -> int:
+    """Requests of a simulation that is long beside the time that a request spends in it."""
+    residence = limits.ttft_seconds + limits.tpot_seconds * sizes.new_tokens
+    return int(min(MOST_REQUESTS, max(COARSE_REQUESTS, RESIDENCES * rate * residence)))
+
+
+def _choose(best_of_kind: Mapping[Deployment, Goodput]) -> Deployment:
+    """The better of the two kinds; of a tie the colocated one, which needs no transfers."""
+    best, *second = sorted(best_of_kind, key=lambda deployment: -best_of_kind[deployment].rate)
+    if best.colocated or not second:
+        return best
+    return second[0] if best_of_kind[best].rate < (1 + TIE) * best_of_kind[second[0]].rate else best
+
+
+def _band(
+    search: GoodputSearch, chosen: Deployment, goodput: Goodput, sizes: SizeSample, limits: ServeLimits
+) -> tuple[float, float]:
+    """The band of goodputs over samples of the requests; it contains the goodput itself.
+
+    A sample is simulated at the goodput alone. The rate at which the first sample has the same attainment says by which
+    factor the new one is harder.
+    """
+    count = _requests_for(goodput.rate, sizes, limits)
+    attained = [search.attainment(chosen, goodput.rate, count, seed) for seed in range(1, RESAMPLES + 1)]
+    rates = sorted([goodput.rate, *(goodput.rate**2 / goodput.rate_at(attainment) for attainment in attained)])
+    tail = (1 - BAND) / 2
+    return min(goodput.rate, _quantile(rates, tail)), max(goodput.rate, _quantile(rates, 1 - tail))
+
+
+def _quantile(ascending: Sequence[float], share: float) -> float:
+    position = share * (len(ascending) - 1)
+    index = min(int(position), len(ascending) - 2)
+    return ascending[index] + (position - index) * (ascending[index + 1] - ascending[index])

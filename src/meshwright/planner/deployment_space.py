@@ -1,0 +1,100 @@
+"""Deployments that the planner considers: instances of one role, or of prefill and decode, in every tensor degree that fits.
+
+A large cluster is planned as equal units of a few instances: the share of devices for each role is then a multiple of one instance in a
+unit, and the simulation of a unit takes as long as that of a small cluster. A router over all units shares load a little better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from meshwright.config.divisors import divisors
+from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.deployment import Deployment, InstanceSpec, Quantisation
+from meshwright.spec.errors import OutOfResources
+from meshwright.spec.inference_layout import split_error
+from meshwright.spec.model import ModelSpec
+
+UNIT_INSTANCES = 8
+"""Instances of the smallest tensor degree in a unit, at least, if the cluster has so many."""
+TOKEN_BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
+"""Prompt tokens of a step: small ones bound the time of a step, large ones compute prompts faster."""
+PREFILL_BUDGET, DECODE_BUDGET = 8192, 256
+"""Budgets of instances that compute prompts only, and of those that compute no whole prompt."""
+
+
+@dataclass(frozen=True)
+class DeploymentSpace:
+    """The deployments of one unit of a cluster."""
+
+    units: int
+    """Equal units of the cluster; its other devices stay idle."""
+    deployments: tuple[Deployment, ...]
+    """Every deployment of one unit that fits."""
+
+    def whole(self, deployment: Deployment) -> Deployment:
+        """The deployment on all units."""
+        grown = tuple(replace(instance, count=self.units * instance.count) for instance in deployment.instances)
+        return replace(deployment, instances=grown)
+
+
+def deployment_space(
+    model: ModelSpec, cluster: ClusterSpec, quantisation: Quantisation, check: Callable[[InstanceSpec], object]
+) -> DeploymentSpace:
+    """All deployments of a unit; `check` raises OutOfResources for an instance that does not fit.
+
+    Raises OutOfResources if no tensor degree fits, with the reason of the largest.
+    """
+    budgets = _fitting_budgets(model, cluster, check)
+    units = max(1, cluster.ranks // (UNIT_INSTANCES * min(budgets)))
+    devices = cluster.ranks // units
+    groups = [*_colocated(budgets, devices), *_disaggregated(budgets, devices)]
+    deployments = tuple(Deployment(instances=instances, quantisation=quantisation) for instances in groups)
+    return DeploymentSpace(units, deployments)
+
+
+def _fitting_budgets(
+    model: ModelSpec, cluster: ClusterSpec, check: Callable[[InstanceSpec], object]
+) -> dict[int, list[int]]:
+    """By tensor degree, the token budgets with which an instance fits."""
+    budgets: dict[int, list[int]] = {}
+    reason = OutOfResources("no tensor degree divides the model")
+    for tensor in divisors(cluster.ranks_per_node):
+        if split_error(model, tensor) is not None:
+            continue
+        for budget in TOKEN_BUDGETS:
+            try:
+                check(InstanceSpec(tensor=tensor, token_budget=budget))
+            except OutOfResources as error:
+                reason = error
+                break
+            budgets.setdefault(tensor, []).append(budget)
+    if not budgets:
+        raise OutOfResources(
+            f"model: an instance fits no part of a node with {cluster.ranks_per_node} devices: {reason}"
+        )
+    return budgets
+
+
+def _colocated(budgets: dict[int, list[int]], devices: int) -> Iterator[tuple[InstanceSpec, ...]]:
+    for tensor in (tensor for tensor in budgets if tensor <= devices):
+        for budget in budgets[tensor]:
+            yield (InstanceSpec(count=devices // tensor, tensor=tensor, token_budget=budget),)
+
+
+def _disaggregated(budgets: dict[int, list[int]], devices: int) -> Iterator[tuple[InstanceSpec, ...]]:
+    """Prefill and decode instances that together use as many devices as they can."""
+    for prefill in budgets:
+        for count in range(1, (devices - min(budgets)) // prefill + 1):
+            for decode in (tensor for tensor in budgets if tensor <= devices - count * prefill):
+                prefill_budget = max(budget for budget in budgets[prefill] if budget <= PREFILL_BUDGET)
+                yield (
+                    InstanceSpec(role="prefill", count=count, tensor=prefill, token_budget=prefill_budget),
+                    InstanceSpec(
+                        role="decode",
+                        count=(devices - count * prefill) // decode,
+                        tensor=decode,
+                        token_budget=DECODE_BUDGET,
+                    ),
+                )

@@ -1,0 +1,145 @@
+"""Starts the servers of a deployment on this host, one process for each instance, and stops them."""
+
+from __future__ import annotations
+
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.config.deployment_file import deployment_yaml
+from meshwright.durable.writes import write_durable
+from meshwright.spec.deployment import Deployment, Role
+from meshwright.spec.errors import MeshwrightError
+
+START_SECONDS = 600.0
+"""Longest time that a server may take to load its model and warm up."""
+END_SECONDS = 30.0
+"""Longest time that a server may take to end."""
+LAST_LINES = 20
+"""Lines of a failed server's output in the error."""
+
+
+@dataclass(frozen=True)
+class RunningInstance:
+    """A server that takes requests."""
+
+    role: Role
+    number: int
+    """Number within its role, from 0."""
+    url: str
+
+    @property
+    def name(self) -> str:
+        """The role and the number."""
+        return f"{self.role} {self.number}"
+
+
+@contextmanager
+def deployment_servers(folder: Path, deployment: Deployment, *, gpu: bool) -> Iterator[list[RunningInstance]]:
+    """Start all servers of the model in `folder`, wait until they take requests, and stop them at the end.
+
+    Each gets the next devices of this host if `gpu`. Raises MeshwrightError with the output of a server that does not start.
+    """
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as temporary:
+        plan = Path(temporary) / "deployment.yaml"
+        write_durable(plan, deployment_yaml(deployment))
+        servers: list[_Server] = []
+        try:
+            for role in ("prefill", "decode", "both"):
+                servers += _start(folder, plan, deployment, role, gpu, sum(server.devices for server in servers))
+            deadline = time.monotonic() + START_SECONDS
+            yield [server.running(deadline) for server in servers]
+        finally:
+            for server in servers:
+                server.process.terminate()
+            for server in servers:
+                server.close()
+
+
+def _arguments(role: Role, deployment: Deployment, folder: Path) -> list[list[str]]:
+    """The arguments of the servers of a role: prefill engines listen at sockets in `folder`, which the decode engines know."""
+    count = sum(instance.count for instance in deployment.instances if instance.role == role)
+    prefills = sum(instance.count for instance in deployment.instances if instance.role == "prefill")
+    addresses = [f"unix:{folder}/prefill-{number}" for number in range(prefills)]
+    if role == "prefill":
+        return [["--role", role, "--transfer-address", address] for address in addresses]
+    if role == "decode":
+        return [["--role", role, "--prefill-engines", ",".join(addresses)]] * count
+    return [["--role", role]] * count
+
+
+def _start(
+    folder: Path, plan: Path, deployment: Deployment, role: Role, gpu: bool, first_device: int
+) -> Iterator[_Server]:
+    """The servers of a role; each has the next devices of this host, or its share of the processor."""
+    tensor = next((instance.tensor for instance in deployment.instances if instance.role == role), 1)
+    for number, words in enumerate(_arguments(role, deployment, plan.parent)):
+        environment = dict(os.environ)
+        if gpu:
+            visible = range(first_device + number * tensor, first_device + (number + 1) * tensor)
+            own = os.environ.get("CUDA_VISIBLE_DEVICES")
+            names = own.split(",") if own else [str(index) for index in range(visible.stop)]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[visible.start : visible.stop])
+        else:
+            environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // deployment.devices)))
+        yield _Server(role, number, tensor, [str(folder), "--plan", str(plan), "--port", "0", *words], environment)
+
+
+class _Server:
+    """The process of one instance; a thread reads its output."""
+
+    def __init__(
+        self, role: Role, number: int, devices: int, words: Sequence[str], environment: Mapping[str, str]
+    ) -> None:
+        self.role, self.number, self.devices = role, number, devices
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "meshwright", "serve", *words, "--no-log-requests"],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._lines: list[str] = []
+        self._addresses: queue.Queue[str | None] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def running(self, deadline: float) -> RunningInstance:
+        """The server once it takes requests. Raises MeshwrightError if it ends before or takes too long."""
+        try:
+            address = self._addresses.get(timeout=max(0.1, deadline - time.monotonic()))
+        except queue.Empty:
+            address = None
+        if address is None:
+            ending = "\n".join(self._lines[-LAST_LINES:])
+            error = MeshwrightError(f"the server of role {self.role} did not start:\n{ending}")
+            error.exit_code = self.process.poll() or error.exit_code
+            raise error
+        return RunningInstance(self.role, self.number, address)
+
+    def close(self) -> None:
+        """Wait for the end of the process that was told to end; kill it if that takes long."""
+        try:
+            self.process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._reader.join()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout:
+            for line in self.process.stdout:
+                self._lines.append(line.rstrip("\n"))
+                if line.startswith("serving ") and " at " in line:
+                    self._addresses.put(line.rpartition(" at ")[2].strip())
+        self._addresses.put(None)

@@ -1,0 +1,189 @@
+"""The servers behind a router: their health and load, and which of them answers a request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import xxhash
+
+from meshwright.spec.errors import BadInput
+
+PREFIX_BYTES = 256
+"""Bytes of a prompt's text in a block, for finding the server that has computed the same prefix."""
+MOST_PREFIX_BLOCKS = 128
+MOST_PREFIXES = 1 << 17
+"""Prefixes that are remembered."""
+PREFIX_SLACK = 4
+"""Requests that the server with a prefix may have beyond a quarter above the least, before another is taken."""
+_PROMPT_KEYS = (b'"messages"', b'"prompt"')
+
+
+class Connection(Protocol):
+    """A connection to a server."""
+
+    def close(self) -> None:
+        """Close it."""
+        ...
+
+    def lost(self) -> None:
+        """End the request on it: the server is taken as dead."""
+        ...
+
+
+@dataclass(eq=False)
+class Instance:
+    """One server."""
+
+    host: str
+    port: int
+    healthy: bool = False
+    role: str = "both"
+    requests: int = 0
+    """Unfinished requests of this router."""
+    answered: int = 0
+    idle: list[Any] = field(default_factory=list)
+    """Open connections without a request."""
+    busy: set[Any] = field(default_factory=set)
+    """Connections with a request."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether it takes requests for text."""
+        return self.healthy and self.role != "prefill"
+
+    @property
+    def name(self) -> str:
+        """Its address."""
+        return f"{self.host}:{self.port}"
+
+    def fail(self) -> None:
+        """Take it as dead: its requests end or go elsewhere."""
+        self.healthy = False
+        for connection in self.idle:
+            connection.close()
+        self.idle.clear()
+        for connection in list(self.busy):
+            connection.lost()
+
+
+class Instances:
+    """All servers of a router."""
+
+    def __init__(self, urls: Sequence[str], most_requests: int, health_seconds: float, silent_seconds: float) -> None:
+        """Raises BadInput for a URL that is none."""
+        self._targets = [target_of(url) for url in urls]
+        self._most, self._health_seconds, self._silent_seconds = most_requests, health_seconds, silent_seconds
+        self.all: dict[tuple[str, int], Instance] = {}
+        self._prefixes: OrderedDict[int, Instance] = OrderedDict()
+
+    @property
+    def usable(self) -> list[Instance]:
+        """Servers that take requests for text."""
+        return [instance for instance in self.all.values() if instance.usable]
+
+    def choose(self, body: bytes, tried: Iterable[Instance] = ()) -> Instance | None:
+        """The server for a request: with its prefix unless others have far fewer requests; None if all are full or tried."""
+        left = set(tried)
+        free = [each for each in self.usable if each.requests < self._most and each not in left]
+        if not free:
+            return None
+        least = min(free, key=lambda instance: (instance.requests, instance.answered))
+        prefixes = prefix_hashes(body)
+        for prefix in reversed(prefixes):
+            instance = self._prefixes.get(prefix)
+            if instance is not None and instance in free and instance.requests <= 1.25 * least.requests + PREFIX_SLACK:
+                least = instance
+                break
+        for prefix in prefixes:
+            self._prefixes[prefix] = least
+            self._prefixes.move_to_end(prefix)
+        while len(self._prefixes) > MOST_PREFIXES:
+            self._prefixes.popitem(last=False)
+        return least
+
+    async def watch(self) -> None:
+        """Look up addresses and ask for health for ever."""
+        while True:
+            await asyncio.sleep(self._health_seconds)
+            await self.look()
+
+    async def look(self) -> None:
+        """Look up addresses and ask for health once."""
+        await self._refresh()
+        await asyncio.gather(*(self._check(instance) for instance in list(self.all.values())))
+
+    async def _refresh(self) -> None:
+        """Look up the addresses of all host names; a server without an address ends its requests and gets no more."""
+        found: set[tuple[str, int]] = set()
+        for host, port in self._targets:
+            try:
+                infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            except OSError:  # the name server may be away for a while
+                return
+            found.update((str(info[4][0]), port) for info in infos)
+        for address in found - set(self.all):
+            self.all[address] = Instance(*address)
+        for address in set(self.all) - found:
+            self.all.pop(address).fail()
+
+    async def _check(self, instance: Instance) -> None:
+        """Ask one server for its health."""
+        status, role = 0, instance.role
+        with contextlib.suppress(OSError, TimeoutError, ValueError, EOFError):
+            async with asyncio.timeout(self._silent_seconds):
+                status, role = await _health(instance)
+        if status == 200:
+            instance.healthy, instance.role = True, role
+        elif status == 503:
+            instance.healthy = False  # it drains: what runs goes on
+        else:
+            instance.fail()
+
+
+async def _health(instance: Instance) -> tuple[int, str]:
+    """Status and role of a server."""
+    reader, writer = await asyncio.open_connection(instance.host, instance.port)
+    try:
+        writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        data = await reader.read(1 << 16)
+        while b"\r\n\r\n" not in data or not data.partition(b"\r\n\r\n")[2].endswith(b"}"):
+            more = await reader.read(1 << 16)
+            if not more or len(data) > 1 << 16:
+                raise ValueError("no answer")
+            data += more
+    finally:
+        writer.close()
+    content = json.loads(data.partition(b"\r\n\r\n")[2])
+    return int(data.split(b" ", 2)[1]), str(content.get("role", "both"))
+
+
+def prefix_hashes(body: bytes) -> list[int]:
+    """A chain of hashes over full blocks of the text of a request, from its prompt or messages on."""
+    start = next((at for key in _PROMPT_KEYS if (at := body.find(key)) >= 0), 0)
+    hashes, previous = [], 0
+    for block in range(min((len(body) - start) // PREFIX_BYTES, MOST_PREFIX_BLOCKS)):
+        at = start + block * PREFIX_BYTES
+        previous = xxhash.xxh3_64_intdigest(body[at : at + PREFIX_BYTES], previous)
+        hashes.append(previous)
+    return hashes
+
+
+def target_of(url: str) -> tuple[str, int]:
+    """Host and port of `http://HOST:PORT`. Raises BadInput for another form."""
+    problem = BadInput(f"instances: {url!r}: expected http://HOST:PORT", key="instances")
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        raise problem from None
+    if host is None or port is None or parts.scheme != "http" or parts.path not in ("", "/") or parts.query:
+        raise problem
+    return host, port

@@ -1,0 +1,146 @@
+"""Sends requests to servers at their times and notes when each token comes, over plain sockets on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from meshwright.spec.deployment import PREFIX_BLOCK, TimedRequest
+
+CHUNK_BYTES = 1 << 16
+
+
+@dataclass
+class MeasuredRequest:
+    """A request with its times, in seconds from the begin of the test; infinite until it has come so far."""
+
+    request: TimedRequest
+    server: int
+    sent: float = float("inf")
+    first_token: float = float("inf")
+    end: float = float("inf")
+    error: str = ""
+
+    @property
+    def ttft(self) -> float:
+        """Seconds from the request's arrival to its first token."""
+        return self.first_token - self.request.arrival_seconds
+
+    @property
+    def tpot(self) -> float:
+        """Mean seconds of a token after the first; 0 with one token."""
+        tokens = self.request.output_tokens
+        return (self.end - self.first_token) / (tokens - 1) if tokens > 1 else 0.0
+
+
+@dataclass
+class LoadTest:
+    """A replay of requests against the servers at `urls`, which all serve the same model."""
+
+    urls: Sequence[str]
+    vocab_size: int
+    key: str | None = None
+    """API key of the servers."""
+    measured: list[MeasuredRequest] = field(default_factory=list)
+    occupancy: list[tuple[float, int, dict[str, float]]] = field(default_factory=list)
+    """(seconds from the begin, watched server, its gauges)."""
+
+    async def run(self, requests: Sequence[TimedRequest], watched: Sequence[str] = (), every: float = 0.25) -> None:
+        """Send the requests and wait for their ends; note the gauges of the servers at `watched` meanwhile."""
+        begin = time.perf_counter()
+        running = [0] * len(self.urls)
+        watching = asyncio.ensure_future(self._watch(watched, begin, every))
+        try:
+            await asyncio.gather(
+                *(self._send(number, request, running, begin) for number, request in enumerate(requests))
+            )
+        finally:
+            watching.cancel()
+
+    async def _send(self, number: int, request: TimedRequest, running: list[int], begin: float) -> None:
+        await asyncio.sleep(max(0.0, begin + request.arrival_seconds - time.perf_counter()))
+        server = min(range(len(running)), key=running.__getitem__)
+        entry = MeasuredRequest(request, server)
+        self.measured.append(entry)
+        running[server] += 1
+        entry.sent = time.perf_counter() - begin
+        try:
+            await self._stream(entry, prompt_tokens(number, request, self.vocab_size), begin)
+        except (OSError, ValueError, asyncio.IncompleteReadError) as error:
+            entry.error, entry.first_token, entry.end = str(error), float("inf"), float("inf")
+        finally:
+            running[server] -= 1
+
+    async def _stream(self, entry: MeasuredRequest, prompt: list[int], begin: float) -> None:
+        """Read a streamed answer. Raises OSError or ValueError if it is not whole."""
+        fields = {"prompt": prompt, "max_tokens": entry.request.output_tokens, "temperature": 0, "ignore_eos": True}
+        body = json.dumps({**fields, "stream": True}).encode()
+        reader, writer = await self._open(self.urls[entry.server], "POST", "/v1/completions", body)
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+            status = int(head.split(b" ", 2)[1])
+            if status != 200:
+                raise ValueError(f"status {status}: {(await reader.read(CHUNK_BYTES)).decode(errors='replace')[:200]}")
+            entry.first_token = time.perf_counter() - begin  # the server sends the head with the first token
+            ending = b""
+            while b"[DONE]" not in ending:
+                data = await reader.read(CHUNK_BYTES)
+                if not data:
+                    raise ValueError("the stream ended early")
+                if b'"error"' in data:
+                    raise ValueError(data.decode(errors="replace")[:200])
+                ending = (ending + data)[-64:]
+            entry.end = time.perf_counter() - begin
+        finally:
+            writer.close()
+
+    async def _watch(self, watched: Sequence[str], begin: float, every: float) -> None:
+        while watched:
+            for index, url in enumerate(watched):
+                gauges = await self._gauges(url)
+                self.occupancy.append((time.perf_counter() - begin, index, gauges))
+            await asyncio.sleep(every)
+
+    async def _gauges(self, url: str) -> dict[str, float]:
+        """Requests in the batch and in the queue, and the share of the cache that requests hold."""
+        reader, writer = await self._open(url, "GET", "/metrics")
+        try:
+            text = (await reader.read(-1)).decode()
+        finally:
+            writer.close()
+        names = {"num_requests_running": "running", "num_requests_waiting": "waiting", "kv_cache_usage_perc": "cache"}
+        found = (line.removeprefix("meshwright:").partition("{") for line in text.splitlines())
+        return {names[name]: float(values.rpartition(" ")[2]) for name, _, values in found if name in names}
+
+    async def _open(
+        self, url: str, method: str, path: str, body: bytes = b""
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        address = urlsplit(url)
+        reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=CHUNK_BYTES)
+        lines = [f"{method} {path} HTTP/1.1", f"host: {address.hostname}", "connection: close"]
+        lines += [f"authorization: Bearer {self.key}"] if self.key else []
+        lines += ["content-type: application/json", f"content-length: {len(body)}"] if body else []
+        writer.write("\r\n".join([*lines, "", ""]).encode() + body)
+        return reader, writer
+
+
+def prompt_tokens(number: int, request: TimedRequest, vocab_size: int) -> list[int]:
+    """The prompt of a request: random token ids, those of its prefix blocks by the ids of the blocks."""
+    tokens: list[int] = []
+    for block in request.prefix_blocks:
+        tokens += random.Random(f"block {block}").choices(range(vocab_size), k=PREFIX_BLOCK)
+    own = random.Random(f"request {number}")
+    missing = max(0, request.input_tokens - len(tokens))
+    return (tokens + own.choices(range(vocab_size), k=missing))[: request.input_tokens]
+
+
+def failures(measured: Sequence[MeasuredRequest]) -> dict[str, Any]:
+    """Number of failed requests, and the message of the first."""
+    failed = [entry for entry in measured if entry.error]
+    return {"failed": len(failed), "first_error": failed[0].error if failed else None}

@@ -1,0 +1,117 @@
+"""Finds the end of an HTTP/1.1 answer in its bytes as they pass, without changing or keeping them."""
+
+from __future__ import annotations
+
+MOST_HEAD_BYTES = 64 << 10
+_LONGEST_SIZE_LINE = 1024
+
+
+class BadAnswer(Exception):
+    """Bytes that are no HTTP/1.1 answer."""
+
+
+class ResponseFrames:
+    """Follows one answer."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        """The status, once the head is complete."""
+        self.complete = self.chunked = False
+        """Whether the answer has ended; whether its body comes in chunks, as streams do."""
+        self.keeps_open = False
+        """Whether the connection can be used again after it."""
+        self.head = b""
+        """What has come of the head; empty once it is complete."""
+        self._left = 0
+        """Bytes of the body or chunk, with the end of its line, that are still to come; -1: all until the connection ends."""
+        self._line = b""
+        """The beginning of a chunk's first line."""
+        self._trailer = False
+
+    @property
+    def ends_with_connection(self) -> bool:
+        """Whether nothing but the end of the connection ends the body."""
+        return bool(self.status) and not self.chunked and self._left < 0
+
+    @property
+    def between_chunks(self) -> bool:
+        """Whether a chunk can follow what has come."""
+        return self.chunked and not (self._left or self._line or self._trailer)
+
+    def add(self, data: bytes) -> None:
+        """Take in the next bytes. Raises BadAnswer if they are none of an answer, or come after its end."""
+        if not self.status:
+            data = self._take_head(data)
+            if not self.status:
+                return
+        if self.complete:
+            if data:
+                raise BadAnswer("bytes after the end of an answer")
+        elif self.chunked:
+            self._take_chunks(data)
+        elif self._left >= 0:
+            self._left -= len(data)
+            if self._left < 0:
+                raise BadAnswer("a body that is longer than announced")
+            self.complete = self._left == 0
+
+    def _take_head(self, data: bytes) -> bytes:
+        """The bytes behind the head, once it is complete."""
+        head = self.head + data
+        end = head.find(b"\r\n\r\n")
+        if end < 0:
+            if len(head) > MOST_HEAD_BYTES:
+                raise BadAnswer("a head that is too long")
+            self.head = head
+            return b""
+        lines = head[:end].split(b"\r\n")
+        try:
+            version, status = lines[0].split(b" ", 2)[:2]
+            self.status = int(status)
+            headers = {
+                name.strip().lower(): value.strip().lower()
+                for name, _, value in (line.partition(b":") for line in lines[1:])
+            }
+            length = headers.get(b"content-length")
+            self._left = -1 if length is None else int(length)
+        except ValueError:
+            raise BadAnswer("a head that is no HTTP") from None
+        self.chunked = headers.get(b"transfer-encoding") == b"chunked"
+        closes = headers.get(b"connection") == b"close" or version != b"HTTP/1.1"
+        self.keeps_open = not closes and (self.chunked or self._left >= 0)
+        self.complete = not self.chunked and self._left == 0
+        if self.chunked:
+            self._left = 0
+        self.head = b""
+        return head[end + 4 :]
+
+    def _take_chunks(self, data: bytes) -> None:
+        position, size = 0, len(data)
+        while position < size:
+            if self._left:
+                step = min(self._left, size - position)
+                self._left -= step
+                position += step
+                continue
+            end = data.find(b"\n", position)
+            if end < 0:
+                self._line += data[position:]
+                if len(self._line) > _LONGEST_SIZE_LINE:
+                    raise BadAnswer("a line that is too long")
+                return
+            line = (self._line + data[position:end]).rstrip(b"\r")
+            self._line, position = b"", end + 1
+            if self._trailer:
+                if not line:
+                    self.complete = True
+                    if position < size:
+                        raise BadAnswer("bytes after the end of an answer")
+                continue
+            try:
+                length = int(line.partition(b";")[0], 16)
+            except ValueError:
+                raise BadAnswer("a chunk without its size") from None
+            if length:
+                self._left = length + 2
+            else:
+                self._trailer = True

@@ -1,0 +1,67 @@
+"""Runs the router: listening socket, health of the servers, signals, and the end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+
+from meshwright.server.addresses import is_loopback, listening_socket, url_of
+from meshwright.server.instances import Instances
+from meshwright.server.process_memory import keep_loaded
+from meshwright.server.router import ClientConnection, Router
+from meshwright.server.run import loop_factory
+from meshwright.spec.errors import BadInput
+from meshwright.spec.route import RouteSpec
+
+BACKLOG = 1024
+
+
+def run_router(spec: RouteSpec, say: Callable[[str], None]) -> None:
+    """Pass requests on until SIGTERM or Ctrl-C; `say` receives the address. Raises BadInput for wrong settings."""
+    spec = replace(spec, api_key=spec.api_key or os.environ.get("MESHWRIGHT_API_KEY") or None)
+    if not spec.instances:
+        raise BadInput("instances: expected the URL of at least one server", key="instances")
+    if not is_loopback(spec.host) and spec.api_key is None:
+        raise BadInput(
+            f"host: {spec.host} can be reached from other machines; set api_key, or use 127.0.0.1", key="host"
+        )
+    instances = Instances(spec.instances, spec.requests, spec.health_seconds, spec.silent_seconds)
+    with listening_socket(spec.host, spec.port, "port") as end, asyncio.Runner(loop_factory=loop_factory()) as runner:
+        runner.run(route(Router(spec, instances), end, say))
+
+
+async def route(router: Router, end: socket.socket, say: Callable[[str], None]) -> None:
+    """Pass on the requests that come to a listening socket, until a signal; a second one ends those that run."""
+    loop, stop, stop_now = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            stop_now.set()
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    await router.instances.look()
+    watching = asyncio.ensure_future(router.instances.watch())
+    server = await loop.create_server(lambda: ClientConnection(router), sock=end, backlog=BACKLOG)
+    keep_loaded()
+    say(f"routing to {len(router.spec.instances)} servers at {url_of(end)}")
+    await stop.wait()
+    router.draining = True
+    server.close()
+    now = asyncio.ensure_future(stop_now.wait())
+    try:
+        async with asyncio.timeout(router.spec.drain_seconds):
+            while router.unfinished and not now.done():
+                await asyncio.wait([now], timeout=0.02)
+    except TimeoutError:
+        pass
+    now.cancel()
+    watching.cancel()
+    for client in list(router.clients):
+        client.transport.abort()
+    await asyncio.gather(watching, now, return_exceptions=True)

@@ -1,0 +1,385 @@
+"""Passes HTTP requests on to servers of one model, and their answers back as raw bytes.
+
+A request whose server cannot be reached, ends the connection or answers 429 or 503 before the first byte of the answer has gone to the
+client is sent to another server. After that the client gets an error: in a stream an event, else the end of the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections import Counter
+from typing import cast
+
+from meshwright.events.exposition import CONTENT_TYPE, Histogram, Metric, exposition
+from meshwright.server.errors import RequestError
+from meshwright.server.instances import Instance, Instances
+from meshwright.server.response_frames import BadAnswer, ResponseFrames
+from meshwright.server.route_requests import RoutedRequest, read_head
+from meshwright.spec.route import RouteSpec
+
+PREFIX = "meshwright_router:"
+BODY_SECONDS = 30.0
+"""Longest time that a client may take to send a request."""
+CONNECT_SECONDS = 2.0
+"""Longest time for a connection to a server."""
+MOST_IDLE = 256
+"""Open connections to one server that wait for a request."""
+RETRY_SECONDS = 1
+_RETRIED = (429, 503)
+_REASONS = {
+    200: b"OK",
+    400: b"Bad Request",
+    401: b"Unauthorized",
+    411: b"Length Required",
+    413: b"Content Too Large",
+    429: b"Too Many Requests",
+}
+_FIRST_BYTE = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80)
+
+
+class Router:
+    """What all connections share."""
+
+    def __init__(self, spec: RouteSpec, instances: Instances) -> None:
+        self.spec, self.instances = spec, instances
+        self._key = None if spec.api_key is None else spec.api_key.encode()
+        self.clients: set[ClientConnection] = set()
+        self.draining = False
+        """Whether new requests are refused."""
+        self.statuses: Counter[int] = Counter()
+        self.retries = self.broken = 0
+        """Requests that were sent to another server; answers that ended early."""
+        self.first_byte = Histogram(f"{PREFIX}first_byte_seconds", "Time from a request to its answer.", _FIRST_BYTE)
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that are not answered to the end."""
+        return sum(client.request is not None for client in self.clients)
+
+    def check(self, request: RoutedRequest) -> None:
+        """Raise RequestError for a request that is not taken."""
+        if self._key is not None and not hmac.compare_digest(request.key, self._key):
+            raise RequestError(401, "expected the header Authorization: Bearer KEY with the server's key")
+        if self.draining:
+            raise RequestError(503, "the router is stopping", code="draining", retry_after=RETRY_SECONDS)
+
+    def own_answer(self, request: RoutedRequest) -> tuple[int, bytes, bytes] | None:
+        """Status, content type and content of a path that the router answers itself."""
+        if request.path == b"/health":
+            ready = bool(self.instances.usable) and not self.draining
+            return (
+                (200, b"application/json", b'{"status": "ready"}')
+                if ready
+                else (503, b"application/json", b'{"status": "no servers"}')
+            )
+        if request.path == b"/metrics":
+            self.check(request)
+            return 200, CONTENT_TYPE.encode("ascii"), self.metrics().encode()
+        return None
+
+    def metrics(self) -> str:
+        """All metrics in the text format of Prometheus."""
+        servers = [({"server": each.name, "role": each.role}, each) for each in self.instances.all.values()]
+        statuses: list[tuple[dict[str, str], float]] = [
+            ({"status": str(status)}, n) for status, n in self.statuses.items()
+        ]
+        figures = (
+            ("requests", "gauge", "Unfinished requests.", [(labels, each.requests) for labels, each in servers]),
+            ("healthy", "gauge", "Whether a server is healthy.", [(labels, each.healthy) for labels, each in servers]),
+            ("answers_total", "counter", "Answers of a server.", [(labels, each.answered) for labels, each in servers]),
+            ("statuses_total", "counter", "Answers by status.", statuses),
+            ("retries_total", "counter", "Requests sent to another server.", [({}, self.retries)]),
+            ("broken_total", "counter", "Answers that ended early.", [({}, self.broken)]),
+        )
+        metrics = [Metric(PREFIX + name, type, help, samples) for name, type, help, samples in figures]
+        return exposition(metrics) + "".join(f"{line}\n" for line in self.first_byte.lines({}))
+
+
+class ClientConnection(asyncio.Protocol):
+    """A client: one request at a time, in the order in which they come."""
+
+    def __init__(self, router: Router) -> None:
+        self._router, self._loop = router, asyncio.get_running_loop()
+        self._incoming = bytearray()
+        self._started = 0.0
+        self.request: RoutedRequest | None = None
+        """The request that is being answered."""
+        self._pending: RoutedRequest | None = None
+        """A request whose body is still coming."""
+        self.server: ServerConnection | None = None
+        """The connection to its server."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self._router.clients.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._router.clients.discard(self)
+        self._stop_timer()
+        self.request = None
+        if (server := self.server) is not None:
+            self.server = None
+            server.give_up()
+
+    def data_received(self, data: bytes) -> None:
+        self._incoming += data
+        if self.request is None:
+            self._read_request()
+        elif len(self._incoming) > self._router.spec.max_body_bytes:
+            self.transport.abort()
+
+    def pause_writing(self) -> None:
+        if self.server is not None:
+            self.server.transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        if self.server is not None:
+            self.server.transport.resume_reading()
+
+    def _read_request(self) -> None:
+        """Answer the next request once it is complete."""
+        if not self._incoming:
+            return
+        try:
+            request = self._pending or read_head(self._incoming, self._router.spec.max_body_bytes)
+            if request is not None and self._pending is None:
+                del self._incoming[: self._incoming.find(b"\r\n\r\n") + 4]
+                self._pending = request
+                if request.expects and len(self._incoming) < request.length:
+                    self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            if request is None or len(self._incoming) < request.length:
+                if self._timer is None:
+                    self._timer = self._loop.call_later(BODY_SECONDS, self.transport.abort)
+                return
+            self._stop_timer()
+            self._pending, self.request = None, request
+            request.body = bytes(self._incoming[: request.length])
+            del self._incoming[: request.length]
+            self._started = self._loop.time()
+            if (own := self._router.own_answer(request)) is not None:
+                self._answer(*own)
+                return
+            self._router.check(request)
+        except RequestError as error:
+            if self.request is None:  # what follows cannot be understood
+                self.request = RoutedRequest(b"", b"", b"", b"", 0, keeps_open=False)
+            self._refuse(error)
+            return
+        self._timer = self._loop.call_later(self._router.spec.first_seconds, self._time_out)
+        self.forward()
+
+    def forward(self) -> None:
+        """Send the request to a server that has not been tried, or refuse it."""
+        assert self.request is not None
+        instances = self._router.instances
+        instance = instances.choose(self.request.body, self.request.tried)
+        if instance is not None:
+            instance.requests += 1
+            self.server = connection = instance.idle.pop() if instance.idle else ServerConnection(instance)
+            connection.start(self, self.request)
+        elif any(instance not in self.request.tried for instance in instances.usable):
+            self._refuse(RequestError(429, "all servers are busy; try again later", retry_after=RETRY_SECONDS))
+        else:
+            error = RequestError(503, "no server can answer; try again", code="no_server", retry_after=RETRY_SECONDS)
+            self._refuse(error)
+
+    def retry(self, instance: Instance, *, same: bool = False) -> None:
+        """Send the request elsewhere, or with `same` to the same server on another connection."""
+        self.server = None
+        if self.request is None:
+            return
+        if not same:
+            self.request.tried.add(instance)
+        self._router.retries += 1
+        self.forward()
+
+    def can_retry(self, instance: Instance) -> bool:
+        """Whether another server than `instance` could answer the request."""
+        request, usable = self.request, self._router.instances.usable
+        return request is not None and any(other is not instance and other not in request.tried for other in usable)
+
+    def begin_answer(self, status: int) -> None:
+        """Note that the first bytes of the answer go to the client."""
+        self._stop_timer()
+        self._router.statuses[status] += 1
+        self._router.first_byte.observe(self._loop.time() - self._started)
+
+    def finish(self, *, keeps_open: bool) -> None:
+        """End the request; the next of the client follows."""
+        self.server = None
+        request, self.request = self.request, None
+        if not keeps_open or request is None or not request.keeps_open:
+            self.transport.close()
+        elif self._incoming:
+            self._loop.call_soon(self._read_next)
+
+    def _read_next(self) -> None:
+        if self.request is None and not self.transport.is_closing():
+            self._read_request()
+
+    def break_off(self, event: bytes) -> None:
+        """End an answer that its server has not ended."""
+        self._router.broken += 1
+        self.transport.write(event)
+        self.finish(keeps_open=False)
+
+    def _time_out(self) -> None:
+        if (server := self.server) is not None:
+            self.server = None
+            server.give_up()
+        self._refuse(
+            RequestError(503, "no server has answered in time; try again", code="late", retry_after=RETRY_SECONDS)
+        )
+
+    def _refuse(self, error: RequestError) -> None:
+        self._answer(error.status, b"application/json", error.content, error.headers)
+
+    def _answer(
+        self, status: int, type: bytes, content: bytes, headers: list[tuple[bytes, bytes]] | None = None
+    ) -> None:
+        """Answer the request without a server."""
+        self.begin_answer(status)
+        lines = [(b"content-type", type), (b"content-length", b"%d" % len(content)), *(headers or [])]
+        keeps_open = self.request is not None and self.request.keeps_open
+        if not keeps_open:
+            lines.append((b"connection", b"close"))
+        head = b"HTTP/1.1 %d %b\r\n" % (status, _REASONS.get(status, b"Service Unavailable"))
+        self.transport.write(head + b"".join(b"%b: %b\r\n" % line for line in lines) + b"\r\n" + content)
+        self.finish(keeps_open=keeps_open)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class ServerConnection(asyncio.Protocol):
+    """A connection to a server: one request at a time."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, instance: Instance) -> None:
+        self._instance, self._frames = instance, ResponseFrames()
+        self._client: ClientConnection | None = None
+        self._request: RoutedRequest | None = None
+        self._connected = self._used = self._begun = False
+        self._first = b""
+        """Bytes of the answer before its head is complete."""
+
+    def start(self, client: ClientConnection, request: RoutedRequest) -> None:
+        """Send a request; its answer goes to `client`."""
+        self._client, self._request, self._frames, self._begun, self._first = (
+            client,
+            request,
+            ResponseFrames(),
+            False,
+            b"",
+        )
+        self._instance.busy.add(self)
+        if self._connected:
+            self.transport.write(request.head + request.body)
+        else:
+            self._task = asyncio.ensure_future(self._connect())
+
+    async def _connect(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                await loop.create_connection(lambda: self, self._instance.host, self._instance.port)
+        except (OSError, TimeoutError):
+            self._instance.healthy = False  # until it tells its health again
+            self.connection_lost(None)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport, self._connected = cast(asyncio.Transport, transport), True
+        if self._request is None or self._client is None:  # the client left while it was opened
+            self.transport.abort()
+        else:
+            self.transport.write(self._request.head + self._request.body)
+
+    def data_received(self, data: bytes) -> None:
+        client, frames = self._client, self._frames
+        if client is None:
+            self.transport.abort()
+            return
+        try:
+            frames.add(data)
+        except BadAnswer:
+            self.transport.abort()
+            return
+        if self._begun:
+            client.transport.write(data)
+        elif not self._begin(client, self._first + data):
+            return
+        if frames.complete:
+            self._release(keeps_open=frames.keeps_open)
+            client.finish(keeps_open=frames.keeps_open)
+
+    def _begin(self, client: ClientConnection, data: bytes) -> bool:
+        """Pass on the beginning of an answer, unless its head is incomplete or another server is to be tried."""
+        status = self._frames.status
+        if not status:
+            self._first = data
+            return False
+        if status in _RETRIED and client.can_retry(self._instance):
+            self._release(keeps_open=False)
+            client.retry(self._instance)
+            return False
+        self._begun, self._first = True, b""
+        self._instance.answered += 1
+        client.begin_answer(status)
+        client.transport.write(data)
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        client, begun, used, frames, connected = self._client, self._begun, self._used, self._frames, self._connected
+        self._connected = False
+        if self in self._instance.idle:
+            self._instance.idle.remove(self)
+        self._release(keeps_open=False)
+        if client is None:
+            return
+        if not begun:
+            # A server may close an idle connection just when a request is sent on it.
+            client.retry(self._instance, same=connected and used and self._instance.healthy)
+        elif frames.ends_with_connection:
+            client.finish(keeps_open=False)
+        else:
+            client.break_off(_LOST_EVENT if frames.between_chunks else b"")
+
+    def give_up(self) -> None:
+        """The client has left: end the connection, so that the server stops."""
+        self._release(keeps_open=False)
+
+    def lost(self) -> None:
+        """End the request on it: the server is taken as dead."""
+        if self._connected:
+            self.transport.abort()
+
+    def close(self) -> None:
+        """Close it."""
+        if self._connected:
+            self.transport.close()
+
+    def _release(self, *, keeps_open: bool) -> None:
+        """End the request; the connection is used again or closed."""
+        if self._client is not None:
+            self._instance.requests -= 1
+            self._instance.busy.discard(self)
+        self._client = self._request = None
+        if not self._connected:
+            return
+        if keeps_open and self._instance.healthy and len(self._instance.idle) < MOST_IDLE:
+            self._used = True
+            self.transport.resume_reading()
+            self._instance.idle.append(self)
+        else:
+            self.transport.abort()
+
+
+_LOST = RequestError(503, "the server was lost; try again", code="server_lost").content
+_LOST_DATA = b"data: %b\n\n" % _LOST
+_LOST_EVENT = b"%x\r\n%b\r\n0\r\n\r\n" % (len(_LOST_DATA), _LOST_DATA)
+"""The last chunk of a stream whose server was lost."""

@@ -1,0 +1,181 @@
+"""One instance of a deployment in simulated time: the engine's batching policy, and steps that take modelled seconds.
+
+An instance with overlap plans step n + 1 when step n begins, as the engine does on a GPU; without, when step n ends. Identical steps of
+decodes are one event: they end early if something arrives (`BatchPolicy.extend`), so the times are those of single steps.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+from meshwright.costs.serve_costs import InstanceCosts
+from meshwright.policies.batch_request import BatchLimits, CacheGroup, Part, Request, Step
+from meshwright.policies.batching import BatchPolicy
+from meshwright.policies.cache_blocks import CacheBlocks
+from meshwright.simulator.serve_types import InstanceFigures
+from meshwright.spec.deployment import Role
+
+NEVER = float("inf")
+LONGEST_RUN = 4096
+"""Identical steps in one event at most."""
+Action = Callable[[float], None]
+"""What an instance does between two steps, at a time in seconds."""
+
+
+class _Planned:
+    """A planned step with what its cost depends on, which the policy changes when it plans the next one."""
+
+    __slots__ = ("chunks", "positions", "step")
+
+    def __init__(self, step: Step, positions: int, chunks: Sequence[Part]) -> None:
+        self.step, self.positions, self.chunks = step, positions, chunks
+
+
+class Instance:
+    """Plays steps. `wake` is the time of its next event; the caller calls `advance` then, and `post` for what arrives."""
+
+    def __init__(self, role: Role, costs: InstanceCosts, token_budget: int, cache: CacheBlocks | None = None) -> None:
+        self.role, self.costs = role, costs
+        limits, groups = BatchLimits(token_budget, costs.sequences), [CacheGroup(costs.blocks, costs.window)]
+        self.policy = BatchPolicy(limits, groups, costs.tokens_per_block, cache)
+        self.wake = NEVER
+        self.prompt_tokens = 0
+        """Tokens of prompts that are sent to this instance and not computed."""
+        self.requests = 0
+        """Requests that are sent to this instance and have not ended."""
+        self.after_chunk: Callable[[Part, float], None] = lambda part, now: None
+        """Called for each chunk of a prompt that is computed."""
+        self.after_end: Callable[[int, float], None] = lambda number, now: None
+        """Called for each request that ends."""
+        self.between_steps: Action = lambda now: None
+        """Called when a step has ended and what was posted is done."""
+        self._posted: list[Action] = []
+        self._running: _Planned | None = None
+        self._ahead: _Planned | None = None
+        self._context = 0
+        self._run_begin, self._run_steps = 0.0, 0
+        """Begin of the run of identical steps in flight, and their number; 0 steps: none."""
+        self._busy = self._held_seconds = self._peak = self._changed = 0.0
+
+    def post(self, now: float, action: Action) -> None:
+        """Do something at the end of the step in flight, or at once if there is none."""
+        self._posted.append(action)
+        if self._running is None:
+            self.wake = min(self.wake, now)
+        elif self._run_steps:
+            self._cut_run(now)
+
+    def add(self, request: Request, digests: Sequence[bytes] = ()) -> None:
+        """Queue a request; only in a posted action or in `after_chunk` and `after_end`."""
+        self.policy.add(request, digests)
+
+    def advance(self, now: float) -> None:
+        """End the step in flight, do what was posted, and begin the next step."""
+        if self._run_steps:
+            self._end_run(self._run_steps)
+        self._note_usage(now)
+        if self._running is not None:
+            self._complete(self._running, now)
+        self._running, self._ahead = self._ahead, None
+        posted, self._posted = self._posted, []
+        for action in posted:
+            action(now)
+        self.between_steps(now)
+        if self._running is None:
+            self._running = self._plan(now)
+        if self._running is None:
+            self.wake = NEVER
+        elif not self._begin_run(now):
+            planned = self._running
+            seconds = self.costs.times.seconds(planned.step.decodes, planned.positions, planned.chunks)
+            self._busy += seconds
+            self.wake = now + seconds
+            if self.costs.overlap:
+                self._ahead = self._plan(now)
+
+    def figures(self, seconds: float) -> InstanceFigures:
+        """How busy it was in the `seconds` of the simulation."""
+        self._note_usage(seconds)
+        policy, whole = self.policy, max(seconds, 1e-12)
+        return InstanceFigures(
+            self.role,
+            min(1.0, self._busy / whole),
+            self._held_seconds / whole,
+            self._peak,
+            policy.preemptions,
+            policy.cached_tokens,
+        )
+
+    def _plan(self, now: float) -> _Planned | None:
+        step = self.policy.next_step(now)
+        if step is None:
+            return None
+        decodes = step.decodes
+        if step.unchanged:
+            self._context += decodes
+        elif decodes:
+            self._context = sum([part.start for part in step.parts[:decodes]]) + decodes
+        else:
+            self._context = 0
+        return _Planned(step, self._context, step.parts[decodes:])
+
+    def _complete(self, planned: _Planned, now: float) -> None:
+        self.policy.complete(planned.step, None)
+        for part in planned.chunks:
+            self.after_chunk(part, now)
+        for ended in self.policy.drain_ended():
+            self.requests -= 1
+            self.after_end(ended.number, now)
+
+    def _begin_run(self, now: float) -> bool:
+        """Let the step that begins stand for identical ones, if nothing that is known changes meanwhile."""
+        planned, policy = self._running, self.policy
+        assert planned is not None
+        if planned.chunks or not policy.extends(planned.step):
+            return False
+        if self.costs.overlap and policy.unfinished > policy.running:
+            return False  # the step after the run is planned before the run's last requests release their blocks
+        parts, cache = planned.step.parts, policy.cache
+        steps = min([part.progress.final - part.start for part in parts]) + 1
+        # So many steps need no more blocks than are free, wherever in their blocks the requests are.
+        room = min(pool.free for pool in cache.pools) // len(parts) * cache.tokens_per_block
+        steps = min(steps, room, LONGEST_RUN)
+        if steps < 2:
+            return False
+        self._run_begin, self._run_steps = now, steps
+        self.wake = self._run_end(steps)
+        return True
+
+    def _run_end(self, steps: int) -> float:
+        """When the first `steps` steps of the run have ended."""
+        planned = self._running
+        assert planned is not None
+        decodes = planned.step.decodes
+        fixed, each = self.costs.times.decode_line(decodes)
+        positions = planned.positions * steps + decodes * (steps * (steps - 1) // 2)
+        return self._run_begin + steps * fixed + each * positions
+
+    def _cut_run(self, now: float) -> None:
+        """End the run with the step in flight, and plan the next one if that is done ahead."""
+        steps = 1 + bisect_left(range(1, self._run_steps), now, key=self._run_end)
+        self.wake = self._run_end(steps)
+        self._end_run(steps)
+        if self.costs.overlap:
+            self._ahead = self._plan(now)
+
+    def _end_run(self, steps: int) -> None:
+        """Make the policy plan the steps of the run, of which the first is planned."""
+        planned = self._running
+        assert planned is not None
+        if steps > 1 and self.policy.extend(planned.step, steps) != steps:
+            raise AssertionError("a run of decodes was planned without blocks for it")
+        self._busy += self._run_end(steps) - self._run_begin
+        self._context = planned.positions = planned.positions + planned.step.decodes * (steps - 1)
+        self._run_steps = 0
+
+    def _note_usage(self, now: float) -> None:
+        pools = self.policy.cache.pools
+        share = max(1 - pool.free / pool.blocks for pool in pools)
+        self._held_seconds += share * (now - self._changed)
+        self._changed, self._peak = now, max(self._peak, share)

@@ -1,0 +1,25 @@
+"""Transfers between instances: each instance has one port out and one in, which carry one transfer after another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Port:
+    """One direction of an instance's connection."""
+
+    bytes_per_second: float
+    free: float = 0.0
+    """When its last transfer ends."""
+
+
+def transfer(sender: Port, receiver: Port, now: float, size: float, latency_seconds: float) -> float:
+    """When `size` bytes that are ready at `now` have come; both ports are taken until then, at the slower one's rate.
+
+    A latency delays a transfer, but not the next one.
+    """
+    begin = max(now, sender.free, receiver.free)
+    end = begin + size / min(sender.bytes_per_second, receiver.bytes_per_second)
+    sender.free = receiver.free = end
+    return end + latency_seconds

@@ -1,0 +1,118 @@
+"""Times of simulated requests, and what follows from them for a deployment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.spec.deployment import Role, ServeLimits, TimedRequest
+
+WARM_UP = 0.1
+"""Share of the requests, the first and the last, that attainment leaves out: instances are empty at both ends."""
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """Seconds, from the first arrival on, at which a request came so far; infinite before."""
+
+    request: TimedRequest
+    first_token: float = float("inf")
+    end: float = float("inf")
+
+    @property
+    def ttft(self) -> float:
+        """Seconds from arrival to the first new token."""
+        return self.first_token - self.request.arrival_seconds
+
+    @property
+    def tpot(self) -> float:
+        """Mean seconds of a new token after the first; 0 with one new token."""
+        new_tokens = self.request.output_tokens
+        return (self.end - self.first_token) / (new_tokens - 1) if new_tokens > 1 else 0.0
+
+
+class InstanceFigures(NamedTuple):
+    """How busy an instance was."""
+
+    role: Role
+    busy: float
+    """Share of the time in which it computed."""
+    cache_mean: float
+    """Share of its cache blocks that requests held, mean over time."""
+    cache_peak: float
+    """The largest share."""
+    preemptions: int
+    """Times that a request lost its blocks."""
+    cached_tokens: int
+    """Positions of prompts taken from its prefix cache."""
+
+
+class Samples(NamedTuple):
+    """A value over time."""
+
+    seconds: Sequence[float]
+    values: Sequence[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedDeployment:
+    """A simulated deployment: times of each request, in order of arrival, and figures of each instance."""
+
+    limits: ServeLimits
+    devices: int
+    """Devices of all instances."""
+    requests: Sequence[RequestTimes]
+    instances: Sequence[InstanceFigures]
+    seconds: float
+    """From the first arrival to the last end."""
+    transferred_bytes: float = 0.0
+    """Keys and values that moved between instances."""
+
+    @property
+    def ttft(self) -> np.ndarray:
+        """Seconds to the first token of each request."""
+        return np.array([times.ttft for times in self.requests])
+
+    @property
+    def tpot(self) -> np.ndarray:
+        """Seconds of each request's tokens after the first, mean; 0 with one token."""
+        return np.array([times.tpot for times in self.requests])
+
+    @property
+    def meets_ttft(self) -> np.ndarray:
+        """Whether each request met the limit of its first token."""
+        return self.ttft <= self.limits.ttft_seconds
+
+    @property
+    def meets_tpot(self) -> np.ndarray:
+        """Whether each request met the limit of its other tokens."""
+        return self.tpot <= self.limits.tpot_seconds
+
+    @property
+    def attainment(self) -> float:
+        """Share of requests that met both limits, without those at both ends (`WARM_UP`)."""
+        return self.share(self.meets_ttft & self.meets_tpot)
+
+    @property
+    def rate(self) -> float:
+        """Requests that arrived per second."""
+        arrivals = [times.request.arrival_seconds for times in self.requests]
+        return (len(arrivals) - 1) / (arrivals[-1] - arrivals[0]) if arrivals[-1] > arrivals[0] else float("inf")
+
+    @property
+    def good_rate_per_gpu(self) -> float:
+        """Requests per second and device that met both limits."""
+        return self.attainment * self.rate / self.devices
+
+    def share(self, values: np.ndarray) -> float:
+        """Mean of values by request, without the requests at both ends."""
+        edge = int(WARM_UP * len(values))
+        return float(np.mean(values[edge : len(values) - edge]))
+
+    def utilisation(self, role: Role) -> float | None:
+        """Mean share of the time in which the instances of a role computed; None if it has none."""
+        busy = [figures.busy for figures in self.instances if figures.role == role]
+        return float(np.mean(busy)) if busy else None

@@ -1,0 +1,103 @@
+"""Measured steps of the inference engine, and the constants of its cost model that are fitted to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from meshwright.spec.engine import Fp8
+from meshwright.spec.fields import Bound, NotNegative, Positive
+from meshwright.spec.model import ModelSpec
+
+Seconds = Annotated[float, Bound(more_than=0)]
+NotNegativeSeconds = Annotated[float, Bound(at_least=0)]
+Rate = Annotated[float, Bound(more_than=0)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """Consecutive tokens of one prompt in a step."""
+
+    start: NotNegative
+    """Positions of the prompt that were computed before."""
+    count: Positive
+    """Tokens of the chunk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """A measured step."""
+
+    decodes: NotNegative
+    """Requests with one new token each."""
+    positions: NotNegative
+    """Positions that these attend to in all, their own included."""
+    chunks: tuple[Chunk, ...] = ()
+    """Chunks of prompts."""
+    seconds: Seconds
+    """Median time from the end of the step before to the end of this one."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the step computes."""
+        return self.decodes + sum(chunk.count for chunk in self.chunks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFactor:
+    """Measured over modelled time of steps with so many tokens."""
+
+    tokens: Positive
+    factor: Rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepConstants:
+    """Constants of a step's time on one device (`costs.serve_costs`)."""
+
+    weight_bytes_per_s: Rate
+    """Rate at which a step reads the weights."""
+    flops_per_s: Rate
+    """Rate of the matrix products with weights."""
+    cache_bytes_per_s: Rate
+    """Rate at which decodes read keys and values."""
+    attention_flops_per_s: Rate
+    """Rate of the attention of prompts."""
+    decode_seconds: NotNegativeSeconds
+    """Fixed time of a step on the device."""
+    prompt_seconds: NotNegativeSeconds
+    """Time in which the host launches a step with chunks of prompts, while the device computes."""
+    sequence_seconds: NotNegativeSeconds
+    """Time of each decode beside its products and its attention: sampling, and the host."""
+    chunk_seconds: NotNegativeSeconds
+    """Time of each chunk beside its products and its attention."""
+    decode_factors: tuple[StepFactor, ...] = ()
+    """By number of decodes, measured over modelled time of steps without a prompt; between two, it is interpolated."""
+    prompt_factors: tuple[StepFactor, ...] = ()
+    """By number of tokens, the same of steps with a prompt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineProfile:
+    """Steps of the engine with one model on one device, and the constants fitted to them."""
+
+    date: str
+    """Day and time of the measurement, UTC, ISO 8601."""
+    model: ModelSpec
+    """Dimensions of the model; its weights were random."""
+    weights: Fp8 | None = None
+    """Format of the linear layers' weights; none is the model's dtype."""
+    kv_cache: Fp8 | None = None
+    """Format of cached keys and values; none is the model's dtype."""
+    item_bytes: Positive = 2
+    """Bytes of a number in the model's dtype."""
+    overlap: bool = True
+    """Whether a step was planned while the one before it ran, as on a GPU."""
+    other_bytes: NotNegative = 0
+    """Memory of the device that neither weights, cache nor a step take."""
+    constants: StepConstants
+    """Constants fitted to `steps`."""
+    steps: tuple[StepTime, ...] = ()
+    """The measured steps."""
+    median_error: NotNegativeSeconds = 0.0
+    """Median of the constants' relative errors at steps that were left out of the fit in turn."""

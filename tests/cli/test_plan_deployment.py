@@ -1,0 +1,82 @@
+"""`meshwright plan` of a file with `serve`: JSON, files, text, and what it refuses."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from meshwright.config.deployment_file import load_deployment
+from meshwright.planner import deployment_search
+from tests.cli.command import meshwright
+
+QUESTION = """\
+model: llama3-8b
+cluster: {gpu: H200, gpus_per_node: 2}
+serve:
+  workload: {rate: 10, input_tokens: 2000, output_tokens: 12}
+  limits: {ttft_seconds: 0.5, tpot_seconds: 0.008}
+"""
+KEYS = {
+    "instances", "goodput_per_gpu", "low", "high", "binding", "alternatives", "margin_over_colocated", "search_seconds",
+}  # fmt: skip
+
+
+@pytest.fixture
+def question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A question whose answer takes a second: few finalists and requests."""
+    for name, value in {
+        "COARSE_REQUESTS": 100,
+        "MOST_REQUESTS": 100,
+        "FINALISTS": 3,
+        "COLOCATED_FINALISTS": 2,
+        "RESAMPLES": 1,
+    }.items():
+        monkeypatch.setattr(deployment_search, name, value)
+    file = tmp_path / "serve.yaml"
+    file.write_text(QUESTION)
+    return file
+
+
+def test_a_tight_limit_of_tokens_separates_prefill_and_decode(question: Path) -> None:
+    out, page = question.with_name("deployment.yaml"), question.with_name("plan.html")
+    answer = meshwright("plan", question, "--json", "--out", out, "--html", page).json
+    assert set(answer) == KEYS
+    # A step with any part of a prompt takes longer than the limit of a token.
+    assert [(i["role"], i["count"], i["tensor"]) for i in answer["instances"]] == [("prefill", 1, 1), ("decode", 1, 1)]
+    assert set(answer["instances"][0]) == {"role", "count", "tensor", "expert", "token_budget"}
+    assert 0 < answer["low"] <= answer["goodput_per_gpu"] <= answer["high"]
+    assert answer["binding"] in ("ttft", "tpot") and answer["margin_over_colocated"] > 0.05
+    rates = [other["goodput_per_gpu"] for other in answer["alternatives"]]
+    assert rates == sorted(rates, reverse=True) and all(other["why_not"] for other in answer["alternatives"])
+    deployment = load_deployment(out)
+    assert [i.role for i in deployment.instances] == ["prefill", "decode"] and deployment.why
+    assert deployment.predicted is not None and deployment.predicted.goodput_per_gpu == answer["goodput_per_gpu"]
+    HTMLParser().feed(text := page.read_text())
+    assert "Attainment" in text and "Why this deployment" in text and "://" not in text
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_loose_limits_colocate_and_the_text_says_why(
+    question: Path, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    answer = meshwright("plan", question, "serve.limits={ttft_seconds: 5, tpot_seconds: 0.5}")
+    assert answer.code == 0, answer.err
+    assert max(map(len, answer.out.splitlines())) <= columns
+    assert "× TP1" in answer.out.splitlines()[1] and "prefill" not in answer.out.splitlines()[1]
+    for heading in ("instances", "attainment by", "why this deployment", "colocated: ", "where the numbers come from"):
+        assert heading in answer.out
+
+
+def test_limits_below_one_step_name_what_a_request_needs(question: Path) -> None:
+    answer = meshwright("plan", question, "serve.limits.tpot_seconds=0.0001", "--json")
+    assert answer.code == 3
+    assert "serve.limits.tpot_seconds: expected at least 0.00" in answer.json["error"]
+
+
+def test_options_of_trainings_and_questions_without_a_file_are_refused(question: Path) -> None:
+    assert "--probe" in meshwright("plan", question, "--probe", "3").err
+    refused = meshwright("plan", "model=llama3-8b", "serve.limits.attainment=0.9")
+    assert refused.code == 2 and "needs a file with `serve`" in refused.err

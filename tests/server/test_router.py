@@ -1,0 +1,311 @@
+"""The router in front of servers that answer by a script: bytes pass unchanged, and what fails goes elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from meshwright.server.instances import PREFIX_BYTES, Instances, target_of
+from meshwright.server.response_frames import BadAnswer, ResponseFrames
+from meshwright.server.router import ClientConnection, Router
+from meshwright.spec.errors import BadInput
+from meshwright.spec.route import RouteSpec
+from tests.slow import examples
+
+WHOLE = b'HTTP/1.1 200 OK\r\ncontent-length: 11\r\n\r\n{"text": 1}'
+OPENING = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+EVENTS = [b'data: {"a": 0\r\n\r\n}\n\n', b"data: [DONE]\n\n"]
+STREAM = OPENING + b"".join(b"%x\r\n%b\r\n" % (len(event), event) for event in EVENTS) + b"0\r\n\r\n"
+BUSY = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 2\r\n\r\n{}"
+FULL = b"HTTP/1.1 429 Too Many Requests\r\ncontent-length: 2\r\n\r\n{}"
+
+
+@dataclass
+class Server:
+    """A server that answers each request with the same bytes."""
+
+    answer: bytes = WHOLE
+    role: str = "decode"
+    port: int = 0
+    ends: bool = False
+    """Whether it ends the connection after an answer."""
+    hold: asyncio.Event | None = None
+    """It answers only once this is set."""
+    connections: int = 0
+    heads: list[bytes] = field(default_factory=list)
+    bodies: list[bytes] = field(default_factory=list)
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the router has closed a connection with a request."""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        counted = False
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                if b"GET /health" in head:
+                    content = json.dumps({"status": "ready", "role": self.role}).encode()
+                    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(content), content))
+                    continue
+                self.connections, counted = self.connections + (not counted), True
+                length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0] or 0)
+                self.heads.append(head)
+                self.bodies.append(await reader.readexactly(length))
+                if self.hold is not None:
+                    closing = asyncio.ensure_future(reader.read(1))
+                    held = asyncio.ensure_future(self.hold.wait())
+                    await asyncio.wait([closing, held], return_when=asyncio.FIRST_COMPLETED)
+                    if closing.done():
+                        self.left.set()
+                        return
+                    closing.cancel()
+                writer.write(self.answer)
+                if self.ends:
+                    return
+        except (EOFError, ConnectionError):
+            return
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def routed(*servers: Server, **settings: Any) -> AsyncIterator[tuple[Router, int]]:
+    """A router in front of servers that are healthy, and its port."""
+    listening = [await asyncio.start_server(server.serve, "127.0.0.1", 0) for server in servers]
+    for server, end in zip(servers, listening, strict=True):
+        server.port = end.sockets[0].getsockname()[1]
+    urls = tuple(f"http://127.0.0.1:{server.port}" for server in servers)
+    spec = RouteSpec(instances=urls, **settings)
+    router = Router(spec, Instances(urls, spec.requests, spec.health_seconds, spec.silent_seconds))
+    await router.instances.look()
+    front = await asyncio.get_running_loop().create_server(lambda: ClientConnection(router), "127.0.0.1", 0)
+    try:
+        yield router, front.sockets[0].getsockname()[1]
+    finally:
+        for end in (front, *listening):
+            end.close()
+
+
+def request(body: bytes = b"{}", path: bytes = b"/v1/completions", *lines: bytes) -> bytes:
+    head = b"".join(line + b"\r\n" for line in (b"host: localhost", b"content-length: %d" % len(body), *lines))
+    return b"POST %b HTTP/1.1\r\n%b\r\n%b" % (path, head, body)
+
+
+async def exchange(port: int, *requests: bytes, sizes: Sequence[int] = ()) -> bytes:
+    """All that comes back for requests on one connection, the last of which ends it; sent in pieces of `sizes`."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    data = b"".join(requests)
+    for size in sizes:
+        writer.write(data[:size])
+        data = data[size:]
+        await writer.drain()
+        await asyncio.sleep(0)
+    writer.write(data)
+    content = await asyncio.wait_for(reader.read(), 60)
+    writer.close()
+    return content
+
+
+LAST = b"connection: close"
+
+
+def test_bytes_pass_unchanged_and_connections_are_used_again() -> None:
+    async def check() -> None:
+        server = Server(STREAM)
+        async with routed(server) as (router, port):
+            first, last = request(b'{"a": 1}'), request(b'{"b": 2}', b"/v1/chat/completions", LAST)
+            assert await exchange(port, first, last, sizes=[5, 60, 9]) == STREAM * 2
+            assert server.connections == 1 and server.bodies == [b'{"a": 1}', b'{"b": 2}']
+            assert b"".join(server.heads) == (first + last).replace(b'{"a": 1}', b"").replace(b'{"b": 2}', b"")
+            assert router.unfinished == 0
+            text = await exchange(port, b"GET /metrics HTTP/1.0\r\n\r\n")
+            assert b'meshwright_router:statuses_total{status="200"} 2' in text
+            assert (await exchange(port, b"GET /health HTTP/1.0\r\n\r\n")).startswith(b"HTTP/1.1 200")
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("wrong", [Server(BUSY), Server(FULL), Server(b"", ends=True), Server(b"no HTTP\r\n\r\n")])
+def test_what_a_server_does_not_answer_another_does(wrong: Server) -> None:
+    async def check() -> None:
+        right = Server(STREAM)
+        async with routed(wrong, right) as (router, port):
+            for _ in range(4):
+                assert await exchange(port, request(b"{}", b"/v1/completions", LAST)) == STREAM
+            assert wrong.bodies and len(right.bodies) == 4 and router.retries == len(wrong.bodies)
+
+    asyncio.run(check())
+
+
+def test_a_client_learns_that_no_server_can_answer() -> None:
+    async def check() -> None:
+        server = Server(WHOLE, hold=asyncio.Event())
+        async with routed(server, requests=1) as (_, port):
+            running = asyncio.ensure_future(exchange(port, request(b"{}", b"/x", LAST)))
+            while not server.bodies:
+                await asyncio.sleep(0.001)
+            refused = await exchange(port, request(b"{}", b"/x", LAST))
+            assert refused.startswith(b"HTTP/1.1 429") and b"retry-after: 1" in refused
+            assert server.hold is not None
+            server.hold.set()
+            assert await running == WHOLE
+        async with routed(Server(b"", ends=True)) as (router, port):
+            refused = await exchange(port, request(b"{}", b"/x", LAST))
+            assert refused.startswith(b"HTTP/1.1 503") and b"retry-after: 1" in refused and b"no_server" in refused
+            for instance in router.instances.all.values():
+                instance.port = 1
+            await router.instances.look()
+            assert (await exchange(port, request(b"{}", b"/x", LAST))).startswith(b"HTTP/1.1 503")
+            assert (await exchange(port, b"GET /health HTTP/1.0\r\n\r\n")).startswith(b"HTTP/1.1 503")
+
+    asyncio.run(check())
+
+
+def test_a_stream_whose_server_is_lost_ends_with_an_error() -> None:
+    async def check() -> None:
+        begun = STREAM[: -len(b"0\r\n\r\n")]
+        async with routed(Server(begun, ends=True)) as (router, port):
+            content = await exchange(port, request())
+            assert content.startswith(begun) and content.endswith(b"\n\n\r\n0\r\n\r\n")
+            assert b'data: {"error": ' in content and b"server_lost" in content and router.broken == 1
+        async with routed(Server(begun[:-3], ends=True)) as (router, port):
+            assert await exchange(port, request()) == begun[:-3]
+
+    asyncio.run(check())
+
+
+def test_a_server_that_does_not_tell_its_health_loses_its_requests() -> None:
+    async def check() -> None:
+        silent, other = Server(hold=asyncio.Event()), Server(STREAM)
+        async with routed(silent, other, silent_seconds=5) as (router, port):
+            instances = {instance.port: instance for instance in router.instances.all.values()}
+            instances[other.port].answered = 1  # so that the first request goes to the silent one
+            running = asyncio.ensure_future(exchange(port, request(b"{}", b"/x", LAST)))
+            await wait_for(lambda: bool(silent.bodies))
+            instances[silent.port].fail()
+            assert await running == STREAM
+            await asyncio.wait_for(silent.left.wait(), 60)
+
+    asyncio.run(check())
+
+
+def test_texts_go_to_servers_of_their_role_and_prefixes_to_the_same_one() -> None:
+    async def check() -> None:
+        prefill, first, second = Server(role="prefill"), Server(role="both"), Server()
+        async with routed(prefill, first, second) as (router, port):
+            prompts = [bytes([97 + number]) * 3 * PREFIX_BYTES for number in range(6)]
+            for end in range(3):
+                for prompt in prompts:
+                    body = b'{"stream": true, "prompt": "%b%d"}' % (prompt, end)
+                    assert await exchange(port, request(body, b"/v1/completions", LAST)) == WHOLE
+            assert not prefill.bodies and len(first.bodies) + len(second.bodies) == 18
+            for prompt in prompts:
+                counts = [sum(prompt in body for body in server.bodies) for server in (first, second)]
+                assert sorted(counts) == [0, 3]
+            assert len(first.bodies) == len(second.bodies)
+            prefill.role, first.role, second.role = "both", "prefill", "prefill"
+            await router.instances.look()
+            assert await exchange(port, request(b"{}", b"/v1/completions", LAST)) == WHOLE
+            assert len(prefill.bodies) == 1
+
+    asyncio.run(check())
+
+
+def test_a_busy_server_gives_its_prefix_up() -> None:
+    instances = Instances(["http://127.0.0.1:1", "http://127.0.0.1:2"], 100, 1, 1)
+
+    async def look() -> None:
+        await instances.look()
+
+    asyncio.run(look())
+    for instance in instances.all.values():
+        instance.healthy = True
+    body = b'{"prompt": "%b"}' % (b"x" * 4 * PREFIX_BYTES)
+    first = instances.choose(body)
+    assert first is not None
+    chosen = []
+    for _ in range(20):
+        instance = instances.choose(body)
+        assert instance is not None
+        instance.requests += 1
+        chosen.append(instance)
+    assert chosen[:4] == [first] * 4 and 4 <= chosen.count(first) <= 16
+
+
+def test_a_client_that_leaves_ends_its_request() -> None:
+    async def check() -> None:
+        server = Server(hold=asyncio.Event())
+        async with routed(server) as (router, port):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(request())
+            await wait_for(lambda: bool(server.bodies))
+            writer.close()
+            await asyncio.wait_for(server.left.wait(), 60)
+            assert router.unfinished == 0 and all(not each.requests for each in router.instances.all.values())
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"no HTTP\r\n\r\n", 400),
+        (b"POST /x HTTP/1.1\r\ncontent-length: 2\r\ncontent-length: 3\r\n\r\n{}", 400),
+        (b"POST /x HTTP/1.1\r\ncontent-length: +2\r\n\r\n{}", 400),
+        (b"POST /x HTTP/1.1\r\ncontent-length : 2\r\n\r\n{}", 400),
+        (b"POST /x HTTP/1.1\r\na: b\n c\r\n\r\n{}", 400),
+        (b"POST /x HTTP/1.1\r\ntransfer-encoding: chunked\r\ncontent-length: 2\r\n\r\n{}", 411),
+        (b"POST /x HTTP/1.1\r\ncontent-length: 1001\r\n\r\n", 413),
+        (b"GET / HTTP/1.1\r\nx: " + b"y" * 70_000, 400),
+        (request(b"{}", b"/x", LAST), 401),
+        (request(b"{}", b"/x", LAST, b"authorization: Bearer wrong"), 401),
+        (request(b"{}", b"/x", LAST, b"authorization: Bearer right"), 200),
+    ],
+)
+def test_wrong_requests_are_refused(sent: bytes, status: int) -> None:
+    async def check() -> None:
+        server = Server()
+        async with routed(server, max_body_bytes=1000, api_key="right") as (_, port):
+            assert (await exchange(port, sent)).startswith(b"HTTP/1.1 %d" % status)
+            assert len(server.bodies) == (status == 200)
+
+    asyncio.run(check())
+
+
+def test_the_end_of_an_answer_is_found_however_its_bytes_are_split() -> None:
+    source = random.Random(1)
+    for _ in range(examples(50, 2000)):
+        chunks = [source.randbytes(source.randrange(1, 40)) for _ in range(source.randrange(4))]
+        chunked = (
+            OPENING + b"".join(b"%X;a=b\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\nx: y\r\n\r\n"
+        )
+        body = b"".join(chunks)
+        for answer in (chunked, b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)):
+            frames, left = ResponseFrames(), answer
+            while left:
+                assert not frames.complete
+                size = source.randrange(1, 30)
+                frames.add(left[:size])
+                left = left[size:]
+            assert frames.complete and frames.keeps_open and frames.status == 200
+            with pytest.raises(BadAnswer):
+                frames.add(b"x")
+
+
+def test_addresses_are_urls_of_hosts() -> None:
+    assert target_of("http://[::1]:80/") == ("::1", 80)
+    for url in ("127.0.0.1:80", "https://a:80", "http://a", "http://a:b", "http://a:80/v1"):
+        with pytest.raises(BadInput, match="expected http://HOST:PORT"):
+            target_of(url)
+
+
+async def wait_for(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.001)

@@ -1,0 +1,56 @@
+"""Instances whose steps have simple times, and requests for them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from meshwright.costs.serve_costs import InstanceCosts
+from meshwright.costs.serve_work import DeviceWork
+from meshwright.costs.step_times import StepTimes
+from meshwright.spec.deployment import InstanceSpec, ServeLimits, TimedRequest
+from meshwright.spec.serve_profile import StepConstants
+
+LIMITS = ServeLimits(ttft_seconds=1.0, tpot_seconds=1.0)
+BLOCK = 4
+"""Tokens of a cache block."""
+BLOCK_BYTES = 100.0
+
+
+def simple_times(step: float = 0.5, token: float = 0.0, position: float = 0.0) -> StepTimes:
+    """Each step takes `step` seconds, and so many for each token and each position that a decode attends to."""
+    work = DeviceWork(
+        stored_bytes=0.0, dense_bytes=0.0, dense_flops=token, head_bytes=0.0, head_flops=0.0, expert_bytes=0.0,
+        expert_flops=0.0, expert_slots=0.0, chosen_share=0.0, cache_bytes=position, attention_flops=0.0, window=None,
+    )  # fmt: skip
+    constants = StepConstants(
+        weight_bytes_per_s=1.0, flops_per_s=1.0, cache_bytes_per_s=1.0, attention_flops_per_s=1.0, decode_seconds=step,
+        prompt_seconds=0.0, sequence_seconds=0.0, chunk_seconds=0.0,
+    )  # fmt: skip
+    return StepTimes(work, constants)
+
+
+def costs_of(
+    times: StepTimes, *, blocks: int = 1000, sequences: int = 8, overlap: bool = False, rate: float = 1e9
+) -> Callable[[InstanceSpec], InstanceCosts]:
+    """The same costs for every instance; `rate` in bytes/s of a port."""
+    costs = InstanceCosts(
+        times=times,
+        blocks=blocks,
+        tokens_per_block=BLOCK,
+        window=None,
+        sequences=sequences,
+        overlap=overlap,
+        block_bytes=BLOCK_BYTES,
+        port_bytes_per_s=rate,
+    )
+    return lambda instance: costs
+
+
+def random_requests(count: int, seed: int, *, every: float, longest: int = 60) -> list[TimedRequest]:
+    """Requests of random sizes with Poisson arrivals, on average `every` seconds."""
+    draw, now, requests = random.Random(seed), 0.0, []
+    for _ in range(count):
+        now += draw.expovariate(1 / every)
+        requests.append(TimedRequest(now, draw.randint(1, longest), draw.randint(1, longest)))
+    return requests

@@ -1,0 +1,206 @@
+"""The simulator of deployments, beside closed forms, single blocks and the engine itself."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from meshwright.costs.serve_costs import TRANSFER_SECONDS
+from meshwright.costs.step_times import StepTimes
+from meshwright.policies.batch_request import BatchLimits, CacheGroup, Request, Step
+from meshwright.policies.batching import BatchPolicy
+from meshwright.policies.batching_player import play
+from meshwright.serve.engine import Engine
+from meshwright.simulator import serve_simulation
+from meshwright.simulator.serve_simulation import simulate
+from meshwright.spec.deployment import PREFIX_BLOCK, Deployment, InstanceSpec, TimedRequest
+from meshwright.spec.engine import EngineOptions
+from meshwright.spec.errors import BadInput
+from tests.models.tiny import LLAMA, built
+from tests.simulator.serve_cases import BLOCK, BLOCK_BYTES, LIMITS, costs_of, random_requests, simple_times
+from tests.slow import quick_first
+
+COLOCATED = Deployment(instances=(InstanceSpec(token_budget=8),))
+DIVIDED = Deployment(
+    instances=(InstanceSpec(role="prefill", token_budget=8), InstanceSpec(role="decode", token_budget=8))
+)
+
+
+def test_a_lone_request_takes_its_chunks_and_decodes() -> None:
+    served = simulate(COLOCATED, [TimedRequest(10.0, 18, 5)], costs_of(simple_times(0.5)), LIMITS)
+    assert served.requests[0].ttft == pytest.approx(3 * 0.5)
+    assert served.requests[0].tpot == pytest.approx(0.5)
+    assert served.seconds == pytest.approx(10 + 7 * 0.5)
+    assert (served.attainment, served.instances[0].cache_peak) == (0.0, pytest.approx(6 / 999))
+
+
+def test_moved_blocks_add_the_time_of_the_last_transfer_and_a_step_for_the_tokens_behind_them() -> None:
+    rate = 1000.0
+    served = simulate(DIVIDED, [TimedRequest(0.0, 18, 5)], costs_of(simple_times(0.5), rate=rate), LIMITS)
+    # Chunks of 8, 8 and 2 tokens fill 2, 2 and 0 blocks; the third step is longer than the second transfer.
+    assert 2 * BLOCK_BYTES / rate + TRANSFER_SECONDS < 0.5
+    assert served.requests[0].ttft == pytest.approx(3 * 0.5)
+    # Four further tokens, the first of them by a chunk of the two tokens that were not moved and the new one.
+    assert served.requests[0].tpot == pytest.approx(0.5)
+    assert served.transferred_bytes == 4 * BLOCK_BYTES
+    slow = simulate(DIVIDED, [TimedRequest(0.0, 16, 5)], costs_of(simple_times(0.5), rate=100.0), LIMITS)
+    # The port carries 2 blocks in 2 s; those of the second chunk wait for it.
+    assert slow.requests[0].ttft == pytest.approx(0.5 + 2 * 2.0 + TRANSFER_SECONDS)
+
+
+def test_one_new_token_ends_where_it_was_computed() -> None:
+    served = simulate(DIVIDED, [TimedRequest(0.0, 8, 1)], costs_of(simple_times(0.5), rate=1e6), LIMITS)
+    assert served.requests[0].end == served.requests[0].first_token
+    assert served.requests[0].tpot == 0.0
+
+
+@pytest.mark.parametrize("role", ["both", "prefill"])
+def test_mean_wait_is_that_of_a_queue_with_one_server(role: str) -> None:
+    draw, now, requests = random.Random(5), 0.0, []
+    for _ in range(6000):
+        now += draw.expovariate(1.0)
+        requests.append(TimedRequest(now, 8, 1))
+    load = 0.7
+    deployment = COLOCATED if role == "both" else DIVIDED
+    served = simulate(deployment, requests, costs_of(simple_times(load)), LIMITS)
+    expected = load + load * load / (2 * (1 - load))  # M/D/1
+    # With `both`, a request that comes while the instance is idle waits for nothing, as in the formula.
+    assert served.ttft.mean() == pytest.approx(expected, rel=0.06)
+
+
+@pytest.mark.parametrize("seed", quick_first(2, range(12)))
+def test_one_instance_has_the_times_of_the_player(seed: int) -> None:
+    requests = random_requests(60, seed, every=1.0)
+    times = simple_times(0.2, token=0.01, position=0.001)
+    served = simulate(COLOCATED, requests, costs_of(times, blocks=60), LIMITS)
+    policy = BatchPolicy(BatchLimits(8, 8, prefix_cache=True), [CacheGroup(60)], BLOCK)
+    played = play(
+        policy,
+        [
+            Request(number, [number * 100 + index for index in range(request.input_tokens)], request.output_tokens,
+                    arrival=request.arrival_seconds)
+            for number, request in enumerate(requests)
+        ],
+        times.seconds,
+        longest_repeat=1,
+    )  # fmt: skip
+    assert policy.preemptions
+    np.testing.assert_allclose([each.first_token for each in served.requests], [each.first_token for each in played])
+    np.testing.assert_allclose([each.end for each in served.requests], [each.end for each in played])
+
+
+@pytest.mark.parametrize("seed", quick_first(1, range(8)))
+@pytest.mark.parametrize("deployment", [COLOCATED, DIVIDED])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_counted_blocks_give_the_times_of_single_blocks(
+    seed: int, deployment: Deployment, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = random_requests(80, seed, every=1.0)
+    costs = costs_of(simple_times(0.1, token=0.005, position=0.001), blocks=50, overlap=overlap)
+    counted = simulate(deployment, requests, costs, LIMITS)
+    monkeypatch.setattr(serve_simulation, "can_count", lambda *_: False)
+    single = simulate(deployment, requests, costs, LIMITS)
+    assert sum(figures.preemptions for figures in single.instances)
+    assert counted == single
+
+
+def test_an_instance_with_the_prefix_gets_the_request_and_computes_the_remainder() -> None:
+    first = TimedRequest(0.0, PREFIX_BLOCK + 8, 2, (1,))
+    requests = [first, first._replace(arrival_seconds=1.0), TimedRequest(1.0, 8, 300, (2,))]
+    times, deployment = (
+        simple_times(0.01, token=0.001),
+        Deployment(instances=(InstanceSpec(count=2, token_budget=600),)),
+    )
+    served = simulate(deployment, requests, costs_of(times), LIMITS)
+    assert served.requests[1].ttft == pytest.approx(0.01 + 0.001 * 8)
+    assert [figures.cached_tokens for figures in served.instances] == [PREFIX_BLOCK, 0]
+    assert served.requests[0].ttft == pytest.approx(0.01 + 0.001 * (PREFIX_BLOCK + 8))
+
+
+def test_prefixes_are_not_moved_again() -> None:
+    request = TimedRequest(0.0, PREFIX_BLOCK + 8, 4, (1,))
+    served = simulate(DIVIDED, [request, request._replace(arrival_seconds=100.0)], costs_of(simple_times(0.01)), LIMITS)
+    assert served.transferred_bytes == (PREFIX_BLOCK + 8 + 8) / BLOCK * BLOCK_BYTES
+
+
+def test_attainment_is_joint_and_leaves_out_both_ends() -> None:
+    requests = [TimedRequest(100.0 * index, 8 + 8 * (index % 2), 3) for index in range(40)]
+    limits = LIMITS.__class__(ttft_seconds=0.7, tpot_seconds=0.6)
+    served = simulate(COLOCATED, requests, costs_of(simple_times(0.5)), limits)
+    assert served.attainment == 0.5
+    assert served.rate == pytest.approx(0.01)
+    assert served.good_rate_per_gpu == pytest.approx(0.005)
+
+
+def test_refuses_what_it_cannot_play() -> None:
+    mixed = Deployment(instances=(InstanceSpec(), InstanceSpec(role="decode")))
+    with pytest.raises(BadInput, match="both, decode"):
+        simulate(mixed, [TimedRequest(0.0, 1, 1)], costs_of(simple_times()), LIMITS)
+    with pytest.raises(BadInput, match="at least one"):
+        simulate(COLOCATED, [], costs_of(simple_times()), LIMITS)
+    with pytest.raises(BadInput, match="cache blocks"):
+        simulate(COLOCATED, [TimedRequest(0.0, 100, 1)], costs_of(simple_times(), blocks=10), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("overlap", "seed"), quick_first(2, [(False, 0), (True, 1), (True, 2), (True, 3)], unpack=True)
+)
+def test_times_are_those_of_the_engine_itself(overlap: bool, seed: int) -> None:
+    requests = random_requests(20, seed, every=0.6, longest=24)
+    times = simple_times(0.2, token=0.01, position=0.001)
+    served = simulate(COLOCATED, requests, costs_of(times, overlap=overlap), LIMITS)
+    first, end = _engine_times(requests, times, overlap=overlap)
+    np.testing.assert_allclose([each.first_token for each in served.requests], first)
+    np.testing.assert_allclose([each.end for each in served.requests], end)
+
+
+def _engine_times(
+    requests: Sequence[TimedRequest], times: StepTimes, *, overlap: bool
+) -> tuple[list[float], list[float]]:
+    """First and last tokens of the engine's loop, on a clock that a step's modelled time moves on."""
+    now, free = 0.0, 0.0
+    ends: dict[int, float] = {}
+    sizes = EngineOptions(
+        step_tokens=8, sequences=8, tokens_per_block=BLOCK, cache_blocks=1000, context=64, overlap=overlap, texts=False
+    )
+    engine = Engine(built(LLAMA, dtype=torch.float32), options=sizes, clock=lambda: now)
+    plan, complete = engine._policy.next_step, engine._complete
+
+    def next_step(*arguments: Any) -> Step | None:
+        nonlocal free
+        if (step := plan(*arguments)) is not None:
+            decodes = step.parts[: step.decodes]
+            positions = sum(part.start + 1 for part in decodes)
+            free = max(free, now) + times.seconds(step.decodes, positions, step.parts[step.decodes :])
+            ends[step.number] = free
+        return step
+
+    def wait(launched: Any, updates: list[Any]) -> None:
+        nonlocal now
+        now = max(now, ends[launched.step.number])
+        complete(launched, updates)
+
+    engine._policy.next_step, engine._complete = next_step, wait  # type: ignore[method-assign]
+    tokens: dict[int, list[float]] = {}
+    index_of: dict[int, int] = {}
+    sent = 0
+    while sent < len(requests) or engine.unfinished:
+        while sent < len(requests) and requests[sent].arrival_seconds <= now:
+            index_of[
+                engine.submit([sent + 1] * requests[sent].input_tokens, new_tokens=requests[sent].output_tokens)
+            ] = sent
+            sent += 1
+        if not engine.unfinished:
+            now = requests[sent].arrival_seconds
+            continue
+        for update in engine.step():
+            tokens.setdefault(index_of[update.number], []).extend([now] * len(update.tokens))
+    assert all(len(tokens[index]) == request.output_tokens for index, request in enumerate(requests))
+    assert all(first.arrival_seconds <= second.arrival_seconds for first, second in pairwise(requests))
+    return [tokens[index][0] for index in range(sent)], [tokens[index][-1] for index in range(sent)]
