@@ -538,3 +538,5 @@ def test_the_largest_model_in_text_and_json() -> None:
     assert f"model.layers={entry['model']['layers']} model.hidden={entry['model']['hidden']} " in text
     assert f"host {entry['host_bytes'] / 1e9:.1f} GB" in text
     assert meshwright("plan", "--largest", "model=mixtral-8x7b", *words[1:]).code == 2
+    refused = meshwright("plan", "--largest", *words, "--out", "plan.yaml", "--gpus", "1..2")
+    assert refused.code == 2 and "--largest cannot be combined with --gpus and --out" in refused.err

@@ -10,7 +10,7 @@ import typer
 
 from meshwright.cli.options import Json, Words, check_writable, load, say, split_words
 from meshwright.durable.writes import write_durable
-from meshwright.spec.run import RunSpec
+from meshwright.spec.errors import BadInput
 
 For = Annotated[
     str | None,
@@ -99,7 +99,7 @@ def plan(
     is marked "planned only". Devices stay idle where a part of them takes a shorter step; the answer names that part.
 
     With --json: `name`, `plan`, `predicted`, `alternatives`, `search_seconds`, `sources`; `idle`, `does_not_fit` and `untrainable` where
-    they apply. With --largest: `family`, `device_bytes_usable`, `host_bytes_usable`, `largest`; it uses no other option.
+    they apply. With --largest: `family`, `device_bytes_usable`, `host_bytes_usable`, `largest`; no other option is allowed.
 
     Exit codes: 0 a plan, 2 bad input or no layout, 3 nothing fits (with what would make it fit).
 
@@ -124,21 +124,22 @@ def plan(
     A file with `serve` asks for a serving deployment. With --json: `instances`, `goodput_per_gpu`, `low`, `high`, `binding`,
     `alternatives`, `margin_over_colocated`, `search_seconds`.
     """
-<<<<<<< HEAD
-    if largest:
-        _print_largest(load(words), as_json=as_json)
-=======
     from meshwright.config.deployment_file import asks_for_deployment
 
+    given = {
+        "--for": for_, "--include-untrainable": include_untrainable, "--gpus": gpus, "--objective": objective != "time",
+        "--critical-batch": critical_batch, "--tokens": tokens, "--price": price, "--probe": probe, "--explain": explain,
+    }  # fmt: skip
+    refused = [name for name, value in given.items() if value]
+    if largest:
+        _print_largest(
+            words, [*refused, *(name for name, file in (("--out", out), ("--html", html)) if file)], as_json=as_json
+        )
+        return
     if asks_for_deployment(*split_words(words)):
         from meshwright.cli.plan_deployment import answer_deployment
 
-        given = {
-            "--for": for_, "--include-untrainable": include_untrainable, "--gpus": gpus, "--objective": objective != "time",
-            "--critical-batch": critical_batch, "--tokens": tokens, "--price": price, "--probe": probe, "--explain": explain,
-        }  # fmt: skip
-        answer_deployment(words, out, html, as_json=as_json, refused=[name for name, value in given.items() if value])
->>>>>>> main
+        answer_deployment(words, out, html, as_json=as_json, refused=refused)
         return
     from meshwright.cli.plan_answer import PlanQuestion, answer_question, as_plain
     from meshwright.cli.plan_words import remarks
@@ -170,9 +171,13 @@ def plan(
         show(answer)
 
 
-def _print_largest(run: RunSpec, *, as_json: bool) -> None:
+def _print_largest(words: list[str] | None, refused: list[str], *, as_json: bool) -> None:
+    """Raises BadInput if there are `refused` options."""
     from meshwright.cli.plan_largest import largest_as_plain, largest_as_text
 
+    if refused:
+        raise BadInput(f"--largest cannot be combined with {' and '.join(refused)}")
+    run = load(words)
     if as_json:
         print(json.dumps(largest_as_plain(run)))
     else:
