@@ -130,16 +130,13 @@ def plan(
         "--for": for_, "--include-untrainable": include_untrainable, "--gpus": gpus, "--objective": objective != "time",
         "--critical-batch": critical_batch, "--tokens": tokens, "--price": price, "--probe": probe, "--explain": explain,
     }  # fmt: skip
-    refused = [name for name, value in given.items() if value]
     if largest:
-        _print_largest(
-            words, [*refused, *(name for name, file in (("--out", out), ("--html", html)) if file)], as_json=as_json
-        )
+        _print_largest(words, {**given, "--out": out, "--html": html}, as_json=as_json)
         return
     if asks_for_deployment(*split_words(words)):
         from meshwright.cli.plan_deployment import answer_deployment
 
-        answer_deployment(words, out, html, as_json=as_json, refused=refused)
+        answer_deployment(words, out, html, as_json=as_json, refused=[name for name, value in given.items() if value])
         return
     from meshwright.cli.plan_answer import PlanQuestion, answer_question, as_plain
     from meshwright.cli.plan_words import remarks
@@ -171,11 +168,11 @@ def plan(
         show(answer)
 
 
-def _print_largest(words: list[str] | None, refused: list[str], *, as_json: bool) -> None:
-    """Raises BadInput if there are `refused` options."""
+def _print_largest(words: list[str] | None, given: dict[str, object], *, as_json: bool) -> None:
+    """Raises BadInput if any option of `given` has a value."""
     from meshwright.cli.plan_largest import largest_as_plain, largest_as_text
 
-    if refused:
+    if refused := [name for name, value in given.items() if value]:
         raise BadInput(f"--largest cannot be combined with {' and '.join(refused)}")
     run = load(words)
     if as_json:
