@@ -83,6 +83,18 @@ def test_kept_parameters_are_gathered_once_and_gradients_reduced_once():
     assert len(collective_counts_of(cut)) == 2 * 5
 
 
+@pytest.mark.parametrize("batches", [1, 2, 5])
+def test_collectives_at_the_ends_do_not_depend_on_the_number_of_micro_batches(batches):
+    (actions,) = expand(build("1f1b", 1, batches), 3, gather="start", reduce="end").actions
+    collectives = [(action.op, action.unit) for action in actions if action.op in ("unshard", "reduce_grad")]
+    assert collectives == [("unshard", 0), ("unshard", 1), ("unshard", 2)] + [
+        ("reduce_grad", unit) for unit in (2, 1, 0)
+    ]
+    computes = [index for index, action in enumerate(actions) if action.op in COMPUTE]
+    assert all(action.op == "unshard" for action in actions[: computes[0]])
+    assert not any(action.op in ("unshard", "reduce_grad") for action in actions[computes[0] : computes[-1]])
+
+
 def test_gathering_may_differ_by_unit():
     cut = expand(build("1f1b", 1, 2), 3, gather=[["never", "step", "stretch"]], reduce="never")
     assert collective_counts_of(cut) == {("unshard", 0, 1): 1, ("unshard", 0, 2): 2}

@@ -31,6 +31,7 @@ def plan_on(schedule: ScheduleName = "1f1b", layers: tuple[LayerStrategy, ...] =
         (plan_on(shard=8, layers=(AGAIN, KEPT)), "FSDP8 (ZeRO-2 and 3)"),
         (plan_on(replicate=8, shard=1), "DDP8"),
         (plan_on(replicate=2, shard=4), "HSDP 2×4 (ZeRO-3)"),
+        (plan_on(hybrid=4, tensor=2), "HDP4 (ZeRO-3) × TP2"),
         (plan_on("zbv", pipeline=2, shard=4), "PP2 × FSDP4 (ZeRO-3), zero-bubble V (zbv)"),
         (plan_on(replicate=2, pipeline=4, shard=8, tensor=2), "HSDP 2×8 (ZeRO-3) × PP4 × TP2, 1F1B"),
         (plan_on(shard=1, context_ring=4), "CP4 (ring, ZeRO-3)"),

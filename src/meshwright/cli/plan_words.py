@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.costs.machine_rates import is_guessed, unpredicted_message
 from meshwright.costs.plan_costs import STACK, as_nodes
 from meshwright.observe.number_text import short
-from meshwright.planner.candidate import pins_of, without_bf16
+from meshwright.planner.candidate import pins_of, slot_run, without_bf16
 from meshwright.planner.explain import MOVES, border
 from meshwright.planner.reasons import on_layers
 from meshwright.planner.reprice import reprice
@@ -204,7 +204,7 @@ def chips_by_node(cluster: ClusterSpec) -> list[str]:
 def memory_by_rank(run: RunSpec, plan: Plan) -> list[tuple[str, dict[str, int]]]:
     """(pipeline rank with its layers, bytes by part), by pipeline rank."""
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), run.model.layers)
-    by_rank = memory_of(run.model, run.train, plan, cpu=run.cluster.is_cpu)
+    by_rank = memory_of(run.model, slot_run(run, plan).train, plan, cpu=run.cluster.is_cpu)
     if len(by_rank) == 1:
         return [("every rank", by_rank[0])]
     return [

@@ -100,13 +100,14 @@ def simulate(
 
 def _answer(run: RunSpec, plan: Plan, timeline: Timeline, *, chosen: bool, trace: Path) -> dict[str, Any]:
     from meshwright.costs.plan_costs import STACK, band, band_and_source
+    from meshwright.planner.candidate import slot_run
     from meshwright.planner.checkpoint_cost import checkpoint_cost
     from meshwright.simulator.step_simulation import memory_of
     from meshwright.spec.fields import to_plain
 
     seconds = timeline.step_seconds
     low, high = band(seconds, run.cluster, plan)
-    memory = memory_of(run.model, run.train, plan, cpu=run.cluster.is_cpu)
+    memory = memory_of(run.model, slot_run(run, plan).train, plan, cpu=run.cluster.is_cpu)
     layers = _layers(run, plan)
     ranks = [
         {

@@ -14,6 +14,7 @@ from typing import Any
 from meshwright.config.divisors import divisors, nearest_divisor
 from meshwright.config.expert_rules import expert_pins, plan_file_experts
 from meshwright.config.format_rules import fp8_products, number_formats, plan_file_formats
+from meshwright.config.hybrid_rules import hybrid, plan_file_hybrid
 from meshwright.config.optimizer_rules import decay_patterns, offloaded_state, plan_file_offload
 from meshwright.config.run_values import RunValues
 from meshwright.config.sample_rules import plan_file_samples, samples
@@ -70,6 +71,7 @@ def cross_checks(document: Document, unusable: set[KeyPath]) -> list[Mistake]:
         _partner,
         _data,
         samples,
+        hybrid,
         _prometheus,
         _chip,
         _ranks,
@@ -104,7 +106,7 @@ def plan_file_checks(
                 plan.mistake(("mesh",), f"sizes whose product is the cluster's {ranks} ranks", str(product))
             )
     if sound:
-        mistakes += plan_file_samples(plan, run)
+        mistakes += [*plan_file_samples(plan, run), *plan_file_hybrid(plan, run)]
     if sound and batch and not run("train.global_batch_tokens") and plan.get(("batch", "global_batch")) != batch:
         path: KeyPath = ("batch", "global_batch")
         mistakes.append(plan.mistake(path, f"train.global_batch = {batch}", format_value(plan.get(path))))
@@ -346,6 +348,8 @@ def _ranks(run: RunValues) -> Iterator[Mistake]:
         got = f"{nodes} × {per_node} = {ranks}"
         yield run.mistake(key, f"cluster.nodes × cluster.gpus_per_node of at most {MOST_RANKS}", None, got)
         return
+    if run("plan.hybrid"):
+        return  # `hybrid_rules` checks the ranks then
     wrong = [axis for axis in (*_MODEL_AXES, *DATA_AXES) if ranks % (run(f"plan.{axis}") or 1)]
     for axis in wrong:
         size = run(f"plan.{axis}")

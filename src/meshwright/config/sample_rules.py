@@ -32,7 +32,7 @@ def samples(run: RunValues) -> Iterator[Mistake]:
         yield run.mistake("data.document_mask", "true, as data.packing is none: each document is a sample", "true")
     if (run("plan.micro_batch") or 1) > 1:
         yield run.mistake("plan.micro_batch", "1, as data.packing is none: a micro-batch is one slot of samples", "1")
-    for axis in _UNDIVIDED:
+    for axis in () if run("plan.hybrid") else _UNDIVIDED:
         if (run(f"plan.{axis}") or 1) > 1:
             yield run.mistake(
                 f"plan.{axis}", "1, as data.packing is none: this release divides samples on no such axis", "1"
@@ -57,15 +57,10 @@ def plan_file_samples(plan: Document, run: RunValues) -> Iterator[Mistake]:
         yield plan.mistake(("samples",), expected, "a section" if given else "none")
     if not wanted:
         return
-    longest, capacity = run("train.seq_len"), plan.get(("samples", "capacity"))
-    if given and longest and capacity < longest:
-        expected = f"at least the longest sample, train.seq_len = {longest}"
-        yield plan.mistake(("samples", "capacity"), expected, str(capacity), str(longest + longest % 2))
-    if given and capacity % 2:
-        yield plan.mistake(("samples", "capacity"), "an even number of tokens", str(capacity), str(capacity + 1))
     if plan.get(("batch", "micro_batch")) != 1:
         micro = str(plan.get(("batch", "micro_batch")))
         yield plan.mistake(("batch", "micro_batch"), "1: a micro-batch is one slot of samples", micro, "1")
-    for index, axis in enumerate(plan.get(("mesh",))):
+    hybrid = any(axis["axis"] == "hybrid" for axis in plan.get(("mesh",)))
+    for index, axis in () if hybrid else enumerate(plan.get(("mesh",))):
         if axis["axis"] in _UNDIVIDED and axis["size"] > 1:
             yield plan.mistake(("mesh", index, "size"), "1, as data.packing is none", str(axis["size"]), "1")

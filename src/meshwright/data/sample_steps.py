@@ -21,7 +21,8 @@ from meshwright.policies.skipped_samples import SampleRange
 class SampleSteps:
     """Reads steps of at most `tokens` tokens, divided over `pool`, for data rank `rank`.
 
-    With `equal_slots` all ranks get as many slots as the rank with most of them; the further ones are empty.
+    With `equal_slots` all ranks get as many slots as the rank with most of them; the further ones are empty. Every rank gets at
+    least one.
     """
 
     def __init__(self, source: DataSource, *, tokens: int, pool: RankPool, rank: int, equal_slots: bool = True) -> None:
@@ -34,11 +35,11 @@ class SampleSteps:
         indices = np.arange(sample, sample + len(lengths))
         self._source.begin_step(indices)
         balance, read = balance_samples(lengths, self._pool), self._source.token_reader(indices)
-        slots = rank_slots(balance, self._rank)
+        slots = rank_slots(balance, self._rank) or [Slot(self._pool.capacity)]
         most = int(balance.slots.max())
         if self._equal_slots:
             slots += [Slot(self._pool.capacity)] * (most - len(slots))
-        all_slots = most * self._pool.ranks if self._equal_slots else int(balance.slots.sum())
+        all_slots = most * self._pool.ranks if self._equal_slots else int(np.maximum(balance.slots, 1).sum())
         return Step(
             [_micro_batch(slot, read) for slot in slots],
             (sample, sample + len(lengths)),

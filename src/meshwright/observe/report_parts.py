@@ -257,6 +257,9 @@ def _mesh_key(plan: Plan) -> str:
         lines.append(f"<li>Ranks of one colour hold one copy of the model; {copies} copies sum their gradients.</li>")
     if (parts := plan.axis_size("shard")) > 1:
         lines.append(f"<li>Each shard index holds 1/{parts} of the weights, gradients and optimizer state.</li>")
+    if (parts := plan.axis_size("hybrid")) > 1:
+        held = f"1/{parts} of the weights, gradients and optimizer state"
+        lines.append(f"<li>Each hybrid index holds {held}; samples, or parts of them, go to any of these ranks.</li>")
     return f'<ul class="key">{"".join(lines)}</ul>' if lines else ""
 
 

@@ -1,8 +1,8 @@
 """Applies a Plan to a model; `build_engine` alone decides the order of the transforms.
 
-The order: remove other stages, divide over tensor ranks, over context ranks, distribute experts, use fp8 products, tile, recompute,
-compile, split the backward, shard, allocate memory, initialise. The model code does not change: a transform replaces modules, sets
-attributes of them or wraps `forward` of a block, and parameter names stay the same.
+The order: remove other stages, divide over tensor ranks, over context or hybrid ranks, distribute experts, use fp8 products, tile,
+recompute, compile, split the backward, shard, allocate memory, initialise. The model code does not change: a transform replaces modules,
+sets attributes of them or wraps `forward` of a block, and parameter names stay the same.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from meshwright.parallel.experts import count_expert_loads_over_whole_sequences,
 from meshwright.parallel.fp8_weights import WeightScales, use_fp8_products
 from meshwright.parallel.fsdp import DTYPES, CommunicationStreams
 from meshwright.parallel.gradient_sums import GradientSums
+from meshwright.parallel.hybrid import divide_samples
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.offload import HostMemory
 from meshwright.parallel.predictions import PredictionLoss
@@ -126,7 +127,7 @@ def build_engine(
     division = mesh.division
     shrink_to_local_parts(model, division)
     divide_over_tensor_ranks(model, mesh, plan.tensor_engine)
-    context = divide_sequences(model, plan, mesh)
+    context = divide_sequences(model, plan, mesh) or divide_samples(model, mesh)
     presents = distribute_experts(model, mesh, plan.experts)
     count_expert_loads_over_whole_sequences(model, mesh)
     use_fp8_products(model, plan, mesh.device)

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from meshwright.kernels.grouped import GROUPED_OPERATOR
 from meshwright.kernels.grouped_fp8 import GROUPED_FP8_OPERATOR
-from meshwright.parallel import exchanges, experts, products, ring  # noqa: F401  # register the operators named below
+from meshwright.parallel import exchanges, experts, products, ring, span_ring  # noqa: F401  # register the operators named below
 from meshwright.spec.plan import Recompute
 
 Forward = Callable[..., Any]
@@ -84,6 +84,7 @@ _ATTENTION = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.higher_order.flex_attention,
     torch.ops.meshwright.ring_forward.default,
+    torch.ops.meshwright.span_forward.default,
 }
 _SELECTED = {
     *_ROUTING,

@@ -24,6 +24,7 @@ from meshwright.parallel.context import SplitSequences
 from meshwright.parallel.copied_weights import CopiedParameterGroup
 from meshwright.parallel.experts import DistributedExperts
 from meshwright.parallel.fsdp import ParameterGroup, UnsharedParameterGroup
+from meshwright.parallel.hybrid import DividedSamples
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.predictions import PredictionLoss
 from meshwright.parallel.routing import RoutingStatistics
@@ -67,8 +68,8 @@ class RankModel:
     """The part of the model that one pipeline rank runs.
 
     `stages` maps the indices of the rank's virtual stages to their units. Activations between units are divided along the sequence over
-    `tensor_ranks`. `context` divides sequences over context ranks, `routing` collects the routers' statistics and `predictions` the loss of
-    prediction modules; all three may be None.
+    `tensor_ranks`. `context` divides sequences over context ranks or samples over hybrid ranks, `routing` collects the routers' statistics
+    and `predictions` the loss of prediction modules; all three may be None.
     """
 
     model: Decoder
@@ -77,7 +78,7 @@ class RankModel:
     dtype: torch.dtype
     device: torch.device
     tensor_ranks: int = 1
-    context: SplitSequences | None = None
+    context: SplitSequences | DividedSamples | None = None
     routing: RoutingStatistics | None = None
     predictions: PredictionLoss | None = None
 
@@ -88,7 +89,8 @@ class RankModel:
             further = further_tokens(batch.tokens, batch.targets, batch.documents, depth)
         if self.context is not None:
             batch = self.context.local_batch(batch)
-            further = None if further is None else FurtherTokens(*map(self.context.local_tokens, further))
+        if further is not None and isinstance(self.context, SplitSequences):
+            further = FurtherTokens(*map(self.context.local_tokens, further))
         return LocalBatch(**vars(batch), further=further)
 
     def shared_inputs(self, batch: MicroBatch) -> SharedInputs:

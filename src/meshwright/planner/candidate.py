@@ -6,7 +6,7 @@ A pin is a plan field that the run file or command line fixes; the planner choos
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from meshwright.schedules.registry import entry_of
@@ -253,7 +253,7 @@ def overfull_ranks(run: RunSpec, plan: Plan, budget: int | None) -> list[bool]:
 
     Raises BadInput when the plan's schedule cannot be made for its micro-batches.
     """
-    bytes_by_rank = memory_of(run.model, run.train, plan, cpu=run.cluster.is_cpu)
+    bytes_by_rank = memory_of(run.model, slot_run(run, plan).train, plan, cpu=run.cluster.is_cpu)
     limits = usable_by_rank(run, plan, inf if budget is None else budget)
     return [sum(rank_bytes.values()) > limit for rank_bytes, limit in zip(bytes_by_rank, limits, strict=True)]
 
@@ -274,7 +274,7 @@ def host_excess_bytes(run: RunSpec, plan: Plan) -> float:
 
     Raises as `overfull_ranks`.
     """
-    return max(0.0, sum(host_bytes(run.model, run.train, plan, run.cluster.nodes)) - host_budget(run))
+    return max(0.0, sum(host_bytes(run.model, slot_run(run, plan).train, plan, run.cluster.nodes)) - host_budget(run))
 
 
 def fits(run: RunSpec, plan: Plan, budget: int | None) -> bool:
@@ -323,6 +323,13 @@ def compiles(run: RunSpec) -> bool:
     """Whether blocks are compiled: as pinned, else on GPUs only."""
     pinned = pins_of(run).compile
     return not run.cluster.is_cpu if pinned is None else pinned
+
+
+def slot_run(run: RunSpec, plan: Plan) -> RunSpec:
+    """The run with full slots as its sequences, if `plan` places samples of any length; otherwise unchanged."""
+    if plan.samples is None:
+        return run
+    return replace(run, train=replace(run.train, seq_len=plan.samples.capacity, global_batch=plan.batch.global_batch))
 
 
 def pins_of(run: RunSpec) -> PlanPins:

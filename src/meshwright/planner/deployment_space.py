@@ -1,4 +1,4 @@
-"""Deployments that the planner considers: instances of one role, or of prefill and decode, in every tensor degree that fits.
+"""Deployments that the planner considers: colocated, or of prefill and decode instances, in every tensor degree that fits.
 
 A large cluster is planned as equal units of a few instances: the share of devices for each role is then a multiple of one instance in a
 unit, and the simulation of a unit takes as long as that of a small cluster. A router over all units shares load a little better.

@@ -12,7 +12,15 @@ from dataclasses import dataclass, replace
 
 from meshwright.costs.machine_rates import machine_of
 from meshwright.costs.plan_costs import as_nodes, number
-from meshwright.planner.candidate import HEADROOM, Candidate, offloads, peak_bytes, pins_of, usable_by_rank
+from meshwright.planner.candidate import (
+    HEADROOM,
+    Candidate,
+    offloads,
+    peak_bytes,
+    pins_of,
+    slot_run,
+    usable_by_rank,
+)
 from meshwright.planner.finalists import SAME_TIME_TOLERANCE, complexity
 from meshwright.planner.reprice import reprice
 from meshwright.simulator.step_simulation import memory_of
@@ -26,6 +34,7 @@ MOVES = {
     "pipeline": "activations between stages",
     "replicate": "gradient sums over replicas",
     "shard": "gathers of weights and reductions of gradients",
+    "hybrid": "gathers of weights, reductions of gradients, keys and values of divided samples",
     "context_ring": "keys and values round the ring",
     "context_ulysses": "heads exchanged for tokens",
     "context": "a sequence's keys and values",
@@ -156,7 +165,7 @@ def why_not_distinguished(best: Candidate, other: Candidate) -> str:
 
 def shortfall(run: RunSpec, plan: Plan, usable_bytes: float | None = None) -> str:
     """The pipeline rank of `plan` that exceeds its usable memory most, by how much, and its largest categories, as a sentence."""
-    bytes_by_rank = memory_of(run.model, run.train, plan, cpu=run.cluster.is_cpu)
+    bytes_by_rank = memory_of(run.model, slot_run(run, plan).train, plan, cpu=run.cluster.is_cpu)
     needs = [sum(by_category.values()) for by_category in bytes_by_rank]
     limits = usable_by_rank(run, plan, usable_bytes or HEADROOM * (run.cluster.memory_bytes() or 0))
     rank = max(range(len(bytes_by_rank)), key=lambda index: needs[index] - limits[index])
@@ -224,7 +233,7 @@ def _memory_limits(run: RunSpec, plan: Plan, predicted: Predicted) -> list[Limit
         return []
     for (cost_text, without_text), roomy in _plans_with_more_memory(run, plan):
         # Where the plan without the setting fits, memory does not force it.
-        bytes_by_rank = memory_of(run.model, run.train, roomy, cpu=run.cluster.is_cpu)
+        bytes_by_rank = memory_of(run.model, slot_run(run, roomy).train, roomy, cpu=run.cluster.is_cpu)
         usable = usable_by_rank(run, plan, HEADROOM * budget)
         if all(sum(rank_bytes.values()) <= limit for rank_bytes, limit in zip(bytes_by_rank, usable, strict=True)):
             continue
@@ -259,7 +268,7 @@ def _plans_with_more_memory(run: RunSpec, plan: Plan) -> Iterator[tuple[tuple[st
 
 def _checked(run: RunSpec, plan: Plan) -> Plan:
     """`plan`; raises BadInput when its schedule cannot be made."""
-    memory_of(run.model, run.train, plan, cpu=run.cluster.is_cpu)
+    memory_of(run.model, slot_run(run, plan).train, plan, cpu=run.cluster.is_cpu)
     return plan
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from meshwright.costs.machine_rates import is_guessed
 from meshwright.costs.plan_costs import band, pricing
+from meshwright.planner.candidate import slot_run
 from meshwright.planner.step_estimate import simulated_by_stages, simulated_by_units
 from meshwright.simulator.step_simulation import memory_of, timing_of
 from meshwright.simulator.timing import Timing
@@ -27,6 +28,7 @@ def reprice(run: RunSpec, plan: Plan, *, by_units: bool = True, timing: Timing |
     Without `by_units` the step is simulated by whole stages, which is quicker, for ranking. `timing` is computed if not given. Only memory
     is predicted where the cost model has no rates of the device. Raises BadInput when the schedule does not allow the micro-batches.
     """
+    run = slot_run(run, plan)
     by_category = fullest(memory_of(run.model, run.train, plan, cpu=run.cluster.is_cpu))
     predicted = Predicted(memory_peak_bytes=sum(by_category.values()), memory_bytes=by_category)
     if timing is None and pricing(run.model, run.train, plan, run.cluster) is None:

@@ -2,25 +2,63 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from meshwright.costs.machine_rates import chip_of, machine_of
 from meshwright.costs.plan_costs import format_of_products
-from meshwright.planner.candidate import pins_of
+from meshwright.planner.candidate import pins_of, slot_run
+from meshwright.planner.sample_plans import ring_seconds
 from meshwright.simulator.sample_times import sample_time
+from meshwright.spec.hybrid import least_capacity
 from meshwright.spec.job import planned_sequences
-from meshwright.spec.plan import Precision, SamplePlan
+from meshwright.spec.plan import Plan, PlanPins, Precision, SamplePlan
 from meshwright.spec.run import RunSpec
+
+TILE = 128
+"""Tokens of which longer slots are a multiple."""
 
 
 def searched_run(run: RunSpec) -> RunSpec:
     """The run as the planner searches for its plan: full slots in place of samples, on data ranks; other runs unchanged."""
-    tokens = run.train.global_batch_tokens
+    tokens, pins = run.train.global_batch_tokens, pins_of(run)
     if tokens is None:
         return run
+    if pins.hybrid is not None:
+        return _searched_hybrid(run, tokens, pins)
     sequences = planned_sequences(tokens, run.train.seq_len, run.cluster.ranks)
-    pins = replace(pins_of(run), micro_batch=1, pipeline=1, context_ring=1, context_ulysses=1, tensor=1)
+    pins = replace(pins, micro_batch=1, pipeline=1, context_ring=1, context_ulysses=1, tensor=1)
     return replace(run, train=replace(run.train, global_batch=sequences), plan=pins)
+
+
+def _searched_hybrid(run: RunSpec, tokens: int, pins: PlanPins) -> RunSpec:
+    """The run with slots of the hybrid ranks as sequences of shard ranks, which have the same weights and products."""
+    ranks, tensor, schedule = pins.hybrid or 1, pins.tensor or 1, pins.schedule or "1f1b"
+    capacity = pins.capacity or _capacity(ranks, tensor, run.train.seq_len)
+    pins = replace(
+        pins, hybrid=None, capacity=None, shard=ranks, replicate=1, pipeline=1, context_ring=1, context_ulysses=1,
+        tensor=tensor, micro_batch=1, schedule=schedule,
+    )  # fmt: skip
+    if schedule == "1f1b":
+        pins = replace(pins, reshard=False, gradients="whole")
+    sequences = planned_sequences(tokens, capacity, ranks)
+    return replace(run, train=replace(run.train, seq_len=capacity, global_batch=sequences), plan=pins)
+
+
+def _capacity(ranks: int, tensor: int, longest: int) -> int:
+    """Tokens of the smallest slots that hold the longest sample, in whole tiles of products where they are long enough."""
+    least = least_capacity(ranks, tensor, longest)
+    return least if least < TILE else -(-least // math.lcm(TILE, tensor)) * math.lcm(TILE, tensor)
+
+
+def with_hybrid_axis(run: RunSpec, plan: Plan) -> Plan:
+    """A plan of `searched_run` with the pinned hybrid ranks in place of its shard ranks; other plans unchanged."""
+    ranks = pins_of(run).hybrid or 1
+    if ranks == 1 or plan.samples is None:
+        return plan
+    mesh = tuple(replace(axis, axis="hybrid") if axis.axis == "shard" else axis for axis in plan.mesh)
+    samples = replace(plan.samples, ring=ring_seconds(slot_run(run, plan), plan))
+    return replace(plan, mesh=mesh, samples=samples)
 
 
 def sample_plan(run: RunSpec, precision: Precision) -> SamplePlan | None:

@@ -82,6 +82,12 @@ def _exchange_seconds(priced: Pricing) -> float:
     return number(sum(context_traffic(priced.shape, priced.machine, priced.layout, priced.constants)))
 
 
+def ring_seconds(run: RunSpec, plan: Plan) -> float:
+    """Seconds per token of the messages of a sample that all ranks of `plan` divide; 0 without rates of the device."""
+    priced = pricing(run.model, run.train, plan, run.cluster)
+    return 0.0 if priced is None else float(_ring_time(run, priced).seconds(np.ones(1), plan.ranks)[0])
+
+
 def _ring_time(run: RunSpec, priced: Pricing) -> RingTime:
     """Messages of a ring between the run's ranks."""
     step = step_shape(priced.shape, priced.layout)

@@ -43,7 +43,7 @@ from meshwright.planner.mlp_tiles import with_tiles
 from meshwright.planner.reasons import no_layout, nothing_fits, reasons
 from meshwright.planner.reprice import reprice, without_guess
 from meshwright.planner.robust import FRAGILE, slowdown_function, why_robust
-from meshwright.planner.sample_plan import searched_run
+from meshwright.planner.sample_plan import searched_run, with_hybrid_axis
 from meshwright.planner.space import Points, points, with_kernel_engines
 from meshwright.planner.step_estimate import STAGES
 from meshwright.planner.strategies import PLAIN, Strategy, lower_memory_strategies
@@ -184,7 +184,10 @@ def _search(run: RunSpec, requested: RunSpec, memory_bytes: int | None, trainabl
     why = reasons(best, others, requested, lambda plan: fits(run, plan, budget))
     why += (why_robust(best, fastest_choice, slowdown),) if fastest_choice is not best else ()
     best = replace(best, plan=replace(best.plan, why=why))
-    best, *others = (replace(candidate, plan=without_guess(run, candidate.plan)) for candidate in (best, *others))
+    best, *others = (
+        replace(candidate, plan=with_hybrid_axis(requested, without_guess(run, candidate.plan)))
+        for candidate in (best, *others)
+    )
     return Answer(best, tuple(others), considered, time.perf_counter() - start)
 
 

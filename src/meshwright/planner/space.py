@@ -41,7 +41,8 @@ from meshwright.spec.plan import (
 from meshwright.spec.run import RunSpec
 from meshwright.workload.copy_options import COPY_OPTIONS, GATHERS, TOKENS
 
-AXES = get_args(AxisName)
+AXES = tuple(axis for axis in get_args(AxisName) if axis != "hybrid")
+"""Axes of the search; hybrid ranks are searched as shard ranks (`sample_plan`)."""
 SCHEDULES = get_args(ScheduleName)
 BATCH_COLUMNS = ("micro", "accumulate", "schedule", "virtual")
 """Columns of a point in addition to its mesh."""

@@ -58,8 +58,8 @@ class Change:
 def what_if(
     run: RunSpec, plan: Plan, *, search_seconds: float = math.inf, trainable: bool = True
 ) -> tuple[Change, ...]:
-    """Changes with their predicted gain, the largest first; empty where no step time is known."""
-    if plan.predicted is None or plan.predicted.step_seconds is None:
+    """Changes with their predicted gain, the largest first; empty where no step time is known, and for hybrid ranks."""
+    if plan.predicted is None or plan.predicted.step_seconds is None or plan.axis_size("hybrid") > 1:
         return ()
     run = replace(run, cluster=as_nodes(run.cluster))
     best = min((candidate for candidate in (reprice(run, plan), _fastest(run, plan)) if candidate), key=_seconds)

@@ -34,6 +34,8 @@ GOOD_END = 1.02
 """End of the slowest rank over the mean at which no other numbers of ranks are tried."""
 REPACKS = 3
 """Times that short samples are packed again, with less work for ranks that waited in samples of several ranks."""
+DELAY = 0.03
+"""Share by which ranks may end later than all would together, so that less padding is computed."""
 
 ROUNDING = 1e-9
 """Part of a token by which a product of tokens and a share may exceed a whole number."""
@@ -55,7 +57,7 @@ class RankPool:
 
 def rank_pool(samples: SamplePlan, ranks: int) -> RankPool:
     """The pool of `ranks` ranks with the slots and times of a plan."""
-    return RankPool(ranks, samples.capacity, SampleTime(samples.alpha, samples.beta, samples.gamma))
+    return RankPool(ranks, samples.capacity, SampleTime(samples.alpha, samples.beta, samples.gamma, samples.ring))
 
 
 @dataclass(frozen=True)
@@ -152,12 +154,13 @@ def balance_samples(lengths: np.ndarray, pool: RankPool, offload: np.ndarray | N
     long, short = order[least[order] > 1], order[least[order] == 1]
     spans = _place_long(long, short, batch, pool)
     delays = np.zeros(pool.ranks)
-    best = balance = _assemble(short, spans, batch, pool, delays)
+    best, delay = _assemble(short, spans, batch, pool, delays)
+    balance = best
     for _ in range(REPACKS if pool.stages == 1 else 0):
-        if best.imbalance <= GOOD_END:
+        if best.imbalance <= GOOD_END + delay:
             break
         delays = delays + balance.end_seconds - balance.work_seconds
-        balance = _assemble(short, spans, batch, pool, delays)
+        balance, _ = _assemble(short, spans, batch, pool, delays)
         best = balance if balance.slowest_seconds < best.slowest_seconds else best
     return best
 
@@ -212,14 +215,20 @@ def _allotments(least: np.ndarray, ranks: int) -> Iterator[np.ndarray]:
     yield halves[np.searchsorted(-halves, -least, side="right") - 1]
 
 
-def _assemble(short: np.ndarray, spans: Spans, batch: _Batch, pool: RankPool, delays: np.ndarray) -> Balance:
-    """Pack the `short` samples around the spans, and time the result. `delays` `(ranks,)`: expected waits inside spans."""
+def _assemble(
+    short: np.ndarray, spans: Spans, batch: _Batch, pool: RankPool, delays: np.ndarray
+) -> tuple[Balance, float]:
+    """Pack the `short` samples around the spans, and time the result. `delays` `(ranks,)`: expected waits inside spans.
+
+    Returns the share, too, by which packing lets ranks end later.
+    """
     parts = _span_parts(spans, batch.lengths, pool.ranks)
     held = np.ceil(parts.tokens * batch.shares[parts.sample] - ROUNDING).astype(np.int64)
     ready = spans.busy + (pool.stages - 1) * np.maximum(spans.longest, _short_slot(short, batch, pool)) + delays
     rooms = Rooms(parts.rank, parts.slot, pool.capacity - held)
     seconds = batch.shared[short] + pool.time.fixed / pool.capacity * batch.held[short]
-    packing = pack_samples(batch.held[short], seconds, ready, rooms, pool.capacity)
+    delay = DELAY if pool.time.linear > 0 else 0.0  # else padding costs nothing
+    packing = pack_samples(batch.held[short], seconds, ready, rooms, pool.capacity, delay)
     whole = np.ones(len(short), np.int64)
     packed = _Parts(short, whole - 1, whole, packing.rank, packing.slot, batch.lengths[short])
     every = _Parts(*(np.concatenate(pair) for pair in zip(parts, packed, strict=True)))
@@ -230,9 +239,10 @@ def _assemble(short: np.ndarray, spans: Spans, batch: _Batch, pool: RankPool, de
     slots = int(batch.held.sum()) / pool.capacity
     ideal = (_total(batch.shared) + slots * pool.time.fixed) / pool.ranks
     sample, part, number, rank, slot, tokens = (values[order] for values in every)
-    return Balance(
+    balance = Balance(
         pool, sample, part, number, rank, slot, tokens, seconds[order], packing.slots, batch.offload, end, ideal
     )
+    return balance, packing.delay
 
 
 def _span_parts(spans: Spans, lengths: np.ndarray, pool_ranks: int) -> _Parts:

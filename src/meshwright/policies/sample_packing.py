@@ -1,12 +1,15 @@
 """Samples that fit on one rank: to ranks by work, and in a rank to time slots by tokens.
 
-A slot holds as many tokens as a micro-batch. Slots are opened for about as many tokens as a rank is to get. A rank that would fill the last
-slot only a little gets none, and the others get its part, which keeps padding low.
+A slot holds as many tokens as a micro-batch. Slots are opened for about as many tokens as ranks are to get beside the rooms that parts of
+long samples leave, which are filled first. A rank that would fill the last slot only a little gets none, and the others get its part, which
+keeps padding low.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
@@ -35,6 +38,8 @@ class Packing:
     rank: np.ndarray
     slot: np.ndarray
     slots: np.ndarray
+    delay: float = 0.0
+    """Share by which ranks may end later than all would together."""
 
 
 def level(busy: np.ndarray, work: float) -> float:
@@ -45,24 +50,36 @@ def level(busy: np.ndarray, work: float) -> float:
     return float(levels[int((levels <= later).argmax())])
 
 
-def pack_samples(tokens: np.ndarray, seconds: np.ndarray, busy: np.ndarray, rooms: Rooms, capacity: int) -> Packing:
+def pack_samples(
+    tokens: np.ndarray, seconds: np.ndarray, busy: np.ndarray, rooms: Rooms, capacity: int, delay: float = 0.0
+) -> Packing:
     """Pack samples of `tokens` tokens and `seconds` each `(S,)`, longest first, on ranks that are `busy` until `(ranks,)`.
 
-    `rooms` are the slots that ranks have already, each rank's numbered from 0. New slots have `capacity` tokens.
+    `rooms` are the slots that ranks have already, each rank's numbered from 0. New slots have `capacity` tokens. If rooms would stay free,
+    ranks may end by the share `delay` later than all would together.
     """
     ranks = len(busy)
     slots = np.bincount(rooms.rank, minlength=ranks)
     if not len(tokens):
         return Packing(np.zeros(0, np.int64), np.zeros(0, np.int64), slots)
     work = float(np.cumsum(seconds)[-1])
-    budgets = np.maximum(level(busy, work) - busy, 0.0)
+    per_token = FILL * work / int(tokens.sum())
     open_tokens = np.bincount(rooms.rank, rooms.tokens, ranks)
-    wanted = budgets * (int(tokens.sum()) / work / FILL) - open_tokens
-    added = np.maximum(np.ceil(wanted / capacity - LITTLE_FILL), 0).astype(np.int64)
+    filled = _room_work(busy, work, open_tokens * per_token)
+    if (filled < open_tokens * per_token).any():
+        filled = _room_work(busy, work, open_tokens * per_token, delay)
+    else:
+        delay = 0.0
+    busy, work = busy + filled, work - float(np.cumsum(filled)[-1])
+    wanted = (filled + np.maximum(level(busy, work) - busy, 0.0)) / per_token - open_tokens
+    excess = delay * level(busy, work)
+    for added in _new_slots(np.maximum(wanted, 0.0) / capacity):
+        budgets = _within(busy, work, (open_tokens + added * capacity) * per_token - filled)
+        if float((busy + budgets).max()) <= level(busy, work) + excess:
+            break
     new_rank = np.repeat(np.arange(ranks), added)
     new_slot = np.arange(len(new_rank)) - np.repeat(np.cumsum(added) - added, added) + slots[new_rank]
     slots = slots + added
-    budgets = _within(busy, work, (open_tokens + added * capacity) * (FILL * work / int(tokens.sum())))
     entries = np.concatenate(
         [(-rooms.tokens << SLOT_BITS) + rooms.slot, np.full(len(new_rank), -capacity << SLOT_BITS) + new_slot]
     )
@@ -70,7 +87,27 @@ def pack_samples(tokens: np.ndarray, seconds: np.ndarray, busy: np.ndarray, room
     ordered = entries[np.lexsort((entries, owner))].tolist()
     stops = np.cumsum(slots).tolist()
     heaps = [ordered[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
-    return _deal(tokens, seconds, budgets, heaps, slots.tolist(), capacity)
+    packing = _deal(tokens, seconds, filled + budgets, heaps, slots.tolist(), capacity, excess)
+    return replace(packing, delay=delay)
+
+
+def _new_slots(wanted: np.ndarray) -> Iterator[np.ndarray]:
+    """Whole slots `(ranks,)` for `wanted` ones `(ranks,)`: as many as all want together, by largest remainders; then what each wants."""
+    slots = np.floor(wanted).astype(np.int64)
+    further = math.ceil(float(np.cumsum(wanted)[-1])) - int(slots.sum())
+    slots[np.argsort(slots - wanted, kind="stable")[:further]] += 1
+    yield slots
+    yield np.ceil(wanted - LITTLE_FILL).astype(np.int64)
+
+
+def _room_work(busy: np.ndarray, work: float, rooms: np.ndarray, delay: float = 0.0) -> np.ndarray:
+    """Work `(ranks,)` for the rooms, which hold `rooms` `(ranks,)` seconds of it, before slots are opened for the rest of `work`.
+
+    A rank may end by the share `delay` later for it than all ranks would together.
+    """
+    filled = np.clip(level(busy, work) * (1 + delay) - busy, 0.0, rooms)
+    total = float(np.cumsum(filled)[-1])
+    return filled * (work / total) if total > work else filled
 
 
 def _within(busy: np.ndarray, work: float, most: np.ndarray) -> np.ndarray:
@@ -97,6 +134,7 @@ def _deal(
     heaps: list[list[int]],
     slots: list[int],
     capacity: int,
+    excess: float,
 ) -> Packing:
     """Give each sample to the rank that has the smallest share of its work so far, and there to the slot with most room.
 
@@ -137,7 +175,12 @@ def _deal(
         else:
             while least_room and not waits[least_room[0][1]]:
                 heappop(least_room)
-            rank = heappop(least_room)[1] if least_room else heappop(little_work)[1]
+            rank = little_work[0][1] if little_work else -1
+            has_room = rank >= 0 and heaps[rank] and heaps[rank][0] < needed + (1 << SLOT_BITS)
+            if least_room and not (has_room and missing[rank] >= work - excess):
+                rank = heappop(least_room)[1]
+            else:
+                heappop(little_work)
             waits[rank] = False
             if not heaps[rank] or heaps[rank][0] >= needed + (1 << SLOT_BITS):
                 heappush(heaps[rank], (-capacity << SLOT_BITS) + slots[rank])

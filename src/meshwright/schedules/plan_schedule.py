@@ -28,17 +28,17 @@ def training_schedule(plan: Plan, layers: int, micro_batches: int | None = None)
 
     `micro_batches` is their number on a rank; None: as planned. Raises BadInput if the schedule does not support the plan's sizes.
     """
-    strategies = unit_strategies(plan, layers)
-    gather = tuple(tuple(map(_gather, stage)) for stage in strategies)
-    reduce = tuple(tuple(map(_reduce, stage)) for stage in strategies)
+    strategies, at_ends = unit_strategies(plan, layers), _collects_at_ends(plan)
+    gather = tuple(tuple(_gather(unit, at_ends) for unit in stage) for stage in strategies)
+    reduce = tuple(tuple(_reduce(unit, at_ends) for unit in stage) for stage in strategies)
     name, ranks, planned, stages_per_rank = schedule_key(plan, layers)
     return _cached_expand(name, ranks, micro_batches or planned, stages_per_rank, _order(plan), gather, reduce)
 
 
 def evaluation_schedule(plan: Plan, layers: int, micro_batches: int) -> Schedule:
     """A forward-only pass over the same stages, in actions of FSDP units."""
-    strategies = unit_strategies(plan, layers)
-    gather = [list(map(_gather, stage)) for stage in strategies]
+    strategies, at_ends = unit_strategies(plan, layers), _collects_at_ends(plan)
+    gather = [[_gather(unit, at_ends) for unit in stage] for stage in strategies]
     stage_passes = forward_only(stage_schedule(plan, layers).placement, micro_batches)
     unit_passes = expand(stage_passes, list(map(len, strategies)), order=_order(plan), gather=gather, reduce="never")
     return unit_passes.in_turns()
@@ -70,11 +70,24 @@ def unit_strategies(plan: Plan, layers: int) -> list[list[LayerStrategy]]:
     return by_stage
 
 
-def _gather(strategy: LayerStrategy) -> Gather:
+def _collects_at_ends(plan: Plan) -> bool:
+    """Whether units are gathered before a step's first micro-batch and reduced after its last.
+
+    Ranks of the hybrid axis run different numbers of micro-batches and wait for each other in attention. A collective between two
+    micro-batches could then deadlock. In layered order all ranks have the same collectives between the same units.
+    """
+    return plan.axis_size("hybrid") > 1 and not plan.layered
+
+
+def _gather(strategy: LayerStrategy, at_ends: bool) -> Gather:
+    if at_ends:
+        return "start"
     return "stretch" if strategy.reshard else "step"
 
 
-def _reduce(strategy: LayerStrategy) -> Reduce:
+def _reduce(strategy: LayerStrategy, at_ends: bool) -> Reduce:
+    if at_ends:
+        return "end"
     return "stretch" if strategy.gradients == "shard" else "once"
 
 

@@ -12,17 +12,19 @@ from typing import Literal
 
 from meshwright.schedules.action import COMPUTE, Action
 
-Gather = Literal["never", "step", "stretch"]
+Gather = Literal["never", "start", "step", "stretch"]
 """When a unit's parameters are gathered.
 
 never: every rank has them whole. step: gathered at the first use and kept until the last (FSDP without resharding,
-ZeRO-2). stretch: freed after every stretch and gathered again (FSDP with resharding, ZeRO-3).
+ZeRO-2). start: the same, but gathered before the first action, so that ranks may run different numbers of micro-batches.
+stretch: freed after every stretch and gathered again (FSDP with resharding, ZeRO-3).
 """
-Reduce = Literal["never", "once", "stretch"]
+Reduce = Literal["never", "end", "once", "stretch"]
 """When a unit's gradients are reduced.
 
 never: there is one replica. once: after the unit's last backward of the step; the rank keeps the whole gradient until
-then. stretch: after every run of consecutive backwards of the unit; the rank keeps only its shard of the gradient in between.
+then. end: the same, but after the last backward of all units. stretch: after every run of consecutive backwards of the
+unit; the rank keeps only its shard of the gradient in between.
 """
 
 Unit = tuple[int, int]
@@ -65,6 +67,10 @@ def _gathers(
     ]
     before: dict[int, list[Action]] = defaultdict(list)
     after: dict[int, list[Action]] = defaultdict(list)
+    for (stage, unit), spans in stretches.items():
+        if gather[stage][unit] == "start":
+            before[0].append(Action("unshard", stage, unit=unit))
+            after[uses[spans[-1][1]][0]].append(Action("reshard", stage, unit=unit))
     free_since: dict[Unit, int] = defaultdict(int)
     for first, last, (stage, unit) in sorted(gathered):
         # An overlap uses two units, so the previous stretch may begin while this unit is still gathered.
@@ -76,8 +82,8 @@ def _gathers(
 
 
 def _gathered_spans(spans: list[tuple[int, int]], gather: Gather) -> list[tuple[int, int]]:
-    """The (first, last) uses between which a unit stays gathered, from its stretches of use."""
-    if gather == "never":
+    """The (first, last) uses between which a unit stays gathered after a gather beside its use, from its stretches of use."""
+    if gather in ("never", "start"):
         return []
     return spans if gather == "stretch" else [(spans[0][0], spans[-1][1])]
 
@@ -87,12 +93,13 @@ def _reductions(actions: Sequence[Action], reduce: Sequence[Sequence[Reduce]]) -
     writes = [(index, units) for index, action in enumerate(actions) if (units := _units_written(action))]
     stretches = _stretches([units for _, units in writes])
     ends = {unit: [last for _, last in spans] for unit, spans in stretches.items()}
-    reduced_uses = {"never": slice(0), "once": slice(-1, None), "stretch": slice(None)}
-    return [
+    reduced_uses = {"never": slice(0), "end": slice(0), "once": slice(-1, None), "stretch": slice(None)}
+    reductions = [
         (writes[last][0], (stage, unit))
         for (stage, unit), lasts in ends.items()
         for last in lasts[reduced_uses[reduce[stage][unit]]]
     ]
+    return reductions + [(writes[-1][0], (stage, unit)) for stage, unit in ends if reduce[stage][unit] == "end"]
 
 
 def _units_read(action: Action) -> tuple[Unit, ...]:

@@ -119,8 +119,10 @@ class Layout:
 
     def data_index(self, rank: int) -> int:
         """Index of the part of the global batch that `rank` reads, of `data_ranks` parts."""
-        coordinates = self.coordinates(rank)
-        return coordinates.get("replicate", 0) * self.size("shard") + coordinates.get("shard", 0)
+        coordinates, index = self.coordinates(rank), 0
+        for axis in DATA_AXES:
+            index = index * self.size(axis) + coordinates.get(axis, 0)
+        return index
 
     @property
     def data_ranks(self) -> int:

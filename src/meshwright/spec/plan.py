@@ -22,7 +22,7 @@ PARTIAL_RECOMPUTES: frozenset[Recompute] = frozenset({"selective", "all_but_atte
 """Modes that keep some intermediate results of a block, not only its input."""
 Gradients = Literal["shard", "whole"]
 Offload = Literal["none", "activations", "optimizer", "both"]
-AxisName = Literal["pipeline", "replicate", "shard", "context_ring", "context_ulysses", "tensor"]
+AxisName = Literal["pipeline", "replicate", "shard", "hybrid", "context_ring", "context_ulysses", "tensor"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipe_v", "breadth_first"]
 REFUSED_SCHEDULES: dict[ScheduleName, str] = {
     "dualpipe_v": "a schedule other than dualpipe_v, whose forward and backward pairs run one after the other and do not overlap; use zbv"
@@ -38,11 +38,11 @@ ExpertExchange = Literal["all_to_all", "peer", "peer_fp8"]
 Seconds = Annotated[float, Bound(at_least=0)]
 ReceiveBound = Annotated[float, Bound(at_least=1.0)]
 
-DATA_AXES = ("replicate", "shard")
+DATA_AXES = ("replicate", "shard", "hybrid")
 """Axes along which ranks read different samples."""
 CONTEXT_AXES = ("context_ring", "context_ulysses")
 """Axes along which ranks have different parts of the same sequences."""
-SHARD_AXES: tuple[AxisName, ...] = ("shard", *CONTEXT_AXES)
+SHARD_AXES: tuple[AxisName, ...] = ("shard", "hybrid", *CONTEXT_AXES)
 """Axes along which parameters, gradients and optimizer state are sharded.
 Context ranks are among them: they would otherwise hold the same copies. Experts use another split of these ranks
 (`ExpertPlan`)."""
@@ -54,7 +54,8 @@ class MeshAxis:
 
     axis: AxisName
     """pipeline: layers split into stages. replicate: whole copies of the model (the outer axis of HSDP).
-    shard: parameters, gradients and optimizer state sharded (FSDP). context_ring, context_ulysses: the sequence split.
+    shard: parameters, gradients and optimizer state sharded (FSDP). hybrid: the same, and each long sample is split over
+    some of the ranks. context_ring, context_ulysses: the sequence split.
     tensor: every matrix split, and the sequence between matrix products."""
     size: Positive
     """Ranks along the axis."""
@@ -206,6 +207,8 @@ class SamplePlan:
     """Seconds per token."""
     gamma: Seconds = 0.0
     """Seconds per slot."""
+    ring: Seconds = 0.0
+    """Seconds per token of the messages between hybrid ranks that divide a sample; they overlap its work."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,7 +298,7 @@ class Plan:
     @property
     def data_ranks(self) -> int:
         """Ranks that read different samples."""
-        return self.axis_size("replicate") * self.axis_size("shard")
+        return self.axis_size("replicate") * self.axis_size("shard") * self.axis_size("hybrid")
 
     @property
     def layered(self) -> bool:
@@ -355,6 +358,10 @@ class PlanPins:
     """Whole copies of the model."""
     shard: Positive | None = None
     """Ranks each copy is sharded over."""
+    hybrid: Positive | None = None
+    """Ranks that samples are spread over, a long one over as many as it needs; in place of shard and context ranks."""
+    capacity: Positive | None = None
+    """With `hybrid`, tokens of a rank's micro-batch; left out, as few as let all ranks hold the longest sample."""
     pipeline: Positive | None = None
     """Pipeline ranks the layers are split over."""
     context_ring: Positive | None = None

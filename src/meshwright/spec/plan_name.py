@@ -52,7 +52,9 @@ def _axes(plan: Plan) -> Iterator[str]:
     for axis in plan.mesh:
         if axis.size == 1:
             continue
-        if axis.axis in CONTEXT_NAMES:
+        if axis.axis == "hybrid":
+            yield f"HDP{axis.size} ({stages})"
+        elif axis.axis in CONTEXT_NAMES:
             yield f"CP{axis.size} ({CONTEXT_NAMES[axis.axis]}{sharing})"
             sharing = ""
         elif axis.axis in AXIS_LETTERS:

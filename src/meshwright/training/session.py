@@ -99,7 +99,9 @@ class Session:
         mesh, batch, samples = self.mesh, self.plan.batch, self.plan.samples
         if samples is not None:
             tokens, pool = self.run.train.tokens_per_step, rank_pool(samples, mesh.data_ranks)
-            return SampleSteps(self.data, tokens=tokens, pool=pool, rank=mesh.data_rank)
+            return SampleSteps(
+                self.data, tokens=tokens, pool=pool, rank=mesh.data_rank, equal_slots=mesh.axis_size("hybrid") == 1
+            )
         return Windows(
             self.data,
             global_batch=batch.global_batch,

@@ -12,8 +12,8 @@ def context_size(plan: Plan) -> int:
 
 
 def shard_size(plan: Plan) -> int:
-    """Ranks over which parameters, gradients and optimizer state are sharded: shard axis times context ranks."""
-    return plan.axis_size("shard") * context_size(plan)
+    """Ranks over which parameters, gradients and optimizer state are sharded: shard or hybrid axis times context ranks."""
+    return plan.axis_size("shard") * plan.axis_size("hybrid") * context_size(plan)
 
 
 def experts_over(plan: Plan) -> int:

@@ -12,7 +12,7 @@ from meshwright.schedules.in_flight import NAMES, in_flight
 from meshwright.spec.job import TrainSpec
 from meshwright.spec.layout import V_SCHEDULES, Layout, stage_table
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.plan import RECOMPUTE_MODES, AxisName, LayerStrategy, Plan, Precision
+from meshwright.spec.plan import RECOMPUTE_MODES, SHARD_AXES, AxisName, LayerStrategy, Plan, Precision
 from meshwright.workload.arrays import Array
 from meshwright.workload.dtypes import bytes_of, state_bytes
 from meshwright.workload.expected_loads import expected_busiest
@@ -192,9 +192,14 @@ class Layouts:
 
 def layout_of(model: ModelSpec, train: TrainSpec, plan: Plan) -> Layouts:
     """The columns of a plan whose layers are all like its first layer."""
+
+    def size(axis: AxisName) -> int:
+        # Weights and gradients are divided over hybrid ranks as over shard ranks.
+        return plan.axis_size(axis) * (plan.axis_size("hybrid") if axis == "shard" else 1)
+
     table = stage_table(plan.schedule, plan.axis_size("pipeline"), model.layers)
     columns = layouts_of(
-        model, train, plan.precision, plan.axis_size, expert=experts_over(plan), schedule=NAMES.index(plan.schedule.name),
+        model, train, plan.precision, size, expert=experts_over(plan), schedule=NAMES.index(plan.schedule.name),
         virtual=len(table[0]) if len(table) > 1 else 1, micro_batch=plan.batch.micro_batch, accumulate=plan.batch.accumulate,
         layers=table_layers(table), weights_by_copy_engine=plan.gather_engine == "copy",
         tokens_by_copy_engine=plan.tensor_engine == "copy", offload_fraction=plan.offload_fraction,
@@ -266,7 +271,7 @@ def _strides(plan: Plan) -> dict[str, float]:
         "tensor_stride": layout.stride("tensor"),
         "ring_stride": layout.stride("context_ring"),
         "ulysses_stride": layout.stride("context_ulysses"),
-        "shard_stride": layout.stride("shard", "context_ring", "context_ulysses"),
+        "shard_stride": layout.stride(*SHARD_AXES),
         "replicate_stride": layout.stride("replicate"),
         "pipeline_stride": layout.stride("pipeline"),
     }

@@ -1,0 +1,86 @@
+"""Rules of the hybrid axis: `plan.hybrid`, `plan.capacity`, and a plan file whose mesh has the axis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from meshwright.config.run_values import RunValues
+from meshwright.config.yaml_positions import Document
+from meshwright.spec.errors import Mistake
+from meshwright.spec.hybrid import REFUSED_BESIDE, SCHEDULES, capacity_error, hybrid_error
+
+_LAYERED = "breadth_first"
+
+
+def hybrid(run: RunValues) -> Iterator[Mistake]:
+    """Pinned hybrid ranks: all ranks but those of tensor parallelism, for samples of any length of a dense model."""
+    ranks, capacity, tensor = run("plan.hybrid"), run("plan.capacity"), run("plan.tensor") or 1
+    if not ranks:
+        if capacity:
+            yield run.mistake("plan.capacity", "no such key without plan.hybrid, whose slots it sizes", "none")
+        return
+    if run("data.packing") not in (None, "none"):
+        yield run.mistake("plan.hybrid", "data.packing = none beside it: hybrid ranks divide samples of any length")
+        return
+    if error := hybrid_error(_pinned_sizes(run), lambda key: run(f"model.{key}")):
+        yield run.mistake("plan.hybrid", error)
+        return
+    nodes, per_node, longest = run("cluster.nodes"), run("cluster.gpus_per_node"), run("train.seq_len")
+    if nodes and per_node and ranks * tensor != nodes * per_node:
+        beside = f" ÷ plan.tensor {tensor}" if tensor > 1 else ""
+        expected, whole = f"all of the cluster's {nodes * per_node} ranks{beside}", not nodes * per_node % tensor
+        yield run.mistake("plan.hybrid", expected, str(nodes * per_node // tensor) if whole else None)
+    if capacity and longest and (wrong := capacity_error(capacity, ranks, tensor, longest)):
+        yield run.mistake("plan.capacity", wrong[0], str(wrong[1]))
+    yield from _kept(run)
+
+
+def _pinned_sizes(run: RunValues) -> dict[str, int]:
+    sizes = {axis: run(f"plan.{axis}") or 1 for axis in REFUSED_BESIDE}
+    return {**sizes, "pipeline": max(sizes["pipeline"], len(run("plan.stages") or ()))}
+
+
+def _kept(run: RunValues) -> Iterator[Mistake]:
+    """No collective of one micro-batch: units stay gathered and gradients whole, or the order is layered."""
+    schedule = run("plan.schedule")
+    if schedule not in (None, *SCHEDULES):
+        yield run.mistake(
+            "plan.schedule", f"{' or '.join(SCHEDULES)}, as plan.hybrid is {run('plan.hybrid')}", SCHEDULES[0]
+        )
+    if schedule == _LAYERED:
+        return
+    reason = f"as ranks of plan.hybrid run different numbers of micro-batches (or plan.schedule = {_LAYERED})"
+    if run("plan.reshard"):
+        yield run.mistake("plan.reshard", f"false, {reason}", "false")
+    if run("plan.gradients") == "shard":
+        yield run.mistake("plan.gradients", f"whole, {reason}", "whole")
+    if any(_collects(layer) for layer in run("plan.layers") or ()):
+        yield run.mistake("plan.layers", f"reshard false and gradients whole in every range, {reason}", None, "another")
+
+
+def plan_file_hybrid(plan: Document, run: RunValues) -> Iterator[Mistake]:
+    """A plan file with a hybrid axis obeys the same rules."""
+    sizes: dict[str, int] = {axis["axis"]: axis["size"] for axis in plan.get(("mesh",))}
+    ranks, tensor, longest = sizes.get("hybrid", 1), sizes.get("tensor", 1), run("train.seq_len")
+    capacity = plan.get(("samples", "capacity"))
+    if capacity and longest and (wrong := capacity_error(capacity, ranks, tensor, longest)):
+        yield plan.mistake(("samples", "capacity"), wrong[0], str(capacity), str(wrong[1]))
+    if ranks == 1:
+        return
+    if run("data.packing") not in (None, "none"):
+        yield plan.mistake(("mesh",), "no hybrid axis, as data.packing is not none", f"{ranks} hybrid ranks")
+    elif error := hybrid_error(sizes, lambda key: run(f"model.{key}")):
+        yield plan.mistake(("mesh",), f"for the hybrid axis {error}", ", ".join(sizes))
+    name = plan.get(("schedule", "name")) or SCHEDULES[0]
+    if name not in SCHEDULES:
+        yield plan.mistake(("schedule", "name"), f"{' or '.join(SCHEDULES)} with a hybrid axis", name, SCHEDULES[0])
+    for index, layer in enumerate(plan.get(("layers",)) or ({},)):
+        if name != _LAYERED and _collects(layer):
+            expected = f"reshard false and gradients whole with a hybrid axis, unless the schedule is {_LAYERED}"
+            yield plan.mistake(("layers", index), expected, "another")
+
+
+def _collects(layer: Any) -> bool:
+    """Whether a range of layers gathers or reduces in each micro-batch."""
+    return layer.get("reshard", True) or layer.get("gradients", "shard") == "shard"

@@ -1,0 +1,105 @@
+"""Attention over slots of the hybrid axis: micro-batches of whole samples and at most one part of a sample that several ranks divide.
+
+Every rank has its own slots (`data.slots`). A block computes each slot like a packed sequence; only attention differs. Whole samples
+attend within the slot, by the mask of documents. The part at the beginning attends over its sample by `parallel.span_ring`. All slots have
+the same shapes and the same operations, so that a compiled block serves all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.data.loader import MicroBatch
+from meshwright.kernels.attention import AttentionMask, attention
+from meshwright.models.decoder import Decoder, SharedInputs
+from meshwright.parallel.blocks import blocks_with_layer
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.span_ring import SpanPart, no_span, span_attention
+from meshwright.spec.errors import BadInput
+from meshwright.spec.hybrid import hybrid_error
+
+
+@dataclass(frozen=True)
+class SlotMask(AttentionMask):
+    """The mask of whole samples in a slot, and the part of a divided sample.
+
+    In the mask each token of the part attends to itself only.
+    """
+
+    span: Tensor = field(default_factory=lambda: no_span(1))
+    """The part, as a tensor of `SpanPart.encode`, on the CPU."""
+    divided: Tensor = field(default_factory=lambda: torch.zeros(1, 1, dtype=torch.bool))
+    """Which tokens are those of the part, `(1, capacity)`."""
+
+
+def divide_samples(model: Decoder, mesh: Mesh) -> DividedSamples | None:
+    """Replace the model's attention by attention over slots; returns None without hybrid ranks.
+
+    Raises BadInput if the model or the mesh cannot have hybrid ranks.
+    """
+    group = mesh.group("hybrid")
+    if group is None:
+        return None
+    if error := hybrid_error(dict(mesh.layout.axes), partial(getattr, model.spec)):
+        raise BadInput(f"plan.hybrid: expected {error}")
+    for _, block in blocks_with_layer(model):
+        block.attention.attend = SlotAttention(group.group_name)
+    return DividedSamples(model, mesh.axis_size("hybrid"))
+
+
+class DividedSamples:
+    """Builds the inputs that the blocks of a slot share; its other methods return whole tensors as they are (`SplitSequences`)."""
+
+    def __init__(self, model: Decoder, ranks: int) -> None:
+        self._model, self._ranks = model, ranks
+
+    def local_batch(self, batch: MicroBatch) -> MicroBatch:
+        """The batch, whose tokens are already this rank's."""
+        return batch
+
+    def shared_inputs(self, batch: MicroBatch, dtype: torch.dtype) -> SharedInputs:
+        """The inputs that all blocks of a slot share; those of sequences without documents for other micro-batches."""
+        if batch.documents is None:
+            return self._model.shared_inputs(batch.tokens, batch.positions, None, dtype)
+        part = None if batch.slot is None else batch.slot.divided
+        seq, device = batch.tokens.shape[1], batch.tokens.device
+        index = torch.arange(seq, device=device)[None]
+        divided = index < (0 if part is None else part.tokens)
+        documents = torch.where(divided, index - seq, batch.documents)
+        shared = self._model.shared_inputs(batch.tokens, batch.positions, documents, dtype)
+        span = no_span(self._ranks)
+        if part is not None:
+            span = SpanPart(part.length, part.ranks, part.part).encode(self._ranks)
+        assert shared.mask is not None, "documents make a mask"
+        return shared._replace(mask=SlotMask(shared.mask.dense, shared.mask.blocks, span, divided))
+
+    def gather_logits(self, logits: Tensor) -> Tensor:
+        """The logits, which are those of whole sequences: no sample of a pass without targets is divided."""
+        return logits
+
+
+@dataclass(frozen=True)
+class SlotAttention:
+    """`kernels.attention.attention` for slots of the hybrid ranks of the process group named `group`."""
+
+    group: str
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None = None, *, plain: bool = False
+    ) -> Tensor:
+        """Attention of q `(1, capacity, heads, head_dim)` over k and v with `kv_heads`; shaped like q, with the width of v.
+
+        Narrower values are padded for the part's ring, since keys and values travel as one tensor.
+        """
+        whole = attention(q, k, v, mask, plain=plain)
+        if not isinstance(mask, SlotMask):
+            return whole
+        width = v.shape[-1]
+        values = F.pad(v, (0, k.shape[-1] - width)) if width < k.shape[-1] else v
+        part = span_attention(q, k, values, mask.span, self.group, plain=plain)
+        return torch.where(mask.divided[..., None, None], part[..., :width], whole)

@@ -1,0 +1,56 @@
+"""What the hybrid axis requires of a model and of the other axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from meshwright.spec.plan import CONTEXT_AXES, AxisName, Plan
+
+REFUSED_BESIDE: tuple[AxisName, ...] = ("shard", "replicate", *CONTEXT_AXES, "pipeline")
+"""Axes that cannot have several ranks beside the hybrid axis."""
+SCHEDULES = ("1f1b", "breadth_first")
+"""Schedules of hybrid ranks."""
+
+
+def hybrid_error(sizes: Mapping[str, int], model: Callable[[str], Any]) -> str | None:
+    """What hybrid ranks require and do not have, in words; None if nothing.
+
+    `sizes` are those of the other axes, `model` returns a field of the model.
+    """
+    other = next((axis for axis in REFUSED_BESIDE if sizes.get(axis, 1) > 1), None)
+    if other is not None:
+        return f"no {other} ranks beside it: hybrid ranks take the place of shard and context ranks"
+    if model("sliding_window") is not None:
+        return "model.sliding_window = none beside it: a divided sample attends to all its tokens"
+    if model("experts"):
+        return "a dense model: experts exchange tokens in every micro-batch, and hybrid ranks have different numbers of them"
+    if model("prediction_depth"):
+        return "model.prediction_depth = 0 beside it: further tokens of a divided sample are on other ranks"
+    return None
+
+
+def capacity_error(capacity: int, ranks: int, tensor: int, longest: int) -> tuple[str, int] | None:
+    """What a slot of `capacity` tokens must be and is not, with the nearest that is; None if it is.
+
+    `ranks` hybrid ranks hold the longest sample together, and `tensor` ranks divide a slot.
+    """
+    unit = math.lcm(2, tensor)
+    if capacity * ranks < longest:
+        share = f" ÷ {ranks} hybrid ranks" if ranks > 1 else ""
+        return f"at least the longest sample, train.seq_len = {longest}{share}", least_capacity(ranks, tensor, longest)
+    if capacity % unit:
+        return "an even number of tokens" if unit == 2 else f"a multiple of {unit} tokens", -(-capacity // unit) * unit
+    return None
+
+
+def least_capacity(ranks: int, tensor: int, longest: int) -> int:
+    """Tokens of the smallest slots in which `ranks` hybrid ranks hold the longest sample."""
+    unit = math.lcm(2, tensor)
+    return -(-longest // (ranks * unit)) * unit
+
+
+def keeps_weights(plan: Plan) -> bool:
+    """Whether no micro-batch of a plan has a collective of its own: units stay gathered, or run in layered order."""
+    return plan.layered or all(not layer.reshard and layer.gradients == "whole" for layer in plan.layers)

@@ -1,0 +1,256 @@
+"""Hybrid ranks equal one device that sees each document alone: loss, gradient norm and every gradient, in float64.
+
+Samples have random lengths. Some are divided over several ranks, ranks run different numbers of slots, and some have none.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from meshwright.data.slots import Slot, rank_slots, slot_arrays
+from meshwright.events.span import NullRecorder
+from meshwright.models.decoder import Decoder
+from meshwright.models.initial_values import initialise
+from meshwright.policies.sample_balance import RankPool, balance_samples
+from meshwright.policies.sample_time import SampleTime
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.plan import BatchPlan, LayerStrategy, MeshAxis, Plan, Precision, SchedulePlan
+from tests.distributed.pool import Pool
+from tests.distributed.test_equality import CLIP, GPT, LLAMA, assemble_whole, compare
+from tests.distributed.test_schedules import named
+from tests.distributed.test_training import trained
+from tests.slow import examples, quick_first
+from tests.training.tiny import make_tiny
+
+LONGEST = 64
+TIME = SampleTime(1e-3, 1.0, 2.0)
+Z_LOSS = 0.02
+LLAMA64, GPT64 = replace(LLAMA, max_seq_len=LONGEST), replace(GPT, max_seq_len=LONGEST, tied=True)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The samples of a step: a random number of them, most of them short, and some of the longest that the ranks hold."""
+
+    seed: int
+    ranks: int
+    capacity: int = 16
+
+    @property
+    def lengths(self) -> np.ndarray:
+        draw, longest = random.Random(900 + self.seed), min(self.ranks * self.capacity, LONGEST)
+        short = draw.randint(0, 4 * self.ranks) if self.seed % 3 else 0
+        lengths = [draw.randint(1, self.capacity) for _ in range(short)]
+        return np.array([*lengths, *(draw.randint(1, longest) for _ in range(draw.randint(1, 3)))])
+
+    def read(self, sample: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens of a sample and their targets, `(length,)` each; -1 for a target that is not trained on."""
+        draw = torch.Generator().manual_seed(1000 * self.seed + sample)
+        tokens = torch.randint(vocabulary, (int(self.lengths[sample]) + 1,), generator=draw)
+        ignored = torch.rand(len(tokens) - 1, generator=draw) < 0.2
+        return tokens[:-1], tokens[1:].masked_fill(ignored, -1)
+
+
+@dataclass(frozen=True)
+class Case:
+    ranks: int
+    schedule: str = "1f1b"
+    recompute: str = "none"
+    offload: str = "none"
+    tensor: int = 1
+    compile: bool = False
+
+    @property
+    def plan(self) -> Plan:
+        kept = self.schedule != "breadth_first"
+        strategy = LayerStrategy(
+            reshard=not kept, gradients="whole" if kept else "shard", recompute=self.recompute, offload=self.offload
+        )
+        axes = (MeshAxis(axis="hybrid", size=self.ranks), MeshAxis(axis="tensor", size=self.tensor))
+        return Plan(
+            mesh=tuple(axis for axis in axes if axis.size > 1 or axis.axis == "hybrid"),
+            batch=BatchPlan(global_batch=self.ranks, micro_batch=1, accumulate=1),
+            schedule=SchedulePlan(name=self.schedule),
+            layers=(strategy,),
+            precision=Precision(compute="fp64", reduce="fp64"),
+            compile=self.compile,
+        )
+
+    def __str__(self) -> str:
+        return " ".join(f"{key}={value}" for key, value in vars(self).items() if value != getattr(Case(0), key))
+
+
+def micro_batch(slot: Slot, samples: Samples, vocabulary: int) -> Any:
+    from meshwright.data.loader import MicroBatch
+
+    def tokens_of(sample: int, start: int, stop: int) -> np.ndarray:
+        tokens, targets = samples.read(sample, vocabulary)
+        return torch.cat((tokens, targets[-1:])).numpy()[start:stop]
+
+    packed = slot_arrays(slot, tokens_of)
+    tokens, targets, positions, documents = (torch.from_numpy(array)[None] for array in vars(packed).values())
+    begin = 0
+    for part in slot.parts:
+        for inputs in part.ranges:
+            targets[0, begin : begin + len(inputs)] = samples.read(part.sample, vocabulary)[1][
+                inputs.start : inputs.stop
+            ]
+            begin += len(inputs)
+    valid = int((targets >= 0).sum())
+    return MicroBatch(tokens, targets, positions, documents, valid, slot=slot)
+
+
+def on_ranks(
+    world: Any, spec: ModelSpec, plan: Plan, steps: list[Samples], factor: float = 1.0
+) -> list[dict[str, Any]]:
+    """Loss, norm and clipped gradients of each step on this rank, as the trainer computes them."""
+    from meshwright.optim.clip import clip_factor, gradient_norm
+    from meshwright.optim.shards import local_gradients
+    from meshwright.parallel.apply import build_engine
+    from meshwright.parallel.mesh import build_mesh
+    from meshwright.training.train_step import count_valid, loss_divisor
+
+    if plan.compile:
+        torch._dynamo.reset()  # what other cases compiled counts against a limit
+    mesh = build_mesh(plan, world)
+    engine = build_engine(spec, plan, mesh, loss_chunk=5, seed=0, plain=True, z_loss=Z_LOSS)
+    results = []
+    for samples in steps:
+        pool = RankPool(mesh.data_ranks, samples.capacity, TIME)
+        slots = rank_slots(balance_samples(samples.lengths, pool), mesh.data_rank) or [Slot(samples.capacity)]
+        batches = [micro_batch(slot, samples, spec.vocab_size) for slot in slots]
+        divisor = loss_divisor(count_valid(batches, mesh)) * factor
+        loss = engine.executor.play(engine.training_schedule(len(batches)), batches, NullRecorder(), divisor)
+        loss, z_loss = mesh.sum_over_all(torch.stack([loss, engine.executor.z_loss])).tolist()
+        norm = gradient_norm(local_gradients(engine.model, engine.duplicate_rows), mesh.model_copy_group, mesh.device)
+        clip = clip_factor(norm, CLIP)
+        whole = assemble_whole({name: weight.grad for name, weight in engine.model.named_parameters()}, spec, mesh)
+        gradients = {name: gradient * clip for name, gradient in whole.items()}
+        results.append(
+            {
+                "loss": loss,
+                "z_loss": z_loss,
+                "norm": norm.item(),
+                "gradients": gradients,
+                "slots": len(slots),
+                "weights": {},
+            }
+        )
+        for weight in engine.model.parameters():
+            weight.grad = None
+    return results
+
+
+def one_device(spec: ModelSpec, samples: Samples) -> dict[str, Any]:
+    """The same of a plain decoder that sees each sample alone."""
+    model = Decoder(spec, plain=True).double()
+    initialise(model, spec, seed=0)
+    logits, targets = [], []
+    for sample in range(len(samples.lengths)):
+        tokens, sample_targets = samples.read(sample, spec.vocab_size)
+        logits.append(model(tokens[None])[0])
+        targets.append(sample_targets)
+    every, trained = torch.cat(logits), torch.cat(targets) >= 0
+    if not trained.any():
+        zeros = {name: torch.zeros_like(weight) for name, weight in model.named_parameters()}
+        return {"loss": 0.0, "z_loss": 0.0, "norm": 0.0, "gradients": zeros}
+    loss = cross_entropy(every[trained], torch.cat(targets)[trained])
+    z_loss = every[trained].exp().sum(-1).log().square().mean()
+    (loss + Z_LOSS * z_loss).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    gradients = {name: weight.grad for name, weight in model.named_parameters()}
+    return {"loss": loss.item(), "z_loss": z_loss.item(), "norm": norm.item(), "gradients": gradients}
+
+
+def check(pool: Pool, spec: ModelSpec, case: Case, seeds: range, factor: float = 1.0) -> list[Any]:
+    steps = [Samples(seed, case.ranks) for seed in seeds]
+    results = pool.run(on_ranks, case.ranks * case.tensor, spec, case.plan, steps, factor)
+    compare(results, [one_device(spec, samples) for samples in steps], 1e-9, weights=False)
+    return results
+
+
+BATCHES = examples(4, 24)
+CASES = [
+    (LLAMA64, Case(4)),
+    (GPT64, Case(3, schedule="breadth_first")),
+    (LLAMA64, Case(2, tensor=2, recompute="all_but_attention")),
+    (LLAMA64, Case(3, recompute="selective")),
+    (GPT64, Case(4, recompute="full", offload="activations")),
+    (LLAMA64, Case(8)),
+    (LLAMA64, Case(4, tensor=2, schedule="breadth_first", recompute="full")),
+]
+
+
+@pytest.mark.parametrize(("spec", "case"), quick_first(2, CASES, unpack=True), ids=named)
+def test_batches_of_unequal_samples(pool: Pool, spec: ModelSpec, case: Case) -> None:
+    check(pool, spec, case, range(BATCHES))
+
+
+def test_the_batches_have_what_the_axis_is_for() -> None:
+    """Divided samples, ranks with different numbers of slots, and ranks without any."""
+    balances = [
+        balance_samples(samples.lengths, RankPool(4, samples.capacity, TIME)) for samples in map(drawn, range(6))
+    ]
+    assert {parts for balance in balances for parts in balance.parts.tolist()} >= {1, 2, 3, 4}
+    assert any(len(set(balance.slots.tolist())) > 1 for balance in balances)
+    assert any(not balance.slots.all() for balance in balances)
+
+
+def drawn(seed: int) -> Samples:
+    return Samples(seed, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_nothing_is_compiled_after_the_first_step(pool: Pool, recompute: str) -> None:
+    results = check(pool, LLAMA64, Case(2, compile=True, recompute=recompute), range(6))
+    for steps in results:
+        graphs = [step["graphs"] for step in steps]
+        assert graphs[0] > 0 and graphs == [graphs[0]] * len(steps)
+
+
+def test_a_wrong_factor_is_noticed(pool: Pool) -> None:
+    with pytest.raises(AssertionError):
+        check(pool, LLAMA64, Case(2), range(1), factor=2.0)
+
+
+RUN = """\
+model:
+  {{family: llama, layers: 2, hidden: 16, heads: 4, kv_heads: 2, head_dim: 4, ffn_hidden: 32, max_seq_len: 64, init_std: 0.1}}
+data: {{mix: {{"{data}": 1}}, packing: none}}
+train:
+  {{steps: 4, global_batch_tokens: 300, seq_len: 64, learning_rate: 1e-2, warmup_steps: 2, validate_batches: 1, loss_chunk: 24,
+   timeout_seconds: 60}}
+plan: {{compute: fp64}}
+"""
+
+
+def test_a_run_equals_one_rank_and_goes_on_in_another_pool(pool: Pool, tmp_path: Path) -> None:
+    """Weights, losses and samples are those of one rank without divided samples, also after a resume on fewer ranks."""
+    make_tiny(tmp_path / "corpus")
+    file = tmp_path / "tiny.yaml"
+    file.write_text(RUN.format(data=tmp_path / "corpus" / "data"))
+    truth = trained(pool, file, tmp_path / "one", "cluster={gpu: cpu, gpus_per_node: 1}")
+    first = trained(pool, file, tmp_path, "cluster={gpu: cpu, gpus_per_node: 3}", "plan.hybrid=3", stop_at=2)
+    second = trained(pool, file, tmp_path, "cluster={gpu: cpu, gpus_per_node: 2}", "plan.hybrid=2", "plan.capacity=40")
+    assert [results[0].began for results in (first, second)] == [0, 2]
+    steps = first[0].steps + second[0].steps
+    for actual, want in zip(steps, truth[0].steps, strict=True):
+        assert (actual["token_sum"], actual["tokens"], actual["samples"]) == (
+            want["token_sum"],
+            want["tokens"],
+            want["samples"],
+        )
+        assert actual["loss"] == pytest.approx(want["loss"], rel=1e-9)
+    tensors = second[0].tensors
+    assert tensors.keys() == truth[0].tensors.keys()
+    for name, tensor in truth[0].tensors.items():
+        torch.testing.assert_close(tensors[name], tensor, rtol=1e-7, atol=1e-12)
