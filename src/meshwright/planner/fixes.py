@@ -15,7 +15,7 @@ from meshwright.planner.devices import Choice, choose_devices
 from meshwright.planner.search import search
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.errors import BadInput, OutOfResources
-from meshwright.spec.plan import Plan, PlanPins
+from meshwright.spec.plan import Moments, Plan, PlanPins
 from meshwright.spec.run import RunSpec
 
 MAX_FIXES = 3
@@ -157,7 +157,8 @@ def _less_host_state(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
 
 def _narrower_moments(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
     """Moments of a pinned optimizer in host memory in formats that round."""
-    pins, narrower = pins_of(run), {"fp32": ("bf16", "int8"), "bf16": ("int8",), "int8": ()}
+    pins = pins_of(run)
+    narrower: dict[Moments, tuple[Moments, ...]] = {"fp32": ("bf16", "int8"), "bf16": ("int8",), "int8": ()}
     if pins.offload in ("optimizer", "both"):
         for moments in narrower[pins.moments or "fp32"]:
             yield f"plan.moments={moments}, which rounds", replace(run, plan=replace(pins, moments=moments))

@@ -17,10 +17,10 @@ from meshwright.planner.candidate import host_budget, memory_budget, pins_of, pr
 from meshwright.planner.search import search
 from meshwright.simulator.step_simulation import host_bytes
 from meshwright.spec.errors import BadInput, OutOfResources
-from meshwright.spec.model import ModelSpec, parameter_count
+from meshwright.spec.model import parameter_count
 from meshwright.spec.optimizers import AdamWSpec
 from meshwright.spec.plan import Moments, Offload, Plan
-from meshwright.spec.run import RunSpec
+from meshwright.spec.run import ModelSection, RunSpec
 from meshwright.workload.dtypes import bytes_of, state_bytes
 
 MOST_DEVIATION = 0.25
@@ -33,7 +33,7 @@ class Largest:
 
     offload: Offload
     moments: Moments
-    model: ModelSpec | None
+    model: ModelSection | None
     plan: Plan | None
     host_bytes: float = 0.0
     """Of the node with the most."""
@@ -43,7 +43,7 @@ class Largest:
         return 0 if self.model is None else parameter_count(self.model)
 
 
-def family(model: ModelSpec, most_parameters: float) -> list[ModelSpec]:
+def family(model: ModelSection, most_parameters: float) -> list[ModelSection]:
     """The models of the family of `model` with at most so many parameters, the smallest first.
 
     Raises BadInput for mixtures of experts and latent attention.
@@ -52,7 +52,7 @@ def family(model: ModelSpec, most_parameters: float) -> list[ModelSpec]:
         raise BadInput(
             f"--largest extends dense models with keys and values by head; expected another model than {model.family}"
         )
-    models: list[ModelSpec] = []
+    models: list[ModelSection] = []
     per_step = 1 if model.kv_heads == model.heads else model.kv_heads
     for heads in count(per_step, per_step):
         ratio = heads / model.heads
@@ -95,7 +95,7 @@ def _largest(run: RunSpec, offload: Offload, moments: Moments) -> Largest:
     """The largest model by bisection: of two models the one with fewer parameters needs less memory, but for its activations."""
     weight = bytes_of(precision_of(run).compute)
     models = family(run.model, run.cluster.ranks * (memory_budget(run) or 0) / weight)
-    fitting: tuple[ModelSpec, Plan] | None = None
+    fitting: tuple[ModelSection, Plan] | None = None
     least, most = 0, len(models)
     while least < most:
         middle = (least + most) // 2
