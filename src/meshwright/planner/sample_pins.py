@@ -17,7 +17,7 @@ _DECIDED = ("hybrid", "capacity", "shard", "replicate", "tensor", "layers", "sch
 
 
 def with_hybrid_ranks(run: RunSpec, memory_bytes: int | None) -> tuple[RunSpec, str]:
-    """`run` with pinned hybrid ranks, and why, where samples divided among ranks take less time than whole ones; else `run` and nothing."""
+    """`run` with pinned hybrid ranks, and why; `run` and no reason where whole samples take less time or lengths are unknown."""
     pins = pins_of(run)
     decided = any(getattr(pins, key) is not None for key in _DECIDED) or run.cluster.ranks == 1
     if run.train.global_batch_tokens is None or decided or run.model.sliding_window is not None:
