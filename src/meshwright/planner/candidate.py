@@ -122,6 +122,8 @@ def untrainable(plan: Plan) -> str | None:
     )
     parts += [f"feed-forward networks in tiles with {feature}" for feature in _tile_conflicts(plan)]
     parts += dict.fromkeys(part for layer in plan.layers for part in _untrainable_offloads(plan, layer))
+    if plan.experts is not None and plan.experts.owners != "even" and any(map(_offloads_optimizer, plan.layers)):
+        parts.append(f"experts.owners: {plan.experts.owners} with the optimizer's state in host memory")
     if not parts:
         return _copy_refusal(plan)
     return f"this release cannot train {', '.join(parts)}; it can only plan and simulate that"
@@ -167,6 +169,10 @@ def _untrainable_offloads(plan: Plan, layer: LayerStrategy) -> Iterator[str]:
         if layer.recompute in PARTIAL_RECOMPUTES and not plan.compile:
             # Only the compiler exposes the tensors that it keeps; eager selective checkpointing holds them itself.
             yield f"offload {layer.offload} with recompute {layer.recompute} where blocks are not compiled"
+
+
+def _offloads_optimizer(layer: LayerStrategy) -> bool:
+    return layer.optimizer_offloaded
 
 
 def _copy_refusal(plan: Plan) -> str | None:

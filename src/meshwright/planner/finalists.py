@@ -36,7 +36,7 @@ from meshwright.spec.layout import stage_table
 from meshwright.spec.plan import BatchPlan, ExpertPlan, Gradients, LayerStrategy, MeshAxis, Plan
 from meshwright.spec.run import RunSpec
 from meshwright.workload.copy_options import COPY_OPTIONS, copied_options, engine_fields
-from meshwright.workload.groups import copies_experts, shard_size
+from meshwright.workload.groups import balances_owners, copies_experts, shard_size
 
 MAX_SIMULATED, MIN_SIMULATED, MAX_WORK = 12, 3, 60_000
 """Most and fewest plans that are simulated unit by unit, and the total `_simulation_work` after which no further plan is.
@@ -110,6 +110,9 @@ def _expert_plan(run: RunSpec, expert: int, expert_shard: int, tensor: int) -> E
         return plan
     exchange = pins.expert_exchange or plan.exchange
     plan = replace(plan, exchange=exchange, receive_bound=pins.expert_receive_bound)
+    if pins.expert_owners is not None:
+        every = pins.expert_owners_every or plan.owners_every
+        plan = replace(plan, owners=pins.expert_owners, owners_every=every, window=pins.expert_window or plan.window)
     if pins.expert_policy in (None, "none"):
         return plan
     owned = run.model.experts // ranks
@@ -353,7 +356,15 @@ def complexity(plan: Plan) -> int:
         for layer in plan.layers
     )
     copy_engines = len(copied_options(plan))
-    return 2 * axes + len(plan.layers) + layer_features + plan.layered + copy_engines + copies_experts(plan)
+    return (
+        2 * axes
+        + len(plan.layers)
+        + layer_features
+        + plan.layered
+        + copy_engines
+        + copies_experts(plan)
+        + balances_owners(plan)
+    )
 
 
 def _with_fewest_low_memory_layers(run: RunSpec, plan: Plan, strategy: Strategy, budget: int | None) -> Plan:

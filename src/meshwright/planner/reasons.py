@@ -39,6 +39,7 @@ CHOICES: tuple[tuple[str, tuple[str, ...], Callable[[Plan], object]], ...] = (
     ("replicate", ("replicate", "shard"), lambda plan: plan.axis_size("replicate")),
     ("expert ranks", ("expert",), experts_over),
     ("copies of experts:", ("expert_policy",), lambda plan: _copies(plan)),
+    ("owners of experts:", ("expert_owners",), lambda plan: plan.experts.owners if plan.experts else "even"),
     ("schedule", ("schedule", "stages"), lambda plan: plan.schedule.name),
     ("micro-batch", ("micro_batch",), lambda plan: plan.batch.micro_batch),
     ("gradients", ("gradients", "layers"), lambda plan: plan.layers[-1].gradients),
