@@ -81,7 +81,8 @@ def lengths_file(folder: Path) -> Path:
 def samples_run(folder: Path, seq_len: int) -> RunSpec:
     return load_run(None, [
         "model.preset=llama3-8b", "model.max_seq_len=65536", "cluster.gpu=H200", "cluster.nodes=2", "cluster.gpus_per_node=4",
-        f"train.seq_len={seq_len}", f"train.global_batch_tokens={16 * seq_len}", "data.packing=none", f"data.lengths={lengths_file(folder)}",
+        f"train.seq_len={seq_len}", f"train.global_batch_tokens={16 * seq_len}", "data.packing=none",
+        f"data.lengths={lengths_file(folder)}",
     ])  # fmt: skip
 
 
