@@ -11,7 +11,7 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain
@@ -43,6 +43,7 @@ from meshwright.planner.mlp_tiles import with_tiles
 from meshwright.planner.reasons import no_layout, nothing_fits, reasons
 from meshwright.planner.reprice import reprice, without_guess
 from meshwright.planner.robust import FRAGILE, slowdown_function, why_robust
+from meshwright.planner.sample_pins import with_hybrid_ranks
 from meshwright.planner.sample_plan import searched_run, with_hybrid_axis
 from meshwright.planner.space import Points, points, with_kernel_engines
 from meshwright.planner.step_estimate import STAGES
@@ -113,25 +114,30 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = T
     """The best plan for `run` that obeys its pins.
 
     With `trainable` only plans that this release can train are searched, else all that it can plan. `memory_bytes` is the memory of one
-    device when the chip table does not have it (on CPU, a rank's share of the host). Where nothing fits, feed-forward networks in tiles are
-    tried. Raises BadInput when the pins cannot be met and OutOfResources when nothing fits.
+    device when the chip table does not have it (on CPU, a rank's share of the host). Samples of known lengths get hybrid ranks where that
+    is faster; where nothing fits, feed-forward networks in tiles are tried. Raises BadInput when the pins cannot be met and OutOfResources
+    when nothing fits.
     """
+    hybrid, why = with_hybrid_ranks(run, memory_bytes)
+    if why:
+        with suppress(BadInput, OutOfResources):
+            answer = _search(hybrid, run, memory_bytes, trainable)
+            return replace(
+                answer, best=replace(answer.best, plan=replace(answer.best.plan, why=(why, *answer.best.plan.why)))
+            )
     try:
         return _search(run, run, memory_bytes, trainable)
     except OutOfResources:
         tiled = with_tiles(run)
-        if tiled is None:
-            raise
-        try:
-            return _search(tiled, run, memory_bytes, trainable)
-        except (BadInput, OutOfResources):
-            pass
+        if tiled is not None:
+            with suppress(BadInput, OutOfResources):
+                return _search(tiled, run, memory_bytes, trainable)
         raise
 
 
 def _search(run: RunSpec, requested: RunSpec, memory_bytes: int | None, trainable: bool) -> Answer:
-    """`search` of `run`, which has the pins of `requested`, and tiles where those are tried."""
-    start, run = time.perf_counter(), searched_run(run)
+    """`search` of `run`, which has the pins of `requested`, and those that `search` tries."""
+    start, pinned, run = time.perf_counter(), run, searched_run(run)
     requested = replace(requested, train=run.train)
     space = points(run, trainable=trainable)
     if not len(space):
@@ -185,7 +191,7 @@ def _search(run: RunSpec, requested: RunSpec, memory_bytes: int | None, trainabl
     why += (why_robust(best, fastest_choice, slowdown),) if fastest_choice is not best else ()
     best = replace(best, plan=replace(best.plan, why=why))
     best, *others = (
-        replace(candidate, plan=with_hybrid_axis(requested, without_guess(run, candidate.plan)))
+        replace(candidate, plan=with_hybrid_axis(pinned, without_guess(run, candidate.plan)))
         for candidate in (best, *others)
     )
     return Answer(best, tuple(others), considered, time.perf_counter() - start)
