@@ -26,7 +26,7 @@ from meshwright.spec.run import ModelSection
 
 _NO_DROPOUT = "no such key; there is no dropout: every layout and every resumed run must compute the same"
 _EXPERTS = "no such key; a mixture of experts is experts, experts_per_token, expert_hidden, shared_expert_hidden, first_dense_layers"
-_NOT_YET = "no such key; this release plans replicate, shard, hybrid, pipeline, tensor, context_ring, context_ulysses and expert"
+_NOT_YET = "no such key; this release plans replicate, shard, pipeline, tensor, context_ring, context_ulysses, hybrid and expert"
 _REDUCE_ENGINE = "no such key; it was removed because exchange gained nothing, and the reduce-scatter is always used: delete the line"
 _OTHER_PARALLELISM = ("sequence", "context", "experts", "sequence_parallel")
 _SYNONYMS: dict[str, KeyPath] = {
