@@ -53,10 +53,11 @@ COPY_TENSOR_RANKS = 2
 
 
 OFFLOAD_PENALTY, OFFLOAD_PENALTY_UNMEASURED, MEASURED_DEVICES = 1.01, 1.03, 2
-"""Factors on the predicted seconds of a plan with offloaded activations, and the devices per host measured.
+"""Factors on the predicted seconds of a plan with offload, and the devices per host measured.
 
 Of two plans that cannot be told apart, the one without offload has no host memory to pin in its first step. On more
-devices or hosts the prediction is less certain, as the network may share the devices' host links.
+devices or hosts the prediction is less certain, as the network may share the devices' host links; and updates beside the
+forward were not measured.
 """
 
 
@@ -97,18 +98,19 @@ class Answer:
     """How long the search took."""
 
 
-def moves_activations(plan: Plan) -> bool:
-    """Whether the plan offloads activations of some layer."""
-    return any(layer.activations_offloaded for layer in plan.layers)
+def offloads(plan: Plan) -> bool:
+    """Whether the plan offloads activations or optimizer state of some layer."""
+    return any(layer.offload != "none" for layer in plan.layers)
 
 
 def offload_penalty(run: RunSpec, plan: Plan) -> float:
-    """Factor on the predicted seconds of `plan` when the planner compares it with others; 1 without offloaded activations."""
-    if not moves_activations(plan):
+    """Factor on the predicted seconds of `plan` when the planner compares it with others; 1 without offload."""
+    if not offloads(plan):
         return 1.0
-    return (
-        OFFLOAD_PENALTY if plan.ranks <= run.cluster.ranks_per_node <= MEASURED_DEVICES else OFFLOAD_PENALTY_UNMEASURED
-    )
+    measured = plan.ranks <= run.cluster.ranks_per_node <= MEASURED_DEVICES
+    if not measured or any(layer.optimizer_offloaded for layer in plan.layers):
+        return OFFLOAD_PENALTY_UNMEASURED
+    return OFFLOAD_PENALTY
 
 
 def untrainable(plan: Plan) -> str | None:

@@ -6,6 +6,7 @@ strategy with which it fits.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -234,14 +235,15 @@ def plan_family(plan: Plan) -> tuple[object, ...]:
 def add_better_neighbours(run: RunSpec, candidates: Sequence[Candidate], budget: int | None) -> list[Candidate]:
     """The candidates and faster neighbours of the leading ones, the fastest first.
 
-    Neighbours differ in what the closed form predicts worst: whether gradients and gathered weights stay whole between micro-batches.
+    Neighbours differ in what the closed form predicts worst: whether gradients and gathered weights stay whole between micro-batches. Of
+    an offloaded optimizer, as much state as fits stays on the device.
     """
     leading = 1 if _simulation_work(candidates[0].plan, run.model.layers) > MAX_WORK else MAX_IMPROVED
     better, simulated_plans = [], [candidate.plan for candidate in candidates if candidate.simulated]
     for candidate in candidates[:leading]:
         plans = [
             plan
-            for plan in _neighbours(run, candidate.plan)
+            for plan in (*_neighbours(run, candidate.plan), *_with_state_on_device(run, candidate.plan, budget))
             if not any(same_layout(plan, other) for other in simulated_plans)
         ]
         for plan in plans:
@@ -308,6 +310,25 @@ def _neighbours(run: RunSpec, plan: Plan) -> Iterator[Plan]:
         yield replace(plan, layers=tuple(replace(layer, gradients=other) for layer in plan.layers))
     if pins.reshard is None and len({layer.reshard for layer in plan.layers}) == 1:
         yield replace(plan, layers=tuple(replace(layer, reshard=not layer.reshard) for layer in plan.layers))
+
+
+def _with_state_on_device(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
+    """The plan, also with more recomputation, with the least offloaded optimizer state that fits, in hundredths of all.
+
+    State that stays on the device is not copied, so recomputing activations may pay for it.
+    """
+    pins = pins_of(run)
+    if budget is None or run.cluster.is_cpu or pins.offload_fraction is not None:
+        return
+    if not any(layer.optimizer_offloaded for layer in plan.layers):
+        return
+    free = pins.recompute is None and pins.layers is None
+    uniform = replace(plan.layers[-1], range="all")
+    more = [(replace(uniform, recompute=mode),) for mode in ("selective", "full")] if free else []
+    for layers in dict.fromkeys((plan.layers, *more)):
+        plans = [replace(plan, layers=layers, offload_fraction=share / 100) for share in range(1, 100)]
+        first = bisect_left(plans, True, key=lambda smaller: fits(run, smaller, budget))
+        yield from plans[first : first + 1]
 
 
 def simplest(
