@@ -517,3 +517,26 @@ def test_layouts_of_unequal_samples_are_in_text_json_and_page(tmp_path: Path) ->
     assert {layout["hybrid"] for layout in layouts} == {None, 2}
     assert all(layout["seconds"]["p10"] <= layout["seconds"]["mean"] <= layout["seconds"]["p100"] for layout in layouts)
     assert "Samples of unequal lengths" in page.read_text() and "samples of unequal lengths" in meshwright(*words).out
+
+
+def test_the_largest_model_in_text_and_json() -> None:
+    words = [
+        "model=llama3-8b",
+        "cluster.gpu=H100",
+        "cluster.gpus_per_node=1",
+        "train.global_batch=1",
+        "train.seq_len=2048",
+    ]
+    pins = ["plan.offload=optimizer", "plan.moments=bf16"]
+    answer = meshwright("plan", "--largest", *words, *pins, "--json").json
+    assert set(answer) == {"family", "device_bytes_usable", "host_bytes_usable", "largest"}
+    (entry,) = answer["largest"]
+    assert set(entry) == {"offload", "moments", "parameters", "model", "plan", "host_bytes"}
+    assert (entry["offload"], entry["moments"], entry["plan"]["precision"]["moments"]) == ("optimizer", "bf16", "bf16")
+    text = meshwright("plan", "--largest", *words, *pins).out
+    assert f"bf16 moments, which round: {entry['parameters'] / 1e9:.1f} B parameters" in text
+    assert f"model.layers={entry['model']['layers']} model.hidden={entry['model']['hidden']} " in text
+    assert f"host {entry['host_bytes'] / 1e9:.1f} GB" in text
+    assert meshwright("plan", "--largest", "model=mixtral-8x7b", *words[1:]).code == 2
+    refused = meshwright("plan", "--largest", *words, "--out", "plan.yaml", "--gpus", "1..2")
+    assert refused.code == 2 and "--largest cannot be combined with --gpus and --out" in refused.err

@@ -58,11 +58,38 @@ def test_a_measured_machine_prices_plans(capfd: pytest.CaptureFixture[str]) -> N
         (["cluster.gpus_per_nod=3", "--out", "x.json"], "nearest: gpus_per_node"),
         (["cluster.nodes=2", "--out", "x.json"], "torchrun --nnodes 2"),
         (["--from-run", "."], "config.yaml"),
+        (["--json", "--out", "x.json"], "--json is for --serve"),
+        (["--serve", "--out", "x.json"], "needs a model"),
+        (["--serve", "cluster.gpu=cpu", "--out", "x.json"], "keys of the model only"),
     ],
 )
 def test_mistakes_are_reported_before_anything_is_measured(arguments: list[str], output: str) -> None:
     answer = meshwright("profile", *arguments)
     assert answer.code == 2 and output in answer.err
+
+
+@pytest.mark.slow
+def test_the_engines_steps_join_a_machines_other_figures() -> None:
+    Path("here.json").write_text(to_json(made_profile()))
+    words = [
+        "profile",
+        "--serve",
+        "model=llama-nano",
+        "model.max_seq_len=128",
+        "--seconds",
+        "0.1",
+        "--out",
+        "here.json",
+    ]
+    for arguments in (["--json"], []):
+        answer = meshwright(*words, *arguments, env={"CUDA_VISIBLE_DEVICES": ""})
+        assert answer.code == 0, answer.err
+    assert "modelled ms" in answer.out
+    result = load_profile("here.json")
+    assert result.products == made_profile().products
+    (engine,) = result.engine
+    assert (engine.model.layers, engine.model.max_seq_len, engine.overlap) == (4, 128, False)
+    assert meshwright(*words, "--json").json["engine"]["model"]["layers"] == 4
 
 
 def finished_run(folder: Path, seconds: float) -> None:

@@ -12,9 +12,10 @@ from meshwright.config.presets import MODEL_PRESETS
 from meshwright.costs.compute import layer_times
 from meshwright.costs.constants import constants
 from meshwright.costs.machine_rates import machine_of
-from meshwright.costs.offload_costs import HOST_SHARE, host_share, rate_both_ways
+from meshwright.costs.offload_costs import HOST_SHARE, exposed_updates, host_share, rate_both_ways
 from meshwright.costs.stack_footprint import MemoryConstants, footprint
 from meshwright.costs.step import step_cost
+from meshwright.simulator.update_timeline import StepWork, step_seconds
 from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.fields import from_plain
 from meshwright.spec.model import ModelSpec
@@ -74,19 +75,43 @@ def test_copies_in_both_directions_at_once_are_slower() -> None:
     assert rates == pytest.approx([43.5, 43.5, 26, 13])
 
 
-def test_an_optimizer_in_host_memory_costs_its_transfers() -> None:
-    """A rank owns an eighth of 8.03e9 parameters; 12 bytes of state each move in both directions at 13 GB/s."""
-    on_device, offloaded = (
-        step_cost(MODEL, MACHINE, replace(ON_DEVICE, offload=float(offload)), K) for offload in (0, 1)
-    )
+def test_an_optimizer_in_host_memory_costs_what_the_forward_does_not_hide_of_its_transfers() -> None:
+    """A rank owns an eighth of 8.03e9 parameters; 12 bytes of state each move in both directions at 13 GB/s.
+
+    Hidden are the forwards of all but two of 33 units; with fp8 weights none.
+    """
+    forward = float(layer_times(MODEL, MACHINE, ON_DEVICE, K).forward)
     owned_parameters = (float(MODEL.dense_params) + 2 * float(MODEL.table_params)) / 8
     launches = K.step_layer_us * 1e-6 * 32
-    assert float(offloaded.optimizer) == pytest.approx(owned_parameters * 12 / 13e9 + launches)
-    assert float(offloaded.seconds - on_device.seconds) == pytest.approx(
-        float(offloaded.optimizer - on_device.optimizer)
+
+    def optimizer(**columns: float) -> float:
+        return float(step_cost(MODEL, MACHINE, replace(ON_DEVICE, offload=1.0, **columns), K).optimizer) - launches
+
+    exposed = optimizer()
+    assert exposed == pytest.approx(owned_parameters * 12 / 13e9 - forward * 31 / 33)
+    assert optimizer(state_bytes=8.0) == pytest.approx(exposed - owned_parameters * 4 / 13e9)
+    assert optimizer(gathered_bytes=1.0) == pytest.approx(owned_parameters * 12 / 13e9)
+    seconds = [step_cost(MODEL, MACHINE, replace(ON_DEVICE, offload=float(offload)), K) for offload in (0, 1)]
+    assert float(seconds[1].seconds - seconds[0].seconds) == pytest.approx(
+        float(seconds[1].optimizer - seconds[0].optimizer)
     )
-    masters_stay = step_cost(MODEL, MACHINE, replace(ON_DEVICE, offload=1.0, state_bytes=8.0), K)
-    assert float(masters_stay.optimizer) == pytest.approx(owned_parameters * 8 / 13e9 + launches)
+    sweep = float(seconds[0].optimizer) - launches
+    assert optimizer(state_bytes=0.01) == pytest.approx(sweep), "the kernels take their time beside the forward"
+
+
+@pytest.mark.parametrize(("copy", "forward"), [(2.0, 6.0), (0.1, 6.0), (1.0, 5.0)])
+def test_exposed_updates_equal_the_timeline(copy: float, forward: float) -> None:
+    """Twelve units of ten chunks, but for the chunks that were fetched before the norm was known, and the kernels."""
+    work = StepWork(units=12, chunks=10, copy=copy, update=1e-6, forward=forward, backward=20.0, buffers=6)
+    exposed = step_seconds(work, "update_stream") - 12 * (forward + 20.0)
+    assert exposed_updates([10 * copy] * 12, [forward] * 12) == pytest.approx(exposed + 5 * copy, abs=1e-4)
+
+
+def test_updates_of_unequal_units() -> None:
+    """The second of three waits for the last update, 9 seconds after the begin; without copies nothing waits."""
+    assert exposed_updates([1.0, 2.0, 6.0], [4.0, 5.0, 1.0]) == (9 + 5 + 1) - 10
+    assert exposed_updates([0.0, 0.0], [4.0, 5.0]) == 0
+    assert exposed_updates([3.0], [4.0]) == 3
 
 
 def test_offload_keeps_two_layers_on_the_device() -> None:

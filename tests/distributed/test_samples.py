@@ -24,13 +24,21 @@ from tests.distributed.test_equality import LLAMA, assemble_whole, compare
 from tests.distributed.test_schedules import Case, named
 from tests.slow import quick_first
 
-LONGEST = LLAMA.max_seq_len
+SPEC = replace(LLAMA, layers=4)
+LONGEST = SPEC.max_seq_len
 BATCHES, TOKENS = 3, 90
 CASES = [
     (Case("1f1b", shard=2), 20),
     (Case("1f1b"), 12),
     (Case("1f1b", shard=3, reshard=False, gradients="whole", recompute="full"), 12),
     (Case("breadth_first", shard=2, replicate=2), 30),
+    (Case("1f1b", pipeline=2, shard=2), 20),
+    (Case("zbv", pipeline=2), 20),
+    (Case("1f1b", tensor=2, shard=2), 20),
+    (Case("interleaved", pipeline=2), 12),
+    (Case("1f1b", pipeline=2, tensor=2), 12),
+    (Case("1f1b", ring=2, shard=2), 20),
+    (Case("1f1b", ulysses=2, shard=2), 20),
     (Case("1f1b", replicate=2, recompute="all_but_attention", offload="activations"), 16),
 ]
 """Plans and capacities of a slot."""
@@ -44,7 +52,7 @@ class Documents:
         for index in indices:
             random = np.random.default_rng(int(index))
             length = min(LONGEST, 1 + int(random.pareto(0.7) * 2))
-            drawn.append(random.integers(0, LLAMA.vocab_size, size=length + 1))
+            drawn.append(random.integers(0, SPEC.vocab_size, size=length + 1))
         return drawn
 
     def lengths(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -63,8 +71,8 @@ def one_device() -> list[dict[str, Any]]:
     """The reference results of every step."""
     results, first = [], 0
     for _ in range(BATCHES):
-        model = Decoder(LLAMA, plain=True).double()
-        initialise(model, LLAMA, seed=0)
+        model = Decoder(SPEC, plain=True).double()
+        initialise(model, SPEC, seed=0)
         taken = int(
             np.searchsorted(np.cumsum(Documents().lengths(range(first, first + TOKENS + 1))), TOKENS, side="right")
         )
@@ -96,7 +104,7 @@ def steps(world: World, plan: Plan) -> list[dict[str, Any]]:
     results = []
     with Loader(SampleSteps(source, tokens=TOKENS, pool=pool, rank=mesh.data_rank)) as loader:
         for _ in range(BATCHES):
-            engine = build_engine(LLAMA, plan, mesh, loss_chunk=5, seed=0, plain=True)
+            engine = build_engine(SPEC, plan, mesh, loss_chunk=5, seed=0, plain=True)
             batches = next(loader)
             assert loader.step is not None and loader.step.lengths is not None
             valid = count_valid(batches, mesh)
@@ -107,7 +115,7 @@ def steps(world: World, plan: Plan) -> list[dict[str, Any]]:
                 local_gradients(engine.model, engine.duplicate_rows), mesh.model_copy_group, mesh.device
             )
             gradients = {name: weight.grad for name, weight in engine.model.named_parameters()}
-            whole = assemble_whole(gradients, LLAMA, mesh)
+            whole = assemble_whole(gradients, SPEC, mesh)
             results.append({"loss": loss.item(), "norm": norm.item(), "gradients": whole, "weights": {}})
     return results
 

@@ -215,7 +215,10 @@ def ran(folder: Path, name: str, *overrides: str) -> list[Record]:
 
 
 def test_device_memory_is_freed_and_losses_are_equal(tmp_path: Path) -> None:
-    on_device, offloaded = (ran(tmp_path, offload, f"plan.offload={offload}") for offload in ("none", "optimizer"))
+    on_device, offloaded = (
+        ran(tmp_path, offload, f"plan.offload={offload}", "plan.offload_fraction=1")
+        for offload in ("none", "optimizer")
+    )
     assert offloaded[0]["loss"] == on_device[0]["loss"]
     assert offloaded[0]["grad_norm"] == pytest.approx(on_device[0]["grad_norm"], rel=BOUND)
     assert [step["loss"] for step in offloaded] == pytest.approx([step["loss"] for step in on_device], rel=BOUND)
@@ -227,7 +230,7 @@ def test_device_memory_is_freed_and_losses_are_equal(tmp_path: Path) -> None:
 
 def test_a_run_goes_on_without(tmp_path: Path) -> None:
     """Saved with the optimizer away, read with it on the device: the loss goes on as it would have."""
-    offloaded = ran(tmp_path, "run", "checkpoint.every=3", "plan.offload=optimizer")
+    offloaded = ran(tmp_path, "run", "checkpoint.every=3", "plan.offload=optimizer", "plan.offload_fraction=1")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
     continued = ran(tmp_path, "run", "checkpoint.every=3", "plan.offload=none")
     assert [step["step"] for step in continued] == [step["step"] for step in offloaded] == list(range(1, 7))

@@ -79,7 +79,7 @@ def test_an_update_in_host_memory_waits_for_its_snapshot_unless_memory_allows_se
     While a snapshot copies the state, the optimizer may not overwrite it. It writes its results to second buffers of the same size, or
     waits for the copy if host memory has no room for them.
     """
-    offload = ("plan.offload=optimizer", "plan.compute=bf16")
+    offload = ("plan.offload=optimizer", "plan.offload_fraction=1", "plan.compute=bf16")
     roomy, tight = (cost_of(tmp_path, *offload, f"cluster.host_memory_gib={gib}") for gib in (200, 45))
     assert roomy.host_bytes == pytest.approx((1 + PACKED) * roomy.bytes, rel=1e-3) and tight.host_bytes == tight.bytes
     run, plan = planned(tmp_path, *offload, "cluster.host_memory_gib=45")
@@ -154,7 +154,9 @@ def test_the_stall_predicted_for_the_measured_runs_is_within_the_variation_of_st
 
 def test_measured_rates_replace_those_that_are_assumed(tmp_path: Path) -> None:
     """Writes and copies of offloaded state take bytes over rate; CPU ranks have a prediction with measured rates only."""
-    run, plan = planned(tmp_path, "plan.offload=optimizer", "plan.compute=bf16", "cluster.host_memory_gib=50")
+    run, plan = planned(
+        tmp_path, "plan.offload=optimizer", "plan.offload_fraction=1", "plan.compute=bf16", "cluster.host_memory_gib=50"
+    )
     cost = checkpoint_cost(run, plan, 0.3, SaveRates(write=1e9, host_copy=5e9))
     assert cost is not None
     assert cost.writing_seconds == pytest.approx(cost.bytes / 2 / 1e9)

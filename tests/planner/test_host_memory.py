@@ -19,16 +19,19 @@ from meshwright.planner.candidate import (
     host_budget,
     host_excess_bytes,
     host_gib,
+    memory_budget,
     offload_penalty,
 )
 from meshwright.planner.explain import reason_against
 from meshwright.planner.finalists import plan_at, simplest
+from meshwright.planner.fixes import fixes
 from meshwright.planner.search import search
 from meshwright.planner.space import points
 from meshwright.planner.strategies import PLAIN, Strategy
 from meshwright.planner.sweep import layouts
 from meshwright.simulator.step_simulation import host_bytes, require_cost_inputs
 from meshwright.spec.errors import OutOfResources
+from meshwright.spec.model import parameter_count
 from meshwright.spec.plan import MeshAxis, Offload, PlanPins
 from meshwright.spec.run import RunSpec
 
@@ -147,6 +150,36 @@ def test_the_closed_form_is_near_the_exact_account(offload: Offload, schedule: s
         # The closed form assumes equal stages, and on all ranks the micro-batches of the first (the second has half under 1F1B).
         exact = sum(host_bytes(run.model, run.train, plan, 1))
         assert exact / 1.05 <= host_bytes_closed_form <= 1.6 * exact
+
+
+DEEP = [
+    "model=llama3-8b", "train.global_batch=1", "train.seq_len=8192", "train.steps=10", "cluster.gpu=H200", "cluster.gpus_per_node=1",
+]  # fmt: skip
+"""Llama-3-8B's widths on one H200."""
+
+
+def test_the_state_that_fits_stays_on_the_device() -> None:
+    """Llama-3-8B's widths with 52 layers, which fit only with an offloaded optimizer."""
+    run, pinned = (load_run(None, [*DEEP, "model.layers=52", *words]) for words in ((), ("plan.offload_fraction=1",)))
+    best, whole, budget = search(run).best, search(pinned).best, memory_budget(run)
+    share = best.plan.offload_fraction
+    assert 0 < share < 1 == whole.plan.offload_fraction and {layer.offload for layer in best.plan.layers} == {
+        "optimizer"
+    }
+    assert fits(run, best.plan, budget) and not fits(run, replace(best.plan, offload_fraction=share - 0.01), budget)
+    assert best.plan.precision.moments == "fp32" and best.seconds < 0.8 * whole.seconds
+    assert any(sentence.startswith(f"offload_fraction {share:g}: {1 - share:.0%} of") for sentence in best.plan.why)
+    saved = sum(host_bytes(run.model, run.train, whole.plan, 1)) - sum(host_bytes(run.model, run.train, best.plan, 1))
+    assert saved == pytest.approx((1 - share) * 10 * parameter_count(run.model), rel=1e-6)
+
+
+def test_fixes_of_a_small_host_keep_state_on_the_device_or_round_it() -> None:
+    run = load_run(None, [*DEEP, "plan.offload=optimizer", "cluster.host_memory_gib=60"])
+    assert [fix.words for fix in fixes(run)] == [
+        "without plan.offload",
+        "plan.offload_fraction=0.5",
+        "plan.moments=bf16, which rounds",
+    ]
 
 
 def test_unknown_host_memory_gets_a_default() -> None:

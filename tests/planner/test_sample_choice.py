@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
+import pytest
+from tests.data import megatron
 
 from meshwright.config.load import load_run
 from meshwright.planner.sample_choice import choose_sample_layout, draw_batch, sample_layouts
+from meshwright.planner.sample_lengths import expected_histogram
 from meshwright.planner.sample_reasons import sample_reasons
+from meshwright.planner.search import search
 from meshwright.spec.run import RunSpec
 from meshwright.workload.expected_lengths import LengthHistogram
 
@@ -62,3 +69,45 @@ def test_what_cannot_be_played_is_said() -> None:
     assert choice.layouts == () and list(sample_reasons(run_of(), choice)) == [
         "with pinned tensor ranks unequal samples are not played"
     ]
+
+
+def lengths_file(folder: Path) -> Path:
+    """Three of a thousand samples have 65,536 tokens."""
+    ranges = [{"first": 64, "last": 1024, "documents": 997}, {"first": 65_536, "last": 65_536, "documents": 3}]
+    (folder / "lengths.json").write_text(json.dumps({"ranges": ranges}))
+    return folder / "lengths.json"
+
+
+def samples_run(folder: Path, seq_len: int) -> RunSpec:
+    return load_run(None, [
+        "model.preset=llama3-8b", "model.max_seq_len=65536", "cluster.gpu=H200", "cluster.nodes=2", "cluster.gpus_per_node=4",
+        f"train.seq_len={seq_len}", f"train.global_batch_tokens={16 * seq_len}", "data.packing=none",
+        f"data.lengths={lengths_file(folder)}",
+    ])  # fmt: skip
+
+
+def test_the_search_divides_samples_that_take_too_long_on_one_rank(tmp_path: Path) -> None:
+    best = search(samples_run(tmp_path, 65_536)).best.plan
+    assert best.axis_size("hybrid") == 8 and best.samples is not None and best.samples.capacity < 65_536
+    assert all(not layer.reshard and layer.gradients == "whole" for layer in best.layers)
+    assert (
+        best.why[0].startswith(f"hybrid 8 with slots of {best.samples.capacity:,} tokens") and "longer" in best.why[0]
+    )
+    assert not any(reason.startswith("pinned") for reason in best.why)
+
+
+def test_the_search_keeps_short_samples_on_data_ranks(tmp_path: Path) -> None:
+    best = search(samples_run(tmp_path, 1024)).best.plan
+    assert best.axis_size("hybrid") == 1 and best.samples is not None and best.samples.capacity == 1024
+
+
+def test_lengths_of_the_data_are_those_of_its_index(tmp_path: Path) -> None:
+    megatron.write(tmp_path / "a", [[[1] * 64], [[1] * 65], [[1] * 300]], code=8)
+    run = load_run(None, [
+        "model.preset=llama3-8b", "cluster.gpu=H200", "data.packing=none", f"data.mix={tmp_path}", "train.global_batch_tokens=65536",
+    ])  # fmt: skip
+    histogram = expected_histogram(run)
+    assert histogram is not None and histogram.shares.tolist() == pytest.approx([1 / 3] * 3)
+    assert histogram.last.tolist() == [64, 128, 512]
+    (tmp_path / "a.idx").unlink()
+    assert expected_histogram(run) is None

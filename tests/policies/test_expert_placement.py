@@ -11,7 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.policies.expert_costs import ExpertCosts, layer_times
-from meshwright.policies.expert_owners import even_owners, heterogeneous_owners
+from meshwright.policies.expert_owners import (
+    better_owners,
+    even_owners,
+    heterogeneous_owners,
+    layer_owners,
+    position_order,
+)
 from meshwright.policies.expert_placement import POLICIES, PlacementProblem, overlap_degree, place_experts
 from meshwright.policies.expert_routing import node_rows, owned, route, row_totals
 from meshwright.policies.load_window import LoadWindow
@@ -171,6 +177,34 @@ def test_owners_have_equal_numbers_over_layers_and_equal_loads_within() -> None:
         heterogeneous_owners(np.ones((2, 3)), 0, 4, 2)
     with pytest.raises(BadInput, match="a divisor of 2 layers × 3 experts, got 4 ranks"):
         even_owners(2, 3, 4)
+
+
+def test_owners_of_a_layer_have_equal_numbers_and_the_smallest_possible_load() -> None:
+    """Of two ranks with two experts each the best pairs are the most with the least loaded."""
+    loads = np.array([[9, 6, 5, 1], [1, 2, 9, 8]])
+    assert layer_owners(loads, 0, 2, 2).tolist() == [[0, 1, 1, 0], [0, 1, 0, 1]]
+    copied = layer_owners(loads, 2, 2, 2)
+    assert copied[0, 2] != copied[0, 3], "the two most loaded are on all ranks, so the others are balanced"
+    with pytest.raises(BadInput, match="a divisor of 6 experts, got 4 ranks"):
+        layer_owners(np.ones((1, 6)), 0, 4, 2)
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([(2, 2), (4, 2), (8, 4)]), st.integers(1, 4))
+def test_positions_after_a_move_belong_to_the_new_owners(seed: int, ranks: tuple[int, int], owned: int) -> None:
+    draw, (count, per_node) = np.random.default_rng(seed), ranks
+    loads, experts = draw.geometric(0.02, (3, owned * count)), owned * count
+    even = even_owners(3, experts, count)
+    owners = better_owners(loads, even, 0, count, per_node)
+    order = position_order(owners, count)
+    assert (np.sort(order, axis=1) == np.arange(experts)).all()
+    assert (np.take_along_axis(owners, order, axis=1) == np.arange(experts) // owned).all()
+    stays = owners == even
+    assert (order[stays] == np.tile(np.arange(experts), (3, 1))[stays]).all()
+    moved = (owners != even).any(1)
+    busiest = [
+        np.stack([np.bincount(o, w, count) for o, w in zip(by, loads, strict=True)]).max(1) for by in (even, owners)
+    ]
+    assert (busiest[1][moved] <= 0.98 * busiest[0][moved]).all()
 
 
 def test_fewer_experts_than_ranks_use_all_ranks_in_turn() -> None:

@@ -9,12 +9,12 @@ import pytest
 
 from meshwright.costs.plan_costs import pricing
 from meshwright.planner.candidate import Candidate, memory_budget
-from meshwright.planner.expert_copies import add_copy_variants, copy_variants
+from meshwright.planner.expert_copies import add_copy_variants, copy_variants, owner_variants
 from meshwright.planner.expert_reasons import uneven_loads_reason
 from meshwright.planner.reprice import reprice
 from meshwright.simulator.copied_experts import copy_effects, with_copies
 from meshwright.spec.cluster import ClusterSpec
-from meshwright.spec.plan import ExpertPlan, ExpertPolicy, Plan
+from meshwright.spec.plan import ExpertPlan, ExpertPolicy, LayerStrategy, Plan, PlanPins
 from meshwright.spec.run import RunSpec
 from meshwright.workload.activations import busiest_rows
 from meshwright.workload.plan_bytes import fullest_rank_memory
@@ -82,3 +82,23 @@ def test_the_planner_copies_a_loaded_expert_and_says_so(tmp_path: Path) -> None:
     assert "with copies the busiest of 4 ranks" in uneven_loads_reason(run, best.plan)
     unknown = replace(run, train=replace(run.train, expert_load=None))
     assert not list(copy_variants(unknown, alone.plan)) and not list(copy_variants(run, best.plan))
+
+
+def test_the_planner_moves_owners_where_that_balances_loads(tmp_path: Path) -> None:
+    """The first two of four ranks own most of the load; each rank can own one loaded expert. Copies are pinned off."""
+    run = replace(run_with(tmp_path, [9, 9, 9, 9, 1, 1, 1, 1]), plan=PlanPins(expert_policy="none"))
+    even = replace(plan({"shard": 4}), experts=OWN)
+    (moved,) = owner_variants(run, even)
+    assert copy_effects(run.model, run.train, moved, run.cluster).imbalance == pytest.approx(1.0, abs=1e-2)
+    alone = Candidate(reprice(run, even), simulated=True)
+    best = add_copy_variants(run, [alone], alone, memory_budget(run))[0]
+    assert (
+        best.plan.experts is not None and best.plan.experts.owners == "heterogeneous" and best.seconds < alone.seconds
+    )
+    assert "moved owners the busiest of 4 ranks computes 1.00 times the mean, without 1.80" in uneven_loads_reason(
+        run, best.plan
+    )
+    offloaded = replace(even, layers=(LayerStrategy(offload="optimizer"),))
+    fixed = replace(even, experts=replace(OWN, policy="fixed", slots=6))
+    unknown = replace(run, train=replace(run.train, expert_load=None))
+    assert not [*owner_variants(run, offloaded), *owner_variants(run, fixed), *owner_variants(unknown, even)]

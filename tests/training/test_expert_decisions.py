@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -13,17 +14,24 @@ from meshwright.policies.expert_costs import ExpertCosts
 from meshwright.spec.plan import ExpertPlan, ExpertPolicy
 from meshwright.training import expert_decisions
 from meshwright.training.expert_decisions import DELAY, ExpertDecisions
+from meshwright.training.expert_owners import ExpertOwners
 
 LAYERS, RANKS, EXPERTS, FIRST, RANK = 3, 4, 8, 1, 2
 COSTS = ExpertCosts(2, 1e-6, 1e-7, 2e-7, 1e-7, 2e-7, 1e-3)
 LOADS = np.random.default_rng(0).geometric(0.02, (12, LAYERS, RANKS, EXPERTS))
 
 
-def decisions(policy: ExpertPolicy) -> tuple[ExpertDecisions, dict[int, PresentExperts]]:
+def decisions(
+    policy: ExpertPolicy, moves: list[Mapping[int, np.ndarray]] | None = None
+) -> tuple[ExpertDecisions, dict[int, PresentExperts]]:
+    """The decisions of a rank; with `moves`, which gets all moves, owners follow the loads every four steps."""
     plan = ExpertPlan(expert=RANKS, policy=policy, slots=2, window=3)
-    device = torch.device("cpu")
+    device, shape, owners = torch.device("cpu"), (LAYERS, RANKS, EXPERTS), None
     presents = {FIRST + layer: PresentExperts(EXPERTS, plan, [0, 0, 1, 1], RANK, device) for layer in range(LAYERS)}
-    return ExpertDecisions(plan, presents, (LAYERS, RANKS, EXPERTS), FIRST, RANK, COSTS), presents
+    if moves is not None:
+        owners = ExpertOwners(shape, every=4, copied=0, ranks_per_node=2, first=FIRST, move=moves.append, device=device)
+    costs = None if policy == "none" else COSTS
+    return ExpertDecisions(plan, presents, shape, FIRST, RANK, costs, owners), presents
 
 
 def run(decider: ExpertDecisions, presents: dict[int, PresentExperts], steps: range) -> list[np.ndarray]:
@@ -32,7 +40,10 @@ def run(decider: ExpertDecisions, presents: dict[int, PresentExperts], steps: ra
     for step in steps:
         decider.begin_step(step)
         seen.append(np.array([experts.present for experts in presents.values()]))
-        decider.add(torch.from_numpy(LOADS[step - 1].astype(np.float64)).flatten())
+        loads = LOADS[step - 1]
+        if decider.owners is not None:  # routers count rows by position
+            loads = np.take_along_axis(loads, decider.owners.numbers[:, None], axis=2)
+        decider.add(torch.from_numpy(loads.astype(np.float64)).flatten())
     return seen
 
 
@@ -53,6 +64,27 @@ def test_a_restored_run_decides_as_the_uninterrupted_one(
         again = decisions(policy)
         again[0].restore(state)
         assert all(map(np.array_equal, run(*again, range(saved + 1, 13)), whole[saved:]))
+
+
+@pytest.mark.parametrize("policy", ["none", "flexmoe"])
+def test_owners_follow_the_loads_and_a_restored_run_moves_them_alike(policy: ExpertPolicy) -> None:
+    """Moves come before steps 5 and 9. A state of step 4 may be asked for after the first."""
+    moves: list[Mapping[int, np.ndarray]] = []
+    whole = decisions(policy, moves)
+    seen = run(*whole, range(1, 13))
+    assert whole[0].owners is not None and len(moves) == 2
+    numbers = whole[0].owners.numbers
+    loads = torch.from_numpy(LOADS[11].sum(1))
+    by_position = torch.from_numpy(np.take_along_axis(LOADS[11].sum(1), numbers, axis=1))
+    assert torch.equal(whole[0].by_number(by_position), loads)
+    for saved, asked in ((3, 3), (4, 4), (4, 5), (5, 5), (6, 7), (9, 9)):
+        first = decisions(policy, [])
+        run(*first, range(1, asked + 1))
+        state = json.loads(json.dumps(first[0].state(saved) | {"step": saved}))
+        again = decisions(policy, [])
+        again[0].restore(state)
+        assert all(map(np.array_equal, run(*again, range(saved + 1, 13)), seen[saved:]))
+        assert again[0].owners is not None and np.array_equal(again[0].owners.numbers, numbers)
 
 
 @pytest.mark.parametrize("other", [{"shape": [LAYERS, 8, EXPERTS]}, {"slots": 3}])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from meshwright.workload.expected_lengths import LengthHistogram
+from meshwright.config.recorded_lengths import LengthRange
+from meshwright.workload.expected_lengths import LengthHistogram, mixed_histogram
 
 
 def test_draws_have_the_shares_of_the_ranges_and_log_uniform_lengths_within() -> None:
@@ -16,3 +17,9 @@ def test_draws_have_the_shares_of_the_ranges_and_log_uniform_lengths_within() ->
     long = lengths >= 1000
     assert long.mean() == pytest.approx(0.25, abs=0.01)
     assert (lengths[long] < 1250).mean() == pytest.approx(np.log(1.25) / np.log(2), abs=0.02)
+
+
+def test_sources_are_mixed_by_samples() -> None:
+    first, second = [LengthRange(1, 4, 10), LengthRange(5, 8, 30)], [LengthRange(5, 8, 7)]
+    mixture = mixed_histogram([(1.0, first), (3.0, second)])
+    assert mixture.shares.tolist() == pytest.approx([0.0625, 0.1875, 0.75]) and mixture.longest == 8

@@ -10,6 +10,7 @@ import typer
 
 from meshwright.cli.options import Json, Words, check_writable, load, say, split_words
 from meshwright.durable.writes import write_durable
+from meshwright.spec.errors import BadInput
 
 For = Annotated[
     str | None,
@@ -58,6 +59,13 @@ Probe = Annotated[
         help="Run the N best plans for a few steps each on this machine, and take the fastest measured (3 is a good number).",
     ),
 ]
+Largest = Annotated[
+    bool,
+    typer.Option(
+        "--largest",
+        help="The largest model that fits, by more layers and width in the proportions of `model`, for each form of the optimizer's state.",
+    ),
+]
 
 
 def plan(
@@ -82,6 +90,7 @@ def plan(
     explain: Annotated[
         bool, typer.Option("--explain", help="With --json: what limits the step and what changes would gain, too.")
     ] = False,
+    largest: Largest = False,
     as_json: Json = False,
 ) -> None:
     """Choose a plan for a run and print what it needs, why it was chosen, what limits it, and what a change would gain.
@@ -90,7 +99,7 @@ def plan(
     is marked "planned only". Devices stay idle where a part of them takes a shorter step; the answer names that part.
 
     With --json: `name`, `plan`, `predicted`, `alternatives`, `search_seconds`, `sources`; `idle`, `does_not_fit` and `untrainable` where
-    they apply.
+    they apply. With --largest: `family`, `device_bytes_usable`, `host_bytes_usable`, `largest`; no other option is allowed.
 
     Exit codes: 0 a plan, 2 bad input or no layout, 3 nothing fits (with what would make it fit).
 
@@ -104,6 +113,8 @@ def plan(
 
         meshwright plan run.yaml --probe 3 --out plan.yaml
 
+        meshwright plan --largest model=llama3-8b cluster.gpu=H200 train.global_batch=1 train.seq_len=2048
+
         meshwright plan run.yaml --gpus 8..1024 --html scaling.html
 
         meshwright plan run.yaml --gpus 64..1024 --objective training --critical-batch 4e6 --tokens 1e12 --price 2.5
@@ -115,13 +126,16 @@ def plan(
     """
     from meshwright.config.deployment_file import asks_for_deployment
 
+    given = {
+        "--for": for_, "--include-untrainable": include_untrainable, "--gpus": gpus, "--objective": objective != "time",
+        "--critical-batch": critical_batch, "--tokens": tokens, "--price": price, "--probe": probe, "--explain": explain,
+    }  # fmt: skip
+    if largest:
+        _print_largest(words, {**given, "--out": out, "--html": html}, as_json=as_json)
+        return
     if asks_for_deployment(*split_words(words)):
         from meshwright.cli.plan_deployment import answer_deployment
 
-        given = {
-            "--for": for_, "--include-untrainable": include_untrainable, "--gpus": gpus, "--objective": objective != "time",
-            "--critical-batch": critical_batch, "--tokens": tokens, "--price": price, "--probe": probe, "--explain": explain,
-        }  # fmt: skip
         answer_deployment(words, out, html, as_json=as_json, refused=[name for name, value in given.items() if value])
         return
     from meshwright.cli.plan_answer import PlanQuestion, answer_question, as_plain
@@ -152,6 +166,19 @@ def plan(
         from meshwright.cli.plan_text import show
 
         show(answer)
+
+
+def _print_largest(words: list[str] | None, given: dict[str, object], *, as_json: bool) -> None:
+    """Raises BadInput if any option of `given` has a value."""
+    from meshwright.cli.plan_largest import largest_as_plain, largest_as_text
+
+    if refused := [name for name, value in given.items() if value]:
+        raise BadInput(f"--largest cannot be combined with {' and '.join(refused)}")
+    run = load(words)
+    if as_json:
+        print(json.dumps(largest_as_plain(run)))
+    else:
+        print("\n".join(largest_as_text(run)))
 
 
 def _steps_assumed(words: list[str] | None) -> bool:

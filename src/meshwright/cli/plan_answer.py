@@ -40,6 +40,7 @@ from meshwright.planner.objectives import (
 )
 from meshwright.planner.reprice import predict
 from meshwright.planner.sample_choice import SampleChoice, choose_sample_layout
+from meshwright.planner.sample_lengths import expected_histogram
 from meshwright.planner.search import with_untrainable
 from meshwright.planner.what_if import Change, what_if
 from meshwright.spec.cluster import ClusterSpec
@@ -48,7 +49,6 @@ from meshwright.spec.fields import to_plain
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_name import plan_name
 from meshwright.spec.run import RunSpec
-from meshwright.workload.expected_lengths import recorded_histogram
 
 OBJECTIVES = ("time", "cost", "training")
 
@@ -187,11 +187,9 @@ class Answer:
 
     @cached_property
     def samples(self) -> SampleChoice | None:
-        """Layouts for samples of unequal lengths; None without `data.lengths`."""
-        lengths = self.run.data.lengths
-        if lengths is None:
-            return None
-        return choose_sample_layout(self.run, recorded_histogram(lengths), device_memory(self.run))
+        """Layouts for samples of unequal lengths; None where these are not known (`planner.sample_lengths`)."""
+        histogram = expected_histogram(self.run)
+        return None if histogram is None else choose_sample_layout(self.run, histogram, device_memory(self.run))
 
     def why_not(self, other: Candidate) -> str:
         probe = next((probe for probe in self.probes if same_layout(probe.plan, other.plan)), None)

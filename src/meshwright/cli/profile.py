@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshwright.cli.options import check_writable, split_words
+from meshwright.cli.profile_engine import profile_engine
 from meshwright.cli.profile_table import table
 from meshwright.durable.writes import write_durable
 from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_INTERNAL, BadInput
@@ -21,6 +22,18 @@ from meshwright.spec.errors import EXIT_COMMUNICATION, EXIT_DONE, EXIT_INTERNAL,
 if TYPE_CHECKING:
     from meshwright.spec.cluster import ClusterSpec
     from meshwright.spec.profile import MachineProfile
+
+
+ServeOption = Annotated[
+    bool,
+    typer.Option(
+        "--serve",
+        help="Measure the inference engine's steps on one device: with the model of a file, or of e.g. model=llama3-8b.",
+    ),
+]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="With --serve: print the measured steps and constants as JSON.")
+]
 
 
 def profile(
@@ -65,10 +78,12 @@ def profile(
             "--seconds",
             metavar="S",
             min=0.1,
-            help="Approximate seconds of measurement, without the start of the ranks; default: 100 on GPUs, 20 on a CPU.",
+            help="Approximate seconds of measurement, without the start of the ranks; default: 100 on GPUs, 20 on a CPU; --serve 75, 10.",
             show_default=False,
         ),
     ] = None,
+    serve: ServeOption = False,
+    json_output: JsonOption = False,
 ) -> None:
     """Measure this machine, so that predictions use its measured rates instead of datasheets.
 
@@ -93,13 +108,24 @@ def profile(
     A run's own shapes, to hold its step against what the device needs:
 
         meshwright profile --shapes-of runs/mine --seconds 25 --out mine.json
+
+    The inference engine's steps, for plans of deployments; the file keeps what else it has:
+
+        meshwright profile --serve model=llama3-8b --out h200.json
     """
+    if json_output and not serve:
+        raise BadInput("--json is for --serve; the file of --out is JSON")
     if from_run is not None:
         _correct(from_run, out)
         return
     if out is None:
         raise BadInput("--out FILE is missing: the file for the measurements, e.g. --out machine.json")
     check_writable("--out", out)
+    if serve:
+        if shapes_of is not None:
+            raise BadInput("--serve and --shapes-of measure different things; give one")
+        profile_engine(*split_words(words), out, seconds, json_output)
+        return
     if shapes_of is not None and words:
         raise BadInput(f"{words[0]}: with --shapes-of the run determines what is measured; leave it out")
     cluster = _cluster(words) if shapes_of is None else _cluster_of(shapes_of)

@@ -18,6 +18,7 @@ def expert_pins(run: RunValues) -> Iterator[Mistake]:
         return
     yield from _copy_pins(run, experts)
     yield from _exchange_pins(run, experts)
+    yield from _owner_pins(run)
     if ranks is None:
         return
     if not experts:
@@ -45,7 +46,8 @@ def _copy_pins(run: RunValues, experts: int) -> Iterator[Mistake]:
             yield run.mistake("plan.expert_slots", expected)
         return
     for key in ("expert_slots", "expert_keep", "expert_window"):
-        if run(f"plan.{key}"):
+        decides_owners = key == "expert_window" and run("plan.expert_owners") == "heterogeneous"
+        if run(f"plan.{key}") and not decides_owners:
             yield run.mistake(f"plan.{key}", "no key without plan.expert_policy, which says which experts are copied")
 
 
@@ -60,6 +62,27 @@ def _exchange_pins(run: RunValues, experts: int) -> Iterator[Mistake]:
         yield run.mistake("plan.expert_exchange", expected, "all_to_all")
     elif str(run("cluster.gpu")).lower() == "cpu":
         yield run.mistake("plan.expert_exchange", "all_to_all, as the kernels run on GPUs", "all_to_all")
+
+
+def _owner_pins(run: RunValues) -> Iterator[Mistake]:
+    """Owners that follow the loads need several expert ranks, and free choice of the experts of each."""
+    if run("plan.expert_owners") == "heterogeneous":
+        ranks = (run("plan.expert") or 1) * (run("plan.tensor") or 1)
+        if expected := _owners(run, ranks, run("plan.expert_policy")):
+            yield run.mistake("plan.expert_owners", expected, "even")
+    elif run("plan.expert_owners_every") is not None:
+        yield run.mistake("plan.expert_owners_every", "no key without plan.expert_owners: heterogeneous")
+
+
+def _owners(run: RunValues, ranks: int, policy: str | None) -> str:
+    """The owners that are expected where heterogeneous ones cannot be; empty where they can."""
+    if ranks == 1:
+        return "even, as every rank has all experts"
+    if policy == "fixed":
+        return "even, as policy fixed does not depend on loads"
+    if (run("model.groups_per_token") or 1) < (run("model.expert_groups") or 1):
+        return "even, as tokens choose groups of consecutive experts (model.groups_per_token)"
+    return ""
 
 
 def plan_file_experts(plan: Document, run: RunValues, tensor: int) -> Iterator[Mistake]:
@@ -83,6 +106,8 @@ def plan_file_experts(plan: Document, run: RunValues, tensor: int) -> Iterator[M
         yield plan.mistake(("experts", "keep"), "false, as policy none copies no experts", "true", "false")
     else:
         yield from _plan_file_exchange(plan, run, size * tensor)
+        if section.get("owners", "even") != "even" and (expected := _owners(run, size * tensor, policy)):
+            yield plan.mistake(("experts", "owners"), expected, section["owners"], "even")
 
 
 def _plan_file_exchange(plan: Document, run: RunValues, ranks: int) -> Iterator[Mistake]:

@@ -7,6 +7,9 @@ the device. Copies to the host overlap with the forwards of all layers, copies b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import numpy as np
 
 from meshwright.costs.device_rates import Machine
@@ -20,6 +23,9 @@ HOST_SHARE, HOST_SHARE_DEVICES = 0.4, 8
 
 Measured on 8×H200: 20 of 50 GB/s, limited by host memory. Fewer devices reach more, up to the full link: a guess.
 """
+
+UNITS_GATHERED = 2
+"""Units whose weights are updated before the first of them computes: it and the next one, which is gathered meanwhile."""
 
 BOTH_WAYS, BOTH_WAYS_ALONE = 0.26, 0.87
 """Share of the host link in each direction while copies run in both directions: of eight devices, and of a single device.
@@ -50,15 +56,19 @@ def host_memory_bytes(shape: Shape, layout: Layouts, owned: Array) -> Array:
     return layout.offload_activations * activations + layout.offload * owned * layout.state_bytes
 
 
+def activation_copies(shape: Shape, machine: Machine, layout: Layouts) -> Array:
+    """Seconds of one micro-batch's copies in one direction, of the layout's share of offloaded layers."""
+    return layout.offload_activations * shape.layers * offloaded_bytes(shape, layout) / host_rate(machine)
+
+
 def exposed_copies(shape: Shape, machine: Machine, layout: Layouts, forward: Array, backward: Array) -> Array:
     """Exposed seconds of one micro-batch's copies if every layer were offloaded.
 
     `forward` and `backward` are the compute seconds over all layers. The exposed seconds are computed for the layout's share of
     offloaded layers and divided by that share.
     """
-    all_copies = shape.layers * offloaded_bytes(shape, layout) / host_rate(machine)
     offloaded = np.asarray(layout.offload_activations)
-    exposed = exposed_copy_seconds(offloaded * all_copies, forward, backward)
+    exposed = exposed_copy_seconds(activation_copies(shape, machine, layout), forward, backward)
     return np.where(offloaded > 0, sum(exposed) / np.maximum(offloaded, 1e-9), 0.0)
 
 
@@ -67,10 +77,27 @@ def exposed_copy_seconds(copied: Array, forward: Array, backward: Array) -> tupl
     return np.maximum(0.0, copied - forward), np.maximum(0.0, copied - backward)
 
 
-def host_optimizer(machine: Machine, owned: Array, state_bytes: Array, sweep: Array) -> Array:
-    """Seconds of an optimizer with the state of `owned` parameters in host memory.
+def host_optimizer(
+    machine: Machine, owned: Array, state_bytes: Array, sweep: Array, forward: Array, units: Array
+) -> Array:
+    """Seconds by which an optimizer with the state of `owned` parameters in host memory makes a step longer.
 
-    The device copies `state_bytes` per parameter in and out, in both directions at once, chunk by chunk. It updates a chunk
-    while it copies others; all updates take `sweep` seconds.
+    The device copies `state_bytes` per parameter in and out, in both directions at once, beside the `forward` seconds of the rank's
+    `units`: equal ones, in their order. All updates take `sweep` seconds of compute.
     """
-    return np.maximum(owned * state_bytes / rate_both_ways(machine), sweep)
+    copies = owned * state_bytes / rate_both_ways(machine)
+    hidden = forward * (1 - np.minimum(UNITS_GATHERED, units) / units)
+    return np.maximum(copies - hidden, sweep)
+
+
+def exposed_updates(updates: Sequence[float], forwards: Sequence[float]) -> float:
+    """Seconds by which updates delay the first forward. By unit, seconds of its copies and of its forward.
+
+    Updates follow one another. A unit's forward begins after the updates of the units that are gathered then, and after earlier forwards.
+    """
+    updated = forwarded = 0.0
+    ends = list(accumulate(updates))
+    for index, forward in enumerate(forwards):
+        updated = ends[min(index + UNITS_GATHERED, len(ends)) - 1]
+        forwarded = max(forwarded, updated) + forward
+    return forwarded - sum(forwards)

@@ -27,7 +27,7 @@ from meshwright.costs.constants import Constants
 from meshwright.costs.copies import copy_seconds
 from meshwright.costs.device_rates import Machine
 from meshwright.costs.layer_costs import LayerCosts, exposed_seconds, layer_costs
-from meshwright.costs.offload_costs import exposed_copies, host_optimizer
+from meshwright.costs.offload_costs import activation_copies, exposed_copies, host_optimizer
 from meshwright.costs.optimizer_costs import matrix_seconds, update_seconds
 from meshwright.costs.stage_layers import stage_layers
 from meshwright.workload.arrays import Array
@@ -143,7 +143,7 @@ def step_cost(
     data_seconds = first_and_last + _gradient_traffic(
         shape, machine, layout, k, stage * times.backward / np.maximum(device, 1e-12)
     )
-    update = _optimizer_seconds(shape, machine, layout, k)
+    update = _optimizer_seconds(shape, machine, layout, k, layers_time - backward)
     nodes = np.log2(np.maximum(1.0, layout.ranks / machine.per_node))
     constant = (k.step_ms + k.sync_ms * nodes) * 1e-3
     seconds = (steady + fill + pipe_seconds) * (1 + k.jitter * nodes) + data_seconds + update + constant + stalls
@@ -348,9 +348,19 @@ def owned_params(shape: Shape, layout: Layouts) -> Array:
     return shard_parameters(layout, dense, experts, layout.zero >= 1)
 
 
-def _optimizer_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Constants) -> Array:
+def _optimizer_seconds(shape: Shape, machine: Machine, layout: Layouts, k: Constants, forward: Array) -> Array:
+    """Seconds of the update; with offload, those that the first forward does not hide.
+
+    `forward` has the seconds of a micro-batch over all layers.
+    """
     owned = owned_params(shape, layout)
     seconds = update_seconds(layout, machine, k, owned)
-    seconds = np.where(layout.offload > 0, host_optimizer(machine, owned, layout.state_bytes, seconds), seconds)
+    # Scales of fp8 weights are computed from all weights, before the first gather.
+    beside = np.where(layout.gathered_bytes < COMPUTE_BYTES, 0.0, _overlapping_micro_batches(layout) / layout.pipeline)
+    # Activations of the first forward use the link too.
+    beside = beside * np.maximum(0.0, forward - activation_copies(shape, machine, layout))
+    units = shape.layers / layout.pipeline + 1
+    offloaded = host_optimizer(machine, owned, layout.state_bytes, seconds, beside, units)
+    seconds = np.where(layout.offload > 0, offloaded, seconds)
     seconds = seconds + matrix_seconds(layout, machine, k, shape.layers / layout.pipeline)
     return seconds + k.step_layer_us * 1e-6 * shape.layers / layout.pipeline

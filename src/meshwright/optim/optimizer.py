@@ -145,6 +145,12 @@ class Optimizer:
         """Make the next step wait for `copies` of the state, group by group, before it updates the parameters of a group."""
         self._copies = copies
 
+    def wait_for_copies(self) -> None:
+        """Wait for the copies of `protect`, before the state changes without an update."""
+        if self._copies is not None:
+            for group in self._copies.groups:
+                self._copies.wait(group)
+
     def snapshot_groups(self, limit: int = SNAPSHOT_GROUPS) -> list[list[str]]:
         """The parameters in the order of their update, in at most `limit` groups of similar size, for `protect`."""
         offloaded = [[name] for name in self._parts if name not in self._on_device]

@@ -37,7 +37,7 @@ def update_record(
     """
     first, second = fields[MOMENTS[0]], fields[MOMENTS[1]]
     count = gradient.numel()
-    _update[(triton.cdiv(count, TILE),)](
+    _packed_adamw[(triton.cdiv(count, TILE),)](
         _bits(first), _bits(second), fields.get(MOMENTS[0] + SCALE, first), fields.get(MOMENTS[1] + SCALE, first),
         fields.get(MASTER, first), weights.view(torch.int16) if packing.master else weights, gradient, rates, seeds, factor, skip,
         index, rates.shape[1], position, count, *betas, *(1 - beta for beta in betas), epsilon, decay_factor,
@@ -50,7 +50,7 @@ def _bits(field: Tensor) -> Tensor:
 
 
 @triton.jit(do_not_specialize=["index", "parameters", "position", "count"])
-def _update(
+def _packed_adamw(
     first, second, first_scales, second_scales, remainders, weights, gradients, rates, seeds, factor, skip, index, parameters,
     position, count, beta1, beta2, one_minus_beta1, one_minus_beta2, epsilon, decay_factor,
     width: tl.constexpr, master: tl.constexpr, tie_bits: tl.constexpr, first_levels: tl.constexpr, second_levels: tl.constexpr,

@@ -67,6 +67,8 @@ class ReplayedRouting:
         self._first_block, self._blocks = part * plan.batch.accumulate, parts * plan.batch.accumulate
         self._stride, self._device = _stride(self._tokens), mesh.device
         self._ends = torch.zeros(0)
+        self.positions: torch.Tensor | None = None
+        """Position of each expert in the model, `(routed layers, experts)`, where experts move; None: their numbers."""
 
     def begin_step(self, step: int) -> None:
         """Use the loads of `step`, from 1."""
@@ -87,6 +89,8 @@ class ReplayedRouting:
         copies = torch.arange(self._per_token, device=self._device)
         ends = self._ends[self._routed[layer]]
         chosen = torch.searchsorted(ends, numbers[:, None] + copies * self._tokens, right=True)
+        if self.positions is not None:
+            chosen = self.positions[self._routed[layer]][chosen]
         # Different scores, so that the order of a token's experts is the same on every device.
         scores = (self._per_token - copies).to(torch.float32).expand(chosen.shape)
         mixture.replayed = torch.zeros(count, len(ends), device=self._device).scatter_(1, chosen, scores)

@@ -53,10 +53,11 @@ COPY_TENSOR_RANKS = 2
 
 
 OFFLOAD_PENALTY, OFFLOAD_PENALTY_UNMEASURED, MEASURED_DEVICES = 1.01, 1.03, 2
-"""Factors on the predicted seconds of a plan with offloaded activations, and the devices per host measured.
+"""Factors on the predicted seconds of a plan with offload, and the devices per host measured.
 
 Of two plans that cannot be told apart, the one without offload has no host memory to pin in its first step. On more
-devices or hosts the prediction is less certain, as the network may share the devices' host links.
+devices or hosts the prediction is less certain, as the network may share the devices' host links; and updates beside the
+forward were not measured.
 """
 
 
@@ -97,18 +98,19 @@ class Answer:
     """How long the search took."""
 
 
-def moves_activations(plan: Plan) -> bool:
-    """Whether the plan offloads activations of some layer."""
-    return any(layer.activations_offloaded for layer in plan.layers)
+def offloads(plan: Plan) -> bool:
+    """Whether the plan offloads activations or optimizer state of some layer."""
+    return any(layer.offload != "none" for layer in plan.layers)
 
 
 def offload_penalty(run: RunSpec, plan: Plan) -> float:
-    """Factor on the predicted seconds of `plan` when the planner compares it with others; 1 without offloaded activations."""
-    if not moves_activations(plan):
+    """Factor on the predicted seconds of `plan` when the planner compares it with others; 1 without offload."""
+    if not offloads(plan):
         return 1.0
-    return (
-        OFFLOAD_PENALTY if plan.ranks <= run.cluster.ranks_per_node <= MEASURED_DEVICES else OFFLOAD_PENALTY_UNMEASURED
-    )
+    measured = plan.ranks <= run.cluster.ranks_per_node <= MEASURED_DEVICES
+    if not measured or any(layer.optimizer_offloaded for layer in plan.layers):
+        return OFFLOAD_PENALTY_UNMEASURED
+    return OFFLOAD_PENALTY
 
 
 def untrainable(plan: Plan) -> str | None:
@@ -122,6 +124,8 @@ def untrainable(plan: Plan) -> str | None:
     )
     parts += [f"feed-forward networks in tiles with {feature}" for feature in _tile_conflicts(plan)]
     parts += dict.fromkeys(part for layer in plan.layers for part in _untrainable_offloads(plan, layer))
+    if plan.experts is not None and plan.experts.owners != "even" and any(map(_offloads_optimizer, plan.layers)):
+        parts.append(f"experts.owners: {plan.experts.owners} with the optimizer's state in host memory")
     if not parts:
         return _copy_refusal(plan)
     return f"this release cannot train {', '.join(parts)}; it can only plan and simulate that"
@@ -167,6 +171,10 @@ def _untrainable_offloads(plan: Plan, layer: LayerStrategy) -> Iterator[str]:
         if layer.recompute in PARTIAL_RECOMPUTES and not plan.compile:
             # Only the compiler exposes the tensors that it keeps; eager selective checkpointing holds them itself.
             yield f"offload {layer.offload} with recompute {layer.recompute} where blocks are not compiled"
+
+
+def _offloads_optimizer(layer: LayerStrategy) -> bool:
+    return layer.optimizer_offloaded
 
 
 def _copy_refusal(plan: Plan) -> str | None:

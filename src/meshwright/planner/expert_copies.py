@@ -1,11 +1,11 @@
-"""Variants of a plan with copies of experts, where recorded loads say what they gain."""
+"""Variants of a plan with copies and other owners of experts, where recorded loads say what they gain."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from meshwright.planner.candidate import Candidate, fits, pins_of
+from meshwright.planner.candidate import Candidate, fits, pins_of, untrainable
 from meshwright.planner.reprice import reprice
 from meshwright.spec.job import EQUAL_LOADS
 from meshwright.spec.plan import ExpertPlan, Plan
@@ -21,12 +21,14 @@ SLOT_RATIO = 4
 def add_copy_variants(
     run: RunSpec, candidates: Sequence[Candidate], chosen: Candidate, budget: int | None
 ) -> list[Candidate]:
-    """The candidates and the fastest copies of experts for the chosen one and for the fastest with expert ranks."""
+    """The candidates and the fastest copies and owners of experts for the chosen one and for the fastest with expert ranks."""
     spread = [candidate for candidate in candidates if candidate.simulated and _group(candidate.plan) > 1]
     tried = [chosen, *spread[:1]] if chosen not in spread[:1] else [chosen]
     added = []
     for candidate in tried:
-        variants = [plan for plan in copy_variants(run, candidate.plan) if fits(run, plan, budget)]
+        copies = [plan for plan in copy_variants(run, candidate.plan) if fits(run, plan, budget)]
+        variants = [min(copies, key=lambda plan: _stage_seconds(run, plan))] if copies else []
+        variants += [variant for plan in (candidate.plan, *variants) for variant in owner_variants(run, plan)]
         if variants:
             fastest = min(variants, key=lambda plan: _stage_seconds(run, plan))
             kept = [plan for plan in _with_keep(run, fastest) if fits(run, plan, budget)]
@@ -56,9 +58,22 @@ def copy_variants(run: RunSpec, plan: Plan) -> Iterator[Plan]:
             yield replace(plan, experts=replace(plan.experts, policy=policy, slots=slots, keep=keep, window=window))
 
 
+def owner_variants(run: RunSpec, plan: Plan) -> Iterator[Plan]:
+    """`plan` with owners that follow the loads; none without recorded loads, if owners are pinned, and where they cannot move."""
+    model, pins = run.model, pins_of(run)
+    if plan.experts is None or _group(plan) == 1 or pins.expert_owners is not None or plan.experts.policy == "fixed":
+        return
+    if run.train.expert_load in (None, EQUAL_LOADS) or model.groups_per_token < model.expert_groups:
+        return
+    window = pins.expert_window or plan.experts.window
+    variant = replace(plan, experts=replace(plan.experts, owners="heterogeneous", window=window))
+    if untrainable(plan) or not untrainable(variant):
+        yield variant
+
+
 def _with_keep(run: RunSpec, plan: Plan) -> Iterator[Plan]:
     """`plan` with copies that are kept for the step, if the run does not pin that."""
-    if plan.experts is not None and pins_of(run).expert_keep is None:
+    if plan.experts is not None and plan.experts.policy != "none" and pins_of(run).expert_keep is None:
         yield replace(plan, experts=replace(plan.experts, keep=True))
 
 

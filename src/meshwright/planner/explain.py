@@ -15,7 +15,7 @@ from meshwright.costs.plan_costs import as_nodes, number
 from meshwright.planner.candidate import (
     HEADROOM,
     Candidate,
-    moves_activations,
+    offloads,
     peak_bytes,
     pins_of,
     slot_run,
@@ -156,7 +156,7 @@ def why_not_distinguished(best: Candidate, other: Candidate) -> str:
         return ""
     if behind >= -least:
         return f"cannot be told apart (within {SAME_TIME_TOLERANCE:.0%})"
-    if moves_activations(other.plan) and not moves_activations(best.plan):
+    if offloads(other.plan) and not offloads(best.plan):
         return "gains too little to justify pinned host memory"
     return "cannot be told apart " + (
         "by the quick estimate" if other.simulated != best.simulated else "within the 80% band"

@@ -6,6 +6,7 @@ strategy with which it fits.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -36,7 +37,7 @@ from meshwright.spec.layout import stage_table
 from meshwright.spec.plan import BatchPlan, ExpertPlan, Gradients, LayerStrategy, MeshAxis, Plan
 from meshwright.spec.run import RunSpec
 from meshwright.workload.copy_options import COPY_OPTIONS, copied_options, engine_fields
-from meshwright.workload.groups import copies_experts, shard_size
+from meshwright.workload.groups import balances_owners, copies_experts, shard_size
 
 MAX_SIMULATED, MIN_SIMULATED, MAX_WORK = 12, 3, 60_000
 """Most and fewest plans that are simulated unit by unit, and the total `_simulation_work` after which no further plan is.
@@ -110,6 +111,9 @@ def _expert_plan(run: RunSpec, expert: int, expert_shard: int, tensor: int) -> E
         return plan
     exchange = pins.expert_exchange or plan.exchange
     plan = replace(plan, exchange=exchange, receive_bound=pins.expert_receive_bound)
+    if pins.expert_owners is not None:
+        every = pins.expert_owners_every or plan.owners_every
+        plan = replace(plan, owners=pins.expert_owners, owners_every=every, window=pins.expert_window or plan.window)
     if pins.expert_policy in (None, "none"):
         return plan
     owned = run.model.experts // ranks
@@ -231,14 +235,15 @@ def plan_family(plan: Plan) -> tuple[object, ...]:
 def add_better_neighbours(run: RunSpec, candidates: Sequence[Candidate], budget: int | None) -> list[Candidate]:
     """The candidates and faster neighbours of the leading ones, the fastest first.
 
-    Neighbours differ in what the closed form predicts worst: whether gradients and gathered weights stay whole between micro-batches.
+    Neighbours differ in what the closed form predicts worst: whether gradients and gathered weights stay whole between micro-batches. Of
+    an offloaded optimizer, as much state as fits stays on the device.
     """
     leading = 1 if _simulation_work(candidates[0].plan, run.model.layers) > MAX_WORK else MAX_IMPROVED
     better, simulated_plans = [], [candidate.plan for candidate in candidates if candidate.simulated]
     for candidate in candidates[:leading]:
         plans = [
             plan
-            for plan in _neighbours(run, candidate.plan)
+            for plan in (*_neighbours(run, candidate.plan), *_with_state_on_device(run, candidate.plan, budget))
             if not any(same_layout(plan, other) for other in simulated_plans)
         ]
         for plan in plans:
@@ -307,6 +312,25 @@ def _neighbours(run: RunSpec, plan: Plan) -> Iterator[Plan]:
         yield replace(plan, layers=tuple(replace(layer, reshard=not layer.reshard) for layer in plan.layers))
 
 
+def _with_state_on_device(run: RunSpec, plan: Plan, budget: int | None) -> Iterator[Plan]:
+    """The plan, also with more recomputation, with the least offloaded optimizer state that fits, in hundredths of all.
+
+    State that stays on the device is not copied, so recomputing activations may pay for it.
+    """
+    pins = pins_of(run)
+    if budget is None or run.cluster.is_cpu or pins.offload_fraction is not None:
+        return
+    if not any(layer.optimizer_offloaded for layer in plan.layers):
+        return
+    free = pins.recompute is None and pins.layers is None
+    uniform = replace(plan.layers[-1], range="all")
+    more = [(replace(uniform, recompute=mode),) for mode in ("selective", "full")] if free else []
+    for layers in dict.fromkeys((plan.layers, *more)):
+        plans = [replace(plan, layers=layers, offload_fraction=share / 100) for share in range(1, 100)]
+        first = bisect_left(plans, True, key=lambda smaller: fits(run, smaller, budget))
+        yield from plans[first : first + 1]
+
+
 def simplest(
     candidates: Sequence[Candidate],
     budget: int | None = None,
@@ -353,7 +377,15 @@ def complexity(plan: Plan) -> int:
         for layer in plan.layers
     )
     copy_engines = len(copied_options(plan))
-    return 2 * axes + len(plan.layers) + layer_features + plan.layered + copy_engines + copies_experts(plan)
+    return (
+        2 * axes
+        + len(plan.layers)
+        + layer_features
+        + plan.layered
+        + copy_engines
+        + copies_experts(plan)
+        + balances_owners(plan)
+    )
 
 
 def _with_fewest_low_memory_layers(run: RunSpec, plan: Plan, strategy: Strategy, budget: int | None) -> Plan:

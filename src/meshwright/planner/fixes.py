@@ -1,7 +1,7 @@
 """Suggests changes of a run under which a plan fits into memory. A search tries each change, the cheapest first.
 
-The order: removing a pin (a plan field that the run file fixes), shorter sequences, which change the training a little,
-chips with more memory, more nodes.
+The order: removing a pin (a plan field that the run file fixes), less of a pinned optimizer's state in host memory or in narrower moments,
+shorter sequences, which change the training a little, chips with more memory, more nodes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from meshwright.planner.devices import Choice, choose_devices
 from meshwright.planner.search import search
 from meshwright.spec.chips import CHIPS
 from meshwright.spec.errors import BadInput, OutOfResources
-from meshwright.spec.plan import Plan, PlanPins
+from meshwright.spec.plan import Moments, Plan, PlanPins
 from meshwright.spec.run import RunSpec
 
 MAX_FIXES = 3
@@ -108,6 +108,8 @@ def _changes_in_steps(run: RunSpec, *, chips: bool) -> Iterator[Iterable[tuple[s
     """Changes of the run, cheapest first, each in steps from small to large; then two of them combined."""
     pinned = [*_unpinned(run)]
     yield pinned
+    yield _less_host_state(run)
+    yield _narrower_moments(run)
     unpinned_words, unpinned = pinned[-1] if pinned else ("", run)
     for base, before in ((run, ""), (unpinned, f"{unpinned_words} and ")) if pinned else ((run, ""),):
         larger = [*_larger_chips(base)] if chips else []
@@ -142,6 +144,24 @@ def _unpinned(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
         yield f"without plan.{name}", replace(run, plan=replace(pins, **{name: None}))
     if len(given) > 1:
         yield "without " + ", ".join(f"plan.{name}" for name in given), replace(run, plan=_only_others(pins))
+
+
+def _less_host_state(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
+    """Smaller shares of a pinned optimizer's state in host memory, the others on the devices."""
+    pins = pins_of(run)
+    if pins.offload in ("optimizer", "both"):
+        for share in (0.75, 0.5, 0.25):
+            if share < (pins.offload_fraction or 1.0):
+                yield f"plan.offload_fraction={share}", replace(run, plan=replace(pins, offload_fraction=share))
+
+
+def _narrower_moments(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
+    """Moments of a pinned optimizer in host memory in formats that round."""
+    pins = pins_of(run)
+    narrower: dict[Moments, tuple[Moments, ...]] = {"fp32": ("bf16", "int8"), "bf16": ("int8",), "int8": ()}
+    if pins.offload in ("optimizer", "both"):
+        for moments in narrower[pins.moments or "fp32"]:
+            yield f"plan.moments={moments}, which rounds", replace(run, plan=replace(pins, moments=moments))
 
 
 def _only_others(pins: PlanPins) -> PlanPins:

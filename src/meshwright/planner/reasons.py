@@ -39,6 +39,7 @@ CHOICES: tuple[tuple[str, tuple[str, ...], Callable[[Plan], object]], ...] = (
     ("replicate", ("replicate", "shard"), lambda plan: plan.axis_size("replicate")),
     ("expert ranks", ("expert",), experts_over),
     ("copies of experts:", ("expert_policy",), lambda plan: _copies(plan)),
+    ("owners of experts:", ("expert_owners",), lambda plan: plan.experts.owners if plan.experts else "even"),
     ("schedule", ("schedule", "stages"), lambda plan: plan.schedule.name),
     ("micro-batch", ("micro_batch",), lambda plan: plan.batch.micro_batch),
     ("gradients", ("gradients", "layers"), lambda plan: plan.layers[-1].gradients),
@@ -197,6 +198,11 @@ def _memory_reasons(plan: Plan, run: RunSpec, fits: Callable[[Plan], bool]) -> l
     for offload in sorted({layer.offload for layer in plan.layers} - {"none"}) if pins.offload is None else ():
         layers_text = on_layers([layer for layer in plan.layers if layer.offload == offload], run.model.layers)
         sentences.append(f"offload {offload} on {layers_text}: without it only a slower plan fits into memory")
+    if plan.offload_fraction < 1 and pins.offload_fraction is None:
+        sentences.append(
+            f"offload_fraction {plan.offload_fraction:g}: {1 - plan.offload_fraction:.0%} of the optimizer's state "
+            "fits on the devices and is not copied"
+        )
     sizes = host_bytes(run.model, run.train, plan, run.cluster.nodes)
     labelled = zip(("activations take", "the optimizer takes"), sizes, strict=True)
     return [

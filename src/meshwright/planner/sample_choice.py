@@ -29,6 +29,8 @@ BATCHES, COMPARED_BATCHES = 32, 4
 """Global batches played for the leading layouts, and for all."""
 LEADING = 3
 """Layouts of each kind, static and hybrid, that play all batches."""
+SEVERAL = 2
+"""Micro-batches for memory: with several, their gradients are summed."""
 GRANULE = 128
 """Capacities of at least this many tokens are multiples of it."""
 
@@ -68,24 +70,31 @@ class SampleChoice:
         return next((played for played in self.layouts if played.layout.hybrid == hybrid), None)
 
 
-def choose_sample_layout(run: RunSpec, histogram: LengthHistogram, memory_bytes: int | None = None) -> SampleChoice:
+def choose_sample_layout(
+    run: RunSpec,
+    histogram: LengthHistogram,
+    memory_bytes: int | None = None,
+    *,
+    batches: int = BATCHES,
+    static: bool = True,
+) -> SampleChoice:
     """Play the layouts of the run's ranks for batches of unequal samples.
 
     A batch has `train.global_batch_tokens`, or `train.global_batch` · `train.seq_len` tokens; samples are cut at `seq_len`. Static context
-    ranks need whole sequences on each of their groups.
+    ranks need whole sequences on each of their groups. Leading layouts play `batches` of them; without `static` all are hybrid.
     """
     longest, tokens = min(run.train.seq_len, histogram.longest), step_tokens(run)
     if obstacle := _obstacle(run):
         return SampleChoice(longest, tokens, obstacle=obstacle)
-    batches = [draw_batch(histogram, tokens, longest, run.seed, number) for number in range(BATCHES)]
+    drawn = [draw_batch(histogram, tokens, longest, run.seed, number) for number in range(batches)]
     budget, played = memory_budget(run, memory_bytes), []
     for layout in sample_layouts(run, longest):
-        strategy = _least_recompute(run, layout, budget)
+        strategy = _least_recompute(run, layout, budget) if static or layout.hybrid else None
         if strategy is not None:
             times, size = layout_times(run, layout, strategy), _memory_bytes(run, layout, strategy)
-            steps = play_batches(layout, times, batches[:COMPARED_BATCHES])
+            steps = play_batches(layout, times, drawn[:COMPARED_BATCHES])
             played.append(PlayedLayout(layout, strategy, size, times, steps))
-    leading = [replace(each, steps=play_batches(each.layout, each.times, batches)) for each in _leading(played)]
+    leading = [replace(each, steps=play_batches(each.layout, each.times, drawn)) for each in _leading(played)]
     obstacle = "" if leading else f"no layout of {run.cluster.ranks} data, context or hybrid ranks fits into memory"
     return SampleChoice(longest, tokens, _with_choice_first(leading), obstacle)
 
@@ -166,11 +175,11 @@ def _least_recompute(run: RunSpec, layout: SampleLayout, budget: int | None) -> 
     for kept in (True,) if layout.hybrid else (True, False):
         for recompute in RECOMPUTE_MODES if pinned is None else (pinned,):
             strategy = LayerStrategy(reshard=not kept, gradients="whole" if kept else "shard", recompute=recompute)
-            if fits(*plan_of(run, layout, strategy), budget):
+            if fits(*plan_of(run, layout, strategy, SEVERAL), budget):
                 return strategy
     return None
 
 
 def _memory_bytes(run: RunSpec, layout: SampleLayout, strategy: LayerStrategy) -> int:
-    changed, plan = plan_of(run, layout, strategy)
+    changed, plan = plan_of(run, layout, strategy, SEVERAL)
     return sum(fullest(memory_of(changed.model, changed.train, plan, cpu=run.cluster.is_cpu)).values())

@@ -11,7 +11,7 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain
@@ -23,8 +23,8 @@ from meshwright.planner.candidate import (
     Candidate,
     fits,
     memory_budget,
-    moves_activations,
     offload_penalty,
+    offloads,
     pins_of,
     untrainable,
 )
@@ -43,10 +43,11 @@ from meshwright.planner.mlp_tiles import with_tiles
 from meshwright.planner.reasons import no_layout, nothing_fits, reasons
 from meshwright.planner.reprice import reprice, without_guess
 from meshwright.planner.robust import FRAGILE, slowdown_function, why_robust
+from meshwright.planner.sample_pins import with_hybrid_ranks
 from meshwright.planner.sample_plan import searched_run, with_hybrid_axis
 from meshwright.planner.space import Points, points, with_kernel_engines
 from meshwright.planner.step_estimate import STAGES
-from meshwright.planner.strategies import OFFLOAD_PAIRS, PLAIN, Strategy, lower_memory_strategies
+from meshwright.planner.strategies import PLAIN, Strategy, lower_memory_strategies
 from meshwright.planner.sweep import SweepResult, smallest, strategies_in, sweep
 from meshwright.simulator.step_simulation import require_cost_inputs
 from meshwright.spec.errors import BadInput, OutOfResources
@@ -88,7 +89,7 @@ KERNEL_VARIANT_SLOWDOWN = 1.02
 Kernels need no window, the device memory that peers map for copies.
 """
 NO_OFFLOAD_SLOWDOWN = 1.06
-"""If a plan that offloads activations is at most this factor slower than the fastest, the search also tries it without."""
+"""If a plan that offloads is at most this factor slower than the fastest, the search also tries it without."""
 StrategiesOf = Callable[[int], Iterator[Strategy]]
 """Strategies of a point, by its index."""
 GC_THRESHOLD = 1_000_000
@@ -113,25 +114,30 @@ def search(run: RunSpec, *, memory_bytes: int | None = None, trainable: bool = T
     """The best plan for `run` that obeys its pins.
 
     With `trainable` only plans that this release can train are searched, else all that it can plan. `memory_bytes` is the memory of one
-    device when the chip table does not have it (on CPU, a rank's share of the host). Where nothing fits, feed-forward networks in tiles are
-    tried. Raises BadInput when the pins cannot be met and OutOfResources when nothing fits.
+    device when the chip table does not have it (on CPU, a rank's share of the host). Samples of known lengths get hybrid ranks where that
+    is faster; where nothing fits, feed-forward networks in tiles are tried. Raises BadInput when the pins cannot be met and OutOfResources
+    when nothing fits.
     """
+    hybrid, why = with_hybrid_ranks(run, memory_bytes)
+    if why:
+        with suppress(BadInput, OutOfResources):
+            answer = _search(hybrid, run, memory_bytes, trainable)
+            return replace(
+                answer, best=replace(answer.best, plan=replace(answer.best.plan, why=(why, *answer.best.plan.why)))
+            )
     try:
         return _search(run, run, memory_bytes, trainable)
     except OutOfResources:
         tiled = with_tiles(run)
-        if tiled is None:
-            raise
-        try:
-            return _search(tiled, run, memory_bytes, trainable)
-        except (BadInput, OutOfResources):
-            pass
+        if tiled is not None:
+            with suppress(BadInput, OutOfResources):
+                return _search(tiled, run, memory_bytes, trainable)
         raise
 
 
 def _search(run: RunSpec, requested: RunSpec, memory_bytes: int | None, trainable: bool) -> Answer:
-    """`search` of `run`, which has the pins of `requested`, and tiles where those are tried."""
-    start, run = time.perf_counter(), searched_run(run)
+    """`search` of `run`, which has the pins of `requested`, and those that `search` tries."""
+    start, pinned, run = time.perf_counter(), run, searched_run(run)
     requested = replace(requested, train=run.train)
     space = points(run, trainable=trainable)
     if not len(space):
@@ -185,7 +191,7 @@ def _search(run: RunSpec, requested: RunSpec, memory_bytes: int | None, trainabl
     why += (why_robust(best, fastest_choice, slowdown),) if fastest_choice is not best else ()
     best = replace(best, plan=replace(best.plan, why=why))
     best, *others = (
-        replace(candidate, plan=with_hybrid_axis(requested, without_guess(run, candidate.plan)))
+        replace(candidate, plan=with_hybrid_axis(pinned, without_guess(run, candidate.plan)))
         for candidate in (best, *others)
     )
     return Answer(best, tuple(others), considered, time.perf_counter() - start)
@@ -249,10 +255,7 @@ def _finalists(
         estimates: list[Candidate] = []
         for plan in _plans_of_point(run, points, index, strategies_at, strategies_without_offload_at, budget):
             estimates.append(estimator.by_stages(plan))
-            if (
-                estimates[0].seconds
-                > (NO_OFFLOAD_SLOWDOWN if moves_activations(plan) else KERNEL_VARIANT_SLOWDOWN) * fastest
-            ):
+            if estimates[0].seconds > (NO_OFFLOAD_SLOWDOWN if offloads(plan) else KERNEL_VARIANT_SLOWDOWN) * fastest:
                 break
         estimated.extend(estimates)
         family_counts[family] += bool(estimates)
@@ -308,11 +311,10 @@ def _strategies_to_try(
 def _strategies_without_offload(
     run: RunSpec, pricing_inputs: Pricing, points: Points, memory_limit: float, margin: float
 ) -> StrategiesOf | None:
-    """Strategies of each point that keep activations on the device, in the same order; None where pins decide the offload."""
-    offloads_without_activations = tuple(offload for offload, _ in OFFLOAD_PAIRS if offload in points.offloads)
-    if offloads_without_activations in ((), points.offloads) or pins_of(run).layers:
+    """Strategies of each point without offload, in the same order; None where pins decide the offload."""
+    if "none" not in points.offloads or len(points.offloads) == 1 or pins_of(run).layers:
         return None
-    points_without_offload = replace(points, offloads=offloads_without_activations)
+    points_without_offload = replace(points, offloads=("none",))
 
     return _strategies_to_try(
         run,
@@ -333,13 +335,13 @@ def _plans_of_point(
 ) -> Iterator[Plan]:
     """Plans of the point at `index`: with the first strategy that fits, and up to two variants of it.
 
-    If it offloads activations, the plan that does not; and the plan with kernels in place of copy engines, where the memory of their
+    If it offloads, the plan that does not; and the plan with kernels in place of copy engines, where the memory of their
     windows allows other layer strategies.
     """
     plan = _first_to_fit(run, points, index, strategies_at(index), budget)
     if plan is not None:
         yield plan
-    if plan is not None and moves_activations(plan) and without_offload_at:
+    if plan is not None and offloads(plan) and without_offload_at:
         plan_without_offload = _first_to_fit(run, points, index, without_offload_at(index), budget)
         if plan_without_offload is not None:
             yield plan_without_offload

@@ -11,6 +11,9 @@ import numpy as np
 
 from meshwright.spec.errors import BadInput
 
+LEAST_GAIN = 2
+"""Percent of the busiest rank's load by which new owners must lower it: moving experts takes time."""
+
 
 def even_owners(layers: int, experts: int, ranks: int) -> np.ndarray:
     """Owners `(layers, experts)` in blocks of consecutive experts, as expert parallelism has them.
@@ -39,16 +42,69 @@ def heterogeneous_owners(loads: np.ndarray, copied: int, ranks: int, ranks_per_n
     owners = np.empty((layers, experts), dtype=np.int64)
     layer_order = np.argsort(-loads.max(1), kind="stable")
     for layer in layer_order.tolist():
-        rank_loads = [0] * ranks
-        for expert in order[layer, copied:].tolist():
-            rank = _next_owner(rank_loads, free, ranks_per_node)
-            owners[layer, expert] = rank
-            rank_loads[rank] += int(loads[layer, expert])
-            free[rank] -= 1
+        _spread(owners[layer], loads[layer], order[layer, copied:], free, ranks_per_node)
     slots = np.repeat(np.arange(ranks), free)
     copied_experts = order[layer_order, :copied]
     owners[layer_order[:, None], copied_experts] = slots.reshape(copied_experts.shape)
     return owners
+
+
+def layer_owners(loads: np.ndarray, copied: int, ranks: int, ranks_per_node: int) -> np.ndarray:
+    """As `heterogeneous_owners`, with equal numbers of experts on all ranks in each layer.
+
+    Raises BadInput if the ranks do not divide the experts.
+    """
+    layers, experts = loads.shape
+    if experts % ranks:
+        raise BadInput(f"plan.experts: expected a divisor of {experts} experts, got {ranks} ranks")
+    order = np.argsort(-loads, axis=1, kind="stable")
+    owners = np.empty((layers, experts), dtype=np.int64)
+    for layer in range(layers):
+        free = [experts // ranks] * ranks
+        _spread(owners[layer], loads[layer], order[layer, copied:], free, ranks_per_node)
+        owners[layer, order[layer, :copied]] = np.repeat(np.arange(ranks), free)
+    return owners
+
+
+def better_owners(loads: np.ndarray, owners: np.ndarray, copied: int, ranks: int, ranks_per_node: int) -> np.ndarray:
+    """`layer_owners` where they lower the load of a layer's busiest rank by `LEAST_GAIN` or more, elsewhere `owners`.
+
+    Experts that are copied do not count.
+    """
+    found = layer_owners(loads, copied, ranks, ranks_per_node)
+    counted = loads.copy()
+    np.put_along_axis(counted, np.argsort(-loads, axis=1, kind="stable")[:, :copied], 0, axis=1)
+    before, after = (_busiest(counted, candidate, ranks) for candidate in (owners, found))
+    return np.where((100 * after <= (100 - LEAST_GAIN) * before)[:, None], found, owners)
+
+
+def position_order(owners: np.ndarray, ranks: int) -> np.ndarray:
+    """Where the expert of each position comes from, `(layers, experts)`, if position p then belongs to rank p ÷ (experts ÷ ranks).
+
+    `owners` `(layers, experts)` are the new owners by present position. Experts that stay on their rank keep their position.
+    """
+    layers, experts = owners.shape
+    order = np.tile(np.arange(experts), (layers, 1))
+    here = np.arange(experts) // (experts // ranks)
+    for layer in range(layers):
+        leaving = np.flatnonzero(owners[layer] != here)
+        order[layer, leaving] = leaving[np.argsort(owners[layer, leaving], kind="stable")]
+    return order
+
+
+def _busiest(loads: np.ndarray, owners: np.ndarray, ranks: int) -> np.ndarray:
+    """The load of the busiest rank of each layer."""
+    return np.stack([np.where(owners == rank, loads, 0).sum(1) for rank in range(ranks)]).max(0)
+
+
+def _spread(owners: np.ndarray, loads: np.ndarray, experts: np.ndarray, free: list[int], ranks_per_node: int) -> None:
+    """Give the `experts` of a layer, by falling load, owners among the ranks with `free` slots, which become fewer."""
+    rank_loads = [0] * len(free)
+    for expert in experts.tolist():
+        rank = _next_owner(rank_loads, free, ranks_per_node)
+        owners[expert] = rank
+        rank_loads[rank] += int(loads[expert])
+        free[rank] -= 1
 
 
 def _next_owner(rank_loads: list[int], free: list[int], ranks_per_node: int) -> int:

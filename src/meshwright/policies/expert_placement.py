@@ -96,6 +96,13 @@ def overlap_degree(costs: ExpertCosts, ranks: int) -> float:
     return costs.hidden // slowest if slowest else math.inf
 
 
+def copied_everywhere(policy: str, slots: int, costs: ExpertCosts | None, ranks: int) -> int:
+    """How many of the most loaded experts a policy copies to all ranks, so that their owners have no more rows than others."""
+    if policy == "fastermoe":
+        return slots
+    return int(min(overlap_degree(costs, ranks), slots)) if policy == "hecate" and costs is not None else 0
+
+
 def _copy_seconds(costs: ExpertCosts, ranks: int) -> float:
     """Seconds in which one expert reaches all ranks."""
     return max(costs.expert_inside, costs.expert_across if ranks > costs.ranks_per_node else 0.0)

@@ -1,28 +1,28 @@
-"""Which instance gets a request: the one with the least work, counting what its prefix cache saves."""
+"""Which instance gets a request, by the rule of the server's router (`server.instances`)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Sequence
 
-REQUEST_TOKENS = 32
-"""Prompt tokens that are as much work as one more request whose tokens are being decoded: a guess."""
-
-
-class InstanceLoad(NamedTuple):
-    """Work of an instance that the router knows of."""
-
-    requests: int
-    """Requests that have not ended."""
-    prompt_tokens: int
-    """Tokens of their prompts that are not computed yet."""
+CROWDED, SLACK = 1.25, 4
+"""The instance with a prefix may have this factor of the fewest requests, and so many beside them."""
 
 
-def choose_instance(loads: Sequence[InstanceLoad], cached_tokens: Sequence[int] = ()) -> int:
-    """Index of the instance for a request, the first of equals. `cached_tokens`: those of its prompt in each prefix cache."""
-    best, least = 0, float("inf")
-    for index, (requests, prompt_tokens) in enumerate(loads):
-        work = prompt_tokens + REQUEST_TOKENS * requests - (cached_tokens[index] if cached_tokens else 0)
-        if work < least:
-            best, least = index, work
-    return best
+class RequestRouting:
+    """Chooses the instance with the fewest requests, or one that has got the longest known prefix and is not crowded."""
+
+    def __init__(self) -> None:
+        self._instance_of: dict[Hashable, int] = {}
+
+    def choose(self, requests: Sequence[int], answered: Sequence[int], prefixes: Sequence[Hashable] = ()) -> int:
+        """Index of an instance, by their unfinished and their answered requests; `prefixes` of the prompt, short ones first."""
+        chosen = min(range(len(requests)), key=lambda index: (requests[index], answered[index]))
+        fewest = requests[chosen]
+        for prefix in reversed(prefixes):
+            index = self._instance_of.get(prefix)
+            if index is not None and requests[index] <= CROWDED * fewest + SLACK:
+                chosen = index
+                break
+        for prefix in prefixes:
+            self._instance_of[prefix] = chosen
+        return chosen

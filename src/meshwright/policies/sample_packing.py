@@ -92,7 +92,7 @@ def pack_samples(
 
 
 def _new_slots(wanted: np.ndarray) -> Iterator[np.ndarray]:
-    """Whole slots `(ranks,)` for `wanted` ones `(ranks,)`: as many as all want together, by largest remainders; then what each wants."""
+    """Whole slots for `wanted` ones, `(ranks,)`: as many as all want together, by largest remainders; then what each wants."""
     slots = np.floor(wanted).astype(np.int64)
     further = math.ceil(float(np.cumsum(wanted)[-1])) - int(slots.sum())
     slots[np.argsort(slots - wanted, kind="stable")[:further]] += 1
@@ -101,7 +101,7 @@ def _new_slots(wanted: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _room_work(busy: np.ndarray, work: float, rooms: np.ndarray, delay: float = 0.0) -> np.ndarray:
-    """Work `(ranks,)` for the rooms, which hold `rooms` `(ranks,)` seconds of it, before slots are opened for the rest of `work`.
+    """Part of `work` `(ranks,)` that goes to rooms for `rooms` `(ranks,)` seconds, before slots are opened for the rest.
 
     A rank may end by the share `delay` later for it than all ranks would together.
     """

@@ -1,4 +1,4 @@
-"""What copies of experts change in a plan's costs: the policy itself decides them, played over the recorded loads.
+"""What copies of experts and owners that follow the loads change in a plan's costs: their policies are played over the recorded loads.
 
 Of a long recording some steps and layers are played, evenly spaced over its layers and from its end.
 """
@@ -11,8 +11,8 @@ from functools import lru_cache
 import numpy as np
 
 from meshwright.costs.plan_costs import Pricing
-from meshwright.policies.expert_owners import even_owners
-from meshwright.policies.expert_placement import fixed_copies
+from meshwright.policies.expert_owners import better_owners, even_owners
+from meshwright.policies.expert_placement import copied_everywhere, fixed_copies
 from meshwright.policies.expert_routing import owned
 from meshwright.simulator.expert_loads import PlayedLoads, play_loads
 from meshwright.simulator.expert_placement_costs import placement_costs
@@ -20,9 +20,9 @@ from meshwright.spec.cluster import ClusterSpec
 from meshwright.spec.job import EQUAL_LOADS, TrainSpec
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan import ExpertPlan, Plan
 from meshwright.workload.expected_loads import recorded_loads
-from meshwright.workload.groups import all_present, copies_experts
+from meshwright.workload.groups import all_present, balances_owners, copies_experts
 
 DECISION_DELAY = 2
 """Steps from the last loads of a decision to the step that uses it (`training.expert_decisions`)."""
@@ -42,9 +42,10 @@ class CopyEffects:
 def with_copies(
     priced: Pricing | None, model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec
 ) -> Pricing | None:
-    """`priced` with the effects of the plan's copies of experts; unchanged without copies or without recorded loads."""
+    """`priced` with the effects of the plan's copies and owners of experts; unchanged without them or without recorded loads."""
     has_loads = train.expert_load not in (None, EQUAL_LOADS)
-    if priced is None or not copies_experts(plan) or (not has_loads and not all_present(model, plan)):
+    placed = copies_experts(plan) or balances_owners(plan)
+    if priced is None or not placed or (not has_loads and not all_present(model, plan)):
         return priced
     columns = vars(copy_effects(model, train, plan, cluster))
     others = {
@@ -55,7 +56,7 @@ def with_copies(
 
 
 def copy_effects(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: ClusterSpec) -> CopyEffects:
-    """The effects of the copies of a plan. Raises BadInput where the device's rates or the loads are not known."""
+    """The effects of the copies and owners of a plan. Raises BadInput where the device's rates or the loads are not known."""
     return _copy_effects(model, train, plan.without_prediction, cluster)
 
 
@@ -68,9 +69,12 @@ def _copy_effects(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: Clust
     costs = replace(costs, weight_exchanges=2 if experts.keep else 3)
     steps = _played_counts(model, train, plan, ranks)
     layers = len(steps[0])
-    owners = even_owners(layers, model.experts, ranks)
+    even = owners = even_owners(layers, model.experts, ranks)
+    if balances_owners(plan):
+        copied = copied_everywhere(experts.policy, experts.slots, costs, ranks)
+        owners = better_owners(_earlier_loads(model, train, experts), even, copied, ranks, costs.ranks_per_node)
     base = owned(owners, ranks)
-    if experts.policy == "fixed":
+    if experts.policy in ("none", "fixed"):
         played = play_loads(
             steps, owners, costs, policy=None, initial=fixed_copies(base, experts.slots), delay=DECISION_DELAY
         )
@@ -84,7 +88,7 @@ def _copy_effects(model: ModelSpec, train: TrainSpec, plan: Plan, cluster: Clust
             window=experts.window,
             delay=DECISION_DELAY,
         )
-    alone = play_loads(steps, owners, costs, policy=None, initial=base, delay=DECISION_DELAY)
+    alone = play_loads(steps, even, costs, policy=None, initial=owned(even, ranks), delay=DECISION_DELAY)
     routed = sum(model.routed(layer) for layer in range(model.layers))
     return _effects(played, alone, routed)
 
@@ -104,9 +108,7 @@ def _played_counts(model: ModelSpec, train: TrainSpec, plan: Plan, ranks: int) -
     else:
         assert train.expert_load is not None
         loads = recorded_loads(model, train.expert_load)
-    routed = loads.shape[1]
-    layers = np.unique(np.linspace(0, routed - 1, min(routed, PLAYED_LAYERS)).round().astype(int))
-    loads = loads[-(PLAYED_STEPS + DECISION_DELAY) :, layers]
+    loads = loads[-(PLAYED_STEPS + DECISION_DELAY) :, _played_layers(loads)]
     if len(loads) <= DECISION_DELAY:
         loads = np.repeat(loads, DECISION_DELAY + 1, axis=0)
     tokens = plan.batch.micro_batch * train.seq_len / plan.axis_size("tensor")
@@ -115,6 +117,19 @@ def _played_counts(model: ModelSpec, train: TrainSpec, plan: Plan, ranks: int) -
     shares = loads / loads.sum(2, keepdims=True)
     counts = np.rint(shares * tokens * model.experts_per_token).astype(np.int64)
     return [np.repeat(step[:, None], ranks, axis=1) for step in counts]
+
+
+def _played_layers(loads: np.ndarray) -> np.ndarray:
+    routed = loads.shape[1]
+    return np.unique(np.linspace(0, routed - 1, min(routed, PLAYED_LAYERS)).round().astype(int))
+
+
+def _earlier_loads(model: ModelSpec, train: TrainSpec, experts: ExpertPlan) -> np.ndarray:
+    """Loads `(played layers, experts)` of the window from which owners follow, half of their time before the played steps."""
+    assert train.expert_load is not None
+    loads = recorded_loads(model, train.expert_load)
+    end = max(1, len(loads) - PLAYED_STEPS - DECISION_DELAY - experts.owners_every // 2)
+    return loads[max(0, end - experts.window) : end, _played_layers(loads)].sum(0)
 
 
 def _ranks_per_node(plan: Plan, cluster: ClusterSpec) -> int:

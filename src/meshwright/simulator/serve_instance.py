@@ -41,9 +41,9 @@ class Instance:
         self.policy = BatchPolicy(limits, groups, costs.tokens_per_block, cache)
         self.wake = NEVER
         self.prompt_tokens = 0
-        """Tokens of prompts that are sent to this instance and not computed."""
-        self.requests = 0
-        """Requests that are sent to this instance and have not ended."""
+        """Tokens of the prompts that a prefill instance has still to compute."""
+        self.requests = self.answered = 0
+        """Requests that were sent to this instance and have not ended, and those that have."""
         self.after_chunk: Callable[[Part, float], None] = lambda part, now: None
         """Called for each chunk of a prompt that is computed."""
         self.after_end: Callable[[int, float], None] = lambda number, now: None
@@ -69,6 +69,11 @@ class Instance:
     def add(self, request: Request, digests: Sequence[bytes] = ()) -> None:
         """Queue a request; only in a posted action or in `after_chunk` and `after_end`."""
         self.policy.add(request, digests)
+
+    def note_answer(self) -> None:
+        """Count a request as answered."""
+        self.requests -= 1
+        self.answered += 1
 
     def advance(self, now: float) -> None:
         """End the step in flight, do what was posted, and begin the next step."""
@@ -125,7 +130,7 @@ class Instance:
         for part in planned.chunks:
             self.after_chunk(part, now)
         for ended in self.policy.drain_ended():
-            self.requests -= 1
+            self.note_answer()
             self.after_end(ended.number, now)
 
     def _begin_run(self, now: float) -> bool:

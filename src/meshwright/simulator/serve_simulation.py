@@ -1,6 +1,6 @@
 """Discrete-event simulation of a serving deployment over the engine's own batching policy.
 
-A router gives each request to the instance with the least work. An instance of role `both` computes it whole. One of role
+A router gives each request to an instance (`policies.request_routing`). An instance of role `both` computes it whole. One of role
 `decode` reserves blocks for the prompt, in order of arrival, and has it computed by the prefill instance with the fewest
 prompt tokens to compute; after each chunk the full blocks move to the decode instance, and with the last of them the first
 token. Then the decode instance continues the text: it finds the blocks in its prefix cache and computes the tokens behind
@@ -18,7 +18,7 @@ from meshwright.costs.serve_costs import TRANSFER_SECONDS, InstanceCosts, ServeC
 from meshwright.policies.batch_request import Part, Request
 from meshwright.policies.cache_blocks import CacheBlocks
 from meshwright.policies.moving_blocks import HeldBlocks, ReservedBlocks
-from meshwright.policies.request_routing import InstanceLoad, choose_instance
+from meshwright.policies.request_routing import RequestRouting
 from meshwright.simulator.counted_blocks import CountedBlocks, CountedHold, CountedReservation
 from meshwright.simulator.serve_instance import NEVER, Instance
 from meshwright.simulator.serve_links import Port, transfer
@@ -57,12 +57,10 @@ def can_count(requests: Sequence[TimedRequest], costs: InstanceCosts) -> bool:
 class _Prompt:
     """A request on its way: digests of its blocks, and the blocks that are reserved and held for it."""
 
-    __slots__ = ("come", "digests", "front", "held", "reserved", "times", "uncounted")
+    __slots__ = ("come", "digests", "front", "held", "reserved", "times")
 
     def __init__(self, times: RequestTimes, digests: Sequence[bytes], front: _Member) -> None:
         self.times, self.digests, self.front = times, digests, front
-        self.uncounted = times.request.input_tokens
-        """Tokens of the prompt that the loads still count as not computed."""
         self.reserved: ReservedBlocks | CountedReservation | None = None
         self.held: HeldBlocks | CountedHold | None = None
         self.come = 0.0
@@ -90,7 +88,7 @@ class _Simulation:
     ) -> None:
         self._deployment, self._limits = deployment, limits
         self._times = [RequestTimes(request) for request in requests]
-        self._prefixes = any(request.prefix_blocks for request in requests)
+        self._routing = RequestRouting()
         self._counted = can_count(requests, cost_of(deployment.instances[0]))
         self._members: list[_Member] = []
         for spec in deployment.instances:
@@ -161,13 +159,12 @@ class _Simulation:
         times = self._times[number]
         digests = self._digests(number, times.request)
         instances = [self._members[index].instance for index in self._fronts]
-        loads = [InstanceLoad(instance.requests, instance.prompt_tokens) for instance in instances]
-        cached = [_cached_tokens(instance, digests) for instance in instances] if self._prefixes else ()
-        index = self._fronts[choose_instance(loads, cached)]
+        prefixes = [times.request.prefix_blocks[: length + 1] for length in range(len(times.request.prefix_blocks))]
+        unfinished, answered = [each.requests for each in instances], [each.answered for each in instances]
+        index = self._fronts[self._routing.choose(unfinished, answered, prefixes)]
         front = self._members[index]
-        self._prompts[number] = prompt = _Prompt(times, digests, front)
+        self._prompts[number] = _Prompt(times, digests, front)
         front.instance.requests += 1
-        front.instance.prompt_tokens += prompt.uncounted
         here = front.instance.role == "both"
         self._post(index, now, partial(self._submit if here else self._begin_elsewhere, number))
 
@@ -251,9 +248,6 @@ class _Simulation:
         if member.instance.role == "prefill":
             self._send(member, prompt, part.samples, number, now)
             return
-        computed = prompt.uncounted if part.samples else min(part.count, prompt.uncounted)
-        prompt.uncounted -= computed
-        member.instance.prompt_tokens -= computed
         if part.samples and prompt.times.first_token > now:
             prompt.times.first_token = now
 
@@ -284,12 +278,11 @@ class _Simulation:
         assert prompt.reserved is not None
         prompt.reserved.release()
         front.reservations -= 1
-        instance.prompt_tokens -= prompt.uncounted
-        prompt.uncounted, prompt.times.first_token = 0, now
+        prompt.times.first_token = now
         if prompt.times.request.output_tokens > 1:
             self._submit(number, now)
         else:
-            instance.requests -= 1
+            instance.note_answer()
             self._end(number, now)
 
     def _after_end(self, index: int, number: int, now: float) -> None:
@@ -305,8 +298,3 @@ def _enter(reserved: ReservedBlocks | CountedReservation, first: int, last: int,
     del now
     for index in range(first, last) if isinstance(reserved, ReservedBlocks) else (last - 1,):
         reserved.enter(index)
-
-
-def _cached_tokens(instance: Instance, digests: Sequence[bytes]) -> int:
-    cache = instance.policy.cache
-    return cache.matching(digests) * cache.tokens_per_block

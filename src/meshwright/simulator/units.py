@@ -17,7 +17,7 @@ import numpy as np
 from meshwright.costs.collective_costs import Group, all_reduce, congestion, copy_engine_group, gather, rank_group
 from meshwright.costs.compute import LayerTime, layer_times, product_rate
 from meshwright.costs.layer_costs import context_traffic, layer_exposure
-from meshwright.costs.offload_costs import exposed_copy_seconds, host_optimizer, host_rate
+from meshwright.costs.offload_costs import exposed_copy_seconds, exposed_updates, host_rate, rate_both_ways
 from meshwright.costs.optimizer_costs import matrix_seconds, update_seconds
 from meshwright.costs.plan_costs import Pricing, number
 from meshwright.spec.layout import gradients_final_in_backward, stage_table
@@ -214,10 +214,34 @@ class UnitCosts:
         layout = self.cost_inputs.layout
         device_update, host_update = (update_seconds(layout, machine, k, count) for count in (on_device, on_host))
         device_update = device_update + matrix_seconds(layout, machine, k, float(blocks))
-        offloaded_step = host_optimizer(
-            machine, on_host, self.plan.offload_fraction * state_bytes(self.plan.precision), host_update
-        )
-        return number(device_update + launches + offloaded_step)
+        host_update = np.maximum(host_update, self._exposed_updates(units, on_host)) if on_host else 0.0
+        return number(device_update + launches + host_update)
+
+    def _exposed_updates(self, units: Sequence[Unit], on_host: float) -> float:
+        """Seconds by which copies of the `on_host` parameters' state delay the first forward of `units`."""
+        precision = self.plan.precision
+        on_device = (1 - self.plan.offload_fraction) * on_host
+        seconds_per_parameter = state_bytes(precision) / number(rate_both_ways(self.cost_inputs.machine))
+        passes = self.plan.batch.accumulate if self.plan.layered else 1
+        copies, forwards = [], []
+        for unit in units:
+            streamed = self.parameters(unit).shard * self._strategy(unit).optimizer_offloaded
+            kept = min(on_device, streamed)
+            on_device -= kept
+            copies.append((streamed - kept) * seconds_per_parameter)
+            forwards.append(passes * max(0.0, self.compute(unit).forward - self._activation_copy_seconds(unit)))
+        if precision.gather == "fp8":  # scales are computed from all weights, before the first gather
+            return sum(copies)
+        return exposed_updates(copies, forwards)
+
+    def _activation_copy_seconds(self, unit: Unit) -> float:
+        """Seconds of the link for the activations of one micro-batch in the unit, in one direction."""
+        if isinstance(unit, str) or not self._strategy(unit).activations_offloaded:
+            return 0.0
+        layout, saved = self.cost_inputs.layout, saved_elements_by_layer(self.model, self.plan)
+        tokens = layout.micro_batch * layout.seq / layout.context / layout.tensor
+        copied = tokens * saved[unit] * bytes_of(self.plan.precision.compute)
+        return number(copied / host_rate(self.cost_inputs.machine))
 
     def _beside_backward(self, unit: Unit, ranks: Group, seconds: float) -> float:
         """Seconds of a reduction that overlaps with the backward of an equal unit; `seconds` without overlap.
@@ -275,14 +299,12 @@ class UnitCosts:
         """Exposed seconds of a block's activation copies to host memory and back: an equal share of its rank's total."""
         blocks = self._rank_blocks[unit]
         if blocks[0] not in self._exposed_copies:
-            layout, saved = self.cost_inputs.layout, saved_elements_by_layer(self.model, self.plan)
             offloaded = [block for block in blocks if self._strategy(block).activations_offloaded]
-            tokens = layout.micro_batch * layout.seq / layout.context / layout.tensor
-            copied = tokens * sum(saved[block] for block in offloaded) * bytes_of(self.plan.precision.compute)
+            copied = sum(self._activation_copy_seconds(block) for block in offloaded)
             computes = [self._block_without_offload(block) for block in blocks]
             forward = sum(compute.forward for compute in computes)
             backward = sum(compute.backward_input + compute.backward_weight for compute in computes)
-            to_host, from_host = exposed_copy_seconds(copied / host_rate(self.cost_inputs.machine), forward, backward)
+            to_host, from_host = exposed_copy_seconds(copied, forward, backward)
             self._exposed_copies[blocks[0]] = number(to_host) / len(offloaded), number(from_host) / len(offloaded)
         return self._exposed_copies[blocks[0]]
 

@@ -34,6 +34,7 @@ Moments = Literal["fp32", "bf16", "int8"]
 OffloadShare = Annotated[float, Bound(at_least=0, at_most=1)]
 Engine = Literal["kernel", "copy"]
 ExpertPolicy = Literal["none", "hecate", "fastermoe", "flexmoe", "fixed"]
+ExpertOwners = Literal["even", "heterogeneous"]
 ExpertExchange = Literal["all_to_all", "peer", "peer_fp8"]
 Seconds = Annotated[float, Bound(at_least=0)]
 ReceiveBound = Annotated[float, Bound(at_least=1.0)]
@@ -182,6 +183,12 @@ class ExpertPlan:
     backward. Only with copies."""
     window: Positive = 5
     """Steps whose loads a decision is made from."""
+    owners: ExpertOwners = "even"
+    """Which rank owns each expert: its master weights and optimizer state.
+    even: consecutive experts. heterogeneous: those that balance recent loads, the same number on each rank and layer;
+    experts move between ranks where that pays (docs/design/expert.md)."""
+    owners_every: Positive = 100
+    """Steps after which heterogeneous owners may move."""
     exchange: ExpertExchange = "all_to_all"
     """What moves tokens between expert ranks.
     all_to_all: messages of NCCL or Gloo, after the host has read the counts. peer: kernels that write into the other
@@ -380,6 +387,10 @@ class PlanPins:
     """Keep present experts gathered for the step."""
     expert_window: Positive | None = None
     """Steps whose loads decide which experts are present."""
+    expert_owners: ExpertOwners | None = None
+    """Which rank owns each expert."""
+    expert_owners_every: Positive | None = None
+    """Steps after which heterogeneous owners may move."""
     expert_exchange: ExpertExchange | None = None
     """What moves tokens between expert ranks."""
     expert_receive_bound: ReceiveBound | None = None

@@ -3,6 +3,8 @@
 The loads of step s are summed over ranks with its other figures, so every rank has the same. A thread decides from the window that ends
 with them, while the device runs step s + 1; step s + 2 uses the decision. The delay is fixed, so a run is reproducible. The window and the
 decisions that no step has used yet are part of the run's state: a resumed run decides as the uninterrupted one.
+
+Where owners follow the loads (`training.expert_owners`), the same window decides them, and a step after a move begins without copies.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.present_experts import PresentExperts, Tables
 from meshwright.policies.expert_costs import ExpertCosts
 from meshwright.policies.expert_owners import even_owners
-from meshwright.policies.expert_placement import PlacementProblem, place_experts
+from meshwright.policies.expert_placement import PlacementProblem, copied_everywhere, place_experts
 from meshwright.policies.expert_routing import owned
 from meshwright.policies.load_window import LoadWindow
 from meshwright.simulator.expert_placement_costs import placement_costs
@@ -31,6 +33,8 @@ from meshwright.spec.model import ModelSpec
 from meshwright.spec.plan import ExpertPlan, Plan
 from meshwright.spec.run import RunSpec
 from meshwright.training.background_thread import BackgroundThread
+from meshwright.training.expert_moves import ExpertMoves
+from meshwright.training.expert_owners import ExpertOwners
 
 DELAY = 2
 """Steps between the loads that a decision is made from and the step that uses it."""
@@ -49,19 +53,20 @@ class Decision:
 class ExpertDecisions:
     """Decisions for a model's mixtures, of which this rank has the layers of `presents`; `shape` as below.
 
-    All ranks decide for all layers, of which `first` is the first; `costs` are equal on all ranks. `rank` is this rank's index in the group
-    that has a layer's experts.
+    All ranks decide for all layers, of which `first` is the first; `costs` are equal on all ranks, None with policy none. `rank` is this
+    rank's index in the group that has a layer's experts. `owners` are those that follow the loads, if any.
     """
 
     def __init__(
         self, plan: ExpertPlan, presents: Mapping[int, PresentExperts], shape: tuple[int, int, int], first: int, rank: int,
-        costs: ExpertCosts,
+        costs: ExpertCosts | None, owners: ExpertOwners | None = None,
     ) -> None:  # fmt: skip
+        self.owners = owners
         self._plan, self._presents, self._first, self._rank, self._costs = plan, presents, first, rank, costs
         self.shape = shape
         """Layers with experts, ranks of a group, experts."""
         layers, ranks, experts = shape
-        self._owners = even_owners(layers, experts, ranks)
+        self._even = even_owners(layers, experts, ranks)
         self._thread = BackgroundThread("expert decisions")
         self._step = 0
         self._counts: dict[int, np.ndarray] = {}
@@ -69,29 +74,63 @@ class ExpertDecisions:
         """By step; the last ones are kept, because the state of an earlier step may still be asked for."""
         self._due = min(layers, max(1, ELEMENTS // (ranks * experts)))
         """Layers that are decided in a step."""
-        self._initial = self._decision(owned(self._owners, ranks), {}, range(layers))
+        self._initial = self._decision(owned(self._even, ranks), {}, range(layers))
         self._latest = self._initial
+        self._moved = 0
+        """The step before which owners moved last."""
+        self._states_before_move: dict[int, dict[str, Any]] = {}
+        """State of the steps before that move, which may still be asked for."""
 
     @classmethod
     def open(
-        cls, run: RunSpec, plan: Plan, mesh: Mesh, presents: Mapping[int, PresentExperts]
+        cls, run: RunSpec, plan: Plan, mesh: Mesh, presents: Mapping[int, PresentExperts], moves: ExpertMoves | None
     ) -> ExpertDecisions | None:
-        """The decisions of a rank; None if none are to be made. Collective."""
-        if plan.experts is None or plan.experts.policy in ("none", "fixed") or (group := mesh.experts) is None:
+        """The decisions of a rank, with `moves` also about owners; None if none are to be made. Collective."""
+        experts, group = plan.experts, mesh.experts
+        if experts is None or group is None or (experts.policy in ("none", "fixed") and moves is None):
             return None
         per_node = _ranks_per_node(mesh)
-        costs = Ranks(mesh.world.control).run_on_first(
-            "costs of experts", lambda: placement_costs(run.model, run.train, plan, run.cluster, per_node)
-        )
+        costs = None
+        if experts.policy != "none":
+            costs = Ranks(mesh.world.control).run_on_first(
+                "costs of experts", lambda: placement_costs(run.model, run.train, plan, run.cluster, per_node)
+            )
         first, layers = routed_layers(run.model)
-        return cls(plan.experts, presents, (layers, group.size(), run.model.experts), first, group.rank(), costs)
+        shape, owners = (layers, group.size(), run.model.experts), None
+        if moves is not None:
+            owners = ExpertOwners(
+                shape, every=experts.owners_every, copied=copied_everywhere(experts.policy, experts.slots, costs, group.size()),
+                ranks_per_node=per_node, first=first, move=moves.move, device=mesh.device,
+            )  # fmt: skip
+        return cls(experts, presents, shape, first, group.rank(), costs, owners)
 
-    def begin_step(self, step: int) -> None:
-        """Make the experts that were decided for `step` present, before the first decision only those that ranks own."""
+    def begin_step(self, step: int) -> bool:
+        """Make the experts that were decided for `step` present, before the first decision only those that ranks own.
+
+        Returns whether owners have moved. That is collective over a stage.
+        """
+        moved = self.owners is not None and self.owners.due(step) and self._move_owners(self.owners, step)
         self._step = step
         decision = self._decided[step].result() if step in self._decided else self._initial
         for layer, experts in self._presents.items():
             experts.use(decision.tables[layer])
+        return moved
+
+    def _move_owners(self, owners: ExpertOwners, step: int) -> bool:
+        """Let owners follow the window that ends before `step`, for which the host waits; returns whether they have moved."""
+        self._thread.wait()
+        window = [counts for number, counts in self._counts.items() if step - self._plan.window <= number < step]
+        states = {number: self.state(number) for number in range(step - DELAY, step)}
+        order = owners.balance(np.sum(window, axis=0).sum(1)) if window else None
+        if order is None:
+            return False
+        self._moved, self._states_before_move = step, states
+        self._counts = {
+            number: np.take_along_axis(counts, order[:, None], axis=2) for number, counts in self._counts.items()
+        }
+        self._decided.clear()
+        self._latest = self._initial
+        return True
 
     def rank_loads(self, loads: Tensor) -> Tensor:
         """This rank's rows `loads` `(blocks, experts)` in its place among those of all ranks, flat, to be summed."""
@@ -107,8 +146,14 @@ class ExpertDecisions:
         self._decided = {step: decided for step, decided in self._decided.items() if step > self._step - 2 * DELAY}
         self._decided[self._step + DELAY] = self._thread.submit(self._decide, self._step, host, ready)
 
+    def by_number(self, loads: Tensor) -> Tensor:
+        """`loads` `(layers, experts)` by the experts' first numbers, which owners that move give other positions."""
+        return loads if self.owners is None else self.owners.by_number(loads)
+
     def state(self, step: int) -> dict[str, Any]:
         """What a resume after `step` needs, as plain values; waits for the decisions."""
+        if step < self._moved and step in self._states_before_move:
+            return self._states_before_move[step]
         decided = {
             number: future.result().present for number, future in self._decided.items() if step < number <= step + DELAY
         }
@@ -119,6 +164,7 @@ class ExpertDecisions:
                 "slots": self._plan.slots,
                 "counts": [_encode(counts.astype(np.int32)) for counts in window],
                 "decided": {str(number): _encode(np.packbits(present)) for number, present in decided.items()},
+                **({} if self.owners is None else {"numbers": _encode(self.owners.numbers.astype(np.int32))}),
             }
         }
 
@@ -127,8 +173,16 @@ class ExpertDecisions:
         self._thread.wait()
         self._counts.clear()
         self._decided.clear()
-        self._latest = self._initial
+        self._latest, self._moved = self._initial, 0
         saved, step, size = state.get("experts", {}), state["step"], int(np.prod(self.shape))
+        if self.owners is not None:
+            layers, _, experts = self.shape
+            numbers = np.tile(np.arange(experts), (layers, 1))
+            if "numbers" in saved and saved["shape"][::2] == [layers, experts]:
+                numbers = (
+                    np.frombuffer(_decode(saved["numbers"]), dtype=np.int32).reshape(layers, experts).astype(np.int64)
+                )
+            self.owners.restore(numbers)
         if (saved.get("shape"), saved.get("slots")) != (list(self.shape), self._plan.slots):
             return
         first = step - len(saved["counts"]) + 1
@@ -149,13 +203,15 @@ class ExpertDecisions:
         self._counts[step] = host.numpy().reshape(self.shape).astype(np.int64)
         oldest = step - self._plan.window - 2 * DELAY  # the state of an earlier step may still be asked for
         self._counts = {number: counts for number, counts in self._counts.items() if number > oldest}
+        if self._costs is None:
+            return self._initial
         due = (step * self._due + np.arange(self._due)) % self.shape[0]
         window = LoadWindow(self._plan.window)
         for number in sorted(self._counts):
             window.add(self._counts[number][due])
         previous = self._latest.present
         problem = PlacementProblem(
-            window.sums(), self._owners[due], self._plan.slots, self._costs, len(window), previous[due]
+            window.sums(), self._even[due], self._plan.slots, self._costs, len(window), previous[due]
         )
         present = previous.copy()
         present[due] = place_experts(self._plan.policy, problem)

@@ -43,6 +43,7 @@ from meshwright.spec.run import Assignment, Lease, RunSpec
 from meshwright.state.parts import StateParts
 from meshwright.training.evaluate import HeldOut
 from meshwright.training.expert_decisions import ExpertDecisions
+from meshwright.training.expert_moves import ExpertMoves
 from meshwright.training.numerics import NumericalPolicy
 from meshwright.training.resume import Tier, resume
 from meshwright.training.run_state import load_initial, run_state
@@ -196,7 +197,12 @@ def open_session(assignment: Assignment, world: World, clock: StartClock | None 
     )
     if assignment.replay_routing is not None:
         session.replay = _replayed_routing(session, Path(assignment.replay_routing))
-    session.decisions = ExpertDecisions.open(run, plan, mesh, engine.present_experts)
+    moves = None
+    if plan.experts is not None and plan.experts.owners == "heterogeneous":
+        moves = ExpertMoves(engine.model, mesh, optimizer, engine.weights)
+    session.decisions = ExpertDecisions.open(run, plan, mesh, engine.present_experts, moves)
+    if session.replay is not None and session.decisions is not None and session.decisions.owners is not None:
+        session.replay.positions = session.decisions.owners.positions
     session.numerics = NumericalPolicy(run.train, assignment.skip_samples, mesh.axis_size("replicate"))
     session.resumed_from = resume(session, assignment.resume_at_most)
     if session.resumed_from is None:

@@ -81,6 +81,10 @@ class StateCheck:
         if self._values is not None:
             self._changed = (self._digests.compute() != self._values).any(dim=1)
 
+    def skip_comparison(self) -> None:
+        """Do not compare the state with that after the last update: experts have moved since."""
+        self._values = None
+
     def end_step(self, step: int, *, saves: bool, waits: bool, stops: bool) -> None:
         """Check the state after `step` if that is due, if a save of it follows, or if copies of it wait for a comparison.
 

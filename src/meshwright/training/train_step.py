@@ -104,7 +104,8 @@ def train_step(
     if decisions is not None:
         decisions.add(rank_loads)
     routing.update_biases(figures[-1] > 0)
-    return StepFigures(torch.stack([*figures, *further, *routing.figures(), z_loss]), routing.loads())
+    loads = routing.loads() if decisions is None else decisions.by_number(routing.loads())
+    return StepFigures(torch.stack([*figures, *further, *routing.figures(), z_loss]), loads)
 
 
 def _norm_slots(norm: torch.Tensor, mesh: Mesh) -> torch.Tensor:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from meshwright.config.recorded_lengths import read_lengths
+from meshwright.config.recorded_lengths import LengthRange, read_lengths
 
 DRAWN = 4096
 """Samples drawn at a time."""
@@ -53,3 +53,13 @@ class LengthHistogram:
 def recorded_histogram(path: str) -> LengthHistogram:
     """The histogram in the file of `data.lengths`; raises BadInput."""
     return LengthHistogram.of(read_lengths(Path(path), "data.lengths"))
+
+
+def mixed_histogram(sources: Sequence[tuple[float, Sequence[LengthRange]]]) -> LengthHistogram:
+    """The histogram of a mixture: (weight in samples drawn, ranges) of each source."""
+    total = sum(weight for weight, _ in sources)
+    return LengthHistogram.of(
+        (entry.first, entry.last, weight / total * entry.documents / sum(other.documents for other in ranges))
+        for weight, ranges in sources
+        for entry in ranges
+    )

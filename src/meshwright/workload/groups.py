@@ -26,6 +26,11 @@ def copies_experts(plan: Plan) -> bool:
     return plan.experts is not None and plan.experts.policy != "none"
 
 
+def balances_owners(plan: Plan) -> bool:
+    """Whether owners of experts follow the loads."""
+    return plan.experts is not None and plan.experts.owners != "even"
+
+
 def stacked_experts(model: ModelSpec, plan: Plan) -> int:
     """Experts of a layer for which a rank has space, its own and copies."""
     own = model.experts // (experts_over(plan) * plan.axis_size("tensor"))

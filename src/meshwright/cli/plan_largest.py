@@ -1,0 +1,62 @@
+"""The answer of `meshwright plan --largest`: the largest model of a family, with its bytes by place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.planner.candidate import host_budget, memory_budget
+from meshwright.planner.largest import Largest, largest_models
+from meshwright.spec.fields import to_plain
+from meshwright.spec.run import RunSpec
+
+FORMS = {
+    ("none", "fp32"): "state on the devices",
+    ("optimizer", "fp32"): "state in host memory, exact",
+    ("optimizer", "bf16"): "bf16 moments, which round",
+    ("optimizer", "int8"): "8-bit moments, which round",
+}
+
+
+def largest_as_plain(run: RunSpec) -> dict[str, Any]:
+    """The JSON answer; raises as `largest_models`."""
+    return {
+        "family": run.model.family,
+        "device_bytes_usable": memory_budget(run),
+        "host_bytes_usable": host_budget(run),
+        "largest": [_as_plain(entry) for entry in largest_models(run)],
+    }
+
+
+def largest_as_text(run: RunSpec) -> list[str]:
+    """The lines of the answer; raises as `largest_models`."""
+    usable = (memory_budget(run) or 0) / 1e9
+    cluster = f"{run.cluster.ranks} x {run.cluster.gpu}"
+    lines = [
+        f"Largest {run.model.family} on {cluster}: {usable:.1f} GB of each device and {host_budget(run) / 1e9:.1f} GB of each host"
+    ]
+    return lines + [line for entry in largest_models(run) for line in _lines(entry)]
+
+
+def _as_plain(entry: Largest) -> dict[str, Any]:
+    plain: dict[str, Any] = {"offload": entry.offload, "moments": entry.moments, "parameters": entry.parameters}
+    if entry.model is None or entry.plan is None:
+        return {**plain, "model": None, "plan": None}
+    model = {
+        name: getattr(entry.model, name) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn_hidden")
+    }
+    return {**plain, "model": model, "plan": to_plain(entry.plan), "host_bytes": entry.host_bytes}
+
+
+def _lines(entry: Largest) -> list[str]:
+    form = FORMS.get((entry.offload, entry.moments), f"offload {entry.offload}, moments {entry.moments}")
+    if entry.model is None or entry.plan is None or entry.plan.predicted is None:
+        return [f"{form}: no model fits"]
+    model, predicted = entry.model, entry.plan.predicted
+    parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in predicted.memory_bytes.items() if size >= 5e7)
+    seconds = f", {predicted.step_seconds:.2f} s a step" if predicted.step_seconds else ""
+    words = f"model.layers={model.layers} model.hidden={model.hidden} model.heads={model.heads} model.ffn_hidden={model.ffn_hidden}"
+    return [
+        f"{form}: {entry.parameters / 1e9:.1f} B parameters{seconds}",
+        f"  {words}",
+        f"  device {predicted.memory_peak_bytes / 1e9:.1f} GB ({parts}); host {entry.host_bytes / 1e9:.1f} GB",
+    ]

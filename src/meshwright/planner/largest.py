@@ -1,0 +1,127 @@
+"""The largest model of a family that a cluster trains, for each form of the optimizer's state, by `search`.
+
+A family has the given model's proportions: its width grows in whole groups of heads per key-value head, which stay as many, the
+feed-forward in proportion, and layers per width are within a quarter of the given model's. So Llama-3-8B (32 layers, width 4,096)
+continues with 30 to 50 layers of width 5,120.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import count
+from math import ceil, floor
+from typing import get_args
+
+from meshwright.planner.candidate import host_budget, memory_budget, pins_of, precision_of
+from meshwright.planner.search import search
+from meshwright.simulator.step_simulation import host_bytes
+from meshwright.spec.errors import BadInput, OutOfResources
+from meshwright.spec.model import parameter_count
+from meshwright.spec.optimizers import AdamWSpec
+from meshwright.spec.plan import Moments, Offload, Plan
+from meshwright.spec.run import ModelSection, RunSpec
+from meshwright.workload.dtypes import bytes_of, state_bytes
+
+MOST_DEVIATION = 0.25
+"""Of layers per width from those of the given model."""
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest model that fits with one form of the optimizer's state, and its plan; None where none fits."""
+
+    offload: Offload
+    moments: Moments
+    model: ModelSection | None
+    plan: Plan | None
+    host_bytes: float = 0.0
+    """Of the node with the most."""
+
+    @property
+    def parameters(self) -> int:
+        return 0 if self.model is None else parameter_count(self.model)
+
+
+def family(model: ModelSection, most_parameters: float) -> list[ModelSection]:
+    """The models of the family of `model` with at most so many parameters, the smallest first.
+
+    Raises BadInput for mixtures of experts and latent attention.
+    """
+    if model.experts or model.kv_rank:
+        raise BadInput(
+            f"--largest extends dense models with keys and values by head; expected another model than {model.family}"
+        )
+    models: list[ModelSection] = []
+    per_step = 1 if model.kv_heads == model.heads else model.kv_heads
+    for heads in count(per_step, per_step):
+        ratio = heads / model.heads
+        layers = model.layers * ratio
+        least, most = ceil(layers * (1 - MOST_DEVIATION)), floor(layers * (1 + MOST_DEVIATION))
+        wide = replace(
+            model, heads=heads, kv_heads=heads if model.kv_heads == model.heads else model.kv_heads,
+            hidden=round(model.hidden * ratio), ffn_hidden=round(model.ffn_hidden * ratio),
+        )  # fmt: skip
+        for depth in range(max(1, least), most + 1):
+            if parameter_count(deep := replace(wide, layers=depth)) > most_parameters:
+                break
+            models.append(deep)
+        if parameter_count(replace(wide, layers=max(1, least))) > most_parameters:
+            return sorted(models, key=parameter_count)
+    raise AssertionError("widths have no end")
+
+
+def largest_models(run: RunSpec) -> Iterator[Largest]:
+    """For the optimizer on the device, and in host memory with each form of moments: exact, bf16 and int8.
+
+    Full recompute and single sequences leave most memory; pins of the run come first. Raises BadInput where the memory of the devices is
+    unknown or is that of the host, and as `family`.
+    """
+    if run.cluster.is_cpu or memory_budget(run) is None:
+        raise BadInput("--largest needs devices with memory of their own: set cluster.gpu, or cluster.memory_gib")
+    pins = pins_of(run)
+    pins = replace(pins, recompute=pins.recompute or "full", micro_batch=pins.micro_batch or 1)
+    offloads: tuple[Offload, ...] = ("none", "optimizer") if pins.offload is None else (pins.offload,)
+    for offload in offloads:
+        offloaded = offload in ("optimizer", "both") and isinstance(run.train.optimizer, AdamWSpec)
+        forms: tuple[Moments, ...] = (
+            get_args(Moments) if offloaded and pins.moments is None else (pins.moments or "fp32",)
+        )
+        for moments in forms if offloaded or offload == "none" else ():
+            yield _largest(replace(run, plan=replace(pins, offload=offload, moments=moments)), offload, moments)
+
+
+def _largest(run: RunSpec, offload: Offload, moments: Moments) -> Largest:
+    """The largest model by bisection: of two models the one with fewer parameters needs less memory, but for its activations."""
+    weight = bytes_of(precision_of(run).compute)
+    models = family(run.model, run.cluster.ranks * (memory_budget(run) or 0) / weight)
+    fitting: tuple[ModelSection, Plan] | None = None
+    least, most = 0, len(models)
+    while least < most:
+        middle = (least + most) // 2
+        plan = _plan_of(replace(run, model=models[middle]))
+        if plan is None:
+            most = middle
+        else:
+            least, fitting = middle + 1, (models[middle], plan)
+    if fitting is None:
+        return Largest(offload, moments, None, None)
+    model, plan = fitting
+    return Largest(offload, moments, model, plan, sum(host_bytes(model, run.train, plan, run.cluster.nodes)))
+
+
+def _plan_of(run: RunSpec) -> Plan | None:
+    """The best plan of a run, or None if none fits; an offloaded optimizer is in host memory as far as that allows."""
+    pins = pins_of(run)
+    if pins.offload in ("optimizer", "both") and pins.offload_fraction is None:
+        run = replace(run, plan=replace(pins, offload_fraction=_most_on_host(run)))
+    try:
+        return search(run).best.plan
+    except (BadInput, OutOfResources):
+        return None
+
+
+def _most_on_host(run: RunSpec) -> float:
+    """The largest share of the optimizer's state that the hosts have memory for, in hundredths: most is left of the devices."""
+    state = parameter_count(run.model) * state_bytes(precision_of(run))
+    return max(0.01, min(100, int(100 * run.cluster.nodes * host_budget(run) / state)) / 100)

@@ -1,0 +1,53 @@
+"""Pins of hybrid ranks and their slots, for a run of samples of any length whose lengths are known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshwright.planner.candidate import pins_of
+from meshwright.planner.explain import seconds_text
+from meshwright.planner.sample_choice import SampleChoice, choose_sample_layout
+from meshwright.planner.sample_lengths import expected_histogram
+from meshwright.spec.run import RunSpec
+
+SEARCHED_BATCHES = 8
+"""Global batches that a search plays."""
+_DECIDED = ("hybrid", "capacity", "shard", "replicate", "tensor", "layers", "schedule", "reshard", "gradients")
+"""Pins beside which the search does not choose hybrid ranks."""
+
+
+def with_hybrid_ranks(run: RunSpec, memory_bytes: int | None) -> tuple[RunSpec, str]:
+    """`run` with pinned hybrid ranks, and why; `run` and no reason where whole samples take less time or lengths are unknown."""
+    pins = pins_of(run)
+    decided = any(getattr(pins, key) is not None for key in _DECIDED) or run.cluster.ranks == 1
+    if run.train.global_batch_tokens is None or decided or run.model.sliding_window is not None:
+        return run, ""
+    histogram = expected_histogram(run)
+    if histogram is None:
+        return run, ""
+    choice = choose_sample_layout(run, histogram, memory_bytes, batches=SEARCHED_BATCHES, static=False)
+    if not choice.layouts or choice.layouts[0].layout.capacity >= choice.longest:
+        return run, ""
+    best = choice.layouts[0]
+    pins = replace(
+        pins,
+        hybrid=best.layout.ranks,
+        capacity=best.layout.capacity,
+        recompute=best.strategy.recompute,
+        offload=pins.offload or "none",
+    )
+    return replace(run, plan=pins), _reason(choice)
+
+
+def _reason(choice: SampleChoice) -> str:
+    """How long steps with other slots take."""
+    best, *others = choice.layouts
+    longer = [
+        f"{seconds_text(other.seconds - best.seconds)} longer with {other.layout.capacity:,}"
+        + " (no sample divided)" * (other.layout.capacity >= choice.longest)
+        for other in others
+    ]
+    return (
+        f"hybrid {best.layout.ranks} with slots of {best.layout.capacity:,} tokens: {SEARCHED_BATCHES} drawn batches take "
+        f"{seconds_text(best.seconds)} a step" + (f", {', '.join(longer)}" if longer else "")
+    )

@@ -1,0 +1,262 @@
+"""Measures the engine's steps by shape on this machine, with random weights, for the cost model of deployments.
+
+Requests are made so that a few steps of each wanted shape follow one another; each step's time is that from the end of the
+one before it, or from its own launch if that was later.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+import torch
+
+from meshwright.checkpoint.single_device import device_and_dtype
+from meshwright.costs.device_rates import Machine
+from meshwright.costs.machine_rates import machine_of
+from meshwright.costs.serve_constants import usual_constants
+from meshwright.costs.serve_fit import fit_constants
+from meshwright.costs.serve_work import device_work
+from meshwright.models.decoder import Decoder
+from meshwright.serve.engine import Engine
+from meshwright.serve.generation import Update
+from meshwright.serve.readback import LaunchedStep
+from meshwright.serve.sampling import SamplingOptions
+from meshwright.spec.cluster import ClusterSpec
+from meshwright.spec.engine import EngineOptions
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.serve_profile import Chunk, EngineProfile, StepTime
+
+DECODES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
+"""Decodes of the measured steps, up to the batch of the engine."""
+BESIDE = (0, 16, 64)
+"""Decodes beside a chunk of a prompt."""
+BESIDE_TOKENS = 256
+"""Tokens of the texts of these decodes."""
+SHORT, LONG = 32, 2048
+"""Tokens of the texts that are decoded."""
+CACHE_SHARE = 0.8
+"""Share of the cache that the texts of one measurement take at most."""
+REPEATS = 10
+"""Steps of one shape, without the first two."""
+LEAST_REPEATS = 3
+"""Steps of a shape without which it is not measured."""
+
+
+@dataclass(frozen=True)
+class _Shape:
+    decodes: int
+    positions: int
+    chunks: tuple[tuple[int, int], ...]
+
+
+class _TimedEngine(Engine):
+    """An engine that notes shape and seconds of its steps."""
+
+    def __init__(self, model: Decoder, options: EngineOptions, timer: Callable[[], float]) -> None:
+        self._timer = timer
+        self.steps: list[tuple[_Shape, float]] = []
+        self._launches: dict[int, tuple[_Shape, float]] = {}
+        self._last_end = 0.0
+        super().__init__(model, options=options)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step is launched while the one before it runs."""
+        return self._overlap
+
+    def _launch(self, updates: list[Update], drafting: bool) -> LaunchedStep | None:
+        begin = self._timer()
+        launched = super()._launch(updates, drafting)
+        if launched is not None:
+            step = launched.step
+            positions = sum(part.start + 1 for part in step.parts[: step.decodes])
+            chunks = tuple((part.start, part.count) for part in step.parts[step.decodes :])
+            self._launches[step.number] = _Shape(step.decodes, positions, chunks), begin
+        return launched
+
+    def _complete(self, launched: LaunchedStep, updates: list[Update]) -> None:
+        super()._complete(launched, updates)
+        end = self._timer()
+        shape, begin = self._launches.pop(launched.step.number)
+        self.steps.append((shape, end - max(begin, self._last_end)))
+        self._last_end = end
+
+
+def measure_engine(
+    spec: ModelSpec,
+    options: EngineOptions,
+    cluster: ClusterSpec,
+    seconds: float,
+    note: Callable[[str], None] = lambda text: None,
+    timer: Callable[[], float] = time.perf_counter,
+) -> EngineProfile:
+    """Measure for about `seconds`, after the engine has started; shapes that do not fit into this time are left out.
+
+    `cluster` has this device; `timer` gives the seconds of steps. Raises BadInput for a model or formats that the device does not support.
+    """
+    device, dtype = device_and_dtype()
+    sizes = replace(options, prefix_cache=False, texts=False)
+    engine = _TimedEngine(random_model(spec, device, dtype), sizes, timer)
+    other = 0
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        other = max(0, total - free - torch.cuda.memory_reserved(device))
+    note("measuring the engine's steps")
+    steps = _Measurement(engine, time.perf_counter() + seconds).steps()
+    work = device_work(
+        spec, weights=options.weights, item=dtype.itemsize, cache_item=1 if options.kv_cache else dtype.itemsize
+    )
+    start = usual_constants(_machine(cluster, options), options.weights)
+    fit = fit_constants(work, start, steps)
+    return EngineProfile(
+        date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        model=spec,
+        weights=options.weights,
+        kv_cache=options.kv_cache,
+        item_bytes=dtype.itemsize,
+        overlap=engine.overlaps,
+        other_bytes=other,
+        constants=fit.constants,
+        steps=tuple(steps),
+        median_error=fit.median_error,
+    )
+
+
+def random_model(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Decoder:
+    """A model of these dimensions with normal weights, made on the device."""
+    with torch.device("meta"):
+        model = Decoder(spec)
+    model = model.to(dtype).to_empty(device=device)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.02)
+            else:
+                parameter.fill_(1.0)
+    return model
+
+
+def _machine(cluster: ClusterSpec, options: EngineOptions) -> Machine:
+    return machine_of(cluster, "fp8" if options.weights and not cluster.is_cpu else "bf16")
+
+
+class _Measurement:
+    """Runs requests until each wanted shape was seen."""
+
+    def __init__(self, engine: _TimedEngine, deadline: float) -> None:
+        self._engine, self._deadline = engine, deadline
+        self._draw = random.Random(0)
+        sizes = engine.options
+        pool = engine._policy.cache.pools[0]
+        self._room = int(CACHE_SHARE * pool.blocks) * sizes.tokens_per_block
+        self._budget = min(sizes.step_tokens, engine.context - 2)
+
+    def steps(self) -> list[StepTime]:
+        """The median steps of all shapes for which there was time."""
+        self._warm()
+        steps: list[StepTime] = []
+        for measure in self._plan():
+            late = time.perf_counter() > self._deadline
+            if late and any(step.chunks for step in steps) and any(not step.chunks for step in steps):
+                break
+            steps += measure()
+        return steps
+
+    def _plan(self) -> list[Callable[[], list[StepTime]]]:
+        """Measurements, those with the fewest tokens first: a slow machine leaves out the largest shapes."""
+        most, context = self._engine.options.sequences, self._engine.context
+        counts = [*(count for count in DECODES if count < most), most]
+        lengths = min(SHORT, context // 4), min(LONG, context // 2)
+        sizes = [*(16 << shift for shift in range(20) if 16 << shift < self._budget), self._budget]
+        planned = [
+            (count * (length + 2 * REPEATS), partial(self._decode, count, length))
+            for count in counts
+            for length in lengths
+            if count * (length + 2 * REPEATS) <= self._room
+        ]
+        planned += [
+            (size * REPEATS + beside * BESIDE_TOKENS, partial(self._prompt, size, beside))
+            for size in sizes
+            for beside in BESIDE
+            if beside < most
+        ]
+        planned += [(self._budget * REPEATS, partial(self._pieces, 4))]
+        return [measure for _, measure in sorted(planned, key=lambda entry: entry[0])]
+
+    def _warm(self) -> None:
+        """Run every type of step once, untimed."""
+        self._decode(min(4, self._engine.options.sequences), SHORT)
+        self._prompt(self._budget // 8, 0)
+
+    def _decode(self, count: int, length: int) -> list[StepTime]:
+        """Steps of `count` decodes of texts with `length` tokens and more."""
+        self._submit(count, length, REPEATS + 4)
+        return self._finish(lambda shape: shape.decodes == count and not shape.chunks)
+
+    def _prompt(self, size: int, beside: int) -> list[StepTime]:
+        """Steps with a whole prompt of `size` tokens beside so many decodes."""
+        engine = self._engine
+        length = min(BESIDE_TOKENS, engine.context // 4)
+        numbers = self._submit(beside, length, engine.context - length - 1) if beside else []
+        while engine.unfinished and not any(shape.decodes == beside for shape, _ in engine.steps[-1:]):
+            engine.step()
+        for _ in range(REPEATS + 2):
+            self._submit(1, size, 1)
+            engine.step()
+        for number in numbers:
+            engine.abort(number)
+        return self._finish(lambda shape: shape.decodes == beside and [c for _, c in shape.chunks] == [size])
+
+    def _pieces(self, count: int) -> list[StepTime]:
+        """Steps with several prompts that share the budget."""
+        size = self._budget // count
+        for _ in range(LEAST_REPEATS + 2):
+            self._submit(count, size, 1)
+            self._engine.step()
+        return self._finish(lambda shape: [c for _, c in shape.chunks] == [size] * count and not shape.decodes)
+
+    def _submit(self, count: int, length: int, new_tokens: int) -> list[int]:
+        vocab = self._engine.spec.vocab_size
+        return [
+            self._engine.submit(
+                [self._draw.randrange(vocab) for _ in range(length)],
+                new_tokens=new_tokens,
+                sampling=SamplingOptions(temperature=0.6, seed=index),
+            )
+            for index in range(count)
+        ]
+
+    def _finish(self, wanted: Callable[[_Shape], bool]) -> list[StepTime]:
+        """Run until nothing is left; the median of the wanted steps, without the first two."""
+        engine = self._engine
+        while engine.unfinished:
+            engine.step()
+        engine.step()  # with overlap, the step in flight
+        found, engine.steps = [step for step in engine.steps if wanted(step[0])][2:], []
+        return _medians(found)
+
+
+def _medians(steps: Sequence[tuple[_Shape, float]]) -> list[StepTime]:
+    """The median time of steps with equal decodes and chunks; of their positions the mean."""
+    alike: dict[tuple[Any, ...], list[tuple[_Shape, float]]] = defaultdict(list)
+    for shape, seconds in steps:
+        alike[shape.decodes, shape.chunks].append((shape, seconds))
+    return [
+        StepTime(
+            decodes=decodes,
+            positions=round(statistics.mean(shape.positions for shape, _ in group)),
+            chunks=tuple(Chunk(start=start, count=count) for start, count in chunks),
+            seconds=statistics.median(seconds for _, seconds in group),
+        )
+        for (decodes, chunks), group in alike.items()
+        if len(group) >= LEAST_REPEATS
+    ]

@@ -1,0 +1,119 @@
+"""Moves experts between the ranks of a stage: rows of all their state change places along dimension 0, bit for bit.
+
+The experts of a layer are renumbered: their weights, moments and averages, and the rows of the router that choose them. The model computes
+the same function before and after, and a checkpoint is that of a model with the new numbers.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.checkpoint.ranks import Ranks
+from meshwright.models.decoder import Decoder
+from meshwright.optim.optimizer import Optimizer
+from meshwright.parallel.blocks import numbered_blocks
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.shared_ranks import STAGE_AXES
+from meshwright.spec.layout import Box
+from meshwright.state.parts import StateParts
+
+
+@dataclass(frozen=True)
+class RowTransfers:
+    """Local rows of a tensor that this rank sends to each rank of the group, and those that it receives from each."""
+
+    sent: tuple[list[int], ...]
+    received: tuple[list[int], ...]
+
+
+class ExpertMoves:
+    """Exchanges the state of this rank's mixture layers with the other ranks of its stage and model copy.
+
+    Creation is collective over all ranks of the job, `move` over those of the stage and model copy.
+    """
+
+    def __init__(self, model: Decoder, mesh: Mesh, optimizer: Optimizer, weights: Mapping[str, StateParts]) -> None:
+        self._optimizer, self._device = optimizer, mesh.device
+        self._group = mesh.group_over(STAGE_AXES)
+        self._parameters = dict(_expert_parameters(model))
+        boxes = {name: weights[name].boxes for name in self._parameters}
+        by_rank = Ranks(mesh.world.control).run_on_all("places of experts", lambda: boxes)
+        members = [mesh.rank] if self._group is None else dist.get_process_group_ranks(self._group)
+        self._index, self._boxes = members.index(mesh.rank), [by_rank[rank] for rank in members]
+
+    @torch.no_grad()
+    def move(self, orders: Mapping[int, np.ndarray]) -> None:
+        """Give position p of each layer in `orders` the expert that is now at position `orders[layer][p]`."""
+        self._optimizer.wait_for_copies()
+        parameter_of_state = self._optimizer.parameter_of_state()
+        states: dict[str, list[StateParts]] = defaultdict(list)
+        for parts in self._optimizer.state():
+            states[parameter_of_state[parts.name]].append(parts)
+        for name, layer in self._parameters.items():
+            if layer in orders:
+                transfers = row_transfers([boxes[name] for boxes in self._boxes], orders[layer].tolist(), self._index)
+                for parts in states[name]:
+                    self._exchange(parts, transfers)
+
+    def _exchange(self, parts: StateParts, transfers: RowTransfers) -> None:
+        assert parts.encoded is None, "the planner refuses moves of state that is in host memory"
+        rows = parts.local.view(parts.local.shape[0], -1)
+        sent = self._rows(rows, transfers.sent).view(torch.uint8).flatten()
+        received = torch.empty_like(self._rows(rows, transfers.received))
+        if self._group is None:
+            received.view(torch.uint8).flatten().copy_(sent)
+        else:
+            counts = ([rows[:1].nbytes * len(part) for part in side] for side in (transfers.received, transfers.sent))
+            dist.all_to_all_single(received.view(torch.uint8).flatten(), sent, *counts, group=self._group)
+        rows[_flat(transfers.received)] = received
+
+    def _rows(self, rows: Tensor, parts: Sequence[Sequence[int]]) -> Tensor:
+        return rows[_flat(parts)].contiguous()
+
+
+def row_transfers(boxes: Sequence[Sequence[Box]], order: Sequence[int], index: int) -> RowTransfers:
+    """What the rank `index` exchanges of a tensor of which each rank has `boxes`, if row p becomes the old row `order[p]`.
+
+    A rank that has a row sends it to itself; of several others the first one sends it.
+    """
+    holders: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
+    for rank, own in enumerate(boxes):
+        for box in own:
+            for row in range(box.sizes[0]):
+                columns = (*box.offsets[1:], *box.sizes[1:])
+                holders[box.offsets[0] + row, *columns].append((rank, box.first_row + row))
+    sent: tuple[list[int], ...] = tuple([] for _ in boxes)
+    received: tuple[list[int], ...] = tuple([] for _ in boxes)
+    for (row, *columns), places in holders.items():
+        if order[row] == row:
+            continue
+        sources = dict(reversed(holders[order[row], *columns]))
+        first = holders[order[row], *columns][0][0]
+        for target, local_row in places:
+            source = target if target in sources else first
+            if source == index:
+                sent[target].append(sources[source])
+            if target == index:
+                received[source].append(local_row)
+    return RowTransfers(sent, received)
+
+
+def _expert_parameters(model: Decoder) -> Iterator[tuple[str, int]]:
+    """Name and layer of each parameter of a mixture that has its experts along dimension 0."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for layer, block in numbered_blocks(model):
+        if block.routed:
+            for name, parameter in block.moe.named_parameters():
+                if not name.startswith("shared."):
+                    yield names[id(parameter)], layer
+
+
+def _flat(parts: Sequence[Sequence[int]]) -> list[int]:
+    return [row for part in parts for row in part]

@@ -1,0 +1,68 @@
+"""Owners of experts that follow the loads (`plan.expert_owners: heterogeneous`): when and how the experts of a run are renumbered.
+
+A rank owns consecutive positions of each layer. Owners change by other experts at these positions, every `owners_every` steps and equally
+on all ranks. Loads that a run reports, records and replays have the experts' first numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshwright.policies.expert_owners import better_owners, even_owners, position_order
+
+
+class ExpertOwners:
+    """The experts at the positions of all layers `(layers, ranks, experts)`, of which `first` is the first.
+
+    The `copied` most loaded experts of a layer are on all ranks anyway. `move` exchanges the state of layers by the order of their
+    positions (`ExpertMoves.move`).
+    """
+
+    def __init__(
+        self, shape: tuple[int, int, int], *, every: int, copied: int, ranks_per_node: int, first: int,
+        move: Callable[[Mapping[int, np.ndarray]], None], device: torch.device,
+    ) -> None:  # fmt: skip
+        self._shape, self._every, self._copied, self._ranks_per_node = shape, every, copied, ranks_per_node
+        self._first, self._move = first, move
+        layers, _, experts = shape
+        self.numbers = np.tile(np.arange(experts), (layers, 1))
+        """First number of the expert at each position, `(layers, experts)`."""
+        self.positions = torch.empty(layers, experts, dtype=torch.int64, device=device)
+        """Position of the expert with each first number, `(layers, experts)`."""
+        self._upload()
+
+    def due(self, step: int) -> bool:
+        """Whether owners may move before `step`."""
+        return step > 1 and (step - 1) % self._every == 0
+
+    def balance(self, loads: np.ndarray) -> np.ndarray | None:
+        """Move experts so that owners balance `loads` `(layers, experts)` by position; returns the order of the old positions.
+
+        None if no layer gains. Collective over a stage, and equal on all ranks.
+        """
+        layers, ranks, experts = self._shape
+        even = even_owners(layers, experts, ranks)
+        order = position_order(better_owners(loads, even, self._copied, ranks, self._ranks_per_node), ranks)
+        changed = np.flatnonzero((order != np.arange(experts)).any(1)).tolist()
+        if not changed:
+            return None
+        self._move({self._first + layer: order[layer] for layer in changed})
+        self.numbers = np.take_along_axis(self.numbers, order, axis=1)
+        self._upload()
+        return order
+
+    def by_number(self, loads: Tensor) -> Tensor:
+        """`loads` `(layers, experts)` by position, by first number."""
+        return loads.gather(1, self.positions)
+
+    def restore(self, numbers: np.ndarray) -> None:
+        """Continue with these experts at the positions, whose state is loaded."""
+        self.numbers = numbers
+        self._upload()
+
+    def _upload(self) -> None:
+        self.positions.copy_(torch.from_numpy(np.argsort(self.numbers, axis=1)))
