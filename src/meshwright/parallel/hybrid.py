@@ -1,4 +1,4 @@
-"""Attention over slots of the hybrid axis: micro-batches of whole samples and at most one part of a sample that several ranks divide.
+"""Attention over slots: micro-batches of whole samples and at most one part of a sample that several ranks divide.
 
 Every rank has its own slots (`data.slots`). A block computes each slot like a packed sequence; only attention differs. Whole samples
 attend within the slot, by the mask of documents. The part at the beginning attends over its sample by `parallel.span_ring`. All slots have
@@ -53,7 +53,7 @@ def divide_samples(model: Decoder, mesh: Mesh) -> DividedSamples | None:
 
 
 class DividedSamples:
-    """Builds the inputs that the blocks of a slot share; its other methods return whole tensors as they are (`SplitSequences`)."""
+    """Builds the inputs that the blocks of a slot share; other methods return whole tensors as they are."""
 
     def __init__(self, model: Decoder, ranks: int) -> None:
         self._model, self._ranks = model, ranks
