@@ -1,4 +1,4 @@
-"""Owners of experts that follow the loads: moves are exact, a resumed run is bit-equal, and training goes on as without moves."""
+"""Owners that follow the loads: moves are exact, a resumed run is bit-equal, training goes on as without moves."""
 
 from __future__ import annotations
 
