@@ -75,7 +75,7 @@ QUICK = ["expert ranks", *(pytest.param(name, marks=pytest.mark.slow) for name i
 
 
 def moved(world: World, assignment: Assignment) -> tuple[np.ndarray, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Move experts once in the session of a run, whose state has drawn values; returns their numbers, and the state before and after."""
+    """Move experts once in a session whose state has drawn values; returns their numbers, the state before and after."""
     session = open_session(assignment, world)
     assert session.decisions is not None and session.decisions.owners is not None
     owners = session.decisions.owners
